@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import json
 import platform
 import shlex
 from collections.abc import Sequence
@@ -27,7 +26,7 @@ from experiments.data.corpus_source import EMBEDDED, MIXTURE, NUMBERS, PACKAGES
 from experiments.data.package_text import requirements_hash
 from experiments.data.tokenizer import HFTokenizer, folder_tokenizer, gpt2_encoding, load_bpe
 from experiments.support import hashes
-from experiments.support.checkpoint import lacks, sha256
+from experiments.support.checkpoint import is_count, lacks, read_sealed, sha256
 from experiments.support.errors import UserError
 from experiments.support.identity import identity_of
 from experiments.support.names import check_name
@@ -39,12 +38,12 @@ SCHEMA = 1
 SPLITS = ("train", "val")
 TRAINED = ("bpe", "wordpiece")  # values of `DataConfig.tokenizer`: trained on the corpus
 
-_FILE = {"file": str, "bytes": int, "sha256": str}
-_SHARDS = {"shards": list, "sha256": str}
+_FILE = {"file": str, "bytes": is_count, "sha256": str}
+_SPLIT = {"tokens": is_count, "bytes": is_count, "sha256": str}
 _MANIFEST = {
     "source": {"path": str},
-    "splits": {split: {"tokens": int} for split in SPLITS},
-    "tokenizer": {"kind": str, "vocab_size": int, "end_of_text": int, "file": str | None},
+    "splits": {...: _SPLIT},
+    "tokenizer": {"kind": str, "vocab_size": is_count, "end_of_text": is_count, "file": str | None},
 }
 
 _SOMEWHERE = "FOLDER"  # placeholder for the source of a mixture's part, which is not known
@@ -300,23 +299,16 @@ def _read(config: DataConfig) -> dict[str, Any]:
             f"no prepared corpus: {path} is missing{there}; {remove}run `{config.prepare_command}`"
         )
     try:
-        manifest = json.loads(path.read_text(encoding="utf-8"))
+        manifest = read_sealed(path)
     except ValueError as error:
-        raise UserError(f"{path} is not JSON ({error}); delete {path.parent}") from error
+        raise UserError(f"{path} is damaged ({error}); delete {path.parent}") from error
     anew = f"delete {path.parent} and run `{config.prepare_command}`"
     found = lacks(manifest, {"schema": int})
     if found is None and manifest["schema"] == SCHEMA:
-        found = lacks(manifest, _MANIFEST)
-        if found is None and manifest["tokenizer"].get("file") is not None:
-            found = lacks(manifest, {"tokenizer": _FILE})
-        for split in manifest["splits"] if found is None else ():
-            record = manifest["splits"][split]
-            shape = _SHARDS if "shards" in record else _FILE
-            found = found or lacks(manifest, {"splits": {split: shape}})
-            for shard in record["shards"] if found is None and "shards" in record else ():
-                found = found or lacks(shard, _FILE, f"splits.{split}.shards")
+        found = _wrong(manifest)
     if found is not None:
-        raise UserError(f"{path} is damaged (no {found or 'manifest'} in it); {anew}")
+        wrong = f"its {found}" if found else "it"
+        raise UserError(f"{path} is damaged ({wrong} is missing or wrong); {anew}")
     if manifest["schema"] != SCHEMA:
         raise UserError(
             f"{path} has schema {manifest['schema']}, this version reads {SCHEMA}; {anew}"
@@ -326,6 +318,28 @@ def _read(config: DataConfig) -> dict[str, Any]:
             config.source, config.text_column, config.files, manifest["source"], config.directory
         )
     return manifest
+
+
+def _wrong(manifest: dict[str, Any]) -> str | None:
+    """The first dotted key of a manifest that is missing, or whose value cannot be; None if all
+    fit."""
+    found = lacks(manifest, {**_MANIFEST, "splits": dict.fromkeys(SPLITS, dict)})
+    if found is None:
+        found = lacks(manifest, _MANIFEST)
+    if found is not None:
+        return found
+    tokenizer, splits = manifest["tokenizer"], manifest["splits"]
+    if tokenizer["end_of_text"] >= tokenizer["vocab_size"]:
+        return "tokenizer.vocab_size"
+    if tokenizer.get("file") is not None:
+        found = lacks(tokenizer, _FILE, "tokenizer")
+    size = token_type(tokenizer["vocab_size"]).itemsize
+    for split, record in splits.items():
+        if record["bytes"] != size * record["tokens"]:
+            found = found or f"splits.{split}.tokens"
+        for shard in record.get("shards", (record,)):
+            found = found or lacks(shard, _FILE, f"splits.{split}")
+    return found
 
 
 def _tokenizer(manifest: dict[str, Any]) -> tuple[Any, ...]:

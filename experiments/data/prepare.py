@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import glob
 import hashlib
-import json
 import os
 import platform
 import shutil
@@ -56,7 +55,7 @@ from experiments.data.tokenizer import (
     train_wordpiece,
 )
 from experiments.support import hub
-from experiments.support.checkpoint import LOCK, exclusive, publish
+from experiments.support.checkpoint import LOCK, exclusive, publish, write_sealed
 from experiments.support.errors import UserError, told, writing
 
 if TYPE_CHECKING:
@@ -141,8 +140,7 @@ def prepare(config: DataConfig) -> Path:
             manifest["splits"] = write_shards(
                 building, directory.name, source, encoding, config.shard_tokens
             )
-        text = json.dumps(manifest, indent=2) + "\n"
-        (building / "manifest.json").write_text(text, encoding="utf-8")
+        write_sealed(building / "manifest.json", manifest)
         try:
             publish(building, directory)
             (directory / LOCK).unlink()

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from experiments.support import hub
+from experiments.support.checkpoint import read_sealed, sha256
 from experiments.support.errors import UserError
 
 if TYPE_CHECKING:
@@ -238,8 +239,14 @@ def folder_tokenizer(folder: str) -> HFTokenizer:
     """
     prepared, file = Path(folder, "manifest.json"), Path(folder, "tokenizer.json")
     if prepared.is_file() and file.is_file():
-        record = json.loads(prepared.read_text(encoding="utf-8"))["tokenizer"]
-        return HFTokenizer(file.read_text(encoding="utf-8"), record["end_of_text"])
+        try:
+            record = read_sealed(prepared)["tokenizer"]
+            end, whole = record["end_of_text"], record["sha256"] == sha256(file)
+        except (ValueError, KeyError, TypeError):
+            whole = False
+        if not whole:
+            raise UserError(f"{prepared} and {file.name} do not belong together; prepare it again")
+        return HFTokenizer(file.read_text(encoding="utf-8"), end)
     tokenizer: Any = pretrained_tokenizer(folder)
     end = tokenizer.sep_token_id if tokenizer.eos_token_id is None else tokenizer.eos_token_id
     if not tokenizer.is_fast or end is None:

@@ -1,7 +1,9 @@
 """Token corpora: which windows a batch holds, and what is refused before training starts."""
 
+import functools
 import json
 import shlex
+import shutil
 
 import numpy as np
 import pytest
@@ -11,6 +13,7 @@ from experiments.config.run import load
 from experiments.data.corpus import check_fits, load_tokens
 from experiments.data.manifest import DataConfig, file_record
 from experiments.data.mlm import MLMConfig
+from experiments.data.tokenizer import folder_tokenizer
 from experiments.support.errors import UserError
 
 
@@ -198,11 +201,12 @@ def test_another_schema_is_refused(config):
 @pytest.mark.parametrize(
     ("content", "lacks"),
     [
-        (b"[]", "no manifest in it"),
-        (b"{}", "no schema in it"),
-        (b'{"schema": 1}', "no source in it"),
-        (b'{"schema": 1, "source": {"path": "unused"}, "splits": []}', "no splits"),
-        (b"\xff\xfe", "is not JSON"),
+        (b"[]", "it is missing or wrong"),
+        (b"{}", "its schema is missing or wrong"),
+        (b'{"schema": 1}', "its source is missing or wrong"),
+        (b'{"schema": 1, "source": {"path": "unused"}, "splits": []}', "its splits is missing"),
+        (b"\xff\xfe", "'utf-8' codec"),
+        (b'{"schema": 1, "sha256": "0"}', "its content does not fit its sha256"),
     ],
 )
 def test_a_damaged_manifest_is_one_line(config, content, lacks):
@@ -213,14 +217,35 @@ def test_a_damaged_manifest_is_one_line(config, content, lacks):
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("key", ["kind", "vocab_size", "end_of_text"])
-def test_a_manifest_without_a_key_is_one_line(config, key):
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        *((f"tokenizer.{key}", None) for key in ("kind", "vocab_size", "end_of_text")),
+        *(("tokenizer.vocab_size", value) for value in (-3, 0, "3")),
+        *(("splits.train.tokens", value) for value in (-5, 4999, 2.5, None)),
+        ("splits.val", None),
+    ],
+)
+def test_a_manifest_with_a_value_that_cannot_be_is_one_line(config, key, value):
     path = config.directory / "manifest.json"
     manifest = json.loads(path.read_text())
-    del manifest["tokenizer"][key]
+    *outer, last = key.split(".")
+    part = functools.reduce(dict.get, outer, manifest)
+    part[last] = value
     path.write_text(json.dumps(manifest))
-    with pytest.raises(UserError, match=rf"is damaged \(no tokenizer\.{key} in it\); delete"):
+    with pytest.raises(UserError, match=rf"is damaged \(its {key} is missing or wrong\); delete"):
         load_tokens(config, seed=0)
+
+
+def test_a_prepared_corpus_lends_only_the_tokenizer_of_its_manifest(corpus_dir, tmp_path):
+    for name in ("whole", "manifest.json", "tokenizer.json"):
+        folder = shutil.copytree(corpus_dir / "words-v300", tmp_path / name)
+        if name == "whole":
+            assert folder_tokenizer(str(folder)).encode_ordinary_batch(["the mask"])[0]
+            continue
+        (folder / name).write_text((folder / name).read_text().replace("9", "8", 1))
+        with pytest.raises(UserError, match="do not belong together; prepare it again"):
+            folder_tokenizer(str(folder))
 
 
 def test_check_fits(corpus):
