@@ -212,6 +212,7 @@ class BlockRun:
             **({} if self.source is None else {"init": result["init"]}),
             **{key: result[key] for key in ("config_hash", "corpus_hash", "steps", "tokens")},
             **{key: result[key] for key in ("metrics", "sparsity", "backend", "world_size")},
+            "revisions": result.get("revisions"),
             **{key: result[key] for key in ("train_seconds", "step_seconds", "started", "ended")},
             "environment": {
                 key: environment[key] for key in ("git_revision", "git_dirty", "device", "versions")

@@ -334,6 +334,7 @@ def _train(
         "acceleration": method.acceleration.as_dict() if method.acceleration else None,
         "cuda_graphs": trainer.graphed,
         "world_size": trainer.world.size,
+        "revisions": trainer.revisions,
         "started": started,
         "ended": time.time(),
     }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import math
 import platform
@@ -206,6 +207,13 @@ def environment() -> dict[str, Any]:
     }
 
 
+def revision() -> str:
+    """The revision of the code that runs, with `-dirty` if it was changed since."""
+    state = git_state()
+    return f"{state['git_revision'] or 'unknown'}{'-dirty' if state['git_dirty'] else ''}"
+
+
+@functools.cache  # what was imported stays, whatever happens to the files
 def git_state() -> dict[str, Any]:
     """Revision of the code and whether it was changed since; None outside a git checkout."""
 

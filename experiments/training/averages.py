@@ -2,15 +2,40 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from experiments.config.settings import TrainConfig
+from methods import refresh
 
 
 def is_kept(train: TrainConfig) -> bool:
     """True if a training keeps an averaged copy."""
     return bool(train.ema or train.average_last)
+
+
+def trained(model: nn.Module) -> dict[str, Tensor]:
+    """The trained parameters of a model by name, detached."""
+    return {n: p.detach() for n, p in model.named_parameters() if p.requires_grad}
+
+
+@contextmanager
+def applied(model: nn.Module, averages: dict[str, Tensor]) -> Iterator[None]:
+    """A context in which `model` has the averaged weights, with masks and operands derived from
+    them; afterwards its own are restored."""
+    own = {name: value.clone() for name, value in model.state_dict().items()}
+    with torch.no_grad():
+        parameters = dict(model.named_parameters())
+        for name, average in averages.items():
+            parameters[name].copy_(average)
+    refresh(model)
+    try:
+        yield
+    finally:
+        model.load_state_dict(own)
 
 
 def update(

@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from experiments.support import checkpoint, tensor_files
+from experiments.training import averages
 from experiments.training.sharding import Shards
 from experiments.training.trainer import Trainer
 from methods import Method
@@ -30,7 +31,7 @@ def finalized_averages(trainer: Trainer, shards: Shards | None) -> nn.Module | N
     is sharded, only on rank 0."""
     if not trainer.averages:
         return None
-    with trainer.averaged():
+    with averages.applied(trainer.model, trainer.averages):
         if shards is None:
             copied: Any = copy.deepcopy((trainer.model, trainer.method))
         else:

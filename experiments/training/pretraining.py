@@ -256,6 +256,7 @@ def _train(
             "cuda_graphs": trainer.graphed,
             "world_size": trainer.world.size,
             "train_seconds": trainer.seconds,
+            "revisions": trainer.revisions,
             "started": started,
             "ended": time.time(),
         }

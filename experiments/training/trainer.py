@@ -10,17 +10,19 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
+from contextlib import AbstractContextManager, closing, nullcontext
 from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from experiments.config.settings import AUTO, TrainConfig
 from experiments.data.source import Batch, Request, TrainingSource
-from experiments.support.errors import Stop, UserError, deferred_stop
+from experiments.support import memory
+from experiments.support.errors import Stop, UserError, deferred_stop, told
 from experiments.support.progress import Progress, say
+from experiments.support.results import revision
 from experiments.training import averages, sharded_checkpoint
 from experiments.training.descent import Descent
 from experiments.training.distributed import World
@@ -35,9 +37,10 @@ from experiments.training.optimization import (
 from experiments.training.saving import Saver
 from experiments.training.schedules import learning_rate
 from experiments.training.tracking import MetricsLog
-from methods import Method, refresh
+from methods import Method
 from models.base import Model
 
+VERSION = 1  # of the state in a checkpoint; raise it when its entries or their meaning change
 # A function that evaluates a trainer's model and returns metrics by name.
 Evaluation = Callable[["Trainer"], dict[str, float]]
 
@@ -101,8 +104,9 @@ class Trainer:
             ranks=world.size,
             group=group,
         )
-        own = _parameters(model) if averages.is_kept(train) else {}
+        own = averages.trained(model) if averages.is_kept(train) else {}
         self.averages = {name: value.clone() for name, value in own.items()}
+        self.revisions = [revision()]  # of the code, in the order in which they trained
         self.step = 0
         self.seconds = 0.0
         self.lines: list[str] = []  # lines of the log
@@ -266,7 +270,7 @@ class Trainer:
             means = {name: float(self.world.mean(change)) for name, change in changes}
             self._log({"step": self.step, **means})
         if self.averages:
-            averages.update(self.averages, _parameters(self.model), self.train, self.step)
+            averages.update(self.averages, averages.trained(self.model), self.train, self.step)
         if math.isfinite(norm):
             self.loss_sum, self.loss_count = self.loss_sum + loss, self.loss_count + 1
         return norm
@@ -304,7 +308,7 @@ class Trainer:
         """The metrics of the averaged weights, with their own masks and scales, if any."""
         if not self.averages:
             return {}
-        with self.averaged():
+        with averages.applied(self.model, self.averages):
             prefix = "ema" if self.train.ema else "averaged"
             return {f"{prefix}_{name}": value for name, value in self.evaluate_weights().items()}
 
@@ -314,21 +318,6 @@ class Trainer:
         with self.optimization.autocast():
             output, loss = self.model(**on_device)
         return output, loss, on_device
-
-    @contextmanager
-    def averaged(self) -> Iterator[None]:
-        """A context in which the model has the averaged weights, with masks and operands derived
-        from them; afterwards its own are restored."""
-        own = {name: value.clone() for name, value in self.model.state_dict().items()}
-        with torch.no_grad():
-            parameters = dict(self.model.named_parameters())
-            for name, average in self.averages.items():
-                parameters[name].copy_(average)
-        refresh(self.model)
-        try:
-            yield
-        finally:
-            self.model.load_state_dict(own)
 
     def _stop_non_finite(self, loss: float, before: dict[str, Tensor]) -> NoReturn:
         # This step has not changed the weights yet, so they are the last good ones.
@@ -355,6 +344,8 @@ class Trainer:
             self.lines = self.log.lines
             self.log.sync()
         state = {
+            "version": VERSION,
+            "revisions": self.revisions,
             "identity": self.identity,
             "data": self.source.fingerprint,
             "step": self.step,
@@ -373,22 +364,43 @@ class Trainer:
         """Load the newest whole checkpoint, if there is one.
 
         Raises:
-            UserError: it belongs to another config, other initial weights or other data, or some
-                ranks do not see it. Nothing is changed then.
+            UserError: it belongs to another config, other initial weights or other data, some ranks
+                do not see it, or it was written by another version of the code.
         """
         state = sharded_checkpoint.load_latest(self.checkpoints, self.report, self.world)
         if state is None:
             return
+        revisions = state.get("revisions", ["unknown"])
+        # Earlier versions of the code wrote no number, but the layout of version 1.
+        if (found := state.get("version", 1)) != VERSION:
+            raise self._unfit(f"its layout has version {found}, not {VERSION}", revisions)
         if state.get("identity") != self.identity:
             raise UserError(
                 f"{self.checkpoints} belongs to another config, or to other weights to start "
                 "from; remove it to begin anew"
             )
-        if state["data"] != self.source.fingerprint:
+        if state.get("data") != self.source.fingerprint:
             raise UserError(
                 f"{self.checkpoints} was made on other data than those in "
                 f"{self.source.directory}; give these another data.name, or remove it"
             )
+        try:
+            self._load(state)
+        except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
+            if memory.is_exhausted(error):
+                raise
+            raise self._unfit(told(error), revisions) from error
+        self.revisions = list(dict.fromkeys([*revisions, *self.revisions]))
+        if self.world.is_main:
+            self.report(f"resumed at step {self.step} of {self.train.steps}")
+
+    def _unfit(self, why: str, revisions: list[str]) -> UserError:
+        return UserError(
+            f"{self.checkpoints} does not fit this version of the code ({why}); go on with the one "
+            f"that wrote it, revision {revisions[-1]}, or remove it to begin anew"
+        )
+
+    def _load(self, state: dict[str, Any]) -> None:
         like = {**self.optimization.places(), "averages": self.averages}
         state = sharded_checkpoint.placed(state, like)
         self.optimization.load_state_dict(state)
@@ -407,10 +419,3 @@ class Trainer:
             )
         else:
             set_generators(state["generators"][self.world.rank], self.world.device)
-        if self.world.is_main:
-            self.report(f"resumed at step {self.step} of {self.train.steps}")
-
-
-def _parameters(model: nn.Module) -> dict[str, Tensor]:
-    """The trained parameters by name, detached."""
-    return {n: p.detach() for n, p in model.named_parameters() if p.requires_grad}

@@ -11,10 +11,10 @@ from safetensors.torch import load_file
 from common_kernels import check24
 from experiments.config.settings import TrainConfig
 from experiments.runs.finished import FinishedRun
-from experiments.support import results
+from experiments.support import checkpoint, results
 from experiments.support.checkpoint import read_sealed
 from experiments.support.errors import UserError
-from experiments.training import pretraining
+from experiments.training import pretraining, trainer
 from experiments.training.optimization import micro_batch_size
 from experiments.training.schedules import learning_rate
 from experiments.training.tracking import MetricsLog, read_metrics
@@ -240,6 +240,36 @@ def test_a_checkpoint_of_another_config_is_refused(tiny, monkeypatch):
     config.directory().rename(other.directory())
     with pytest.raises(UserError, match="belongs to another config"):
         pretraining.run(other, quiet)
+
+
+def test_a_run_lists_its_revisions_and_refuses_checkpoints_of_another_layout(
+    tiny, monkeypatch, tmp_path
+):
+    config = tiny("method=ste", "impl.checkpoint_every=1")
+    for step, name in ((3, "first"), (5, "second"), (7, "second")):
+        with monkeypatch.context() as patch, pytest.raises(Stop):
+            patch.setattr(trainer, "revision", lambda name=name: name)
+            stop_after(patch, step)
+            pretraining.run(config, quiet)
+    folder = config.directory() / "checkpoints"
+    path = checkpoint.found(folder)[-1]
+    state = checkpoint.load_file(path)
+    assert state["revisions"] == ["first", "second"]
+    unfit = r"checkpoints does not fit this version of the code \({}\); .* revision second, or"
+    for changed, why in (
+        ({"version": 9}, "its layout has version 9, not 1"),
+        ({"model": {}}, "RuntimeError: Error.*"),
+        ({"optimizer": {}}, "KeyError: .*"),
+        ({"generators": 5}, "TypeError: .*"),
+    ):
+        checkpoint.save(folder, state["step"], state | changed)
+        with pytest.raises(UserError, match=unfit.format(why)) as error:
+            pretraining.run(config, quiet)
+        assert "\n" not in str(error.value)
+    del state["version"], state["revisions"]  # as earlier versions wrote it
+    checkpoint.save(folder, state["step"], state)
+    monkeypatch.setattr(trainer, "revision", lambda: "third")
+    assert pretraining.run(config, quiet)["revisions"] == ["unknown", "third"]
 
 
 def poison(monkeypatch, *steps):

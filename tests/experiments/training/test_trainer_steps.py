@@ -18,7 +18,7 @@ from experiments.config.settings import EpochConfig, TrainConfig
 from experiments.support import checkpoint
 from experiments.support.errors import UserError
 from experiments.support.progress import Progress
-from experiments.training import graphs, pretraining
+from experiments.training import averages, graphs, pretraining
 from experiments.training import optimization as module
 from experiments.training.distributed import World
 from experiments.training.held_out import HeldOut
@@ -644,7 +644,7 @@ def test_averaged_weights_follow_the_recursion_and_leave_training_alone(build, t
     # Inside, the layers compute with the average's own projection; afterwards with what was there.
     layer = trainer.model.get_submodule(name.removesuffix(".weight"))
     before = layer.sparse_weight.clone()
-    with trainer.averaged():
+    with averages.applied(trainer.model, trainer.averages):
         assert torch.equal(layer.weight, trainer.averages[name])
         assert torch.equal(layer.sparse_weight, layer.effective_weight())
     assert torch.equal(layer.sparse_weight, before)
