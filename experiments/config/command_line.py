@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
 import re
 import textwrap
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from experiments.support.errors import UserError
 
@@ -18,39 +19,42 @@ _LAST = """\
 sweeps over `key=1,2`, --cfg job prints the config, --hydra-help lists more."""
 
 
-def take_texts(arguments: Sequence[str], names: Sequence[str]) -> tuple[list[str], dict[str, str]]:
-    """Split the arguments into those for hydra, flags first, and a dict of the plain-text ones.
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"{message}; see --help")
+
+
+def parse(arguments: Sequence[str], texts: Sequence[str] = ()) -> argparse.Namespace:
+    """The command line: `help`, hydra's flags as `hydra`, `overrides`, and each plain text by name.
 
     `NAME=TEXT`, `--NAME=TEXT` and `--NAME TEXT` give the text as it is typed, with quotation marks,
-    brackets, equals signs and line breaks. Flags come first because hydra's parser ignores what
-    follows the flag in `a=1 -m b=2`.
+    brackets, equals signs and line breaks.
 
     Raises:
-        UserError: a text that is missing, given twice, or not UTF-8.
+        UserError: an unknown flag, or a text that is missing, given twice, or not UTF-8.
     """
-    rest: list[str] = []
-    texts: dict[str, str] = {}
-    left = iter(arguments)
-    for argument in left:
-        key, equals, text = argument.partition("=")
-        name = key.removeprefix("--")
-        if name not in names or not (equals or key.startswith("--")):
-            rest.append(argument)
-            continue
-        if not equals and (text := next(left, None)) is None:  # type: ignore[assignment]
-            raise UserError(f"{key} needs a text after it: {key} TEXT, or {name}=TEXT")
-        if name in texts:
+    parser = _Parser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--help", "-h", action="store_true")
+    for names in (("--multirun", "-m"), ("--resolve",), ("--hydra-help",)):
+        kept: Any = {"action": "append_const", "const": names[0], "default": []}
+        parser.add_argument(*names, dest="hydra", **kept)
+    parser.add_argument("--cfg", "-c", choices=("job", "hydra", "all"))
+    parser.add_argument("overrides", nargs="*")
+    for name in texts:
+        parser.add_argument(f"--{name}", action="append")
+    starts = tuple(f"{name}=" for name in texts)
+    found = parser.parse_intermixed_args(
+        [f"--{a}" if a.startswith(starts) else a for a in arguments]
+    )
+    found.hydra += ["--cfg", found.cfg] if found.cfg else []
+    for name in texts:
+        text, *more = getattr(found, name) or [None]
+        setattr(found, name, text)
+        if more:
             raise UserError(f"{name} is given twice; give it once")
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            raise UserError(f"{name} is not UTF-8 (character {error.start + 1})") from error
-        texts[name] = text
-    return sorted(rest, key=_is_override), texts
-
-
-def _is_override(argument: str) -> bool:
-    return argument.startswith("~") or ("=" in argument and not argument.startswith("-"))
+        if text and (wrong := re.search("[\ud800-\udfff]", text)):  # how Python reads other bytes
+            raise UserError(f"{name} is not UTF-8 (character {wrong.start() + 1})")
+    return found
 
 
 # ------------------------------------------------------------------ --help
@@ -97,16 +101,20 @@ def help_text(
         names = " ".join(file.stem for file in files if not file.stem.startswith("_"))
         chosen = choices[group] or "null"
         said = comments(CONF / group / f"{chosen}.yaml")
-        lines = [*textwrap.wrap(f"{group}={chosen}, one of: {names}", WIDTH, **_WHOLE_WORDS)]
-        parts.append("\n".join([*lines, *_options(values.get(group) or {}, f"{group}.", said)]))
+        line = _filled(f"{group}={chosen}, one of: {names}", "", "  ")
+        parts.append("\n".join([line, *_options(values.get(group) or {}, f"{group}.", said)]))
     return "\n\n".join([*parts, _LAST])
 
 
-_WHOLE_WORDS: Any = {
-    "break_long_words": False,
-    "break_on_hyphens": False,
-    "subsequent_indent": "  ",
-}
+def _filled(text: str, first: str, later: str) -> str:
+    return textwrap.fill(
+        " ".join(text.split()),
+        WIDTH,
+        initial_indent=first,
+        subsequent_indent=later,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
 
 
 def comments(path: Path) -> dict[str, str]:
@@ -157,35 +165,26 @@ def _options(values: dict[str, Any], prefix: str, said: dict[str, str]) -> Itera
         if len(option) > _COLUMN - 2 and text:
             yield option
             option = ""
-        indent = " " * _COLUMN
-        text = textwrap.fill(text, WIDTH, initial_indent=indent, subsequent_indent=indent)
-        yield f"{option:<{_COLUMN}}{text.removeprefix(indent)}".rstrip()
+        text = _filled(text, " " * _COLUMN, " " * _COLUMN)
+        yield f"{option:<{_COLUMN}}{text[_COLUMN:]}".rstrip()
 
 
 def as_typed(value: Any) -> str:
     """A value as one types it on the command line: `null`, `true`, `[1,2]`."""
     if isinstance(value, list):
         return f"[{','.join(map(as_typed, value))}]"
-    return (
-        str(value).lower() if isinstance(value, bool) else "null" if value is None else str(value)
-    )
+    said = "null" if value is None else str(value)
+    return said.lower() if isinstance(value, bool) else said
 
 
 def _wrapped(block: str) -> str:
     """A paragraph of a docstring, wrapped. In an indented paragraph each line is a separate entry,
     deeper lines continue it, and two spaces separate its key from its text."""
     if not block.startswith(" "):
-        return textwrap.fill(" ".join(block.split()), WIDTH, break_on_hyphens=False)
+        return _filled(block, "", "")
     lines = []
     for entry in re.split(r"\n(?= {4}\S)", block):
         about, gap, text = re.fullmatch(r"( +\S+(?: \S+)*)(?:( {2,})(.*))?", entry, re.S).groups("")  # type: ignore[union-attr]
-        column = len(about + gap)
-        filled = textwrap.fill(
-            " ".join(text.split()),
-            WIDTH,
-            initial_indent=" " * column,
-            subsequent_indent=" " * column,
-            break_on_hyphens=False,
-        )
-        lines.append(about + gap + filled[column:])
+        indent = " " * len(about + gap)
+        lines.append(about + gap + _filled(text, indent, indent)[len(indent) :])
     return "\n".join(lines)

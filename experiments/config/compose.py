@@ -1,85 +1,153 @@
-"""Turns hydra's composed config into plain values and dataclasses, and its errors into one line."""
+"""Composes hydra's overrides into plain values and dataclasses, and says in one line what is wrong
+with them."""
 
 from __future__ import annotations
 
 import copy
 import dataclasses
-import re
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any, TypeVar
 
+from experiments.config import run_names
 from experiments.config.command_line import CONF
 from experiments.support.errors import UserError, closest, meant
 
 T = TypeVar("T")
 
 
-def composed(config_name: str, typed: Callable[[Any], T], overrides: list[str] | None = None) -> T:
+def composed(config_name: str, typed: Callable[[Any], T], overrides: Sequence[str] = ()) -> T:
     """`typed` of the config that `experiments/conf/<config_name>.yaml` and hydra overrides compose.
 
     Raises:
         UserError: an override that does not fit, in one line.
     """
-    with one_line_errors(config_name):
-        return typed(_compose(config_name, overrides or []))
+    with one_line_errors():
+        return typed(_compose(config_name, overrides))
 
 
-def _compose(config_name: str, overrides: list[str]) -> Any:
+def check(config_name: str, overrides: Sequence[str], sweep: bool) -> None:
+    """Raise a `UserError` if the keys of one of the overrides do not fit, in any run of a sweep."""
+    runs: list[list[str]] = []
+    for text in overrides:
+        override, key = _parsed(config_name, text), text.partition("=")[0]
+        runs.append([text])
+        if sweep and override.is_sweep_override():  # of a glob or interval, only the sweeper knows
+            known = override.is_choice_sweep() or override.is_range_sweep()
+            values = override.sweep_string_iterator() if known else ["null"]
+            runs[-1] = [f"{key}={value}" for value in values][
+                : None if (CONF / key).is_dir() else 1
+            ]
+    for choices in itertools.product(*runs):
+        _compose(config_name, choices)
+
+
+def _compose(config_name: str, overrides: Sequence[str]) -> Any:
     """The `DictConfig` that hydra composes.
 
     It takes hydra 0.1 s to merge the files, and a report needs hundreds of configs. So the files
     are merged once for each choice of them, and values are then set in a copy, as hydra does.
     """
-    from hydra.errors import HydraException
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
-    files = tuple(override for override in overrides if not _sets_value(override))
-    try:
-        values = _parsed([override for override in overrides if _sets_value(override)])
-        config = copy.deepcopy(_merged(config_name, files))
-        for key, value in values:
+    files, values = [], []
+    for text in overrides:
+        override = _parsed(config_name, text)
+        key = override.key_or_group
+        if override.is_sweep_override():
+            value = text.partition("=")[2]
+            raise UserError(
+                f"{text} has several values: for a sweep add -m; one value with commas is "
+                f"{key}=[{value}] if it is a list, \"{key}='{value}'\" if it is a text"
+            )
+        top = key.partition(".")[0].partition("/")[0]
+        base = _merged(config_name, ())
+        if text[0] == "+" and top not in {"hydra", *base} and not (CONF / top).is_dir():
+            raise UserError(_unknown(key, base))
+        sets = text[0] not in "+~" and not (CONF / key).is_dir() and top != "hydra"
+        values.append((key, override.value())) if sets else files.append(text)
+    config = copy.deepcopy(_merged(config_name, tuple(files)))
+    for key, value in values:
+        try:
             OmegaConf.update(config, key, value, merge=True)
-        return config
-    except (HydraException, OmegaConfBaseException):
-        return _by_hydra(config_name, overrides)  # its error is about the overrides as given
+        except OmegaConfBaseException as error:
+            raise UserError(_unknown(key, config)) from error
+    return config
 
 
-def _sets_value(override: str) -> bool:
-    """True for `key=value` and `group.key=value`, which choose no file, add no key and delete
-    none."""
-    key, equals, _ = override.partition("=")
-    return bool(equals) and key.replace(".", "_").isidentifier() and not (CONF / key).is_dir()
-
-
-def _parsed(overrides: list[str]) -> list[tuple[str, Any]]:
-    """Keys and values of overrides.
+@lru_cache(maxsize=1024)
+def _parsed(config_name: str, text: str) -> Any:
+    """One override, parsed.
 
     Raises:
-        HydraException: one of them cannot be parsed, or has several values.
+        UserError: it is none.
     """
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import HydraException
 
-    parsed = OverridesParser.create().parse_overrides(overrides)
-    if any(override.is_sweep_override() for override in parsed):
-        raise HydraException("several values")
-    return [(override.key_or_group, override.value()) for override in parsed]
+    try:
+        return OverridesParser.create().parse_override(text)
+    except HydraException as error:
+        key, equals, value = text.partition("=")
+        if equals:
+            says = f"{text} cannot be read ({_first_line(error)})"
+            raise UserError(f"{says}; a text with signs in it is \"{key}='{value}'\"") from error
+        run = f"; run={text} may be meant" if "run" in _merged(config_name, ()) else ""
+        raise UserError(f"{text} is no KEY=VALUE{run}") from error
 
 
 @lru_cache(maxsize=64)
 def _merged(config_name: str, files: tuple[str, ...]) -> Any:
     """The config of a choice of files. It is shared, so callers change a copy."""
-    return _by_hydra(config_name, files)
-
-
-def _by_hydra(config_name: str, overrides: Sequence[str]) -> Any:
     from hydra import compose, initialize_config_module
+    from hydra.errors import MissingConfigException
 
-    with initialize_config_module("experiments.conf", version_base="1.3"):
-        return compose(config_name, overrides=list(overrides))
+    try:
+        with initialize_config_module("experiments.conf", version_base="1.3"):
+            return compose(config_name, overrides=list(files))
+    except MissingConfigException as error:
+        group, _, name = str(error.missing_cfg_file).partition("/")
+        if name.startswith("launcher/submitit"):
+            raise UserError(
+                "+cluster needs hydra's submitit launcher: pip install -e '.[slurm]' in the "
+                "checkout"
+            ) from error
+        known = [option for option in error.options or () if not option.startswith("_")]
+        raise UserError(
+            f"there is no {group}={name}{meant(name, known)}; there is {', '.join(known)}"
+        ) from error
+
+
+def _unknown(key: str, config: Any) -> str:
+    """Says that a config has no `key`, and which of its keys, or which other choice of a file, may
+    be meant."""
+    group, _, name = key.rpartition(".")
+    said, keys = f"there is no {key} here", [known.rpartition(".") for known in _keys(config, "")]
+    files = run_names.files(group) if group and (CONF / group).is_dir() else {}
+    if not any(name in options for options in files.values()):
+        for among in ([known for known in keys if known[0] == group], keys):
+            near = closest(name, (last for *_, last in among))
+            if found := ["".join(known) for known in among if known[2] == near]:
+                return f"{said}; {' or '.join(found)} may be meant"
+    near = closest(name, itertools.chain(*files.values()))
+    having = [file for file, options in files.items() if near in options and "." not in file]
+    if not having:
+        return said
+    shown = f"{', '.join(having[:6])}{', ...' if len(having) > 6 else ''}"
+    return f"{said}; {group}.{near} is an option of {group}={shown}"
+
+
+def _keys(node: Any, prefix: str) -> Iterator[str]:
+    """The dotted keys of a config and of its groups."""
+    from omegaconf import OmegaConf
+
+    for name in node:
+        yield f"{prefix}{name}"
+        if OmegaConf.is_dict(inner := node._get_node(name)):
+            yield from _keys(inner, f"{prefix}{name}.")
 
 
 def plain(composed: Any, *needed: str) -> dict[str, Any]:
@@ -123,74 +191,19 @@ def typed(schema: type, group: str, values: Any) -> Any:
 
 
 @contextmanager
-def one_line_errors(config_name: str | None = None) -> Iterator[None]:
-    """Turn the errors of hydra and omegaconf, and a dataclass's ValueError, into a `UserError`.
-
-    config_name: the primary config, from which similar keys are suggested for one that is unknown.
-    """
+def one_line_errors() -> Iterator[None]:
+    """Turn the errors of hydra and omegaconf, and a dataclass's ValueError, into a `UserError`."""
     from hydra.errors import HydraException
     from omegaconf.errors import OmegaConfBaseException
 
     try:
         yield
     except (HydraException, OmegaConfBaseException, ValueError) as error:
-        parts = [str(error)]
+        text = _first_line(error)
         if isinstance(error.__cause__, OmegaConfBaseException):
-            parts.append(str(error.__cause__))
-        lines = [line.strip().rstrip(".") for line in "\n".join(parts).splitlines()]
-        kept = [x for x in dict.fromkeys(lines) if x and not x.startswith(_NOISE)]
-        text = "; ".join(kept)
-        if "Could not find 'hydra/launcher/submitit" in text:
-            text = (
-                "+cluster needs hydra's submitit launcher: pip install -e '.[slurm]' in the "
-                "checkout"
-            )
-        absent = r"Could not find '(.+)/(.+)'; Available options in '\1':; (.*)"
-        if found := re.search(absent, text):
-            known = [name for name in found[3].split("; ") if not name.startswith("_")]
-            there = ", ".join(known)
-            text = f"there is no {found[1]}={found[2]}{meant(found[2], known)}; there is {there}"
-        if found := re.match(r"Ambiguous value for argument '([^=]+)=(.*)'; 1\. ", text):
-            key, value = found[1], found[2]
-            text = (
-                f"{key}={value} has several values: for a sweep add -m; one value with commas is "
-                f"{key}=[{value}] if it is a list, \"{key}='{value}'\" if it is a text"
-            )
-        if found := re.match(r"Error parsing override '(.*)'; missing EQUAL at '<EOF>'", text):
-            takes_run = config_name in ("evaluate", "export", "finetune", "generate")
-            suggestion = f"; run={found[1]} may be meant" if takes_run else ""
-            text = f"{found[1]} is no KEY=VALUE{suggestion}"
-        if found := re.match(r"Could not override '([^']+)'", text):
-            text = f"there is no {found[1]} here{_similar(found[1], config_name)}"
+            text += f"; {_first_line(error.__cause__)}"
         raise UserError(text) from error
 
 
-def _similar(key: str, config_name: str | None) -> str:
-    """The end of a sentence that suggests keys of a primary config close to `key`; ""
-    without one."""
-    if config_name is None:
-        return ""
-    from hydra import compose, initialize_config_module
-    from omegaconf import OmegaConf
-
-    def leaves(node: Any, prefix: str) -> Iterator[str]:
-        if not OmegaConf.is_dict(node):
-            yield prefix.removesuffix(".")
-            return
-        for name in node:
-            yield from leaves(node._get_node(name), f"{prefix}{name}.")
-
-    with initialize_config_module("experiments.conf", version_base="1.3"):
-        known = [*leaves(compose(config_name), "")]
-    last = {name.rpartition(".")[2] for name in known}
-    near = closest(key.rpartition(".")[2], last)
-    found = [name for name in known if name.rpartition(".")[2] == near]
-    found = [name for name in found if name != key]  # another choice of a group has it
-    return f"; {' or '.join(found)} may be meant" if found else ""
-
-
-# Lines of hydra's messages that do not help a user.
-_NOISE = (
-    *("To append to your config", "Key '", "full_key", "object_type", "Config search path"),
-    *("provider=", "_common", "_distillation"),
-)
+def _first_line(error: BaseException) -> str:
+    return str(error).partition("\n")[0].rstrip(".")

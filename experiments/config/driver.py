@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
-from experiments.config.command_line import help_text, take_texts
-from experiments.config.compose import one_line_errors
+from experiments.config.command_line import help_text, parse
+from experiments.config.compose import check, one_line_errors
 from experiments.config.run import freeze
 from experiments.support import memory
 from experiments.support.errors import (
@@ -52,7 +52,7 @@ def driver(
             def task(composed: Any) -> None:
                 with exit_with_one_line(after_stop):
                     with one_line_errors():
-                        config = typed(composed, **given)
+                        config = typed(composed, **{name: vars(given)[name] for name in texts})
                     try:
                         returned.append(main(config))
                     except ValueError as error:  # a defect of ours, not a wrong argument
@@ -60,14 +60,14 @@ def driver(
 
             # Hydra then raises its errors instead of printing them over several lines.
             os.environ["HYDRA_FULL_ERROR"] = "1"
-            with exit_with_one_line(after_stop), one_line_errors(config_name):
-                sys.argv[1:], given = take_texts(sys.argv[1:], texts)
-                if {"-h", "--help"} & {*sys.argv[1:]}:
-                    overrides = [a for a in sys.argv[1:] if not a.startswith("-")]
-                    own = main.__globals__
-                    module, says = own["__spec__"].name, own["__doc__"]
-                    print(help_text(module, says, config_name, overrides, groups))
+            with exit_with_one_line(after_stop), one_line_errors():
+                given = parse(sys.argv[1:], texts)
+                check(config_name, given.overrides, sweep="--multirun" in given.hydra)
+                if given.help:
+                    module, says = main.__globals__["__spec__"].name, main.__globals__["__doc__"]
+                    print(help_text(module, says, config_name, given.overrides, groups))
                     return
+                sys.argv[1:] = [*given.hydra, *given.overrides]
                 hydra.main(
                     config_path="pkg://experiments.conf",
                     config_name=config_name,

@@ -37,7 +37,7 @@ def name(method: dict[str, Any], model: dict[str, Any], train: dict[str, Any], m
         values = json.loads(json.dumps(values))  # tuples as lists, as in a file
         found = {
             file: _differing(values, known)
-            for file, known in _files(group).items()
+            for file, known in files(group).items()
             if values.get("name") == known.get("name")
         }
         default = _chosen()[group]
@@ -70,7 +70,7 @@ def _differing(values: dict[str, Any], known: dict[str, Any]) -> list[str]:
 
 
 @functools.cache
-def _files(group: str) -> dict[str, dict[str, Any]]:
+def files(group: str) -> dict[str, dict[str, Any]]:
     """The values of each config file of a group, by name (`folder.file` in a subfolder); files that
     are only parts of others (`_*.yaml`) are left out."""
     folder = CONF / group

@@ -38,8 +38,12 @@ def meant(word: str, known: Iterable[str]) -> str:
 
 
 def closest(word: str, known: Iterable[str]) -> str:
-    """The one of `known` that is closest to `word`; "" if none is close."""
-    return next(iter(difflib.get_close_matches(word, [*known], 1, 0.7)), "")
+    """The one of `known` that `word` is the initials of or closest to; "" if none is close."""
+    known = [*known]
+    for name in known:
+        if len(word) > 1 and word == "".join(part[:1] for part in name.split("_")):
+            return name
+    return next(iter(difflib.get_close_matches(word, known, 1, 0.66)), "")
 
 
 def one_line(error: BaseException) -> str:

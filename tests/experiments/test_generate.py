@@ -268,7 +268,7 @@ def test_a_prompt_comes_in_other_ways_as_well(asked, tmp_path):
     ("arguments", "message"),
     [
         ([], 'error: prompt="..." is missing'),
-        (["--prompt"], "error: --prompt needs a text after it"),
+        (["--prompt"], "error: argument --prompt: expected one argument; see --help"),
         (["prompt=a", "prompt=b"], "error: prompt is given twice"),
         (["prompt=a", "prompt_file=b"], "error: give one of prompt=TEXT and prompt_file=PATH"),
         (["prompt_file=nowhere"], "error: prompt_file=nowhere cannot be read: No such file"),

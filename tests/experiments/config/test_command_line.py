@@ -11,7 +11,8 @@ from omegaconf import OmegaConf
 from experiments import bench
 from experiments.bench.__main__ import parser
 from experiments.config import command_line
-from experiments.config.command_line import comments, take_texts
+from experiments.config.command_line import comments, parse
+from experiments.support.errors import UserError
 from reproduce.__main__ import USAGE
 
 DRIVERS = {
@@ -95,8 +96,18 @@ def test_comments_of_nested_and_inherited_options(tmp_path):
 
 
 def test_texts_are_taken_out_as_they_are():
-    rest, texts = take_texts(
-        ["a=1", "--x", "--y=2", "y=3=4", "-m", "~b", "--cfg", "job"], ["x", "y"]
-    )
-    assert texts == {"x": "--y=2", "y": "3=4"}
-    assert rest == ["-m", "--cfg", "job", "a=1", "~b"]  # hydra's parser wants its flags first
+    typed = ["a=1", "--x", "- y=2", "y=--3=[4", "-m", "~b", "--cfg", "job", "--resolve"]
+    given = parse(typed, ["x", "y", "z"])
+    assert (given.x, given.y, given.z) == ("- y=2", "--3=[4", None)
+    assert given.hydra == ["--multirun", "--resolve", "--cfg", "job"]
+    assert given.overrides == ["a=1", "~b"]
+    for wrong in (["--x"], ["x=1", "--x=2"], ["x=\udcff"]):
+        with pytest.raises(UserError, match="x"):
+            parse(wrong, ["x"])
+
+
+@pytest.mark.parametrize("flag", ["--info", "--inf", "--cfg=none", "--multirun=x"])
+def test_a_flag_that_is_not_ours_is_one_line_without_hydra_s_usage(capsys, monkeypatch, flag):
+    with pytest.raises(SystemExit, match=r"^error: [^\n]*--[^\n]*; see --help$"):
+        shown(capsys, monkeypatch, "pretrain", flag)
+    assert capsys.readouterr() == ("", "")

@@ -12,7 +12,7 @@ from omegaconf import OmegaConf
 
 import experiments
 import methods
-from experiments.config.compose import composed, one_line_errors
+from experiments.config.compose import check, composed, one_line_errors
 from experiments.config.driver import exit_with_one_line
 from experiments.config.run import ImplConfig, TrainConfig, load
 from experiments.support import memory
@@ -208,7 +208,7 @@ def test_bad_overrides_are_one_line(override, message):
         ["model=bert_nano", "model.n_layer=${train.log_every}", "method=slope", "train.steps=9"],
         ["experiment=s_ste_gpt2_124m", "train.steps=5", "method=dense", "impl=mini"],
         ["+train.new=1", "++method.other={a:1}", "~tier", "model.n_layer=2"],
-        ["train.steps=5", "train.steps=6", "data=packages", "data.kept={a:1}"],
+        ["train.steps=5", "train.steps=6", "data=packages", "data.parts=[a]"],
     ],
 )
 def test_values_that_are_set_in_a_copy_are_those_that_hydra_sets(overrides):
@@ -222,7 +222,7 @@ def test_values_that_are_set_in_a_copy_are_those_that_hydra_sets(overrides):
         except UserError as error:
             outcomes.append(str(error))
     try:
-        with one_line_errors("pretrain"):
+        with one_line_errors():
             with initialize_config_module("experiments.conf", version_base="1.3"):
                 composition = compose("pretrain", overrides)
             expected = as_text(composition)
@@ -387,11 +387,33 @@ def test_fst_switches_bert_and_deit_to_dense_where_its_scripts_do():
         ("train.stepz=20", r"there is no train\.stepz here; train\.steps may be meant$"),
         ("trian.steps=20", r"there is no trian\.steps here; train\.steps may be meant$"),
         ("nothing_like_it=20", r"there is no nothing_like_it here$"),
+        ("train.lr=1", r"there is no train\.lr here; train\.learning_rate may be meant$"),
+        ("lr=1", r"there is no lr here; train\.learning_rate may be meant$"),
+        ("train.wd=1", r"; train\.weight_decay may be meant$"),
+        ("impl.micro_batches=1", r"; impl\.micro_batch may be meant$"),
+        ("methd=ste", r"there is no methd here; method may be meant$"),
+        ("sed=1", r"there is no sed here; seed may be meant$"),
+        *(
+            (f"method.{key}=1", r"; method\.alpha is an option of method=ast, bi_mask, sr_ste, t_s")
+            for key in ("alfa", "alpha")
+        ),
+        ("+foo=1", r"there is no foo here$"),
+        ("++foo.bar=1", r"there is no foo\.bar here$"),
+        ("+modle.n_layer=1", r"there is no modle\.n_layer here; model\.n_layer may be meant$"),
+        ("train.betas=[0.9", r"^train\.betas=\[0\.9 cannot be read \("),
     ],
 )
 def test_a_key_that_does_not_exist_is_answered_with_one_that_does(override, message):
     with pytest.raises(UserError, match=message):
         load([override])
+    with pytest.raises(UserError, match=message):  # in any run of a sweep, before the first
+        check("pretrain", ["seed=0,1", "method=dense,s_ste", override], sweep=True)
+
+
+def test_a_sweep_s_choices_of_a_file_are_all_checked():
+    check("pretrain", ["method=sr_ste,ast", "method.alpha=1,2", "seed=range(0,3)"], sweep=True)
+    with pytest.raises(UserError, match=r"there is no method\.alpha here"):
+        check("pretrain", ["method=sr_ste,dense", "method.alpha=1,2"], sweep=True)
 
 
 @pytest.mark.parametrize(
