@@ -50,7 +50,7 @@ from experiments.training.distributed import world
 from experiments.training.optimization import DTYPES
 from experiments.training.pretraining import process_settings
 from models.gpt2 import GPT
-from models.hf import CausalLM
+from models.hf import CausalLM, cached
 from models.packed import pack
 
 if TYPE_CHECKING:
@@ -151,12 +151,12 @@ def continuation(
     """Yield the next `settings.tokens` tokens, each [B], after the rows ids [B, T]. Only the first
     `vocabulary` ids are chosen, since a model may have more ids than its tokenizer."""
     generator = torch.Generator(ids.device).manual_seed(settings.seed)
-    cache = None
+    cache = cached(model.model)
     for _ in range(settings.tokens):
-        output = model.model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        output = model.model(input_ids=ids, use_cache=True, logits_to_keep=1, **cache)
         token = choose(output.logits[:, -1, :vocabulary].float(), settings, generator)
         yield token
-        ids, cache = token[:, None], output.past_key_values
+        ids = token[:, None]
 
 
 def text_of(encoding: Encoding, prompt: list[int], tokens: Iterable[int]) -> Iterator[str]:

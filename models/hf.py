@@ -10,6 +10,7 @@ them back. No remote code is run and no pickle is loaded.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -33,6 +34,15 @@ DROPOUT = (
     *("resid_pdrop", "embd_pdrop", "attn_pdrop"),
     *("dropout", "attention_dropout", "activation_dropout", "layerdrop"),
 )
+
+
+def cached(model: nn.Module) -> dict[str, Any]:
+    """An empty KV cache as the keyword argument of `model`, a model of transformers, which releases
+    name differently. It grows by the tokens of each call."""
+    from transformers import DynamicCache
+
+    known = inspect.signature(model.forward).parameters
+    return {"cache" if "cache" in known else "past_key_values": DynamicCache()}
 
 
 class CausalLM(Model):

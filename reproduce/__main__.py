@@ -44,7 +44,7 @@ python -m reproduce table2 [paper=NAME] [tier=smoke|mini|full]
     figure7 and all others that --list names. smoke takes minutes on a CPU, mini
     has small models, mostly with committed results, full is the paper's setting
     launch="torchrun --nproc_per_node=8" starts every training so, on all GPUs;
-    per_gpu=1 runs one on each GPU at the same time; commands prints the commands
+    per_gpu=1 runs one on each GPU at once; commands prints the commands
     that are left instead
 python -m reproduce all [paper=NAME] [tier=smoke|mini|full]
     make every table and figure, a summary in runs/tables, and the page of

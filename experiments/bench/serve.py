@@ -29,6 +29,7 @@ from experiments.bench.report import Report, Row
 from experiments.bench.timing import Time, in_turns
 from experiments.support.checkpoint import write_atomic
 from experiments.support.errors import UserError
+from models.hf import cached
 from models.packed import PackedProduct, crossovers, pack
 
 PROMPT, CONTEXT = 2048, 128  # tokens
@@ -167,13 +168,14 @@ def generation(model: Any, count: int) -> Callable[[int], Any]:
     """A call that reads the next token of `count` sequences. Their cache keeps its content and its
     address, from which a graph of the call reads it."""
     ids = tokens(model, count, CONTEXT + 1)
-    cache = model(input_ids=ids[:, :-1], use_cache=True, logits_to_keep=1).past_key_values
+    [(name, cache)] = cached(model).items()
+    model(input_ids=ids[:, :-1], use_cache=True, logits_to_keep=1, **{name: cache})
     last = ids[:, -1:].contiguous()
 
     def step(_: int) -> Any:
         grown = copy.copy(cache)  # only the copy's layers get longer tensors
         grown.layers = [copy.copy(layer) for layer in cache.layers]
-        return model(input_ids=last, past_key_values=grown, use_cache=True).logits
+        return model(input_ids=last, use_cache=True, **{name: grown}).logits
 
     return step
 
