@@ -69,7 +69,8 @@ class Config(base.NMConfig):
     adapter_fraction: fraction of `total_steps`, at the end, that trains them; at least one step.
     adapter_init: initialisation of L, `normal` (unit variance, the paper's) or `scaled` (variance
         1 / in).
-    adapter_left_sparse: keep L^T in the layer's N:M, so that X [W^T | L] is one sparse product.
+    adapter_left_sparse: keep L^T in the layer's N:M. The paper does this so that X [W^T | L] is one
+        sparse product; here a packed W and L are two products, of which that with L is dense.
     fp8: FP8 products: `off`, `paper`, `hybrid`, `hopper` or `hopper_delayed`, as in
         `methods.t_sr_ste`, except that wgrad is a dense product. Adapters are never in FP8.
     """

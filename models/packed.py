@@ -151,7 +151,10 @@ def pack(
             _restore(module)
     linears = {name: m for name, m in model.named_modules() if _is_24(m)}
     if not linears:
-        raise ValueError("no linear of this model is 2:4, so there is nothing to pack")
+        held = (m for m in model.modules() if isinstance(m, nn.Linear) and _has_24(m))
+        others = sorted({type(m).__name__ for m in held})
+        why = f": its 2:4 weights are in {', '.join(others)}, which is not packed"
+        raise ValueError(f"no plain linear of this model is 2:4{why if others else ''}")
     for name, module in linears.items():
         if module.get_parameter("weight").is_inference():
             raise ValueError(
@@ -213,9 +216,11 @@ def _shape(module: Any) -> tuple[int, int]:
 
 
 def _is_24(module: nn.Module) -> bool:
-    """True for a linear whose weight is 2:4 along its inputs."""
-    if type(module) is not nn.Linear and not _is_conv1d(module):
-        return False
+    """True for a plain linear whose weight is 2:4 along its inputs."""
+    return (type(module) is nn.Linear or _is_conv1d(module)) and _has_24(module)
+
+
+def _has_24(module: nn.Module) -> bool:
     weight: Any = module.weight
     along = 0 if _is_conv1d(module) else 1
     return weight.shape[along] % 4 == 0 and not int(check24(weight, dim=along))

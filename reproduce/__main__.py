@@ -90,12 +90,10 @@ def parse(arguments: list[str], tables: list[Table]) -> Request:
         chosen = [table for table in tables if table.paper]
     if not chosen:
         _refuse_uncovered(command)
-        names = {table.command for table in tables}
-        known = ", ".join(sorted(names, key=lambda name: (len(name), name)))
-        close = meant(command, {*names, *COMMANDS})
+        close = meant(command, {*(table.command for table in tables), *COMMANDS})
         raise UsageError(
-            f"no table or command {command!r}{close}; the commands are {', '.join(COMMANDS)}, "
-            f"--list and --help, the tables {known}"
+            f"no table or command {command!r}{close}; python -m reproduce --list names the tables, "
+            "--help the commands"
         )
     given: dict[str, str] = {}
     for option in options:
@@ -196,8 +194,12 @@ def _do(arguments: list[str], folder: Path, runs: Path) -> int:
         return 0 if arguments else 2
     if arguments[0] == "run":
         return 0 if run(arguments[1:], runs) else 1
-    if arguments[0] == "claims" and len(arguments) < 3:
+    if arguments[0] == "claims":
         from reproduce import verdicts
+
+        if len(arguments) > 2:
+            given = " ".join(arguments)
+            raise UsageError(f"cannot use {given!r}; use claims, claims N or claims all")
 
         verdicts.main(runs, *arguments[1:])
         return 0

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 import methods
+from common_kernels.matmul import unavailable
 from experiments.bench.arms import ARMS
 from experiments.bench.timing import SUSTAINED_S, allow_repeated_steps
 from experiments.config.compose import one_line_errors, typed
@@ -44,6 +45,9 @@ MEASURES = {
     **slope_products.MEASURES,
     **adapter_similarity.MEASURES,
 }
+# What is measured without 2:4 products, and what torch's own are enough for, those of Ampere.
+WITHOUT = ("search", "geglu", "slow_down", "imposed_zeros", "adapters")
+SERVED = ("decode", "sam_inference")
 PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -137,6 +141,14 @@ class Config:
     def dtype(self) -> torch.dtype:
         """The dtype of weights and products."""
         return PRECISIONS[self.precision] if self.on.type == "cuda" else torch.float32
+
+    @property
+    def no_products(self) -> str:
+        """Why this device has no 2:4 products for the measurement; "" if it has them or needs none.
+        Dense products would be measured in their place."""
+        names = () if self.what in WITHOUT else ("cusparselt", "cutlass")
+        reasons = [unavailable(n, self.on, self.dtype) for n in names[: 1 + (self.what in SERVED)]]
+        return "" if None in reasons else "; ".join(map(str, reasons))
 
     @property
     def tokens(self) -> int:

@@ -59,8 +59,8 @@ def execute(
     """
     waiting = [(n, job) for n, job in enumerate(jobs, 1) if job.result() is None]
     report(f"{len(jobs)} runs: {len(jobs) - len(waiting)} done already, {len(waiting)} to do")
-    if waiting and needs_gpu(job.config for _, job in waiting):
-        report("nothing is run: a GPU is needed, and torch sees none here; tier=smoke needs none")
+    if waiting and (why := lacking(job.config for _, job in waiting)):
+        report(f"nothing is run: {why}; tier=smoke runs anywhere")
         return len(waiting)
     start = time.monotonic()
     ended = {job: threading.Event() for _, job in waiting}
@@ -117,12 +117,14 @@ def _attempt(job: Job, report: Report, act: Act) -> None:
         report(f"failed: {job}: {reason}")
 
 
-def needs_gpu(configs: Iterable[Any]) -> bool:
-    """True if a config needs a GPU and there is none here. A config may be None, that of a job
-    whose source is not finished."""
+def lacking(configs: Iterable[Any]) -> str:
+    """What a config needs and this machine lacks, in words; "" if there is everything. A config may
+    be None, that of a job whose source is not finished."""
     settings = [getattr(config, "impl", config) for config in configs]  # a benchmark has no impl
-    wanted = any(getattr(one, "device", None) == "cuda" for one in settings)
-    return wanted and not torch.cuda.is_available()
+    on_gpu = [one for one in settings if getattr(one, "device", None) == "cuda"]
+    if on_gpu and not torch.cuda.is_available():
+        return "a GPU is needed, and torch sees none here"
+    return next((why for one in on_gpu if (why := getattr(one, "no_products", ""))), "")
 
 
 def report_lines(message: str, report: Report) -> None:

@@ -49,6 +49,12 @@ def _on_the_paper(table: Table, tier: str) -> list[str]:
         lines.append(
             "This tier is not the paper's setting, so no difference to the paper is computed."
         )
+        if tier == "smoke":
+            n = len(chosen.seeds)
+            lines.append(
+                f"Its rows cannot be ranked: after so few steps, with {n} seed{'s' * (n > 1)}, "
+                "chance orders them as much as the methods do. It shows that everything runs."
+            )
     elif chosen.incomparable:
         lines.append(f"No difference to the paper is computed: {chosen.incomparable}.")
     if compared(table, tier):
@@ -95,11 +101,11 @@ def _absent(table: Table, tier: str) -> list[str]:
             lines.append(f"Not run: {'; '.join(labels)}: {reason}.")
     absent = {
         "rows": [r.label for r in table.rows if r not in table.rows_of(tier) and not r.stage],
-        "of": [v.label for v in table.variants if v not in table.variants_of(tier)],
+        "rows of": [v.label for v in table.variants if v not in table.variants_of(tier)],
     }
     for what, labels in absent.items():
         if labels:
-            lines.append(f"Not in this tier ({what}): {'; '.join(labels)}.")
+            lines.append(f"This tier leaves out the {what} {'; '.join(labels)}.")
     return lines
 
 

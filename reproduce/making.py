@@ -58,7 +58,7 @@ def make(table: Table, tier: str, runs: Path, how: How = HERE) -> Made:
     # These need torch, whose import takes seconds, so that a refusal above comes at once.
     from experiments.support.checkpoint import csv_text, write_json, write_text
     from reproduce import from_records
-    from reproduce.engine import execute, finished_runs, needs_gpu
+    from reproduce.engine import execute, finished_runs, lacking
     from reproduce.figure import draw
     from reproduce.jobs import INPUTS, needs_inputs, plan
     from reproduce.launch import Launch, commands
@@ -97,7 +97,7 @@ def make(table: Table, tier: str, runs: Path, how: How = HERE) -> Made:
             options = {"act": launch.run, "at_once": launch.at_once, "stop": launch.stop}
         waiting = execute(planned.jobs, lambda message: print(message, flush=True), **options)
         done, jobs = finished_runs(planned), len(planned.jobs)
-        if waiting == jobs and needs_gpu(job.config for job in planned.jobs):
+        if waiting == jobs and lacking(job.config for job in planned.jobs):
             if file := coverage.measured_file(table, tier):
                 print(f"measured: {file}")
             return Made(jobs)

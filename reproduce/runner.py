@@ -25,7 +25,7 @@ from experiments.images.dataset import load_images
 from experiments.support.checkpoint import is_locked
 from experiments.support.errors import UserError, deferred_stop
 from reproduce.blocks import EVIDENCE, Block, BlockRun
-from reproduce.engine import clock, needs_gpu
+from reproduce.engine import clock, lacking
 from reproduce.jobs import quoted
 from reproduce.processes import Process, terminate, visible_gpus
 
@@ -78,8 +78,8 @@ def _prepare(block: Block, configs: list[RunConfig]) -> None:
     Raises:
         UserError: no GPU, or data that cannot be prepared.
     """
-    if needs_gpu(configs):
-        raise UserError(f"block {block.name} needs a GPU, and torch sees none here")
+    if why := lacking(configs):
+        raise UserError(f"block {block.name}: {why}")
     for data in {config.data for config in configs}:
         if isinstance(data, DataConfig):
             prepare(data)

@@ -23,18 +23,18 @@ bash reproduce/$1.sh [paper=NAME] [tier=smoke|mini|full]
     python -m reproduce $1 in .venv, which is made if there is none, with the project installed in
     it, PyTorch's gigabytes too; without paper= of every paper, without tier= the smallest
 bash reproduce/$1.sh --list
-    the tables and figures that there are; nothing is installed
+    which papers have it (all.sh: every table and figure); nothing is installed
 END
 }
 
 list_tables() {
     local file name
-    for file in "$root"/reproduce/tables/*.yaml; do
+    for file in "$@"; do
         name=$(basename "$file" .yaml)
         case $name in *_*) name="$(command_of "$name") paper=${name%%_*}" ;; esac
         printf '%-22s %s\n' "$name" "$(sed -n 's/^title: *"\{0,1\}\([^"]*\).*/\1/p' "$file")"
     done
-    echo "with the project installed, python -m reproduce --list tells tiers, needs and state"
+    echo "all tables: bash reproduce/all.sh --list; once installed, python -m reproduce --list"
 }
 
 command_of() { # slope_figure3b is a part of figure3
@@ -46,12 +46,6 @@ command_of() { # slope_figure3b is a part of figure3
 check_arguments() {
     local name=$1 option value given=" " specs
     shift
-    for option in "$@"; do
-        case $option in
-            -h | --help) usage "$name" && exit ;;
-            --list) list_tables && exit ;;
-        esac
-    done
     shopt -s nullglob
     case $name in
         all) specs=("$root"/reproduce/tables/*_*.yaml) ;;
@@ -59,6 +53,12 @@ check_arguments() {
         *) specs=("$root"/reproduce/tables/*_"$name"{,[a-z]}.yaml) ;;
     esac
     shopt -u nullglob
+    for option in "$@"; do
+        case $option in
+            -h | --help) usage "$name" && exit ;;
+            --list) list_tables "${specs[@]}" && exit ;;
+        esac
+    done
     [ ${#specs[@]} -gt 0 ] || refuse "no table '$name' (see --list)"
     for option in "$@"; do
         value=${option#*=}

@@ -25,8 +25,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from experiments.support.checkpoint import publish
-
 TRAIN = ("argparse", "inspect", "tarfile", "typing", "ast", "pickle", "zipfile/__init__", "zipfile")
 DEV = ("optparse", "configparser", "textwrap", "shlex", "pprint")
 TEXT = "shutil"
@@ -53,6 +51,8 @@ def write(folder: Path) -> Path:
         (building / "text.txt").write_text("\n".join(*_modules([TEXT])), encoding="utf-8")
         folder.parent.mkdir(parents=True, exist_ok=True)
         try:
+            from experiments.support.checkpoint import publish  # which imports torch
+
             publish(building, folder)
         except OSError:
             if not folder.is_dir():  # otherwise another process has written it meanwhile

@@ -10,8 +10,8 @@ those before it, and
 Sums are kept per window in fp64, so the result does not depend on how windows are batched. The text
 of WikiText-2 is the raw test split, the hub's rows joined by two newlines: with GPT-2's tokenizer
 287,644 tokens, 280 windows of 1024. To check these counts, run
-`SPARSE24_WIKITEXT2=PATH python -m pytest tests/experiments/test_perplexity.py` with the path of
-wiki.test.raw or of the hub's .parquet.
+`SPARSE24_WIKITEXT2=PATH python -m pytest tests/experiments/evaluation/test_perplexity.py` with the
+path of wiki.test.raw or of the hub's .parquet.
 """
 
 from __future__ import annotations

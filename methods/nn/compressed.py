@@ -4,7 +4,8 @@ Shapes: T tokens, X [T, in], `values` [out, in * n / m] (common_kernels.compress
 R [r, out]. W_R is the weight [out, in] expanded by the row mask, W_RC the same without the entries
 that the column mask drops.
 
-    fprop  Y        = X W_R^T + (X L) R / r + b     one product X [W_R^T | L], then lowrank_addmm
+    fprop  Y        = X W_R^T + (X L) R / r + b     one dense product X [W_R^T | L], or one with the
+                                                    packed W_R and one with L, then lowrank_addmm
     dgrad  dX       = dY W_RC + dY2 L^T             dY2 = dY R^T / r
     wgrad  dvalues  = the kept entries of dY^T X    a dense product, compressed
            dL^T, dR = dY2^T X, (X L)^T dY / r

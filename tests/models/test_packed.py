@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from common_kernels import backend, matmul, nm_mask, register_cpu_operators
+from methods.nn.compressed import attach
 from models import packed
 
 CUDA = torch.cuda.is_available()
@@ -287,7 +288,7 @@ def test_the_fastest_with_many_tokens_gives_the_layout(monkeypatch):
 
 @no_gpu
 def test_what_cannot_be_packed_is_one_line(monkeypatch):
-    with pytest.raises(ValueError, match="no linear of this model is 2:4"):
+    with pytest.raises(ValueError, match=r"no plain linear of this model is 2:4$"):
         packed.pack(nn.Linear(64, 64, dtype=torch.bfloat16), 0)
     model = pruned(64, 64)
     with pytest.raises(ValueError, match="cannot be measured on a cpu; pass it as crossover"):
@@ -306,6 +307,16 @@ def test_what_cannot_be_packed_is_one_line(monkeypatch):
     with pytest.raises(ValueError, match=r"^0 cannot be packed: shape \(32, 64\): .* rows"):
         packed.pack(pruned(64, 32), 0)
     assert packed.pack(pruned(64, 32, 64), 0) == {"0": None, "1": 0}
+
+
+def test_linears_with_adapters_are_2_4_and_not_packed():
+    """As SLoPe's finalized model with adapters: their products have a low-rank part."""
+    model = pruned(64, 128)
+    factors = {"0.left": torch.ones(4, 64), "0.right": torch.ones(4, 128)}
+    attach(model, factors)
+    why = "no plain linear of this model is 2:4: its 2:4 weights are in SparsePlusLowRank, which is"
+    with pytest.raises(ValueError, match=why):
+        packed.pack(model, crossover=0)
 
 
 @pytest.mark.skipif(not CUDA, reason="needs a GPU")

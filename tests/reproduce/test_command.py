@@ -19,15 +19,10 @@ from reproduce.reading import read_tables
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (
-            ["table99"],
-            "error: no table or command 'table99'; table9 may be meant; the commands are ",
-        ),
-        (["claim"], "'claim'; claims may be meant; the commands are all, run, claims, report, --l"),
-        (
-            ["nothing"],
-            "'nothing'; the commands are all, run, claims, report, --list and --help, the",
-        ),
+        (["table99"], "error: no table or command 'table99'; table9 may be meant; python -m repro"),
+        (["claim"], "'claim'; claims may be meant; python -m reproduce --list names the tables, -"),
+        (["nothing"], "'nothing'; python -m reproduce --list names the tables, --help the comman"),
+        (["claims", "8", "9"], "cannot use 'claims 8 9'; use claims, claims N or claims all"),
         (["table2", "paper=nobody"], "no table2 of paper 'nobody'; there is ast, fst, slope, sste"),
         (["table2", "paper=s_ste"], "of paper 's_ste'; sste may be meant; there is ast, fst"),
         (["figure3", "paper=nobody"], "no figure3 of paper 'nobody'; there is fst, slope\n"),

@@ -73,6 +73,26 @@ def test_benchmarks_for_a_gpu_are_not_begun_without_one(tmp_path, fake, monkeypa
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    ("name", "capability", "reason"),
+    [("fst_figure7", (8, 0), "cuSPARSELt needs compute capability 9.x, this GPU has (8, 0)"),
+     ("sste_table10", (12, 0), "cuSPARSELt needs compute capability 9.x, this GPU has (12, 0)"),
+     ("ast_table6", (7, 5), "compute capability 8.x, this GPU has (7, 5)"),
+     ("ast_table6", (8, 6), ""), ("fst_table3", (8, 0), ""), ("fst_table4", (7, 5), "")],
+)  # fmt: skip
+def test_no_speed_table_is_made_of_dense_products(
+    tmp_path, fake, monkeypatch, name, capability, reason
+):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Toy")
+    figure = next(table for table in read_tables() if table.name == name)
+    planned, said = plan(figure, "full", tmp_path), []
+    execute(planned.jobs, said.append, fake)
+    assert bool(fake.order) == (not reason) and reason in said[1]
+    assert said[1].startswith("nothing is run: ") == bool(reason)
+
+
 CHAIN = [TableRow("dense", ["method=dense"]), TableRow("AST", ["method=ast"], starts_from="dense")]
 
 

@@ -243,6 +243,12 @@ def test_a_smaller_tier_is_not_set_against_the_paper(beside, runs):
     told = "This tier is not the paper's setting, so no difference to the paper is computed."
     assert told in rendered.header
     assert "The paper: Big thing." in rendered.header
+    assert [line for line in rendered.header if "rows cannot be ranked: after so few st" in line]
+
+
+def test_what_a_tier_leaves_out_is_a_sentence(beside, runs):
+    beside.tiers["smoke"].rows = ["dense"]
+    assert "This tier leaves out the rows S-STE." in render(beside, "smoke", runs).header
 
 
 def test_a_smoke_figure_shows_no_published_value(beside, runs, tmp_path):

@@ -355,7 +355,7 @@ def test_overrides_that_do_not_fit_stop_before_any_work(start, children):
 
 def test_a_block_for_gpus_is_refused_without_one(start, children, monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    with pytest.raises(UserError, match=r"^block t needs a GPU, and torch sees none here"):
+    with pytest.raises(UserError, match=r"^block t: a GPU is needed, and torch sees none here"):
         start(block(dense=["method=dense", "impl.device=cuda"]))
     assert children.started == []
 
