@@ -108,6 +108,7 @@ def weights_in_both_masks(mask: Tensor, permutation: Tensor) -> Tensor:
 class Method(sr_ste.Method):
     Config = Config
     Linear = Linear
+    changes_only_weights = False  # dgrad's weight is another
 
     def step_work(self, layer: SparseLinear, step: int) -> StepWork | None:
         """None: the optimizer's pass cannot derive dgrad's permuted operand."""

@@ -81,6 +81,7 @@ class Method(distillation.Method):
 
     Config = Config
     Linear = one_shot.Linear
+    changes_only_weights = True
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)

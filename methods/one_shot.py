@@ -31,7 +31,7 @@ from common_kernels import nm_mask
 from .nn import base, distillation
 from .nn.calibration import collect
 from .nn.gemms import DENSE, Products
-from .nn.linear import MaskedLinear
+from .nn.linear import InPlaceOf, MaskedLinear
 from .nn.sparsegpt import prune
 
 METRICS = ("magnitude", "wanda", "sparsegpt")
@@ -62,21 +62,6 @@ class Config(distillation.Config, base.NMConfig):
             raise ValueError(f"calibration_sequences={self.calibration_sequences}; at least 1")
         if not 0 < self.damping < 1:
             raise ValueError(f"damping={self.damping}; it must lie between 0 and 1")
-
-
-class _MaskedGradient(torch.autograd.Function):
-    """Returns the operand; its gradient, under the mask, goes to the weight."""
-
-    @staticmethod
-    def forward(ctx, weight, operand, mask):
-        ctx.save_for_backward(mask)
-        ctx.dtype = weight.dtype
-        return operand.view_as(operand)
-
-    @staticmethod
-    def backward(ctx, grad):
-        (mask,) = ctx.saved_tensors
-        return torch.where(mask, grad, 0.0).to(ctx.dtype), None, None
 
 
 class Linear(MaskedLinear):
@@ -113,13 +98,19 @@ class Linear(MaskedLinear):
     def forward(self, x: Tensor) -> Tensor:
         """x [..., in] -> [..., out]."""
         x = self.taken(x)
-        weight = _MaskedGradient.apply(self.weight, self.sparse_weight.to(x.dtype), self.mask)
+        weight = InPlaceOf.apply(self.weight, self.sparse_weight.to(x.dtype), self.mask)
         return F.linear(x, weight, None if self.bias is None else self.bias.to(x.dtype))
+
+    def weight_in_use(self) -> Tensor:
+        self.look()
+        operand = self.sparse_weight.to(self.weight.dtype)
+        return InPlaceOf.apply(self.weight, operand, self.mask)
 
 
 class Method(distillation.Method):
     Config = Config
     Linear = Linear
+    changes_only_weights = True
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)

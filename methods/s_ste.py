@@ -199,6 +199,7 @@ class Linear(Fp8Linear):
 class Method(Fp8Method):
     Config = Config
     Linear = Linear
+    changes_only_weights = True
 
     def step_work(self, layer: SparseLinear, step: int) -> StepWork | None:
         config = self.config

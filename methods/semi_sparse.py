@@ -160,6 +160,7 @@ class Method(Fp8Method, SwitchedMethod):
         super().__init__(config)
         weights = config.mode == "weight"
         self.Linear = TransposableLinear if weights else ActivationLinear  # type: ignore[misc]
+        self.changes_only_weights = weights
         self.mask_period = config.refresh_every
         self.dense_start = math.inf
         if config.sparse_fraction < 1.0:

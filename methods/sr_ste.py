@@ -69,6 +69,7 @@ class Config(Decay, base.NMConfig):
 class Method(base.Method):
     Config = Config
     Linear = MaskedLinear
+    changes_only_weights = True
     acts_on_gradients = True
 
     @torch.no_grad()

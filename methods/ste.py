@@ -48,6 +48,7 @@ class Linear(Fp8Linear, MaskedLinear):
 class Method(Fp8Method):
     Config = Config
     Linear = Linear
+    changes_only_weights = True
 
     def step_work(self, layer: SparseLinear, step: int) -> StepWork | None:
         assert isinstance(layer, Linear)

@@ -72,6 +72,7 @@ class Method(SwitchedMethod):
 
     Config = Config
     Linear = SwitchedLinear
+    changes_only_weights = True
     acts_on_gradients = True
 
     def __init__(self, config: Any) -> None:

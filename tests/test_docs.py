@@ -23,7 +23,7 @@ from hydra import compose, initialize_config_module
 from torch.utils.data import DataLoader
 
 import methods
-from common_kernels import nm_mask, register_cpu_operators
+from common_kernels import check24, nm_mask, register_cpu_operators
 from experiments.bench.__main__ import parser as bench_parser
 from experiments.exporting import semi_structured
 from experiments.runs.finished import FinishedRun
@@ -201,10 +201,22 @@ def trained():
 
 
 def test_every_snippet_is_run_here():
-    counts = {"README.md": 2, "docs/own_loop.md": 13, "docs/methods.md": 2}
+    counts = {"README.md": 2, "docs/own_loop.md": 14, "docs/methods.md": 2}
     counts |= {"docs/evaluation.md": 2, "docs/serving.md": 1}
     found = {page: len(blocks(page, "python")) for page in PAGES if blocks(page, "python")}
     assert found == {ROOT / name: count for name, count in counts.items()}
+
+
+def test_the_merge_of_adapters_keeps_the_pattern_only_as_shown():
+    names = trained()
+    names["method"] = methods.build("ste", include="ffn")
+    names["method"].convert(names["model"])
+    merge, mask = snippet("from peft").split("for name, mask")
+    exec(merge.replace("LoraConfig(", "LoraConfig(init_lora_weights=False, "), names)
+    layers = [names["model"].get_submodule(name) for name in names["masks"]]
+    assert all(int(check24(layer.weight)) for layer in layers)
+    exec(f"for name, mask{mask}", names)
+    assert not any(int(check24(layer.weight)) for layer in layers)
 
 
 def test_the_snippets_on_methods_run():

@@ -157,7 +157,7 @@ class Converted:
 def convert(
     name: str,
     model: nn.Module,
-    include: tuple[str, ...],
+    include: str | tuple[str, ...],
     dtype: torch.dtype,
     tokens: int,
     matmul: str,

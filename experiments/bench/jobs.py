@@ -16,13 +16,12 @@ from torch import Tensor, nn
 from experiments.bench import arms, sam
 from experiments.bench.report import Report
 from experiments.support.errors import UserError
-from methods.nn.conversion import PRESETS
 from models.gpt2 import GPT, Block, GPTConfig
 from models.transformer import Transformer, TransformerConfig
 
 SPARSE = ("ste", "semi_sparse", "t_sr_ste", "s_ste", "slope")
 NAMES = ("dense", *SPARSE, "dense fp8", arms.TORCHAO, *arms.ON_FP8_UNITS, arms.DELAYED)
-MLP, ALL = ("*mlp.*",), PRESETS["all"]
+MLP = ("*mlp.*",)
 Built = tuple[nn.Module, Callable[[], Tensor], list[nn.Module]]
 
 
@@ -46,7 +45,7 @@ class Workload:
     unit: str
     linears: tuple[tuple[int, int], ...]
     names: tuple[str, ...] = NAMES
-    include: tuple[str, ...] = MLP
+    include: str | tuple[str, ...] = MLP
     around: Callable[[], AbstractContextManager[Any]] = nullcontext
     needs: str = "torch"
 
@@ -135,7 +134,7 @@ def stack(layers: int, heads: int, widths: tuple[int, int], batch: int, length: 
 def all_linears(job: Workload, config: GPTConfig) -> Workload:
     """The same workload with all linears of the blocks converted; the head stays dense."""
     names = (*job.names, arms.REPACKED)  # where the most is packed
-    return replace(job, linears=widths_of(config, True), include=ALL, names=names)
+    return replace(job, linears=widths_of(config, True), include="all", names=names)
 
 
 def vit(name: str, batch: int, width: int, patches: int) -> Workload:

@@ -149,8 +149,7 @@ class Checkpoint:
                 "if its weights are 2:4, or train it with a method (`python -m "
                 "experiments.distill`) and give that run"
             )
-        include = ("*.h.*", "*.layers.*", "*.layer.*")  # the blocks of different models
-        options: Any = {"include": include, "total_steps": total_steps, "seed": seed}
+        options: Any = {"include": "all", "total_steps": total_steps, "seed": seed}
         method: Method = dense.Method(dense.Config(**options))
         if mode == "masked":
             there = method.matching_linears(model)

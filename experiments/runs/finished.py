@@ -223,21 +223,23 @@ class FinishedRun:
             raise UserError(
                 f"mode={mode}, but {self.directory} ends with dense weights; use mode=auto or dense"
             )
-        # Use names, because the training's globs might also match linears of a new head.
-        common: dict[str, Any] = {"include": self.converted, "exclude": (), "seed": seed}
+        # Use names, because the training's globs might also match linears of a new head. The
+        # training's own head may have been removed.
+        modules = dict(model.named_modules())
+        names = tuple(name for name in self.converted if name in modules)
+        common: dict[str, Any] = {"include": names, "exclude": (), "seed": seed}
         if mode == "dense" or trained.ends_dense:
             method: methods.Method = dense.Method(dense.Config(**common))
             compressed.merge(slorb.merge(model))
             method.convert(model, dtype)
             return method
         own = trained.finetuning(total_steps)
-        modules = dict(model.named_modules())
-        # The training's head may have been removed.
-        there = [modules[name] for name in self.converted if name in modules]
-        patterns = {*map(self.pattern, self.converted)}
+        there = [modules[name] for name in names]
+        patterns = [*{*map(self.pattern, names)}]
         # Methods with low-rank terms or other patterns keep their masks themselves.
-        plain = patterns == {(2, 4)} and not any(map(_low_rank_terms, there))
+        plain = patterns == [(2, 4)] and not any(map(_low_rank_terms, there))
         if own is None or (mode == "masked" and plain):
+            common |= dict(zip("nm", patterns[0], strict=True))
             method = one_shot.Method(one_shot.Config(**common, total_steps=total_steps))
             method.convert(model, dtype)
             return method

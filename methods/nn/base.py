@@ -36,10 +36,10 @@ from torch import Tensor, nn
 
 from common_kernels import check_nm, flip_rate, nm_mask
 
-from . import conversion, ranks, sharding
+from . import conversion, matrices, ranks, sharding
 from .acceleration import Acceleration, Choice, explain
 from .conversion import Report, weight_of
-from .gemms import Products, choose_products
+from .gemms import DENSE, Products, choose_products
 from .keys import layer_seed
 from .linear import SparseLinear
 from .optimizer import FusedAdamW, Optimizers, StepWork, each
@@ -119,6 +119,8 @@ class Method:
     Subclasses set `Config` and `Linear` and override the hooks they need. `mask_period` is the
     number of optimizer steps between two choices of the masks; `acts_on_gradients` is True where a
     training without `on_gradients` would be another method's. Both may depend on the options.
+    `changes_only_weights` is True if the method needs no products of its own, but for options that
+    `check_matrix` knows.
 
     Raises:
         TypeError: `config` is not of this method's `Config`.
@@ -128,6 +130,7 @@ class Method:
     Linear: ClassVar[type[SparseLinear] | None] = None
     mask_period: int = 1
     acts_on_gradients: bool = False
+    changes_only_weights: bool = False
 
     def __init__(self, config: Any) -> None:
         given = type(config)
@@ -139,6 +142,7 @@ class Method:
         self.config = config
         self.layers: dict[str, nn.Linear] = {}
         self._model: nn.Module | None = None  # the model that holds the layers
+        self._fast: list[tuple[nn.Module, str, Any]] = []  # flags that finalize sets again
         self.report: Report | None = None
         self.acceleration: Acceleration | None = None
         self.micro_batch = 0
@@ -190,30 +194,23 @@ class Method:
                 or the model is already converted. The model is then unchanged.
         """
         sharding.check_whole(model)
-        chosen, reasons = self._choose(model)
+        chosen, report = self._choose(model)
         self._check(chosen)
-        self.report = Report(
-            names=tuple(chosen),
-            dense=tuple(n for n in conversion.linears(model) if n not in chosen),
-            others=tuple(conversion.others(model, self.config.include, self.config.exclude)),
-            sparse_parameters=sum(m.weight.numel() for m in chosen.values()),
-            total_parameters=sum(p.numel() for p in model.parameters()),
-            reasons=reasons,
-            measured=self.Linear is None,
-        )
+        self.report = replace(report, measured=self.Linear is None)
         if self.Linear is not None:
             with torch.no_grad():
                 for name, module in chosen.items():
+                    conversion.adopt(module)
                     if ranks.are_together():
                         # DDP broadcasts weights later, but scales are measured from them now.
                         dist.broadcast(module.weight.detach(), src=0)
                     with ranks.visiting(module):
-                        conversion.adopt(module)
                         module.__class__ = self.Linear
                         assert isinstance(module, SparseLinear)
                         module.setup(name, self.config, dtype)
                         module.refresh_mask()
                         module.refresh()
+            self._fast = conversion.leave_fast_path(model)
         self.layers, self._model = chosen, model
         return self.report
 
@@ -221,11 +218,12 @@ class Method:
         """The linears that `convert` would convert, by name."""
         return self._choose(model)[0]
 
-    def _choose(self, model: nn.Module) -> tuple[dict[str, Any], dict[str, str]]:
+    def _choose(self, model: nn.Module) -> tuple[dict[str, Any], Report]:
         config = self.config
         if self.layers or any(isinstance(m, SparseLinear) for m in model.modules()):
             raise ValueError("the model is converted already; build a new method and model")
-        return conversion.choose(model, config.include, config.exclude, self.check_layer)
+        checks = self.check_layer, self.check_matrix
+        return conversion.choose(model, config.include, config.exclude, *checks)
 
     def _check(self, chosen: dict[str, nn.Linear]) -> None:
         """Raise ValueError if the options do not fit the chosen linears."""
@@ -235,6 +233,20 @@ class Method:
         (n, m), shape = self.pattern(name), list(weight_of(module).shape)
         if shape[0] % m or shape[1] % m:
             raise ValueError(f"weight {shape}; {n}:{m} needs both dims to be multiples of {m}")
+
+    def check_matrix(self, kind: str) -> None:
+        """Raise ValueError with the reason if the method cannot convert a matrix that modules of
+        this type multiply themselves (matrices.py)."""
+        if not self.changes_only_weights:
+            raise ValueError(f"multiplied by {kind} itself, which this method cannot convert")
+        for option, off in (
+            ("fp8", "off"), ("mvue", "off"), ("mvue_weight", False), ("metric", "magnitude")
+        ):  # fmt: skip
+            if (value := getattr(self.config, option, off)) != off:
+                raise ValueError(
+                    f"multiplied by {kind} itself, where {option}={value} cannot act; convert it "
+                    f"with {option}={off}"
+                )
 
     def accelerate(
         self, tokens: int, matmul: str | None = None, repack_backward: bool = False
@@ -287,7 +299,7 @@ class Method:
         chosen, why = {}, {}
         for name, layer in self.sparse_layers.items():
             of = (
-                layer.candidates(),
+                DENSE if matrices.is_placed(layer) else layer.candidates(),
                 (layer.out_features, layer.in_features),
                 layer.bias is not None,
                 layer.dtype,
@@ -602,8 +614,10 @@ class Method:
         own, there = set(self.layers.values()), set(model.modules())
         if not own <= there or any(isinstance(m, SparseLinear) for m in there - own):
             raise ValueError(
-                "finalize(model) takes the model that this method converted, not a copy; copy both "
-                "together, as in copy.deepcopy((model, method)), or load the copy's state dict"
+                "finalize(model) takes the model that this method converted, not a copy, nor one "
+                "whose linears were replaced; copy both together, as in "
+                "copy.deepcopy((model, method)), or load the copy's state dict, and quantise after "
+                "finalize"
             )
         for layer in self.sparse_layers.values():
             layer.check_seen()
@@ -612,6 +626,8 @@ class Method:
             for name in ("was_loaded", "seen", "in_use"):
                 vars(layer).pop(name, None)
             conversion.release(layer)
+        for module, flag, value in self._fast:
+            setattr(module, flag, value)
         self.layers, self._model = {}, None
         return model
 

@@ -1,4 +1,4 @@
-"""Choice of the linears of a model to convert, with the reasons why others cannot be.
+"""Choice of the linears of a model to convert, with the reasons why all else stays dense.
 
 If a layer cannot be converted, it stays dense and the report gives the reason, provided that a
 preset or a glob with a wildcard matched it. If the user gave its full name, it is an error.
@@ -13,61 +13,72 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from . import matrices
+
 # Names of the linears of feed-forward networks: in this project's models and in GPT-2, LLaMA and
-# ViT of transformers and timm; then in BERT and OPT. All papers but SLoPe's and AST's leave the
-# other linears dense.
+# ViT of transformers, timm and torchvision; then in BERT, OPT, T5 and `nn.TransformerEncoder`. All
+# papers but SLoPe's and AST's leave the other linears dense.
 _FFN = (
     "*mlp.*",
     "*layer.[0-9]*.intermediate.dense",
     "*layer.[0-9].output.dense",
     "*layer.[0-9][0-9].output.dense",
     "*layers.[0-9]*.fc[12]",
+    "*.DenseReluDense.w[io]*",
+    "*layers.[0-9]*.linear[12]",
 )
 # The words that `include` accepts: the feed-forward networks, or all linears of the blocks.
-PRESETS = {"ffn": _FFN, "all": (*_FFN, "*attn.*", "*attention.*")}
+PRESETS = {"ffn": _FFN, "all": (*_FFN, "*attn.*", "*attention.*", "*Attention.*")}
 
 
 @dataclass(frozen=True)
 class Report:
     """The result of `convert`.
 
-    names: the converted linears. dense: the other linears. reasons: why those of `dense` that were
-    matched could not be converted. others: matched modules of other kinds that hold a matrix, as
-    `name (Type)`; they are unchanged. sparse_parameters, total_parameters: number of entries in the
-    converted weights and in the model. measured: True for `dense`, which converts nothing: `names`
-    are then the linears on which it measures what a sparse method would do.
+    names: the converted linears and matrices. dense: why each other matrix stays dense, by name;
+    one that is called `weight` has the name of its module. sizes: number of entries of all these
+    matrices; a shared one counts once. total_parameters: number of entries in the model. measured:
+    True for `dense`, which converts nothing: `names` are then the linears on which it measures what
+    a sparse method would do.
     """
 
     names: tuple[str, ...]
-    dense: tuple[str, ...]
-    others: tuple[str, ...]
-    sparse_parameters: int
+    dense: dict[str, str]
+    sizes: dict[str, int]
     total_parameters: int
-    reasons: dict[str, str] = field(default_factory=dict)
     measured: bool = False
+
+    @property
+    def sparse_parameters(self) -> int:
+        return sum(self.sizes[name] for name in self.names)
 
     def __str__(self) -> str:
         share = self.sparse_parameters / self.total_parameters
-        refused = f", of which cannot be converted: {listed(self.reasons)}" if self.reasons else ""
         of = f"{self.sparse_parameters:,} of {self.total_parameters:,} parameters ({share:.0%})"
         which = some_names(_as_globs([*self.names])) or "none"
+        count = "1 linear" if len(self.names) == 1 else f"{len(self.names)} linears"
         if self.measured:
-            return f"no linear converted; {_counted(self.names)} measured ({which}), {of}{refused}"
-        return (
-            f"{_counted(self.names)} converted ({which}), {of}; "
-            f"{_counted(self.dense)} left dense{refused}"
-        )
-
-
-def _counted(names: tuple[str, ...]) -> str:
-    return "1 linear" if len(names) == 1 else f"{len(names)} linears"
+            lines = [f"no linear converted; {count} measured ({which}), {of}"]
+        else:
+            lines = [f"{count} converted ({which}), {of}"]
+            if share < 1 / 3:
+                lines.append("  warning: less than a third of the parameters is converted")
+        groups: dict[tuple[str, str], list[int]] = {}
+        for name, reason in self.dense.items():
+            groups.setdefault((*_as_globs([name]), reason), []).append(self.sizes[name])
+        for (name, reason), sizes in sorted(groups.items(), key=lambda item: -sum(item[1])):
+            many = f" ({len(sizes)})" if len(sizes) > 1 else ""
+            part = sum(sizes) / self.total_parameters
+            lines.append(f"  dense {part:6.1%}  {name or 'the model itself'}{many}: {reason}")
+        return "\n".join(lines)
 
 
 def listed(reasons: dict[str, str]) -> str:
@@ -123,17 +134,6 @@ def is_conv1d(module: nn.Module) -> bool:
     )
 
 
-def others(model: nn.Module, include: str | tuple[str, ...], exclude: tuple[str, ...]) -> list[str]:
-    """The matched modules that hold a matrix but are not linears, as `name (Type)`."""
-    return [
-        f"{name} ({type(module).__name__})"
-        for name, module in named(model, include, exclude)
-        if not is_linear(module)
-        and isinstance(weight := getattr(module, "weight", None), nn.Parameter)
-        and weight.ndim > 1
-    ]
-
-
 def owners_of_parameters(model: nn.Module) -> dict[int, list[str]]:
     """The names of the modules that hold a parameter, by the parameter's id."""
     owners: dict[int, list[str]] = {}
@@ -143,11 +143,43 @@ def owners_of_parameters(model: nn.Module) -> dict[int, list[str]]:
     return owners
 
 
+def _matrices(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
+    """Every matrix of `model`: its name, the module that holds it, and its name there."""
+    for path, module in model.named_modules():
+        held = [name for name, p in module._parameters.items() if p is not None and p.ndim > 1]
+        if is_linear(module) and "weight" not in held:
+            held.insert(0, "weight")  # computed from other parameters
+        for name in held:
+            yield path if name == "weight" else f"{path}.{name}".lstrip("."), module, name
+
+
+def _special(model: nn.Module, name: str, include: tuple[str, ...]) -> str | None:
+    """The reason against a matrix whose place in the model forbids conversion; None if it has none.
+
+    An adapter (of LoRA and its like, as peft and torchtune name them) is converted only if a glob
+    holds its name, the router of a mixture of experts never.
+    """
+    path: list[str] = []
+    for part in name.split("."):
+        parent = model.get_submodule(".".join(path))
+        path.append(part)
+        adapter = part.startswith("lora_") or part in getattr(parent, "adapter_layer_names", ())
+        if adapter and not any(part in g for g in include if fnmatchcase(name, g)):
+            return f"an adapter; to convert it, put {part} into include"
+        if "router" in part or (part.endswith("gate") and hasattr(parent, "experts")):
+            return "the router of a mixture of experts"
+        if part not in parent._modules:
+            break
+    return None
+
+
 def unfit(name: str, module: nn.Module, owners: dict[int, list[str]]) -> str | None:
     """The reason why no method can convert this linear; None if there is none."""
     own = module._parameters.get("weight")
     if own is None or not (type(module) is nn.Linear or is_conv1d(module)):
-        return f"a {type(module).__name__}, no plain nn.Linear with a weight of its own"
+        kind = type(module)
+        home = f"{kind.__module__}." if kind.__name__ == "Linear" else ""  # one of torch's QAT, say
+        return f"a {home}{kind.__name__}, no plain nn.Linear with a weight of its own"
     if sharing := [owner for owner in owners[id(own)] if owner != name]:
         return f"shares its weight with {', '.join(sharing)}"
     return None
@@ -158,43 +190,73 @@ def choose(
     include: str | tuple[str, ...],
     exclude: tuple[str, ...],
     check_layer: Callable[[str, nn.Module], None],
-) -> tuple[dict[str, Any], dict[str, str]]:
-    """The linears to convert by name, and the reasons why other matching linears cannot be.
+    check_matrix: Callable[[str], None],
+) -> tuple[dict[str, Any], Report]:
+    """The linears to convert by name, and the report about the model.
 
     Args:
         check_layer: raises ValueError with the reason if a method cannot convert a linear.
+        check_matrix: the same for a matrix that a module of this type multiplies itself.
     Raises:
-        ValueError: no linear can be converted, or one that `include` names in full cannot be.
+        ValueError: no linear can be converted, one that `include` names in full cannot be, or a
+            glob matches nothing beside others that do.
     """
-    owners = owners_of_parameters(model)
+    owners, wanted = owners_of_parameters(model), globs(include)
 
-    def reason_against(name: str, module: nn.Module) -> str | None:
-        if reason := unfit(name, module, owners):
-            return reason
-        try:
-            check_layer(name, module)
-        except ValueError as error:
-            return str(error)
-        return None
+    def fit(name: str, module: nn.Module, attribute: str) -> nn.Module:
+        """The linear to convert; raises ValueError with the reason if there is none."""
+        if reason := _special(model, name, wanted):
+            raise ValueError(reason)
+        if matrices.takes(module, attribute):
+            check_matrix(type(module).__name__)
+            module = matrices.linear_of(module, attribute)
+        elif attribute != "weight" or not is_linear(module):
+            held: Any = module._parameters[attribute]
+            stack = held.ndim == 3 and len(held) > 1 and attribute != "weight"
+            what = "a stack whose inputs may not be its last dim" if stack else "no linear"
+            raise ValueError(f"{type(module).__name__}, {what}")
+        elif reason := unfit(name, module, owners):
+            raise ValueError(reason)
+        check_layer(name, module)
+        return module
 
     chosen: dict[str, Any] = {}
-    reasons: dict[str, str] = {}
-    for name, module in named(model, include, exclude):
-        if not is_linear(module):
-            continue
-        reason = reason_against(name, module)
+    dense: dict[str, str] = {}
+    sizes: dict[str, int] = {}
+    counted: set[int] = set()
+    matched: dict[str, str] = {}  # by include, and cannot be converted
+    possible: list[str] = []
+    for name, module, attribute in _matrices(model):
+        weight = module._parameters.get(attribute)
+        shared = weight is None or id(weight) in counted
+        sizes[name] = 0 if shared else weight.numel()
+        counted.add(id(weight))
+        asked = any(fnmatchcase(name, glob) for glob in wanted)
+        excluded = any(fnmatchcase(name, glob) for glob in exclude)
+        reason = "in exclude" if asked and excluded else None if asked else "not in include"
+        try:
+            linear = fit(name, module, attribute)
+            possible.append(name)
+        except ValueError as error:
+            if name in wanted and not excluded:
+                raise ValueError(f"{name} cannot be converted ({error}); exclude it") from None
+            reason = str(error)
+            if asked and not excluded:
+                matched[name] = reason
         if reason is None:
-            check_fast_path(model, name)
-            chosen[name] = module
-        elif name in globs(include):
-            raise ValueError(f"{name} cannot be converted ({reason}); exclude it")
+            chosen[name] = linear
         else:
-            reasons[name] = reason
+            dense[name] = reason
+    if not isinstance(include, str) and (chosen or matched):
+        for glob in wanted:
+            if not any(fnmatchcase(name, glob) for name in sizes):
+                near = get_close_matches(glob, _as_globs([*sizes]), 1)
+                meant = f"; did you mean {near[0]}?" if near else ""
+                raise ValueError(f"include: {glob} matches no matrix of the model{meant}")
     if not chosen:
-        modules = [(name, m) for name, m in model.named_modules() if is_linear(m)]
-        fit = [name for name, module in modules if reason_against(name, module) is None]
-        raise ValueError(_nothing(model, include, exclude, reasons, fit))
-    return chosen, reasons
+        raise ValueError(_nothing(model, include, exclude, matched, _as_globs(possible)))
+    total = sum(p.numel() for p in model.parameters())
+    return chosen, Report(tuple(chosen), dense, sizes, total)
 
 
 def _nothing(
@@ -206,33 +268,39 @@ def _nothing(
 ) -> str:
     """The message that says why no linear can be converted, and names those that can: `fit`."""
     asked = f"include={include if isinstance(include, str) else list(include)}"
-    named = f"; choose from include={_as_globs(fit)[:6]}" if fit else ""
+    choose = f"; choose from include={fit[:6]}" if fit else ""
     if reasons:
-        return f"no linear that matches {asked} can be converted: {listed(reasons)}{named}"
-    asked = f"{asked} exclude={list(exclude)}"
-    matching = others(model, include, exclude)
-    hint = f"; {some_names(matching)} match, but only nn.Linear can be converted"
+        return f"no linear that matches {asked} can be converted: {listed(reasons)}{choose}"
     return (
-        f"no linear matches {asked}{hint if matching else ''}; the model's linears are: "
-        f"{some_names(_as_globs(linears(model))) or 'none'}{named}"
+        f"no linear matches {asked} exclude={list(exclude)}; the model's linears are: "
+        f"{some_names(_as_globs(linears(model))) or 'none'}{choose}"
     )
 
 
 def _as_globs(names: list[str]) -> list[str]:
     """Globs for these names, one for those that differ in the number of a block alone."""
-    return list(dict.fromkeys(re.sub(r"\.\d+\.", ".*.", name) for name in names))
+    return list(dict.fromkeys(re.sub(r"(?<=[._])\d+(?=\.)", "*", name) for name in names))
 
 
-def check_fast_path(model: nn.Module, name: str) -> None:
-    """Raise ValueError if torch's encoder layer would bypass this linear in evaluation."""
-    parent = model.get_submodule(name.rpartition(".")[0])
-    fast = torch.backends.mha.get_fastpath_enabled()
-    if fast and isinstance(parent, nn.TransformerEncoderLayer):
-        raise ValueError(
-            f"{name} is in an nn.TransformerEncoderLayer, whose fast path in evaluation reads the "
-            "weight directly and would compute the dense model; call "
-            "torch.backends.mha.set_fastpath_enabled(False) first"
-        )
+def leave_fast_path(model: nn.Module) -> list[tuple[nn.Module, str, Any]]:
+    """Switch off, in torch's encoder layers that hold converted linears, the fast path in
+    evaluation, which reads weights directly; return what `finalize` sets again.
+
+    Their encoders must not pass nested tensors, which only the fast path understands.
+    """
+    flags = {
+        nn.TransformerEncoderLayer: "activation_relu_or_gelu",
+        nn.TransformerEncoder: "use_nested_tensor",
+    }
+    found = [
+        (module, flag, getattr(module, flag))
+        for module in model.modules()
+        for kind, flag in flags.items()
+        if isinstance(module, kind) and any(hasattr(m, "sparse_products") for m in module.modules())
+    ]
+    for module, flag, _ in found:
+        setattr(module, flag, False)
+    return found
 
 
 def check_low_rank(module: nn.Module) -> None:
@@ -260,16 +328,21 @@ def transpose_(layer: nn.Module) -> None:
 
 
 def adopt(layer: Any) -> None:
-    """Give a `Conv1D` the weight layout and sizes of an `nn.Linear`, so that it can become one."""
-    if is_conv1d(layer):
+    """Give a `Conv1D`, or a matrix that its module multiplies, the layout of an `nn.Linear`, so
+    that it can become one."""
+    if matrices.is_placed(layer):
+        matrices.take(layer)
+    elif is_conv1d(layer):
         transpose_(layer)
         layer.out_features, layer.in_features = layer.weight.shape
         layer.conv1d = type(layer)
 
 
 def release(layer: Any) -> None:
-    """Turn a plain `nn.Linear` that was a `Conv1D` back into one."""
-    if "conv1d" in vars(layer):
+    """Undo `adopt` on a plain `nn.Linear`."""
+    if matrices.is_placed(layer):
+        matrices.give_back(layer)
+    elif "conv1d" in vars(layer):
         transpose_(layer)
         layer.__class__ = layer.conv1d
         del layer.conv1d, layer.out_features, layer.in_features

@@ -18,6 +18,20 @@ from .gemms import DENSE, Products, sparse_linear, under_autocast
 from .operands import Dense, Packed
 
 
+class InPlaceOf(torch.autograd.Function):
+    """Returns `operand`; its gradient goes to `weight`, under `mask` if there is one."""
+
+    @staticmethod
+    def forward(ctx, weight, operand, mask):
+        ctx.mask, ctx.dtype = mask, weight.dtype
+        return operand.view_as(operand)
+
+    @staticmethod
+    def backward(ctx, grad):
+        grad = grad if ctx.mask is None else torch.where(ctx.mask, grad, 0.0)
+        return grad.to(ctx.dtype), None, None
+
+
 class SparseLinear(nn.Linear):
     """`nn.Linear` with a dense master weight and operands derived from it.
 
@@ -205,13 +219,17 @@ class SparseLinear(nn.Linear):
             )
 
     def taken(self, x: Tensor) -> Tensor:
-        """`x` in the dtype of the products; `check_seen` first, unless the pass is compiled."""
+        """`x` in the dtype of the products; `look` first."""
+        self.look()
+        return under_autocast(x)
+
+    def look(self) -> None:
+        """`check_seen` in a forward pass, unless it is compiled."""
         if not torch.compiler.is_compiling():
             if self.in_use:
                 self.check_seen()
             else:
                 self.see()
-        return under_autocast(x)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -269,6 +287,11 @@ class SparseLinear(nn.Linear):
         if products.wgrad and x.dtype == self.dtype:
             packs_sample = products.layouts.wgrad
         return sparse_linear(x, self.weight, fprop, dgrad, self.bias, key, mvue, packs_sample)
+
+    def weight_in_use(self) -> Tensor:
+        """The weight in use, for a product made elsewhere (matrices.py)."""
+        self.look()
+        return InPlaceOf.apply(self.weight, self.sparse_weight.to(self.weight.dtype), None)
 
     def restore(self) -> None:
         """Turn this module back into a plain `nn.Linear` whose weight is the one in use."""

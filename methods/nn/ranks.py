@@ -25,9 +25,14 @@ def alone(device: torch.device) -> Iterator[None]:
         _place.reset(token)
 
 
+def is_alone() -> bool:
+    """True within `alone`."""
+    return _place.get() is not None
+
+
 def are_together() -> bool:
     """True if this is a rank of a process group in which all ranks convert the model together."""
-    return dist.is_initialized() and _place.get() is None
+    return dist.is_initialized() and not is_alone()
 
 
 @contextmanager

@@ -34,6 +34,7 @@ from torch import Tensor, nn
 
 from common_kernels import pack_mask, unpack_mask
 
+from . import ranks
 from .gemms import autocast_dtype
 
 
@@ -54,8 +55,13 @@ def full(tensor: Any) -> Tensor:
 
 
 def check_whole(model: nn.Module) -> None:
-    """Raise ValueError if `model` is already sharded."""
+    """Raise ValueError if `model` is already sharded, or has no numbers yet."""
     for name, parameter in model.named_parameters():
+        if parameter.is_meta and not ranks.is_alone():  # a rank that gets numbers from rank 0
+            raise ValueError(
+                f"{name} is on the meta device, and masks and scales follow from the weights: call "
+                "to_empty and the initialisation before convert"
+            )
         if is_sharded(parameter):
             raise ValueError(
                 f"{name} is sharded already; call convert(model) first and fully_shard after it"
@@ -89,6 +95,11 @@ def _shard(layer: Any, like: Any) -> None:
         raise ValueError(
             f"a converted weight is placed as {like.placements}; shard it along dim 0 only, which "
             "is fully_shard's default"
+        )
+    if "place" in vars(layer):
+        raise ValueError(
+            f"a matrix that {type(layer.place[0]).__name__} multiplies itself cannot be sharded "
+            "once converted; put it into exclude"
         )
     if layer.conv1d is not None:
         raise ValueError(

@@ -54,7 +54,7 @@ def test_logits_and_loss_are_those_of_transformers(checkpoint, family):
 def test_every_linear_of_the_blocks_can_be_converted(checkpoint, family):
     _, folder = checkpoint(family)
     model = CausalLM.from_pretrained(folder)
-    method = ste.Method(ste.Config(include=["*.h.*", "*.layers.*"]))
+    method = ste.Method(ste.Config(include="all"))
     report = method.convert(model)
     assert len(report.names) == 2 * PER_BLOCK[family]
     assert not any("Conv1D" in type(m).__name__ for m in model.modules())

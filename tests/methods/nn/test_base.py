@@ -1,6 +1,7 @@
 """Conversion, protocol and bookkeeping shared by all methods."""
 
 import copy
+import operator
 import re
 import warnings
 from pathlib import Path
@@ -54,7 +55,7 @@ def test_what_to_include_instead_can_be_converted_and_names_each_kind_of_layer_o
     model = nn.ModuleDict({"blocks": nn.ModuleList([block, copy.deepcopy(block)])})
     for include in ("ffn", "all", ["*.attn.*"]):
         with pytest.raises(ValueError, match=r"blocks\.") as error:
-            methods.build("ste", include=include).convert(model)
+            methods.build("bi_mask", include=include).convert(model)
         assert str(error.value).endswith("; choose from include=['blocks.*.up']")
     report = methods.build("ste", include=["blocks.*.up"]).convert(model)
     assert report.names == ("blocks.0.up", "blocks.1.up")
@@ -306,7 +307,7 @@ def test_sr_ste_is_exported_as_the_readme_says():
 
 def test_modules_that_match_but_are_no_linears_are_named():
     model = nn.ModuleDict({"mlp": nn.Sequential(nn.Conv1d(8, 8, 1)), "head": nn.Linear(8, 4)})
-    with pytest.raises(ValueError, match=r"mlp\.0 \(Conv1d\) match, but only nn\.Linear"):
+    with pytest.raises(ValueError, match=r"mlp\.0 \(Conv1d, no linear\); .*'head'"):
         ste.Method(ste.Config()).convert(model)
 
 
@@ -328,22 +329,29 @@ def test_a_linear_whose_weight_is_computed_is_refused(normalise):
         ste.Method(ste.Config(include=["*"])).convert(model)
 
 
-def test_the_fast_path_of_torchs_encoder_layer_would_show_the_dense_model():
-    """In evaluation it gives the weights to one kernel and never calls the linears."""
-    model = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True, norm_first=False)
-    with pytest.raises(ValueError, match=r"set_fastpath_enabled\(False\)"):
-        ste.Method(ste.Config(include=["linear*"])).convert(model)
-    enabled = torch.backends.mha.get_fastpath_enabled()
-    try:
-        torch.backends.mha.set_fastpath_enabled(False)
-        method = ste.Method(ste.Config(include=["linear*"]))
-        method.convert(model.eval())
-        x = torch.randn(2, 5, 16)
+def test_torchs_encoder_computes_with_the_masks_in_evaluation_too():
+    """Its fast path gives the weights to one kernel and never calls the linears; it is switched off
+    for layers with a converted linear, and no others."""
+    layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
+    model = nn.ModuleList([nn.TransformerEncoder(layer, 2), copy.deepcopy(layer)]).eval()
+    flags = ["layers.0.activation_relu_or_gelu", "layers.1.activation_relu_or_gelu"]
+    flags.append("use_nested_tensor")
+    of = operator.attrgetter(*flags)
+    before, enabled = of(model[0]), torch.backends.mha.get_fastpath_enabled()
+    x, padding = torch.randn(2, 5, 16), torch.arange(5) >= torch.tensor([[5], [3]])
+    for include in ("ffn", "all", ["0.layers.0.linear1"]):
+        method = ste.Method(ste.Config(include=include, exclude=["1.*"]))
+        method.convert(model)
+        assert of(model[0]) == (False, include[0] == "0.layers.0.linear1" and 1, False)
+        assert model[1].activation_relu_or_gelu == 1
+        assert torch.backends.mha.get_fastpath_enabled() == enabled
         with torch.no_grad():
-            before = model(x)
-            assert torch.equal(method.finalize(model)(x), before)
-    finally:
-        torch.backends.mha.set_fastpath_enabled(enabled)
+            shown = [model[0](x), model[0](x, src_key_padding_mask=padding)[~padding]]
+            method.finalize(model)
+            assert of(model[0]) == before
+            plain = [model[0](x), model[0](x, src_key_padding_mask=padding)[~padding]]
+        for mine, theirs in zip(shown, plain, strict=True):
+            torch.testing.assert_close(mine, theirs)
 
 
 # ---------------------------------------------------------------- what a user is told

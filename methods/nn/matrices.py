@@ -1,0 +1,92 @@
+"""Matrices that a module multiplies itself, converted like the weight of a linear.
+
+Mixtures of experts of transformers hold all weights of a kind as one Parameter [experts, out, in],
+and `nn.MultiheadAttention` its projections as `in_proj_weight` [3 out, in] and the weight of
+`out_proj`, whose forward pass it never calls. While such a matrix is converted, a sparse linear
+`sparse_NAME` in the module holds the Parameter, as [rows, in], and the module finds the weight in
+use under the old name. Methods can convert it if they do nothing but change the weight.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
+
+PROJECTIONS = ("in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight")
+
+
+def takes(module: Any, attribute: str) -> bool:
+    """True if `module` multiplies its Parameter `attribute` itself, along the last dim."""
+    if isinstance(module, nn.MultiheadAttention):
+        return attribute in PROJECTIONS
+    if isinstance(module, NonDynamicallyQuantizableLinear):
+        return attribute == "weight"
+    # transformers marks its experts so (integrations/moe.py).
+    weight = module._parameters.get(attribute)
+    return weight is not None and weight.ndim == 3 and getattr(module, "is_transposed", 0) is False
+
+
+def linear_of(module: nn.Module, attribute: str) -> nn.Linear:
+    """A linear, without numbers, that can `take` the place of this matrix; `out` is that of one
+    expert."""
+    shape = module._parameters[attribute].shape  # type: ignore[union-attr]
+    linear = nn.Linear(shape[-1], shape[-2], bias=False, device="meta")
+    vars(linear)["place"] = module, attribute, shape
+    return linear
+
+
+def is_placed(layer: nn.Module) -> bool:
+    """True for a layer that `linear_of` made."""
+    return "place" in vars(layer)
+
+
+@torch.no_grad()
+def take(layer: Any) -> None:
+    """Let `layer` hold the matrix of its place as [rows, in]."""
+    module, attribute, shape = layer.place
+    layer.weight = _shaped(module._parameters[attribute], (-1, shape[-1]))
+    layer.out_features = len(layer.weight)
+    layer.train(module.training)
+    module._parameters[attribute] = None  # keeps its position among the parameters
+    module.add_module(f"sparse_{attribute}", layer)
+    plain, names = getattr(type(module), "_plain", (type(module), ()))
+    module.__class__ = _showing(plain, (*names, attribute))
+
+
+@torch.no_grad()
+def give_back(layer: Any) -> None:
+    """Undo `take`."""
+    module, attribute, shape = vars(layer).pop("place")
+    plain, names = type(module)._plain
+    module.__class__ = _showing(plain, tuple(name for name in names if name != attribute))
+    del module._modules[f"sparse_{attribute}"]
+    module._parameters[attribute] = _shaped(layer.weight, shape)
+
+
+def _shaped(weight: nn.Parameter, shape: tuple[int, ...]) -> nn.Parameter:
+    """`weight`, in place, in another shape."""
+    weight.data = weight.data.reshape(shape)
+    if weight.grad is not None:
+        weight.grad = weight.grad.reshape(shape)
+    return weight
+
+
+@cache
+def _showing(plain: Any, names: tuple[str, ...]) -> Any:
+    """The class `plain`, but the attributes `names` are the weights in use."""
+    if not names:
+        return plain
+
+    def shown(name: str) -> property:
+        def weight(self: Any) -> torch.Tensor:
+            layer = self._modules[f"sparse_{name}"]
+            return layer.weight_in_use().view(layer.place[2])
+
+        return property(weight)
+
+    own = {"__module__": plain.__module__, "__doc__": plain.__doc__, "_plain": (plain, names)}
+    return type(plain.__name__, (plain,), own | {name: shown(name) for name in names})
