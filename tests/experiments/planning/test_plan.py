@@ -14,7 +14,7 @@ import experiments
 import methods
 from experiments import plan as driver
 from experiments.bench import arms
-from experiments.bench.jobs import ALL, MLP, Stack, square
+from experiments.bench.jobs import MLP, Stack, square
 from experiments.config.compose import composed
 from experiments.planning import plan as planning
 from experiments.planning import speed
@@ -78,7 +78,7 @@ def measured_step(shape, name):
         def loss(model):
             return F.cross_entropy(model(torch.zeros(64, 3, 224, 224)), torch.zeros(64).long())
 
-    include = ALL if found and found.groups()[-1] else MLP
+    include = "all" if found and found.groups()[-1] else MLP
     options = {"include": include, "exclude": (), "measure_every": 0, **arm.options}
     method = methods.build(arm.method, **options)
     return footprint(build, method, loss, packed=not arm.simulated, repack=arm.repack)
