@@ -25,7 +25,7 @@ from transformers import (
 
 import methods
 from common_kernels import check24
-from experiments.training.hf_trainer import MethodCallback
+from methods.integrations.trainer import MethodCallback
 
 LENGTH = 64  # tokens of a training sequence
 
@@ -76,10 +76,16 @@ def main() -> None:
         report_to=[],
         save_strategy="no",
     )
-    method = methods.build(options.method, total_steps=options.steps)
+    method = methods.build(options.method)
     callback = MethodCallback(method, model, arguments)  # converts the model
     dataset = sequences(options.text.read_text(encoding="utf-8"), options.model)
-    trainer = Trainer(model, arguments, train_dataset=dataset, callbacks=[callback])
+    trainer = Trainer(
+        model,
+        arguments,
+        train_dataset=dataset,
+        callbacks=[callback],
+        optimizers=callback.optimizers,
+    )
     trainer.train()
     method.finalize(model)
     trainer.save_model()

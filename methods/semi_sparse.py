@@ -162,9 +162,6 @@ class Method(Fp8Method, SwitchedMethod):
         self.Linear = TransposableLinear if weights else ActivationLinear  # type: ignore[misc]
         self.changes_only_weights = weights
         self.mask_period = config.refresh_every
-        self.dense_start = math.inf
-        if config.sparse_fraction < 1.0:
-            self.dense_start = round(config.sparse_fraction * config.total_steps)
 
     def convert(self, model: nn.Module, dtype: torch.dtype | None = None) -> base.Report:
         if self.config.sparse_fraction < 1.0 and not self.config.total_steps:
@@ -179,6 +176,12 @@ class Method(Fp8Method, SwitchedMethod):
             super().check_layer(name, module)
         elif (inputs := weight_of(module).shape[1]) % 4:
             raise ValueError(f"{inputs} inputs; 2:4 needs a multiple of 4")
+
+    @property
+    def dense_start(self) -> float:
+        """The first dense step."""
+        fraction = self.config.sparse_fraction
+        return round(fraction * self.config.total_steps) if fraction < 1.0 else math.inf
 
     def dense_at(self, step: int) -> bool:
         return step >= self.dense_start

@@ -79,8 +79,6 @@ class Method(SwitchedMethod):
         super().__init__(config)
         self.changes: list[float] = []
         self.start: int | None = None
-        self.earliest = int(config.min_fraction * config.total_steps)
-        self.latest = max(1, int(config.max_fraction * config.total_steps))
 
     def convert(self, model: nn.Module, dtype: torch.dtype | None = None) -> base.Report:
         if not self.config.total_steps:
@@ -134,7 +132,9 @@ class Method(SwitchedMethod):
         change_now = math.exp(mean) if self.config.criterion == "geometric" else mean
         self.changes = [*self.changes, change_now][-window:]
         settled = sum(self.changes) / len(self.changes) < group["eps"]
-        if steps >= self.latest or (steps >= self.earliest and settled):
+        total = self.config.total_steps
+        settled &= steps >= int(self.config.min_fraction * total)
+        if settled or steps >= max(1, int(self.config.max_fraction * total)):
             self.start = steps
 
     def _check_state(self, step: int) -> None:

@@ -104,12 +104,6 @@ class Method(Fp8Method, SwitchedMethod, sr_ste.Method):
     def __init__(self, config: Any) -> None:
         super().__init__(config)
         self.mask_period = config.refresh_every
-        steps, fraction = config.total_steps, config.dense_fraction
-        dense = round(fraction * steps)
-        self.dense_start: float = steps - dense if fraction else math.inf
-        self.dense_stop = math.inf
-        if config.dense_phase == "start" and dense < steps:
-            self.dense_start, self.dense_stop = 0, dense
 
     def convert(self, model: nn.Module, dtype: torch.dtype | None = None) -> base.Report:
         if self.config.dense_fraction and not self.config.total_steps:
@@ -119,8 +113,18 @@ class Method(Fp8Method, SwitchedMethod, sr_ste.Method):
             )
         return super().convert(model, dtype)
 
+    @property
+    def dense_steps(self) -> tuple[float, float]:
+        """The first dense step, and the first one after the dense phase."""
+        total, fraction = self.config.total_steps, self.config.dense_fraction
+        dense = round(fraction * total)
+        if self.config.dense_phase == "start" and dense < total:
+            return 0, dense
+        return total - dense if fraction else math.inf, math.inf
+
     def dense_at(self, step: int) -> bool:
-        return self.dense_start <= step < self.dense_stop
+        start, stop = self.dense_steps
+        return start <= step < stop
 
     @property
     def ends_dense(self) -> bool:

@@ -1,8 +1,11 @@
 """Triton's interpreter, and tiny random models of transformers for models and drivers."""
 
+import importlib
 import multiprocessing
 import multiprocessing.forkserver
 import os
+import socket
+import sys
 
 import pytest
 import torch
@@ -40,6 +43,27 @@ def start_ranks():
         )
 
     return start
+
+
+def _command_of_rank(rank, ranks, port, module, arguments):
+    places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
+    places |= {"MASTER_ADDR": "localhost", "MASTER_PORT": port}
+    os.environ.update({name: str(value) for name, value in places.items()})
+    sys.argv = [module, *arguments]
+    importlib.import_module(module).main()
+
+
+@pytest.fixture(scope="session")
+def run_on_two_ranks(start_ranks):
+    """run_on_two_ranks("experiments.pretrain", *arguments): the command as torchrun would start it,
+    which config/test_cli.py does; without the seconds that its processes take to import torch."""
+
+    def run(module, *arguments):
+        with socket.create_server(("localhost", 0)) as server:
+            port = server.getsockname()[1]
+        start_ranks(_command_of_rank, 2, port, module, [*map(str, arguments)])
+
+    return run
 
 
 @pytest.fixture(scope="session")

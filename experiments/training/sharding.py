@@ -26,6 +26,7 @@ from methods.nn import sharding
 from methods.nn.fp8_gemms import FP8
 from methods.nn.gemms import Products
 from methods.nn.linear import SparseLinear
+from methods.nn.meta import fill, without_numbers
 from models.base import Model
 
 
@@ -147,41 +148,6 @@ class Shards:
         than a plain linear, but compute the same."""
         if all("weight" in layer._parameters for layer in self.method.sparse_layers.values()):
             self.method.finalize(self.model)
-
-
-def without_numbers(copied: Any, module: nn.Module, others: dict[int, Any] | None = None) -> Any:
-    """A copy of `copied`, which contains `module`, with the module's tensors on the meta device.
-
-    others: replacements in the copy for other objects, by their id.
-    """
-    known = dict(others or {})
-    for tensor in itertools.chain(module.parameters(), module.buffers()):
-        empty = torch.empty_like(tensor, device="meta")
-        if isinstance(tensor, nn.Parameter):
-            empty = nn.Parameter(empty, requires_grad=tensor.requires_grad)
-        known[id(tensor)] = empty
-    return copy.deepcopy(copied, known)
-
-
-def fill(model: nn.Module, state: dict[str, Tensor]) -> None:
-    """Give a model on the meta device real tensors, those of `state` if it has them; tied tensors
-    stay tied."""
-    filled: dict[int, Tensor] = {}
-    for prefix, module in model.named_modules():
-        for tensors in (module._parameters, module._buffers):
-            for name, tensor in tensors.items():
-                if tensor is None:
-                    continue
-                if id(tensor) not in filled:
-                    key = f"{prefix}.{name}" if prefix else name
-                    found = state[key] if key in state else torch.empty_like(tensor, device="cpu")
-                    if isinstance(tensor, nn.Parameter):
-                        found = nn.Parameter(found, requires_grad=tensor.requires_grad)
-                    filled[id(tensor)] = found
-                tensors[name] = filled[id(tensor)]
-    for module in model.modules():
-        if isinstance(module, SparseLinear):
-            module.reload()
 
 
 def _check_alike(models: list[nn.Module | None], world: World) -> None:

@@ -15,6 +15,7 @@ gemms           the three products of a layer, dense or 2:4; fp8_gemms, fp8_line
 operands        the operands of these products
 delayed         FP8 scales from the magnitudes of earlier steps
 distillation    methods whose loss includes a dense teacher
+meta            copies of modules on the meta device
 calibration     statistics of layer inputs
 sparsegpt       pruning with these statistics
 sharding        sparse layers under FSDP2

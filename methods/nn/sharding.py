@@ -88,7 +88,7 @@ def follow(layers: Iterable[nn.Module], model: nn.Module | None = None) -> None:
 
 def _shard(layer: Any, like: Any) -> None:
     """Turn a converted layer into a `ShardedLayer`. like: one of its sharded parameters."""
-    from torch.distributed.tensor import Shard, distribute_tensor
+    from torch.distributed.tensor import Shard
 
     cut = [p for p in like.placements if not p.is_replicate()]
     if [type(p) for p in cut] != [Shard] or cut[0].dim != 0:
@@ -110,8 +110,7 @@ def _shard(layer: Any, like: Any) -> None:
     layer.derived, layer.viewed, layer.bits = _set_apart(layer), False, {}
     for name, buffer in layer._buffers.items():
         if buffer is not None and buffer.ndim == 2 and len(buffer) == len(like):
-            rows = distribute_tensor(buffer, like.device_mesh, like.placements, src_data_rank=None)
-            layer._buffers[name] = rows.to(like.device)  # the CPU, with CPU offload
+            layer._buffers[name] = placed(buffer, like)  # on the CPU, with CPU offload
     layer.__class__ = _sharded_class(layer.__class__)
 
 
@@ -140,13 +139,19 @@ def cut(layer: Any, state: dict[str, Any], prefix: str) -> None:
     """
     for name, buffer in layer._buffers.items():
         key = f"{prefix}{name}"
-        if is_sharded(buffer) and key in state and not is_sharded(state[key]):
-            from torch.distributed.tensor import distribute_tensor
+        if key in state:
+            state[key] = placed(state[key], buffer)
 
-            mesh, placements = buffer.device_mesh, buffer.placements
-            whole = state[key].to(mesh.device_type)
-            rows = distribute_tensor(whole, mesh, placements, src_data_rank=None)
-            state[key] = rows.to(buffer.device)
+
+def placed(tensor: Tensor, like: Any) -> Tensor:
+    """A whole `tensor`, equal on all ranks, sharded like `like` if that is sharded."""
+    if not is_sharded(like) or is_sharded(tensor):
+        return tensor
+    from torch.distributed.tensor import distribute_tensor
+
+    mesh = like.device_mesh
+    there = tensor.to(mesh.device_type)
+    return distribute_tensor(there, mesh, like.placements, src_data_rank=None).to(like.device)
 
 
 def _check_products(products: Any) -> None:

@@ -31,8 +31,12 @@ class Method(t_sr_ste.Method):
                 f"dense_fraction={config.dense_fraction:.3g} and dense_phase={config.dense_phase}; "
                 "released.t_sr_ste is about a dense phase at the end"
             )
-        # The step at which the resumed process begins.
-        self.dense_stop = (int(self.dense_start) + config.total_steps) // 2
+
+    @property
+    def dense_steps(self) -> tuple[float, float]:
+        """The first dense step, and the step at which the resumed process begins."""
+        start = int(super().dense_steps[0])
+        return start, (start + self.config.total_steps) // 2
 
     @torch.no_grad()
     def on_step_begin(self, step: int) -> None:
@@ -42,5 +46,6 @@ class Method(t_sr_ste.Method):
         super().on_step_begin(step)
 
     def _chooses(self, step: int) -> bool:
-        begun = int(self.dense_stop) if step >= self.dense_stop else 0
+        stop = int(self.dense_steps[1])
+        begun = stop if step >= stop else 0
         return (step + 1 - begun) % self.mask_period == 0

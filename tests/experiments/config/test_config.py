@@ -57,7 +57,7 @@ def test_published_recipes(name):
     if method == "t_sr_ste":
         assert (options.alpha, options.decay_on) == (PUBLISHED_DECAY[size], "gradients")
         assert (options.algorithm, options.mvue, options.refresh_every) == ("exact", "exact", 40)
-        assert config.build_method().dense_start == 250_000
+        assert config.build_method().dense_steps[0] == 250_000
     if method == "s_ste":
         options = config.method_options
         assert (options.fp8, options.beta, options.mvue) == ("paper", "mse", "exact")
@@ -371,13 +371,13 @@ def test_slope_s_gpt2_is_that_of_transformers_with_a_large_eps():
 def test_fst_switches_bert_and_deit_to_dense_where_its_scripts_do():
     """Micro-step 250,000 of 300,000 is optimizer step 36,367; epoch 250 of 300 is 156,250."""
     bert, deit = (load([f"experiment=t_sr_ste_{name}"]) for name in ("cramming", "deit_base"))
-    assert bert.build_method().dense_start == 36367
+    assert bert.build_method().dense_steps[0] == 36367
     assert bert.method_options.alpha == 6e-6 and bert.method_options.refresh_every == 40
     # Bi-Mask searches every 100 of the 300,000 micro-steps, 3,000 times; here in optimizer steps.
     masks = load(["experiment=bi_mask_cramming"])
     searches = masks.train.steps / masks.method_options.permute_every
     assert searches == pytest.approx(300_000 / 100, rel=0.05)
-    assert deit.build_method().dense_start == 156_250
+    assert deit.build_method().dense_steps[0] == 156_250
     assert deit.method_options.alpha == 1e-3 and deit.method_options.refresh_every == 10
 
 

@@ -22,7 +22,7 @@ from transformers import (
 
 import methods
 from common_kernels import check24
-from experiments.training.hf_trainer import STATE, MethodCallback
+from methods.integrations.trainer import STATE, MethodCallback
 from models.gpt2 import from_hf, to_hf
 from models.hf import ForTrainer
 
@@ -490,7 +490,31 @@ def test_our_own_gpt2_from_a_folder(name, hf_model, tmp_path):
     assert evaluated == pytest.approx(expected, abs=1e-5)
 
 
+def test_the_trainer_says_the_number_of_steps(tmp_path):
+    for name in ("t_sr_ste", "semi_sparse", "slope", "step", "gmp"):
+        for steps in (STEPS, -1):
+            model, method = build(name, total_steps=0)
+            arguments = TrainingArguments(
+                output_dir=str(tmp_path), use_cpu=True, report_to=[], max_steps=steps
+            )
+            if steps < 0:
+                with pytest.raises(ValueError, match=r"max_steps=-1 .* set max_steps$"):
+                    MethodCallback(method, model, arguments)
+                continue
+            MethodCallback(method, model, arguments)
+            said = [method, *method.sparse_layers.values()]
+            assert {each.config.total_steps for each in said} == {STEPS}
+
+
 def test_what_would_go_wrong_silently_is_refused(tmp_path):
+    model, method = build("ast")
+    arguments = TrainingArguments(
+        output_dir=str(tmp_path), use_cpu=True, report_to=[], max_steps=STEPS
+    )
+    callbacks = [MethodCallback(method, model, arguments)]
+    with pytest.raises(ValueError, match=r"ast\.AdamW, not .* optimizers=callback\.optimizers\)$"):
+        Trainer(model, arguments, train_dataset=sequences(), callbacks=callbacks).train()
+
     trainer, _ = trainer_for("s_ste", tmp_path, max_steps=5)
     with pytest.raises(ValueError, match=r"total_steps=6.*will take 5 steps"):
         trainer.train()
@@ -519,7 +543,7 @@ def test_what_would_go_wrong_silently_is_refused(tmp_path):
 def test_settings_that_need_another_machine_are_refused(settings, message):
     """Stand-ins for arguments that transformers accepts only on a GPU or under torchrun."""
     model, method = build("s_ste")
-    callback = MethodCallback(method, model, SimpleNamespace(device="cpu"))
+    callback = MethodCallback(method, model, SimpleNamespace(device="cpu", max_steps=-1))
     allowed = {
         "fsdp": "",
         "deepspeed": None,

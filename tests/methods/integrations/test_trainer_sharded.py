@@ -15,9 +15,9 @@ from safetensors.torch import load_file
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 from transformers import TrainingArguments
 
-from experiments.training.hf_trainer import STATE, MethodCallback
+from methods.integrations.trainer import STATE, MethodCallback
 from methods.nn.sharding import is_sharded
-from tests.experiments.training.test_hf_trainer import TOKENS, Ordered, build, records
+from tests.methods.integrations.test_trainer import TOKENS, Ordered, build, records
 
 STEPS, MICRO, SAVED = 6, 4, 3
 # Each passes a choice of masks and, where the method has phases, a switch, also once it is resumed.
@@ -140,7 +140,9 @@ def test_the_layers_lie_in_the_files_of_the_trainer(trained):
     ],
 )
 def test_ways_of_sharding_that_are_refused(wrong, message, monkeypatch):
-    callback = MethodCallback(*reversed(build("s_ste")), SimpleNamespace(device="cpu"))
+    callback = MethodCallback(
+        *reversed(build("s_ste")), SimpleNamespace(device="cpu", max_steps=-1)
+    )
     right = {"fsdp_version": 2, "cpu_ram_efficient_loading": False, "cpu_offload": OffloadPolicy()}
     arguments = SimpleNamespace(deepspeed=None)
     for settings in (right, {**right, **wrong}):

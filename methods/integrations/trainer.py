@@ -1,7 +1,9 @@
 """Train with a sparse method inside `transformers.Trainer`.
 
-    method = methods.build("s_ste", include=["*mlp*"], total_steps=1000)
-    arguments = TrainingArguments(max_steps=1000, ...)
+    from methods.integrations.trainer import MethodCallback
+
+    method = methods.build("s_ste", include="ffn")
+    arguments = TrainingArguments(max_steps=1000, ...)  # the method's total_steps, too
     callback = MethodCallback(method, model, arguments)  # converts the model, before the Trainer,
                                                          # unless the method has done so already
     trainer = Trainer(model, arguments, callbacks=[callback], optimizers=callback.optimizers, ...)
@@ -10,8 +12,8 @@
     trainer.save_model()
 
 It works with every method. `callback.optimizers` is the method's AdamW with the settings of the
-arguments. Without it the Trainer creates its own AdamW, which works for all methods except those
-with their own update rule (AST, STEP). In training, the loss of a distilling method replaces the
+arguments. Without it the Trainer creates its own, with which all methods work but AST, and STEP if
+it is no AdamW. In training, the loss of a distilling method replaces the
 model's own; in evaluation it is the task's loss. It is averaged over micro-batches, even for models
 that would average over the tokens of a whole step.
 
@@ -19,8 +21,6 @@ A transformers model is saved as a plain model that computes the same: explicit 
 terms added to the weights. So `from_pretrained` reads the checkpoints and what
 `trainer.save_model()` writes. The state for continuing the training (dense weights under the masks,
 masks, compressed values) is in the checkpoint's `method_state.pt`.
-
-This project's causal models are given to the Trainer as `models.hf.ForTrainer(model)`.
 
 Under FSDP2 (`fsdp=True` in the arguments, or accelerate's plugin) masks and a distilling method's
 teacher are sharded like the weights. There the Trainer must create the optimizer itself:
@@ -33,13 +33,14 @@ from __future__ import annotations
 import copy
 import functools
 import types
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate.state import AcceleratorState
 from torch import Tensor, nn
-from torch.distributed.fsdp import CPUOffloadPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from transformers import (
     PreTrainedModel,
     TrainerCallback,
@@ -48,13 +49,10 @@ from transformers import (
     TrainingArguments,
 )
 
-from experiments.support import checkpoint
-from experiments.training import sharded_checkpoint
-from experiments.training.sharding import fill, shard, without_numbers
-from methods import Method
-from methods.nn import base, compressed, conversion, distillation, sharding, slorb
-from methods.nn.linear import SparseLinear
-from models.groups import param_groups
+from ..nn import base, compressed, conversion, distillation, sharding, slorb
+from ..nn.linear import SparseLinear
+from ..nn.meta import fill, without_numbers
+from ..nn.optimizer import each
 
 STATE = "method_state.pt"
 
@@ -69,7 +67,7 @@ class MethodCallback(TrainerCallback):
 
     def __init__(
         self,
-        method: Method,
+        method: base.Method,
         model: nn.Module,
         args: TrainingArguments,
         dtype: torch.dtype | None = None,
@@ -89,7 +87,7 @@ class MethodCallback(TrainerCallback):
         modules = dict(model.named_modules())
         if any(modules.get(name) is not layer for name, layer in method.layers.items()):
             raise ValueError("the method has converted another model; build a new one")
-        self.report = method.report if method.layers else method.convert(model, dtype)
+        self.report = method.report if method.layers else self._convert(dtype)
         if isinstance(model, PreTrainedModel):
             layers = method.sparse_layers.items()
             save = functools.partial(_save_plain, {n: without_numbers(x, x) for n, x in layers})
@@ -99,6 +97,21 @@ class MethodCallback(TrainerCallback):
         self._distilled = 0  # forward passes of this step
         if isinstance(method, distillation.Method) and method.teacher is not None:
             self._take_loss(method)
+
+    def _convert(self, dtype: torch.dtype | None) -> base.Report:
+        """Convert the model, with the Trainer's number of steps if the method has none."""
+        method, steps = self.method, self.args.max_steps
+        if not method.config.total_steps and steps > 0:
+            method.config = replace(method.config, total_steps=steps)
+        try:
+            return method.convert(self.model, dtype)
+        except ValueError as error:
+            if steps > 0 or "total_steps" not in str(error):
+                raise
+            raise ValueError(
+                f"max_steps={steps} in the TrainingArguments, and the method needs the number of "
+                "steps before the Trainer counts those of its epochs: set max_steps"
+            ) from error
 
     @property
     def optimizers(self) -> tuple[torch.optim.Optimizer, None]:
@@ -115,9 +128,12 @@ class MethodCallback(TrainerCallback):
         return type(self.optimizers[0]), self._optimizer_options()
 
     def _optimizer_options(self) -> dict[str, Any]:
-        args = self.args
+        args, trained = self.args, [p for p in self.model.parameters() if p.requires_grad]
         return {
-            "params": param_groups(self.model.named_parameters(), args.weight_decay),
+            "params": [
+                {"params": [p for p in trained if p.dim() > 1], "weight_decay": args.weight_decay},
+                {"params": [p for p in trained if p.dim() < 2], "weight_decay": 0.0},
+            ],
             "lr": args.learning_rate,
             "betas": (args.adam_beta1, args.adam_beta2),
             "eps": args.adam_epsilon,
@@ -159,6 +175,13 @@ class MethodCallback(TrainerCallback):
     ) -> None:
         _check_sharding(args)
         self._check(args, state)
+        if self.method.needs_adamw:
+            own, given = type(self.optimizers[0]), each(kwargs["optimizer"])[0]
+            if type(given) is not own:
+                raise ValueError(
+                    f"the method trains with {own.__module__}.{own.__name__}, not with a "
+                    f"{type(given).__name__}: pass Trainer(..., optimizers=callback.optimizers)"
+                )
         self._share_teacher()
         if state.global_step:
             path = Path(args.resume_from_checkpoint or self._folder(args, state)) / STATE
@@ -199,10 +222,9 @@ class MethodCallback(TrainerCallback):
                 "the method distils, but the Trainer used another loss than the model's: leave out "
                 "compute_loss_func and label_smoothing_factor"
             )
-        optimizer = kwargs["optimizer"]  # wrapped by accelerate
         if args.fp16 and not base.all_finite(kwargs["model"].parameters()):
             return  # the scaler will skip this step
-        self.method.on_gradients(state.global_step, getattr(optimizer, "optimizer", optimizer))
+        self.method.on_gradients(state.global_step, kwargs["optimizer"])
 
     def on_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -237,7 +259,8 @@ class MethodCallback(TrainerCallback):
                 layers = self.method.sparse_layers.items()
                 found["layers"] = {name: layer.state_dict() for name, layer in layers}
             path = self._folder(args, state) / STATE
-            checkpoint.write_atomic(path, lambda p: torch.save(found, p))
+            torch.save(found, path.with_suffix(".new"))
+            path.with_suffix(".new").replace(path)
 
     def _load(self, path: Path) -> None:
         found = torch.load(path, map_location="cpu", weights_only=True)
@@ -249,7 +272,7 @@ class MethodCallback(TrainerCallback):
                 )
             for name, layer in self.method.sparse_layers.items():
                 layer.load_state_dict(layers[name])
-        self.method.load_state_dict(sharded_checkpoint.placed(found, self.method.state_dict()))
+        self.method.load_state_dict(_placed(found, self.method.state_dict()))
 
     def _mesh(self) -> Any:
         """The mesh of the ranks that share the weights; None if each rank has all of them."""
@@ -262,7 +285,9 @@ class MethodCallback(TrainerCallback):
         if teacher is None or mesh is None:
             return
         if not any(map(sharding.is_sharded, teacher.parameters())):
-            shard(teacher, mesh)
+            lists = [m for m in teacher.modules() if isinstance(m, nn.ModuleList)]
+            for part in (*(block for blocks in lists for block in blocks), teacher):
+                fully_shard(part, mesh=mesh)
 
     def _check(self, args: TrainingArguments, state: TrainerState) -> None:
         """Raise ValueError for settings that would silently change the method."""
@@ -334,6 +359,13 @@ def _gathered(state: Any, keep: bool) -> Any:
         return state
     whole = sharding.full(state)
     return whole.cpu() if keep else None
+
+
+def _placed(state: Any, like: Any) -> Any:
+    """`state` with each tensor sharded like the tensor at the same place in `like`."""
+    if isinstance(state, dict):
+        return {key: _placed(x, like.get(key, x)) for key, x in state.items()}
+    return sharding.placed(state, like) if isinstance(state, Tensor) else state
 
 
 def plain_state(

@@ -1,0 +1,1 @@
+"""Methods in the training loops of other libraries, which are imported there alone."""
