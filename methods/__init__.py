@@ -17,10 +17,11 @@ from typing import Any
 
 from . import released
 from .nn.base import Method, Report
+from .nn.check import check
 from .nn.linear import refresh
 from .nn.optimizer import FusedAdamW
 
-__all__ = ["FusedAdamW", "Method", "Report", "available", "build", "module", "refresh"]
+__all__ = ["FusedAdamW", "Method", "Report", "available", "build", "check", "module", "refresh"]
 
 
 def available() -> list[str]:

@@ -3,6 +3,7 @@
 base            `Config` and `Method`: the options and hooks of every method, with defaults
 conversion      the choice of the linears to convert, and the report about it
 matrices        matrices of a model that are no linear's, converted as if they were
+check           whether a finished model is 2:4
 acceleration    the record of which products run sparse, and why
 linear          the sparse layer, and the masked layer
 phases          layers and methods that are dense for a part of the training

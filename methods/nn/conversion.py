@@ -63,7 +63,7 @@ class Report:
     def __str__(self) -> str:
         share = self.sparse_parameters / self.total_parameters
         of = f"{self.sparse_parameters:,} of {self.total_parameters:,} parameters ({share:.0%})"
-        which = some_names(_as_globs([*self.names])) or "none"
+        which = some_names(as_globs([*self.names])) or "none"
         count = "1 linear" if len(self.names) == 1 else f"{len(self.names)} linears"
         if self.measured:
             lines = [f"no linear converted; {count} measured ({which}), {of}"]
@@ -73,7 +73,7 @@ class Report:
                 lines.append("  warning: less than a third of the parameters is converted")
         groups: dict[tuple[str, str], list[int]] = {}
         for name, reason in self.dense.items():
-            groups.setdefault((*_as_globs([name]), reason), []).append(self.sizes[name])
+            groups.setdefault((*as_globs([name]), reason), []).append(self.sizes[name])
         for (name, reason), sizes in sorted(groups.items(), key=lambda item: -sum(item[1])):
             many = f" ({len(sizes)})" if len(sizes) > 1 else ""
             part = sum(sizes) / self.total_parameters
@@ -143,7 +143,7 @@ def owners_of_parameters(model: nn.Module) -> dict[int, list[str]]:
     return owners
 
 
-def _matrices(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
+def every_matrix(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
     """Every matrix of `model`: its name, the module that holds it, and its name there."""
     for path, module in model.named_modules():
         held = [name for name, p in module._parameters.items() if p is not None and p.ndim > 1]
@@ -226,7 +226,7 @@ def choose(
     counted: set[int] = set()
     matched: dict[str, str] = {}  # by include, and cannot be converted
     possible: list[str] = []
-    for name, module, attribute in _matrices(model):
+    for name, module, attribute in every_matrix(model):
         weight = module._parameters.get(attribute)
         shared = weight is None or id(weight) in counted
         sizes[name] = 0 if shared else weight.numel()
@@ -250,11 +250,11 @@ def choose(
     if not isinstance(include, str) and (chosen or matched):
         for glob in wanted:
             if not any(fnmatchcase(name, glob) for name in sizes):
-                near = get_close_matches(glob, _as_globs([*sizes]), 1)
+                near = get_close_matches(glob, as_globs([*sizes]), 1)
                 meant = f"; did you mean {near[0]}?" if near else ""
                 raise ValueError(f"include: {glob} matches no matrix of the model{meant}")
     if not chosen:
-        raise ValueError(_nothing(model, include, exclude, matched, _as_globs(possible)))
+        raise ValueError(_nothing(model, include, exclude, matched, as_globs(possible)))
     total = sum(p.numel() for p in model.parameters())
     return chosen, Report(tuple(chosen), dense, sizes, total)
 
@@ -273,11 +273,11 @@ def _nothing(
         return f"no linear that matches {asked} can be converted: {listed(reasons)}{choose}"
     return (
         f"no linear matches {asked} exclude={list(exclude)}; the model's linears are: "
-        f"{some_names(_as_globs(linears(model))) or 'none'}{choose}"
+        f"{some_names(as_globs(linears(model))) or 'none'}{choose}"
     )
 
 
-def _as_globs(names: list[str]) -> list[str]:
+def as_globs(names: list[str]) -> list[str]:
     """Globs for these names, one for those that differ in the number of a block alone."""
     return list(dict.fromkeys(re.sub(r"(?<=[._])\d+(?=\.)", "*", name) for name in names))
 

@@ -197,6 +197,9 @@ def test_the_end_has_plain_linears_and_legal_groups(name, options):
         run.step(step)
     names = run.report.names
     phase = run.method.phase()
+    if run.method.sparse_layers:
+        with pytest.raises(ValueError, match=r"is still converted: call method\.finalize"):
+            methods.check(run.model)
     run.method.finalize(run.model)
     assert not any(isinstance(m, SparseLinear) for m in run.model.modules())
     if not adapters(options) and "slorb_k" not in options:
@@ -204,6 +207,8 @@ def test_the_end_has_plain_linears_and_legal_groups(name, options):
         assert run.model.state_dict().keys() == GPT(TINY).state_dict().keys()
     if phase != "dense":
         assert sum(int(check24(run.model.get_submodule(n).weight)) for n in names) == 0
+        checked = methods.check(run.model)
+        assert all(checked[n] for n in names) and sum(checked.values()) == len(names)
         nonzeros = [run.model.get_submodule(n).weight.count_nonzero() for n in names]
         assert 0 < sum(map(int, nonzeros)) <= run.report.sparse_parameters / 2
 

@@ -358,6 +358,27 @@ def step(model, method, loss):
     return value.detach()
 
 
+def test_check_says_which_matrices_are_sparse(hf_model):
+    """Conv1D has its inputs along the rows; a merged adapter makes a weight dense."""
+    model = hf_model("gpt2")
+    method = methods.build("ste", include=["*c_fc"])
+    method.convert(model)
+    method.finalize(model)
+    checked = methods.check(model)
+    fc = [f"transformer.h.{i}.mlp.c_fc" for i in (0, 1)]
+    assert [name for name, holds in checked.items() if holds] == fc
+    assert "transformer.wte" not in checked and "lm_head" in checked
+    assert str(checked).startswith(
+        "2 2:4: transformer.h.*.mlp.c_fc\n7 not 2:4: transformer.h.*.attn"
+    )
+    with torch.no_grad():
+        model.transformer.h[1].mlp.c_fc.weight.add_(1e-3)
+    assert not methods.check(model)[fc[1]]
+    assert methods.check(model, 4, 4)[fc[1]]
+    odd = methods.check(nn.Linear(6, 4), 1, 4)
+    assert odd == {"": False}
+
+
 @pytest.mark.parametrize("name", ["s_ste", "slope", "t_sr_ste"])
 def test_a_conv1d_trains_as_the_linear_of_the_same_weight(hf_model, name, tmp_path):
     """A converted Conv1D trains as the linear of its weight, and leaves a checkpoint that plain

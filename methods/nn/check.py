@@ -1,0 +1,50 @@
+"""The check that a finished model is 2:4."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from common_kernels import check_nm
+
+from . import matrices
+from .conversion import as_globs, every_matrix, is_conv1d, is_linear, some_names
+from .linear import SparseLinear
+from .sharding import rows_of
+
+
+class Check(dict[str, bool]):
+    """Whether each linear is n:m along its inputs, by name; printed as two lines."""
+
+    pattern = "2:4"
+
+    def __str__(self) -> str:
+        lines = []
+        for word, wanted in ((self.pattern, True), (f"not {self.pattern}", False)):
+            names = [name for name, holds in self.items() if holds is wanted]
+            lines.append(f"{len(names)} {word}: {some_names(as_globs(names)) or 'none'}")
+        return "\n".join(lines)
+
+
+@torch.no_grad()
+def check(model: nn.Module, n: int = 2, m: int = 4) -> Check:
+    """Say of each linear of a plain model (`nn.Linear`, transformers' `Conv1D`, and weights that a
+    module multiplies itself, as of experts) whether at most n of m consecutive inputs are not zero.
+
+    Call it after `finalize`, after adapters were merged, or on a model that was loaded. Of sharded
+    weights it looks at this rank's rows.
+
+    Raises:
+        ValueError: a layer is still converted.
+    """
+    found = Check()
+    found.pattern = f"{n}:{m}"
+    for name, module, attribute in every_matrix(model):
+        if isinstance(module, SparseLinear):
+            raise ValueError(f"{name} is still converted: call method.finalize(model) first")
+        linear = is_linear(module) and attribute == "weight"
+        if linear or matrices.takes(module, attribute):
+            weight = rows_of(getattr(module, attribute))
+            weight = weight.t() if is_conv1d(module) else weight
+            found[name] = weight.shape[-1] % m == 0 and not check_nm(weight, n, m)
+    return found
