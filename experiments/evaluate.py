@@ -6,6 +6,8 @@
                          (-), by the protocol of experiments/evaluation/perplexity.py
     tasks=[arc_easy]     zero-shot tasks of lm-eval (experiments/evaluation/zero_shot.py);
                          ast, slope and slope_glue select the tasks of these papers
+    task_folder=FOLDER   your own task files, in lm-eval's format; if they name Python code, that is
+                         refused without allow_code=true
     images=val           top-1 and top-5 on the validation images of the run, or of data.source
     images=features      k-NN and logistic regression on frozen features
                          (experiments/evaluation/probes.py)

@@ -66,6 +66,11 @@ class DecaySearch:
         for alpha in self.candidates:
             if not 0 <= alpha < math.inf:
                 raise UserError(f"candidates has {alpha:g}; a decay factor must be finite and >= 0")
+        if self.config.train.ramp_batch is not None:
+            raise UserError(
+                f"train.ramp_batch={self.config.train.ramp_batch}: flip rates can only be compared "
+                "at one batch size; set train.ramp_batch=null train.ramp_micro_steps=null"
+            )
         if self.config.train.warmup_steps < 4:
             raise UserError(
                 f"train.warmup_steps={self.config.train.warmup_steps}; the flip rates are compared "
@@ -123,7 +128,7 @@ class DecaySearch:
             self.config,
             method=method,
             method_options=replace(options, total_steps=steps, measure_every=1),
-            train=replace(self.config.train, steps=steps, log_every=1),
+            train=replace(self.config.train, steps=steps, cooldown_steps=0, log_every=1),
         )
 
 

@@ -43,7 +43,7 @@ from experiments.config.driver import driver
 from experiments.config.settings import ImplConfig
 from experiments.exporting import export, files
 from experiments.runs.finished import FinishedRun
-from experiments.support.errors import UserError
+from experiments.support.errors import UserError, printable
 from experiments.support.names import check_seed
 from experiments.support.progress import say
 from experiments.training.distributed import world
@@ -180,10 +180,11 @@ def text_of(encoding: Encoding, prompt: list[int], tokens: Iterable[int]) -> Ite
 
 
 def show(pieces: Iterable[str]) -> None:
-    """Print the pieces of a text: on a terminal as they come, otherwise all at the end."""
+    """Print the pieces of a text: on a terminal as they come and without control characters,
+    otherwise all at the end."""
     if sys.stdout.isatty():
         for piece in pieces:
-            print(piece, end="", flush=True)
+            print(printable(piece), end="", flush=True)
         print()
     else:
         print("".join(pieces))
@@ -207,7 +208,7 @@ def run(config: GenerateConfig) -> None:
     """Generate a text and print it.
 
     Raises:
-        UserError: no causal model, or prompt and text are longer than the model takes.
+        UserError: no causal model, or the prompt is longer than it takes.
     """
     settings, impl = config.settings, config.impl
     with process_settings(impl), world(impl.device) as here:
@@ -215,12 +216,14 @@ def run(config: GenerateConfig) -> None:
         model, encoding = generation_model(source), source.tokenizer()
         prompt = encoding.encode_ordinary_batch([settings.prompt])[0]
         start = prompt or [encoding.eot_token]
-        if (room := model.block_size - len(start)) < settings.tokens:
-            remedy = f"set tokens to at most {room}" if room > 0 else "shorten the prompt"
+        if (room := model.block_size - len(start)) < 1:
             raise UserError(
-                f"{len(start)} tokens of prompt and tokens={settings.tokens} exceed the "
-                f"{model.block_size} that the model takes; {remedy}"
+                f"the prompt's {len(start)} tokens leave no room for more in the "
+                f"{model.block_size} that the model takes; shorten it"
             )
+        if settings.tokens > room:
+            say(f"tokens={settings.tokens} does not fit the model: it is {room} here", sys.stderr)
+            settings = replace(settings, tokens=room)
         model = model.to(here.device, DTYPES[settings.dtype] or torch.float32).eval()
         ids = torch.tensor([start], device=here.device)
         tokens = continuation(model, ids, settings, encoding.n_vocab)
@@ -253,7 +256,7 @@ def compare(model: CausalLM, ids: Tensor, settings: GenerationSettings, encoding
     )
     if equal < settings.tokens:  # sums in another order can change a close decision
         text = "".join(text_of(encoding, ids[0].tolist(), sparse[0].tolist()))
-        print(f"with 2:4 products:\n{text}", file=sys.stderr)
+        print(f"with 2:4 products:\n{printable(text)}", file=sys.stderr)
 
 
 def read_prompt(prompt: str | None, path: str | None) -> str:

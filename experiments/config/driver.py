@@ -8,6 +8,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, NoReturn
 
 from experiments.config.command_line import help_text, parse
@@ -19,6 +20,7 @@ from experiments.support.errors import (
     UserError,
     after_broken_pipe,
     one_line,
+    printable,
     raise_on_sigterm,
 )
 
@@ -114,14 +116,17 @@ def exit_with_one_line(after_stop: str) -> Iterator[None]:
     except UserError as error:
         if error.elsewhere:
             sys.exit(1)
-        sys.exit("\n  ".join([f"error: {one_line(error)}", *error.choices]))
+        sys.exit("\n  ".join([f"error: {one_line(error)}", *map(printable, error.choices)]))
     except BrokenPipeError:
         sys.exit(after_broken_pipe())
     except OSError as error:
         if error.errno is None:
             raise
         # Some errors, such as a full disk, have no file name.
-        sys.exit(f"error: {error.filename or 'a file'}: {error.strerror}")
+        place, reason = Path(error.filename or "a file"), error.strerror
+        if isinstance(error, FileExistsError) and place.is_symlink():
+            reason = f"a link to {place.readlink()}, which does not exist"
+        sys.exit(f"error: {printable(f'{place}: {reason}')}")
     except (MemoryError, RuntimeError) as error:
         if not memory.is_exhausted(error):
             raise

@@ -236,7 +236,7 @@ def _parameters(kind: type[nn.Module], shape: Any) -> float:
         try:
             with torch.device("meta"):
                 model = kind(dataclasses.replace(shape, **{depth: layers}))
-        except RuntimeError:  # more numbers in one matrix than torch can count
+        except (RuntimeError, OverflowError, TypeError, ValueError):  # more than torch can count
             return 2.0**63
         counts.append(sum(parameter.numel() for parameter in model.parameters()))
     return counts[0] + (getattr(shape, depth) - 1) * (counts[1] - counts[0])
@@ -338,6 +338,11 @@ def _check_together(config: RunConfig) -> None:
         raise UserError(
             f"method={config.method} distils from the model as it was, but model="
             f"{config.model_name} has {kind} here; set method.kl_weight=0 method.task_weight=1"
+        )
+    if config.dino is not None and config.dino.local_size > config.data.image_size:  # type: ignore[union-attr]
+        raise UserError(
+            f"dino.local_size={config.dino.local_size} is above data.image_size="
+            f"{config.data.image_size}, the side of the global crops"  # type: ignore[union-attr]
         )
     if config.train.fp8_samples is not None and not config.build_method().quantizes:
         raise UserError(

@@ -59,6 +59,7 @@ class EvaluationSettings:
     block_size: int | None
     tasks: tuple[str, ...]
     task_folder: str | None
+    allow_code: bool
     num_fewshot: int | None
     limit: int | None
     images: str | None
@@ -176,7 +177,7 @@ class EvaluateConfig(EvaluationSettings):
             identity["ppl"] = {**self.text.identity(), "block_size": self.block_size}
         if self.tasks:
             identity["zero_shot"] = {
-                **zero_shot.identity(self.tasks, self.task_folder),
+                **zero_shot.identity(self.tasks, self.task_folder, self.allow_code),
                 "num_fewshot": self.num_fewshot,
                 "limit": self.limit,
                 "seed": self.seed,

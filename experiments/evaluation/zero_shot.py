@@ -2,7 +2,7 @@
 
 Tasks are named. They are lm-eval's own, whose data come from the hub, or those of a local folder of
 task files, for which nothing is downloaded. A name of `TASK_SETS` stands for a paper's tasks. Code
-from data sets is never run.
+from data sets is never run, and Python code that a local task file names only if it is allowed.
 """
 
 from __future__ import annotations
@@ -44,12 +44,15 @@ def expand(tasks: Sequence[str]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(name for task in tasks for name in TASK_SETS.get(task, (task,))))
 
 
-def identity(tasks: Sequence[str], task_folder: str | None) -> dict[str, Any]:
+def identity(
+    tasks: Sequence[str], task_folder: str | None, allow_code: bool = False
+) -> dict[str, Any]:
     """Plain values that, besides the model, determine the scores: tasks, lm-eval's version, and the
     hashes of local task files and of the local data that they name.
 
     Raises:
-        UserError: lm-eval is not installed, or there is no such folder.
+        UserError: lm-eval is not installed, there is no such folder, or without `allow_code` a
+            file in it names Python code, which lm-eval runs.
     """
     if find_spec("lm_eval") is None:
         raise UserError("tasks need lm-eval: pip install -e '.[hf]' in the checkout")
@@ -62,7 +65,7 @@ def identity(tasks: Sequence[str], task_folder: str | None) -> dict[str, Any]:
         for path in _files(folder):
             digest.update(path.relative_to(folder).as_posix().encode() + b"\0")
             digest.update(hashlib.sha256(path.read_bytes()).digest())
-        for name, path in _named_data(folder):
+        for name, path in _named_data(folder, allow_code):
             digest.update(name.encode() + b"\0" + hashlib.sha256(path.read_bytes()).digest())
         found["task_files"] = digest.hexdigest()
     return found
@@ -72,7 +75,7 @@ def _files(folder: Path) -> list[Path]:
     return sorted(path for path in folder.rglob("*") if path.is_file())
 
 
-def _named_data(folder: Path) -> Iterator[tuple[str, Path]]:
+def _named_data(folder: Path, allow_code: bool) -> Iterator[tuple[str, Path]]:
     """Yield (name as written, path) of the local data that a folder's task files name: files,
     patterns and folders, relative to the working directory."""
     import yaml
@@ -80,20 +83,30 @@ def _named_data(folder: Path) -> Iterator[tuple[str, Path]]:
     class Loader(yaml.SafeLoader):
         """A YAML loader that ignores lm-eval's own tags, which name functions."""
 
-    Loader.add_multi_constructor("", lambda *_: None)
-    for task in _files(folder):
-        if task.suffix in (".yaml", ".yml"):
-            try:
-                content = yaml.load(task.read_text(encoding="utf-8"), Loader)
-            except (yaml.YAMLError, UnicodeDecodeError) as error:
-                raise UserError(f"{task} is no task file: {error}") from error
-            if not isinstance(content, dict):
-                continue
-            for name in _strings([content.get("dataset_path"), content.get("dataset_kwargs")]):
-                # Path.glob takes no absolute patterns.
-                for place in map(Path, sorted(glob.glob(name, recursive=True))):  # noqa: PTH207
-                    for path in [place] if place.is_file() else _files(place):
-                        yield name, path
+    def tag(loader: Any, suffix: str, node: Any) -> None:
+        if not allow_code:
+            raise UserError(
+                f"{task} has the tag {suffix} {node.value}, with which lm-eval runs Python code; "
+                "if you trust it, add allow_code=true"
+            )
+
+    Loader.add_multi_constructor("", tag)
+    tasks = [path for path in _files(folder) if path.suffix in (".yaml", ".yml")]
+    for task in tasks:  # the list grows by the files that are included
+        try:
+            content = yaml.load(task.read_text(encoding="utf-8"), Loader)
+        except (yaml.YAMLError, UnicodeDecodeError) as error:
+            raise UserError(f"{task} is no task file: {error}") from error
+        if not isinstance(content, dict):
+            continue
+        for name in _strings([content.get("include")]):
+            path = Path(name) if Path(name).is_file() else task.parent / name
+            tasks += [path] if path not in tasks else []
+        for name in _strings([content.get("dataset_path"), content.get("dataset_kwargs")]):
+            # Path.glob takes no absolute patterns.
+            for place in map(Path, sorted(glob.glob(name, recursive=True))):  # noqa: PTH207
+                for path in [place] if place.is_file() else _files(place):
+                    yield name, path
 
 
 def _strings(value: Any) -> Iterator[str]:

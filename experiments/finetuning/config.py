@@ -185,6 +185,8 @@ class FinetuneConfig:
     weights: the weights to fine-tune, `sparse` or `dense`.
     recipes: the recipe of each task. data: a folder, or an id on the hub.
     columns: for `task="own"`. lora: for `mode="lora"`.
+    longest: tokens that the model takes, to which `recipe.max_length` is lowered; it follows from
+        the source and is therefore not part of the identity.
     """
 
     seed: int
@@ -199,10 +201,13 @@ class FinetuneConfig:
     lora: LoraConfig
     recipes: dict[str, Recipe]
     impl: ImplConfig
+    longest: int | None = None
 
     @property
     def recipe(self) -> Recipe:
-        return self.recipes[self.task]
+        own = self.recipes[self.task]
+        length = min(own.max_length, self.longest or own.max_length)
+        return dataclasses.replace(own, max_length=length)
 
     def single(self, task: str) -> FinetuneConfig:
         """The same config for one of its tasks."""

@@ -6,7 +6,7 @@ import shutil
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -73,6 +73,13 @@ def run(config: FinetuneConfig, report: Callable[[str], None] = say) -> dict[str
         check_viewers(config.impl.loggers)
         source, hashes = config.open(), Hashes.of(config)
         pretrained = open_model(config, source)
+        asked, longest = config.recipe.max_length, Head(pretrained).block_size
+        config = replace(config, longest=min(longest, source.longest or longest))
+        if asked > config.recipe.max_length:
+            report(
+                f"recipe.max_length={asked} does not fit the model of {config.source}: it is "
+                f"{config.longest} here"
+            )
         encoding = source.tokenizer()
         problem = here.main_first(lambda: load_problem(config, encoding))
         if Hashes.of(config) != hashes:
@@ -129,7 +136,7 @@ def open_model(config: FinetuneConfig, source: FinishedRun | Checkpoint) -> GPT 
     """The model to fine-tune, on the CPU.
 
     Raises:
-        UserError: it is not a text model, or was made for shorter sequences.
+        UserError: it is not a text model.
     """
     pretrained = source.model(config.weights)
     if not isinstance(pretrained, GPT | BertLM | CausalLM):
@@ -137,16 +144,6 @@ def open_model(config: FinetuneConfig, source: FinishedRun | Checkpoint) -> GPT 
             f"run={config.source} holds a {type(pretrained).__name__}; fine-tuning needs a model "
             "of text: GPT-2 or BERT"
         )
-    longest = Head(pretrained).block_size
-    trained = source.longest or longest
-    for task, recipe in config.recipes.items():
-        if recipe.max_length > min(longest, trained):
-            what = "takes" if longest <= trained else "was trained on sequences of"
-            longest = min(longest, trained)
-            raise UserError(
-                f"recipe.max_length={recipe.max_length} for {task}, but the model {what} {longest} "
-                f"tokens; set recipe.max_length={longest}"
-            )
     return pretrained
 
 

@@ -193,12 +193,14 @@ def table(found: list[Arm], baseline: Arm, metric: str = METRIC) -> list[Summary
     """A row for each arm, the baseline first.
 
     Raises:
-        UserError: no run has this metric.
+        UserError: no run has this metric, or it is no number.
     """
     results = [run.result for arm in found for run in arm.runs.values()]
-    if not any(_has(result, metric) for result in results):
-        known = [f"metrics.{name}" for name in results[0]["metrics"]]
-        raise UserError(f"metric={metric}: no run has it; there is {', '.join(known)}")
+    there = [value for result in results for value in _at(result, metric)]
+    if not there or any(not isinstance(value, int | float | None) for value in there):
+        known = ", ".join(f"metrics.{name}" for name in results[0]["metrics"])
+        what = "it is no number" if there else "no run has it"
+        raise UserError(f"metric={metric}: {what}; there is {known}")
     reference = baseline.numbers(metric)
     rows = []
     for arm in [baseline, *(arm for arm in found if arm is not baseline)]:
@@ -216,10 +218,12 @@ def table(found: list[Arm], baseline: Arm, metric: str = METRIC) -> list[Summary
     return rows
 
 
-def _has(record: Any, path: str) -> bool:
-    """True if a record has an entry at a dotted path, even null (as after a diverged training)."""
+def _at(record: Any, path: str) -> list[Any]:
+    """The entry at a dotted path of a record, null after a diverged training; [] without one."""
     key, _, rest = path.partition(".")
-    return isinstance(record, dict) and key in record and (not rest or _has(record[key], rest))
+    if not isinstance(record, dict) or key not in record:
+        return []
+    return _at(record[key], rest) if rest else [record[key]]
 
 
 def markdown(found: list[Arm], rows: list[Summary], metric: str = METRIC) -> str:

@@ -151,7 +151,7 @@ def figure(
                 legend[labelled] = handle
     for axes in several[len(panels) :]:
         axes.set_axis_off()
-    canvas.legend(
+    labels = canvas.legend(
         list(legend.values()),
         list(legend),
         loc="outside lower center",
@@ -159,6 +159,8 @@ def figure(
         fontsize=8,
         frameon=False,
     )
+    for text in labels.get_texts():
+        text.set_parse_math(False)  # a name may have dollar signs
     canvas.suptitle(title, fontsize=9)
     canvas.savefig(path, dpi=200, format="png")
 

@@ -112,12 +112,16 @@ def write_text(path: Path, text: str) -> None:
 
 
 def csv_text(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Rows as CSV; the header is the union of their keys in order of appearance."""
+    """Rows as CSV; the header is the union of their keys in order of appearance. A text that a
+    spreadsheet would take for a formula gets an apostrophe."""
     names = list(dict.fromkeys(name for row in rows for name in row))
     file = io.StringIO()
     writer = csv.DictWriter(file, names, lineterminator="\n")
     writer.writeheader()
-    writer.writerows(rows)
+    for row in rows:
+        writer.writerow(
+            {k: f"'{v}" if isinstance(v, str) and v[:1] in {*"=+@"} else v for k, v in row.items()}
+        )
     return file.getvalue()
 
 

@@ -13,6 +13,8 @@ from pathlib import Path
 
 # Error numbers for no more room: disk full, quota exceeded, file too large.
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+# Also characters that change the direction of writing, and bytes that are not UTF-8.
+_CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
 class UserError(Exception):
@@ -48,7 +50,13 @@ def closest(word: str, known: Iterable[str]) -> str:
 
 def one_line(error: BaseException) -> str:
     """The message of an error, its line breaks replaced by spaces."""
-    return " ".join(str(error).split())
+    return printable(" ".join(str(error).split()))
+
+
+def printable(text: str) -> str:
+    """The text with control characters as Python writes them, so that a terminal shows them instead
+    of obeying them. Tabs and line breaks stay."""
+    return _CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
 def told(error: BaseException) -> str:

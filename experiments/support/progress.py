@@ -11,14 +11,16 @@ from typing import Any, TextIO
 
 import rich.progress
 
+from experiments.support.errors import printable
+
 _SECONDS_PER_LINE = 10.0
 
 
 def say(message: str, file: TextIO | None = None) -> None:
     """Print a message to `file` (default: standard output). On a terminal, or if COLUMNS is set,
-    long lines are broken at spaces."""
+    long lines are broken at spaces. Control characters are escaped."""
     width = shutil.get_terminal_size((0, 0)).columns
-    for line in message.split("\n"):
+    for line in printable(message).split("\n"):
         fits = not width or len(line) <= width
         print(line if fits else textwrap.fill(line, width, **_AT_SPACES), file=file)
 

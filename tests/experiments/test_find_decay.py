@@ -182,6 +182,12 @@ def test_defaults():
     assert compose("method=sr_ste", "candidates=[0,1e-3]").candidates == (0.0, 1e-3)
 
 
+def test_the_warm_up_alone_has_no_cool_down():
+    wanted = compose("train.warmup_steps=100", "train.cooldown_steps=100")
+    for run in (wanted.dense_run(), wanted.sparse_run(1e-4)):
+        assert (run.train.steps, run.train.warmup_steps, run.train.cooldown_steps) == (100, 100, 0)
+
+
 @pytest.mark.parametrize(
     ("override", "message"),
     [
@@ -192,11 +198,15 @@ def test_defaults():
         ("candidates=1e-3", "candidates=0.001; it must be a list of numbers, like [6e-5,2e-4]"),
         ("method=ste", "method=ste has no masked decay; choose sr_ste, t_sr_ste or bi_mask"),
         ("train.warmup_steps=2", "train.warmup_steps=2; the flip rates are compared"),
+        (
+            "train.ramp_batch=16 train.ramp_micro_steps=200",
+            "train.ramp_batch=16: flip rates can only be compared at one batch size; set",
+        ),
     ],
 )
 def test_bad_input_is_one_line(override, message):
     with pytest.raises(UserError) as caught:
-        compose(override)
+        compose(*override.split(" "))
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
 

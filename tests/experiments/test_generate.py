@@ -14,6 +14,7 @@ from experiments import generate
 from experiments.config.settings import ImplConfig
 from experiments.runs.finished import FinishedRun
 from experiments.support.errors import UserError
+from experiments.support.progress import say
 from experiments.training import pretraining
 from models import packed
 
@@ -105,9 +106,26 @@ def test_tokens_that_differ_are_counted_and_shown(wide, packed_cpu, monkeypatch,
     assert said == encoding.decode([7, 8, 1, 2, 9, 4, 5])
 
 
-def test_more_than_the_model_takes_is_one_line(trained):
-    with pytest.raises(UserError, match=r"tokens=16 exceed the 16 that .* at most \d+$"):
-        generate.run(config(trained, "two of four", tokens=16))
+def test_no_more_tokens_than_the_model_takes_are_generated(trained, capsys):
+    generate.run(config(trained, "two of four", tokens=16, sparse=False))
+    out, said = capsys.readouterr()
+    room = int(re.fullmatch(r"tokens=16 does not fit the model: it is (\d+) here\n", said)[1])
+    assert len(trained.tokenizer().encode_ordinary("two of four")) == 16 - room
+    generate.run(config(trained, "two of four", tokens=room, sparse=False))
+    assert capsys.readouterr() == (out, "")
+    with pytest.raises(UserError, match="leave no room for more in the 16 that the model takes"):
+        generate.run(config(trained, "two of four " * 9))
+
+
+def test_a_terminal_is_shown_control_characters_instead_of_obeying_them(capsys, monkeypatch):
+    text = "a\x1b[31m\tb\r\n\u202e\x07é"
+    generate.show([text])
+    assert capsys.readouterr().out == text + "\n"
+    monkeypatch.setattr(generate.sys.stdout, "isatty", lambda: True)
+    shown = "a\\x1b[31m\tb\\r\n\\u202e\\x07é\n"
+    generate.show(text)  # character by character
+    say(text)
+    assert capsys.readouterr().out == 2 * shown
 
 
 # ------------------------------------------------------------------ random tokens

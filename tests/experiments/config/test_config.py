@@ -438,6 +438,10 @@ def test_a_sweep_s_choices_of_a_file_are_all_checked():
         (["model=deit_nano", "data.crop_pct=1e-300"], "it must lie in [0.01, 1]"),
         (["model=deit_nano", "data.repeats=100000000000"], "it must lie in [1, 1000]"),
         (["model=vit_nano", "model.n_layer=2"], "there is no model.n_layer here"),
+        (
+            ["+dino=nano", "model=vit_nano", "data=digits", f"dino.local_size=1{20 * '0'}"],
+            "is above data.image_size=",
+        ),
     ],
 )
 def test_values_beyond_all_bounds_are_one_line(overrides, message):
@@ -449,12 +453,19 @@ def test_values_beyond_all_bounds_are_one_line(overrides, message):
 
 @pytest.mark.parametrize(
     "override",
-    ["n_embd=4000000", "n_embd=40000000000", "n_layer=1000000000", "vocab_size=100000000000"],
+    [
+        *("n_embd=4000000", "n_embd=40000000000", "n_layer=1000000000", "vocab_size=100000000000"),
+        *(f"{key}=1{20 * '0'}" for key in ("vocab_size", "n_inner")),
+        f"vocab_size=1{20 * '0'} model=bert_nano data=stdlib_mlm",
+        "mlp_ratio=3.5e38 model=vit_nano data=digits",
+    ],
 )
 def test_a_model_larger_than_the_memory_is_refused_before_it_is_built(override):
-    config = load([f"model.{override}"])
+    config = load(f"model.{override}".split(" "))
     before = torch.get_rng_state()
-    message = r"GPT of this shape need [\d,.]+ GiB of memory, this machine has [\d,.]+ GiB; choose"
+    message = (
+        r"(GPT|BertLM|ViT) of this shape need [\d,.]+ GiB of memory, this machine has [\d,.]+ GiB"
+    )
     with pytest.raises(UserError, match=message):
         config.build_model()
     assert torch.equal(torch.get_rng_state(), before)
@@ -497,6 +508,19 @@ def test_want_of_memory_is_one_line(capsys):
         assert text.startswith("error: out of memory (") and "\n" not in text
     with pytest.raises(RuntimeError), exit_with_one_line("begins it anew"):
         raise RuntimeError("of the work itself")
+
+
+def test_a_link_to_nothing_and_control_characters_are_told(tmp_path):
+    (tmp_path / "link").symlink_to(tmp_path / "no\x1bwhere")
+    for act, said in (
+        (
+            lambda: (tmp_path / "link").mkdir(),
+            r"^error: .*/link: a link to .*/no\\x1bwhere, which ",
+        ),
+        (lambda: (tmp_path / "\x07" / "x").mkdir(), r"^error: [^\x07]*\\x07/x: No such file"),
+    ):
+        with pytest.raises(SystemExit, match=said), exit_with_one_line("begins it anew"):
+            act()
 
 
 def np_error():

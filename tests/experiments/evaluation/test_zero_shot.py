@@ -10,7 +10,7 @@ import torch
 
 from experiments import evaluate
 from experiments.config.run import load
-from experiments.evaluation import zero_shot
+from experiments.evaluation import config, zero_shot
 from experiments.exporting import export
 from experiments.runs.finished import FinishedRun
 from experiments.support.errors import UserError
@@ -183,8 +183,24 @@ def test_tasks_are_known_by_the_data_that_they_name_elsewhere(tmp_path, monkeypa
     for content in (None, "one", "two", "one"):
         if content is not None:
             (tmp_path / "outside" / "a.jsonl").write_text(content)
-        seen.append(zero_shot.identity(["x"], "tasks")["task_files"])
+        seen.append(zero_shot.identity(["x"], "tasks", allow_code=True)["task_files"])
     assert len(set(seen)) == 3 and seen[1] == seen[3]
+
+
+@pytest.mark.parametrize("tag", ["!function u.f", "!%66unction u.f"])
+def test_python_code_of_task_files_is_refused_without_a_flag(tmp_path, tag, trained):
+    """... also in a file outside the folder that one of its files includes."""
+    folder, included = tmp_path / "tasks", tmp_path / "base"
+    folder.mkdir()
+    (folder / "x.yaml").write_text("task: x\ninclude: ../base\n")
+    included.write_text(f"doc_to_text: {tag}\n")
+    overrides = ["tasks=[x]", f"task_folder={folder}", f"run={trained.directory}"]
+    message = (
+        r"base has the tag !function u\.f, with which lm-eval runs Python code; .* allow_code="
+    )
+    with pytest.raises(UserError, match=message):
+        config.load(overrides).digest()
+    assert config.load([*overrides, "allow_code=true"]).digest()
 
 
 def test_folders_of_tasks_that_cannot_be_read_are_one_line(tmp_path):

@@ -704,16 +704,22 @@ def test_a_wrong_setting_is_one_line(overrides, message):
 def test_what_does_not_fit_is_refused_before_anything_is_written(gpt2, tmp_path):
     for own, message in [
         (config(tmp_path, "rte"), "holds no finished run"),
-        (
-            config(gpt2, "rte", "recipe.max_length=65"),
-            r"for rte, .* takes 64 tokens; set recipe\.max_length=64",
-        ),
         (config(gpt2, "rte", f"data.source={tmp_path}"), r"RTE is missing: data\.source="),
         (config(gpt2, "squad", "recipe.stride=60"), r"lower recipe\.stride"),
     ]:
         with pytest.raises(UserError, match=message):
             finetune.run(own, quiet)
     assert not (gpt2 / "finetune").exists() and not (tmp_path / "finetune").exists()
+
+
+def test_sequences_are_as_long_as_the_model_takes(gpt2):
+    said = []
+    asked = config(gpt2, "rte", "recipe.max_length=100", "recipe.epochs=1")
+    result = finetune.run(asked, said.append)
+    assert any("recipe.max_length=100 does not fit the model" in line for line in said)
+    assert finetune.finished(asked)["metrics"] == result["metrics"]
+    fits = finetune.run(config(gpt2, "rte", "recipe.epochs=1"), quiet)  # max_length=64
+    assert fits["metrics"] == result["metrics"]
 
 
 def test_a_model_of_something_else_is_refused(gpt2, monkeypatch):

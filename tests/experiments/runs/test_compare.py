@@ -330,6 +330,14 @@ def test_another_metric(three):
         assert str(error.value) == (
             f"metric={unknown}: no run has it; there is metrics.val_loss, metrics.flip_rate"
         )
+    for text in ("config_hash", "config.method.name", "config"):
+        with pytest.raises(UserError, match=f"metric={text}: it is no number; there is metrics.v"):
+            table(found, found[0], text)
+
+
+def test_a_label_with_dollar_signs_is_drawn_as_it_is(tmp_path):
+    points = [curves.Point("loss", r"a $\frac$ b", step, 1.0, None, 1) for step in (1, 2)]
+    curves.figure({"loss": lambda axes: curves.draw(axes, "loss", points)}, "", tmp_path / "f.png")
 
 
 # ------------------------------------------------------------------------------ the command

@@ -180,3 +180,8 @@ def test_an_error_that_safetensors_quotes_is_that_of_the_system(tmp_path):
     with pytest.raises(FileNotFoundError) as caught, writing(gone):
         save_file(STATE, gone)
     assert caught.value.filename == str(gone)
+
+
+def test_no_cell_of_a_csv_file_is_a_formula():
+    rows = [{"a": "=1+1", "b": "+x", "c": -0.5}, {"a": "@x", "b": "x=1", "c": None}]
+    assert checkpoint.csv_text(rows) == "a,b,c\n'=1+1,'+x,-0.5\n'@x,x=1,\n"
