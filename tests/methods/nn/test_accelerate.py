@@ -308,7 +308,8 @@ def test_our_own_kernels_take_the_place_of_cusparselt_s(name, options):
     theirs[1].accelerate(TOKENS, "cusparselt")
     assert {p.kernels(n) for p in found.values() for n in ("fprop", "dgrad")} == {"cuda"}
     layer = ours[0][2]
-    assert layer.operands(BF16)[0].layout == layer.accelerated.layouts.fprop == "cutlass_sm90"
+    layout = layer.operands(BF16)[0].layout  # on a GPU that of the faster of our kernels
+    assert layout == layer.accelerated.layouts.fprop and layout.startswith("cutlass_sm90")
     assert ours[1].acceleration.layers["2"]["dgrad"].kernels == "cuda"
     same_steps(ours, theirs)
 
