@@ -39,9 +39,9 @@ def run(config: FinetuneConfig, report: Callable[[str], None] = say) -> dict[str
 
 
 @driver("finetune", freeze_finetuning)
-def main(config: FinetuneConfig) -> None:
+def main(config: FinetuneConfig) -> dict[str, Any]:
     """The command line."""
-    run(config)
+    return run(config)
 
 
 if __name__ == "__main__":

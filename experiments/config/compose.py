@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from experiments.config import run_names
 from experiments.config.command_line import CONF
-from experiments.support.errors import UserError, closest, meant
+from experiments.support.errors import UserError, closest, interruption, meant
 
 T = TypeVar("T")
 
@@ -192,13 +192,18 @@ def typed(schema: type, group: str, values: Any) -> Any:
 
 @contextmanager
 def one_line_errors() -> Iterator[None]:
-    """Turn the errors of hydra and omegaconf, and a dataclass's ValueError, into a `UserError`."""
+    """Turn the errors of hydra and omegaconf, and a dataclass's ValueError, into a `UserError`, and
+    those that come from a signal into the signal."""
     from hydra.errors import HydraException
     from omegaconf.errors import OmegaConfBaseException
 
     try:
         yield
-    except (HydraException, OmegaConfBaseException, ValueError) as error:
+    except Exception as error:
+        if (signal := interruption(error)) is not None:
+            raise signal from None
+        if not isinstance(error, HydraException | OmegaConfBaseException | ValueError):
+            raise
         text = _first_line(error)
         if isinstance(error.__cause__, OmegaConfBaseException):
             text += f"; {_first_line(error.__cause__)}"

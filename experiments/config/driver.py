@@ -28,7 +28,7 @@ from experiments.support.errors import (
 def driver(
     config_name: str,
     typed: Callable[..., Any] = freeze,
-    after_stop: str = "goes on from the last checkpoint",
+    after_stop: str = "goes on from the last checkpoint, if there is one",
     texts: tuple[str, ...] = (),
     groups: tuple[str, ...] = (),
     after_sweep: Callable[[list[Any]], None] | None = None,
@@ -37,7 +37,8 @@ def driver(
 
     Args:
         typed: makes the config of `main` from the composed one; it also gets the `texts` by name.
-        after_stop: what the same command will do after an interrupt, for the message.
+        after_stop: what the same command will do after an interrupt, for the message, unless the
+            interrupt's own arguments say it.
         texts: arguments that are taken as typed and never parsed by hydra.
         groups: the config groups that `main` reads and `--help` shows; () = the whole config.
         after_sweep: called on rank 0 with the results of `main` for the runs of a sweep that
@@ -51,7 +52,7 @@ def driver(
 
             returned: list[Any] = []
 
-            def task(composed: Any) -> None:
+            def task(composed: Any) -> float | None:
                 with exit_with_one_line(after_stop):
                     with one_line_errors():
                         config = typed(composed, **{name: vars(given)[name] for name in texts})
@@ -59,6 +60,7 @@ def driver(
                         returned.append(main(config))
                     except ValueError as error:  # a defect of ours, not a wrong argument
                         raise RuntimeError(str(error)) from error
+                    return objective(returned[-1])
 
             # Hydra then raises its errors instead of printing them over several lines.
             os.environ["HYDRA_FULL_ERROR"] = "1"
@@ -83,6 +85,15 @@ def driver(
         return command
 
     return decorate
+
+
+def objective(returned: Any) -> float | None:
+    """What a sweeper such as Optuna's gets from a run: the `val_loss` of a training, the `score` of
+    a fine-tuning. returned: what `main` returned, a finished run or a result."""
+    result = getattr(returned, "result", returned)
+    metrics = result.get("metrics", {}) if isinstance(result, dict) else {}
+    found = (metrics.get(name) for name in ("val_loss", "score"))
+    return next((float(value) for value in found if value is not None), None)
 
 
 def _is_main() -> bool:
@@ -137,5 +148,6 @@ def exit_with_one_line(after_stop: str) -> Iterator[None]:
     except (KeyboardInterrupt, Terminated) as stop:
         what, status = ("terminated", 143) if isinstance(stop, Terminated) else ("interrupted", 130)
         if _is_main():
-            print(f"{what}; the same command {after_stop}", file=sys.stderr)
+            then = stop.args[0] if stop.args else after_stop
+            print(f"{what}; the same command {then}", file=sys.stderr)
         sys.exit(status)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import csv
 import fcntl
+import glob
 import hashlib
 import io
 import json
@@ -33,12 +34,16 @@ LOCK = ".lock"
 
 
 def write_atomic(path: Path, write: Callable[[Path], Any]) -> None:
-    """Call `write` on a temporary path beside `path`, sync, and rename it into place.
+    """Call `write` on a temporary path beside `path`, sync, and rename it into place. What a killed
+    process left of `path` is removed.
 
     Raises:
         UserError: the disk is full; nothing half-written is left.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
+    for left in path.parent.glob(f".{glob.escape(path.name)}.[1-9]*"):
+        if not _is_running(left.suffix[1:]):
+            left.unlink(missing_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         with writing(path):
@@ -51,6 +56,16 @@ def write_atomic(path: Path, write: Callable[[Path], Any]) -> None:
             _sync(path.parent)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def _is_running(process: str) -> bool:
+    try:
+        os.kill(int(process), 0)
+    except (ProcessLookupError, OverflowError):
+        return False
+    except (PermissionError, ValueError):  # of another user; no process
+        pass
+    return True
 
 
 def publish(building: Path, path: Path) -> None:

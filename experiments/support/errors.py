@@ -100,6 +100,15 @@ class Terminated(BaseException):
     `Exception`, so that no `except Exception` catches it."""
 
 
+def interruption(error: BaseException) -> BaseException | None:
+    """The signal from which an error came, if any: what is interrupted in the midst of a change, as
+    omegaconf, may fail in its `finally`."""
+    found: BaseException | None = error
+    while found is not None and not isinstance(found, KeyboardInterrupt | Terminated):
+        found = found.__cause__ or found.__context__
+    return found
+
+
 def after_broken_pipe() -> int:
     """Drop further output, whose reader has enough of it (`--help | head`), and return the exit
     status, which is the shell's for a program that SIGPIPE ends."""

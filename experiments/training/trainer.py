@@ -161,7 +161,11 @@ class Trainer:
                     self.save()
                 if stop.kind is not None:
                     self.saver.wait()
-                    raise stop.kind
+                    raise stop.kind(
+                        "goes on from the last checkpoint"
+                        if every
+                        else "begins anew: with impl.checkpoint_every=0 nothing is saved"
+                    )
             self.saver.wait()
         skipped = self.optimization.skipped
         if 2 * skipped > self.step:

@@ -7,10 +7,13 @@ import sys
 import time
 from pathlib import Path
 
+import hydra._internal.hydra as hydra_main
 import pytest
 
 from experiments import pretrain
+from experiments.config.driver import objective
 from experiments.config.run import load
+from experiments.support.checkpoint import read_sealed
 from experiments.training.tracking import read_metrics
 
 PRETRAIN = ["-m", "experiments.pretrain"]
@@ -51,6 +54,24 @@ def test_a_sweep_makes_one_directory_per_run(overrides, tmp_path):
     said = [line for line in done.stdout.splitlines() if "different linears" in line]
     (line,) = said
     assert line.endswith("(ste 2, slope 3); method.include=ffn makes them alike")
+
+
+def test_a_sweeper_is_given_the_loss_of_a_run(overrides, tmp_path, monkeypatch):
+    """Optuna's, say, minimises what hydra hands it."""
+    run_job, given = hydra_main.run_job, []
+
+    def watched(*arguments, **options):
+        job = run_job(*arguments, **options)
+        given.append(job.return_value)
+        return job
+
+    shorter = changed(overrides, "train.steps=2")
+    monkeypatch.setattr(hydra_main, "run_job", watched)
+    monkeypatch.setattr("sys.argv", ["pretrain", *shorter])
+    pretrain.main()
+    result = read_sealed(load(shorter).directory() / "result.json")
+    assert given == [result["metrics"]["val_loss"]]
+    assert objective({"metrics": {"score": 50}}) == 50.0 and objective(None) is None
 
 
 def test_sigkill_at_an_arbitrary_step(overrides, tmp_path):

@@ -16,7 +16,7 @@ from experiments.config.compose import check, composed, one_line_errors
 from experiments.config.driver import exit_with_one_line
 from experiments.config.run import ImplConfig, TrainConfig, load
 from experiments.support import memory
-from experiments.support.errors import UserError
+from experiments.support.errors import Terminated, UserError
 from experiments.support.identity import identity_of
 from experiments.training import pretraining
 from experiments.training.optimization import Optimization
@@ -521,6 +521,19 @@ def test_a_link_to_nothing_and_control_characters_are_told(tmp_path):
     ):
         with pytest.raises(SystemExit, match=said), exit_with_one_line("begins it anew"):
             act()
+
+
+def test_a_signal_that_ends_as_another_error_is_still_that_signal():
+    """omegaconf, interrupted in the midst of a change, fails in its `finally`."""
+    for kind in (Terminated, KeyboardInterrupt):
+        with pytest.raises(kind), one_line_errors():
+            try:
+                try:
+                    raise kind
+                finally:
+                    None._invalidate_flags_cache()
+            except AttributeError as error:
+                raise UserError("train.betas: 'NoneType' object has no attribute") from error
 
 
 def np_error():

@@ -2,6 +2,8 @@
 
 import hashlib
 import json
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -89,6 +91,16 @@ def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path):
         checkpoint.write_atomic(path, fail)
     assert path.read_text() == '{\n  "old": 1\n}\n'
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_what_a_killed_process_left_of_a_file_is_removed_when_it_is_written_again(tmp_path):
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    names = [".t.md.1", f".t.md.{ended.pid}", f".other.md.{ended.pid}", ".t.md.99999999999"]
+    for name in names:
+        (tmp_path / name).write_text("half")
+    checkpoint.write_text(tmp_path / "t.md", "whole")
+    assert {path.name for path in tmp_path.iterdir()} == {names[0], names[2], "t.md"}
 
 
 def test_one_process_holds_a_directory_and_removes_the_debris_of_the_last_one(tmp_path):

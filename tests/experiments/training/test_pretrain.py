@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from common_kernels import backend
+from experiments.config.driver import exit_with_one_line
 from experiments.config.run import load
 from experiments.config.settings import ImplConfig
 from experiments.data.prepare import prepare
@@ -383,7 +384,7 @@ def test_a_signal_ends_the_step_and_leaves_a_checkpoint(tiny, monkeypatch, numbe
     assert "resumed at step 4 of 12" in said
 
 
-def test_a_run_without_checkpoints_leaves_none_after_a_signal(tiny, monkeypatch):
+def test_a_run_without_checkpoints_leaves_none_after_a_signal(tiny, monkeypatch, capsys):
     config = tiny("method=ste", "impl.checkpoint_every=0")
     original = Trainer._train_step
 
@@ -392,8 +393,11 @@ def test_a_run_without_checkpoints_leaves_none_after_a_signal(tiny, monkeypatch)
         return original(self, batches)
 
     monkeypatch.setattr(Trainer, "_train_step", signalled)
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(KeyboardInterrupt, match=r"begins anew: .*every=0 nothing is saved") as stop:
         pretraining.run(config, quiet)
+    with pytest.raises(SystemExit), exit_with_one_line("goes on"):
+        raise stop.value
+    assert capsys.readouterr().err == f"interrupted; the same command {stop.value}\n"
     assert checkpoint.found(config.directory() / "checkpoints") == []
 
 
