@@ -201,7 +201,7 @@ def _do(arguments: list[str], folder: Path, runs: Path) -> int:
             given = " ".join(arguments)
             raise UsageError(f"cannot use {given!r}; use claims, claims N or claims all")
 
-        verdicts.main(runs, *arguments[1:])
+        verdicts.main(runs, "".join(arguments[1:]))
         return 0
     if arguments[0] == "report":
         write_page(arguments[1:], runs)

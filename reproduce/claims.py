@@ -138,22 +138,13 @@ class Released:
 
 
 @dataclass(frozen=True)
-class Diverged:
-    """A run that became unstable (`what` happened) but ended with a number, so that it counts."""
-
-    block: str
-    arm: str
-    seed: int
-    what: str
-
-
-@dataclass(frozen=True)
 class Claims:
     """All claims with the rules that they share.
 
     level: the significance level. seeds: the least number of seeds for a test. noise: half the
-    width of the interval that a single speed measurement is given, as a share of its value. rates:
-    what has to be known of the learning rate of an arm, by block and arm.
+    width of the interval that a single speed measurement is given, as a share of its value.
+    diverged: what happened to runs that became unstable but ended with a number, by `BLOCK ARM
+    SEED`. rates: what has to be known of the learning rate of an arm, by block and arm.
     """
 
     margin: Margin
@@ -162,7 +153,7 @@ class Claims:
     noise: float
     claims: list[Claim]
     released: list[Released] = field(default_factory=list)
-    diverged: list[Diverged] = field(default_factory=list)
+    diverged: dict[str, str] = field(default_factory=dict)
     rates: dict[str, dict[str, str]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -185,8 +176,8 @@ class Judged:
     up to which the arms are equal; None without one. equal: they are, by TOST. p_expected,
     p_contrary: p-values of the expected result and of the contrary, adjusted by Holm's method.
     by_seed: the paired differences. why: the reason why it was not tested; effect and interval are
-    then preliminary, or nan if the runs cannot be compared. without: the result without a run that
-    diverged, if there was one.
+    then preliminary, or nan if the runs cannot be compared. without: the result without the seeds
+    `lost` of a run that diverged, if there was one.
     """
 
     contrast: Contrast
@@ -201,6 +192,7 @@ class Judged:
     why: str = ""
     by_seed: dict[int, float] = field(default_factory=dict)
     without: Judged | None = None
+    lost: tuple[int, ...] = ()
 
     @property
     def more_seeds(self) -> bool:
@@ -242,18 +234,23 @@ def judge(claims: Claims, claim: Claim, values: Values) -> list[Judged]:
     """The contrasts of a claim with their verdicts; p-values are corrected by Holm's method for
     their number. Those with a run that diverged have the result without it, too."""
     found = _judged(claims, claim, values)
-    unstable, calm = {(d.block, d.arm, d.seed) for d in claims.diverged}, dict(values)
+    calm = dict(values)
     for c in claim.contrasts:
-        for key in ((c.block, c.arm), (c.block, c.against)):
-            calm[key] = {
+        for arm in (c.arm, c.against):
+            calm[c.block, arm] = {
                 seed: record
-                for seed, record in calm.get(key, {}).items()
-                if (*key, seed) not in unstable and math.isfinite(number(record, c.metric))
+                for seed, record in calm.get((c.block, arm), {}).items()
+                if f"{c.block} {arm} {seed}" not in claims.diverged
+                and math.isfinite(number(record, c.metric))
             }
     again = _judged(replace(claims, seeds=max(2, claims.seeds - 1)), claim, calm)
+    lost = [
+        sorted({*_paired(values, c.block, c.arm, c.against, c.metric)} - {*other.by_seed})
+        for c, other in zip(claim.contrasts, again, strict=True)
+    ]
     return [
-        replace(j, without=other) if 1 < other.n < j.n else j
-        for j, other in zip(found, again, strict=True)
+        replace(j, without=other, lost=tuple(seeds)) if 1 < other.n < j.n else j
+        for j, other, seeds in zip(found, again, lost, strict=True)
     ]
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import csv
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cache, reduce
 from operator import truediv
@@ -87,14 +87,16 @@ def quotient(cells: Cells, read: Callable[[Cell], float | None]) -> float | None
 def measured(cell: Cell) -> float | None:
     """Our value in a cell of a measured table; None if it was not measured."""
     table, method, column = cell
-    path = MEASURED / f"{table}-full.csv"
-    if not path.exists():
-        return None
+    rows = (row for row in read_rows(MEASURED / f"{table}-full.csv") if row["method"] == method)
+    return next((float(own) for row in rows if (own := row.get(f"{column}: mean"))), None)
+
+
+def read_rows(path: Path) -> list[dict[str, str]]:
+    """The rows of a CSV file; [] without one."""
+    if not path.is_file():
+        return []
     with path.open(encoding="utf-8", newline="") as file:
-        for row in csv.DictReader(file):
-            if row["method"] == method and row.get(f"{column}: mean"):
-                return float(row[f"{column}: mean"])
-    return None
+        return list(csv.DictReader(file))
 
 
 def published(cell: Cell) -> float | None:
@@ -112,130 +114,87 @@ def _tables() -> dict[str, Table]:
     return {table.name: table for table in read_tables()}
 
 
-def fst(shape: str, column: str) -> Gain:
-    """The statement in a row of FST's Figure 7."""
-    part = column.removesuffix(" speedup")
-    return Gain(f"FST, Figure 7: {part}, {shape}", (("fst_figure7", shape, column),))
+def _gains(
+    text: str, table: str, rows: Iterable[str], columns: Iterable[str], smaller: bool = False
+) -> list[Gain]:
+    """The statements on these cells of a table, whose texts are made of `{row}` and `{column}`."""
+    cells = [(row, column) for column in columns for row in rows]
+    return [
+        Gain(
+            text.format(row=row.removesuffix(" / SLoPe"), column=column.removesuffix(" speedup")),
+            ((table, row, column),),
+            smaller=smaller,
+        )
+        for row, column in cells
+    ]
 
 
-def sste(column: str) -> Gain:
-    """The statement in a column of S-STE's Table 10."""
-    table, quoted = "sste_table10", "as quoted, shape unknown"
-    text = f"S-STE, Table 10: {column}; ours at d=4096, their shape is unknown"
-    return Gain(text, ((table, "d=4096", column),), ((table, quoted, column),))
-
-
-def faster_than_fst(model: str) -> Ranking:
-    """The statement that SLoPe trains this model faster than FST, from SLoPe's Table 1."""
-    cells = (f"{model} / {method}" for method in ("SLoPe", "FST"))
-    first, second = (("slope_table1", row, "training") for row in cells)
-    return Ranking(
-        f"SLoPe, Table 1: {model} trains faster with SLoPe than with FST", (first, second)
-    )
-
-
-def slope(number: int, model: str, column: str) -> Gain:
-    """The statement on a model in SLoPe's Table 1 (speed) or Table 2 (memory)."""
-    what = {1: "speed", 2: "memory"}[number]
-    cell = (f"slope_table{number}", f"{model} / SLoPe", column)
-    return Gain(f"SLoPe, Table {number}: {what} of {column}, {model}", (cell,), smaller=number == 2)
-
-
-def tiled(column: str, model: str) -> Ranking:
-    """The statement that products are faster when a wide weight is cut into square tiles, from
-    SLoPe's Table 7."""
-    after, before = (("slope_table7", model, f"{column}, {when}") for when in ("after", "before"))
-    text = f"SLoPe, Table 7: upsample tiling makes {column} faster, {model} (after / before)"
-    return Ranking(text, (after, before))
-
-
-def fused_adapters(rank: str, model: str) -> Ranking:
-    """The statement that the fused kernel of the adapters is faster, from SLoPe's Table 6."""
-    after, before = (("slope_table6", model, f"{rank}, {when}") for when in ("after", "before"))
-    text = f"SLoPe, Table 6: fusing adapters of {rank} makes inference faster, {model}"
-    return Ranking(f"{text} (after / before)", (after, before))
-
-
-def with_flash(column: str, model: str) -> Gain:
-    """The statement that SLoPe is also faster when both models use FlashAttention-2, from SLoPe's
-    Table B.3."""
-    both, flash = (("slope_tableB3", model, f"{column}, {part}") for part in ("both", "FA"))
-    text = f"SLoPe, Table B.3: {column}, {model}, over dense, both with FlashAttention-2"
-    return Gain(text, (both, flash))
-
-
-def product(part: str, size: str) -> Gain:
-    """The statement on the speed of one product, from SLoPe's Figure 3a."""
-    text = f"SLoPe, Figure 3a, read off the plot: {part.lower()} product, {size}"
-    return Gain(text, (("slope_figure3", size, part),))
-
-
-def decoding(lengths: str, device: str) -> Gain:
-    """The statement in a row of AST's Table 6, for these lengths of prompt and text and this
-    GPU."""
-    table, column = "ast_table6", "speedup"
-    what = f"decoding by transformers, prompt and text of {lengths} tokens"
-    text = f"AST, Table 6: {what}; theirs by TensorRT-LLM on one {device}"
-    return Gain(text, ((table, lengths, column),), ((table, f"{device}, {lengths}", column),))
-
-
-def sparse_over_dense(text: str, row: str) -> Gain:
-    """The statement in a row of torchao's Table 4: its dense time over its 2:4 time."""
-    cells = ("torchao_table4", row, "dense"), ("torchao_table4", row, "2:4")
-    return Gain(f"torchao, Table 4: {text}", cells)
-
-
-def sam(text: str, row: str, column: str = "images a second") -> Gain:
+def _sam(text: str, row: str, column: str = "") -> Gain:
     """The statement in a row of torchao's Table 5, relative to its dense row."""
-    cells = ("torchao_table5", row, column), ("torchao_table5", "dense", column)
-    smaller = column == "peak memory"
+    paper = tuple(("torchao_table5", r, column or "images a second") for r in (row, "dense"))
     # Our speed was measured in alternation with dense, which is more exact than a quotient of rows.
-    ours = cells if smaller else (("torchao_table5", row, "speed-up"),)
-    return Gain(f"torchao, Table 5: SAM's encoder at inference, {text}", ours, cells, smaller)
+    ours = paper if column else (("torchao_table5", row, "speed-up"),)
+    text = f"torchao, Table 5: SAM's encoder at inference, {text}"
+    return Gain(text, ours, paper, smaller=bool(column))
 
 
+QUOTED = "as quoted, shape unknown"
+OPT = "OPT-66B / SLoPe", "OPT-2.6B / SLoPe"
 STATEMENTS: tuple[Gain | Ranking, ...] = (
-    fst("N=4 n=2048 d=768 h=12", "FFN speedup"),
-    fst("N=8 n=2048 d=2048 h=32", "FFN speedup"),
-    fst("N=4 n=2048 d=9216 h=72", "FFN speedup"),
-    fst("N=4 n=2048 d=768 h=12", "block speedup"),
-    fst("N=8 n=2048 d=2048 h=32", "block speedup"),
-    fst("N=4 n=2048 d=9216 h=72", "block speedup"),
-    sste("FFN, pre-training"),
-    sste("FFN, inference"),
-    *map(faster_than_fst, ("OPT-66B", "OPT-30B", "OPT-13B", "OPT-6.6B", "OPT-2.6B", "LLaMA-3-8B")),
-    slope(1, "OPT-66B", "training"),
-    slope(1, "OPT-2.6B", "training"),
-    *(slope(1, model, column) for model in ("OPT-66B", "OPT-2.6B", "LLaMA-3-8B")
-      for column in ("inference", "inference, r=1.56%", "inference, r=6.25%")),
-    slope(2, "OPT-66B", "training"),
-    slope(2, "OPT-66B", "inference"),
-    *(tiled(column, model) for column in ("training", "inference")
-      for model in ("OPT-66B", "OPT-13B")),
-    *(fused_adapters("r=6.25%", model) for model in ("OPT-66B", "OPT-13B", "OPT-2.6B")),
-    *(with_flash(column, model) for column in ("training", "inference")
-      for model in ("OPT-66B", "OPT-2.6B")),
-    *(product("Upsample", size) for size in ("d=768", "d=4096", "d=9216")),
+    *_gains("FST, Figure 7: {column}, {row}", "fst_figure7",
+            ("N=4 n=2048 d=768 h=12", "N=8 n=2048 d=2048 h=32", "N=4 n=2048 d=9216 h=72"),
+            ("FFN speedup", "block speedup")),
+    *(Gain(f"S-STE, Table 10: {column}; ours at d=4096, their shape is unknown",
+           (("sste_table10", "d=4096", column),), (("sste_table10", QUOTED, column),))
+      for column in ("FFN, pre-training", "FFN, inference")),
+    *(Ranking(f"SLoPe, Table 1: {model} trains faster with SLoPe than with FST",
+              (("slope_table1", f"{model} / SLoPe", "training"),
+               ("slope_table1", f"{model} / FST", "training")))
+      for model in ("OPT-66B", "OPT-30B", "OPT-13B", "OPT-6.6B", "OPT-2.6B", "LLaMA-3-8B")),
+    *_gains("SLoPe, Table 1: speed of {column}, {row}", "slope_table1", OPT, ("training",)),
+    *(gain for row in (*OPT, "LLaMA-3-8B / SLoPe")
+      for gain in _gains("SLoPe, Table 1: speed of {column}, {row}", "slope_table1", (row,),
+                         ("inference", "inference, r=1.56%", "inference, r=6.25%"))),
+    *_gains("SLoPe, Table 2: memory of {column}, {row}", "slope_table2", OPT[:1],
+            ("training", "inference"), smaller=True),
+    *(Ranking(f"SLoPe, Table 7: upsample tiling makes {column} faster, {model} (after / before)",
+              (("slope_table7", model, f"{column}, after"),
+               ("slope_table7", model, f"{column}, before")))
+      for column in ("training", "inference") for model in ("OPT-66B", "OPT-13B")),
+    *(Ranking(f"SLoPe, Table 6: fusing adapters of r=6.25% makes inference faster, {model} "
+              "(after / before)",
+              (("slope_table6", model, "r=6.25%, after"),
+               ("slope_table6", model, "r=6.25%, before")))
+      for model in ("OPT-66B", "OPT-13B", "OPT-2.6B")),
+    *(Gain(f"SLoPe, Table B.3: {column}, {model}, over dense, both with FlashAttention-2",
+           (("slope_tableB3", model, f"{column}, both"), ("slope_tableB3", model, f"{column}, FA")))
+      for column in ("training", "inference") for model in ("OPT-66B", "OPT-2.6B")),
+    *_gains("SLoPe, Figure 3a, read off the plot: upsample product, {row}", "slope_figure3",
+            ("d=768", "d=4096", "d=9216"), ("Upsample",)),
     Ranking("SLoPe, Figure 3a, read off the plot: tiling makes the upsample product faster, d=9216"
             " (after / before)", (("slope_figure3", "d=9216", "Upsample, tiled"),
                                   ("slope_figure3", "d=9216", "Upsample"))),
     Ranking("SLoPe, Figure B.2, read off the plot: the set-up of a sparse product takes longer than"
             " the product, d=9216 (ms / ms)", (("slope_figureB2", "d=9216", "setup"),
                                                ("slope_figureB2", "d=9216", "multiply"))),
-    Gain("torchao, Table 2: SAM's image encoder, forward and backward",
-         (("torchao_table2", "2:4 MLP weights", "speed-up"),)),
-    *(Gain(f"torchao, Table 3: linear {shape}", (("torchao_table3", shape, "speedup"),))
-      for shape in ("(13008,1024,4096)", "(13008,4096,1024)")),
-    sparse_over_dense("product alone", "product (13008,1024,4096)"),
-    sparse_over_dense("MLP of PR 184, forward and backward", "MLP (44160,1024,4096,1024)"),
+    *_gains("torchao, Table 2: SAM's image encoder, forward and backward", "torchao_table2",
+            ("2:4 MLP weights",), ("speed-up",)),
+    *_gains("torchao, Table 3: linear {row}", "torchao_table3",
+            ("(13008,1024,4096)", "(13008,4096,1024)"), ("speedup",)),
+    *(Gain(f"torchao, Table 4: {text}", (("torchao_table4", row, "dense"),
+                                         ("torchao_table4", row, "2:4")))
+      for text, row in (("product alone", "product (13008,1024,4096)"),
+                        ("MLP of PR 184, forward and backward", "MLP (44160,1024,4096,1024)"))),
     Gain("torchao, Table 4: time to choose and pack, over the library's packing",
          (("torchao_table4", "product (13008,1024,4096)", "prune and pack"),
           ("torchao_table4", "product (13008,1024,4096)", "library")), smaller=True),
-    sam("MLP", "2:4, MLP"),
-    sam("attention and MLP", "2:4, attention and MLP"),
-    sam("memory, attention and MLP", "2:4, attention and MLP", "peak memory"),
-    *(decoding(lengths, device) for device in ("RTX 4090", "L20")
-      for lengths in ("128, 128", "1024, 1024")),
+    _sam("MLP", "2:4, MLP"),
+    _sam("attention and MLP", "2:4, attention and MLP"),
+    _sam("memory, attention and MLP", "2:4, attention and MLP", "peak memory"),
+    *(Gain(f"AST, Table 6: decoding by transformers, prompt and text of {lengths} tokens; theirs "
+           f"by TensorRT-LLM on one {device}", (("ast_table6", lengths, "speedup"),),
+           (("ast_table6", f"{device}, {lengths}", "speedup"),))
+      for device in ("RTX 4090", "L20") for lengths in ("128, 128", "1024, 1024")),
 )  # fmt: skip
 
 

@@ -6,7 +6,6 @@ paper's.
 
 from __future__ import annotations
 
-import csv
 import math
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,7 +13,7 @@ from pathlib import Path
 from experiments.runs.stats import holm, mean, p_value, paired_interval
 from experiments.support.errors import UserError
 from reproduce.claims import NOT_TESTED, Claims, Speed, by_size, verdict
-from reproduce.paper_speeds import MEASURED
+from reproduce.paper_speeds import MEASURED, read_rows
 from reproduce.reading import TABLES, read_table
 from reproduce.spec import Table
 
@@ -123,14 +122,15 @@ def _faster(
     fewest = min(line.n for line in lines)
     if fewest < claims.seeds:
         return lines, f"{fewest} of {claims.seeds} repeats ({_command(speed)})"
-    tests = iter(zip(holm([p_value(log) for log in logs]), logs, strict=True))
-    return [x if x.why else _ranked(claims, speed, x, *next(tests)) for x in lines], ""
-
-
-def _ranked(claims: Claims, speed: Speed, line: Line, p: float, log: list[float]) -> Line:
-    certain = 0 if p >= claims.level else 1 if mean(log) > 0 else -1
-    half = None if line.paper is None else math.log(line.paper) / 2
-    return replace(line, verdict=by_size(paired_interval(log), half, certain, speed.own_setting))
+    ps = iter(holm([p_value(log) for log in logs]))
+    for place, line in enumerate(lines):
+        if not line.why:
+            low, high = map(math.log, line.interval)
+            half = None if line.paper is None else math.log(line.paper) / 2
+            certain = ((low + high > 0) or -1) if next(ps) < claims.level else 0
+            found = by_size((low, high), half, certain, speed.own_setting)
+            lines[place] = replace(line, verdict=found)
+    return lines, ""
 
 
 # --- what was measured ---------------------------------------------------------------------------
@@ -140,32 +140,27 @@ def _file(folder: Path, speed: Speed, suffix: str) -> Path:
     return folder / f"{speed.table}-full{suffix}"
 
 
-def _rows(path: Path) -> list[dict[str, str]]:
-    with path.open(encoding="utf-8", newline="") as file:
-        return list(csv.DictReader(file))
-
-
 def _published(folder: Path, speed: Speed) -> dict[str, float]:
     """The paper's factors by row."""
-    rows, name = _rows(_file(folder, speed, ".csv")), f"{speed.column}: paper"
-    return {row["method"]: float(row[name]) for row in rows if row.get(name)}
+    return _column(_file(folder, speed, ".csv"), f"{speed.column}: paper")
 
 
 def _repeats(folder: Path, speed: Speed) -> dict[str, dict[int, float]]:
     """Our factors by row and seed: those of every run if the file of runs is there, else only the
     mean, as that of seed 0."""
-    runs = _file(folder, speed, "-runs.csv")
+    runs = read_rows(_file(folder, speed, "-runs.csv"))
+    if not runs:
+        means = _column(_file(folder, speed, ".csv"), f"{speed.column}: mean")
+        return {label: {0: mean} for label, mean in means.items()}
+    value = {column.label: column.value for column in _table(speed).columns}.get(speed.column) or ""
     factors: dict[str, dict[int, float]] = {}
-    if not runs.is_file():
-        rows = _rows(_file(folder, speed, ".csv"))
-        name = f"{speed.column}: mean"
-        return {row["method"]: {0: float(row[name])} for row in rows if row.get(name)}
-    columns = {column.label: column.value for column in _table(speed).columns}
-    value = columns.get(speed.column) or ""
-    for row in _rows(runs):
-        if row.get(value):
-            factors.setdefault(row["method"], {})[int(row["seed"])] = float(row[value])
+    for row in (row for row in runs if row.get(value)):
+        factors.setdefault(row["method"], {})[int(row["seed"])] = float(row[value])
     return factors
+
+
+def _column(path: Path, name: str) -> dict[str, float]:
+    return {row["method"]: float(row[name]) for row in read_rows(path) if row.get(name)}
 
 
 def _table(speed: Speed) -> Table:

@@ -112,8 +112,7 @@ def _contrast_lines(c: Json) -> list[str]:
         p = "" if c["why"] else f", p = {p_value(c)}"
         text.append(f"    {_effect(c)}{expected}{p}{_paper(c)}")
     if other := c["without"]:
-        start = f"    without seed {other['seed']}, which diverged: {worded(other)}"
-        text.append(f"{start}, {_effect(other)}")
+        text.append(f"    {without(c)}, {_effect(other)}")
     if c["by_seed"]:
         form = difference_form(c["effect"], c["low"], c["high"])
         seeds = ", ".join(f"{seed}: {one:{form}}" for seed, one in c["by_seed"].items())
@@ -122,6 +121,12 @@ def _contrast_lines(c: Json) -> list[str]:
         closed = (f"{arm} {_gap_closed(g, c['n'])}" for arm, g in c["gap_closed"].items())
         text.append(f"    g: {'; '.join(closed)}")
     return text
+
+
+def without(c: Json) -> str:
+    """The verdict on a contrast without a run that diverged, in words; "" if none did."""
+    seeds = ", ".join(map(str, c["lost"]))
+    return f"without seed {seeds}, which diverged: {worded(c['without'])}" if c["without"] else ""
 
 
 def p_value(c: Json) -> str:

@@ -12,7 +12,6 @@ import math
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from experiments.runs.stats import mean, paired_interval
 from experiments.support.checkpoint import csv_text, write_json, write_text
@@ -37,6 +36,11 @@ from reproduce.records import Values, read_evidence
 from reproduce.speed_claims import SHOWN, Measured, judge_speed
 from reproduce.verdict_text import LEGEND, Json, details, overview, released_lines, wrapped
 
+# What of a contrast is a column of claims.csv.
+CONTRAST = (
+    *("against", "metric", "expect", "n", "effect", "low", "high", "margin", "p_expected"),
+    *("p_contrary", "published", "share", "verdict", "why"),
+)
 PRELIMINARY = 2  # least number of seeds for which g is shown with an effect that is not tested
 
 
@@ -74,8 +78,8 @@ def _claim(claims: Claims, claim: Claim, values: Values, measured: Path) -> Json
     speeds = [_speed(judge_speed(claims, speed, measured)) for speed in claim.measured]
     parts = [part for part in [*contrasts, *speeds] if part["verdict"] != SHOWN]
     words = [part["verdict"] for part in parts]
-    lost = {c["without"]["seed"]: None for c in contrasts if c["without"]}
-    calm = [(c["without"] or c)["verdict"] for c in contrasts]
+    calm = verdict([(c["without"] or c)["verdict"] for c in contrasts])
+    diverged = any(c["without"] for c in contrasts)
     arms = {(c.block, arm): None for c in claim.contrasts for arm in (c.arm, c.against)}
     return {
         "id": claim.id,
@@ -86,7 +90,7 @@ def _claim(claims: Claims, claim: Claim, values: Values, measured: Path) -> Json
         "verdict": verdict(words),
         "where": _where(claim, parts, verdict(words)),
         "parts": _parts(words),
-        "without": f"without the run that diverged: {verdict(calm)}" if lost else "",
+        "without": f"without the run that diverged: {calm}" if diverged else "",
         "at": _at(claim, values, speeds),
         "regime": claim.regime,
         "note": claim.note,
@@ -128,13 +132,13 @@ def _at(claim: Claim, values: Values, speeds: list[Json]) -> str:
     if claim.measured:
         devices = dict.fromkeys(speed["device"] for speed in speeds if speed["device"])
         return f"measured on {'; '.join(devices)}" if devices else ""
-    compared: dict[tuple[str, str], dict[int, Any]] = {}
-    for c in claim.contrasts:
-        pair = [values.get((c.block, arm), {}) for arm in (c.arm, c.against)]
-        both = pair[0].keys() & pair[1].keys()
-        for arm, records in zip((c.arm, c.against), pair, strict=True):
-            compared.setdefault((c.block, arm), {}).update({s: records[s] for s in both})
-    setting = scale.of_records(r for _, seeds in sorted(compared.items()) for r in seeds.values())
+    compared = {
+        (c.block, arm, seed): values[c.block, arm][seed]
+        for c in claim.contrasts
+        for seed in values.get((c.block, c.arm), {}).keys() & values.get((c.block, c.against), {})
+        for arm in (c.arm, c.against)
+    }
+    setting = scale.of_records(compared[run] for run in sorted(compared))
     return f"at this scale: {setting}" if setting else ""
 
 
@@ -147,12 +151,8 @@ def _contrast(claims: Claims, judged: Judged, values: Values) -> Json:
     place = f"at {scale.model(values.get((c.block, c.arm), {}))}"
     content["where"] = _here(judged.verdict, place)
     if other is not None:
-        lost = judged.by_seed.keys() - other.by_seed.keys()
-        content["without"] = _interval(
-            {"seed": ", ".join(map(str, sorted(lost))), "effect": other.effect, "n": other.n}
-            | {"verdict": other.verdict, "where": _here(other.verdict, place)}
-            | {"why": other.why, "interval": other.interval}
-        )
+        where = _here(other.verdict, place)
+        content["without"] = _interval({**dataclasses.asdict(other), "where": where})
     if c.metric == _metrics(claims)[c.block] and math.isfinite(judged.effect):
         seeds = PRELIMINARY if judged.why else claims.seeds
         for arm in (c.arm, c.against):
@@ -205,14 +205,11 @@ def table(judged: Json) -> list[Json]:
         of = {"claim": claim["id"], "paper": claim["paper"], "claim_verdict": claim["verdict"]}
         for c in claim["contrasts"]:
             row = {**of, "judged_by": f"block {c['block']}", "what": c["arm"]}
-            row |= {key: c[key] for key in ("against", "metric", "expect", "n", "effect")}
-            row |= {key: c[key] for key in ("low", "high", "margin", "p_expected", "p_contrary")}
-            row |= {key: c[key] for key in ("published", "share")}
+            row |= {key: c[key] for key in CONTRAST}
             for arm, which in ((c["arm"], "g"), (c["against"], "g_against")):
-                g = c["gap_closed"].get(arm)
-                if g is not None:
+                if g := c["gap_closed"].get(arm):
                     row |= {which: g["value"], f"{which}_low": g["low"], f"{which}_high": g["high"]}
-            rows.append({**row, "verdict": c["verdict"], "why": c["why"]})
+            rows.append(row)
         for m in claim["measured"]:
             of_table = {**of, "judged_by": m["table"], "metric": m["column"], "kind": m["kind"]}
             for line in m["lines"]:
@@ -223,8 +220,7 @@ def table(judged: Json) -> list[Json]:
                 rows.append({**row, "device": m["device"], "verdict": line["verdict"], "why": why})
     for r in judged["released"]:
         row = {"judged_by": f"block {r['block']}", "what": r["arm"], "verdict": "as released"}
-        keys = ("against", "metric", "n", "effect", "low", "high", "why")
-        rows.append(row | {key: r[key] for key in keys})
+        rows.append(row | {key: r[key] for key in CONTRAST if key in r})
     return rows
 
 

@@ -12,7 +12,7 @@ from reproduce.report.figures import SHAPES, badge
 from reproduce.report.html import MINUS, Markup, tag, text
 from reproduce.report.links import Links
 from reproduce.report.tables import MEASURED, Verdicts
-from reproduce.verdict_text import LEGEND, PAPERS, Json, agreement, p_value, statement, worded
+from reproduce.verdict_text import LEGEND, PAPERS, Json, agreement, p_value, statement, without
 
 Arms = set[tuple[str, str]]  # block and arm
 
@@ -87,7 +87,7 @@ def _contrasts(claim: Json, arms: Arms) -> Markup:
         ]
         within = "" if c["margin"] is None else f" within {c['margin']:.4f}"
         equal = c["equal"] and c["expect"] != "equal"
-        told = [c["where"], c["why"], f"equal{within}" if equal else "", _without(c)]
+        told = [c["where"], c["why"], f"equal{within}" if equal else "", without(c)]
         judgement = text(badge(c["verdict"]), f" {'; '.join(filter(None, told))}")
         within = within if c["expect"] == "equal" else ""
         preliminary = c["why"] and not claim["regime"] and math.isfinite(c["effect"])
@@ -103,12 +103,6 @@ def _contrasts(claim: Json, arms: Arms) -> Markup:
     heads += ["expected", "seeds", "p"]
     drawn = html.table(f"Contrasts of claim {claim['id']}", heads, rows, words=(0, 1, 6))
     return text(drawn, _by_seed(claim))
-
-
-def _without(c: Json) -> str:
-    """The verdict without a run that diverged, in words; "" if none did."""
-    other = c["without"]
-    return f"without seed {other['seed']}, which diverged: {worded(other)}" if other else ""
 
 
 def _by_seed(claim: Json) -> Markup | None:

@@ -14,7 +14,6 @@ from reproduce.claims import (
     Claim,
     Claims,
     Contrast,
-    Diverged,
     Margin,
     Released,
     judge,
@@ -44,8 +43,8 @@ def of(*contrasts, seeds=5, diverged=(), regime="", **more):
     """Claims with one claim of these contrasts, and that claim."""
     made = [Contrast("a", *c, **more) for c in contrasts]
     claim = Claim(1, "fst", "it trains.", "1.0", made, regime=regime)
-    runs = [Diverged(*run, "") for run in diverged]
-    return Claims(Margin(0.25, "dense", "half"), 0.05, seeds, 0.02, [claim], diverged=runs), claim
+    rules = Claims(Margin(0.25, "dense", "half"), 0.05, seeds, 0.02, [claim])
+    return replace(rules, diverged=dict.fromkeys(diverged, "")), claim
 
 
 def judged(values, *contrasts, **more):
@@ -129,10 +128,10 @@ def test_the_paper_s_effect_is_in_our_unit():
 def test_a_run_that_diverged_counts_and_the_verdict_is_given_without_it(lost):
     """With a number it counts like any other, without one nothing can be tested."""
     values = records(dense=BASE, half=shifted(0.08), it=[*shifted(-0.05)[:4], lost])
-    listed = () if math.isnan(lost) else (("a", "it", 4),)
+    listed = () if math.isnan(lost) else ("a it 4",)
     (found,) = judged(values, ("it", "dense", "lower"), diverged=listed)
     assert found.verdict == ("not tested" if math.isnan(lost) else "inconclusive")
-    assert (found.without.verdict, found.without.n) == ("confirmed", 4)
+    assert (found.without.verdict, found.without.n, found.lost) == ("confirmed", 4, (4,))
     assert judged(values, ("half", "dense", "higher"), diverged=listed)[0].without is None
 
 

@@ -15,7 +15,7 @@ import pytest
 
 from experiments.runs.comparison import Summary
 from experiments.runs.stats import mean, paired_interval
-from experiments.support.checkpoint import write_json
+from experiments.support.checkpoint import read_sealed, write_json
 from reproduce import verdicts
 from reproduce.__main__ import main as reproduce
 from reproduce.blocks import BLOCKS, EVIDENCE, read_block
@@ -59,7 +59,7 @@ def made(tmp_path_factory):
     log.parent.mkdir(parents=True)
     log.write_text("step 1\n<script>alert('&')</script>\n")
     log.with_name("dense-seed0.txt").write_text("made again, for others to start from\n")
-    record = json.loads((EVIDENCE / "a" / "dense-seed0.json").read_text())
+    record = read_sealed(EVIDENCE / "a" / "dense-seed0.json")
     gone = copy.deepcopy(record)
     gone["arm"] = "an_arm_that_was"
     write_json(runs / "evidence" / "a" / "an_arm_that_was-seed0.json", gone)
@@ -164,7 +164,7 @@ def test_runs_of_one_s_own_and_several_blocks(tmp_path):
     for run in read_block("c").runs(tmp_path):
         if run.arm in ("dense", "half", "s_ste") and run.seed < 2:
             record = {
-                **json.loads((EVIDENCE / "a" / f"{run.arm}-seed{run.seed}.json").read_text()),
+                **read_sealed(EVIDENCE / "a" / f"{run.arm}-seed{run.seed}.json"),
                 "block": "c",
                 "overrides": run.job.overrides,
                 "config_hash": run.digest(),
