@@ -2,14 +2,16 @@
 
 torch's own operator (`_cslt_sparse_mm`) builds descriptors and plan in every call, which takes some
 300 us of CPU time on an H200 host; a launch from here takes 20 us. The library is the one that
-torch has loaded.
+torch has loaded, else that of NVIDIA's wheel.
 """
 
 from __future__ import annotations
 
 import ctypes
 import functools
+import sys
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -82,10 +84,15 @@ def work_space(size: int, device: torch.device) -> torch.Tensor | None:
 @functools.cache
 def library() -> ctypes.CDLL:
     """The loaded library. Raises CuSparseLtError if there is none."""
+    name = "libcusparseLt.so.0"
     try:
-        loaded = ctypes.CDLL("libcusparseLt.so.0")
+        loaded = ctypes.CDLL(name)
     except OSError as error:
-        raise CuSparseLtError(f"cuSPARSELt cannot be loaded: {error}") from error
+        # Up to version 0.9 in nvidia/cusparselt, since 0.10 in nvidia/cu13.
+        found = [file for path in sys.path for file in Path(path).glob(f"nvidia/*/lib/{name}")]
+        if not found:
+            raise CuSparseLtError(f"cuSPARSELt cannot be loaded: {error}") from error
+        loaded = ctypes.CDLL(str(found[0]))
     loaded.cusparseLtGetErrorString.restype = ctypes.c_char_p
     loaded.cusparseLtMatmul.argtypes = (*(ctypes.c_void_p,) * 10, ctypes.c_int32)
     return loaded

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import re
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from types import SimpleNamespace
@@ -98,6 +99,33 @@ def test_the_choice_of_a_backend_is_told():
     native = "cusparselt" if HOPPER or not CUDA else "dense"
     assert chosen(pack24(a, mask, "cusparselt_sm90")) == native
     assert chosen(pack24(a, mask, "cusparselt_sm90"), "dense") == "dense"
+
+
+@pytest.mark.parametrize("wheel", ["cusparselt", "cu13"])
+def test_cusparselt_is_that_of_torch_or_of_nvidia_s_wheel(wheel, monkeypatch, tmp_path):
+    """By its bare name if torch has loaded it, else from where the wheel keeps it: since version
+    0.10 that is another folder."""
+    name, loaded = "libcusparseLt.so.0", []
+
+    def load(path):
+        if path == name and not loads_by_name:
+            raise OSError(f"{name}: cannot open shared object file")
+        loaded.append(path)
+        return SimpleNamespace(cusparseLtGetErrorString=load, cusparseLtMatmul=SimpleNamespace())
+
+    monkeypatch.setattr(cusparselt.ctypes, "CDLL", load)
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    library = cusparselt.library.__wrapped__
+    loads_by_name = False
+    with pytest.raises(cusparselt.CuSparseLtError, match="cannot be loaded: libcusparseLt"):
+        library()
+    path = tmp_path / "nvidia" / wheel / "lib" / name
+    path.parent.mkdir(parents=True)
+    path.touch()
+    library()
+    loads_by_name = True
+    library()
+    assert loaded == [str(path), name]
 
 
 def test_a_backend_that_cannot_serve_says_why(monkeypatch):
