@@ -3,7 +3,7 @@
     python examples/transformers_model.py                       # a tiny LLaMA with random weights
     python examples/transformers_model.py --model FOLDER --text FILE
 
-Needs `pip install -e '.[hf]'`. transformers alone can load the saved model: it is a plain one, in
+Needs the extra `hf`. transformers alone can load the saved model: it is a plain one, in
 which pruned weights are zeros. Prints how many they are.
 """
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from importlib.util import find_spec
 from typing import Any
 
 from experiments.config.driver import driver
@@ -21,7 +20,7 @@ from experiments.config.run import RunConfig
 from experiments.exporting import export
 from experiments.runs.comparison import of_sweep
 from experiments.runs.finished import FinishedRun
-from experiments.support.errors import UserError
+from experiments.support.errors import check_installed
 from experiments.support.progress import say
 from experiments.training import pretraining
 
@@ -34,10 +33,7 @@ def run(config: RunConfig, report: Callable[[str], None] = say) -> dict[str, Any
     Raises:
         UserError: as `pretraining.run`, or transformers cannot represent the resulting model.
     """
-    if find_spec("transformers") is None:
-        raise UserError(
-            "the export needs the transformers library: pip install -e '.[hf]' in the checkout"
-        )
+    check_installed("transformers", "the export needs the transformers library", "hf")
     result = pretraining.run(config, report)
     if int(os.environ.get("RANK", "0")) == 0:
         export.export(FinishedRun.open(config.directory()), report=report)

@@ -60,9 +60,9 @@ python -m reproduce claims [N|all]
 python -m reproduce report [figure=FILE]
     write one page with all results, runs/report/index.html, or, to FILE, only
     the main figure of the committed results as SVG
-python -m reproduce --list
-    list every table of every paper: its tiers, what they need and what has been
-    run, or why the table is not covered"""
+python -m reproduce [table2] --list
+    list every table of every paper, or Table 2 of each: its tiers, what they need
+    and what has been run, or why the table is not covered"""
 
 
 class UsageError(UserError):
@@ -189,7 +189,7 @@ def write_page(options: list[str], runs: Path) -> None:
 
 def _do(arguments: list[str], folder: Path, runs: Path) -> int:
     """Do what the arguments ask for and return the exit status."""
-    if not arguments or arguments in (["--help"], ["-h"]):
+    if not arguments or {"--help", "-h"} & {*arguments}:
         print(USAGE, file=sys.stdout if arguments else sys.stderr)
         return 0 if arguments else 2
     if arguments[0] == "run":
@@ -207,8 +207,17 @@ def _do(arguments: list[str], folder: Path, runs: Path) -> int:
         write_page(arguments[1:], runs)
         return 0
     tables = read_tables(folder)
-    if arguments == ["--list"]:
-        for line in coverage.lines(tables, runs, coverage.items()):
+    if arguments[-1] == "--list":
+        papers = coverage.items()
+        if arguments[:-1] not in ([], [ALL]):
+            tables = parse(arguments[:-1], tables).tables
+            numbers = {(table.paper, table.number) for table in tables}
+            papers = {
+                title: own
+                for title, listed in papers.items()
+                if (own := [item for item in listed if (item.paper, item.number) in numbers])
+            }
+        for line in coverage.lines(tables, runs, papers):
             print(line)
         return 0
     request = parse(arguments, tables)

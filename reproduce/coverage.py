@@ -120,7 +120,7 @@ def lines(tables: list[Table], runs: Path, papers: dict[str, list[Item]]) -> lis
             for table in specs:
                 text += [f"  {line}" for line in _tiers(table, runs)]
     every = [item for listed in papers.values() for item in listed]
-    return [*text, "", counts(tables, runs, every)]
+    return [*text, "", counts(tables, runs, every)] if every else text
 
 
 def counts(tables: list[Table], runs: Path, known: list[Item]) -> str:

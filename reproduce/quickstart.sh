@@ -2,6 +2,5 @@
 # Every 2:4 method against the dense baseline, on a CPU: `bash reproduce/quickstart.sh`.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
-check_arguments quickstart "$@"
-use_environment "" "python -m reproduce quickstart"
+use_environment
 exec "$python" -m reproduce quickstart "$@"

@@ -18,7 +18,7 @@ import methods
 from experiments.bench import arms, linear
 from experiments.bench.arms import Bench, Converted
 from experiments.bench.timing import Call, Time
-from experiments.support.errors import UserError
+from experiments.support.errors import check_installed
 from models.gpt2 import Block, GPTConfig
 
 if TYPE_CHECKING:
@@ -64,12 +64,9 @@ def llama_config(config: Config, layers: int, vocab_size: int) -> Any:
     Raises:
         UserError: transformers is not installed.
     """
-    try:
-        from transformers import LlamaConfig
-    except ImportError as error:
-        raise UserError(
-            "a LLaMA needs transformers: pip install -e '.[hf]' in the checkout"
-        ) from error
+    check_installed("transformers", "a LLaMA needs transformers", "hf")
+    from transformers import LlamaConfig
+
     return LlamaConfig(
         hidden_size=config.width,
         intermediate_size=config.ffn,

@@ -4,7 +4,5 @@
 # all of them.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
-name=$(basename "${BASH_SOURCE[0]}" .sh)
-check_arguments "$name" "$@"
-use_environment hf "python -m reproduce $name"
-exec "$python" -m reproduce "$name" "$@"
+use_environment hf lm_eval
+exec "$python" -m reproduce "$(basename "${BASH_SOURCE[0]}" .sh)" "$@"

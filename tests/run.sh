@@ -1,17 +1,45 @@
 #!/usr/bin/env bash
 # All checks: `bash tests/run.sh [pytest arguments]`. Needs no GPU, and no network once installed.
-# Every check runs whatever the others say; exit status 0 only if all are clean.
+# Every check runs whatever the others say; exit status 0 only if all are clean. `newest` or `oldest` as
+# the first argument: the tests alone, with the newest or the lowest versions that pyproject.toml allows,
+# in an environment of their own.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/../reproduce/setup.sh"
-use_environment dev
-export HF_HUB_OFFLINE=1
+# One thread per worker: two workers with two threads each fight for two cores.
+export OMP_NUM_THREADS=1
+tests() {
+    HF_HUB_OFFLINE=1 "$python" -m pytest -n 2 --dist loadfile "$@"
+}
+lowest() { # NAME==VERSION of each range in pyproject.toml
+    "$python" -c 'import pathlib, re
+text = pathlib.Path("pyproject.toml").read_text().split("[project]")[1]
+for name, version in {*re.findall(r"\"([a-z-]+)(?:\[\w+\])?>=([\d.]+)", text)}:
+    print(f"{name}=={version}")'
+}
+case ${1:-} in
+    newest | oldest)
+        cd "$root"
+        venv=.venv-$1 python=$root/.venv-$1/bin/python
+        if [ "$1" = newest ]; then
+            create_venv "$venv" python3 python3.12 python3.11 python3.13 python
+            install dev --upgrade --upgrade-strategy eager
+        else # the only one that all of them have wheels for
+            create_venv "$venv" python3.11 python3
+            install dev -c <(lowest)
+        fi
+        shift
+        tests "$@"
+        exit
+        ;;
+esac
+use_environment dev importlinter
 
 failed=()
 check() {
     echo "== $*"
     "$@" || failed+=("$(basename "$1")")
 }
-bin=$root/.venv/bin
+bin=${python%/*}
 linters() {
     check "$bin/ruff" check .
     check "$bin/mypy"
@@ -24,11 +52,6 @@ said=$(mktemp)
 trap 'rm -f "$said"' EXIT
 linters >"$said" 2>&1 &
 linting=$!
-# One thread per worker: two workers with two threads each fight for two cores.
-export OMP_NUM_THREADS=1
-tests() {
-    "$python" -m pytest -n 2 --dist loadfile "$@"
-}
 # The folders whose tests compare numbers run with the sums of another instruction set, too: some
 # minutes. So do tests that the arguments name. Ranks with shards compare with a process of their own
 # kind. Status 5: the arguments choose no test here.

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from experiments.config import run_names
 from experiments.config.command_line import CONF
-from experiments.support.errors import UserError, closest, interruption, meant
+from experiments.support.errors import UserError, closest, installing, interruption, meant
 
 T = TypeVar("T")
 
@@ -111,10 +111,8 @@ def _merged(config_name: str, files: tuple[str, ...]) -> Any:
     except MissingConfigException as error:
         group, _, name = str(error.missing_cfg_file).partition("/")
         if name.startswith("launcher/submitit"):
-            raise UserError(
-                "+cluster needs hydra's submitit launcher: pip install -e '.[slurm]' in the "
-                "checkout"
-            ) from error
+            text = f"+cluster needs hydra's submitit launcher: {installing('slurm')}"
+            raise UserError(text) from error
         known = [option for option in error.options or () if not option.startswith("_")]
         raise UserError(
             f"there is no {group}={name}{meant(name, known)}; there is {', '.join(known)}"

@@ -18,7 +18,7 @@ from experiments.data import numbers
 from experiments.data.corpus_source import HUB, NUMBERS, Documents, not_utf8
 from experiments.data.manifest import DataConfig
 from experiments.support import hub
-from experiments.support.errors import UserError, told
+from experiments.support.errors import UserError, check_installed, told
 
 Pair = tuple[str, str]
 
@@ -176,12 +176,9 @@ def _lines(config: PairsConfig, split: str) -> Iterator[Pair]:
 
 def _tables(config: PairsConfig) -> Any:
     """The Parquet files as a table for each split."""
-    try:
-        import datasets
-    except ImportError as error:
-        raise UserError(
-            "reading data files needs the datasets library: pip install -e '.[hf]' in the checkout"
-        ) from error
+    check_installed("datasets", "reading data files needs the datasets library", "hf")
+    import datasets
+
     try:
         place = hub.pinned(config.source)
         files = {split: f"{place}/{name}-*.parquet" for split, name in SPLITS.items()}

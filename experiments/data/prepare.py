@@ -19,7 +19,6 @@ from array import array
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from importlib.metadata import version
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -56,7 +55,7 @@ from experiments.data.tokenizer import (
 )
 from experiments.support import hub
 from experiments.support.checkpoint import LOCK, exclusive, publish, write_sealed
-from experiments.support.errors import UserError, told, writing
+from experiments.support.errors import UserError, check_installed, told, writing
 
 if TYPE_CHECKING:
     import tiktoken
@@ -309,10 +308,7 @@ def _files(name: str, source: str, text_column: str) -> Documents:
     """The documents of local or remote files, split as nanoGPT splits OpenWebText: 0.05 % are held
     out. For the user's own text (any `name` but the published ones) that may be too little, so more
     are held out later (`Documents.own`)."""
-    if find_spec("datasets") is None:
-        raise UserError(
-            "reading data files needs the datasets library: pip install -e '.[hf]' in the checkout"
-        )
+    check_installed("datasets", "reading data files needs the datasets library", "hf")
     import datasets
 
     builder, paths = data_files(source)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from experiments.support.errors import UserError
+from experiments.support.errors import check_installed
 
 
 @dataclass(frozen=True)
@@ -46,10 +46,7 @@ def require() -> Any:
     Raises:
         UserError: it is not installed.
     """
-    try:
-        from sacrebleu.metrics import bleu
-    except ImportError as error:
-        raise UserError(
-            "BLEU needs sacrebleu: pip install -e '.[translation]' in the checkout"
-        ) from error
+    check_installed("sacrebleu", "BLEU needs sacrebleu", "translation")
+    from sacrebleu.metrics import bleu
+
     return bleu

@@ -24,7 +24,6 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +31,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from experiments.support.errors import UserError
+from experiments.support.errors import UserError, check_installed
 
 WIKITEXT2 = "wikitext2"
 STDIN = "-"
@@ -145,11 +144,8 @@ def _autocast(device: torch.device, dtype: torch.dtype | None) -> AbstractContex
 
 
 def _download(revision: str) -> Path:
-    if find_spec("huggingface_hub") is None:
-        raise UserError(
-            "ppl=wikitext2 needs the hub's client: pip install -e '.[hf]' in the checkout, or give "
-            "the test split as a file, ppl=wiki.test.raw"
-        )
+    need = "ppl=wikitext2 needs the hub's client, or the test split as a file, ppl=wiki.test.raw"
+    check_installed("huggingface_hub", need, "hf")
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
@@ -165,8 +161,7 @@ def _download(revision: str) -> Path:
 
 
 def _parquet_rows(path: Path) -> list[str]:
-    if find_spec("pyarrow") is None:
-        raise UserError(f"reading {path} needs pyarrow: pip install -e '.[hf]' in the checkout")
+    check_installed("pyarrow", f"reading {path} needs pyarrow", "hf")
     import pyarrow
     import pyarrow.parquet
 

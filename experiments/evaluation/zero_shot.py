@@ -12,13 +12,12 @@ import hashlib
 import logging
 from collections.abc import Iterator, Sequence
 from importlib.metadata import version
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from experiments.support.errors import UserError
+from experiments.support.errors import UserError, check_installed
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -54,8 +53,7 @@ def identity(
         UserError: lm-eval is not installed, there is no such folder, or without `allow_code` a
             file in it names Python code, which lm-eval runs.
     """
-    if find_spec("lm_eval") is None:
-        raise UserError("tasks need lm-eval: pip install -e '.[hf]' in the checkout")
+    check_installed("lm_eval", "tasks need lm-eval", "hf")
     found: dict[str, Any] = {"tasks": list(tasks), "lm_eval": version("lm_eval")}
     if task_folder is not None:
         folder = Path(task_folder)

@@ -8,7 +8,6 @@ import re
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,7 @@ from experiments.exporting.tokenizer import tokenizer_of
 from experiments.images.dataset import ImageConfig
 from experiments.runs.finished import WEIGHTS_OF, FinishedRun
 from experiments.support import checkpoint
-from experiments.support.errors import UserError, writing
+from experiments.support.errors import UserError, check_installed, writing
 from experiments.support.progress import say
 from experiments.training import legality
 from methods.nn import compressed, slorb
@@ -89,10 +88,7 @@ def export(
             folder has files that are not part of an export of this run.
     """
     form = form or Form()
-    if find_spec("transformers") is None:
-        raise UserError(
-            "the export needs the transformers library: pip install -e '.[hf]' in the checkout"
-        )
+    check_installed("transformers", "the export needs the transformers library", "hf")
     own = run.directory / form.folder
     folder = own if to is None else to
     marks = {"config_hash": run.config_hash, **dataclasses.asdict(form)}

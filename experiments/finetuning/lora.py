@@ -14,7 +14,6 @@ import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,7 @@ from torch import nn
 
 from common_kernels import check_nm
 from experiments.support.checkpoint import publish
-from experiments.support.errors import UserError, writing
+from experiments.support.errors import UserError, check_installed, writing
 from methods.nn import conversion
 from models.heads import Head
 
@@ -62,10 +61,7 @@ class LoraConfig:
 
 def require_peft() -> None:
     """Raise a UserError if peft is not installed."""
-    if find_spec("peft") is None:
-        raise UserError(
-            "mode=lora needs the library peft: pip install -e '.[lora]' in the checkout"
-        )
+    check_installed("peft", "mode=lora needs the library peft", "lora")
 
 
 class Adapters:

@@ -9,6 +9,7 @@ import sys
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 
 # Error numbers for no more room: disk full, quota exceeded, file too large.
@@ -46,6 +47,17 @@ def closest(word: str, known: Iterable[str]) -> str:
         if len(word) > 1 and word == "".join(part[:1] for part in name.split("_")):
             return name
     return next(iter(difflib.get_close_matches(word, known, 1, 0.66)), "")
+
+
+def check_installed(module: str, what: str, extra: str) -> None:
+    """Raise a UserError that says `what`, and how to install the extra, if the module is absent."""
+    if find_spec(module) is None:
+        raise UserError(f"{what}: {installing(extra)}")
+
+
+def installing(extra: str) -> str:
+    """The command that installs an extra of this project."""
+    return f"pip install -c constraints.txt -e '.[{extra}]' in the checkout"
 
 
 def one_line(error: BaseException) -> str:

@@ -6,7 +6,6 @@ TensorBoard.
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import uuid
@@ -14,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from experiments.support.checkpoint import finite, write_text
-from experiments.support.errors import UserError, writing
+from experiments.support.errors import UserError, check_installed, writing
 
 WANDB_ID = "wandb_id.txt"
 
@@ -90,10 +89,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 def check_viewers(viewers: tuple[str, ...]) -> None:
     """Raise a UserError for a viewer that is not installed."""
     for name in viewers:
-        if importlib.util.find_spec(name) is None:
-            raise UserError(
-                f"impl.loggers has {name}: run `pip install -e '.[logging]'` in the checkout"
-            )
+        check_installed(name, f"impl.loggers has {name}", "logging")
 
 
 def _numbers(record: dict[str, Any]) -> dict[str, float]:

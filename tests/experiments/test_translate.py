@@ -145,6 +145,6 @@ def test_what_does_not_translate_is_refused(monkeypatch):
         translate.load(["model=gpt2_nano", "data=stdlib"])
     with pytest.raises(UserError, match="beam=0; it must be at least 1"):
         translate.load(["search.beam=0"])
-    monkeypatch.setitem(sys.modules, "sacrebleu.metrics", None)
+    monkeypatch.setitem(sys.modules, "sacrebleu", None)
     with pytest.raises(UserError, match="needs sacrebleu: pip install"):
         translate.run(translate.load([]), quiet)

@@ -2,6 +2,7 @@
 
 import csv
 import os
+import re
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -47,7 +48,16 @@ def test_arguments_that_mean_nothing(arguments, message, capsys, tmp_path):
 def test_no_argument_shows_the_usage(capsys):
     assert main([]) == 2
     assert "python -m reproduce quickstart" in capsys.readouterr().err
-    assert main(["--help"]) == 0
+    assert main(["--help"]) == main(["table2", "-h"]) == 0
+
+
+def test_a_table_is_listed_alone(capsys):
+    for arguments, papers in ((["table2"], 5), (["table2", "paper=sste"], 1), (["quickstart"], 0)):
+        assert main([*arguments, "--list"]) == 0
+        listed = capsys.readouterr().out
+        assert set(re.findall(r"(\w+) tier=", listed)) == {arguments[0]}
+        assert listed.count("(paper=") == papers
+    assert main(["table99", "--list"]) == 2
 
 
 def test_usage_errors_come_before_torch():

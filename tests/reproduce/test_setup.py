@@ -1,4 +1,4 @@
-"""The shell scripts: they parse, and they install once per pyproject.toml and extra."""
+"""The shell scripts: they parse, and install once per pyproject.toml, constraints.txt and extra."""
 
 import shutil
 import subprocess
@@ -7,9 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from reproduce.__main__ import UsageError, parse
 from reproduce.reading import read_tables
-from reproduce.spec import TIERS
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = [*sorted((ROOT / "reproduce").glob("*.sh")), ROOT / "tests" / "run.sh"]
@@ -26,12 +24,14 @@ def clone(tmp_path):
     (tmp_path / "reproduce").mkdir()
     shutil.copy(ROOT / "reproduce" / "setup.sh", tmp_path / "reproduce")
     (tmp_path / "pyproject.toml").write_text("[project]\n")
+    (tmp_path / "constraints.txt").write_text("torch==2\n")
     python = tmp_path / ".venv" / "bin" / "python"
     python.parent.mkdir(parents=True)
     python.write_text(
         f"""#!/usr/bin/env bash
 case "$*" in
-    "-m pip install "*) echo "${{@: -1}}" >>{tmp_path}/installed; exit ${{PIP_STATUS:-0}} ;;
+    "-m pip install "*" -c constraints.txt -e ."*)
+        echo "${{@: -1}}" >>{tmp_path}/installed; exit ${{PIP_STATUS:-0}} ;;
     "-m pip "*) exit 0 ;;
     *) exec {sys.executable} "$@" ;;
 esac
@@ -95,9 +95,10 @@ def test_an_extra_is_installed_once_and_covers_the_rest(clone):
     assert installed(clone) == [".[de]"]
 
 
-def test_a_changed_pyproject_is_installed_again(clone):
+@pytest.mark.parametrize("file", ["pyproject.toml", "constraints.txt"])
+def test_changed_requirements_are_installed_again(clone, file):
     use(clone, "dev")
-    (clone / "pyproject.toml").write_text("[project]\nname = 'other'\n")
+    (clone / file).write_text("other")
     use(clone)
     use(clone, "dev")
     assert installed(clone) == [".[dev]", ".", ".[dev]"]
@@ -159,94 +160,45 @@ def test_a_script_asks_for_what_it_is_called(clone):
     assert done.stdout.splitlines()[-1] == "['figure4', 'paper=sste', 'tier=full']", done.stderr
 
 
-@pytest.fixture
-def scripts(clone):
-    """`call(script, *arguments)` in a clone with all scripts and specs, and no `.venv`; no Python
-    is on the PATH, so nothing could be made or installed."""
-    shutil.rmtree(clone / ".venv")
-    for path in SCRIPTS[:-1]:
-        shutil.copy(path, clone / "reproduce", follow_symlinks=False)
-    shutil.copytree(ROOT / "reproduce" / "tables", clone / "reproduce" / "tables")
-    programs = clone / "bin"
-    programs.mkdir()
-    for name in ("bash", "basename", "cat", "dirname", "grep", "sed"):
-        (programs / name).symlink_to(shutil.which(name))
-
-    def call(script, *arguments, **environment):
-        done = subprocess.run(
-            ["bash", clone / "reproduce" / f"{script}.sh", *arguments],
-            cwd="/", env={"PATH": str(programs), **environment}, capture_output=True, text=True,
-        )  # fmt: skip
-        assert not (clone / ".venv").exists() and not (clone / "installed").exists()
-        return done
-
-    return call
+def test_an_active_environment_is_used_if_it_has_this_checkout(clone):
+    """And a module of the extra; nothing is installed into it, and what is passed by is told."""
+    (clone / "reproduce" / "__init__.py").touch()
+    mine = shutil.copytree(clone / ".venv", clone / "mine") / "bin" / "python"
+    for name in ("VIRTUAL_ENV", "CONDA_PREFIX"):
+        for path, module, own in (
+            (clone, "", True), (clone, "json", True), (clone, "no_such", False), ("", "", False),
+        ):  # fmt: skip
+            environment = {name: str(clone / "mine"), "PYTHONPATH": str(path)}
+            done = use(clone, f'hf {module}; echo "$python"', **environment)
+            assert (str(mine) in done.stdout) is own, done.stderr
+            told = f"using .venv: {clone}/mine has no sparse24[hf] of this checkout\n"
+            assert (told in done.stdout) is not own
+            assert installed(clone) == [] if own else installed(clone) in ([], [".[hf]"])
+    done = use(clone, VIRTUAL_ENV=str(clone / ".venv"))
+    assert done.stdout == f"{clone}\n" and done.stderr == ""
 
 
-@pytest.mark.parametrize("script", ["table2", "figure7", "all", "quickstart"])
-def test_help_and_list_install_nothing(scripts, script):
-    shown = scripts(script, "--help")
-    assert shown.returncode == 0 and f"bash reproduce/{script}.sh [paper=NAME]" in shown.stdout
-    listed = scripts(script, "--list")
-    assert listed.returncode == 0 and listed.stderr == ""
-    *lines, last = listed.stdout.splitlines()
-    assert last.endswith("once installed, python -m reproduce --list")
-    assert sorted(line.split("  ")[0] for line in lines) == sorted(
-        f"{table.command} paper={table.paper}" if table.paper else table.name
-        for table in read_tables()
-        if script == table.command or (script == "all" and table.paper)
+@pytest.mark.parametrize("versions", ["newest", "oldest"])
+def test_newest_and_oldest_versions_have_an_environment_of_their_own(clone, versions):
+    """Without constraints, or with the lowest version of each range; only the tests run."""
+    (clone / "tests").mkdir()
+    shutil.copy(ROOT / "tests" / "run.sh", clone / "tests")
+    shutil.copy(ROOT / "pyproject.toml", clone)
+    python = shutil.copytree(clone / ".venv", clone / f".venv-{versions}") / "bin" / "python"
+    python.write_text(
+        f"""#!/usr/bin/env bash
+case "$*" in
+    "-m pip install"*) echo "$@"; for option; do [[ $option != /dev/fd/* ]] || cat $option; done ;;
+    "-m "*) echo "$@" ;;
+    *) exec {sys.executable} "$@" ;;
+esac
+"""
     )
-    if script in ("table2", "all"):
-        assert f"{'table2 paper=sste':22} S-STE, Table 2: " in listed.stdout
-
-
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        (["table2", "tier=huge"], "no tier 'huge' of table2"),
-        (["quickstart", "tier=full"], "no tier 'full' of quickstart"),
-        (["table2", "paper=nobody"], "no table2 of paper 'nobody'"),
-        (["table13", "paper=*"], "no table13 of paper '*'"),
-        (["all", "paper=f"], "no all of paper 'f'"),
-        (["quickstart", "paper=fst"], "no quickstart of paper 'fst'"),
-        (["figure7", "tier=full", "tier=full"], "cannot use 'tier=full'; use paper=NAME"),
-        (["figure7", "tier="], "cannot use 'tier='"),
-        (["figure7", "full"], "cannot use 'full'"),
-        (["table"], "no table 'table'"),
-    ],
-)
-def test_wrong_arguments_are_refused_before_anything_is_installed(scripts, arguments, says):
-    done = scripts(*arguments)
-    assert done.returncode == 2 and done.stdout == ""
-    assert done.stderr.startswith(f"error: {says}") and done.stderr.count("\n") == 1
-
-
-def test_what_can_be_made_is_not_refused():
-    """Everything that `python -m reproduce` takes, by one shell."""
-    tables, taken = read_tables(), []
-    for name in sorted({table.command for table in tables} | {"all"}):
-        for paper in sorted({f"paper={table.paper}" for table in tables if table.paper} | {""}):
-            for tier in [f"tier={tier}" for tier in TIERS] + [""]:
-                given = [option for option in (paper, tier) if option]
-                try:
-                    parse([name, *given], tables)
-                except UsageError:
-                    continue
-                taken.append(" ".join([name, *given]))
-    assert len(taken) > 100
-    script = f"set -euo pipefail; source {ROOT}/reproduce/setup.sh\n" + "\n".join(
-        f"check_arguments {one}" for one in taken
-    )
-    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
-
-
-def test_an_active_environment_that_is_passed_by_is_told(clone, tmp_path):
-    script = f"source {clone}/reproduce/setup.sh; use_environment '' 'python -m reproduce table2'"
-    for active, told in ((tmp_path / "mine", True), (clone / ".venv", False)):
-        done = subprocess.run(
-            ["bash", "-c", script], env={"PATH": "/usr/bin:/bin", "VIRTUAL_ENV": str(active)},
-            capture_output=True, text=True,
-        )  # fmt: skip
-        said = "using .venv; to use your own: python -m reproduce table2\n"
-        assert (said in done.stdout) == told, done.stderr
+    run = ["bash", clone / "tests" / "run.sh", versions, "-k", "mask"]
+    done = subprocess.run(run, cwd="/", capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    *installed, tested = done.stdout.splitlines()
+    assert tested == "-m pytest -n 2 --dist loadfile -k mask"
+    assert ("--upgrade --upgrade-strategy eager -e .[dev]" in done.stdout) is (versions == "newest")
+    assert ("torch==2.11" in installed) is ("numpy==1.26" in installed) is (versions == "oldest")
+    assert not any("constraints.txt" in line or "setuptools" in line for line in installed)

@@ -50,7 +50,7 @@ def test_without_the_launcher_the_extra_is_named(overrides):
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 1
     [line] = done.stderr.splitlines()
-    assert line.endswith("launcher: pip install -e '.[slurm]' in the checkout")
+    assert line.endswith("launcher: pip install -c constraints.txt -e '.[slurm]' in the checkout")
 
 
 @needs_launcher

@@ -12,6 +12,7 @@ from common_kernels import check24, nm_mask
 from experiments import finetune
 from experiments.finetuning import lora
 from experiments.finetuning.lora import Adapters, LoraConfig
+from experiments.support import errors
 from experiments.support.errors import UserError
 from models.gpt2 import GPT, GPTConfig
 from models.heads import Classifier
@@ -31,8 +32,8 @@ def classifier():
 
 
 def test_without_peft_the_extra_is_named(monkeypatch):
-    monkeypatch.setattr(lora, "find_spec", lambda _: None)
-    with pytest.raises(UserError, match=r"mode=lora needs .* pip install -e '.\[lora\]' in"):
+    monkeypatch.setattr(errors, "find_spec", lambda _: None)
+    with pytest.raises(UserError, match=r"mode=lora needs .* -c constraints.txt -e '.\[lora\]' in"):
         finetune.load(["run=nowhere", "mode=lora"])
 
 
@@ -52,7 +53,7 @@ def test_a_wrong_setting_is_one_line(setting, message):
 
 
 def test_settings_count_for_this_mode_alone(monkeypatch):
-    monkeypatch.setattr(lora, "find_spec", lambda _: SimpleNamespace())
+    monkeypatch.setattr(errors, "find_spec", lambda _: SimpleNamespace())
     plain, other = ({**finetune.load(["run=x", *o])._settings()} for o in ([], ["lora.rank=2"]))
     assert plain == other and "lora" not in plain
     assert finetune.load(["run=x", "mode=lora"])._settings()["lora"]["rank"] == 8
