@@ -6,7 +6,6 @@ reproduce --list` answers at once.
 
 from __future__ import annotations
 
-import csv
 import json
 import re
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from reproduce.reading import read_yaml
+from reproduce.reading import read_rows, read_yaml
 from reproduce.spec import Table
 
 HERE = Path(__file__).parent
@@ -168,13 +167,12 @@ def _with_numbers(table: Table, tier: str) -> Path | None:
     """The CSV file of the committed table of a tier, if it has numbers in all rows."""
     wanted = {(v.label, row.label) for v, row, _ in table.trainings(tier) if not row.stage}
     for path in (HERE / "measured").glob(f"*/{table.name}-{tier}.csv"):
-        with path.open(encoding="utf-8", newline="") as file:
-            found = {
-                (line.get("of", ""), line["method"])
-                for line in csv.DictReader(file)
-                if line["tier"] == tier
-                and any(name.endswith(": n") and int(n or 0) for name, n in line.items())
-            }
+        found = {
+            (line.get("of", ""), line["method"])
+            for line in read_rows(path)
+            if line["tier"] == tier
+            and any(name.endswith(": n") and int(n or 0) for name, n in line.items())
+        }
         if wanted and wanted <= found:
             return path
     return None

@@ -7,7 +7,6 @@ table is written between two marks; the rest of the README is left as it is.
 
 from __future__ import annotations
 
-import csv
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ from pathlib import Path
 
 from experiments.support.checkpoint import write_text
 from reproduce.cells import published_cell
-from reproduce.reading import read_tables
+from reproduce.reading import read_rows, read_tables
 from reproduce.spec import Table, Variant
 
 HERE = Path(__file__).parent
@@ -89,14 +88,6 @@ def measured(cell: Cell) -> float | None:
     table, method, column = cell
     rows = (row for row in read_rows(MEASURED / f"{table}-full.csv") if row["method"] == method)
     return next((float(own) for row in rows if (own := row.get(f"{column}: mean"))), None)
-
-
-def read_rows(path: Path) -> list[dict[str, str]]:
-    """The rows of a CSV file; [] without one."""
-    if not path.is_file():
-        return []
-    with path.open(encoding="utf-8", newline="") as file:
-        return list(csv.DictReader(file))
 
 
 def published(cell: Cell) -> float | None:

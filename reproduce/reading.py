@@ -5,7 +5,10 @@ OmegaConf is not used, because it would take seconds for all of the specs.
 
 from __future__ import annotations
 
+import csv
 import dataclasses
+import hashlib
+import io
 import types
 import typing
 from collections.abc import Iterator
@@ -45,6 +48,24 @@ def _content(path: Path) -> dict[str, Any]:
 def read_tables(folder: Path = TABLES) -> list[Table]:
     """All tables in a folder, sorted by name."""
     return [read_table(path) for path in sorted(folder.glob("*.yaml"))]
+
+
+def read_rows(path: Path) -> list[dict[str, str]]:
+    """The rows of a CSV file; [] without one.
+
+    Raises:
+        UserError: it differs from its hash in the file `SHA256SUMS` beside it, if there is one.
+    """
+    if not path.is_file():
+        return []
+    content, sums = path.read_bytes(), path.with_name("SHA256SUMS")
+    line = f"{hashlib.sha256(content).hexdigest()}  {path.name}"
+    if sums.is_file() and line not in sums.read_text(encoding="utf-8").splitlines():
+        raise UserError(
+            f"{path} does not fit {sums.name}; restore it or, if it was measured anew, run "
+            f"`sha256sum *.csv > {sums.name}` in its folder"
+        )
+    return list(csv.DictReader(io.StringIO(content.decode(), newline="")))
 
 
 def read_yaml(path: Path) -> Any:

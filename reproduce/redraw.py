@@ -6,7 +6,6 @@ It is needed after the drawing has changed. Nothing is measured.
 
 from __future__ import annotations
 
-import csv
 import sys
 from pathlib import Path
 
@@ -14,7 +13,7 @@ from experiments.support.checkpoint import write_atomic
 from reproduce.cells import Numbers
 from reproduce.figure import plot, values
 from reproduce.paper_speeds import MEASURED
-from reproduce.reading import read_tables
+from reproduce.reading import read_rows, read_tables
 from reproduce.render import units_of
 from reproduce.spec import Table
 
@@ -30,11 +29,10 @@ def summary(path: Path) -> list[Numbers]:
         except ValueError:
             return text
 
-    with path.open(encoding="utf-8", newline="") as file:
-        return [
-            {name: parsed(text) if ": " in name else text for name, text in line.items()}
-            for line in csv.DictReader(file)
-        ]
+    return [
+        {name: parsed(text) if ": " in name else text for name, text in line.items()}
+        for line in read_rows(path)
+    ]
 
 
 def redraw(table: Table, source: Path, path: Path) -> None:

@@ -1,12 +1,15 @@
 """Figures of measured values: drawn from a table's CSV, with intervals and on axes that compare."""
 
+import shutil
+
 import pytest
 from matplotlib.figure import Figure as Canvas
 
+from experiments.support.errors import UserError
 from reproduce import redraw
 from reproduce.figure import Value, draw_values, limits, values
 from reproduce.paper_speeds import MEASURED
-from reproduce.reading import read_tables
+from reproduce.reading import read_rows, read_tables
 
 TABLES = {table.name: table for table in read_tables()}
 COMMITTED = {p.stem.removesuffix("-full"): p for p in sorted(MEASURED.glob("*-full.csv"))}
@@ -23,6 +26,16 @@ def test_every_committed_measurement_has_a_figure_with_a_value_in_each_panel():
         found = values(table, redraw.summary(path))
         wanted = table.figure.columns or [c.label for c in table.columns if c.published]
         assert {v.quantity for v in found if v.source == "ours"} == set(wanted) - {"theoretical"}
+
+
+def test_a_changed_digit_of_a_committed_measurement_is_refused(tmp_path):
+    paths = sorted(MEASURED.glob("*.csv"))
+    assert paths and all(read_rows(path) for path in paths)
+    shutil.copy(MEASURED / "SHA256SUMS", tmp_path)
+    path = tmp_path / paths[0].name
+    path.write_bytes(paths[0].read_bytes().replace(b"1", b"2", 1))
+    with pytest.raises(UserError, match=rf"{path.name} does not fit SHA256SUMS; restore it"):
+        read_rows(path)
 
 
 def test_values_have_their_interval_and_second_hand_ones_say_so():
