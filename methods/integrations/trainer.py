@@ -49,7 +49,7 @@ from transformers import (
     TrainingArguments,
 )
 
-from ..nn import base, compressed, conversion, distillation, sharding, slorb
+from ..nn import base, compressed, conversion, distillation, matrices, sharding, slorb
 from ..nn.linear import SparseLinear
 from ..nn.meta import fill, without_numbers
 from ..nn.optimizer import each
@@ -392,7 +392,8 @@ def plain_state(
             conversion.release(twin)
             for key in [key for key in state if key.rpartition(".")[0] == name]:
                 del state[key]
-            state |= {f"{name}.{key}": value.cpu() for key, value in twin.state_dict().items()}
+            for key, value in twin.state_dict().items():
+                state[matrices.plain_key(layer, name, key)] = value.cpu()
     return state
 
 
@@ -413,6 +414,7 @@ def _save_plain(
 def _expect_plain(model: nn.Module, incompatible: Any) -> None:
     """Remove from a loader's report, in place, the keys in which a plain checkpoint differs; the
     callback loads that state."""
-    layers = [n for n, layer in model.named_modules() if isinstance(layer, SparseLinear)]
+    layers = {n: layer for n, layer in model.named_modules() if isinstance(layer, SparseLinear)}
+    plain = {matrices.plain_key(layer, n, "weight") for n, layer in layers.items()}
     for keys in incompatible:
-        keys[:] = [key for key in keys if key.rpartition(".")[0] not in layers]
+        keys[:] = [k for k in keys if k not in plain and k.rpartition(".")[0] not in layers]

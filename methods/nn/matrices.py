@@ -44,6 +44,14 @@ def is_placed(layer: nn.Module) -> bool:
     return "place" in vars(layer)
 
 
+def plain_key(layer: Any, name: str, key: str) -> str:
+    """The key in a plain model's state dict of what is `key` in the layer of this name."""
+    if not is_placed(layer):
+        return f"{name}.{key}"
+    attribute = layer.place[1]
+    return f"{name.removesuffix(f'sparse_{attribute}')}{attribute}"
+
+
 @torch.no_grad()
 def take(layer: Any) -> None:
     """Let `layer` hold the matrix of its place as [rows, in]."""

@@ -59,7 +59,7 @@ MODELS = [mixtral, Attention]
 
 
 def built(name, model, **options):
-    names = [n for n, m, a in conversion._matrices(model) if matrices.takes(m, a)]
+    names = [n for n, m, a in conversion.every_matrix(model) if matrices.takes(m, a)]
     method = methods.build(name, include=names, total_steps=6, **METHODS[name], **options)
     return method, method.convert(model), names
 
@@ -140,3 +140,18 @@ def test_a_stack_whose_inputs_are_another_dim_is_left_and_told():
     model["mlp"].register_parameter("up", nn.Parameter(torch.zeros(2, 8, 16)))
     report = methods.build("ste", include=["*"]).convert(model)
     assert report.dense == {"mlp.up": "Module, a stack whose inputs may not be its last dim"}
+
+
+def test_the_trainer_saves_them_as_transformers_reads_them(tmp_path):
+    from transformers import MixtralForCausalLM, Trainer, TrainingArguments
+
+    from methods.integrations.trainer import MethodCallback
+
+    options = {"max_steps": 2, "report_to": [], "use_cpu": True, "disable_tqdm": True}
+    arguments = TrainingArguments(output_dir=str(tmp_path), save_steps=2, **options)
+    model, method = mixtral(), methods.build("ste", total_steps=2)
+    callback = MethodCallback(method, model, arguments)
+    rows = [{name: ids[0] for name, ids in batch().items()}] * 4
+    Trainer(model, arguments, train_dataset=rows, callbacks=[callback]).train()
+    saved = MixtralForCausalLM.from_pretrained(tmp_path / "checkpoint-2").state_dict()
+    assert all(torch.equal(saved[n], p) for n, p in method.finalize(model).state_dict().items())
