@@ -12,33 +12,83 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import pkgutil
+from functools import cache
+from importlib.metadata import EntryPoint, entry_points
 from types import ModuleType
 from typing import Any
 
 from . import released
-from .nn.base import Method, Report
+from .nn.base import Config, Method, Report
 from .nn.check import check
 from .nn.linear import refresh
 from .nn.optimizer import FusedAdamW
 
-__all__ = ["FusedAdamW", "Method", "Report", "available", "build", "check", "module", "refresh"]
+__all__ = [
+    "FusedAdamW",
+    "Method",
+    "Report",
+    "available",
+    "build",
+    "check",
+    "module",
+    "refresh",
+    "register",
+]
+
+
+_registered: dict[str, ModuleType] = {}
+
+
+def register(module: ModuleType) -> None:
+    """Make a method of your own known in this process, by the last part of its module's name.
+
+    An installed package makes its method known to every command as an entry point of the group
+    `sparse24.methods`, with the method's name and its module.
+
+    Raises:
+        ValueError: the module has no `Config` and `Method`, or there is a method of this name.
+    """
+    name = module.__name__.rpartition(".")[2]
+    wanted = {"Config": Config, "Method": Method}
+    if not all(issubclass(vars(module).get(word, object), base) for word, base in wanted.items()):
+        raise ValueError(f"{module.__name__} needs a Config and a Method, as methods/ste.py has")
+    if name in available() and _registered.get(name) is not module:
+        raise ValueError(f"there is a method {name!r} already; give {module.__name__} another name")
+    _registered[name] = module
+
+
+def own() -> dict[str, ModuleType]:
+    """The methods from outside this folder, by name."""
+    return {entry.name: entry.load() for entry in _installed()} | _registered
+
+
+@cache
+def _installed() -> tuple[EntryPoint, ...]:
+    return tuple(entry_points(group="sparse24.methods"))
 
 
 def available() -> list[str]:
-    """The names that `build` takes: the files of this folder."""
-    return sorted(m.name for m in pkgutil.iter_modules(__path__) if not m.ispkg)
+    """The names that `build` takes: the files of this folder, and the methods that are `own`."""
+    return sorted({*_files(), *own()})
+
+
+def _files() -> list[str]:
+    return [m.name for m in pkgutil.iter_modules(__path__) if not m.ispkg]
 
 
 def module(name: str) -> ModuleType:
-    """The module of a method: `methods/<name>.py`, or one of `methods/released` by dotted name.
+    """The module of a method: `methods/<name>.py`, one of `methods/released` by dotted name, or one
+    from outside.
 
     Raises:
         ValueError: there is no such method.
     """
     defective = {f"released.{m.name}" for m in pkgutil.iter_modules(released.__path__)}
-    if name not in {*available(), *defective}:
-        raise ValueError(f"no method {name!r}; choose one of {', '.join(available())}")
-    return importlib.import_module(f"{__name__}.{name}")
+    if name in {*_files(), *defective}:
+        return importlib.import_module(f"{__name__}.{name}")
+    if name in own():
+        return own()[name]
+    raise ValueError(f"no method {name!r}; choose one of {', '.join(available())}")
 
 
 def build(name: str, **options: Any) -> Method:

@@ -103,8 +103,12 @@ def _parsed(config_name: str, text: str) -> Any:
 def _merged(config_name: str, files: tuple[str, ...]) -> Any:
     """The config of a choice of files. It is shared, so callers change a copy."""
     from hydra import compose, initialize_config_module
+    from hydra.core.config_store import ConfigStore
     from hydra.errors import MissingConfigException
 
+    for name, options in run_names.own_methods().items():
+        node = {"defaults": ["_common", "_self_"], **options}
+        ConfigStore.instance().store(f"{name}.yaml", node, group="method")
     try:
         with initialize_config_module("experiments.conf", version_base="1.3"):
             return compose(config_name, overrides=list(files))

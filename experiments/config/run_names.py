@@ -6,6 +6,7 @@ versions, and a run is still found under an older tag or without one.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 import re
@@ -13,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import methods
 from experiments.config.command_line import CONF, as_typed, named
 
 LONGEST = 60  # characters of a tag, without the "_more" at its end
@@ -37,7 +39,7 @@ def name(method: dict[str, Any], model: dict[str, Any], train: dict[str, Any], m
         values = json.loads(json.dumps(values))  # tuples as lists, as in a file
         found = {
             file: _differing(values, known)
-            for file, known in files(group).items()
+            for file, known in (files(group) | (own_methods() if group == "method" else {})).items()
             if values.get("name") == known.get("name")
         }
         default = _chosen()[group]
@@ -67,6 +69,15 @@ def _differing(values: dict[str, Any], known: dict[str, Any]) -> list[str]:
             said = re.sub(r"[^\w.+-]+", "_", as_typed(value), flags=re.A).strip("_.")
             words.append(f"{key}_{said}"[:_WORD].rstrip("_."))
     return words
+
+
+def own_methods() -> dict[str, dict[str, Any]]:
+    """What a file of the group `method` would hold for each method from outside, by name."""
+    common = {field.name for field in dataclasses.fields(methods.Method.Config)}
+    return {
+        name: {"name": name} | {k: v for k, v in vars(own.Config()).items() if k not in common}
+        for name, own in methods.own().items()
+    }
 
 
 @functools.cache

@@ -2,6 +2,8 @@
 
 import dataclasses
 import importlib
+import math
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -565,3 +567,51 @@ def test_methods_with_a_form_of_adamw_refuse_other_optimizers(tiny, optimizer, m
         return
     with pytest.raises(UserError, match=f"train.optimizer={optimizer}, but the update rule"):
         pretraining.run(config, lambda message: None)
+
+
+OWN = """
+from dataclasses import dataclass
+
+from methods import sr_ste
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(sr_ste.Config):
+    beta: float = 0.5
+
+
+class Method(sr_ste.Method):
+    Config = Config
+"""
+
+
+@pytest.mark.parametrize("installed", [False, True])
+def test_a_method_from_outside_is_found_by_its_name(installed, tmp_path, monkeypatch):
+    """Registered in this process, or by an entry point of an installed package."""
+    (tmp_path / "mine.py").write_text(OWN)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "mine", raising=False)
+    monkeypatch.setattr(methods, "_registered", {})
+    module = importlib.import_module("mine")
+    if installed:
+        info = tmp_path / "mine-1.0.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text("Metadata-Version: 2.1\nName: mine\nVersion: 1.0\n")
+        (info / "entry_points.txt").write_text("[sparse24.methods]\nmine = mine\n")
+    else:
+        methods.register(module)
+        methods.register(module)  # once more does nothing
+        with pytest.raises(ValueError, match="needs a Config and a Method"):
+            methods.register(math)
+        with pytest.raises(ValueError, match=r"a method 'ste' already; give methods\.ste another"):
+            methods.register(methods.module("ste"))
+    methods._installed.cache_clear()
+    try:
+        assert "mine" in methods.available()
+        assert type(methods.build("mine", beta=0.1)) is module.Method
+        run = load(["model=gpt2_nano", "method=mine", "method.beta=0.25", "method.n=1"])
+        assert type(run.build_method()) is module.Method
+        assert (run.method_options.beta, run.method_options.n) == (0.25, 1)
+        assert run.directory().parent.name.startswith("mine-n_1-beta_0.25-")
+    finally:
+        methods._installed.cache_clear()
