@@ -82,7 +82,8 @@ def prepare(config: DataConfig) -> Path:
         return config.directory
     directory = config.directory
     if directory.exists():
-        read_manifest(config)  # checks that it was made from this source
+        manifest = read_manifest(config)  # checks that it was made from this source
+        remove_unnamed(directory, manifest)  # as a killed preparation may not have done
         return directory
     encoding: tiktoken.Encoding | HFTokenizer | None = None
     if config.tokenizer_kind == "gpt2":
@@ -143,8 +144,7 @@ def prepare(config: DataConfig) -> Path:
         try:
             publish(building, directory)
             (directory / LOCK).unlink()
-            if sharded:
-                remove_unnamed(directory, manifest)
+            remove_unnamed(directory, manifest)
         except OSError:
             if not (directory / "manifest.json").is_file():
                 raise

@@ -128,13 +128,15 @@ def write_shards(
 
 def remove_unnamed(directory: Path, manifest: dict[str, Any]) -> None:
     """Remove the files in `directory` that the manifest does not name, which only the preparation
-    needed."""
+    needed, unless that was done already."""
+    if not (directory / _BEGUN).exists():
+        return
     shards = [shard for split in SPLITS for shard in manifest["splits"][split]["shards"]]
     kept = {shard["file"] for shard in shards}
     for path in directory.iterdir():
         if path.suffix == ".npy" or (path.suffix == ".bin" and path.name not in kept):
             path.unlink()
-    (directory / _BEGUN).unlink(missing_ok=True)
+    (directory / _BEGUN).unlink()
 
 
 def _sizes(path: Path) -> Path:

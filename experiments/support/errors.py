@@ -96,13 +96,14 @@ def writing(path: Path) -> Iterator[None]:
         while cause is not None and getattr(cause, "errno", None) not in _FULL:
             cause = cause.__cause__ or cause.__context__
         quoted = re.search(r"\(os error (\d+)\)", str(error))
-        number = getattr(cause, "errno", None) or int(quoted[1] if quoted else 0)
+        hidden = None if isinstance(error, OSError) else getattr(error.__context__, "errno", None)
+        number = getattr(cause, "errno", None) or (int(quoted[1]) if quoted else hidden)
         if number in _FULL:
             raise UserError(
                 f"{path} cannot be written: {os.strerror(number)}; make room there, or choose "
                 "another place, and run the same command again"
             ) from error
-        if quoted:
+        if number is not None:
             raise OSError(number, os.strerror(number), str(path)) from error
         raise
 

@@ -7,16 +7,18 @@ import subprocess
 import sys
 import time
 from contextlib import ExitStack
+from pathlib import Path
 
 import pytest
 
 from experiments.images.dataset import load_images
-from experiments.support.checkpoint import exclusive, read_sealed
+from experiments.support.checkpoint import exclusive, read_sealed, write_text
 from experiments.support.errors import UserError
 from reproduce import blocks, processes, runner
 from reproduce.__main__ import main
 from reproduce.blocks import Block, BlockSource
 from reproduce.runner import run_block
+from tests.faults import check
 
 # Arguments: what to do, the run directory, what to write as its result.
 CHILD = """
@@ -329,6 +331,30 @@ def test_children_end_with_a_runner_that_is_killed(tmp_path):
     os.kill(parent, signal.SIGKILL)
     os.waitpid(parent, 0)
     wait_for(tmp_path / "run" / "saved")
+
+
+def test_a_fault_of_the_disk_is_made_up_for_by_the_next_call(
+    start, children, monkeypatch, tmp_path
+):
+    class Child:  # which writes in this process
+        def __init__(self, command, stdout, **options):
+            *_, directory, result = command
+            try:
+                write_text(Path(directory) / "result.json", result)
+                self.returncode = 0
+            except (UserError, OSError) as error:
+                stdout.write(str(error).encode())
+                self.returncode = 1
+
+        def poll(self):
+            return self.returncode
+
+        terminate = wait = lambda self, *_: None
+
+    monkeypatch.setattr(subprocess, "Popen", Child)
+    root = tmp_path / "runs"
+    root.mkdir()
+    check(root, lambda: run_block(block([0]), root, report=str, committed=tmp_path / "no"), 6)
 
 
 def wait_for(path):

@@ -185,6 +185,11 @@ def test_other_errors_are_not_a_full_disk(tmp_path):
         raise PermissionError(13, "no")
     with pytest.raises(RuntimeError), writing(tmp_path):
         raise RuntimeError("of the work itself")
+    with pytest.raises(OSError, match=r"Input/output error: '.*'"), writing(tmp_path):
+        try:
+            raise OSError(5, "by the disk")
+        finally:
+            raise RuntimeError("of torch, which closes its archive")
 
 
 def test_an_error_that_safetensors_quotes_is_that_of_the_system(tmp_path):

@@ -1,0 +1,39 @@
+"""What a fault of the disk interrupts ends, once it is started again, with exactly the files that
+it has without a fault. reproduce/test_runner.py has the same for a block."""
+
+import json
+from functools import partial
+
+import pytest
+
+from experiments.config.run import load
+from experiments.data.manifest import DataConfig
+from experiments.data.prepare import prepare
+from experiments.exporting.export import Form, export
+from experiments.runs.finished import FinishedRun
+from experiments.training import pretraining
+from tests.faults import check
+
+
+def quiet(message):
+    """Take a message, and show nothing."""
+
+
+@pytest.mark.parametrize("shard_tokens", [None, 300])
+def test_the_preparation_of_a_corpus(corpus_dir, tmp_path, shard_tokens):
+    text, root = tmp_path / "text.jsonl", tmp_path / "data"
+    lines = (corpus_dir / "text" / "a.txt").read_text().splitlines()[:60]
+    text.write_text("".join(json.dumps({"text": line}) + "\n" for line in lines))
+    root.mkdir()
+    config = DataConfig("words", str(text), str(root), "bpe", 300, shard_tokens=shard_tokens)
+    check(root, partial(prepare, config), 8)
+
+
+def test_a_training_and_its_exports(overrides, tmp_path):
+    root = tmp_path / "runs"
+    root.mkdir()
+    config = load([*overrides, "method=ste"])
+    check(root, partial(pretraining.run, config, quiet), 8)
+    run = FinishedRun.open(config.directory())
+    for form in (Form(), Form(compressed=True)):
+        check(root, partial(export, run, form, report=quiet), 4)
