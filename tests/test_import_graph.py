@@ -1,4 +1,7 @@
 import importlib.util
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -26,3 +29,20 @@ def test_a_circle_is_found(tool):
 
 def test_floors_by_hand(tool):
     assert tool.floors({"a": {"b", "c"}, "b": {"c"}, "c": set()}) == {"a": 3, "b": 2, "c": 1}
+
+
+@pytest.mark.parametrize(
+    ("hidden", "imported"),
+    [("models", "experiments.plan"), ("methods", "experiments"), ("experiments", "reproduce")],
+)
+def test_a_package_of_the_user_that_hides_one_of_ours_is_named(hidden, imported, tmp_path):
+    (tmp_path / hidden).mkdir()
+    (tmp_path / hidden / "__init__.py").touch()
+    root = Path(__file__).parents[1]
+    done = subprocess.run(
+        [sys.executable, "-c", f"import {imported}"],
+        env={**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{root}"},
+        capture_output=True, text=True, cwd=tmp_path,
+    )  # fmt: skip
+    told = f"ImportError: import {hidden} finds {tmp_path / hidden}, which hides sparse24's"
+    assert done.returncode and told in done.stderr
