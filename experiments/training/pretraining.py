@@ -51,6 +51,7 @@ from methods.nn.ranks import alone
 from models.base import Model
 
 _SHAPE = {**results.TRAINING, "corpus_hash": str, "corpus": dict, "metrics": dict}
+_told: set[str] = set()  # devices without sparse products, of which a sweep says so once
 CALIBRATION_BATCH = 8  # sequences per forward pass; it does not change the statistics
 
 
@@ -151,8 +152,9 @@ def run(config: RunConfig, report: Callable[[str], None] = say) -> dict[str, Any
                 (directory / results.FILE).unlink(missing_ok=True)
                 checkpoint.write_json(directory / "config.json", config.as_dict())
             report(f"{config.method}, seed {config.seed}: {converted} -> {directory}")
-            if method.acceleration:
+            if method.acceleration and here.device.type not in _told:
                 report(str(method.acceleration))
+                _told.update({here.device.type} - {"cuda"})
             for note in notes(config, source):
                 report(note)
             return _train(config, trainer, shards, held_out, converted, init, report)

@@ -299,10 +299,13 @@ def test_settings_of_the_process_are_given_back(tiny, monkeypatch):
     assert backend.ENVIRONMENT_VARIABLE not in os.environ
 
 
-def test_sparse_products_are_asked_for_and_told(tiny):
-    """On a CPU all are dense; in fp32 there is no sparse one anywhere."""
-    said = []
+def test_sparse_products_are_asked_for_and_told(tiny, monkeypatch):
+    """On a CPU all are dense, which a sweep says once; in fp32 there is no sparse one anywhere."""
+    monkeypatch.setattr(pretraining, "_told", set())
+    said, again = [], []
     result = pretraining.run(tiny("method=s_ste"), said.append)
+    pretraining.run(tiny("method=ste"), again.append)
+    assert not any(line.startswith("products of") for line in again)
     assert any(line.startswith("products of 2 layers: fprop, wgrad dense in 2") for line in said)
     dense = json.loads(json.dumps(dataclasses.asdict(DENSE)))
     assert set(result["matmul"]) == set(result["converted"])
