@@ -2,11 +2,13 @@
 
 Takes run directories, folders that contain runs, or patterns. Runs that differ
 only in the seed are averaged. Each group is compared with the baseline seed by
-seed, because runs with the same seed share initial weights and batches.
+seed, because runs with the same seed share initial weights and batches. In a
+sweep that is the baseline at the same learning rate (or whatever else is
+swept), or where there is none the best one; the table says which.
 
-    baseline=NAME  group to compare with: its name in the table, the folder of
-                   its runs (ste-steps_60-8cdc4f70) or its method (default:
-                   dense, or else the first)
+    baseline=NAME  what to compare with: a method (default: dense, or else the
+                   first), or one group by its name in the table or the folder
+                   of its runs (ste-steps_60-8cdc4f70)
     metric=PATH    number in result.json (default: metrics.val_loss)
     out=FOLDER     folder for compare.md, .csv, -runs.csv, -curves.csv and .png
                    (default: runs/compare)
@@ -36,9 +38,9 @@ def compare(paths: list[Path], baseline: str, metric: str, out: Path) -> None:
     """
     runs, unfinished = comparison.find(paths)
     arms = comparison.arms(runs)
-    reference = comparison.choose(arms, baseline or None)
-    rows = comparison.table(arms, reference, metric)
-    text = comparison.markdown(arms, rows, metric)
+    baselines = comparison.choose(arms, baseline or None)
+    rows = comparison.table(arms, baselines, metric)
+    text = comparison.text(arms, baselines, metric)
     print(text)
     for directory in unfinished:
         say(f"left out, not finished: {directory}")
@@ -54,10 +56,11 @@ def compare(paths: list[Path], baseline: str, metric: str, out: Path) -> None:
         for seed, found in arm.numbers(metric).items()
     ]
     write_text(out / "compare-runs.csv", csv_text(single))
-    points = comparison.curves(arms, reference)
+    points = comparison.curves(arms, baselines)
+    looks = comparison.looks(arms, baselines)
     write_text(out / "compare-curves.csv", csv_text([dataclasses.asdict(p) for p in points]))
     panels = {
-        curves.NAMES[quantity]: partial(curves.draw, quantity=quantity, data=points)
+        curves.NAMES[quantity]: partial(curves.draw, quantity=quantity, data=points, looks=looks)
         for quantity in dict.fromkeys(point.quantity for point in points)
     }
     if panels:  # there are none if every run diverged at once

@@ -18,14 +18,14 @@ from experiments.support.errors import UserError, closest, installing, interrupt
 T = TypeVar("T")
 
 
-def composed(config_name: str, typed: Callable[[Any], T], overrides: Sequence[str] = ()) -> T:
+def composed(config_name: str, typed: Callable[[Any], T], overrides: list[str] | None = None) -> T:
     """`typed` of the config that `experiments/conf/<config_name>.yaml` and hydra overrides compose.
 
     Raises:
         UserError: an override that does not fit, in one line.
     """
     with one_line_errors():
-        return typed(_compose(config_name, overrides))
+        return typed(_compose(config_name, overrides or ()))
 
 
 def check(config_name: str, overrides: Sequence[str], sweep: bool) -> None:

@@ -141,9 +141,9 @@ def exit_with_one_line(after_stop: str) -> Iterator[None]:
     except (MemoryError, RuntimeError) as error:
         if not memory.is_exhausted(error):
             raise
-        reason = str(error).strip().splitlines() or ["MemoryError"]
+        lines = str(error).strip().splitlines() or ["MemoryError"]
         sys.exit(
-            f"error: out of memory ({reason[0]}); set a smaller impl.micro_batch, batch or model"
+            f"error: out of memory ({lines[0]}); set a smaller impl.micro_batch, batch or model"
         )
     except (KeyboardInterrupt, Terminated) as stop:
         what, status = ("terminated", 143) if isinstance(stop, Terminated) else ("interrupted", 130)

@@ -1,10 +1,11 @@
 """Compares finished trainings. Runs that differ only in their seed form an arm, and arms are
-compared seed by seed with a baseline arm."""
+compared seed by seed with a baseline's."""
 
 from __future__ import annotations
 
 import json
 import math
+import re
 import shlex
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -47,9 +48,9 @@ class Arm:
 
 @dataclass(frozen=True)
 class Summary:
-    """A row of the comparison. difference: mean difference to the baseline over the `pairs` seeds
-    that both have on equal data and for equally many samples, with its 95 % interval from `low` to
-    `high`; nan for the baseline itself and without pairs."""
+    """A row of the comparison. difference: mean difference to the run `against` over the `pairs`
+    seeds that both have on equal data and for equally many samples, with its 95 % interval from
+    `low` to `high`; nan for the baseline itself and without pairs."""
 
     label: str
     n: int
@@ -59,6 +60,7 @@ class Summary:
     difference: float = math.nan
     low: float = math.nan
     high: float = math.nan
+    against: str = ""
 
 
 def find(paths: Iterable[Path]) -> tuple[list[FinishedRun], list[Path]]:
@@ -139,18 +141,33 @@ def flat(result: dict[str, Any]) -> dict[str, str]:
 
 
 def _labelled(found: list[Arm]) -> list[Arm]:
-    """The arms with labels: the method and what distinguishes an arm from others of its method, or
-    if that is long, the folder of its runs."""
-    labelled, folders = [], [arm.folder for arm in found]
+    """The arms with labels: the method and, in words, what distinguishes an arm from others of its
+    method, and the settings in which any two arms differ. If that is long, the folder of its runs.
+    """
+    labelled, folders, swept = [], [arm.folder for arm in found], _swept(found)
     for arm in found:
         method = arm.config["method.name"]
         alike = [other for other in found if other.config["method.name"] == method]
-        own = [f"{key}={arm.config[key]}" for key in differing(alike) if key in arm.config]
-        label = " ".join([method, *own])
+        keys = sorted({*swept, *differing(alike)} & arm.config.keys())
+        label = ", ".join(
+            [method, *(f"{_word(key, arm.config)} {arm.config[key]}" for key in keys)]
+        )
         if len(label) > LONGEST and folders.count(arm.folder) == 1:
             label = arm.folder
         labelled.append(replace(arm, label=label))
     return labelled
+
+
+def _word(key: str, config: dict[str, str]) -> str:
+    """The name of a setting without its group, unless another group has one of this name."""
+    last = key.rpartition(".")[2]
+    alone = last != "seed" and sum(other.rpartition(".")[2] == last for other in config) == 1
+    return (last if alone else key.replace(".", " ")).replace("_", " ")
+
+
+def _swept(found: list[Arm]) -> list[str]:
+    """The config keys, apart from the method and its options, in which arms differ."""
+    return [key for key in differing(found) if not key.startswith("method.")]
 
 
 def differing(found: list[Arm]) -> list[str]:
@@ -168,29 +185,28 @@ def differing(found: list[Arm]) -> list[str]:
     return several
 
 
-def choose(found: list[Arm], baseline: str | None) -> Arm:
-    """The baseline arm: the one with this label or folder, or the only one of this method. Without
-    a name it is the dense arm, or the first if there is none.
+def choose(found: list[Arm], baseline: str | None) -> list[Arm]:
+    """The arms to compare with: the one with this label or folder, or all of this method. Without a
+    name they are the dense arms, or those of the first arm's method if there is none.
 
     Raises:
-        UserError: no arm has this name, or several have.
+        UserError: no arm has this name.
     """
-    wanted = baseline or "dense"
-    exact = [arm for arm in found if wanted in (arm.label, arm.folder)]
+    exact = [arm for arm in found if baseline in (arm.label, arm.folder)]
     if len(exact) == 1:
-        return exact[0]
-    of_method = [arm for arm in found if arm.config["method.name"] == wanted]
-    if len(of_method) == 1 or (of_method and baseline is None):
-        return of_method[0]
-    if baseline is None:
-        return found[0]
-    several = "is the name of several runs" if of_method else "is none of the runs"
-    choices = dict.fromkeys(arm.folder for arm in of_method or found)
-    raise UserError(f"baseline={baseline} {several}; name one of these:", [*choices])
+        return exact
+    for method in (baseline,) if baseline else ("dense", found[0].config["method.name"]):
+        if of_method := [arm for arm in found if arm.config["method.name"] == method]:
+            return of_method
+    choices = dict.fromkeys(arm.folder for arm in found)
+    raise UserError(f"baseline={baseline} is none of the runs; name one of these:", [*choices])
 
 
-def table(found: list[Arm], baseline: Arm, metric: str = METRIC) -> list[Summary]:
-    """A row for each arm, the baseline first.
+def table(found: list[Arm], baselines: list[Arm], metric: str = METRIC) -> list[Summary]:
+    """A row for each arm, the baselines first.
+
+    An arm is compared with the baseline that has the same values of whatever else is swept, or, if
+    there is none, with the best one.
 
     Raises:
         UserError: no run has this metric, or it is no number.
@@ -201,21 +217,53 @@ def table(found: list[Arm], baseline: Arm, metric: str = METRIC) -> list[Summary
         known = ", ".join(f"metrics.{name}" for name in results[0]["metrics"])
         what = "it is no number" if there else "no run has it"
         raise UserError(f"metric={metric}: {what}; there is {known}")
-    reference = baseline.numbers(metric)
+    swept, best = _swept(found), _best(baselines, metric)
     rows = []
-    for arm in [baseline, *(arm for arm in found if arm is not baseline)]:
-        numbers = arm.numbers(metric)
-        row = Summary(arm.label, len(numbers), mean([*numbers.values()]), std([*numbers.values()]))
-        paired = [
-            numbers[s] - reference[s]
-            for s in numbers
-            if s in reference and _alike(arm.runs[s], baseline.runs[s])
-        ]
-        if arm is not baseline and paired:
-            low, high = paired_interval(paired)
-            row = replace(row, pairs=len(paired), difference=mean(paired), low=low, high=high)
-        rows.append(row)
+    for arm in [*baselines, *(arm for arm in found if arm not in baselines)]:
+        equal = [b for b in baselines if all(b.config.get(k) == arm.config.get(k) for k in swept)]
+        to_best = arm in baselines or len(equal) != 1
+        rows.append(_summary(arm, best if to_best else equal[0], metric))
     return rows
+
+
+def bests(found: list[Arm], baselines: list[Arm], metric: str = METRIC) -> list[Summary]:
+    """A row for the best arm of each method, compared with the best baseline; none if every method
+    has a single arm."""
+    groups: dict[str, list[Arm]] = {}
+    for arm in [*baselines, *found]:
+        groups.setdefault(arm.config["method.name"], []).append(arm)
+    if len(groups) < 2 or len(groups) == len(found):
+        return []
+    best = [_best(arms, metric) for arms in groups.values()]
+    rows = [_summary(arm, _best(baselines, metric), metric) for arm in best]
+    return [replace(row, label=f"best {row.label}") for row in rows]
+
+
+def _best(found: list[Arm], metric: str) -> Arm:
+    """The arm with the best mean: the highest of a score, the lowest of anything else."""
+    sign = -1 if re.search(r"top\d|acc|bleu|score|f1|mcc", metric.rpartition(".")[2]) else 1
+    means = [sign * mean([*arm.numbers(metric).values()]) for arm in found]
+    return found[
+        min(range(len(found)), key=lambda i: means[i] if means[i] == means[i] else math.inf)
+    ]
+
+
+def _summary(arm: Arm, other: Arm, metric: str) -> Summary:
+    """The row of an arm, compared with another one unless it is this one."""
+    numbers, reference = arm.numbers(metric), other.numbers(metric)
+    row = Summary(arm.label, len(numbers), mean([*numbers.values()]), std([*numbers.values()]))
+    if arm is other:
+        return row
+    row = replace(row, against=other.label)
+    paired = [
+        numbers[s] - reference[s]
+        for s in numbers
+        if s in reference and _alike(arm.runs[s], other.runs[s])
+    ]
+    if not paired:
+        return row
+    low, high = paired_interval(paired)
+    return replace(row, pairs=len(paired), difference=mean(paired), low=low, high=high)
 
 
 def _at(record: Any, path: str) -> list[Any]:
@@ -227,25 +275,21 @@ def _at(record: Any, path: str) -> list[Any]:
 
 
 def markdown(found: list[Arm], rows: list[Summary], metric: str = METRIC) -> str:
-    """The rows as a Markdown table with a column for each config key that differs, preceded by a
-    warning if runs differ in length or data."""
-    baseline, keys = rows[0].label, differing(found)
-    configs = {arm.label: arm.config for arm in found}
-    lines = [f"| run | {metric.rpartition('.')[2]} | seeds |", "|---|--:|--:|"]
-    if len(rows) > 1:
-        lines = [
-            f"{lines[0]} minus {baseline} | 95 % interval | pairs |",
-            f"{lines[1]}--:|--:|--:|",
-        ]
-    lines = [" ".join([lines[0], *(f"{key} |" for key in keys)]), lines[1] + "---|" * len(keys)]
+    """The rows as a Markdown table, preceded by a warning if runs differ in length or data."""
+    several = {row.against for row in rows if row.against}
+    told = f"minus {min(several)}" if len(several) == 1 else "compared with | difference"
+    heads = [f"run | {metric.rpartition('.')[2]} | seeds", f"{told} | 95 % interval | pairs"]
+    lines = [f"| {' | '.join(heads[: 1 + bool(several)])} |"]
+    lines.append("|---|--:|--:|" + ("--:|" * (3 + (len(several) > 1)) if several else ""))
     for row in rows:
         line = f"| {row.label} | {with_spread(row.mean, row.std)} | {row.n} |"
-        if len(rows) > 1:
+        if several:
             form = difference_form(row.difference, row.low, row.high)
             interval = "-" if math.isnan(row.low) else f"{row.low:{form}} to {row.high:{form}}"
             less = f"{row.difference:{form}}" if row.pairs else "-"
+            line += f" {row.against or '-'} |" if len(several) > 1 else ""
             line += f" {less} | {interval} | {row.pairs or '-'} |"
-        lines.append(" ".join([line, *(f"{configs[row.label].get(key, '-')} |" for key in keys)]))
+        lines.append(line)
     warning = caution(found)
     return "\n".join([*([warning, ""] if warning else []), *lines]) + "\n"
 
@@ -289,9 +333,9 @@ def with_spread(center: float, spread: float) -> str:
     return told if math.isnan(spread) else f"{told} ± {spread:.{places}f}"
 
 
-def curves(found: list[Arm], baseline: Arm) -> list[Point]:
-    """The curves of each arm, averaged over its seeds, the baseline's first."""
-    ordered = [baseline, *(arm for arm in found if arm is not baseline)]
+def curves(found: list[Arm], baselines: list[Arm]) -> list[Point]:
+    """The curves of each arm, averaged over its seeds, the baselines' first."""
+    ordered = [*baselines, *(arm for arm in found if arm not in baselines)]
     logs = [
         (arm.label, read_metrics(run.directory / "metrics.jsonl"), run.result)
         for arm in ordered
@@ -300,11 +344,29 @@ def curves(found: list[Arm], baseline: Arm) -> list[Point]:
     return points(logs, QUANTITIES)
 
 
+def looks(found: list[Arm], baselines: list[Arm]) -> dict[str, tuple[int, int]]:
+    """By label, the number of the method, for a curve's colour, and that of what else is swept, for
+    its line style; {} unless there are several of both."""
+    keys, looked = _swept(found), {}
+    methods: dict[str, int] = {}
+    settings: dict[tuple[str | None, ...], int] = {}
+    for arm in [*baselines, *found]:
+        method = methods.setdefault(arm.config["method.name"], len(methods))
+        setting = tuple(arm.config.get(key) for key in keys)
+        looked[arm.label] = (method, settings.setdefault(setting, len(settings)))
+    return looked if len(methods) > 1 < len(settings) else {}
+
+
+def text(found: list[Arm], baselines: list[Arm], metric: str = METRIC) -> str:
+    """The table of the arms and of the best one of each method as Markdown."""
+    rows = [*table(found, baselines, metric), *bests(found, baselines, metric)]
+    return markdown(found, rows, metric)
+
+
 def of_sweep(runs: list[FinishedRun], metric: str = METRIC) -> str:
     """The table printed at the end of a sweep, with the command that prints it with curves."""
     found = arms(runs)
-    rows = table(found, choose(found, None), metric)
     folders = dict.fromkeys(str(run.directory.parent) for run in runs)
     given = [*folders, *([] if metric == METRIC else [f"metric={metric}"])]
     command = shlex.join(["python", "-m", "experiments.compare", *given])
-    return f"\n{markdown(found, rows, metric)}\nwith curves: {command}"
+    return f"\n{text(found, choose(found, None), metric)}\nwith curves: {command}"

@@ -199,14 +199,15 @@ def _own(own: Own, runs: Path, links: Links) -> Markup:
             [
                 row.label,
                 f"{with_spread(row.mean, row.std)} (n={row.n})",
+                row.against or "-",
                 claims.signed(row.difference, row.low, row.high) if row.pairs else "-",
                 claims.interval(row.low, row.high),
                 html.listed(links.to(file, file.parent.name) for file in files),
             ]
             for row, files in arms
         ]
-        heads = ["run", "val_loss", f"minus {arms[0][0].label}", "95 % interval", "results"]
-        parts.append(html.table(str(folder), heads, cells, words=(0, 4)))
+        heads = ["run", "val_loss", "compared with", "difference", "95 % interval", "results"]
+        parts.append(html.table(str(folder), heads, cells, words=(0, 2, 5)))
         parts.append(html.command(f"python -m experiments.compare {folder}"))
     return text(parts or tag("p", f"There is no finished training run in {runs}."))
 

@@ -139,26 +139,29 @@ def test_arms_of_one_method_are_told_apart_by_what_differs(write):
     write("dense", 0, arm="c", method__seed=7)
     found = compared(comparison.Path("runs"))
     assert {arm.label for arm in found} == {
-        "dense", "dense method.seed=7", "s_ste",
-        "ste train.steps=40", "ste method.beta=none train.steps=20",
+        "dense, steps 20", "dense, method seed 7, steps 20", "s_ste, steps 20",
+        "ste, steps 40", "ste, beta none, steps 20",
     }  # fmt: skip
     # An option that only one method has sets nobody apart from other methods.
     assert differing(found) == ["train.steps"]
-    assert differing([arm for arm in found if arm.label in ("dense", "s_ste")]) == []
+    assert (
+        differing([arm for arm in found if arm.label in ("dense, steps 20", "s_ste, steps 20")])
+        == []
+    )
 
 
 def test_a_schedule_of_another_length_is_another_arm(write):
     write("gmp", 0, arm="a")
     write("gmp", 0, arm="b", method__total_steps=10)  # of 20 steps of training
     found = compared(comparison.Path("runs"))
-    assert [arm.label for arm in found] == ["gmp", "gmp method.total_steps=10"]
+    assert [arm.label for arm in found] == ["gmp", "gmp, total steps 10"]
 
 
 def test_other_data_are_another_arm(write):
     write("ste", 0, arm="a")
     write("ste", 0, arm="b", corpus="ef" * 32)
     assert [arm.label for arm in compared(comparison.Path("runs"))] == [
-        "ste corpus=cdcdcdcdcdcd", "ste corpus=efefefefefef"
+        "ste, corpus cdcdcdcdcdcd", "ste, corpus efefefefefef"
     ]  # fmt: skip
 
 
@@ -171,23 +174,23 @@ def test_the_same_run_twice_is_refused(write):
 
 def test_the_baseline(three, write):
     found = compared(three)
-    assert choose(found, None).label == "dense"
-    assert choose(found, "ste").label == "ste"
-    assert choose(found[1:], None).label == "s_ste"
-    assert choose(found[::-1], None).label == "dense"
+
+    def chosen(found, name):
+        return [arm.label for arm in choose(found, name)]
+
+    assert chosen(found, None) == ["dense"]
+    assert chosen(found, "ste") == ["ste"]
+    assert chosen(found[1:], None) == ["s_ste"]
+    assert chosen(found[::-1], None) == ["dense"]
     with pytest.raises(UserError) as error:
         choose(found, "slope")
     assert str(error.value) == "baseline=slope is none of the runs; name one of these:"
     assert error.value.choices == ["dense-0", "s_ste-0", "ste-0"]
     write("ste", 0, arm="ste-x", train__steps=40, method__total_steps=40)
     found = compared(three)
-    with pytest.raises(UserError, match=r"^baseline=ste is the name of several runs") as error:
-        choose(found, "ste")
-    assert error.value.choices == ["ste-0", "ste-x"]
-    for name in ("ste train.steps=40", "ste-x"):
-        assert choose(found, name).label == "ste train.steps=40"
-    write("dense", 0, arm="dense-x", train__steps=40, method__total_steps=40)
-    assert choose(compared(three)[::-1], None).label == "dense train.steps=40"  # the first of two
+    assert chosen(found, "ste") == ["ste, steps 20", "ste, steps 40"]
+    for name in ("ste, steps 40", "ste-x"):
+        assert chosen(found, name) == ["ste, steps 40"]
 
 
 def test_a_long_label_is_the_folder_of_the_runs(write):
@@ -195,11 +198,11 @@ def test_a_long_label_is_the_folder_of_the_runs(write):
     write("ste", 0)
     write("ste", 0, arm="ste-include_more-0", method__include=[long])
     found = compared(comparison.Path("runs"))
-    assert [arm.label for arm in found] == ["ste method.include=[*mlp.*]", "ste-include_more-0"]
+    assert [arm.label for arm in found] == ["ste, include [*mlp.*]", "ste-include_more-0"]
     # A folder of runs of two configs tells neither.
     write("ste", 1, arm="ste-include_more-0", method__include=[long + "9"])
     labels = [arm.label for arm in compared(comparison.Path("runs"))[1:]]
-    assert labels == [f"ste method.include=[{value}]" for value in (long, long + "9")]
+    assert labels == [f"ste, include [{value}]" for value in (long, long + "9")]
 
 
 def test_runs_of_unlike_length_or_data_have_no_difference(write):
@@ -208,7 +211,7 @@ def test_runs_of_unlike_length_or_data_have_no_difference(write):
     write("s_ste", 0, corpus="ef" * 32)
     write("slope", 0)
     found = compared(comparison.Path("runs"))
-    pairs = {row.label: row.pairs for row in table(found, found[0])}
+    pairs = {row.label.partition(",")[0]: row.pairs for row in table(found, found[:1])}
     assert pairs == {"dense": 0, "ste": 0, "s_ste": 0, "slope": 1}
 
 
@@ -217,7 +220,7 @@ def test_runs_of_unlike_length_or_data_have_no_difference(write):
 
 def test_differences_are_paired_by_seed(three):
     found = compared(three)
-    dense, s_ste, ste = table(found, found[0])
+    dense, s_ste, ste = table(found, found[:1])
     assert (dense.label, dense.n, dense.mean) == (
         "dense",
         3,
@@ -234,7 +237,7 @@ def test_differences_are_paired_by_seed(three):
 def test_a_seed_of_one_arm_alone_is_in_its_mean_and_in_no_pair(three, write):
     write("ste", 7, 9.0, arm="ste-0")
     found = compared(three)
-    row = table(found, found[0])[-1]
+    row = table(found, found[:1])[-1]
     assert (row.label, row.n, row.pairs) == ("ste", 4, 3)
     assert row.mean == pytest.approx((3.30 + 3.36 + 3.27 + 9.0) / 4)
     assert row.difference == pytest.approx(0.61 / 3)
@@ -247,14 +250,13 @@ def test_the_table_as_text(write):
     write("slope", 5, 3.0, method__include=["*"])
     found = compared(comparison.Path("runs"))
     half = 4.302652729749464 * 0.25 / math.sqrt(3)  # t at 97.5 % with two degrees of freedom
-    assert markdown(found, table(found, found[0])) == (
-        "| run | val_loss | seeds | minus dense | 95 % interval | pairs | method.include | "
-        "train.learning_rate |\n"
-        "|---|--:|--:|--:|--:|--:|---|---|\n"
-        "| dense | 2.2500 ± 0.2500 | 3 | - | - | - | [*mlp.*] | 0.002 |\n"
-        "| slope | 3.0000 | 1 | - | - | - | [*] | 0.002 |\n"
-        f"| ste | 2.5000 ± 0.0000 | 3 | +0.2500 | {0.25 - half:+.4f} to {0.25 + half:+.4f} | 3 | "
-        "[*mlp.*] | 0.004 |\n"
+    assert markdown(found, table(found, found[:1])) == (
+        "| run | val_loss | seeds | minus dense, learning rate 0.002 | 95 % interval | pairs |\n"
+        "|---|--:|--:|--:|--:|--:|\n"
+        "| dense, learning rate 0.002 | 2.2500 ± 0.2500 | 3 | - | - | - |\n"
+        "| slope, learning rate 0.002 | 3.0000 | 1 | - | - | - |\n"
+        "| ste, learning rate 0.004 | 2.5000 ± 0.0000 | 3 | "
+        f"+0.2500 | {0.25 - half:+.4f} to {0.25 + half:+.4f} | 3 |\n"
     )
 
 
@@ -263,7 +265,7 @@ def test_a_difference_has_the_decimals_that_its_interval_asks_for(write):
         write("dense", seed, 2.0)
         write("ste", seed, loss)
     found = compared(comparison.Path("runs"))
-    text = markdown(found, table(found, found[0]))
+    text = markdown(found, table(found, found[:1]))
     # 0.00271 -+ 4.3027 * 0.001079 / sqrt(3)
     assert "| +0.00271 | +0.00003 to +0.00539 | 3 |" in text
     # A mean has two digits of the width 0.00012 from one deviation below it to one above.
@@ -285,7 +287,7 @@ def test_runs_that_hardly_compare_are_said(write, capsys):
     length = "of different length (20 steps, 20,480 tokens; 40 steps, 40,960 tokens)"
     warning, empty, head, *_ = capsys.readouterr().out.splitlines()
     assert (warning, empty) == (f"Careful: these runs are {length}; {less}.", "")
-    assert head.startswith("| run |") and head.endswith("| pairs | train.steps |")
+    assert head.startswith("| run |") and head.endswith("| pairs |")
     write("slope", 0, tokens=20480, vocabulary=2048, corpus="ef" * 32)
     compare.main(["runs"])
     assert capsys.readouterr().out.splitlines()[0] == (
@@ -295,11 +297,53 @@ def test_runs_that_hardly_compare_are_said(write, capsys):
     )
 
 
+def test_a_sweep_s_rows_are_compared_at_equal_rates_or_with_the_best(write, tmp_path):
+    """STE is worse than dense at either rate; at 0.004 it is better than dense at 0.002."""
+    losses = {
+        ("dense", 0.002): 3.0,
+        ("dense", 0.004): 2.0,
+        ("ste", 0.002): 3.5,
+        ("ste", 0.004): 2.5,
+    }
+    for (method, rate), loss in losses.items():
+        write(method, 0, loss, arm=f"{method}-{rate}", train__learning_rate=rate)
+    exclude = [f"layer{n}.*" for n in range(30)]
+    write("slope", 0, 2.25, train__learning_rate=0.008, method__exclude=exclude)
+    found = compared(comparison.Path("runs"))
+    baselines = choose(found, None)
+    lines = comparison.text(found, baselines).splitlines()
+    at = "learning rate 0.00"
+    assert lines == [
+        "| run | val_loss | seeds | compared with | difference | 95 % interval | pairs |",
+        "|---|--:|--:|--:|--:|--:|--:|",
+        f"| dense, {at}2 | 3.0000 | 1 | dense, {at}4 | +1.0000 | - | 1 |",
+        f"| dense, {at}4 | 2.0000 | 1 | - | - | - | - |",
+        f"| slope, {at}8 | 2.2500 | 1 | dense, {at}4 | +0.2500 | - | 1 |",
+        f"| ste, {at}2 | 3.5000 | 1 | dense, {at}2 | +0.5000 | - | 1 |",
+        f"| ste, {at}4 | 2.5000 | 1 | dense, {at}4 | +0.5000 | - | 1 |",
+        f"| best dense, {at}4 | 2.0000 | 1 | - | - | - | - |",
+        f"| best slope, {at}8 | 2.2500 | 1 | dense, {at}4 | +0.2500 | - | 1 |",
+        f"| best ste, {at}4 | 2.5000 | 1 | dense, {at}4 | +0.5000 | - | 1 |",
+    ]
+    # A named baseline is the only one, and the highest accuracy is the best.
+    named = table(found, choose(found, f"dense, {at}2"))
+    assert {row.against for row in named} == {"", f"dense, {at}2"}
+    for arm in found:
+        arm.runs[0].result["metrics"]["top1"] = arm.runs[0].result["metrics"]["val_loss"]
+    assert comparison.bests(found, baselines, "metrics.top1")[0].label == f"best dense, {at}2"
+    # A colour is a method's, a line style that of a rate.
+    assert comparison.looks(found, baselines) == {
+        f"dense, {at}2": (0, 0), f"dense, {at}4": (0, 1), f"slope, {at}8": (1, 2),
+        f"ste, {at}2": (2, 0), f"ste, {at}4": (2, 1),
+    }  # fmt: skip
+    assert comparison.looks(baselines, baselines) == {}  # of one method
+
+
 def test_one_arm_has_nothing_to_be_compared_with(write):
     write("ste", 0, 2.0)
     write("ste", 1, 4.0)
     found = compared(comparison.Path("runs"))
-    assert markdown(found, table(found, found[0])) == (
+    assert markdown(found, table(found, found[:1])) == (
         "| run | val_loss | seeds |\n|---|--:|--:|\n| ste | 3.0000 ± 1.4142 | 2 |\n"
     )
 
@@ -308,7 +352,7 @@ def test_a_diverged_run_is_not_left_out(three, write):
     write("slope", 0, None)
     write("slope", 1, 3.0)
     found = compared(three)
-    text = markdown(found, table(found, found[0]))
+    text = markdown(found, table(found, found[:1]))
     assert "| slope | not finite | 2 | +nan | - | 2 |\n" in text
 
 
@@ -321,18 +365,18 @@ def test_a_diverged_run_among_those_that_are_listed(write):
 
 def test_another_metric(three):
     found = compared(three)
-    assert table(found, found[0], "metrics.flip_rate")[1].difference == 0.0
+    assert table(found, found[:1], "metrics.flip_rate")[1].difference == 0.0
     del found[2].runs[1].result["metrics"]["flip_rate"]  # a run may lack it
-    assert math.isnan(table(found, found[0], "metrics.flip_rate")[2].mean)
+    assert math.isnan(table(found, found[:1], "metrics.flip_rate")[2].mean)
     for unknown in ("metrics.perplexity", "metrics.val_loss.mean"):
         with pytest.raises(UserError) as error:
-            table(found, found[0], unknown)
+            table(found, found[:1], unknown)
         assert str(error.value) == (
             f"metric={unknown}: no run has it; there is metrics.val_loss, metrics.flip_rate"
         )
     for text in ("config_hash", "config.method.name", "config"):
         with pytest.raises(UserError, match=f"metric={text}: it is no number; there is metrics.v"):
-            table(found, found[0], text)
+            table(found, found[:1], text)
 
 
 def test_a_label_with_dollar_signs_is_drawn_as_it_is(tmp_path):
