@@ -14,6 +14,7 @@ interrupted one continues from its last checkpoint. Under torchrun the ranks sha
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -38,7 +39,7 @@ def run(config: FinetuneConfig, report: Callable[[str], None] = say) -> dict[str
     return (glue_table if config.task == GLUE else tuning).run(config, report)
 
 
-@driver("finetune", freeze_finetuning)
+@driver("finetune", freeze_finetuning, worst=-math.inf)
 def main(config: FinetuneConfig) -> dict[str, Any]:
     """The command line."""
     return run(config)

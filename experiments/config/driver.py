@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import functools
+import math
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -16,6 +17,7 @@ from experiments.config.compose import check, one_line_errors
 from experiments.config.run import freeze
 from experiments.support import memory
 from experiments.support.errors import (
+    Diverged,
     Terminated,
     UserError,
     after_broken_pipe,
@@ -32,6 +34,7 @@ def driver(
     texts: tuple[str, ...] = (),
     groups: tuple[str, ...] = (),
     after_sweep: Callable[[list[Any]], None] | None = None,
+    worst: float = math.inf,
 ) -> Callable[[Callable[[Any], Any]], Callable[[], None]]:
     """Make `main(config)` a command line: hydra overrides, `-m` sweeps, errors in one line.
 
@@ -43,6 +46,7 @@ def driver(
         groups: the config groups that `main` reads and `--help` shows; () = the whole config.
         after_sweep: called on rank 0 with the results of `main` for the runs of a sweep that
             succeeded.
+        worst: what a sweeper gets for a run that diverged, after which it goes on.
     """
 
     def decorate(main: Callable[[Any], Any]) -> Callable[[], None]:
@@ -51,6 +55,7 @@ def driver(
             import hydra
 
             returned: list[Any] = []
+            diverged: list[Diverged] = []
 
             def task(composed: Any) -> float | None:
                 with exit_with_one_line(after_stop):
@@ -60,6 +65,12 @@ def driver(
                         returned.append(main(config))
                     except ValueError as error:  # a defect of ours, not a wrong argument
                         raise RuntimeError(str(error)) from error
+                    except Diverged as error:
+                        if "--multirun" not in given.hydra:
+                            raise
+                        diverged.append(error)
+                        print(f"error: {one_line(error)}", file=sys.stderr)
+                        return worst
                     return objective(returned[-1])
 
             # Hydra then raises its errors instead of printing them over several lines.
@@ -79,6 +90,8 @@ def driver(
                 )(task)()
                 if after_sweep is not None and len(returned) > 1 and _is_main():
                     after_sweep(returned)
+                if diverged:
+                    raise UserError(f"runs of the sweep that diverged: {len(diverged)}")
             if int(os.environ.get("WORLD_SIZE", "1")) > 1:
                 end_rank()
 

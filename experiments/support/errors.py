@@ -33,6 +33,14 @@ class UserError(Exception):
         self.choices = choices
 
 
+class Diverged(UserError):
+    """A training has come to nothing. reason: why; the message adds what to do."""
+
+    def __init__(self, reason: str, advice: str) -> None:
+        super().__init__(f"{reason}; {advice}")
+        self.reason = reason
+
+
 def meant(word: str, known: Iterable[str]) -> str:
     """The end of a sentence that suggests the one of `known` that is closest to `word`; "" without
     one."""

@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from experiments.config.settings import TrainConfig
 from experiments.data.source import Batch, send
 from experiments.support import memory
-from experiments.support.errors import UserError
+from experiments.support.errors import Diverged, UserError
 from experiments.training.graphs import Replays
 from experiments.training.schedules import learning_rate, weight_decay
 from methods import FusedAdamW, Method
@@ -41,14 +41,6 @@ class NonFiniteGradient(Exception):
     def __init__(self, loss: Tensor) -> None:
         super().__init__(f"loss {float(loss):.4g}")
         self.loss = loss
-
-
-class Diverged(UserError):
-    """The training has come to nothing. reason: why; the message adds what to do."""
-
-    def __init__(self, reason: str, advice: str) -> None:
-        super().__init__(f"{reason}; {advice}")
-        self.reason = reason
 
 
 def micro_batch_size(

@@ -29,7 +29,7 @@ from experiments.config.settings import ImplConfig
 from experiments.data.corpus import CALIBRATION
 from experiments.data.source import Source, send
 from experiments.support import checkpoint, results, tensor_files
-from experiments.support.errors import UserError
+from experiments.support.errors import Diverged, UserError
 from experiments.support.progress import say, silent
 from experiments.training import legality, speed
 from experiments.training.blocks import recompute
@@ -42,7 +42,7 @@ from experiments.training.delivery import (
 )
 from experiments.training.distributed import World, world
 from experiments.training.held_out import HeldOut
-from experiments.training.optimization import DTYPES, Diverged, micro_batch_size
+from experiments.training.optimization import DTYPES, micro_batch_size
 from experiments.training.sharding import Shards, accelerate, check_shared, share, shares_weights
 from experiments.training.tracking import check_viewers, read_metrics
 from experiments.training.trainer import Trainer
@@ -232,7 +232,7 @@ def _train(
     """Train and write the result, also if the training diverges, before that error is raised."""
     started = time.time()
 
-    def facts(means: dict[str, float], flip_rate: float) -> dict[str, Any]:
+    def facts(means: dict[str, float], flip_rate: Any) -> dict[str, Any]:
         source = held_out.source
         samples = int(config.train.samples_before[trainer.step])
         return {
@@ -282,7 +282,7 @@ def _finish(
     shards: Shards | None,
     source: Source,
     converted: Report,
-    facts: Callable[[dict[str, float], float], dict[str, Any]],
+    facts: Callable[[dict[str, float], Any], dict[str, Any]],
     report: Callable[[str], None],
 ) -> dict[str, Any]:
     """Train, finalize and deliver. facts: makes the result's entries from losses and flip rate."""

@@ -20,7 +20,7 @@ from torch import Tensor
 from experiments.config.settings import AUTO, TrainConfig
 from experiments.data.source import Batch, Request, TrainingSource
 from experiments.support import memory
-from experiments.support.errors import Stop, UserError, deferred_stop, told
+from experiments.support.errors import Diverged, Stop, UserError, deferred_stop, told
 from experiments.support.progress import Progress, say
 from experiments.support.results import revision
 from experiments.training import averages, sharded_checkpoint
@@ -28,7 +28,6 @@ from experiments.training.descent import Descent
 from experiments.training.distributed import World
 from experiments.training.graphs import choose
 from experiments.training.optimization import (
-    Diverged,
     NonFiniteGradient,
     Optimization,
     generators,

@@ -1,5 +1,6 @@
 """The commands as a user runs them: sweeps, SIGKILL, torchrun, and errors in one line."""
 
+import math
 import os
 import signal
 import subprocess
@@ -7,6 +8,7 @@ import sys
 import time
 from pathlib import Path
 
+import hydra._internal.core_plugins.basic_launcher as basic_launcher
 import hydra._internal.hydra as hydra_main
 import pytest
 
@@ -14,6 +16,7 @@ from experiments import pretrain
 from experiments.config.driver import objective
 from experiments.config.run import load
 from experiments.support.checkpoint import read_sealed
+from experiments.support.errors import Diverged
 from experiments.training.tracking import read_metrics
 
 PRETRAIN = ["-m", "experiments.pretrain"]
@@ -56,8 +59,8 @@ def test_a_sweep_makes_one_directory_per_run(overrides, tmp_path):
     assert line.endswith("(ste 2, slope 3); method.include=ffn makes them alike")
 
 
-def test_a_sweeper_is_given_the_loss_of_a_run(overrides, tmp_path, monkeypatch):
-    """Optuna's, say, minimises what hydra hands it."""
+def test_a_sweeper_is_given_the_loss_of_a_run(overrides, tmp_path, monkeypatch, capsys):
+    """Optuna's, say, minimises what hydra hands it; it goes on after a run that diverged."""
     run_job, given = hydra_main.run_job, []
 
     def watched(*arguments, **options):
@@ -71,6 +74,19 @@ def test_a_sweeper_is_given_the_loss_of_a_run(overrides, tmp_path, monkeypatch):
     pretrain.main()
     result = read_sealed(load(shorter).directory() / "result.json")
     assert given == [result["metrics"]["val_loss"]]
+
+    def run(config):
+        if config.seed == 0:
+            raise Diverged("val_loss is nan", "lower the rate")
+        return result
+
+    monkeypatch.setattr(basic_launcher, "run_job", watched)
+    monkeypatch.setattr(pretrain, "run", run)
+    monkeypatch.setattr("sys.argv", ["pretrain", "-m", *changed(shorter, "seed=0,1")])
+    with pytest.raises(SystemExit, match=r"^error: runs of the sweep that diverged: 1$"):
+        pretrain.main()
+    assert given[1:] == [math.inf, result["metrics"]["val_loss"]]
+    assert "error: val_loss is nan; lower the rate\n" in capsys.readouterr().err
     assert objective({"metrics": {"score": 50}}) == 50.0 and objective(None) is None
 
 
