@@ -235,8 +235,8 @@ def _file_name(arm: str) -> str:
     return "".join(c if c.isalnum() or c in "._-" else "_" for c in arm)
 
 
-def read_record(path: Path) -> dict[str, Any]:
-    """The record that `BlockRun.keep` wrote to a file.
+def read_record(path: Path, shape: dict[str, Any] = RECORD) -> dict[str, Any]:
+    """The record that `BlockRun.keep` wrote to a file, or another one of this shape (`lacks`).
 
     Raises:
         UserError: the file is damaged.
@@ -245,7 +245,7 @@ def read_record(path: Path) -> dict[str, Any]:
         record = read_sealed(path)
     except ValueError as error:
         raise UserError(f"{path} is damaged ({error}); remove or restore it") from error
-    if (found := lacks(record, RECORD)) is not None:
+    if (found := lacks(record, shape)) is not None:
         raise UserError(f"{path} is damaged (no {found or 'record'} in it); remove or restore it")
     return record
 

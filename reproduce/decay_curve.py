@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from experiments.runs.stats import mean, paired_interval, std
-from experiments.support.checkpoint import csv_text, read_sealed, write_atomic, write_text
+from experiments.support.checkpoint import csv_text, write_atomic, write_text
 from experiments.support.results import number
-from reproduce.blocks import EVIDENCE
+from reproduce.blocks import EVIDENCE, read_record
 from reproduce.records import Values
 
 PILOT = EVIDENCE / "pilot_decay.json"
@@ -85,7 +85,7 @@ def factors(values: Values, pilot: Path = PILOT) -> list[Factor]:
 def _search(pilot: Path, record: dict[str, Any]) -> dict[str, Any]:
     """The pilot's search with the learning rate of the record."""
     rate = _option(record, "train.learning_rate")
-    searches = read_sealed(pilot)["searches"].values()
+    searches = read_record(pilot, {"searches": dict})["searches"].values()
     wanted = {"method": "t_sr_ste", "decay_on": "gradients", "learning_rate": rate}
     return next(s for s in searches if wanted.items() <= s.items())
 

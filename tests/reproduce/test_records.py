@@ -6,6 +6,7 @@ import pytest
 
 from experiments.support.checkpoint import read_sealed, write_json
 from experiments.support.errors import UserError
+from reproduce import decay_curve
 from reproduce.__main__ import main
 from reproduce.blocks import EVIDENCE, read_block
 from reproduce.records import read_evidence
@@ -128,4 +129,8 @@ def test_committed_records_have_hashes_and_claims_stops_at_a_changed_digit(
     assert main(["claims"], runs=tmp_path / "runs") == 1
     said = capsys.readouterr().err
     assert said.startswith(f"error: {path} is damaged (its content does not fit its sha256);")
+    pilot = tmp_path / decay_curve.PILOT.name
+    pilot.write_text(decay_curve.PILOT.read_text().replace("0.", "1.", 1))
+    with pytest.raises(UserError, match=r"pilot_decay\.json is damaged \(its content does not fit"):
+        decay_curve.factors({("a", decay_curve.ARM): {0: json.loads(text)}}, pilot)
     assert said.count("\n") == 1 and not (tmp_path / "runs").exists()
