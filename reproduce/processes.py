@@ -79,10 +79,10 @@ def _end_with_parent() -> Callable[[], None] | None:
     dies; None where that is not Linux's."""
     if not sys.platform.startswith("linux"):
         return None
-    libc, parent = ctypes.CDLL(None), os.getpid()
+    prctl, parent = ctypes.CDLL(None).prctl, os.getpid()
 
     def ask() -> None:
-        libc.prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
+        prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
         if os.getppid() != parent:  # it has died already
             os.kill(os.getpid(), signal.SIGTERM)
 

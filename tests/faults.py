@@ -21,7 +21,7 @@ import safetensors.torch
 from experiments.support.checkpoint import LOCK
 from experiments.support.errors import UserError
 
-EVERY = "SPARSE24_EVERY_FAULT" in os.environ  # try all faults instead of a sample
+EVERY = bool(os.environ.get("SPARSE24_EVERY_FAULT"))  # try all faults instead of a sample
 # error: the operation fails. full: it and all later ones that need space do. short: the first write
 # from there on takes only half of what it was given. lost: the power is cut before the operation,
 # and content that was not synced is gone. cut: so are changes of names in a folder that was not
