@@ -224,12 +224,14 @@ class SparseLinear(nn.Linear):
         return under_autocast(x)
 
     def look(self) -> None:
-        """`check_seen` in a forward pass, unless it is compiled."""
-        if not torch.compiler.is_compiling():
-            if self.in_use:
-                self.check_seen()
-            else:
-                self.see()
+        """`check_seen` in a forward pass, unless it is compiled; most compare two numbers here."""
+        if torch.compiler.is_compiling():
+            return
+        weight: Any = next(iter(self._parameters.values()))
+        if not self.in_use:
+            self.see()
+        elif weight.is_inference() or weight._version != self.seen[1]:
+            self.check_seen()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
