@@ -61,7 +61,7 @@ python -m reproduce report [figure=FILE]
     write one page with all results, runs/report/index.html, or, to FILE, only
     the main figure of the committed results as SVG
 python -m reproduce [table2] --list
-    list every table of every paper, or Table 2 of each: its tiers, what they need
+    list every table of every paper, or Table 2 of each: tiers, what they need
     and what has been run, or why the table is not covered"""
 
 

@@ -36,16 +36,13 @@ def parse(arguments: Sequence[str], texts: Sequence[str] = ()) -> argparse.Names
     parser = _Parser(add_help=False, allow_abbrev=False)
     parser.add_argument("--help", "-h", action="store_true")
     for names in (("--multirun", "-m"), ("--resolve",), ("--hydra-help",)):
-        kept: Any = {"action": "append_const", "const": names[0], "default": []}
-        parser.add_argument(*names, dest="hydra", **kept)
+        parser.add_argument(*names, dest="hydra", action="append_const", const=names[0], default=[])
     parser.add_argument("--cfg", "-c", choices=("job", "hydra", "all"))
     parser.add_argument("overrides", nargs="*")
     for name in texts:
         parser.add_argument(f"--{name}", action="append")
-    starts = tuple(f"{name}=" for name in texts)
-    found = parser.parse_intermixed_args(
-        [f"--{a}" if a.startswith(starts) else a for a in arguments]
-    )
+    as_flags = [f"--{a}" if a.partition("=")[0] in texts else a for a in arguments]
+    found = parser.parse_intermixed_args(as_flags)
     found.hydra += ["--cfg", found.cfg] if found.cfg else []
     for name in texts:
         text, *more = getattr(found, name) or [None]

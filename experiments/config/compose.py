@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import itertools
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
@@ -37,9 +38,8 @@ def check(config_name: str, overrides: Sequence[str], sweep: bool) -> None:
         if sweep and override.is_sweep_override():  # of a glob or interval, only the sweeper knows
             known = override.is_choice_sweep() or override.is_range_sweep()
             values = override.sweep_string_iterator() if known else ["null"]
-            runs[-1] = [f"{key}={value}" for value in values][
-                : None if (CONF / key).is_dir() else 1
-            ]
+            one = [f"{key}={value}" for value in values]
+            runs[-1] = one if (CONF / key).is_dir() else one[:1]
     for choices in itertools.product(*runs):
         _compose(config_name, choices)
 
@@ -63,8 +63,7 @@ def _compose(config_name: str, overrides: Sequence[str]) -> Any:
                 f"{text} has several values: for a sweep add -m; one value with commas is "
                 f"{key}=[{value}] if it is a list, \"{key}='{value}'\" if it is a text"
             )
-        top = key.partition(".")[0].partition("/")[0]
-        base = _merged(config_name, ())
+        top, base = re.split("[./]", key)[0], _merged(config_name, ())
         if text[0] == "+" and top not in {"hydra", *base} and not (CONF / top).is_dir():
             raise UserError(_unknown(key, base))
         sets = text[0] not in "+~" and not (CONF / key).is_dir() and top != "hydra"
@@ -80,11 +79,7 @@ def _compose(config_name: str, overrides: Sequence[str]) -> Any:
 
 @lru_cache(maxsize=1024)
 def _parsed(config_name: str, text: str) -> Any:
-    """One override, parsed.
-
-    Raises:
-        UserError: it is none.
-    """
+    """One override, parsed; a `UserError` says why it cannot be."""
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import HydraException
 
@@ -92,11 +87,11 @@ def _parsed(config_name: str, text: str) -> Any:
         return OverridesParser.create().parse_override(text)
     except HydraException as error:
         key, equals, value = text.partition("=")
-        if equals:
-            says = f"{text} cannot be read ({_first_line(error)})"
-            raise UserError(f"{says}; a text with signs in it is \"{key}='{value}'\"") from error
         run = f"; run={text} may be meant" if "run" in _merged(config_name, ()) else ""
-        raise UserError(f"{text} is no KEY=VALUE{run}") from error
+        says = f"{text} is no KEY=VALUE{run}"
+        if equals:
+            says = f"{text} cannot be read ({_first_line(error)}); a text is \"{key}='{value}'\""
+        raise UserError(says) from error
 
 
 @lru_cache(maxsize=64)
@@ -114,13 +109,11 @@ def _merged(config_name: str, files: tuple[str, ...]) -> Any:
             return compose(config_name, overrides=list(files))
     except MissingConfigException as error:
         group, _, name = str(error.missing_cfg_file).partition("/")
+        known = [option for option in error.options or () if not option.startswith("_")]
+        text = f"there is no {group}={name}{meant(name, known)}; there is {', '.join(known)}"
         if name.startswith("launcher/submitit"):
             text = f"+cluster needs hydra's submitit launcher: {installing('slurm')}"
-            raise UserError(text) from error
-        known = [option for option in error.options or () if not option.startswith("_")]
-        raise UserError(
-            f"there is no {group}={name}{meant(name, known)}; there is {', '.join(known)}"
-        ) from error
+        raise UserError(text) from error
 
 
 def _unknown(key: str, config: Any) -> str:

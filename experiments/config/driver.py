@@ -88,7 +88,7 @@ def driver(
                     config_name=config_name,
                     version_base="1.3",
                 )(task)()
-                if after_sweep is not None and len(returned) > 1 and _is_main():
+                if after_sweep and len(returned) > 1 and os.environ.get("RANK", "0") == "0":
                     after_sweep(returned)
                 if diverged:
                     raise UserError(f"runs of the sweep that diverged: {len(diverged)}")
@@ -107,11 +107,6 @@ def objective(returned: Any) -> float | None:
     metrics = result.get("metrics", {}) if isinstance(result, dict) else {}
     found = (metrics.get(name) for name in ("val_loss", "score"))
     return next((float(value) for value in found if value is not None), None)
-
-
-def _is_main() -> bool:
-    """True on torchrun's rank 0, and in a process that torchrun did not start."""
-    return not int(os.environ.get("RANK", "0"))
 
 
 def end_rank() -> NoReturn:
@@ -160,7 +155,7 @@ def exit_with_one_line(after_stop: str) -> Iterator[None]:
         )
     except (KeyboardInterrupt, Terminated) as stop:
         what, status = ("terminated", 143) if isinstance(stop, Terminated) else ("interrupted", 130)
-        if _is_main():
+        if os.environ.get("RANK", "0") == "0":
             then = stop.args[0] if stop.args else after_stop
             print(f"{what}; the same command {then}", file=sys.stderr)
         sys.exit(status)
