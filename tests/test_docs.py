@@ -725,6 +725,71 @@ def test_what_is_said_of_the_noise_of_block_a_is_what_the_records_say():
     assert [p < 0.05 for p in holm(ps)[:5]] == [True] * 2 + [False] * 3
 
 
+def test_what_a_loss_is_worth_is_what_the_records_say():
+    """By the rule in e1.yaml, anew from the records."""
+    from scipy.optimize import curve_fit
+
+    _, records = evidence()
+
+    def losses(block, arm, metric="val_loss"):
+        runs = records.values[block, arm]
+        return np.array([runs[seed]["metrics"][metric] for seed in sorted(runs)])
+
+    widths = {0.25: "width_025", 0.5: "half", 0.75: "width_075", 1.0: "dense"}
+    lengths = {0.5: "tokens_050", 0.71: "tokens_071", 1.0: "dense", 1.41: "tokens_141"}
+    by = [
+        {x: losses("e1" if "_" in arm else "a", arm) for x, arm in arms.items()}
+        for arms in (widths, lengths)
+    ]
+    fixed, share = 4 * 4 * 256**2 + 9 * 256, 4 * 8 * 256**2  # attention and norms; feed-forward
+    sizes = [fixed + share * w for w in widths] + [fixed + share] * 3
+    tokens = [1.0] * 4 + [0.5, 0.71, 1.41]
+    runs = [*by[0].values(), *(by[1][x] for x in tokens[4:])]
+    means = np.array([x.mean() for x in runs])
+    n, d = np.array(sizes) / (fixed + share), np.array(tokens)
+
+    def law(_, e, a, k, b, m):
+        return e + a * n**-k + b * d**-m
+
+    found, _ = curve_fit(law, n, means, (2.2, 0.1, 1, 0.2, 1.3))
+    errors = np.array([x.std(ddof=1) / math.sqrt(5) for x in runs])
+    far = np.abs(law(n, *found) - means) > 2 * errors
+    assert [d[i] for i in np.flatnonzero(far)] == [0.71]
+    told = part("Measured so far").split("Block e1: ")[1].split("Block a_large: ")[0]
+    assert f"exponents ({found[2]:.1f} and {found[4]:.1f})" in told
+    for one in by:
+        *first, last = (f"{x.mean():.3f}" for x in one.values())
+        assert f"{', '.join(first)} and {last}" in told
+
+    def read(known, loss, seeds):
+        points = sorted((float(x[seeds].mean()), -math.log(k)) for k, x in known.items())
+        return math.exp(-np.interp(loss, *zip(*points, strict=True)))
+
+    draws = np.random.default_rng(0).integers(0, 5, (2000, 5))
+    by[0] = {(fixed + share * w) / share: x for w, x in by[0].items()}
+    for arm, *cells in re.findall(r"^\| `(\w+)` \| ([^|]*) \| ([^|]*) \|$", told, re.M):
+        own = losses("a", arm)
+        for known, less, cell in zip(by, (fixed / share, 0), cells, strict=True):
+            value, *many = (read(known, own[s].mean(), s) - less for s in (slice(5), *draws))
+            low, high = np.quantile(many, [0.025, 0.975])
+            assert cell == f"{value:.2f} [{low:.2f}, {high:.2f}]"
+
+    variants = [("", "val_loss"), ("", "ema_val_loss"), ("_zero", "val_loss")]
+    variants += [("_deterministic", "val_loss")]
+    spreads = [
+        (losses("e2", f"half{v}", m) - losses("e2", f"dense{v}", m)).std(ddof=1)
+        for v, m in variants
+    ]
+    for spread in spreads:
+        assert f"{spread:.4f}" in told.split("Block e2")[1]
+    again = json.loads(text(EVIDENCE / "repeated_e.json"))["val_loss"]
+    same = {name for name, (one, other) in again.items() if f"{one:.4f}" == f"{other:.4f}"}
+    assert same == {name for name in again if "deterministic" in name} and len(same) == 2
+    differ = [one - other for name, (one, other) in again.items() if name not in same]
+    spread = math.sqrt(statistics.fmean(x * x for x in differ))
+    assert f"The {len(differ)} other repeats of blocks e1 and e2 differ by {spread:.4f}" in told
+
+
 def test_what_is_said_of_block_a_large_is_what_the_records_say():
     rules, records = evidence()
     told = part("Measured so far").split("Block a_large: ")[1].split("Block b: ")[0]
