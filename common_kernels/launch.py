@@ -1,6 +1,6 @@
 """Helpers that all Triton kernels share: launching a kernel, and loading groups of four.
 
-A tensor is walked in memory order as `[rows, 4, lanes]` (chunks.as_groups): group q = row * lanes +
+A tensor is walked in memory order as `[rows, 4, lanes]` (layout.as_groups): group q = row * lanes +
 lane, and its entries lie `lanes` apart. With lanes = 1 the entries are neighbours: a thread loads
 all four at once and separates them in registers. With more lanes each entry is loaded separately,
 over consecutive lanes. Either way every byte is read once, in whole lines, for any grouped dim.

@@ -4,7 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
-from common_kernels import chunks
+from common_kernels import layout
 from common_kernels.launch import cast, launch
 
 BLOCK = 4096
@@ -15,7 +15,7 @@ def masked_decay_(
 ) -> None:
     if not alpha or grad.numel() == 0:
         return
-    order = chunks.memory_order(grad)
+    order = layout.memory_order(grad)
     if not grad.permute(order).is_contiguous():
         update = grad.clone()
         masked_decay_(update, weight, mask, alpha)

@@ -5,7 +5,7 @@ import torch
 import triton
 import triton.language as tl
 
-from common_kernels import backend, chunks
+from common_kernels import backend, layout
 from common_kernels.fp8 import cpu
 from common_kernels.fp8.cpu import FORMATS
 from common_kernels.launch import cast, launch, magnitude
@@ -38,10 +38,10 @@ def fp8_numbers(
     codes = numbers
     if kept:  # stored in fp32 first under the interpreter, as above
         codes = torch.empty_like(x, dtype=torch.float32 if backend.interpreted() else FORMATS[kept])
-    flat = (chunks.in_memory_order(t) for t in (x, numbers, codes))
+    flat = (layout.in_memory_order(t) for t in (x, numbers, codes))
     launch(
         numbers_kernel, triton.cdiv(x.numel(), BLOCK), x.device,
-        *flat, largest(chunks.in_memory_order(x)), scales, x.numel(),
+        *flat, largest(layout.in_memory_order(x)), scales, x.numel(),
         *constants(fmt), *constants(kept or fmt), KEPT=kept is not None, BLOCK=BLOCK,
     )  # fmt: skip
     return numbers, codes.to(FORMATS[kept]) if kept else codes, scales
@@ -63,7 +63,7 @@ def quantize(
     amax: torch.Tensor | None = None,
     seen: torch.Tensor | None = None,
 ) -> None:
-    x, out = chunks.in_memory_order(x), chunks.in_memory_order(out)
+    x, out = layout.in_memory_order(x), layout.in_memory_order(out)
     bits = largest(x) if amax is None else amax.view(torch.int32)
     launch(
         fp8_kernel, triton.cdiv(x.numel(), BLOCK), x.device, x, out, bits, scale,

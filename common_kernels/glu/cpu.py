@@ -4,7 +4,7 @@ import math
 
 import torch
 
-from common_kernels import chunks
+from common_kernels import layout
 
 # GELU's tanh form, g (1 + tanh(u)) / 2 with u = sqrt(2/pi) (g + 0.044715 g^3), is g sigmoid(2u).
 LINEAR, CUBIC = 2 * math.sqrt(2 / math.pi), 2 * math.sqrt(2 / math.pi) * 0.044715
@@ -14,22 +14,18 @@ SATURATED = 16.0
 
 
 def glu(x: torch.Tensor, activation: str) -> torch.Tensor:
-    out = half_like(x)
-    for piece, result in pieces(x, out):
-        value, gate = (half.float() for half in piece.unbind(1))
-        # Multiply gate by sigmoid first: value * gate may overflow where the activation is zero.
-        result.copy_(value * (gate * sigmoid(gate, activation)[0]))
-    return out
+    value, gate = (half.float() for half in x.chunk(2, -1))
+    # Multiply gate by sigmoid first: value * gate may overflow where the activation is zero.
+    return half_like(x).copy_(value * (gate * sigmoid(gate, activation)[0]))
 
 
 def glu_backward(dy: torch.Tensor, x: torch.Tensor, activation: str) -> torch.Tensor:
-    dx = torch.empty_like(x)
-    for piece, upstream, result in pieces(x, laid_out(dy, x), dx):
-        value, gate = (half.float() for half in piece.unbind(1))
-        s, slope = sigmoid(gate, activation)
-        dvalue, dgate = result.unbind(1)
-        dvalue.copy_(upstream.float() * (gate * s))
-        dgate.copy_(upstream.float() * (value * (s + gate * slope)))
+    dx, upstream = torch.empty_like(x), dy.float()
+    value, gate = (half.float() for half in x.chunk(2, -1))
+    s, slope = sigmoid(gate, activation)
+    dvalue, dgate = dx.chunk(2, -1)
+    dvalue.copy_(upstream * (gate * s))
+    dgate.copy_(upstream * (value * (s + gate * slope)))
     return dx
 
 
@@ -53,7 +49,7 @@ def sigmoid(gate: torch.Tensor, activation: str) -> tuple[torch.Tensor, torch.Te
 
 def half_like(x: torch.Tensor, device: torch.device | str | None = None) -> torch.Tensor:
     """Uninitialised `[..., d]` for `x [..., 2d]`, with the dims in x's memory order."""
-    order = chunks.memory_order(torch.empty_like(x, device="meta"))
+    order = layout.memory_order(torch.empty_like(x, device="meta"))
     sizes = [x.shape[d] // (2 if d == x.ndim - 1 else 1) for d in order]
     out = x.new_empty(sizes, device=device)
     return out.permute(sorted(range(x.ndim), key=order.__getitem__))
@@ -64,20 +60,3 @@ def laid_out(dy: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     if dy.stride() == half_like(x, "meta").stride():
         return dy
     return half_like(x).copy_(dy)
-
-
-def as_halves(x: torch.Tensor) -> torch.Tensor:
-    """x in memory order as `[rows, 2, run]`: the values of each row, then its gates."""
-    groups = chunks.as_groups(x, -1, x.shape[-1])
-    return groups.view(len(groups), 2, -1)
-
-
-def pieces(x: torch.Tensor, y: torch.Tensor, *more: torch.Tensor):
-    """Yield matching pieces (`chunks.split`) of x and `more` as halves, and of y, which is laid out
-    as `half_like(x)`."""
-    if x.numel() == 0:
-        return
-    halves = as_halves(x)
-    run = halves.shape[-1]
-    results = (chunks.in_memory_order(y).view(-1, run), *(as_halves(m) for m in more))
-    yield from chunks.split(halves, *results)

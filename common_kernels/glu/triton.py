@@ -4,7 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
-from common_kernels import chunks
+from common_kernels import layout
 from common_kernels.glu import cpu
 from common_kernels.launch import cast, first_entries, launch
 
@@ -16,20 +16,26 @@ SATURATED = tl.constexpr(cpu.SATURATED)
 def glu(x: torch.Tensor, activation: str) -> torch.Tensor:
     out = cpu.half_like(x)
     if out.numel():
-        run_in_pairs(glu_kernel, x, activation, chunks.in_memory_order(out))
+        run_in_pairs(glu_kernel, x, activation, layout.in_memory_order(out))
     return out
 
 
 def glu_backward(dy: torch.Tensor, x: torch.Tensor, activation: str) -> torch.Tensor:
     dx = torch.empty_like(x)
     if x.numel():
-        upstream = chunks.in_memory_order(cpu.laid_out(dy, x))
-        run_in_pairs(glu_backward_kernel, x, activation, upstream, cpu.as_halves(dx))
+        upstream = layout.in_memory_order(cpu.laid_out(dy, x))
+        run_in_pairs(glu_backward_kernel, x, activation, upstream, as_halves(dx))
     return dx
 
 
+def as_halves(x: torch.Tensor) -> torch.Tensor:
+    """x in memory order as `[rows, 2, run]`: the values of each row, then its gates."""
+    groups = layout.as_groups(x, -1, x.shape[-1])
+    return groups.view(len(groups), 2, -1)
+
+
 def run_in_pairs(kernel, x: torch.Tensor, activation: str, *more: torch.Tensor) -> None:
-    halves = cpu.as_halves(x)
+    halves = as_halves(x)
     count = halves.numel() // 2
     launch(
         kernel, triton.cdiv(count, BLOCK), x.device,

@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from common_kernels import checks, chunks
+from common_kernels import checks, layout
 from common_kernels.launch import (
     BLOCK,
     apart,
@@ -39,7 +39,7 @@ def nm_mask(x: torch.Tensor, n: int, m: int, dim: int) -> torch.Tensor:
         return mask.fill_(n == m)
     if x.numel() == 0:
         return mask
-    groups, kept = chunks.as_groups(x, dim, m), chunks.as_groups(mask, dim, m)
+    groups, kept = layout.as_groups(x, dim, m), layout.as_groups(mask, dim, m)
     lanes, count = groups.shape[-1], groups.numel() // m
     arguments = (groups, kept.view(torch.uint8), count, lanes)
     if (n, m) == (2, 4):
@@ -58,6 +58,12 @@ def nm_mask(x: torch.Tensor, n: int, m: int, dim: int) -> torch.Tensor:
             BLOCK=size, NEIGHBOURS=near,
         )  # fmt: skip
     return mask
+
+
+@functools.cache
+def row_words(device: torch.device) -> torch.Tensor:
+    """`[1296, 4]` int32: the bools of each row of the pattern at 36 * upper half + lower half."""
+    return cpu.four_rows()[1].view(torch.int32).squeeze(-1).to(device)
 
 
 @triton.jit
@@ -180,7 +186,7 @@ def transposable_mask24(w: torch.Tensor, algorithm: str) -> torch.Tensor:
     blocks = across * (w.numel() // (16 * columns))
     arguments = w.contiguous(), kept.view(torch.int32), columns, across
     if algorithm == "exact":
-        words = cpu.half_words(w.device)
+        words = row_words(w.device)
         launch(exact_kernel, blocks, w.device, *arguments, words, BLOCK=block, num_warps=2)
     else:
         launch(
@@ -332,7 +338,7 @@ def check_nm(x: torch.Tensor, n: int, m: int, dim: int) -> torch.Tensor:
     total = torch.zeros((), dtype=torch.int64, device=x.device)
     if x.numel() == 0:
         return total
-    groups = chunks.as_groups(x, dim, m)
+    groups = layout.as_groups(x, dim, m)
     rows, _, lanes = groups.shape
     near = lanes == 1 and m & (m - 1) == 0 and m <= CHECKED
     height, width = tile(lanes, CHECKED // m if near else CHECKED // 8)
@@ -383,7 +389,7 @@ def check_kernel(
 def flips(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
     if not old.dtype == new.dtype == torch.bool:
         return cpu.flips(old, new)
-    order = chunks.memory_order(old)  # `new` in the same order, a view if its layout is the same
+    order = layout.memory_order(old)  # `new` in the same order, a view if its layout is the same
     old, new = (t.permute(order).contiguous().view(-1) for t in (old, new))
     words = len(old) // 4
     total = cpu.flips(old[4 * words :], new[4 * words :])

@@ -2,12 +2,10 @@
 
 import torch
 
-from common_kernels import chunks
 from common_kernels.philox import philox4x32
 
-MAGNITUDE, SIGN = 0x7FFFFFFF, -(1 << 31)
 Scalar = int | torch.Tensor
-PIECE = 1 << 20  # elements; the operators here work on a quarter or a sixteenth of a piece
+PIECE = 1 << 15  # groups that are sampled at once
 
 
 def mvue24(
@@ -18,26 +16,12 @@ def mvue24(
         return out
     # Use plain ints if that needs no device synchronisation; they are faster to work with.
     key, first = (int(t) if t.device.type == "cpu" else t for t in (seed, offset))
-    groups, results = chunks.as_groups(x, dim, 4), chunks.as_groups(out, dim, 4)
-    rows, _, lanes = groups.shape
     draw, sample = {"exact": (one_uniform, exact), "sequential": (two_uniforms, sequential)}[design]
-    reordered = None
-    if not x.is_contiguous():
-        grouped = [*x.shape[:dim], x.shape[dim] // 4, *x.shape[dim + 1 :]]
-        u = draw(key, first, x.numel() // 4, x.device).view(-1, *grouped)
-        order = [0, *(1 + d for d in chunks.memory_order(out))]
-        reordered = u.permute(order).reshape(-1, rows, lanes).transpose(0, 1)
-    scratch = chunks.Scratch(x.device)
-    start = 0
-    for piece, result in chunks.split(groups, results, size=PIECE):
-        length = len(piece)
-        if reordered is None:
-            u = draw(key, first + start * lanes, length * lanes, x.device).view(-1, length, lanes)
-        else:
-            u = reordered[start : start + length].transpose(0, 1)
-        v = chunks.gather_lanes(piece, scratch("v", 4, length, lanes))
-        chunks.scatter_lanes(sample(v, u, scratch), result)
-        start += length
+    groups, results = (t.unflatten(dim, (-1, 4)).movedim(dim + 1, 0) for t in (x, out))
+    u = draw(key, first, x.numel() // 4, x.device).view(-1, *groups.shape[1:])
+    rows = max(1, PIECE // groups[0, 0].numel())  # a piece fits into the CPU's cache
+    for piece, result, random in zip(*(t.split(rows, 1) for t in (groups, results, u)), strict=True):
+        result.copy_(sample(piece.float(), random))
     return out
 
 
@@ -65,8 +49,8 @@ def two_uniforms(seed: Scalar, first: Scalar, count: int, device: torch.device) 
     return torch.stack([uniform(word) for word in words[:2]])
 
 
-def exact(x: torch.Tensor, u: torch.Tensor, scratch: chunks.Scratch) -> torch.Tensor:
-    """Systematic sampling with inclusion probabilities min(1, |x| / H); x is overwritten.
+def exact(x: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
+    """Systematic sampling with inclusion probabilities min(1, |x| / H).
 
     Let S be the sum of the magnitudes a_i and o_i the sum of the other three. H = min(S/2, o_0, ..,
     o_3) is half the sum, or the sum of the rest if one entry is dominant, a_i > o_i. A dominant
@@ -74,43 +58,28 @@ def exact(x: torch.Tensor, u: torch.Tensor, scratch: chunks.Scratch) -> torch.Te
     the points u*H and (u+1)*H are kept. A kept entry becomes max(a_i, H) with its sign.
     x: `[4, ...]`, u: `[1, ...]`.
     """
-    shape, u = x.shape[1:], u[0]
-    a, others = scratch("a", *x.shape), scratch("others", *x.shape)
-    bits = torch.bitwise_and(x.view(torch.int32), MAGNITUDE, out=a.view(torch.int32))
-    s01 = torch.add(a[0], a[1], out=scratch("s01", *shape))
-    s23 = torch.add(a[2], a[3], out=scratch("s23", *shape))
-    for i, (neighbour, rest) in enumerate(((1, s23), (0, s23), (3, s01), (2, s01))):
-        torch.add(a[neighbour], rest, out=others[i])
-    h = torch.amin(others, 0, out=scratch("h", *shape))
-    halves = s01 * 0.5 + s23 * 0.5  # differs from S/2 only where S overflows, and in subnormals
-    total = s01.add_(s23)
-    torch.minimum(h, torch.where(total.isinf(), halves, total.mul_(0.5)), out=h)
-    value = torch.maximum(a, h, out=scratch("value", *x.shape))
-    # Comparisons give 0.0 or 1.0, which is faster than bool; the bits of 1.0 shifted right by 29
-    # are 1. At most one entry is dominant.
-    dominant = torch.gt(a, others, out=others)
-    kept = scratch("kept", *x.shape)
-    flags = torch.bitwise_right_shift(dominant.view(torch.int32), 29, out=kept.view(torch.int32))
-    bits.bitwise_and_(flags.sub_(1))  # a dominant entry leaves the line
-    # Enforce p < H, which fails only if u*H rounds up to H among the subnormals.
-    p = torch.mul(u, h, out=s01)
-    torch.minimum(p.view(torch.int32), h.view(torch.int32) - 1, out=p.view(torch.int32))
-    line = a[:3]
-    line[1].add_(line[0])
-    line[2].add_(line[1])
-    one = torch.sum(torch.le(line, p, out=kept[:3]), 0, out=s23)
-    two = torch.sum(torch.le(line.sub_(h), p, out=kept[:3]), 0, out=p)
-    two.add_(torch.sum(dominant, 0, out=h), alpha=4)  # a dominant entry replaces the second one
-    lane = torch.arange(4.0, device=x.device).view(4, *[1] * len(shape))
-    mask = dominant.view(torch.int32)
-    for index in (one, two):
-        mask.bitwise_or_(torch.eq(index, lane, out=kept).view(torch.int32))
-    mask.bitwise_right_shift_(29).neg_()
-    sign = x.view(torch.int32).bitwise_and_(SIGN)
-    return sign.bitwise_or_(value.view(torch.int32)).bitwise_and_(mask).view(torch.float32)
+    a = x.abs()
+    s01, s23 = a[0] + a[1], a[2] + a[3]
+    others = torch.stack([a[1] + s23, a[0] + s23, a[3] + s01, a[2] + s01])
+    total = s01 + s23
+    half = torch.where(total.isinf(), s01 * 0.5 + s23 * 0.5, total * 0.5)
+    h = torch.minimum(others.amin(0), half)
+    dominant = a > others  # at most one entry
+    p = u[0] * h
+    # p < H fails only if u*H rounds up to H among the subnormals.
+    p = torch.where(p < h, p, torch.nextafter(h, h.new_tensor(-torch.inf)))
+    lengths = torch.where(dominant, 0.0, a)
+    end0, end01 = lengths[0], lengths[0] + lengths[1]
+    line = torch.stack([end0, end01, end01 + lengths[2]])
+    one = (line <= p).sum(0, dtype=torch.int8)
+    two = (line - h <= p).sum(0, dtype=torch.int8)
+    lane = torch.arange(4, dtype=torch.int8, device=x.device).view(4, *[1] * (x.ndim - 1))
+    # A dominant entry replaces the second one.
+    kept = dominant | (lane == one) | ((lane == two) & ~dominant.any(0))
+    return torch.where(kept, torch.copysign(torch.maximum(a, h), x), 0.0)
 
 
-def sequential(x: torch.Tensor, u: torch.Tensor, scratch: chunks.Scratch) -> torch.Tensor:
+def sequential(x: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
     """Two draws with probability proportional to |x|, the second from the other three entries.
 
     A kept entry becomes x / pi_i, where pi_i = t_i + sum over j != i of t_j * a_i / o_j, t = a / S,

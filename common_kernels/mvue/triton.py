@@ -4,7 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
-from common_kernels import chunks
+from common_kernels import layout
 from common_kernels.launch import INTERPRETED, cast, launch, load_groups, store_groups
 from common_kernels.masks.triton import tile
 from common_kernels.mvue import cpu, ptx
@@ -24,7 +24,7 @@ def mvue24(
         return out
     if not x.is_contiguous():  # the groups are numbered in row-major order
         return out.copy_(mvue24(x.contiguous(), seed, offset, design, dim))
-    groups, results = chunks.as_groups(x, dim, 4), chunks.as_groups(out, dim, 4)
+    groups, results = layout.as_groups(x, dim, 4), layout.as_groups(out, dim, 4)
     rows, _, lanes = groups.shape
     key = torch.stack([t.to(x.device, non_blocking=True) for t in (seed, offset)])
     if lanes == 1:

@@ -4,7 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
-from common_kernels import chunks
+from common_kernels import layout
 from common_kernels.launch import (
     BLOCK,
     cast,
@@ -20,7 +20,7 @@ def soft_threshold24(x: torch.Tensor, gamma: float) -> torch.Tensor:
     out = torch.empty_like(x)
     if x.numel() == 0:
         return out
-    groups, results = chunks.as_groups(x, -1, 4), chunks.as_groups(out, -1, 4)
+    groups, results = layout.as_groups(x, -1, 4), layout.as_groups(out, -1, 4)
     lanes, count = groups.shape[-1], groups.numel() // 4
     launch(
         soft_kernel, triton.cdiv(count, BLOCK), x.device, groups, results, count, lanes, gamma,

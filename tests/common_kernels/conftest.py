@@ -1,8 +1,6 @@
 import pytest
 import torch
 
-from common_kernels import chunks
-
 
 @pytest.fixture(autouse=True)
 def poisoned_memory():
@@ -11,13 +9,6 @@ def poisoned_memory():
     torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(before)
-
-
-@pytest.fixture(params=[None, 48], ids=["one-piece", "many-pieces"])
-def pieces(request, monkeypatch):
-    """Runs a test on whole tensors and again with small tensors cut into many pieces."""
-    if request.param:
-        monkeypatch.setattr(chunks, "SIZE", request.param)
 
 
 @pytest.fixture

@@ -33,7 +33,7 @@ def test_zero_alpha_changes_no_bit():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_layouts_and_dtypes(dtype, pieces, generator):
+def test_layouts_and_dtypes(dtype, generator):
     """One rounding into the gradient's dtype, whatever the strides of the three tensors."""
     weight = torch.randn(32, 48, generator=generator)
     mask = nm_mask(weight)

@@ -39,7 +39,7 @@ def test_every_code_and_everything_between(fmt):
 @both
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("size", [1.0, 1e-3, 1e-42, 1e30])
-def test_fake_is_codes_over_scale(fmt, dtype, size, pieces, generator):
+def test_fake_is_codes_over_scale(fmt, dtype, size, generator):
     x = torch.randn(12, 20, 28, generator=generator)
     x = (
         (x * torch.randn(12, 20, 28, generator=generator).mul(4).exp() * size)

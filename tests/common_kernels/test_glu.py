@@ -148,13 +148,6 @@ def test_empty_tensors(name, backend, layout):
         assert y.shape == (shape[0], shape[1] // 2) and x.grad.shape == shape
 
 
-@every_layout
-def test_pieces(layout, pieces):
-    x, _ = inputs((3, 5, 34), torch.float32)
-    value, gate = layout(x).chunk(2, -1)
-    torch.testing.assert_close(swiglu(layout(x), backend="cpu"), value * F.silu(gate))
-
-
 def test_errors_name_the_offender():
     with pytest.raises(ValueError, match=r"shape \(4, 5\): 5 entries are no multiple of 2"):
         geglu(torch.ones(4, 5))

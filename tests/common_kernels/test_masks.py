@@ -31,7 +31,7 @@ def test_signed_zeros_tie():
     ("n", "m"), [(2, 4), (1, 4), (1, 2), (4, 8), (2, 8), (0, 4), (4, 4), (3, 7)], ids=str
 )
 @pytest.mark.parametrize("dim", [0, 1, 2])
-def test_definition_in_any_layout(dtype, n, m, dim, pieces, generator):
+def test_definition_in_any_layout(dtype, n, m, dim, generator):
     x = torch.randn(56, 56, 56, generator=generator)[: m * 3, : m * 2, :m].to(dtype)
     for view in (x, x.contiguous(), x.transpose(0, 2), x.contiguous().permute(1, 2, 0)):
         if all(size % m == 0 for size in view.shape):
@@ -43,7 +43,7 @@ def test_mask_has_the_strides_of_its_input():
     assert nm_mask(x).stride() == x.stride()
 
 
-def test_non_finite_values_never_make_an_illegal_mask(pieces):
+def test_non_finite_values_never_make_an_illegal_mask():
     values = torch.tensor([0.0, -1.0, 2.0, INF, -INF, NAN])
     x = torch.cartesian_prod(values, values, values, values)
     for dtype in DTYPES:

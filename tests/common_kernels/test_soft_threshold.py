@@ -14,7 +14,7 @@ INF, NAN = float("inf"), float("nan")
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("gamma", [0.0, 0.25, 1.0])
-def test_definition_in_any_layout(dtype, gamma, pieces, generator):
+def test_definition_in_any_layout(dtype, gamma, generator):
     x = torch.randn(4, 8, 16, generator=generator).to(dtype)
     for view in (
         x,
@@ -73,7 +73,7 @@ def test_homogeneous_for_powers_of_two(generator):
         assert torch.equal(soft_threshold24(c * x), c * soft_threshold24(x))
 
 
-def test_non_finite_values_propagate_and_stay_legal(pieces):
+def test_non_finite_values_propagate_and_stay_legal():
     values = torch.tensor([0.0, -1.0, 2.0, INF, -INF, NAN])
     x = torch.tensor(list(itertools.product(values.tolist(), repeat=4)))
     for dtype, gamma in itertools.product(DTYPES, (0.0, 0.5, 1.0)):
@@ -87,7 +87,7 @@ def test_non_finite_values_propagate_and_stay_legal(pieces):
 
 @pytest.mark.parametrize("backend", ["cpu", *(["triton"] if HAS_TRITON else [])])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_zeros_have_one_sign(dtype, backend, pieces):
+def test_zeros_have_one_sign(dtype, backend):
     """All are positive: of signed zeros, below the threshold, and where a cast rounds to one."""
     tiny = torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
     if dtype == torch.bfloat16 and not torch.cuda.is_available():

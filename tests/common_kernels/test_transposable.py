@@ -33,7 +33,7 @@ def test_there_are_90_patterns():
 
 @pytest.mark.parametrize("backend", ["cpu", *(["triton"] if HAS_TRITON else [])])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_sums_near_the_largest_number_do_not_overflow(dtype, backend, pieces, generator):
+def test_sums_near_the_largest_number_do_not_overflow(dtype, backend, generator):
     """The masks of large tiles, some of them beside small ones, are those of numbers below 1."""
     small = torch.rand(32, 64, generator=generator)
     small[8:16] = small[8:16].round(decimals=1)  # ties
@@ -50,7 +50,7 @@ def test_sums_near_the_largest_number_do_not_overflow(dtype, backend, pieces, ge
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_best_of_all_patterns(dtype, pieces, generator):
+def test_best_of_all_patterns(dtype, generator):
     w = torch.randn(3, 32, 64, generator=generator).to(dtype)
     scores = tiles(w.double().abs()) @ all_patterns().t()
     mask = transposable_mask24(w)
@@ -62,7 +62,7 @@ def test_best_of_all_patterns(dtype, pieces, generator):
         assert torch.equal(tiles(mask).double(), all_patterns()[scores.argmax(1)])
 
 
-def test_ties_go_to_the_first_pattern(pieces, generator):
+def test_ties_go_to_the_first_pattern(generator):
     """Small integers: scores are exact and ties are everywhere."""
     w = torch.randint(-2, 3, (64, 64), generator=generator).float()
     scores = tiles(w.double().abs()) @ all_patterns().t()

@@ -2,8 +2,8 @@
 
     python -m tests.mutants [FILE-OR-NUMBER ...]     # all, or those of some files or numbers
 
-Each entry of mutants.yaml replaces one piece of source text in a copy of the repository and runs the
-tests that must fail then. Exit status 0 only if every fault is caught.
+Each entry of mutants.yaml replaces one piece of source text in a copy of the repository and runs
+the tests that must fail then. Exit status 0 only if every fault is caught.
 """
 
 from __future__ import annotations
