@@ -21,8 +21,7 @@ from torch import Tensor
 
 from common_kernels.adamw import cpu
 from common_kernels.launch import cast, keep24, launch, magnitude, pointer, table_of, vectors
-from common_kernels.masks import cpu as masks
-from common_kernels.masks.triton import best_place, greedy_bits, network, row_word
+from common_kernels.masks.triton import best_place, greedy_bits, network, row_word, row_words
 from common_kernels.pack.triton import entries_stored, order_of, stack, store_tiles
 from common_kernels.soft_threshold.triton import shrink
 
@@ -111,7 +110,7 @@ def start(
     rows, columns = first.weight.shape
     operands = [t for t in (first.dense, first.packed, first.transposed) if t is not None]
     blocks = len(weights) * triton.cdiv(rows, TILE) * triton.cdiv(columns, TILE)
-    words = masks.half_words(first.weight.device) if rule.choose == "exact" else first.weight
+    words = row_words(first.weight.device) if rule.choose == "exact" else first.weight
     launch(
         adamw_kernel, blocks, first.weight.device,
         table, rows, columns, rule.alpha,

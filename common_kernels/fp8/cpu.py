@@ -49,4 +49,5 @@ def record(seen: torch.Tensor | None, x: torch.Tensor) -> None:
 
 def fake_fp8(x: torch.Tensor, fmt: str) -> torch.Tensor:
     scale = scale_of(x, fmt)
-    return torch.empty_like(x).copy_(codes_of(x, scale, fmt).float() / scale)
+    numbers = codes_of(x, scale, fmt).float() + 0.0  # no zero is -0.0
+    return torch.empty_like(x).copy_(numbers / scale)

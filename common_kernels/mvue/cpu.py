@@ -20,7 +20,8 @@ def mvue24(
     groups, results = (t.unflatten(dim, (-1, 4)).movedim(dim + 1, 0) for t in (x, out))
     u = draw(key, first, x.numel() // 4, x.device).view(-1, *groups.shape[1:])
     rows = max(1, PIECE // groups[0, 0].numel())  # a piece fits into the CPU's cache
-    for piece, result, random in zip(*(t.split(rows, 1) for t in (groups, results, u)), strict=True):
+    pieces = (t.split(rows, 1) for t in (groups, results, u))
+    for piece, result, random in zip(*pieces, strict=True):
         result.copy_(sample(piece.float(), random))
     return out
 

@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 
 from common_kernels.launch import cast, launch, magnitude
-from common_kernels.masks import cpu as masks
+from common_kernels.masks.cpu import four_rows
 from common_kernels.masks.triton import best_place
 from common_kernels.pack.cpu import BUFFERED, buffer_bytes, choose
 from common_kernels.soft_threshold.triton import less, threshold
@@ -317,9 +317,9 @@ def pack_both(
 
 @functools.cache
 def pattern_nibbles(device: torch.device) -> torch.Tensor:
-    """`[1296]` int32, in the order of masks.half_words: the nibbles of each pattern's rows, the
-    first row's lowest, then those of its columns."""
-    bools = masks.half_words(torch.device("cpu")).view(torch.bool).view(-1, 4, 4)
+    """`[1296]` int32, in the order of `four_rows`: the nibbles of each pattern's rows, the first
+    row's lowest, then those of its columns."""
+    bools = four_rows()
     positions = choose(torch.cat([bools, bools.transpose(1, 2)], 1))
     nibbles = positions[..., 0] | positions[..., 1] << 2
     return (nibbles << 4 * torch.arange(8)).sum(1).to(torch.int32).to(device)
