@@ -175,14 +175,8 @@ def differing(found: list[Arm]) -> list[str]:
     methods have counts only if its values differ among these."""
     methods = {arm.config["method.name"] for arm in found}
     keys = sorted({key for arm in found for key in arm.config} - {"method.name"})
-    several = []
-    for key in keys:
-        values = {arm.config.get(key) for arm in found}
-        if len(methods) > 1:
-            values.discard(None)
-        if len(values) > 1:
-            several.append(key)
-    return several
+    without = {None} if len(methods) > 1 else set()
+    return [key for key in keys if len({arm.config.get(key) for arm in found} - without) > 1]
 
 
 def choose(found: list[Arm], baseline: str | None) -> list[Arm]:
@@ -229,23 +223,22 @@ def table(found: list[Arm], baselines: list[Arm], metric: str = METRIC) -> list[
 def bests(found: list[Arm], baselines: list[Arm], metric: str = METRIC) -> list[Summary]:
     """A row for the best arm of each method, compared with the best baseline; none if every method
     has a single arm."""
-    groups: dict[str, list[Arm]] = {}
-    for arm in [*baselines, *found]:
-        groups.setdefault(arm.config["method.name"], []).append(arm)
-    if len(groups) < 2 or len(groups) == len(found):
+    methods = dict.fromkeys(arm.config["method.name"] for arm in [*baselines, *found])
+    if not 1 < len(methods) < len(found):
         return []
-    best = [_best(arms, metric) for arms in groups.values()]
-    rows = [_summary(arm, _best(baselines, metric), metric) for arm in best]
-    return [replace(row, label=f"best {row.label}") for row in rows]
+    rows = []
+    for name in methods:
+        best = _best([arm for arm in found if arm.config["method.name"] == name], metric)
+        row = _summary(best, _best(baselines, metric), metric)
+        rows.append(replace(row, label=f"best {row.label}"))
+    return rows
 
 
 def _best(found: list[Arm], metric: str) -> Arm:
     """The arm with the best mean: the highest of a score, the lowest of anything else."""
     sign = -1 if re.search(r"top\d|acc|bleu|score|f1|mcc", metric.rpartition(".")[2]) else 1
-    means = [sign * mean([*arm.numbers(metric).values()]) for arm in found]
-    return found[
-        min(range(len(found)), key=lambda i: means[i] if means[i] == means[i] else math.inf)
-    ]
+    means = {arm.label: sign * mean([*arm.numbers(metric).values()]) for arm in found}
+    return min(found, key=lambda arm: (math.isnan(means[arm.label]), means[arm.label]))
 
 
 def _summary(arm: Arm, other: Arm, metric: str) -> Summary:
@@ -347,14 +340,15 @@ def curves(found: list[Arm], baselines: list[Arm]) -> list[Point]:
 def looks(found: list[Arm], baselines: list[Arm]) -> dict[str, tuple[int, int]]:
     """By label, the number of the method, for a curve's colour, and that of what else is swept, for
     its line style; {} unless there are several of both."""
-    keys, looked = _swept(found), {}
-    methods: dict[str, int] = {}
-    settings: dict[tuple[str | None, ...], int] = {}
-    for arm in [*baselines, *found]:
-        method = methods.setdefault(arm.config["method.name"], len(methods))
-        setting = tuple(arm.config.get(key) for key in keys)
-        looked[arm.label] = (method, settings.setdefault(setting, len(settings)))
-    return looked if len(methods) > 1 < len(settings) else {}
+    keys = _swept(found)
+    of = {
+        arm.label: (arm.config["method.name"], tuple(map(arm.config.get, keys)))
+        for arm in [*baselines, *found]
+    }
+    methods, settings = (list(dict.fromkeys(each)) for each in zip(*of.values(), strict=True))
+    if len(methods) < 2 or len(settings) < 2:
+        return {}
+    return {label: (methods.index(one), settings.index(two)) for label, (one, two) in of.items()}
 
 
 def text(found: list[Arm], baselines: list[Arm], metric: str = METRIC) -> str:
