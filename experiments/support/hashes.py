@@ -34,13 +34,15 @@ def first_changed(directory: Path, expected: Mapping[str, str]) -> tuple[str, st
     Every byte is hashed. Of more than 256 MiB, files that were right are not read again until they
     are written to; `verified.json` there keeps their sizes and times of change.
     """
-    note, known, right = directory / VERIFIED, set(), []
+    note, right = directory / VERIFIED, []
     states = {name: (directory / name).stat() for name in expected}
     large = sum(status.st_size for status in states.values()) > LIMIT
-    with suppress(OSError, ValueError, TypeError):  # a note that cannot be read is worth nothing
-        known = {*json.loads(note.read_text())} if large else known
+    known: set[str] = set()
+    if large:
+        with suppress(OSError, ValueError, TypeError):  # a note that cannot be read says nothing
+            known = {*json.loads(note.read_text())}
     for name, status in states.items():
-        mark = f"{expected[name]} {status.st_ino} {status.st_size} {status.st_ctime_ns}"
+        mark = f"{expected[name]} {status.st_size} {status.st_ctime_ns}"
         if mark not in known and (found := file_hash(directory / name)) != expected[name]:
             return name, found
         right += [mark] * (time.time_ns() - status.st_ctime_ns >= _SETTLED)
