@@ -274,6 +274,7 @@ def _train(
             "step_seconds": trainer.seconds / max(1, trainer.step),
         }
         trainer.world.of_main(lambda: results.write_result(trainer.directory, lost))
+        error.elsewhere = not trainer.world.is_main
         raise
 
 
