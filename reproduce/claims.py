@@ -51,20 +51,23 @@ class Contrast:
     `lower` or `higher`, or `equal` if it should lie within the margin. metric: what is compared, a
     dotted path into a record. margin_of: the block whose gap gives the margin, if it is not
     `block`. paper: the paper's values of the two, perplexities or accuracies. own_setting: the runs
-    are in the paper's setting, or in one that it says its claim holds for.
+    are in the paper's setting, or in one that it says its claim holds for. defect: of released code
+    that `arm` has and `against` does not have; the effect is shown but not judged, because no paper
+    claims anything about it.
     """
 
     block: str
     arm: str
     against: str
-    expect: str
+    expect: str = ""
     metric: str = "metrics.val_loss"
     margin_of: str | None = None
     paper: list[float] = field(default_factory=list)
     own_setting: bool = False
+    defect: str = ""
 
     def __post_init__(self) -> None:
-        if self.expect not in EXPECTED:
+        if self.expect not in EXPECTED and not self.defect:
             raise ValueError(f"expect={self.expect}; choose one of {', '.join(EXPECTED)}")
         if len(self.paper) not in (0, 2):
             raise ValueError(f"paper={self.paper}; it takes two values, of {self.arm} first")
@@ -126,18 +129,6 @@ class Claim:
 
 
 @dataclass(frozen=True)
-class Released:
-    """A defect of released code that `arm` has and `against` does not have. Its effect is shown but
-    not judged, because no paper claims anything about it."""
-
-    block: str
-    arm: str
-    against: str
-    defect: str
-    metric: str = "metrics.val_loss"
-
-
-@dataclass(frozen=True)
 class Claims:
     """All claims with the rules that they share.
 
@@ -152,7 +143,7 @@ class Claims:
     seeds: int
     noise: float
     claims: list[Claim]
-    released: list[Released] = field(default_factory=list)
+    released: list[Contrast] = field(default_factory=list)
     diverged: dict[str, str] = field(default_factory=dict)
     rates: dict[str, dict[str, str]] = field(default_factory=dict)
 

@@ -13,7 +13,6 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
-from experiments.runs.stats import mean, paired_interval
 from experiments.support.checkpoint import csv_text, write_json, write_text
 from experiments.support.errors import UserError
 from reproduce import decay_curve, scale
@@ -25,8 +24,6 @@ from reproduce.claims import (
     Claim,
     Claims,
     Judged,
-    Released,
-    differences,
     judge,
     read_claims,
     verdict,
@@ -48,6 +45,7 @@ def content(claims: Claims, values: Values, measured: Path = MEASURED) -> Json:
     """All claims with their verdicts and evidence, and how well the blocks can tell methods apart,
     in the form of claims.json."""
     metrics = _metrics(claims)
+    released = Claim(0, "", "", "", claims.released)  # without a verdict: two seeds are enough
     return {
         "rules": {
             "level": claims.level,
@@ -61,7 +59,10 @@ def content(claims: Claims, values: Values, measured: Path = MEASURED) -> Json:
             if (gap := scale.half_width_gap(values, block, metric, claims.margin)) is not None
         ],
         "claims": [_claim(claims, claim, values, measured) for claim in claims.claims],
-        "released": [_released(released, values) for released in claims.released],
+        "released": [
+            _contrast(claims, j, values) | {"verdict": "as released"}
+            for j in judge(dataclasses.replace(claims, seeds=2), released, values)
+        ],
     }
 
 
@@ -153,7 +154,7 @@ def _contrast(claims: Claims, judged: Judged, values: Values) -> Json:
     if other is not None:
         where = _here(other.verdict, place)
         content["without"] = _interval({**dataclasses.asdict(other), "where": where})
-    if c.metric == _metrics(claims)[c.block] and math.isfinite(judged.effect):
+    if c.metric == _metrics(claims).get(c.block) and not c.defect and math.isfinite(judged.effect):
         seeds = PRELIMINARY if judged.why else claims.seeds
         for arm in (c.arm, c.against):
             g = scale.gap_closed(values, c.block, arm, c.metric, claims.margin, seeds)
@@ -165,24 +166,6 @@ def _contrast(claims: Claims, judged: Judged, values: Values) -> Json:
 def _interval(content: Json) -> Json:
     low, high = content.pop("interval")
     return content | {"low": low, "high": high}
-
-
-def _released(released: Released, values: Values) -> Json:
-    """The effect of a defect of released code, without a verdict; two seeds are enough. If a run
-    diverged, this is said instead of the effect of the others."""
-    r = released
-    paired = differences(values, r.block, r.arm, r.against, r.metric)
-    finite = all(map(math.isfinite, paired))
-    known = len(paired) > 1 and finite
-    low, high = paired_interval(paired)
-    return {
-        **dataclasses.asdict(r),
-        "n": len(paired),
-        "effect": mean(paired) if known else math.nan,
-        "low": low,
-        "high": high,
-        "why": "" if known else f"n = {len(paired)}" if finite else "a run diverged",
-    }
 
 
 def _speed(measured: Measured) -> Json:
@@ -219,8 +202,9 @@ def table(judged: Json) -> list[Json]:
                 why = line["why"] or m["why"]
                 rows.append({**row, "device": m["device"], "verdict": line["verdict"], "why": why})
     for r in judged["released"]:
-        row = {"judged_by": f"block {r['block']}", "what": r["arm"], "verdict": "as released"}
-        rows.append(row | {key: r[key] for key in CONTRAST if key in r})
+        keys = ("against", "metric", "n", "effect", "low", "high", "verdict", "why")
+        row = {"judged_by": f"block {r['block']}", "what": r["arm"]}
+        rows.append(row | {key: r[key] for key in keys})
     return rows
 
 

@@ -15,7 +15,6 @@ from reproduce.claims import (
     Claims,
     Contrast,
     Margin,
-    Released,
     judge,
     read_claims,
     verdict,
@@ -161,7 +160,8 @@ def test_a_margin_may_be_that_of_another_block():
     # The records of these blocks are read, and of those that show a defect.
     assert of(("it", "that", "equal"))[0].blocks == {"a"}
     assert every.blocks == {"a", "b"}
-    assert replace(every, released=[Released("c", "it", "that", "")]).blocks == {"a", "b", "c"}
+    defects = [Contrast("c", "it", "that", defect="bad")]
+    assert replace(every, released=defects).blocks == {"a", "b", "c"}
 
 
 def test_a_margin_is_a_distance_whatever_the_sign_of_the_gap():

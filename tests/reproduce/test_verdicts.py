@@ -11,7 +11,7 @@ from experiments.runs.stats import paired_interval, ratio_interval
 from experiments.support.checkpoint import write_json
 from reproduce import decay_curve, scale, verdict_text, verdicts
 from reproduce.blocks import EVIDENCE
-from reproduce.claims import Claim, Claims, Contrast, Margin, Released, Speed
+from reproduce.claims import Claim, Claims, Contrast, Margin, Speed
 from reproduce.records import Evidence, StoredRecord
 
 BASE = [3.10, 3.14, 3.08, 3.12, 3.11]  # the dense arm's loss by seed
@@ -220,14 +220,16 @@ def test_the_scale_names_the_seeds_that_are_compared():
 
 def test_defects_are_told_without_a_verdict():
     arms = values(it=BASE, bad=shifted(0.02), blown=[*BASE[:4], float("nan")], new=BASE[:1])
-    asked = [Released("a", arm, "it", f"what is {arm}") for arm in ("bad", "blown", "new", "none")]
+    names = ("bad", "blown", "new", "none")
+    asked = [Contrast("a", arm, "it", defect=f"what is {arm}") for arm in names]
     found = verdicts.content(replace(of(), claims=[], released=asked), arms)
     shown = shown_of(found)
     assert shown[1].startswith("  bad - it (val_loss, block a): +0.0200 [+0.0162, +0.0238], n = 5")
     assert shown[2] == "    what is bad"
-    assert [line.rpartition(": ")[2] for line in shown[3::2]] == [
-        "a run diverged", "n = 1", "n = 0"
-    ]  # fmt: skip
+    assert [line.partition("): ")[2] for line in shown[3::2]] == [
+        f"blown or it has no finite {LOSS} at one of the seeds",
+        *(f"{n} of 2 seeds of {arm} and it" for n, arm in ((1, "new"), (0, "none"))),
+    ]
     rows = verdicts.table(found)
     assert [(r["what"], r["verdict"]) for r in rows][:2] == [
         ("bad", "as released"),
@@ -237,7 +239,7 @@ def test_defects_are_told_without_a_verdict():
 
 
 def test_two_seeds_are_enough_to_show_the_effect_of_a_defect():
-    asked = replace(of(), claims=[], released=[Released("a", "bad", "it", "")])
+    asked = replace(of(), claims=[], released=[Contrast("a", "bad", "it", defect="bad")])
     (found,) = verdicts.content(asked, values(it=BASE, bad=shifted(0.02)[:2]))["released"]
     assert (found["n"], found["why"], found["effect"]) == (2, "", pytest.approx(0.022))
 
@@ -342,7 +344,7 @@ def test_the_rows_of_the_csv_file(tmp_path):
     arms = values(dense=BASE, half=shifted(0.08, [0.0] * 5), it=shifted(-0.02), that=exact)
     asked = of(("it", "that", "lower"), ("it", "that", "equal"),
                measured=[Speed("slope_table1", "training", "kernel", rows="r0")])  # fmt: skip
-    asked = replace(asked, released=[Released("a", "it", "that", "")])
+    asked = replace(asked, released=[Contrast("a", "it", "that", defect="bad")])
     lower, equal, speed, defect = verdicts.table(verdicts.content(asked, arms, tmp_path))
     t_test = ttest_1samp([n - 0.04 for n in NOISE], 0.0)
     low, high = t_test.confidence_interval(0.95)
