@@ -146,7 +146,7 @@ class Method(distillation.Method):
         self._batches = []
         return report
 
-    def _mask(self, model: nn.Module, name: str, layer: Linear) -> Tensor:
+    def _mask(self, model: nn.Module, name: str, layer: MaskedLinear) -> Tensor:
         """The mask of a layer by the metric; SparseGPT also updates the weight."""
         metric, weight = self.config.metric, layer.weight
         if metric == "magnitude":

@@ -67,7 +67,7 @@ class Config(Decay, base.NMConfig):
 
 
 class Method(base.Method):
-    Config = Config
+    Config: ClassVar[type[base.Config]] = Config
     Linear = MaskedLinear
     changes_only_weights = True
     acts_on_gradients = True

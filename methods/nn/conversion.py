@@ -73,7 +73,7 @@ class Report:
                 lines.append("  warning: less than a third of the parameters is converted")
         groups: dict[tuple[str, str], list[int]] = {}
         for name, reason in self.dense.items():
-            groups.setdefault((*as_globs([name]), reason), []).append(self.sizes[name])
+            groups.setdefault((as_globs([name])[0], reason), []).append(self.sizes[name])
         for (name, reason), sizes in sorted(groups.items(), key=lambda item: -sum(item[1])):
             many = f" ({len(sizes)})" if len(sizes) > 1 else ""
             part = sum(sizes) / self.total_parameters
@@ -228,8 +228,7 @@ def choose(
     possible: list[str] = []
     for name, module, attribute in every_matrix(model):
         weight = module._parameters.get(attribute)
-        shared = weight is None or id(weight) in counted
-        sizes[name] = 0 if shared else weight.numel()
+        sizes[name] = 0 if weight is None or id(weight) in counted else weight.numel()
         counted.add(id(weight))
         asked = any(fnmatchcase(name, glob) for glob in wanted)
         excluded = any(fnmatchcase(name, glob) for glob in exclude)

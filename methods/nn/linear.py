@@ -23,12 +23,15 @@ class InPlaceOf(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, weight, operand, mask):
-        ctx.mask, ctx.dtype = mask, weight.dtype
+        # A sharded layer's mask is gathered again for the backward pass (sharding.py).
+        ctx.save_for_backward(mask)
+        ctx.dtype = weight.dtype
         return operand.view_as(operand)
 
     @staticmethod
     def backward(ctx, grad):
-        grad = grad if ctx.mask is None else torch.where(ctx.mask, grad, 0.0)
+        (mask,) = ctx.saved_tensors
+        grad = grad if mask is None else torch.where(mask, grad, 0.0)
         return grad.to(ctx.dtype), None, None
 
 

@@ -61,7 +61,8 @@ def take(layer: Any) -> None:
     layer.train(module.training)
     module._parameters[attribute] = None  # keeps its position among the parameters
     module.add_module(f"sparse_{attribute}", layer)
-    plain, names = getattr(type(module), "_plain", (type(module), ()))
+    kind: Any = type(module)
+    plain, names = getattr(kind, "_plain", (kind, ()))
     module.__class__ = _showing(plain, (*names, attribute))
 
 
