@@ -184,7 +184,7 @@ class Method(base.Method):
         Raises:
             ValueError: the teacher has another vocabulary, or lacks a hidden state.
         """
-        if self.teacher is None or not model.training:
+        if self.teacher is None or not getattr(model, "training", True):  # or a plain function
             return super().micro_batch_loss(model, batch)
         output: Any = None
 
