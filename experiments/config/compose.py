@@ -108,10 +108,11 @@ def _merged(config_name: str, files: tuple[str, ...]) -> Any:
         with initialize_config_module("experiments.conf", version_base="1.3"):
             return compose(config_name, overrides=list(files))
     except MissingConfigException as error:
-        group, _, name = str(error.missing_cfg_file).partition("/")
+        file = str(error.missing_cfg_file)
+        group, _, name = file.rpartition("/") if file[:6] == "hydra/" else file.partition("/")
         known = [option for option in error.options or () if not option.startswith("_")]
         text = f"there is no {group}={name}{meant(name, known)}; there is {', '.join(known)}"
-        if name.startswith("launcher/submitit"):
+        if name.startswith("submitit"):
             text = f"+cluster needs hydra's submitit launcher: {installing('slurm')}"
         raise UserError(text) from error
 

@@ -151,6 +151,7 @@ def test_group_yamls_name_every_key_so_that_it_can_be_overridden():
         ("trian.steps=5", "there is no trian.steps here"),
         ("train.step=5", "there is no train.step here"),
         ("method=sste", "there is no method=sste; s_ste may be meant; there is ast, bi_mask,"),
+        ("hydra/sweeper=x", "there is no hydra/sweeper=x; there is basic"),
         ("method=released/sslope", "there is no method=released/sslope"),
         ("+cluster=slrm", "there is no cluster=slrm; slurm may be meant; there is local, slurm"),
         ("method=ste,s_ste", "method=ste,s_ste has several values: for a sweep add -m; one value"),
