@@ -149,6 +149,7 @@ def test_what_was_asked_for_instead_of_the_rule(finished):
         (["method=s_ste"], "sparse", s_ste.Method),
         (["method=s_ste"], "masked", one_shot.Method),
         (["method=slope", "method.m=8"], "masked", slope.Method),  # no other method keeps 2:8
+        (["method=ste", "method.n=4", "method.m=8"], "auto", one_shot.Method),
         (
             ["method=slope", "method.adapter_rank=4", "method.adapter_fraction=0.5"],
             "masked",
@@ -160,6 +161,7 @@ def test_the_method_of_a_fine_tuning_has_its_length_seed_and_dtype(finished, opt
     run = finished(*options)
     method = run.method_for(run.model(), mode, 10, 3, torch.bfloat16)
     assert type(method) is kind
+    assert {*map(method.pattern, method.layers)} == {*map(run.pattern, run.converted)}
     assert (method.config.total_steps, method.config.seed) == (10, 3)
     assert {layer.dtype for layer in method.sparse_layers.values()} == {torch.bfloat16}
 
