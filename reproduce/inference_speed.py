@@ -122,7 +122,10 @@ class Decoding:
         from transformers import StaticCache
 
         self.model = model.eval()
-        self.cache = StaticCache(config=model.config, max_cache_len=length)
+        self.cache = StaticCache(
+            config=model.config, max_cache_len=length, max_batch_size=1,
+            device=model.device, dtype=model.dtype,
+        )  # fmt: skip
         with model.device:
             self.ids = torch.randint(model.config.vocab_size, (1, length))
             self.positions = torch.arange(length)
@@ -133,13 +136,16 @@ class Decoding:
         """Logits [V] of the token that follows position end - 1. Reads the tokens from `start` to
         `end` and stores their keys and values in the cache."""
         positions = self.positions[start:end]
-        for layer in self.cache.layers:
-            layer.cumulative_length.fill_(start)  # where it writes; in place, for CUDA graphs
+        # Where the cache writes. Its layers count since transformers 5.6, and in place, for CUDA
+        # graphs; before, `cache_position` tells them.
+        for layer in getattr(self.cache, "layers", ()):
+            if hasattr(layer, "cumulative_length"):
+                layer.cumulative_length.fill_(start)
         visible = self.positions[None, None, None, :] <= positions[None, None, :, None]
         # By position, since transformers renames the cache's argument.
         output = self.model(
             self.ids[:, start:end], visible, positions[None], self.cache,
-            use_cache=True, logits_to_keep=1,
+            use_cache=True, logits_to_keep=1, cache_position=positions,
         )  # fmt: skip
         return output.logits[0, -1]
 
