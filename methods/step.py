@@ -34,7 +34,7 @@ import torch
 from torch import Tensor, nn
 
 from .nn import base
-from .nn.optimizer import Optimizers, each, group_of
+from .nn.optimizer import Optimizers, all_finite, each, group_of
 from .nn.order import without_state
 from .nn.phases import SwitchedLinear, SwitchedMethod
 from .nn.sharding import summed
@@ -101,7 +101,7 @@ class Method(SwitchedMethod):
         weights = [layer.weight for layer in self.layers.values() if layer.weight.grad is not None]
         held = [(weight, *_adam_group(optimizers, weight)) for weight in weights]
         groups = [group for own in optimizers for group in own.param_groups]
-        if not base.all_finite(p for group in groups for p in group["params"]):
+        if not all_finite(p for group in groups for p in group["params"]):
             return  # a GradScaler will skip this step, and our update could not be undone
         if self.dense_at(step):
             if held:

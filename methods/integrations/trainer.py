@@ -52,7 +52,7 @@ from transformers import (
 from ..nn import base, compressed, conversion, distillation, matrices, sharding, slorb
 from ..nn.linear import SparseLinear
 from ..nn.meta import fill, without_numbers
-from ..nn.optimizer import each
+from ..nn.optimizer import all_finite, each
 
 STATE = "method_state.pt"
 
@@ -222,7 +222,7 @@ class MethodCallback(TrainerCallback):
                 "the method distils, but the Trainer used another loss than the model's: leave out "
                 "compute_loss_func and label_smoothing_factor"
             )
-        if args.fp16 and not base.all_finite(kwargs["model"].parameters()):
+        if args.fp16 and not all_finite(kwargs["model"].parameters()):
             return  # the scaler will skip this step
         self.method.on_gradients(state.global_step, kwargs["optimizer"])
 

@@ -1,6 +1,7 @@
 """Code that the methods share: the base classes, sparse layers and their products.
 
-base            `Config` and `Method`: the options and hooks of every method, with defaults
+base            `Method`: the hooks of every method, with defaults
+config          `Config`: the options that every method takes
 conversion      the choice of the linears to convert, and the report about it
 matrices        matrices of a model that are no linear's, converted as if they were
 check           whether a finished model is 2:4

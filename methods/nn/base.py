@@ -1,4 +1,4 @@
-"""The options and the hooks of every 2:4 training method, with a default for each.
+"""The hooks of every 2:4 training method, with a default for each.
 
 A driver, ours or the user's, calls a method in this order and nothing else:
 
@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
@@ -38,79 +38,16 @@ from common_kernels import check_nm, flip_rate, nm_mask
 
 from . import conversion, matrices, ranks, sharding
 from .acceleration import Acceleration, Choice, explain
+from .config import Config
+from .config import NMConfig as NMConfig
+from .config import check_choice as check_choice
+from .config import check_pattern as check_pattern
 from .conversion import Report, weight_of
 from .gemms import DENSE, Products, choose_products
 from .keys import layer_seed
 from .linear import SparseLinear
 from .optimizer import FusedAdamW, Optimizers, StepWork, each
-from .order import CallOrder
-
-
-@dataclass(frozen=True, kw_only=True)
-class Config:
-    """Options that every method takes.
-
-    include, exclude: globs on module names (`transformer.h.0.mlp.c_fc`); a linear is converted
-        when an include glob matches and no exclude glob does. `include` is a list of them or one
-        word: `ffn`, the feed-forward networks, or `all`, all linears of the transformer blocks, by
-        the names of conversion.py.
-    total_steps: optimizer steps of the whole training; fractions are resolved against it.
-    seed: seed of the method's own randomness (MVUE), separate from that of model and data.
-    measure_every: optimizer steps between two measurements of the flip rate; 0 = never. Measured is
-        the first choice of masks at or after each multiple of this number.
-    flips_by_layer: `metrics` also reports the flip rate of each layer, as `flip_rate.<name>`.
-    """
-
-    include: Any = "ffn"  # str | tuple[str, ...]; omegaconf knows no such union
-    exclude: tuple[str, ...] = ()
-    total_steps: int = 0
-    seed: int = 0
-    measure_every: int = 10
-    flips_by_layer: bool = field(default=False, metadata={"added": True})
-
-    def __post_init__(self) -> None:
-        for name in ("include", "exclude"):
-            globs = getattr(self, name)
-            if name == "include" and isinstance(globs, str) and globs in conversion.PRESETS:
-                continue
-            if not isinstance(globs, list | tuple) or not all(isinstance(g, str) for g in globs):
-                words = f" or one of {', '.join(conversion.PRESETS)}" if name == "include" else ""
-                raise ValueError(
-                    f"{name} must be a list of globs on module names{words}, got {globs!r}"
-                )
-            object.__setattr__(self, name, tuple(globs))
-        for name in ("total_steps", "seed", "measure_every"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int):
-                raise ValueError(f"{name}={value!r}; it must be a whole number")
-            if value < 0:
-                raise ValueError(f"{name}={value}; it must not be negative")
-
-    def pattern(self, name: str) -> tuple[int, int]:
-        """(n, m) of the converted linear of this name: n non-zeros in m consecutive inputs."""
-        return getattr(self, "n", 2), getattr(self, "m", 4)
-
-
-@dataclass(frozen=True, kw_only=True)
-class NMConfig(Config):
-    """Options of a method with any N:M pattern: keep n of m consecutive inputs."""
-
-    n: int = field(default=2, metadata={"added": True})
-    m: int = field(default=4, metadata={"added": True})
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_pattern(self.n, self.m, f"n={self.n} and m={self.m}")
-
-
-def check_pattern(n: int, m: int, where: str) -> None:
-    if not 0 < n < m <= 128:
-        raise ValueError(f"{where}; N:M keeps n of m consecutive weights, 0 < n < m <= 128")
-
-
-def check_choice(name: str, value: Any, choices: Any) -> None:
-    if value not in choices:
-        raise ValueError(f"{name}={value!r}; choose one of {', '.join(map(str, choices))}")
+from .order import CallOrder, no_micro_batch
 
 
 class Method:
@@ -438,10 +375,7 @@ class Method:
         """
         self._given = True
         if not self.micro_batch and any(layer.mvue for layer in self.sparse_layers.values()):
-            raise RuntimeError(
-                f"no micro-batch was opened in step {step}, so that all would draw equal random "
-                "bits: call open_micro_batch() before each forward pass, or use loss(model, batch)"
-            )
+            raise RuntimeError(no_micro_batch(step))
         self._works.clear()
         fused = next((own for own in each(optimizer) if isinstance(own, FusedAdamW)), None)
         if fused:
@@ -623,8 +557,6 @@ class Method:
             layer.check_seen()
         for layer in self.sparse_layers.values():
             layer.restore()
-            for name in ("was_loaded", "seen", "in_use"):
-                vars(layer).pop(name, None)
             conversion.release(layer)
         for module, flag, value in self._fast:
             setattr(module, flag, value)
@@ -644,9 +576,3 @@ class Method:
         self.flips_per_step = state["flips_per_step"]
         self.flips_per_refresh = state["flips_per_refresh"]
         self.flips_of_layers = state.get("flips_of_layers", {})
-
-
-def all_finite(parameters: Iterable[Tensor]) -> bool:
-    """True if all gradients are finite; if not, a GradScaler will skip the step."""
-    grads = [p.grad for p in parameters if p.grad is not None]
-    return bool(torch.nn.utils.get_total_norm(grads).isfinite())

@@ -338,7 +338,9 @@ def adopt(layer: Any) -> None:
 
 
 def release(layer: Any) -> None:
-    """Undo `adopt` on a plain `nn.Linear`."""
+    """Undo `adopt` on a plain `nn.Linear`, and forget what a sparse one remembers."""
+    for name in ("was_loaded", "seen", "begun"):
+        vars(layer).pop(name, None)
     if matrices.is_placed(layer):
         matrices.give_back(layer)
     elif "conv1d" in vars(layer):

@@ -66,9 +66,9 @@ class SparseLinear(nn.Linear):
     was_loaded: bool = False
     # The identity and version of the first parameter when operands were last derived from it.
     seen: tuple[int, int] = (0, 0)
-    # True once a forward pass or a hook has taken the weights as they are. They may change before,
-    # as where DDP copies equal ones.
-    in_use: bool = False
+    # True once a hook has taken the weights as they are. They may change before, as where DDP
+    # copies equal ones.
+    begun: bool = False
     # True if the mask may be given as bits (`pack_mask`) while operands are derived with a packed
     # fprop operand: only `pack` reads it then.
     packs_bits: bool = False
@@ -208,12 +208,21 @@ class SparseLinear(nn.Linear):
 
     def see(self) -> None:
         """Take the weights as they are for those that mask and operands follow."""
-        vars(self).update(seen=self._stamp(), in_use=True)
+        vars(self).update(seen=self._stamp(), begun=True)
 
     def check_seen(self) -> None:
-        """Raise RuntimeError if the weights have changed since they were last seen."""
-        now = self._stamp()
-        if now != self.seen and now[0] == self.seen[0]:
+        """Raise RuntimeError if the weights have changed since they were last seen.
+
+        The operand is compared where that is possible, once a pass before the first hook and at
+        the end: torch's fused optimizers do not raise the version of what they write.
+        """
+        now, operand = self._stamp(), self._buffers.get("operand")
+        known = self.begun or operand is None
+        changed = known and now != self.seen and now[0] == self.seen[0]
+        if not changed and type(operand) is Tensor and not operand.is_meta:
+            fresh = self.effective_weight().to(operand.dtype)
+            changed = not bool(((operand == fresh) | operand.isnan()).all())
+        if changed:
             raise RuntimeError(
                 "weights of converted layers changed, and masks and operands did not follow: call "
                 "on_step_begin(step) and on_step_end(step) around every optimizer step (Trainer: "
@@ -231,9 +240,10 @@ class SparseLinear(nn.Linear):
         if torch.compiler.is_compiling():
             return
         weight: Any = next(iter(self._parameters.values()))
-        if not self.in_use:
-            self.see()
-        elif weight.is_inference() or weight._version != self.seen[1]:
+        if self.begun:
+            if weight.is_inference() or weight._version != self.seen[1]:
+                self.check_seen()
+        elif torch.is_grad_enabled() and not _capturing(weight):
             self.check_seen()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -360,6 +370,11 @@ class MaskedLinear(SparseLinear):
         fprop, _ = self.packed_operands()
         assert fprop is not None
         pack24_(fprop.matrix, self.weight.detach(), "mask", self.mask, dense=self.operand)
+
+
+def _capturing(weight: Tensor) -> bool:
+    """True while a CUDA graph is recorded, in which nothing may wait for the device."""
+    return weight.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 @torch.no_grad()

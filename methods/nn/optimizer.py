@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,6 +39,12 @@ def group_of(optimizers: list[Any], weight: Tensor) -> tuple[Any, dict[str, Any]
         "no optimizer given to on_gradients holds the weights of the converted layers: call "
         "on_gradients(step, optimizer), or with a list of all optimizers"
     )
+
+
+def all_finite(parameters: Iterable[Tensor]) -> bool:
+    """True if all gradients are finite; if not, a GradScaler will skip the step."""
+    grads = [p.grad for p in parameters if p.grad is not None]
+    return bool(torch.nn.utils.get_total_norm(grads).isfinite())
 
 
 @dataclass(eq=False, kw_only=True)

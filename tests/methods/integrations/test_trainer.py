@@ -498,6 +498,8 @@ def test_the_trainer_says_the_number_of_steps(tmp_path):
                 output_dir=str(tmp_path), use_cpu=True, report_to=[], max_steps=steps
             )
             if steps < 0:
+                with pytest.raises(ValueError, match=r"=-1; .* callback reads max_steps$"):
+                    build(name, total_steps=steps)
                 with pytest.raises(ValueError, match=r"max_steps=-1 .* set max_steps$"):
                     MethodCallback(method, model, arguments)
                 continue
@@ -507,10 +509,15 @@ def test_the_trainer_says_the_number_of_steps(tmp_path):
 
 
 def test_what_would_go_wrong_silently_is_refused(tmp_path):
-    model, method = build("ast")
     arguments = TrainingArguments(
         output_dir=str(tmp_path), use_cpu=True, report_to=[], max_steps=STEPS
     )
+    model, method = build("s_ste")
+    method.convert(model)
+    with pytest.raises(RuntimeError, match=r"masks and operands did not follow: .*MethodCallback"):
+        Trainer(model, arguments, train_dataset=sequences()).train()
+
+    model, method = build("ast")
     callbacks = [MethodCallback(method, model, arguments)]
     with pytest.raises(ValueError, match=r"ast\.AdamW, not .* optimizers=callback\.optimizers\)$"):
         Trainer(model, arguments, train_dataset=sequences(), callbacks=callbacks).train()

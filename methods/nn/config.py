@@ -1,0 +1,77 @@
+"""The options that every method takes, and checks of options."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from .conversion import PRESETS
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """Options that every method takes.
+
+    include, exclude: globs on module names (`transformer.h.0.mlp.c_fc`); a linear is converted
+        when an include glob matches and no exclude glob does. `include` is a list of them or one
+        word: `ffn`, the feed-forward networks, or `all`, all linears of the transformer blocks, by
+        the names of conversion.py.
+    total_steps: optimizer steps of the whole training; fractions are resolved against it.
+    seed: seed of the method's own randomness (MVUE), separate from that of model and data.
+    measure_every: optimizer steps between two measurements of the flip rate; 0 = never. Measured is
+        the first choice of masks at or after each multiple of this number.
+    flips_by_layer: `metrics` also reports the flip rate of each layer, as `flip_rate.<name>`.
+    """
+
+    include: Any = "ffn"  # str | tuple[str, ...]; omegaconf knows no such union
+    exclude: tuple[str, ...] = ()
+    total_steps: int = 0
+    seed: int = 0
+    measure_every: int = 10
+    flips_by_layer: bool = field(default=False, metadata={"added": True})
+
+    def __post_init__(self) -> None:
+        for name in ("include", "exclude"):
+            globs = getattr(self, name)
+            if name == "include" and isinstance(globs, str) and globs in PRESETS:
+                continue
+            if not isinstance(globs, list | tuple) or not all(isinstance(g, str) for g in globs):
+                words = f" or one of {', '.join(PRESETS)}" if name == "include" else ""
+                raise ValueError(
+                    f"{name} must be a list of globs on module names{words}, got {globs!r}"
+                )
+            object.__setattr__(self, name, tuple(globs))
+        for name in ("total_steps", "seed", "measure_every"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int):
+                raise ValueError(f"{name}={value!r}; it must be a whole number")
+            if value < 0:
+                hint = "; leave it out, the Trainer's callback reads max_steps"
+                hint = hint if name == "total_steps" else ""
+                raise ValueError(f"{name}={value}; it must not be negative{hint}")
+
+    def pattern(self, name: str) -> tuple[int, int]:
+        """(n, m) of the converted linear of this name: n non-zeros in m consecutive inputs."""
+        return getattr(self, "n", 2), getattr(self, "m", 4)
+
+
+@dataclass(frozen=True, kw_only=True)
+class NMConfig(Config):
+    """Options of a method with any N:M pattern: keep n of m consecutive inputs."""
+
+    n: int = field(default=2, metadata={"added": True})
+    m: int = field(default=4, metadata={"added": True})
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_pattern(self.n, self.m, f"n={self.n} and m={self.m}")
+
+
+def check_pattern(n: int, m: int, where: str) -> None:
+    if not 0 < n < m <= 128:
+        raise ValueError(f"{where}; N:M keeps n of m consecutive weights, 0 < n < m <= 128")
+
+
+def check_choice(name: str, value: Any, choices: Any) -> None:
+    if value not in choices:
+        raise ValueError(f"{name}={value!r}; choose one of {', '.join(map(str, choices))}")
