@@ -144,17 +144,20 @@ def _labelled(found: list[Arm]) -> list[Arm]:
     """The arms with labels: the method and, in words, what distinguishes an arm from others of its
     method, and the settings in which any two arms differ. If that is long, the folder of its runs.
     """
-    labelled, folders, swept = [], [arm.folder for arm in found], _swept(found)
+    labelled, folders = [], [arm.folder for arm in found]
     for arm in found:
         method = arm.config["method.name"]
-        alike = [other for other in found if other.config["method.name"] == method]
-        keys = sorted({*swept, *differing(alike)} & arm.config.keys())
-        label = ", ".join(
-            [method, *(f"{_word(key, arm.config)} {arm.config[key]}" for key in keys)]
-        )
-        if len(label) > LONGEST and folders.count(arm.folder) == 1:
-            label = arm.folder
-        labelled.append(replace(arm, label=label))
+        own = differing([other for other in found if other.config["method.name"] == method])
+        for keys in (own, {*own, *_swept(found)}):  # the longest that is short enough
+            there = sorted(arm.config.keys() & keys)
+            label = ", ".join(
+                [method, *(f"{_word(key, arm.config)} {arm.config[key]}" for key in there)]
+            )
+            if len(label) <= LONGEST:
+                arm = replace(arm, label=label)
+        if not arm.label:
+            arm = replace(arm, label=arm.folder if folders.count(arm.folder) == 1 else label)
+        labelled.append(arm)
     return labelled
 
 

@@ -205,6 +205,14 @@ def test_a_long_label_is_the_folder_of_the_runs(write):
     assert labels == [f"ste, include [{value}]" for value in (long, long + "9")]
 
 
+def test_a_label_without_settings_of_other_methods_is_short_enough(write):
+    for rate in (1e-3, 2e-3):
+        write("dense", 0, arm=f"dense-{rate}", train__learning_rate=rate, train__name="y" * 80)
+    write("ste", 0, train__learning_rate=0.002, train__name="x" * 80)
+    labels = [arm.label for arm in compared(comparison.Path("runs"))]
+    assert labels[:2] == ["dense, learning rate 0.001", "dense, learning rate 0.002"]
+
+
 def test_runs_of_unlike_length_or_data_have_no_difference(write):
     write("dense", 0)
     write("ste", 0, train__steps=40, method__total_steps=40)
