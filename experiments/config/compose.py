@@ -20,11 +20,8 @@ T = TypeVar("T")
 
 
 def composed(config_name: str, typed: Callable[[Any], T], overrides: list[str] | None = None) -> T:
-    """`typed` of the config that `experiments/conf/<config_name>.yaml` and hydra overrides compose.
-
-    Raises:
-        UserError: an override that does not fit, in one line.
-    """
+    """`typed` of the config that `experiments/conf/<config_name>.yaml` and hydra overrides compose;
+    a `UserError` says in one line what does not fit."""
     with one_line_errors():
         return typed(_compose(config_name, overrides or ()))
 
@@ -118,8 +115,7 @@ def _merged(config_name: str, files: tuple[str, ...]) -> Any:
 
 
 def _unknown(key: str, config: Any) -> str:
-    """Says that a config has no `key`, and which of its keys, or which other choice of a file, may
-    be meant."""
+    """Says that a config has no `key`, and what key or other choice of a file may be meant."""
     group, _, name = key.rpartition(".")
     said, keys = f"there is no {key} here", [known.rpartition(".") for known in _keys(config, "")]
     files = run_names.files(group) if group and (CONF / group).is_dir() else {}
@@ -130,10 +126,8 @@ def _unknown(key: str, config: Any) -> str:
                 return f"{said}; {' or '.join(found)} may be meant"
     near = closest(name, itertools.chain(*files.values()))
     having = [file for file, options in files.items() if near in options and "." not in file]
-    if not having:
-        return said
-    shown = f"{', '.join(having[:6])}{', ...' if len(having) > 6 else ''}"
-    return f"{said}; {group}.{near} is an option of {group}={shown}"
+    shown = ", ".join(having[:6]) + (", ..." if len(having) > 6 else "")
+    return f"{said}; {group}.{near} is an option of {group}={shown}" if having else said
 
 
 def _keys(node: Any, prefix: str) -> Iterator[str]:
