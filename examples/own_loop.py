@@ -1,7 +1,7 @@
 """Train one small GPT-2 densely and one with a 2:4 method, in a plain PyTorch loop.
 
     python examples/own_loop.py
-    python examples/own_loop.py --method t_sr_ste --steps 1000
+    python examples/own_loop.py --method fst --steps 1000
 
 The text is the source of four modules of Python's standard library, byte by byte. For each of the
 two models it prints the validation loss, the share of non-zero weights in one layer, and the number

@@ -40,7 +40,7 @@ from experiments.support.progress import say, silent
 from experiments.training import pretraining
 from experiments.training.distributed import world
 from experiments.training.tracking import read_metrics
-from methods import dense, sr_ste, t_sr_ste
+from methods import dense, fst, sr_ste
 from methods.nn import base
 
 FEASIBLE = (0.60, 0.95)
@@ -58,8 +58,7 @@ class DecaySearch:
         object.__setattr__(self, "candidates", tuple(sorted(set(self.candidates))))
         if not isinstance(self.config.method_options, sr_ste.Decay):
             raise UserError(
-                f"method={self.config.method} has no masked decay; choose sr_ste, t_sr_ste or "
-                "bi_mask"
+                f"method={self.config.method} has no masked decay; choose sr_ste, fst or bi_mask"
             )
         if not self.candidates:
             raise UserError("candidates=[]; name at least one decay factor")
@@ -108,7 +107,7 @@ class DecaySearch:
     def sparse_run(self, alpha: float) -> RunConfig:
         """The warm-up trained with this decay factor, sparse from the first step to the last."""
         options: Any = replace(self.config.method_options, alpha=alpha)  # type: ignore[call-arg]
-        if isinstance(options, t_sr_ste.Config):
+        if isinstance(options, fst.Config):
             options = replace(options, refresh_every=1, dense_fraction=0.0)
         return self._warm_up(self.config.method, options)
 
@@ -116,7 +115,7 @@ class DecaySearch:
         """The warm-up trained without sparsity; flip rates are those of virtual masks of the
         method's kind."""
         options = self.config.method_options
-        if isinstance(options, t_sr_ste.Config):
+        if isinstance(options, fst.Config):
             whole = replace(options, alpha=0.0, refresh_every=1, dense_fraction=1.0)
             return self._warm_up(self.config.method, whole)
         common = {f.name: getattr(options, f.name) for f in dataclasses.fields(base.Config)}

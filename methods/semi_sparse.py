@@ -35,7 +35,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, ClassVar
 
@@ -69,14 +69,14 @@ class Config(base.Config):
     refresh_every: optimizer steps between two choices of the weight's mask.
     sparse_fraction: fraction of `total_steps` that is sparse, at the start.
     fp8: FP8 products while weights are sparse: `off`, `paper`, `hybrid`, `hopper` or
-        `hopper_delayed`, as in `methods.t_sr_ste`.
+        `hopper_delayed`, as in `methods.fst`.
     """
 
     mode: str = "weight"
     algorithm: str = "greedy"
     refresh_every: int = 1
     sparse_fraction: float = 1.0
-    fp8: str = field(default="off", metadata={"added": True})
+    fp8: str = "off"
 
     def __post_init__(self) -> None:
         super().__post_init__()

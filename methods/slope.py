@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any, ClassVar
 
@@ -72,7 +72,7 @@ class Config(base.NMConfig):
     adapter_left_sparse: keep L^T in the layer's N:M. The paper does this so that X [W^T | L] is one
         sparse product; here a packed W and L are two products, of which that with L is dense.
     fp8: FP8 products: `off`, `paper`, `hybrid`, `hopper` or `hopper_delayed`, as in
-        `methods.t_sr_ste`, except that wgrad is a dense product. Adapters are never in FP8.
+        `methods.fst`, except that wgrad is a dense product. Adapters are never in FP8.
     """
 
     include: Any = ("*",)
@@ -86,7 +86,7 @@ class Config(base.NMConfig):
     adapter_fraction: float = 0.01
     adapter_init: str = "normal"
     adapter_left_sparse: bool = False
-    fp8: str = field(default="off", metadata={"added": True})
+    fp8: str = "off"
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -12,7 +12,7 @@ the products are in FP8 (nn/fp8_gemms.py); only fprop is sparse.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from common_kernels.adamw import Rule
 
@@ -32,7 +32,7 @@ class Config(base.NMConfig):
         `methods.s_ste`.
     """
 
-    fp8: str = field(default="off", metadata={"added": True})
+    fp8: str = "off"
 
     def __post_init__(self) -> None:
         super().__post_init__()

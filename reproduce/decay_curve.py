@@ -86,7 +86,7 @@ def _search(pilot: Path, record: dict[str, Any]) -> dict[str, Any]:
     """The pilot's search with the learning rate of the record."""
     rate = _option(record, "train.learning_rate")
     searches = read_record(pilot, {"searches": dict})["searches"].values()
-    wanted = {"method": "t_sr_ste", "decay_on": "gradients", "learning_rate": rate}
+    wanted = {"method": "fst", "decay_on": "gradients", "learning_rate": rate}
     return next(s for s in searches if wanted.items() <= s.items())
 
 

@@ -140,7 +140,7 @@ def described(sparse: Bench, times: dict[str, Time]) -> str:
 
 def ends_dense(config: Config) -> bool:
     """True for FST, which leaves a dense model: its inference is that of a dense one."""
-    return config.method == "t_sr_ste"
+    return config.method == "fst"
 
 
 def to_compare(dense: Bench, sparse: Bench, inference: dict[str, Bench]) -> dict[str, Call]:

@@ -290,7 +290,7 @@ def test_a_sharded_training_is_saved_resumed_and_ended_as_shown(tmp_path, monkey
 def test_acceleration_is_asked_for_as_shown(capsys, monkeypatch):
     """Nothing changes if no product is faster."""
     monkeypatch.delenv("SPARSE24_MATMUL", raising=False)
-    method = methods.build("t_sr_ste", total_steps=6)
+    method = methods.build("fst", total_steps=6)
     code = snippet("method.convert(model, dtype")
     exec(code, {"torch": torch, "model": tiny(), "method": method})
     assert "transformer.h.0.mlp.c_fc" in method.acceleration.layers
@@ -384,7 +384,7 @@ def test_what_a_sparse_forward_product_saves_is_that_of_the_record():
 @pytest.mark.parametrize(
     ("name", "options"),
     [
-        ("t_sr_ste", {"refresh_every": 2, "dense_fraction": 0.3, "alpha": 1e-2}),
+        ("fst", {"refresh_every": 2, "dense_fraction": 0.3, "alpha": 1e-2}),
         ("ast", {}),
         ("slope", {"adapter_rank": 2, "adapter_fraction": 0.5}),
     ],
@@ -611,7 +611,7 @@ def test_the_differences_and_the_figure_are_those_of_the_records(tmp_path):
     assert drawn == kept
     short = text(ROOT / "README.md").split("Measured (")[1].split("\n## ")[0]
     groups = re.findall(r"((?:`\w+`(?:,? and |, )?)+(?:half the width)?)[\w ]* (0\.\d\d)", short)
-    arms = {"t_sr_ste": "fst", "one_shot": "naive"}
+    arms = {"fst": "fst", "one_shot": "naive"}
     for names, rounded in groups:
         for name in re.findall(r"`(\w+)`", names) + ["half"] * ("half" in names):
             arm = arms.get(name, name)

@@ -26,7 +26,7 @@ from methods.nn.linear import SparseLinear
 PRODUCTS = ("fprop", "dgrad", "wgrad")
 SIMULATED = "s_ste, fp8=paper simulated"
 REPACKED = "slope, packed in backward"
-DELAYED = "t_sr_ste, fp8 delayed"
+DELAYED = "fst, fp8 delayed"
 TORCHAO = "dense fp8, torchao"
 ON_UNITS = "hopper"  # the value of the option `fp8` whose formats FP8 units can multiply
 # The formats of X and W in fprop, of dY, of W in dgrad, and of X in wgrad.
@@ -54,8 +54,8 @@ BF16 = {
     "dense": Setup("dense"),
     "ste": Setup("ste"),
     "semi_sparse": Setup("semi_sparse"),
-    "t_sr_ste, no mvue": Setup("t_sr_ste", {"mvue": "off", "dense_fraction": 0.0, "alpha": 1e-4}),
-    "t_sr_ste": Setup("t_sr_ste", {"dense_fraction": 0.0, "alpha": 1e-4}),
+    "fst, no mvue": Setup("fst", {"mvue": "off", "dense_fraction": 0.0, "alpha": 1e-4}),
+    "fst": Setup("fst", {"dense_fraction": 0.0, "alpha": 1e-4}),
     "s_ste": Setup("s_ste"),
     "slope": Setup("slope"),
     REPACKED: Setup("slope", repack=True),
@@ -84,7 +84,7 @@ ARMS = {
     "dense fp8": Setup("dense", fp8="hybrid"),
     TORCHAO: Setup("dense", fp8="hybrid"),
     **ON_FP8_UNITS,
-    DELAYED: Setup("t_sr_ste", {**BF16["t_sr_ste"].options, "fp8": "hopper_delayed"}, fp8=ON_UNITS),
+    DELAYED: Setup("fst", {**BF16["fst"].options, "fp8": "hopper_delayed"}, fp8=ON_UNITS),
     SIMULATED: Setup("s_ste", {"fp8": "paper"}, fp8="paper", simulated=True),
 }
 

@@ -16,7 +16,7 @@ from experiments.bench.report import Report, Row
 from experiments.bench.timing import Time
 from models.gpt2 import MLP, GPTConfig
 
-NAMES = ("dense", "dense fp8", "t_sr_ste", "s_ste", "s_ste, fp8", "slope")
+NAMES = ("dense", "dense fp8", "fst", "s_ste", "s_ste, fp8", "slope")
 # Size of GPT-2 and tokens.
 QUICK_SHAPE = ("nano", 64)
 CPU_SHAPE = ("nano", 512)

@@ -34,7 +34,7 @@ from experiments.training.optimization import DTYPES, make_optimizer, micro_batc
 from experiments.training.sharding import accelerate
 from experiments.training.tracking import read_metrics
 
-NAMES = ("dense", "t_sr_ste", "s_ste", "slope")
+NAMES = ("dense", "fst", "s_ste", "slope")
 APART = 0.03  # goal: the command's step takes at most this share longer than the bare loop's
 POLL_S = 0.002
 COMMAND = (sys.executable, "-m", "experiments.pretrain")

@@ -15,14 +15,14 @@ WIDE, ALL_774M = f"{STACK}, all linears", "GPT-2 774M, 16 x 1024, all linears"
 _124M = ("GPT-2 124M, 32 x 1024", "GPT-2 124M, 32 x 1024, all linears")
 _VISION = ("ViT-L/16, 64 images", "SAM ViT-L encoder, 4 images")
 FASTER = {
-    (WIDE, "t_sr_ste"): 1.27,
+    (WIDE, "fst"): 1.27,
     (WIDE, "slope"): 1.27,
     (WIDE, "s_ste"): 1.22,
     (WIDE, "s_ste, fp8"): 1.55,
-    (WIDE, "t_sr_ste, fp8"): 1.6,
-    (ALL_774M, "t_sr_ste"): 1.13,
+    (WIDE, "fst, fp8"): 1.6,
+    (ALL_774M, "fst"): 1.13,
     (ALL_774M, "slope"): 1.13,
-    **{(shape, name): 1.05 for shape in _VISION for name in ("t_sr_ste", "s_ste", "slope")},
+    **{(shape, name): 1.05 for shape in _VISION for name in ("fst", "s_ste", "slope")},
     # At this width 2:4 cannot be faster; the goal is not to be much slower.
     **{(shape, name): 1 / 1.03 for shape in _124M for name in SPARSE},
     (_124M[0], SIMULATED): 1 / 1.5,

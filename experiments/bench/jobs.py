@@ -19,7 +19,7 @@ from experiments.support.errors import UserError
 from models.gpt2 import GPT, Block, GPTConfig
 from models.transformer import Transformer, TransformerConfig
 
-SPARSE = ("ste", "semi_sparse", "t_sr_ste", "s_ste", "slope")
+SPARSE = ("ste", "semi_sparse", "fst", "s_ste", "slope")
 NAMES = ("dense", *SPARSE, "dense fp8", arms.TORCHAO, *arms.ON_FP8_UNITS, arms.DELAYED)
 MLP = ("*mlp.*",)
 Built = tuple[nn.Module, Callable[[], Tensor], list[nn.Module]]

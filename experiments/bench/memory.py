@@ -18,7 +18,7 @@ from experiments.bench.sizes import parts
 from experiments.bench.step import held, ready
 from experiments.bench.train import precision
 
-NAMES = ("dense", "s_ste", "t_sr_ste", "slope", arms.REPACKED)
+NAMES = ("dense", "s_ste", "fst", "slope", arms.REPACKED)
 STEPS = 2
 
 

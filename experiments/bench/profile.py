@@ -1,4 +1,4 @@
-"""Profile a step by kinds of kernels: `python -m experiments.bench profile --only dense t_sr_ste`.
+"""Profile a step by kinds of kernels: `python -m experiments.bench profile --only dense fst`.
 
 The kernel time of an ordinary step by kind, from torch's profiler, and the step's time without the
 profiler. On a CPU operators are measured instead of kernels. `RECORD_kernels.json` lists every

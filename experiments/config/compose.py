@@ -109,6 +109,8 @@ def _merged(config_name: str, files: tuple[str, ...]) -> Any:
         group, _, name = file.rpartition("/") if file[:6] == "hydra/" else file.partition("/")
         known = [option for option in error.options or () if not option.startswith("_")]
         text = f"there is no {group}={name}{meant(name, known)}; there is {', '.join(known)}"
+        if (new := name.replace("t_sr_ste", "fst")) != name:
+            text = f"{group}={name} is called {group}={new} now"
         if name.startswith("submitit"):
             text = f"+cluster needs hydra's submitit launcher: {installing('slurm')}"
         raise UserError(text) from error

@@ -90,16 +90,20 @@ class RunConfig:
     command: str | None = None
 
     def identity(self) -> dict[str, Any]:
-        """Everything that the result depends on, as plain values."""
-        model = identity_of(self.model)
+        """Everything that the result depends on and that is not a default, as plain values. By
+        default the method's seed is the run's."""
+        model, method = identity_of(self.model), identity_of(self.method_options)
         if isinstance(self.model, HFConfig):
             del model["path"]
             model["weights"] = self.model.fingerprint
+        method.pop("seed", None)
+        if self.method_options.seed != self.seed:
+            method["seed"] = self.method_options.seed
         identity = {
             "seed": self.seed,
             "model": {"name": self.model_name, **model},
             "data": self.data.identity(),
-            "method": {"name": self.method, **identity_of(self.method_options)},
+            "method": {"name": self.method, **method},
             "train": identity_of(self.train),
         }
         if self.dino is not None:
@@ -127,10 +131,10 @@ class RunConfig:
 
     def directory(self) -> Path:
         """`<runs>/<model>-<data>/<method>-<tag>-<hash without seed>/seed<seed>`; see run_names."""
-        family = self.identity()
-        method, model, train = (dict(family[group]) for group in ("method", "model", "train"))
-        if family["method"]["seed"] == family.pop("seed"):
-            del family["method"]["seed"]
+        values, family = self.as_dict(), self.identity()
+        method, model, train = (values[group] for group in ("method", "model", "train"))
+        del family["seed"]
+        model.pop("path", None)
         folder = self.model_name if self.dino is None else f"dino_{self.model_name}"
         return run_names.find(
             self.runs / f"{folder}-{self.data.name}",
@@ -145,12 +149,14 @@ class RunConfig:
         model = {**identity["model"], **dataclasses.asdict(self.model)}
         if isinstance(self.model, HFConfig):
             model["path"] = self.model.pinned
-        paths = {"runs": str(self.runs), "data": dataclasses.asdict(self.data), "model": model}
+        groups = {"data": self.data, "train": self.train, "impl": self.impl, "dino": self.dino}
         return {
             **identity,
-            **paths,
+            **{name: dataclasses.asdict(group) for name, group in groups.items() if group},
+            "model": model,
+            "method": {"name": self.method, **dataclasses.asdict(self.method_options)},
+            "runs": str(self.runs),
             "tier": self.tier,
-            "impl": dataclasses.asdict(self.impl),
         }
 
     def build_model(self) -> Model:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -68,13 +68,13 @@ class TrainConfig:
     weight_decay_end: float | None = None
     grad_clip: float = 1.0
     ema: float = 0.0
-    average_last: int = field(default=0, metadata={"added": True})
-    average_every: int = field(default=0, metadata={"added": True})
+    average_last: int = 0
+    average_every: int = 0
     ramp_batch: int | None = None
     ramp_micro_steps: int | None = None
     dtype: str = "fp32"
     fp8_samples: int | None = None
-    descent_every: int = field(default=0, metadata={"added": True})
+    descent_every: int = 0
     log_every: int = 10
     eval_every: int = 50
     eval_samples: int = 64

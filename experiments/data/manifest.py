@@ -76,10 +76,10 @@ class DataConfig:
     tokenizer: str = "gpt2"
     vocab_size: int = 50257
     text_column: str = "text"
-    order: str = dataclasses.field(default="drawn", metadata={"added": True})
-    shard_tokens: int | None = dataclasses.field(default=None, metadata={"added": True})
-    parts: tuple[str, ...] = dataclasses.field(default=(), metadata={"added": True})
-    weights: tuple[float, ...] = dataclasses.field(default=(), metadata={"added": True})
+    order: str = "drawn"
+    shard_tokens: int | None = None
+    parts: tuple[str, ...] = ()
+    weights: tuple[float, ...] = ()
 
     similar: ClassVar[str] = "openwebtext"  # a file of conf/data to use for the user's own text
 
@@ -141,8 +141,8 @@ class DataConfig:
         """The settings that a run's hash covers: those that determine the tokens, but not the paths
         of the text and the corpus."""
         identity = identity_of(self)
-        del identity["root"], identity["source"]
-        identity.pop("shard_tokens", None)
+        for name in ("root", "source", "shard_tokens"):
+            identity.pop(name, None)
         corpora = [corpus.directory.name for corpus in self.corpora]
         corpus = corpora if self.parts else corpora[0]
         return identity | {"tokenizer": self.tokenizer_kind, "corpus": corpus}

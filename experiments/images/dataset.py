@@ -11,7 +11,6 @@ branch or tag.
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import io
 import itertools
@@ -30,6 +29,7 @@ from experiments.images import idx
 from experiments.support import hashes
 from experiments.support.errors import UserError
 from experiments.support.hub import commits, load_dataset
+from experiments.support.identity import identity_of
 from experiments.support.names import check_name
 
 if TYPE_CHECKING:
@@ -135,8 +135,9 @@ class ImageConfig:
         """The settings that a run's hash covers: all but `source` and `on_corrupt`. With
         on_corrupt=error a run that meets a corrupt image has no result; with `skip` the result
         counts them."""
-        identity = dataclasses.asdict(self)
-        del identity["source"], identity["on_corrupt"]
+        identity = identity_of(self)
+        for name in ("source", "on_corrupt"):
+            identity.pop(name, None)
         return identity
 
     def check_result(self, result: dict[str, Any], directory: Path) -> bool:

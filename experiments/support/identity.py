@@ -7,13 +7,21 @@ from typing import Any
 
 
 def identity_of(config: Any) -> dict[str, Any]:
-    """The fields of a config dataclass that a run's hash covers, as plain values.
+    """The fields of a config dataclass that differ from their defaults, as plain values.
 
-    A field that was added after runs had been made carries `metadata={"added": True}`. It counts
-    only if it differs from its default, so that those runs keep their hashes.
+    A run's hash covers these alone, so that it stays when an option is added, or one that nobody
+    set is removed. Whoever changes the default of a field gives the field another name, because
+    old runs would be taken for runs with the new default.
     """
     values = dataclasses.asdict(config)
-    for field in dataclasses.fields(config):
-        if field.metadata.get("added") and getattr(config, field.name) == field.default:
-            del values[field.name]
-    return values
+    return {
+        field.name: values[field.name]
+        for field in dataclasses.fields(config)
+        if getattr(config, field.name) != _default(field)
+    }
+
+
+def _default(field: dataclasses.Field[Any]) -> Any:
+    """The default of a field; `MISSING` without one."""
+    made = field.default_factory
+    return field.default if made is dataclasses.MISSING else made()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from .conversion import PRESETS
@@ -28,7 +28,7 @@ class Config:
     total_steps: int = 0
     seed: int = 0
     measure_every: int = 10
-    flips_by_layer: bool = field(default=False, metadata={"added": True})
+    flips_by_layer: bool = False
 
     def __post_init__(self) -> None:
         for name in ("include", "exclude"):
@@ -59,8 +59,8 @@ class Config:
 class NMConfig(Config):
     """Options of a method with any N:M pattern: keep n of m consecutive inputs."""
 
-    n: int = field(default=2, metadata={"added": True})
-    m: int = field(default=4, metadata={"added": True})
+    n: int = 2
+    m: int = 4
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -158,7 +158,7 @@ def _opening(rules: Claims, evidence: Evidence) -> Markup:
         "with each seed as a small dot (a hollow mark is a single seed without an interval). The "
         f"square is {block.yardstick}, a dense model whose feed-forward layers have half the "
         "width: a method that is not to the left of it is no better than that smaller model. "
-        "(shallow is a dense model with half the depth, fst the method t_sr_ste.) A method inside "
+        "(shallow is a dense model with half the depth.) A method inside "
         "the shaded band, a quarter of that distance on either side of 0, counts as being as good "
         "as dense."
     )

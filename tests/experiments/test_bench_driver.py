@@ -27,10 +27,10 @@ def threads():
 def test_the_command_stands_beside_a_bare_loop(overrides, tmp_path):
     """The run has twelve steps, a record of each, and three evaluations."""
     out = tmp_path / "cpu.json"
-    asked = ["--only", "t_sr_ste", "--repeats", "2", "--threads", "1", "--out", str(out)]
+    asked = ["--only", "fst", "--repeats", "2", "--threads", "1", "--out", str(out)]
     assert main(["driver", *overrides, "--device", "cpu", *asked]) == 0
     (row,) = json.loads(out.read_text())["benchmarks"]["driver"]["rows"]
-    assert (row["name"], row["dtype"]) == ("t_sr_ste", "fp32")
+    assert (row["name"], row["dtype"]) == ("fst", "fp32")
     assert row["shape"] == "gpt2 on words, 1 x 4 samples" and row["backend"] == "dense"
     figures, bare = row["figures"], row["peers"]["bare loop"]
     assert figures["tokens/s"] == pytest.approx(1e3 * 4 * 16 / row["ms"])
@@ -42,7 +42,7 @@ def test_the_command_stands_beside_a_bare_loop(overrides, tmp_path):
 
 
 def test_a_setting_that_does_not_fit_is_one_line(overrides, tmp_path, capsys):
-    asked = ["--only", "t_sr_ste", "--repeats", "2", "--out", str(tmp_path / "cpu.json")]
+    asked = ["--only", "fst", "--repeats", "2", "--out", str(tmp_path / "cpu.json")]
     given = [*overrides, "impl.repack_backward=true", "--device", "cpu", *asked]
     assert main(["driver", *given]) == 1
     assert "error: impl.repack_backward=true: no layer here" in capsys.readouterr().err

@@ -50,7 +50,7 @@ def test_linear_has_every_arm_with_its_parts(tmp_path):
     for name, row in rows.items():
         assert (row["shape"], row["dtype"]) == ("64 x 16 -> 32", "float32")
         assert row["peers"].keys() == {"dense"} and row["flops"] == 6 * 64 * 16 * 32
-        searching = {"hooks, masks chosen ms"} if name.startswith("t_sr_ste") else set()
+        searching = {"hooks, masks chosen ms"} if name.startswith("fst") else set()
         assert row["figures"].keys() == {"products ms", "hooks ms"} | searching
     assert rows["dense fp8"]["backend"] == "scaled_mm"
     assert rows["s_ste, fp8"]["backend"] == "simulated"
@@ -78,8 +78,8 @@ def test_what_a_row_was_to_reach():
             name, shape, {k: Time(v, v, v, "graph") for k, v in times.items()}, on_gpu
         )
 
-    assert judged("t_sr_ste", 5.0) == ("1.2 x as fast as dense", True)
-    assert judged("t_sr_ste", 5.1) == ("1.2 x as fast as dense", False)
+    assert judged("fst", 5.0) == ("1.2 x as fast as dense", True)
+    assert judged("fst", 5.1) == ("1.2 x as fast as dense", False)
     assert judged("s_ste, fp8", 3.0) == ("", None)
     assert judged("s_ste, fp8", 3.0, linear.GPU_SHAPES[-1]) == ("2.0 x as fast as dense", True)
     assert judged("dense fp8", 3.0) == ("", None)
@@ -90,15 +90,15 @@ def test_what_a_row_was_to_reach():
 def test_block_and_train(tmp_path):
     rows = run("block", tmp_path)
     assert list(rows) == list(block.NAMES)
-    rows = run("train", tmp_path, "--only", "dense", "t_sr_ste")
-    assert list(rows) == ["dense", "t_sr_ste"]
+    rows = run("train", tmp_path, "--only", "dense", "fst")
+    assert list(rows) == ["dense", "fst"]
     assert rows["dense"]["figures"]["tokens/s"] == pytest.approx(16e3 / rows["dense"]["ms"])
     of_all = {"tokens/s", "trained MiB", "held MiB", "trained over dense", "held over dense"}
     of_all |= {"first step s"}
     assert rows["dense"]["figures"].keys() == of_all
     searching = {"step, masks chosen ms", "step with its share of that ms"}
-    assert rows["t_sr_ste"]["figures"].keys() == of_all | searching
-    assert rows["t_sr_ste"]["peers"] == {"dense": rows["dense"]["ms"]}
+    assert rows["fst"]["figures"].keys() == of_all | searching
+    assert rows["fst"]["peers"] == {"dense": rows["dense"]["ms"]}
 
 
 def test_dense_stands_in_every_comparison():
@@ -125,8 +125,8 @@ def test_a_row_that_is_asked_for_alone_has_its_dense_peer(tmp_path):
 
 
 def test_the_fused_optimizer_is_named(tmp_path):
-    rows = run("train", tmp_path, "--only", "t_sr_ste", "--fused")
-    assert rows["t_sr_ste"]["backend"] == "dense; FusedAdamW"
+    rows = run("train", tmp_path, "--only", "fst", "--fused")
+    assert rows["fst"]["backend"] == "dense; FusedAdamW"
 
 
 def test_what_is_wrong_is_left_out_and_the_rest_is_measured(tmp_path, monkeypatch, capsys):
@@ -149,7 +149,7 @@ def test_what_is_wrong_is_left_out_and_the_rest_is_measured(tmp_path, monkeypatc
 
 def test_quick_runs_all_linears_and_a_stack(tmp_path):
     out = tmp_path / "cpu.json"
-    asked = ["--only", "t_sr_ste", "--repeats", "2", "--threads", "1", "--out", str(out)]
+    asked = ["--only", "fst", "--repeats", "2", "--threads", "1", "--out", str(out)]
     assert main(["train", "--quick", "--device", "cpu", *asked]) == 0
     rows = json.loads(out.read_text())["benchmarks"]["train"]["rows"]
     assert [row["shape"] for row in rows] == list(jobs.QUICK_JOBS)
@@ -171,7 +171,7 @@ def test_replayed_steps_and_launched_ones_take_turns(fused, monkeypatch):
     """Without a GPU a replay is a call. Twice the same steps, with replays among them."""
 
     def trained(replays):
-        step = steps.Step("t_sr_ste", jobs.gpt2("nano", 2, 8), CPU, "dense", fused)
+        step = steps.Step("fst", jobs.gpt2("nano", 2, 8), CPU, "dense", fused)
         step.ordinary(0)
         monkeypatch.setattr(steps, "graph_of", lambda part, _: part)
         monkeypatch.setattr(step, "gradients", lambda: [None] * len(step.parameters))
@@ -189,7 +189,7 @@ def test_replayed_steps_and_launched_ones_take_turns(fused, monkeypatch):
 
 def test_goals_are_judged_by_what_was_measured_together():
     figures = {"step with its share of that ms": 100.0, "launched over graphs": 1.02}
-    judged = goals.judge(goals.WIDE, "t_sr_ste", figures, 99.0, {"dense": 128.0})
+    judged = goals.judge(goals.WIDE, "fst", figures, 99.0, {"dense": 128.0})
     assert judged == (
         "1.27 x as fast as dense (1.28); launched at most 1.03 x graphs (1.02)", True
     )  # fmt: skip
@@ -216,12 +216,12 @@ def test_all_arms_are_measured_in_turns(benchmark, tmp_path, monkeypatch):
         return in_turns(calls, *rest, **options)
 
     monkeypatch.setattr(module, "in_turns", spy)
-    run(benchmark, tmp_path, "--only", "dense", "t_sr_ste", "slope")
+    run(benchmark, tmp_path, "--only", "dense", "fst", "slope")
     (calls,) = asked
     if benchmark == "train":
-        assert calls == ["dense", "t_sr_ste", "t_sr_ste, masks chosen", "slope"]
+        assert calls == ["dense", "fst", "fst, masks chosen", "slope"]
     else:
-        wanted = ["dense", *(f"{name}: whole" for name in ("dense", "t_sr_ste", "slope"))]
+        wanted = ["dense", *(f"{name}: whole" for name in ("dense", "fst", "slope"))]
         assert [name for name in calls if name == "dense" or "whole" in name] == wanted
 
 
@@ -238,7 +238,7 @@ def test_what_calls_read_stays_where_graphs_of_them_read_it(name):
 
 
 def test_memory_counts_the_parts():
-    built = linear.build("t_sr_ste", SHAPE, torch.float32, CPU, "dense", 1)
+    built = linear.build("fst", SHAPE, torch.float32, CPU, "dense", 1)
     weight = 4 * 16 * 32
     keys_and_phase = 2 * 8
     assert sizes.parts(built.converted) == {
@@ -303,8 +303,8 @@ def test_the_gate_sees_each_product(name, key, monkeypatch):
     ("name", "used"),
     [
         ("ste", "cusparselt fprop"),
-        ("t_sr_ste, no mvue", "cusparselt fprop dgrad"),
-        ("t_sr_ste", "cusparselt fprop dgrad wgrad"),
+        ("fst, no mvue", "cusparselt fprop dgrad"),
+        ("fst", "cusparselt fprop dgrad wgrad"),
         ("s_ste", "cusparselt fprop wgrad"),
         ("s_ste, fp8", "cusparselt fprop wgrad, fp8 dgrad"),
     ],
@@ -327,7 +327,7 @@ def test_the_gate_sees_gradients_that_compilation_changes():
         arms.check_same("x", [None, None], want)
 
 
-@pytest.mark.parametrize("name", ["t_sr_ste", arms.SIMULATED])
+@pytest.mark.parametrize("name", ["fst", arms.SIMULATED])
 def test_blocks_share_one_compilation(name):
     """A graph for the blocks and one for the loss, whatever the method keeps in a layer."""
     step = steps.Step(name, jobs.gpt2("nano", 2, 8), CPU, "dense")

@@ -28,7 +28,7 @@ def search(tiny):
     def make(*arguments):
         candidates = tuple(a for a in arguments if isinstance(a, float))
         overrides = [a for a in arguments if isinstance(a, str)]
-        method = [] if any("method=" in o for o in overrides) else ["method=t_sr_ste"]
+        method = [] if any("method=" in o for o in overrides) else ["method=fst"]
         return DecaySearch(tiny(*method, "train.warmup_steps=12", *overrides), candidates)
 
     return make
@@ -174,7 +174,7 @@ def compose(*overrides):
 
 def test_defaults():
     wanted = compose()
-    assert wanted.config.method == "t_sr_ste"
+    assert wanted.config.method == "fst"
     assert len(wanted.candidates) == 5
     steps = [b / a for a, b in zip(wanted.candidates, wanted.candidates[1:], strict=False)]
     assert steps == pytest.approx([10 / 3, 3, 10 / 3, 3])  # two to a decade
@@ -196,7 +196,7 @@ def test_the_warm_up_alone_has_no_cool_down():
         ("candidates=[nan]", "candidates has nan"),
         ("candidates=[many]", "candidates=['many']; it must be a list of numbers"),
         ("candidates=1e-3", "candidates=0.001; it must be a list of numbers, like [6e-5,2e-4]"),
-        ("method=ste", "method=ste has no masked decay; choose sr_ste, t_sr_ste or bi_mask"),
+        ("method=ste", "method=ste has no masked decay; choose sr_ste, fst or bi_mask"),
         ("train.warmup_steps=2", "train.warmup_steps=2; the flip rates are compared"),
         (
             "train.ramp_batch=16 train.ramp_micro_steps=200",

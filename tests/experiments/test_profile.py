@@ -74,17 +74,17 @@ def test_every_kernel_of_this_project_has_a_kind():
 def test_a_profile_is_a_row_of_kinds_and_a_file_of_kernels(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(jobs, "QUICK_JOBS", {"tiny": jobs.stack(1, 2, (16, 32), 2, 8)})
     out = tmp_path / "cpu.json"
-    asked = ["--only", "t_sr_ste", "--repeats", "2", "--threads", "1", "--out", str(out)]
+    asked = ["--only", "fst", "--repeats", "2", "--threads", "1", "--out", str(out)]
     assert main(["profile", "--quick", "--device", "cpu", *asked]) == 0
     (row,) = json.loads(out.read_text())["benchmarks"]["profile"]["rows"]
     figures, kinds = row["figures"], {f"{kind} ms" for kind in kernels.KINDS}
-    assert row["name"] == "t_sr_ste" and row["peers"].keys() == {"dense"}
+    assert row["name"] == "fst" and row["peers"].keys() == {"dense"}
     seen = {"dense product ms", "sampling ms", "packing, decay, masks ms", "optimizer ms"}
     assert seen <= figures.keys() <= kinds | {"kernels ms", "kernels"}
     assert f"{figures['dense product ms']:.2f}" in capsys.readouterr().out
     total = sum(ms for name, ms in figures.items() if name in kinds)
     assert figures["kernels ms"] == pytest.approx(total)
-    listed = json.loads((tmp_path / "cpu_kernels.json").read_text())["tiny"]["t_sr_ste"]
+    listed = json.loads((tmp_path / "cpu_kernels.json").read_text())["tiny"]["fst"]
     assert sum(kernel["ms"] for kernel in listed) == pytest.approx(total)
     (mm,) = [kernel for kernel in listed if kernel["name"] == "aten::mm"]
     # Two linears with three products each under the method; dense, qkv and the projection.

@@ -109,9 +109,9 @@ class Killed(Exception):
 
 def test_a_stopped_run_goes_on_exactly(tiny, monkeypatch, tmp_path):
     """Across the first of the states that are averaged, and the end of an epoch."""
-    whole = tiny("method=t_sr_ste", "model.dropout=0.1")
+    whole = tiny("method=fst", "model.dropout=0.1")
     expected = pretraining.run(whole, quiet)
-    stopped = tiny("method=t_sr_ste", "model.dropout=0.1", f"runs={tmp_path / 'stopped'}")
+    stopped = tiny("method=fst", "model.dropout=0.1", f"runs={tmp_path / 'stopped'}")
     step = Optimization.step
 
     def dies(self, number, *rest):

@@ -38,7 +38,7 @@ ARMS = {
     "one_shot": [{}, {"metric": "sparsegpt"}],
     "semi_sparse": [{}, {"algorithm": "exact", "refresh_every": 2}, {"sparse_fraction": 0.5}],
     "step": [{"min_fraction": 0.34, "max_fraction": 0.34}, {"criterion": "geometric"}],
-    "t_sr_ste": [
+    "fst": [
         {},
         {"alpha": 1e-2, "refresh_every": 2, "dense_fraction": 0.5},
         {"dense_fraction": 0.0, "mvue": "off", "refresh_every": 1},

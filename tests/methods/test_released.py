@@ -6,12 +6,12 @@ from torch import nn
 
 import methods
 from common_kernels import compress_nm, unpack_mask
-from methods import ast, semi_sparse, slope, t_sr_ste
+from methods import ast, fst, semi_sparse, slope
 from methods.released import ast as released_ast
+from methods.released import fst as released_fst
 from methods.released import semi_sparse as released_semi_sparse
 from methods.released import slope as released_slope
 from methods.released import slope_dense, slope_mask
-from methods.released import t_sr_ste as released_fst
 
 
 def converted(kind, dtype=torch.float32, **options):
@@ -104,14 +104,14 @@ def test_slope_has_no_adapters():
 def test_fst_is_sparse_again_after_a_new_start():
     """20 steps, the last 10 of them dense; a new process begins with step 15."""
     options = {"total_steps": 20, "dense_fraction": 0.5, "refresh_every": 4, "alpha": 0.1}
-    right, released = (converted(kind, **options) for kind in (t_sr_ste, released_fst))
+    right, released = (converted(kind, **options) for kind in (fst, released_fst))
     for step in range(15):
         assert_equal_steps(right, released, step)
         assert right[1].phase() == released[1].phase() == ("sparse" if step < 10 else "dense")
     assert_same(right[0].state_dict(), released[0].state_dict())
 
     # What the right method does that has this checkpoint, no dense phase, and starts to count here.
-    fresh = converted(t_sr_ste, **{**options, "dense_fraction": 0.0})
+    fresh = converted(fst, **{**options, "dense_fraction": 0.0})
     sparse = {f"{name}.dense": torch.tensor(False) for name in (0, 2)}
     fresh[0].load_state_dict({**released[0].state_dict(), **sparse})
     methods.refresh(fresh[0])
@@ -137,9 +137,7 @@ def assert_equal_steps(first, second, step):
 
 def test_fst_needs_a_dense_end():
     for options in ({"dense_fraction": 0.0}, {"dense_phase": "start"}):
-        with pytest.raises(
-            ValueError, match=r"released.t_sr_ste is about a dense phase at the end"
-        ):
+        with pytest.raises(ValueError, match=r"released.fst is about a dense phase at the end"):
             released_fst.Method(released_fst.Config(total_steps=9, **options))
 
 

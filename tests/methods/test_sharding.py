@@ -29,7 +29,7 @@ from tests.methods.test_contract import (
 
 RESUMED = STEPS // 2  # the step before which two ranks save and others go on
 # What four ranks do otherwise than two: tiles and sums over whole weights, adapters of fewer rows.
-FOUR = {"ast", "bi_mask-0.01-2-8", "gmp", "s_ste", "slope-2-0.5", "t_sr_ste-0.01-2-0.5"}
+FOUR = {"ast", "bi_mask-0.01-2-8", "gmp", "s_ste", "slope-2-0.5", "fst-0.01-2-0.5"}
 FOUR = [case for case in CASES if case.id in FOUR or case.values[0] == "step"]
 
 

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from common_kernels import check24
-from methods import bi_mask, sr_ste, t_sr_ste
+from methods import bi_mask, fst, sr_ste
 from models.gpt2 import GPT, GPTConfig
 
 
@@ -68,10 +68,10 @@ def test_the_default_adds_the_papers_factor_to_the_gradient():
     expected = torch.tensor([0.5, 0.5 + 2e-4, 0.5, 0.5 + 4e-4]).expand(4, 4)
     torch.testing.assert_close(layer.weight.grad, expected, rtol=0, atol=6e-8)  # an ulp
     assert torch.equal(layer.weight.detach(), before)
-    assert t_sr_ste.Config().alpha == 6e-5 and bi_mask.Config().alpha == 2e-4
+    assert fst.Config().alpha == 6e-5 and bi_mask.Config().alpha == 2e-4
 
 
-@pytest.mark.parametrize("module", [sr_ste, t_sr_ste, bi_mask])
+@pytest.mark.parametrize("module", [sr_ste, fst, bi_mask])
 def test_on_weights_the_factor_is_another_one(module):
     assert module.Config(decay_on="weights").alpha == 1.0
     assert module.Config(decay_on="weights", alpha=2e-4).alpha == 2e-4

@@ -289,10 +289,10 @@ def test_the_optimizer_gets_every_weight_of_the_student_once():
     assert {id(vit.cls_token), id(vit.pos_embed)} <= decayed
 
 
-@pytest.mark.parametrize("name", ["semi_sparse", "t_sr_ste", "s_ste", "slope"])
+@pytest.mark.parametrize("name", ["semi_sparse", "fst", "s_ste", "slope"])
 def test_a_sparse_method_prunes_both(name):
     """Their layers start alike, static random masks included, and each follows its own weights."""
-    options = {"alpha": 1e-4} if name == "t_sr_ste" else {}
+    options = {"alpha": 1e-4} if name == "fst" else {}
     model = dino(momentum=0.5)
     method = methods.build(name, total_steps=100, **options)
     report = method.convert(model)

@@ -16,7 +16,7 @@ from reproduce.bench import Config, load
 
 def quick(**changed):
     fields = {"repeats": 2, "threads": 1, "batch": 1, "length": 16, "width": 32, "heads": 2}
-    return Config(**fields | {"method": "t_sr_ste"} | changed)
+    return Config(**fields | {"method": "fst"} | changed)
 
 
 def test_overrides(tmp_path):
@@ -69,10 +69,10 @@ def test_products_are_checked_once_for_all_repeats(monkeypatch):
     monkeypatch.setattr(speed_setup.linear, "gate", lambda *of: checked.append(of))
     speed_setup.check_once.cache_clear()
     for seed in range(2):
-        for method in ("t_sr_ste", "s_ste"):
+        for method in ("fst", "s_ste"):
             speed_setup.check_ffn(quick(what="gpt2", method=method, seed=seed))
     once = [(16, 32, 128), (16, 128, 32)]
-    assert [of[:2] for of in checked] == [(m, s) for m in ("t_sr_ste", "s_ste") for s in once]
+    assert [of[:2] for of in checked] == [(m, s) for m in ("fst", "s_ste") for s in once]
     speed_setup.check_once.cache_clear()
 
 
@@ -209,7 +209,7 @@ def test_fst_ends_dense(tmp_path):
     assert found["train_memory"] > 1.0  # masks and operands stand beside the dense weights
 
 
-@pytest.mark.parametrize("method", ["t_sr_ste", "s_ste"])
+@pytest.mark.parametrize("method", ["fst", "s_ste"])
 def test_network_and_block_are_measured_in_turns(method, tmp_path, monkeypatch):
     asked = []
 
@@ -225,7 +225,7 @@ def test_network_and_block_are_measured_in_turns(method, tmp_path, monkeypatch):
         assert {f"{part} dense", f"{part} whole", f"{part} products"} <= set(calls)
         speedup = found[f"{part}_dense_ms"] / found[f"{part}_sparse_ms"]
         assert found[f"{part}_speedup"] == pytest.approx(speedup)
-        dense = method == "t_sr_ste"  # FST ends dense: there is nothing to measure
+        dense = method == "fst"  # FST ends dense: there is nothing to measure
         assert (f"{part} inference" not in calls) is dense
         assert (found[f"{part}_inference_speedup"] == 1.0) is dense
 
@@ -261,7 +261,7 @@ def test_a_wrong_operator_is_not_timed(monkeypatch):
         operator_speed.check_two_approx(torch.randn(8, 8))
 
 
-@pytest.mark.parametrize("method", ["t_sr_ste", "s_ste"])
+@pytest.mark.parametrize("method", ["fst", "s_ste"])
 def test_a_step_has_all_its_micro_batches_and_a_share_of_the_search(method, monkeypatch):
     asked = []
 
@@ -276,8 +276,8 @@ def test_a_step_has_all_its_micro_batches_and_a_share_of_the_search(method, monk
     monkeypatch.setattr(step_speed, "in_turns", given)
     config = quick(what="train", method=method, model="nano", accumulate=8, steps=3600)
     found, used = step_speed.of_train(config, print)
-    share = 1.0 if method == "t_sr_ste" else 0.0  # a fortieth of 40 ms
-    assert (f"{method}, masks chosen" in asked[0]) is (method == "t_sr_ste")
+    share = 1.0 if method == "fst" else 0.0  # a fortieth of 40 ms
+    assert (f"{method}, masks chosen" in asked[0]) is (method == "fst")
     assert found["dense_ms"] == 5 + 7 * 3 and found["sparse_ms"] == 9 + share + 7 * 4
     assert found["dense_hours"] == pytest.approx(0.026)
     over_a_run = found["dense_ms"] / (found["sparse_ms"] * 5 / 6 + found["dense_ms"] / 6)

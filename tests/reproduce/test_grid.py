@@ -22,7 +22,7 @@ CELLS = {
 ROWS = [
     TableRow("dense", ["method=dense"]),
     TableRow("S-STE", ["method=s_ste"], published="S-STE"),
-    TableRow("FST", ["method=t_sr_ste"], published="FST"),
+    TableRow("FST", ["method=fst"], published="FST"),
 ]
 
 

@@ -141,8 +141,8 @@ def test_groups_beyond_2_4_are_counted_where_the_method_ends_sparse(finished_run
     """FST ends dense, unless its last phase has no step; S-STE must not."""
     illegal = {"density": 1.0, "illegal_groups": 7}
     for said, config in [
-        ("dense by design", of_method("t_sr_ste", total_steps=60)),
-        ("7", of_method("t_sr_ste", total_steps=60, dense_fraction=0.0)),
+        ("dense by design", of_method("fst", total_steps=60)),
+        ("7", of_method("fst", total_steps=60, dense_fraction=0.0)),
         ("7", of_method("s_ste", total_steps=60)),
     ]:
         run = finished_run("dense", 0, 1.0, sparsity=illegal, config=config)

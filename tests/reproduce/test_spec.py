@@ -101,7 +101,7 @@ QUICKSTART = {
     "dense, half width": ("dense", False, {}),
     "STE": ("ste", False, {}),
     "SR-STE": ("sr_ste", False, {"alpha": 2e-2}),
-    "T-SR-STE (FST)": ("t_sr_ste", False, {"alpha": 1e-2}),
+    "FST": ("fst", False, {"alpha": 1e-2}),
     "S-STE": ("s_ste", False, {}),
     "S-STE, no MVUE": ("s_ste", False, {"mvue": "off"}),
     "SLoPe": ("slope", False, {"include": ("*mlp.*",)}),
@@ -172,16 +172,16 @@ def test_published_settings_of_fst(tmp_path):
     for size, alpha in {"774M": 6e-5, "1558M": 2e-4}.items():
         rows = options("fst_table6", "full", tmp_path, f"GPT-2 {size}")
         changed = {} if alpha == 6e-5 else {"alpha": alpha}
-        assert rows == {"dense": ("dense", {}), "FST": ("t_sr_ste", changed)}
+        assert rows == {"dense": ("dense", {}), "FST": ("fst", changed)}
     rows = options("fst_table5", "full", tmp_path)
     steps, at_switch = 38_049, 36_367  # simulated from the growing batch of the released recipe
     ends = pytest.approx({"alpha": 6e-6, "dense_fraction": (steps - at_switch) / steps})
-    assert rows["FST"] == ("t_sr_ste", ends)
+    assert rows["FST"] == ("fst", ends)
     assert {row: method for row, (method, _) in rows.items()} == {
-        "dense": "dense", "half": "dense", "STEP": "step", "Bi-Mask": "bi_mask", "FST": "t_sr_ste",
+        "dense": "dense", "half": "dense", "STEP": "step", "Bi-Mask": "bi_mask", "FST": "fst",
     }  # fmt: skip
     deit = options("fst_table8", "full", tmp_path)
-    assert deit["FST"] == ("t_sr_ste", {"alpha": 1e-3, "refresh_every": 10})
+    assert deit["FST"] == ("fst", {"alpha": 1e-3, "refresh_every": 10})
 
 
 @pytest.mark.parametrize("tier", ["smoke", "full"])

@@ -453,7 +453,7 @@ def decayed(arm, alpha, flips, losses):
 
 def test_loss_against_mu(tmp_path):
     """For factors that the pilot did not try, mu is computed from the flip rates beside FST's."""
-    search = {"method": "t_sr_ste", "decay_on": "gradients", "learning_rate": 0.004,
+    search = {"method": "fst", "decay_on": "gradients", "learning_rate": 0.004,
               "window": [113, 150], "feasible_mu": [0.6, 0.95],
               "candidates": [{"alpha": 3e-4, "mu": 0.8}, {"alpha": 1e-4, "mu": 0.9}]}  # fmt: skip
     other = search | {"learning_rate": 0.008, "candidates": []}

@@ -236,7 +236,7 @@ def children(pid):
 def test_a_rank_that_is_killed_is_started_anew(overrides, run_on_two_ranks, tmp_path, shard):
     """torchrun ends the others, starts all again, and they go on: the same losses to the last bit,
     across a refresh of the masks and the change to dense."""
-    arguments = [*changed(overrides, "train.steps=90", "train.eval_every=45"), "method=t_sr_ste"]
+    arguments = [*changed(overrides, "train.steps=90", "train.eval_every=45"), "method=fst"]
     arguments += ["method.refresh_every=5", "method.dense_fraction=0.3", f"impl.shard={shard}"]
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     killed, whole = ([*arguments, f"runs={tmp_path / name}"] for name in ("killed", "whole"))

@@ -56,7 +56,7 @@ def test_published_recipes(name):
     options = config.method_options
     if method == "sr_ste":  # the rule and the factor of its own code
         assert (options.alpha, options.decay_on) == (2e-4, "gradients")
-    if method == "t_sr_ste":
+    if method == "fst":
         assert (options.alpha, options.decay_on) == (PUBLISHED_DECAY[size], "gradients")
         assert (options.algorithm, options.mvue, options.refresh_every) == ("exact", "exact", 40)
         assert config.build_method().dense_steps[0] == 250_000
@@ -115,7 +115,7 @@ def test_the_models_of_the_quickstart(name, width, parameters):
 
 
 def test_every_size_and_method_has_a_recipe():
-    names = ("dense", "sr_ste", "t_sr_ste", "s_ste")
+    names = ("dense", "sr_ste", "fst", "s_ste")
     assert set(GPT2) == {f"{m}_gpt2_{s}" for m in names for s in PUBLISHED_SHAPES}
 
 
@@ -277,14 +277,31 @@ def test_run_directory_follows_from_what_is_computed():
     assert seeded.digest() != base.digest()
 
 
-def test_an_added_field_counts_only_where_it_says_something_new():
+def test_only_what_differs_from_its_default_identifies_a_run():
     @dataclasses.dataclass(frozen=True)
     class Config:
         width: int
-        added: int = dataclasses.field(default=1, metadata={"added": True})
+        rate: float = 1.0
+        names: list[str] = dataclasses.field(default_factory=list)
 
-    assert identity_of(Config(3)) == identity_of(Config(3, added=1)) == {"width": 3}
-    assert identity_of(Config(3, added=2)) == {"width": 3, "added": 2}
+    assert identity_of(Config(3)) == identity_of(Config(3, rate=1.0, names=[])) == {"width": 3}
+    assert identity_of(Config(3, 2.0, ["a"])) == {"width": 3, "rate": 2.0, "names": ["a"]}
+    seeds = [load([f"seed={s}", *more]) for s, more in ((0, []), (1, []), (1, ["method.seed=0"]))]
+    assert len({config.directory() for config in seeds}) == len({c.digest() for c in seeds}) == 3
+    assert seeds[0].directory().parent == seeds[1].directory().parent != seeds[2].directory().parent
+
+
+def test_a_renamed_method_says_its_new_name():
+    for says, ask in {
+        "the method t_sr_ste is called fst now": lambda: methods.build("t_sr_ste"),
+        "methods.t_sr_ste is called methods.fst now": lambda: methods.t_sr_ste,
+        "method=t_sr_ste is called method=fst now": lambda: load(["method=t_sr_ste"]),
+        "experiment=t_sr_ste_cramming is called experiment=fst_cramming now": lambda: load(
+            ["experiment=t_sr_ste_cramming"]
+        ),
+    }.items():
+        with pytest.raises((ValueError, ImportError, UserError), match=rf"^{says}$"):
+            ask()
 
 
 def test_configs_are_frozen():
@@ -297,7 +314,7 @@ def test_configs_are_frozen():
 
 # steps, batch, optimizer, schedule, rate, minimum, warm-up, betas, decay, clip, average
 RECIPES = {
-    "t_sr_ste_cramming": (
+    "fst_cramming": (
         38049, 4096, "adamw", "triangle", 1e-3, 0, 0, (0.9, 0.98), 0.01, 0.5, 0,
     ),  # FST's released config
     "dense_bert_large_phase1": (
@@ -312,7 +329,7 @@ RECIPES = {
     "slope_gpt2_large": (
         400_000, 512, "adamw", "linear", 1.5e-4, 0, 4000, (0.9, 0.999), 0.1, 1.0, 0,
     ),
-    "t_sr_ste_deit_base": (
+    "fst_deit_base": (
         187500, 2048, "lion", "cosine", 2e-4, 1e-6, 3125, (0.9, 0.99), 0.5, 0, 0.99996,
     ),  # FST's released script: 300 epochs of 625 steps, five of warm-up, 5e-5 x 2048 / 512
     "ast_boosted_gpt2_124m": (
@@ -373,7 +390,7 @@ def test_slope_s_gpt2_is_that_of_transformers_with_a_large_eps():
 
 def test_fst_switches_bert_and_deit_to_dense_where_its_scripts_do():
     """Micro-step 250,000 of 300,000 is optimizer step 36,367; epoch 250 of 300 is 156,250."""
-    bert, deit = (load([f"experiment=t_sr_ste_{name}"]) for name in ("cramming", "deit_base"))
+    bert, deit = (load([f"experiment=fst_{name}"]) for name in ("cramming", "deit_base"))
     assert bert.build_method().dense_steps[0] == 36367
     assert bert.method_options.alpha == 6e-6 and bert.method_options.refresh_every == 40
     # Bi-Mask searches every 100 of the 300,000 micro-steps, 3,000 times; here in optimizer steps.
@@ -397,7 +414,7 @@ def test_fst_switches_bert_and_deit_to_dense_where_its_scripts_do():
         ("methd=ste", r"there is no methd here; method may be meant$"),
         ("sed=1", r"there is no sed here; seed may be meant$"),
         *(
-            (f"method.{key}=1", r"; method\.alpha is an option of method=ast, bi_mask, sr_ste, t_s")
+            (f"method.{key}=1", r"; method\.alpha is an option of method=ast, bi_mask, fst, sr_ste")
             for key in ("alfa", "alpha")
         ),
         ("+foo=1", r"there is no foo here$"),

@@ -16,7 +16,7 @@ from experiments.training import pretraining
         ([], "s_ste"),
         (["seed=3", "impl.threads=1", "tier=mini"], "s_ste"),
         (["method.gamma=0.5", "train.learning_rate=4e-3"], "s_ste-gamma_0.5-lr_0.004"),
-        (["method=t_sr_ste", "method.alpha=6e-5"], "t_sr_ste-alpha_6e-05"),
+        (["method=fst", "method.alpha=6e-5"], "fst-alpha_6e-05"),
         (["method=slope", "method.include=[*mlp.*]"], "slope-include_mlp"),
         (["method=dense", "train=nano_distill"], "dense-nano_distill"),
         (["method=dense", "model=gpt2_5m_half", "train=mini", "data=packages"],
@@ -26,7 +26,7 @@ from experiments.training import pretraining
         (["method=ste", "model=deit_nano"], "ste-deit_nano"),
         (["method=ste", "init=somewhere"], "ste-init"),
         (["method=released/slope"], "released.slope"),
-        (["method=released/t_sr_ste", "method.alpha=3e-4"], "released.t_sr_ste-alpha_0.0003"),
+        (["method=released/fst", "method.alpha=3e-4"], "released.fst-alpha_0.0003"),
     ],
 )  # fmt: skip
 def test_a_name_has_what_differs_from_the_defaults(overrides, name, monkeypatch):

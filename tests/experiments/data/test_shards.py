@@ -101,7 +101,6 @@ def test_a_run_in_shards_is_the_run_in_one_file(text):
         "name": "mine",
         "tokenizer": "bpe",
         "vocab_size": 300,
-        "text_column": "text",
         "corpus": "mine-v300",
     }
     assert config_of(text, "a", order="epochs").identity()["order"] == "epochs"

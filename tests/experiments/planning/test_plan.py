@@ -176,7 +176,7 @@ def need_of_two():
 
     @cache
     def need(model, name, batch):
-        options = {"t_sr_ste": {"dense_fraction": 0}, "slope": {"adapter_rank": 0}}
+        options = {"fst": {"dense_fraction": 0}, "slope": {"adapter_rank": 0}}
         method = methods.build(
             name, include="ffn", total_steps=1000, measure_every=0, **options.get(name, {})
         )
@@ -203,7 +203,7 @@ def test_peaks_beside_two_gpus_are_met_within_a_tenth(model, kind, need_of_two, 
         assert need.parameters == row["parameters"]
         peaks[name], bits[name] = per_gpu(need, gpus, shard, False)["peak"], need.bits
         assert peaks[name] / GIB == pytest.approx(row["peak_GiB"], rel=0.1), name
-    for name in peaks.keys() & {"t_sr_ste", "s_ste", "slope"} if kind == "fsdp2" else ():
+    for name in peaks.keys() & {"fst", "s_ste", "slope"} if kind == "fsdp2" else ():
         assert peaks[name] <= peaks["dense"] + bits[name]
 
 
@@ -308,7 +308,7 @@ def test_an_experiment_file_names_the_gpus_it_needs(name):
     [
         ("s_ste_gpt2_124m", 124_373_760, 300_000 * 524_288, ""),
         ("slope_bert_large_phase1", 336_756_544, 7038 * 65_536 * 128, "a causal model"),
-        ("t_sr_ste_deit_tiny", 5_717_416, None, ""),
+        ("fst_deit_tiny", 5_717_416, None, ""),
         # By hand: two crops of 197 tokens and eight of 37, and two of the teacher, forward.
         ("dino_vit_l_060", 326_948_096, None, f"as {2 + 8 * 37 / 197 + 2 / 3:.2g} images"),
         ("sr_ste_transformer_base", 63_110_144, None, "no encoder-decoder was measured"),

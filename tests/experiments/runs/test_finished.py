@@ -60,7 +60,7 @@ def test_dense_weights_stand_without_the_low_rank_term_that_repairs_their_prunin
 
 
 def test_a_run_that_ended_dense_has_one_kind_of_weights(finished):
-    run = finished("method=t_sr_ste", "method.dense_fraction=0.5")
+    run = finished("method=fst", "method.dense_fraction=0.5")
     (run.directory / "latent.safetensors").unlink()  # it has nothing to add
     assert torch.equal(logits(run.model("dense")), logits(run.model("sparse")))
 
@@ -69,8 +69,8 @@ def test_a_run_that_ended_dense_has_one_kind_of_weights(finished):
     ("options", "kind"),
     [
         (["method=dense"], dense.Method),
-        (["method=t_sr_ste", "method.dense_fraction=0.5"], dense.Method),
-        (["method=t_sr_ste", "method.dense_fraction=0"], one_shot.Method),
+        (["method=fst", "method.dense_fraction=0.5"], dense.Method),
+        (["method=fst", "method.dense_fraction=0"], one_shot.Method),
         (["method=sr_ste"], one_shot.Method),
         (["method=semi_sparse"], one_shot.Method),
         (["method=semi_sparse", "method.sparse_fraction=0.5"], dense.Method),

@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from experiments.config.run import identity_of
 from experiments.config.settings import TrainConfig
 from experiments.training import averages
 
@@ -56,8 +55,3 @@ def test_a_running_average_takes_every_step():
 def test_settings_that_do_not_fit_are_refused(changes, says):
     with pytest.raises(ValueError, match=says):
         train(**changes)
-
-
-def test_they_are_no_part_of_what_older_runs_are_known_by():
-    assert "average_last" not in identity_of(train())
-    assert identity_of(train(average_last=2, average_every=1))["average_last"] == 2

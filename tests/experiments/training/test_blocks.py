@@ -57,7 +57,7 @@ def test_blocks_that_are_computed_again_give_the_same_gradients_dropout_included
 
 def test_a_training_is_the_same(tiny, tmp_path):
     def curve(*more):
-        config = tiny("method=t_sr_ste", "method.dense_fraction=0.4", *more)
+        config = tiny("method=fst", "method.dense_fraction=0.4", *more)
         pretraining.run(config, lambda message: None)
         records = read_metrics(config.directory() / "metrics.jsonl")
         return [{k: v for k, v in r.items() if k != "step_seconds"} for r in records]

@@ -19,7 +19,7 @@ from tests.experiments.test_dino import TINY as TINY_DINO
 
 CASES = {
     "s_ste": ["method=s_ste"],  # scales
-    "t_sr_ste": ["method=t_sr_ste", "train.dtype=bf16"],  # tiles
+    "fst": ["method=fst", "train.dtype=bf16"],  # tiles
     "slope": ["method=slope", "method.adapter_rank=2", "method.adapter_fraction=0.5"],
     "ast": ["method=ast", "method.slorb_k=4"],  # a teacher
 }

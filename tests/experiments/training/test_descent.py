@@ -20,7 +20,7 @@ def changes(config):
 @pytest.mark.parametrize(
     ("method", "own"),
     [("dense", []), ("ste", []), ("s_ste", []), ("s_ste", ["method.fp8=hopper_delayed"]),
-     ("t_sr_ste", ["method.refresh_every=2"]), ("ast", ["method.layer_weight=1.0"])],
+     ("fst", ["method.refresh_every=2"]), ("ast", ["method.layer_weight=1.0"])],
 )  # fmt: skip
 def test_the_training_stays_the_same(method, own, tiny):
     plain, observed = (
@@ -34,7 +34,7 @@ def test_the_training_stays_the_same(method, own, tiny):
         strip(r, timed) for r in want
     ]
     assert list(found) == [0, 2, 4]
-    masked = method in ("ste", "t_sr_ste", "ast")
+    masked = method in ("ste", "fst", "ast")
     assert all(("old_masks_change" in r) is masked for r in found.values())
     # The first step has a learning rate of 0: nothing changes.
     assert all(value == 0.0 for name, value in found[0].items() if name != "step")

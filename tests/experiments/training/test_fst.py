@@ -6,7 +6,7 @@ import torch
 from experiments.training import pretraining
 from experiments.training.tracking import read_metrics
 from experiments.training.trainer import Trainer
-from methods import t_sr_ste
+from methods import fst
 from tests.experiments.conftest import quiet
 
 
@@ -19,7 +19,7 @@ def test_the_decay_is_not_clipped_nor_in_the_norm_nor_scaled_with_the_loss(
     tiny, monkeypatch, dtype
 ):
     """The gradients before and after `on_gradients`, in the first step of a clipped run."""
-    seen, original = {}, t_sr_ste.Method.on_gradients
+    seen, original = {}, fst.Method.on_gradients
 
     def record(self, step, optimizer=None):
         (layer,) = [layer for name, layer in self.sparse_layers.items() if "c_fc" in name]
@@ -30,11 +30,11 @@ def test_the_decay_is_not_clipped_nor_in_the_norm_nor_scaled_with_the_loss(
         pruned = torch.where(layer.mask, 0.0, layer.weight.detach())
         seen[self.config.alpha] = float(norm), layer.weight.grad - before, pruned
 
-    monkeypatch.setattr(t_sr_ste.Method, "on_gradients", record)
+    monkeypatch.setattr(fst.Method, "on_gradients", record)
     norms = []
     for alpha in (0.0, 100.0):
         config = tiny(
-            "method=t_sr_ste",
+            "method=fst",
             f"method.alpha={alpha}",
             "train.steps=1",
             "train.warmup_steps=0",
@@ -56,7 +56,7 @@ def test_the_decay_is_not_clipped_nor_in_the_norm_nor_scaled_with_the_loss(
 @pytest.mark.parametrize(("stop", "checkpoint"), [(5, 3), (8, 6), (11, 9)])
 def test_a_stopped_run_ends_dense_as_the_whole_one(tiny, tmp_path, monkeypatch, stop, checkpoint):
     """The dense phase begins at step 6: the run goes on before it, at its first step, within it."""
-    recipe = ["method=t_sr_ste", "method.alpha=0.1", "method.dense_fraction=0.5"]
+    recipe = ["method=fst", "method.alpha=0.1", "method.dense_fraction=0.5"]
     recipe += ["method.refresh_every=2"]
     whole = tiny(*recipe, f"runs={tmp_path / 'whole'}")
     expected = pretraining.run(whole, quiet)
@@ -90,7 +90,7 @@ def test_a_stopped_run_ends_dense_as_the_whole_one(tiny, tmp_path, monkeypatch, 
 
 def test_the_mask_interval_does_not_depend_on_micro_batches(tiny, tmp_path):
     """There is one flip rate for each choice of masks."""
-    recipe = ["method=t_sr_ste", "method.refresh_every=3", "method.mvue=off"]
+    recipe = ["method=fst", "method.refresh_every=3", "method.mvue=off"]
     for size in ("null", "1"):
         config = tiny(*recipe, f"impl.micro_batch={size}", f"runs={tmp_path / size}")
         pretraining.run(config, quiet)

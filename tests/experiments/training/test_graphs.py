@@ -201,7 +201,7 @@ class Operators(TorchDispatchMode):
 
 RUNS = [
     *((name, ()) for name in methods.available()),
-    ("t_sr_ste", ("method.refresh_every=3", "method.dense_fraction=0.5")),
+    ("fst", ("method.refresh_every=3", "method.dense_fraction=0.5")),
     ("s_ste", ("method.fp8=paper",)),
     ("s_ste", ("method.fp8=hopper_delayed",)),
     ("slope", ("method.adapter_rank=2", "method.adapter_fraction=0.3")),

@@ -227,7 +227,7 @@ def killed(corpus_dir, tmp_path_factory, request):
     in peace)."""
     ranks, folder = request.param, tmp_path_factory.mktemp("killed")
     data = ["data.name=words", f"data.source={corpus_dir / 'text'}", f"data.root={corpus_dir}"]
-    more = ["method=t_sr_ste", "method.refresh_every=4", "impl.shard=fsdp2", "data.vocab_size=300"]
+    more = ["method=fst", "method.refresh_every=4", "impl.shard=fsdp2", "data.vocab_size=300"]
     war, peace = (
         load([*TINY_MODEL, *SHORT, *data, *more, f"runs={folder / name}"])
         for name in ("war", "peace")

@@ -27,7 +27,7 @@ from tests.experiments.test_dino import TINY as TINY_DINO
 # Each passes a choice of masks and, where the method has phases, a switch. A large eps lets AdamW's
 # update be as smooth as the gradient: no last bit of it grows.
 CASES = {  # fused: by rows on two ranks; on four those of a rank are no multiple of 4
-    "t_sr_ste": [
+    "fst": [
         "method.refresh_every=4", "method.dense_fraction=0.4", "method.mvue=off",
         "impl.optimizer=fused",
     ],
@@ -93,7 +93,7 @@ def trained(corpus_dir, tmp_path_factory):
         for case, options in CASES.items()
         for place in ("one", "two", "moved")
     }  # fmt: skip
-    for case in ("t_sr_ste", "ast"):
+    for case in ("fst", "ast"):
         options = [*CASES[case], "impl.offload=true", f"runs={folder / 'offloaded'}"]
         found[case, "offloaded"] = load(
             [*model, *SHORT, *SETTINGS, *data, f"method={case}", *options]
@@ -104,7 +104,7 @@ def trained(corpus_dir, tmp_path_factory):
         _train(found[case, "moved"], 4)
     two = [(found["dino", "two"], LAST)]
     two += [(found[case, "two"], LAST) for case in CASES]
-    two += [(found[case, "offloaded"], last) for case in ("t_sr_ste", "ast") for last in (7, LAST)]
+    two += [(found[case, "offloaded"], last) for case in ("fst", "ast") for last in (7, LAST)]
     two += [(found[case, "moved"], 7) for case in CASES]
     # All ranks are forked from one process that has imported everything and done nothing.
     modules = ["experiments.training.pretraining", "torch.distributed.fsdp", "hydra", __name__]
@@ -152,7 +152,7 @@ def test_ranks_that_share_weights_train_as_one_process(trained, case, place):
                 torch.testing.assert_close(value, weights[key], rtol=0, atol=1e-4)
 
 
-@pytest.mark.parametrize("case", ["t_sr_ste", "ast"])
+@pytest.mark.parametrize("case", ["fst", "ast"])
 def test_offloading_changes_no_number(trained, case):
     """Nor does a stop; on the CPU host and device are one, so that each sum has the same order."""
     two, offloaded = (trained[0][case, place] for place in ("two", "offloaded"))

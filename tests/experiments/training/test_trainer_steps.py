@@ -26,7 +26,7 @@ from experiments.training.optimization import DTYPES, micro_batch_size
 from experiments.training.schedules import learning_rate
 from experiments.training.tracking import read_metrics
 from experiments.training.trainer import Trainer
-from methods import FusedAdamW, s_ste, slope, sr_ste, ste, t_sr_ste
+from methods import FusedAdamW, fst, s_ste, slope, sr_ste, ste
 from models.base import Model
 from models.gpt2 import GPT
 from tests.lifetimes import Reads
@@ -419,7 +419,7 @@ def test_figures_between_two_measurements_go_on(build, tmp_path, kind):
 
 def test_steps_in_one_pass_are_the_same_and_go_on(build, tmp_path):
     """Over choices of masks, a skipped step, the switch to the dense phase and an interruption."""
-    options = {"kind": t_sr_ste.Method, "nan": (2,)}
+    options = {"kind": fst.Method, "nan": (2,)}
     overrides = "method.refresh_every=3", "method.dense_fraction=0.5", "train.dtype=fp16"
     separate = build(*overrides, f"runs={tmp_path / 'separate'}", **options)
     separate.fit()
@@ -472,13 +472,13 @@ def capture_by_calling(model_of):
 @pytest.mark.parametrize(
     ("kind", "options", "nan", "launched_steps"),
     [
-        (t_sr_ste.Method, ("method.refresh_every=3", "method.dense_fraction=0.5"), (5,), 6),
+        (fst.Method, ("method.refresh_every=3", "method.dense_fraction=0.5"), (5,), 6),
         (s_ste.Method, (), (5,), 3),
         (slope.Method, ("method.adapter_rank=2", "method.adapter_fraction=0.5"), (5,), 6),
         # Step 3 is replayed; at its end the history begins, from which scales follow from then on.
         (s_ste.Method, ("method.fp8=hopper_delayed", "train.fp8_samples=2"), (0, 1, 2), 6),
     ],
-    ids=["t_sr_ste", "s_ste", "slope", "delayed scaling"],
+    ids=["fst", "s_ste", "slope", "delayed scaling"],
 )
 def test_replayed_steps_are_the_same_and_go_on(
     build, tmp_path, monkeypatch, kind, options, nan, launched_steps
@@ -520,7 +520,7 @@ def test_graphs_replay_what_is_launched(tiny, tmp_path, interrupted, name):
         f"method={name}", "impl.device=cuda", "impl.micro_batch=2", "train.batch_size=4",
         "train.dtype=fp16", "model.dropout=0.1", f"runs={tmp_path / 'launched'}",
     ]  # fmt: skip
-    if name == "t_sr_ste":
+    if name == "fst":
         overrides += ["method.refresh_every=3", "method.dense_fraction=0.5"]
     if name == "imp":  # four rounds of three steps are too short for a graph
         overrides += ["method.rounds=1"]

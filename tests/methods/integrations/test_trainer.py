@@ -38,7 +38,7 @@ TINY = {
 # Phases change after three of the six steps; masks that are kept are chosen every second step.
 ARMS = {
     "s_ste": {},
-    "t_sr_ste": {"alpha": 1e-2, "refresh_every": 2, "dense_fraction": 0.5},
+    "fst": {"alpha": 1e-2, "refresh_every": 2, "dense_fraction": 0.5},
     "slope": {"adapter_rank": 4, "adapter_fraction": 0.5},
     "semi_sparse": {"sparse_fraction": 0.5},
     "gmp": {"prune_every": 1},
@@ -200,18 +200,18 @@ def test_resume_equals_an_uninterrupted_training(name, start, uninterrupted, tmp
 
 
 def test_a_checkpoint_of_the_same_folder_is_found_by_itself(tmp_path):
-    trainer, _ = trainer_for("t_sr_ste", tmp_path, save_steps=4)
+    trainer, _ = trainer_for("fst", tmp_path, save_steps=4)
     trainer.train()
-    again, method = trainer_for("t_sr_ste", tmp_path, save_steps=4)
+    again, method = trainer_for("fst", tmp_path, save_steps=4)
     again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
     assert method.phase() == "dense"
     assert records(again) == records(trainer)
 
 
-@pytest.mark.parametrize("name", ["s_ste", "t_sr_ste", "slope"])
+@pytest.mark.parametrize("name", ["s_ste", "fst", "slope"])
 def test_the_end_is_a_plain_model_of_transformers(name, tmp_path):
     # No dense phase and no adapters: zeros at the end.
-    plain = {"t_sr_ste": {"dense_fraction": 0.0}, "slope": {"adapter_rank": 0}}.get(name, {})
+    plain = {"fst": {"dense_fraction": 0.0}, "slope": {"adapter_rank": 0}}.get(name, {})
     if name == "slope":
         plain["adapter_fraction"] = 0.01
     model, method = build(name, **plain)
@@ -388,7 +388,7 @@ def test_the_best_model_comes_back_with_what_is_under_its_masks(tmp_path):
             )
             return metrics
 
-    model, method = build("t_sr_ste")
+    model, method = build("fst")
     arguments = TrainingArguments(
         output_dir=str(tmp_path), max_steps=STEPS, per_device_train_batch_size=MICRO,
         report_to=[], use_cpu=True, disable_tqdm=True, save_steps=1, eval_strategy="steps",
@@ -491,7 +491,7 @@ def test_our_own_gpt2_from_a_folder(name, hf_model, tmp_path):
 
 
 def test_the_trainer_says_the_number_of_steps(tmp_path):
-    for name in ("t_sr_ste", "semi_sparse", "slope", "step", "gmp"):
+    for name in ("fst", "semi_sparse", "slope", "step", "gmp"):
         for steps in (STEPS, -1):
             model, method = build(name, total_steps=0)
             arguments = TrainingArguments(

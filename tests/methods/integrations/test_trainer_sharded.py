@@ -23,7 +23,7 @@ STEPS, MICRO, SAVED = 6, 4, 3
 # Each passes a choice of masks and, where the method has phases, a switch, also once it is resumed.
 # A large eps lets AdamW's update be as smooth as the gradient: no last bit of it grows.
 CASES = {
-    "t_sr_ste": {"refresh_every": 2, "dense_fraction": 0.17, "mvue": "off"},
+    "fst": {"refresh_every": 2, "dense_fraction": 0.17, "mvue": "off"},
     "s_ste": {"mvue": "off"},
     "slope": {"adapter_rank": 4, "adapter_fraction": 0.5},
     "ast distilling": {"refresh_every": 2, "kl_weight": 0.5},

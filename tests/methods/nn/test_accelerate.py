@@ -33,9 +33,9 @@ CASES = [
     ("semi_sparse", {}, BOTH),
     ("semi_sparse", {"algorithm": "exact", "sparse_fraction": 0.5, "total_steps": STEPS}, BOTH),
     ("semi_sparse", {"mode": "activation"}, DENSE),
-    ("t_sr_ste", {"dense_fraction": 0.5, "total_steps": STEPS}, Products(True, True, True)),
-    ("t_sr_ste", {"dense_fraction": 0.0, "mvue": "off", "refresh_every": 1}, BOTH),
-    ("t_sr_ste", {"dense_fraction": 0.0, "mvue": "sequential"}, BOTH),
+    ("fst", {"dense_fraction": 0.5, "total_steps": STEPS}, Products(True, True, True)),
+    ("fst", {"dense_fraction": 0.0, "mvue": "off", "refresh_every": 1}, BOTH),
+    ("fst", {"dense_fraction": 0.0, "mvue": "sequential"}, BOTH),
     ("s_ste", {}, Products(True, False, True)),
     ("s_ste", {"gamma": 0.5, "mvue": "off"}, Y),
     ("s_ste", {"beta": "mse_dynamic"}, Products(True, False, True)),
@@ -234,11 +234,11 @@ def test_fp8_with_other_operands_stays_simulated(options):
 @pytest.mark.parametrize(
     ("name", "options"),
     [
-        ("t_sr_ste", {"dense_fraction": 0.0}),
+        ("fst", {"dense_fraction": 0.0}),
         ("s_ste", {}),
         ("s_ste", {"fp8": "hopper"}),
         ("s_ste", {"fp8": "paper"}),  # simulated
-        ("t_sr_ste", {"dense_fraction": 0.0, "mvue": "off", "fp8": "hopper"}),
+        ("fst", {"dense_fraction": 0.0, "mvue": "off", "fp8": "hopper"}),
         ("slope", {}),
     ],
 )
@@ -254,7 +254,7 @@ def test_compiled_without_a_graph_break(name, options):
 
 
 def test_operands_that_are_not_needed_are_not_held():
-    model, method = build("t_sr_ste", {"dense_fraction": 0.5, "total_steps": STEPS})
+    model, method = build("fst", {"dense_fraction": 0.5, "total_steps": STEPS})
     layer = model[0]
     assert layer.operand is not None and layer.packed is None
     method.accelerate(TOKENS, "cusparselt")
@@ -289,7 +289,7 @@ def test_packed_operands_follow_a_loaded_state_and_a_copy():
 
 def test_another_dtype_takes_the_dense_operand():
     """Without autocast packed operands, in bf16, do not fit an input in fp32."""
-    model, method = build("t_sr_ste", {"dense_fraction": 0.0})
+    model, method = build("fst", {"dense_fraction": 0.0})
     method.accelerate(TOKENS, "cusparselt")
     x = torch.randn(8, 64, device=DEVICE)
     y = model[0](x)
@@ -297,9 +297,7 @@ def test_another_dtype_takes_the_dense_operand():
     assert y.dtype == torch.float32 and torch.allclose(y, want, atol=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("name", "options"), [("t_sr_ste", {"dense_fraction": 0.0}), ("slope", {})]
-)
+@pytest.mark.parametrize(("name", "options"), [("fst", {"dense_fraction": 0.0}), ("slope", {})])
 def test_our_own_kernels_take_the_place_of_cusparselt_s(name, options):
     if reason := matmul.unavailable("cuda", DEVICE, BF16):
         pytest.skip(reason)
@@ -368,9 +366,7 @@ def test_what_cannot_run_sparse_is_refused_by_name(monkeypatch):
 
 
 @pytest.mark.skipif(CUDA, reason="compiled products on a GPU are timed in `bench train`")
-@pytest.mark.parametrize(
-    ("name", "options"), [("t_sr_ste", {"dense_fraction": 0.0}), ("slope", {})]
-)
+@pytest.mark.parametrize(("name", "options"), [("fst", {"dense_fraction": 0.0}), ("slope", {})])
 def test_one_compilation_serves_all_batches(name, options):
     """Once for tokens that need no filling up, once for those that do."""
     from torch._dynamo.testing import CompileCounterWithBackend
@@ -389,10 +385,10 @@ def test_one_compilation_serves_all_batches(name, options):
         assert counter.frame_count <= compilations
 
 
-@pytest.mark.parametrize("name", ["ste", "t_sr_ste", "s_ste", "slope"])
+@pytest.mark.parametrize("name", ["ste", "fst", "s_ste", "slope"])
 @pytest.mark.parametrize("rows", [3, 8])
 def test_an_output_may_be_changed_in_place(name, rows):
-    options = {"dense_fraction": 0.0} if name == "t_sr_ste" else {}
+    options = {"dense_fraction": 0.0} if name == "fst" else {}
     for extra in ({}, {"fp8": "hopper"}) if name == "s_ste" else ({},):
         model, method = build(name, options | extra)
         method.accelerate(TOKENS, "cusparselt")
@@ -405,10 +401,10 @@ def test_an_output_may_be_changed_in_place(name, rows):
 
 def test_a_state_of_the_dense_phase_is_dense_wherever_it_is_loaded():
     options = {"dense_fraction": 0.5, "total_steps": STEPS}
-    trained, method = build("t_sr_ste", options)
+    trained, method = build("fst", options)
     train(trained, method)
     assert trained[0].is_dense
-    fresh, fresh_method = build("t_sr_ste", options)
+    fresh, fresh_method = build("fst", options)
     fresh_method.accelerate(TOKENS, "cusparselt")
     averaged = copy.deepcopy(fresh)
     fresh.load_state_dict(trained.state_dict())
@@ -431,7 +427,7 @@ def test_fp8_is_simulated_again_after_a_change_of_mind():
 
 
 def test_a_cast_of_the_model_leaves_packed_operands_right():
-    model, method = build("t_sr_ste", {"dense_fraction": 0.0})
+    model, method = build("fst", {"dense_fraction": 0.0})
     method.accelerate(TOKENS, "cusparselt")
     x = torch.randn(8, 64, device=DEVICE)
     with torch.no_grad(), torch.autocast(DEVICE, BF16):

@@ -365,7 +365,7 @@ def test_a_printed_model_shows_method_pattern_and_phase():
     )
     arms = {
         "slope": ({"n": 1, "adapter_rank": 2, "adapter_fraction": 1.0}, "1:4, phase=adapters"),
-        "t_sr_ste": ({"dense_fraction": 1.0}, "2:4, phase=dense"),
+        "fst": ({"dense_fraction": 1.0}, "2:4, phase=dense"),
         "gmp": ({"begin_fraction": 0.0, "end_fraction": 0.01}, "2:4, phase=sparse"),
     }
     for name, (options, shown) in arms.items():
@@ -394,7 +394,7 @@ LOOPS = [
     for name, options in {
         "s_ste": {},
         "slope": {},
-        "t_sr_ste": {"dense_fraction": 0.0},
+        "fst": {"dense_fraction": 0.0},
         "gmp": {"begin_fraction": 0.0, "prune_every": 1},
         "dense": {},
     }.items()
@@ -490,7 +490,7 @@ def test_a_loop_that_opens_no_micro_batch_is_told():
 
 
 SEVERAL = [
-    ("t_sr_ste", {"alpha": 0.1}),
+    ("fst", {"alpha": 0.1}),
     ("sr_ste", {"alpha": 0.1, "decay_on": "weights"}),
     ("step", {"min_fraction": 0.1, "max_fraction": 0.1}),
     ("ast", {"alpha": 0.1, "ramp_steps": 0}),
@@ -533,7 +533,7 @@ def test_muon_does_not_train_compressed_values():
 
 
 ACTING = [
-    *((name, {}) for name in ("sr_ste", "t_sr_ste", "step", "bi_mask", "ast")),
+    *((name, {}) for name in ("sr_ste", "fst", "step", "bi_mask", "ast")),
     ("ast", {"decay_route": "gradient"}),
     ("slope", {"adapter_rank": 2}),
     ("released.slope_dense", {}),
@@ -604,7 +604,7 @@ def test_a_training_that_goes_on_with_its_state_or_needs_none_is_told_nothing(na
 
 
 @pytest.mark.filterwarnings("error")
-@pytest.mark.parametrize("name", ["ste", "sr_ste", "t_sr_ste", "s_ste", "slope", "gmp", "bi_mask"])
+@pytest.mark.parametrize("name", ["ste", "sr_ste", "fst", "s_ste", "slope", "gmp", "bi_mask"])
 def test_a_state_that_no_step_depends_on_may_be_left_out(name):
     resumed(name, {}).method.on_step_begin(5)
     distils = resumed("ast", {})
@@ -627,7 +627,7 @@ def test_steps_that_are_counted_anew_in_each_epoch_or_beyond_the_total_are_warne
 
 
 UNFINISHED = [
-    ("t_sr_ste", {"dense_fraction": 0.5}),
+    ("fst", {"dense_fraction": 0.5}),
     ("slope", {"adapter_rank": 2}),
     ("gmp", {"begin_fraction": 0.0, "end_fraction": 0.9}),
 ]

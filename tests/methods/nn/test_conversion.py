@@ -379,7 +379,7 @@ def test_check_says_which_matrices_are_sparse(hf_model):
     assert odd == {"": False}
 
 
-@pytest.mark.parametrize("name", ["s_ste", "slope", "t_sr_ste"])
+@pytest.mark.parametrize("name", ["s_ste", "slope", "fst"])
 def test_a_conv1d_trains_as_the_linear_of_the_same_weight(hf_model, name, tmp_path):
     """A converted Conv1D trains as the linear of its weight, and leaves a checkpoint that plain
     transformers loads, bit for bit."""

@@ -14,7 +14,7 @@ METHODS = [
     ("ste", {}),
     ("s_ste", {}),
     ("semi_sparse", {}),
-    ("t_sr_ste", {"dense_fraction": 0.0, "mvue": "off"}),
+    ("fst", {"dense_fraction": 0.0, "mvue": "off"}),
 ]
 every_method = pytest.mark.parametrize(("name", "options"), METHODS)
 
@@ -128,7 +128,7 @@ def test_compiled_or_not_on_units_or_simulated(compiled, monkeypatch):
     pytest.importorskip("triton", reason="cuSPARSELt is emulated where Triton's interpreter runs")
     if DEVICE == "cpu":
         monkeypatch.setenv("TRITON_INTERPRET", "1")
-    (plain, method), (other, same) = (converted("t_sr_ste", dense_fraction=0.0) for _ in range(2))
+    (plain, method), (other, same) = (converted("fst", dense_fraction=0.0) for _ in range(2))
     other.accelerate(other.candidates())
     if compiled:
         other.compile(backend="aot_eager", fullgraph=True)
@@ -142,13 +142,13 @@ def test_compiled_or_not_on_units_or_simulated(compiled, monkeypatch):
 
 
 def test_a_dense_phase_keeps_the_history_as_it_is():
-    layer, method = converted("t_sr_ste", dense_fraction=0.5, total_steps=4)
+    layer, method = converted("fst", dense_fraction=0.5, total_steps=4)
     step(layer, method, 0)
     before = layer.amax_history.clone()
     step(layer, method, 2)
     assert layer.is_dense and torch.equal(layer.amax_history, before)
     layer, method = converted(
-        "t_sr_ste", dense_fraction=0.5, dense_phase="start", total_steps=4, mvue="off"
+        "fst", dense_fraction=0.5, dense_phase="start", total_steps=4, mvue="off"
     )
     for number in range(3):
         results = step(layer, method, number)[0]

@@ -20,8 +20,8 @@ TOKENS = 96
 CASES = [
     ("ste", {}, Products(fprop=True, fp8=True)),
     ("semi_sparse", {}, Products(fprop=True, dgrad=True, fp8=True)),
-    ("t_sr_ste", {"dense_fraction": 0.0}, Products(True, True, True, fp8=True)),
-    ("t_sr_ste", {"dense_fraction": 0.0, "mvue": "off"}, Products(True, True, fp8=True)),
+    ("fst", {"dense_fraction": 0.0}, Products(True, True, True, fp8=True)),
+    ("fst", {"dense_fraction": 0.0, "mvue": "off"}, Products(True, True, fp8=True)),
     ("released.semi_sparse", {}, Products(fprop=True, dgrad=True, fp8=True)),
 ]
 every_method = pytest.mark.parametrize(
@@ -120,7 +120,7 @@ def test_what_is_packed_are_the_codes_of_the_simulation(name, options, products)
 @pytest.mark.parametrize("accelerated", [False, True])
 @pytest.mark.parametrize("fp8", ["paper", "hopper"])
 def test_a_dense_phase_has_no_fp8(fp8, accelerated):
-    layer, method = converted("t_sr_ste", fp8, dense_fraction=0.5, total_steps=4)
+    layer, method = converted("fst", fp8, dense_fraction=0.5, total_steps=4)
     if accelerated:
         layer.accelerate(layer.candidates())
     for number, dense in ((0, False), (2, True), (1, False)):
@@ -137,11 +137,11 @@ def test_a_dense_phase_has_no_fp8(fp8, accelerated):
             assert (dx - dy @ layer.effective_weight()).abs().max() > 1e-3  # dY is quantised
 
 
-@pytest.mark.parametrize("name", ["ste", "t_sr_ste"])
+@pytest.mark.parametrize("name", ["ste", "fst"])
 def test_dense_products_of_codes_where_these_are_faster(name):
     """FP8 stays on with matmul=dense, for it is another arithmetic; cuBLAS has no product of e5m2
     by e5m2, so that one takes bf16 codes."""
-    options = {"dense_fraction": 0.0, "mvue": "off"} if name == "t_sr_ste" else {}
+    options = {"dense_fraction": 0.0, "mvue": "off"} if name == "fst" else {}
     (simulated, plain), (real, method) = (converted(name, "hopper", **options) for _ in range(2))
     real.accelerate(Products(fp8=True))
     _, dgrad = real.operands(torch.float32)
@@ -155,7 +155,7 @@ def test_options_that_do_not_go_together():
         methods.build("semi_sparse", mode="activation", fp8="hopper")
     with pytest.raises(ValueError, match="fp8='e4m3'; choose one of off, paper, hybrid, hopper"):
         methods.build("ste", fp8="e4m3")
-    for name in ("ste", "t_sr_ste", "semi_sparse"):
+    for name in ("ste", "fst", "semi_sparse"):
         assert methods.build(name, fp8="paper").quantizes and not methods.build(name).quantizes
     assert converted("ste", "paper")[0].candidates() == DENSE  # simulated alone
 
@@ -172,7 +172,7 @@ def test_our_own_kernels_multiply_codes_as_cusparselt_does(mvue):
         torch.manual_seed(0)
         layer = nn.Linear(128, 192).to(DEVICE)
         options = {"fp8": "hopper", "dense_fraction": 0.0, "mvue": mvue}
-        method = methods.build("t_sr_ste", include=["*"], **options)
+        method = methods.build("fst", include=["*"], **options)
         method.convert(layer, BF16)
         (products,) = method.accelerate(100, kernels).values()
         assert products.kernels("fprop") == kernels and products.kernels("dgrad") == "cusparselt"

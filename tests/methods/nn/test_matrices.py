@@ -19,7 +19,7 @@ METHODS = {
     "gmp": {"begin_fraction": 0.0, "end_fraction": 0.4, "prune_every": 1},
     "step": {"min_fraction": 0.3, "max_fraction": 0.3},
     "semi_sparse": {},
-    "t_sr_ste": {"mvue": "off", "dense_fraction": 0.0, "refresh_every": 1},
+    "fst": {"mvue": "off", "dense_fraction": 0.0, "refresh_every": 1},
 }
 
 

@@ -21,7 +21,7 @@ TAKEN = [
     ("ste", {}),
     ("sr_ste", {"alpha": 0.1}),
     ("sr_ste", {"alpha": 0.1, "decay_on": "weights"}),
-    ("t_sr_ste", T_SR_STE | {"dense_fraction": 0.5}),
+    ("fst", T_SR_STE | {"dense_fraction": 0.5}),
     ("semi_sparse", {"algorithm": "exact"}),
     ("semi_sparse", {}),
     ("s_ste", {"mvue": "off"}),
@@ -34,7 +34,7 @@ LEFT = [
     ("s_ste", {"beta": "mse_dynamic"}),
     ("s_ste", {"mvue_weight": True}),
     ("semi_sparse", {"mode": "activation"}),
-    ("t_sr_ste", T_SR_STE | {"algorithm": "two_approx"}),
+    ("fst", T_SR_STE | {"algorithm": "two_approx"}),
 ]
 
 
@@ -102,7 +102,7 @@ def test_takes_over_the_work_and_derives_the_same(name, options, packed, monkeyp
     run = Run(name, options, packed=packed, device=DEVICE)
     other = Run(name, options, fused, packed=packed, device=DEVICE)
     for step in (3, 4, 5):
-        run.method.on_step_begin(step)  # in step 4 of 8 t_sr_ste turns dense
+        run.method.on_step_begin(step)  # in step 4 of 8 fst turns dense
         other.load(run.state())
         run.gradients(step)
         run.method.on_gradients(step, run.optimizer)
@@ -136,7 +136,7 @@ def test_takes_over_the_work_and_derives_the_same(name, options, packed, monkeyp
     ("name", "options"),
     [
         ("ste", {"fp8": "paper"}),
-        ("t_sr_ste", T_SR_STE | {"fp8": "hopper"}),
+        ("fst", T_SR_STE | {"fp8": "hopper"}),
         ("s_ste", {"fp8": "hopper"}),
     ],
 )
@@ -207,7 +207,7 @@ def test_state_dicts_of_torchs_adamw_load_and_are_loaded(make):
 def test_a_step_that_a_scaler_skips_still_chooses_the_mask_that_is_due(hook):
     """The mask is that of the unchanged weights, as with the hooks. A loop need not wait for the
     device to learn whether to call `on_gradients`."""
-    runs = [Run("t_sr_ste", T_SR_STE, make) for make in (methods.FusedAdamW, fused)]
+    runs = [Run("fst", T_SR_STE, make) for make in (methods.FusedAdamW, fused)]
     for run in runs:
         scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
         run.step(0)
@@ -272,10 +272,10 @@ def test_rates_of_a_group_and_in_tensors():
     assert_equal(run, other)
 
 
-@pytest.mark.parametrize("name", ["released.semi_sparse", "released.t_sr_ste"])
+@pytest.mark.parametrize("name", ["released.semi_sparse", "released.fst"])
 def test_defects_of_released_code_are_the_same_in_one_pass(name):
     """A layer that chooses its masks otherwise keeps its own choice."""
-    options = T_SR_STE if name.endswith("t_sr_ste") else {"algorithm": "greedy"}
+    options = T_SR_STE if name.endswith("fst") else {"algorithm": "greedy"}
     run, other = (Run(name, options, make) for make in (methods.FusedAdamW, fused))
     for step in range(3):
         run.step(step)

@@ -140,7 +140,7 @@ def test_compiled_checkpointed_twice_in_a_pass_or_copied():
     ("name", "options"),
     [
         ("dense", {}),
-        ("t_sr_ste", {"dense_fraction": 0.0}),
+        ("fst", {"dense_fraction": 0.0}),
         ("slope", {"fp8": "hopper"}),
         ("slope", {"n": 1}),
         ("released.slope", {}),

@@ -62,9 +62,9 @@ def test_masks_are_placed_as_their_weights_and_no_operand_is_kept(mesh):
     assert f"{type(layer).__name__}" == "ShardedMaskedLinear" and "method=sr_ste" in repr(layer)
 
 
-@pytest.mark.parametrize("name", ["t_sr_ste", "bi_mask", "one_shot", "slope"])
+@pytest.mark.parametrize("name", ["fst", "bi_mask", "one_shot", "slope"])
 def test_derived_operands_do_not_wait_for_the_backward_pass(name, mesh):
-    options = {"dense_fraction": 0.0} if name == "t_sr_ste" else {}
+    options = {"dense_fraction": 0.0} if name == "fst" else {}
     model, method = converted(name, **options)
     expected = one_step(model, method)
     model, method = converted(name, **options)
@@ -83,7 +83,7 @@ def test_derived_operands_do_not_wait_for_the_backward_pass(name, mesh):
 
 @pytest.mark.parametrize(
     ("name", "options"),
-    [("sr_ste", {}), ("s_ste", {}), ("t_sr_ste", {"refresh_every": 3, "total_steps": 6})],
+    [("sr_ste", {}), ("s_ste", {}), ("fst", {"refresh_every": 3, "total_steps": 6})],
 )
 @pytest.mark.parametrize("backend", ["cpu", "triton"])
 def test_a_fused_optimizer_updates_rows(name, options, backend, mesh, monkeypatch):
@@ -111,7 +111,7 @@ def test_a_fused_optimizer_updates_rows(name, options, backend, mesh, monkeypatc
         state = model.state_dict()
         found.append({n: sharding.full(t) for n, t in state.items()})
     assert taken[:6] == [2] * 6
-    due = {"sr_ste": range(6), "s_ste": (), "t_sr_ste": (2, 5)}[name]
+    due = {"sr_ste": range(6), "s_ste": (), "fst": (2, 5)}[name]
     assert taken[6:] == [0 if step in due else 2 for step in range(6)]
     for name, tensor in found[0].items():
         torch.testing.assert_close(found[1][name], tensor, rtol=0, atol=1e-6, msg=name)
@@ -164,7 +164,7 @@ def test_a_compiled_model_computes_the_same(mesh):
     found = []
     for compiled in (False, True):
         torch._dynamo.reset()
-        model, method = converted("t_sr_ste", dense_fraction=0.0)
+        model, method = converted("fst", dense_fraction=0.0)
         if compiled:
             model.compile(backend="aot_eager")
         fully_shard(model, mesh=mesh)
@@ -227,13 +227,13 @@ def test_a_conv1d_is_refused(mesh, hf_model):
 
 
 @pytest.mark.parametrize("autocast", [False, True])
-@pytest.mark.parametrize("name", ["ste", "t_sr_ste", "s_ste"])
+@pytest.mark.parametrize("name", ["ste", "fst", "s_ste"])
 def test_codes_and_their_scales_are_those_of_a_whole_layer(name, autocast, mesh):
     """Simulated FP8, after a dense phase where there is one; scales stay in fp32."""
     options = {"dense_fraction": 0.5, "total_steps": 2, "dense_phase": "start"}
     found = []
     for sharded in (False, True):
-        model, method = converted(name, fp8="paper", **(options if name == "t_sr_ste" else {}))
+        model, method = converted(name, fp8="paper", **(options if name == "fst" else {}))
         if sharded:
             fully_shard(model, mesh=mesh)
         for step in (0, 1):
@@ -265,7 +265,7 @@ def test_a_pass_in_another_dtype_takes_operands_rounded_to_the_layers(name, opti
 def test_a_phase_that_changes_after_an_evaluation_is_that_of_a_whole_model(mesh):
     found = []
     for sharded in (False, True):
-        model, method = converted("t_sr_ste", dense_fraction=0.5, total_steps=2, mvue="off")
+        model, method = converted("fst", dense_fraction=0.5, total_steps=2, mvue="off")
         if sharded:
             fully_shard(model, mesh=mesh)  # its root holds the layers, which stay gathered
         with torch.no_grad():
@@ -278,11 +278,11 @@ def test_a_phase_that_changes_after_an_evaluation_is_that_of_a_whole_model(mesh)
     assert torch.equal(*found)
 
 
-@pytest.mark.parametrize(("name", "masks", "chosen"), [("t_sr_ste", 1, 0), ("slope", 2, 1)])
+@pytest.mark.parametrize(("name", "masks", "chosen"), [("fst", 1, 0), ("slope", 2, 1)])
 def test_masks_are_gathered_when_they_have_changed_and_not_in_a_pass(
     name, masks, chosen, mesh, counted
 ):
-    model, method = converted(name, **{"dense_fraction": 0.0} if name == "t_sr_ste" else {})
+    model, method = converted(name, **{"dense_fraction": 0.0} if name == "fst" else {})
     fully_shard(model, mesh=mesh)
     one_step(model, method)
     assert len(counted) == 2 * masks  # nobody had gathered them before the first pass
@@ -298,17 +298,17 @@ def test_masks_are_gathered_when_they_have_changed_and_not_in_a_pass(
     del counted[:]
     found = one_step(model, method)
     assert not counted
-    whole, other = converted(name, **{"dense_fraction": 0.0} if name == "t_sr_ste" else {})
+    whole, other = converted(name, **{"dense_fraction": 0.0} if name == "fst" else {})
     whole.load_state_dict(
         {k: v.full_tensor() if isinstance(v, DTensor) else v for k, v in model.state_dict().items()}
     )
     torch.testing.assert_close(found, one_step(whole, other), rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", ["t_sr_ste", "slope"])
+@pytest.mark.parametrize("name", ["fst", "slope"])
 def test_masks_that_were_loaded_are_those_of_the_next_pass(name, mesh):
     """Into a model that has gathered its own ones before."""
-    options = {"dense_fraction": 0.0} if name == "t_sr_ste" else {}
+    options = {"dense_fraction": 0.0} if name == "fst" else {}
     (sharded, method), (whole, other) = (converted(name, **options) for _ in range(2))
     with torch.no_grad():
         for parameter in whole.parameters():

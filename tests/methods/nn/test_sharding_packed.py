@@ -17,7 +17,7 @@ pytest.importorskip("triton", reason="cuSPARSELt is emulated where Triton's inte
 
 BF16, STEPS, PARTS = torch.bfloat16, 4, 2
 CASES = {
-    "t_sr_ste": {"dense_fraction": 0.5, "total_steps": STEPS},
+    "fst": {"dense_fraction": 0.5, "total_steps": STEPS},
     "semi_sparse": {"algorithm": "exact", "sparse_fraction": 0.5, "total_steps": STEPS},
     "ast": {"total_steps": STEPS},
     "bi_mask": {"permute_every": 2, "candidates": 4},

@@ -18,18 +18,18 @@ from typing import Any
 
 import torch
 
-from .. import t_sr_ste
+from .. import fst
 
-Config = t_sr_ste.Config
+Config = fst.Config
 
 
-class Method(t_sr_ste.Method):
+class Method(fst.Method):
     def __init__(self, config: Any) -> None:
         super().__init__(config)
         if not config.dense_fraction or config.dense_phase != "end":
             raise ValueError(
                 f"dense_fraction={config.dense_fraction:.3g} and dense_phase={config.dense_phase}; "
-                "released.t_sr_ste is about a dense phase at the end"
+                "released.fst is about a dense phase at the end"
             )
 
     @property

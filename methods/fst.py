@@ -26,7 +26,7 @@ trains one step more before the dense phase.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
@@ -68,7 +68,7 @@ class Config(sr_ste.Decay):
     mvue: str = "exact"
     dense_fraction: float = 1 / 6
     dense_phase: str = "end"
-    fp8: str = field(default="off", metadata={"added": True})
+    fp8: str = "off"
 
     alpha_on_gradients: ClassVar[float] = 6e-5
 

@@ -11,13 +11,13 @@ from torch.utils.checkpoint import checkpoint
 
 import methods
 from common_kernels import check24, transposable_mask24
-from methods import dense, t_sr_ste
+from methods import dense, fst
 from methods.nn import transposable
 
 
 def method_of(**options):
     options = {"include": ["*"], "dense_fraction": 0.0, **options}
-    return t_sr_ste.Method(t_sr_ste.Config(**options))
+    return fst.Method(fst.Config(**options))
 
 
 def converted(weight=None, bias=False, **options):
@@ -140,7 +140,7 @@ def test_masks_are_searched_at_steps_0_40_and_80(searches, parts, recompute, tra
         layer.train(training)
         forward = checkpointed(layer) if recompute else layer
         seen, refreshes = [layer.mask.clone()], []
-        layer.refresh = lambda: (refreshes.append(1), t_sr_ste.Linear.refresh(layer))
+        layer.refresh = lambda: (refreshes.append(1), fst.Linear.refresh(layer))
         for step in range(81):
             before = len(searches)
             step_of(method, layer, step, parts, forward)
@@ -371,11 +371,11 @@ def test_a_compiled_model_follows_into_the_dense_phase():
 )
 def test_bad_options(options, message):
     with pytest.raises(ValueError, match=message):
-        t_sr_ste.Config(**options)
+        fst.Config(**options)
 
 
 def test_a_fraction_of_an_unknown_number_of_steps():
     layer = nn.Linear(16, 8)
     with pytest.raises(ValueError, match=r"dense_fraction=0\.167 of how many steps\? set total_st"):
-        t_sr_ste.Method(t_sr_ste.Config(include=["*"])).convert(layer)
+        fst.Method(fst.Config(include=["*"])).convert(layer)
     assert type(layer) is nn.Linear
