@@ -149,7 +149,7 @@ def cusparselt_sm90_order(
     for one-byte types), ordered along the columns first; the last block may be partial.
 
     NVIDIA does not document this order. It was determined on an H200 with cuSPARSELt 0.8.0
-    (`python -m experiments.bench probe`).
+    (docs/cusparselt.md).
     """
     r, g = grid(rows, columns, device)
     if itemsize == 2:

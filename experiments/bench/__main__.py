@@ -1,8 +1,8 @@
 """Benchmarks: `python -m experiments.bench linear --only ste`.
 
-Every result is first checked against a plain formulation on the same shapes; no
-time is printed unless they agree. All benchmarks of a device go into one
-record, from which `report` makes a table and a figure.
+Results are first compared with a plain formulation on the same shapes; no time
+is printed unless they agree. All benchmarks of a device go into one
+record, from which `report` makes a table.
 """
 
 from __future__ import annotations
@@ -19,16 +19,13 @@ import torch
 from experiments.bench.compare import compare
 from experiments.bench.report import (
     Report,
-    draw_roofline,
     provenance,
     read_record,
     write_table,
 )
 from experiments.bench.serve import draw as draw_serving
 from experiments.bench.timing import allow_repeated_steps
-from experiments.support.checkpoint import write_json
 from experiments.support.errors import Terminated, UserError, raise_on_sigterm
-from experiments.support.results import environment
 
 BENCHMARKS = {
     "ops": "every operator, compared with a copy",
@@ -94,12 +91,9 @@ def parser() -> argparse.ArgumentParser:
                 help="products of the methods; default: auto on a GPU, dense elsewhere",
             )
         command.set_defaults(command=run, benchmark=name)
-    probe = commands.add_parser("probe", help="show what this GPU and cuSPARSELt do with 2:4")
-    probe.add_argument("--out", type=Path, default=Path("runs/bench/probe.json"))
-    probe.set_defaults(command=run_probe)
     report = commands.add_parser(
         "report",
-        help="write RECORD.md and the figures of a record, or compare two records",
+        help="write RECORD.md, or the figure of `serve`, or compare two records",
     )
     report.add_argument("record", type=Path)
     newer = "newer record to compare with; exit status 1 if a row became over 3 %% slower"
@@ -135,16 +129,6 @@ def run(options: argparse.Namespace) -> None:
         raise UserError("; ".join(report.refused))
 
 
-def run_probe(options: argparse.Namespace) -> None:
-    if not torch.cuda.is_available():
-        raise UserError("probe needs a GPU, and torch sees none here")
-    from experiments.bench import probe
-
-    header = {"bench": "probe", "environment": environment()}
-    probe.run(lambda record: write_json(options.out, {**header, **record}))
-    print(f"written to {options.out}")
-
-
 def run_report(options: argparse.Namespace) -> int:
     if options.newer:
         return int(not compare(options.record, options.newer, options.table))
@@ -156,9 +140,6 @@ def run_report(options: argparse.Namespace) -> int:
     if any(row["ms"] is not None and not row["name"].endswith(", dense") for row in served):
         drawn.append(path.with_name(f"{path.stem}_serve.svg"))
         draw_serving(served, drawn[-1])
-    if not served or {"ops", "linear"} & record["benchmarks"].keys():
-        drawn.append(path.with_name(f"{path.stem}_roofline.png"))
-        draw_roofline(record, drawn[-1])
     print(f"written to {' and '.join(map(str, [table, *drawn]))}")
     return 0
 

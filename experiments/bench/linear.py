@@ -36,15 +36,6 @@ GPU_SHAPES: tuple[Shape, ...] = (
     (8192, 8192, 28672),
 )
 BUFFERS = 2
-# Goal for `ste` on a CPU: at most this many times the time of a dense linear of the same shape.
-CPU_LIMIT = 1.3
-# Goals on a GPU for methods with two or three sparse products, hooks included: times as fast as
-# dense.
-AIMS = {
-    **dict.fromkeys(("semi_sparse", "fst, no mvue", "fst", "s_ste", "slope"), 1.2),
-    "s_ste, fp8": 2.0,
-}
-LARGEST_ONLY = ("s_ste, fp8",)
 
 
 def bench(options: argparse.Namespace, report: Report) -> None:
@@ -156,32 +147,10 @@ def row(
     rate = rates[dense_fp8.E4M3 if fp8 else dtype]
     products = next(iter(converted.sparse.values()), DENSE)
     halves = {p: 0.5 if getattr(products, p) else 1.0 for p in arms.PRODUCTS}
-    tokens, inputs, outputs = shape
-    target, met = judge(name, shape, times, on_gpu)
-    size = dtype.itemsize
     return Row(
         name, "fp8" if fp8 else str(dtype).removeprefix("torch."), shape_name(shape),
         converted.used, times["whole"],
         peers={"dense": times["dense"].ms},
         limit_ms=sum(halves[p] * rate[p] for p in arms.PRODUCTS),
-        # x, dy, w read twice, the three results written.
-        bytes=size * 3.0 * (tokens * inputs + tokens * outputs + inputs * outputs),
-        flops=6.0 * tokens * inputs * outputs,
         figures=arms.parts(times),
-        target=target,
-        met=met,
     )  # fmt: skip
-
-
-def judge(name: str, shape: Shape, times: dict[str, Time], on_gpu: bool) -> tuple[str, bool | None]:
-    """(a row's goal, True if it was reached); ("", None) for a row without a goal.
-
-    On a CPU, where sparse products cannot be faster, only `ste` without its mask search has one.
-    """
-    dense = times["dense"].ms
-    if not on_gpu:
-        met = times["products"].ms <= CPU_LIMIT * dense
-        return (f"products at most {CPU_LIMIT} dense", met) if name == "ste" else ("", None)
-    if name not in AIMS or (name in LARGEST_ONLY and shape != GPU_SHAPES[-1]):
-        return "", None
-    return f"{AIMS[name]} x as fast as dense", dense >= AIMS[name] * times["whole"].ms

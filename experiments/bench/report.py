@@ -1,4 +1,4 @@
-"""The record of a device, which collects rows, and the table and figure made from it.
+"""The record of a device, which collects rows, and the table made from it.
 
 A record is one JSON file for one device:
 
@@ -28,7 +28,7 @@ import rich.table
 import torch
 
 from experiments.bench.timing import SETTLE_LIMIT_S, SETTLED, TURNS, Time, load_text
-from experiments.support.checkpoint import write_atomic, write_json, write_text
+from experiments.support.checkpoint import write_json, write_text
 from experiments.support.errors import UserError
 from experiments.support.results import cpu_name, git_state
 
@@ -45,9 +45,7 @@ class Row:
     peers: median milliseconds of peers that do the same work, measured in turns with this row.
     limit_ms: the time for the work's bytes at the measured bandwidth of a copy, or for its
         operations at the measured rate of the dense product.
-    bytes, flops: bytes and operations of the work, for the roofline.
     figures: further numbers by names that end in their unit.
-    target: the goal in words. met: True if it was reached.
     """
 
     name: str
@@ -57,11 +55,7 @@ class Row:
     time: Time | None = None
     peers: dict[str, float] = field(default_factory=dict)
     limit_ms: float | None = None
-    bytes: float | None = None
-    flops: float | None = None
     figures: dict[str, float] = field(default_factory=dict)
-    target: str = ""
-    met: bool | None = None
 
 
 def flat(row: Row) -> dict[str, Any]:
@@ -201,9 +195,9 @@ def read_record(path: Path) -> dict[str, Any]:
 # --- table ---------------------------------------------------------------------------------------
 
 COLUMNS = (
-    *KEY, "ms", "p20", "p80", "times as fast as", "limit, ms", "share", "figures", "target",
+    *KEY, "ms", "p20", "p80", "times as fast as", "limit, ms", "share", "figures",
 )  # fmt: skip
-TEXTS = ("times as fast as", "figures", "target")
+TEXTS = ("times as fast as", "figures")
 HIDDEN = ("p20", "p80", "limit, ms")  # on a terminal
 
 
@@ -218,7 +212,6 @@ def cells(row: dict[str, Any]) -> list[str]:
         f"{name} {value:,.0f}" if value >= 1000 else f"{name} {value:.3g}"
         for name, value in row["figures"].items()
     ]
-    verdict = {True: "met", False: "missed", None: ""}[row["met"]]
     return [
         *(row[key] for key in KEY),
         *(number(row[key]) for key in ("ms", "p20", "p80")),
@@ -226,7 +219,6 @@ def cells(row: dict[str, Any]) -> list[str]:
         number(row["limit_ms"]),
         "" if row["share"] is None else f"{row['share']:.0%}",
         "; ".join(figures),
-        ": ".join(filter(None, (row["target"], verdict))),
     ]
 
 
@@ -272,12 +264,16 @@ def markdown(record: dict[str, Any]) -> str:
             parts.append(text)
         parts += loads(benchmark["rows"])
         heads, lines = columns_used(benchmark["rows"])
-        rule = ["---" if head in (*KEY, *TEXTS) else "--:" for head in heads]
-        table = [f"| {' | '.join(line)} |" for line in (heads, rule, *lines)]
-        parts.append("\n".join(table))
+        parts.append(markdown_table(heads, lines))
         if benchmark["left_out"]:
             parts.append("Left out:\n\n" + "\n".join(f"- {t}" for t in benchmark["left_out"]))
     return "\n\n".join(part.rstrip("\n") for part in parts) + "\n"
+
+
+def markdown_table(heads: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
+    """A table in Markdown; columns of numbers are right-aligned."""
+    rule = ["---" if head in (*KEY, *TEXTS, "benchmark") else "--:" for head in heads]
+    return "\n".join(f"| {' | '.join(line)} |" for line in (heads, rule, *lines))
 
 
 def versions(row: dict[str, Any]) -> str:
@@ -307,62 +303,6 @@ def loads(rows: list[dict[str, Any]]) -> list[str]:
     if len(known) < len(timed):
         lines.append(f"In bursts, after idle time: {len(timed) - len(known)} of {len(rows)} rows.")
     return lines
-
-
-# --- figure --------------------------------------------------------------------------------------
-
-
-def draw_roofline(record: dict[str, Any], path: Path) -> None:
-    """Draw two panels: every operator's bandwidth compared with a copy, and the rate of linears
-    over arithmetic intensity.
-
-    The roofs are measured values: the copy of `ops` and the dense rows of `linear`.
-    """
-    from matplotlib.figure import Figure
-
-    def rows(name: str) -> list[dict[str, Any]]:
-        found = record["benchmarks"].get(name, {"rows": []})["rows"]
-        return [r for r in found if r["ms"] and r["limit_ms"] and (r["bytes"] or r["flops"])]
-
-    ops, linears = rows("ops"), rows("linear")
-    if not ops and not linears:
-        raise UserError("the record has no rows of ops or linear to draw")
-    figure = Figure(figsize=(13, max(4.5, 0.2 * len(ops))), layout="constrained")
-    left, right = figure.subplots(1, 2)
-    names = [f"{r['name']} ({r['dtype']})" for r in ops]
-    left.barh(names, [r["bytes"] / r["ms"] / 1e6 for r in ops], color="tab:blue")
-    left.plot(
-        [r["bytes"] / r["limit_ms"] / 1e6 for r in ops], names, "k|", markersize=9, label="copy"
-    )
-    left.invert_yaxis()
-    left.tick_params(axis="y", labelsize=7)
-    left.set(title="operators", xlabel="GB/s")
-    markers = dict(zip(dict.fromkeys(r["shape"] for r in linears), "osD^v<>Pp*", strict=False))
-    for name in dict.fromkeys(r["name"] for r in linears):
-        chosen = [r for r in linears if r["name"] == name]
-        (line,) = right.plot([], [], "s", label=name)
-        for r in chosen:
-            point = r["flops"] / r["bytes"], r["flops"] / r["ms"] / 1e9
-            right.plot(*point, marker=markers.get(r["shape"], "."), color=line.get_color())
-    if linears:
-        low, high = (f(r["flops"] / r["bytes"] for r in linears) for f in (min, max))
-        x = [low / 4, high * 2]
-        for ratio, style in ((1, "-"), (2, "--")):
-            rate = ratio * max(r["flops"] / r["peers"]["dense"] / 1e9 for r in linears)
-            right.plot(x, [rate, rate], f"k{style}", lw=0.8, label=f"{ratio} x the best dense")
-        if ops:
-            bandwidth = max(r["bytes"] / r["limit_ms"] for r in ops)
-            right.plot(x, [i * bandwidth / 1e9 for i in x], "k:", lw=0.8, label="copy")
-        for shape, marker in markers.items():
-            right.plot([], [], marker, color="gray", label=shape)
-        right.legend(fontsize=7, loc="upper left", bbox_to_anchor=(1.0, 1.0))
-        slowest = min(r["flops"] / r["ms"] / 1e9 for r in linears)
-        right.set(xlim=x, ylim=(slowest / 1.5, 1.5 * rate))  # the copy's line goes far beyond
-    right.set(
-        title="linear, forward and backward", xlabel="operations of the dense product per byte",
-        ylabel="TFLOP/s of the dense product", xscale="log",
-    )  # fmt: skip
-    write_atomic(path, lambda p: figure.savefig(p, format="png", dpi=150))
 
 
 def write_table(record: dict[str, Any], path: Path) -> None:

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 
 import torch
 
-from experiments.bench import arms, goals, linear
+from experiments.bench import arms, linear
 from experiments.bench.arms import ARMS
 from experiments.bench.jobs import Workload, jobs
 from experiments.bench.report import MIB, Report, Row
@@ -26,6 +26,9 @@ from experiments.support.errors import UserError
 TOGETHER = 5  # number of models held at once, if they fit
 PACKED = 1.1  # what a model holds, over its weights, gradients and moments
 FP8_PEERS = ("dense fp8", arms.TORCHAO)
+# The rate of a dense bf16 product of 8192 x 8192 x 8192 on random data after idle time, on an H200.
+PEAK_TFLOPS = 790.0
+SHARE = f"share of {PEAK_TFLOPS:.0f} TFLOP/s by 6N %"
 
 
 def bench(options: argparse.Namespace, report: Report) -> None:
@@ -137,14 +140,13 @@ def compared(
         for part, mib in memory[name].items():
             found[f"{part.removesuffix(' MiB')} over dense"] = mib / memory["dense"][part]
         if on_gpu:
-            found[goals.SHARE] = goals.share_of_peak(6.0 * weights * job.tokens, times[name].ms)
+            found[SHARE] = share_of_peak(6.0 * weights * job.tokens, times[name].ms)
         found["first step s"] = step.first_s
         peers = {p: times[p].ms for p in names if p == "dense" or p in FP8_PEERS}
-        judged = goals.judge(shape, name, found, times[name].ms, peers)
         rows.append(
             Row(
                 name, precision(options.device), shape, step.used, times[name],
-                peers=peers, figures=found, target=judged[0], met=judged[1],
+                peers=peers, figures=found,
             )
         )  # fmt: skip
     for step in steps.values():
@@ -191,6 +193,11 @@ def figures(name: str, times: dict[str, Time], period: int) -> dict[str, float]:
             found["in graphs, times as fast as dense"] = dense.ms / replayed.ms
         found["launched over graphs"] = launched / replayed.ms
     return found
+
+
+def share_of_peak(flops: float, ms: float) -> float:
+    """`flops` in `ms` milliseconds, in percent of PEAK_TFLOPS."""
+    return 100 * flops / ms / 1e9 / PEAK_TFLOPS
 
 
 def precision(device: torch.device) -> str:

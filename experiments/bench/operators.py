@@ -1,0 +1,263 @@
+"""The operators that `ops` measures, each with the bytes that it must move and other ways to do the
+same work."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import common_kernels as ck
+from common_kernels.pack import BUFFERED, Packed24
+from common_kernels.pack.operands import pack24_, pack_both24_, sample_pack24
+from experiments.support.errors import UserError
+
+aten = torch.ops.aten
+BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
+OWN = "cutlass_sm90"  # the layout of our own kernels
+Arguments = tuple[Any, ...]
+Function = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class Op:
+    """An operator.
+
+    run: called with the arguments that `prepare` makes of a weight, and the keyword `backend`;
+        returns a tensor, or the matrices that it has packed.
+    moved: the least bytes read and written per entry of the weight, given the bytes of an entry.
+    plain: a plain formulation, timed eager and compiled on a GPU; `through` turns it into a
+        counterpart of `run`.
+    libraries: other libraries' calls for the same work by name, for the same arguments.
+    gpu_only: not measured on a CPU.
+    """
+
+    run: Function
+    moved: Callable[[float], float]
+    prepare: Callable[[Tensor], Arguments] = lambda w: (w,)
+    plain: Function | None = None
+    through: Callable[[Function], Function] = lambda function: function
+    libraries: dict[str, Function] = field(default_factory=dict)
+    gpu_only: bool = False
+
+
+def check(name: str, w: Tensor) -> None:
+    """Raise a `UserError` if the operator gives other results than plain PyTorch on this device.
+
+    Masks and packed bytes must be equal, other numbers up to a few units in the last place.
+    """
+    op = OPS[name]
+    found, want = (results(op.run(*op.prepare(w), backend=b)) for b in (None, "cpu"))
+    if not all(map(agree, found, want)):
+        raise UserError(
+            f"{name} differs from plain PyTorch on shape {tuple(w.shape)}, {w.dtype}: no time is "
+            "reported; run `pytest tests/common_kernels`"
+        )
+
+
+def results(output: Any) -> list[Tensor]:
+    """Copies of the tensors of an operator's output."""
+    several = output if isinstance(output, tuple) else (output,)
+    return [(x.buffer if isinstance(x, Packed24) else x).detach().clone() for x in several]
+
+
+def agree(got: Tensor, want: Tensor) -> bool:
+    """True if two results are equal, numbers up to a few units in the last place."""
+    if not want.is_floating_point() or want.itemsize == 1:
+        return torch.equal(got.float(), want.float())
+    eps = torch.finfo(want.dtype).eps
+    limit = 4 * eps * want.float().abs().amax().item()
+    return torch.allclose(got.float(), want.float(), rtol=4 * eps, atol=limit)
+
+
+# --- plain formulations, which a compiler can fuse -----------------------------------------------
+
+
+def groups(x: Tensor) -> Tensor:
+    return x.unflatten(-1, (-1, 4))
+
+
+def compared(w: Tensor) -> Tensor:
+    """The 2:4 mask of w by comparing every pair of a group: an entry is kept if fewer than two
+    others beat it."""
+    a = groups(w.abs())
+    i = torch.arange(4, device=w.device)
+    one, other = a.unsqueeze(-1), a.unsqueeze(-2)
+    beaten = (other > one) | ((other == one) & (i < i[:, None]))
+    return (beaten.sum(-1) < 2).flatten(-2)
+
+
+def compared_soft(w: Tensor) -> Tensor:
+    a, b, c, d = groups(w.abs()).unbind(-1)
+    least, most = torch.minimum, torch.maximum
+    t = least(most(least(a, b), least(c, d)), least(most(a, b), most(c, d)))
+    return (groups(w).sign() * (groups(w.abs()) - t.unsqueeze(-1)).relu()).flatten(-2)
+
+
+def e4m3_codes(w: Tensor) -> tuple[Tensor, Tensor]:
+    amax = w.float().abs().amax()
+    scale = torch.full_like(amax, 448) / amax  # number / tensor would round differently
+    return (w.float() * scale).clamp(-448, 448).to(FP8), scale
+
+
+def through_e4m3(w: Tensor) -> Tensor:
+    codes, scale = e4m3_codes(w)
+    return (codes.float() / scale).to(w.dtype)
+
+
+def gated(w: Tensor, activation: Callable[[Tensor], Tensor]) -> Tensor:
+    value, gate = w.float().chunk(2, -1)
+    return (value * activation(gate)).to(w.dtype)
+
+
+plain_geglu = partial(gated, activation=partial(F.gelu, approximate="tanh"))
+plain_swiglu = partial(gated, activation=F.silu)
+
+
+def gradients(function: Function) -> Function:
+    """A function (x, dy) -> gradient of x, which runs forward and backward of `function`."""
+    return lambda x, dy, **how: torch.autograd.grad(function(x, **how), x, dy)[0]
+
+
+# --- arguments -----------------------------------------------------------------------------------
+
+
+def leaf_and_gradient(w: Tensor) -> Arguments:
+    return w.detach().clone().requires_grad_(), w.chunk(2, -1)[0].contiguous()
+
+
+def with_key(offset: int) -> Callable[[Tensor], Arguments]:
+    """A function w -> (w, seed, offset) with seed and offset as tensors on w's device, as in a
+    training step."""
+    return lambda w: (w, *(torch.tensor(k, device=w.device) for k in (1, offset)))
+
+
+def with_bits(w: Tensor) -> Arguments:
+    return w, ck.pack_mask(ck.nm_mask(w))
+
+
+class ToPack:
+    """The inputs of all packers: a matrix w, its transposable mask, a scale, a random key, and
+    buffers to pack into by layout; `pruned` is w pruned to 2:4 along its rows, `pruned_fp8` the
+    same in e4m3."""
+
+    def __init__(self, w: Tensor) -> None:
+        self.w, self.mask, device = w, ck.transposable_mask24(w), w.device
+        self.scale = torch.tensor(1.5, device=device)
+        self.key = torch.tensor([77, 1], device=device)
+        self.pruned = w * ck.nm_mask(w)
+        self.pruned_fp8 = self.pruned.to(FP8)
+        self.out_fp8 = Packed24.empty(w.shape, FP8, device)
+        out, transposed = (Packed24.empty(s, BF16, device) for s in (w.shape, w.shape[::-1]))
+        self.out = {layout: replace(out, layout=layout) for layout in (BUFFERED, OWN)}
+        self.transposed = {layout: replace(transposed, layout=layout) for layout in self.out}
+
+
+def one_way(
+    i: ToPack, source: str, fp8: bool = False, layout: str = BUFFERED, backend: str | None = None
+) -> Packed24:
+    out = i.out_fp8 if fp8 else i.out[layout]
+    mask, scale = i.mask if source == "mask" else None, i.scale if source == "soft" else None
+    pack24_(out, i.w, source, mask, scale, backend=backend)
+    return out
+
+
+def two_ways(
+    i: ToPack, searched: bool = False, layout: str = BUFFERED, backend: str | None = None
+) -> tuple[Packed24, Packed24]:
+    out = i.out[layout], i.transposed[layout]
+    pack_both24_(*out, i.w, None if searched else i.mask, backend=backend)
+    return out
+
+
+def sample(i: ToPack, layout: str = BUFFERED, backend: str | None = None) -> Packed24:
+    stride = i.w.numel() // 4
+    return sample_pack24(i.w, i.key, stride, dtype=BF16, layout=layout, backend=backend)
+
+
+# --- the operators -------------------------------------------------------------------------------
+
+
+def by_xformers(i: ToPack) -> Any:
+    from xformers.ops import sparsify24
+
+    return sparsify24(i.w, "largest_abs_values_greedy")
+
+
+def by_tile(i: ToPack) -> Any:
+    return aten._sparse_semi_structured_tile(i.w, "largest_abs_values_greedy")
+
+
+def packer(run: Function, moved: float, **more: Any) -> Op:
+    """A packer that moves as many bytes per entry besides those of the matrix itself."""
+    libraries = {"_cslt_compress": lambda i: aten._cslt_compress(i.pruned)}
+    if run is two_ways:
+        libraries = {"_sparse_semi_structured_tile": by_tile, "xformers": by_xformers}
+    elif more.get("fp8"):
+        libraries = {"_cslt_compress": lambda i: aten._cslt_compress(i.pruned_fp8)}
+    return Op(
+        partial(run, **more), lambda b: b + moved, lambda w: (ToPack(w),), libraries=libraries,
+        gpu_only=True,
+    )  # fmt: skip
+
+
+OPS = {
+    "nm_mask": Op(ck.nm_mask, lambda b: b + 1, plain=compared),
+    "nm_mask, dim 0": Op(partial(ck.nm_mask, dim=0), lambda b: b + 1, gpu_only=True),
+    "nm_mask, 2:8": Op(partial(ck.nm_mask, n=2, m=8), lambda b: b + 1, gpu_only=True),
+    "double_prune_mask": Op(
+        ck.double_prune_mask, lambda b: b + 1, prepare=lambda w: (w * ck.nm_mask(w),)
+    ),
+    "transposable_mask24": Op(ck.transposable_mask24, lambda b: b + 1),
+    "transposable_mask24, greedy": Op(
+        partial(ck.transposable_mask24, algorithm="greedy"), lambda b: b + 1, gpu_only=True
+    ),
+    "soft_threshold24": Op(ck.soft_threshold24, lambda b: 2 * b, plain=compared_soft),
+    "mvue24": Op(ck.mvue24, lambda b: 2 * b, prepare=with_key(0)),
+    "mvue24, dim 0": Op(partial(ck.mvue24, dim=0), lambda b: 2 * b, prepare=with_key(0)),
+    "mvue24, odd offset": Op(ck.mvue24, lambda b: 2 * b, prepare=with_key(3), gpu_only=True),
+    "masked_decay_": Op(
+        partial(ck.masked_decay_, alpha=0.1), lambda b: 3 * b + 1,
+        prepare=lambda w: (torch.zeros_like(w), w, ck.nm_mask(w)),
+        plain=lambda grad, w, mask: grad.add_(torch.where(mask, 0.0, 0.1 * w)),
+    ),
+    "fake_fp8": Op(partial(ck.fake_fp8, fmt="e4m3"), lambda b: 3 * b, plain=through_e4m3),
+    "quantize_fp8": Op(
+        partial(ck.quantize_fp8, fmt="e4m3"), lambda b: 2 * b + 1,
+        plain=lambda w: e4m3_codes(w)[0], gpu_only=True,
+    ),
+    "geglu": Op(ck.geglu, lambda b: 1.5 * b, plain=plain_geglu),
+    "geglu, forward and backward": Op(
+        gradients(ck.geglu), lambda b: 4 * b, prepare=leaf_and_gradient, plain=plain_geglu,
+        through=gradients,
+    ),
+    "swiglu": Op(ck.swiglu, lambda b: 1.5 * b, plain=plain_swiglu),
+    "swiglu, forward and backward": Op(
+        gradients(ck.swiglu), lambda b: 4 * b, prepare=leaf_and_gradient, plain=plain_swiglu,
+        through=gradients,
+    ),
+    "compress_nm": Op(ck.compress_nm, lambda b: 1.5 * b + 1 / 8, prepare=with_bits),
+    "expand_nm": Op(
+        ck.expand_nm, lambda b: 1.5 * b + 1 / 8,
+        prepare=lambda w: (ck.compress_nm(*with_bits(w)), with_bits(w)[1]),
+    ),
+    "check24": Op(ck.check24, lambda b: b),
+    "flip_rate": Op(
+        ck.flip_rate, lambda b: 2, prepare=lambda w: (ck.nm_mask(w), ~ck.nm_mask(w))
+    ),
+    "pack, magnitude": packer(one_way, 1.125, source="magnitude"),
+    "pack, soft threshold and scale": packer(one_way, 1.125, source="soft"),
+    "pack, soft threshold and scale, fp8": packer(one_way, 0.625, source="soft", fp8=True),
+    "pack, given mask": packer(one_way, 2.125, source="mask"),
+    "pack both ways, given mask": packer(two_ways, 3.25),
+    "pack both ways, exact search": packer(two_ways, 2.25, searched=True),
+    "pack sample of a gradient": packer(sample, 1.125),
+    "pack, given mask, for our own kernels": packer(one_way, 2.125, source="mask", layout=OWN),
+    "pack both ways, given mask, for our own kernels": packer(two_ways, 3.25, layout=OWN),
+    "pack sample of a gradient, for our own kernels": packer(sample, 1.125, layout=OWN),
+}  # fmt: skip
