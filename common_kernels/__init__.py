@@ -23,14 +23,8 @@ from common_kernels.masks import (
 from common_kernels.matmul import matmul24
 from common_kernels.mvue import mvue24
 from common_kernels.pack import Packed24, convert24, pack24, unpack24
-from common_kernels.pack.bitmask import (
-    from_bitmask24,
-    swizzle_mask,
-    to_bitmask24,
-    unswizzle_mask,
-)
-from common_kernels.pack.cpu_operators import register_cpu_operators
-from common_kernels.pack.interop import from_semi_structured, to_semi_structured
+from common_kernels.pack.bitmask import to_bitmask24
+from common_kernels.pack.interop import to_semi_structured
 from common_kernels.philox import philox4x32
 from common_kernels.soft_threshold import soft_threshold24
 
@@ -45,8 +39,6 @@ __all__ = [
     "expand_nm",
     "fake_fp8",
     "flip_rate",
-    "from_bitmask24",
-    "from_semi_structured",
     "geglu",
     "lowrank_addmm",
     "masked_decay_",
@@ -57,14 +49,11 @@ __all__ = [
     "pack_mask",
     "philox4x32",
     "quantize_fp8",
-    "register_cpu_operators",
     "soft_threshold24",
     "swiglu",
-    "swizzle_mask",
     "to_bitmask24",
     "to_semi_structured",
     "transposable_mask24",
     "unpack24",
     "unpack_mask",
-    "unswizzle_mask",
 ]

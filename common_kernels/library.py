@@ -1,6 +1,7 @@
 """Registration of the operators in `torch.ops.sparse24`."""
 
 import functools
+import importlib
 import inspect
 import operator
 import warnings
@@ -30,9 +31,44 @@ _DIRECT = functools.reduce(
 _SKIP = eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_frame._FrameAction.SKIP)
 
 
+def operator_of(
+    on_cpu: Callable, fake: Callable | None = None, *, mutates_args: tuple[str, ...] = ()
+) -> Any:
+    """The operator `sparse24::NAME` of the function NAME of a family's cpu.py.
+
+    It takes that function's parameters and then `backend`: "triton" calls the function of the same
+    name in the family's triton.py, which is imported then, and "cpu" calls `on_cpu`. `fake` takes
+    the same parameters as `on_cpu` and returns what fake tensors shall become; None for an operator
+    that only writes into `mutates_args`.
+    """
+    name, family = on_cpu.__name__, on_cpu.__module__.rpartition(".")[0]
+
+    @functools.cache
+    def kernel() -> Callable:
+        return getattr(importlib.import_module(f"{family}.triton"), name)
+
+    def dispatch(*arguments: Any) -> Any:
+        *given, backend = arguments
+        return kernel()(*given) if backend == "triton" else on_cpu(*given)
+
+    signature = inspect.signature(on_cpu)
+    backend = inspect.Parameter("backend", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=str)
+    dispatch.__signature__ = signature.replace(  # type: ignore[attr-defined]
+        parameters=[
+            *(p.replace(default=inspect.Parameter.empty) for p in signature.parameters.values()),
+            backend,
+        ]
+    )
+    known = custom_op(f"sparse24::{name}", mutates_args=mutates_args)(dispatch)
+    if fake is not None:
+        known.register_fake(lambda *arguments: fake(*arguments[:-1]))
+    return known
+
+
 def custom_op(name: str, *, mutates_args: tuple[str, ...] = ()) -> Callable[[Callable], Any]:
     """A decorator that registers a function as the operator `name` ("sparse24::..."), as
-    torch.library.custom_op does: torch.compile, fake tensors and autograd know it.
+    torch.library.custom_op does: torch.compile, fake tensors and autograd know it. One that returns
+    None needs no `register_fake`.
 
     A call that records no gradient has half the overhead of torch's own decorator: the Autograd key
     calls the function directly, without another round through Python at the lower keys. Writing
@@ -62,6 +98,8 @@ def custom_op(name: str, *, mutates_args: tuple[str, ...] = ()) -> Callable[[Cal
         with warnings.catch_warnings():  # torch warns of the override, which is intended
             warnings.filterwarnings("ignore", message="Warning only once for all operators")
             LIBRARY.impl(name, autograd, "Autograd", with_keyset=True, allow_override=True)
+        if inspect.signature(function).return_annotation in (None, "None"):
+            known.register_fake(lambda *_: None)
         return known
 
     return register

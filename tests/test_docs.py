@@ -23,7 +23,7 @@ from hydra import compose, initialize_config_module
 from torch.utils.data import DataLoader
 
 import methods
-from common_kernels import nm_mask, register_cpu_operators
+from common_kernels import nm_mask
 from experiments.bench.__main__ import parser as bench_parser
 from experiments.exporting import semi_structured
 from experiments.runs.finished import FinishedRun
@@ -41,6 +41,7 @@ from reproduce.report import page as report_page
 from reproduce.report.gather import shown_blocks
 from reproduce.scale import gap_closed, half_width_gap
 from reproduce.verdict_text import worded
+from tests.cpu_operators import register_cpu_operators
 
 ROOT = Path(__file__).parents[1]
 PAGES = [

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
+from common_kernels.adamw.weights import Rates, Rule, Weight24
 from common_kernels.decay import cpu as decay
 from common_kernels.fp8.cpu import amax_of
 from common_kernels.masks import nm_mask, transposable_mask24
 from common_kernels.pack.operands import pack24_, pack_both24_
 from common_kernels.soft_threshold import soft_threshold24
-
-if TYPE_CHECKING:
-    from common_kernels.adamw import Rates, Rule, Weight24
 
 
 def adamw24_(

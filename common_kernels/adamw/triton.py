@@ -12,7 +12,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from itertools import chain
-from typing import TYPE_CHECKING
 
 import torch
 import triton
@@ -20,14 +19,12 @@ import triton.language as tl
 from torch import Tensor
 
 from common_kernels.adamw import cpu
+from common_kernels.adamw.weights import Rates, Rule, Weight24
 from common_kernels.launch import cast, keep24, launch, magnitude, pointer, table_of, vectors
 from common_kernels.masks.triton import best_place, greedy_bits, network, row_word, row_words
+from common_kernels.pack import Packed24
 from common_kernels.pack.triton import entries_stored, order_of, stack, store_tiles
 from common_kernels.soft_threshold.triton import shrink
-
-if TYPE_CHECKING:
-    from common_kernels.adamw import Rates, Rule, Weight24
-    from common_kernels.pack import Packed24
 
 TILE = 64
 WARPS = 8  # 256 threads: one 4 x 4 tile for each

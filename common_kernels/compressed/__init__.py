@@ -13,7 +13,7 @@ import torch
 from common_kernels import backend as backends
 from common_kernels import checks
 from common_kernels.compressed import cpu
-from common_kernels.library import custom_op
+from common_kernels.library import operator_of
 
 
 def pack_mask(mask: torch.Tensor, *, backend: str | None = None) -> torch.Tensor:
@@ -25,18 +25,9 @@ def pack_mask(mask: torch.Tensor, *, backend: str | None = None) -> torch.Tensor
     return _pack_mask(mask, backends.resolve(mask.device, backend))
 
 
-@custom_op("sparse24::pack_mask", mutates_args=())
-def _pack_mask(mask: torch.Tensor, backend: str) -> torch.Tensor:
-    if backend == "triton":
-        from common_kernels.compressed import triton
-
-        return triton.pack_mask(mask)
-    return cpu.pack_mask(mask)
-
-
-@_pack_mask.register_fake
-def _(mask, backend):
-    return mask.new_empty((*mask.shape[:-1], _bytes(mask.shape[-1])), dtype=torch.uint8)
+_pack_mask = operator_of(
+    cpu.pack_mask, lambda mask: mask.new_empty(cpu.bits_shape(mask.shape), dtype=torch.uint8)
+)
 
 
 def unpack_mask(bits: torch.Tensor, columns: int, *, backend: str | None = None) -> torch.Tensor:
@@ -47,18 +38,10 @@ def unpack_mask(bits: torch.Tensor, columns: int, *, backend: str | None = None)
     return _unpack_mask(bits, columns, backends.resolve(bits.device, backend))
 
 
-@custom_op("sparse24::unpack_mask", mutates_args=())
-def _unpack_mask(bits: torch.Tensor, columns: int, backend: str) -> torch.Tensor:
-    if backend == "triton":
-        from common_kernels.compressed import triton
-
-        return triton.unpack_mask(bits, columns)
-    return cpu.unpack_mask(bits, columns)
-
-
-@_unpack_mask.register_fake
-def _(bits, columns, backend):
-    return bits.new_empty((*bits.shape[:-1], columns), dtype=torch.bool)
+_unpack_mask = operator_of(
+    cpu.unpack_mask,
+    lambda bits, columns: bits.new_empty((*bits.shape[:-1], columns), dtype=torch.bool),
+)
 
 
 def compress_nm(
@@ -83,28 +66,13 @@ def compress_nm(
     checks.group_dim(x, m, -1)
     _check_bits(bits, x.shape)
     name = backends.resolve(checks.one_device(x=x, bits=bits), backend)
-    return _compress_nm(x, bits, n, m, name, None if dtype == x.dtype else dtype)
+    return _compress_nm(x, bits, n, m, dtype or x.dtype, name)
 
 
-@custom_op("sparse24::compress_nm", mutates_args=())
-def _compress_nm(
-    x: torch.Tensor,
-    bits: torch.Tensor,
-    n: int,
-    m: int,
-    backend: str,
-    dtype: torch.dtype | None = None,
-) -> torch.Tensor:
-    if backend == "triton":
-        from common_kernels.compressed import triton
-
-        return triton.compress_nm(x, bits, n, m, dtype or x.dtype)
-    return cpu.compress_nm(x, bits, n, m).to(dtype or x.dtype)
-
-
-@_compress_nm.register_fake
-def _(x, bits, n, m, backend, dtype=None):
-    return x.new_empty(cpu.compressed_shape(x, n, m), dtype=dtype or x.dtype)
+_compress_nm = operator_of(
+    cpu.compress_nm,
+    lambda x, bits, n, m, dtype: x.new_empty(cpu.compressed_shape(x, n, m), dtype=dtype),
+)
 
 
 def expand_nm(
@@ -122,20 +90,9 @@ def expand_nm(
     return _expand_nm(values, bits, n, m, name)
 
 
-@custom_op("sparse24::expand_nm", mutates_args=())
-def _expand_nm(
-    values: torch.Tensor, bits: torch.Tensor, n: int, m: int, backend: str
-) -> torch.Tensor:
-    if backend == "triton":
-        from common_kernels.compressed import triton
-
-        return triton.expand_nm(values, bits, n, m)
-    return cpu.expand_nm(values, bits, n, m)
-
-
-@_expand_nm.register_fake
-def _(values, bits, n, m, backend):
-    return values.new_empty(cpu.expanded_shape(values, n, m))
+_expand_nm = operator_of(
+    cpu.expand_nm, lambda values, bits, n, m: values.new_empty(cpu.expanded_shape(values, n, m))
+)
 
 
 def double_prune_bits(
@@ -158,24 +115,9 @@ def double_prune_bits(
     return _double_prune_bits(values, bits, n, m, name)
 
 
-@custom_op("sparse24::double_prune_bits", mutates_args=())
-def _double_prune_bits(
-    values: torch.Tensor, bits: torch.Tensor, n: int, m: int, backend: str
-) -> torch.Tensor:
-    if backend == "triton":
-        from common_kernels.compressed import triton
-
-        return triton.double_prune_bits(values, bits, n, m)
-    return cpu.double_prune_bits(values, bits, n, m)
-
-
-@_double_prune_bits.register_fake
-def _(values, bits, n, m, backend):
-    return bits.new_empty((*values.shape[:-1], _bytes(values.shape[-1])))
-
-
-def _bytes(columns: int) -> int:
-    return (columns + 7) // 8
+_double_prune_bits = operator_of(
+    cpu.double_prune_bits, lambda values, bits, n, m: bits.new_empty(cpu.bits_shape(values.shape))
+)
 
 
 def _check_pattern(n: int, m: int) -> None:
@@ -187,7 +129,7 @@ def _check_bits(bits: torch.Tensor, shape: tuple[int, ...]) -> None:
     """Raise unless `bits` are those of a mask of this shape."""
     if bits.dtype != torch.uint8:
         raise TypeError(f"bits must be uint8, not {bits.dtype}")
-    expected = (*shape[:-1], _bytes(shape[-1]))
+    expected = tuple(cpu.bits_shape(shape))
     if bits.shape != expected:
         raise ValueError(
             f"a mask of shape {tuple(shape)} has bits of shape {expected}, not {tuple(bits.shape)}"

@@ -4,6 +4,7 @@ Where no group crosses a byte boundary, a mask is decoded byte by byte with tabl
 """
 
 import functools
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
@@ -19,9 +20,8 @@ def pack_mask(mask: torch.Tensor) -> torch.Tensor:
 
     The multiplier PACK has the bits 56 - 7i; no two of the 64 partial products overlap.
     """
-    padded = F.pad(mask, (0, -mask.shape[-1] % 8))
-    words = padded.flatten().view(torch.int64)
-    return (words * PACK >> 56).to(torch.uint8).view(*mask.shape[:-1], padded.shape[-1] // 8)
+    words = F.pad(mask, (0, -mask.shape[-1] % 8)).flatten().view(torch.int64)
+    return (words * PACK >> 56).to(torch.uint8).view(bits_shape(mask.shape))
 
 
 def unpack_mask(bits: torch.Tensor, columns: int) -> torch.Tensor:
@@ -30,12 +30,14 @@ def unpack_mask(bits: torch.Tensor, columns: int) -> torch.Tensor:
     return mask[..., :columns].contiguous()
 
 
-def compress_nm(x: torch.Tensor, bits: torch.Tensor, n: int, m: int) -> torch.Tensor:
+def compress_nm(
+    x: torch.Tensor, bits: torch.Tensor, n: int, m: int, dtype: torch.dtype
+) -> torch.Tensor:
     if whole_bytes(x.shape[-1], m):
         kept = x.reshape(-1, 8).gather(1, kept_columns(bits, n, m))
     else:
         kept = x.masked_select(unpack_mask(bits, x.shape[-1]))
-    return kept.view(compressed_shape(x, n, m))
+    return kept.view(compressed_shape(x, n, m)).to(dtype)
 
 
 def expand_nm(values: torch.Tensor, bits: torch.Tensor, n: int, m: int) -> torch.Tensor:
@@ -52,7 +54,11 @@ def double_prune_bits(values: torch.Tensor, bits: torch.Tensor, n: int, m: int) 
     # A kept zero must rank above entries that the row mask prunes. It therefore counts as the
     # smallest positive fp32 number, which fp16 and bf16 values cannot equal.
     x = expand_nm(values.float().masked_fill(values == 0, 2.0**-149), bits, n, m)
-    return pack_mask(compress_nm(masks.nm_mask(x, n, m, 0), bits, n, m))
+    return pack_mask(compress_nm(masks.nm_mask(x, n, m, 0), bits, n, m, torch.bool))
+
+
+def bits_shape(shape: Sequence[int]) -> torch.Size:
+    return torch.Size((*shape[:-1], (shape[-1] + 7) // 8))
 
 
 def compressed_shape(x: torch.Tensor, n: int, m: int) -> torch.Size:

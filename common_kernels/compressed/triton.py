@@ -84,7 +84,7 @@ def compress_nm(
 ) -> torch.Tensor:
     widens = HALVES.get(x.dtype) if dtype == torch.float32 else None
     if m > LARGEST_M:
-        return cpu.compress_nm(x, bits, n, m).to(dtype)
+        return cpu.compress_nm(x, bits, n, m, dtype)
     if widens is None and dtype != x.dtype:
         return compress_nm(x, bits, n, m, x.dtype).to(dtype)
     x = x.contiguous()

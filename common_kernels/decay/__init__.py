@@ -8,7 +8,7 @@ import torch
 from common_kernels import backend as backends
 from common_kernels import checks
 from common_kernels.decay import cpu
-from common_kernels.library import custom_op
+from common_kernels.library import operator_of
 
 
 def masked_decay_(
@@ -42,18 +42,4 @@ def masked_decay_(
     return grad
 
 
-@custom_op("sparse24::masked_decay_", mutates_args=("grad",))
-def _masked_decay_(
-    grad: torch.Tensor, weight: torch.Tensor, mask: torch.Tensor, alpha: float, backend: str
-) -> None:
-    if backend == "triton":
-        from common_kernels.decay import triton
-
-        triton.masked_decay_(grad, weight, mask, alpha)
-    else:
-        cpu.masked_decay_(grad, weight, mask, alpha)
-
-
-@_masked_decay_.register_fake
-def _(grad, weight, mask, alpha, backend):
-    return None
+_masked_decay_ = operator_of(cpu.masked_decay_, mutates_args=("grad",))

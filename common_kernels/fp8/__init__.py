@@ -5,7 +5,7 @@ import torch
 from common_kernels import backend as backends
 from common_kernels import checks
 from common_kernels.fp8 import cpu
-from common_kernels.library import custom_op
+from common_kernels.library import custom_op, operator_of
 
 
 def quantize_fp8(
@@ -72,11 +72,6 @@ def _quantize_fp8(x: torch.Tensor, fmt: str, backend: str) -> tuple[torch.Tensor
     return cpu.quantize_fp8(x, fmt)
 
 
-@_quantize_fp8.register_fake
-def _(x, fmt, backend):
-    return torch.empty_like(x, dtype=cpu.FORMATS[fmt]), x.new_empty((), dtype=torch.float32)
-
-
 @custom_op("sparse24::quantize_fp8_delayed", mutates_args=("seen",))
 def _quantize_fp8_delayed(
     x: torch.Tensor, fmt: str, amax: torch.Tensor, seen: torch.Tensor, backend: str
@@ -88,20 +83,12 @@ def _quantize_fp8_delayed(
     return cpu.quantize_fp8(x, fmt, amax, seen)
 
 
-@_quantize_fp8_delayed.register_fake
-def _(x, fmt, amax, seen, backend):
-    return torch.empty_like(x, dtype=cpu.FORMATS[fmt]), x.new_empty((), dtype=torch.float32)
+for _operator in (_quantize_fp8, _quantize_fp8_delayed):
+    _operator.register_fake(
+        lambda x, fmt, *_: (
+            torch.empty_like(x, dtype=cpu.FORMATS[fmt]),
+            x.new_empty((), dtype=torch.float32),
+        )
+    )
 
-
-@custom_op("sparse24::fake_fp8", mutates_args=())
-def _fake_fp8(x: torch.Tensor, fmt: str, backend: str) -> torch.Tensor:
-    if backend == "triton":
-        from common_kernels.fp8 import triton
-
-        return triton.fake_fp8(x, fmt)
-    return cpu.fake_fp8(x, fmt)
-
-
-@_fake_fp8.register_fake
-def _(x, fmt, backend):
-    return torch.empty_like(x)
+_fake_fp8 = operator_of(cpu.fake_fp8, lambda x, fmt: torch.empty_like(x))

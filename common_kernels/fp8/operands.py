@@ -4,6 +4,8 @@ Each tensor has one scale, as in `quantize_fp8`: its codes are approximately x *
 codes must therefore be rescaled, by the library if it can (`torch._scaled_mm`), else by `rescale`.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -76,17 +78,9 @@ def _both(
     return codes, transposed, scales
 
 
-@_quantize_both_delayed.register_fake
-def _(x, fmt, fmt_transposed, amax, seen, backend):
-    return _both_like(x, fmt, fmt_transposed)
-
-
 @_quantize_both.register_fake
-def _(x, fmt, fmt_transposed, backend):
-    return _both_like(x, fmt, fmt_transposed)
-
-
-def _both_like(x: Tensor, fmt: str, fmt_transposed: str) -> tuple[Tensor, Tensor, Tensor]:
+@_quantize_both_delayed.register_fake
+def _both_like(x: Tensor, fmt: str, fmt_transposed: str, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
     rows = (x.shape[0] + MULTIPLE - 1) // MULTIPLE * MULTIPLE
     return (
         x.new_empty(x.shape, dtype=fp8.FORMATS[fmt]),
@@ -161,11 +155,6 @@ def _project_quantize24_(
             buffer.copy_(cpu.pack(own, nm_mask(w), layout))
     other, scales[1] = fp8.quantize_fp8(projected, fp8.NAMES[transposed.dtype], amax)
     transposed.copy_(other.t())
-
-
-@_project_quantize24_.register_fake
-def _(buffer, dtype, layout, codes, transposed, scales, w, beta, amax, backend):
-    return None
 
 
 def quantize_and_sample(
@@ -258,18 +247,12 @@ def _and_sample(
     return codes, cpu.pack(own, sample != 0, layout), scale
 
 
-@_quantize_and_sample_delayed.register_fake
-def _(dy, key, stride, fmt, amax, seen, layout, backend):
-    return _and_sample_like(dy, fmt, layout)
-
-
 @_quantize_and_sample.register_fake
-def _(dy, key, stride, fmt, layout, backend):
-    return _and_sample_like(dy, fmt, layout)
-
-
-def _and_sample_like(dy: Tensor, fmt: str, layout: str) -> tuple[Tensor, Tensor, Tensor]:
-    dtype = fp8.FORMATS[fmt]
+@_quantize_and_sample_delayed.register_fake
+def _and_sample_like(
+    dy: Tensor, key: Tensor, stride: int, fmt: str, *more: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    dtype, layout = fp8.FORMATS[fmt], more[-2]
     size = cpu.buffer_bytes(dy.shape[1], _filled_up(dy, layout), dtype, layout)
     return (
         dy.new_empty(dy.shape, dtype=dtype),

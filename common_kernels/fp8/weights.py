@@ -140,11 +140,6 @@ def _quantize24_(
     _write(other, other_dtype, other_layout, scales[1], pruned.t(), turned)
 
 
-@_quantize24_.register_fake
-def _(own, other, own_dtype, own_layout, other_dtype, other_layout, scales, w, mask, amax, backend):
-    return None
-
-
 @custom_op("sparse24::quantize_compressed24_", mutates_args=("own", "other", "scales"))
 def _quantize_compressed24_(
     own: Tensor,
@@ -188,14 +183,6 @@ def _quantize_compressed24_(
     whole, twice = expand_nm(values, row_mask, n, m), expand_nm(twice, row_mask, n, m)
     _write(own, own_dtype, own_layout, scales[0], whole, mask)
     _write(other, other_dtype, other_layout, scales[1], twice.t(), both)
-
-
-@_quantize_compressed24_.register_fake
-def _(
-    own, other, own_dtype, own_layout, other_dtype, other_layout, scales, values, row_mask,
-    column_mask, n, m, backend,
-):  # fmt: skip
-    return None
 
 
 def _fits(rows: int, columns: int) -> bool:

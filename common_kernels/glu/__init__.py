@@ -13,7 +13,7 @@ import torch
 from common_kernels import backend as backends
 from common_kernels import checks
 from common_kernels.glu import cpu
-from common_kernels.library import custom_op
+from common_kernels.library import operator_of
 
 
 def geglu(x: torch.Tensor, *, backend: str | None = None) -> torch.Tensor:
@@ -41,32 +41,10 @@ def _glu(x: torch.Tensor, activation: str, backend: str | None) -> torch.Tensor:
     return _forward(x, activation, name)
 
 
-@custom_op("sparse24::glu", mutates_args=())
-def _forward(x: torch.Tensor, activation: str, backend: str) -> torch.Tensor:
-    if backend == "triton":
-        from common_kernels.glu import triton
-
-        return triton.glu(x, activation)
-    return cpu.glu(x, activation)
+_forward = operator_of(cpu.glu, lambda x, activation: cpu.half_like(x))
 
 
-@_forward.register_fake
-def _(x, activation, backend):
-    return cpu.half_like(x)
-
-
-@custom_op("sparse24::glu_backward", mutates_args=())
-def _backward(dy: torch.Tensor, x: torch.Tensor, activation: str, backend: str) -> torch.Tensor:
-    if backend == "triton":
-        from common_kernels.glu import triton
-
-        return triton.glu_backward(dy, x, activation)
-    return cpu.glu_backward(dy, x, activation)
-
-
-@_backward.register_fake
-def _(dy, x, activation, backend):
-    return torch.empty_like(x)
+_backward = operator_of(cpu.glu_backward, lambda dy, x, activation: torch.empty_like(x))
 
 
 class _Glu(torch.autograd.Function):

@@ -7,7 +7,7 @@ import torch
 
 from common_kernels import backend as backends
 from common_kernels import checks
-from common_kernels.library import custom_op
+from common_kernels.library import operator_of
 from common_kernels.lowrank import cpu
 
 
@@ -43,22 +43,6 @@ def lowrank_addmm(
     return _lowrank_addmm(y1, y2, r, bias, scale, name)
 
 
-@custom_op("sparse24::lowrank_addmm", mutates_args=())
-def _lowrank_addmm(
-    y1: torch.Tensor,
-    y2: torch.Tensor,
-    r: torch.Tensor,
-    bias: torch.Tensor | None,
-    scale: float,
-    backend: str,
-) -> torch.Tensor:
-    if backend == "triton":
-        from common_kernels.lowrank import triton
-
-        return triton.lowrank_addmm(y1, y2, r, bias, scale)
-    return cpu.lowrank_addmm(y1, y2, r, bias, scale)
-
-
-@_lowrank_addmm.register_fake
-def _(y1, y2, r, bias, scale, backend):
-    return y1.new_empty(y1.shape)
+_lowrank_addmm = operator_of(
+    cpu.lowrank_addmm, lambda y1, y2, r, bias, scale: y1.new_empty(y1.shape)
+)

@@ -9,7 +9,7 @@ import torch
 
 from common_kernels import backend as backends
 from common_kernels import checks
-from common_kernels.library import custom_op
+from common_kernels.library import operator_of
 from common_kernels.masks import cpu
 
 ALGORITHMS = ("exact", "greedy", "two_approx")
@@ -30,18 +30,7 @@ def nm_mask(
     return _nm_mask(x, n, m, dim, backends.resolve(x.device, backend))
 
 
-@custom_op("sparse24::nm_mask", mutates_args=())
-def _nm_mask(x: torch.Tensor, n: int, m: int, dim: int, backend: str) -> torch.Tensor:
-    if backend == "triton":
-        from common_kernels.masks import triton
-
-        return triton.nm_mask(x, n, m, dim)
-    return cpu.nm_mask(x, n, m, dim)
-
-
-@_nm_mask.register_fake
-def _(x, n, m, dim, backend):
-    return torch.empty_like(x, dtype=torch.bool)
+_nm_mask = operator_of(cpu.nm_mask, lambda x, n, m, dim: torch.empty_like(x, dtype=torch.bool))
 
 
 def double_prune_mask(
@@ -77,18 +66,9 @@ def transposable_mask24(
     return _transposable_mask24(w, algorithm, name)
 
 
-@custom_op("sparse24::transposable_mask24", mutates_args=())
-def _transposable_mask24(w: torch.Tensor, algorithm: str, backend: str) -> torch.Tensor:
-    if backend == "triton":
-        from common_kernels.masks import triton
-
-        return triton.transposable_mask24(w, algorithm)
-    return cpu.transposable_mask24(w, algorithm)
-
-
-@_transposable_mask24.register_fake
-def _(w, algorithm, backend):
-    return torch.empty_like(w, dtype=torch.bool)
+_transposable_mask24 = operator_of(
+    cpu.transposable_mask24, lambda w, algorithm: torch.empty_like(w, dtype=torch.bool)
+)
 
 
 def check_nm(
@@ -102,18 +82,7 @@ def check_nm(
     return _check_nm(x, n, m, dim, backends.resolve(x.device, backend))
 
 
-@custom_op("sparse24::check_nm", mutates_args=())
-def _check_nm(x: torch.Tensor, n: int, m: int, dim: int, backend: str) -> torch.Tensor:
-    if backend == "triton":
-        from common_kernels.masks import triton
-
-        return triton.check_nm(x, n, m, dim)
-    return cpu.check_nm(x, n, m, dim)
-
-
-@_check_nm.register_fake
-def _(x, n, m, dim, backend):
-    return x.new_empty((), dtype=torch.int64)
+_check_nm = operator_of(cpu.check_nm, lambda x, n, m, dim: x.new_empty((), dtype=torch.int64))
 
 
 def check24(x: torch.Tensor, dim: int = -1, *, backend: str | None = None) -> torch.Tensor:
@@ -129,15 +98,4 @@ def flip_rate(old: torch.Tensor, new: torch.Tensor, *, backend: str | None = Non
     return flips / max(old.numel(), 1)
 
 
-@custom_op("sparse24::flips", mutates_args=())
-def _flips(old: torch.Tensor, new: torch.Tensor, backend: str) -> torch.Tensor:
-    if backend == "triton":
-        from common_kernels.masks import triton
-
-        return triton.flips(old, new)
-    return cpu.flips(old, new)
-
-
-@_flips.register_fake
-def _(old, new, backend):
-    return old.new_empty((), dtype=torch.int64)
+_flips = operator_of(cpu.flips, lambda old, new: old.new_empty((), dtype=torch.int64))

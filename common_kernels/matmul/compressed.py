@@ -9,7 +9,8 @@ from common_kernels import checks
 from common_kernels.library import custom_op
 from common_kernels.matmul import linear24
 from common_kernels.pack import BUFFERED, Packed24
-from common_kernels.pack.compressed import packed_transposed, shape_of
+from common_kernels.pack.compressed import packed_transposed
+from common_kernels.pack.weight import shape_of
 
 
 def twice_pruned_mm24(

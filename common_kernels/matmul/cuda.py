@@ -36,13 +36,13 @@ class CudaProductError(RuntimeError):
 class Config:
     """One compiled kernel.
 
-    dtype: the dtype of both operands, bf16, float8_e4m3fn or float8_e5m2. tile: rows, tokens and
-    columns that a thread block multiplies at a time. cluster: number of thread blocks along rows
-    and tokens that share what they load. pingpong: two groups of warps work on alternate tiles
-    instead of sharing one. stream_k: tiles are split along the columns too, so that no
-    multiprocessor idles at the end. wgrad: if True, the result is [rows, tokens] (fp32 for FP8
-    operands), and a bf16 dense operand is
-        [columns, tokens]. If False, the result is bf16 [tokens, rows], the dense operand
+    dtype: the dtype of both operands, bf16, float8_e4m3fn or float8_e5m2.
+    tile: rows, tokens and columns that a thread block multiplies at a time.
+    cluster: number of thread blocks along rows and tokens that share what they load.
+    pingpong: two groups of warps work on alternate tiles instead of sharing one.
+    stream_k: tiles are split along the columns too, so that no multiprocessor idles at the end.
+    wgrad: if True, the result is [rows, tokens] (fp32 for FP8 operands), and a bf16 dense operand
+        is [columns, tokens]. If False, the result is bf16 [tokens, rows], and the dense operand
         [tokens, columns].
     """
 

@@ -4,7 +4,7 @@ import torch
 
 from common_kernels import backend as backends
 from common_kernels import checks
-from common_kernels.library import custom_op
+from common_kernels.library import operator_of
 from common_kernels.mvue import cpu
 
 DESIGNS = ("exact", "sequential")
@@ -54,17 +54,4 @@ def _scalar(value: int | torch.Tensor, name: str, x: torch.Tensor) -> torch.Tens
     return torch.tensor(value, dtype=torch.int64)
 
 
-@custom_op("sparse24::mvue24", mutates_args=())
-def _mvue24(
-    x: torch.Tensor, seed: torch.Tensor, offset: torch.Tensor, design: str, dim: int, backend: str
-) -> torch.Tensor:
-    if backend == "triton":
-        from common_kernels.mvue import triton
-
-        return triton.mvue24(x, seed, offset, design, dim)
-    return cpu.mvue24(x, seed, offset, design, dim)
-
-
-@_mvue24.register_fake
-def _(x, seed, offset, design, dim, backend):
-    return torch.empty_like(x)
+_mvue24 = operator_of(cpu.mvue24, lambda x, seed, offset, design, dim: torch.empty_like(x))

@@ -1,9 +1,8 @@
 """Packed 2:4 matrices: half of the values, and two bits per value for its position.
 
 `cpu.py` defines the layouts. `triton.py` prunes and packs in one read for compute capability 9.0,
-and `sample_triton.py` does so for samples of gradients. `bitmask.py` has formats that store a mask,
-`interop.py` converts to and from torch's tensor class, and `cpu_operators.py` implements torch's
-2:4 operators for the CPU.
+and `sample_triton.py` does so for samples of gradients. `bitmask.py` writes a format that stores a
+mask, and `interop.py` converts to torch's tensor class.
 """
 
 from collections.abc import Sequence

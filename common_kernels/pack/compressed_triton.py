@@ -14,7 +14,6 @@ the columns that store row i.
 
 from collections import defaultdict
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 import triton
@@ -30,9 +29,7 @@ from common_kernels.pack.triton import (
     split,
     store_words,
 )
-
-if TYPE_CHECKING:
-    from common_kernels.pack.compressed import Compressed24
+from common_kernels.pack.weight import Compressed24
 
 ROW = tl.constexpr(8)  # int64 per row of the table of addresses: 64 bytes
 # Most registers per thread, the fastest on an H200: with fewer registers more blocks run at a time.
@@ -43,7 +40,7 @@ REGISTERS_TRANSPOSED = {CUSPARSELT.value: 80, CUTLASS.value: None, CUTLASS_K128.
 DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
-def prune_and_pack(weights: Sequence["Compressed24"], choose: bool) -> list["Compressed24"]:
+def prune_and_pack(weights: Sequence[Compressed24], choose: bool) -> list[Compressed24]:
     """Do `compressed.prune_and_pack24_` for weights on one device, and return the weights that the
     kernel cannot address."""
     launches, rest = defaultdict(list), []
@@ -91,7 +88,7 @@ def in_blocks(values: torch.Tensor) -> bool:
     return values.shape[0] % 64 == 0 and values.shape[1] % 32 == 0
 
 
-def fits(weight: "Compressed24", addresses: list[int]) -> bool:
+def fits(weight: Compressed24, addresses: list[int]) -> bool:
     """True if the kernel can address the weight: whole blocks, row-major, aligned to 16 bytes."""
     return (
         in_blocks(weight.values)
@@ -102,7 +99,7 @@ def fits(weight: "Compressed24", addresses: list[int]) -> bool:
     )
 
 
-def kind(weight: "Compressed24") -> tuple:
+def kind(weight: Compressed24) -> tuple:
     """The properties that are equal within a launch: shape, dtypes and the orders of the metadata,
     -1 for a missing operand."""
     outs = weight.operands
@@ -110,7 +107,7 @@ def kind(weight: "Compressed24") -> tuple:
     return tuple(weight.values.shape), weight.values.dtype, weight.dtype, *orders
 
 
-def addresses_of(weight: "Compressed24") -> list[int]:
+def addresses_of(weight: Compressed24) -> list[int]:
     """The addresses of the kernel's tensors in its order; a missing operand gets the values'
     address."""
     nothing = weight.values.data_ptr()

@@ -1,4 +1,4 @@
-"""Conversion of packed matrices to and from torch's `SparseSemiStructuredTensor`."""
+"""Conversion of packed matrices to torch's `SparseSemiStructuredTensor`."""
 
 from typing import Any
 
@@ -58,47 +58,3 @@ def cslt_form(packed: Packed24) -> torch.Tensor:
     """The buffer as `torch._cslt_compress` returns it: `[rows, ...]` of the values' dtype."""
     width = packed.values.shape[1] + packed.meta.shape[1] // packed.dtype.itemsize
     return packed.buffer.view(packed.dtype).view(packed.shape[0], width)
-
-
-def from_cslt(compressed: torch.Tensor, columns: int) -> Packed24:
-    """The packed matrix [rows, columns] of a result of `torch._cslt_compress`, sharing memory."""
-    return Packed24(
-        (compressed.view(-1).view(torch.uint8),), (len(compressed), columns), compressed.dtype
-    )
-
-
-def from_semi_structured(tensor: SparseSemiStructuredTensor) -> Packed24:
-    """The packed matrix of torch's tensor, sharing memory. Pass `tensor.t()` for the transpose.
-
-    Raises TypeError for another tensor. Raises ValueError if torch holds only the transpose, has
-    padded the matrix or keeps fp32 (1:2 sparse), and for cuSPARSELt metadata that is not in the
-    order of compute capability 9.0: on other GPUs, and if torch's tile packer wrote it.
-    """
-    if not isinstance(tensor, tuple(CLASSES.values())):
-        raise TypeError(f"a SparseSemiStructuredTensor is expected, not {type(tensor).__name__}")
-    rows, columns = tensor.shape
-    values, meta = tensor.packed, tensor.meta
-    if values is None:
-        raise ValueError("the tensor holds only its transpose: convert tensor.t()")
-    if isinstance(tensor, SparseSemiStructuredTensorCUSPARSELT):
-        if meta is not None:
-            raise ValueError(
-                "torch's tile packer writes cuSPARSELt's metadata in the order of compute "
-                "capability 8.0; pack the matrix with pack24"
-            )
-        if values.is_cuda and torch.cuda.get_device_capability(values.device) != (9, 0):
-            raise ValueError(
-                "the order of cuSPARSELt's metadata is known for compute capability 9.0 only; "
-                "convert through tensor.to_dense()"
-            )
-        return from_cslt(values, columns)
-    if values.shape != (rows, columns // 2) or meta is None:
-        raise ValueError(
-            f"torch stores this {(rows, columns)} matrix of {tensor.dtype} as "
-            f"{tuple(values.shape)} values, padded; convert through tensor.to_dense()"
-        )
-    if meta.ndim == 3:  # the tile packer's view [rows, 2, columns / 32] of the same memory
-        if meta.stride() != (2, 1, 2 * rows):
-            raise ValueError(f"metadata of strides {meta.stride()} is not that of torch's packers")
-        meta = meta.as_strided((rows, columns // 16), (columns // 16, 1))
-    return Packed24((values, meta), (rows, columns), values.dtype, "cutlass_sm80")

@@ -40,13 +40,12 @@ def pack24_(
 ) -> None:
     """Prune `w` [rows, columns] to 2:4 along its rows and write it into `out`.
 
-    source: `magnitude` keeps the entries of nm_mask(w), `mask` those of `mask` (at most two of
-    four,
-        not checked), and `soft` packs soft_threshold24(w).
-    mask: bool [rows, columns], or its bits, pack_mask(mask).
-    scale: fp32 []; the pruned matrix is multiplied by it in fp32, before the cast to out's dtype.
-    dense: [rows, columns] of out's dtype; also receives the pruned matrix, with +0 at pruned
-        entries.
+    Args:
+        source: `magnitude` keeps the entries of nm_mask(w), `mask` those of `mask`, and `soft`
+            packs soft_threshold24(w).
+        mask: bool [rows, columns], or its bits, pack_mask(mask); at most two of four, not checked.
+        scale: fp32 []; the pruned matrix is multiplied by it in fp32, before the cast.
+        dense: [rows, columns] of out's dtype; also receives the pruned matrix, +0 where pruned.
     """
     checks.float_tensor(w, "w")
     if source not in SOURCES:
@@ -97,11 +96,6 @@ def _pack24_(
         dense.copy_(torch.where(kept, pruned, 0.0))
 
 
-@_pack24_.register_fake
-def _(buffer, dtype, layout, w, source, mask, scale, dense, backend):
-    return None
-
-
 def pack_both24_(
     out: Packed24,
     transposed: Packed24,
@@ -147,11 +141,6 @@ def _pack_both24_(
     pruned = torch.where(kept, w, 0.0).to(dtype)
     _write(buffer, pruned, kept, layout)
     _write(transposed, pruned.t().contiguous(), kept.t().contiguous(), layout_transposed)
-
-
-@_pack_both24_.register_fake
-def _(buffer, transposed, dtype, layout, layout_transposed, w, mask, backend):
-    return None
 
 
 def sample_pack24(

@@ -44,9 +44,7 @@ def neutral(nibbles: torch.Tensor, itemsize: int) -> torch.Tensor:
 
 def cutlass_sm80(nibbles: torch.Tensor, itemsize: int) -> torch.Tensor:
     """Words of 16 bits (32 for one-byte types) in the order that CUTLASS reads on compute
-    capability
-    8.x: rows interleaved, off-diagonal words of each 2x2 exchanged, columns in pairs.
-    """
+    capability 8.x: rows interleaved, off-diagonal words of each 2x2 exchanged, columns in pairs."""
     size, rows = 8 // itemsize, len(nibbles)
     words = nibbles.view(rows, -1, size)
     stripe, step = (32, 4) if itemsize == 2 else (16, 2)

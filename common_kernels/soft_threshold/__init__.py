@@ -4,7 +4,7 @@ import torch
 
 from common_kernels import backend as backends
 from common_kernels import checks
-from common_kernels.library import custom_op
+from common_kernels.library import operator_of
 from common_kernels.soft_threshold import cpu
 
 
@@ -25,15 +25,4 @@ def soft_threshold24(
     return _soft_threshold24(x, gamma, backends.resolve(x.device, backend))
 
 
-@custom_op("sparse24::soft_threshold24", mutates_args=())
-def _soft_threshold24(x: torch.Tensor, gamma: float, backend: str) -> torch.Tensor:
-    if backend == "triton":
-        from common_kernels.soft_threshold import triton
-
-        return triton.soft_threshold24(x, gamma)
-    return cpu.soft_threshold24(x, gamma)
-
-
-@_soft_threshold24.register_fake
-def _(x, gamma, backend):
-    return torch.empty_like(x)
+_soft_threshold24 = operator_of(cpu.soft_threshold24, lambda x, gamma: torch.empty_like(x))

@@ -191,10 +191,10 @@ def test_as_library_operators(rows, columns, generator):
     for operator, arguments in (
         (ops.pack_mask, (mask,)),
         (ops.unpack_mask, (bits, columns)),
-        (ops.compress_nm, (x, bits, 2, 4)),
-        (ops.compress_nm, (mask, bits, 2, 4)),
+        (ops.compress_nm, (x, bits, 2, 4, torch.float32)),
+        (ops.compress_nm, (mask, bits, 2, 4, torch.bool)),
         (ops.expand_nm, (compress_nm(x, bits), bits, 2, 4)),
         (ops.double_prune_bits, (compress_nm(x[:4], bits[:4]), bits[:4], 2, 4)),
     ):
         torch.library.opcheck(operator.default, (*arguments, "cpu"))
-    torch.library.opcheck(ops.compress_nm.default, (x, bits, 2, 4, "cpu", torch.bfloat16))
+    torch.library.opcheck(ops.compress_nm.default, (x, bits, 2, 4, torch.bfloat16, "cpu"))

@@ -11,9 +11,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from common_kernels import compress_nm, double_prune_bits, matmul, nm_mask, pack_mask
+from common_kernels import compress_nm, double_prune_bits, nm_mask, pack_mask
 from common_kernels.matmul import (
     Problem,
+    choice,
     chosen,
     cuda,
     cuda_build,
@@ -31,6 +32,7 @@ from common_kernels.matmul import (
     unavailable,
 )
 from common_kernels.matmul.compressed import twice_pruned_mm24
+from common_kernels.matmul.emulation import emulate
 from common_kernels.matmul.table import Entry
 from common_kernels.pack import BUFFERED, Packed24, cpu, pack24
 from common_kernels.pack.compressed import Compressed24, prune_and_pack24_
@@ -331,9 +333,7 @@ class FakePlan:
         self.problem, self.algorithm, self.algorithms = problem, algorithm, 4
 
     def run(self, buffer, dense, out, bias=None):
-        from common_kernels.matmul import _emulate
-
-        out.copy_(_emulate(buffer, dense, bias, None, self.problem))
+        out.copy_(emulate(buffer, dense, bias, None, self.problem))
         FakePlan.runs += 1
         if self.algorithm == 0 or (self.algorithm == 1 and FakePlan.runs % 3 == 0):
             out[5, 7] += 40
@@ -483,11 +483,11 @@ def gpu_of_tables(monkeypatch):
 
     monkeypatch.setattr(table, "entry", entry)
     monkeypatch.setattr(table, "known", lambda problem, index: entry(problem, index))
-    monkeypatch.setattr(matmul, "unavailable", lambda *_: None)
+    monkeypatch.setattr(choice, "unavailable", lambda *_: None)
     monkeypatch.setattr(torch.cuda, "device", lambda index: contextlib.nullcontext())
-    matmul._do_without.cache_clear()
+    choice._do_without.cache_clear()
     yield times
-    matmul._do_without.cache_clear()
+    choice._do_without.cache_clear()
 
 
 def test_the_layout_that_is_fastest_beside_the_dense_product_is_taken(gpu_of_tables):
@@ -515,7 +515,7 @@ def test_without_a_compiler_products_are_cusparselt_s_and_that_is_said_once(
     gpu_of_tables, monkeypatch
 ):
     device, said = torch.device("cuda", 0), []
-    monkeypatch.setattr(matmul.warnings, "warn", lambda text, **_: said.append(text))
+    monkeypatch.setattr(choice.warnings, "warn", lambda text, **_: said.append(text))
     gpu_of_tables[BUFFERED] = (2.0, 3.0)
     assert fastest(PROBLEM, device) == (BUFFERED, 2.0, 3.0)  # what there is cannot compile
     alone = ": sparse products use cuSPARSELt only"
@@ -523,7 +523,7 @@ def test_without_a_compiler_products_are_cusparselt_s_and_that_is_said_once(
     with pytest.raises(cuda_build.BuildError):
         own_layout(PROBLEM, device)  # by name
     reason = "nvcc cannot be found"
-    monkeypatch.setattr(matmul, "unavailable", lambda name, *_: reason if name == "cuda" else None)
+    monkeypatch.setattr(choice, "unavailable", lambda name, *_: reason if name == "cuda" else None)
     for problem in (PROBLEM, WGRAD, replace(PROBLEM, tokens=8)):
         assert fastest(problem, device) == (BUFFERED, 2.0, 3.0)
     assert said[1:] == [f"{reason}{alone}"]

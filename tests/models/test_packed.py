@@ -11,9 +11,10 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from common_kernels import backend, matmul, nm_mask, register_cpu_operators
+from common_kernels import backend, matmul, nm_mask
 from methods.nn.compressed import attach
 from models import packed
+from tests.cpu_operators import register_cpu_operators
 
 CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if CUDA else "cpu")

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from common_kernels import backend, check_nm, nm_mask, register_cpu_operators
+from common_kernels import backend, check_nm, nm_mask
 from common_kernels.compressed import unpack_mask
 from experiments.data.corpus import load_tokens
 from experiments.data.manifest import DataConfig
@@ -23,6 +23,7 @@ from experiments.training import legality, pretraining
 from models.bert import BertConfig, BertLM
 from models.gpt2 import GPT, GPTConfig
 from models.hf import CausalLM
+from tests.cpu_operators import register_cpu_operators
 from tests.experiments.conftest import quiet
 
 # Tensor of the exported file -> dim of its inputs. Query, key and value lie in one tensor of ours.

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from common_kernels.compressed import pack_mask, unpack_mask
 from common_kernels.masks import transposable_mask24
 from common_kernels.pack import Packed24, meta_bytes, pack24, unpack24
-from common_kernels.pack.bitmask import swizzle_mask, unswizzle_mask
-from common_kernels.pack.interop import cslt_form, from_cslt
+from common_kernels.pack.interop import cslt_form
 
 ACTIVATIONS = {
     None: lambda y: y,
@@ -175,6 +175,34 @@ def product(
 
 def wide(x: Tensor) -> Tensor:
     return x.float() if x.dtype.is_floating_point else x.int()
+
+
+def swizzle_mask(mask: torch.Tensor) -> torch.Tensor:
+    """Pack a bool mask [rows, columns] in the order of `torch._sparse_semi_structured_tile`.
+
+    The result is uint8 `[4 ceil(rows / 32), 8 ceil(columns / 64), 8]`: eight bytes for each 8x8
+    area, two for each of its four 4x4 tiles, left before right and upper before lower. Entry (r, c)
+    of a tile is bit 4r + c, counted from the lowest. Bits beyond the mask are zero.
+    """
+    rows, columns = mask.shape
+    padded = torch.nn.functional.pad(mask, (0, -columns % 64, 0, -rows % 32))
+    # An entry's place is [area row, half, r, area column, half, c].
+    areas = padded.unflatten(1, (padded.shape[1] // 8, 2, 4)).unflatten(0, (-1, 2, 4))
+    return pack_mask(areas.permute(0, 3, 1, 4, 2, 5).flatten(2))
+
+
+def unswizzle_mask(bits: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
+    """The bool mask [rows, columns] from the bits of `swizzle_mask`."""
+    areas = unpack_mask(bits, 64).unflatten(2, (2, 2, 4, 4))
+    mask = areas.permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(0, 2).flatten(1)
+    return mask[:rows, :columns].contiguous()
+
+
+def from_cslt(compressed: torch.Tensor, columns: int) -> Packed24:
+    """The packed matrix [rows, columns] of a result of `torch._cslt_compress`, sharing memory."""
+    return Packed24(
+        (compressed.view(-1).view(torch.uint8),), (len(compressed), columns), compressed.dtype
+    )
 
 
 OPERATORS: tuple[Any, ...] = (

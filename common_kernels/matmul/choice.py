@@ -1,0 +1,193 @@
+"""Which backend serves a product of a packed matrix, and in which layout it is fastest."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+
+from common_kernels import backend as backends
+from common_kernels.matmul import cuda, cuda_build, cusparselt, table
+from common_kernels.matmul.cusparselt import Problem
+from common_kernels.pack import BUFFERED, check_form
+
+BACKENDS = ("dense", "cutlass", "cusparselt", "cuda")
+LAYOUTS = (BUFFERED, *cuda.LAYOUTS)  # the layouts that the products of training take
+NEEDS = {  # the major compute capability that a backend needs, with words for its message
+    "cutlass": ("torch's CUTLASS products need", 8),
+    "cusparselt": ("cuSPARSELt needs", 9),  # the order of its metadata is known for 9.0 alone
+    "cuda": ("our own products need", 9),
+}
+
+
+def unavailable(backend: str, device: torch.device | str, dtype: torch.dtype) -> str | None:
+    """The reason why `backend` cannot multiply matrices of `dtype` on `device`; None if it can.
+
+    Raises ValueError for an unknown backend.
+    """
+    if backend not in BACKENDS:
+        raise ValueError(f"unknown matmul backend {backend!r}: choose one of {', '.join(BACKENDS)}")
+    device = torch.device(device)
+    if backend == "dense":
+        return None
+    emulated = backend != "cutlass" and device.type == "cpu" and backends.interpreted()
+    if not emulated and (reason := _wrong_device(device, *NEEDS[backend])):
+        return reason
+    if backend == "cutlass":
+        if dtype not in (torch.bfloat16, torch.float16):
+            return f"torch's CUTLASS products take bf16 and fp16 here, not {dtype}"
+    elif backend == "cuda":
+        if dtype not in cuda.TYPES:
+            return f"our own products take bf16 and FP8, not {dtype}"
+        if not emulated:
+            return cuda_build.missing()
+    else:
+        if dtype not in cusparselt.TYPES:
+            return f"cuSPARSELt takes bf16, fp16 and FP8 here, not {dtype}"
+        if not emulated:
+            try:
+                cusparselt.library()
+            except cusparselt.CuSparseLtError as error:
+                return str(error)
+    return None
+
+
+def _wrong_device(device: torch.device, needs: str, major: int) -> str | None:
+    if device.type != "cuda":
+        return f"{needs} a GPU of compute capability {major}.x, not a {device.type}"
+    found = torch.cuda.get_device_capability(device)
+    if found[0] != major:
+        return f"{needs} compute capability {major}.x, this GPU has {found}"
+    return None
+
+
+def check_available(problem: Problem, device: torch.device) -> None:
+    name = "cusparselt" if problem.layout == BUFFERED else "cuda"
+    reason = unavailable(name, device, problem.dtype)
+    if reason:
+        raise RuntimeError(f"matmul backend {name!r} cannot serve: {reason}")
+
+
+class Measured(NamedTuple):
+    """The measured times of a product by itself, in milliseconds.
+
+    ms: time of the sparse product, infinite if no kernel gives the correct result.
+    dense_ms: time of the dense product.
+    """
+
+    layout: str
+    ms: float
+    dense_ms: float
+
+    @property
+    def share(self) -> float:
+        """The time of the sparse product divided by that of the dense one."""
+        return self.ms / self.dense_ms
+
+    @property
+    def wins(self) -> bool:
+        """True if the sparse product is the faster one."""
+        return self.ms < self.dense_ms
+
+
+def in_layout(problem: Problem, layout: str) -> Problem | None:
+    """The product with its sparse matrix in another layout; None if no kernel serves it.
+
+    In wgrad the sparse matrix's columns are tokens; they are rounded up to what the layout needs.
+    """
+    if layout in cuda.LAYOUTS and problem.dtype not in cuda.TYPES:
+        return None
+    columns = problem.columns
+    try:
+        if not problem.result_transposed:
+            columns += -columns % check_form((0, 0), problem.dtype, layout).columns
+        check_form((problem.rows, columns), problem.dtype, layout)
+    except ValueError:
+        return None
+    moved = replace(problem, layout=layout, columns=columns)
+    return moved if layout == BUFFERED or cuda.configs(moved) else None
+
+
+def _served(problem: Problem, layouts: Sequence[str]) -> list[Problem]:
+    """The product in each layout that kernels serve. A layout that needs more tokens is left out
+    unless all do: padded copies of dY and X cost more than another kernel gains."""
+    found = [moved for layout in layouts if (moved := in_layout(problem, layout))]
+    return [moved for moved in found if moved.columns == problem.columns] or found
+
+
+def fastest(
+    problem: Problem, device: torch.device, layouts: Sequence[str] = LAYOUTS
+) -> Measured | None:
+    """The layout in which the product is fastest relative to the dense one, with its times; None if
+    no layout serves it. Products that the table lacks are measured now.
+
+    If our own kernels cannot be compiled, only cuSPARSELt's are considered, with one warning.
+    """
+    index = torch.cuda.current_device() if device.index is None else device.index
+    found = []
+    with torch.autocast(device.type, enabled=False), torch.cuda.device(index):
+        for moved in _served(problem, layouts):
+            layout = moved.layout
+            if layout in cuda.LAYOUTS and not _compiles(device, problem.dtype):
+                continue
+            try:
+                entry = table.entry(moved, index, within=2.0)
+            except cuda_build.BuildError as error:
+                if BUFFERED not in layouts:
+                    raise
+                _do_without(str(error))
+                continue
+            found.append(Measured(layout, entry.ms, entry.dense_ms))
+    return min(found, key=lambda one: one.share, default=None)
+
+
+def is_faster(problem: Problem, device: torch.device) -> bool:
+    """True if the sparse product, in the layout that `problem` names, is faster than the dense one.
+    It is measured now if the table lacks it."""
+    found = fastest(problem, device, (problem.layout,))
+    return found is not None and found.wins
+
+
+def own_layout(problem: Problem, device: torch.device) -> str:
+    """The layout of our own fastest kernel for a product; cuSPARSELt's layout if none serves it.
+
+    On a CPU, where products are emulated, it is the first layout that serves it.
+    """
+    served = [layout for layout in cuda.LAYOUTS if in_layout(problem, layout)]
+    if device.type == "cpu" or not served:
+        return served[0] if served else BUFFERED
+    best = fastest(problem, device, served)
+    return BUFFERED if best is None else best.layout
+
+
+def measured(
+    problem: Problem, device: torch.device, layouts: Sequence[str] = LAYOUTS
+) -> Measured | None:
+    """The result of `fastest` from existing measurements only; None without any, or on a CPU."""
+    if device.type != "cuda":
+        return None
+    index, found = torch.cuda.current_device() if device.index is None else device.index, []
+    for moved in _served(problem, layouts):
+        try:
+            entry = table.known(moved, index)
+        except (cuda_build.BuildError, cusparselt.CuSparseLtError):
+            continue  # these kernels cannot be compiled here, so there are no measurements
+        if entry is not None:
+            found.append(Measured(moved.layout, entry.ms, entry.dense_ms))
+    return min(found, key=lambda one: one.share, default=None)
+
+
+def _compiles(device: torch.device, dtype: torch.dtype) -> bool:
+    reason = unavailable("cuda", device, dtype)
+    if reason:
+        _do_without(reason)
+    return reason is None
+
+
+@functools.cache  # so that it warns once
+def _do_without(reason: str) -> None:
+    warnings.warn(f"{reason}: sparse products use cuSPARSELt only", stacklevel=4)
