@@ -1,5 +1,5 @@
 """Writes the page of all results: `python -m reproduce report`.
 
-gather.py collects the data. html.py and figures.py write elements and figures. claims.py, blocks.py
-(with block_curves.py), tables.py and speed.py make the sections, and page.py assembles the page.
+gather.py, blocks.py and tables.py collect the data, figures.py draws with matplotlib, and page.py
+fills the templates in templates/, in which the page's words stand.
 """

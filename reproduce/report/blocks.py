@@ -1,4 +1,4 @@
-"""Makes the page's sections on blocks: differences, tables of arms, commands and files."""
+"""Collects what the page shows of blocks: figures, and tables of arms."""
 
 from __future__ import annotations
 
@@ -9,240 +9,197 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from markupsafe import Markup
+
 from experiments.runs.comparison import Summary, with_spread
-from experiments.runs.curves import NAMES
-from experiments.runs.stats import excludes_zero
+from experiments.runs.curves import NAMES, Point
 from reproduce import scale
 from reproduce.cells import UNKNOWN, published_cell
-from reproduce.claims import Margin
+from reproduce.claims import Margin, verdict
 from reproduce.records import Evidence, StoredRecord
-from reproduce.report import claims, html
-from reproduce.report.block_curves import curves_of
-from reproduce.report.figures import forest
+from reproduce.report.figures import MINUS, Limits, Panel, curves, forest, span
 from reproduce.report.gather import Shown
-from reproduce.report.html import Markup, tag, text
-from reproduce.report.links import Links
+from reproduce.report.html import badge, breakable, interval, signed, slug, unbroken
 from reproduce.runner import command
 from reproduce.spec import TIERS, Table
 from reproduce.verdict_text import Json
 
-ENDS = html.unbroken("[95 %]")  # the heading of an interval
 NOTHING = "-"  # a cell without a value
-
-
-def difference_figure(shown: Shown, arms: Iterable[str], share: float) -> Markup:
-    """The figure of the differences of some arms of a block to the baseline, best first. If the
-    block compares them with other arms, each label names both."""
-    rows = sorted(
-        (shown.rows[arm] for arm in arms if shown.rows[arm].pairs),
-        key=lambda row: row.difference,
-        reverse=not shown.lower_is_better,
-    )
-    by_seed = shown.by_seed
-    if {shown.against(row.label) for row in rows} == {shown.baseline}:
-        ends = shown.baseline, shown.yardstick
-        return forest(rows, by_seed, *ends, shown.gap, share, shown.quantity)
-    names = {row.label: f"{row.label} {html.MINUS} {shown.against(row.label)}" for row in rows}
-    rows = [replace(row, label=names[row.label]) for row in rows]
-    named = {name: by_seed[arm] for arm, name in names.items()}
-    return forest(rows, named, "", "", math.nan, share, shown.quantity)
-
-
-def across(blocks: list[Shown], evidence: Evidence, margin: Margin) -> Markup | None:
-    """The table of g by arm and block; None if no arm is in two blocks."""
-    known = [s for s in blocks if math.isfinite(s.gap) and not s.block.name.startswith("pilot")]
-    shared = {arm: [s for s in known if arm in s.arms] for s in known for arm in s.arms}
-    rows = [
-        [arm, *(_gap_closed(evidence, s, arm, margin) if s in of else "-" for s in known)]
-        for arm, of in shared.items()
-        if len(of) > 1
-    ]
-    if not rows:
-        return None
-    heads = ["arm", *(f"block {s.block.name}, {s.quantity}" for s in known)]
-    return text(
-        tag("h3", "The same arms in several blocks"),
-        tag("p", "g is the distance of an arm from dense as a fraction of that of the half-width "
-                 "model: 0 is as good as dense, 1 as bad as half the width. Unlike losses, it can "
-                 "be compared between models of different size."),
-        html.table("Share of the gap from dense to half, g [95 %], by block", heads, rows),
-    )  # fmt: skip
-
-
-def section(shown: Shown, evidence: Evidence, margin: Margin, judged: Json, links: Links) -> Markup:
-    """The section on one block."""
-    name, block = shown.block.name, shown.block
-    kind = "pilot" if name.startswith("pilot") else f"block {name}"
-    done = sum(map(len, shown.arms.values()))
-    total = len(block.arms) * len(block.seeds)
-    parts: list[Any] = [
-        tag("h4" if kind == "pilot" else "h3", block.title, id=html.slug("block", name)),
-        tag(
-            "p",
-            f"{kind.capitalize()}: {done} of {total} runs, "
-            f"seeds {', '.join(map(str, block.seeds))}. "
-            + ("Pilots choose settings; no claim is judged by them." if kind == "pilot" else ""),
-        ),
-    ]
-    if not done:
-        return text(parts, tag("p", "No runs yet. To make them:"), html.command(_run(name)))
-    parts += [tag("p", _gap(gap)) for gap in judged["blocks"] if gap["block"] == name]
-    parts.append(
-        tag("p", "“The command of every row”, further down, shows how each arm was trained.")
-    )
-    parts.append(_table(shown, evidence, margin, judged))
-    if kind != "pilot":
-        if any(row.pairs for row in shown.rows.values()):
-            caption = (
-                f"All arms of block {name}, best first; an arrow marks a value beyond the axis"
-            )
-            drawn = difference_figure(shown, shown.rows, margin.share)
-            parts.append(html.details(caption, tag("figure", drawn), open=True))
-            parts.append(curves_of(shown))
-        parts.append(_notes(shown))
-    if done < total:
-        parts.append(tag("p", f"To make the {total - done} missing runs:"))
-        parts.append(html.command(_run(name)))
-    parts.append(_commands(shown))
-    parts.append(_files(shown, links))
-    return tag("section", parts)
-
-
-def _gap(gap: Json) -> str:
-    """Sentences on what half the width costs, in standard deviations of that difference."""
-    quantity = gap["metric"].rpartition(".")[2]
-    met = "has" if gap["ratio"] >= scale.ENOUGH else "does not have"
-    sentences = [
-        f"{gap['upper']} minus {gap['lower']} is {claims.signed(gap['gap'])} "
-        f"{claims.interval(gap['low'], gap['high'])} ({NAMES.get(quantity, quantity)}), which is "
-        f"{gap['ratio']:.1f} times its standard deviation over {gap['n']} seeds.",
-        f"To rank methods, a block should have at least {scale.ENOUGH:g} times, which this one "
-        f"{met}.",
-    ]
-    if gap["other_arms"]:
-        sentences.append(
-            f"It is {gap['other_ratio']:.1f} times the median standard deviation of the other "
-            "arms' differences."
-        )
-    sentences.append(
-        f"In the table, g is the difference of an arm from {gap['lower']} divided by this one."
-        if excludes_zero(gap["low"], gap["high"])
-        else "It may be zero, so differences of arms are not given as fractions of it."
-    )
-    return " ".join(sentences)
-
-
-def _run(name: str) -> str:
-    return f"python -m reproduce run {name}"
-
-
-def _table(shown: Shown, evidence: Evidence, margin: Margin, judged: Json) -> Markup:
-    name, arms = shown.block.name, [*shown.block.arms]
-    first = Column("arm", True, [_anchored(name, arm) for arm in arms])
-    columns = [first, *_columns(shown, arms, evidence, margin, judged)]
-    return _of_columns(f"Arms of block {name} ({_made(shown)})", columns)
+LOSSES = ("val_loss", "loss")  # the first of them that a block has is drawn
+FROM = 0.15  # share of the steps left out, in which all curves fall from the same height
+Column = tuple[str, bool, Sequence[Any]]  # heading, whether it has words, cells
 
 
 @dataclass(frozen=True)
-class Column:
-    """A column of a table. words: True for a column of words, False for numbers."""
+class Arms:
+    """A table of arms, without empty columns. block, published: of a paper's table, the
+    block that it is made of and whether the paper's values are known."""
 
-    head: str
-    words: bool
-    cells: Sequence[Any]
-
-
-def _of_columns(caption: str, columns: list[Column]) -> Markup:
-    """A table of these columns without those that are empty."""
-    filled = [column for column in columns if any(cell != NOTHING for cell in column.cells)]
-    rows = zip(*(column.cells for column in filled), strict=True)
-    words = [place for place, column in enumerate(filled) if column.words]
-    return html.table(caption, [column.head for column in filled], rows, words)
+    caption: str
+    heads: list[str]
+    rows: list[tuple[Any, ...]]
+    words: list[int]
+    block: Any = None
+    published: bool = False
 
 
-def _columns(
-    shown: Shown, arms: Collection[str], evidence: Evidence, margin: Margin, judged: Json
-) -> list[Column]:
-    """The columns on these arms: values, differences, verdicts and links to the records."""
-    name, rows = shown.block.name, [shown.rows.get(arm) for arm in arms]
-    better = "less" if shown.lower_is_better else "more"
-    several = len({shown.against(arm) for arm in arms} - {""}) > 1
-    baseline = [shown.against(row.label) if row and row.pairs else NOTHING for row in rows]
-    minus = next((other for other in baseline if other != NOTHING), "")
-    return [
-        Column(
-            f"ours ± std (n): {shown.quantity}, {better} is better",
-            False,
-            [f"{with_spread(r.mean, r.std)} (n={r.n})" if r else NOTHING for r in rows],
-        ),
-        Column(
-            f"{'difference' if several else f'minus {minus}'} {ENDS} (n pairs)",
-            False,
-            [_difference(row) if row and row.pairs else NOTHING for row in rows],
-        ),
-        Column("compared with", True, baseline if several else [NOTHING] * len(baseline)),
-        Column(
-            f"share of the gap, g {ENDS}",
-            False,
-            [_gap_closed(evidence, shown, row.label, margin) if row else NOTHING for row in rows],
-        ),
-        Column(
-            "verdict",
-            True,
-            [claims.of_arm(judged, name, row.label) if row else "not run" for row in rows],
-        ),
-        Column(
-            "source",
-            True,
-            [
-                tag("a", "files", href=f"#{html.slug('files', name, row.label)}")
-                if row
-                else NOTHING
-                for row in rows
-            ],
-        ),
-    ]
+def _of_columns(caption: str, columns: list[Column], **given: Any) -> Arms:
+    filled = [column for column in columns if any(cell != NOTHING for cell in column[2])]
+    heads, words, cells = zip(*filled, strict=True)
+    places = [place for place, word in enumerate(words) if word]
+    return Arms(caption, [*heads], [*zip(*cells, strict=True)], places, **given)
+
+
+@dataclass(frozen=True)
+class Curves:
+    """The figures of a block's curves.
+
+    losses: of the leading arms; None without any. panels: by arm, its loss minus that of the arm
+    that it is compared with, and its flip rate. absent: arms that are off the scale. quantity,
+    against, first: what is drawn, minus which arm, and from which step on.
+    """
+
+    quantity: str
+    against: str
+    first: float
+    losses: Markup | None
+    panels: dict[str, Markup]
+    absent: list[str]
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """What the page's templates ask about blocks, by the records and the verdicts."""
+
+    shown: list[Shown]
+    evidence: Evidence
+    margin: Margin
+    judged: Json
+
+    def difference_figure(self, shown: Shown, arms: Iterable[str]) -> Markup:
+        """The figure of the differences of some arms of a block to the baseline, best first. If the
+        block compares them with other arms, each label names both."""
+        rows = sorted(
+            (shown.rows[arm] for arm in arms if shown.rows[arm].pairs),
+            key=lambda row: row.difference,
+            reverse=not shown.lower_is_better,
+        )
+        by_seed, share = shown.by_seed, self.margin.share
+        if {shown.against(row.label) for row in rows} == {shown.baseline}:
+            ends = shown.baseline, shown.yardstick
+            return forest(rows, by_seed, *ends, shown.gap, share, shown.quantity)
+        names = {row.label: f"{row.label} {MINUS} {shown.against(row.label)}" for row in rows}
+        rows = [replace(row, label=names[row.label]) for row in rows]
+        named = {name: by_seed[arm] for arm, name in names.items()}
+        return forest(rows, named, "", "", math.nan, share, shown.quantity)
+
+    def across(self) -> tuple[list[str], list[list[str]]]:
+        """(heads, rows) of the table of g by arm and block, for arms in more than one."""
+        known = [s for s in self.shown if math.isfinite(s.gap) and not s.pilot]
+        arms = dict.fromkeys(arm for s in known for arm in s.arms)
+        rows = [
+            [arm, *(self._gap_closed(s, arm) if arm in s.arms else NOTHING for s in known)]
+            for arm in arms
+            if sum(arm in s.arms for s in known) > 1
+        ]
+        return ["arm", *(f"block {s.block.name}, {s.quantity}" for s in known)], rows
+
+    def table_of_arms(self, shown: Shown) -> Arms:
+        """The table of a block's arms."""
+        arms = [*shown.block.arms]
+        template = Markup('<span id="{}">{}</span>')
+        name = shown.block.name
+        anchored = [template.format(slug("arm", name, arm), breakable(arm)) for arm in arms]
+        columns = [("arm", True, anchored), *self._columns(shown, arms)]
+        return _of_columns(f"Arms of block {name} ({_made(shown)})", columns)
+
+    def small_models(self, table: Table) -> Arms | None:
+        """The rows of a paper's table that have an arm in a block, with the paper's values; None if
+        no such arm was run."""
+        places = {label: place.split("/") for label, place in table.arms.items()}
+        blocks = {block for block, _ in places.values()}
+        known = [s for s in self.shown if s.block.name in blocks]
+        if len(known) != 1 or not any(arm in known[0].arms for _, arm in places.values()):
+            return None
+        (shown,) = known
+        column, papers = _published(table)
+        theirs = [papers.get(label, UNKNOWN) if papers else NOTHING for label in places]
+        columns = [
+            ("method", True, [*places]),
+            (f"paper: {column}", False, theirs),
+            *self._columns(shown, [arm for _, arm in places.values()]),
+        ]
+        caption = f"{table.title}, by block {shown.block.name} ({_made(shown)})"
+        return _of_columns(caption, columns, block=shown.block, published=bool(papers))
+
+    def _columns(self, shown: Shown, arms: Collection[str]) -> list[Column]:
+        """The columns on these arms: values, differences, verdicts and links to the records."""
+        name, rows = shown.block.name, [shown.rows.get(arm) for arm in arms]
+        paired = [row if row and row.pairs else None for row in rows]
+        against = [shown.against(row.label) if row else NOTHING for row in paired]
+        several = len({shown.against(arm) for arm in arms} - {""}) > 1
+        minus = next((other for other in against if other != NOTHING), "")
+        better = "less" if shown.lower_is_better else "more"
+        ends = unbroken("[95 %]")
+        source = Markup('<a href="#{}">files</a>')
+
+        def cells(
+            make: Any, of: Sequence[Summary | None] = rows, empty: str = NOTHING
+        ) -> list[Any]:
+            return [make(row) if row else empty for row in of]
+
+        return [
+            (
+                f"ours ± std (n): {shown.quantity}, {better} is better",
+                False,
+                cells(lambda r: f"{with_spread(r.mean, r.std)} (n={r.n})"),
+            ),
+            (
+                f"{'difference' if several else f'minus {minus}'} {ends} (n pairs)",
+                False,
+                cells(_difference, paired),
+            ),
+            ("compared with", True, against if several else [NOTHING] * len(against)),
+            (
+                f"share of the gap, g {ends}",
+                False,
+                cells(lambda r: self._gap_closed(shown, r.label)),
+            ),
+            ("verdict", True, cells(lambda r: self._verdicts(name, r.label), empty="not run")),
+            ("source", True, cells(lambda r: source.format(slug("files", name, r.label)))),
+        ]
+
+    def _verdicts(self, block: str, arm: str) -> Markup:
+        """For each claim with contrasts of this arm against others, the verdict on them."""
+        link = Markup('{} <a href="#claim-{}">claim {}</a>')
+        badges = []
+        for claim in self.judged["claims"]:
+            own = [c for c in claim["contrasts"] if (c["block"], c["arm"]) == (block, arm)]
+            if own:
+                found = badge(verdict([c["verdict"] for c in own]))
+                badges.append(link.format(found, claim["id"], claim["id"]))
+        return Markup(", ").join(badges) if badges else Markup(NOTHING)
+
+    def _gap_closed(self, shown: Shown, arm: str) -> str:
+        if math.isfinite(shown.gap) and arm in (shown.baseline, shown.yardstick):
+            return str(int(arm == shown.yardstick))
+        values, name = self.evidence.values, shown.block.name
+        g = scale.gap_closed(values, name, arm, shown.metric, self.margin, 2)
+        if g is None:
+            return NOTHING
+        return f"{g.value:.2f} {interval(g.low, g.high, '.2f')}".removesuffix(" -")
 
 
 def _difference(row: Summary) -> str:
-    difference = claims.signed(row.difference, row.low, row.high)
-    interval = claims.interval(row.low, row.high)
-    return f"{difference} {interval}".removesuffix(" -") + f" (n={row.pairs})"
+    difference = signed(row.difference, row.low, row.high)
+    return f"{difference} {interval(row.low, row.high)}".removesuffix(" -") + f" (n={row.pairs})"
 
 
 def _made(shown: Shown) -> str:
     """The tier and the devices of a block's runs."""
-    devices = dict.fromkeys(device(one) for seeds in shown.arms.values() for one in seeds.values())
+    every = (stored for seeds in shown.arms.values() for stored in seeds.values())
+    devices = dict.fromkeys(stored.record["environment"]["device"] for stored in every)
     return f"tier mini, on {', '.join(devices)}"
-
-
-def of_table(
-    table: Table, blocks: dict[str, Shown], evidence: Evidence, margin: Margin, judged: Json
-) -> Markup | None:
-    """The rows of a paper's table that have an arm in a block, with the paper's values; None if no
-    such arm was run."""
-    places = {label: tuple(place.split("/")) for label, place in table.arms.items()}
-    known = {block: blocks[block] for block, _ in places.values() if block in blocks}
-    if len(known) != 1:
-        return None
-    ((name, shown),) = known.items()
-    arms = {label: arm for label, (_, arm) in places.items()}
-    if not any(arm in shown.arms for arm in arms.values()):
-        return None
-    column, papers = _published(table)
-    columns = [Column("method", True, [*arms])]
-    advice = "Small models: compare the order of the rows with the paper's, not the numbers. "
-    if papers:
-        theirs = [papers.get(label, UNKNOWN) for label in arms]
-        columns.append(Column(f"paper: {column}", False, theirs))
-    else:
-        advice = "The paper's values are not available. The small models are those of "
-    columns += _columns(shown, arms.values(), evidence, margin, judged)
-    link = tag("a", shown.block.title, href=f"#{html.slug('block', name)}")
-    return text(
-        _of_columns(f"{table.title}, by block {name} ({_made(shown)})", columns),
-        tag("p", advice, link, "."),
-    )
 
 
 def _published(table: Table) -> tuple[str, dict[str, str]]:
@@ -258,73 +215,79 @@ def _published(table: Table) -> tuple[str, dict[str, str]]:
     return "", {}
 
 
-def _anchored(block: str, arm: str) -> Markup:
-    return tag("span", html.name(arm), id=html.slug("arm", block, arm))
-
-
-def _gap_closed(evidence: Evidence, shown: Shown, arm: str, margin: Margin) -> str:
-    if math.isfinite(shown.gap) and arm in (shown.baseline, shown.yardstick):
-        return str(int(arm == shown.yardstick))
-    g = scale.gap_closed(evidence.values, shown.block.name, arm, shown.metric, margin, 2)
-    if g is None:
-        return NOTHING
-    return f"{g.value:.2f} {claims.interval(g.low, g.high, '.2f')}".removesuffix(" -")
-
-
-def _notes(shown: Shown) -> Markup:
-    return tag("ul", [tag("li", note.strip()) for note in shown.block.notes])
-
-
-def _commands(shown: Shown) -> Markup:
-    """The list of the commands that train each arm."""
+def commands_of(shown: Shown) -> list[tuple[str, str]]:
+    """(arm, the command that trains it) for the first seed."""
     runs = Path("runs")  # the drivers' default
     rows = []
     for run in replace(shown.block, seeds=shown.block.seeds[:1]).runs(runs):
         words = ["python", *command(run, runs)[1:]]
-        line = shlex.join(word for word in words if not word.startswith("runs="))
-        rows.append([run.arm, tag("code", line)])
-    explanation = f"These are for seed {shown.block.seeds[0]}; change seed= for the others."
-    if shown.block.source is not None:
-        source = shown.block.source.block.name
-        explanation += f" Each starts from a finished run of block {source} (init=)."
-    return html.details(
-        "The command of every row",
-        tag("p", explanation),
-        html.table(f"Commands of block {shown.block.name}", ["arm", "command"], rows, words=(0, 1)),
-    )
+        rows.append((run.arm, shlex.join(w for w in words if not w.startswith("runs="))))
+    return rows
 
 
-def _files(shown: Shown, links: Links) -> Markup:
-    parts = []
-    for arm, seeds in shown.arms.items():
-        rows = []
-        for seed, stored in seeds.items():
-            record = stored.record
-            value = record["metrics"].get(shown.quantity)
-            rows.append(
-                [
-                    links.to(stored.path),
-                    seed,
-                    "not finite" if value is None else f"{value:.6f}",
-                    revision(stored),
-                    html.unbroken(device(stored)),
-                    record["config_hash"],
-                ]
-            )
-        heads = ["file", "seed", shown.quantity, "revision", "device", "config"]
-        drawn = html.table(f"Records of {arm}", heads, rows, words=(0, 3, 4, 5))
-        parts.append(tag("div", drawn, id=html.slug("files", shown.block.name, arm)))
-    return html.details(f"The files behind every number of {shown.block.name}", parts)
-
-
-def device(stored: StoredRecord) -> str:
-    """The device on which the run of a record was made."""
-    return stored.record["environment"]["device"]
-
-
-def revision(stored: StoredRecord) -> str:
+def revision_of(stored: StoredRecord) -> str:
     """The short git revision of the code that made a record, with + if there were uncommitted
     changes."""
     environment = stored.record["environment"]
     short = (environment["git_revision"] or "unknown")[:7]
     return short + ("+" if environment["git_dirty"] else "")
+
+
+# ----------------------------------------------------------------------------- curves
+
+
+def curves_of(shown: Shown) -> Curves:
+    """The figures of a block's curves."""
+    last = max(k.record["steps"] for seeds in shown.arms.values() for k in seeds.values())
+    first, half, anyone = FROM * last, shown.yardstick, next(iter(shown.arms))
+    name = next((n for n in LOSSES if shown.curve(anyone, n)), LOSSES[0])
+    base = {arm: shown.against(arm) for arm in shown.arms if shown.against(arm)}
+    over = {arm: shown.curve(arm, name, other) for arm, other in base.items()}
+    flips = {arm: shown.curve(arm, "flip_rate") for arm in shown.arms}
+    y = _bulk(sorted(p.mean for points in over.values() for p in points if p.step > first))
+    rates = [p.mean for points in flips.values() for p in points if p.step >= first and p.mean > 0]
+    log = _decades(rates) if rates else None
+    panels, absent = {}, []
+    for arm, points in over.items():
+        if not any(p.step > first and y[0] <= p.mean <= y[1] for p in points):
+            absent.append(arm)
+            continue
+        lines: list[tuple[str | int, Sequence[Point]]] = [("other", over.get(half, []))]
+        lines += [(0, points)] if arm != half else []
+        drawn = [Panel(f"{arm}: {NAMES[name]}, minus {base[arm]}", lines, y)]
+        if log is not None and any(p.mean for p in flips[arm]):
+            drawn.append(Panel(f"{arm}: flip rate", [(0, flips[arm])], log, log=True))
+        panels[arm] = curves(drawn, (first, last))
+    one = {*base.values()} == {shown.baseline}
+    against = shown.baseline if one else "the arm compared with"
+    return Curves(NAMES[name], against, first, _losses(shown, name, last), panels, absent)
+
+
+def _bulk(values: list[float]) -> Limits:
+    """The ends of an axis for about nine tenths of these sorted differences. Most are usually
+    positive, so the axis reaches less far below 0 unless many are negative."""
+    if not any(values):
+        return -0.25, 1.0
+    last = len(values) - 1
+    most = 1.3 * (sorted(map(abs, values))[int(0.9 * last)] or max(map(abs, values)))
+    return -most if values[int(0.1 * last)] < -0.25 * most else -0.25 * most, most
+
+
+def _decades(rates: list[float]) -> Limits:
+    """The ends of a logarithmic axis for these rates."""
+    low, high = math.log10(max(min(rates), 1e-6)), math.log10(max(rates))
+    return 10.0 ** math.floor(low), 10.0 ** math.ceil(high)
+
+
+def _losses(shown: Shown, quantity: str, last: float) -> Markup | None:
+    """The figure of losses in absolute terms, in the second half of the steps: dense, half the
+    width and the leading methods."""
+    names = [arm for arm in shown.leading if arm not in (shown.baseline, shown.yardstick)]
+    looks: list[tuple[str | int, str]] = [*enumerate(names)]
+    looks += [("other", shown.yardstick), ("base", shown.baseline)]
+    lines = [(look, shown.curve(arm, quantity)) for look, arm in looks]
+    inside = [p.mean for _, points in lines for p in points if p.step >= last / 2]
+    if not inside:
+        return None
+    panel = Panel(f"{NAMES[quantity]} of the leading arms", lines, span(inside))
+    return curves([panel], (last / 2, last), named=True)

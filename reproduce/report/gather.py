@@ -41,6 +41,11 @@ class Shown:
         return self.metric.rpartition(".")[2]
 
     @property
+    def pilot(self) -> bool:
+        """True if the block chose settings, so that no claim is judged by it."""
+        return self.block.name.startswith("pilot")
+
+    @property
     def lower_is_better(self) -> bool:
         """True for losses and perplexities."""
         return any(word in self.quantity for word in ("loss", "perplexity"))
@@ -100,6 +105,11 @@ class Shown:
             and (method == "dense" or first[method] == arm)
             and not method.startswith("released/")
         ]
+
+    @property
+    def seed_counts(self) -> list[int]:
+        """The numbers of pairs of the leading arms, sorted."""
+        return sorted({self.rows[arm].pairs for arm in self.leading} - {0}) or [0]
 
     @property
     def missing(self) -> dict[str, list[int]]:
