@@ -82,8 +82,8 @@ def prepare(config: DataConfig) -> Path:
         return config.directory
     directory = config.directory
     if directory.exists():
-        manifest = read_manifest(config)  # checks that it was made from this source
-        remove_unnamed(directory, manifest)  # as a killed preparation may not have done
+        # Checks that it was made from this source; removes what a killed preparation left.
+        remove_unnamed(directory, read_manifest(config))
         return directory
     encoding: tiktoken.Encoding | HFTokenizer | None = None
     if config.tokenizer_kind == "gpt2":
