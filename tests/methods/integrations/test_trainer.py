@@ -78,7 +78,9 @@ def gradients_of(model):
 def sequences():
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(0, 32, (STEPS * MICRO * ACCUMULATION, TOKENS), generator=generator)
-    return [{"input_ids": row, "labels": row} for row in ids]
+    labels = ids.clone()
+    labels[:, 0] = -100  # never predicted, but transformers 4.57 to 5.6 divide by their number, too
+    return [{"input_ids": row, "labels": label} for row, label in zip(ids, labels, strict=True)]
 
 
 def build(name, layers=2, **options):
@@ -170,8 +172,9 @@ def test_it_is_the_training_of_a_plain_loop(name, uninterrupted):
             total += loss.item()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         method.on_gradients(step, optimizer)
-        # The Trainer divides sums by the tokens of all micro-batches.
-        assert logs[step]["loss"] == pytest.approx(total, abs=2e-5)
+        # The Trainer divides sums by the tokens of all micro-batches: 2e-5; transformers 4 rounds
+        # what it logs to four places: 5e-5.
+        assert logs[step]["loss"] == pytest.approx(total, abs=7e-5)
         for key, gradient in gradients_of(model).items():
             layer = method.layers.get(key.removesuffix(".weight"))
             # A last bit of dY draws another sample in few groups.
