@@ -35,7 +35,7 @@ KEYS = {  # of a table's options, as they are typed
     "per_gpu": "per_gpu=N",
     "commands": "commands",
 }
-COMMANDS = (ALL, "run", "claims", "report")
+COMMANDS = (ALL, "run", "claims", "report", "pack")
 USAGE = """\
 python -m reproduce quickstart
     compare seven methods with dense training, on a CPU
@@ -60,6 +60,8 @@ python -m reproduce claims [N|all]
 python -m reproduce report [figure=FILE]
     write one page with all results, runs/report/index.html, or, to FILE, only
     the main figure of the committed results as SVG
+python -m reproduce pack
+    fold the records in runs/evidence into those in reproduce/evidence
 python -m reproduce [table2] --list
     list every table of every paper, or Table 2 of each: tiers, what they need
     and what has been run, or why the table is not covered"""
@@ -205,6 +207,12 @@ def _do(arguments: list[str], folder: Path, runs: Path) -> int:
         return 0
     if arguments[0] == "report":
         write_page(arguments[1:], runs)
+        return 0
+    if arguments == ["pack"]:
+        from reproduce.blocks import EVIDENCE
+        from reproduce.records import pack
+
+        print("\n".join(pack(runs / "evidence", EVIDENCE)) or "there is nothing new to pack")
         return 0
     tables = read_tables(folder)
     if arguments[-1] == "--list":

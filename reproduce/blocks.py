@@ -18,26 +18,19 @@ from pathlib import Path
 from typing import Any
 
 from experiments.config.run import RunConfig, digest
-from experiments.support.checkpoint import METRICS, is_count, lacks, read_sealed, write_sealed
+from experiments.support.checkpoint import lacks, read_sealed, write_sealed
 from experiments.support.errors import UserError
 from experiments.support.results import divergence, read
 from experiments.training.tracking import read_metrics
 from reproduce.jobs import Job
+from reproduce.packed import QUANTITIES, RECORD, read_packed, run_name
 from reproduce.reading import build, errors_in, read_keys
 from reproduce.spec import TRAINING
 
 BLOCKS = Path(__file__).parent / "blocks"
 EVIDENCE = Path(__file__).parent / "evidence"
+_SINGLE = {**RECORD, "curves": dict}
 POINTS = 100  # greatest number of points of a training curve in a record
-RECORD = {  # the entries of a record that others read, with their types
-    "block": str,
-    "arm": str,
-    "seed": is_count,
-    "overrides": list,
-    "config_hash": str,
-    "metrics": METRICS,
-    "curves": dict,
-}
 
 
 @dataclass(frozen=True)
@@ -94,7 +87,7 @@ class Block:
             raise ValueError(f"two seeds are the same: {self.seeds}")
         files: dict[str, str] = {}
         for arm in self.arms:
-            if (other := files.setdefault(_file_name(arm), arm)) != arm:
+            if (other := files.setdefault(run_name(arm, 0), arm)) != arm:
                 raise ValueError(f"arms {other!r} and {arm!r} would have the same file; rename one")
         if self.source is not None:
             start = self.source.block
@@ -130,7 +123,7 @@ class BlockRun:
 
     def file(self, folder: Path) -> Path:
         """The path of its record in a folder of records."""
-        return folder / self.block / f"{_file_name(self.arm)}-seed{self.seed}.json"
+        return folder / self.block / f"{run_name(self.arm, self.seed)}.json"
 
     @property
     def setup(self) -> dict[str, Any]:
@@ -178,10 +171,10 @@ class BlockRun:
         folder has."""
         for folder in folders:
             path = self.file(folder)
-            if path.is_file():
-                record = read_record(path)
-                if record["config_hash"] == self.digest():
-                    return record
+            _, record = read_packed(folder, self.block).get((self.arm, self.seed), (0, None))
+            for found in (record, read_record(path) if path.is_file() else None):
+                if found is not None and found["config_hash"] == self.digest():
+                    return found
         return None
 
     def result(self) -> dict[str, Any] | None:
@@ -231,11 +224,7 @@ def _arm_config(driver: str, overrides: tuple[str, ...]) -> RunConfig:
     return config
 
 
-def _file_name(arm: str) -> str:
-    return "".join(c if c.isalnum() or c in "._-" else "_" for c in arm)
-
-
-def read_record(path: Path, shape: dict[str, Any] = RECORD) -> dict[str, Any]:
+def read_record(path: Path, shape: dict[str, Any] = _SINGLE) -> dict[str, Any]:
     """The record that `BlockRun.keep` wrote to a file, or another one of this shape (`lacks`).
 
     Raises:
@@ -257,7 +246,7 @@ def curves(log: list[dict[str, Any]]) -> dict[str, list[list[float]]]:
     loss is the mean over the steps since the previous entry.
     """
     found: dict[str, list[list[float]]] = {}
-    for name in ("val_loss", "loss", "flip_rate", "grad_norm"):
+    for name in QUANTITIES:
         points = [[r["step"], float(f"{r[name]:.6g}")] for r in log if r.get(name) is not None]
         every = 1 if name == "val_loss" else math.ceil(len(points) / POINTS)
         found[name] = points[every - 1 :: every] if every else points

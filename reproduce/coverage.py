@@ -206,9 +206,17 @@ def _seeds_of_block(path: Path) -> int:
 def _seeds(block: str, arm: str, tier: str) -> list[int]:
     """The seeds of an arm that have a committed record of this tier."""
     folder, _, name = arm.rpartition("/")
-    paths = (HERE / "evidence" / (folder or block)).glob(f"{name}-seed*.json")
-    records = (json.loads(path.read_text(encoding="utf-8")) for path in paths)
-    return [r["seed"] for r in records if r["metrics"] and f"tier={tier}" in r["overrides"]]
+    return [
+        record["seed"]
+        for record in _records_of(HERE / "evidence" / f"{folder or block}.jsonl")
+        if record["arm"] == name and record["metrics"] and f"tier={tier}" in record["overrides"]
+    ]
+
+
+@cache
+def _records_of(path: Path) -> list[dict[str, Any]]:
+    lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
+    return [json.loads(line) for line in lines]
 
 
 def sizes(table: Table, tier: str) -> tuple[int, int]:

@@ -1,4 +1,4 @@
-"""Reads the records of the blocks' runs, and decides which of them count.
+"""Reads the records of the blocks' runs, decides which of them count, and packs them.
 
 A record counts if a block has a run with its arm and seed whose config has the hash in the record.
 A record that was made with another default, override or initial model belongs to another
@@ -7,24 +7,31 @@ experiment: claims, tables and the page of results leave it out and name it.
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from experiments.support.checkpoint import sha256
 from reproduce.blocks import BLOCKS, BlockRun, read_block, read_record
+from reproduce.packed import read_packed, write_packed
 
 Values = dict[tuple[str, str], dict[int, dict[str, Any]]]  # (block, arm) -> seed -> record
 
 
 @dataclass(frozen=True)
 class StoredRecord:
-    """A record and its file. why: the reason why it does not count; "" if it counts."""
+    """A record and its file. line: its line, in a file of several. why: the reason why it does not
+    count; "" if it counts."""
 
     path: Path
     record: dict[str, Any]
     why: str = ""
+    line: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.path}, line {self.line}" if self.line else str(self.path)
 
 
 @dataclass(frozen=True)
@@ -55,7 +62,7 @@ class Evidence:
             key = stored.record["block"], stored.record["arm"], stored.why
             arms.setdefault(key, []).append(stored)
         return [
-            f"left out: block {block}, {arm}, seeds {_seeds(records)}: {why} ({records[0].path})"
+            f"left out: block {block}, {arm}, seeds {_seeds(records)}: {why} ({records[0]})"
             for (block, arm, why), records in arms.items()
         ]
 
@@ -78,8 +85,8 @@ def read_evidence(
     """
     evidence = Evidence({}, [])
     runs: dict[str, dict[tuple[str, int], BlockRun]] = {}
-    for path in (path for folder in folders for path in sorted(folder.glob("*/*.json"))):
-        record = read_record(path)
+    for stored in (stored for folder in folders for stored in _stored(folder, only)):
+        record = stored.record
         block, arm, seed = record["block"], record["arm"], record["seed"]
         if only is not None and block not in only:
             continue
@@ -89,10 +96,39 @@ def read_evidence(
             runs[block] = {(run.arm, run.seed): run for run in known}
         run = runs[block].get((arm, seed))
         if run is None:
-            evidence.outdated.append(StoredRecord(path, record, "no block has such a run"))
+            evidence.outdated.append(replace(stored, why="no block has such a run"))
         elif run.digest() != record["config_hash"]:
-            evidence.outdated.append(StoredRecord(path, record, "its config is another one now"))
+            evidence.outdated.append(replace(stored, why="its config is another one now"))
         else:
-            stored = StoredRecord(path, record)
             evidence.kept.setdefault((block, arm), {}).setdefault(seed, stored)
     return evidence
+
+
+def _stored(folder: Path, only: Collection[str] | None = None) -> Iterator[StoredRecord]:
+    """The records in a folder: packed ones, then those in files of their own."""
+    for path in sorted(folder.glob("*.jsonl")):
+        if only is None or path.stem in only:
+            for line, record in read_packed(folder, path.stem).values():
+                yield StoredRecord(path, record, line=line)
+    for path in sorted(folder.glob("*/*.json")):
+        yield StoredRecord(path, read_record(path))
+
+
+def pack(own: Path, committed: Path, blocks: Path = BLOCKS) -> list[str]:
+    """Pack the records that count in `own` into those that are `committed`; return a line for each
+    block with new ones. A committed record gives way only if it does not count any more."""
+    said = []
+    evidence = read_evidence(committed, own, blocks=blocks)
+    for block in sorted({block for block, _ in evidence.kept}):
+        new = [
+            stored.record | {"file_sha256": sha256(stored.path)}
+            for (name, _), seeds in evidence.kept.items()
+            for stored in seeds.values()
+            if name == block and not stored.line
+        ]
+        if new:
+            packed = {key: record for key, (_, record) in read_packed(committed, block).items()}
+            packed |= {(record["arm"], record["seed"]): record for record in new}
+            write_packed(committed, block, packed.values())
+            said.append(f"{committed / block}.jsonl: {len(new)} more, {len(packed)} in all")
+    return said

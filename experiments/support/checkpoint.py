@@ -99,8 +99,13 @@ def write_json(path: Path, value: Any) -> None:
 def write_sealed(path: Path, value: dict[str, Any]) -> None:
     """Write `value` as `write_json` does, with the hash of its entries as a further one, `sha256`,
     which `read_sealed` checks."""
+    write_json(path, sealed(value))
+
+
+def sealed(value: dict[str, Any]) -> dict[str, Any]:
+    """Entries as plain values, and before them `sha256`, their hash."""
     value = json.loads(json.dumps(finite(value)))
-    write_json(path, {"sha256": _seal(value), **value})
+    return {"sha256": _seal(value), **value}
 
 
 def read_sealed(path: Path) -> Any:
@@ -110,7 +115,15 @@ def read_sealed(path: Path) -> Any:
     Raises:
         ValueError: it is not JSON, or its content was changed since `write_sealed`.
     """
-    value = json.loads(path.read_text(encoding="utf-8"))
+    return unsealed(json.loads(path.read_text(encoding="utf-8")))
+
+
+def unsealed(value: Any) -> Any:
+    """The entries of `sealed` without the hash, which is checked if there is one.
+
+    Raises:
+        ValueError: they were changed.
+    """
     seal = value.pop("sha256", None) if isinstance(value, dict) else None
     if seal not in (None, _seal(value)):
         raise ValueError("its content does not fit its sha256")

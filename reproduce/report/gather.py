@@ -17,6 +17,7 @@ from experiments.support.errors import UserError, one_line
 from experiments.support.results import FILE, number
 from reproduce.blocks import BLOCKS, Block, read_block
 from reproduce.claims import Claims, differences
+from reproduce.packed import run_name
 from reproduce.processes import last_line
 from reproduce.records import Evidence, StoredRecord
 
@@ -185,7 +186,9 @@ def unfinished(runs: Path, evidence: Evidence) -> list[tuple[Path, str]]:
     found = []
     kept = runs / "evidence"
     ended = {
-        (k.path.parent.name, k.path.stem) for arm in evidence.kept.values() for k in arm.values()
+        (block, run_name(arm, seed))
+        for (block, arm), seeds in evidence.kept.items()
+        for seed in seeds
     }
     for log in sorted((kept / "logs").glob("*/*.txt")):
         own = kept / log.parent.name / f"{log.stem}.json"

@@ -103,12 +103,14 @@ def test_a_block_s_tier_is_measured_by_records_of_that_tier(small, tmp_path, mon
     table = small(rows=rows, tiers={"mini": Tier(block="a")})
     for folder, name in (("a", "dense"), ("b", "ste")):
         assert not coverage.was_measured(table)
-        path = tmp_path / "evidence" / folder / f"{name}-seed0.json"
-        path.parent.mkdir(parents=True)
-        record = {"overrides": ["tier=smoke"], "metrics": {"val_loss": 2.5}}
-        path.write_text(json.dumps(record))
-        assert not coverage.was_measured(table)
-        path.write_text(json.dumps(record | {"overrides": ["tier=mini"], "seed": 0}))
+        path = tmp_path / "evidence" / f"{folder}.jsonl"
+        path.parent.mkdir(exist_ok=True)
+        record = {"arm": name, "seed": 0, "metrics": {"val_loss": 2.5}}
+        for tier in ("smoke", "mini"):
+            coverage._records_of.cache_clear()
+            assert not coverage.was_measured(table)
+            path.write_text(json.dumps(record | {"overrides": [f"tier={tier}"]}))
+        coverage._records_of.cache_clear()
     assert coverage.was_measured(table)
     (tmp_path / "blocks").mkdir()
     (tmp_path / "blocks" / "a.yaml").write_text("seeds: [0, 1, 2]")

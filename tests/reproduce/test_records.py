@@ -4,12 +4,13 @@ import json
 
 import pytest
 
-from experiments.support.checkpoint import read_sealed, write_json
+from experiments.support.checkpoint import read_sealed, sha256, write_json
 from experiments.support.errors import UserError
 from reproduce import decay_curve
 from reproduce.__main__ import main
 from reproduce.blocks import EVIDENCE, read_block
-from reproduce.records import read_evidence
+from reproduce.packed import read_packed
+from reproduce.records import pack, read_evidence
 
 BLOCK = """
 title: T
@@ -119,18 +120,53 @@ def test_a_damaged_record_is_named(tmp_path, folder):
 def test_committed_records_have_hashes_and_claims_stops_at_a_changed_digit(
     tmp_path, monkeypatch, capsys
 ):
-    paths = sorted(EVIDENCE.rglob("*.json"))
+    paths = sorted(EVIDENCE.glob("*.json"))
     assert paths and all('"sha256": ' in path.read_text().splitlines()[1] for path in paths)
-    path = tmp_path / "a" / "bi_mask-seed0.json"
-    path.parent.mkdir()
-    text = (EVIDENCE / "a" / path.name).read_text()
-    path.write_text(text.replace('"val_loss": 2.', '"val_loss": 3.', 1))
     monkeypatch.setattr("reproduce.verdicts.EVIDENCE", tmp_path)
-    assert main(["claims"], runs=tmp_path / "runs") == 1
-    said = capsys.readouterr().err
-    assert said.startswith(f"error: {path} is damaged (its content does not fit its sha256);")
+    lines, curves = (EVIDENCE / f"a.{end}" for end in ("jsonl", "curves.csv"))
+    for changed, old, new, message in (
+        (lines, '"val_loss": 2.', '"val_loss": 3.', "a.jsonl, line 1, is damaged (its content"),
+        (lines, '"sha256": "', '"sha": "', "a.jsonl, line 1, is damaged (no sha256 in it)"),
+        (lines, '"curves_sha256": ', '"curves": ', "a.jsonl, line 1, is damaged (its content"),
+        (curves, "loss,0,9", "loss,0,8", "a.curves.csv, line 2 and following, is damaged"),
+    ):
+        for path in (lines, curves):
+            text = path.read_text()
+            text = text.replace(old, new, 1) if path == changed else text
+            (tmp_path / path.name).write_text(text)
+        assert (tmp_path / changed.name).read_bytes() != changed.read_bytes()
+        assert main(["claims"], runs=tmp_path / "runs") == 1
+        said = capsys.readouterr().err
+        assert said.startswith(f"error: {tmp_path}/{message}") and said.count("\n") == 1
+    _, record = read_packed(EVIDENCE, "a")["bi_mask", 0]
     pilot = tmp_path / decay_curve.PILOT.name
     pilot.write_text(decay_curve.PILOT.read_text().replace("0.", "1.", 1))
     with pytest.raises(UserError, match=r"pilot_decay\.json is damaged \(its content does not fit"):
-        decay_curve.factors({("a", decay_curve.ARM): {0: json.loads(text)}}, pilot)
-    assert said.count("\n") == 1 and not (tmp_path / "runs").exists()
+        decay_curve.factors({("a", decay_curve.ARM): {0: record}}, pilot)
+    assert not (tmp_path / "runs").exists()
+
+
+def test_records_are_packed_and_found_again(tmp_path, folder):
+    own, committed = tmp_path / "own", tmp_path / "committed"
+    curves = {"val_loss": [[0, 0.1], [2, None]], "loss": [], "flip_rate": [[1, 1e-7]],
+              "grad_norm": []}  # fmt: skip
+    paths = [keep(own, folder, "t", "it", seed, curves=curves) for seed in (16, 1)]
+    keep(own, folder, "t", "dense", config_hash="0" * 16)  # does not count
+    before = {s: k.record for s, k in read_evidence(own, blocks=folder).kept["t", "it"].items()}
+    assert pack(own, committed, folder) == [f"{committed}/t.jsonl: 2 more, 2 in all"]
+    files = sorted(committed.iterdir())
+    assert [path.name for path in files] == ["t.curves.csv", "t.jsonl"]
+    assert files[0].read_text().splitlines()[:3] == [
+        "run,quantity,step,value", "it-seed1,val_loss,0,0.1", "it-seed1,val_loss,2,"
+    ]  # fmt: skip
+    packed = read_evidence(committed, own, blocks=folder).kept["t", "it"]
+    assert {seed: stored.line for seed, stored in packed.items()} == {1: 1, 16: 2}
+    assert packed[16].record == before[16] | {"file_sha256": sha256(paths[0])}
+    assert pack(own, committed, folder) == []
+    (run,) = [r for r in read_block("t", folder).runs(own) if (r.arm, r.seed) == ("it", 1)]
+    assert run.record(committed) == packed[1].record and run.record(tmp_path) is None
+    keep(own, folder, "t", "it", 0, curves=curves)
+    assert pack(own, committed, folder) == [f"{committed}/t.jsonl: 1 more, 3 in all"]
+    pack(own, tmp_path / "at once", folder)
+    for path in files:
+        assert path.read_bytes() == (tmp_path / "at once" / path.name).read_bytes()

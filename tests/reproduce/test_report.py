@@ -1,6 +1,5 @@
 """The page of all results: complete, well formed, traceable, nothing in it from elsewhere."""
 
-import copy
 import itertools
 import json
 import math
@@ -17,10 +16,11 @@ from markupsafe import escape
 from experiments.runs.comparison import Summary
 from experiments.runs.curves import Point
 from experiments.runs.stats import mean, paired_interval
-from experiments.support.checkpoint import read_sealed, write_json
+from experiments.support.checkpoint import write_json
 from reproduce.__main__ import main as reproduce
 from reproduce.blocks import BLOCKS, EVIDENCE, read_block
 from reproduce.claims import read_claims
+from reproduce.packed import read_packed
 from reproduce.reading import read_tables
 from reproduce.report import blocks, figures, html, page, tables
 from reproduce.report.gather import Shown
@@ -63,8 +63,7 @@ def made(tmp_path_factory):
     log.parent.mkdir(parents=True)
     log.write_text("step 1\n<script>alert('&')</script>\n")
     log.with_name("dense-seed0.txt").write_text("made again, for others to start from\n")
-    gone = copy.deepcopy(read_sealed(EVIDENCE / "a" / "dense-seed0.json"))
-    gone["arm"] = "an_arm_that_was"
+    gone = read_packed(EVIDENCE, "a")["dense", 0][1] | {"arm": "an_arm_that_was"}
     write_json(runs / "evidence" / "a" / "an_arm_that_was-seed0.json", gone)
     for method, loss in (("dense", 3.0), ("<b>", 3.5)):
         config = {"seed": 0, "train": {"steps": 1}, "method": {"name": method}}
@@ -113,7 +112,7 @@ def test_every_claim_table_and_block_is_there_with_links_that_lead_somewhere(mad
     ids, rules = {given.get("id") for _, given in parsed.elements}, read_claims()
     assert {f"claim-{claim.id}" for claim in rules.claims} <= ids
     assert {f"table-{html.slug(table.name)}" for table in read_tables()} <= ids
-    for block in {path.parent.name for path in EVIDENCE.glob("*/*.json")}:
+    for block in {path.stem for path in EVIDENCE.glob("*.jsonl")}:
         assert not (BLOCKS / f"{block}.yaml").is_file() or f"block-{html.slug(block)}" in ids
     for said in [*(c.says for c in rules.claims), *(r.defect for r in rules.released)]:
         assert escape(said.strip()) in text
@@ -121,7 +120,7 @@ def test_every_claim_table_and_block_is_there_with_links_that_lead_somewhere(mad
     assert {a["href"][1:] for a in links if a["href"].startswith("#")} - ids == set()
     files = {(made.parent / a["href"]).resolve() for a in links if "data-source" in a}
     assert {path for path in files if not path.is_file()} == set()
-    assert {path.resolve() for path in EVIDENCE.glob("a/*.json")} <= files
+    assert (EVIDENCE / "a.jsonl").resolve() in files
     assert {path.resolve() for path in tables.MEASURED.glob("*/*.csv")} <= files
 
 
@@ -164,12 +163,9 @@ def test_the_arms_of_tables_are_those_of_blocks():
 
 
 def test_each_fp8_arm_is_compared_with_its_method_in_bf16(text):
-    values = {}
-    for run in read_block("fp8").runs(EVIDENCE):
-        if run.arm in ("ste", "ste_fp8"):
-            record = json.loads(run.file(EVIDENCE).read_text())
-            values.setdefault(run.seed, {})[run.arm] = record["metrics"]["val_loss"]
-    differences = [one["ste_fp8"] - one["ste"] for one in values.values()]
+    losses = {key: r["metrics"]["val_loss"] for key, (_, r) in read_packed(EVIDENCE, "fp8").items()}
+    seeds = [seed for arm, seed in losses if arm == "ste"]
+    differences = [losses["ste_fp8", seed] - losses["ste", seed] for seed in seeds]
     low, high = paired_interval(differences)
     told = f"{mean(differences):+.4f} [{low:+.4f}, {high:+.4f}] (n=3)</td><td>ste</td>"
     part = between(text, "block-fp8", "arm-fp8-ste-fp8-delayed")

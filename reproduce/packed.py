@@ -1,0 +1,107 @@
+"""Committed records: `evidence/BLOCK.jsonl` has a line for each run, `BLOCK.curves.csv` the curves.
+
+A line has all entries of the file that the runner wrote except `curves`, and three hashes: its own
+(`sha256`), that of the run's rows in the CSV (`curves_sha256`) and that of the file
+(`file_sha256`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from experiments.support.checkpoint import METRICS, is_count, lacks, sealed, unsealed, write_text
+from experiments.support.errors import UserError
+
+QUANTITIES = ("val_loss", "loss", "flip_rate", "grad_norm")
+RECORD = {  # the entries of a record that others read, with their types
+    "block": str,
+    "arm": str,
+    "seed": is_count,
+    "overrides": list,
+    "config_hash": str,
+    "metrics": METRICS,
+}
+
+Json = dict[str, Any]
+Packed = dict[tuple[str, int], tuple[int, Json]]  # (arm, seed) -> (number of the line, record)
+
+
+def run_name(arm: str, seed: int) -> str:
+    """The name of a run within its block, and of its file."""
+    return "".join(c if c.isalnum() or c in "._-" else "_" for c in arm) + f"-seed{seed}"
+
+
+def read_packed(folder: Path, block: str) -> Packed:
+    """The packed records of a block, with their curves; {} if there are none.
+
+    Raises:
+        UserError: a line or the curves of a run are damaged.
+    """
+    path = folder / f"{block}.jsonl"
+    texts = [p.read_text(encoding="utf-8") if p.is_file() else "" for p in (path, _curves_of(path))]
+    return _parsed(path, *texts)
+
+
+@lru_cache
+def _parsed(path: Path, lines: str, csv: str) -> Packed:
+    rows: dict[str, tuple[int, list[str]]] = {}
+    for number, row in enumerate(csv.splitlines(), 1):
+        rows.setdefault(row.partition(",")[0], (number, []))[1].append(row)
+    found: Packed = {}
+    for number, line in enumerate(lines.splitlines(), 1):
+        try:
+            record = json.loads(line)
+            missing = lacks(record, {**RECORD, "sha256": str, "file_sha256": str})
+            if missing is not None:
+                raise ValueError(f"no {missing or 'record'} in it")
+            record = unsealed(record)
+        except ValueError as error:
+            raise UserError(f"{path}, line {number}, is damaged ({error}); restore it") from error
+        arm, seed = record["arm"], record["seed"]
+        first, own = rows.get(name := run_name(arm, seed), (1, []))
+        if _hash(own) != record.pop("curves_sha256"):
+            raise UserError(
+                f"{_curves_of(path)}, line {first} and following, is damaged (the curves of {name} "
+                f"do not fit their sha256 in line {number} of {path.name}); restore it"
+            )
+        found[arm, seed] = number, record | {"curves": _curves(own)}
+    return found
+
+
+def _curves(rows: list[str]) -> dict[str, list[list[float | None]]]:
+    curves: dict[str, list[list[float | None]]] = {quantity: [] for quantity in QUANTITIES}
+    for row in rows:
+        _, quantity, step, value = row.split(",")
+        curves[quantity].append([int(step), float(value) if value else None])
+    return curves
+
+
+def write_packed(folder: Path, block: str, records: Iterable[Json]) -> None:
+    """Write the packed records of a block, which have `curves` and `file_sha256`."""
+    lines, csv = [], ["run,quantity,step,value"]
+    for record in sorted(records, key=lambda record: (record["arm"], record["seed"])):
+        name = run_name(record["arm"], record["seed"])
+        rows = [
+            f"{name},{quantity},{step},{'' if value is None else repr(float(value))}"
+            for quantity in QUANTITIES
+            for step, value in record["curves"].get(quantity, [])
+        ]
+        csv += rows
+        entries = {key: value for key, value in record.items() if key != "curves"}
+        lines.append(json.dumps(sealed({**entries, "curves_sha256": _hash(rows)})))
+    path = folder / f"{block}.jsonl"
+    write_text(path, "".join(f"{line}\n" for line in lines))
+    write_text(_curves_of(path), "".join(f"{row}\n" for row in csv))
+
+
+def _curves_of(path: Path) -> Path:
+    return path.with_suffix(".curves.csv")
+
+
+def _hash(rows: list[str]) -> str:
+    return hashlib.sha256("\n".join(rows).encode()).hexdigest()
