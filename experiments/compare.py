@@ -21,13 +21,12 @@ import sys
 from functools import partial
 from pathlib import Path
 
+from experiments.config.command_line import parse
 from experiments.config.driver import exit_with_one_line
 from experiments.runs import comparison, curves
 from experiments.support.checkpoint import csv_text, write_atomic, write_text
 from experiments.support.errors import UserError
 from experiments.support.progress import say
-
-DEFAULTS = {"baseline": "", "metric": comparison.METRIC, "out": "runs/compare"}
 
 
 def compare(paths: list[Path], baseline: str, metric: str, out: Path) -> None:
@@ -68,41 +67,38 @@ def compare(paths: list[Path], baseline: str, metric: str, out: Path) -> None:
     say(f"written: {stem}.md, .csv, -runs.csv, -curves.csv, .png")
 
 
-def parse(arguments: list[str]) -> tuple[list[Path], dict[str, str]]:
-    """(paths, options) from the arguments; patterns among the paths are expanded.
+def expand(arguments: list[str]) -> list[Path]:
+    """The paths that the arguments name, with patterns expanded.
 
     Raises:
-        UserError: an unknown option, or a path that matches nothing.
+        UserError: there are none, or one matches nothing.
     """
     paths: list[Path] = []
-    options = dict(DEFAULTS)
     for argument in arguments:
-        key, equals, value = argument.partition("=")
-        if Path(argument).exists():
-            paths.append(Path(argument))
-        elif equals and key in options:
-            options[key] = value
-        elif equals or argument.startswith("-"):
-            raise UserError(f"no option {argument}; there is {', '.join(DEFAULTS)}, each with =")
-        else:
-            place = Path(argument)
-            matches = sorted(Path(place.anchor).glob(str(place.relative_to(place.anchor))))
-            if not matches:
-                raise UserError(f"there is no {argument}; give the directories of runs")
-            paths += matches
+        place = Path(argument)
+        found = [place]
+        if not place.exists():
+            found = sorted(Path(place.anchor).glob(str(place.relative_to(place.anchor))))
+        if not found:
+            raise UserError(
+                f"there is no {argument}; give the directories of runs, and baseline=, metric= or "
+                "out="
+            )
+        paths += found
     if not paths:
         raise UserError("compare which runs? Name their directories, as in runs/gpt2-stdlib/*/*")
-    return paths, options
+    return paths
 
 
 def main(arguments: list[str]) -> None:
     """The command line with `arguments`."""
     with exit_with_one_line("begins it anew"):
-        if not arguments or {"-h", "--help"} & {*arguments}:
+        found = parse(arguments, ("baseline", "metric", "out"))
+        if found.help or not arguments:
             print(__doc__)
             return
-        paths, options = parse(arguments)
-        compare(paths, options["baseline"], options["metric"], Path(options["out"]))
+        metric, out = found.metric or comparison.METRIC, Path(found.out or "runs/compare")
+        compare(expand(found.overrides), found.baseline or "", metric, out)
 
 
 if __name__ == "__main__":

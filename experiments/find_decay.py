@@ -26,6 +26,7 @@ import math
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ from experiments.config.compose import composed, plain
 from experiments.config.driver import driver
 from experiments.config.run import RunConfig, freeze
 from experiments.config.settings import ImplConfig
+from experiments.runs import curves
 from experiments.support import results
 from experiments.support.checkpoint import write_atomic, write_json, write_text
 from experiments.support.errors import UserError
@@ -189,7 +191,7 @@ def find(search: DecaySearch, report: Callable[[str], None] = say) -> dict[str, 
             directory = search.directory()
             write_json(directory / "decay.json", record)
             write_text(directory / "decay.md", text)
-            write_atomic(directory / "decay.png", lambda p: _draw(outcomes, mus, search, p))
+            write_atomic(directory / "decay.png", lambda p: _draw(outcomes, search, p))
             report(f"written: {directory}/decay.json, .md, .png")
         return record
 
@@ -270,41 +272,16 @@ def markdown(record: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _draw(outcomes: list[Outcome], mus: list[float], search: DecaySearch, path: Path) -> None:
-    """Draw the flip rates against the step, and mu of each candidate in the band of
-    feasible ones."""
-    from matplotlib import colormaps
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(7.2, 3.4), layout="constrained")
-    FigureCanvasAgg(figure)
-    curves, ratios = figure.subplots(1, 2)
-    shades = [colormaps["viridis"](number / len(mus)) for number in range(len(mus))]
-    dashed: dict[str, Any] = {"color": "black", "linestyle": "--"}
-    for o, style in zip(outcomes, [dashed, *({"color": s} for s in shades)], strict=True):
-        # The first step has a learning rate of 0 and flips nothing.
-        steps = [step for step in o.flip_rates if step > 0]
-        rates = [o.flip_rates[step] for step in steps]
-        curves.plot(steps, rates, label=_label(o.alpha), linewidth=1.2, **style)
-    curves.axvspan(search.window.start, search.window.stop - 1, color="black", alpha=0.06)
-    curves.set_xlabel("optimizer step (shaded: compared)", fontsize=9)
-    curves.set_ylabel("flip rate per step", fontsize=9)
-    places = list(range(len(mus)))
-    ratios.axhspan(*FEASIBLE, color="tab:green", alpha=0.15, linewidth=0, label="feasible")
-    ratios.axhline(1.0, linewidth=0.8, label="dense", **dashed)
-    ratios.plot(places, mus, color="grey", linewidth=0.8, zorder=1)
-    ratios.scatter(places, mus, color=shades, zorder=2)
-    ratios.set_xticks(places, [f"{alpha:g}" for alpha in search.candidates], rotation=30)
-    ratios.set_ylim(bottom=0.0)
-    ratios.set_xlabel("alpha", fontsize=9)
-    ratios.set_ylabel("mu", fontsize=9)
-    for axes in (curves, ratios):
-        axes.legend(fontsize=7, frameon=False)
-        axes.tick_params(labelsize=8)
-        axes.spines[["top", "right"]].set_visible(False)
-    figure.suptitle(f"Decay factors for {search.config.method}", fontsize=9)
-    figure.savefig(path, dpi=200, format="png")
+def _draw(outcomes: list[Outcome], search: DecaySearch, path: Path) -> None:
+    """Draw the flip rates against the step, without the first, whose learning rate is 0."""
+    data = [
+        curves.Point("flip_rate", _label(o.alpha), step, rate, None, 1)
+        for o in outcomes
+        for step, rate in o.flip_rates.items()
+        if step > 0
+    ]
+    panel = {curves.NAMES["flip_rate"]: partial(curves.draw, quantity="flip_rate", data=data)}
+    curves.figure(panel, f"Decay factors for {search.config.method}", path)
 
 
 def freeze_search(composed: Any) -> DecaySearch:

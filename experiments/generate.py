@@ -216,14 +216,17 @@ def run(config: GenerateConfig) -> None:
         model, encoding = generation_model(source), source.tokenizer()
         prompt = encoding.encode_ordinary_batch([settings.prompt])[0]
         start = prompt or [encoding.eot_token]
-        if (room := model.block_size - len(start)) < 1:
+        if (available := model.block_size - len(start)) < 1:
             raise UserError(
                 f"the prompt's {len(start)} tokens leave no room for more in the "
                 f"{model.block_size} that the model takes; shorten it"
             )
-        if settings.tokens > room:
-            say(f"tokens={settings.tokens} does not fit the model: it is {room} here", sys.stderr)
-            settings = replace(settings, tokens=room)
+        if settings.tokens > available:
+            say(
+                f"tokens={settings.tokens} does not fit the model: it is {available} here",
+                sys.stderr,
+            )
+            settings = replace(settings, tokens=available)
         model = model.to(here.device, DTYPES[settings.dtype] or torch.float32).eval()
         ids = torch.tensor([start], device=here.device)
         tokens = continuation(model, ids, settings, encoding.n_vocab)

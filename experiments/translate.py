@@ -52,10 +52,10 @@ class TranslateConfig(RunConfig):
     search: Search = field(default_factory=Search)
 
 
-def freeze_translation(given: Any) -> TranslateConfig:
+def freeze_translation(composition: Any) -> TranslateConfig:
     """The `TranslateConfig` of a composed `DictConfig`."""
-    run = configuration.freeze(given)
-    search = typed(Search, "search", given["search"])
+    run = configuration.freeze(composition)
+    search = typed(Search, "search", composition["search"])
     if not isinstance(run.data, PairsConfig):
         raise UserError(
             f"model={run.model_name} does not translate; choose model=transformer_nano or "

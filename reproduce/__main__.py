@@ -17,9 +17,9 @@ from experiments.support.errors import (
     Terminated,
     UserError,
     after_broken_pipe,
-    meant,
     one_line,
     raise_on_sigterm,
+    suggestion,
 )
 from reproduce import coverage, everything
 from reproduce.making import How, attempt
@@ -92,7 +92,7 @@ def parse(arguments: list[str], tables: list[Table]) -> Request:
         chosen = [table for table in tables if table.paper]
     if not chosen:
         _refuse_uncovered(command)
-        close = meant(command, {*(table.command for table in tables), *COMMANDS})
+        close = suggestion(command, {*(table.command for table in tables), *COMMANDS})
         raise UsageError(
             f"no table or command {command!r}{close}; python -m reproduce --list names the tables, "
             "--help the commands"
@@ -109,7 +109,7 @@ def parse(arguments: list[str], tables: list[Table]) -> Request:
         if not chosen:
             _refuse_uncovered(command, given["paper"])
             known = ", ".join(papers) or "no paper: it is this project's own"
-            close = meant(given["paper"], papers)
+            close = suggestion(given["paper"], papers)
             raise UsageError(f"no {command} of paper {given['paper']!r}{close}; there is {known}")
     tier = given.get("tier", TIERS[0])
     if not any(tier in table.tiers for table in chosen):

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from experiments.config import run_names
 from experiments.config.command_line import CONF
-from experiments.support.errors import UserError, closest, installing, interruption, meant
+from experiments.support.errors import UserError, closest, installing, interruption, suggestion
 
 T = TypeVar("T")
 
@@ -108,7 +108,7 @@ def _merged(config_name: str, files: tuple[str, ...]) -> Any:
         file = str(error.missing_cfg_file)
         group, _, name = file.rpartition("/") if file[:6] == "hydra/" else file.partition("/")
         known = [option for option in error.options or () if not option.startswith("_")]
-        text = f"there is no {group}={name}{meant(name, known)}; there is {', '.join(known)}"
+        text = f"there is no {group}={name}{suggestion(name, known)}; there is {', '.join(known)}"
         if (new := name.replace("t_sr_ste", "fst")) != name:
             text = f"{group}={name} is called {group}={new} now"
         if name.startswith("submitit"):

@@ -60,13 +60,13 @@ def driver(
             def task(composed: Any) -> float | None:
                 with exit_with_one_line(after_stop):
                     with one_line_errors():
-                        config = typed(composed, **{name: vars(given)[name] for name in texts})
+                        config = typed(composed, **{name: vars(arguments)[name] for name in texts})
                     try:
                         returned.append(main(config))
                     except ValueError as error:  # a defect of ours, not a wrong argument
                         raise RuntimeError(str(error)) from error
                     except Diverged as error:
-                        if "--multirun" not in given.hydra:
+                        if "--multirun" not in arguments.hydra:
                             raise
                         diverged.append(error)
                         print(f"error: {one_line(error)}", file=sys.stderr)
@@ -76,13 +76,13 @@ def driver(
             # Hydra then raises its errors instead of printing them over several lines.
             os.environ["HYDRA_FULL_ERROR"] = "1"
             with exit_with_one_line(after_stop), one_line_errors():
-                given = parse(sys.argv[1:], texts)
-                check(config_name, given.overrides, sweep="--multirun" in given.hydra)
-                if given.help:
+                arguments = parse(sys.argv[1:], texts)
+                check(config_name, arguments.overrides, sweep="--multirun" in arguments.hydra)
+                if arguments.help:
                     module, says = main.__globals__["__spec__"].name, main.__globals__["__doc__"]
-                    print(help_text(module, says, config_name, given.overrides, groups))
+                    print(help_text(module, says, config_name, arguments.overrides, groups))
                     return
-                sys.argv[1:] = [*given.hydra, *given.overrides]
+                sys.argv[1:] = [*arguments.hydra, *arguments.overrides]
                 hydra.main(
                     config_path="pkg://experiments.conf",
                     config_name=config_name,

@@ -143,6 +143,10 @@ class RunConfig:
             lambda: run_names.name(method, model, train, "" if self.init is None else "init"),
         )
 
+    def resolve(self) -> Run:
+        """The config with its hash and its directory."""
+        return Run(self, self.digest(), self.directory())
+
     def as_dict(self) -> dict[str, Any]:
         """The whole resolved config as plain values, for `config.json` and `result.json`."""
         identity = self.identity()
@@ -207,6 +211,15 @@ class RunConfig:
             return TranslationPairs(corpus, self.data, shape, self.train.batch_size)
         check_fits(corpus, shape.vocab_size, shape.block_size)
         return CausalText(corpus, shape.block_size)
+
+
+@dataclass(frozen=True)
+class Run:
+    """A training: its config, the hash of that (`id`) and the run directory."""
+
+    config: RunConfig
+    id: str
+    directory: Path
 
 
 def build_model(shape: ModelConfig) -> Model:
@@ -275,12 +288,12 @@ def command(config_name: str, overrides: Sequence[str]) -> str:
     return shlex.join(["python", "-m", f"experiments.{config_name}", *overrides])
 
 
-def freeze(given: Any) -> RunConfig:
+def freeze(composition: Any) -> RunConfig:
     """The `RunConfig` of a composed `DictConfig`."""
     from hydra.core.hydra_config import HydraConfig
 
     fields = [f.name for f in dataclasses.fields(_Top)]
-    groups = plain(given, "data", "impl", "method", "model", "train", *fields)
+    groups = plain(composition, "data", "impl", "method", "model", "train", *fields)
     method, model = dict(groups["method"]), dict(groups["model"])
     for group, values in (("method", method), ("model", model)):
         if "name" not in values:
@@ -325,8 +338,8 @@ def freeze(given: Any) -> RunConfig:
     if HydraConfig.initialized():
         line = HydraConfig.get()
         assert line.job.config_name is not None
-        told = command(line.job.config_name, line.overrides.task)
-        config = dataclasses.replace(config, command=told)
+        made_by = command(line.job.config_name, line.overrides.task)
+        config = dataclasses.replace(config, command=made_by)
     _check_together(config)
     return config
 

@@ -217,10 +217,10 @@ def fit_warmup(train: dict[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
     steps, warmup, cooldown = (train.get(f"{k}steps", 0) for k in ("", "warmup_", "cooldown_"))
     if not all(type(value) is int and value >= 0 for value in (steps, warmup, cooldown)):
         return train, ()
-    room = steps - cooldown
-    if warmup <= room or room < 0:
+    available = steps - cooldown
+    if warmup <= available or available < 0:
         return train, ()
-    fits = min(room, steps // 10)
+    fits = min(available, steps // 10)
     note = f"train.warmup_steps={warmup} does not fit train.steps={steps}: it is {fits} here"
     return {**train, "warmup_steps": fits}, (note,)
 

@@ -18,7 +18,7 @@ from experiments.data import numbers
 from experiments.data.corpus_source import HUB, NUMBERS, Documents, not_utf8
 from experiments.data.manifest import DataConfig
 from experiments.support import hub
-from experiments.support.errors import UserError, check_installed, told
+from experiments.support.errors import UserError, check_installed, first_line
 
 Pair = tuple[str, str]
 
@@ -185,7 +185,7 @@ def _tables(config: PairsConfig) -> Any:
         table = datasets.load_dataset("parquet", data_files=files)
     except Exception as error:  # of many libraries: network, file system, Parquet
         raise UserError(
-            f"could not read data.source={config.source} ({told(error)}); pass "
+            f"could not read data.source={config.source} ({first_line(error)}); pass "
             f"data.source=FOLDER with train.{config.source_language}, "
             f"train.{config.target_language} and so on"
         ) from error

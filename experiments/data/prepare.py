@@ -55,7 +55,7 @@ from experiments.data.tokenizer import (
 )
 from experiments.support import hub
 from experiments.support.checkpoint import LOCK, exclusive, publish, write_sealed
-from experiments.support.errors import UserError, check_installed, told, writing
+from experiments.support.errors import UserError, check_installed, first_line, writing
 
 if TYPE_CHECKING:
     import tiktoken
@@ -328,8 +328,8 @@ def _files(name: str, source: str, text_column: str) -> Documents:
                 "take it out of the folder"
             ) from error
         raise UserError(
-            f"could not read data.source={source} ({told(error)}); pass data.source=FOLDER with "
-            ".parquet, .jsonl or .txt files that hold text"
+            f"could not read data.source={source} ({first_line(error)}); pass data.source=FOLDER "
+            "with .parquet, .jsonl or .txt files that hold text"
         ) from error
     if text_column not in table.column_names:
         raise UserError(

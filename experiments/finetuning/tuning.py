@@ -24,9 +24,8 @@ from experiments.runs.finished import FinishedRun
 from experiments.support import checkpoint, results
 from experiments.support.errors import UserError
 from experiments.support.progress import say, silent
-from experiments.training import legality
 from experiments.training.blocks import recompute
-from experiments.training.delivery import save_model
+from experiments.training.delivery import finalize, process_record, save_model, sparsity
 from experiments.training.distributed import World, world
 from experiments.training.optimization import DTYPES
 from experiments.training.pretraining import process_settings
@@ -256,11 +255,7 @@ def make_trainer(
         directory=config.directory(),
         world=here,
         micro_batch=_micro_batch(config, here),
-        compiled=config.impl.compile,
-        fused=config.impl.optimizer == "fused",
-        graphed=config.impl.cuda_graphs,
-        checkpoint_every=config.impl.checkpoint_every,
-        loggers=config.impl.loggers,
+        impl=config.impl,
         config=config.as_dict(),
         report=report,
         group="recipe",
@@ -279,27 +274,23 @@ def _train(
     """Train and write weights, predictions and `result.json`, with the metrics of the finalized
     model."""
     started = time.time()
-    model, method, device = trainer.model, trainer.method, trainer.world.device
-    if device.type == "cuda":
+    method = trainer.method
+    if trainer.world.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
     patterns = {name: method.pattern(name) for name in method.layers}
     trainer.fit()
     trainer.check_zeros()
-    whole = (model, method) if shards is None else shards.whole()
-    if shards is None:
-        method.finalize(model)
-    else:
-        shards.finalize()
     evaluation = trainer.evaluation
     assert isinstance(evaluation, TaskMetrics)
-    lora = {} if adapters is None else {"lora": _merged(config, trainer, evaluation, adapters)}
-    metrics = trainer.evaluate()
-    trainer.log_last(metrics)
+    lora: dict[str, Any] = {}
+
+    def measure() -> dict[str, float]:
+        if adapters is not None:
+            lora["lora"] = _merged(config, trainer, evaluation, adapters)
+        return trainer.evaluate()
+
+    done = finalize(trainer, shards, measure)
     predictions = evaluation.files(trainer)
-    if shards is not None and whole is not None:
-        whole[1].finalize(whole[0])
-    tuned = model if whole is None else whole[0]
-    sparsity = None if whole is None else legality.total(legality.measure(tuned, patterns))
     result = {
         "config_hash": config.digest(),
         "config": config.as_dict(),
@@ -322,30 +313,25 @@ def _train(
             "train": len(problem.train),
             **{split: len(own) for split, own in problem.dev.items()},
         },
-        "metrics": metrics,
+        "metrics": done.metrics,
         "losses": evaluation.losses,
         **lora,
-        "sparsity": sparsity if shards is None else trainer.world.all(sparsity)[0],
+        "sparsity": sparsity(trainer, done.model, patterns),
         "converted": list(patterns),
-        "backend": backend.resolve(device),
         "acceleration": method.acceleration.as_dict() if method.acceleration else None,
-        "cuda_graphs": trainer.graphed,
-        "world_size": trainer.world.size,
-        "revisions": trainer.revisions,
-        "started": started,
-        "ended": time.time(),
+        **process_record(trainer, started),
     }
 
     def deliver() -> dict[str, Any]:
-        wrote = save_model(tuned, trainer.directory / WEIGHTS)
+        wrote = save_model(done.model, trainer.directory / WEIGHTS)
         for name, text in predictions.items():
             checkpoint.write_text(trainer.directory / PREDICTIONS / name, text)
         wrote += [f"{PREDICTIONS}/{name}" for name in predictions]
         wrote += [] if adapters is None else [f"{FOLDER}/{name}" for name in FILES]
         files = {name: checkpoint.sha256(trainer.directory / name) for name in wrote}
-        done = results.write_result(trainer.directory, {**result, "files": files})
+        written = results.write_result(trainer.directory, {**result, "files": files})
         shutil.rmtree(trainer.checkpoints, ignore_errors=True)
-        return done
+        return written
 
     return trainer.world.of_main(deliver)  # so that all ranks learn of an error such as a full disk
 

@@ -273,8 +273,8 @@ def _at(record: Any, path: str) -> list[Any]:
 def markdown(found: list[Arm], rows: list[Summary], metric: str = METRIC) -> str:
     """The rows as a Markdown table, preceded by a warning if runs differ in length or data."""
     several = {row.against for row in rows if row.against}
-    told = f"minus {min(several)}" if len(several) == 1 else "compared with | difference"
-    heads = [f"run | {metric.rpartition('.')[2]} | seeds", f"{told} | 95 % interval | pairs"]
+    shown = f"minus {min(several)}" if len(several) == 1 else "compared with | difference"
+    heads = [f"run | {metric.rpartition('.')[2]} | seeds", f"{shown} | 95 % interval | pairs"]
     lines = [f"| {' | '.join(heads[: 1 + bool(several)])} |"]
     lines.append("|---|--:|--:|" + ("--:|" * (3 + (len(several) > 1)) if several else ""))
     for row in rows:
@@ -325,8 +325,8 @@ def with_spread(center: float, spread: float) -> str:
     if not math.isfinite(center):
         return "not finite"
     places = decimals(center, center - spread, center + spread)
-    told = f"{center:.{places}f}"
-    return told if math.isnan(spread) else f"{told} ± {spread:.{places}f}"
+    shown = f"{center:.{places}f}"
+    return shown if math.isnan(spread) else f"{shown} ± {spread:.{places}f}"
 
 
 def curves(found: list[Arm], baselines: list[Arm]) -> list[Point]:
@@ -364,6 +364,6 @@ def of_sweep(runs: list[FinishedRun], metric: str = METRIC) -> str:
     """The table printed at the end of a sweep, with the command that prints it with curves."""
     found = arms(runs)
     folders = dict.fromkeys(str(run.directory.parent) for run in runs)
-    given = [*folders, *([] if metric == METRIC else [f"metric={metric}"])]
-    command = shlex.join(["python", "-m", "experiments.compare", *given])
+    arguments = [*folders, *([] if metric == METRIC else [f"metric={metric}"])]
+    command = shlex.join(["python", "-m", "experiments.compare", *arguments])
     return f"\n{text(found, choose(found, None), metric)}\nwith curves: {command}"

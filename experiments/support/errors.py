@@ -41,7 +41,7 @@ class Diverged(UserError):
         self.reason = reason
 
 
-def meant(word: str, known: Iterable[str]) -> str:
+def suggestion(word: str, known: Iterable[str]) -> str:
     """The end of a sentence that suggests the one of `known` that is closest to `word`; "" without
     one."""
     found = closest(word, known)
@@ -79,7 +79,7 @@ def printable(text: str) -> str:
     return _CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
-def told(error: BaseException) -> str:
+def first_line(error: BaseException) -> str:
     """The class of an error and the first line of its message, if any. For an error that only
     reports another one, as those of datasets do, the other one."""
     while type(error).__name__ == "DatasetGenerationError" and error.__cause__ is not None:

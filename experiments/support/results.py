@@ -174,9 +174,9 @@ def runs_below(directory: Path) -> list[str]:
         if "val_loss" not in result["metrics"]:
             continue
         loss = result["metrics"]["val_loss"]
-        told = "not finite" if loss is None else f"{loss:.4f}"
+        shown = "not finite" if loss is None else f"{loss:.4f}"
         name, inside = result["config"]["method"]["name"], path.relative_to(directory)
-        lines.append(f"{inside}  {name}, seed {result['seed']}, val_loss {told}")
+        lines.append(f"{inside}  {name}, seed {result['seed']}, val_loss {shown}")
     return lines
 
 

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import copy
+import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
+from common_kernels import backend
 from experiments.support import checkpoint, tensor_files
-from experiments.training import averages
+from experiments.training import averages, legality
 from experiments.training.sharding import Shards
 from experiments.training.trainer import Trainer
-from methods import Method
 from models.dino import DINO
 
 
@@ -35,7 +37,7 @@ def finalized_averages(trainer: Trainer, shards: Shards | None) -> nn.Module | N
         if shards is None:
             copied: Any = copy.deepcopy((trainer.model, trainer.method))
         else:
-            copied = shards.whole()
+            copied = shards.unsharded()
     if copied is None:
         return None
     model, method = copied
@@ -43,11 +45,57 @@ def finalized_averages(trainer: Trainer, shards: Shards | None) -> nn.Module | N
     return deliverable(model, ())[0]
 
 
-def latent_state(method: Method) -> dict[str, dict[str, Tensor]]:
-    """The layers' state that `finalize` discards, by layer: dense weights, masks, scales."""
-    return {
+class Finalized(NamedTuple):
+    """A finalized training.
+
+    model: plain, with all weights; on ranks other than 0 of a sharded one, their part of it.
+    metrics: those of the finalized weights.
+    latent: the layers' state before that, by layer: dense weights, masks, scales.
+    """
+
+    model: nn.Module
+    metrics: dict[str, float]
+    latent: dict[str, dict[str, Tensor]]
+
+
+def finalize(
+    trainer: Trainer, shards: Shards | None, measure: Callable[[], dict[str, float]]
+) -> Finalized:
+    """Finalize a trained model, and record what `measure` then returns as the last evaluation."""
+    # Files are written from the full weights, which only rank 0 has if they are sharded.
+    full = (trainer.model, trainer.method) if shards is None else shards.unsharded()
+    layers = {} if full is None else full[1].sparse_layers
+    latent = {
         name: {key: value.detach().cpu().clone() for key, value in layer.state_dict().items()}
-        for name, layer in method.sparse_layers.items()
+        for name, layer in layers.items()
+    }
+    if shards is None:
+        trainer.method.finalize(trainer.model)
+    else:
+        shards.finalize()
+    metrics = measure()
+    trainer.log_last(metrics)
+    if shards is not None and full is not None:
+        full[1].finalize(full[0])
+    return Finalized(trainer.model if full is None else full[0], metrics, latent)
+
+
+def sparsity(
+    trainer: Trainer, model: nn.Module, patterns: Mapping[str, tuple[int, int]]
+) -> dict[str, Any]:
+    """Density and illegal groups of the linears in `patterns` of rank 0's finalized model."""
+    return trainer.world.of_main(lambda: legality.total(legality.measure(model, patterns)))
+
+
+def process_record(trainer: Trainer, started: float) -> dict[str, Any]:
+    """The entries of every training's result about how and when it ran."""
+    return {
+        "backend": backend.resolve(trainer.world.device),
+        "cuda_graphs": trainer.graphed,
+        "world_size": trainer.world.size,
+        "revisions": trainer.revisions,
+        "started": started,
+        "ended": time.time(),
     }
 
 

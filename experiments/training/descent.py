@@ -41,8 +41,8 @@ class Descent:
         masked = [layer for layer in layers if isinstance(layer, MaskedLinear)]
         self.masks = [(layer, layer.mask.clone()) for layer in masked]
         # Magnitudes that delayed scaling has recorded; the extra passes must not add to them.
-        given: list[Any] = [layer for layer in layers if hasattr(layer, "amax_seen")]
-        self.seen: list[Tensor] = [layer.amax_seen for layer in given]
+        delayed: list[Any] = [layer for layer in layers if hasattr(layer, "amax_seen")]
+        self.seen: list[Tensor] = [layer.amax_seen for layer in delayed]
         self.loss, self.scale = self._loss(), optimization.scaler.get_scale()
         parameters = [p for p in optimization.model.parameters() if p.grad is not None]
         self.weights = [(p, p.detach().clone(), p.grad) for p in parameters]

@@ -98,23 +98,23 @@ def _launched(why: str) -> str:
     return f"passes are launched from Python: no CUDA graphs {why}"
 
 
-def fits(peak: int, held: int, room: int) -> bool:
+def fits(peak: int, held: int, available: int) -> bool:
     """True if the graphs' memory pool fits in addition to that of launched steps.
 
     Args:
         peak, held: bytes that launched steps took at most, and bytes held between steps.
-        room: bytes that this process can use.
+        available: bytes that this process can use.
     """
-    return held + 2 * MARGIN * (peak - held) <= room
+    return held + 2 * MARGIN * (peak - held) <= available
 
 
 def _check_memory(device: torch.device) -> None:
     """Raise torch.OutOfMemoryError if graphs might exhaust the memory of a run that fits when
     launched."""
-    room = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
+    available = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
     peak, held = torch.cuda.max_memory_allocated(device), torch.cuda.memory_allocated(device)
-    if not fits(peak, held, room):
-        raise torch.OutOfMemoryError(f"{peak=} {held=} {room=}")
+    if not fits(peak, held, available):
+        raise torch.OutOfMemoryError(f"{peak=} {held=} {available=}")
 
 
 def capture(part: Callable[[], Tensor], pool: object) -> tuple[Callable[[], None], Tensor]:

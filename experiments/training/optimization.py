@@ -166,8 +166,10 @@ class Optimization:
         decayed = model.param_groups(1.0)
         self.decayed = [i for i, group in enumerate(decayed) if group["weight_decay"]]
         self.scaler = torch.amp.GradScaler(device.type, enabled=self.dtype is torch.float16)
-        runner: Any = torch.compile(model) if compiled else model
-        if ranks > 1 and not any(map(sharding.is_sharded, model.parameters())):
+        sharded = any(map(sharding.is_sharded, model.parameters()))
+        # The blocks of a sharded model are compiled one by one (sharding.py).
+        runner: Any = torch.compile(model) if compiled and not sharded else model
+        if ranks > 1 and not sharded:
             for parameter in model.parameters():
                 torch.distributed.broadcast(parameter.detach(), src=0)
             runner = DistributedDataParallel(runner, init_sync=False)
@@ -185,9 +187,9 @@ class Optimization:
         """One optimizer step on as many micro-batches as there are `shares`.
 
         Args:
-            batches: the micro-batches, on any device. shares: the weight of each micro-batch's mean
-            loss. Their weighted sum, averaged over the
-                ranks, must be the mean over all samples of the step.
+            batches: the micro-batches, on any device.
+            shares: the weight of each micro-batch's mean loss. Their weighted sum, averaged over
+                the ranks, must be the mean over all samples of the step.
         Returns: (mean loss on this rank, norm of the gradient before clipping). If the norm is not
             finite, the loss scaler has skipped the step.
         Raises:

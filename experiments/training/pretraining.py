@@ -24,21 +24,23 @@ from torch import Tensor, nn
 
 from common_kernels import backend
 from experiments.config.initial import AVERAGED, LATENT, WEIGHTS, damage
-from experiments.config.run import RunConfig
+from experiments.config.run import Run, RunConfig
 from experiments.config.settings import ImplConfig
 from experiments.data.corpus import CALIBRATION
 from experiments.data.source import Source, send
 from experiments.support import checkpoint, results, tensor_files
 from experiments.support.errors import Diverged, UserError
 from experiments.support.progress import say, silent
-from experiments.training import legality, speed
+from experiments.training import speed
 from experiments.training.blocks import recompute
 from experiments.training.delivery import (
     deliverable,
+    finalize,
     finalized_averages,
     keep_tokenizer,
-    latent_state,
+    process_record,
     save_model,
+    sparsity,
 )
 from experiments.training.distributed import World, world
 from experiments.training.held_out import HeldOut
@@ -51,7 +53,7 @@ from methods.nn.ranks import alone
 from models.base import Model
 
 _SHAPE = {**results.TRAINING, "corpus_hash": str, "corpus": dict, "metrics": dict}
-_told: set[str] = set()  # devices without sparse products, of which a sweep says so once
+_reported: set[str] = set()  # devices without sparse products, of which a sweep says so once
 CALIBRATION_BATCH = 8  # sequences per forward pass; it does not change the statistics
 
 
@@ -62,33 +64,25 @@ def finished(config: RunConfig) -> dict[str, Any] | None:
         UserError: the result cannot be read or was made on other data than the config's, or the run
             that it starts from is damaged.
     """
-    result, why = _found(config)
+    result, why = _find(config.resolve())
     return result if why is None else None
 
 
-def _found(config: RunConfig) -> tuple[dict[str, Any] | None, str | None]:
+def _find(run: Run) -> tuple[dict[str, Any] | None, str | None]:
     """(the result if the run has ended, the reason if it must be made again)."""
-    result = _ended(config)
-    return result, None if result is None else _to_make_again(config, result)
-
-
-def _ended(config: RunConfig) -> dict[str, Any] | None:
-    directory = config.directory()
-    result = results.read_finished(directory, config.digest(), _SHAPE)
-    if result is not None and not config.data.check_result(result, directory):
+    config, directory = run.config, run.directory
+    result = results.read_finished(directory, run.id, _SHAPE)
+    if result is None:
+        return None, None
+    if not config.data.check_result(result, directory):
         raise UserError(
             f"{directory} was made on other data (from {result['config']['data']['source']}, hash "
             f"{result['corpus_hash'][:12]}) than those of data.source={config.data.source}: give "
             f"these another data.name, or delete {directory}"
         )
-    return result
-
-
-def _to_make_again(config: RunConfig, result: dict[str, Any]) -> str | None:
-    """The reason why a finished run must be made again; None if there is none."""
     if result.get("init") != config.init_weights():
-        return f"{config.init} has other weights than when {config.directory()} began with them"
-    return damage(config.directory(), result)
+        return result, f"{config.init} has other weights than when {directory} began with them"
+    return result, damage(directory, result)
 
 
 def run(config: RunConfig, report: Callable[[str], None] = say) -> dict[str, Any]:
@@ -99,46 +93,44 @@ def run(config: RunConfig, report: Callable[[str], None] = say) -> dict[str, Any
     """
     with process_settings(config.impl), world(config.impl.device, config.impl.offload) as here:
         report = report if here.is_main else silent
+        run = here.of_main(config.resolve)
+        directory = run.directory
         # Only rank 0 decides: another process may finish the run while the ranks look.
-        ended, why = here.of_main(lambda: _found(config))
+        ended, why = here.of_main(lambda: _find(run))
         if ended is not None and why is None:
-            report(f"done already: {config.directory()}")
+            report(f"done already: {directory}")
             if here.is_main:  # left by a process that was killed after writing the result
-                shutil.rmtree(config.directory() / "checkpoints", ignore_errors=True)
+                shutil.rmtree(directory / "checkpoints", ignore_errors=True)
             return ended
         if why is not None:
             report(f"{why}; trained anew")
         # Every rank would raise the same error; let rank 0 report it.
-        here.of_main(lambda: _micro_batch_size(config, config.build_method(), here))
+        quantizes = config.build_method().quantizes
+        micro_batch = here.of_main(
+            lambda: micro_batch_size(config.train, config.impl.micro_batch, here.size, quantizes)
+        )
         check_viewers(config.impl.loggers)
         init = config.init_weights()
         model, method, converted, source = _prepare(config, here)
         if config.impl.activation_checkpointing:
             recompute(model)
         shards = share(model, method, config.impl, DTYPES[config.train.dtype], here)
-        tokens = _micro_batch_size(config, method, here) * source.tokens_per_sample
-        accelerate(method, tokens, config.impl)
+        accelerate(method, micro_batch * source.tokens_per_sample, config.impl)
         if config.init_weights() != init:
             raise UserError(f"{config.init} was changed while it was read")
-        directory = config.directory()
         with ExitStack() as stack:
             here.of_main(lambda: stack.enter_context(checkpoint.exclusive(directory)))
-            held_out = HeldOut(source, config.train.eval_samples)
             trainer = Trainer(
                 model=model,
                 method=method,
                 source=source,
-                evaluation=held_out,
+                evaluation=HeldOut(source, config.train.eval_samples),
                 train=config.train,
-                identity=f"{config.digest()} {init}",
+                identity=f"{run.id} {init}",
                 directory=directory,
                 world=here,
-                compiled=config.impl.compile and shards is None,
-                fused=config.impl.optimizer == "fused",
-                graphed=config.impl.cuda_graphs,
-                micro_batch=_micro_batch_size(config, method, here),
-                checkpoint_every=config.impl.checkpoint_every,
-                loggers=config.impl.loggers,
+                micro_batch=micro_batch,
+                impl=config.impl,
                 config=config.as_dict(),
                 report=report,
             )
@@ -152,12 +144,12 @@ def run(config: RunConfig, report: Callable[[str], None] = say) -> dict[str, Any
                 (directory / results.FILE).unlink(missing_ok=True)
                 checkpoint.write_json(directory / "config.json", config.as_dict())
             report(f"{config.method}, seed {config.seed}: {converted} -> {directory}")
-            if method.acceleration and here.device.type not in _told:
+            if method.acceleration and here.device.type not in _reported:
                 report(str(method.acceleration))
-                _told.update({here.device.type} - {"cuda"})
+                _reported.update({here.device.type} - {"cuda"})
             for note in notes(config, source):
                 report(note)
-            return _train(config, trainer, shards, held_out, converted, init, report)
+            return _train(run, trainer, shards, source, converted, init, report)
 
 
 def notes(config: RunConfig, source: Source) -> list[str]:
@@ -172,10 +164,6 @@ def notes(config: RunConfig, source: Source) -> list[str]:
     return said
 
 
-def _micro_batch_size(config: RunConfig, method: Method, here: World) -> int:
-    return micro_batch_size(config.train, config.impl.micro_batch, here.size, method.quantizes)
-
-
 def _prepare(config: RunConfig, here: World) -> tuple[Model, Method, Report, Source]:
     """The converted model (on its device, unless it will be sharded), its method, the conversion's
     report, and the data.
@@ -185,18 +173,18 @@ def _prepare(config: RunConfig, here: World) -> tuple[Model, Method, Report, Sou
     method = config.build_method()
     check_shared(method, config.impl, config.train, here)
     # A model to be sharded is built on rank 0 in the host's memory, and on the others on `meta`.
-    apart = shares_weights(config.impl, here) and not method.calibration_sequences
+    sharded = shares_weights(config.impl, here) and not method.calibration_sequences
 
     def build() -> Model:
         torch.manual_seed(config.seed)
         try:
-            if apart:
+            if sharded:
                 return config.build_model() if here.is_main else config.build_shape()
             return config.build_model().to(here.device)
         except ValueError as error:
             raise UserError(str(error)) from error
 
-    model = here.main_first(build) if apart else build()
+    model = here.main_first(build) if sharded else build()
 
     @functools.cache
     def open_source() -> Source:
@@ -212,7 +200,7 @@ def _prepare(config: RunConfig, here: World) -> tuple[Model, Method, Report, Sou
             batches = open_source().batches((CALIBRATION, part) for part in parts)
             on_device = ({k: send(v, here.device) for k, v in b.items()} for b in batches)
             method.calibrate(model, on_device)
-        with alone(here.device) if apart else nullcontext():
+        with alone(here.device) if sharded else nullcontext():
             converted = method.convert(model, dtype=DTYPES[config.train.dtype])
         source = open_source()
     except (ValueError, RuntimeError) as error:
@@ -221,22 +209,27 @@ def _prepare(config: RunConfig, here: World) -> tuple[Model, Method, Report, Sou
 
 
 def _train(
-    config: RunConfig,
+    run: Run,
     trainer: Trainer,
     shards: Shards | None,
-    held_out: HeldOut,
+    source: Source,
     converted: Report,
     init: dict[str, str] | None,
     report: Callable[[str], None],
 ) -> dict[str, Any]:
-    """Train and write the result, also if the training diverges, before that error is raised."""
+    """Train, finalize, evaluate and write the result, also if the training diverges, before that
+    error is raised."""
+    config, here = run.config, trainer.world
     started = time.time()
+    products = {
+        name: dataclasses.asdict(layer.accelerated)
+        for name, layer in trainer.method.sparse_layers.items()
+    }
 
-    def facts(means: dict[str, float], flip_rate: Any) -> dict[str, Any]:
-        source = held_out.source
+    def result(means: dict[str, float], flip_rate: Any, **more: Any) -> dict[str, Any]:
         samples = int(config.train.samples_before[trainer.step])
         return {
-            "config_hash": config.digest(),
+            "config_hash": run.id,
             "config": config.as_dict(),
             "command": config.command,
             "init": init,
@@ -249,95 +242,68 @@ def _train(
             "tokens": samples * source.tokens_per_sample,
             "metrics": {
                 **means,
-                "eval_samples": held_out.samples,
+                "eval_samples": min(config.train.eval_samples, source.eval_size),
                 "flip_rate": flip_rate,
                 "skipped_steps": trainer.optimization.skipped,
             },
             "notes": notes(config, source),
-            "backend": backend.resolve(trainer.world.device),
-            "cuda_graphs": trainer.graphed,
-            "world_size": trainer.world.size,
             "train_seconds": trainer.seconds,
-            "revisions": trainer.revisions,
-            "started": started,
-            "ended": time.time(),
+            **more,
+            **process_record(trainer, started),
         }
 
     try:
-        return _finish(trainer, shards, held_out.source, converted, facts, report)
+        if here.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        trainer.fit()
+        flip_rate = trainer.method.metrics()["flip_rate"]
+        averaged, means = finalized_averages(trainer, shards), trainer.evaluate_averages()
+        done = finalize(trainer, shards, lambda: trainer.evaluate_weights() | means)
+        if not math.isfinite(done.metrics.get("val_loss", 0.0)):
+            raise trainer.optimization.diverged(
+                f"val_loss is {done.metrics['val_loss']} after the last step"
+            )
     except Diverged as error:
-        lost = {
-            "diverged": error.reason,
-            **facts({"val_loss": math.nan}, math.nan),
-            "converted": list(converted.names),
-            "sparsity": None,
-            "step_seconds": trainer.seconds / max(1, trainer.step),
-        }
-        trainer.world.of_main(lambda: results.write_result(trainer.directory, lost))
-        error.elsewhere = not trainer.world.is_main
+        lost = result(
+            {"val_loss": math.nan},
+            math.nan,
+            diverged=error.reason,
+            converted=list(converted.names),
+            sparsity=None,
+            step_seconds=trainer.seconds / max(1, trainer.step),
+        )
+        here.of_main(lambda: results.write_result(trainer.directory, lost))
+        error.elsewhere = not here.is_main
         raise
-
-
-def _finish(
-    trainer: Trainer,
-    shards: Shards | None,
-    source: Source,
-    converted: Report,
-    facts: Callable[[dict[str, float], Any], dict[str, Any]],
-    report: Callable[[str], None],
-) -> dict[str, Any]:
-    """Train, finalize and deliver. facts: makes the result's entries from losses and flip rate."""
-    here, model = trainer.world, trainer.model
-    if here.device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats()
-    layers = trainer.method.sparse_layers
-    products = {name: dataclasses.asdict(layer.accelerated) for name, layer in layers.items()}
-    trainer.fit()
-    last = trainer.method.metrics()
-    averaged, means = finalized_averages(trainer, shards), trainer.evaluate_averages()
-    # The files are written from whole weights, which only rank 0 has if they are sharded.
-    whole = (model, trainer.method) if shards is None else shards.whole()
-    latent = {} if whole is None else latent_state(whole[1])
-    if shards is None:
-        trainer.method.finalize(model)
-    else:
-        shards.finalize()
-    means = trainer.evaluate_weights() | means
-    trainer.log_last(means)
-    if not math.isfinite(means.get("val_loss", 0.0)):
-        raise trainer.optimization.diverged(f"val_loss is {means['val_loss']} after the last step")
-    if shards is not None and whole is not None:
-        whole[1].finalize(whole[0])
-    plain, names = deliverable(model if whole is None else whole[0], converted.names)
-    patterns = {new: trainer.method.pattern(old) for new, old in names.items()}
-    sparsity = None if whole is None else legality.total(legality.measure(plain, patterns))
-    result = {
-        **facts(means, last["flip_rate"]),
-        "sparsity": sparsity if shards is None else here.all(sparsity)[0],
-        "converted": list(names),
-        "matmul": products,
-    }
-    kept = {
+    plain, names = deliverable(done.model, converted.names)
+    found = result(
+        done.metrics,
+        flip_rate,
+        sparsity=sparsity(trainer, plain, {n: trainer.method.pattern(o) for n, o in names.items()}),
+        converted=list(names),
+        matmul=products,
+    )
+    latent = {
         f"{new}.{key}": value
         for new, old in names.items()
-        for key, value in latent.get(old, {}).items()
+        for key, value in done.latent.get(old, {}).items()
     }
-    scores = ", ".join(f"{name} {value:.4f}" for name, value in means.items())
+    scores = ", ".join(f"{name} {value:.4f}" for name, value in done.metrics.items())
 
     def deliver() -> dict[str, Any]:
-        done = _delivered(trainer, source, result, plain, averaged, kept)
-        for path in done["corpus"].get("skipped_files", [])[:1]:
-            count = done["corpus"]["skipped"]
+        written = _write(trainer, source, found, plain, averaged, latent)
+        for path in written["corpus"].get("skipped_files", [])[:1]:
+            count = written["corpus"]["skipped"]
             report(f"left out {count} training images that cannot be read, the first: {path}")
         report(f"{scores}, {trainer.seconds:.0f} s of training")
-        if (gained := done["acceleration"]) and (line := speed.told(gained)):
+        if (gained := written["acceleration"]) and (line := speed.summary(gained)):
             report(line)
-        return done
+        return written
 
     return here.of_main(deliver)  # so that all ranks learn of an error such as a full disk
 
 
-def _delivered(
+def _write(
     trainer: Trainer,
     source: Source,
     result: dict[str, Any],

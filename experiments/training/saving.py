@@ -76,13 +76,13 @@ class Saver:
                 "fix that, and run the same command again"
             )
         results = self.world.all((done, found, problem))
-        for *_, told in results:
-            if told is not None:
+        for *_, message in results:
+            if message is not None:
                 futures.wait([self.pending])
                 self.world.all(None)  # no rank writes any more
                 if self.abandon is not None:
                     self.abandon()
-                raise UserError(told)
+                raise UserError(message)
         if not all(written for written, *_ in results):
             return
         self.pending, finish, self.finish = None, self.finish, None

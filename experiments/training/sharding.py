@@ -112,7 +112,7 @@ class Shards:
     ) -> None:
         self.model, self.method, self.world = model, method, world
         teacher = getattr(method, "teacher", None)
-        # For `whole`: the model as it is before FSDP takes over the parameters.
+        # For `unsharded`: the model as it is before FSDP takes over the parameters.
         self._shapes = without_numbers((model, method), model, {id(teacher): None})
         _check_alike([model, teacher], world)
         mesh = torch.distributed.init_device_mesh(world.device.type, (world.size,))
@@ -127,7 +127,7 @@ class Shards:
             raise UserError(f"impl.shard=fsdp2: {error}") from error
 
     @torch.no_grad()
-    def whole(self) -> tuple[Model, Method] | None:
+    def unsharded(self) -> tuple[Model, Method] | None:
         """A whole copy of model and method as they are now, on rank 0's CPU; None on other ranks.
         Every rank must call it."""
         state: dict[str, Tensor] = {}

@@ -37,7 +37,7 @@ def gain(
     return {**acceleration.as_dict(), "step": step}
 
 
-def told(speed: dict[str, Any]) -> str:
+def summary(speed: dict[str, Any]) -> str:
     """The gain of a step as one line; "" if nothing ran sparse."""
     step = speed["step"]
     if not step["saved_ms"]:

@@ -22,8 +22,7 @@ class MetricsLog:
     """Appends one JSON object per record to `metrics.jsonl`; each has a `step`.
 
     lines: the lines written so far. A checkpoint keeps them, and a resumed run rewrites the file
-    from
-        its checkpoint, so that no record is missing or repeated.
+        from its checkpoint, so that no record is missing or repeated.
     config: the run's config, shown by the viewers.
     """
 

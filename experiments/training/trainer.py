@@ -17,10 +17,10 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from experiments.config.settings import AUTO, TrainConfig
+from experiments.config.settings import AUTO, ImplConfig, TrainConfig
 from experiments.data.source import Batch, Request, TrainingSource
 from experiments.support import memory
-from experiments.support.errors import Diverged, Stop, UserError, deferred_stop, told
+from experiments.support.errors import Diverged, Stop, UserError, deferred_stop, first_line
 from experiments.support.progress import Progress, say
 from experiments.support.results import revision
 from experiments.training import averages, sharded_checkpoint
@@ -54,8 +54,6 @@ class Trainer:
         identity: hashes of the config and the initial weights; a checkpoint with another identity,
             or made on other data, is refused.
         micro_batch: samples per rank and forward pass.
-        compiled, fused: see `Optimization`.
-        graphed: the value of `impl.cuda_graphs`.
         config: the run's config, for the viewers of its log.
         group: the name of the config group of `train`, for messages.
     """
@@ -72,11 +70,7 @@ class Trainer:
         directory: Path,
         world: World,
         micro_batch: int,
-        compiled: bool = False,
-        fused: bool = False,
-        graphed: bool | str = False,
-        checkpoint_every: int = 0,
-        loggers: tuple[str, ...] = (),
+        impl: ImplConfig,
         config: dict[str, Any] | None = None,
         report: Callable[[str], None] = say,
         group: str = "train",
@@ -84,22 +78,21 @@ class Trainer:
         self.model, self.method, self.source = model, method, source
         self.evaluation, self.train, self.group = evaluation, train, group
         self.identity, self.directory, self.world = identity, directory, world
-        self.checkpoint_every, self.report = checkpoint_every, report
-        self.loggers, self.config = loggers, config or {}
-        self.micro_batch = micro_batch
+        self.micro_batch, self.impl = micro_batch, impl
+        self.config, self.report = config or {}, report
         self.saver = Saver(self.checkpoints, world)
         replayed, self.notice = choose(
-            graphed, world.device, world.size, model, train, source.one_shape
+            impl.cuda_graphs, world.device, world.size, model, train, source.one_shape
         )
         self.optimization = Optimization(
             model,
             method,
             train,
             world.device,
-            compiled=compiled,
-            fused=fused,
+            compiled=impl.compile,
+            fused=impl.optimizer == "fused",
             graphed=replayed,
-            report=report if graphed == AUTO else None,
+            report=report if impl.cuda_graphs == AUTO else None,
             ranks=world.size,
             group=group,
         )
@@ -132,7 +125,7 @@ class Trainer:
         """
         main = self.world.is_main
         if main:
-            self.log = MetricsLog(self.directory, self.lines, self.loggers, self.config)
+            self.log = MetricsLog(self.directory, self.lines, self.impl.loggers, self.config)
         unit = self.source.unit
         size = self.source.tokens_per_sample if unit == "tokens" else 1
         first, seen = self.step, self.train.samples_before * size
@@ -155,7 +148,7 @@ class Trainer:
                     progress.update(self.step + 1, int(seen[self.step + 1] - seen[first]), loss)
                 self.step += 1
                 self.saver.poll()
-                every = self.checkpoint_every
+                every = self.impl.checkpoint_every
                 if every and (stop.kind is not None or self.step % every == 0):
                     self.save()
                 if stop.kind is not None:
@@ -392,7 +385,7 @@ class Trainer:
         except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
             if memory.is_exhausted(error):
                 raise
-            raise self._unfit(told(error), revisions) from error
+            raise self._unfit(first_line(error), revisions) from error
         self.revisions = list(dict.fromkeys([*revisions, *self.revisions]))
         if self.world.is_main:
             self.report(f"resumed at step {self.step} of {self.train.steps}")

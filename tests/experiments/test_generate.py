@@ -142,9 +142,8 @@ def drawn(rows=20_000, **options):
     return tokens.bincount(minlength=5) / rows
 
 
-@pytest.mark.parametrize(
-    ("options", "expected"),
-    [
+def test_frequencies_are_the_probabilities():
+    for options, expected in [
         ({"temperature": 0}, [0, 1, 0, 0, 0]),
         ({"temperature": 1e-300}, [0, 1, 0, 0, 0]),
         ({"temperature": 1}, PROBABILITIES),
@@ -157,19 +156,11 @@ def drawn(rows=20_000, **options):
         ({"temperature": 1, "top_p": 1.0}, PROBABILITIES),
         # Of the two that are left, the first alone has 0.61.
         ({"temperature": 1, "top_k": 2, "top_p": 0.6}, [0, 1, 0, 0, 0]),
-    ],
-)
-def test_frequencies_are_the_probabilities(options, expected):
-    found, expected = drawn(**options), torch.tensor(expected)
-    assert torch.equal(found > 0, expected > 0)
-    # Five standard deviations of a frequency out of 20,000.
-    assert (found - expected).abs().max() <= 5 * math.sqrt(0.25 / 20_000)
-
-
-def test_equal_logits_keep_the_first_of_them():
-    logits = torch.zeros(100, 4)
-    tokens = generate.choose(logits, settings(temperature=1, top_k=2), torch.Generator())
-    assert set(tokens.tolist()) == {0, 1}
+    ]:
+        found, expected = drawn(**options), torch.tensor(expected)
+        assert torch.equal(found > 0, expected > 0)
+        # Five standard deviations of a frequency out of 20,000.
+        assert (found - expected).abs().max() <= 5 * math.sqrt(0.25 / 20_000)
 
 
 def test_a_seed_gives_its_text(trained, capsys):
@@ -188,9 +179,8 @@ def test_ids_that_the_tokenizer_lacks_are_never_chosen(trained, capsys):
     assert capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
+def test_a_setting_out_of_range_is_named():
+    for options, message in [
         ({"temperature": -1.0}, "temperature=-1.0; it must be 0"),
         ({"temperature": math.nan}, "temperature=nan; it must be 0"),
         ({"temperature": 1.0, "top_k": 0}, "top_k=0; it must be at least 1"),
@@ -200,11 +190,9 @@ def test_ids_that_the_tokenizer_lacks_are_never_chosen(trained, capsys):
         ({"seed": -1}, "seed=-1; it must lie in"),
         ({"tokens": 0}, "tokens=0; it must be at least 1"),
         ({"batch": 10**22}, "it must be at most 1,000,000"),
-    ],
-)
-def test_a_setting_out_of_range_is_named(options, message):
-    with pytest.raises(ValueError, match=message):
-        settings(**options)
+    ]:
+        with pytest.raises(ValueError, match=message):
+            settings(**options)
 
 
 # ------------------------------------------------------------------ text
@@ -226,21 +214,6 @@ def test_pieces_end_with_whole_characters_and_the_text_with_its_token():
     assert next(tokens) == ord("n")  # nothing was made after the end
     cut = list(generate.text_of(Bytes(), [], "a€".encode()[:-1]))
     assert cut == ["", "a", "\N{REPLACEMENT CHARACTER}"]
-
-
-@pytest.mark.parametrize(("terminal", "expected"), [(True, ["", "one"]), (False, ["", ""])])
-def test_a_terminal_shows_the_text_as_it_comes(monkeypatch, terminal, expected):
-    out, seen = io.StringIO(), []
-    out.isatty = lambda: terminal
-
-    def pieces():
-        for piece in ("one", " two"):
-            seen.append(out.getvalue())
-            yield piece
-
-    monkeypatch.setattr(sys, "stdout", out)
-    generate.show(pieces())
-    assert (seen, out.getvalue()) == (expected, "one two\n")
 
 
 # ------------------------------------------------------------------ prompts
@@ -266,9 +239,9 @@ def asked(monkeypatch):
     return ask
 
 
-@pytest.mark.parametrize("prompt", PROMPTS)
-def test_a_prompt_is_taken_as_it_is_typed(asked, prompt):
-    assert asked(f"prompt={prompt}", "tokens=3") == prompt
+def test_a_prompt_is_taken_as_it_is_typed(asked):
+    for prompt in PROMPTS:
+        assert asked(f"prompt={prompt}", "tokens=3") == prompt
 
 
 def test_a_prompt_comes_in_other_ways_as_well(asked, tmp_path):
@@ -282,9 +255,8 @@ def test_a_prompt_comes_in_other_ways_as_well(asked, tmp_path):
     assert asked(f"prompt_file={tmp_path / 'a, b=c.txt'}") == prompt
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
+def test_a_wrong_prompt_is_one_line(asked):
+    for arguments, message in [
         ([], 'error: prompt="..." is missing'),
         (["--prompt"], "error: argument --prompt: expected one argument; see --help"),
         (["prompt=a", "prompt=b"], "error: prompt is given twice"),
@@ -293,12 +265,10 @@ def test_a_prompt_comes_in_other_ways_as_well(asked, tmp_path):
         (["prompt=a\udce9"], "error: prompt is not UTF-8 (character 2)"),
         (["prompt=a", "temperature=warm"], "error: the config.temperature"),
         (["prompt=a", "top_k=-3", "temperature=1"], "error: top_k=-3; it must be at least 1"),
-    ],
-)
-def test_a_wrong_prompt_is_one_line(asked, arguments, message):
-    with pytest.raises(SystemExit) as stop:
-        asked(*arguments)
-    assert stop.value.code.startswith(message) and "\n" not in stop.value.code
+    ]:
+        with pytest.raises(SystemExit) as stop:
+            asked(*arguments)
+        assert stop.value.code.startswith(message) and "\n" not in stop.value.code
 
 
 def test_input_that_is_not_utf8_is_named_with_its_byte(asked):

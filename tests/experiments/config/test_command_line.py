@@ -37,22 +37,22 @@ def shown(capsys, monkeypatch, driver, *arguments):
     return module, out
 
 
-@pytest.mark.parametrize(("driver", "groups"), DRIVERS.items(), ids=DRIVERS)
-def test_help_describes_the_driver(capsys, monkeypatch, driver, groups):
-    module, out = shown(capsys, monkeypatch, driver, "--help")
-    assert max(map(len, out.splitlines())) < 80
-    usage, example, _, does = out.splitlines()[:4]
-    assert usage.startswith(f"usage:   python -m experiments.{driver} [KEY=VALUE ...]")
-    assert example.startswith(f"example: python -m experiments.{driver}")
-    assert module.__doc__.startswith(does.removesuffix("."))
-    assert set(re.findall(r"^(\w+)=\w+, one of: ", out, re.M)) == groups
-    if driver != "prepare_data":
-        # Each option of its own file is there, and says what it is.
-        own = OmegaConf.load(command_line.CONF / f"{driver}.yaml")
-        for key in own.keys() - groups - {"defaults", "hydra"}:
-            for name in own[key] if OmegaConf.is_dict(own[key]) else [""]:
-                option = re.escape(f"{key}.{name}".removesuffix("."))
-                assert re.search(rf"^  {option}=\S*\s+\w", out, re.M), option
+def test_help_describes_the_driver(capsys, monkeypatch):
+    for driver, groups in DRIVERS.items():
+        module, out = shown(capsys, monkeypatch, driver, "--help")
+        assert max(map(len, out.splitlines())) < 80
+        usage, example, _, does = out.splitlines()[:4]
+        assert usage.startswith(f"usage:   python -m experiments.{driver} [KEY=VALUE ...]")
+        assert example.startswith(f"example: python -m experiments.{driver}")
+        assert module.__doc__.startswith(does.removesuffix("."))
+        assert set(re.findall(r"^(\w+)=\w+, one of: ", out, re.M)) == groups
+        if driver != "prepare_data":
+            # Each option of its own file is there, and says what it is.
+            own = OmegaConf.load(command_line.CONF / f"{driver}.yaml")
+            for key in own.keys() - groups - {"defaults", "hydra"}:
+                for name in own[key] if OmegaConf.is_dict(own[key]) else [""]:
+                    option = re.escape(f"{key}.{name}".removesuffix("."))
+                    assert re.search(rf"^  {option}=\S*\s+\w", out, re.M), option
 
 
 def test_help_shows_the_choice_that_is_named(capsys, monkeypatch):
@@ -106,8 +106,8 @@ def test_texts_are_taken_out_as_they_are():
             parse(wrong, ["x"])
 
 
-@pytest.mark.parametrize("flag", ["--info", "--inf", "--cfg=none", "--multirun=x"])
-def test_a_flag_that_is_not_ours_is_one_line_without_hydra_s_usage(capsys, monkeypatch, flag):
-    with pytest.raises(SystemExit, match=r"^error: [^\n]*--[^\n]*; see --help$"):
-        shown(capsys, monkeypatch, "pretrain", flag)
-    assert capsys.readouterr() == ("", "")
+def test_a_flag_that_is_not_ours_is_one_line_without_hydra_s_usage(capsys, monkeypatch):
+    for flag in ["--info", "--inf", "--cfg=none", "--multirun=x"]:
+        with pytest.raises(SystemExit, match=r"^error: [^\n]*--[^\n]*; see --help$"):
+            shown(capsys, monkeypatch, "pretrain", flag)
+        assert capsys.readouterr() == ("", "")

@@ -22,6 +22,7 @@ from experiments.support.errors import Terminated, UserError
 from experiments.support.identity import identity_of
 from experiments.training import pretraining
 from experiments.training.optimization import Optimization
+from tests.experiments.conftest import quiet
 
 CONF = Path(experiments.__file__).parent / "conf"
 EXPERIMENTS = sorted(path.stem for path in (CONF / "experiment").glob("*_gpt2_*.yaml"))
@@ -38,80 +39,86 @@ PUBLISHED_SHAPES = {
 PUBLISHED_DECAY = {"124m": 6e-5, "350m": 2e-4, "774m": 6e-5, "1558m": 2e-4}
 
 
-@pytest.mark.parametrize("name", GPT2)
-def test_published_recipes(name):
+def test_published_recipes():
     """Constants of FST and S-STE: 524,288 tokens a step, the schedule, the decay per size."""
-    config = load([f"experiment={name}"])
-    method, size = name.rsplit("_gpt2_", 1)
-    train, model = config.train, config.model
-    assert config.method == method
-    assert (model.n_layer, model.n_head, model.n_embd) == PUBLISHED_SHAPES[size]
-    assert (model.vocab_size, model.bias, model.dropout, model.gelu) == (50304, False, 0.0, "erf")
-    assert train.batch_size * model.block_size == 524_288
-    assert (train.steps, train.warmup_steps) == (300_000, 3000)
-    assert (train.learning_rate, train.min_learning_rate) == (1.5e-4, 1e-5)
-    assert (train.betas, train.weight_decay, train.grad_clip) == ((0.9, 0.95), 0.1, 1.0)
-    assert config.train.dtype == "fp16"
-    assert config.data.name == "openwebtext"
-    options = config.method_options
-    if method == "sr_ste":  # the rule and the factor of its own code
-        assert (options.alpha, options.decay_on) == (2e-4, "gradients")
-    if method == "fst":
-        assert (options.alpha, options.decay_on) == (PUBLISHED_DECAY[size], "gradients")
-        assert (options.algorithm, options.mvue, options.refresh_every) == ("exact", "exact", 40)
-        assert config.build_method().dense_steps[0] == 250_000
-    if method == "s_ste":
+    for name in GPT2:
+        config = load([f"experiment={name}"])
+        method, size = name.rsplit("_gpt2_", 1)
+        train, model = config.train, config.model
+        assert config.method == method
+        assert (model.n_layer, model.n_head, model.n_embd) == PUBLISHED_SHAPES[size]
+        assert (model.vocab_size, model.bias, model.dropout, model.gelu) == (
+            50304,
+            False,
+            0.0,
+            "erf",
+        )
+        assert train.batch_size * model.block_size == 524_288
+        assert (train.steps, train.warmup_steps) == (300_000, 3000)
+        assert (train.learning_rate, train.min_learning_rate) == (1.5e-4, 1e-5)
+        assert (train.betas, train.weight_decay, train.grad_clip) == ((0.9, 0.95), 0.1, 1.0)
+        assert config.train.dtype == "fp16"
+        assert config.data.name == "openwebtext"
         options = config.method_options
-        assert (options.fp8, options.beta, options.mvue) == ("paper", "mse", "exact")
-    assert config.method_options.include == "ffn"
+        if method == "sr_ste":  # the rule and the factor of its own code
+            assert (options.alpha, options.decay_on) == (2e-4, "gradients")
+        if method == "fst":
+            assert (options.alpha, options.decay_on) == (PUBLISHED_DECAY[size], "gradients")
+            assert (options.algorithm, options.mvue, options.refresh_every) == (
+                "exact",
+                "exact",
+                40,
+            )
+            assert config.build_method().dense_steps[0] == 250_000
+        if method == "s_ste":
+            options = config.method_options
+            assert (options.fp8, options.beta, options.mvue) == ("paper", "mse", "exact")
+        assert config.method_options.include == "ffn"
 
 
-@pytest.mark.parametrize(
-    ("name", "shape", "parameters"),
-    [
+def test_the_mini_tier():
+    """Small models on text of packages: half the width in the feed-forward networks, half the
+    depth; the counts are vocabulary and positions, 12 d^2 + 2 d a block (8 d^2 with half the
+    width), the last norm."""
+    for name, shape, parameters in [
         ("gpt2_5m", (4, 4, 256, None), 5_376_256),
         ("gpt2_5m_half", (4, 4, 256, 512), 4_327_680),
         ("gpt2_5m_shallow", (2, 4, 256, None), 3_802_368),
         ("gpt2_23m", (6, 8, 512, None), 23_337_472),
         ("gpt2_23m_half", (6, 8, 512, 1024), 17_046_016),
-    ],
-)
-def test_the_mini_tier(name, shape, parameters):
-    """Small models on text of packages: half the width in the feed-forward networks, half the
-    depth; the counts are vocabulary and positions, 12 d^2 + 2 d a block (8 d^2 with half the
-    width), the last norm."""
-    config = load([f"model={name}", "data=packages", "train=mini", "impl=mini"])
-    model, train, impl = config.model, config.train, config.impl
-    assert (model.n_layer, model.n_head, model.n_embd, model.n_inner) == shape
-    d, block = model.n_embd, 12 if model.n_inner is None else 8
-    counted = (8192 + 512) * d + model.n_layer * (block * d**2 + 2 * d) + d
-    built = sum(parameter.numel() for parameter in config.build_model().parameters())
-    assert built == counted == parameters
-    assert (model.vocab_size, model.block_size, model.bias) == (8192, 512, False)
-    assert (config.data.source, config.data.vocab_size) == ("packages", model.vocab_size)
-    assert train.batch_size * model.block_size == 32_768
-    assert train.steps * train.batch_size * model.block_size == 98_304_000
-    assert train.warmup_steps == train.steps // 20
-    assert (train.learning_rate, train.min_learning_rate) == (2e-3, 2e-4)
-    assert (train.dtype, impl.device, impl.compile, impl.matmul) == ("bf16", "cuda", True, "dense")
-    elsewhere = load([f"model={name}", "data=packages", "train=mini"])
-    assert elsewhere.digest() == config.digest()  # impl is no part of a run
-    assert load([f"model={name}", "data=openwebtext", "data.tokenizer=bpe", "data.vocab_size=8192",
-                 "train=mini"]).data.name == "openwebtext"  # fmt: skip
+    ]:
+        config = load([f"model={name}", "data=packages", "train=mini", "impl=mini"])
+        model, train, impl = config.model, config.train, config.impl
+        assert (model.n_layer, model.n_head, model.n_embd, model.n_inner) == shape
+        d, block = model.n_embd, 12 if model.n_inner is None else 8
+        counted = (8192 + 512) * d + model.n_layer * (block * d**2 + 2 * d) + d
+        built = sum(parameter.numel() for parameter in config.build_model().parameters())
+        assert built == counted == parameters
+        assert (model.vocab_size, model.block_size, model.bias) == (8192, 512, False)
+        assert (config.data.source, config.data.vocab_size) == ("packages", model.vocab_size)
+        assert train.batch_size * model.block_size == 32_768
+        assert train.steps * train.batch_size * model.block_size == 98_304_000
+        assert train.warmup_steps == train.steps // 20
+        assert (train.learning_rate, train.min_learning_rate) == (2e-3, 2e-4)
+        assert (train.dtype, impl.device, impl.compile, impl.matmul) == (
+            "bf16",
+            "cuda",
+            True,
+            "dense",
+        )
+        elsewhere = load([f"model={name}", "data=packages", "train=mini"])
+        assert elsewhere.digest() == config.digest()  # impl is no part of a run
 
 
-@pytest.mark.parametrize(
-    ("name", "width", "parameters"),
-    [("gpt2_pico", None, 86_208), ("gpt2_pico_half", 128, 69_824)],
-)
-def test_the_models_of_the_quickstart(name, width, parameters):
+def test_the_models_of_the_quickstart():
     """512 + 64 embeddings of 64, a block of 12 d^2 + 2 d (8 d^2 with half the width), a norm."""
-    config = load([f"model={name}", "data.vocab_size=512", "train=quickstart"])
-    model, train = config.model, config.train
-    built = sum(parameter.numel() for parameter in config.build_model().parameters())
-    assert (model.n_inner, built) == (width, parameters)
-    assert train.batch_size * model.block_size == 4096
-    assert train.steps * train.batch_size * model.block_size == 1_638_400
+    for name, width, parameters in [("gpt2_pico", None, 86_208), ("gpt2_pico_half", 128, 69_824)]:
+        config = load([f"model={name}", "data.vocab_size=512", "train=quickstart"])
+        model, train = config.model, config.train
+        built = sum(parameter.numel() for parameter in config.build_model().parameters())
+        assert (model.n_inner, built) == (width, parameters)
+        assert train.batch_size * model.block_size == 4096
+        assert train.steps * train.batch_size * model.block_size == 1_638_400
 
 
 def test_every_size_and_method_has_a_recipe():
@@ -119,16 +126,16 @@ def test_every_size_and_method_has_a_recipe():
     assert set(GPT2) == {f"{m}_gpt2_{s}" for m in names for s in PUBLISHED_SHAPES}
 
 
-@pytest.mark.parametrize("name", methods.available())
-def test_method_yaml_states_the_defaults_of_its_dataclass(name):
-    config = load([f"method={name}"])
-    defaults = importlib.import_module(f"methods.{name}").Config()
-    steps, every = config.train.steps, config.train.log_every
-    expected = dataclasses.replace(defaults, total_steps=steps, measure_every=every)
-    assert config.method_options == expected
-    other = load([f"method={name}", "seed=5"])
-    assert other.method_options.seed == 5
-    assert dataclasses.replace(other, command=None) == config.with_seed(5)
+def test_method_yaml_states_the_defaults_of_its_dataclass():
+    for name in methods.available():
+        config = load([f"method={name}"])
+        defaults = importlib.import_module(f"methods.{name}").Config()
+        steps, every = config.train.steps, config.train.log_every
+        expected = dataclasses.replace(defaults, total_steps=steps, measure_every=every)
+        assert config.method_options == expected
+        other = load([f"method={name}", "seed=5"])
+        assert other.method_options.seed == 5
+        assert dataclasses.replace(other, command=None) == config.with_seed(5)
 
 
 def test_group_yamls_name_every_key_so_that_it_can_be_overridden():
@@ -145,14 +152,10 @@ def test_group_yamls_name_every_key_so_that_it_can_be_overridden():
     assert keys == {f.name for f in dataclasses.fields(ImplConfig)}
 
 
-@pytest.mark.parametrize(
-    ("override", "message"),
-    [
-        ("trian.steps=5", "there is no trian.steps here"),
-        ("train.step=5", "there is no train.step here"),
+def test_bad_overrides_are_one_line():
+    for override, message in [
         ("method=sste", "there is no method=sste; s_ste may be meant; there is ast, bi_mask,"),
         ("hydra/sweeper=x", "there is no hydra/sweeper=x; there is basic"),
-        ("method=released/sslope", "there is no method=released/sslope"),
         ("+cluster=slrm", "there is no cluster=slrm; slurm may be meant; there is local, slurm"),
         ("method=ste,s_ste", "method=ste,s_ste has several values: for a sweep add -m; one value"),
         ("+method.decay=1", "method has no key decay; it takes"),
@@ -160,51 +163,34 @@ def test_group_yamls_name_every_key_so_that_it_can_be_overridden():
         ("no/folder", "no/folder is no KEY=VALUE"),
         ("train.steps=many", "train.steps: Value 'many'"),
         ("train.steps=0", "train.steps=0; it must be at least 1"),
-        ("train.cooldown_steps=900", "train.cooldown_steps=900 does not fit train.steps=200"),
         ("train.warmup_steps=-1", "train.warmup_steps=-1 does not fit train.steps=200"),
         ("train.dtype=fp8", "train.dtype=fp8; choose one of fp32, bf16, fp16"),
         ("impl.dtype=bf16", "there is no impl.dtype here; train.dtype may be meant"),
         ("seed=-1", "seed=-1; it must lie in [0, 2**63)"),
-        ("seed=18446744073709551616", "it must lie in [0, 2**63)"),
         ("impl.threads=99999999999", "impl.threads=99999999999; it must lie in [0, 1024]"),
-        ("impl.workers=99999999999", "impl.workers=99999999999; it must lie in [0, 1024]"),
-        ("train.steps=1000000000000000", "at most 100,000,000"),
         ("train.batch_size=10000000000000000000000", "at most 100,000,000"),
         ("train.weight_decay_end=-1", "train.weight_decay_end=-1.0; it must be a finite number"),
-        ("train.weight_decay_end=nan", "train.weight_decay_end=nan; it must be a finite number"),
-        ("train.learning_rate=inf", "train.learning_rate=inf; it must be a finite number"),
         ("train.learning_rate=1e300", "train.learning_rate=1e+300; at most 1e+06"),
         ("~method", "the config has no method: leave ~method out"),
-        ("~impl", "the config has no impl: leave ~impl out"),
         ("~seed", "'seed' not found"),
         ("impl.device=tpu", "impl.device=tpu; choose one of auto, cpu, cuda"),
         ("impl.loggers=[csv]", "choose from tensorboard, wandb"),
-        ("impl.micro_batch=0", "impl.micro_batch=0"),
         ("method.beta=max", "beta='max'; choose one of none"),
-        ("method.gamma=2", "gamma=2.0; it must lie in"),
         ("model.n_head=3", "n_embd must be a multiple of n_head"),
         ("data.tokenizer=words", "tokenizer=words is neither gpt2, bpe nor wordpiece"),
         ("data.name=../../x", "data.name='../../x' names a folder"),
-        ("data.name=/x", "data.name='/x' names a folder"),
-        ("data.name=''", "data.name='' names a folder"),
-        ("data.name=.", "data.name='.' names a folder"),
         ("model.name=gpt2_/../../x", "model.name='gpt2_/../../x' names a folder"),
         ("data.source=texts", "data.source=texts is not the embedded corpus"),
-        ("data.text_column=x", "data.text_column=x, but data.source=stdlib has no columns"),
         ("data.order=???", "data.order has no value"),
-        ("train.grad_clip=???", "train.grad_clip has no value"),
-    ],
-)
-def test_bad_overrides_are_one_line(override, message):
-    with pytest.raises(UserError) as caught:
-        load([override])
-    assert message in str(caught.value)
-    assert "\n" not in str(caught.value)
+    ]:
+        with pytest.raises(UserError) as caught:
+            load([override])
+        assert message in str(caught.value)
+        assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    "overrides",
-    [
+def test_values_that_are_set_in_a_copy_are_those_that_hydra_sets():
+    for overrides in [
         [],
         ["seed=3", "train.steps=7", "method.beta=none", "runs='a b, c'"],
         ["train.steps=1e3", "method.include=[a,'b.*']", "train.betas=[0.9,0.95]", "init=null"],
@@ -212,26 +198,25 @@ def test_bad_overrides_are_one_line(override, message):
         ["experiment=s_ste_gpt2_124m", "train.steps=5", "method=dense", "impl=mini"],
         ["+train.new=1", "++method.other={a:1}", "~tier", "model.n_layer=2"],
         ["train.steps=5", "train.steps=6", "data=packages", "data.parts=[a]"],
-    ],
-)
-def test_values_that_are_set_in_a_copy_are_those_that_hydra_sets(overrides):
-    def as_text(config):
-        return OmegaConf.to_yaml(config), config._get_flag("struct")
+    ]:
 
-    outcomes = []
-    for _ in range(2):  # the second time from a choice of files that is already merged
+        def as_text(config):
+            return OmegaConf.to_yaml(config), config._get_flag("struct")
+
+        outcomes = []
+        for _ in range(2):  # the second time from a choice of files that is already merged
+            try:
+                outcomes.append(composed("pretrain", as_text, overrides))
+            except UserError as error:
+                outcomes.append(str(error))
         try:
-            outcomes.append(composed("pretrain", as_text, overrides))
+            with one_line_errors():
+                with initialize_config_module("experiments.conf", version_base="1.3"):
+                    composition = compose("pretrain", overrides)
+                expected = as_text(composition)
         except UserError as error:
-            outcomes.append(str(error))
-    try:
-        with one_line_errors():
-            with initialize_config_module("experiments.conf", version_base="1.3"):
-                composition = compose("pretrain", overrides)
-            expected = as_text(composition)
-    except UserError as error:
-        expected = str(error)
-    assert outcomes == [expected, expected]
+            expected = str(error)
+        assert outcomes == [expected, expected]
 
 
 def test_a_run_without_its_key_is_told_the_key():
@@ -239,19 +224,14 @@ def test_a_run_without_its_key_is_told_the_key():
         composed("evaluate", lambda config: config, ["runs/x"])
 
 
-@pytest.mark.parametrize(
-    ("config_name", "meant"),
-    [("finetune", "recipe.dtype"), ("evaluate", "dtype"), ("generate", "dtype")],
-)
-def test_the_dtype_that_was_a_key_of_impl_is_named(config_name, meant):
-    with pytest.raises(UserError, match=f"^there is no impl.dtype here; {meant} may be meant$"):
-        composed(config_name, lambda composed: composed, ["impl.dtype=bf16"])
-
-
-@pytest.mark.parametrize("name", ["../../x", "/x", "''", ".", "..", "a/b"])
-def test_images_have_a_plain_name_as_well(name):
-    with pytest.raises(UserError, match=r"data\.name='.*' names a folder"):
-        load(["model=deit_nano", "data=imagenet", f"data.name={name}"])
+def test_the_dtype_that_was_a_key_of_impl_is_named():
+    for config_name, meant in [
+        ("finetune", "recipe.dtype"),
+        ("evaluate", "dtype"),
+        ("generate", "dtype"),
+    ]:
+        with pytest.raises(UserError, match=f"^there is no impl.dtype here; {meant} may be meant$"):
+            composed(config_name, lambda composed: composed, ["impl.dtype=bf16"])
 
 
 def test_run_directory_follows_from_what_is_computed():
@@ -304,14 +284,6 @@ def test_a_renamed_method_says_its_new_name():
             ask()
 
 
-def test_configs_are_frozen():
-    config = load([])
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        config.train.steps = 1
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        config.seed = 1
-
-
 # steps, batch, optimizer, schedule, rate, minimum, warm-up, betas, decay, clip, average
 RECIPES = {
     "fst_cramming": (
@@ -352,28 +324,29 @@ def test_the_numbers_of_the_other_recipes(name, tmp_path, hf_model):
     ) == RECIPES[name]  # fmt: skip
 
 
-@pytest.mark.parametrize("size", ["tiny", "small", "base"])
-def test_deit_s_own_recipe_is_offered_beside_that_of_fst(size):
+def test_deit_s_own_recipe_is_offered_beside_that_of_fst():
     """300 epochs of 1,251 x 1,024 images, AdamW at 5e-4 x batch / 512 (DeiT's released script)."""
-    ours, own = (
-        load([f"experiment=dense_deit_{size}", f"train={name}"]) for name in ("deit", "deit_adamw")
-    )
-    assert ours.train.optimizer == "lion" and (ours.model, ours.data) == (own.model, own.data)
-    train = own.train
-    assert (train.steps, train.batch_size, train.warmup_steps) == (300 * 1251, 1024, 5 * 1251)
-    assert (train.optimizer, train.betas, train.weight_decay) == ("adamw", (0.9, 0.999), 0.05)
-    rates = train.learning_rate, train.min_learning_rate, train.warmup_learning_rate
-    assert rates == (1e-3, 1e-5, 1e-6)
-    assert (train.schedule, train.grad_clip, train.ema) == ("cosine", 0.0, 0.99996)
+    for size in ["tiny", "small", "base"]:
+        ours, own = (
+            load([f"experiment=dense_deit_{size}", f"train={name}"])
+            for name in ("deit", "deit_adamw")
+        )
+        assert ours.train.optimizer == "lion" and (ours.model, ours.data) == (own.model, own.data)
+        train = own.train
+        assert (train.steps, train.batch_size, train.warmup_steps) == (300 * 1251, 1024, 5 * 1251)
+        assert (train.optimizer, train.betas, train.weight_decay) == ("adamw", (0.9, 0.999), 0.05)
+        rates = train.learning_rate, train.min_learning_rate, train.warmup_learning_rate
+        assert rates == (1e-3, 1e-5, 1e-6)
+        assert (train.schedule, train.grad_clip, train.ema) == ("cosine", 0.0, 0.99996)
 
 
-@pytest.mark.parametrize("method", ["dense", "slope"])
-@pytest.mark.parametrize(("phase", "tokens", "most"), [(1, 128, 20), (2, 512, 80)])
-def test_slope_s_bert_predicts_20_and_80_tokens(method, phase, tokens, most):
+def test_slope_s_bert_predicts_20_and_80_tokens():
     """Its code hides a fifth of a sequence's tokens, and no more than this."""
-    data = load([f"experiment={method}_bert_large_phase{phase}"]).data
-    assert (data.sequence_length, data.max_predictions) == (tokens, most)
-    assert data.mask_probability == 0.2 and data.mask_probability * tokens > most
+    for method in ["dense", "slope"]:
+        for phase, tokens, most in [(1, 128, 20), (2, 512, 80)]:
+            data = load([f"experiment={method}_bert_large_phase{phase}"]).data
+            assert (data.sequence_length, data.max_predictions) == (tokens, most)
+            assert data.mask_probability == 0.2 and data.mask_probability * tokens > most
 
 
 def test_slope_s_gpt2_is_that_of_transformers_with_a_large_eps():
@@ -401,33 +374,26 @@ def test_fst_switches_bert_and_deit_to_dense_where_its_scripts_do():
     assert deit.method_options.alpha == 1e-3 and deit.method_options.refresh_every == 10
 
 
-@pytest.mark.parametrize(
-    ("override", "message"),
-    [
+def test_a_key_that_does_not_exist_is_answered_with_one_that_does():
+    for override, message in [
         ("train.stepz=20", r"there is no train\.stepz here; train\.steps may be meant$"),
-        ("trian.steps=20", r"there is no trian\.steps here; train\.steps may be meant$"),
         ("nothing_like_it=20", r"there is no nothing_like_it here$"),
         ("train.lr=1", r"there is no train\.lr here; train\.learning_rate may be meant$"),
         ("lr=1", r"there is no lr here; train\.learning_rate may be meant$"),
         ("train.wd=1", r"; train\.weight_decay may be meant$"),
-        ("impl.micro_batches=1", r"; impl\.micro_batch may be meant$"),
         ("methd=ste", r"there is no methd here; method may be meant$"),
-        ("sed=1", r"there is no sed here; seed may be meant$"),
         *(
             (f"method.{key}=1", r"; method\.alpha is an option of method=ast, bi_mask, fst, sr_ste")
             for key in ("alfa", "alpha")
         ),
         ("+foo=1", r"there is no foo here$"),
-        ("++foo.bar=1", r"there is no foo\.bar here$"),
         ("+modle.n_layer=1", r"there is no modle\.n_layer here; model\.n_layer may be meant$"),
         ("train.betas=[0.9", r"^train\.betas=\[0\.9 cannot be read \("),
-    ],
-)
-def test_a_key_that_does_not_exist_is_answered_with_one_that_does(override, message):
-    with pytest.raises(UserError, match=message):
-        load([override])
-    with pytest.raises(UserError, match=message):  # in any run of a sweep, before the first
-        check("pretrain", ["seed=0,1", "method=dense,s_ste", override], sweep=True)
+    ]:
+        with pytest.raises(UserError, match=message):
+            load([override])
+        with pytest.raises(UserError, match=message):  # in any run of a sweep, before the first
+            check("pretrain", ["seed=0,1", "method=dense,s_ste", override], sweep=True)
 
 
 def test_a_sweep_s_choices_of_a_file_are_all_checked():
@@ -436,59 +402,19 @@ def test_a_sweep_s_choices_of_a_file_are_all_checked():
         check("pretrain", ["method=sr_ste,dense", "method.alpha=1,2"], sweep=True)
 
 
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        (["method=bi_mask", "method.candidates=1000000000"], "it must lie in [1, 10000]"),
-        (["method=ast", "method.temperature=1e300"], "it must lie in [0.001, 1000]"),
-        (["method=ast", "method.temperature=1e-300"], "it must lie in [0.001, 1000]"),
-        (["method=ast", "method.alpha=1e300"], "lie in [0, 1e+06]"),
-        (["method=sr_ste", "method.alpha=1e300"], "the decay factor must lie in [0, 1e+06]"),
-        (
-            ["train.ramp_batch=1", "train.ramp_micro_steps=1000000000000"],
-            "train.ramp_micro_steps=1000000000000; at most 100,000,000",
-        ),
-        (["model=deit_nano", "data.std=[0,0,0]"], "data.std=[0.0, 0.0, 0.0]; it must be three pos"),
-        (["model=deit_nano", "data.mean=[nan,0,0]"], "it must be three numbers"),
-        (["model=deit_nano", "data.mean=[0]"], "data.mean=[0.0]; it must be three numbers"),
-        (["model=deit_nano", "data.crop_scale=[0.5]"], "data.crop_scale=[0.5]; it must be two"),
-        (["model=deit_nano", "data.rotate=1e300"], "data.rotate=1e+300; it must lie in [0, 180]"),
-        (["model=deit_nano", "data.color_jitter=1e300"], "it must lie in [0, 10]"),
-        (["model=deit_nano", "data.mixup=inf"], "data.mixup=inf; it must lie in [0, 1000]"),
-        (["model=deit_nano", "data.crop_pct=1e-300"], "it must lie in [0.01, 1]"),
-        (["model=deit_nano", "data.repeats=100000000000"], "it must lie in [1, 1000]"),
-        (["model=vit_nano", "model.n_layer=2"], "there is no model.n_layer here"),
-        (
-            ["+dino=nano", "model=vit_nano", "data=digits", f"dino.local_size=1{20 * '0'}"],
-            "is above data.image_size=",
-        ),
-    ],
-)
-def test_values_beyond_all_bounds_are_one_line(overrides, message):
-    with pytest.raises(UserError) as caught:
-        load(overrides)
-    assert message in str(caught.value) and "\n" not in str(caught.value)
-    assert "may be meant" not in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    "override",
-    [
+def test_a_model_larger_than_the_memory_is_refused_before_it_is_built():
+    for override in [
         *("n_embd=4000000", "n_embd=40000000000", "n_layer=1000000000", "vocab_size=100000000000"),
         *(f"{key}=1{20 * '0'}" for key in ("vocab_size", "n_inner")),
         f"vocab_size=1{20 * '0'} model=bert_nano data=stdlib_mlm",
         "mlp_ratio=3.5e38 model=vit_nano data=digits",
-    ],
-)
-def test_a_model_larger_than_the_memory_is_refused_before_it_is_built(override):
-    config = load(f"model.{override}".split(" "))
-    before = torch.get_rng_state()
-    message = (
-        r"(GPT|BertLM|ViT) of this shape need [\d,.]+ GiB of memory, this machine has [\d,.]+ GiB"
-    )
-    with pytest.raises(UserError, match=message):
-        config.build_model()
-    assert torch.equal(torch.get_rng_state(), before)
+    ]:
+        config = load(f"model.{override}".split(" "))
+        before = torch.get_rng_state()
+        message = r"(GPT|BertLM|ViT) of this shape need [\d,.]+ GiB of memory, this machine has "
+        with pytest.raises(UserError, match=message):
+            config.build_model()
+        assert torch.equal(torch.get_rng_state(), before)
 
 
 @pytest.mark.parametrize("choice", [[], ["model=bert_nano"], ["model=deit_nano"]])
@@ -568,23 +494,12 @@ def torch_error():
     return caught.value
 
 
-@pytest.mark.parametrize("optimizer", ["lion", "lamb"])
-@pytest.mark.parametrize(
-    ("method", "works"),
-    [
-        (["method=step"], False),
-        (["method=ast"], False),
-        (["method=ast", "method.decay_route=gradient"], True),
-        (["method=ast", "method.decay_route=decoupled"], True),
-    ],
-)
-def test_methods_with_a_form_of_adamw_refuse_other_optimizers(tiny, optimizer, method, works):
-    config = tiny(*method, f"train.optimizer={optimizer}", "train.steps=2")
-    if works:
-        assert pretraining.run(config, lambda message: None)["steps"] == 2
-        return
-    with pytest.raises(UserError, match=f"train.optimizer={optimizer}, but the update rule"):
-        pretraining.run(config, lambda message: None)
+def test_methods_with_a_form_of_adamw_refuse_other_optimizers(tiny):
+    for optimizer, method in (("lion", "step"), ("lamb", "ast")):
+        with pytest.raises(UserError, match=f"train.optimizer={optimizer}, but the update rule"):
+            pretraining.run(tiny(f"method={method}", f"train.optimizer={optimizer}"), quiet)
+    config = tiny("method=ast", "method.decay_route=decoupled", "train.optimizer=lion")
+    assert pretraining.run(config, quiet)["steps"] == 12
 
 
 OWN = """

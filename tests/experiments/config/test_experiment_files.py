@@ -1,5 +1,6 @@
 """Every file of conf/experiment/ is composed as it stands, and run for two steps at nano size."""
 
+import re
 from pathlib import Path
 
 import numpy as np
@@ -92,23 +93,38 @@ def data(tmp_path_factory, hf_model):
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_an_experiment_file_runs_for_two_steps(name, data, tmp_path):
+def small(name, data, tmp_path):
+    """(the driver of an experiment file, its config at nano size)."""
     primary = {"dino": "dino", "ast": "distill"}.get(name.partition("_")[0], "pretrain")
     driver = {"dino": dino, "distill": distill}.get(primary, pretrain)
     on_hub = primary == "distill" or "_opt_" in name
-    small = data["hf"][-1:] if on_hub else []  # the one that is not on the hub
+    own = data["hf"][-1:] if on_hub else []  # the one that is not on the hub
     if name.endswith("phase2"):
-        with pytest.raises(UserError, match="RUN_OF_PHASE_1 holds no finished run"):
-            load([f"experiment={name}"]).directory()
-        small = ["init=null"]  # from random weights, for the shapes alone
-    family = load([f"experiment={name}", *small], primary).model_name
+        own = ["init=null"]  # from random weights, for the shapes alone
+    family = load([f"experiment={name}", *own], primary).model_name
     overrides = [f"experiment={name}", *SHORT, *TINY[family], *data[family], f"runs={tmp_path}"]
-    overrides += small if name.endswith("phase2") else []
+    overrides += own if name.endswith("phase2") else []
     if primary == "dino":
         overrides += DINO
     elif family == "vit":
         overrides.append("model.n_classes=2")
-    result = driver.run(load(overrides, primary), lambda message: None)
+    return driver, load(overrides, primary)
+
+
+def test_every_experiment_file_is_composed(data, tmp_path):
+    for name in NAMES:
+        assert small(name, data, tmp_path)[1].train.steps == 2
+    with pytest.raises(UserError, match="RUN_OF_PHASE_1 holds no finished run"):
+        load(["experiment=slope_bert_large_phase2"]).directory()
+
+
+# At nano size the sizes of a recipe are the same training.
+RECIPES = {re.sub(r"_(\d+m|\d+b\d?|\d{3}|tiny|small|base|large)$", "", n): n for n in NAMES}
+
+
+@pytest.mark.parametrize("name", RECIPES.values())
+def test_a_recipe_runs_for_two_steps(name, data, tmp_path):
+    driver, config = small(name, data, tmp_path)
+    result = driver.run(config, lambda message: None)
     assert result["steps"] == 2 and np.isfinite(result["metrics"]["val_loss"])
     assert result["sparsity"]["illegal_groups"] == 0 or result["sparsity"]["density"] > 0.5

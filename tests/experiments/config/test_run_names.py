@@ -2,7 +2,6 @@
 
 import re
 
-import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from experiments.config import run_names
@@ -10,29 +9,30 @@ from experiments.config.run import load
 from experiments.training import pretraining
 
 
-@pytest.mark.parametrize(
-    ("overrides", "name"),
-    [
+def test_a_name_has_what_differs_from_the_defaults(monkeypatch):
+    for overrides, name in [
         ([], "s_ste"),
         (["seed=3", "impl.threads=1", "tier=mini"], "s_ste"),
         (["method.gamma=0.5", "train.learning_rate=4e-3"], "s_ste-gamma_0.5-lr_0.004"),
         (["method=fst", "method.alpha=6e-5"], "fst-alpha_6e-05"),
         (["method=slope", "method.include=[*mlp.*]"], "slope-include_mlp"),
         (["method=dense", "train=nano_distill"], "dense-nano_distill"),
-        (["method=dense", "model=gpt2_5m_half", "train=mini", "data=packages"],
-         "dense-gpt2_5m_half-mini"),
-        (["method=dense", "model=gpt2_nano_half", "model.n_layer=2", "train.batch_size=4"],
-         "dense-gpt2_nano_half-n_layer_2-batch_4"),
+        (
+            ["method=dense", "model=gpt2_5m_half", "train=mini", "data=packages"],
+            "dense-gpt2_5m_half-mini",
+        ),
+        (
+            ["method=dense", "model=gpt2_nano_half", "model.n_layer=2", "train.batch_size=4"],
+            "dense-gpt2_nano_half-n_layer_2-batch_4",
+        ),
         (["method=ste", "model=deit_nano"], "ste-deit_nano"),
         (["method=ste", "init=somewhere"], "ste-init"),
         (["method=released/slope"], "released.slope"),
         (["method=released/fst", "method.alpha=3e-4"], "released.fst-alpha_0.0003"),
-    ],
-)  # fmt: skip
-def test_a_name_has_what_differs_from_the_defaults(overrides, name, monkeypatch):
-    monkeypatch.setattr("experiments.config.run.source_hash", lambda path: "0")
-    found = load(overrides).directory().parent.name
-    assert re.fullmatch(rf"{re.escape(name)}-[0-9a-f]{{8}}", found)
+    ]:
+        monkeypatch.setattr("experiments.config.run.source_hash", lambda path: "0")
+        found = load(overrides).directory().parent.name
+        assert re.fullmatch(rf"{re.escape(name)}-[0-9a-f]{{8}}", found)
 
 
 def test_a_name_is_bounded_and_needs_no_quotes():

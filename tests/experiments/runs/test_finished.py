@@ -10,7 +10,6 @@ from safetensors.torch import load_file
 
 from common_kernels import check24
 from experiments.config.run import load
-from experiments.data import manifest
 from experiments.data.corpus import load_tokens
 from experiments.data.prepare import prepare
 from experiments.runs.finished import FinishedRun
@@ -22,12 +21,24 @@ from methods import dense, one_shot, s_ste, slope
 TOKENS = torch.arange(32).reshape(2, 16) * 7 % 300
 
 
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """The directories of runs of four steps, by their overrides."""
+    return tmp_path_factory.mktemp("trained"), {}
+
+
 @pytest.fixture
-def finished(tiny):
+def finished(tiny, trained, tmp_path):
+    """finished("method=ste") -> a copy of that run, which is trained once."""
+
     def build(*overrides):
-        config = tiny("train.steps=4", *overrides)
-        pretraining.run(config, lambda message: None)
-        return FinishedRun.open(config.directory())
+        runs, known = trained
+        if overrides not in known:
+            config = tiny("train.steps=4", *overrides, f"runs={runs}")
+            pretraining.run(config, lambda message: None)
+            known[overrides] = config.directory()
+        copied = tmp_path / f"copy{len(list(tmp_path.glob('copy*')))}"
+        return FinishedRun.open(shutil.copytree(known[overrides], copied))
 
     return build
 
@@ -184,17 +195,6 @@ def test_slope_has_no_dense_weights(finished):
 def test_learned_positions_end_where_training_ended(tmp_path, overrides, longest):
     run = FinishedRun(tmp_path, {"config": load(overrides).as_dict()})
     assert run.longest == longest
-
-
-def test_a_model_of_transformers_may_have_any_name(tmp_path):
-    model = {"name": "gpt2_mine", "path": "folder"}
-    assert FinishedRun(tmp_path, {"config": {"model": model}}).family == "hf"
-
-
-def test_the_tokenizer_of_gpt2_has_no_file(tmp_path, monkeypatch):
-    monkeypatch.setattr(manifest, "gpt2_encoding", lambda: "that of tiktoken")
-    result = {"config": load([]).as_dict(), "corpus": {"tokenizer": {"kind": "gpt2"}}}
-    assert FinishedRun(tmp_path, result).tokenizer() == "that of tiktoken"
 
 
 def test_a_run_on_images_has_no_tokenizer(tmp_path):
@@ -376,5 +376,5 @@ def test_a_method_or_model_of_another_revision_is_one_line(finished):
         with pytest.raises(UserError, match=message):
             _ = run.trained_with
     run.result["config"]["model"] = run.config["model"] | {"name": "gone_nano"}
-    with pytest.raises(UserError, match=r"dense.*result\.json: there is no model gone_nano"):
+    with pytest.raises(UserError, match=r"result\.json: there is no model gone_nano"):
         run.model()

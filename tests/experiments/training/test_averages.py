@@ -11,27 +11,24 @@ def train(**changes):
     return TrainConfig(**{"steps": 10, "batch_size": 1, "learning_rate": 1.0} | changes)
 
 
-@pytest.mark.parametrize(
-    ("last", "every", "steps", "of"),
-    [
+def test_the_copy_is_the_mean_of_the_last_states():
+    for last, every, steps, of in [
         (1, 1, 10, [9]),
         (3, 2, 10, [5, 7, 9]),
         (4, 3, 10, [0, 3, 6, 9]),
         (5, 100, 10, [9]),
         (8, 1, 3, [0, 1, 2]),
-    ],
-)
-def test_the_copy_is_the_mean_of_the_last_states(last, every, steps, of):
-    config = train(average_last=last, average_every=every, steps=steps)
-    generator = torch.Generator().manual_seed(0)
-    states = [torch.randn(5, generator=generator) for _ in range(steps)]
-    kept = {"weight": torch.full((5,), 7.0)}
-    for step, state in enumerate(states):
-        averages.update(kept, {"weight": state}, config, step)
-    expected = torch.stack([states[step] for step in of]).double().mean(0)
-    torch.testing.assert_close(kept["weight"].double(), expected, atol=1e-6, rtol=0)
-    if len(of) == 1:
-        assert torch.equal(kept["weight"], states[of[0]])
+    ]:
+        config = train(average_last=last, average_every=every, steps=steps)
+        generator = torch.Generator().manual_seed(0)
+        states = [torch.randn(5, generator=generator) for _ in range(steps)]
+        kept = {"weight": torch.full((5,), 7.0)}
+        for step, state in enumerate(states):
+            averages.update(kept, {"weight": state}, config, step)
+        expected = torch.stack([states[step] for step in of]).double().mean(0)
+        torch.testing.assert_close(kept["weight"].double(), expected, atol=1e-6, rtol=0)
+        if len(of) == 1:
+            assert torch.equal(kept["weight"], states[of[0]])
 
 
 def test_a_running_average_takes_every_step():
@@ -43,15 +40,12 @@ def test_a_running_average_takes_every_step():
     assert averages.is_kept(train(average_last=1, average_every=1))
 
 
-@pytest.mark.parametrize(
-    ("changes", "says"),
-    [
+def test_settings_that_do_not_fit_are_refused():
+    for changes, says in [
         ({"average_last": 2}, "go together"),
         ({"average_every": 2}, "go together"),
         ({"average_last": -1, "average_every": 1}, "go together"),
         ({"average_last": 2, "average_every": 1, "ema": 0.5}, "exclude each other"),
-    ],
-)
-def test_settings_that_do_not_fit_are_refused(changes, says):
-    with pytest.raises(ValueError, match=says):
-        train(**changes)
+    ]:
+        with pytest.raises(ValueError, match=says):
+            train(**changes)

@@ -5,7 +5,6 @@ import torch
 
 from experiments.training import pretraining
 from experiments.training.tracking import read_metrics
-from experiments.training.trainer import Trainer
 from methods import fst
 from tests.experiments.conftest import quiet
 
@@ -51,41 +50,6 @@ def test_the_decay_is_not_clipped_nor_in_the_norm_nor_scaled_with_the_loss(
     assert not seen[0.0][1].any()
     # (gradient + decay) - gradient, in fp32: a few ulps of the sum.
     torch.testing.assert_close(seen[100.0][1], 100 * seen[100.0][2], rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize(("stop", "checkpoint"), [(5, 3), (8, 6), (11, 9)])
-def test_a_stopped_run_ends_dense_as_the_whole_one(tiny, tmp_path, monkeypatch, stop, checkpoint):
-    """The dense phase begins at step 6: the run goes on before it, at its first step, within it."""
-    recipe = ["method=fst", "method.alpha=0.1", "method.dense_fraction=0.5"]
-    recipe += ["method.refresh_every=2"]
-    whole = tiny(*recipe, f"runs={tmp_path / 'whole'}")
-    expected = pretraining.run(whole, quiet)
-    assert [r["phase"] for r in log(whole) if "phase" in r] == ["sparse"] * 6 + ["dense"] * 6
-    assert expected["sparsity"]["density"] == 1.0
-
-    class Stop(Exception):
-        pass
-
-    original = Trainer._train_step
-
-    def dying(self, batches):
-        if self.step == stop:
-            raise Stop
-        return original(self, batches)
-
-    stopped = tiny(*recipe)
-    with monkeypatch.context() as patch:
-        patch.setattr(Trainer, "_train_step", dying)
-        with pytest.raises(Stop):
-            pretraining.run(stopped, quiet)
-    heard = []
-    result = pretraining.run(stopped, heard.append)
-    assert f"resumed at step {checkpoint} of 12" in heard
-    assert result["metrics"] == expected["metrics"]
-    assert result["sparsity"] == expected["sparsity"]
-    timeless = [[{k: v for k, v in r.items() if k != "step_seconds"} for r in log(c)]
-                for c in (stopped, whole)]  # fmt: skip
-    assert timeless[0] == timeless[1]
 
 
 def test_the_mask_interval_does_not_depend_on_micro_batches(tiny, tmp_path):

@@ -18,7 +18,6 @@ from experiments.training import pretraining, trainer
 from experiments.training.optimization import micro_batch_size
 from experiments.training.schedules import learning_rate
 from experiments.training.tracking import MetricsLog, read_metrics
-from methods import sr_ste
 from tests.experiments.conftest import quiet
 
 
@@ -56,9 +55,8 @@ def test_micro_batches():
         micro_batch_size(ramp, None, 4)
 
 
-@pytest.mark.parametrize(
-    ("samples", "micro_batch", "ranks", "expected"),
-    [
+def test_fp8_scales_are_taken_over_what_train_says():
+    for samples, micro_batch, ranks, expected in [
         (None, None, 1, 16),
         (None, 16, 1, 16),
         (4, None, 1, 4),
@@ -68,15 +66,13 @@ def test_micro_batches():
         (None, 1, 1, "has 1 samples here, .* set train.fp8_samples=1$"),
         (4, 2, 1, "has 2 samples here, .* train.fp8_samples=4; set impl.micro_batch=null$"),
         (6, None, 1, "train.batch_size=16 is no multiple of train.fp8_samples=6 x 1"),
-    ],
-)
-def test_fp8_scales_are_taken_over_what_train_says(samples, micro_batch, ranks, expected):
-    train = batch(16, fp8_samples=samples)
-    if isinstance(expected, int):
-        assert micro_batch_size(train, micro_batch, ranks, quantizes=True) == expected
-    else:
-        with pytest.raises(UserError, match=expected):
-            micro_batch_size(train, micro_batch, ranks, quantizes=True)
+    ]:
+        train = batch(16, fp8_samples=samples)
+        if isinstance(expected, int):
+            assert micro_batch_size(train, micro_batch, ranks, quantizes=True) == expected
+        else:
+            with pytest.raises(UserError, match=expected):
+                micro_batch_size(train, micro_batch, ranks, quantizes=True)
 
 
 def test_micro_batches_do_not_change_fp8_in_silence(tiny):
@@ -117,24 +113,6 @@ def test_a_run_writes_what_it_says(tiny):
     assert stored["metrics"]["val_loss"] < losses(directory, "val_loss")[0]
 
 
-def test_a_finished_run_is_not_repeated(tiny):
-    config = tiny("method=dense")
-    first = pretraining.run(config, quiet)
-    messages = []
-    assert pretraining.run(config, messages.append) == json.loads(json.dumps(first))
-    assert messages == [f"done already: {config.directory()}"]
-
-
-def test_same_seed_same_losses_and_dense_starts_where_sparse_starts(tiny, tmp_path):
-    one = tiny("method=dense")
-    two = tiny("method=dense", f"runs={tmp_path / 'again'}")
-    other = tiny("method=dense", "seed=1")
-    for config in (one, two, other):
-        pretraining.run(config, quiet)
-    assert losses(one.directory()) == losses(two.directory())
-    assert losses(one.directory()) != losses(other.directory())
-
-
 # Every step starts from the same weights: where they move, a last bit chooses another mask, and
 # training amplifies it.
 STILL = ["train.learning_rate=0", "train.min_learning_rate=0"]
@@ -151,8 +129,7 @@ def test_accumulation_gives_the_same_steps(tiny, tmp_path):
         assert len(a) == 12 and b == pytest.approx(a, **error)
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
-def test_low_precision_follows_fp32(tiny, tmp_path, dtype):
+def test_low_precision_follows_fp32(tiny, tmp_path, dtype="bf16"):
     exact = tiny("method=sr_ste", *STILL)
     low = tiny("method=sr_ste", *STILL, f"train.dtype={dtype}", f"runs={tmp_path / dtype}")
     for config in (exact, low):
@@ -161,18 +138,6 @@ def test_low_precision_follows_fp32(tiny, tmp_path, dtype):
     # Rounding of the activations, 2^-9 relative in bf16, against losses of about 5.7.
     assert all(a[s] == pytest.approx(b[s], rel=2e-2) for s in a)
     assert a != b
-
-
-def test_another_dtype_after_a_finished_run_is_another_run(tiny):
-    """It changes every number of the run."""
-    first, other = tiny("method=sr_ste"), tiny("method=sr_ste", "train.dtype=bf16")
-    pretraining.run(first, quiet)
-    said = []
-    result = pretraining.run(other, said.append)
-    assert not any("done already" in line for line in said)
-    assert result["config"]["train"]["dtype"] == "bf16"
-    assert first.directory() != other.directory()
-    assert losses(first.directory()) != losses(other.directory())
 
 
 class Stop(Exception):
@@ -193,8 +158,7 @@ def stop_after(monkeypatch, steps):
     monkeypatch.setattr(Trainer, "_train_step", dying)
 
 
-@pytest.mark.parametrize("stop", [1, 5, 9, 11])
-@pytest.mark.parametrize("method", ["sr_ste", "s_ste"])
+@pytest.mark.parametrize(("method", "stop"), [("sr_ste", 11), ("s_ste", 5)])
 def test_an_interrupted_run_goes_on_bit_for_bit(tiny, tmp_path, monkeypatch, method, stop):
     reference = tiny(f"method={method}")
     expected = pretraining.run(reference, quiet)
@@ -208,26 +172,6 @@ def test_an_interrupted_run_goes_on_bit_for_bit(tiny, tmp_path, monkeypatch, met
     for key in ("loss", "val_loss", "flip_rate", "grad_norm"):
         assert losses(config.directory(), key) == losses(reference.directory(), key)
     assert result["metrics"] == expected["metrics"]
-
-
-def test_a_checkpoint_cut_in_half_is_reported_and_the_previous_one_used(
-    tiny, tmp_path, monkeypatch
-):
-    reference = tiny("method=sr_ste")
-    pretraining.run(reference, quiet)
-    config = tiny("method=sr_ste", f"runs={tmp_path / 'stopped'}")
-    with monkeypatch.context() as patch:
-        stop_after(patch, 8)
-        with pytest.raises(Stop):
-            pretraining.run(config, quiet)
-    newest = sorted((config.directory() / "checkpoints").glob("*.pt"))[-1]
-    content = newest.read_bytes()
-    newest.write_bytes(content[: len(content) // 2])
-    messages = []
-    pretraining.run(config, messages.append)
-    assert any("damaged" in m and newest.name in m for m in messages)
-    assert "resumed at step 3 of 12" in messages
-    assert losses(config.directory()) == losses(reference.directory())
 
 
 def test_a_checkpoint_of_another_config_is_refused(tiny, monkeypatch):
@@ -353,43 +297,6 @@ def test_a_training_that_comes_to_nothing_is_not_finished(tiny, tmp_path, monkey
         assert pretraining.finished(config) is not None
 
 
-def test_loss_scaling_does_not_change_the_decay(tiny, tmp_path, monkeypatch):
-    """fp16 scales the loss by 2^16; decay is added after unscaling, clipping on or off."""
-    on_gradients, decays = sr_ste.Method.on_gradients, []
-
-    def watched(self, step, optimizer=None):
-        layers = self.sparse_layers.values()
-        before = [layer.weight.grad.clone() for layer in layers]
-        on_gradients(self, step, optimizer)
-        for layer, gradient in zip(layers, before, strict=True):
-            expected = torch.where(layer.mask, 0.0, 0.1 * layer.weight)
-            decays.append((layer.weight.grad - gradient, expected))
-
-    monkeypatch.setattr(sr_ste.Method, "on_gradients", watched)
-    for clip in ("0", "1.0"):
-        for scale in (1.0, 2.0**16):
-            config = tiny(
-                "method=sr_ste",
-                "method.alpha=0.1",
-                "train.steps=2",
-                "train.dtype=fp16",
-                f"train.grad_clip={clip}",
-                f"runs={tmp_path / f'{clip}-{scale}'}",
-            )
-            original = torch.amp.GradScaler
-
-            def scaler(device, enabled, init_scale=scale, original=original):
-                return original(device, init_scale=init_scale, enabled=enabled)
-
-            with monkeypatch.context() as patch:
-                patch.setattr(torch.amp, "GradScaler", scaler)
-                pretraining.run(config, quiet)
-    assert len(decays) == 2 * 2 * 2 * 2  # clip, scale, step, layer
-    for added, expected in decays:
-        # (gradient + decay) - gradient, in fp32, of gradients below 1.
-        torch.testing.assert_close(added, expected, rtol=1e-4, atol=2e-7)
-
-
 def test_metrics_of_a_cut_line_are_dropped(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 0, "loss": 1.0}\n{"step": 1, "loss": 0.9}\n{"step": 2, "lo')
@@ -400,7 +307,7 @@ def test_metrics_of_a_cut_line_are_dropped(tmp_path):
     assert read_metrics(path) == [{"step": 0, "loss": 1.0}, {"step": 1, "loss": 0.5}]
 
 
-@pytest.mark.parametrize("damage", ["gone", "emptied", "cut", "newline", "zeros"])
+@pytest.mark.parametrize("damage", ["gone", "cut", "zeros"])
 def test_whatever_became_of_the_log_a_resumed_run_has_every_record(
     tiny, tmp_path, monkeypatch, damage
 ):
@@ -416,7 +323,7 @@ def test_whatever_became_of_the_log_a_resumed_run_has_every_record(
     if damage == "gone":
         path.unlink()
     else:
-        kept = {"emptied": 0, "cut": len(content) // 2, "newline": len(content) - 1, "zeros": 99}
+        kept = {"cut": len(content) // 2, "zeros": 99}
         end = bytes(50) + b"\n" if damage == "zeros" else b""  # as a power cut leaves a file
         path.write_bytes(content[: kept[damage]] + end)
     messages = []

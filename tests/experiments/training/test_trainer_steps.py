@@ -4,7 +4,6 @@ import copy
 import math
 import signal
 import warnings
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -26,7 +25,7 @@ from experiments.training.optimization import DTYPES, micro_batch_size
 from experiments.training.schedules import learning_rate
 from experiments.training.tracking import read_metrics
 from experiments.training.trainer import Trainer
-from methods import FusedAdamW, fst, s_ste, slope, sr_ste, ste
+from methods import FusedAdamW, fst, s_ste, sr_ste, ste
 from models.base import Model
 from models.gpt2 import GPT
 from tests.lifetimes import Reads
@@ -72,9 +71,7 @@ def build(tiny):
             directory=config.directory(),
             world=World(0, 1, torch.device("cpu")),
             micro_batch=micro_batch_size(config.train, micro_batch, 1, method.quantizes),
-            fused=config.impl.optimizer == "fused",
-            graphed=config.impl.cuda_graphs,
-            checkpoint_every=config.impl.checkpoint_every,
+            impl=config.impl,
             report=lambda message: None,
         )
 
@@ -307,17 +304,6 @@ def test_an_epoch_without_a_good_step_has_no_loss(build):
     assert (record["step"], record["epoch"], record["loss"]) == (2, 1, None)
 
 
-def test_what_a_record_holds(build):
-    trainer, written = build(), []
-    trainer.log = SimpleNamespace(write=written.append)
-    trainer.step, trainer.durations = 5, [2.0, 3.0, 1.0]
-    trainer._log_step(0.25)
-    [record] = written
-    assert (record["grad_norm"], record["step_seconds"]) == (0.25, 2.0)  # the median
-    assert record["learning_rate"] == learning_rate(trainer.train, 5)
-    assert trainer.durations == []
-
-
 class Together(World):
     """A process whose mean over the ranks is 1000 above its own value."""
 
@@ -473,12 +459,10 @@ def capture_by_calling(model_of):
     ("kind", "options", "nan", "launched_steps"),
     [
         (fst.Method, ("method.refresh_every=3", "method.dense_fraction=0.5"), (5,), 6),
-        (s_ste.Method, (), (5,), 3),
-        (slope.Method, ("method.adapter_rank=2", "method.adapter_fraction=0.5"), (5,), 6),
         # Step 3 is replayed; at its end the history begins, from which scales follow from then on.
         (s_ste.Method, ("method.fp8=hopper_delayed", "train.fp8_samples=2"), (0, 1, 2), 6),
     ],
-    ids=["fst", "s_ste", "slope", "delayed scaling"],
+    ids=["fst", "delayed scaling"],
 )
 def test_replayed_steps_are_the_same_and_go_on(
     build, tmp_path, monkeypatch, kind, options, nan, launched_steps
@@ -500,16 +484,6 @@ def test_replayed_steps_are_the_same_and_go_on(
     trainers = (launched, whole, resumed)
     for a, *others in zip(*(t.model.parameters() for t in trainers), strict=True):
         assert all(torch.equal(a, b) for b in others)
-
-
-def test_a_result_says_whether_graphs_were_replayed(build, monkeypatch):
-    monkeypatch.setattr(graphs, "_impossible", lambda *_: None)
-    trainer = build("impl.cuda_graphs=true")
-    assert not trainer.graphed  # as at the end of a training too short for it
-    trainer.optimization.replays.steps = 1
-    assert trainer.graphed
-    trainer.optimization.replays.given_up = True
-    assert not trainer.graphed
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -734,11 +708,6 @@ def test_lamb_is_the_published_one():
         for name, p in model.named_parameters():
             # Some sums in another order, in fp64.
             torch.testing.assert_close(p.detach(), expected[name], rtol=1e-10, atol=1e-12)
-
-
-def test_a_method_with_an_update_rule_of_its_own_takes_no_other_optimizer(tiny):
-    with pytest.raises(UserError, match=r"train\.optimizer=lion, but the update rule of this"):
-        pretraining.run(tiny("method=ast", "train.optimizer=lion"), lambda message: None)
 
 
 def test_the_batch_grows(build):
