@@ -2,8 +2,10 @@
 
 import hashlib
 import json
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -91,6 +93,24 @@ def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path):
         checkpoint.write_atomic(path, fail)
     assert path.read_text() == '{\n  "old": 1\n}\n'
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_content_is_synced_before_it_gets_its_name_and_the_folder_after(tmp_path, monkeypatch):
+    synced, fsync = [], os.fsync
+
+    def recorded(descriptor):
+        synced.append(Path(f"/proc/self/fd/{descriptor}").readlink())
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", recorded)
+    checkpoint.write_text(tmp_path / "a", "text")
+    assert synced == [tmp_path / f".a.{os.getpid()}", tmp_path]
+    building, file = tmp_path / "b", tmp_path / "b" / "c" / "d"
+    file.parent.mkdir(parents=True)
+    file.write_text("text")
+    synced.clear()
+    checkpoint.publish(building, tmp_path / "e")
+    assert {*synced[:-1]} == {building, file.parent, file} and synced[-1] == tmp_path
 
 
 def test_what_a_killed_process_left_of_a_file_is_removed_when_it_is_written_again(tmp_path):
