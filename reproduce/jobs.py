@@ -44,7 +44,7 @@ class Job:
     @cached_property
     def module(self) -> Any:
         """The driver's module, which has `load`, `run` and `finished`."""
-        inside = "reproduce.bench" if self.driver == BENCH else f"experiments.{self.driver}"
+        inside = "reproduce.measure" if self.driver == BENCH else f"experiments.{self.driver}"
         return importlib.import_module(inside)
 
     def arguments(self, source: Path | None) -> list[str]:

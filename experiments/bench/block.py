@@ -10,10 +10,10 @@ import argparse
 import torch
 from torch import Tensor, nn
 
-from experiments.bench import arms, linear
-from experiments.bench.arms import Bench
+from experiments.bench import linear, variants
 from experiments.bench.report import Report, Row
 from experiments.bench.timing import Time
+from experiments.bench.variants import Bench
 from models.gpt2 import MLP, GPTConfig
 
 NAMES = ("dense", "dense fp8", "fst", "s_ste", "s_ste, fp8", "slope")
@@ -41,10 +41,10 @@ def bench(options: argparse.Namespace, report: Report) -> None:
     dtype = torch.bfloat16 if on_gpu else torch.float32
     size, tokens = QUICK_SHAPE if options.quick else GPU_SHAPE if on_gpu else CPU_SHAPE
     config = GPTConfig.of_size(size)
-    names = arms.chosen(report, [*NAMES, *arms.others(report)])
-    matmul = arms.default_matmul(options)
+    names = variants.chosen(report, [*NAMES, *variants.others(report)])
+    matmul = variants.default_matmul(options)
     arguments = (config, tokens, dtype, options.device, matmul)
-    with arms.compiling():
+    with variants.compiling():
         dense = build("dense", *arguments)
         built = {name: build(name, *arguments) for name in names}
         for name in names:
@@ -52,7 +52,7 @@ def bench(options: argparse.Namespace, report: Report) -> None:
                 linear.gate(name, (tokens, *widths), dtype, options.device, matmul)
             gate(name, built[name])
         report.note("correctness: green")
-        compared = arms.compare(dense, built, options.device, options.repeats, BUFFERS)
+        compared = variants.compare(dense, built, options.device, options.repeats, BUFFERS)
     for name, times in compared.items():
         report.add(row(name, built[name], times, dtype))
 
@@ -60,10 +60,10 @@ def bench(options: argparse.Namespace, report: Report) -> None:
 def row(name: str, built: Bench, times: dict[str, Time], dtype: torch.dtype) -> Row:
     tokens, width = built.inputs[0].shape
     return Row(
-        name, "fp8" if arms.arm(name).fp8 else str(dtype).removeprefix("torch."),
+        name, "fp8" if variants.variant(name).fp8 else str(dtype).removeprefix("torch."),
         f"GPT-2, {tokens} x {width}", built.converted.used, times["whole"],
         peers={"dense": times["dense"].ms},
-        figures=arms.parts(times),
+        figures=variants.parts(times),
     )  # fmt: skip
 
 
@@ -73,7 +73,7 @@ def build(
     torch.manual_seed(0)
     with device:
         model = FeedForwardBlock(config).to(dtype)
-        converted = arms.convert(name, model, ("*mlp.*",), dtype, tokens, matmul)
+        converted = variants.convert(name, model, ("*mlp.*",), dtype, tokens, matmul)
         shape = (BUFFERS, tokens, config.n_embd)
         xs, dys = (list(torch.randn(shape, dtype=dtype)) for _ in range(2))
     return Bench(converted, xs, dys, compiled=device.type == "cuda")
@@ -88,4 +88,4 @@ def gate(name: str, built: Bench) -> None:
         built.run = run
         built.forward_backward(0)
         found.append([built.inputs[0].grad, *(p.grad for p in built.parameters)])
-    arms.check_same(name, found[1], found[0])
+    variants.check_same(name, found[1], found[0])

@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from experiments.bench import arms
+from experiments.bench import variants
 from experiments.bench.report import Report, Row
 from experiments.bench.timing import Time, in_turns, quantiles
 from experiments.bench.train import SHARE, share_of_peak
@@ -81,7 +81,7 @@ def bench(options: argparse.Namespace, report: Report) -> None:
     given = options.overrides or (QUICK if options.quick else GPU if on_gpu else CPU)
     dense: dict[str, float] = {}
     for name in report.chosen(NAMES):
-        chosen = arms.ARMS[name].options  # as in `train`, so that the phase is the same
+        chosen = variants.VARIANTS[name].options  # as in `train`, so that the phase is the same
         method = [f"method={name}", *(f"method.{key}={value}" for key, value in chosen.items())]
         with tempfile.TemporaryDirectory() as runs:
             here = [f"impl.device={options.device.type}", f"runs='{runs}'"]
@@ -148,7 +148,7 @@ def _bare_loop(config: RunConfig, options: argparse.Namespace) -> Loop:
     source = config.open_source(model)
     size = micro_batch_size(train, config.impl.micro_batch, 1, method.quantizes)
     sparse = accelerate(method, size * source.tokens_per_sample, config.impl)
-    used = sorted({arms.used_by(products) for products in sparse.values()} or {"dense"})
+    used = sorted({variants.used_by(products) for products in sparse.values()} or {"dense"})
     graphed, one_shape = config.impl.cuda_graphs, source.one_shape
     if choose(graphed, device, 1, model, train, one_shape)[0]:
         used += ["in CUDA graphs"]  # true of the command, not of this loop

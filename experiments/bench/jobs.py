@@ -12,15 +12,16 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention import sdpa_kernel
 
-from experiments.bench import arms, sam
+from experiments.bench import sam, variants
 from experiments.bench.report import Report
 from experiments.support.errors import UserError
 from models.gpt2 import GPT, Block, GPTConfig
 from models.transformer import Transformer, TransformerConfig
 
 SPARSE = ("ste", "semi_sparse", "fst", "s_ste", "slope")
-NAMES = ("dense", *SPARSE, "dense fp8", arms.TORCHAO, *arms.ON_FP8_UNITS, arms.DELAYED)
+NAMES = ("dense", *SPARSE, "dense fp8", variants.TORCHAO, *variants.ON_FP8_UNITS, variants.DELAYED)
 MLP = ("*mlp.*",)
 Built = tuple[nn.Module, Callable[[], Tensor], list[nn.Module]]
 
@@ -34,7 +35,7 @@ class Workload:
     tokens: number of tokens that a linear sees.
     items, unit: number and kind of items per step, for the throughput.
     linears: [(in, out), ...] of the linears that are converted by `include`.
-    names: the arms to measure.
+    names: the variants to measure.
     around: a context in which everything is run.
     needs: a package that must be installed.
     """
@@ -133,7 +134,7 @@ def stack(layers: int, heads: int, widths: tuple[int, int], batch: int, length: 
 
 def all_linears(job: Workload, config: GPTConfig) -> Workload:
     """The same workload with all linears of the blocks converted; the head stays dense."""
-    names = (*job.names, arms.REPACKED)  # where the most is packed
+    names = (*job.names, variants.REPACKED)  # where the most is packed
     return replace(job, linears=widths_of(config, True), include="all", names=names)
 
 
@@ -151,6 +152,11 @@ def vit(name: str, batch: int, width: int, patches: int) -> Workload:
     return Workload(build, batch * (patches + 1), batch, "images", linears, needs="timm")
 
 
+def fused_attention() -> AbstractContextManager[Any]:
+    """A context that selects the attention for SAM."""
+    return sdpa_kernel(sam.ATTENTION)
+
+
 def sam_encoder(name: str, batch: int, size: int, width: int, **changed: Any) -> Workload:
     """The workload of SAM's image encoder; changed: arguments of the model in place of timm's."""
 
@@ -159,16 +165,9 @@ def sam_encoder(name: str, batch: int, size: int, width: int, **changed: Any) ->
         images = torch.randn(batch, 3, size, size)
         return model, lambda: square(model(images)), list(model.blocks)
 
-    def attention() -> AbstractContextManager[Any]:
-        """A context that selects the only fused kernel with a gradient for the bias; torch may
-        prefer others."""
-        from torch.nn.attention import SDPBackend, sdpa_kernel
-
-        return sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH])
-
-    tokens, widths = batch * (size // 16) ** 2, (width, 4 * width)
+    tokens, widths = batch * (size // sam.PATCH) ** 2, (width, 4 * width)
     linears = (widths, widths[::-1])
-    return Workload(build, tokens, batch, "images", linears, around=attention, needs="timm")
+    return Workload(build, tokens, batch, "images", linears, around=fused_attention, needs="timm")
 
 
 _WIDE = GPTConfig(6, 32, 4096, vocab_size=1, n_inner=14336)
@@ -185,7 +184,7 @@ CPU_JOBS = {"GPT-2 nano, 4 x 128": gpt2("nano", 4, 128)}
 GPU_JOBS = {
     "GPT-2 774M, 16 x 1024": _774M,
     "GPT-2 774M, 16 x 1024, all linears": all_linears(_774M, GPTConfig.of_size("774M")),
-    "GPT-2 124M, 32 x 1024": replace(_124M, names=(*NAMES, arms.SIMULATED)),
+    "GPT-2 124M, 32 x 1024": replace(_124M, names=(*NAMES, variants.SIMULATED)),
     "GPT-2 124M, 32 x 1024, all linears": all_linears(_124M, GPTConfig.of_size("124M")),
     STACK: _STACK,
     f"{STACK}, all linears": all_linears(_STACK, _WIDE),

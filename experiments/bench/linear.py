@@ -16,10 +16,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from experiments.bench import arms, dense_fp8
-from experiments.bench.arms import ARMS, Bench, Converted
+from experiments.bench import dense_fp8, variants
 from experiments.bench.report import Report, Row
 from experiments.bench.timing import Call, Time, in_turns
+from experiments.bench.variants import VARIANTS, Bench, Converted
 from methods.nn.gemms import DENSE
 
 Shape = tuple[int, int, int]  # tokens, in, out
@@ -41,8 +41,8 @@ BUFFERS = 2
 def bench(options: argparse.Namespace, report: Report) -> None:
     on_gpu = options.device.type == "cuda"
     dtype = torch.bfloat16 if on_gpu else torch.float32
-    names = arms.chosen(report, [*ARMS, *arms.others(report)])
-    matmul = arms.default_matmul(options)
+    names = variants.chosen(report, [*VARIANTS, *variants.others(report)])
+    matmul = variants.default_matmul(options)
     for shape in shapes(options):
         for name in names:
             gate(name, shape, dtype, options.device, matmul)
@@ -52,7 +52,7 @@ def bench(options: argparse.Namespace, report: Report) -> None:
         of = (shape, dtype, options.device, matmul, BUFFERS)
         built = {name: build(name, *of) for name in names}
         dense = build("dense", *of)
-        compared = arms.compare(dense, built, options.device, options.repeats, BUFFERS)
+        compared = variants.compare(dense, built, options.device, options.repeats, BUFFERS)
         for name, times in compared.items():
             report.add(row(name, shape, dtype, built[name].converted, rates, times))
         del built, dense
@@ -86,7 +86,7 @@ def build(
     linear = nn.Linear(inputs, outputs, bias=False, device="meta")
     linear.weight = nn.Parameter(normal(outputs, inputs, std=0.02))
     model = nn.Sequential(linear)
-    converted = arms.convert(name, model, ("*",), dtype, tokens, matmul)
+    converted = variants.convert(name, model, ("*",), dtype, tokens, matmul)
     xs = [normal(tokens, inputs) for _ in range(buffers)]
     return Bench(converted, xs, [normal(tokens, outputs) for _ in range(buffers)])
 
@@ -95,7 +95,7 @@ def gate(name: str, shape: Shape, dtype: torch.dtype, device: torch.device, matm
     """Raise a `UserError` unless the linear's products agree with masked dense formulas."""
     built = build(name, shape, dtype, device, matmul, 1)
     (layer,) = built.converted.layers.values()
-    arms.check(name, built, layer, shape)
+    variants.check(name, built, layer, shape)
 
 
 def dense_products(
@@ -128,9 +128,9 @@ def dense_products(
 
         calls |= {f"fp8 {name}": partial(scaled, *operand) for name, operand in operands.items()}
     times = in_turns(calls, device, options.repeats, BUFFERS)
-    rates = {dtype: {name: times[name].ms for name in arms.PRODUCTS}}
+    rates = {dtype: {name: times[name].ms for name in variants.PRODUCTS}}
     if device.type == "cuda":
-        rates[dense_fp8.E4M3] = {name: times[f"fp8 {name}"].ms for name in arms.PRODUCTS}
+        rates[dense_fp8.E4M3] = {name: times[f"fp8 {name}"].ms for name in variants.PRODUCTS}
     return rates
 
 
@@ -143,14 +143,14 @@ def row(
     times: dict[str, Time],
 ) -> Row:
     on_gpu = dense_fp8.E4M3 in rates
-    fp8 = arms.arm(name).fp8 and not arms.arm(name).simulated and on_gpu
+    fp8 = variants.variant(name).fp8 and not variants.variant(name).simulated and on_gpu
     rate = rates[dense_fp8.E4M3 if fp8 else dtype]
     products = next(iter(converted.sparse.values()), DENSE)
-    halves = {p: 0.5 if getattr(products, p) else 1.0 for p in arms.PRODUCTS}
+    halves = {p: 0.5 if getattr(products, p) else 1.0 for p in variants.PRODUCTS}
     return Row(
         name, "fp8" if fp8 else str(dtype).removeprefix("torch."), shape_name(shape),
         converted.used, times["whole"],
         peers={"dense": times["dense"].ms},
-        limit_ms=sum(halves[p] * rate[p] for p in arms.PRODUCTS),
-        figures=arms.parts(times),
+        limit_ms=sum(halves[p] * rate[p] for p in variants.PRODUCTS),
+        figures=variants.parts(times),
     )  # fmt: skip

@@ -11,19 +11,19 @@ import gc
 
 import torch
 
-from experiments.bench import arms, linear
+from experiments.bench import linear, variants
 from experiments.bench.jobs import jobs
 from experiments.bench.report import MIB, Report, Row
 from experiments.bench.sizes import parts
 from experiments.bench.step import held, ready
 from experiments.bench.train import precision
 
-NAMES = ("dense", "s_ste", "fst", "slope", arms.REPACKED)
+NAMES = ("dense", "s_ste", "fst", "slope", variants.REPACKED)
 STEPS = 2
 
 
 def bench(options: argparse.Namespace, report: Report) -> None:
-    names, matmul = report.chosen(NAMES), arms.default_matmul(options)
+    names, matmul = report.chosen(NAMES), variants.default_matmul(options)
     on_gpu = options.device.type == "cuda"
     dtype = torch.bfloat16 if on_gpu else torch.float32
     shape = linear.shapes(options)[-1]

@@ -119,11 +119,9 @@ def check(name: str, w: Tensor) -> None:
     # gradient.
     step = (got.weight - want.weight).abs() <= 1e-4 * (w.abs() + want.weight.abs())
     moment = (got.exp_avg - want.exp_avg).abs() <= 1e-5 * (w.flip(0).abs() + w.flip(1).abs())
-    same = [
-        torch.equal(tensor, derived.tensors[key])
-        for key, tensor in got.tensors.items()
-        if key in ("mask", "packed", "transposed") and tensor is not None
-    ]
+    theirs, names = derived.tensors, ("mask", "packed", "transposed")
+    pairs = [(a, theirs[n]) for n, a in got.tensors.items() if n in names]
+    same = [torch.equal(a, b) for a, b in pairs if a is not None and b is not None]
     if not (step.all() and moment.all() and all(same)):
         raise UserError(
             f"{name} differs from plain PyTorch on shape {tuple(w.shape)}: no time is reported; "

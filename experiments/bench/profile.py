@@ -19,7 +19,7 @@ import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity
 
-from experiments.bench import arms, kernels
+from experiments.bench import kernels, variants
 from experiments.bench.jobs import jobs
 from experiments.bench.report import Report, Row
 from experiments.bench.step import Step, ready
@@ -33,9 +33,9 @@ Kernels = list[dict[str, Any]]  # name, kind, ms and calls a step
 
 
 def bench(options: argparse.Namespace, report: Report) -> None:
-    found, matmul = jobs(options, report), arms.default_matmul(options)
+    found, matmul = jobs(options, report), variants.default_matmul(options)
     every = dict.fromkeys(name for job in found.values() for name in job.names)
-    chosen = arms.chosen(report, every)
+    chosen = variants.chosen(report, every)
     written: dict[str, dict[str, Kernels]] = {}
     path = options.out.with_name(f"{options.out.stem}_kernels.json")
     for shape, job in found.items():

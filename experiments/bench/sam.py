@@ -7,6 +7,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend
+
+PATCH = 16  # side of a patch in pixels
+# The only fused attention that gives the gradient of a bias; torch may prefer others on some GPUs.
+ATTENTION = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
 def encoder(name: str, **changed: Any) -> nn.Module:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from experiments.bench.arms import Converted
+from experiments.bench.variants import Converted
 from experiments.support.memory import buffer_bytes
 
 

@@ -17,10 +17,10 @@ import torch
 from torch import Tensor, nn
 
 import methods
-from experiments.bench import arms, sizes
-from experiments.bench.arms import Converted
+from experiments.bench import sizes, variants
 from experiments.bench.jobs import Workload
 from experiments.bench.report import MIB
+from experiments.bench.variants import Converted
 from experiments.support import memory
 
 WARM_UP = 2
@@ -68,7 +68,7 @@ class Step:
         with device:
             self.model, self.forward, self.blocks = job.build()
         dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-        self.converted: Converted = arms.convert(
+        self.converted: Converted = variants.convert(
             name, self.model, job.include, dtype, job.tokens, matmul
         )
         self.parameters = list(self.model.parameters())
@@ -154,14 +154,14 @@ class Step:
         """
         want = [None if g is None else g.clone() for g in self.gradients()]
         # Sums with a random order differ in the last bit, and such errors grow (check_compiled).
-        noise = arms.deviation(self.name, self.gradients(), want)
+        noise = variants.deviation(self.name, self.gradients(), want)
         self.optimizer.zero_grad()
         backward = graph_of(lambda: self.loss().backward(), pool)
         gradients = [p.grad for p in self.parameters]  # every replay writes these tensors
         rest = graph_of(lambda: self.update(0), pool)
         self.converted.before(0)
         backward()
-        arms.check_same(self.name, gradients, want, noise)
+        variants.check_same(self.name, gradients, want, noise)
         self.optimizer.zero_grad()
 
         def step(_: int) -> None:
@@ -196,7 +196,7 @@ def ready(name: str, job: Workload, device: torch.device, matmul: str, fused: bo
     on_gpu = device.type == "cuda"
     if on_gpu:
         step.compile()
-    with arms.compiling() if on_gpu else nullcontext():
+    with variants.compiling() if on_gpu else nullcontext():
         step.ordinary(0)
     if on_gpu:
         torch.cuda.synchronize()
@@ -220,13 +220,13 @@ def check_compiled(step: Step) -> None:
     to 0.19.
     """
     calls = step.recorded()
-    with arms.compiling():
+    with variants.compiling():
         for call in calls:
             want, got = (call.run(step, run) for run in (call.block.forward, call.block))
             vectors = [i for i, g in enumerate(want) if g is not None and g.ndim == 1]
             others = [[i] for i in range(len(want)) if i not in vectors]
             for group in (vectors, *others):
-                arms.check_same(step.name, [got[i] for i in group], [want[i] for i in group])
+                variants.check_same(step.name, [got[i] for i in group], [want[i] for i in group])
 
 
 def held(step: Step) -> dict[str, float]:

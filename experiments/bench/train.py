@@ -15,28 +15,28 @@ from collections.abc import Iterator
 
 import torch
 
-from experiments.bench import arms, linear
-from experiments.bench.arms import ARMS
+from experiments.bench import linear, variants
 from experiments.bench.jobs import Workload, jobs
 from experiments.bench.report import MIB, Report, Row
 from experiments.bench.step import Step, held, ready
 from experiments.bench.timing import Call, Time, in_turns
+from experiments.bench.variants import VARIANTS
 from experiments.support.errors import UserError
 
 TOGETHER = 5  # number of models held at once, if they fit
 PACKED = 1.1  # what a model holds, over its weights, gradients and moments
-FP8_PEERS = ("dense fp8", arms.TORCHAO)
+FP8_PEERS = ("dense fp8", variants.TORCHAO)
 # The rate of a dense bf16 product of 8192 x 8192 x 8192 on random data after idle time, on an H200.
 PEAK_TFLOPS = 790.0
 SHARE = f"share of {PEAK_TFLOPS:.0f} TFLOP/s by 6N %"
 
 
 def bench(options: argparse.Namespace, report: Report) -> None:
-    found, matmul = jobs(options, report), arms.default_matmul(options)
+    found, matmul = jobs(options, report), variants.default_matmul(options)
     if options.device.type == "cuda":  # so that no row's first step includes the compiler's start
         torch.compile(torch.sin)(torch.ones(1, device=options.device))
     every = dict.fromkeys(name for job in found.values() for name in job.names)
-    chosen = arms.chosen(report, every)
+    chosen = variants.chosen(report, every)
     for shape, job in found.items():
         names = [name for name in job.names if name in chosen]
         if not names:
@@ -57,7 +57,7 @@ def comparisons(names: list[str], together: int = TOGETHER) -> Iterator[list[str
     peers = [name for name in FP8_PEERS if name in names]
     groups = []
     for common, fp8 in (["dense"], False), (["dense", *peers][: together - 1], True):
-        others = [n for n in names if n not in common and bool(ARMS[n].fp8) is fp8]
+        others = [n for n in names if n not in common and bool(VARIANTS[n].fp8) is fp8]
         room = together - len(common)
         parts = [others[i : i + room] for i in range(0, len(others), room)]
         groups += [[*common, *part] for part in parts or [[]]]

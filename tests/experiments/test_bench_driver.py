@@ -10,7 +10,7 @@ import time
 import pytest
 import torch
 
-from experiments.bench import arms, driver
+from experiments.bench import driver, variants
 from experiments.bench.__main__ import main
 from experiments.bench.driver import Watched
 from experiments.config.run import load
@@ -52,7 +52,7 @@ def test_a_setting_that_does_not_fit_is_one_line(overrides, tmp_path, capsys):
 def test_the_runs_that_are_timed_by_default_are_whole(given):
     """No phase of a method and no evaluation is left out of the steps that count."""
     for name in driver.NAMES:
-        options = [f"method.{k}={v}" for k, v in arms.ARMS[name].options.items()]
+        options = [f"method.{k}={v}" for k, v in variants.VARIANTS[name].options.items()]
         train = load([*given, f"method={name}", *options]).train
         counted = train.steps - max(train.steps // 4, train.log_every)
         assert train.eval_every < counted and train.steps >= 8 * train.log_every

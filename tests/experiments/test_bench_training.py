@@ -12,17 +12,19 @@ import torch.nn.functional as F
 from torch._dynamo.utils import counters
 
 import methods
-from experiments.bench import arms, block, dense_fp8, jobs, linear, sizes, train
+from experiments.bench import block, dense_fp8, jobs, linear, sizes, train, variants
 from experiments.bench import step as steps
 from experiments.bench.__main__ import main
-from experiments.bench.arms import ARMS
 from experiments.bench.timing import in_turns
+from experiments.bench.variants import VARIANTS
 from experiments.support.errors import UserError
 from tests.lifetimes import Reads
 
 CPU = torch.device("cpu")
 SHAPE = (64, 16, 32)  # tokens, in, out; FP8 products take multiples of 16
-HERE = [name for name in ARMS if name != arms.TORCHAO or importlib.util.find_spec("torchao")]
+HERE = [
+    name for name in VARIANTS if name != variants.TORCHAO or importlib.util.find_spec("torchao")
+]
 
 
 @pytest.fixture(autouse=True)
@@ -96,8 +98,8 @@ def test_dense_stands_in_every_comparison():
     assert all(group[0] == "dense" and len(group) <= train.TOGETHER for group in together)
     assert {name for group in together for name in group} == set(jobs.NAMES)
     for group in together:
-        if any(ARMS[name].fp8 for name in group):
-            assert group[1:3] == ["dense fp8", arms.TORCHAO]
+        if any(VARIANTS[name].fp8 for name in group):
+            assert group[1:3] == ["dense fp8", variants.TORCHAO]
     for most in (2, 3):  # where fewer fit into the memory
         groups = list(train.comparisons(list(jobs.NAMES), most))
         assert all(group[0] == "dense" and len(group) <= most for group in groups)
@@ -150,7 +152,7 @@ def test_replayed_steps_and_launched_ones_take_turns(fused, monkeypatch):
             step.optimizer.zero_grad()
         return step.parameters
 
-    monkeypatch.setattr(arms, "check_same", lambda *_: None)
+    monkeypatch.setattr(variants, "check_same", lambda *_: None)
     for replayed, launched in zip(trained(True), trained(False), strict=True):
         assert torch.equal(replayed, launched)
 
@@ -162,7 +164,7 @@ def test_all_variants_are_measured_in_turns(tmp_path, monkeypatch):
         asked.append(list(calls))
         return in_turns(calls, *rest, **options)
 
-    for module in (arms, train):
+    for module in (variants, train):
         monkeypatch.setattr(module, "in_turns", spy)
     for benchmark in ("linear", "block", "train"):
         run(benchmark, tmp_path, "--only", *names)
@@ -177,7 +179,7 @@ def test_all_variants_are_measured_in_turns(tmp_path, monkeypatch):
 
 def test_what_calls_read_stays_where_graphs_of_them_read_it():
     """No call replaces what itself or another one has read."""
-    for name in set(HERE) - {arms.TORCHAO}:
+    for name in set(HERE) - {variants.TORCHAO}:
         built = linear.build(name, SHAPE, torch.float32, CPU, "dense", 2)
         seen = {}
         for measured in (False, True):
@@ -232,13 +234,12 @@ def test_a_method_without_an_arm_is_measured_where_it_is_named(tmp_path, capsys)
 
 def test_the_gate_sees_each_product(monkeypatch):
     """One that is off by a percent, with FP8, too: what that rounds is part of what is expected."""
-    expected, wrong = arms.expected, ""
-    monkeypatch.setattr(
-        arms, "expected",
+    expected, wrong = variants.expected, ""
+    monkeypatch.setattr(variants, "expected",
         lambda *a: {k: v * (1.01 if k == wrong else 1) for k, v in expected(*a).items()},
     )  # fmt: skip
     for name in HERE:
-        for wrong in arms.PRODUCTS:
+        for wrong in variants.PRODUCTS:
             with pytest.raises(UserError, match=f"gives {wrong} off by"):
                 linear.gate(name, SHAPE, torch.float32, CPU, "dense")
 
@@ -261,14 +262,14 @@ def test_packed_products_pass_the_gate_and_are_named(monkeypatch):
 
 def test_the_gate_sees_gradients_that_compilation_changes():
     want = [torch.ones(4), None]
-    arms.check_same("x", [torch.ones(4) * 1.1, None], want)
+    variants.check_same("x", [torch.ones(4) * 1.1, None], want)
     with pytest.raises(UserError, match="off by 1 "):
-        arms.check_same("x", [torch.zeros(4), None], want)
+        variants.check_same("x", [torch.zeros(4), None], want)
     with pytest.raises(UserError, match="only compiled or only uncompiled"):
-        arms.check_same("x", [None, None], want)
+        variants.check_same("x", [None, None], want)
 
 
-@pytest.mark.parametrize("name", ["fst", arms.SIMULATED])
+@pytest.mark.parametrize("name", ["fst", variants.SIMULATED])
 def test_blocks_share_one_compilation(name):
     """A graph for the blocks and one for the loss, whatever the method keeps in a layer."""
     step = steps.Step(name, jobs.gpt2("nano", 2, 8), CPU, "dense")
@@ -347,10 +348,10 @@ def test_torchao_is_a_peer_where_it_is_installed(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "torchao", package)
     monkeypatch.setitem(sys.modules, "torchao.float8", module)
     rows = run("train", tmp_path, "--only", "dense fp8*")
-    assert rows[arms.TORCHAO]["backend"] == "torchao"
-    assert rows[arms.TORCHAO]["peers"].keys() == {"dense", "dense fp8", arms.TORCHAO}
+    assert rows[variants.TORCHAO]["backend"] == "torchao"
+    assert rows[variants.TORCHAO]["peers"].keys() == {"dense", "dense fp8", variants.TORCHAO}
     monkeypatch.setitem(sys.modules, "torchao", None)
     monkeypatch.delitem(sys.modules, "torchao.float8")
     run("train", tmp_path, "--only", "dense fp8*")
     record = json.loads((tmp_path / "cpu.json").read_text())["benchmarks"]["train"]
-    assert any(text.startswith(f"{arms.TORCHAO}: ") for text in record["left_out"])
+    assert any(text.startswith(f"{variants.TORCHAO}: ") for text in record["left_out"])

@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from reproduce import adapter_similarity as similarity
-from reproduce.bench import Config
+from reproduce.measure import adapters
 
 
 def test_similarity_is_that_of_the_step_to_the_end(monkeypatch):
@@ -12,14 +11,14 @@ def test_similarity_is_that_of_the_step_to_the_end(monkeypatch):
     ends = [torch.tensor([[0.0, 1.0]]), torch.tensor([[3.0, 4.0]])]
     still, turned = [torch.ones(1, 2)] * 2, [torch.tensor([[1.0, 0.0]])] * 2
     states = [{"left": still, "right": turned}] * 2 + [{"left": still, "right": ends}] * 2
-    monkeypatch.setattr(similarity, "trained", lambda config: states)
-    config = Config(what="adapters", method="slope", model="gpt2_nano", after=50)
-    found, _ = similarity.of_adapters(config, print)
+    monkeypatch.setattr(adapters, "trained", lambda config: states)
+    config = adapters.Settings(model="gpt2_nano", adapter_rank=4, after=50)
+    found, _ = adapters.measure(config, print)
     assert found == pytest.approx({
         "down": 1.0, "up": (0 + 0.6) / 2, "both": (0 + 0.6) / 2, "steps": 4,
         "sm_mhz": None, "watts": None,
     })  # fmt: skip
-    after = Config(what="adapters", method="slope", model="gpt2_nano", after=75)
-    assert similarity.of_adapters(after, print)[0]["up"] == pytest.approx(1.0)
-    first = Config(what="adapters", method="slope", model="gpt2_nano", after=1)
-    assert similarity.of_adapters(first, print)[0]["up"] == found["up"]
+    after = adapters.Settings(model="gpt2_nano", adapter_rank=4, after=75)
+    assert adapters.measure(after, print)[0]["up"] == pytest.approx(1.0)
+    first = adapters.Settings(model="gpt2_nano", adapter_rank=4, after=1)
+    assert adapters.measure(first, print)[0]["up"] == found["up"]

@@ -9,11 +9,13 @@ from common_kernels.pack import BUFFERED
 from experiments.support.errors import UserError
 from models import packed
 from models.packed import PackedProduct
-from reproduce import bench, inference_speed
-from reproduce.bench import Config
-from reproduce.inference_speed import Decoding, llama, to_packed
+from reproduce import measure
+from reproduce.measure import decode, kernels, mlp, sam_inference
+from reproduce.measure import packed as packing_
+from reproduce.measure.decode import Decoding, llama
+from reproduce.measure.packed import to_packed
 
-TINY = {"method": "dense", "width": 64, "inner": 96, "heads": 4, "repeats": 2, "threads": 1}
+TINY = {"width": 64, "inner": 96, "heads": 4, "repeats": 2, "threads": 1}
 
 
 @pytest.fixture
@@ -21,12 +23,12 @@ def packing(monkeypatch):
     """Packed products on a CPU, emulated; the numbers of tokens that they were chosen for."""
     asked = []
     note = lambda problem, device: asked.append(problem.tokens)  # noqa: E731
-    monkeypatch.setattr(inference_speed, "is_faster", note)
+    monkeypatch.setattr(packing_, "is_faster", note)
     return asked
 
 
 def test_a_cache_of_fixed_size_gives_the_logits_of_the_whole_text():
-    model = llama(Config(what="decode", layers=2, **TINY))
+    model = llama(decode.Settings(layers=2, **TINY))
     decoding = Decoding(model, 5, 8)
     whole = model(decoding.ids).logits[0]
     torch.testing.assert_close(decoding.logits(0, 5), whole[4])
@@ -37,8 +39,8 @@ def test_a_cache_of_fixed_size_gives_the_logits_of_the_whole_text():
 
 
 def test_tokens_a_second_are_those_of_prompt_and_text(tmp_path):
-    config = Config(what="decode", layers=1, length=4, new=6, runs=str(tmp_path), **TINY)
-    found = bench.run(config, lambda _: None)["metrics"]
+    config = decode.Settings(layers=1, length=4, new=6, runs=str(tmp_path), **TINY)
+    found = measure.run(config, lambda _: None)["metrics"]
     for name in ("dense", "sparse"):
         seconds = (found[f"{name}_prompt_ms"] + 6 * found[f"{name}_step_ms"]) / 1e3
         assert found[f"{name}_rate"] == pytest.approx(6 / seconds)
@@ -77,20 +79,20 @@ def test_without_sparse_products_weights_are_masked():
 
 @pytest.mark.parametrize("parts", [(), ("mlp",), ("attn", "mlp")])
 def test_images_a_second(parts, tmp_path):
-    config = Config(
-        what="sam_inference", method="dense", model="samvit_base_patch16", width=32, heads=2,
+    config = sam_inference.Settings(
+        model="samvit_base_patch16", width=32, heads=2,
         image=32, batch=2, repeats=2, threads=1, packed=parts, runs=str(tmp_path),
     )  # fmt: skip
-    found = bench.run(config, lambda _: None)["metrics"]
+    found = measure.run(config, lambda _: None)["metrics"]
     assert found["rate"] > 0
     assert (found["speedup"] == 1.0) is (not parts)
     assert found["mib"] is None  # a CPU does not tell
 
 
 def test_kernels_and_mlp_have_times_of_what_runs_here(tmp_path):
-    for what, method in (("kernels", "semi_sparse"), ("mlp", "semi_sparse")):
-        config = Config(**TINY | {"what": what, "method": method, "length": 16}, runs=str(tmp_path))
-        found = bench.run(config, lambda _: None)["metrics"]
+    given = {**TINY, "length": 16, "runs": str(tmp_path)}
+    for config in (kernels.Settings(**given), mlp.Settings(method="semi_sparse", **given)):
+        found = measure.run(config, lambda _: None)["metrics"]
         assert found["speedup"] == pytest.approx(found["dense_us"] / found["sparse_us"])
         assert found["copy_us"] > 0
         assert found["pack_us"] is found["library_us"] is None
@@ -99,7 +101,7 @@ def test_kernels_and_mlp_have_times_of_what_runs_here(tmp_path):
 def test_what_packs_a_matrix_packs_it_both_ways(packing):
     torch.manual_seed(0)
     matrices = [torch.randn(64, 128, dtype=torch.bfloat16)]
-    calls = inference_speed.packing(matrices)
+    calls = packing_.packing(matrices)
     assert set(calls) == {"copy", "pack"}  # the library's needs a GPU
     calls["pack"](0)
     assert torch.equal(calls["copy"](0), matrices[0])

@@ -2,6 +2,7 @@
 tier, on a small text of our own; of speed tables the first row, at a tiny shape."""
 
 import dataclasses
+import re
 
 import pytest
 
@@ -10,9 +11,10 @@ from experiments.data import numbers
 from experiments.data.manifest import DataConfig
 from experiments.data.mlm import MLMConfig
 from experiments.data.prepare import prepare
-from reproduce import adapter_similarity, smoke_tasks
+from reproduce import measure, smoke_tasks
 from reproduce.engine import execute, finished_runs
 from reproduce.jobs import INPUTS, plan
+from reproduce.measure import adapters
 from reproduce.reading import read_tables
 from reproduce.render import render
 
@@ -36,7 +38,7 @@ TINY = {
     "vit": ["model.width=16", "model.depth=1", "model.heads=2"],
 }
 WINDOW = ["train.steps=8", "train.warmup_steps=8", "candidates=[1.0e-6,1.0e-4]"]  # of find_decay
-BENCH = ["repeats=2", "batch=1", "threads=1"]
+BENCH = ["repeats=2", "threads=1"]
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +63,9 @@ def shared(tmp_path_factory):
 def short(table, data):
     """Overrides that make the table's trainings tiny."""
     if table.driver == "bench":
-        return BENCH
+        text = " ".join([*table.tiers["smoke"].overrides, *table.rows[0].overrides])
+        settings = measure.module(re.search(r"what=(\w+)", text)[1]).Settings
+        return [*BENCH, "batch=1"] if "batch" in settings.__dataclass_fields__ else BENCH
     overrides = [*table.tiers["smoke"].overrides, *table.rows[0].tiers.get("smoke", [])]
     [family] = {o.removeprefix("model=").partition("_")[0] for o in overrides if "model=" in o}
     needed = {"gpt2": data, "bert": data, "transformer": data[1:]}.get(family, [])
@@ -91,7 +95,7 @@ def test_the_baseline_of_every_script(command, shared, monkeypatch):
     # Its fits take half a minute: tests/experiments has them.
     monkeypatch.setattr(dino, "probe", lambda *_: {"knn_top1": 50.0, "linear_top1": 60.0})
     own = {"gpt2_nano": ["train=nano", *TINY["gpt2"], *data]}
-    monkeypatch.setattr(adapter_similarity, "TRAININGS", own)
+    monkeypatch.setattr(adapters, "TRAININGS", own)
     monkeypatch.setattr(numbers, "SIZES", {"test": 10, "val": 40, "train": 200})
     for table in (first_row(t) for t in TABLES if t.command == command):
         planned, said = plan(table, "smoke", runs, short(table, data)), []

@@ -4,10 +4,10 @@ import pytest
 import timm
 import torch
 
-from experiments.bench.arms import convert
+from experiments.bench.variants import convert
 from experiments.support.errors import UserError
-from reproduce import bench, sam
-from reproduce.bench import Config
+from reproduce import measure
+from reproduce.measure import sam
 
 TINY = {"img_size": 32, "embed_dim": 16, "num_heads": 2, "depth": 2, "global_attn_indexes": [1]}
 
@@ -21,7 +21,7 @@ def encoder():
     return model
 
 
-def arm(method):
+def made_step(method):
     model = encoder()
     converted = convert(method, model, ("*mlp.*",), torch.float32, 4, "dense")
     images = torch.randn(1, 3, 32, 32).requires_grad_()
@@ -56,7 +56,7 @@ def test_attention_is_that_of_timm():
 
 def test_blocks_compile_whole_and_are_checked(monkeypatch):
     torch.compiler.reset()
-    made = arm("semi_sparse")
+    made = made_step("semi_sparse")
     made.compile(backend="aot_eager")
     assert made.gradients() == [None] * len(made.gradients())
     made.step()
@@ -68,7 +68,7 @@ def test_blocks_compile_whole_and_are_checked(monkeypatch):
 
 def test_peak_memory_is_that_of_one_encoder(monkeypatch):
     """Neither the other encoder's memory counts nor what earlier repeats have left."""
-    made = {"dense": arm("dense"), "sparse": arm("semi_sparse")}
+    made = {"dense": made_step("dense"), "sparse": made_step("semi_sparse")}
     made["dense"].bytes, made["sparse"].bytes = 300, 400
     monkeypatch.setattr(sam.EncoderStep, "compile", lambda self: None)
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: None)
@@ -79,7 +79,7 @@ def test_peak_memory_is_that_of_one_encoder(monkeypatch):
 
 
 def test_each_step_chooses_its_masks():
-    made = arm("semi_sparse")
+    made = made_step("semi_sparse")
     made.step()
     layer = next(iter(made.converted.layers.values()))
     before = layer.mask.clone()
@@ -90,12 +90,12 @@ def test_each_step_chooses_its_masks():
 
 
 def test_the_cell_of_a_table(tmp_path):
-    config = Config(
-        what="sam", method="semi_sparse", model="samvit_large_patch16", image=32, width=32, heads=2,
+    config = sam.Settings(
+        method="semi_sparse", model="samvit_large_patch16", image=32, width=32, heads=2,
         repeats=2, threads=1, runs=str(tmp_path),
     )  # fmt: skip
     lines = []
-    result = bench.run(config, lines.append)
+    result = measure.run(config, lines.append)
     metrics = result["metrics"]
     assert metrics["speedup"] == metrics["dense_ms"] / metrics["sparse_ms"]
     assert metrics["dense_gb"] is None and metrics["launched_speedup"] is None

@@ -10,20 +10,20 @@ from common_kernels import nm_mask
 from experiments.bench.timing import Time
 from experiments.support.errors import UserError
 from methods.nn.compressed import CompressedLinear
-from reproduce import slope_layer, slope_products, speed_setup
-from reproduce.bench import Config
+from reproduce.measure import layer, setup, shapes, tiles
+from reproduce.measure.base import Base
 
 
 def quick(**changed):
     fields = {"repeats": 2, "threads": 1, "batch": 1, "length": 16, "width": 64, "heads": 2}
-    return Config(**fields | {"what": "layer", "method": "slope"} | changed)
+    return layer.Settings(**fields | changed)
 
 
 @pytest.fixture
 def emulated(monkeypatch):
     """Packed operands in bf16, as on a GPU, multiplied by an emulation."""
-    monkeypatch.setattr(Config, "dtype", torch.bfloat16)
-    monkeypatch.setattr(slope_layer, "sparse_products", lambda config: "cusparselt")
+    monkeypatch.setattr(Base, "dtype", torch.bfloat16)
+    monkeypatch.setattr(layer, "sparse_products", lambda config: "cusparselt")
 
 
 @pytest.fixture
@@ -40,7 +40,7 @@ def clock(monkeypatch):
         ms = {n: kinds.get(n.removeprefix("inference ").partition("_1")[0], 6.0) for n in several}
         return {name: Time(value, value, value, "host") for name, value in ms.items()}
 
-    monkeypatch.setattr(slope_layer, "in_turns", fake)
+    monkeypatch.setattr(layer, "in_turns", fake)
     return calls
 
 
@@ -48,7 +48,7 @@ def clock(monkeypatch):
 def test_a_layer_with_and_without_its_parts(packed, clock, request):
     if packed:
         request.getfixturevalue("emulated")
-    found, used = slope_layer.of_layer(quick(ranks=(1.56,)), print)
+    found, used = layer.measure(quick(ranks=(1.56,)), print)
     assert used == ("cusparselt fprop dgrad" if packed else "dense")
     assert found["training_sparse"] == 12 / (6 + 3) and found["training_sparse_fused"] == 12 / 11
     assert found["training_dense_fused"] == 12 / 8  # without hooks
@@ -61,27 +61,27 @@ def test_a_layer_with_and_without_its_parts(packed, clock, request):
 
 
 def test_tiles_take_part_and_wrong_ones_stop_the_measurement(clock, monkeypatch):
-    cut, asked = slope_layer.DenseTiles.linear, []
+    cut, asked = tiles.DenseTiles.linear, []
 
     def spy(self, x, bias):
         asked.append(tuple(self.matrix.shape))
         return cut(self, x, bias)
 
-    monkeypatch.setattr(slope_layer.DenseTiles, "linear", spy)
-    slope_layer.of_layer(quick(width=32), print)
+    monkeypatch.setattr(tiles.DenseTiles, "linear", spy)
+    layer.measure(quick(width=32), print)
     assert set(asked) == {(96, 32), (128, 32)}  # queries, keys and values; the wide weight
-    monkeypatch.setattr(slope_layer.DenseTiles, "grad", lambda self, dy: dy @ self.matrix * 1.1)
+    monkeypatch.setattr(tiles.DenseTiles, "grad", lambda self, dy: dy @ self.matrix * 1.1)
     with pytest.raises(UserError, match=r"tiles: off by .* no time is reported"):
-        slope_layer.of_layer(quick(width=32), print)
+        layer.measure(quick(width=32), print)
 
 
 def test_adapters_apart_leave_the_layers_as_they_were(clock):
     config = quick(width=32, ranks=(6.25,))
-    build = partial(speed_setup.bench, config, build=speed_setup.gpt2(config), include=("*",))
-    arm = slope_layer.adapted(build, 2, "dense")
-    want = speed_setup.evaluating(arm)(0)
-    assert torch.allclose(slope_layer.apart(arm)(0), want, rtol=1e-5, atol=1e-5)
-    assert {type(layer) for layer in arm.converted.layers.values()} == {CompressedLinear}
+    build = partial(setup.bench, config, build=setup.gpt2(config), include=("*",))
+    built = layer.adapted(build, 2, "dense")
+    want = setup.evaluating(built)(0)
+    assert torch.allclose(layer.apart(built)(0), want, rtol=1e-5, atol=1e-5)
+    assert {type(one) for one in built.converted.layers.values()} == {CompressedLinear}
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -90,7 +90,7 @@ def test_tiles_give_the_product_of_the_whole(packed):
     w = torch.randn(256, 64).to(dtype)
     w = w * nm_mask(w)
     x = torch.randn(16, 64).to(dtype)
-    tiles = slope_layer.packed_tiles(w) if packed else slope_layer.DenseTiles(w)
-    want = slope_products.whole(w, packed).linear(x, None)
+    cut = tiles.packed_tiles(w) if packed else tiles.DenseTiles(w)
+    want = shapes.whole(w, packed).linear(x, None)
     eps = torch.finfo(dtype).eps
-    assert torch.allclose(tiles.linear(x, None).float(), want.float(), rtol=4 * eps, atol=64 * eps)
+    assert torch.allclose(cut.linear(x, None).float(), want.float(), rtol=4 * eps, atol=64 * eps)

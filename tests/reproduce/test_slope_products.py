@@ -4,13 +4,8 @@ import pytest
 import torch
 
 from experiments.bench.timing import Time
-from reproduce import slope_products
-from reproduce.bench import Config
-
-
-def quick(**changed):
-    fields = {"repeats": 2, "threads": 1, "batch": 1, "length": 16, "width": 64, "heads": 2}
-    return Config(**fields | {"what": "shapes", "method": "slope"} | changed)
+from reproduce.measure import imposed_zeros, shapes
+from reproduce.measure.base import Base
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -20,11 +15,11 @@ def test_products_by_shape(packed, monkeypatch):
             call(0)
         return {name: Time(6.0, 6.0, 6.0, "host") for name in calls}
 
-    monkeypatch.setattr(slope_products, "in_turns", fake)
+    monkeypatch.setattr(shapes, "in_turns", fake)
     if packed:  # packed operands in bf16, as on a GPU, multiplied by an emulation
-        monkeypatch.setattr(Config, "dtype", torch.bfloat16)
-        monkeypatch.setattr(slope_products, "sparse_products", lambda config: "cusparselt")
-    found, used = slope_products.of_shapes(quick(), print)
+        monkeypatch.setattr(Base, "dtype", torch.bfloat16)
+        monkeypatch.setattr(shapes, "sparse_products", lambda config: "cusparselt")
+    found, used = shapes.measure(shapes.Settings(length=16, width=64), print)
     assert used == ("cusparselt" if packed else "dense")
     assert found["tiled_speedup"] == found["attention_speedup"] == 1.0
     assert found["rank_10_speedup"] == 1.0 and found["multiply_ms"] == found["setup_ms"] == 6.0
@@ -35,7 +30,7 @@ def test_products_by_shape(packed, monkeypatch):
 )
 def test_double_pruning_imposes_what_the_lemma_says(pattern, zeros):
     """The standard deviation over n x n random masks is below 0.3 / n (2:4: 0.19)."""
-    found, _ = slope_products.of_imposed_zeros(quick(width=1024, pattern=pattern), print)
+    found, _ = imposed_zeros.measure(imposed_zeros.Settings(width=1024, pattern=pattern), print)
     assert found["closed_form"] == pytest.approx(zeros, abs=1e-6)
     for kind in ("random", "magnitude"):
         assert found[kind] == pytest.approx(zeros, abs=5 * 0.3 / 1024)

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 import experiments
 import methods
 from experiments import plan as driver
-from experiments.bench import arms
+from experiments.bench import variants
 from experiments.bench.jobs import MLP, Stack, square
 from experiments.config.compose import composed
 from experiments.planning import plan as planning
@@ -46,13 +46,13 @@ def why_not(shape, name):
         return NO_TRAINING
     if not (GPT2.fullmatch(shape) or STACK.fullmatch(shape) or shape == "ViT-L/16, 64 images"):
         return OTHER_MODEL
-    arm = arms.ARMS.get(name)
+    arm = variants.VARIANTS.get(name)
     return OTHER_ARM if arm is None or (arm.fp8 and arm.method == "dense") else None
 
 
 def measured_step(shape, name):
     """The footprint of the step of a row."""
-    arm, found = arms.ARMS[name], GPT2.fullmatch(shape) or STACK.fullmatch(shape)
+    arm, found = variants.VARIANTS[name], GPT2.fullmatch(shape) or STACK.fullmatch(shape)
     if found and found.re is STACK:
         layers, width, inner, *size = map(int, found.groups()[:5])
 

@@ -1,34 +1,29 @@
 """Measures one decoder layer under SLoPe with and without its parts: attention, adapters, tiles.
 
-For SLoPe's Tables 6, 7 and B.3. `MEASURES` as explained in speed_setup.py.
+For SLoPe's Tables 6, 7 and B.3.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from common_kernels import pack24
-from common_kernels.matmul import unavailable
-from common_kernels.pack import BUFFERED
-from experiments.bench import arms
-from experiments.bench.arms import Bench
+from experiments.bench import variants
 from experiments.bench.timing import Call, in_turns
-from experiments.support.errors import UserError
-from methods.nn import operands
+from experiments.bench.variants import Bench
 from methods.nn.compressed import CompressedLinear
-from methods.nn.operands import Dense, Packed
-from reproduce.engine import Report
-from reproduce.speed_setup import (
+from methods.nn.operands import Dense
+from reproduce.measure.base import Layer, Report, Result
+from reproduce.measure.setup import (
     BUFFERS,
-    Metrics,
     bench,
     check_once,
     clock_and_power,
@@ -36,15 +31,20 @@ from reproduce.speed_setup import (
     gpt2,
     rank_suffix,
 )
-
-if TYPE_CHECKING:
-    from reproduce.bench import Config
+from reproduce.measure.tiles import DenseTiles, check, packed_tiles, sparse_products
 
 # Plain attention writes the whole matrix of scores to memory; fused attention does not.
 ATTENTION = {"plain": SDPBackend.MATH, "fused": SDPBackend.FLASH_ATTENTION}
 
 
-def of_layer(config: Config, _: Report) -> tuple[Metrics, str]:
+@dataclass(frozen=True, kw_only=True)
+class Settings(Layer):
+    """A layer of OPT's shapes; ranks: of adapters, in percent of the width."""
+
+    ranks: tuple[float, ...] = ()
+
+
+def measure(config: Settings, _: Report) -> Result:
     """Speed of a layer of OPT's shapes over dense with plain attention, in training and inference.
 
     `_fused`: with fused attention. `_tiled`: wide weights are cut into square tiles. `_apart`:
@@ -74,14 +74,14 @@ def of_layer(config: Config, _: Report) -> tuple[Metrics, str]:
         "inference dense": attending("plain", evaluating(dense)),
         "inference dense_fused": attending("fused", evaluating(dense)),
     }
-    for end, arm in whole.items():
-        forward = evaluating(arm)
+    for end, built in whole.items():
+        forward = evaluating(built)
         calls[f"inference sparse{end}"] = attending("plain", forward)
         calls[f"inference sparse_fused{end}"] = attending("fused", forward)
         calls[f"inference sparse_tiled{end}"] = attending("plain", evaluating(tiled[end]))
         if end:
-            calls[f"inference sparse_apart{end}"] = attending("plain", apart(arm))
-            check_apart(arm, config)
+            calls[f"inference sparse_apart{end}"] = attending("plain", apart(built))
+            check_apart(built, config)
     with sixteen_bit_scores():
         times = in_turns(calls, config.on, config.repeats, BUFFERS)
     found = {name: time.ms for name, time in times.items()}
@@ -96,28 +96,22 @@ def of_layer(config: Config, _: Report) -> tuple[Metrics, str]:
     return metrics, whole[""].converted.used
 
 
-def sparse_products(config: Config) -> str:
-    """The backend that multiplies all 2:4 weights sparse, or `dense` if there is none here."""
-    available = unavailable("cusparselt", config.on, config.dtype) is None
-    return "cusparselt" if config.on.type == "cuda" and available else "dense"
-
-
 def adapted(build: Callable[..., Bench], rank: int, products: str) -> Bench:
     """A layer under SLoPe, with adapters of this rank from the first step on; none if it is 0."""
     options: dict[str, Any] = {"products": products}
     if rank:
         options |= {"adapter_rank": rank, "adapter_fraction": 1.0, "total_steps": 1}
-    arm = build("slope", **options)
-    for layer in compressed(arm):
+    built = build("slope", **options)
+    for layer in compressed(built):
         if layer.right is not None:
             nn.init.normal_(layer.right, std=0.02)
-    arm.converted.before(0)
-    return arm
+    built.converted.before(0)
+    return built
 
 
-def compressed(arm: Bench) -> Iterator[CompressedLinear]:
+def compressed(built: Bench) -> Iterator[CompressedLinear]:
     """The layers that SLoPe has converted."""
-    for layer in arm.converted.layers.values():
+    for layer in built.converted.layers.values():
         assert isinstance(layer, CompressedLinear)
         yield layer
 
@@ -157,57 +151,20 @@ class Apart(CompressedLinear):
         return sparse.linear(x, self.bias) + low_rank / len(self.right)
 
 
-def apart(arm: Bench) -> Call:
+def apart(built: Bench) -> Call:
     """A forward pass whose adapters have products of their own. The layers are changed for this
     pass only, because other calls time the same ones."""
-    forward = evaluating(arm)
+    forward = evaluating(built)
 
     def call(i: int) -> Tensor:
-        for layer in compressed(arm):
+        for layer in compressed(built):
             layer.__class__ = Apart
         y = forward(i)
-        for layer in compressed(arm):
+        for layer in compressed(built):
             layer.__class__ = CompressedLinear
         return y
 
     return call
-
-
-class DenseTiles(Dense):
-    """A dense matrix that multiplies tile by tile, each tile being a square."""
-
-    def linear(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """x [..., in] -> [..., out], out being a multiple of in."""
-        y = torch.cat([F.linear(x, tile) for tile in self.matrix.split(x.shape[-1])], -1)
-        return y if bias is None else y + bias.to(y.dtype)
-
-    def grad(self, dy: Tensor) -> Tensor:
-        """dy [T, out] -> [T, in], in being a multiple of out."""
-        return torch.cat([dy @ tile for tile in self.matrix.split(dy.shape[-1], 1)], -1)
-
-
-class PackedTiles(Packed):
-    """A packed matrix cut into square tiles: `buffer` is [tiles, bytes], `shape` that of a tile."""
-
-    def linear(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """x [..., in] -> [..., tiles * in]."""
-        tiles = [Packed(buffer, self.shape, self.dtype) for buffer in self.buffer]
-        y = torch.cat([tile.linear(x, None) for tile in tiles], -1)
-        return y if bias is None else y + bias.to(y.dtype)
-
-    def grad(self, dy: Tensor) -> Tensor:
-        """dy [T, out] -> [T, tiles * out]."""
-        return self.linear(dy, None)
-
-
-operands.TENSORS |= {DenseTiles: 1, PackedTiles: 1}
-
-
-def packed_tiles(matrix: Tensor) -> PackedTiles:
-    """A 2:4 matrix [k * size, size] cut into k packed tiles."""
-    size = matrix.shape[1]
-    buffers = [pack24(tile, tile != 0, BUFFERED).buffer for tile in matrix.split(size)]
-    return PackedTiles(torch.stack(buffers), (size, size), matrix.dtype)
 
 
 class Tiled(CompressedLinear):
@@ -223,10 +180,10 @@ class Tiled(CompressedLinear):
         return self.tiles[0] or fprop, self.tiles[1] or dgrad
 
 
-def cut(arm: Bench) -> None:
+def cut(built: Bench) -> None:
     """Cut the layers of a model into square tiles, in place."""
-    for layer in compressed(arm):
-        forward, backward = (w.to(layer.dtype) for w in arms.weights(layer))
+    for layer in compressed(built):
+        forward, backward = (w.to(layer.dtype) for w in variants.weights(layer))
         wide, packed = layer.out_features > layer.in_features, layer.packed is not None
         tiles: tuple[Any, Any] = (None, None)
         if wide:
@@ -238,7 +195,7 @@ def cut(arm: Bench) -> None:
         layer.tiles = tiles
 
 
-def check_equal(expected: Bench, found: Bench, what: str, config: Config) -> None:
+def check_equal(expected: Bench, found: Bench, what: str, config: Settings) -> None:
     """Raise a `UserError` unless two models of the same weights give the same output and input
     gradient, within the rounding of their products."""
     pairs = [(b.forward_backward(0), b.inputs[0].grad) for b in (expected, found)]
@@ -247,19 +204,7 @@ def check_equal(expected: Bench, found: Bench, what: str, config: Config) -> Non
         check(got, want, what, config)
 
 
-def check_apart(arm: Bench, config: Config) -> None:
+def check_apart(built: Bench, config: Settings) -> None:
     """Raise a `UserError` unless adapters with products of their own give the output of fused
     ones."""
-    check(apart(arm)(0), evaluating(arm)(0), "adapters apart", config)
-
-
-def check(got: Tensor, want: Tensor, what: str, config: Config) -> None:
-    """Raise a `UserError` unless two results agree within the rounding of a layer's products."""
-    error = arms.relative_error(got, want.float())
-    # Four products one after the other, and the operations between them.
-    allowed = 8 * arms.tolerance(arms.ARMS["slope"], config.dtype, config.ffn)
-    if not error <= allowed:
-        raise UserError(f"{what}: off by {error:.2g} (allowed {allowed:.2g}): no time is reported")
-
-
-MEASURES = {"layer": of_layer}
+    check(apart(built)(0), evaluating(built)(0), "adapters apart", config)

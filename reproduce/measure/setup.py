@@ -1,35 +1,30 @@
-"""Builds what the speed and memory tables time: modules under a method, with inputs and calls.
-
-The modules of measurements (speed.py and others) share this. Every function in their `MEASURES`
-takes a config and a function that reports progress. It returns the metrics by name and a
-description of what ran the products.
-"""
+"""Builds what measures time: modules under a method, with inputs and calls."""
 
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-import methods
-from experiments.bench import arms, linear
-from experiments.bench.arms import Bench, Converted
+from experiments.bench import linear, variants
 from experiments.bench.timing import Call, Time
+from experiments.bench.variants import Bench
 from experiments.support.errors import check_installed
 from models.gpt2 import Block, GPTConfig
-
-if TYPE_CHECKING:
-    from reproduce.bench import Config
+from reproduce.measure.base import Base, Layer, MethodLayer, Metrics
 
 BUFFERS = 2  # inputs of every call, used in rotation
-Metrics = dict[str, float | None]  # None: it cannot be measured on this device
+CACHE = 128 * 2**20  # bytes, more than the last cache of any GPU measured here
 LAUNCHED = {"graph": "in a CUDA graph", "events": "launched from Python"}  # by `Time.clock`
 
 
-# --- modules -------------------------------------------------------------------------------------
+def buffers(config: Base, nbytes: int) -> int:
+    """The number of buffers of this size that together do not fit into a GPU's cache."""
+    return BUFFERS if config.on.type == "cpu" else max(BUFFERS, math.ceil(CACHE / nbytes))
 
 
 class Hidden(nn.Module):
@@ -52,13 +47,13 @@ class Hidden(nn.Module):
         return self.model.norm(x)
 
 
-def gpt2(config: Config) -> Callable[[], nn.Module]:
+def gpt2(config: Layer) -> Callable[[], nn.Module]:
     """A function that builds one GPT-2 block of the config's shape."""
     shape = GPTConfig(1, config.heads, config.width, vocab_size=1, n_inner=config.inner)
     return lambda: Block(shape)
 
 
-def llama_config(config: Config, layers: int, vocab_size: int) -> Any:
+def llama_config(config: Any, layers: int, vocab_size: int) -> Any:
     """transformers' config of a LLaMA of the config's shape.
 
     Raises:
@@ -71,13 +66,13 @@ def llama_config(config: Config, layers: int, vocab_size: int) -> Any:
         hidden_size=config.width,
         intermediate_size=config.ffn,
         num_attention_heads=config.heads,
-        num_key_value_heads=config.kv_heads or config.heads,
+        num_key_value_heads=getattr(config, "kv_heads", None) or config.heads,
         num_hidden_layers=layers,
         vocab_size=vocab_size,
     )
 
 
-def llama_layer(config: Config) -> Callable[[], nn.Module]:
+def llama_layer(config: Layer) -> Callable[[], nn.Module]:
     """A function that builds one LLaMA layer of the config's shape."""
     shape = llama_config(config, layers=1, vocab_size=8)
     from transformers import LlamaModel
@@ -88,12 +83,12 @@ def llama_layer(config: Config) -> Callable[[], nn.Module]:
 # --- modules under a method ----------------------------------------------------------------------
 
 
-def matmul(config: Config) -> str:
+def matmul(config: Base) -> str:
     """The backend of sparse products to measure with: `auto` on a GPU, `dense` on a CPU."""
     return "auto" if config.on.type == "cuda" else "dense"
 
 
-def check_products(config: Config, widths: tuple[int, int], tokens: int | None = None) -> None:
+def check_products(config: Any, widths: tuple[int, int], tokens: int | None = None) -> None:
     """Raise a `UserError` if the products of a linear of these widths are wrong under the config's
     method."""
     shape = (tokens or config.tokens, *widths)
@@ -109,70 +104,48 @@ def check_once(
     linear.gate(method, shape, dtype, device, products)
 
 
-def check_ffn(config: Config) -> None:
+def check_ffn(config: MethodLayer) -> None:
     """Raise a `UserError` if the products of one of the two linears of a feed-forward network are
     wrong under the config's method."""
     for widths in ((config.width, config.ffn), (config.ffn, config.width)):
         check_products(config, widths)
 
 
-def convert(
-    name: str,
-    model: nn.Module,
-    include: tuple[str, ...],
-    config: Config,
-    tokens: int,
-    products: str | None = None,
-    **options: Any,
-) -> Converted:
-    """The model converted by the method `name`, as by `experiments.bench.arms.convert`.
-
-    products: the backend of the products, instead of `matmul(config)`. options: further options of
-    the method. SLoPe's masks are chosen by magnitude: a random one is drawn on the CPU, which takes
-    longer than a measurement, and no time depends on where the zeros are.
-    """
-    arm = arms.arm(name)
-    chosen: dict[str, Any] = {**arm.options, **options, "include": include, "measure_every": 0}
-    if arm.method == "slope":
-        chosen |= {"exclude": (), "mask": "magnitude"}
-    method = methods.build(arm.method, **chosen)
-    method.convert(model, config.dtype)
-    sparse = {} if arm.method == "dense" else method.accelerate(tokens, products or matmul(config))
-    used = {arms.used_by(products) for products in sparse.values()} or {"dense"}
-    return Converted(model, method, "; ".join(sorted(used)), sparse)
-
-
 def bench(
-    config: Config,
+    config: Layer,
     name: str,
     build: Callable[[], nn.Module],
     include: tuple[str, ...],
+    products: str | None = None,
     **options: Any,
 ) -> Bench:
-    """A module made by `build`, under the method, with random inputs and output gradients."""
+    """A module made by `build`, under the method `name`, with random inputs and output gradients.
+
+    products: the backend of the products, instead of `matmul(config)`. options: further options of
+    the method.
+    """
     torch.manual_seed(config.seed)
     size = (BUFFERS, config.batch, config.length, config.width)
     with config.on:
         model = build().to(config.dtype)
         xs, dys = (list(torch.randn(size, dtype=config.dtype)) for _ in range(2))
-    return Bench(convert(name, model, include, config, config.tokens, **options), xs, dys)
+    by = products or matmul(config)
+    converted = variants.convert(name, model, include, config.dtype, config.tokens, by, **options)
+    return Bench(converted, xs, dys)
 
 
-def evaluating(arm: Bench) -> Call:
+def evaluating(built: Bench) -> Call:
     """A forward pass of the model in evaluation mode."""
-    model = arm.converted.model
+    model = built.converted.model
 
     def call(i: int) -> Tensor:
         model.eval()
         with torch.no_grad():
-            y = model(arm.inputs[i])
+            y = model(built.inputs[i])
         model.train()
         return y
 
     return call
-
-
-# --- results -------------------------------------------------------------------------------------
 
 
 def clock_and_power(times: dict[str, Time]) -> Metrics:
@@ -185,6 +158,11 @@ def launched(times: dict[str, Time], on_cpu: str) -> str:
     """A description of how the calls were launched. on_cpu: what it says of calls on a CPU."""
     how = LAUNCHED | {"host": on_cpu}
     return " and ".join(sorted({how[time.clock] for time in times.values()}))
+
+
+def described(sparse: Bench, times: dict[str, Time]) -> str:
+    """A description of what ran the sparse products, and of how the calls were launched."""
+    return f"{sparse.converted.used}, {launched(times, on_cpu='not in a graph')}"
 
 
 def rank_suffix(percent: float) -> str:

@@ -50,6 +50,8 @@ class Setup:
     repack: bool = False
 
 
+# No time depends on where the zeros are, and drawing a random mask takes longer than measuring.
+SLOPE = {"mask": "magnitude"}
 BF16 = {
     "dense": Setup("dense"),
     "ste": Setup("ste"),
@@ -57,8 +59,8 @@ BF16 = {
     "fst, no mvue": Setup("fst", {"mvue": "off", "dense_fraction": 0.0, "alpha": 1e-4}),
     "fst": Setup("fst", {"dense_fraction": 0.0, "alpha": 1e-4}),
     "s_ste": Setup("s_ste"),
-    "slope": Setup("slope"),
-    REPACKED: Setup("slope", repack=True),
+    "slope": Setup("slope", SLOPE),
+    REPACKED: Setup("slope", SLOPE, repack=True),
 }
 
 
@@ -75,11 +77,11 @@ def takes_fp8(method: str) -> bool:
 
 
 ON_FP8_UNITS = {
-    f"{name}, fp8": Setup(arm.method, {**arm.options, "fp8": ON_UNITS}, fp8=ON_UNITS)
-    for name, arm in BF16.items()
-    if name == arm.method and takes_fp8(name)
+    f"{name}, fp8": Setup(own.method, {**own.options, "fp8": ON_UNITS}, fp8=ON_UNITS)
+    for name, own in BF16.items()
+    if name == own.method and takes_fp8(name)
 }
-ARMS = {
+VARIANTS = {
     **BF16,
     "dense fp8": Setup("dense", fp8="hybrid"),
     TORCHAO: Setup("dense", fp8="hybrid"),
@@ -89,10 +91,10 @@ ARMS = {
 }
 
 
-def arm(name: str) -> Setup:
+def variant(name: str) -> Setup:
     """The setup of this name; a method without a setup is measured with its default options, as at
     the beginning of a long training."""
-    return ARMS.get(name) or Setup(name, {"total_steps": 10_000})
+    return VARIANTS.get(name) or Setup(name, {"total_steps": 10_000})
 
 
 def others(report: Report) -> list[str]:
@@ -101,9 +103,9 @@ def others(report: Report) -> list[str]:
     Raises:
         UserError: a method needs AdamW's moments, but this benchmark has no optimizer.
     """
-    found = [name for name in methods.available() if name in report.only and name not in ARMS]
+    found = [name for name in methods.available() if name in report.only and name not in VARIANTS]
     for name in found:
-        own = arm(name)
+        own = variant(name)
         if methods.build(own.method, **own.options).needs_adamw:
             raise UserError(f"--only {name}: it needs AdamW, and this benchmark has no optimizer")
     return found
@@ -161,16 +163,18 @@ def convert(
     dtype: torch.dtype,
     tokens: int,
     matmul: str,
+    **options: Any,
 ) -> Converted:
     """Convert the matching linears of `model`, in place.
 
-    tokens: in a micro-batch. matmul: as for `methods.Method.accelerate`.
+    tokens: in a micro-batch. matmul: as for `methods.Method.accelerate`. options: further options
+    of the method.
     """
-    own = arm(name)
-    # All arms convert the same linears. Flip rates are not measured: that waits for the GPU, and a
+    own = variant(name)
+    # All convert the same linears. Flip rates are not measured: that waits for the GPU, and a
     # training does it rarely.
-    options = {"include": include, "exclude": (), "measure_every": 0, **own.options}
-    method = methods.build(own.method, **options)
+    fixed = {"include": include, "exclude": (), "measure_every": 0}
+    method = methods.build(own.method, **{**fixed, **own.options, **options})
     method.convert(model, dtype)
     if name == "dense fp8":
         dense_fp8.convert(method.layers.values())
@@ -345,14 +349,14 @@ def sampled(layer: nn.Linear, dy: Tensor) -> Tensor | None:
     return sample_tokens(dy, layer.key, layer.mvue).float()
 
 
-def tolerance(arm: Setup, dtype: torch.dtype, summed: int) -> float:
+def tolerance(own: Setup, dtype: torch.dtype, summed: int) -> float:
     """A bound on the relative error (in norm) of a product, derived from its roundings.
 
     Three roundings to `dtype` (operand, sample, result) and fp32 sums of `summed` terms. FP8 units
     take 32 terms at a time and keep 14 bits of the sum.
     """
     unit = torch.finfo(dtype).eps / 2 * 3 + math.sqrt(summed) * torch.finfo(torch.float32).eps / 2
-    return unit + (summed / 32 * 2**-14 if arm.fp8 and not arm.simulated else 0.0)
+    return unit + (summed / 32 * 2**-14 if own.fp8 and not own.simulated else 0.0)
 
 
 def relative_error(value: Tensor, truth: Tensor) -> float:
@@ -368,8 +372,11 @@ def check(name: str, bench: Bench, layer: nn.Linear, shape: tuple[int, int, int]
     weight = layer.values if isinstance(layer, CompressedLinear) else layer.weight
     assert x.grad is not None and weight.grad is not None
     got = {"fprop": y, "dgrad": x.grad, "wgrad": weight.grad}
-    for key, want in expected(layer, x, dy, arm(name).fp8).items():
-        error, allowed = relative_error(got[key], want), tolerance(arm(name), x.dtype, max(shape))
+    for key, want in expected(layer, x, dy, variant(name).fp8).items():
+        error, allowed = (
+            relative_error(got[key], want),
+            tolerance(variant(name), x.dtype, max(shape)),
+        )
         if not error <= allowed:  # also true for NaN
             raise UserError(
                 f"{name} with products by {bench.converted.used} gives {key} off by {error:.2g} "

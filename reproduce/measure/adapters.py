@@ -1,7 +1,7 @@
 """Measures how similar SLoPe's adapters are to their final values during training: Figure 3b.
 
 The trainer stores only the final weights, so a small model is trained here, and its adapters are
-copied after every step. `MEASURES` as explained in speed_setup.py.
+copied after every step.
 """
 
 from __future__ import annotations
@@ -9,7 +9,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -18,11 +19,7 @@ from torch import Tensor, nn
 from experiments.config.run import load
 from experiments.training.optimization import DTYPES, Optimization
 from methods.nn.compressed import CompressedLinear
-from reproduce.engine import Report
-from reproduce.speed_setup import Metrics
-
-if TYPE_CHECKING:
-    from reproduce.bench import Config
+from reproduce.measure.base import Base, Metrics, Report, Result
 
 # The overrides that choose the data and the training of a model, as in blocks and the quickstart.
 TRAININGS = {
@@ -36,7 +33,19 @@ MOST = 100  # steps that train the adapters, as in the paper; never more than a 
 State = dict[str, list[Tensor]]  # of all layers, L^T under `left` and R under `right`
 
 
-def of_adapters(config: Config, _: Report) -> tuple[Metrics, str]:
+@dataclass(frozen=True, kw_only=True)
+class Settings(Base):
+    """A training of `model`, seen `after` a percentage of the steps that train its adapters."""
+
+    products: ClassVar[tuple[str, ...]] = ()
+    model: str
+    adapter_rank: int
+    batch: int = 1
+    steps: int = 0
+    after: int = 100
+
+
+def measure(config: Settings, _: Report) -> Result:
     """Cosine similarity of the adapters after `after` percent of their steps to the final ones, as
     the mean over the layers: of L (`down`), R (`up`) and their product (`both`)."""
     states = trained(dataclasses.replace(config, after=100))
@@ -50,7 +59,7 @@ def of_adapters(config: Config, _: Report) -> tuple[Metrics, str]:
 
 
 @functools.cache
-def trained(config: Config) -> list[State]:
+def trained(config: Settings) -> list[State]:
     """The adapters after each of the steps that train them. Cached, because all rows of the table
     show the same training."""
     adapting = min(MOST, config.steps // 4)
@@ -93,6 +102,3 @@ def mean_cosine(pairs: list[tuple[Tensor, Tensor]]) -> float:
     """The mean cosine similarity of pairs of tensors, each flattened to one vector."""
     similarities = [F.cosine_similarity(a.flatten(), b.flatten(), 0) for a, b in pairs]
     return torch.stack(similarities).mean().item()
-
-
-MEASURES = {"adapters": of_adapters}

@@ -1,45 +1,61 @@
-"""Measures the image encoder of SAM, in training and at inference: torchao's Tables 2 and 5.
+"""Measures the image encoder of SAM in training: torchao's Table 2.
 
 torchao's benchmark (benchmarks/benchmark_semi_sparse_training.py of pytorch/ao, removed in August
 2026) calls this encoder ViT-L. Its script takes `image_encoder` of segment-anything-fast on
 8 x 3 x 1024 x 1024 random pixels, all in fp16: forward, backward from a random gradient down to the
-pixels, no optimizer. Here the encoder is timm's, without trained weights. `MEASURES` as explained
-in speed_setup.py.
+pixels, no optimizer. Here the encoder is timm's, without trained weights.
 """
 
 from __future__ import annotations
 
-import copy
-import re
 import time
-from collections.abc import Callable
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch import Tensor
+from torch.nn.attention import sdpa_kernel
 
-from experiments.bench import arms
-from experiments.bench.arms import Converted
-from experiments.bench.sam import encoder
-from experiments.bench.timing import Call, Time, in_turns
-from reproduce.engine import Report
-from reproduce.inference_speed import packed_layers, to_packed
-from reproduce.speed_setup import Metrics, check_products, clock_and_power, convert, launched
-
-if TYPE_CHECKING:
-    from reproduce.bench import Config
+from experiments.bench import variants
+from experiments.bench.sam import ATTENTION, PATCH, encoder
+from experiments.bench.timing import Call, in_turns
+from experiments.bench.variants import Converted
+from reproduce.measure.base import Base, Metrics, Report, Result
+from reproduce.measure.setup import check_products, clock_and_power, launched, matmul
 
 # max-autotune without its two slowest parts, which would take minutes: inductor's own kernels are
 # tuned, products stay with cuBLAS. CUDA graphs come from experiments.bench.timing.
 COMPILED = {"max_autotune": True, "max_autotune_gemm_backends": "ATEN"}
-PATCH = 16  # side of a patch in pixels
-# The only fused attention that gives the gradient of a bias; torch may prefer others on some GPUs.
-ATTENTION = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
-def build_encoder(config: Config) -> Any:
+@dataclass(frozen=True, kw_only=True)
+class Images(Base):
+    """An encoder and its batch.
+
+    model: the name of a model in timm, whose `width` and `heads` are changed if they are given.
+    image: side of the images in pixels.
+    """
+
+    batch: int = 1
+    width: int = 0
+    heads: int = 1
+    model: str
+    image: int = 1024
+
+    @property
+    def tokens(self) -> int:
+        """Number of patches of a batch."""
+        return self.batch * (self.image // PATCH) ** 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings(Images):
+    """An encoder under a method."""
+
+    method: str
+
+
+def build_encoder(config: Images) -> Any:
     """SAM's encoder of the config's size, with random weights."""
     changed: dict[str, Any] = {"img_size": config.image}
     if config.width:
@@ -48,18 +64,10 @@ def build_encoder(config: Config) -> Any:
         return encoder(config.model, **changed).to(config.dtype)
 
 
-def random_images(config: Config) -> Tensor:
+def random_images(config: Images) -> Tensor:
     """A batch of random pixels."""
     size = config.batch, 3, config.image, config.image
     return torch.randn(size, device=config.on, dtype=config.dtype)
-
-
-def tokens(config: Config) -> int:
-    """Number of patches of a batch."""
-    return config.batch * (config.image // PATCH) ** 2
-
-
-# --- training ------------------------------------------------------------------------------------
 
 
 class EncoderStep:
@@ -97,9 +105,9 @@ class EncoderStep:
         want = self.gradients()
         for block in self.model.blocks:  # type: ignore[union-attr]
             block.compile(fullgraph=True, **(how or {"options": COMPILED}))
-        with arms.compiling():
+        with variants.compiling():
             self.step()
-        arms.check_same(self.name, self.gradients(), want)
+        variants.check_same(self.name, self.gradients(), want)
         self.clear()
 
     def gradients(self) -> list[Tensor | None]:
@@ -115,7 +123,7 @@ class EncoderStep:
         return torch.cuda.max_memory_allocated() - others
 
 
-def of_sam(config: Config, report: Report) -> tuple[Metrics, str]:
+def measure(config: Settings, report: Report) -> Result:
     """Speed of the encoder in training: forward and backward with the hooks of a step.
 
     On a GPU the encoder is compiled and runs in a CUDA graph; figures named `launched` are without
@@ -145,15 +153,16 @@ def of_sam(config: Config, report: Report) -> tuple[Metrics, str]:
     return metrics | clock_and_power(times), used
 
 
-def encoder_step(name: str, images: Tensor, config: Config) -> EncoderStep:
+def encoder_step(name: str, images: Tensor, config: Settings) -> EncoderStep:
     """The encoder under the method `name`, after its products were checked."""
     before = allocated(config.on)
     torch.manual_seed(config.seed)
     model = build_encoder(config)
     mlp = model.blocks[0].mlp
     for layer in (mlp.fc1, mlp.fc2):
-        check_products(config, (layer.in_features, layer.out_features), tokens(config))
-    converted = convert(name, model, ("*mlp.*",), config, tokens(config))
+        check_products(config, (layer.in_features, layer.out_features))
+    size = (config.dtype, config.tokens, matmul(config))
+    converted = variants.convert(name, model, ("*mlp.*",), *size)
     with torch.no_grad():
         gradient = torch.randn_like(model(images))
     step = EncoderStep(name, converted, images, gradient)
@@ -177,50 +186,3 @@ def compile_steps(steps: dict[str, EncoderStep], already: int, report: Report) -
 def allocated(device: torch.device) -> int:
     """Bytes that torch has allocated on a GPU; 0 on a CPU."""
     return torch.cuda.memory_allocated() if device.type == "cuda" else 0
-
-
-# --- inference -----------------------------------------------------------------------------------
-
-
-def of_sam_inference(config: Config, _: Report) -> tuple[Metrics, str]:
-    """Images per second of the encoder whose linears in the parts `packed` are 2:4, its speed over
-    dense, and the peak memory of a forward pass in MiB."""
-    torch.manual_seed(config.seed)
-    images = random_images(config)
-    dense: Any = build_encoder(config).eval()
-    built, products = {"dense": dense}, "dense"
-    if config.packed:
-        built["sparse"] = copy.deepcopy(dense)
-        chosen = re.compile(rf"\.({'|'.join(config.packed)})\.").search
-        products = to_packed(
-            built["sparse"], lambda name: bool(chosen(name)), (tokens(config),), config.on
-        )
-
-    @torch.no_grad()
-    def run(model: Any, _: int) -> Any:
-        return model(images)
-
-    calls: dict[str, Call] = {name: partial(run, model) for name, model in built.items()}
-    times: dict[str, Time] = in_turns(calls, config.on, config.repeats)
-    own = "sparse" if config.packed else "dense"
-    metrics = clock_and_power(times) | {
-        "rate": 1e3 * config.batch / times[own].ms,
-        "speedup": times["dense"].ms / times[own].ms,
-        "mib": peak(lambda: run(built[own], 0), built[own]) if config.on.type == "cuda" else None,
-    }
-    return metrics, f"{products}, {launched(times, on_cpu='not in a graph')}"
-
-
-def peak(call: Callable[[], Any], model: nn.Module) -> float:
-    """Peak MiB that torch has allocated during a call on a GPU, counting this model's weights as
-    they are stored (packed ones without their dense copies) and no other model's."""
-    own = sum(p.nbytes for p in model.parameters())
-    own += sum(m.packed.buffer.nbytes - m.weight.nbytes for m in packed_layers(model))
-    torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    call()
-    return (torch.cuda.max_memory_allocated() - before + own) / 2**20
-
-
-MEASURES = {"sam": of_sam, "sam_inference": of_sam_inference}

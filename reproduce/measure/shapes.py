@@ -1,38 +1,34 @@
-"""Measures SLoPe's products by the shape of the weight, and the zeros that its second mask adds.
-
-For SLoPe's Figures 3a, 4, B.2 and B.4. `MEASURES` as explained in speed_setup.py.
-"""
+"""Measures SLoPe's products by the shape of the weight: its Figures 3a, 4 and B.2."""
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from common_kernels import double_prune_mask, nm_mask, pack24
+from common_kernels import nm_mask, pack24
 from common_kernels.pack import BUFFERED, Packed24
 from common_kernels.pack.operands import pack24_
 from experiments.bench.timing import Call, in_turns
 from methods.nn.operands import Dense, Packed
-from methods.slope import parse_pattern
-from reproduce.engine import Report
-from reproduce.slope_layer import DenseTiles, check, packed_tiles, sparse_products
-from reproduce.speed_setup import BUFFERS, Metrics, clock_and_power, rank_suffix
-
-if TYPE_CHECKING:
-    from reproduce.bench import Config
+from reproduce.measure.base import Layer, Report, Result
+from reproduce.measure.setup import BUFFERS, clock_and_power, rank_suffix
+from reproduce.measure.tiles import DenseTiles, check, packed_tiles, sparse_products
 
 SHARES = (1.0, 2.0, 5.0, 10.0)  # ranks of low-rank products, in percent of the width
 
 
-# --- products by the shape of the weight ---------------------------------------------------------
+@dataclass(frozen=True, kw_only=True)
+class Settings(Layer):
+    """Weights of several shapes made from width x width."""
 
 
-def of_shapes(config: Config, _: Report) -> tuple[Metrics, str]:
+def measure(config: Settings, _: Report) -> Result:
     """Speed of 2:4 products over dense ones by the shape of the weight, and of low-rank products
     over those of full rank.
 
@@ -99,7 +95,7 @@ def setup(w: Tensor, packed: bool) -> Call:
     return lambda _: pack24_(out, w, "magnitude")
 
 
-def low_rank(x: list[Tensor], config: Config) -> dict[str, Call]:
+def low_rank(x: list[Tensor], config: Settings) -> dict[str, Call]:
     """Calls of the products (X L) R, by the rank of L and R."""
     size = config.width
     calls: dict[str, Call] = {}
@@ -114,41 +110,3 @@ def low_rank(x: list[Tensor], config: Config) -> dict[str, Call]:
 def two_products(x: list[Tensor], left: Tensor, right: Tensor, i: int) -> Tensor:
     """(X L) R of input number i."""
     return F.linear(F.linear(x[i], left), right)
-
-
-# --- the zeros of double pruning ------------------------------------------------------------------
-
-
-def of_imposed_zeros(config: Config, _: Report) -> tuple[Metrics, str]:
-    """Share of all weights that the second mask, along the columns, sets to zero in addition to the
-    first, along the rows.
-
-    For a normal weight [width, width] whose first mask is `random` or keeps the largest entries
-    (`magnitude`), and by the formula of the paper's lemma (`closed_form`).
-    """
-    _glob, n, m = parse_pattern(f"*={config.pattern}")
-    generator = torch.Generator(config.on).manual_seed(config.seed)
-    weight, other = (
-        torch.randn(config.width, config.width, generator=generator, device=config.on)
-        for _ in range(2)
-    )
-    metrics: Metrics = {"sm_mhz": None, "watts": None, "closed_form": imposed(n, m)}
-    for name, scores in {"random": other, "magnitude": weight}.items():
-        once = torch.where(nm_mask(scores, n, m), weight, 0.0)
-        twice = torch.where(double_prune_mask(once, n, m), once, 0.0)
-        before, after = ((pruned != 0).double().mean().item() for pruned in (once, twice))
-        metrics |= {name: before - after, f"{name}_density": after}
-    return metrics, "masks alone"
-
-
-def imposed(n: int, m: int) -> float:
-    """The share by the lemma: E[max(B - n, 0)] / m, where B has the binomial distribution of m
-    draws with probability n / m."""
-    share = n / m
-    surplus = (
-        math.comb(m, j) * share**j * (1 - share) ** (m - j) * (j - n) for j in range(n + 1, m + 1)
-    )
-    return sum(surplus) / m
-
-
-MEASURES = {"shapes": of_shapes, "imposed_zeros": of_imposed_zeros}

@@ -1,0 +1,109 @@
+"""Measures one cell of a speed or memory table on the present device.
+
+Each file of `MEASURES` is a measure: the class `Settings`, and `measure`, which takes them and a
+function that reports progress, and returns metrics by name and a description of what ran the
+products. What is measured is compared with a dense model of the same shape, in turns, on a GPU
+under a sustained load, after the sparse products have agreed with plain formulas.
+
+The package is a driver like those of `experiments`, with `load`, `run` and `finished`. A result is
+identified by its settings and the device, and is stored, so that it is measured only once.
+"""
+
+from __future__ import annotations
+
+import importlib
+import warnings
+from typing import Any
+
+import torch
+
+from experiments.bench.timing import allow_repeated_steps
+from experiments.config.compose import one_line_errors, typed
+from experiments.support import memory, results
+from experiments.support.errors import UserError
+from reproduce.measure.base import Base, Report
+
+MEASURES = (
+    "adapters",
+    "decode",
+    "decoder",
+    "geglu",
+    "gpt2",
+    "imposed_zeros",
+    "kernels",
+    "layer",
+    "linear",
+    "mlp",
+    "parts",
+    "product",
+    "sam",
+    "sam_inference",
+    "search",
+    "shapes",
+    "slow_down",
+    "train",
+)
+
+
+def load(overrides: list[str]) -> Base:
+    """The settings of `key=value` overrides in hydra's syntax; the key `what` names the measure.
+
+    Raises:
+        UserError: a measure, key or value that does not exist.
+    """
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+
+    with one_line_errors():
+        parsed = OverridesParser.create().parse_overrides(overrides)
+        values: dict[str, Any] = {override.key_or_group: override.value() for override in parsed}
+        values = {k: str(v) if hasattr(v, "text") else v for k, v in values.items()}
+        what = values.pop("what", None)
+        if what not in MEASURES:
+            raise UserError(f"what={what}; choose of {', '.join(MEASURES)}")
+        settings: Base = typed(module(what).Settings, what, values)
+        return settings
+
+
+def module(what: str) -> Any:
+    """The file of a measure."""
+    return importlib.import_module(f"{__name__}.{what}")
+
+
+def finished(config: Base) -> dict[str, Any] | None:
+    """The stored result of this config on this device, or None."""
+    shape = {"metrics": dict, "environment": dict}
+    return results.read_finished(config.directory(), config.digest(), shape)
+
+
+def run(config: Base, report: Report = print) -> dict[str, Any]:
+    """Measure, unless there is a result already; return the content of `result.json`.
+
+    Raises:
+        UserError: a product is wrong, a package is missing, or there is no GPU.
+    """
+    stored = finished(config)
+    if stored is not None:
+        return stored
+    if config.device == "cuda" and config.on.type != "cuda":
+        raise UserError("device=cuda, but torch sees no GPU here; tier=smoke runs on a CPU")
+    memory.free(config.on)  # a measurement that failed still used its memory at its end
+    threads = torch.get_num_threads()
+    torch.set_num_threads(config.threads)
+    try:
+        with warnings.catch_warnings():
+            allow_repeated_steps()
+            metrics, used = module(config.name).measure(config, report)
+    finally:
+        torch.set_num_threads(threads)
+        memory.free(config.on)
+    result = {
+        "config_hash": config.digest(),
+        "config": config.identity(),
+        "seed": config.seed,
+        "tier": config.tier,
+        "metrics": metrics,
+        "backend": used,
+    }
+    measured = {name: number for name, number in metrics.items() if number is not None}
+    report(", ".join(f"{name} {number:.4g}" for name, number in measured.items()))
+    return results.write_result(config.directory(), result)
