@@ -68,7 +68,6 @@ def parser() -> argparse.ArgumentParser:
         command.add_argument("--repeats", type=int, default=7)
         command.add_argument("--only", nargs="+", default=["*"], help="globs on the names of rows")
         command.add_argument("--out", type=Path, help="record; default: runs/bench/DEVICE.json")
-        command.add_argument("--table", type=Path, help="Markdown file for the whole record")
         command.add_argument("--revision", help="revision of the code, if this is no git checkout")
         command.add_argument("--quick", action="store_true", help="tiny shapes, as a quick check")
         if name in OF_STEPS:
@@ -123,8 +122,6 @@ def run(options: argparse.Namespace) -> None:
     )
     importlib.import_module(f"experiments.bench.{options.benchmark}").bench(options, report)
     report.finish()
-    if options.table:
-        write_table(report.record, options.table)
     if report.refused:
         raise UserError("; ".join(report.refused))
 

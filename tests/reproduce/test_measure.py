@@ -13,7 +13,18 @@ from experiments.bench.timing import Time
 from experiments.support.errors import UserError
 from reproduce import measure
 from reproduce.jobs import plan
-from reproduce.measure import decoder, gpt2, linear, product, sam, search, setup, slow_down, train
+from reproduce.measure import (
+    adapters,
+    decoder,
+    gpt2,
+    linear,
+    product,
+    sam,
+    search,
+    setup,
+    slow_down,
+    train,
+)
 from reproduce.measure.base import Base
 from reproduce.reading import read_tables
 
@@ -310,3 +321,21 @@ def test_the_parts_of_a_layer_add_up(tmp_path):
     assert found["step_ms"] == pytest.approx(4 * products + once)
     dense = sum(found[f"dense_{name}_ms"] for name in ("fprop", "dgrad", "wgrad"))
     assert found["speedup"] == pytest.approx(4 * dense / found["step_ms"])
+
+
+def test_similarity_is_that_of_the_step_to_the_end(monkeypatch):
+    """Two layers, four steps: L stays, R is halfway at cosines of 0 and 0.6 to its end."""
+    ends = [torch.tensor([[0.0, 1.0]]), torch.tensor([[3.0, 4.0]])]
+    still, turned = [torch.ones(1, 2)] * 2, [torch.tensor([[1.0, 0.0]])] * 2
+    states = [{"left": still, "right": turned}] * 2 + [{"left": still, "right": ends}] * 2
+    monkeypatch.setattr(adapters, "trained", lambda config: states)
+    config = adapters.Settings(model="gpt2_nano", adapter_rank=4, after=50)
+    found, _ = adapters.measure(config, print)
+    assert found == pytest.approx({
+        "down": 1.0, "up": (0 + 0.6) / 2, "both": (0 + 0.6) / 2, "steps": 4,
+        "sm_mhz": None, "watts": None,
+    })  # fmt: skip
+    after = adapters.Settings(model="gpt2_nano", adapter_rank=4, after=75)
+    assert adapters.measure(after, print)[0]["up"] == pytest.approx(1.0)
+    first = adapters.Settings(model="gpt2_nano", adapter_rank=4, after=1)
+    assert adapters.measure(first, print)[0]["up"] == found["up"]

@@ -78,17 +78,6 @@ def test_peak_memory_is_that_of_one_encoder(monkeypatch):
         assert found == {"dense_gb": 1300e-9, "sparse_gb": 1400e-9}
 
 
-def test_each_step_chooses_its_masks():
-    made = made_step("semi_sparse")
-    made.step()
-    layer = next(iter(made.converted.layers.values()))
-    before = layer.mask.clone()
-    with torch.no_grad():
-        layer.weight.copy_(-layer.weight.flip(0))
-    made.step()
-    assert not torch.equal(layer.mask, before)
-
-
 def test_the_cell_of_a_table(tmp_path):
     config = sam.Settings(
         method="semi_sparse", model="samvit_large_patch16", image=32, width=32, heads=2,

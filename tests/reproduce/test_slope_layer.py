@@ -1,5 +1,5 @@
-"""A layer under SLoPe: tiles and adapters with products of their own are right, and ratios are of
-the calls that their names say."""
+"""SLoPe's measures: products by shape, the zeros of its second mask, and a layer with tiles and
+with adapters that have products of their own."""
 
 from functools import partial
 
@@ -10,7 +10,7 @@ from common_kernels import nm_mask
 from experiments.bench.timing import Time
 from experiments.support.errors import UserError
 from methods.nn.compressed import CompressedLinear
-from reproduce.measure import layer, setup, shapes, tiles
+from reproduce.measure import imposed_zeros, layer, setup, shapes, tiles
 from reproduce.measure.base import Base
 
 
@@ -94,3 +94,33 @@ def test_tiles_give_the_product_of_the_whole(packed):
     want = shapes.whole(w, packed).linear(x, None)
     eps = torch.finfo(dtype).eps
     assert torch.allclose(cut.linear(x, None).float(), want.float(), rtol=4 * eps, atol=64 * eps)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_products_by_shape(packed, monkeypatch):
+    def fake(calls, *_):
+        for call in calls.values():
+            call(0)
+        return {name: Time(6.0, 6.0, 6.0, "host") for name in calls}
+
+    monkeypatch.setattr(shapes, "in_turns", fake)
+    if packed:  # packed operands in bf16, as on a GPU, multiplied by an emulation
+        monkeypatch.setattr(Base, "dtype", torch.bfloat16)
+        monkeypatch.setattr(shapes, "sparse_products", lambda config: "cusparselt")
+    found, used = shapes.measure(shapes.Settings(length=16, width=64), print)
+    assert used == ("cusparselt" if packed else "dense")
+    assert found["tiled_speedup"] == found["attention_speedup"] == 1.0
+    assert found["rank_10_speedup"] == 1.0 and found["multiply_ms"] == found["setup_ms"] == 6.0
+
+
+@pytest.mark.parametrize(
+    ("pattern", "zeros"), [("1:2", 1 / 8), ("2:4", 3 / 32), ("2:8", 0.058399), ("1:4", 0.079102)]
+)
+def test_double_pruning_imposes_what_the_lemma_says(pattern, zeros):
+    """The standard deviation over n x n random masks is below 0.3 / n (2:4: 0.19)."""
+    found, _ = imposed_zeros.measure(imposed_zeros.Settings(width=1024, pattern=pattern), print)
+    assert found["closed_form"] == pytest.approx(zeros, abs=1e-6)
+    for kind in ("random", "magnitude"):
+        assert found[kind] == pytest.approx(zeros, abs=5 * 0.3 / 1024)
+        n, m = map(int, pattern.split(":"))
+        assert found[kind] + found[f"{kind}_density"] == pytest.approx(n / m)
