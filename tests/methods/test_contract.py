@@ -16,6 +16,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.utils._pytree import tree_flatten
+from torch.utils.checkpoint import checkpoint
 
 import methods
 from common_kernels import check24
@@ -26,7 +28,7 @@ from models.gpt2 import GPT, GPTConfig
 STEPS, SEQUENCES, BLOCK = 6, 8, 16
 TINY = GPTConfig(n_layer=2, n_head=2, n_embd=16, vocab_size=32, block_size=BLOCK, bias=True)
 
-ARMS = {
+ARMS = {  # each value of an option, most with another option's
     "ast": [
         {},
         {"decay_route": "gradient", "alpha": 1e-2, "refresh_every": 2, "metric": "wanda"},
@@ -36,7 +38,7 @@ ARMS = {
     ],
     "bi_mask": [{"alpha": 1e-2, "permute_every": 2, "candidates": 8}],
     "one_shot": [{}, {"metric": "sparsegpt"}],
-    "semi_sparse": [{}, {"algorithm": "exact", "refresh_every": 2}, {"sparse_fraction": 0.5}],
+    "semi_sparse": [{}, {"algorithm": "exact", "refresh_every": 2, "sparse_fraction": 0.5}],
     "step": [{"min_fraction": 0.34, "max_fraction": 0.34}, {"criterion": "geometric"}],
     "fst": [
         {},
@@ -46,17 +48,14 @@ ARMS = {
     "sr_ste": [{"alpha": 1e-2}, {"alpha": 1e-2, "decay_on": "weights"}],
     "s_ste": [
         {},
-        {"fp8": "paper"},
-        {"fp8": "hybrid", "mvue": "sequential"},
+        {"fp8": "paper", "mvue_weight": True},
+        {"fp8": "hybrid", "mvue": "sequential", "beta": "mse_dynamic"},
         {"fp8": "hopper_delayed"},
-        {"beta": "mse_dynamic"},
-        {"mvue_weight": True},
     ],
     "slope": [
         {},
         {"n": 1, "m": 2, "mask": "magnitude", "column_refresh": 4},
         {"n": 2, "m": 8, "column_refresh": 0},
-        {"adapter_rank": 2, "adapter_fraction": 0.5},
         {"adapter_rank": 4, "adapter_fraction": 0.5, "adapter_left_sparse": True},
         {"fp8": "hopper_delayed", "adapter_rank": 2, "adapter_fraction": 0.5},
     ],
@@ -133,19 +132,70 @@ def batch(step):
 
 
 @every_method
-def test_resume_is_exact_at_every_step(name, options):
-    run = Run(name, options)
-    states, losses, metrics = [], [], []
+def test_a_training_is_resumed_copied_and_ended(name, options):
+    """Each step from a saved state and each in a copy is that of the training, to the last bit."""
+    run, types = Run(name, options), {n: type(m) for n, m in GPT(TINY).named_modules()}
+    names = run.report.names
+    assert len(names) == 2 * TINY.n_layer and all("mlp" in n for n in names)
+    for module_name, module in run.model.named_modules():
+        assert module_name in names or type(module) is types[module_name]
+    before = {n: p.detach().clone() for n, p in run.model.named_parameters()}
+    states, losses, metrics = [run.state()], [], []
     for step in range(STEPS):
-        states.append(run.state())
+        twin = copy.deepcopy(run) if step == 1 else None
         losses.append(run.step(step))
         metrics.append(run.method.metrics())
-    for start in range(1, STEPS):
+        states.append(run.state())
+        if step == 0:
+            still = [n for n, p in run.model.named_parameters() if torch.equal(p, before[n])]
+            assert {n.rpartition(".")[2] for n in still} == adapters(options)
+            assert_evaluation_is_that_of_the_end(copy.deepcopy(run))
+        if twin:
+            assert twin.step(step) == losses[step]
+            pairs = zip(run.model.parameters(), twin.model.parameters(), strict=True)
+            assert all(a is not b and torch.equal(a, b) for a, b in pairs)
+    for step in range(1, STEPS):
         resumed = Run(name, options, seed=99)
-        resumed.load(states[start])
-        for step in range(start, STEPS):
-            assert resumed.step(step) == losses[step]
-            assert resumed.method.metrics() == metrics[step]
+        resumed.load(states[step])
+        assert resumed.step(step) == losses[step]
+        assert resumed.method.metrics() == metrics[step]
+        assert_same_states(resumed.state(), states[step + 1])
+    assert_ends_plain(run, options)
+
+
+def assert_same_states(found, wanted):
+    """Equal to the last bit."""
+    (one, kinds), (other, wanted_kinds) = tree_flatten(found), tree_flatten(wanted)
+    assert kinds == wanted_kinds
+    for a, b in zip(one, other, strict=True):
+        assert torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
+
+
+def assert_evaluation_is_that_of_the_end(run):
+    run.model.eval()
+    with torch.no_grad():
+        before, _ = run.model(batch(1)[:, :-1])
+        after, _ = run.method.finalize(run.model)(batch(1)[:, :-1])
+    assert torch.equal(before, after)
+
+
+def assert_ends_plain(run, options):
+    """With plain linears, legal groups and no state of the method's."""
+    names, phase = run.report.names, run.method.phase()
+    if run.method.sparse_layers:
+        with pytest.raises(ValueError, match=r"is still converted: call method\.finalize"):
+            methods.check(run.model)
+    run.method.finalize(run.model)
+    assert not any(isinstance(m, SparseLinear) for m in run.model.modules())
+    if not adapters(options) and "slorb_k" not in options:
+        assert all(type(run.model.get_submodule(n)) is nn.Linear for n in names)
+        assert run.model.state_dict().keys() == GPT(TINY).state_dict().keys()
+    if phase != "dense":
+        assert sum(int(check24(run.model.get_submodule(n).weight)) for n in names) == 0
+        checked = methods.check(run.model)
+        assert all(checked[n] for n in names) and sum(checked.values()) == len(names)
+        nonzeros = [run.model.get_submodule(n).weight.count_nonzero() for n in names]
+        assert 0 < sum(map(int, nonzeros)) <= run.report.sparse_parameters / 2
 
 
 def assert_same_step(loss, gradients, expected, run):
@@ -180,81 +230,25 @@ def test_a_step_in_one_pass_changes_no_bit(name, options):
 
 
 @every_method
-def test_accumulation_equals_one_big_batch(name, options):
-    """With MVUE on, too: its random bits belong to the tokens, not to the micro-batch."""
-    name, options = _without_fp8(name, options)
-    whole, cut = Run(name, options), Run(name, options)
+def test_micro_batches_and_checkpointing_change_nothing(name, options):
+    """MVUE's random bits belong to the tokens, not to the micro-batch, nor to the forward pass,
+    which runs twice where activations are computed anew."""
+    cut = Run(*_without_fp8(name, options))
+    whole = Run(*_without_fp8(name, options))
     for step in range(STEPS):
         whole.load(cut.state())
         expected = whole.step(step)
         assert_same_step(cut.step(step, parts=4), cut.gradients, expected, whole)
-
-
-@every_method
-def test_the_end_has_plain_linears_and_legal_groups(name, options):
-    run = Run(name, options)
-    for step in range(STEPS):
-        run.step(step)
-    names = run.report.names
-    phase = run.method.phase()
-    if run.method.sparse_layers:
-        with pytest.raises(ValueError, match=r"is still converted: call method\.finalize"):
-            methods.check(run.model)
-    run.method.finalize(run.model)
-    assert not any(isinstance(m, SparseLinear) for m in run.model.modules())
-    if not adapters(options) and "slorb_k" not in options:
-        assert all(type(run.model.get_submodule(n)) is nn.Linear for n in names)
-        assert run.model.state_dict().keys() == GPT(TINY).state_dict().keys()
-    if phase != "dense":
-        assert sum(int(check24(run.model.get_submodule(n).weight)) for n in names) == 0
-        checked = methods.check(run.model)
-        assert all(checked[n] for n in names) and sum(checked.values()) == len(names)
-        nonzeros = [run.model.get_submodule(n).weight.count_nonzero() for n in names]
-        assert 0 < sum(map(int, nonzeros)) <= run.report.sparse_parameters / 2
-
-
-@every_method
-def test_evaluation_agrees_with_the_finalized_model(name, options):
-    run = Run(name, options)
-    run.step(0)
-    run.model.eval()
-    idx = batch(1)[:, :-1]
-    with torch.no_grad():
-        before, _ = run.model(idx)
-        after, _ = run.method.finalize(run.model)(idx)
-    assert torch.equal(before, after)
-
-
-@every_method
-def test_layers_that_do_not_match_are_as_in_a_dense_model(name, options):
-    run, reference = Run(name, options), GPT(TINY)
-    converted = {f"{n}.weight" for n in run.report.names}
-    types = {n: type(m) for n, m in reference.named_modules()}
-    for module_name, module in run.model.named_modules():
-        if module_name not in run.report.names:
-            assert type(module) is types[module_name]
-    assert {n for n in converted if "mlp" not in n} == set()
-    assert len(converted) == 2 * TINY.n_layer
-
-
-@every_method
-def test_every_parameter_moves_in_the_first_step(name, options):
-    run = Run(name, options)
-    before = {n: p.detach().clone() for n, p in run.model.named_parameters()}
-    run.step(0)
-    still = [n for n, p in run.model.named_parameters() if torch.equal(p, before[n])]
-    assert {n.rpartition(".")[2] for n in still} == adapters(options)
-
-
-@every_method
-def test_deepcopy_is_independent_and_continues_equally(name, options):
-    run = Run(name, options)
-    run.step(0)
-    twin = copy.deepcopy(run)
-    loss = run.step(1)
-    assert twin.step(1) == loss
-    pairs = zip(run.model.parameters(), twin.model.parameters(), strict=True)
-    assert all(a is not b and torch.equal(a, b) for a, b in pairs)
+    plain = Run(name, options)
+    expected = [plain.step(step) for step in range(2)]
+    for reentrant in (False, True):
+        run = Run(name, options)
+        for block in run.model.transformer.h:
+            forward = block.forward
+            block.forward = lambda x, f=forward, r=reentrant: checkpoint(f, x, use_reentrant=r)
+        assert [run.step(step) for step in range(2)] == expected
+        for a, b in zip(plain.model.parameters(), run.model.parameters(), strict=True):
+            assert torch.equal(a, b)
 
 
 class OneBlock(Run):
@@ -273,25 +267,23 @@ def test_compile_without_a_graph_break_changes_no_bit(name, options):
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize("reentrant", [False, True], ids=["", "reentrant"])
-@every_method
-def test_gradients_do_not_depend_on_activation_checkpointing(name, options, reentrant):
-    """The forward pass then runs twice per micro-batch; random bits and masks must not notice."""
-    from torch.utils.checkpoint import checkpoint
-
-    plain, checkpointed = Run(name, options), Run(name, options)
-    for block in checkpointed.model.transformer.h:
-        forward = block.forward
-        block.forward = lambda x, f=forward: checkpoint(f, x, use_reentrant=reentrant)
-    for step in range(2):
-        assert checkpointed.step(step) == plain.step(step)
-    for a, b in zip(plain.model.parameters(), checkpointed.model.parameters(), strict=True):
-        assert torch.equal(a, b)
-
-
 @every_method
 def test_a_model_in_bf16_trains(name, options):
-    """Weights, biases and activations all in bf16, no autocast; simulated FP8 included."""
+    """Weights, biases and activations all in bf16, no autocast; simulated FP8 included. And
+    `convert(dtype=...)` changes the speed under autocast and nothing else."""
+    losses = []
+    for dtype in (None, torch.bfloat16):
+        torch.manual_seed(0)
+        model = GPT(TINY)
+        method = build(name, model, **options)
+        method.convert(model, dtype=dtype)
+        method.on_step_begin(0)
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = method.loss(model, {"input": batch(0)[:, :-1], "target": batch(0)[:, 1:]})
+        loss.backward()
+        assert all(p.grad.dtype == torch.float32 for p in model.parameters() if p.grad is not None)
+        losses.append(loss.item())
+    assert losses[0] == losses[1]
     torch.manual_seed(0)
     model = GPT(TINY).to(torch.bfloat16)
     method = build(name, model, **options)
@@ -313,24 +305,6 @@ def test_a_model_in_bf16_trains(name, options):
         optimizer.zero_grad()
         method.on_step_end(step)
     assert losses[-1] < losses[0] - 0.1  # one batch, learnt by heart
-
-
-@every_method
-def test_operands_cast_once_per_step_equal_operands_cast_at_every_use(name, options):
-    """`convert(dtype=...)` changes the speed under autocast and nothing else."""
-    losses = []
-    for dtype in (None, torch.bfloat16):
-        torch.manual_seed(0)
-        model = GPT(TINY)
-        method = build(name, model, **options)
-        method.convert(model, dtype=dtype)
-        method.on_step_begin(0)
-        with torch.autocast("cpu", torch.bfloat16):
-            loss = method.loss(model, {"input": batch(0)[:, :-1], "target": batch(0)[:, 1:]})
-        loss.backward()
-        assert all(p.grad.dtype == torch.float32 for p in model.parameters() if p.grad is not None)
-        losses.append(loss.item())
-    assert losses[0] == losses[1]
 
 
 @every_method

@@ -29,7 +29,7 @@ from tests.methods.test_contract import (
 
 RESUMED = STEPS // 2  # the step before which two ranks save and others go on
 # What four ranks do otherwise than two: tiles and sums over whole weights, adapters of fewer rows.
-FOUR = {"ast", "bi_mask-0.01-2-8", "gmp", "s_ste", "slope-2-0.5", "fst-0.01-2-0.5"}
+FOUR = {"ast", "bi_mask-0.01-2-8", "gmp", "s_ste", "slope-4-0.5-True", "fst-0.01-2-0.5"}
 FOUR = [case for case in CASES if case.id in FOUR or case.values[0] == "step"]
 
 
@@ -160,9 +160,21 @@ def four_ranks(start_ranks, folder, two_ranks):
 
 
 @every_method
-def test_two_ranks_equal_one(name, options, two_ranks, request):
-    steps, last, _ = two_ranks[request.node.callspec.id]
-    assert_equal_steps(WideRun(name, options), steps, last, 2 if "fp8" in options else 1)
+def test_two_ranks_equal_one(name, options, two_ranks, folder, request):
+    """Each step, the state from which one process goes on, and the end."""
+    case = request.node.callspec.id
+    steps, last, after = two_ranks[case]
+    single = WideRun(name, options)
+    assert_equal_steps(single, steps, last, 2 if "fp8" in options else 1)
+    resumed = WideRun(name, options)
+    resume(resumed, folder / case)
+    assert_same_state(parts_of(resumed), steps[RESUMED][0])
+    single.model.load_state_dict(last)
+    single.method.finalize(single.model)
+    if name == "slope":  # this is the way that the line names
+        assert "load the whole state dict" in after
+    else:
+        assert_same(after, single.model.state_dict())
 
 
 @pytest.mark.parametrize(("name", "options"), FOUR)
@@ -172,25 +184,6 @@ def test_four_ranks_go_on_from_two(name, options, two_ranks, four_ranks, request
     (saved, *_), (steps, last, _) = two_ranks[case], four_ranks[case]
     assert_same_state(steps[0][0], saved[RESUMED][0])
     assert_equal_steps(WideRun(name, options), steps, last, 4 if "fp8" in options else 1)
-
-
-@every_method
-def test_one_process_goes_on_from_two(name, options, two_ranks, folder, request):
-    case, single = request.node.callspec.id, WideRun(name, options)
-    resume(single, folder / case)
-    assert_same_state(parts_of(single), two_ranks[case][0][RESUMED][0])
-
-
-@every_method
-def test_the_end_is_that_of_one_process(name, options, two_ranks, request):
-    single = WideRun(name, options)
-    _, last, after = two_ranks[request.node.callspec.id]
-    single.model.load_state_dict(last)
-    single.method.finalize(single.model)
-    if name == "slope":  # this is the way that the line names
-        assert "load the whole state dict" in after
-    else:
-        assert_same(after, single.model.state_dict())
 
 
 def assert_same_state(found, saved):
