@@ -172,20 +172,11 @@ def test_the_norms_are_those_of_the_dense_model_and_are_saved():
     assert "2.input_norm" in model.state_dict()
 
 
-def test_wanda_without_calibration_is_one_line():
-    layer = linear()
-    method = ast.Method(ast.Config(include=["*"], metric="wanda", ramp_steps=0))
-    with pytest.raises(ValueError, match=r"call method\.calibrate\(model, batches\) before"):
-        method.convert(layer)
-    assert type(layer) is nn.Linear
-
-
 # ---------------------------------------------------------------- the ramp
 
 
-@pytest.mark.parametrize(
-    ("options", "values"),
-    [
+def test_lambda_rises_linearly_and_stays():
+    for options, values in (
         ({"ramp_steps": 10000}, {0: 0.0, 2500: 2.5e-5, 10000: 1e-4, 30000: 1e-4}),
         ({"alpha": 6e-5, "ramp_steps": 3000}, {1500: 3e-5, 3000: 6e-5, 3001: 6e-5}),
         ({"total_steps": 40000}, {0: 0.0, 2500: 2.5e-5, 10000: 1e-4, 39999: 1e-4}),
@@ -193,30 +184,23 @@ def test_wanda_without_calibration_is_one_line():
         ({"ramp_fraction": 0.29, "total_steps": 100}, {28: 28 / 29 * 1e-4, 29: 1e-4}),
         ({"ramp_steps": 0}, {0: 1e-4, 1: 1e-4}),
         ({"ramp_fraction": 0.0}, {0: 1e-4, 1: 1e-4}),
-    ],
-)
-def test_lambda_rises_linearly_and_stays(options, values):
-    method = ast.Method(ast.Config(**options))
-    for step, value in values.items():
-        assert method.decay(step) == pytest.approx(value, rel=1e-12, abs=0)
-
-
-def test_a_fraction_of_an_unknown_length_is_one_line():
-    with pytest.raises(ValueError, match=r"ramp_fraction=0\.25 needs total_steps"):
-        ast.Method(ast.Config(include=["*"])).convert(nn.Linear(4, 4))
+    ):
+        method = ast.Method(ast.Config(**options))
+        for step, value in values.items():
+            assert method.decay(step) == pytest.approx(value, rel=1e-12, abs=0)
 
 
 # ---------------------------------------------------------------- the decay
 
 
-@pytest.mark.parametrize("route", ROUTES)
-def test_decay_shrinks_pruned_weights_and_leaves_kept_ones_alone(route):
+def test_decay_shrinks_pruned_weights_and_leaves_kept_ones_alone():
     """An integer mask complemented bitwise is -1 and -2: it would make all of these grow."""
-    layer, method = converted((4.0, -1.0, -3.0, 2.0), decay_route=route, alpha=0.1)
-    change = train(layer, method, zero)[0]
-    assert change[[0, 2]].tolist() == [0.0, 0.0]
-    assert change[1] > 0 > change[3]
-    assert (layer.weight[0].abs() < torch.tensor([4.1, 1.0, 3.1, 2.0])).all()
+    for route in ROUTES:
+        layer, method = converted((4.0, -1.0, -3.0, 2.0), decay_route=route, alpha=0.1)
+        change = train(layer, method, zero)[0]
+        assert change[[0, 2]].tolist() == [0.0, 0.0]
+        assert change[1] > 0 > change[3]
+        assert (layer.weight[0].abs() < torch.tensor([4.1, 1.0, 3.1, 2.0])).all()
 
 
 def test_pure_decay_tells_the_routes_apart():
@@ -235,19 +219,19 @@ def test_pure_decay_tells_the_routes_apart():
             torch.testing.assert_close(change, -torch.tensor(sizes(alpha)), rtol=2e-3, atol=0)
 
 
-@pytest.mark.parametrize("route", ROUTES)
-def test_a_layer_without_a_gradient_does_not_stop_the_others(route):
-    model = nn.Sequential(linear(), nn.Linear(8, 4))
-    method = ast.Method(
-        ast.Config(include=["*"], kl_weight=0.0, ramp_steps=0, decay_route=route, alpha=0.1)
-    )
-    method.convert(model)
-    optimizer = method.optimizer(model.parameters(), lr=1e-3, weight_decay=0.0)
-    before = model[1].weight.detach().clone()
-    model[1].weight.grad = torch.zeros(4, 8)
-    method.on_gradients(0, optimizer)
-    optimizer.step()
-    assert torch.equal(model[1].weight != before, ~model[1].mask)
+def test_a_layer_without_a_gradient_does_not_stop_the_others():
+    for route in ROUTES:
+        model = nn.Sequential(linear(), nn.Linear(8, 4))
+        method = ast.Method(
+            ast.Config(include=["*"], kl_weight=0.0, ramp_steps=0, decay_route=route, alpha=0.1)
+        )
+        method.convert(model)
+        optimizer = method.optimizer(model.parameters(), lr=1e-3, weight_decay=0.0)
+        before = model[1].weight.detach().clone()
+        model[1].weight.grad = torch.zeros(4, 8)
+        method.on_gradients(0, optimizer)
+        optimizer.step()
+        assert torch.equal(model[1].weight != before, ~model[1].mask)
 
 
 @pytest.mark.parametrize("route", ROUTES)
@@ -437,27 +421,23 @@ def run(refresh_every, parts=1, recompute=False, evaluate=False, steps=6, measur
     return model, chosen
 
 
-@pytest.mark.parametrize(
-    "variation",
-    [{"parts": 4}, {"recompute": True}, {"evaluate": True}, {"measure_every": 1}],
-    ids=lambda v: next(iter(v)),
-)
-def test_refreshes_depend_on_the_optimizer_steps_alone(variation):
+def test_refreshes_depend_on_the_optimizer_steps_alone():
     """The released LLaMA code counts forward passes: checkpointing halves its interval and swaps
     the mask between a forward pass and its backward."""
-    plain, chosen = run(2)
-    varied, chosen_too = run(2, **variation)
-    assert chosen == chosen_too == [1, 3, 5]
-    exact = "parts" not in variation
-    for (name, a), b in zip(plain.named_parameters(), varied.parameters(), strict=True):
-        if exact:
-            assert torch.equal(a, b), name
+    for variation in ({"parts": 4}, {"recompute": True}, {"evaluate": True}, {"measure_every": 1}):
+        plain, chosen = run(2)
+        varied, chosen_too = run(2, **variation)
+        assert chosen == chosen_too == [1, 3, 5]
+        exact = "parts" not in variation
+        for (name, a), b in zip(plain.named_parameters(), varied.parameters(), strict=True):
+            if exact:
+                assert torch.equal(a, b), name
 
 
-@pytest.mark.parametrize(("period", "expected"), [(1, [0, 1, 2, 3]), (3, [2]), (0, [])])
-def test_masks_are_chosen_after_every_kth_step(period, expected):
+def test_masks_are_chosen_after_every_kth_step():
     """So those of the steps 0, k, 2k, ... are new."""
-    assert run(period, steps=4)[1] == expected
+    for period, expected in ((1, [0, 1, 2, 3]), (3, [2]), (0, [])):
+        assert run(period, steps=4)[1] == expected
 
 
 def test_flips_are_even_and_obey_the_triangle_inequality():
@@ -508,22 +488,3 @@ def test_fine_tuning_trains_the_low_rank_terms_under_the_last_masks_by_the_task_
     expected |= {"include": ("*mlp*",), "exclude": ("*c_fc",)}
     assert {name: getattr(tuned, name) for name in expected} == expected
     assert not ast.Method(tuned).needs_adamw
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"alpha": -1.0}, r"alpha=-1\.0"),
-        ({"alpha": math.nan}, "alpha=nan"),
-        ({"metric": "random"}, "metric='random'; choose one of magnitude, wanda"),
-        ({"decay_route": "weights"}, "decay_route='weights'; choose one of decoupled_first"),
-        ({"refresh_every": -1}, "refresh_every=-1"),
-        ({"ramp_fraction": 1.5}, r"ramp_fraction=1\.5"),
-        ({"ramp_steps": -5}, "ramp_steps=-5"),
-        ({"slorb_k": -4}, "slorb_k=-4"),
-        ({"calibration_sequences": 0}, "calibration_sequences=0"),
-    ],
-)
-def test_bad_options(options, message):
-    with pytest.raises(ValueError, match=message):
-        ast.Config(**options)

@@ -1,6 +1,5 @@
 """Bi-Mask: the two masks, and the search for the permutation between them."""
 
-import pytest
 import torch
 from torch import nn
 
@@ -124,42 +123,3 @@ def test_searches_at_steps_0_100_and_200_whatever_the_passes(monkeypatch):
         method.on_step_end(now[0])
     assert [step for step, _ in searched] == [0, 100, 200]
     assert len({seed for _, seed in searched}) == 3
-
-
-def test_permutations_differ_by_layer_and_seed_alone():
-    def permutations(seed):
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(16, 32), nn.Linear(32, 32))
-        method = bi_mask.Method(bi_mask.Config(include=["*"], seed=seed))
-        method.convert(model)
-        torch.manual_seed(torch.seed() % 2**31)  # torch's generator has no part in it
-        method.on_step_begin(0)
-        return [layer.permutation.tolist() for layer in model]
-
-    assert permutations(0) == permutations(0)
-    everything = permutations(0) + permutations(1)
-    assert len({tuple(p) for p in everything}) == 4
-
-
-def test_masks_follow_the_weights_in_every_step_and_the_end_is_sparse():
-    layer, method = converted(gaussian(), alpha=0.1)
-    method.on_step_begin(0)
-    rows = layer.permutation.clone()
-    layer.weight.grad = torch.zeros(32, 64)
-    method.on_gradients(0)
-    assert torch.equal(layer.weight.grad, torch.where(layer.mask, 0.0, 0.1 * layer.weight))
-    with torch.no_grad():
-        layer.weight.copy_(gaussian(seed=3))
-    method.on_step_end(0)
-    assert torch.equal(layer.permutation, rows)
-    assert torch.equal(layer.mask, nm_mask(layer.weight.detach()))
-    assert int(check24(layer.operand_dgrad[rows], dim=0)) == 0
-    sparse = layer.sparse_weight.clone()
-    method.finalize(layer)
-    assert torch.equal(layer.weight, sparse) and list(layer.state_dict()) == ["weight"]
-
-
-@pytest.mark.parametrize("options", [{"alpha": -1.0}, {"permute_every": 0}, {"candidates": 0}])
-def test_bad_options(options):
-    with pytest.raises(ValueError, match=f"{next(iter(options))}="):
-        bi_mask.Config(**options)

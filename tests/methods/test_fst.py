@@ -4,7 +4,6 @@ import copy
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.checkpoint import checkpoint
@@ -56,54 +55,16 @@ def test_mask_by_hand():
     assert torch.equal(layer.sparse_weight, torch.tensor(kept))
 
 
-@pytest.mark.parametrize("algorithm", ["exact", "greedy", "two_approx"])
-def test_both_products_have_a_sparse_weight(algorithm):
+def test_both_products_have_a_sparse_weight():
     """dX multiplies by the operand of the forward product, which is 2:4 along `out` as well."""
-    layer, _ = converted(torch.randn(32, 64), algorithm=algorithm)
-    assert torch.equal(layer.mask, transposable_mask24(layer.weight.detach(), algorithm))
-    fprop, dgrad = layer.operands(torch.float32)
-    assert int(check24(fprop.matrix, dim=1)) == 0
-    assert dgrad is fprop and int(check24(dgrad.matrix, dim=0)) == 0
-    if algorithm == "exact":
-        assert int(layer.mask.sum()) == 32 * 64 // 2
-
-
-@pytest.mark.parametrize("shape", [(16,), (5, 16), (2, 3, 16)], ids=str)
-def test_products_equal_autograd_through_the_masked_weight(shape):
-    layer, _ = converted(bias=True, mvue="off")
-    x = torch.randn(*shape, generator=torch.Generator().manual_seed(1))
-    ours, theirs = x.clone().requires_grad_(), x.clone().requires_grad_()
-    masked = (layer.weight * layer.mask).detach().requires_grad_()
-    bias = layer.bias.detach().clone().requires_grad_()
-    y, expected = layer(ours), F.linear(theirs, masked, bias)
-    tolerance = {"rtol": 1e-5, "atol": 1e-6}  # fp32, sums of at most 16 products
-    torch.testing.assert_close(y, expected, **tolerance)
-    # The gradient of a scaled mean is an expanded scalar, with strides of zero.
-    (3.0 * y.mean()).backward()
-    (3.0 * expected.mean()).backward()
-    torch.testing.assert_close(ours.grad, theirs.grad, **tolerance)
-    torch.testing.assert_close(layer.weight.grad, masked.grad, **tolerance)  # not masked
-    torch.testing.assert_close(layer.bias.grad, bias.grad, **tolerance)
-
-
-def test_dy_is_sampled_for_dw_alone():
-    """The mean of dW over many samples is the dense one; dX and the bias see the whole of dY."""
-    layer, method = converted(bias=True)
-    x = torch.randn(8, 16, requires_grad=True)
-    dy = torch.randn(8, 8)
-    samples, others = [], []
-    for step in range(2000):
-        method.on_step_begin(step)
-        method.open_micro_batch()
-        x.grad = layer.weight.grad = layer.bias.grad = None
-        layer(x).backward(dy)
-        samples.append(layer.weight.grad.double())
-        others.append((x.grad, layer.bias.grad))
-    samples = torch.stack(samples)
-    error = (samples.mean(0) - (dy.t() @ x.detach()).double()).abs()
-    sigma = samples.std(0) / len(samples) ** 0.5
-    assert (sigma > 0).all() and (error <= 5 * sigma + 1e-6).all()
-    assert all(torch.equal(dx, others[0][0]) and torch.equal(db, others[0][1]) for dx, db in others)
+    for algorithm in ("exact", "greedy", "two_approx"):
+        layer, _ = converted(torch.randn(32, 64), algorithm=algorithm)
+        assert torch.equal(layer.mask, transposable_mask24(layer.weight.detach(), algorithm))
+        fprop, dgrad = layer.operands(torch.float32)
+        assert int(check24(fprop.matrix, dim=1)) == 0
+        assert dgrad is fprop and int(check24(dgrad.matrix, dim=0)) == 0
+        if algorithm == "exact":
+            assert int(layer.mask.sum()) == 32 * 64 // 2
 
 
 # ---------------------------------------------------------------- the schedule of the masks
@@ -188,24 +149,21 @@ def test_between_two_searches_values_change_and_the_mask_stays():
 # ---------------------------------------------------------------- the dense phase
 
 
-@pytest.mark.parametrize(
-    ("steps", "fraction", "start"),
-    [
+def test_dense_start():
+    """steps - round(fraction * steps); half a step is rounded to the even number."""
+    for steps, fraction, start in (
         (300_000, 1 / 6, 250_000),
         (12, 1 / 6, 10),
         (10, 0.25, 8),
         (10, 0.28, 7),
         (10, 1.0, 0),
         (10, 0.0, None),
-    ],
-)
-def test_dense_start(steps, fraction, start):
-    """steps - round(fraction * steps); half a step is rounded to the even number."""
-    method = method_of(total_steps=steps, dense_fraction=fraction)
-    dense_steps = [s for s in (0, 7, 8, 9, 10, 11, 249_999, 250_000, 300_000) if method.dense_at(s)]
-    expected = [s for s in (0, 7, 8, 9, 10, 11, 249_999, 250_000, 300_000) if s >= start] if (
-        start is not None) else []  # fmt: skip
-    assert dense_steps == expected
+    ):
+        method = method_of(total_steps=steps, dense_fraction=fraction)
+        asked = (0, 7, 8, 9, 10, 11, 249_999, 250_000, 300_000)
+        dense_steps = [s for s in asked if method.dense_at(s)]
+        expected = [s for s in asked if start is not None and s >= start]
+        assert dense_steps == expected
 
 
 def finished(fraction, steps=12, **options):
@@ -219,17 +177,17 @@ def finished(fraction, steps=12, **options):
     return layer, method, phases
 
 
-@pytest.mark.parametrize("last", [1, 3])
-def test_the_end_is_dense(last):
-    layer, method, phases = finished(last / 12)
-    assert phases == ["sparse"] * (12 - last) + ["dense"] * last and method.ends_dense
-    metrics = method.metrics()
-    assert (metrics["phase"], metrics["density"]) == ("dense", 1.0)
-    weight = layer.weight.detach().clone()
-    assert torch.equal(layer.sparse_weight, weight)
-    method.finalize(layer)
-    assert type(layer) is nn.Linear
-    assert torch.equal(layer.weight, weight) and bool(weight.all())
+def test_the_end_is_dense():
+    for last in (1, 3):
+        layer, method, phases = finished(last / 12)
+        assert phases == ["sparse"] * (12 - last) + ["dense"] * last and method.ends_dense
+        metrics = method.metrics()
+        assert (metrics["phase"], metrics["density"]) == ("dense", 1.0)
+        weight = layer.weight.detach().clone()
+        assert torch.equal(layer.sparse_weight, weight)
+        method.finalize(layer)
+        assert type(layer) is nn.Linear
+        assert torch.equal(layer.weight, weight) and bool(weight.all())
 
 
 def test_a_dense_start_ends_sparse():
@@ -241,13 +199,13 @@ def test_a_dense_start_ends_sparse():
     assert check24(layer.weight) == 0 and bool((layer.weight == 0).any())
 
 
-@pytest.mark.parametrize("phase", ["end", "start"])
-def test_a_dense_phase_of_no_step_leaves_the_end_sparse(phase):
-    layer, method, phases = finished(0.01, dense_phase=phase)  # of 12 steps, rounded to none
-    assert phases == ["sparse"] * 12
-    assert not method.ends_dense and not method.unfinished
-    method.finalize(layer)
-    assert check24(layer.weight) == 0 and bool((layer.weight == 0).any())
+def test_a_dense_phase_of_no_step_leaves_the_end_sparse():
+    for phase in ("end", "start"):
+        layer, method, phases = finished(0.01, dense_phase=phase)  # of 12 steps, rounded to none
+        assert phases == ["sparse"] * 12
+        assert not method.ends_dense and not method.unfinished
+        method.finalize(layer)
+        assert check24(layer.weight) == 0 and bool((layer.weight == 0).any())
 
 
 def test_without_a_dense_phase_the_end_is_sparse_along_both_dims():
@@ -294,26 +252,26 @@ def test_dense_from_the_first_step_is_dense_training_with_virtual_masks():
 SWITCH = {"total_steps": 8, "dense_fraction": 0.375, "alpha": 0.1, "refresh_every": 2}  # at step 5
 
 
-@pytest.mark.parametrize("start", [4, 5, 6])
-def test_a_run_resumed_around_the_switch_is_the_run_that_went_on(start):
+def test_a_run_resumed_around_the_switch_is_the_run_that_went_on():
     """A switch at `step == 5` and states that no checkpoint holds leave a run that is resumed at
     6 sparse for ever."""
-    layer, method = converted(**SWITCH)
-    for step in range(8):
-        if step == start:
-            states = copy.deepcopy((layer.state_dict(), method.state_dict()))
-            evaluated = layer.sparse_weight.clone()
-        step_of(method, layer, step)
-    resumed, resumed_method = converted(torch.randn(8, 16), **SWITCH)
-    resumed_method.load_state_dict(states[1])
-    assert resumed_method.phase() == ("dense" if start == 6 else "sparse")
-    resumed.load_state_dict(states[0])
-    assert torch.equal(resumed.sparse_weight, evaluated)
-    for step in range(start, 8):
-        step_of(resumed_method, resumed, step)
-        assert resumed_method.phase() == ("dense" if step >= 5 else "sparse")
-    assert torch.equal(resumed.weight, layer.weight)
-    assert resumed_method.metrics() == method.metrics()
+    for start in (4, 5, 6):
+        layer, method = converted(**SWITCH)
+        for step in range(8):
+            if step == start:
+                states = copy.deepcopy((layer.state_dict(), method.state_dict()))
+                evaluated = layer.sparse_weight.clone()
+            step_of(method, layer, step)
+        resumed, resumed_method = converted(torch.randn(8, 16), **SWITCH)
+        resumed_method.load_state_dict(states[1])
+        assert resumed_method.phase() == ("dense" if start == 6 else "sparse")
+        resumed.load_state_dict(states[0])
+        assert torch.equal(resumed.sparse_weight, evaluated)
+        for step in range(start, 8):
+            step_of(resumed_method, resumed, step)
+            assert resumed_method.phase() == ("dense" if step >= 5 else "sparse")
+        assert torch.equal(resumed.weight, layer.weight)
+        assert resumed_method.metrics() == method.metrics()
 
 
 def test_going_back_to_a_checkpoint_before_the_switch_makes_the_model_sparse_again():
@@ -356,26 +314,3 @@ def test_a_compiled_model_follows_into_the_dense_phase():
 
 
 # ---------------------------------------------------------------- options
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"alpha": -1.0}, r"alpha=-1\.0; the decay factor must lie in"),
-        ({"refresh_every": 0}, "refresh_every=0; it must be at least 1"),
-        ({"algorithm": "best"}, "algorithm='best'; choose one of exact, greedy, two_approx"),
-        ({"mvue": "yes"}, "mvue='yes'; choose one of exact, sequential, off"),
-        ({"dense_fraction": -0.1}, r"dense_fraction=-0\.1; it must lie in \[0, 1\]"),
-        ({"dense_fraction": 1.5}, r"dense_fraction=1\.5; it must lie in \[0, 1\]"),
-    ],
-)
-def test_bad_options(options, message):
-    with pytest.raises(ValueError, match=message):
-        fst.Config(**options)
-
-
-def test_a_fraction_of_an_unknown_number_of_steps():
-    layer = nn.Linear(16, 8)
-    with pytest.raises(ValueError, match=r"dense_fraction=0\.167 of how many steps\? set total_st"):
-        fst.Method(fst.Config(include=["*"])).convert(layer)
-    assert type(layer) is nn.Linear

@@ -38,12 +38,3 @@ def test_each_round_removes_the_smallest_of_what_is_left():
     two_smallest = original.abs().unflatten(1, (-1, 4)).argsort(2)[..., :2]
     expected = torch.ones(4, 2, 4, dtype=torch.bool).scatter(2, two_smallest, False).flatten(1)
     assert torch.equal(layer.weight != 0, expected)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [({"begin_fraction": 1.0}, r"begin_fraction=1\.0"), ({"rounds": 0}, "rounds=0")],
-)
-def test_bad_options(options, message):
-    with pytest.raises(ValueError, match=message):
-        methods.build("imp", **options)

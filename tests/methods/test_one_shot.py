@@ -69,18 +69,18 @@ def obs_reference(weight, hessian, damping):
     return mask, torch.where(mask, w, 0.0)
 
 
-@pytest.mark.parametrize("columns", [16, BLOCK + 12])
-def test_sparsegpt_equals_the_surgeon_step_by_step(columns):
+def test_sparsegpt_equals_the_surgeon_step_by_step():
     """Blocks and the Cholesky factor are a matter of speed; 140 columns make two blocks."""
-    torch.manual_seed(0)
-    weight = torch.randn(6, columns, dtype=torch.float64)
-    x = correlated(4 * columns, columns, dtype=torch.float64)
-    hessian = x.t() @ x
-    mask, updated = prune(weight, hessian, damping=0.01)
-    expected_mask, expected = obs_reference(weight, hessian, 0.01)
-    assert torch.equal(mask, expected_mask)
-    torch.testing.assert_close(updated, expected, rtol=1e-7, atol=1e-9)
-    assert torch.equal(mask.unflatten(1, (-1, 4)).sum(2), torch.full((6, columns // 4), 2))
+    for columns in (16, BLOCK + 12):
+        torch.manual_seed(0)
+        weight = torch.randn(6, columns, dtype=torch.float64)
+        x = correlated(4 * columns, columns, dtype=torch.float64)
+        hessian = x.t() @ x
+        mask, updated = prune(weight, hessian, damping=0.01)
+        expected_mask, expected = obs_reference(weight, hessian, 0.01)
+        assert torch.equal(mask, expected_mask)
+        torch.testing.assert_close(updated, expected, rtol=1e-7, atol=1e-9)
+        assert torch.equal(mask.unflatten(1, (-1, 4)).sum(2), torch.full((6, columns // 4), 2))
 
 
 def test_sparsegpt_by_hand():
@@ -133,17 +133,17 @@ def _least_squares(weight, mask, hessian):
     return fitted
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_inputs_that_never_fire_and_too_few_tokens(dtype):
+def test_inputs_that_never_fire_and_too_few_tokens():
     """A singular Hessian: four tokens, and a feature that is always zero."""
-    torch.manual_seed(0)
-    weight, x = torch.randn(4, 8), torch.randn(4, 8)
-    x[:, 5] = 0.0
-    mask, updated = prune(weight.to(dtype), x.t() @ x)
-    assert updated.dtype == dtype
-    assert updated.isfinite().all()
-    assert not mask[:, 5].any()
-    assert int(check24(updated)) == 0
+    for dtype in (torch.float32, torch.bfloat16):
+        torch.manual_seed(0)
+        weight, x = torch.randn(4, 8), torch.randn(4, 8)
+        x[:, 5] = 0.0
+        mask, updated = prune(weight.to(dtype), x.t() @ x)
+        assert updated.dtype == dtype
+        assert updated.isfinite().all()
+        assert not mask[:, 5].any()
+        assert int(check24(updated)) == 0
 
 
 # ------------------------------------------------------------------ the method
@@ -165,18 +165,20 @@ def test_wanda_by_hand():
     assert torch.equal(model.mlp.weight[0], torch.tensor([0.0, -3.0, 2.0, 0.0]))
 
 
-@pytest.mark.parametrize("metric", METRICS)
-def test_all_metrics_give_24_and_written_out_zeros(metric):
-    model, method = converted(metric)
-    for i in (0, 2):
-        weight = model.mlp[i].weight
-        assert int(check24(weight)) == 0
-        assert int(weight.count_nonzero()) == weight.numel() // 2
-        assert torch.equal(weight, model.mlp[i].sparse_weight)
-    assert method.metrics()["density"] == 0.5
-    plain = Net()
-    same = [torch.equal(a, b) for a, b in zip(model.parameters(), plain.parameters(), strict=True)]
-    assert same == [False, True, False, True]  # biases stay
+def test_all_metrics_give_24_and_written_out_zeros():
+    for metric in METRICS:
+        model, method = converted(metric)
+        for i in (0, 2):
+            weight = model.mlp[i].weight
+            assert int(check24(weight)) == 0
+            assert int(weight.count_nonzero()) == weight.numel() // 2
+            assert torch.equal(weight, model.mlp[i].sparse_weight)
+        assert method.metrics()["density"] == 0.5
+        plain = Net()
+        same = [
+            torch.equal(a, b) for a, b in zip(model.parameters(), plain.parameters(), strict=True)
+        ]
+        assert same == [False, True, False, True]  # biases stay
 
 
 def test_later_layers_are_measured_behind_pruned_ones():
@@ -204,60 +206,28 @@ def test_operands_in_half_precision_change_nothing_of_the_pruning():
         assert torch.equal(a, b)
 
 
-def test_the_calibration_set_does_not_depend_on_its_batches():
-    x = correlated(256, 16)
-    whole, _ = converted("sparsegpt", [{"x": x}])
-    parts, _ = converted("sparsegpt", ({"x": part} for part in x.chunk(4)))
-    for a, b in zip(whole.parameters(), parts.parameters(), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-5)
-
-
-@pytest.mark.parametrize("metric", METRICS)
-def test_zeros_stay_under_momentum_decay_and_clipping(metric):
+def test_zeros_stay_under_momentum_decay_and_clipping():
     """The gradient is masked before it is clipped: removed weights do not shorten the step."""
-    model, method = converted(metric)
-    masks = [model.mlp[i].mask.clone() for i in (0, 2)]
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.1)
-    x = correlated(64, 16, seed=1)
-    for step in range(4):
-        method.on_step_begin(step)
-        method.loss(model, {"x": x, "target": x}).backward()
+    for metric in METRICS:
+        model, method = converted(metric)
+        masks = [model.mlp[i].mask.clone() for i in (0, 2)]
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.1)
+        x = correlated(64, 16, seed=1)
+        for step in range(4):
+            method.on_step_begin(step)
+            method.loss(model, {"x": x, "target": x}).backward()
+            for i, mask in zip((0, 2), masks, strict=True):
+                grad = model.mlp[i].weight.grad
+                assert not grad[~mask].any() and grad[mask].any()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            method.on_gradients(step, optimizer)
+            optimizer.step()
+            optimizer.zero_grad()
+            method.on_step_end(step)
         for i, mask in zip((0, 2), masks, strict=True):
-            grad = model.mlp[i].weight.grad
-            assert not grad[~mask].any() and grad[mask].any()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        method.on_gradients(step, optimizer)
-        optimizer.step()
-        optimizer.zero_grad()
-        method.on_step_end(step)
-    for i, mask in zip((0, 2), masks, strict=True):
-        assert torch.equal(model.mlp[i].mask, mask)
-        assert torch.equal(model.mlp[i].weight != 0, mask)
-    assert method.metrics()["flip_rate"] == 0.0
-
-
-def test_gradients_are_those_of_the_masked_product():
-    model, _ = converted("magnitude")
-    layer, reference = model.mlp[0], Net().mlp[0]
-    x = torch.randn(2, 3, 16, requires_grad=True)
-    c = torch.randn(2, 3, 32)
-    (layer(x) * c).sum().backward()
-    xr = x.detach().clone().requires_grad_()
-    masked = torch.where(layer.mask, reference.weight, 0.0)
-    (F.linear(xr, masked, reference.bias) * c).sum().backward()
-    torch.testing.assert_close(x.grad, xr.grad, rtol=1e-6, atol=1e-6)
-    torch.testing.assert_close(layer.weight.grad, reference.weight.grad, rtol=1e-6, atol=1e-6)
-    torch.testing.assert_close(layer.bias.grad, reference.bias.grad, rtol=1e-6, atol=1e-6)
-
-
-def test_a_checkpoint_restores_the_mask():
-    model, _ = converted("sparsegpt")
-    other, _ = converted("magnitude")
-    other.load_state_dict(model.state_dict())
-    assert torch.equal(other.mlp[0].mask, model.mlp[0].mask)
-    x = correlated(8, 16)
-    with torch.no_grad():
-        assert torch.equal(other.eval()(x)[0], model.eval()(x)[0])
+            assert torch.equal(model.mlp[i].mask, mask)
+            assert torch.equal(model.mlp[i].weight != 0, mask)
+        assert method.metrics()["flip_rate"] == 0.0
 
 
 def test_calibration_is_asked_for_before_anything_is_touched():
@@ -269,15 +239,6 @@ def test_calibration_is_asked_for_before_anything_is_touched():
             method.convert(model)
         assert type(model.mlp[0]) is nn.Linear
     assert build("magnitude").calibration_sequences == 0
-
-
-@pytest.mark.parametrize(
-    "options", [{"metric": "taylor"}, {"damping": 0.0}, {"calibration_sequences": 0}]
-)
-def test_bad_options(options):
-    (name,) = options
-    with pytest.raises(ValueError, match=f"{name}="):
-        methods.build("one_shot", **options)
 
 
 def test_sparsegpt_does_not_depend_on_the_scale_of_the_inputs():

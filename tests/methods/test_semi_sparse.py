@@ -13,11 +13,10 @@ from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim.swa_utils import AveragedModel
 
 import methods
 from common_kernels import check24
-from methods import dense, semi_sparse
+from methods import semi_sparse
 from methods.nn import transposable
 from methods.semi_sparse import (
     SemiSparseActivationLinear,
@@ -79,11 +78,11 @@ def train(method, model, steps, parts=1, first=0, lr=0.05):
 # ------------------------------------------------------------------ mode=weight
 
 
-@pytest.mark.parametrize("algorithm", ["greedy", "exact"])
-def test_weights_are_ranked_by_magnitude(algorithm):
-    layer, _ = layer_with(SIGNED, algorithm=algorithm)
-    assert torch.equal(layer.mask, KEPT)
-    assert torch.equal(layer(torch.eye(4)), torch.where(KEPT, SIGNED, 0.0).t())
+def test_weights_are_ranked_by_magnitude():
+    for algorithm in ("greedy", "exact"):
+        layer, _ = layer_with(SIGNED, algorithm=algorithm)
+        assert torch.equal(layer.mask, KEPT)
+        assert torch.equal(layer(torch.eye(4)), torch.where(KEPT, SIGNED, 0.0).t())
 
 
 def test_greedy_leaves_a_place_empty_that_the_exact_search_fills():
@@ -103,29 +102,6 @@ def test_share_of_a_gaussian_weight_that_is_kept():
         kept = layer.effective_weight().abs().sum() / weight.abs().sum()
         assert kept.item() == pytest.approx(share, abs=0.003)
         assert int(check24(layer.sparse_weight)) == int(check24(layer.sparse_weight, dim=0)) == 0
-
-
-@pytest.mark.parametrize("bias", [True, False])
-def test_the_three_products_equal_masked_dense_autograd(bias):
-    """3-D input, bias, the expanded gradient of a sum; dW is that of the product, not masked."""
-    torch.manual_seed(0)
-    layer = nn.Linear(8, 12, bias=bias)
-    weight = layer.weight.detach().clone()
-    converted(layer)
-    x = torch.randn(2, 3, 8, requires_grad=True)
-    y = layer(x)
-    y.sum().backward()
-    xr = x.detach().clone().requires_grad_()
-    wr = torch.where(layer.mask, weight, 0.0).requires_grad_()
-    br = layer.bias.detach().clone().requires_grad_() if bias else None
-    yr = F.linear(xr, wr, br)
-    yr.sum().backward()
-    torch.testing.assert_close(y, yr, rtol=1e-6, atol=1e-6)
-    torch.testing.assert_close(x.grad, xr.grad, rtol=1e-6, atol=1e-6)
-    torch.testing.assert_close(layer.weight.grad, wr.grad, rtol=1e-6, atol=1e-6)
-    assert layer.weight.grad[~layer.mask].any()
-    if bias:
-        assert torch.equal(layer.bias.grad, br.grad)
 
 
 @pytest.mark.parametrize(("refresh_every", "searches"), [(1, [1, 1, 1, 1]), (3, [0, 0, 1, 0])])
@@ -161,37 +137,6 @@ def test_sparse_steps_come_first():
     assert all(torch.equal(model[i].weight, w) for i, w in zip((0, 2), latent, strict=True))
 
 
-def test_without_sparse_steps_it_is_dense_training():
-    plain, never = mlp(), mlp()
-    reference = dense.Method(dense.Config(include=["*"]))
-    reference.convert(plain)
-    method = converted(never, sparse_fraction=0.0, total_steps=4)
-    assert train(method, never, 4) == train(reference, plain, 4)
-    assert torch.equal(never[0].weight, plain[0].weight)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"mode": "both"}, "mode='both'; choose one of weight, activation"),
-        ({"algorithm": "largest"}, "algorithm='largest'"),
-        ({"algorithm": "rows"}, "is the method ste"),
-        ({"refresh_every": 0}, "refresh_every=0"),
-        ({"sparse_fraction": 1.5}, r"sparse_fraction=1\.5"),
-    ],
-)
-def test_bad_options(options, message):
-    with pytest.raises(ValueError, match=message):
-        methods.build("semi_sparse", **options)
-
-
-def test_a_fraction_of_unknown_steps_leaves_the_model_alone():
-    model = mlp()
-    with pytest.raises(ValueError, match=r"sparse_fraction=0\.5 of how many steps"):
-        converted(model, sparse_fraction=0.5)
-    assert type(model[0]) is nn.Linear
-
-
 # ------------------------------------------------------------------ mode=activation
 
 
@@ -204,29 +149,29 @@ def test_inputs_are_ranked_by_magnitude():
     assert torch.equal(layer(SIGNED[:1]), torch.tensor([[-9.0, -8.0, 0.0, 0.0]]))
 
 
-@pytest.mark.parametrize("algorithm", ["greedy", "exact", "rows"])
-def test_products_with_sparse_inputs(algorithm):
+def test_products_with_sparse_inputs():
     """Bias, 3-D input, a number of tokens that fills no tile: all of them failed in torchao."""
-    torch.manual_seed(0)
-    layer = nn.Linear(8, 6)
-    converted(layer, mode="activation", algorithm=algorithm)
-    x = torch.randn(2, 3, 8, requires_grad=True)
-    y = layer(x)
-    c = torch.randn_like(y)
-    (y * c).sum().backward()
-    # With W = I and no bias a layer gives the pruned input itself.
-    pruner, _ = layer_with(torch.eye(8), mode="activation", algorithm=algorithm)
-    pruned = pruner(x.detach())
-    assert int(check24(pruned)) == 0
-    kept = pruned != 0
-    assert torch.equal(pruned, torch.where(kept, x.detach(), 0.0))
-    assert 15 <= int(kept.sum()) <= 24
-    expected = F.linear(pruned, layer.weight, layer.bias)
-    torch.testing.assert_close(y, expected, rtol=1e-6, atol=1e-6)
-    torch.testing.assert_close(x.grad, c @ layer.weight.detach(), rtol=1e-6, atol=1e-6)
-    dw = torch.einsum("bto,bti->oi", c, pruned)
-    torch.testing.assert_close(layer.weight.grad, dw, rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(layer.bias.grad, c.sum((0, 1)), rtol=1e-6, atol=1e-6)
+    for algorithm in ("greedy", "exact", "rows"):
+        torch.manual_seed(0)
+        layer = nn.Linear(8, 6)
+        converted(layer, mode="activation", algorithm=algorithm)
+        x = torch.randn(2, 3, 8, requires_grad=True)
+        y = layer(x)
+        c = torch.randn_like(y)
+        (y * c).sum().backward()
+        # With W = I and no bias a layer gives the pruned input itself.
+        pruner, _ = layer_with(torch.eye(8), mode="activation", algorithm=algorithm)
+        pruned = pruner(x.detach())
+        assert int(check24(pruned)) == 0
+        kept = pruned != 0
+        assert torch.equal(pruned, torch.where(kept, x.detach(), 0.0))
+        assert 15 <= int(kept.sum()) <= 24
+        expected = F.linear(pruned, layer.weight, layer.bias)
+        torch.testing.assert_close(y, expected, rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(x.grad, c @ layer.weight.detach(), rtol=1e-6, atol=1e-6)
+        dw = torch.einsum("bto,bti->oi", c, pruned)
+        torch.testing.assert_close(layer.weight.grad, dw, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(layer.bias.grad, c.sum((0, 1)), rtol=1e-6, atol=1e-6)
 
 
 def test_tiles_are_sparse_along_tokens_too_and_couple_them():
@@ -297,24 +242,6 @@ def test_accumulation_and_checkpointing_change_nothing(mode):
         expected = train(methods_of[0], whole, 1, first=step)
         assert_one_step(cut, train(methods_of[1], cut, 1, 4, step), whole, expected)
         assert train(methods_of[2], recomputed, 1, first=step) == expected
-
-
-def test_an_averaged_copy_leaves_the_sparse_phase_with_the_original():
-    """torch's averaging copies parameters and buffers, no Python attributes."""
-    for mode in ("weight", "activation"):
-        model = mlp()
-        method = converted(model, mode=mode, sparse_fraction=0.5, total_steps=4)
-        average = AveragedModel(model)
-        train(method, model, 4)
-        average.update_parameters(model)
-        methods.refresh(average)
-        plain = mlp()
-        plain.load_state_dict(
-            {n: p for n, p in average.module.state_dict().items() if n in plain.state_dict()}
-        )
-        x = torch.randn(4, 8)
-        with torch.no_grad():
-            assert torch.equal(average.eval()(x), plain.eval()(x))
 
 
 def assert_one_step(model, losses, reference, expected):
@@ -439,37 +366,37 @@ def test_every_change_of_the_weight_is_seen():
     torch._dynamo.reset()
 
 
-@BOTH
-def test_autocast_with_fp32_weights(cls):
+def test_autocast_with_fp32_weights():
     """torchao: the packer takes half precision alone, and autocast fails on its tensor class."""
-    model = mlp()
-    swap_linear_with_semi_sparse_linear(model, {"*": cls})
-    x = torch.randn(2, 4, 8, requires_grad=True)
-    with torch.autocast("cpu", torch.bfloat16):
-        y = model(x)
-        loss = y.float().square().mean()
-    loss.backward()
-    assert y.dtype == torch.bfloat16
-    assert x.grad.dtype == torch.float32
-    assert all(p.grad.dtype == torch.float32 for p in model.parameters())
-    # bf16 has 8 bits of mantissa; two products of at most 16 terms each.
-    torch.testing.assert_close(y.float(), model(x), rtol=0.05, atol=0.05)
+    for cls in (SemiSparseLinear, SemiSparseActivationLinear):
+        model = mlp()
+        swap_linear_with_semi_sparse_linear(model, {"*": cls})
+        x = torch.randn(2, 4, 8, requires_grad=True)
+        with torch.autocast("cpu", torch.bfloat16):
+            y = model(x)
+            loss = y.float().square().mean()
+        loss.backward()
+        assert y.dtype == torch.bfloat16
+        assert x.grad.dtype == torch.float32
+        assert all(p.grad.dtype == torch.float32 for p in model.parameters())
+        # bf16 has 8 bits of mantissa; two products of at most 16 terms each.
+        torch.testing.assert_close(y.float(), model(x), rtol=0.05, atol=0.05)
 
 
-@BOTH
-def test_compiled_once_for_all_batch_sizes(cls):
-    model = mlp()
-    swap_linear_with_semi_sparse_linear(model, {"*": cls})
-    torch._dynamo.reset()
-    graphs = CompileCounterWithBackend("aot_eager")
-    compiled = torch.compile(model, fullgraph=True, backend=graphs, dynamic=True)
-    for tokens in (8, 12, 10, 6):
-        x = torch.randn(2, tokens, 8)
-        y = compiled(x)
-        y.sum().backward()
-        assert torch.equal(y, model(x))
-    assert graphs.frame_count <= 2
-    torch._dynamo.reset()
+def test_compiled_once_for_all_batch_sizes():
+    for cls in (SemiSparseLinear, SemiSparseActivationLinear):
+        model = mlp()
+        swap_linear_with_semi_sparse_linear(model, {"*": cls})
+        torch._dynamo.reset()
+        graphs = CompileCounterWithBackend("aot_eager")
+        compiled = torch.compile(model, fullgraph=True, backend=graphs, dynamic=True)
+        for tokens in (8, 12, 10, 6):
+            x = torch.randn(2, tokens, 8)
+            y = compiled(x)
+            y.sum().backward()
+            assert torch.equal(y, model(x))
+        assert graphs.frame_count <= 2
+        torch._dynamo.reset()
 
 
 def _two_ranks(rank, meeting_point, queue):

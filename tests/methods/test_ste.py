@@ -44,21 +44,6 @@ def test_gradient_is_that_of_the_product_neither_masked_nor_scaled():
         assert torch.equal(layer.weight.grad, c)
 
 
-def test_masks_follow_the_weights_and_the_end_is_sparse():
-    torch.manual_seed(0)
-    method = ste.Method(ste.Config(include=["*"]))
-    layer = converted(method)
-    with torch.no_grad():
-        layer.weight.copy_(torch.randn(4, 8))
-    method.on_step_end(0)
-    assert method.metrics()["density"] == 0.5
-    assert method.metrics()["illegal_groups"] == 0
-    before = layer.effective_weight().clone()
-    method.finalize(layer)
-    assert torch.equal(layer.weight, before)
-    assert list(layer.state_dict()) == ["weight"]
-
-
 @pytest.mark.parametrize("fused", [False, True])
 def test_any_pattern_is_chosen_kept_and_counted(fused):
     """Also by FusedAdamW, whose own pass knows 2:4 alone."""

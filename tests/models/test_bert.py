@@ -1,6 +1,5 @@
 """BERT: both forms, initialisation, parameter groups, and the weights of transformers both ways."""
 
-import copy
 import math
 
 import pytest
@@ -9,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from methods.slope import Method as SLoPe
-from models.bert import SIZES, BertConfig, BertLM, from_hf, to_hf
+from models.bert import BertConfig, BertLM, from_hf, to_hf
 
 CRAMMING = {
     "pre_norm": True,
@@ -53,19 +52,21 @@ def padding():
 # ------------------------------------------------------------------------------ our own
 
 
-@pytest.mark.parametrize("size", ["base", "large"])
-@pytest.mark.parametrize("next_sentence", [False, True])
-def test_the_sizes_are_those_of_the_released_models(size, next_sentence):
-    import transformers
+def test_the_sizes_are_those_of_the_released_models():
+    for size in ("base", "large"):
+        for next_sentence in (False, True):
+            import transformers
 
-    widths = {} if size == "base" else {"hidden_size": 1024, "intermediate_size": 4096}
-    depths = {} if size == "base" else {"num_hidden_layers": 24, "num_attention_heads": 16}
-    kind = "BertForPreTraining" if next_sentence else "BertForMaskedLM"
-    with torch.device("meta"):
-        theirs = getattr(transformers, kind)(transformers.BertConfig(**widths, **depths))
-        ours = BertLM(BertConfig.of_size(size, vocab_size=30522, next_sentence=next_sentence))
-    assert ours.num_params() == theirs.num_parameters()
-    assert ours.bert.layer[0].attention.self.n_head == theirs.config.num_attention_heads
+            widths = {} if size == "base" else {"hidden_size": 1024, "intermediate_size": 4096}
+            depths = {} if size == "base" else {"num_hidden_layers": 24, "num_attention_heads": 16}
+            kind = "BertForPreTraining" if next_sentence else "BertForMaskedLM"
+            with torch.device("meta"):
+                theirs = getattr(transformers, kind)(transformers.BertConfig(**widths, **depths))
+                ours = BertLM(
+                    BertConfig.of_size(size, vocab_size=30522, next_sentence=next_sentence)
+                )
+            assert ours.num_params() == theirs.num_parameters()
+            assert ours.bert.layer[0].attention.self.n_head == theirs.config.num_attention_heads
 
 
 def test_cramming_has_the_published_shape():
@@ -137,32 +138,19 @@ def test_cramming_forward_is_the_textbook_transformer():
     torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("form", [{}, CRAMMING], ids=["original", "cramming"])
-def test_predicting_some_positions_is_predicting_all_and_choosing(form):
-    model = randomised(BertLM(tiny(**form)))
-    ids, target = tokens(), targets()
-    every, _ = model(ids)
-    logits, loss = model(input=ids, target=target)
-    naive = F.cross_entropy(every.flatten(0, 1), target.flatten(), ignore_index=-1)
-    assert every.shape == (3, 12, 40) and logits.shape == ((target != -1).sum(), 40)
-    torch.testing.assert_close(logits, every[target != -1])
-    torch.testing.assert_close(loss, naive)
-    grads = [torch.autograd.grad(x, model.parameters()) for x in (loss, naive)]
-    for own, other in zip(*grads, strict=True):
-        torch.testing.assert_close(own, other, rtol=1e-4, atol=1e-5)
-
-
-def test_a_token_sees_both_sides_and_no_padding():
-    model = randomised(BertLM(tiny()))
-    ids = tokens()
-    changed = ids.clone()
-    changed[:, 8] = (changed[:, 8] + 1) % 40
-    difference = (model(ids)[0] - model(changed)[0]).abs().amax(-1)
-    assert difference.min() > 1e-3
-    with_mask = [model(x, attention_mask=padding())[0][0] for x in (ids, changed)]
-    assert torch.equal(with_mask[0][:7], with_mask[1][:7])
-    full = model(ids, attention_mask=torch.ones(3, 12, dtype=torch.long))[0]
-    torch.testing.assert_close(full, model(ids)[0])
+def test_predicting_some_positions_is_predicting_all_and_choosing():
+    for form in ({}, CRAMMING):
+        model = randomised(BertLM(tiny(**form)))
+        ids, target = tokens(), targets()
+        every, _ = model(ids)
+        logits, loss = model(input=ids, target=target)
+        naive = F.cross_entropy(every.flatten(0, 1), target.flatten(), ignore_index=-1)
+        assert every.shape == (3, 12, 40) and logits.shape == ((target != -1).sum(), 40)
+        torch.testing.assert_close(logits, every[target != -1])
+        torch.testing.assert_close(loss, naive)
+        grads = [torch.autograd.grad(x, model.parameters()) for x in (loss, naive)]
+        for own, other in zip(*grads, strict=True):
+            torch.testing.assert_close(own, other, rtol=1e-4, atol=1e-5)
 
 
 def test_initialisation():
@@ -177,52 +165,6 @@ def test_initialisation():
                 torch.testing.assert_close(parameter.detach(), torch.tensor([128**-0.5]))
             else:
                 assert torch.all(parameter == float("norm" in name and "weight" in name)), name
-
-
-def test_the_decoder_is_tied_and_stays_tied():
-    model = BertLM(tiny())
-    assert len([p for p in model.parameters() if p.shape == (40, 16)]) == 1
-    for same in (model, copy.deepcopy(model), model.to(torch.float64)):
-        assert same.predictions.decoder.weight is same.bert.embeddings.word_embeddings.weight
-
-
-def test_param_groups_decay_matrices_only():
-    decayed, plain = BertLM(tiny(next_sentence=True)).param_groups(0.1)
-    assert (decayed["weight_decay"], plain["weight_decay"]) == (0.1, 0.0)
-    assert all(p.dim() == 2 for p in decayed["params"])
-    assert all(p.dim() == 1 for p in plain["params"])
-    # three embeddings, four linears a layer; transform, pooler, classifier
-    assert len(decayed["params"]) == 3 + 4 * 2 + 3
-    # norm of the embeddings; a layer's two norms and four biases; transform, decoder, pooler, pair
-    assert len(plain["params"]) == 2 + 8 * 2 + 3 + 1 + 1 + 1
-
-
-def test_dropout_acts_in_training_only():
-    model = randomised(BertLM(tiny(dropout=0.5)))
-    assert torch.equal(model(tokens())[0], model(tokens())[0])
-    model.train()
-    assert not torch.equal(model(tokens())[0], model(tokens())[0])
-
-
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: BertConfig.of_size("huge"), "unknown BERT size 'huge'; choose from nano, base"),
-        (lambda: tiny(n_head=3), "n_embd=16, n_head=3"),
-        (lambda: tiny(n_layer=0), "n_layer must be at least 1, got 0"),
-        (lambda: tiny(glu=True, n_inner=33), "n_inner must be even with glu, got 33"),
-        (lambda: tiny(positions="rotary"), "positions must be .*, got 'rotary'"),
-        (lambda: tiny(dropout=1.0), r"dropout must be in \[0, 1\), got 1.0"),
-        (lambda: BertLM(tiny())(tokens((1, 13))), "13 tokens is longer .* block_size=12"),
-        (
-            lambda: BertLM(tiny())(tokens(), targets(), next_sentence=torch.zeros(3).long()),
-            "no classifier of sentence pairs: set model.next_sentence=true",
-        ),
-    ],
-)
-def test_errors_name_the_value(make, message):
-    with pytest.raises(ValueError, match=message):
-        make()
 
 
 # ------------------------------------------------------------------------------ transformers
@@ -242,35 +184,35 @@ def hf_model(kind="BertForMaskedLM", **overrides):
     return getattr(transformers, kind)(transformers.BertConfig(**{**shape, **overrides}))
 
 
-@pytest.mark.parametrize("direction", ["from", "to"])
-@pytest.mark.parametrize("kind", ["BertForMaskedLM", "BertForPreTraining"])
-def test_outputs_and_losses_are_those_of_transformers(kind, direction):
+def test_outputs_and_losses_are_those_of_transformers():
     """Logits of every position, with sentence types and padding; the losses of both tasks."""
-    pairs = kind == "BertForPreTraining"
-    if direction == "from":
-        theirs = randomised(hf_model(kind))
-        ours = from_hf(theirs)
-    else:
-        ours = randomised(BertLM(tiny(n_inner=24, next_sentence=pairs)))
-        theirs = to_hf(ours)
-    assert type(theirs).__name__ == kind and not ours.training and not theirs.training
-    ids, types, mask, target = tokens(), tokens(vocab_size=2), padding(), targets()
-    label = torch.tensor([1, 0, 1])
-    labels = {"next_sentence_label": label} if pairs else {}
-    expected = theirs(
-        ids,
-        token_type_ids=types,
-        attention_mask=mask,
-        labels=target.where(target != -1, -100),
-        **labels,
-    )
-    options = {"token_types": types, "attention_mask": mask}
-    torch.testing.assert_close(ours(ids, **options)[0], expected[1], rtol=1e-5, atol=1e-5)
-    _, loss = ours(ids, target, next_sentence=label if pairs else None, **options)
-    torch.testing.assert_close(loss, expected.loss, rtol=1e-5, atol=1e-5)
-    if pairs:
-        found = ours.sentence_logits(ours.bert(ids, **options))
-        torch.testing.assert_close(found, expected[2], rtol=1e-5, atol=1e-5)
+    for direction in ("from", "to"):
+        for kind in ("BertForMaskedLM", "BertForPreTraining"):
+            pairs = kind == "BertForPreTraining"
+            if direction == "from":
+                theirs = randomised(hf_model(kind))
+                ours = from_hf(theirs)
+            else:
+                ours = randomised(BertLM(tiny(n_inner=24, next_sentence=pairs)))
+                theirs = to_hf(ours)
+            assert type(theirs).__name__ == kind and not ours.training and not theirs.training
+            ids, types, mask, target = tokens(), tokens(vocab_size=2), padding(), targets()
+            label = torch.tensor([1, 0, 1])
+            labels = {"next_sentence_label": label} if pairs else {}
+            expected = theirs(
+                ids,
+                token_type_ids=types,
+                attention_mask=mask,
+                labels=target.where(target != -1, -100),
+                **labels,
+            )
+            options = {"token_types": types, "attention_mask": mask}
+            torch.testing.assert_close(ours(ids, **options)[0], expected[1], rtol=1e-5, atol=1e-5)
+            _, loss = ours(ids, target, next_sentence=label if pairs else None, **options)
+            torch.testing.assert_close(loss, expected.loss, rtol=1e-5, atol=1e-5)
+            if pairs:
+                found = ours.sentence_logits(ours.bert(ids, **options))
+                torch.testing.assert_close(found, expected[2], rtol=1e-5, atol=1e-5)
 
 
 def test_there_and_back_is_the_same_model():
@@ -284,38 +226,20 @@ def test_there_and_back_is_the_same_model():
         assert torch.equal(back.state_dict()[name], value), name
 
 
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
+def test_a_model_that_we_do_not_carry_is_refused():
+    for make, message in (
         (lambda: hf_model(hidden_act="relu"), "hidden_act='relu' .needs 'gelu'"),
         (lambda: hf_model(layer_norm_eps=1e-5), "layer_norm_eps=1e-05 .needs 1e-12"),
         (lambda: hf_model(type_vocab_size=3), "type_vocab_size=3"),
         (lambda: hf_model(attention_probs_dropout_prob=0.3), "dropout_prob=0.3 .needs 0.1"),
         (lambda: hf_model(tie_word_embeddings=False), "tie_word_embeddings=False"),
         (lambda: hf_model("BertForSequenceClassification"), "has no head for masked language"),
-    ],
-)
-def test_a_model_that_we_do_not_carry_is_refused(make, message):
-    with pytest.raises(ValueError, match=message):
-        from_hf(make())
+    ):
+        with pytest.raises(ValueError, match=message):
+            from_hf(make())
 
 
-@pytest.mark.parametrize(("name", "value"), CRAMMING.items())
-def test_only_the_original_form_is_exported(name, value):
-    with pytest.raises(ValueError, match=f"does not support {name}={value}"):
-        to_hf(BertLM(tiny(**{name: value})))
-
-
-def test_a_model_with_a_method_attached_is_refused():
-    model = BertLM(tiny())
-    layer = model.get_submodule("bert.layer.0.mlp.fc1")
-    layer.register_buffer("mask", torch.ones(64, 16, dtype=torch.bool))
-    with pytest.raises(ValueError, match=r"mlp\.fc1\.mask .* finalize"):
-        to_hf(model)
-
-
-def test_every_size_is_buildable():
-    assert list(SIZES) == ["nano", "base", "large", "cramming"]
-    with torch.device("meta"):
-        for size in SIZES:
-            BertLM(BertConfig.of_size(size))
+def test_only_the_original_form_is_exported():
+    for name, value in CRAMMING.items():
+        with pytest.raises(ValueError, match=f"does not support {name}={value}"):
+            to_hf(BertLM(tiny(**{name: value})))

@@ -43,23 +43,23 @@ def perturb(model, seed=2):
 # ---------------------------------------------------------------- the loss
 
 
-@pytest.mark.parametrize(("views", "teachers"), [(2, 2), (5, 2)])
-def test_the_loss_is_the_mean_over_pairs_of_different_views(views, teachers):
-    torch.manual_seed(0)
-    student = torch.randn(3, views, 7, dtype=torch.float64)
-    p = torch.randn(3, teachers, 7, dtype=torch.float64).softmax(-1)
-    terms = []
-    for image in range(3):
-        for t in range(teachers):
-            for s in range(views):
-                if s == t:
-                    continue
-                logits = student[image, s] / 0.1
-                log_q = logits - math.log(sum(math.exp(x) for x in logits.tolist()))
-                terms.append(-sum(float(p[image, t, k]) * float(log_q[k]) for k in range(7)))
-    assert len(terms) == 3 * teachers * (views - 1)
-    expected = sum(terms) / len(terms)
-    assert float(dino_loss(student, p, 0.1)) == pytest.approx(expected, rel=1e-12)
+def test_the_loss_is_the_mean_over_pairs_of_different_views():
+    for views, teachers in ((2, 2), (5, 2)):
+        torch.manual_seed(0)
+        student = torch.randn(3, views, 7, dtype=torch.float64)
+        p = torch.randn(3, teachers, 7, dtype=torch.float64).softmax(-1)
+        terms = []
+        for image in range(3):
+            for t in range(teachers):
+                for s in range(views):
+                    if s == t:
+                        continue
+                    logits = student[image, s] / 0.1
+                    log_q = logits - math.log(sum(math.exp(x) for x in logits.tolist()))
+                    terms.append(-sum(float(p[image, t, k]) * float(log_q[k]) for k in range(7)))
+        assert len(terms) == 3 * teachers * (views - 1)
+        expected = sum(terms) / len(terms)
+        assert float(dino_loss(student, p, 0.1)) == pytest.approx(expected, rel=1e-12)
 
 
 def test_the_model_s_loss_centres_and_sharpens_the_teacher_alone():
@@ -112,15 +112,6 @@ def test_one_pass_of_the_backbone_for_each_size_of_crop():
     }
     output, loss = model(**crops(local=0))
     assert output.shape == (4, 2, 12) and loss.isfinite()
-
-
-def test_outputs_are_cosines_and_the_prototypes_lengths_do_not_matter():
-    model, batch = dino().eval(), crops()
-    before, _ = model(**batch)
-    assert before.abs().max() <= 1 + 1e-6
-    with torch.no_grad():
-        model.student.head.last_layer.weight.mul_(7.0)
-    torch.testing.assert_close(model(**batch)[0], before)
 
 
 def test_the_head_is_that_of_the_paper():
@@ -277,76 +268,39 @@ def test_the_teacher_knows_no_stochastic_depth_and_is_what_is_delivered():
     assert not any("mlp." in name for name, _ in model.student.head.named_modules())
 
 
-def test_the_optimizer_gets_every_weight_of_the_student_once():
-    model = dino()
-    groups = model.param_groups(0.3)
-    given = [id(p) for group in groups for p in group["params"]]
-    assert sorted(given) == sorted(id(p) for p in model.student.parameters())
-    decayed = {id(p) for group in groups if group["weight_decay"] for p in group["params"]}
-    # As in DINO's released code: unlike DeiT's it decays class token and position embeddings.
-    assert decayed == {id(p) for p in model.student.parameters() if p.dim() >= 2}
-    vit = model.student.backbone.vit
-    assert {id(vit.cls_token), id(vit.pos_embed)} <= decayed
-
-
-@pytest.mark.parametrize("name", ["semi_sparse", "fst", "s_ste", "slope"])
-def test_a_sparse_method_prunes_both(name):
+def test_a_sparse_method_prunes_both():
     """Their layers start alike, static random masks included, and each follows its own weights."""
-    options = {"alpha": 1e-4} if name == "fst" else {}
-    model = dino(momentum=0.5)
-    method = methods.build(name, total_steps=100, **options)
-    report = method.convert(model)
-    pairs = [
-        (model.get_submodule(n), model.get_submodule(n.replace("student.", "teacher.")))
-        for n in report.names
-        if n.startswith("student.")
-    ]
-    assert 2 * len(pairs) == len(report.names) >= 8  # two blocks, both linears of each
-    optimizer = method.optimizer(model.param_groups(0.0), lr=1e-2)
-    for step in range(2):
-        model.on_step_begin(step)
-        method.on_step_begin(step)
-        if step == 0:
-            assert all(torch.equal(s.sparse_weight, t.sparse_weight) for s, t in pairs)
-        method.loss(model, crops()).backward()
-        model.on_gradients(step)
-        method.on_gradients(step, optimizer)
-        optimizer.step()
-        optimizer.zero_grad()
-        model.on_step_end(step)
-        method.on_step_end(step)
-    for student, teacher in pairs:
-        assert not torch.equal(student.sparse_weight, teacher.sparse_weight)
-        # What the teacher computes with is made of its own averaged weights.
-        torch.testing.assert_close(teacher.sparse_weight, teacher.effective_weight())
-    assert method.metrics()["illegal_groups"] == 0
-    method.finalize(model)
-    model.backbone().features(crops()["global_crops"][:, 0])
+    for name in ("semi_sparse", "fst", "s_ste", "slope"):
+        options = {"alpha": 1e-4} if name == "fst" else {}
+        model = dino(momentum=0.5)
+        method = methods.build(name, total_steps=100, **options)
+        report = method.convert(model)
+        pairs = [
+            (model.get_submodule(n), model.get_submodule(n.replace("student.", "teacher.")))
+            for n in report.names
+            if n.startswith("student.")
+        ]
+        assert 2 * len(pairs) == len(report.names) >= 8  # two blocks, both linears of each
+        optimizer = method.optimizer(model.param_groups(0.0), lr=1e-2)
+        for step in range(2):
+            model.on_step_begin(step)
+            method.on_step_begin(step)
+            if step == 0:
+                assert all(torch.equal(s.sparse_weight, t.sparse_weight) for s, t in pairs)
+            method.loss(model, crops()).backward()
+            model.on_gradients(step)
+            method.on_gradients(step, optimizer)
+            optimizer.step()
+            optimizer.zero_grad()
+            model.on_step_end(step)
+            method.on_step_end(step)
+        for student, teacher in pairs:
+            assert not torch.equal(student.sparse_weight, teacher.sparse_weight)
+            # What the teacher computes with is made of its own averaged weights.
+            torch.testing.assert_close(teacher.sparse_weight, teacher.effective_weight())
+        assert method.metrics()["illegal_groups"] == 0
+        method.finalize(model)
+        model.backbone().features(crops()["global_crops"][:, 0])
 
 
 # ---------------------------------------------------------------- settings
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"total_steps": 0}, "total_steps=0"),
-        ({"prototypes": 0}, "prototypes=0"),
-        ({"local_crops": -1}, "local_crops=-1"),
-        ({"global_scale": (0.5, 0.2)}, r"global_scale=\[0.5, 0.2\]"),
-        ({"teacher_temperature": 0.0}, "teacher_temperature=0.0"),
-        ({"momentum": 1.5}, "momentum=1.5"),
-        ({"jitter": -1.0}, "jitter=-1.0"),
-        ({"local_size": 6}, "local_size=6 is no multiple"),
-    ],
-)
-def test_settings_that_make_no_sense_are_refused(settings, message):
-    with pytest.raises(ValueError, match=message):
-        dino(**settings)
-
-
-def test_local_crops_need_a_model_that_takes_their_size():
-    fixed = dataclasses.replace(SHAPE, dynamic_image_size=False)
-    with pytest.raises(ValueError, match=r"set model\.dynamic_image_size=true"):
-        DINO(ViT(fixed), CONFIG)
-    DINO(ViT(fixed), dataclasses.replace(CONFIG, local_crops=0))

@@ -35,17 +35,17 @@ def spoil(layer):
     layer.packed.values.zero_()
 
 
-@pytest.mark.parametrize("shape", [(1,), (5,), (64,), (65,), (2, 70), (3, 2, 16), (0,), (2, 0)])
 @torch.no_grad()
-def test_packed_products_are_those_of_the_dense_weights(shape):
-    model = pruned(64, 128, 64)
-    dense = copy.deepcopy(model)
-    assert packed.pack(model, crossover=0) == {"0": 0, "1": 0} == packed.crossovers(model)
-    x = torch.randn(*shape, 64, device=DEVICE).bfloat16()
-    want, found = dense(x), model(x)
-    # Both sum in fp32 and round to bf16 once for each layer.
-    torch.testing.assert_close(found, want, rtol=2**-6, atol=2**-6)
-    assert found.is_contiguous() and found.shape == want.shape
+def test_packed_products_are_those_of_the_dense_weights():
+    for shape in ((1,), (5,), (64,), (65,), (2, 70), (3, 2, 16), (0,), (2, 0)):
+        model = pruned(64, 128, 64)
+        dense = copy.deepcopy(model)
+        assert packed.pack(model, crossover=0) == {"0": 0, "1": 0} == packed.crossovers(model)
+        x = torch.randn(*shape, 64, device=DEVICE).bfloat16()
+        want, found = dense(x), model(x)
+        # Both sum in fp32 and round to bf16 once for each layer.
+        torch.testing.assert_close(found, want, rtol=2**-6, atol=2**-6)
+        assert found.is_contiguous() and found.shape == want.shape
 
 
 @torch.no_grad()
@@ -59,9 +59,8 @@ def test_the_dense_weight_is_used_below_the_crossover():
     assert torch.equal(model(x), model[0].bias.expand(3, 2, -1))
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
+def test_it_is_dense_where_the_packed_copy_would_be_wrong():
+    for change in (
         lambda model, x: (model, x.requires_grad_()),
         lambda model, x: (model.requires_grad_(), x),
         lambda model, x: (model.float(), x.float()),
@@ -71,17 +70,14 @@ def test_the_dense_weight_is_used_below_the_crossover():
         # A new tensor has the version that the packed one had.
         lambda model, x: (model.load_state_dict(model.state_dict(), assign=True) and model, x),
         lambda model, x: (copy.deepcopy(model), x),
-    ],
-    ids=["input", "weight", "dtype", "loaded", "changed", "changed copy", "replaced", "copy"],
-)
-def test_it_is_dense_where_the_packed_copy_would_be_wrong(change):
-    model = pruned(64, 128).requires_grad_(False)
-    model[0].weight = nn.Parameter(model[0].weight.clone(), requires_grad=False)
-    assert not model[0].weight._version
-    packed.pack(model, crossover=0)
-    spoil(model[0])
-    model, x = change(model, torch.randn(8, 64, device=DEVICE).bfloat16())
-    assert torch.equal(model(x), nn.functional.linear(x, model[0].weight, model[0].bias))
+    ):
+        model = pruned(64, 128).requires_grad_(False)
+        model[0].weight = nn.Parameter(model[0].weight.clone(), requires_grad=False)
+        assert not model[0].weight._version
+        packed.pack(model, crossover=0)
+        spoil(model[0])
+        model, x = change(model, torch.randn(8, 64, device=DEVICE).bfloat16())
+        assert torch.equal(model(x), nn.functional.linear(x, model[0].weight, model[0].bias))
 
 
 @torch.no_grad()

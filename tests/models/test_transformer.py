@@ -176,23 +176,3 @@ def test_initialisation():
     bound = math.sqrt(6 / (5 * 64))
     assert 0.98 * bound < layer.mlp.fc1.weight.abs().max() <= bound
     assert not any(p.any() for n, p in model.named_parameters() if n.endswith("bias"))
-
-
-@pytest.mark.parametrize(
-    ("overrides", "says"),
-    [
-        ({"n_head": 3}, "n_embd must be a multiple of n_head"),
-        ({"n_embd": 15, "n_head": 1}, "even"),
-        ({"label_smoothing": 1.0}, "label_smoothing must be in"),
-        ({"n_inner": 0}, "n_inner must be at least 1"),
-    ],
-)
-def test_shapes_that_cannot_be_are_refused(overrides, says):
-    with pytest.raises(ValueError, match=says):
-        tiny(**overrides)
-
-
-def test_a_sequence_that_is_too_long_is_refused():
-    model = Transformer(tiny())
-    with pytest.raises(ValueError, match="block_size=12"):
-        model(tokens((1, 13)), tokens((1, 2)))

@@ -36,19 +36,21 @@ def test_a_layer_that_is_called_by_keyword():
     assert collect(layer, {"": layer}, seen)[""].square_sum.tolist() == [1.0, 9.0]
 
 
-@pytest.mark.parametrize("sizes", [[1, 2, 3, 94], [25, 25, 25, 25]])
-def test_any_split_into_batches_gives_the_sums_of_one(sizes):
-    net = model()
-    layers = by_name(net, "0", "2")
-    whole = collect(net, layers, batches([100]), hessian=True)
-    cut = collect(net, layers, batches(sizes), hessian=True)
-    for name, layer in layers.items():
-        assert whole[name].count == cut[name].count == 100
-        assert whole[name].hessian.shape == (layer.in_features, layer.in_features)
-        torch.testing.assert_close(cut[name].square_sum, whole[name].square_sum, rtol=1e-5, atol=0)
-        torch.testing.assert_close(cut[name].hessian, whole[name].hessian, rtol=1e-5, atol=1e-4)
-        diagonal = whole[name].hessian.diagonal()
-        torch.testing.assert_close(diagonal, whole[name].square_sum, rtol=1e-5, atol=0)
+def test_any_split_into_batches_gives_the_sums_of_one():
+    for sizes in ([1, 2, 3, 94], [25, 25, 25, 25]):
+        net = model()
+        layers = by_name(net, "0", "2")
+        whole = collect(net, layers, batches([100]), hessian=True)
+        cut = collect(net, layers, batches(sizes), hessian=True)
+        for name, layer in layers.items():
+            assert whole[name].count == cut[name].count == 100
+            assert whole[name].hessian.shape == (layer.in_features, layer.in_features)
+            torch.testing.assert_close(
+                cut[name].square_sum, whole[name].square_sum, rtol=1e-5, atol=0
+            )
+            torch.testing.assert_close(cut[name].hessian, whole[name].hessian, rtol=1e-5, atol=1e-4)
+            diagonal = whole[name].hessian.diagonal()
+            torch.testing.assert_close(diagonal, whole[name].square_sum, rtol=1e-5, atol=0)
 
 
 def test_the_sums_of_a_bf16_model_are_those_of_its_inputs_in_fp32():
@@ -73,13 +75,6 @@ def test_the_model_is_left_as_it_was():
     # In eval mode: with dropout on, a second pass would see other inputs.
     again = collect(net, by_name(net, "2"), batches([10]))
     assert torch.equal(found["2"].square_sum, again["2"].square_sum)
-
-
-def test_a_failing_model_keeps_no_hooks():
-    net = model()
-    with pytest.raises(RuntimeError):
-        collect(net, by_name(net, "0"), [{"input": torch.ones(1, 3)}])
-    assert net.training and not any(m._forward_pre_hooks for m in net.modules())
 
 
 def test_what_cannot_be_measured_is_an_error():

@@ -52,91 +52,96 @@ def twice_pruned(layer):
     return expand_nm(values, layer.row_mask, *layer.pattern)
 
 
-@pytest.mark.parametrize("n, m", [(2, 4), (1, 4)])
-@pytest.mark.parametrize("recipe", FORMATS)
-def test_simulated_products_are_those_of_the_quantised_weights(recipe, n, m):
-    layer, method = converted(recipe, n=n, m=m)
-    (y, dx, grads), x, dy = step(layer, method)
-    dgrad, wgrad = FORMATS[recipe]
-    weight, seen = layer.effective_weight(), fake_fp8(dy, "e5m2")
-    want = fake_fp8(x, "e4m3") @ fake_fp8(weight, "e4m3").t() + layer.bias.detach()
-    # Sums of at most 128 products of order one, in fp32.
-    torch.testing.assert_close(y, want, rtol=1e-5, atol=1e-4)
-    want = seen @ fake_fp8(twice_pruned(layer), dgrad)
-    torch.testing.assert_close(dx, want, rtol=1e-5, atol=1e-4)
-    want = compress_nm(seen.t() @ fake_fp8(x, wgrad), layer.row_mask, n, m)
-    torch.testing.assert_close(grads["values"], want, rtol=1e-5, atol=1e-4)
-    layer.eval()
-    with torch.no_grad():  # without FP8
-        torch.testing.assert_close(layer(x), nn.functional.linear(x, weight, layer.bias))
+def test_simulated_products_are_those_of_the_quantised_weights():
+    for n, m in ((2, 4), (1, 4)):
+        for recipe in FORMATS:
+            layer, method = converted(recipe, n=n, m=m)
+            (y, dx, grads), x, dy = step(layer, method)
+            dgrad, wgrad = FORMATS[recipe]
+            weight, seen = layer.effective_weight(), fake_fp8(dy, "e5m2")
+            want = fake_fp8(x, "e4m3") @ fake_fp8(weight, "e4m3").t() + layer.bias.detach()
+            # Sums of at most 128 products of order one, in fp32.
+            torch.testing.assert_close(y, want, rtol=1e-5, atol=1e-4)
+            want = seen @ fake_fp8(twice_pruned(layer), dgrad)
+            torch.testing.assert_close(dx, want, rtol=1e-5, atol=1e-4)
+            want = compress_nm(seen.t() @ fake_fp8(x, wgrad), layer.row_mask, n, m)
+            torch.testing.assert_close(grads["values"], want, rtol=1e-5, atol=1e-4)
+            layer.eval()
+            with torch.no_grad():  # without FP8
+                torch.testing.assert_close(layer(x), nn.functional.linear(x, weight, layer.bias))
 
 
-@pytest.mark.parametrize("tokens", [96, 40])
-@pytest.mark.parametrize("products", [SPARSE, Products(fp8=True)], ids=["sparse", "dense"])
-@pytest.mark.parametrize("recipe", ["hopper", "hopper_delayed"])
-def test_products_on_units_are_those_of_the_simulation(recipe, products, tokens):
+def test_products_on_units_are_those_of_the_simulation():
     """FP8 units give the simulated Y and dX, rounded to bf16, and the simulated gradients."""
-    (simulated, plain), (real, method) = converted(recipe), converted(recipe)
-    assert real.candidates() == SPARSE and simulated.products == DENSE
-    real.accelerate(products)
-    for number in range(2):
-        got, want = (step(*of, number, tokens)[0] for of in ((real, method), (simulated, plain)))
-        units = (2**-8, 2**-8, 0.0)
-        pairs = [*zip(got[:2], want[:2], strict=True), (got[2]["values"], want[2]["values"])]
-        for (a, b), unit in zip(pairs, units, strict=True):
-            if CUDA:  # whose FP8 units keep some 14 bits of a sum
-                unit += 2**-10
-            assert (a - b).abs().max() <= unit * b.abs().max() + 1e-4
-        for of in (method, plain):
-            of.on_gradients(number)
-            of.on_step_end(number)
+    for tokens in (96, 40):
+        for products in (SPARSE, Products(fp8=True)):
+            for recipe in ("hopper", "hopper_delayed"):
+                (simulated, plain), (real, method) = converted(recipe), converted(recipe)
+                assert real.candidates() == SPARSE and simulated.products == DENSE
+                real.accelerate(products)
+                for number in range(2):
+                    got, want = (
+                        step(*of, number, tokens)[0] for of in ((real, method), (simulated, plain))
+                    )
+                    units = (2**-8, 2**-8, 0.0)
+                    pairs = [
+                        *zip(got[:2], want[:2], strict=True),
+                        (got[2]["values"], want[2]["values"]),
+                    ]
+                    for (a, b), unit in zip(pairs, units, strict=True):
+                        if CUDA:  # whose FP8 units keep some 14 bits of a sum
+                            unit += 2**-10
+                        assert (a - b).abs().max() <= unit * b.abs().max() + 1e-4
+                    for of in (method, plain):
+                        of.on_gradients(number)
+                        of.on_step_end(number)
 
 
-@pytest.mark.parametrize("column_refresh", [1, 2])
-def test_what_is_packed_are_the_codes_of_the_simulation(column_refresh):
+def test_what_is_packed_are_the_codes_of_the_simulation():
     """Packed operands hold the simulation's codes, also after steps in which columns are pruned
     anew, or by an older weight."""
-    options = {"column_refresh": column_refresh}
-    (simulated, _), (real, method) = (converted("hopper", **options) for _ in range(2))
-    real.accelerate(SPARSE)
-    assert real.codes is None and real.codes_dgrad is None
-    optimizer = torch.optim.SGD(real.parameters(), lr=0.1)
-    for number in range(3):
-        grads = step(real, method, number)[0][2]
-        for name, parameter in real.named_parameters():
-            parameter.grad = grads[name]
-        method.on_gradients(number, optimizer)
-        optimizer.step()
-        method.on_step_end(number)
-    simulated.load_state_dict(real.state_dict())
-    assert torch.equal(real.code_scales, simulated.code_scales)
-    packed = unpack24(Packed24((real.packed,), (128, 64), torch.float8_e4m3fn))
-    assert torch.equal(packed.float(), simulated.codes.float())
-    packed = unpack24(Packed24((real.packed_transposed,), (64, 128), torch.float8_e5m2))
-    assert torch.equal(packed.t().float(), simulated.codes_dgrad.float())
+    for column_refresh in (1, 2):
+        options = {"column_refresh": column_refresh}
+        (simulated, _), (real, method) = (converted("hopper", **options) for _ in range(2))
+        real.accelerate(SPARSE)
+        assert real.codes is None and real.codes_dgrad is None
+        optimizer = torch.optim.SGD(real.parameters(), lr=0.1)
+        for number in range(3):
+            grads = step(real, method, number)[0][2]
+            for name, parameter in real.named_parameters():
+                parameter.grad = grads[name]
+            method.on_gradients(number, optimizer)
+            optimizer.step()
+            method.on_step_end(number)
+        simulated.load_state_dict(real.state_dict())
+        assert torch.equal(real.code_scales, simulated.code_scales)
+        packed = unpack24(Packed24((real.packed,), (128, 64), torch.float8_e4m3fn))
+        assert torch.equal(packed.float(), simulated.codes.float())
+        packed = unpack24(Packed24((real.packed_transposed,), (64, 128), torch.float8_e5m2))
+        assert torch.equal(packed.t().float(), simulated.codes_dgrad.float())
 
 
-@pytest.mark.parametrize("sparse", [False, True])
-def test_adapters_are_not_quantised(sparse):
+def test_adapters_are_not_quantised():
     """Adapters beside a weight of zeros give every value, and each is what it is without FP8."""
-    seen = []
-    for fp8 in ("off", "hopper"):
-        layer, method = converted(
-            fp8, adapter_rank=4, adapter_left_sparse=sparse, adapter_fraction=0.5, total_steps=2
-        )
-        with torch.no_grad():
-            layer.values.zero_()
-        assert step(layer, method, 0)[0][2]["left"] is None
-        method.on_gradients(0)
-        right = torch.randn(layer.right.shape, generator=torch.Generator().manual_seed(1))
-        with torch.no_grad():
-            layer.right.copy_(right)
-        method.on_step_end(0)
-        (y, dx, grads), *_ = step(layer, method, 1)
-        assert y.abs().max() > 1 and dx.abs().max() > 1
-        seen.append([y, dx, *(grads[name] for name in ("left", "right", "bias"))])
-    for got, want in zip(*seen, strict=True):
-        torch.testing.assert_close(got, want)
+    for sparse in (False, True):
+        seen = []
+        for fp8 in ("off", "hopper"):
+            layer, method = converted(
+                fp8, adapter_rank=4, adapter_left_sparse=sparse, adapter_fraction=0.5, total_steps=2
+            )
+            with torch.no_grad():
+                layer.values.zero_()
+            assert step(layer, method, 0)[0][2]["left"] is None
+            method.on_gradients(0)
+            right = torch.randn(layer.right.shape, generator=torch.Generator().manual_seed(1))
+            with torch.no_grad():
+                layer.right.copy_(right)
+            method.on_step_end(0)
+            (y, dx, grads), *_ = step(layer, method, 1)
+            assert y.abs().max() > 1 and dx.abs().max() > 1
+            seen.append([y, dx, *(grads[name] for name in ("left", "right", "bias"))])
+        for got, want in zip(*seen, strict=True):
+            torch.testing.assert_close(got, want)
 
 
 def test_a_finished_layer_keeps_nothing_of_fp8():

@@ -109,23 +109,22 @@ def test_tied_weights_are_left_alone():
     assert model.lm_head.weight is model.transformer.wte.weight
 
 
-@pytest.mark.parametrize("shape", [(6, 8), (8, 6)])
-def test_a_layer_named_in_full_must_fit(shape):
-    model = nn.ModuleDict({"mlp": nn.Sequential(nn.Linear(8, 8), nn.Linear(*shape))})
-    message = r"mlp\.1 cannot be converted \(weight \[\d, \d\]; .*multiples of 4\); exclude it"
-    with pytest.raises(ValueError, match=message):
-        convert(model, ["mlp.0", "mlp.1"])
-    assert all(type(m) is nn.Linear for m in model["mlp"])
-    assert convert(model, ["mlp.?"]).dense.keys() == {"mlp.1"}
+def test_a_layer_named_in_full_must_fit():
+    for shape in ((6, 8), (8, 6)):
+        model = nn.ModuleDict({"mlp": nn.Sequential(nn.Linear(8, 8), nn.Linear(*shape))})
+        message = r"mlp\.1 cannot be converted \(weight \[\d, \d\]; .*multiples of 4\); exclude it"
+        with pytest.raises(ValueError, match=message):
+            convert(model, ["mlp.0", "mlp.1"])
+        assert all(type(m) is nn.Linear for m in model["mlp"])
+        assert convert(model, ["mlp.?"]).dense.keys() == {"mlp.1"}
 
 
 def linears(**shapes):
     return nn.ModuleDict({name: nn.Linear(*shape) for name, shape in shapes.items()})
 
 
-@pytest.mark.parametrize(
-    ("model", "include", "exclude", "message"),
-    [
+def test_what_is_said_if_nothing_can_be_converted():
+    for model, include, exclude, message in (
         (
             nn.Linear(6, 8),
             ["*"],
@@ -146,11 +145,9 @@ def linears(**shapes):
             [],
             r"linears are: x\.\*\.up; choose from include=\['x\.\*\.up'\]$",
         ),
-    ],
-)
-def test_what_is_said_if_nothing_can_be_converted(model, include, exclude, message):
-    with pytest.raises(ValueError, match=message):
-        convert(model, include, exclude)
+    ):
+        with pytest.raises(ValueError, match=message):
+            convert(model, include, exclude)
 
 
 def test_a_glob_that_matches_nothing_beside_others_that_match_is_an_error():
@@ -293,17 +290,19 @@ def other_models():
     }
 
 
-@pytest.mark.parametrize("models", [transformers_models, other_models])
-def test_presets_take_the_linears_of_the_blocks_and_no_others(models):
-    for name, (model, ffn, everything) in models().items():
-        for preset, count in (("ffn", ffn), ("all", everything)):
-            method = ste.Method(ste.Config(include=preset))
-            chosen = method.matching_linears(model)
-            assert len(chosen) == 2 * count, (name, preset, list(chosen))
-            if name == "t5":  # one block of each stack
-                continue
-            assert all(".0." in n or ".1." in n for n in chosen), name  # of a block
-            assert any("attention" in n or "attn" in n for n in chosen) == (preset == "all"), name
+def test_presets_take_the_linears_of_the_blocks_and_no_others():
+    for models in (transformers_models, other_models):
+        for name, (model, ffn, everything) in models().items():
+            for preset, count in (("ffn", ffn), ("all", everything)):
+                method = ste.Method(ste.Config(include=preset))
+                chosen = method.matching_linears(model)
+                assert len(chosen) == 2 * count, (name, preset, list(chosen))
+                if name == "t5":  # one block of each stack
+                    continue
+                assert all(".0." in n or ".1." in n for n in chosen), name  # of a block
+                assert any("attention" in n or "attn" in n for n in chosen) == (preset == "all"), (
+                    name
+                )
 
 
 def test_layers_of_bert_with_two_digits_are_in_the_preset():
@@ -452,12 +451,10 @@ def test_the_dense_baseline_measures_a_conv1d_along_its_inputs(hf_model):
     assert [type(m) for m in model.modules()] == types
 
 
-@pytest.mark.parametrize(
-    ("method", "options"), [(slope, {"adapter_rank": 2}), (ast, {"slorb_k": 4})]
-)
-def test_low_rank_terms_beside_a_conv1d_are_refused(hf_model, method, options):
-    with pytest.raises(ValueError, match=r"a Conv1D, which cannot keep low-rank.*CausalLM"):
-        convert(hf_model("gpt2"), "ffn", method=method, total_steps=9, **options)
+def test_low_rank_terms_beside_a_conv1d_are_refused(hf_model):
+    for method, options in ((slope, {"adapter_rank": 2}), (ast, {"slorb_k": 4})):
+        with pytest.raises(ValueError, match=r"a Conv1D, which cannot keep low-rank.*CausalLM"):
+            convert(hf_model("gpt2"), "ffn", method=method, total_steps=9, **options)
 
 
 def test_calibration_before_the_conversion_of_a_conv1d(hf_model):

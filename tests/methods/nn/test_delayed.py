@@ -43,21 +43,21 @@ def step(layer, method, number, scale=1.0, size=1.0):
     return (y.detach(), x.grad, dw), x.detach(), dy
 
 
-@every_method
-def test_the_first_step_has_scales_of_its_own_and_those_after_it_the_history_s(name, options):
-    late, slow = converted(name, **options)
-    now, quick = converted(name, "hopper", **options)
-    results, x, dy = step(late, slow, 0)
-    for got, want in zip(results, step(now, quick, 0)[0], strict=True):
-        assert torch.equal(got, want)
-    assert torch.equal(late.amax, torch.stack([x.abs().max(), dy.abs().max()]))
-    # Of the next step everything is smaller, so that current scales would be larger.
-    (y, *_), x, _ = step(late, slow, 1, scale=0.3)
-    codes = codes_of(x, scale_from(late.amax_history[0, 1], "e4m3"), "e4m3").float()
-    scale = 448 / late.amax_history[0, 1]
-    want = codes @ late.codes.float().t() / (scale * late.code_scales[0]) + late.bias.detach()
-    torch.testing.assert_close(y, want, rtol=1e-5, atol=1e-4)
-    assert not torch.equal(y, step(now, quick, 1, scale=0.3)[0][0])
+def test_the_first_step_has_scales_of_its_own_and_those_after_it_the_history_s():
+    for name, options in METHODS:
+        late, slow = converted(name, **options)
+        now, quick = converted(name, "hopper", **options)
+        results, x, dy = step(late, slow, 0)
+        for got, want in zip(results, step(now, quick, 0)[0], strict=True):
+            assert torch.equal(got, want)
+        assert torch.equal(late.amax, torch.stack([x.abs().max(), dy.abs().max()]))
+        # Of the next step everything is smaller, so that current scales would be larger.
+        (y, *_), x, _ = step(late, slow, 1, scale=0.3)
+        codes = codes_of(x, scale_from(late.amax_history[0, 1], "e4m3"), "e4m3").float()
+        scale = 448 / late.amax_history[0, 1]
+        want = codes @ late.codes.float().t() / (scale * late.code_scales[0]) + late.bias.detach()
+        torch.testing.assert_close(y, want, rtol=1e-5, atol=1e-4)
+        assert not torch.equal(y, step(now, quick, 1, scale=0.3)[0][0])
 
 
 def test_what_outgrows_the_history_becomes_the_largest_code():
@@ -92,34 +92,34 @@ def test_micro_batches_count_together():
     assert layer.amax.tolist() == [3.0, 1.0] and not layer.amax_seen.any()
 
 
-@pytest.mark.parametrize("size", [torch.inf, torch.nan, 0.0])
-def test_gradients_that_have_no_scale_leave_the_last_one(size):
+def test_gradients_that_have_no_scale_leave_the_last_one():
     """A GradScaler skips steps with such gradients; a layer that took no part has zeros."""
-    layer, method = converted()
-    dy = step(layer, method, 0)[2]
-    for number in range(1, HISTORY + 2):
-        step(layer, method, number, size=size)
-        assert layer.amax_history.isfinite().all()
-    assert layer.amax[1] == dy.abs().max()
-    # The next finite one counts at once.
-    later = step(layer, method, HISTORY + 2)[2]
-    assert layer.amax[1] == layer.amax_history[1, 0] == later.abs().max()
-    assert all(result.isfinite().all() for result in step(layer, method, 9)[0])
+    for size in (torch.inf, torch.nan, 0.0):
+        layer, method = converted()
+        dy = step(layer, method, 0)[2]
+        for number in range(1, HISTORY + 2):
+            step(layer, method, number, size=size)
+            assert layer.amax_history.isfinite().all()
+        assert layer.amax[1] == dy.abs().max()
+        # The next finite one counts at once.
+        later = step(layer, method, HISTORY + 2)[2]
+        assert layer.amax[1] == layer.amax_history[1, 0] == later.abs().max()
+        assert all(result.isfinite().all() for result in step(layer, method, 9)[0])
 
 
-@pytest.mark.parametrize("size", [torch.inf, 0.0])
-def test_a_first_step_without_a_gradient_is_no_history(size):
+def test_a_first_step_without_a_gradient_is_no_history():
     """fp16 often skips the first ones; a scale of nothing would make the next gradient one of
     largest codes."""
-    layer, method = converted()
-    now, quick = converted(fp8="hopper")
-    step(layer, method, 0, size=size)
-    assert not layer.has_history and layer.amax[0] > 0 == layer.amax[1]
-    fresh, _ = converted()
-    fresh.load_state_dict(layer.state_dict())
-    assert not fresh.has_history
-    results = step(layer, method, 1), step(now, quick, 1)
-    assert all(map(torch.equal, results[0][0], results[1][0])) and layer.has_history
+    for size in (torch.inf, 0.0):
+        layer, method = converted()
+        now, quick = converted(fp8="hopper")
+        step(layer, method, 0, size=size)
+        assert not layer.has_history and layer.amax[0] > 0 == layer.amax[1]
+        fresh, _ = converted()
+        fresh.load_state_dict(layer.state_dict())
+        assert not fresh.has_history
+        results = step(layer, method, 1), step(now, quick, 1)
+        assert all(map(torch.equal, results[0][0], results[1][0])) and layer.has_history
 
 
 @pytest.mark.parametrize("compiled", [False, True])

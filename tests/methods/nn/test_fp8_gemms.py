@@ -45,33 +45,33 @@ def expected(recipe, x, weight, bias, dy):
     return y + bias, dy8 @ fake_fp8(w, dgrad), dy8.t() @ fake_fp8(x, wgrad)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("recipe", ["paper", "hybrid", "hopper"])
-def test_products_use_the_formats_of_the_recipe_and_round_once(recipe, dtype):
-    given = operands(dtype=dtype)
-    y, dx, dw = products(recipe, *given)
-    assert (y.dtype, dx.dtype, dw.dtype) == (dtype, dtype, torch.float32)
-    for got, want in zip((y, dx, dw), expected(recipe, *given), strict=True):
-        # Half a unit of the result's own type, beside sums of at most 24 products in fp32.
-        unit = torch.finfo(got.dtype).eps / 2
-        torch.testing.assert_close(got.float(), want, rtol=unit, atol=1e-5)
+def test_products_use_the_formats_of_the_recipe_and_round_once():
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        for recipe in ("paper", "hybrid", "hopper"):
+            given = operands(dtype=dtype)
+            y, dx, dw = products(recipe, *given)
+            assert (y.dtype, dx.dtype, dw.dtype) == (dtype, dtype, torch.float32)
+            for got, want in zip((y, dx, dw), expected(recipe, *given), strict=True):
+                # Half a unit of the result's own type, beside sums of at most 24 products in fp32.
+                unit = torch.finfo(got.dtype).eps / 2
+                torch.testing.assert_close(got.float(), want, rtol=unit, atol=1e-5)
 
 
-@pytest.mark.parametrize("recipe", ["paper", "hopper"])
-def test_sampling_comes_before_fp8(recipe):
+def test_sampling_comes_before_fp8():
     """MVUE needs the gradient's own magnitudes; its result is what is quantised: with a scale of
     its own, or with half of dY's."""
-    x, weight, bias, dy = operands()
-    # The largest entry of the sample is then half of this group's sum, 1.5 times that of dY.
-    dy.clamp_(-2, 2)[:4, 0] = torch.tensor([3.0, 2.0, 2.0, 2.0])
-    *_, dw = products(recipe, x, weight, bias, dy, mvue="exact")
-    sample = mvue24(dy, 7, dim=0)
-    quantised = {"paper": fake_fp8(sample, "e5m2")}
-    scale = quantize_fp8(dy, "e5m2")[1] / 2
-    quantised["hopper"] = (sample * scale).to(torch.float8_e5m2).float() / scale
-    assert not torch.equal(quantised["paper"], quantised["hopper"])
-    want = quantised[recipe].t() @ fake_fp8(x.detach(), "e5m2")
-    torch.testing.assert_close(dw, want, rtol=0, atol=1e-5)
+    for recipe in ("paper", "hopper"):
+        x, weight, bias, dy = operands()
+        # The largest entry of the sample is then half of this group's sum, 1.5 times that of dY.
+        dy.clamp_(-2, 2)[:4, 0] = torch.tensor([3.0, 2.0, 2.0, 2.0])
+        *_, dw = products(recipe, x, weight, bias, dy, mvue="exact")
+        sample = mvue24(dy, 7, dim=0)
+        quantised = {"paper": fake_fp8(sample, "e5m2")}
+        scale = quantize_fp8(dy, "e5m2")[1] / 2
+        quantised["hopper"] = (sample * scale).to(torch.float8_e5m2).float() / scale
+        assert not torch.equal(quantised["paper"], quantised["hopper"])
+        want = quantised[recipe].t() @ fake_fp8(x.detach(), "e5m2")
+        torch.testing.assert_close(dw, want, rtol=0, atol=1e-5)
 
 
 def test_what_is_kept_of_an_activation_is_a_byte_a_number():
@@ -111,11 +111,11 @@ def chosen(device, matmul, **options):
     return choose_products(layer.candidates(), (128, 64), True, torch.bfloat16, device, 256, matmul)
 
 
-@pytest.mark.parametrize("matmul", gemms.MATMULS)
-def test_simulated_recipes_never_run_on_fp8_units(gpu, matmul):
-    for recipe in ("paper", "hybrid"):
-        assert chosen(gpu, matmul, fp8=recipe) == DENSE
-    assert not chosen(gpu, matmul).fp8
+def test_simulated_recipes_never_run_on_fp8_units(gpu):
+    for matmul in gemms.MATMULS:
+        for recipe in ("paper", "hybrid"):
+            assert chosen(gpu, matmul, fp8=recipe) == DENSE
+        assert not chosen(gpu, matmul).fp8
 
 
 @pytest.mark.parametrize("matmul", gemms.MATMULS)
@@ -132,27 +132,27 @@ def test_hopper_runs_on_fp8_units_wherever_there_are_any(gpu, matmul, monkeypatc
         assert chosen(gpu, matmul, fp8="hopper") == DENSE  # simulated
 
 
-@pytest.mark.parametrize("mvue", ["exact", "off"])
-def test_hopper_s_dense_products_are_those_of_the_simulation(mvue):
+def test_hopper_s_dense_products_are_those_of_the_simulation():
     """On a CPU both multiply in fp32; what FP8 units give of Y and dX is rounded to bf16."""
-    torch.manual_seed(0)
-    simulated, real = nn.Linear(64, 128), nn.Linear(64, 128)
-    real.load_state_dict(simulated.state_dict())
-    x, dy, seen = torch.randn(24, 64), torch.randn(24, 128), []
-    for layer, on in ((simulated, DENSE), (real, Products(fp8=True))):
-        method = methods.build("s_ste", include=["*"], fp8="hopper", mvue=mvue)
-        method.convert(layer)
-        layer.accelerate(on)
-        method.on_step_begin(0)
-        method.open_micro_batch()
-        own = x.clone().requires_grad_()
-        y = layer(own)
-        y.backward(dy)
-        seen.append((y.detach(), own.grad, layer.weight.grad, layer.bias.grad))
-    names = ("y", "dx", "dw", "db")
-    for name, a, b in zip(names, *seen, strict=True):
-        unit = torch.finfo(torch.bfloat16).eps / 2 if name in ("y", "dx") else 0.0
-        torch.testing.assert_close(b, a, rtol=unit, atol=1e-4, msg=name)
+    for mvue in ("exact", "off"):
+        torch.manual_seed(0)
+        simulated, real = nn.Linear(64, 128), nn.Linear(64, 128)
+        real.load_state_dict(simulated.state_dict())
+        x, dy, seen = torch.randn(24, 64), torch.randn(24, 128), []
+        for layer, on in ((simulated, DENSE), (real, Products(fp8=True))):
+            method = methods.build("s_ste", include=["*"], fp8="hopper", mvue=mvue)
+            method.convert(layer)
+            layer.accelerate(on)
+            method.on_step_begin(0)
+            method.open_micro_batch()
+            own = x.clone().requires_grad_()
+            y = layer(own)
+            y.backward(dy)
+            seen.append((y.detach(), own.grad, layer.weight.grad, layer.bias.grad))
+        names = ("y", "dx", "dw", "db")
+        for name, a, b in zip(names, *seen, strict=True):
+            unit = torch.finfo(torch.bfloat16).eps / 2 if name in ("y", "dx") else 0.0
+            torch.testing.assert_close(b, a, rtol=unit, atol=1e-4, msg=name)
 
 
 def _choose_differently(rank, meeting_point, queue):

@@ -1,6 +1,5 @@
 """The three GEMMs against plain autograd."""
 
-import pytest
 import torch
 import torch.nn.functional as F
 
@@ -29,50 +28,50 @@ def gradients(loss, *tensors):
     return torch.autograd.grad(loss, tensors)
 
 
-@pytest.mark.parametrize("shape", [(24, 16), (2, 12, 16), (2, 3, 4, 16)], ids=str)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-def test_without_sampling_equals_masked_dense_autograd(shape, dtype):
-    x, weight, bias, dy = operands(dtype=dtype)
-    x, dy = x.reshape(shape), dy.reshape(*shape[:-1], 12)
-    sparse = torch.where(nm_mask(weight.float()), weight, 0.0)
-    for tensor in (x, weight, bias):
-        tensor.requires_grad_()
-    y = sparse_linear(x, weight, *operands_of(sparse), bias, KEY)
-    dx, dw, db = gradients((y * dy).sum(), x, weight, bias)
-    operand = sparse.clone().requires_grad_()
-    y_ref = F.linear(x, operand, bias)
-    dx_ref, dw_ref, db_ref = gradients((y_ref * dy).sum(), x, operand, bias)
-    # Sums of at most 24 products, taken in another order.
-    tolerance = {"rtol": 0, "atol": 24 * 16 * torch.finfo(dtype).eps}
-    torch.testing.assert_close(y, y_ref, **tolerance)
-    torch.testing.assert_close(dx, dx_ref, **tolerance)
-    torch.testing.assert_close(dw, dw_ref, **tolerance)  # of the operand: straight through
-    torch.testing.assert_close(db, db_ref, **tolerance)
+def test_without_sampling_equals_masked_dense_autograd():
+    for shape in ((24, 16), (2, 12, 16), (2, 3, 4, 16)):
+        for dtype in (torch.float32, torch.float64):
+            x, weight, bias, dy = operands(dtype=dtype)
+            x, dy = x.reshape(shape), dy.reshape(*shape[:-1], 12)
+            sparse = torch.where(nm_mask(weight.float()), weight, 0.0)
+            for tensor in (x, weight, bias):
+                tensor.requires_grad_()
+            y = sparse_linear(x, weight, *operands_of(sparse), bias, KEY)
+            dx, dw, db = gradients((y * dy).sum(), x, weight, bias)
+            operand = sparse.clone().requires_grad_()
+            y_ref = F.linear(x, operand, bias)
+            dx_ref, dw_ref, db_ref = gradients((y_ref * dy).sum(), x, operand, bias)
+            # Sums of at most 24 products, taken in another order.
+            tolerance = {"rtol": 0, "atol": 24 * 16 * torch.finfo(dtype).eps}
+            torch.testing.assert_close(y, y_ref, **tolerance)
+            torch.testing.assert_close(dx, dx_ref, **tolerance)
+            torch.testing.assert_close(dw, dw_ref, **tolerance)  # of the operand: straight through
+            torch.testing.assert_close(db, db_ref, **tolerance)
 
 
-@pytest.mark.parametrize("reduce", ["sum", "mean", "scaled"])
-def test_expanded_scalar_gradient(reduce):
+def test_expanded_scalar_gradient():
     """`y.sum()` hands back a gradient of strides 0, whose value must not be lost."""
-    x, weight, bias, _ = operands()
-    x.requires_grad_()
-    weight.requires_grad_()
-    y = sparse_linear(x, weight, *operands_of(weight.detach()), bias, KEY, mvue="exact")
-    loss = {"sum": y.sum(), "mean": y.mean(), "scaled": 3.0 * y.sum()}[reduce]
-    factor = {"sum": 1.0, "mean": 1.0 / y.numel(), "scaled": 3.0}[reduce]
-    (dx,) = gradients(loss, x)
-    expected = factor * weight.detach().sum(0).expand_as(x)
-    torch.testing.assert_close(dx, expected, rtol=1e-5, atol=1e-5)
+    for reduce in ("sum", "mean", "scaled"):
+        x, weight, bias, _ = operands()
+        x.requires_grad_()
+        weight.requires_grad_()
+        y = sparse_linear(x, weight, *operands_of(weight.detach()), bias, KEY, mvue="exact")
+        loss = {"sum": y.sum(), "mean": y.mean(), "scaled": 3.0 * y.sum()}[reduce]
+        factor = {"sum": 1.0, "mean": 1.0 / y.numel(), "scaled": 3.0}[reduce]
+        (dx,) = gradients(loss, x)
+        expected = factor * weight.detach().sum(0).expand_as(x)
+        torch.testing.assert_close(dx, expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("tokens", [4, 20, 68], ids=lambda t: f"T{t}")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_wgrad_operand_is_24_along_tokens(tokens, dtype):
-    *_, dy = operands(tokens=tokens, dtype=dtype)
-    for gradient in (dy, dy.t().contiguous().t()):
-        sample = sample_tokens(gradient, KEY, "exact")
-        nonzeros = (sample.reshape(tokens // 4, 4, -1) != 0).sum(1)
-        assert sample.dtype == dtype
-        assert int(nonzeros.max()) == 2
+def test_wgrad_operand_is_24_along_tokens():
+    for tokens in (4, 20, 68):
+        for dtype in (torch.float32, torch.bfloat16, torch.float16):
+            *_, dy = operands(tokens=tokens, dtype=dtype)
+            for gradient in (dy, dy.t().contiguous().t()):
+                sample = sample_tokens(gradient, KEY, "exact")
+                nonzeros = (sample.reshape(tokens // 4, 4, -1) != 0).sum(1)
+                assert sample.dtype == dtype
+                assert int(nonzeros.max()) == 2
 
 
 def test_tokens_that_are_no_multiple_of_four():

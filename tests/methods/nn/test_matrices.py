@@ -107,31 +107,31 @@ def test_they_train_and_end_as_the_plain_module_with_true_zeros(build, name):
         assert not held or (int(check24(after[n])) == 0 and not torch.equal(after[n], p))
 
 
-@pytest.mark.parametrize("build", [*MODELS, lambda: Attention(kdim=8, vdim=8)])
-def test_gradients_are_those_at_the_weight_in_use(build):
+def test_gradients_are_those_at_the_weight_in_use():
     """Straight through for STE and S-STE, under the mask for one-shot pruning."""
-    for name, project in {
-        "ste": lambda w: torch.where(nm_mask(w), w, 0.0),
-        "s_ste": soft_threshold24,
-        "one_shot": lambda w: torch.where(nm_mask(w), w, 0.0),
-    }.items():
-        for implementation in EXPERTS if build is mixtral else [None]:
-            model = build(implementation) if implementation else build()
-            plain = copy.deepcopy(model)
-            method, _, names = built(name, model)
-            with torch.no_grad():
-                for n, p in plain.named_parameters():
-                    if n.removesuffix(".weight") in names:
-                        p.copy_(project(p))
-            ours, theirs = method.loss(model, batch()), loss_of(plain)
-            torch.testing.assert_close(ours, theirs)
-            ours.backward(), theirs.backward()
-            for n, layer in method.layers.items():
-                held = f"{n}.weight" if n.endswith("out_proj") else n
-                expected = plain.get_parameter(held).grad
-                if name == "one_shot":
-                    expected = torch.where(layer.mask.view(expected.shape), expected, 0.0)
-                torch.testing.assert_close(layer.weight.grad.view(expected.shape), expected)
+    for build in (*MODELS, lambda: Attention(kdim=8, vdim=8)):
+        for name, project in {
+            "ste": lambda w: torch.where(nm_mask(w), w, 0.0),
+            "s_ste": soft_threshold24,
+            "one_shot": lambda w: torch.where(nm_mask(w), w, 0.0),
+        }.items():
+            for implementation in EXPERTS if build is mixtral else [None]:
+                model = build(implementation) if implementation else build()
+                plain = copy.deepcopy(model)
+                method, _, names = built(name, model)
+                with torch.no_grad():
+                    for n, p in plain.named_parameters():
+                        if n.removesuffix(".weight") in names:
+                            p.copy_(project(p))
+                ours, theirs = method.loss(model, batch()), loss_of(plain)
+                torch.testing.assert_close(ours, theirs)
+                ours.backward(), theirs.backward()
+                for n, layer in method.layers.items():
+                    held = f"{n}.weight" if n.endswith("out_proj") else n
+                    expected = plain.get_parameter(held).grad
+                    if name == "one_shot":
+                        expected = torch.where(layer.mask.view(expected.shape), expected, 0.0)
+                    torch.testing.assert_close(layer.weight.grad.view(expected.shape), expected)
 
 
 def test_a_stack_whose_inputs_are_another_dim_is_left_and_told():

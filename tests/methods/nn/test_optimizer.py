@@ -95,41 +95,44 @@ def assert_equal(one, other):
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
-@pytest.mark.parametrize(("name", "options"), TAKEN, ids=str)
-def test_takes_over_the_work_and_derives_the_same(name, options, packed, monkeypatch):
+def test_takes_over_the_work_and_derives_the_same(packed, monkeypatch):
     """After a step of the kernels, masks and operands are exactly those of the new weights, over
     refreshes and a change of phase; from equal states the weights are torch's to rounding."""
-    run = Run(name, options, packed=packed, device=DEVICE)
-    other = Run(name, options, fused, packed=packed, device=DEVICE)
-    for step in (3, 4, 5):
-        run.method.on_step_begin(step)  # in step 4 of 8 fst turns dense
-        other.load(run.state())
-        run.gradients(step)
-        run.method.on_gradients(step, run.optimizer)
-        assert run.method._works.keys() == {"0", "1"}
-        with monkeypatch.context() as patch:
-            patch.setenv("SPARSE24_BACKEND", "triton")
-            run.optimizer.step()
-        with monkeypatch.context() as patch:
-            for layer in run.method.sparse_layers.values():
-                patch.setattr(layer, "refresh", lambda: pytest.fail("derived again"))
-                patch.setattr(layer, "refresh_mask", lambda: pytest.fail("chosen again"))
-            run.method.on_step_end(step)
-        other.step(step)
-        for (n, a), (_, b) in zip(
-            run.model.named_parameters(), other.model.named_parameters(), strict=True
-        ):
-            # A first step moves an entry by lr; a few roundings of that, and of the entry. Torch's
-            # kernel of a GPU has 1 - beta2 in fp32, where one of beta2 is 1000 times as much.
-            rounding = 8 * (b.abs() + 10 * 1e-2) + 1e-2 / (1 - 0.999)
-            assert ((a - b).abs() <= 2**-24 * rounding).all(), n
-        derived = copy.deepcopy(run.model)
-        for layer in derived[:2]:
-            if run.method._chooses(step):
-                layer.refresh_mask()
-            layer.refresh()
-        for (n, a), (_, b) in zip(run.model.named_buffers(), derived.named_buffers(), strict=True):
-            assert torch.equal(a, b), n
+    for name, options in TAKEN:
+        run = Run(name, options, packed=packed, device=DEVICE)
+        other = Run(name, options, fused, packed=packed, device=DEVICE)
+        for step in (3, 4, 5):
+            run.method.on_step_begin(step)  # in step 4 of 8 fst turns dense
+            other.load(run.state())
+            run.gradients(step)
+            run.method.on_gradients(step, run.optimizer)
+            assert run.method._works.keys() == {"0", "1"}
+            with monkeypatch.context() as patch:
+                patch.setenv("SPARSE24_BACKEND", "triton")
+                run.optimizer.step()
+            with monkeypatch.context() as patch:
+                for layer in run.method.sparse_layers.values():
+                    patch.setattr(layer, "refresh", lambda: pytest.fail("derived again"))
+                    patch.setattr(layer, "refresh_mask", lambda: pytest.fail("chosen again"))
+                run.method.on_step_end(step)
+            other.step(step)
+            for (n, a), (_, b) in zip(
+                run.model.named_parameters(), other.model.named_parameters(), strict=True
+            ):
+                # A first step moves an entry by lr; a few roundings of that, and of the entry.
+                # Torch's kernel of a GPU has 1 - beta2 in fp32, where one of beta2 is 1000 times
+                # as much.
+                rounding = 8 * (b.abs() + 10 * 1e-2) + 1e-2 / (1 - 0.999)
+                assert ((a - b).abs() <= 2**-24 * rounding).all(), n
+            derived = copy.deepcopy(run.model)
+            for layer in derived[:2]:
+                if run.method._chooses(step):
+                    layer.refresh_mask()
+                layer.refresh()
+            for (n, a), (_, b) in zip(
+                run.model.named_buffers(), derived.named_buffers(), strict=True
+            ):
+                assert torch.equal(a, b), n
 
 
 @pytest.mark.parametrize(
@@ -159,75 +162,78 @@ def test_codes_in_fp8_are_derived_by_the_hooks(name, options, monkeypatch):
     run.method.on_step_end(7)
 
 
-@pytest.mark.parametrize(("name", "options"), LEFT, ids=str)
-def test_leaves_other_work_to_the_hooks(name, options):
-    run = Run(name, options)
-    run.method.on_step_begin(0)
-    run.gradients(0)
-    run.method.on_gradients(0, run.optimizer)
-    assert not run.method._works
+def test_leaves_other_work_to_the_hooks():
+    for name, options in LEFT:
+        run = Run(name, options)
+        run.method.on_step_begin(0)
+        run.gradients(0)
+        run.method.on_gradients(0, run.optimizer)
+        assert not run.method._works
 
 
-@pytest.mark.parametrize(("name", "options"), TAKEN[2:4], ids=str)
-def test_resumes_bit_for_bit(name, options):
-    whole = Run(name, options, packed=True)
-    states = []
-    for step in range(6):
-        states.append(whole.state())
-        whole.step(step)
-    for start in (2, 3, 5):
-        resumed = Run(name, options, packed=True)
-        resumed.load(states[start])
-        for step in range(start, 6):
-            resumed.step(step)
-        assert_equal(resumed, whole)
+def test_resumes_bit_for_bit():
+    for name, options in TAKEN[2:4]:
+        whole = Run(name, options, packed=True)
+        states = []
+        for step in range(6):
+            states.append(whole.state())
+            whole.step(step)
+        for start in (2, 3, 5):
+            resumed = Run(name, options, packed=True)
+            resumed.load(states[start])
+            for step in range(start, 6):
+                resumed.step(step)
+            assert_equal(resumed, whole)
 
 
-@pytest.mark.parametrize("make", [torch.optim.AdamW, fused], ids=["foreach", "fused"])
-def test_state_dicts_of_torchs_adamw_load_and_are_loaded(make):
-    one, other = Run("sr_ste", {}), Run("sr_ste", {}, make)
-    other.step(0)
-    one.load(other.state())
-    assert all(group["fused"] for group in one.optimizer.param_groups)
-    reference = Run("sr_ste", {}, fused)
-    reference.load(other.state())
-    reference.optimizer.param_groups[0].update(fused=True, foreach=False)
-    for run in (one, reference):
-        run.step(1)
-    assert_equal(one, reference)
-    other.load(one.state())
-    assert (
-        other.optimizer.state_dict()["state"].keys() == one.optimizer.state_dict()["state"].keys()
-    )
-    other.step(2), one.step(2)
-    assert_equal(other, one)  # it goes on with torch's fused kernel, as the state says
+def test_state_dicts_of_torchs_adamw_load_and_are_loaded():
+    for make in (torch.optim.AdamW, fused):
+        one, other = Run("sr_ste", {}), Run("sr_ste", {}, make)
+        other.step(0)
+        one.load(other.state())
+        assert all(group["fused"] for group in one.optimizer.param_groups)
+        reference = Run("sr_ste", {}, fused)
+        reference.load(other.state())
+        reference.optimizer.param_groups[0].update(fused=True, foreach=False)
+        for run in (one, reference):
+            run.step(1)
+        assert_equal(one, reference)
+        other.load(one.state())
+        assert (
+            other.optimizer.state_dict()["state"].keys()
+            == one.optimizer.state_dict()["state"].keys()
+        )
+        other.step(2), one.step(2)
+        assert_equal(other, one)  # it goes on with torch's fused kernel, as the state says
 
 
-@pytest.mark.parametrize("hook", [True, False], ids=["", "hook-left-out"])
-def test_a_step_that_a_scaler_skips_still_chooses_the_mask_that_is_due(hook):
+def test_a_step_that_a_scaler_skips_still_chooses_the_mask_that_is_due():
     """The mask is that of the unchanged weights, as with the hooks. A loop need not wait for the
     device to learn whether to call `on_gradients`."""
-    runs = [Run("fst", T_SR_STE, make) for make in (methods.FusedAdamW, fused)]
-    for run in runs:
-        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-        run.step(0)
-        before = [p.detach().clone() for p in run.model.parameters()]
-        run.method.on_step_begin(1)
-        run.gradients(1)
-        run.model[0].weight.grad[3, 5] = torch.inf
-        scaler.scale(torch.ones(()))  # makes the scale
-        scaler.unscale_(run.optimizer)
-        if hook and run is runs[0]:
-            run.method.on_gradients(1, run.optimizer)
-        scaler.step(run.optimizer)
-        scaler.update()
-        run.method.on_step_end(1)
-        assert all(torch.equal(a, b) for a, b in zip(run.model.parameters(), before, strict=True))
-        assert run.optimizer.state[run.model[0].weight]["step"] == 1
-        assert "found_inf" not in vars(run.optimizer)
-        mask = transposable_mask24(run.model[0].weight.detach())
-        assert torch.equal(run.model[0].mask, mask)
-    assert_equal(*runs)
+    for hook in (True, False):
+        runs = [Run("fst", T_SR_STE, make) for make in (methods.FusedAdamW, fused)]
+        for run in runs:
+            scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+            run.step(0)
+            before = [p.detach().clone() for p in run.model.parameters()]
+            run.method.on_step_begin(1)
+            run.gradients(1)
+            run.model[0].weight.grad[3, 5] = torch.inf
+            scaler.scale(torch.ones(()))  # makes the scale
+            scaler.unscale_(run.optimizer)
+            if hook and run is runs[0]:
+                run.method.on_gradients(1, run.optimizer)
+            scaler.step(run.optimizer)
+            scaler.update()
+            run.method.on_step_end(1)
+            assert all(
+                torch.equal(a, b) for a, b in zip(run.model.parameters(), before, strict=True)
+            )
+            assert run.optimizer.state[run.model[0].weight]["step"] == 1
+            assert "found_inf" not in vars(run.optimizer)
+            mask = transposable_mask24(run.model[0].weight.detach())
+            assert torch.equal(run.model[0].mask, mask)
+        assert_equal(*runs)
 
 
 def test_a_scaler_that_unscales_in_the_step():
@@ -272,15 +278,15 @@ def test_rates_of_a_group_and_in_tensors():
     assert_equal(run, other)
 
 
-@pytest.mark.parametrize("name", ["released.semi_sparse", "released.fst"])
-def test_defects_of_released_code_are_the_same_in_one_pass(name):
+def test_defects_of_released_code_are_the_same_in_one_pass():
     """A layer that chooses its masks otherwise keeps its own choice."""
-    options = T_SR_STE if name.endswith("fst") else {"algorithm": "greedy"}
-    run, other = (Run(name, options, make) for make in (methods.FusedAdamW, fused))
-    for step in range(3):
-        run.step(step)
-        other.step(step)
-        assert_equal(run, other)
+    for name in ("released.semi_sparse", "released.fst"):
+        options = T_SR_STE if name.endswith("fst") else {"algorithm": "greedy"}
+        run, other = (Run(name, options, make) for make in (methods.FusedAdamW, fused))
+        for step in range(3):
+            run.step(step)
+            other.step(step)
+            assert_equal(run, other)
 
 
 def test_two_models_share_an_optimizer():
@@ -339,13 +345,13 @@ def test_hooks_do_what_the_optimizer_did_not_come_to():
     assert not run.method._works
 
 
-@pytest.mark.parametrize("option", ["amsgrad", "maximize"])
-def test_other_forms_of_adamw_are_torchs(option):
-    run, other = (Run("ste", {}, make) for make in (methods.FusedAdamW, fused))
-    for each in (run, other):
-        each.optimizer.param_groups[0][option] = True
-        each.step(0)
-    assert_equal(run, other)
+def test_other_forms_of_adamw_are_torchs():
+    for option in ("amsgrad", "maximize"):
+        run, other = (Run("ste", {}, make) for make in (methods.FusedAdamW, fused))
+        for each in (run, other):
+            each.optimizer.param_groups[0][option] = True
+            each.step(0)
+        assert_equal(run, other)
 
 
 def test_weights_that_two_layers_share_are_left_to_the_hooks():

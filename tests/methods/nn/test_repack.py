@@ -136,16 +136,15 @@ def test_compiled_checkpointed_twice_in_a_pass_or_copied():
             of.zero_grad(), reference.zero_grad()
 
 
-@pytest.mark.parametrize(
-    ("name", "options"),
-    [
+def test_what_cannot_be_packed_so_is_refused():
+    for name, options in (
         ("dense", {}),
         ("fst", {"dense_fraction": 0.0}),
         ("slope", {"fp8": "hopper"}),
         ("slope", {"n": 1}),
         ("released.slope", {}),
-    ],
-)
-def test_what_cannot_be_packed_so_is_refused(name, options):
-    with pytest.raises(ValueError, match=r"repack_backward=True: no layer .* for slope with 2:4"):
-        build(True, "dense", name, **options)
+    ):
+        with pytest.raises(
+            ValueError, match=r"repack_backward=True: no layer .* for slope with 2:4"
+        ):
+            build(True, "dense", name, **options)

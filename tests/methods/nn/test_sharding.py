@@ -128,26 +128,28 @@ def test_activation_checkpointing_changes_nothing(mesh):
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
-@pytest.mark.parametrize("name", methods.available())
-def test_mixed_precision_is_that_of_fsdp(name, mesh):
+def test_mixed_precision_is_that_of_fsdp(mesh):
     """Weights are gathered in bf16; masters, gradients and masks stay what they are."""
-    losses = []
-    for policy in (MixedPrecisionPolicy(), MixedPrecisionPolicy(torch.bfloat16, torch.float32)):
-        options = {"total_steps": 4, "alpha": 1e-4} if name == "ast" else {"total_steps": 4}
-        model, method = converted(name, **options)
-        for each in (model, getattr(method, "teacher", None)):
-            if each is not None:
-                fully_shard(each, mesh=mesh, mp_policy=policy)
-        optimizer = method.optimizer(model.parameters(), lr=1e-3)
-        method.on_step_begin(0)
-        loss = method.loss(model, {"x": torch.ones(8, 16)})
-        loss.backward()
-        assert all(p.grad.dtype == torch.float32 for p in model.parameters() if p.grad is not None)
-        method.on_gradients(0, optimizer)
-        optimizer.step()
-        method.on_step_end(0)
-        losses.append(loss.item())
-    assert losses[1] == pytest.approx(losses[0], rel=2**-5) and losses[1] != losses[0]
+    for name in methods.available():
+        losses = []
+        for policy in (MixedPrecisionPolicy(), MixedPrecisionPolicy(torch.bfloat16, torch.float32)):
+            options = {"total_steps": 4, "alpha": 1e-4} if name == "ast" else {"total_steps": 4}
+            model, method = converted(name, **options)
+            for each in (model, getattr(method, "teacher", None)):
+                if each is not None:
+                    fully_shard(each, mesh=mesh, mp_policy=policy)
+            optimizer = method.optimizer(model.parameters(), lr=1e-3)
+            method.on_step_begin(0)
+            loss = method.loss(model, {"x": torch.ones(8, 16)})
+            loss.backward()
+            assert all(
+                p.grad.dtype == torch.float32 for p in model.parameters() if p.grad is not None
+            )
+            method.on_gradients(0, optimizer)
+            optimizer.step()
+            method.on_step_end(0)
+            losses.append(loss.item())
+        assert losses[1] == pytest.approx(losses[0], rel=2**-5) and losses[1] != losses[0]
 
 
 def test_weights_that_were_changed_by_hand_are_followed(mesh):
@@ -226,40 +228,42 @@ def test_a_conv1d_is_refused(mesh, hf_model):
         method.on_step_begin(0)
 
 
-@pytest.mark.parametrize("autocast", [False, True])
-@pytest.mark.parametrize("name", ["ste", "fst", "s_ste"])
-def test_codes_and_their_scales_are_those_of_a_whole_layer(name, autocast, mesh):
+def test_codes_and_their_scales_are_those_of_a_whole_layer(mesh):
     """Simulated FP8, after a dense phase where there is one; scales stay in fp32."""
-    options = {"dense_fraction": 0.5, "total_steps": 2, "dense_phase": "start"}
-    found = []
-    for sharded in (False, True):
-        model, method = converted(name, fp8="paper", **(options if name == "fst" else {}))
-        if sharded:
-            fully_shard(model, mesh=mesh)
-        for step in (0, 1):
-            method.on_step_begin(step)
-            x = torch.randn(8, 16, generator=torch.Generator().manual_seed(0), requires_grad=True)
-            with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-                method.loss(model, {"x": x}).backward()
-            method.on_gradients(step)
-            method.on_step_end(step)
-        found.append(x.grad)
-    assert torch.equal(*found)
+    for autocast in (False, True):
+        for name in ("ste", "fst", "s_ste"):
+            options = {"dense_fraction": 0.5, "total_steps": 2, "dense_phase": "start"}
+            found = []
+            for sharded in (False, True):
+                model, method = converted(name, fp8="paper", **(options if name == "fst" else {}))
+                if sharded:
+                    fully_shard(model, mesh=mesh)
+                for step in (0, 1):
+                    method.on_step_begin(step)
+                    x = torch.randn(
+                        8, 16, generator=torch.Generator().manual_seed(0), requires_grad=True
+                    )
+                    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+                        method.loss(model, {"x": x}).backward()
+                    method.on_gradients(step)
+                    method.on_step_end(step)
+                found.append(x.grad)
+            assert torch.equal(*found)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-@pytest.mark.parametrize(("name", "options"), [("sr_ste", {}), ("s_ste", {"mvue_weight": True})])
-def test_a_pass_in_another_dtype_takes_operands_rounded_to_the_layers(name, options, dtype, mesh):
-    found = []
-    for sharded in (False, True):
-        model = Blocks()
-        method = methods.build(name, include=["first", "second"], **options)
-        method.convert(model, torch.bfloat16)
-        if sharded:
-            fully_shard(model, mesh=mesh)
-        with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
-            found.append(one_step(model, method))
-    assert torch.equal(*found)
+def test_a_pass_in_another_dtype_takes_operands_rounded_to_the_layers(mesh):
+    for dtype in (torch.float32, torch.float16):
+        for name, options in (("sr_ste", {}), ("s_ste", {"mvue_weight": True})):
+            found = []
+            for sharded in (False, True):
+                model = Blocks()
+                method = methods.build(name, include=["first", "second"], **options)
+                method.convert(model, torch.bfloat16)
+                if sharded:
+                    fully_shard(model, mesh=mesh)
+                with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
+                    found.append(one_step(model, method))
+            assert torch.equal(*found)
 
 
 def test_a_phase_that_changes_after_an_evaluation_is_that_of_a_whole_model(mesh):
@@ -305,21 +309,21 @@ def test_masks_are_gathered_when_they_have_changed_and_not_in_a_pass(
     torch.testing.assert_close(found, one_step(whole, other), rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", ["fst", "slope"])
-def test_masks_that_were_loaded_are_those_of_the_next_pass(name, mesh):
+def test_masks_that_were_loaded_are_those_of_the_next_pass(mesh):
     """Into a model that has gathered its own ones before."""
-    options = {"dense_fraction": 0.0} if name == "fst" else {}
-    (sharded, method), (whole, other) = (converted(name, **options) for _ in range(2))
-    with torch.no_grad():
-        for parameter in whole.parameters():
-            parameter.copy_(parameter.flip(0))
-        methods.refresh(whole)
-    fully_shard(sharded, mesh=mesh)
-    one_step(sharded, method)
-    options = StateDictOptions(full_state_dict=True)
-    set_model_state_dict(sharded, whole.state_dict(), options=options)
-    found = one_step(sharded, method)
-    torch.testing.assert_close(found, one_step(whole, other), rtol=0, atol=1e-6)
+    for name in ("fst", "slope"):
+        options = {"dense_fraction": 0.0} if name == "fst" else {}
+        (sharded, method), (whole, other) = (converted(name, **options) for _ in range(2))
+        with torch.no_grad():
+            for parameter in whole.parameters():
+                parameter.copy_(parameter.flip(0))
+            methods.refresh(whole)
+        fully_shard(sharded, mesh=mesh)
+        one_step(sharded, method)
+        options = StateDictOptions(full_state_dict=True)
+        set_model_state_dict(sharded, whole.state_dict(), options=options)
+        found = one_step(sharded, method)
+        torch.testing.assert_close(found, one_step(whole, other), rtol=0, atol=1e-6)
 
 
 @pytest.fixture

@@ -40,14 +40,14 @@ def test_the_indicator_by_hand():
     assert slorb.indicator(4, 2).tolist() == [[1, 1, 0, 0], [0, 0, 1, 1]]
 
 
-@pytest.mark.parametrize("train_x", [True, False])
-def test_mean_keeps_the_block_sums_of_the_dense_weight(train_x):
-    layer, dense, _ = converted(slorb_train_x=train_x)
-    used = layer.sparse_weight + product(layer)
-    torch.testing.assert_close(block_sums(used), block_sums(dense), rtol=0, atol=1e-6)
-    # So an input that is constant inside each block sees the dense layer.
-    x = torch.randn(5, 4).repeat_interleave(4, dim=1)
-    torch.testing.assert_close(layer(x), F.linear(x, dense, layer.bias), rtol=0, atol=1e-5)
+def test_mean_keeps_the_block_sums_of_the_dense_weight():
+    for train_x in (True, False):
+        layer, dense, _ = converted(slorb_train_x=train_x)
+        used = layer.sparse_weight + product(layer)
+        torch.testing.assert_close(block_sums(used), block_sums(dense), rtol=0, atol=1e-6)
+        # So an input that is constant inside each block sees the dense layer.
+        x = torch.randn(5, 4).repeat_interleave(4, dim=1)
+        torch.testing.assert_close(layer(x), F.linear(x, dense, layer.bias), rtol=0, atol=1e-5)
 
 
 def test_mean_by_hand():
@@ -95,11 +95,11 @@ def test_xavier_follows_from_the_seed_of_the_method_and_touches_no_other_generat
     assert torch.equal(torch.get_rng_state(), state)
 
 
-@pytest.mark.parametrize("leading", [(3,), (2, 5)])
-def test_the_sums_of_blocks_are_the_product_with_the_indicator(leading):
-    x, s = torch.randn(*leading, 16), torch.randn(8, 4)
-    expected = x @ slorb.indicator(16, 4).t() @ s.t()
-    torch.testing.assert_close(slorb.boost(x, s, None), expected, rtol=1e-5, atol=1e-5)
+def test_the_sums_of_blocks_are_the_product_with_the_indicator():
+    for leading in ((3,), (2, 5)):
+        x, s = torch.randn(*leading, 16), torch.randn(8, 4)
+        expected = x @ slorb.indicator(16, 4).t() @ s.t()
+        torch.testing.assert_close(slorb.boost(x, s, None), expected, rtol=1e-5, atol=1e-5)
 
 
 def test_a_zero_s_is_no_slorb():
@@ -120,17 +120,17 @@ def test_gradients_reach_both_factors_and_the_dense_weight():
     torch.testing.assert_close(layer.slorb_x.grad, layer.slorb_s.detach().t() @ dy.t() @ x)
 
 
-@pytest.mark.parametrize(("train_x", "expected"), [(False, 5_308_416), (True, 13_713_408)])
-def test_stored_parameters_of_gpt2_124m(train_x, expected):
+def test_stored_parameters_of_gpt2_124m():
     """N d / k for S alone and (N + d) d / k with X, over all linears of the twelve blocks."""
-    model = GPT(GPTConfig.of_size("124M", n_layer=1, vocab_size=64, block_size=8))
-    before = model.num_params()
-    method = methods.build(
-        "ast", include=["*.attn.*", "*.mlp.*"], slorb_k=16, slorb_train_x=train_x,
-        kl_weight=0.0, total_steps=4,
-    )  # fmt: skip
-    method.convert(model)
-    assert 12 * (model.num_params() - before) == expected
+    for train_x, expected in ((False, 5_308_416), (True, 13_713_408)):
+        model = GPT(GPTConfig.of_size("124M", n_layer=1, vocab_size=64, block_size=8))
+        before = model.num_params()
+        method = methods.build(
+            "ast", include=["*.attn.*", "*.mlp.*"], slorb_k=16, slorb_train_x=train_x,
+            kl_weight=0.0, total_steps=4,
+        )  # fmt: skip
+        method.convert(model)
+        assert 12 * (model.num_params() - before) == expected
 
 
 def test_s_is_not_filled_again_when_the_mask_moves():
@@ -149,35 +149,35 @@ def test_s_is_not_filled_again_when_the_mask_moves():
 TINY = GPTConfig(n_layer=1, n_head=2, n_embd=16, vocab_size=32, block_size=8, bias=True)
 
 
-@pytest.mark.parametrize("train_x", [True, False])
-def test_the_end_is_saved_and_comes_back_without_the_method(train_x):
-    torch.manual_seed(0)
-    model = GPT(TINY)
-    method = methods.build("ast", slorb_k=8, slorb_train_x=train_x, total_steps=4)
-    method.convert(model)
-    idx = torch.randint(0, 32, (2, 8))
-    model.eval()
-    with torch.no_grad():
-        before = model(idx)[0]
-        method.finalize(model)
-        torch.testing.assert_close(model(idx)[0], before, rtol=0, atol=0)
-    state = model.state_dict()
-    own = {k for k in state if "slorb" in k}
-    names = ("slorb_s", "slorb_x") if train_x else ("slorb_s",)
-    layers = [f"transformer.h.0.mlp.{n}" for n in ("c_fc", "c_proj")]
-    assert own == {f"{layer}.{n}" for layer in layers for n in names}
-    assert state.keys() - own == GPT(TINY).state_dict().keys()
-    layer = model.transformer.h[0].mlp.c_fc
-    assert type(layer) is slorb.BoostedLinear
-    assert layer.weight.count_nonzero() == layer.weight.numel() // 2
+def test_the_end_is_saved_and_comes_back_without_the_method():
+    for train_x in (True, False):
+        torch.manual_seed(0)
+        model = GPT(TINY)
+        method = methods.build("ast", slorb_k=8, slorb_train_x=train_x, total_steps=4)
+        method.convert(model)
+        idx = torch.randint(0, 32, (2, 8))
+        model.eval()
+        with torch.no_grad():
+            before = model(idx)[0]
+            method.finalize(model)
+            torch.testing.assert_close(model(idx)[0], before, rtol=0, atol=0)
+        state = model.state_dict()
+        own = {k for k in state if "slorb" in k}
+        names = ("slorb_s", "slorb_x") if train_x else ("slorb_s",)
+        layers = [f"transformer.h.0.mlp.{n}" for n in ("c_fc", "c_proj")]
+        assert own == {f"{layer}.{n}" for layer in layers for n in names}
+        assert state.keys() - own == GPT(TINY).state_dict().keys()
+        layer = model.transformer.h[0].mlp.c_fc
+        assert type(layer) is slorb.BoostedLinear
+        assert layer.weight.count_nonzero() == layer.weight.numel() // 2
 
-    fresh = slorb.attach(GPT(TINY), state)
-    fresh.load_state_dict(state)
-    with torch.no_grad():
-        assert torch.equal(fresh.eval()(idx)[0], before)
-        merged = slorb.merge(copy.deepcopy(fresh))
-        assert merged.state_dict().keys() == GPT(TINY).state_dict().keys()
-        torch.testing.assert_close(merged(idx)[0], before, rtol=1e-5, atol=1e-6)
+        fresh = slorb.attach(GPT(TINY), state)
+        fresh.load_state_dict(state)
+        with torch.no_grad():
+            assert torch.equal(fresh.eval()(idx)[0], before)
+            merged = slorb.merge(copy.deepcopy(fresh))
+            assert merged.state_dict().keys() == GPT(TINY).state_dict().keys()
+            torch.testing.assert_close(merged(idx)[0], before, rtol=1e-5, atol=1e-6)
 
 
 def test_a_block_that_does_not_divide_is_one_line_and_changes_nothing():

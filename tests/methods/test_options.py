@@ -1,0 +1,96 @@
+"""Options that no method takes, by the line that a user reads; nothing has begun then."""
+
+import math
+
+import pytest
+from torch import nn
+
+import methods
+
+REFUSED = [
+    ("ast", {"alpha": -1.0}, r"alpha=-1\.0"),
+    ("ast", {"alpha": math.nan}, "alpha=nan"),
+    ("ast", {"metric": "random"}, "metric='random'; choose one of magnitude, wanda"),
+    ("ast", {"decay_route": "weights"}, "decay_route='weights'; choose one of decoupled_first"),
+    ("ast", {"refresh_every": -1}, "refresh_every=-1"),
+    ("ast", {"ramp_fraction": 1.5}, r"ramp_fraction=1\.5"),
+    ("ast", {"ramp_steps": -5}, "ramp_steps=-5"),
+    ("ast", {"slorb_k": -4}, "slorb_k=-4"),
+    ("ast", {"slorb_k": 4, "slorb_init": "xavier", "slorb_train_x": False}, "xavier draws X"),
+    ("ast", {"calibration_sequences": 0}, "calibration_sequences=0"),
+    ("ast", {"kl_weight": -1.0}, r"kl_weight=-1\.0"),
+    ("ast", {"task_weight": math.nan}, "task_weight=nan"),
+    ("ast", {"kl_weight": 0.0, "task_weight": 0.0}, "are all 0"),
+    ("ast", {"temperature": 0.0}, r"temperature=0\.0"),
+    ("ast", {"divergence": "jensen"}, "divergence='jensen'; choose one of forward, reverse"),
+    ("ast", {"layer_modules": "*.h.0"}, "list of globs"),
+    ("ast", {"layer_loss": "mse"}, "layer_loss='mse'; choose one of squarehead"),
+    ("bi_mask", {"alpha": -1.0}, "alpha="),
+    ("bi_mask", {"permute_every": 0}, "permute_every="),
+    ("bi_mask", {"candidates": 0}, "candidates="),
+    ("fst", {"alpha": -1.0}, r"alpha=-1\.0; the decay factor must lie in"),
+    ("fst", {"refresh_every": 0}, "refresh_every=0; it must be at least 1"),
+    ("fst", {"algorithm": "best"}, "algorithm='best'; choose one of exact, greedy, two_approx"),
+    ("fst", {"mvue": "yes"}, "mvue='yes'; choose one of exact, sequential, off"),
+    ("fst", {"dense_fraction": -0.1}, r"dense_fraction=-0\.1; it must lie in \[0, 1\]"),
+    ("fst", {"dense_fraction": 1.5}, r"dense_fraction=1\.5; it must lie in \[0, 1\]"),
+    ("gmp", {"begin_fraction": 0.5, "end_fraction": 0.4}, r"begin_fraction=0\.5, end_frac"),
+    ("gmp", {"end_fraction": 1.5}, r"end_fraction=1\.5"),
+    ("gmp", {"prune_every": 0}, "prune_every=0"),
+    ("imp", {"begin_fraction": 1.0}, r"begin_fraction=1\.0"),
+    ("imp", {"rounds": 0}, "rounds=0"),
+    ("one_shot", {"metric": "taylor"}, "metric="),
+    ("one_shot", {"damping": 0.0}, "damping="),
+    ("one_shot", {"calibration_sequences": 0}, "calibration_sequences="),
+    ("s_ste", {"gamma": 1.5}, "gamma"),
+    ("s_ste", {"fp8": "e3m4"}, "fp8"),
+    ("s_ste", {"mvue": "yes"}, "mvue"),
+    ("semi_sparse", {"mode": "both"}, "mode='both'; choose one of weight, activation"),
+    ("semi_sparse", {"algorithm": "largest"}, "algorithm='largest'"),
+    ("semi_sparse", {"algorithm": "rows"}, "is the method ste"),
+    ("semi_sparse", {"refresh_every": 0}, "refresh_every=0"),
+    ("semi_sparse", {"sparse_fraction": 1.5}, r"sparse_fraction=1\.5"),
+    ("slope", {"n": 4}, r"n=4 and m=4; N:M keeps n of m.* 0 < n < m"),
+    ("slope", {"n": 0}, "n=0 and m=4"),
+    ("slope", {"m": 256}, "m=256.*128"),
+    ("slope", {"patterns": ["*=2:4x"]}, r"patterns: '\*=2:4x' is not of the form GLOB=N:M"),
+    ("slope", {"patterns": ["2:4"]}, "'2:4' is not of the form"),
+    ("slope", {"patterns": ["*=4:2"]}, r"patterns: '\*=4:2'; N:M keeps n of m"),
+    ("slope", {"patterns": "*=2:4"}, "must be a list"),
+    ("slope", {"mask": "movement"}, "mask='movement'; choose one of random, magnitude"),
+    ("slope", {"column_refresh": -1}, "column_refresh=-1; it must not be negative"),
+    ("slope", {"adapter_rank": -4}, "adapter_rank=-4; it must not be negative"),
+    ("slope", {"adapter_fraction": 0.0, "adapter_rank": 1}, r"adapter_fraction=0\.0.*\(0, 1\]"),
+    ("slope", {"adapter_fraction": 1.5, "adapter_rank": 1}, r"adapter_fraction=1\.5"),
+    ("slope", {"adapter_left_sparse": True}, "adapter_left_sparse=True needs.*adapter_rank=0"),
+    ("slope", {"adapter_init": "zeros", "adapter_rank": 1}, "choose one of normal, scaled"),
+    ("sr_ste", {"alpha": -1.0}, r"alpha=-1\.0"),
+    ("sr_ste", {"decay_on": "momentum"}, "decay_on='momentum'"),
+    ("step", {"criterion": "median"}, "criterion='median'; choose one of arithmetic, geometric"),
+    ("step", {"min_fraction": 0.6}, r"min_fraction=0\.6, max_fraction=0\.5"),
+    ("step", {"min_fraction": -0.1}, r"min_fraction=-0\.1"),
+    ("step", {"max_fraction": 1.0}, r"max_fraction=1\.0"),
+]
+NEED_A_LENGTH = [
+    ("ast", {}, r"ramp_fraction=0\.25 needs total_steps"),
+    ("fst", {}, r"dense_fraction=0\.167 of how many steps\? set total_steps"),
+    ("gmp", {}, "set total_steps"),
+    ("imp", {}, "set total_steps"),
+    ("semi_sparse", {"sparse_fraction": 0.5}, r"sparse_fraction=0\.5 of how many steps"),
+    ("slope", {"adapter_rank": 2}, r"adapter_fraction=0\.01 of how many steps\? set total"),
+    ("step", {}, r"max_fraction=0\.5 of how many steps\? set total_steps"),
+]
+
+
+def test_what_is_refused():
+    for name, options, told in REFUSED:
+        with pytest.raises(ValueError, match=told):
+            methods.build(name, **options)
+
+
+def test_a_fraction_of_an_unknown_number_of_steps_leaves_the_model_alone():
+    for name, options, told in NEED_A_LENGTH:
+        layer = nn.Linear(16, 8)
+        with pytest.raises(ValueError, match=told):
+            methods.build(name, include=["*"], exclude=[], **options).convert(layer)
+        assert type(layer) is nn.Linear
