@@ -5,15 +5,14 @@ equals signs:
 
     prompt="Hello, my name is"   or --prompt "def f(x):"
     prompt=-                     standard input, which is also read if there is
-                                 no prompt and input is piped in
-    prompt_file=PATH             a text file
+                                 no prompt and input is piped in (< prompt.txt)
 
-One final line break of standard input or of a file is removed. Generation ends
-after `tokens` tokens or at the model's end-of-text token; a terminal shows the
-text as it is generated. By default each token is the most likely one; with a
+One final line break of standard input is removed. Generation ends after
+`tokens` tokens or at the model's end-of-text token; a terminal shows the text
+as it is generated. By default each token is the most likely one; with a
 temperature it is random:
 
-    temperature=0.8 top_k=50 top_p=0.95 seed=1
+    temperature=0.8 top_k=50 seed=1
 
 With `sparse=true` (the default), if the device supports it, the 2:4 linears
 then run packed wherever that is faster for the number of tokens
@@ -66,7 +65,6 @@ class GenerationSettings:
     run: directory of a finished run of a causal model.
     temperature: divisor of the logits; 0 = always the most likely token.
     top_k: sample among this many of the most likely tokens; null = all.
-    top_p: sample among the fewest tokens whose probabilities sum to at least this; null = all.
     batch: copies of the prompt in the timed generations.
     dtype: the weights' dtype.
     """
@@ -76,7 +74,6 @@ class GenerationSettings:
     tokens: int = 64
     temperature: float = 0.0
     top_k: int | None = None
-    top_p: float | None = None
     seed: int = 0
     batch: int = 1
     repeats: int = 5
@@ -97,12 +94,10 @@ class GenerationSettings:
             )
         if self.top_k is not None and self.top_k < 1:
             raise ValueError(f"top_k={self.top_k}; it must be at least 1, or null for all tokens")
-        if self.top_p is not None and not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p={self.top_p}; it must lie in (0, 1], or be null for all")
         check_seed(self.seed)
-        if not self.temperature and (self.top_k, self.top_p) != (None, None):
+        if not self.temperature and self.top_k is not None:
             raise ValueError(
-                "top_k and top_p need sampling, but temperature=0 takes the most likely token; add "
+                "top_k needs sampling, but temperature=0 takes the most likely token; add "
                 "temperature=1, for example"
             )
 
@@ -137,11 +132,8 @@ def choose(logits: Tensor, settings: GenerationSettings, generator: torch.Genera
     scores, tokens = relative.sort(descending=True, stable=True)
     if settings.top_k is not None:
         scores[:, settings.top_k :] = -math.inf
-    shares = scores.softmax(-1)
-    if settings.top_p is not None:
-        before = shares.cumsum(-1) - shares
-        shares = shares.where(before < settings.top_p, 0.0)
-    return tokens.gather(-1, torch.multinomial(shares, 1, generator=generator))[:, 0]
+    drawn = torch.multinomial(scores.softmax(-1), 1, generator=generator)
+    return tokens.gather(-1, drawn)[:, 0]
 
 
 @torch.no_grad()
@@ -262,51 +254,39 @@ def compare(model: CausalLM, ids: Tensor, settings: GenerationSettings, encoding
         print(f"with 2:4 products:\n{printable(text)}", file=sys.stderr)
 
 
-def read_prompt(prompt: str | None, path: str | None) -> str:
-    """The prompt: `prompt` itself, or the content of a file or of standard input.
+def read_prompt(prompt: str | None) -> str:
+    """The prompt: `prompt` itself, or the content of standard input.
 
     Raises:
-        UserError: there is none, there are two, or it is not UTF-8.
+        UserError: there is none, or it is not UTF-8.
     """
-    if prompt is not None and path is not None:
-        raise UserError("give one of prompt=TEXT and prompt_file=PATH")
-    if path is not None:
-        try:
-            content, name = Path(path).expanduser().read_bytes(), f"prompt_file={path}"
-        except OSError as error:
-            raise UserError(f"prompt_file={path} cannot be read: {error.strerror}") from error
-    elif prompt == "-" or (prompt is None and not sys.stdin.isatty()):
-        content, name = sys.stdin.buffer.read(), "standard input"
-    elif prompt is not None:
+    if prompt != "-" and (prompt is not None or sys.stdin.isatty()):
+        if prompt is None:
+            raise UserError('prompt="..." is missing; or prompt=- to type it here')
         return prompt
-    else:
-        raise UserError('prompt="..." is missing; or prompt_file=PATH, or prompt=- to type it here')
+    content = sys.stdin.buffer.read()
     try:
         text = content.decode("utf-8")
     except UnicodeDecodeError as error:
         raise UserError(
-            f"{name} is not UTF-8: byte {error.start} is 0x{content[error.start]:02x}; save it as "
-            "UTF-8"
+            f"standard input is not UTF-8: byte {error.start} is 0x{content[error.start]:02x}; "
+            "save it as UTF-8"
         ) from error
     return text.removesuffix("\n").removesuffix("\r")
 
 
-def freeze_generation(
-    composed: Any, prompt: str | None = None, prompt_file: str | None = None
-) -> GenerateConfig:
+def freeze_generation(composed: Any, prompt: str | None = None) -> GenerateConfig:
     """The `GenerateConfig` of a composed `DictConfig`, with the prompt from the command line."""
-    values = plain(composed, "run", "impl", "prompt", "prompt_file")
+    values = plain(composed, "run", "impl", "prompt")
     if values["run"] is None:
         raise UserError("run=DIR is missing: the directory of a finished run")
     impl = typed(ImplConfig, "impl", values.pop("impl"))
-    del values["prompt"], values["prompt_file"]  # they are in the file only for --help
-    settings = typed(
-        GenerationSettings, "the config", {**values, "prompt": ""}
-    )  # before a file is read
-    return GenerateConfig(replace(settings, prompt=read_prompt(prompt, prompt_file)), impl)
+    # `prompt` is in the file only for --help; the other settings are checked before it is read.
+    settings = typed(GenerationSettings, "the config", {**values, "prompt": ""})
+    return GenerateConfig(replace(settings, prompt=read_prompt(prompt)), impl)
 
 
-@driver("generate", freeze_generation, "begins it anew", texts=("prompt", "prompt_file"))
+@driver("generate", freeze_generation, "begins it anew", texts=("prompt",))
 def main(config: GenerateConfig) -> None:
     run(config)
 

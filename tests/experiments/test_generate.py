@@ -151,11 +151,6 @@ def test_frequencies_are_the_probabilities():
         ({"temperature": 1, "top_k": 1}, [0, 1, 0, 0, 0]),
         ({"temperature": 1, "top_k": 2}, [0, 0.4 / 0.65, 0, 0.25 / 0.65, 0]),
         ({"temperature": 1, "top_k": 9}, PROBABILITIES),
-        ({"temperature": 1, "top_p": 0.3}, [0, 1, 0, 0, 0]),
-        ({"temperature": 1, "top_p": 0.8}, [0, 0.4 / 0.85, 0, 0.25 / 0.85, 0.2 / 0.85]),
-        ({"temperature": 1, "top_p": 1.0}, PROBABILITIES),
-        # Of the two that are left, the first alone has 0.61.
-        ({"temperature": 1, "top_k": 2, "top_p": 0.6}, [0, 1, 0, 0, 0]),
     ]:
         found, expected = drawn(**options), torch.tensor(expected)
         assert torch.equal(found > 0, expected > 0)
@@ -184,8 +179,6 @@ def test_a_setting_out_of_range_is_named():
         ({"temperature": -1.0}, "temperature=-1.0; it must be 0"),
         ({"temperature": math.nan}, "temperature=nan; it must be 0"),
         ({"temperature": 1.0, "top_k": 0}, "top_k=0; it must be at least 1"),
-        ({"temperature": 1.0, "top_p": 0.0}, r"top_p=0.0; it must lie in \(0, 1\]"),
-        ({"temperature": 1.0, "top_p": 1.5}, "top_p=1.5"),
         ({"top_k": 5}, "temperature=0 takes the most likely token; add temperature=1"),
         ({"seed": -1}, "seed=-1; it must lie in"),
         ({"tokens": 0}, "tokens=0; it must be at least 1"),
@@ -244,15 +237,13 @@ def test_a_prompt_is_taken_as_it_is_typed(asked):
         assert asked(f"prompt={prompt}", "tokens=3") == prompt
 
 
-def test_a_prompt_comes_in_other_ways_as_well(asked, tmp_path):
+def test_a_prompt_comes_in_other_ways_as_well(asked):
     prompt = PROMPTS[4]
     typed = f"{prompt}\r\n".encode()
-    (tmp_path / "a, b=c.txt").write_bytes(typed)
     assert asked("tokens=3", f"--prompt={prompt}") == prompt
     assert asked("--prompt", prompt) == prompt
     assert asked("prompt=-", typed=typed) == prompt
     assert asked(typed=typed) == prompt
-    assert asked(f"prompt_file={tmp_path / 'a, b=c.txt'}") == prompt
 
 
 def test_a_wrong_prompt_is_one_line(asked):
@@ -260,8 +251,6 @@ def test_a_wrong_prompt_is_one_line(asked):
         ([], 'error: prompt="..." is missing'),
         (["--prompt"], "error: argument --prompt: expected one argument; see --help"),
         (["prompt=a", "prompt=b"], "error: prompt is given twice"),
-        (["prompt=a", "prompt_file=b"], "error: give one of prompt=TEXT and prompt_file=PATH"),
-        (["prompt_file=nowhere"], "error: prompt_file=nowhere cannot be read: No such file"),
         (["prompt=a\udce9"], "error: prompt is not UTF-8 (character 2)"),
         (["prompt=a", "temperature=warm"], "error: the config.temperature"),
         (["prompt=a", "top_k=-3", "temperature=1"], "error: top_k=-3; it must be at least 1"),

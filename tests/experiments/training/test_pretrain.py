@@ -123,33 +123,6 @@ def test_a_run_whose_corpus_is_not_at_hand_is_done_unless_it_is_of_another_sourc
             finished(f"data.source={folder}")
 
 
-def test_a_corpus_on_which_nothing_was_trained_yet_is_that_of_its_source_alone(tiny, other_corpus):
-    config = tiny("method=dense", f"data.source={other_corpus / 'text'}")
-    with pytest.raises(UserError, match=r"words-v300 was made from .*, not from .*another data"):
-        pretraining.run(config, quiet)
-    assert not config.directory().exists()
-
-
-def test_a_damaged_result_is_one_line(tiny):
-    config = tiny("method=dense")
-    config.directory().mkdir(parents=True)
-    for content in ("", "[]", "{}", '{"schema": 1'):
-        (config.directory() / "result.json").write_text(content)
-        with pytest.raises(UserError, match=r"result\.json is damaged .*remove it and run again"):
-            pretraining.run(config, quiet)
-    right = {"schema": 1, "config_hash": config.digest()}
-    for wrong in ({}, {"config": []}, {"config": {"model": 1}}):
-        (config.directory() / "result.json").write_text(json.dumps({**right, **wrong}))
-        with pytest.raises(UserError, match=r"result\.json is damaged \(no config.* in it\)"):
-            pretraining.run(config, quiet)
-    later = json.dumps({"schema": 99, "all": "else"})
-    (config.directory() / "result.json").write_text(later)
-    with pytest.raises(UserError, match=r"result\.json has schema 99, this version .* reads 1; "):
-        pretraining.run(config, quiet)
-    assert [path.name for path in config.directory().iterdir()] == ["result.json"]
-    assert (config.directory() / "result.json").read_text() == later
-
-
 def test_a_death_before_the_result_costs_the_steps_since_the_last_checkpoint_alone(
     tiny, monkeypatch
 ):

@@ -89,23 +89,6 @@ def test_an_error_of_the_writer_is_that_of_the_next_step(tmp_path, full_disk, ga
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_full_disk_keeps_nothing_of_the_rows_of_any_rank(tmp_path, full_disk, monkeypatch):
-    monkeypatch.setattr(sharded_checkpoint, "is_sharded", lambda state: True)
-    rows = {"w": torch.zeros(100)}
-    monkeypatch.setattr(sharded_checkpoint, "split", lambda state: (state, rows))
-    saver = Saver(tmp_path, ALONE)
-    with full_disk(), pytest.raises(UserError, match=r"state\.pt cannot be written: File too"):
-        saver.save(1, {"w": torch.zeros(100_000)})
-        saver.wait()
-    saver.close()
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_training_ends_with_an_error_of_the_writer(tiny, full_disk):
-    with full_disk(), pytest.raises(UserError, match=r"step-000000003\.pt cannot be written"):
-        pretraining.run(tiny("method=dense", "train.log_every=12"), quiet)
-
-
 def test_a_training_that_dies_completes_the_checkpoint_that_is_being_written(
     tiny, gate, interrupted
 ):
