@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from common_kernels import adamw, transposable_mask24
+from common_kernels import transposable_mask24
+from common_kernels.adamw.weights import CHOICES, Rule
 from common_kernels.pack.operands import pack_both24_
 
 from .fp8_gemms import Fp8Formats
@@ -48,11 +49,11 @@ class TransposableLinear(Fp8Linear, SwitchedLinear):
             alpha: factor of the masked decay.
             chooses: True if a mask is due.
         """
-        if self.config.algorithm not in adamw.CHOICES:
+        if self.config.algorithm not in CHOICES:
             return None
         choose, source = self.config.algorithm if chooses else None, "mask"
         if self.is_dense:
             source = "whole"
-        rule = adamw.Rule(alpha=alpha, choose=choose, source=source)
+        rule = Rule(alpha=alpha, choose=choose, source=source)
         scales, derives = self.fp8 is not None, not self.recipe
         return StepWork(layer=self, rule=rule, mask=self.mask, scales=scales, derives=derives)
