@@ -7,6 +7,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any
 
 import torch
@@ -37,7 +38,6 @@ class Workload:
     linears: [(in, out), ...] of the linears that are converted by `include`.
     names: the variants to measure.
     around: a context in which everything is run.
-    needs: a package that must be installed.
     """
 
     build: Callable[[], Built]
@@ -48,7 +48,6 @@ class Workload:
     names: tuple[str, ...] = NAMES
     include: str | tuple[str, ...] = MLP
     around: Callable[[], AbstractContextManager[Any]] = nullcontext
-    needs: str = "torch"
 
 
 class Head(nn.Module):
@@ -81,10 +80,9 @@ def square(y: Tensor) -> Tensor:
     return y.float().square().mean()
 
 
-def widths_of(config: GPTConfig, every: bool) -> tuple[tuple[int, int], ...]:
-    """(in, out) of each linear of a block, or only of its MLP."""
-    c, f = config.n_embd, config.ffn_width
-    return ((c, f), (f, c), *(((c, 3 * c), (c, c)) if every else ()))
+def mlp(c: int, f: int) -> tuple[tuple[int, int], ...]:
+    """(in, out) of the two linears of an MLP."""
+    return (c, f), (f, c)
 
 
 def gpt2(size: str, batch: int, length: int) -> Workload:
@@ -97,7 +95,9 @@ def gpt2(size: str, batch: int, length: int) -> Workload:
         blocks: list[nn.Module] = [*model.transformer.h, head]
         return model, lambda: head(model.transformer(ids[0]), ids[1]), blocks
 
-    return Workload(build, batch * length, batch * length, "tokens", widths_of(config, False))
+    return Workload(
+        build, batch * length, batch * length, "tokens", mlp(config.n_embd, config.ffn_width)
+    )
 
 
 def translation(size: str, batch: int, length: int) -> Workload:
@@ -116,8 +116,7 @@ def translation(size: str, batch: int, length: int) -> Workload:
 
         return model, loss, blocks
 
-    widths = (config.n_embd, config.ffn_width)
-    linears = (widths, widths[::-1])
+    linears = mlp(config.n_embd, config.ffn_width)
     return Workload(build, batch * length, batch * length, "tokens", linears)
 
 
@@ -129,13 +128,16 @@ def stack(layers: int, heads: int, widths: tuple[int, int], batch: int, length: 
         x = torch.randn(batch, length, config.n_embd)
         return model, lambda: square(model(x)), list(model.h)
 
-    return Workload(build, batch * length, batch * length, "tokens", widths_of(config, False))
+    return Workload(
+        build, batch * length, batch * length, "tokens", mlp(config.n_embd, config.ffn_width)
+    )
 
 
 def all_linears(job: Workload, config: GPTConfig) -> Workload:
     """The same workload with all linears of the blocks converted; the head stays dense."""
     names = (*job.names, variants.REPACKED)  # where the most is packed
-    return replace(job, linears=widths_of(config, True), include="all", names=names)
+    linears = (*job.linears, (config.n_embd, 3 * config.n_embd), (config.n_embd, config.n_embd))
+    return replace(job, linears=linears, include="all", names=names)
 
 
 def vit(name: str, batch: int, width: int, patches: int) -> Workload:
@@ -147,27 +149,19 @@ def vit(name: str, batch: int, width: int, patches: int) -> Workload:
         images, classes = torch.randn(batch, *size), torch.randint(1000, (batch,))
         return model, lambda: F.cross_entropy(model(images), classes), list(model.blocks)
 
-    widths = (width, 4 * width)
-    linears = (widths, widths[::-1])
-    return Workload(build, batch * (patches + 1), batch, "images", linears, needs="timm")
+    return Workload(build, batch * (patches + 1), batch, "images", mlp(width, 4 * width))
 
 
-def fused_attention() -> AbstractContextManager[Any]:
-    """A context that selects the attention for SAM."""
-    return sdpa_kernel(sam.ATTENTION)
-
-
-def sam_encoder(name: str, batch: int, size: int, width: int, **changed: Any) -> Workload:
-    """The workload of SAM's image encoder; changed: arguments of the model in place of timm's."""
+def sam_encoder(name: str, batch: int, size: int, width: int) -> Workload:
+    """The workload of SAM's image encoder."""
 
     def build() -> Built:
-        model: Any = sam.encoder(name, img_size=size, **changed)
+        model: Any = sam.encoder(name, img_size=size)
         images = torch.randn(batch, 3, size, size)
         return model, lambda: square(model(images)), list(model.blocks)
 
-    tokens, widths = batch * (size // sam.PATCH) ** 2, (width, 4 * width)
-    linears = (widths, widths[::-1])
-    return Workload(build, tokens, batch, "images", linears, around=fused_attention, needs="timm")
+    tokens, attention = batch * (size // sam.PATCH) ** 2, partial(sdpa_kernel, sam.ATTENTION)
+    return Workload(build, tokens, batch, "images", mlp(width, 4 * width), around=attention)
 
 
 _WIDE = GPTConfig(6, 32, 4096, vocab_size=1, n_inner=14336)
@@ -194,7 +188,7 @@ GPU_JOBS = {
 
 
 def jobs(options: argparse.Namespace, report: Report) -> dict[str, Workload]:
-    """The requested workloads that are meant for this device and whose packages are installed."""
+    """The requested workloads that are meant for this device."""
     if options.quick:
         found = QUICK_JOBS
     elif options.device.type == "cpu":
@@ -206,10 +200,4 @@ def jobs(options: argparse.Namespace, report: Report) -> dict[str, Workload]:
     if not asked:
         globs = " ".join(options.shapes)
         raise UserError(f"--shapes {globs} matches none of: {'; '.join(found)}")
-    for shape, job in list(asked.items()):
-        try:
-            __import__(job.needs)
-        except ImportError as error:
-            report.leave_out(f"{shape}: {error}")
-            del asked[shape]
     return asked
