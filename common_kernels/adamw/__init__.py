@@ -18,9 +18,10 @@ from torch import Tensor
 from common_kernels import backend as backends
 from common_kernels import checks
 from common_kernels.adamw import cpu
-from common_kernels.adamw.weights import Rates, Rule, Weight24
+from common_kernels.adamw.weights import CHOICES, Rates, Rule, Weight24
 
-__all__ = ["Rates", "Rule", "Weight24", "adamw24_"]
+__all__ = ["CHOICES", "Rates", "Rule", "Weight24", "adamw24_"]
+
 
 def adamw24_(
     weights: Sequence[Weight24],
