@@ -95,26 +95,22 @@ def _read(stream: Stream, transform: Transform, numbers: range) -> Batch:
     return {"input": inputs, "target": torch.tensor([label for _, label in opened])}
 
 
-def knn(
-    x: Tensor,
-    y: Tensor,
-    test_x: Tensor,
-    n_classes: int,
-    k: int = NEIGHBOURS,
-    temperature: float | None = TEMPERATURE,
-) -> Tensor:
-    """Class of each test image by a vote of its k nearest training images, by cosine.
+def knn(x: Tensor, y: Tensor, test_x: Tensor, n_classes: int) -> Tensor:
+    """Class of each test image by a vote of its 20 nearest training images, by cosine.
+
+    A neighbour with cosine c has exp(c / 0.07) votes, as in DINO.
 
     Args:
-        x, y: features [N, C] and classes [N] of the training images. test_x: features [M, C].
-        temperature: a neighbour with cosine c has exp(c / temperature) votes; None: one vote.
-    Returns: int64 [M]. A tie goes to the lower class.
+        x, y: features [N, C] and classes [N] of the training images.
+        test_x: features [M, C].
+    Returns:
+        int64 [M]. A tie goes to the lower class.
     """
     train = F.normalize(x, dim=1)
     found = []
     for rows in _chunks(test_x, max(1, _COSINES // len(train))):
-        cosines, nearest = (F.normalize(rows, dim=1) @ train.T).topk(min(k, len(train)))
-        weights = torch.ones_like(cosines) if temperature is None else (cosines / temperature).exp()
+        cosines, nearest = (F.normalize(rows, dim=1) @ train.T).topk(min(NEIGHBOURS, len(train)))
+        weights = (cosines / TEMPERATURE).exp()
         votes = weights.new_zeros(len(rows), n_classes).scatter_add_(1, y[nearest], weights)
         found.append(votes.argmax(1))
     return torch.cat(found)

@@ -8,16 +8,15 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from string import Template
+from typing import Any
 
+from experiments.exporting.form import Form
 from experiments.images.dataset import ImageConfig
 from experiments.runs.finished import FinishedRun
 from experiments.support import results
 from experiments.training import legality
 from models.sparse import MASKS, RECORD, WEIGHTS
-
-if TYPE_CHECKING:
-    from experiments.exporting.export import Form
 
 # The hub's name of the task of each kind of model.
 PIPELINES = {
@@ -26,6 +25,8 @@ PIPELINES = {
     "ForMaskedLM": "fill-mask",
     "ForImageClassification": "image-classification",
 }
+# How to load dense and packed weights, a note on merged terms, another on masks, and the card.
+_PARTS = Path(__file__).with_name("card.md").read_text(encoding="utf-8")
 WIKITEXT2 = "wikitext2"  # the `ppl` of `experiments.evaluate`
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
@@ -98,11 +99,12 @@ def card(
     measured: Sequence[Evaluation],
     sizes: Mapping[str, int] | None,
 ) -> str:
-    """The text of README.md.
+    """The text of README.md, from the templates in `card.md`.
 
-    kind: the model's class in transformers.
-    rows: its converted linears before low-rank terms were merged.
-    sizes: the result of `files.compress`; None if the export is not compressed.
+    Args:
+        kind: the model's class in transformers.
+        rows: its converted linears before low-rank terms were merged.
+        sizes: the result of `files.compress`; None if the export is not compressed.
     """
     summed = legality.total(rows)
     facts = {
@@ -123,48 +125,26 @@ def card(
         facts["bytes of the 2:4 weights"] = (
             f"{sizes['compressed']:,}, {share:.4f} of {sizes['dense']:,} as dense tensors"
         )
-    table = "\n".join(f"| {name} | {value} |" for name, value in facts.items())
-    merging = (
-        "\nLow-rank terms were merged into these weights, which are therefore dense; the table "
-        "shows them before the merge.\n"
-        if merged
-        else ""
-    )
     options = {k: v for k, v in run.config["method"].items() if k != "name"}
     command = ["python -m experiments.export run=RUN", f"weights={form.weights}"]
     command += [f"dtype={form.dtype}"] * (form.dtype != "fp32")
     command += ["compressed=true"] * form.compressed
-    return f"""---
-{_head(run, form, kind)}
----
-# {_name(run, kind)}, trained with {run.method}
-
-| | |
-|---|---|
-{table}
-
-## Loading
-
-{_loading(form, kind)}
-## How it was made
-
-Trained with sparse24 (`{run.method}`), and written by
-
-    {" ".join(command)}
-
-Options of the method:
-
-```json
-{json.dumps(options, indent=2)}
-```
-
-## Converted linears
-{merging}
-{legality.table(rows)}
-
-`{RECORD}` says for each of these tensors, by its name in the model, which pattern it has along
-which axis, its density, illegal groups and SHA-256. {_masks(form)}
-"""
+    names = {"record": RECORD, "masks_file": MASKS, "weights_file": WEIGHTS, "kind": kind}
+    *parts, whole = _PARTS.split("\n=====\n")
+    dense, packed, merging, masks = (Template(part).substitute(names) for part in parts)
+    return Template(whole).substitute(
+        names,
+        head=_head(run, form, kind),
+        name=_name(run, kind),
+        method=run.method,
+        facts="\n".join(f"| {name} | {value} |" for name, value in facts.items()),
+        loading=packed if form.compressed else dense,
+        command=" ".join(command),
+        options=json.dumps(options, indent=2),
+        merging=merging if merged else "",
+        linears=legality.table(rows),
+        masks="" if form.compressed else masks,
+    )
 
 
 def _name(run: FinishedRun, kind: str) -> str:
@@ -223,34 +203,3 @@ def _losses(run: FinishedRun, form: Form, measured: Sequence[Evaluation]) -> dic
     if found and form.dtype != "fp32":
         found["measured"] = f"before the weights were rounded to {form.dtype}"
     return found
-
-
-def _loading(form: Form, kind: str) -> str:
-    if form.compressed:
-        return f"""`{WEIGHTS}` holds the 2:4 weights as values and 2-bit positions, for sparse24:
-
-```python
-from models.sparse import load
-
-model = load(".")  # this folder; a {kind} of transformers
-```
-"""
-    return f"""```python
-from transformers import {kind}
-
-model = {kind}.from_pretrained(".")  # this folder, or its id on the hub
-```
-
-Pruned weights are zeros (+0) in `model.safetensors`, so every library that loads dense weights
-loads these. They run at the speed of dense ones there; `models.sparse.load` of sparse24 runs them
-packed where that is faster.
-"""
-
-
-def _masks(form: Form) -> str:
-    if form.compressed:
-        return ""
-    return (
-        f"`{MASKS}` holds its mask as\nbits: for a tensor [rows, columns] uint8 "
-        "[rows, columns / 8], the lowest bit first, set where the weight is not zero."
-    )

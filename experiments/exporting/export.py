@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import re
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +14,12 @@ from torch import nn
 
 from experiments.config.initial import weight_files
 from experiments.config.run import digest
-from experiments.config.settings import DTYPES
 from experiments.exporting import files
 from experiments.exporting.card import Evaluation, card, evaluations, result_files
+from experiments.exporting.form import Form
 from experiments.exporting.tokenizer import tokenizer_of
 from experiments.images.dataset import ImageConfig
-from experiments.runs.finished import WEIGHTS_OF, FinishedRun
+from experiments.runs.finished import FinishedRun
 from experiments.support import checkpoint
 from experiments.support.errors import UserError, check_installed, writing
 from experiments.support.progress import say
@@ -30,47 +28,8 @@ from methods.nn import compressed, slorb
 from methods.nn.compressed import SparsePlusLowRank
 from models.sparse import FORMAT, MASKS, RECORD, VERSION, WEIGHTS, read_record
 
-FOLDER = "export"  # in the run directory
 EARLIER = "export.json"  # the name of the record in older exports
 TORCH = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-
-
-@dataclass(frozen=True, kw_only=True)
-class Form:
-    """The form in which a run is written.
-
-    weights: `sparse`, the final weights, or `dense`, the master weights.
-    dtype: the dtype to which weights are rounded.
-    compressed: write 2:4 weights as values and positions.
-    license: the hub's id of a license, for the model card.
-    """
-
-    weights: str = "sparse"
-    dtype: str = "fp32"
-    compressed: bool = False
-    license: str | None = None
-
-    def __post_init__(self) -> None:
-        if self.weights not in WEIGHTS_OF:
-            raise ValueError(f"weights={self.weights}; choose one of {', '.join(WEIGHTS_OF)}")
-        if self.dtype not in DTYPES:
-            raise ValueError(f"dtype={self.dtype}; choose one of {', '.join(DTYPES)}")
-        if self.compressed and self.weights != "sparse":
-            raise ValueError("compressed=true holds sparse weights; leave weights=dense out")
-        if self.license is not None and not re.fullmatch(r"[\w.-]+", self.license):
-            raise ValueError(f"license={self.license}; give an id of the hub, apache-2.0 for one")
-
-    @property
-    def folder(self) -> str:
-        """The name of the export's folder in the run directory."""
-        parts = [FOLDER] + [self.weights] * (self.weights != "sparse")
-        parts += [self.dtype] * (self.dtype != "fp32") + ["compressed"] * self.compressed
-        return "-".join(parts)
-
-    @property
-    def kind(self) -> str:
-        """A short name of the form, for messages."""
-        return f"{self.folder.removeprefix(FOLDER).removeprefix('-') or self.weights} export"
 
 
 def export(

@@ -51,8 +51,7 @@ def to_semi_structured(model: nn.Module, layout: str | None = None) -> list[str]
         The names of the linears.
     Raises:
         UserError: the device cannot run 2:4 products, no linear is 2:4, or one has a shape that
-        torch
-            does not support.
+            torch does not support.
     """
     first = next(model.parameters())
     layout = layout or semi_structured_layout(first.device, first.dtype)

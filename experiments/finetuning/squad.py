@@ -222,8 +222,7 @@ def windows(
 
     Args:
         stride: tokens that two windows share; with stride_is="step" the tokens from the start of
-        one
-            window to the start of the next, at most a window's length.
+            one window to the start of the next, at most a window's length.
     Raises:
         UserError: a question leaves too little room for windows that overlap by `stride` tokens.
     """

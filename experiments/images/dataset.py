@@ -42,6 +42,12 @@ SPLITS = ("train", "val")
 # (EPS starts Ghostscript).
 FORMATS = ("JPEG", "PNG", "PPM", "BMP", "TIFF", "WEBP", "GIF")
 MAX_NAMES = 1000  # largest number of classes that results list by name
+# The least and the largest value of each number in `ImageConfig`.
+_RANGES = {
+    "image_size": (1, 10_000), "repeats": (1, 1000), "crop_pct": (0.01, 1), "rotate": (0, 180),
+    "color_jitter": (0, 10), "mixup": (0, 1000), "cutmix": (0, 1000),
+    **dict.fromkeys(("flip", "shift", "random_erasing", "label_smoothing"), (0, 1)),
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -50,20 +56,23 @@ class ImageConfig:
 
     source: "digits", a local folder in ImageNet's layout or with idx files, or an id on the hub,
         owner/name or owner/name@revision.
-    image_size: side length in pixels that the model sees. mean, std: of the channels, for pixels in
-        [0, 1]. crop_pct: timm's setting of the centre crop for evaluation.
+    image_size: side length in pixels that the model sees.
+    mean, std: of the channels, for pixels in [0, 1].
+    crop_pct: timm's setting of the centre crop for evaluation.
     crop_scale: range of the area that the random resized crop keeps; null = the whole image.
-    flip: probability of horizontal mirroring. rotate, shift: range of a random rotation in degrees,
-        and of a random shift as a fraction of the side.
-    rand_augment: timm's description; null = off. color_jitter: strength; timm ignores it if
-        rand_augment is on. random_erasing: probability.
+    flip: probability of horizontal mirroring.
+    rotate, shift: range of a random rotation in degrees, and of a random shift as a fraction of
+        the side.
+    rand_augment: timm's description; null = off.
+    color_jitter: strength; timm ignores it if rand_augment is on.
+    random_erasing: probability.
     mixup, cutmix: their alpha; 0 = off. With both on, each is used half of the time. Neighbours in
         the batch (0 and 1, 2 and 3, ...) are mixed, every pair with its own weight, so that the
         result does not depend on how a batch is split. Batches and micro-batches must be even.
     repeats: how often an image appears in a batch, each time augmented anew (repeated
-    augmentation). on_corrupt: `error`, or `skip` to train on the next image instead and count it; a
-    run that ended
-        with the error can be resumed with `skip`.
+        augmentation).
+    on_corrupt: `error`, or `skip` to train on the next image instead and count it; a run that
+        ended with the error can be resumed with `skip`.
     """
 
     name: str
@@ -100,23 +109,14 @@ class ImageConfig:
             if len(values) != 3 or not all(least < value < math.inf for value in values):
                 kind = "numbers" if name == "mean" else "positive numbers"
                 raise ValueError(f"data.{name}={list(values)}; it must be three {kind}")
-        if self.crop_scale is not None and len(self.crop_scale) != 2:
-            raise ValueError(f"data.crop_scale={list(self.crop_scale)}; it must be two shares")
-        for name, most in {"image_size": 10_000, "repeats": 1000}.items():
-            if not 1 <= getattr(self, name) <= most:
-                raise ValueError(f"data.{name}={getattr(self, name)}; it must lie in [1, {most}]")
-        for name in ("flip", "shift", "random_erasing", "label_smoothing"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise ValueError(f"data.{name}={getattr(self, name)}; it must be in [0, 1]")
-        largest = {"rotate": 180, "color_jitter": 10, "mixup": 1000, "cutmix": 1000}
-        for name, most in largest.items():
-            if not 0 <= getattr(self, name) <= most:
-                raise ValueError(f"data.{name}={getattr(self, name)}; it must lie in [0, {most}]")
-        if not 0.01 <= self.crop_pct <= 1:
-            raise ValueError(f"data.crop_pct={self.crop_pct}; it must lie in [0.01, 1]")
-        if self.crop_scale is not None and not 0 < self.crop_scale[0] <= self.crop_scale[1] <= 1:
+        for name, (least, most) in _RANGES.items():
+            if not least <= getattr(self, name) <= most:
+                value = getattr(self, name)
+                raise ValueError(f"data.{name}={value}; it must lie in [{least}, {most}]")
+        scale = self.crop_scale
+        if scale is not None and not (len(scale) == 2 and 0 < scale[0] <= scale[1] <= 1):
             raise ValueError(
-                f"data.crop_scale={list(self.crop_scale)}; it must be two rising shares in (0, 1]"
+                f"data.crop_scale={list(scale)}; it must be two rising shares in (0, 1]"
             )
         if self.rand_augment is not None and not self.rand_augment.startswith("rand-"):
             raise ValueError(

@@ -109,8 +109,10 @@ class ImageSource:
     without workers.
 
     Args:
-        shape: of the model. batch_size: samples per optimizer step. workers: processes that decode
-        and augment; 0 = this process. They do not change the batches. device: that of the model.
+        shape: of the model.
+        batch_size: samples per optimizer step.
+        workers: processes that decode and augment; 0 = this process. They change no batch.
+        device: that of the model.
         splits: the splits to read; ("val",) for evaluation only.
 
     Raises:

@@ -81,11 +81,14 @@ def footprint(
     """The footprint of a training step.
 
     Args:
-        build: builds the plain model; called on the meta device. loss: computes the loss of one
-        micro-batch; called with the model and fake tensors. dtype: dtype of autocast, None for no
-        autocast. compiled: the loss keeps the logits in autocast's dtype, instead of
-        log-probabilities in fp32. packed: products with a 2:4 operand use its packed form. repack:
-        dgrad's operand is packed in each backward pass, if a layer supports it, and not kept.
+        build: builds the plain model; called on the meta device.
+        loss: computes the loss of one micro-batch; called with the model and fake tensors.
+        dtype: dtype of autocast, None for no autocast.
+        compiled: the loss keeps the logits in autocast's dtype, instead of log-probabilities in
+            fp32.
+        packed: products with a 2:4 operand use its packed form.
+        repack: dgrad's operand is packed in each backward pass, if a layer supports it, and not
+            kept.
     """
     with torch.device("meta"):
         model = build()

@@ -1,14 +1,18 @@
-"""Memory, steps, tokens and days of a training, on so many GPUs.
+"""Predicts the memory, steps, tokens and days of a training on a number of GPUs.
 
-What one GPU holds follows from the footprint of a step (experiments/planning/footprint.py) and
-from how the GPUs share it. `ddp`: each holds all, and a second copy of the gradients in buckets.
-`fsdp2`: weights, gradients, moments and masks are shared; each has whole masks as bits. Of at most
-two blocks at a time, and of what is outside of blocks, it gathers the weights and has whole
-gradients; operands it makes of one block at a time. Where torch gathers weights in fp32
-(experiments/training/sharding.py), copies of dense ones in autocast's dtype stay for the backward
-pass. For one GPU and for two this is compared with H200 runs (tests/experiments/planning); more
-are projected. So are the days of several GPUs of one host:
-between those of GPUs that work beside what they exchange and those of GPUs that wait for it.
+The memory of one GPU follows from the footprint of a training step
+(experiments/planning/footprint.py) and from the way the GPUs share the training:
+
+- `ddp`: each GPU holds everything, and a second copy of the gradients in the buckets that are sent.
+- `fsdp2`: weights, gradients, optimizer moments and masks are divided among the GPUs. In addition
+  each GPU holds all masks at one bit per entry, the gathered weights of at most two blocks and of
+  the layers outside of blocks, the undivided gradients of one block and of these layers, and the
+  operands of one block. Some versions of torch gather weights in fp32
+  (experiments/training/sharding.py); then copies of the weights in autocast's dtype are kept for
+  the backward pass, too.
+
+Tests compare the memory with measurements on one and two H200s; for more GPUs it is extrapolated.
+The days of several GPUs are a lower bound, because the time in which GPUs exchange data is ignored.
 """
 
 from __future__ import annotations
@@ -27,7 +31,7 @@ from experiments.data.parallel import PairsConfig
 from experiments.images.dataset import ImageConfig
 from experiments.planning import shapes
 from experiments.planning.footprint import Footprint, footprint
-from experiments.planning.speed import TAUGHT, Speed, nearest
+from experiments.planning.speed import Speed, nearest
 from experiments.support.errors import UserError
 from experiments.training import averages, sharding
 from experiments.training.distributed import World
@@ -39,19 +43,18 @@ SHARDS = ("ddp", "fsdp2")
 MIB, GIB = 2**20, 2**30
 DAY = 86400
 _MOST = 1024  # GPUs
-_SMALLER = 4  # times than the smallest model that was measured: below, launches count
-# Bytes a second that each of two H200s of one host sent by NCCL under DDP and FSDP2, at the least
-# (experiments/bench_results/h200_two_gpus.jsonl); on how many GPUs a host has.
-LINK, HOST = 160e9, 8
-# How many times as long as a dense step one of a sparse method took there under FSDP2, without a
-# teacher.
-SLOWER = 1.1, 2.7
+# A model this many times smaller than the smallest measured one may be limited by kernel launches.
+_SMALLER = 4
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """gpus: that share a training. gpu_memory: GiB of one GPU that a training can use; an H200 has
-    139.8. json: a file for the plan; null = none."""
+    """Settings of a plan.
+
+    gpus: number of GPUs that share the training.
+    gpu_memory: GiB of one GPU that a training can use; an H200 has 139.8.
+    json: file in which the plan is stored; null = none.
+    """
 
     gpus: int = 1
     gpu_memory: float = 139.0
@@ -66,8 +69,7 @@ class Options:
 
 @dataclass(frozen=True, eq=False)
 class Planned:
-    """A run that is planned. hf, path: the transformers config of its checkpoint and where that
-    lies, if it has one."""
+    """A training to plan. hf, path: config and location of its transformers checkpoint, if any."""
 
     run: RunConfig
     options: Options
@@ -75,13 +77,17 @@ class Planned:
     path: str | None = None
 
     def micro_batch(self, gpus: int) -> int:
-        """Samples of a micro-batch on each of so many GPUs; a UserError if they cannot share."""
+        """The number of samples in a micro-batch on each of `gpus` GPUs.
+
+        Raises:
+            UserError: the batch cannot be divided among them.
+        """
         run, quantizes = self.run, self.run.build_method().quantizes
         return micro_batch_size(run.train, run.impl.micro_batch, gpus, quantizes)
 
     @cache  # noqa: B019
     def footprint(self, samples: int) -> Footprint:
-        """The memory of a step whose micro-batch has so many samples."""
+        """The footprint of a step whose micro-batches have `samples` samples."""
         run, method = self.run, self.run.build_method()
         tokens = shapes.tokens_per_sample(run, self.hf)
         try:
@@ -99,10 +105,10 @@ class Planned:
             raise UserError(str(error)) from error
 
     def memory(self, gpus: int, shard: str) -> dict[str, int]:
-        """Bytes on one of the GPUs by what they are for, and their `peak`.
+        """Bytes on one GPU by purpose, and their `peak`.
 
         Raises:
-            UserError: a training is not shared so.
+            UserError: the training cannot be divided among the GPUs in this way.
         """
         if self.run.impl.offload and (gpus == 1 or shard != "fsdp2"):
             raise UserError(
@@ -122,7 +128,8 @@ class Planned:
         )  # fmt: skip
 
     def needed(self) -> tuple[int, str] | None:
-        """The fewest GPUs, a power of two, that have the memory, and how they share it."""
+        """The smallest power of two of GPUs with enough memory, and how they share the training;
+        None if 1024 GPUs do not suffice."""
         gpus = 1
         while gpus <= _MOST:
             for shard in SHARDS[: 1 if gpus == 1 else 2]:
@@ -145,20 +152,20 @@ def per_gpu(
     averaged: bool = False,
     offloads: bool = False,
 ) -> dict[str, int]:
-    """Bytes on one GPU by what they are for, and their `peak`.
+    """Bytes on one GPU by purpose, and their `peak`.
 
-    offloads: what `fsdp2` shares lies in the memory of the host instead.
-    accumulates: there is more than one micro-batch in a step. Gradients then stay beside the
-    activations; otherwise these go as gradients come.
+    accumulates: a step has several micro-batches, so gradients are held together with activations.
+        Otherwise the activations of a layer are freed when its gradients are computed.
+    offloads: what `fsdp2` divides among the GPUs is kept in the memory of the host.
     """
     shared = shard == "fsdp2" and gpus > 1
     share = gpus if shared else 1
     communication = need.trained if shard == "ddp" and gpus > 1 else 0
     if shared:
-        weights = (2 * need.block + need.root) * gathered_width(need)
+        width = need.width if sharding.gathers_rounded() else 4
+        weights = (2 * need.block + need.root) * width
         gradients = (need.block + need.root) * (need.width + 4)
         communication = weights + gradients + (weights if need.frozen else 0)
-    # What the GPUs share, a GPU's part of it; the host has it where it is offloaded.
     trained, frozen, moments, masks = (
         0 if shared and offloads else size // share
         for size in (need.trained, need.frozen, need.moments, need.masks)
@@ -185,32 +192,9 @@ def per_gpu(
     return {**held, "gradients": gradients, **forward, "peak": sum(held.values()) + most}
 
 
-def gathered_width(need: Footprint) -> int:
-    """Bytes of a weight that `fsdp2` gathers."""
-    return need.width if sharding.gathers_rounded() else 4
-
-
-def exchanged(need: Footprint, gpus: int, shard: str, micro_batches: int) -> float:
-    """Bytes that each GPU sends in a step.
-
-    `ddp` sums the gradients once. `fsdp2` gathers the weights of each micro-batch for its forward
-    pass and again for its backward pass, a teacher's once, and spreads the sums of its gradients.
-    """
-    of_others = (gpus - 1) / gpus
-    if shard == "ddp":
-        return 2 * of_others * need.trained
-    gathered = (2 * need.trained + need.frozen) * gathered_width(need) / 4
-    return of_others * micro_batches * (gathered + need.trained)
-
-
 def plan(planned: Planned) -> dict[str, Any]:
-    """The whole plan as plain values; bytes in MiB.
-
-    `days` and `days_at_most`: where what GPUs exchange costs nothing, and where all wait for it;
-    both None where the plan does not fit. The latter is None, too, for GPUs of several hosts,
-    between which nothing was measured, and for sparse methods with `fsdp2` and those whose teacher
-    is counted by its forward pass alone, which take longer. `days_slower`: least and most days of a
-    sparse method with `fsdp2`, if its steps take `SLOWER` times as long as dense ones.
+    """The whole plan as plain values, with sizes in MiB. `days` is None if the plan does not fit
+    into the memory, or if its speed is not known.
 
     Raises:
         UserError: the GPUs cannot share the batch, or the method does not fit the model.
@@ -224,21 +208,10 @@ def plan(planned: Planned) -> dict[str, Any]:
     tokens = total * shapes.tokens_per_sample(run, planned.hf)
     speed = _speed(run, need)
     units = total if isinstance(run.data, ImageConfig) else tokens
-    micro_batches = run.train.batch_size // (samples * options.gpus)
     fits = memory["peak"] <= options.gpu_memory * GIB
-    days = days_at_most = days_slower = None
-    slower = run.method != "dense" and shard == "fsdp2" and options.gpus > 1
+    days = None
     if speed is not None and fits:
         days = units / (speed.per_second * options.gpus * DAY)
-        if slower:
-            dense = _speed(run, need, dense=True) or speed
-            each = units / (dense.per_second * options.gpus * DAY)
-            if need.frozen and run.dino is None:
-                each /= TAUGHT
-            days_slower = [max(days, times * each) for times in SLOWER]
-        elif options.gpus <= HOST and not speed.taught:
-            sent = exchanged(need, options.gpus, shard, micro_batches)
-            days_at_most = days + run.train.steps * sent / LINK / DAY
     return {
         "model": planned.path or run.model_name,
         "method": run.method,
@@ -246,7 +219,7 @@ def plan(planned: Planned) -> dict[str, Any]:
         "gpus": options.gpus,
         "shard": shard if options.gpus > 1 else None,
         "micro_batch": samples,
-        "micro_batches": micro_batches,
+        "micro_batches": run.train.batch_size // (samples * options.gpus),
         "dtype": run.train.dtype,
         "compiled": run.impl.compile,
         "checkpointing": run.impl.activation_checkpointing,
@@ -259,12 +232,11 @@ def plan(planned: Planned) -> dict[str, Any]:
         "tokens": tokens,
         "speed": None if speed is None else dataclasses.asdict(speed),
         "days": days,
-        "days_at_most": days_at_most,
-        "days_slower": days_slower,
     }
 
 
-def _speed(run: RunConfig, need: Footprint, dense: bool = False) -> Speed | None:
+def _speed(run: RunConfig, need: Footprint) -> Speed | None:
+    """The speed of one GPU; None with offloading, which was not measured."""
     if run.impl.offload:
         return None
     family, work, unlike = "causal", 1.0, ""
@@ -282,13 +254,12 @@ def _speed(run: RunConfig, need: Footprint, dense: bool = False) -> Speed | None
     fp8, name = FP8[getattr(run.method_options, "fp8", "off")], run.method
     if fp8 is not None:
         name += ", fp8" if fp8.on_units else ", fp8=paper simulated"
-    method = "dense" if dense else name
     taught = bool(need.frozen) and run.dino is None  # DINO's teacher is part of `work`
-    return nearest(family, method, need.parameters, taught, work, unlike)
+    return nearest(family, name, need.parameters, taught, work, unlike)
 
 
 def lines(found: dict[str, Any]) -> Iterator[str]:
-    """The plan for a reader."""
+    """The plan as lines of text."""
     shared = f" with {found['shard']}, projected" if found["shard"] else ""
     yield (
         f"{found['model']}, {found['method']}: {found['parameters']:,} weights; {found['gpus']} "
@@ -321,37 +292,26 @@ def lines(found: dict[str, Any]) -> Iterator[str]:
         return
     speed = found["speed"]
     dense = ", this method was not measured" if speed["as_dense"] else ""
-    most = found["days_at_most"]
-    times, unit = _in_a_unit(found["days"], *([] if most is None else [most]))
     small = speed["factor"] > _SMALLER
-    time = f"at least {times[0]}" if most is None or small else " to ".join(dict.fromkeys(times))
+    least = "at least " if found["gpus"] > 1 or small or speed["taught"] else ""
     taught = ", x 3/4 for a teacher" if speed["taught"] else ""
     unlike = f"; {speed['unlike']}" if speed["unlike"] else ""
     yield (
-        f"{time} {unit} at {speed['per_second'] * found['gpus']:,.0f} "
+        f"{least}{_duration(found['days'])} at {speed['per_second'] * found['gpus']:,.0f} "
         f"{speed['unit']}/s: one H200 on {speed['row']}{dense} ({speed['conditions']}), "
         f"x {speed['factor']:.3g} by the number of weights{taught}"
         f"{', x ' + str(found['gpus']) + ' GPUs' if found['gpus'] > 1 else ''}{unlike}"
         f"{'; none so small was measured, and it may wait for the CPU' if small else ''}"
     )
-    if found["days_slower"] is not None:
-        slower, unit = _in_a_unit(*found["days_slower"])
-        yield (
-            f"of sparse methods with fsdp2, a step on two H200s took {SLOWER[0]} to {SLOWER[1]} "
-            "times as long as a dense one with fsdp2 (not compiled, without a teacher); with such "
-            f"steps {' to '.join(dict.fromkeys(slower))} {unit}"
-        )
 
 
 def _several(number: int, name: str, ending: str = "s") -> str:
-    """The number and the name of that many."""
+    """A number with its noun, in the plural if it is above 1."""
     return f"{number:,} {name}{ending if number > 1 else ''}"
 
 
-def _in_a_unit(*days: float) -> tuple[list[str], str]:
-    """Times in days, or below one in hours or minutes, and that unit."""
-    name, unit = next(
-        (pair for pair in (("days", 1), ("hours", 24)) if max(days) * pair[1] >= 1),
-        ("minutes", 1440),
-    )
-    return [f"{x:,.0f}" if x >= 10 else f"{x:.2g}" for x in (d * unit for d in days)], name
+def _duration(days: float) -> str:
+    """A time in days, or if it is below one in hours or minutes."""
+    units = (("days", 1), ("hours", 24), ("minutes", 1440))
+    name, unit = next((pair for pair in units if days * pair[1] >= 1), units[-1])
+    return f"{days * unit:{',.0f' if days * unit >= 10 else '.2g'}} {name}"

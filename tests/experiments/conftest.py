@@ -14,7 +14,9 @@ from safetensors.torch import load_file, save_file
 from experiments.config.run import load
 from experiments.data.manifest import DataConfig
 from experiments.data.prepare import prepare
+from experiments.runs.finished import FinishedRun
 from experiments.support.checkpoint import read_sealed, sha256
+from experiments.training import pretraining
 from experiments.training.trainer import Trainer
 
 TINY_MODEL = [
@@ -76,6 +78,18 @@ def overrides(corpus_dir, tmp_path):
         "data.vocab_size=300",
     ]
     return [*TINY_MODEL, *SHORT, *data, f"runs={tmp_path / 'runs'}"]
+
+
+@pytest.fixture(scope="session")
+def trained(corpus_dir, tmp_path_factory):
+    """FinishedRun of a nano GPT-2 with dense master weights behind its 2:4 ones, made once. A test
+    that changes its files copies `trained.directory`."""
+    data = [f"data.source={corpus_dir / 'text'}", f"data.root={corpus_dir}", "data.vocab_size=300"]
+    runs = f"runs={tmp_path_factory.mktemp('runs')}"
+    more = ["data.name=words", "model.block_size=32", "train.learning_rate=1e-2", "method=ste"]
+    config = load([*TINY_MODEL, *SHORT, *data, runs, *more])
+    pretraining.run(config, quiet)
+    return FinishedRun.open(config.directory())
 
 
 @pytest.fixture

@@ -4,21 +4,17 @@ import hashlib
 import json
 import math
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from experiments.config.settings import TrainConfig
 from experiments.data.corpus import Corpus
 from experiments.data.mlm import MaskedText, MLMConfig, mask_tokens, unigram_entropy
-from experiments.data.prepare import prepare
-from experiments.data.tokenizer import SPECIAL, HFTokenizer, train_wordpiece
+from experiments.data.tokenizer import HFTokenizer, train_wordpiece
 from experiments.support.errors import UserError
 from models.bert import BertConfig, BertLM
 
-CONF = Path(prepare.__code__.co_filename).parent / "conf"
 PAD, UNK, CLS, SEP, MASK = range(5)
 ALPHABET = "abcdefghijklmnopqrstuvwxyz"
 CONFIG = MLMConfig("letters", "unused", tokenizer="wordpiece", vocab_size=256)
@@ -93,13 +89,6 @@ def test_a_sample_is_a_window_between_cls_and_sep(corpus):
     assert torch.all(whole[:, 0] == CLS) and torch.all(whole[:, -1] == SEP)
 
 
-@pytest.mark.parametrize(("probability", "length", "count"), [(0.15, 128, 19), (0.4, 32, 13)])
-def test_every_sample_has_the_same_number_of_targets(corpus, probability, length, count):
-    masked = batch(source(corpus, mask_probability=probability, sequence_length=length))
-    assert torch.all((masked["target"] != -1).sum(1) == count)
-    assert masked["input"].shape == (8, length)
-
-
 @pytest.mark.parametrize(
     ("probability", "limit", "length", "count"),
     [(0.2, 20, 128, 20), (0.2, 26, 128, 26), (0.2, 27, 128, 26), (0.15, 1, 32, 1)],
@@ -110,12 +99,6 @@ def test_no_more_tokens_are_predicted_than_the_limit(corpus, probability, limit,
     )
     hidden = [batch(own)["target"], *(b["target"] for b in own.eval_batches(4, 2))]
     assert all(torch.all((target != -1).sum(1) == count) for target in hidden)
-
-
-@pytest.mark.parametrize("limit", [0, -3])
-def test_a_limit_that_predicts_nothing_is_refused(limit):
-    with pytest.raises(UserError, match=f"data.max_predictions={limit}; it must be at least 1"):
-        replace(CONFIG, max_predictions=limit)
 
 
 def test_statistics_of_the_masks(corpus):
@@ -151,22 +134,6 @@ def test_statistics_of_the_masks(corpus):
 # ------------------------------------------------------------------------------ what it depends on
 
 
-@pytest.mark.parametrize("next_sentence", [False, True])
-def test_ranks_and_micro_batches_see_their_share_of_one_batch(corpus, next_sentence):
-    model = replace(MODEL, next_sentence=next_sentence)
-    own = source(corpus, model, next_sentence=next_sentence)
-    whole = batch(own, 7, range(12))
-    torch.manual_seed(1)
-    np.random.seed(1)
-    shares = list(own.batches((7, range(i, i + 3)) for i in (0, 3, 6, 9)))
-    strided = list(own.batches((7, range(r, 12, 2)) for r in (0, 1)))
-    for name, value in whole.items():
-        assert torch.equal(torch.cat([share[name] for share in shares]), value), name
-        assert torch.equal(torch.stack([s[name] for s in strided], 1).flatten(0, 1), value), name
-    far = batch(own, 2**40, range(2))  # the step of calibration samples
-    assert not torch.equal(far["input"], whole["input"][:2])
-
-
 def test_masks_are_new_in_every_sample_step_and_seed(corpus):
     """In a text of one token that repeats, where every window is the same."""
     constant = {"train": np.full(500, 7, dtype=np.uint16), "val": corpus.tokens["val"]}
@@ -178,19 +145,6 @@ def test_masks_are_new_in_every_sample_step_and_seed(corpus):
     rows = [row for seed, step in [(3, 0), (3, 1), (4, 0)] for row in chosen(seed, step)]
     assert chosen(3, 0) == rows[:4]
     assert all(a != b for i, a in enumerate(rows) for b in rows[:i])
-
-
-def test_evaluation_samples_are_fixed_by_the_data(corpus):
-    def samples(seed, batch_size):
-        batches = list(source(replace(corpus, seed=seed)).eval_batches(7, batch_size))
-        return {name: torch.cat([b[name] for b in batches]) for name in batches[0]}
-
-    first = samples(seed=3, batch_size=7)
-    for other in (samples(3, 2), samples(99, 3)):
-        assert all(torch.equal(first[name], other[name]) for name in first)
-    windows = next(corpus.eval_batches(7, 7, 126))["input"]
-    assert torch.equal(unmasked(first)[:, 1:-1], windows)
-    assert torch.all((first["target"] != -1).sum(1) == 19)
 
 
 # ------------------------------------------------------------------------------ pairs
@@ -235,23 +189,6 @@ def test_score_sums_over_the_predicted_tokens(corpus):
     }
 
 
-def test_the_losses_of_words_and_of_pairs_are_told_apart(corpus):
-    config = replace(MODEL, next_sentence=True)
-    torch.manual_seed(0)
-    model = BertLM(config).eval()
-    own = source(corpus, config, next_sentence=True)
-    pairs = batch(own)
-    with torch.no_grad():
-        logits, loss = model(**pairs)
-        sentences = model.sentence_logits(model.bert(pairs["input"], pairs["token_types"]))
-        expected = torch.nn.functional.cross_entropy(sentences, pairs["next_sentence"])
-    sums, count = own.score(logits, loss, pairs)
-    means = {name: float(value) / count for name, value in sums.items()}
-    assert means["nsp_loss"] == pytest.approx(float(expected), rel=1e-5)
-    assert means["mlm_loss"] + means["nsp_loss"] == pytest.approx(float(loss), rel=1e-6)
-    assert means["mlm_loss"] == pytest.approx(math.log(256), abs=0.1)
-
-
 def test_unigram_entropy_by_hand(corpus):
     """Train: a three times, b once, three [SEP]; counts + 1 are 4, 2 and 1 for each other token."""
     ordinary = corpus.vocab_size - 5
@@ -264,34 +201,7 @@ def test_unigram_entropy_by_hand(corpus):
     assert unigram_entropy(own) == pytest.approx(expected, rel=1e-12)
 
 
-def test_the_source_describes_itself(corpus):
-    own = source(corpus, sequence_length=64)
-    assert own.tokens_per_sample == 64
-    assert own.directory == corpus.directory and own.fingerprint == corpus.fingerprint
-    described = own.describe()
-    assert described.pop("unigram_entropy") == unigram_entropy(own)
-    assert described == corpus.manifest
-
-
 # ------------------------------------------------------------------------------ errors
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"sequence_length": 129}, "sequence_length=129 is longer than model.block_size=128"),
-        (
-            {"next_sentence": True},
-            "data.next_sentence=True and model.next_sentence=False must agree",
-        ),
-        ({"mask_probability": 1.0}, "mask_probability=1.0; it must lie between 0 and 1"),
-        ({"sequence_length": 4}, "sequence_length=4; it must be at least 8"),
-        ({"objective": "causal"}, "objective=causal; masked text has mlm"),
-    ],
-)
-def test_what_does_not_fit_is_refused(corpus, options, message):
-    with pytest.raises(UserError, match=message):
-        source(corpus, **options)
 
 
 def test_a_corpus_that_does_not_fit_is_refused(corpus):
@@ -308,60 +218,3 @@ def test_a_corpus_that_does_not_fit_is_refused(corpus):
 
 
 # ------------------------------------------------------------------------------ yaml files
-
-
-def composed(model, *overrides):
-    from hydra import compose, initialize_config_module
-    from omegaconf import OmegaConf
-
-    with initialize_config_module("experiments.conf", version_base="1.3"):
-        config = compose("pretrain", overrides=[f"model={model}", *overrides])
-    return OmegaConf.to_container(config, resolve=True)
-
-
-@pytest.mark.parametrize(
-    ("model", "size", "data"),
-    [
-        ("bert_nano", BertConfig.of_size("nano", n_inner=512), "stdlib_mlm"),
-        ("bert_nano_half", BertConfig.of_size("nano", n_inner=256), "stdlib_mlm"),
-        ("cramming", BertConfig.of_size("cramming", n_inner=3072), "c4_mlm"),
-        ("cramming_half", BertConfig.of_size("cramming", n_inner=1536), "c4_mlm"),
-        (
-            "bert_base",
-            BertConfig.of_size("base", n_inner=3072, next_sentence=True),
-            "wikipedia_mlm",
-        ),
-        (
-            "bert_large",
-            BertConfig.of_size("large", n_inner=4096, next_sentence=True),
-            "wikipedia_mlm",
-        ),
-    ],
-)
-def test_a_model_brings_its_data_and_its_training(model, size, data):
-    config = composed(model)
-    assert config["model"].pop("name") == "bert"
-    assert BertConfig(**config["model"]) == size
-    text = MLMConfig(**config["data"])
-    assert text.name == data and text.vocab_size <= size.vocab_size
-    assert text.next_sentence is size.next_sentence
-    TrainConfig(**config["train"])
-
-
-def test_recipes():
-    """Cramming of FST: 300,000 micro-steps, lr * min(1/4 + s, 4 - 4 s). SLoPe: 7038 and 1563."""
-    cramming = TrainConfig(**composed("cramming")["train"])
-    unused = 300_000 * 128 - int(cramming.samples_before[-1])
-    assert 0 <= unused < 4096
-    phases = [composed("bert_large", *more)["train"] for more in ([], ["train=bert_phase2"])]
-    assert [(p["steps"], p["batch_size"], p["optimizer"]) for p in phases] == [
-        (7038, 65536, "lamb"),
-        (1563, 32768, "lamb"),
-    ]
-    for phase, share in zip(phases, (0.2843, 0.128), strict=True):
-        assert phase["warmup_steps"] == round(share * phase["steps"])
-        TrainConfig(**phase)
-
-
-def test_special_tokens_have_the_ids_of_this_test(tokenizer):
-    assert tokenizer.special_tokens == {name: i for i, name in enumerate(SPECIAL)}

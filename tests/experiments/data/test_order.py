@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 
 from experiments.data.order import BLOCK, Order, Part, keys, permuted
-from experiments.support.errors import UserError
 
 
 def shuffle(size, seed=0, epoch=0, stream=0):
@@ -14,16 +13,6 @@ def shuffle(size, seed=0, epoch=0, stream=0):
 @pytest.mark.parametrize("size", [1, 2, 3, 7, 10, 16, 17, 99, 100, 101, 5000])
 def test_a_shuffle_is_a_permutation(size):
     assert sorted(shuffle(size)) == list(range(size))
-
-
-def test_shuffles_differ_by_seed_stream_and_epoch_and_a_number_alone_gives_its_place():
-    first = shuffle(1000)
-    assert np.array_equal(first, shuffle(1000))
-    for other in (shuffle(1000, seed=1), shuffle(1000, epoch=1), shuffle(1000, stream=1)):
-        assert (first == other).sum() < 10  # of two random permutations, about one
-    some = np.array([998, 3, 3])
-    places = permuted(some, 1000, keys(0, 0), np.zeros(3, np.int64))
-    assert np.array_equal(places, first[some])
 
 
 def test_the_order_stays_as_it_is():
@@ -43,14 +32,6 @@ def test_every_place_is_as_likely():
     orders = [permuted(np.full(2400, i), 4, keys(3, 0), epochs) for i in range(4)]
     _, counts = np.unique(np.stack(orders), axis=1, return_counts=True)
     assert len(counts) == 24 and ((counts - 100) ** 2 / 100).sum() < 23 + 4 * 46**0.5
-
-
-def test_more_windows_than_any_memory_holds():
-    size = 2**40 + 12345
-    numbers = np.arange(0, size, size // 1000)
-    places = permuted(numbers, size, keys(0, 0), np.zeros_like(numbers))
-    assert len(np.unique(places)) == len(numbers)
-    assert places.min() >= 0 and places.max() < size
 
 
 def order_of(tokens, steps=40, batch=6, seed=0, weights=(1.0,)):
@@ -85,13 +66,6 @@ def test_a_step_and_an_index_alone_say_which_window():
         assert own.tolist() == expected[29 * 6 + rank : 30 * 6 : 2].tolist()
 
 
-def test_a_growing_batch_leaves_nothing_out():
-    sizes = np.repeat([2, 4, 6], 5)
-    order = Order(0, [Part("a", 0, 481)], np.concatenate([[0], np.cumsum(sizes)]))
-    starts = [order.starts(step, np.arange(size), 8) for step, size in enumerate(sizes)]
-    assert sorted(np.concatenate(starts)) == [8 * i for i in range(60)]
-
-
 def test_a_part_of_a_mixture_is_drawn_by_its_weight_in_epochs_of_its_own():
     weights = (0.5, 0.3, 0.2)
     order = order_of([801, 161, 8001], weights=weights, steps=BLOCK // 64, batch=64)
@@ -118,17 +92,3 @@ def test_a_part_of_a_mixture_is_drawn_by_its_weight_in_epochs_of_its_own():
         assert (np.sort(whole) == first + np.arange(windows) * 8).all()
         assert order.epochs(8)[f"part{part}"] == len(own) / windows
         first = end
-
-
-def test_the_part_of_a_sample_does_not_depend_on_what_was_asked_before():
-    order = order_of([801, 161], weights=(0.9, 0.1))
-    some = np.array([BLOCK - 1, 5, 3 * BLOCK + 7, BLOCK])
-    parts, numbers = order.numbers(some)
-    for place, sample in enumerate(some):
-        one = order_of([801, 161], weights=(0.9, 0.1)).numbers(np.array([sample]))
-        assert (one[0][0], one[1][0]) == (parts[place], numbers[place])
-
-
-def test_a_weight_below_one_sample_of_a_block_is_refused():
-    with pytest.raises(UserError, match=r"part1 has 1e-06, less than one sample of 65,536"):
-        order_of([81, 81], weights=(1 - 1e-6, 1e-6))

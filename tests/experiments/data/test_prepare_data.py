@@ -3,7 +3,6 @@
 import gzip
 import hashlib
 import json
-import math
 import sysconfig
 from pathlib import Path
 
@@ -12,25 +11,20 @@ import pytest
 import tiktoken
 
 from experiments import prepare_data
-from experiments.config.run import load
 from experiments.data import prepare as preparing
 from experiments.data.corpus import load_tokens
-from experiments.data.corpus_source import data_files
 from experiments.data.manifest import SPLITS, DataConfig, read_manifest
 from experiments.data.prepare import prepare
 from experiments.data.tokenizer import (
     END_OF_TEXT,
     SPECIAL,
     HFTokenizer,
-    folder_tokenizer,
     gpt2_encoding,
     load_bpe,
     train_bpe,
     train_wordpiece,
 )
-from experiments.support.checkpoint import exclusive
 from experiments.support.errors import UserError
-from models.gpt2 import GPTConfig
 
 TEXTS = [f"document {i}: naïve café \U0001f600\n" for i in range(30)]
 
@@ -71,26 +65,6 @@ def test_bpe_keeps_every_byte_and_every_text(tmp_path):
     assert encoding.eot_token not in encoding.encode_ordinary(text)
 
 
-def test_tiktoken_and_tokenizers_agree_on_a_trained_bpe(tmp_path):
-    from tokenizers import Tokenizer
-
-    source = Path(json.__file__).with_name("decoder.py").read_text(encoding="utf-8")
-    path = tmp_path / "tokenizer.json"
-    path.write_text(train_bpe([source], vocab_size=600), encoding="utf-8")
-    theirs = Tokenizer.from_file(str(path))
-    assert load_bpe(path).encode_ordinary(source) == theirs.encode(source).ids
-    assert theirs.token_to_id(END_OF_TEXT) == 599
-
-
-def test_bpe_training_is_deterministic():
-    assert train_bpe(TEXTS, vocab_size=350) == train_bpe(iter(TEXTS), vocab_size=350)
-
-
-def test_a_vocabulary_below_the_bytes_is_refused():
-    with pytest.raises(UserError, match="vocab_size=256 is too small"):
-        train_bpe(TEXTS, vocab_size=256)
-
-
 def test_wordpiece_by_hand():
     """Words ab twice, abc and b: pair a ##b counts 3, then ab ##c once, and nothing is left."""
     tokenizer = HFTokenizer(train_wordpiece(["\u00c1b ab", "aBc,\n b"], vocab_size=64), 3)
@@ -105,45 +79,6 @@ def test_wordpiece_by_hand():
         ["[UNK]", "[UNK]", "[UNK]"],  # a special token's name in a text is text
     ]
     assert tokenizer.decode(ids[0][:3]) == "abc abb"
-
-
-def test_wordpiece_training_is_deterministic():
-    """Also from process to process, where the library's order of characters is another one."""
-    import subprocess
-    import sys
-
-    program = (
-        "import json, pathlib, hashlib; from experiments.data.tokenizer import train_wordpiece; "
-        "text = pathlib.Path(json.__file__).with_name('decoder.py').read_text(); "
-        "print(hashlib.sha256(train_wordpiece([text], 400).encode()).hexdigest())"
-    )
-    processes = [
-        subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE) for _ in range(2)
-    ]
-    text = Path(json.__file__).with_name("decoder.py").read_text()
-    own = hashlib.sha256(train_wordpiece([text], 400).encode()).hexdigest()
-    assert [process.communicate()[0].decode().strip() for process in processes] == [own, own]
-
-
-def test_a_vocabulary_without_room_for_pieces_is_refused():
-    with pytest.raises(UserError, match="vocab_size=63 is too small for a WordPiece"):
-        train_wordpiece(TEXTS, vocab_size=63)
-
-
-def test_the_tokenizer_of_a_bert_ends_documents_with_sep(tmp_path):
-    from tokenizers import Tokenizer
-    from transformers import PreTrainedTokenizerFast
-
-    text = train_wordpiece(["two of four"], vocab_size=100)
-    names = dict(zip(("pad", "unk", "cls", "sep", "mask"), SPECIAL, strict=True))
-    PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer.from_str(text),
-        **{f"{name}_token": token for name, token in names.items()},
-    ).save_pretrained(tmp_path)
-    tokenizer = folder_tokenizer(str(tmp_path))
-    assert tokenizer.eot_token == 3 and tokenizer.special_tokens["[MASK]"] == 4
-    own = HFTokenizer(text, 3)
-    assert tokenizer.encode_ordinary_batch(["of two"]) == own.encode_ordinary_batch(["of two"])
 
 
 def test_gpt2_without_network_names_the_choices(tmp_path, monkeypatch):
@@ -233,45 +168,6 @@ def test_every_format_gives_the_same_documents(tmp_path, hub_cache, write):
     assert documents_of(corpus, "train") == [TEXTS[i] for i in order[1:]]
 
 
-def test_a_corpus_of_word_pieces(tmp_path, hub_cache):
-    folder = tmp_path / "source"
-    folder.mkdir()
-    write_jsonl(folder, TEXTS)
-    config = DataConfig("mini", str(folder), str(tmp_path / "data"), "wordpiece", vocab_size=280)
-    assert prepare(config) == tmp_path / "data" / "mini-wp280"
-    corpus = load_tokens(config, seed=0)
-    assert corpus.manifest["tokenizer"]["kind"] == "wordpiece"
-    order = np.random.default_rng(2357).permutation(30)
-    # lower-cased, without accents; the emoji is rare enough to have an entry of its own
-    expected = [f"document {i} : naive cafe \U0001f600" for i in order]
-    assert documents_of(corpus, "val") == expected[:1]
-    assert documents_of(corpus, "train") == expected[1:]
-    assert corpus.tokens["val"][-1] == SPECIAL.index("[SEP]")
-
-
-def test_the_hub_is_read_in_the_format_of_the_pattern():
-    for pattern, builder in [("en/c4-*.json.gz", "json"), ("**/*.parquet", "parquet")]:
-        source = f"hf://datasets/owner/name/{pattern}"
-        assert data_files(source) == (builder, source)
-
-
-def test_the_validation_part_of_a_published_corpus_is_that_of_nanogpt(
-    tmp_path, hub_cache, byte_gpt2, monkeypatch
-):
-    monkeypatch.setattr(preparing, "_PUBLISHED_DOCUMENTS", 4100)
-    folder = tmp_path / "source"
-    folder.mkdir()
-    texts = [f"{i}" for i in range(4100)]
-    write_jsonl(folder, texts)
-    config = DataConfig("openwebtext", str(folder), str(tmp_path / "data"))
-    prepare(config)
-    # 4100 * 0.0005 = 2.05, rounded up
-    val = np.random.default_rng(2357).permutation(4100)[:3]
-    expected = [token for i in val for token in (*str(i).encode(), 50256)]
-    found = np.fromfile(config.directory / "val.bin", dtype="<u2").tolist()
-    assert found == expected
-
-
 @pytest.mark.parametrize("name", ["mine", "openwebtext"])
 def test_of_ones_own_text_one_percent_of_the_tokens_is_held_out(
     tmp_path, hub_cache, byte_gpt2, name
@@ -301,16 +197,6 @@ def test_of_ones_own_text_one_percent_of_the_tokens_is_held_out(
         assert splits[split]["text_bytes"] == len(content) - len(documents)
     load_tokens(config, seed=0)
     assert not (config.directory / "rest.bin").exists()
-
-
-def test_a_document_stays_for_training(tmp_path, hub_cache, byte_gpt2):
-    folder = tmp_path / "source"
-    folder.mkdir()
-    first = int(np.random.default_rng(2357).permutation(2)[0])
-    write_jsonl(folder, [("a" if i == first else "b" * 1000) for i in range(2)])
-    config = DataConfig("mini", str(folder), str(tmp_path / "data"))
-    prepare(config)
-    assert [s["tokens"] for s in read_manifest(config)["splits"].values()] == [1001, 2]
 
 
 @pytest.mark.parametrize("end", ["\n", " "])
@@ -349,40 +235,6 @@ def test_a_tokenizer_is_not_trained_on_what_is_held_out(tmp_path, hub_cache):
     assert [len(ids) for ids in encoded] == [20, 5]
 
 
-def test_the_manifest_describes_the_files(tmp_path, hub_cache, byte_gpt2):
-    folder = tmp_path / "source"
-    folder.mkdir()
-    write_jsonl(folder, TEXTS)
-    config = DataConfig("mini", str(folder), str(tmp_path / "data"))
-    directory = prepare(config)
-    manifest = json.loads((directory / "manifest.json").read_text())
-    assert manifest["tokenizer"]["kind"] == "gpt2"
-    assert manifest["tokenizer"]["vocab_size"] == 50257
-    total = sum(len(text.encode()) for text in TEXTS)
-    splits = manifest["splits"].values()
-    assert sum(s["text_bytes"] for s in splits) == total
-    assert sum(s["documents"] for s in splits) == 30
-    assert sum(s["tokens"] for s in splits) == total + 30  # bytes, and an end for each document
-    for split in splits:
-        content = (directory / split["file"]).read_bytes()
-        assert split["bytes"] == len(content) == 2 * split["tokens"]
-        assert split["sha256"] == hashlib.sha256(content).hexdigest()
-    assert manifest["source"]["path"] == str(folder)
-
-
-def test_a_prepared_corpus_is_kept_and_another_source_is_refused(tmp_path, hub_cache, byte_gpt2):
-    folder = tmp_path / "source"
-    folder.mkdir()
-    write_jsonl(folder, TEXTS)
-    root = str(tmp_path / "data")
-    path = prepare(DataConfig("mini", str(folder), root)) / "train.bin"
-    before = path.stat().st_mtime_ns
-    prepare(DataConfig("mini", str(folder), root))
-    assert path.stat().st_mtime_ns == before
-    with pytest.raises(UserError, match=r"elsewhere does not exist; .*mini-gpt2 was made"):
-        prepare(DataConfig("mini", "elsewhere", root))
-
-
 def test_a_source_is_known_by_its_content_and_not_by_its_place(tmp_path, hub_cache, byte_gpt2):
     folder, root = tmp_path / "source", str(tmp_path / "data")
     folder.mkdir()
@@ -401,62 +253,6 @@ def test_a_source_is_known_by_its_content_and_not_by_its_place(tmp_path, hub_cac
     moved.rename(folder)
     with pytest.raises(UserError, match=r"was made from .*source as it was, which has changed"):
         prepare(DataConfig("mini", str(folder), root))
-
-
-def test_a_changed_tokenizer_is_refused(tmp_path, hub_cache):
-    folder = tmp_path / "source"
-    folder.mkdir()
-    write_jsonl(folder, TEXTS)
-    config = DataConfig("mini", str(folder), str(tmp_path / "data"), "bpe", vocab_size=280)
-    path = prepare(config) / "tokenizer.json"
-    path.write_text(path.read_text().replace('"do"', '"od"'))
-    with pytest.raises(UserError, match=r"tokenizer\.json was changed"):
-        load_tokens(config, seed=0)
-
-
-def test_an_interrupted_preparation_leaves_nothing(tmp_path, hub_cache, byte_gpt2, monkeypatch):
-    folder = tmp_path / "source"
-    folder.mkdir()
-    write_jsonl(folder, TEXTS)
-    config = DataConfig("mini", str(folder), str(tmp_path / "data"))
-
-    def interrupt(*args):
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(preparing, "file_record", interrupt)  # after train.bin was written
-        with pytest.raises(KeyboardInterrupt):
-            prepare(config)
-    assert list((tmp_path / "data").iterdir()) == []
-    assert prepare(config).is_dir()
-
-
-def test_what_a_killed_preparation_left_is_removed(tmp_path, hub_cache, byte_gpt2):
-    folder, root = tmp_path / "source", tmp_path / "data"
-    folder.mkdir()
-    write_jsonl(folder, TEXTS)
-    names = (".mini-gpt2.0a", ".mini-gpt2.0b", ".mini-gpt2-other.0a")
-    for name in names:
-        (root / name).mkdir(parents=True)
-        (root / name / "train.bin").write_bytes(b"half")
-    with exclusive(root / names[1]):  # by a process that is at work
-        directory = prepare(DataConfig("mini", str(folder), str(root)))
-        assert {path.name for path in root.iterdir()} == {"mini-gpt2", *names[1:]}
-    assert not (directory / ".lock").exists()
-
-
-def test_a_full_disk_is_one_line_and_leaves_nothing(tmp_path, hub_cache, byte_gpt2, full_disk):
-    folder = tmp_path / "source"
-    folder.mkdir()
-    write_jsonl(folder, [text * 100 for text in TEXTS])
-    config = DataConfig("mini", str(folder), str(tmp_path / "data"))
-    full = "cannot be written: File too large; make room"
-    with full_disk(100), pytest.raises(UserError, match=full):  # the copy that `datasets` makes
-        prepare(config)
-    preparing._files(config.name, config.source, config.text_column)
-    with full_disk(20_000), pytest.raises(UserError, match=f"data/mini-gpt2 {full}"):
-        prepare(config)
-    assert list((tmp_path / "data").iterdir()) == []
 
 
 def test_of_two_that_prepare_at_once_one_wins(tmp_path, hub_cache, byte_gpt2, monkeypatch):
@@ -489,13 +285,6 @@ def test_the_command_line(tmp_path, hub_cache, byte_gpt2, monkeypatch, capsys):
     size = len(TEXTS[np.random.default_rng(2357).permutation(30)[0]].encode()) + 1
     assert f"1 documents, {size} val tokens" in capsys.readouterr().out
     assert Path("out/openwebtext-gpt2/manifest.json").is_file()
-
-
-def test_a_folder_without_manifest_is_not_taken_for_a_corpus(tmp_path):
-    config = DataConfig("mini", "anything", str(tmp_path), "bpe", vocab_size=300)
-    config.directory.mkdir()
-    with pytest.raises(UserError, match=r"manifest\.json is missing; delete .*mini-v300"):
-        prepare(config)
 
 
 @pytest.mark.parametrize(
@@ -546,32 +335,7 @@ def test_a_text_that_is_not_utf8_is_named_with_its_byte(tmp_path, hub_cache, con
     assert not (tmp_path / "data").exists()
 
 
-def test_an_unreachable_hub_names_the_way_out(tmp_path, hub_cache):
-    source = "hf://datasets/Skylion007/openwebtext/**/*.parquet"
-    with pytest.raises(UserError, match=r"could not read data\.source=hf://.*data\.source=FOLDER"):
-        prepare(DataConfig("openwebtext", source, str(tmp_path), "bpe", vocab_size=300))
-
-
 # ------------------------------------------------------------------------------ embedded corpus
-
-
-@pytest.fixture(scope="module")
-def stdlib(tmp_path_factory):
-    root = tmp_path_factory.mktemp("data")
-    return load_tokens(load(["data=stdlib", f"data.root={root}"]).data, seed=0)
-
-
-def test_stdlib_is_the_source_of_this_python(stdlib):
-    train, val = documents_of(stdlib, "train"), documents_of(stdlib, "val")
-    root = Path(sysconfig.get_path("stdlib"))
-    for name in ("ast.py", "json/decoder.py", "concurrent/futures/thread.py"):
-        held_out = int(hashlib.sha256(name.encode()).hexdigest(), 16) % 20 == 0
-        text = (root / name).read_bytes().decode()
-        assert (text in val, text in train) == (held_out, not held_out)
-    # one file in 20: within 4 sigma of the binomial
-    total = len(train) + len(val)
-    assert total > 300
-    assert abs(len(val) - total / 20) < 4 * math.sqrt(total * 0.05 * 0.95)
 
 
 def test_stdlib_leaves_out_tests_and_packages_and_what_is_not_utf8(tmp_path, monkeypatch):
@@ -593,28 +357,4 @@ def test_stdlib_leaves_out_tests_and_packages_and_what_is_not_utf8(tmp_path, mon
     assert source.documents == {split: len(texts) for split, texts in found.items()}
 
 
-def test_a_python_without_its_source_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path))
-    with pytest.raises(UserError, match="has no source files"):
-        preparing._stdlib()
-
-
-def test_stdlib_needs_the_vocabulary_of_the_nano_model(stdlib):
-    assert stdlib.vocab_size == load(["model=gpt2_nano"]).model.vocab_size == 2048
-    assert max(int(tokens.max()) for tokens in stdlib.tokens.values()) == 2047
-
-
 # ------------------------------------------------------------------------------ yaml files
-
-
-def test_openwebtext_is_prepared_with_the_vocabulary_of_gpt2():
-    config = load(["data=openwebtext"]).data
-    assert (config.tokenizer, config.vocab_size) == ("gpt2", 50257)
-    assert config.directory == Path("data/openwebtext-gpt2")
-
-
-@pytest.mark.parametrize("size", ["nano", "124M", "350M", "774M", "1558M"])
-def test_the_model_files_are_the_sizes(size):
-    config = load([f"model=gpt2_{size.lower()}"])
-    assert config.model_name == "gpt2"
-    assert config.model == GPTConfig.of_size(size)

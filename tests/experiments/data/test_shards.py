@@ -7,8 +7,6 @@ import numpy as np
 import pytest
 import torch
 
-from experiments import prepare_data
-from experiments.config.run import load
 from experiments.data import shards
 from experiments.data.corpus import check_fits, load_tokens
 from experiments.data.manifest import SPLITS, DataConfig, fingerprint, read_manifest, token_type
@@ -17,8 +15,6 @@ from experiments.data.prepare import prepare
 from experiments.data.shards import TokenFiles
 from experiments.support.checkpoint import exclusive
 from experiments.support.errors import UserError
-from experiments.support.progress import silent
-from experiments.training import pretraining
 
 TEXTS = [f"document {i}: naïve café {'and so on ' * (i % 7)}" for i in range(300)]
 
@@ -177,17 +173,6 @@ def test_missing_and_changed_shards_are_named(sharded):
         load_tokens(sharded, seed=0)
 
 
-def test_the_command_line(text, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(
-        "sys.argv",
-        ["prepare_data", "data=openwebtext", "data.name=mine", f"data.source={text}",
-         f"data.root={tmp_path / 'out'}", "data.tokenizer=bpe", "data.vocab_size=300",
-         "data.shard_tokens=2000"],
-    )  # fmt: skip
-    prepare_data.main()
-    assert "train tokens in 3 files" in capsys.readouterr().out
-
-
 # ------------------------------------------------------------------------------ large vocabularies
 
 
@@ -281,23 +266,6 @@ def test_the_samples_of_a_mixture_are_windows_of_its_parts(parts):
     assert corpus.encoding.decode(corpus.tokens["val"][0:5].tolist())
 
 
-@pytest.mark.parametrize(
-    ("names", "weights", "message"),
-    [
-        (("left", "right"), (0.5, 0.6), r"weights=\[0.5, 0.6\] sum to 1.1; they must sum to 1"),
-        (("left", "right"), (1.5, -0.5), "a weight must be above 0"),
-        (("left", "right"), (1.0, 0.0), "a weight must be above 0"),
-        (("left", "right"), (float("nan"), 0.5), "a weight must be above 0"),
-        (("left", "right"), (1.0,), "give each part a weight"),
-        (("left", "left"), (0.5, 0.5), "names a part twice"),
-        ((), (), "a mixture .* needs parts"),
-    ],
-)
-def test_weights_that_are_none_are_refused(parts, names, weights, message):
-    with pytest.raises(UserError, match=message):
-        mixture(parts, names, weights)
-
-
 def test_parts_that_do_not_fit_are_refused(parts):
     with pytest.raises(UserError, match=r"other-v300 has another tokenizer .* than .*own"):
         read_manifest(mixture(parts, ("own", "other"), (0.5, 0.5), "bpe"))
@@ -312,40 +280,3 @@ def test_parts_that_do_not_fit_are_refused(parts):
         DataConfig("mix", "mixture", "x", "bpe", 300, parts=("left",), weights=(1.0,))
     with pytest.raises(UserError, match=r"data\.order=shuffled; choose one of drawn, epochs"):
         DataConfig("mine", "x", "x", "bpe", 300, order="shuffled")
-
-
-def test_weights_and_parts_are_what_a_run_is_known_by(parts):
-    first = mixture(parts).identity()
-    assert first["corpus"] == [part.directory.name for part in mixture(parts).corpora]
-    assert first["weights"] == (0.75, 0.25)
-    assert mixture(parts, weights=(0.5, 0.5)).identity() != first
-
-
-def test_a_training_on_a_mixture_is_resumed_in_its_order(parts, overrides, tmp_path):
-    """Interrupted within an epoch of one part, it ends as one that was not."""
-    data = [
-        "data=mixture", "data.parts=[left,right]", "data.weights=[0.75,0.25]",
-        f"data.root={parts}", f"data.tokenizer={parts / 'own-v300'}", "train.eval_every=12",
-    ]  # fmt: skip
-    options = [o for o in overrides if not o.startswith("data.")]
-    results = []
-    for folder, stop in (("a", None), ("b", 7)):
-        config = load([*options, *data, f"runs={tmp_path / folder}"])
-        if stop is not None:
-            with pytest.MonkeyPatch.context() as patch:
-                step = pretraining.Trainer._train_step
-
-                def stopped(self, batches, step=step, stop=stop):
-                    if self.step == stop:
-                        raise KeyboardInterrupt
-                    return step(self, batches)
-
-                patch.setattr(pretraining.Trainer, "_train_step", stopped)
-                with pytest.raises(KeyboardInterrupt):
-                    pretraining.run(config, silent)
-        results.append(pretraining.run(config, silent))
-        assert pretraining.finished(config) is not None
-    whole, resumed = results
-    assert whole["metrics"] == resumed["metrics"]
-    assert whole["files"] == resumed["files"]
-    assert set(whole["corpus"]["epochs"]) == {"left", "right"}

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from experiments.data.tokenizer import gpt2_encoding, load_bpe, train_bpe
+from experiments.data.tokenizer import gpt2_encoding
 from experiments.evaluation.perplexity import Text, perplexity, raw_rows, window_losses, windows
 from experiments.support.errors import UserError
 from models.gpt2 import GPT, GPTConfig
@@ -60,22 +60,6 @@ def test_a_perplexity_that_is_no_float_is_infinite(gap, expected):
     assert found["ppl"] == pytest.approx(expected, rel=1e-9)
 
 
-def test_the_perplexity_of_a_broken_model_is_no_number():
-    found = perplexity(Fixed(torch.tensor([math.nan, 0.0])), torch.ones(1, 4, dtype=torch.int64), 1)
-    assert math.isnan(found["ppl"])
-
-
-def test_the_mean_of_the_model_s_own_loss():
-    torch.manual_seed(0)
-    model = GPT(GPTConfig(n_layer=1, n_head=2, n_embd=16, vocab_size=64, block_size=16)).eval()
-    data = stream(64, 5, 16)
-    with torch.no_grad():
-        own = [float(model(w[None, :-1], w[None, 1:])[1]) for w in data]
-    found = perplexity(model, data, batch=5)
-    assert found["ppl_loss"] == pytest.approx(sum(own) / 5, rel=1e-6)
-    assert found["ppl"] == math.exp(found["ppl_loss"])
-
-
 def test_the_batch_does_not_matter():
     """Five windows in batches of 1, 2 (a smaller one last), 3 and 5: the loss of each window."""
     torch.manual_seed(0)
@@ -90,37 +74,7 @@ def test_the_batch_does_not_matter():
     assert len(values) == 1  # where the logits are equal bit by bit, so is the result
 
 
-def test_a_model_in_training_is_evaluated_without_dropout():
-    torch.manual_seed(0)
-    config = GPTConfig(n_layer=1, n_head=2, n_embd=16, vocab_size=64, block_size=16, dropout=0.5)
-    model, data = GPT(config), stream(64, 2, 16)
-    assert perplexity(model, data, 2) == perplexity(model, data, 2)
-
-
-def test_autocast_is_asked_for():
-    torch.manual_seed(0)
-    model = GPT(GPTConfig(n_layer=1, n_head=2, n_embd=16, vocab_size=64, block_size=16))
-    data = stream(64, 2, 16)
-    exact = perplexity(model, data, 2)["ppl_loss"]
-    rounded = perplexity(model, data, 2, torch.bfloat16)["ppl_loss"]
-    assert rounded != exact and rounded == pytest.approx(exact, rel=2**-8)
-
-
 # ---------------------------------------------------------------- the windows
-
-
-def test_windows_do_not_overlap_and_the_tail_is_dropped():
-    assert windows(list(range(11)), 3).tolist() == [[0, 1, 2], [3, 4, 5], [6, 7, 8]]
-    assert windows(range(4), 4).tolist() == [[0, 1, 2, 3]]
-
-
-def test_a_stream_as_long_as_wikitext2_gives_280_windows_and_drops_924_tokens():
-    """287,644 is the number of GPT-2's tokens in the joined test split, by the protocol; that the
-    text gives as many, the next test shows where it has the file."""
-    tokens = torch.arange(287_644).tolist()
-    found = windows(tokens, 1024)
-    assert found.shape == (280, 1024)
-    assert found.flatten().tolist() == tokens[:-924]
 
 
 WIKITEXT = os.environ.get("SPARSE24_WIKITEXT2")  # path of wiki.test.raw or of the hub's .parquet
@@ -131,15 +85,6 @@ def test_the_real_wikitext2_has_287644_tokens_of_gpt2():
     tokens = gpt2_encoding().encode_ordinary(Text(WIKITEXT, REVISION).content)
     assert len(tokens) == 287_644
     assert windows(tokens, 1024).shape == (280, 1024)
-
-
-@pytest.mark.parametrize(
-    ("count", "block", "message"),
-    [(7, 8, "the text has 7 tokens, a window 8"), (9, 1, "block_size=1")],
-)
-def test_no_window_is_one_line(count, block, message):
-    with pytest.raises(UserError, match=message):
-        windows(range(count), block)
 
 
 # ---------------------------------------------------------------- the text
@@ -158,21 +103,6 @@ def test_the_raw_file_and_the_hub_s_rows_are_the_same_text(tmp_path):
     joined = "\n\n = Title = \n\n\n\n\n First line . \n\n\n Second line . \n\n\n"
     for name in ("wiki.test.raw", "test.parquet"):
         assert Text(str(tmp_path / name), REVISION).content == joined
-
-
-def test_a_raw_text_gives_these_windows(tmp_path):
-    """Lines with their newlines, blank ones empty, two newlines between rows; a byte is a token.
-
-    Counted by hand, the rows with the newlines behind them have 2, 5 + 2, 2, 5 + 2 and 3 bytes.
-    """
-    (tmp_path / "tiny.test.raw").write_text(" \n = A\n \n b .\n cd", encoding="utf-8")
-    (tmp_path / "tokenizer.json").write_text(train_bpe([], 257))  # no merges
-    encoding = load_bpe(tmp_path / "tokenizer.json")
-    text = Text(str(tmp_path / "tiny.test.raw"), REVISION).content
-    tokens = encoding.encode_ordinary_batch([text])[0]
-    assert len(tokens) == 2 + 7 + 2 + 7 + 3
-    spelled = [encoding.decode(window.tolist()) for window in windows(tokens, 6)]
-    assert spelled == ["\n\n = A", "\n\n\n\n\n ", "b .\n\n\n"]  # " cd" is the tail
 
 
 def test_any_other_file_and_standard_input_are_taken_as_they_are(tmp_path, monkeypatch):
@@ -202,33 +132,4 @@ def test_text_that_cannot_be_read_is_one_line(tmp_path, name, content, message):
         path.write_bytes(content)
     with pytest.raises(UserError, match=message) as caught:
         _ = Text(str(path), REVISION).content
-    assert "\n" not in str(caught.value)
-
-
-def test_a_parquet_file_of_something_else_is_one_line(tmp_path):
-    import pyarrow
-    import pyarrow.parquet
-
-    pyarrow.parquet.write_table(pyarrow.table({"line": ["a"]}), tmp_path / "x.parquet")
-    with pytest.raises(UserError, match=r"x\.parquet has no column text, only line"):
-        _ = Text(str(tmp_path / "x.parquet"), REVISION).content
-
-
-@pytest.mark.parametrize(
-    ("rows", "message"),
-    [(["a", None], "row 1 of the column text in .* is no text: None"), ([7], "row 0 .*: 7")],
-)
-def test_a_row_without_text_is_one_line(tmp_path, rows, message):
-    import pyarrow
-    import pyarrow.parquet
-
-    pyarrow.parquet.write_table(pyarrow.table({"text": rows}), tmp_path / "x.parquet")
-    with pytest.raises(UserError, match=message):
-        _ = Text(str(tmp_path / "x.parquet"), REVISION).content
-
-
-def test_no_network_is_one_line(monkeypatch):
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    with pytest.raises(UserError, match="could not be downloaded") as caught:
-        _ = Text("wikitext2", REVISION).content
     assert "\n" not in str(caught.value)

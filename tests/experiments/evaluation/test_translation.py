@@ -94,33 +94,6 @@ def test_a_narrow_beam_is_that_of_one_sentence_at_a_time(model, beam):
     assert all(len(found) <= 10 and END not in found for found in together)
 
 
-def test_a_longer_translation_is_favoured_by_the_penalty(model):
-    lengths = [
-        sum(map(len, translate(model, SOURCE, MASK, END, WORDS, Search(64, penalty, 2))))
-        for penalty in (0.0, 0.6, 5.0)
-    ]
-    assert lengths == sorted(lengths) and lengths[0] < lengths[-1]
-
-
-def test_a_translation_ends_where_the_model_does(model):
-    """It has 16 places, of which the first is for the beginning; greedy search fills them all."""
-    found = translate(model, SOURCE, MASK, END, WORDS, Search(beam=1, longer=1000))
-    assert [len(tokens) for tokens in found] == [15] * 3
-
-
-def test_the_length_penalty_is_that_of_wu_et_al():
-    """((5 + n) / 6) to the power of 0.6 unless told otherwise: 1 for one token, 2 to it for 7."""
-    assert Search().score(-3.0, 1) == -3.0
-    assert Search().score(-3.0, 7) == pytest.approx(-3.0 / 2**0.6)
-    assert Search(length_penalty=2.0).score(-3.0, 13) == pytest.approx(-3.0 / 9)
-
-
-@pytest.mark.parametrize(("options", "says"), [({"beam": 0}, "beam=0"), ({"longer": -1}, "longer")])
-def test_settings_that_cannot_be_are_refused(options, says):
-    with pytest.raises(ValueError, match=says):
-        Search(**options)
-
-
 # ------------------------------------------------------------------------------ BLEU
 
 REFERENCES = [

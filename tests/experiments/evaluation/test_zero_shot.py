@@ -9,12 +9,9 @@ import pytest
 import torch
 
 from experiments import evaluate
-from experiments.config.run import load
 from experiments.evaluation import config, zero_shot
 from experiments.exporting import export
-from experiments.runs.finished import FinishedRun
 from experiments.support.errors import UserError
-from experiments.training import pretraining
 from tests.experiments.conftest import quiet
 
 TASK = Path(__file__).parent / "lm_eval_task"
@@ -27,23 +24,6 @@ def local(monkeypatch, tmp_path):
 
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     monkeypatch.chdir(TASK)
-
-
-@pytest.fixture(scope="module")
-def trained(corpus_dir, tmp_path_factory):
-    """FinishedRun of a nano GPT-2."""
-    options = {
-        "model": {"n_layer": 1, "n_head": 2, "n_embd": 16, "vocab_size": 320, "block_size": 32},
-        "data": {"name": "words", "source": corpus_dir / "text", "root": corpus_dir,
-                 "vocab_size": 300},
-        "train": {"steps": 12, "batch_size": 4, "warmup_steps": 0, "learning_rate": 1e-2,
-                  "eval_samples": 4},
-        "impl": {"device": "cpu", "threads": 1},
-    }  # fmt: skip
-    overrides = [f"{group}.{k}={v}" for group, keys in options.items() for k, v in keys.items()]
-    config = load([*overrides, f"runs={tmp_path_factory.mktemp('runs')}", "method=ste"])
-    pretraining.run(config, quiet)
-    return FinishedRun.open(config.directory())
 
 
 def by_hand(run):
@@ -84,13 +64,6 @@ def test_a_local_task_on_an_exported_model(trained, local, tmp_path):
     assert result["sparsity"]["density"] == 0.5 and result["sparsity"]["illegal_groups"] == 0
 
 
-def test_the_run_itself_gives_the_same_and_a_limit_its_first_questions(trained, local):
-    config = evaluate.load(options(f"run={trained.directory}", "limit=3"))
-    result = evaluate.run(config, quiet)
-    assert result["metrics"]["colours_acc"] == pytest.approx(sum(by_hand(trained)[:3]) / 3)
-    assert result["tasks"]["colours"]["n"] == 3
-
-
 @pytest.fixture
 def recorded(monkeypatch):
     """The keywords with which lm-eval is called; it answers with one task."""
@@ -125,44 +98,6 @@ def test_every_option_is_passed_and_part_of_the_identity(trained, local, recorde
         assert config.digest() not in digests, override
         digests.add(config.digest())
     assert recorded["num_fewshot"] is None and recorded["limit"] is None  # where not asked for
-
-
-def test_the_length_of_a_folder_s_sequences_is_model_block_size(trained, local, recorded, tmp_path):
-    folder = export.export(trained, to=tmp_path / "exported", report=quiet)
-    for more, length in (([], 32), (["model.block_size=8"], 8)):
-        paths = [f"model.path={folder}", f"runs={tmp_path}"]
-        evaluate.run(evaluate.load(options(*paths, *more)), quiet)
-        assert recorded["max_length"] == length
-
-
-def test_low_rank_terms_are_part_of_the_model(tiny, local, recorded):
-    """SLoPe's adapters, for which transformers has no place, are merged into the weights."""
-    config = tiny("method=slope", "method.adapter_rank=4", "method.adapter_fraction=0.5",
-                  "train.steps=4", "train.learning_rate=1e-2")  # fmt: skip
-    pretraining.run(config, quiet)
-    run = FinishedRun.open(config.directory())
-    evaluate.run(evaluate.load(options(f"run={run.directory}")), quiet)
-    ids = torch.randint(0, 300, (3, 12), generator=torch.Generator().manual_seed(0))
-    model = run.model().eval()
-    with torch.no_grad():
-        expected, found = model(ids)[0], recorded["pretrained"](input_ids=ids).logits
-        torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
-        for layer in model.modules():
-            if hasattr(layer, "right"):
-                layer.right.zero_()
-        assert (model(ids)[0] - found).abs().max() > 1e-4  # they matter
-
-
-def test_tasks_are_known_by_their_content(local, tmp_path):
-    known = zero_shot.identity(["colours"], ".")
-    copy = tmp_path / "copy"
-    copy.mkdir()
-    for path in TASK.iterdir():
-        (copy / path.name).write_bytes(path.read_bytes())
-    assert zero_shot.identity(["colours"], str(copy)) == known
-    (copy / "colours.jsonl").write_text("{}")
-    assert zero_shot.identity(["colours"], str(copy)) != known
-    assert "task_files" not in zero_shot.identity(["piqa"], None)
 
 
 @pytest.mark.parametrize(
@@ -203,14 +138,6 @@ def test_python_code_of_task_files_is_refused_without_a_flag(tmp_path, tag, trai
     assert config.load([*overrides, "allow_code=true"]).digest()
 
 
-def test_folders_of_tasks_that_cannot_be_read_are_one_line(tmp_path):
-    with pytest.raises(UserError, match="task_folder=nowhere is no folder"):
-        zero_shot.identity(["colours"], "nowhere")
-    (tmp_path / "x.yaml").write_text("a: [1")
-    with pytest.raises(UserError, match=r"x\.yaml is no task file: "):
-        zero_shot.identity(["colours"], str(tmp_path))
-
-
 def test_an_unknown_task_is_one_line(trained, local, monkeypatch):
     import lm_eval.tasks
 
@@ -226,22 +153,3 @@ def test_an_unknown_task_is_one_line(trained, local, monkeypatch):
     with pytest.raises(UserError, match=r"lm-eval \S+ has no task smells, nor has \.") as caught:
         evaluate.run(config, quiet)
     assert "\n" not in str(caught.value)
-
-
-def test_data_that_cannot_be_had_are_one_line(trained, local, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)  # where there is no colours.jsonl
-    config = evaluate.load(
-        ["tasks=[colours]", f"task_folder={TASK}", f"run={trained.directory}", "impl.device=cpu"]
-    )
-    with pytest.raises(UserError, match="the data of colours could not be loaded") as caught:
-        evaluate.run(config, quiet)
-    assert "\n" not in str(caught.value)
-
-
-def test_the_names_of_papers_stand_for_their_tasks():
-    assert zero_shot.expand(["ast"]) == (
-        *("boolq", "rte", "hellaswag", "winogrande"),
-        *("arc_easy", "arc_challenge", "openbookqa"),
-    )
-    both = zero_shot.expand(["slope", "ast", "colours", "piqa"])
-    assert len(both) == len(set(both)) == 8 + 3 + 1 and both[-1] == "colours"

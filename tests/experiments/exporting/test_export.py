@@ -14,7 +14,6 @@ from common_kernels.compressed import unpack_mask
 from experiments.data.corpus import load_tokens
 from experiments.data.manifest import DataConfig
 from experiments.data.tokenizer import folder_tokenizer
-from experiments.export import freeze_export
 from experiments.exporting import export, files, semi_structured
 from experiments.exporting.export import Form
 from experiments.runs.finished import FinishedRun
@@ -117,18 +116,6 @@ def test_the_masks_of_a_square_conv1d_are_along_its_inputs(finished):
     assert int(check_nm(stored[name], 2, 4, dim=1)) > 0
 
 
-def test_patterns_other_than_2_4_are_named(tiny):
-    config = tiny("method=slope", 'method.patterns=["*c_fc=1:4"]', "train.steps=1",
-                  "train.warmup_steps=0")  # fmt: skip
-    pretraining.run(config, quiet)
-    folder = export.export(FinishedRun.open(config.directory()), report=quiet)
-    _, patterns = masks_of(folder)
-    assert patterns["transformer.h.0.mlp.c_fc.weight"] == {"n": 1, "m": 4, "dim": 0}
-    assert patterns["transformer.h.0.mlp.c_proj.weight"] == {"n": 2, "m": 4, "dim": 0}
-    card = (folder / "README.md").read_text()
-    assert "| transformer.h.0.mlp.c_fc | 64 x 16 | 0.2500 | 1:4 | 0 of 256 |" in card
-
-
 def test_trained_adapters_are_merged(tiny):
     config = tiny("method=slope", "method.adapter_rank=4", "method.adapter_fraction=0.5",
                   "train.steps=4", "train.learning_rate=1e-2")  # fmt: skip
@@ -195,11 +182,6 @@ def test_the_tokenizer_is_the_run_s(family, finished, data):
             tokenizer.sep_token_id,
         ]
     assert folder_tokenizer(str(folder)).encode_ordinary_batch([text])[0] == ids
-
-
-def test_images_have_no_tokenizer(finished):
-    folder = export.export(finished("vit"), report=quiet)
-    assert not list(folder.glob("tokenizer*"))
 
 
 # ---------------------------------------------------------------- the card
@@ -281,39 +263,6 @@ def test_an_export_is_repeated_unless_it_is_whole_and_of_these_weights(finished,
     assert {path.name for path in tmp_path.iterdir()} == {"out", "run"}
 
 
-def test_what_a_killed_export_left_is_removed(finished, monkeypatch):
-    run = finished("gpt2")
-    made, remove = [], export.shutil.rmtree
-
-    def killed(path, **options):
-        if path.name.startswith(".export-"):
-            made.append(path)
-        else:
-            remove(path, **options)
-
-    monkeypatch.setattr(export.shutil, "rmtree", killed)
-    monkeypatch.setattr(files, "write_masks", lambda *args: made[1].mkdir() or 1 / 0)
-    with pytest.raises(ZeroDivisionError):  # before it could clean up
-        export.export(run, report=quiet)
-    assert all(path.name.startswith(".export-") for path in made)
-    assert made[0].is_dir() and made[1].is_dir()
-    monkeypatch.undo()
-    export.export(run, report=quiet)
-    assert not list(run.directory.glob(".export-*"))
-
-
-@pytest.mark.parametrize("damage", [b"", b"{}", b"[]", b"\xff\xfe"])
-def test_a_damaged_record_in_the_run_is_written_anew(finished, damage):
-    run = finished("gpt2")
-    folder = export.export(run, report=quiet)
-    (folder / export.RECORD).write_bytes(damage)
-    (folder / export.MASKS).write_bytes(damage)
-    heard = []
-    export.export(run, report=heard.append)
-    assert heard == [f"exported: {folder}"]
-    assert len(masks_of(folder)[0]) == 3
-
-
 def test_foreign_and_damaged_records(tmp_path):
     assert export.read_patterns(tmp_path) == {}
     for content, said in {
@@ -331,14 +280,6 @@ def test_foreign_and_damaged_records(tmp_path):
         assert "\n" not in str(caught.value)
 
 
-def test_a_folder_of_something_else_is_left_alone(finished, tmp_path):
-    (tmp_path / "mine").mkdir()
-    (tmp_path / "mine" / "notes.txt").write_text("keep")
-    with pytest.raises(UserError, match=r"mine exists and is no export of this run"):
-        export.export(finished("gpt2"), to=tmp_path / "mine", report=quiet)
-    assert [p.name for p in (tmp_path / "mine").iterdir()] == ["notes.txt"]
-
-
 def test_files_of_others_in_an_export_are_not_lost(finished, tmp_path):
     run, folder = finished("gpt2"), tmp_path / "out"
     export.export(run, to=folder, report=quiet)
@@ -353,41 +294,6 @@ def test_files_of_others_in_an_export_are_not_lost(finished, tmp_path):
     assert (folder / "config.json").is_file()
 
 
-def test_an_export_that_fails_leaves_nothing(finished, monkeypatch):
-    run = finished("gpt2")
-    before = {p.name for p in run.directory.iterdir()}
-
-    def broken(*args):
-        raise RuntimeError("the disk is full")
-
-    monkeypatch.setattr(export, "card", broken)
-    with pytest.raises(RuntimeError, match="full"):
-        export.export(run, report=quiet)
-    assert {p.name for p in run.directory.iterdir()} - before <= {".lock"}
-
-
-def test_bad_input_is_one_line(finished, tmp_path):
-    run = finished("gpt2")
-    save_file({"transformer.wte.weight": torch.zeros(320, 24)}, run.directory / "model.safetensors")
-    with pytest.raises(UserError, match="do not fit the model") as caught:
-        export.export(run, report=quiet)
-    assert "\n" not in str(caught.value)
-    with pytest.raises(ValueError, match="weights=both; choose one of sparse, dense"):
-        Form(weights="both")
-    with pytest.raises(UserError, match=r"weights=dense, but ste keeps no dense"):
-        export.export(finished("gpt2"), Form(weights="dense"), report=quiet)
-    run = finished("gpt2")
-    path = run.directory / "model.safetensors"
-    path.write_bytes(path.read_bytes()[:-100])
-    with pytest.raises(UserError, match=r"model\.safetensors is damaged \(") as caught:
-        export.export(run, report=quiet)
-    assert "\n" not in str(caught.value)
-    path.unlink()
-    with pytest.raises(UserError, match=r"model\.safetensors is missing; make the run again"):
-        export.export(run, report=quiet)
-    assert not (run.directory / "export").exists()
-
-
 def test_the_cramming_form_is_no_bert_of_transformers(finished):
     config = BertConfig(n_layer=1, n_head=2, n_embd=16, vocab_size=320, block_size=16, glu=True)
     with pytest.raises(UserError, match=r"cannot be exported: .*glu=True") as caught:
@@ -395,21 +301,6 @@ def test_the_cramming_form_is_no_bert_of_transformers(finished):
     assert "\n" not in str(caught.value)
     with pytest.raises(UserError, match="transformers has no form of a Linear"):
         files.to_transformers(nn.Linear(2, 2))
-
-
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        ({"run": None}, "run=DIR is missing"),
-        ({"run": "x", "weights": "both"}, "weights=both; choose one of sparse, dense"),
-        ({"run": "x", "form": "onnx"}, "the config has no key form; it takes compressed, dtype, "),
-    ],
-)
-def test_a_bad_config_is_one_line(values, message):
-    from omegaconf import OmegaConf
-
-    with pytest.raises((UserError, ValueError), match=message):
-        freeze_export(OmegaConf.create(values))
 
 
 # ---------------------------------------------------------------- torch's semi-structured tensors
@@ -474,15 +365,6 @@ def test_a_folder_of_something_else_is_not_overwritten_even_in_the_usual_place(f
     assert notes.read_text() == "mine"
 
 
-def test_what_an_exported_gpt2_generates_ends_with_its_end_of_text(finished):
-    from transformers import AutoConfig, AutoTokenizer, GenerationConfig
-
-    folder = export.export(finished("gpt2"), report=quiet)
-    end = AutoTokenizer.from_pretrained(folder).eos_token_id
-    assert end is not None and AutoConfig.from_pretrained(folder).eos_token_id == end
-    assert GenerationConfig.from_pretrained(folder).eos_token_id == end
-
-
 def test_an_exported_vit_prepares_images_as_validation_does(finished):
     from PIL import Image
     from transformers import CLIPImageProcessor
@@ -496,11 +378,3 @@ def test_an_exported_vit_prepares_images_as_validation_does(finished):
     theirs = CLIPImageProcessor.from_pretrained(folder)(image, return_tensors="pt")["pixel_values"]
     # Both resize with their own bicubic filter: a few grey levels of 256, by a std of 0.35.
     assert (theirs[0] - eval_transform(run.data)(image)).abs().mean() < 4 / 256 / 0.35
-
-
-def test_another_kind_of_weights_is_not_written_over_the_first(finished, tmp_path):
-    run = finished("gpt2")
-    run.result["config"]["method"]["name"] = "dense"
-    export.export(run, to=tmp_path / "out", report=quiet)
-    with pytest.raises(UserError, match=r"out exists and is its sparse export; give another"):
-        export.export(run, Form(weights="dense"), to=tmp_path / "out", report=quiet)

@@ -47,18 +47,6 @@ def test_every_task_reads_its_own_files(task):
     assert glue.content_hash(glue.files(task, str(GLUE))) != glue.content_hash([])
 
 
-def test_labels_are_those_of_the_lines():
-    cola = load("cola", str(GLUE))["dev"]
-    assert cola.texts[0] == ("in cooks the Anna kitchen.",) and cola.labels[0] == 0
-    assert cola.texts[1] == ("Ben sleeps in the station.",) and cola.labels[1] == 1
-    mnli = load("mnli", str(GLUE))["dev"]
-    assert mnli.texts[0] == ("Mr. Li waits in the kitchen .", "Mr. Li is in the kitchen .")
-    assert mnli.labels[:3].tolist() == [0, 1, 2]  # entailment, neutral, contradiction: the hub's
-    stsb = load("stsb", str(GLUE))["dev"]
-    assert stsb.texts[1] == ("Ben sleeps in the garden .", "Ben sleeps in the market .")
-    assert stsb.labels[:2].tolist() == [0.2, 1.4]
-
-
 def test_a_quotation_mark_is_a_character_and_quotes_no_tab_or_line():
     texts = [text for (text,) in load("sst2", str(GLUE))["train"].texts]
     assert any(text.count('"') == 1 for text in texts)
@@ -133,12 +121,6 @@ def test_the_broken_lines_of_qqp_are_left_out_and_counted(folder):
         load("qqp", str(folder))
 
 
-def test_a_broken_line_in_the_dev_file_of_qqp_is_an_error(folder):
-    edit(folder / "QQP/dev.tsv", lambda x: [*x[:4], "900\t1", *x[4:]])
-    with pytest.raises(UserError, match=r"QQP/dev\.tsv, line 5: 2 fields"):
-        load("qqp", str(folder))
-
-
 def test_the_hub_gives_the_same_examples_as_the_files(monkeypatch):
     import datasets
 
@@ -169,50 +151,6 @@ def test_the_hub_gives_the_same_examples_as_the_files(monkeypatch):
     expected["mnli"].pop("dev_mismatched")
     with pytest.raises(UserError, match="no split 'validation_mismatched' of mnli"):
         load("mnli", glue.HUB)
-
-
-def test_a_place_that_is_no_folder_and_not_on_the_hub_is_one_line(monkeypatch):
-    import datasets
-
-    def unreachable(*_, revision):
-        assert revision is None
-        raise FileNotFoundError("there is\nnone")
-
-    monkeypatch.setattr(datasets, "load_dataset", unreachable)
-    with pytest.raises(UserError, match=r"data\.source=no/where is neither .* the hub: there is$"):
-        load("rte", "no/where")
-    for path in ("/no/where", "../where", "no/where/else"):  # no ids of the hub
-        with pytest.raises(UserError, match=r"data\.source=.*where.* is missing: there is no such"):
-            load("rte", path)
-
-
-# In the order of the features of nyu-mll/glue, as its data set card gives them.
-CLASSES = {
-    "mnli": ("entailment", "neutral", "contradiction"),
-    "qnli": ("entailment", "not_entailment"),
-    "rte": ("entailment", "not_entailment"),
-}
-
-
-@pytest.mark.parametrize("task", CLASSES)
-def test_a_class_has_the_same_number_in_the_files_and_on_the_hub(monkeypatch, folder, task):
-    import datasets
-    from datasets import ClassLabel, Features, Value
-
-    spec, names = glue.TASKS[task], CLASSES[task]
-    texts = spec.hub_texts or spec.texts
-    types = {**dict.fromkeys(texts, Value("string")), "label": ClassLabel(names=list(names))}
-    rows = {name: ["a text"] * len(names) for name in texts} | {"label": list(names)}
-    split = datasets.Dataset.from_dict(rows, features=Features(types))
-    made = dict.fromkeys(("train", "validation", "validation_matched"), split)
-    made["validation_mismatched"] = split
-    monkeypatch.setattr(datasets, "load_dataset", lambda *_, revision: datasets.DatasetDict(made))
-    header = "\t".join((*spec.texts, spec.label))
-    lines = [header, *(f"{'a text' + chr(9)}{'a text' + chr(9)}{name}" for name in names), ""]
-    for file in ("train.tsv", *(file for _, file in spec.dev)):
-        (folder / spec.folder / file).write_text("\n".join(lines), encoding="utf-8")
-    for own in (load(task, glue.HUB), load(task, str(folder))):
-        assert own["train"].labels.tolist() == own["dev"].labels.tolist() == [*range(len(names))]
 
 
 # ------------------------------------------------------------------ inputs
@@ -300,12 +238,6 @@ def test_f1_and_accuracy_by_hand():
     assert score("mrpc", [0, 0], [1, 0])["f1"] == 0.0
 
 
-def test_always_yes_gives_the_printed_number_of_mrpc():
-    labels = [1] * 279 + [0] * 129  # the dev split
-    result = score("mrpc", [1] * 408, labels)
-    assert round(result["score"], 1) == 81.2 and round(result["accuracy"], 1) == 68.4
-
-
 def test_correlations_by_hand():
     # Monotone but not linear: ranks agree in full. Pearson of (0, 1, 2), (0, 1, 4): cov 4 / 3...
     result = score("stsb", [0.0, 1.0, 2.0], [0.0, 1.0, 4.0])
@@ -324,9 +256,3 @@ def test_mnli_keeps_both_splits_and_is_judged_by_the_matched_one():
     result = score("mnli", [0, 1, 2, 2], [0, 1, 2, 1], dev_mismatched=([0, 0], [1, 0]))
     assert result == {"score": 75.0, "accuracy": 75.0, "accuracy_mismatched": 50.0}
     assert score("wnli", [1, 0, 0], [1, 1, 1])["score"] == pytest.approx(100 / 3)
-
-
-def test_predictions_are_the_largest_logit_or_the_number():
-    logits = np.array([[0.1, 0.2, -1.0], [3.0, 2.0, 1.0]])
-    assert glue.predictions("mnli", logits).tolist() == [1, 0]
-    assert glue.predictions("stsb", np.array([[0.5], [4.0]])).tolist() == [0.5, 4.0]

@@ -86,22 +86,6 @@ def test_what_is_wrong_is_named_with_its_place(tmp_path, file, content, message)
         own.load(str(tmp_path), ("review",), "liked")
 
 
-@pytest.mark.parametrize(
-    ("ending", "content", "message"),
-    [
-        (".json", '{"review": "a"}', "is no list of objects; give it the ending .jsonl?"),
-        (".json", '{"review": ', "cannot be read"),
-        (".jsonl", '"a"', r"train\.jsonl, line 1 is no object with columns, but 'a'"),
-        (".jsonl", "\xff", "cannot be read: "),
-    ],
-)
-def test_json_that_is_none_is_one_line(tmp_path, ending, content, message):
-    write(tmp_path, ending, train=TRAIN, dev=DEV)
-    (tmp_path / f"train{ending}").write_bytes(content.encode("latin-1"))
-    with pytest.raises(UserError, match=message):
-        own.load(str(tmp_path), ("review",), "liked")
-
-
 def test_settings_and_files_are_asked_for_before_any_work(tmp_path):
     given = ["run=nowhere", "task=own"]
     with pytest.raises(UserError, match=r"data\.source=null; task=own needs a folder with train"):

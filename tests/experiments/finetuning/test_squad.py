@@ -7,25 +7,18 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 
-from experiments import finetune
 from experiments.data.tokenizer import HFTokenizer, load_bpe, train_bpe, train_wordpiece
 from experiments.finetuning import squad
-from experiments.finetuning import tasks as finetune_tasks
 from experiments.finetuning.inputs import Frame
 from experiments.finetuning.squad import (
     Question,
     Window,
     best_answers,
-    normalize,
     tokenize,
     windows,
 )
-from experiments.runs.finished import FinishedRun
 from experiments.support.errors import UserError
-from experiments.training import pretraining
-from models.heads import SpanPredictor
 
 SQUAD = Path(__file__).parent / "squad"
 TEXTS = [
@@ -75,38 +68,30 @@ def document(twice=False, **changes):
     return {"version": "1.1", "data": [{"title": "T", "paragraphs": [paragraph]}]}
 
 
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (document(answers=[{"text": "the garden", "answer_start": 40}]),
-         r"train\.json, question q7: the answer 'the garden' is not at character 40 of its context "
-         r"of 23; there is ''"),
-        (document(answers=[{"text": "the garden", "answer_start": 16}]), r"there is 'garden\.'$"),
-        (document(answers=[{"text": "n.", "answer_start": -2}]), r"q7: the answer 'n\.' is not at"),
-        (document(answers=[]), r"train\.json, question q7: it has no answer"),
-        ({"version": "1.1", "data": []}, r"train\.json has no questions"),
-        ({"questions": []}, r"train\.json is not in the format of SQuAD v1\.1: data is None, no l"),
-        ([1], r"train\.json is not in the format of SQuAD v1\.1: data is None, no list, in \[1\]"),
-        (document(answers=[{"text": "the garden", "answer_start": "12"}]),
-         r"SQuAD v1\.1: answer_start is '12', no int, in \{\"text\": \"the garden\""),
-        (document(answers=[{"text": "n", "answer_start": True}]), r"answer_start is True, no int"),
-        (document(answers={}), r"answers is \{\}, no list, in"),
-        (document(id=7), r"id is 7, no str, in"),
-        (document(question=None), r"question is None, no str, in \{\"id\": \"q7\""),
-        (document(twice=True), r"train\.json, question q7: another one has the same id"),
-        ("{", r"train\.json is not JSON"),
-        (None, r"train\.json is missing"),
-    ],
-)  # fmt: skip
-def test_a_bad_file_is_one_line_with_file_and_question(tmp_path, content, message):
-    path = tmp_path / "train.json"
-    if content is not None:
+def test_a_bad_file_is_one_line_with_file_and_question(tmp_path):
+    path, garden = tmp_path / "train.json", {"text": "the garden", "answer_start": 12}
+    for content, message in (
+        (
+            document(answers=[{**garden, "answer_start": 40}]),
+            "q7: the answer 'the garden'",
+        ),
+        (document(answers=[{"text": "n.", "answer_start": -2}]), "q7: the answer 'n.' is not at"),
+        (document(answers=[]), "question q7: it has no answer"),
+        ({"version": "1.1", "data": []}, "has no questions"),
+        ([1], "is not in the format of SQuAD v1.1: data is None, no list, in [1]"),
+        (document(answers=[{**garden, "answer_start": True}]), "answer_start is True, no int"),
+        (document(answers={}), "answers is {}, no list, in"),
+        (document(question=None), "question is None, no str"),
+        (document(question="Who \ud83d?"), "half of a surrogate pair"),
+        (document(twice=True), "question q7: another one has the same id"),
+        ("{", "is not JSON"),
+    ):
         path.write_text(content if isinstance(content, str) else json.dumps(content))
-    with pytest.raises(UserError, match=message) as caught:
-        squad.read(path)
-    assert "\n" not in str(caught.value)
-    path.write_text(json.dumps(document()))
-    assert squad.read(path)[0].answers == (("the garden", 12),)
+        with pytest.raises(UserError) as caught:
+            squad.read(path)
+        said = str(caught.value)
+        assert said.startswith(str(path)) and message in said and "\n" not in said
+        said.encode()  # can be printed
 
 
 def test_the_hub_gives_the_same_questions_as_the_files(monkeypatch):
@@ -146,55 +131,24 @@ ROW = {
 }
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        (
-            {"answers": [{"text": "the garden", "answer_start": 12}]},
-            r"answers is \[.*, no dict, in",
-        ),
-        ({"answers": {"text": ["the garden"]}}, r"answer_start is None, no list"),
-        (
-            {"answers": {"text": ["the", "garden"], "answer_start": [12]}},
-            "answer_start is None, no",
-        ),
-        ({"answers": {"text": [], "answer_start": []}}, "train, question q7: it has no answer"),
-        ({"question": None}, r"question is None, no str, in \{\"id\": \"q7\""),
-    ],
-)
-def test_a_data_set_of_another_form_is_one_line(monkeypatch, changes, message):
+def test_a_data_set_of_another_form_is_one_line(monkeypatch):
     import datasets
 
     made = {}
     monkeypatch.setattr(datasets, "load_dataset", lambda *_, revision: made)
-    with pytest.raises(
-        UserError, match=r"data\.source=my/qa has no split train, validation, only $"
-    ):
+    with pytest.raises(UserError, match=r"data\.source=my/qa has no split train, validat"):
         squad.load("my/qa")
     made |= {"train": [ROW], "validation": [ROW]}
     assert squad.load("my/qa")["dev"][0].answers == (("the garden", 12),)
-    made["train"] = [ROW | changes]
-    with pytest.raises(UserError, match=message) as caught:
-        squad.load("my/qa")
-    assert str(caught.value).startswith("data.source=my/qa, train")
-    assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize("name", ["question", "context"])
-def test_half_of_a_surrogate_pair_is_refused_with_its_question(tmp_path, name):
-    """JSON can hold it, and no tokenizer takes it."""
-    content = document()
-    paragraph = content["data"][0]["paragraphs"][0]
-    owner = paragraph if name == "context" else paragraph["qas"][0]
-    owner[name] += " \ud83d"
-    (tmp_path / "train.json").write_text(json.dumps(content))
-    message = rf"question q7: character \d+ of its {name}, '\\ud83d', is half of a surrogate pair"
-    with pytest.raises(UserError, match=message) as caught:
-        squad.read(tmp_path / "train.json")
-    str(caught.value).encode()  # can be printed
-    owner[name] = owner[name].replace(" \ud83d", " \U0001f600")
-    (tmp_path / "train.json").write_text(json.dumps(content))  # both halves, escaped
-    assert getattr(squad.read(tmp_path / "train.json")[0], name).endswith("😀")
+    for answers, message in (
+        ([{"text": "the garden", "answer_start": 12}], "no dict, in"),
+        ({"text": ["the", "garden"], "answer_start": [12]}, "answer_start is None, no"),
+        ({"text": [], "answer_start": []}, "train, question q7: it has no answer"),
+    ):
+        made["train"] = [ROW | {"answers": answers}]
+        with pytest.raises(UserError) as caught:
+            squad.load("my/qa")
+        assert message in str(caught.value) and "data.source=my/qa, train" in str(caught.value)
 
 
 # ------------------------------------------------------------------ spans and windows
@@ -210,25 +164,6 @@ def test_spans_of_single_bytes_cover_their_characters(bpe):
 def test_spans_of_tiktoken_and_of_the_tokenizers_library_agree(bpe, hf_bpe):
     for text in (*TEXTS, "qß€😀q Zoë", "Ąę  x\n", ""):
         assert tokenize(bpe, text) == tokenize(hf_bpe, text)
-
-
-def test_the_bytes_of_a_token_are_in_its_span(bpe):
-    text = "Zoë works “in” Łódź – José’s 庭 😀."
-    ids, spans = tokenize(bpe, text)
-    for piece, (start, end) in zip(bpe.decode_tokens_bytes(ids), spans, strict=True):
-        covered = text[start:end].encode()
-        assert piece in covered and len(covered) < len(piece) + 6  # no character too many
-    assert spans[0][0] == 0 and spans[-1][1] == len(text)
-
-
-def test_spans_of_wordpiece_are_in_the_text_as_written(wordpiece):
-    ids, spans = tokenize(wordpiece, "  ZOË works\tin")
-    words = {}
-    for start, end in spans:  # pieces of a word touch
-        word = max((w for w in words if words[w] == start), default=None)
-        words[start if word is None else word] = end
-    assert [("  ZOË works\tin")[s:e] for s, e in words.items()] == ["ZOË", "works", "in"]
-    assert wordpiece.special_tokens["[UNK]"] not in ids
 
 
 def question(context, text, start):
@@ -264,13 +199,6 @@ def test_windows_overlap_and_hold_the_answer_where_it_is_whole(request, tokenize
         else:
             assert window.answer == (0, 0)
     assert seen == len(ids) and 1 <= holding < len(made)
-
-
-def test_an_answer_inside_a_token_takes_the_whole_token(wordpiece):
-    context = "Anna works"
-    [window] = windows(wordpiece, Frame.of(wordpiece), [question(context, "nn", 1)], 48, 0)
-    (a, _), (_, b) = (window.spans[i] for i in window.answer)
-    assert a <= 1 and b >= 3 and context[a:b] in "Anna"
 
 
 def test_questions_are_cut_and_too_little_room_is_an_error(bpe):
@@ -331,34 +259,11 @@ def test_the_best_pair_in_order_and_inside_the_context_wins():
     assert best_answers(ASKED, [window()], [scores]) == {"q": "efg"}  # 4 + 1 > 2 + 2.5
 
 
-def test_the_best_window_of_a_question_wins_and_padding_is_ignored():
-    made = [window(), window()]
-    weak, strong = logits(20, {2: 1.0}, {3: 1.0}), logits(20, {4: 1.0}, {5: 1.5})
-    strong[15:] = np.inf
-    assert best_answers(ASKED, made, [weak, strong]) == {"q": "cd"}
-    assert best_answers(ASKED, made, [strong, weak]) == {"q": "cd"}
-
-
 def test_answers_have_thirty_tokens_at_most():
     context = "x" * 60
     asked = [Question("q", "?", context, (("x", 0),))]
     longest = logits(63, {2: 5.0}, {31: 4.0, 32: 5.0})  # spans of 30 and of 31 tokens
     assert best_answers(asked, [window(n=60)], [longest]) == {"q": "x" * 30}
-
-
-def test_only_the_twenty_best_starts_are_combined():
-    context = "".join(chr(0x4E00 + i) for i in range(60))
-    asked = [Question("q", "?", context, ((context[0], 0),))]
-    # The one end is within reach of the start at 59 alone, which is the 20th best, or the 21st.
-    scores = logits(63, {**dict.fromkeys(range(2, 21), 10.0), 59: 9.5}, {60: 5.0})
-    assert best_answers(asked, [window(n=60)], [scores]) == {"q": context[57:59]}
-    scores[21, 0] = 10.0
-    assert best_answers(asked, [window(n=60)], [scores]) == {"q": context[:1]}
-
-
-def test_without_a_legal_pair_there_is_no_answer():
-    short = Window(0, [1, 2], 2, [None, None], (0, 0))
-    assert best_answers(ASKED, [short], [np.zeros((2, 2))]) == {}
 
 
 def test_a_question_without_a_prediction_is_wrong_where_an_empty_one_is_right():
@@ -369,21 +274,6 @@ def test_a_question_without_a_prediction_is_wrong_where_an_empty_one_is_right():
 
 
 # ------------------------------------------------------------------ scores
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("The  Cat, and a\tdog!", "cat and dog"),
-        ("theatre an hour", "theatre hour"),
-        ("O'Neill's co-op", "oneills coop"),
-        ("“the” end…", "“ ” end…"),  # only ASCII punctuation goes; the article inside goes, too
-        ("Über-Café", "übercafé"),
-        ("a an the", ""),
-    ],
-)
-def test_official_normalization(text, expected):
-    assert normalize(text) == expected
 
 
 def test_scores_of_a_file_with_predictions_checked_by_hand(tmp_path):
@@ -438,49 +328,3 @@ def test_logits_at_the_labels_give_full_marks(request, tokenizer):
 
 
 # ------------------------------------------------------------------ the whole loop
-
-
-def test_forced_answers_give_these_scores(tiny, monkeypatch):
-    """A fine-tuning whose model, asked for answers, gives those that are written here.
-
-    In the first of the three contexts ("... in the station. Anna works ... Ben works in the
-    harbour.") it answers all three questions with "station. Anna": no exact match, and two words
-    of which the two references "station" have one, F1 = 2 / 3, and "harbour" none. In the others it
-    gives the six answers as they stand.
-    """
-    dev = squad.load(str(SQUAD))["dev"]
-    first = dev[0].context
-    wrong = ("station. Anna", first.index("station. Anna"))
-    answers = [wrong if asked.context == first else asked.answers[0] for asked in dev]
-    spans = {}
-
-    class Forced(SpanPredictor):
-        def forward(self, input, target=None, attention_mask=None, token_types=None):
-            if self.training:
-                return super().forward(input, target, attention_mask, token_types)
-            logits = torch.full((*input.shape, 2), -9.0)
-            for row, ids, mask in zip(logits, input, attention_mask, strict=True):
-                start, end = spans[tuple(ids[mask].tolist())]
-                row[start, 0] = row[end, 1] = 9.0
-            return logits, torch.zeros(())
-
-    monkeypatch.setattr(finetune_tasks, "SpanPredictor", Forced)
-    options = tiny("method=ste", "train.steps=2", "train.warmup_steps=0", "model.block_size=128")
-    pretraining.run(options, lambda _: None)
-    run = FinishedRun.open(options.directory())
-    encoding = run.tokenizer()
-    forced = [
-        Question(q.id, q.question, q.context, (a,)) for q, a in zip(dev, answers, strict=True)
-    ]
-    for window in windows(encoding, Frame.of(encoding), forced, 128, 16):
-        spans[tuple(window.ids)] = window.answer
-    assert len(spans) == 9 and (0, 0) not in spans.values()  # one window for each question
-    config = finetune.load(
-        [
-            f"run={run.directory}", "task=squad", f"data.source={SQUAD}", "impl.device=cpu",
-            "impl.threads=1", "recipe.max_length=128", "recipe.stride=16", "recipe.epochs=1",
-        ]
-    )  # fmt: skip
-    metrics = finetune.run(config, lambda _: None)["metrics"]
-    assert metrics["exact_match"] == pytest.approx(100 * 6 / 9, rel=1e-12)
-    assert metrics["f1"] == metrics["score"] == pytest.approx(100 * (6 + 4 / 3) / 9, rel=1e-12)

@@ -7,13 +7,11 @@ import pytest
 import torch
 from torchvision.transforms import functional as TF
 
-from experiments import dino
 from experiments.images import crop_memory as cm
 from experiments.images.crop_memory import GreyCrops, blurred, uniform
 from experiments.images.dataset import ImageConfig
-from experiments.images.multicrop import MultiCrops, grey_crops
+from experiments.images.multicrop import grey_crops
 from models.dino import DinoConfig
-from models.vit import ViTConfig
 
 S = 8
 PLAIN = GreyCrops(S, (1.0, 1.0), flip=0.0, jitter=0.0, blur=(0.0,), solarize=(0.0,))
@@ -117,116 +115,3 @@ def test_blur_is_drawn_by_kind_of_crop(images):
 
 
 # ------------------------------------------------------------------------------ the source
-
-SHAPE = ViTConfig(16, 1, 1, image_size=S, patch_size=4, n_classes=0, dynamic_image_size=True)
-SETTINGS = {
-    "image_size": S, "mean": (0.3, 0.4, 0.5), "std": (0.2, 0.3, 0.4), "crop_pct": 1.0,
-    "crop_scale": None, "rand_augment": None, "color_jitter": 0.0, "random_erasing": 0.0,
-}  # fmt: skip
-STILL = DinoConfig(
-    total_steps=9, local_crops=0, global_scale=(1.0, 1.0), jitter=0.0, blur=False, solarize=0.0
-)
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory, write_idx):
-    return write_idx(tmp_path_factory.mktemp("images") / "idx", S)
-
-
-@pytest.fixture
-def source(folder):
-    """source(seed=..., config=..., settings of the data) -> crops of 12 images in batches of 6."""
-
-    def build(seed=0, config=None, **settings):
-        config = config or DinoConfig(total_steps=10, local_crops=3, local_size=4)
-        data = ImageConfig("mine", str(folder), **{**SETTINGS, **settings})
-        return MultiCrops(data, config, SHAPE, seed, 6)
-
-    return build
-
-
-def read(source, *requests):
-    batches = list(source.batches(requests))
-    return {name: torch.cat([batch[name] for batch in batches]) for name in batches[0]}
-
-
-def same(a, b):
-    return all(torch.equal(a[name], b[name]) for name in a)
-
-
-def test_a_batch_depends_on_seed_step_and_index(source):
-    held = source()
-    assert held.memory and held.workers == 0
-    whole = read(held, (3, range(6)))
-    assert whole["global_crops"].shape == (6, 2, 3, S, S)
-    assert whole["local_crops"].shape == (6, 3, 3, 4, 4)
-    assert same(read(source(), (3, range(6))), whole)
-    parts = read(held, (3, range(1)), (3, range(1, 4)), (3, range(4, 6)))
-    for name, crops in whole.items():
-        # How many crops are computed together may turn the last bits, times 1 / std.
-        torch.testing.assert_close(parts[name], crops, atol=1e-4, rtol=0)
-    assert not same(read(source(seed=1), (3, range(6))), whole)
-    assert not same(read(held, (4, range(6))), whole)
-    views = whole["global_crops"].flatten(0, 1)
-    assert len({view.sum().item() for view in views}) == 12  # each is drawn by itself
-
-
-def test_an_epoch_shows_every_image_once_normalised(source):
-    held = source(config=STILL, flip=0.0)
-    seen = read(held, (0, range(6)), (1, range(6)))
-    assert seen["local_crops"].shape == (12, 0, 3, 96, 96)
-    first, second = seen["global_crops"].unbind(1)
-    assert torch.equal(first, second)
-    back = first * torch.tensor([0.2, 0.3, 0.4])[:, None, None]
-    back = back + torch.tensor([0.3, 0.4, 0.5])[:, None, None]
-    levels = (back * 255).round().long()
-    assert torch.equal(levels[:, 0], levels[:, 1]) and torch.equal(levels[:, 0], levels[:, 2])
-    shown = sorted(levels[:, 0].flatten(1).tolist())
-    assert shown == sorted(held.images.train.pixels.reshape(12, -1).tolist())
-
-
-def test_evaluation_crops_are_fixed(source):
-    def evaluation(batch_size, seed=0):
-        batches = list(source(seed=seed).eval_batches(5, batch_size))
-        return {name: torch.cat([batch[name] for batch in batches]) for name in batches[0]}
-
-    assert same(evaluation(5, seed=1), evaluation(5))
-    for name, crops in evaluation(2).items():
-        torch.testing.assert_close(crops, evaluation(5)[name], atol=1e-4, rtol=0)
-
-
-def test_the_global_generators_are_left_alone(source):
-    before = torch.get_rng_state()
-    read(source(), (0, range(2)))
-    assert torch.equal(torch.get_rng_state(), before)
-
-
-@pytest.mark.parametrize("settings", [{"rotate": 5.0}, {"shift": 0.1}, {"crop_pct": 0.9}])
-def test_what_is_turned_or_shifted_is_cropped_image_by_image(source, settings):
-    crops = source(**settings)
-    assert not crops.memory
-    assert read(crops, (0, range(2)))["global_crops"].shape == (2, 2, 3, S, S)
-
-
-def test_an_interrupted_training_goes_on_bit_for_bit(folder, tmp_path, monkeypatch, interrupted):
-    monkeypatch.setattr(dino, "probe", lambda *_: {"knn_top1": 1.0, "linear_top1": 2.0})
-
-    def config(name):
-        return dino.load([
-            "model=vit_mini", "model.width=16", "model.depth=1", "model.heads=2", "data.name=mine",
-            f"data.source={folder}", "data.image_size=8", "dino.local_size=4",
-            "dino.local_crops=2", "dino.hidden=16", "dino.prototypes=8",
-            "dino.bottleneck=8", "train.steps=6", "train.batch_size=4",
-            "train.warmup_steps=1", "train.log_every=1", "train.eval_every=6", "train.dtype=fp32",
-            "train.eval_samples=6", "method=semi_sparse", "method.sparse_fraction=0.8",
-            "impl.device=cpu", "impl.threads=1", "impl.checkpoint_every=1",
-            f"runs={tmp_path / name}",
-        ])  # fmt: skip
-
-    whole = dino.run(config("whole"), print)
-    assert config("whole").open_source(config("whole").build_model()).memory
-    with interrupted(4):
-        dino.run(config("stopped"), print)
-    again = dino.run(config("stopped"), print)
-    assert again["metrics"] == whole["metrics"]
-    assert again["files"] == whole["files"]

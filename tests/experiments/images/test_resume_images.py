@@ -1,13 +1,9 @@
 """Self-distillation goes on bit for bit, its centre, teacher and schedules included; corrupt images
 on the way."""
 
-from shutil import rmtree
-
 import numpy as np
 import pytest
-import torch
 from PIL import Image
-from safetensors.torch import load_file
 
 from experiments import dino
 from experiments.config.run import load
@@ -28,22 +24,6 @@ TINY = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("stop", [3, 5])
-def test_an_interrupted_distillation_goes_on_bit_for_bit(tmp_path, interrupted, stop):
-    def config(name):
-        return dino.load([*TINY, f"runs={tmp_path / name}"])
-
-    whole = pretraining.run(config("whole"), print)
-    with interrupted(stop):
-        pretraining.run(config("stopped"), print)
-    again = pretraining.run(config("stopped"), print)
-    assert again["metrics"]["val_loss"] == whole["metrics"]["val_loss"]
-    first, second = (
-        load_file(config(name).directory() / "model.safetensors") for name in ("whole", "stopped")
-    )
-    assert all(torch.equal(first[name], second[name]) for name in first)
-
-
 @pytest.mark.parametrize(
     ("override", "message"),
     [
@@ -54,11 +34,6 @@ def test_an_interrupted_distillation_goes_on_bit_for_bit(tmp_path, interrupted, 
 def test_what_does_not_go_with_self_distillation(override, message):
     with pytest.raises(UserError, match=message):
         dino.load([*TINY[:-2], override])
-
-
-def test_a_model_with_classes_is_not_for_this_driver():
-    with pytest.raises(UserError, match=r"choose model=vit_nano"):
-        dino.run(dino.load(["model=deit_nano"]), print)
 
 
 # ---- Corrupt images
@@ -140,49 +115,3 @@ def test_a_run_that_met_a_corrupt_image_goes_on_without_it(folder, tmp_path):
     assert any(line.startswith("resumed at step") for line in said)
     assert result["config"]["data"]["on_corrupt"] == "skip"
     assert result["steps"] == 12 and result["corpus"]["skipped"] > 0
-
-
-def painted(root, shade):
-    """Two images a class, which two data sets of this kind tell apart by their colour alone."""
-    for split in ("train", "val"):
-        for name in ("a", "b"):
-            (root / split / name).mkdir(parents=True)
-            for i in range(2):
-                image = Image.new("RGB", (10, 10), (shade, 10 * i, 0))
-                image.save(root / split / name / f"{i}.ppm")
-    return root
-
-
-def test_other_images_of_the_same_name_are_refused_and_nothing_changes(tmp_path, interrupted):
-    one, other = painted(tmp_path / "one", 1), painted(tmp_path / "other", 2)
-
-    def contents():
-        return {p: p.read_bytes() for p in (tmp_path / "runs").rglob("*") if p.is_file()}
-
-    def run(folder):
-        return pretraining.run(configure(folder, tmp_path / "runs"), print)
-
-    assert configure(one, "runs").directory() == configure(other, "runs").directory()
-    with interrupted(3):
-        run(one)
-    before = contents()
-    with pytest.raises(UserError, match=r"checkpoints was made on other data .*data\.name"):
-        run(other)
-    assert contents() == before
-    result, before = run(one), contents()
-    assert result["corpus"]["sha256"] == result["corpus_hash"]
-    for folder, message in (
-        (other, f"was made on other data .from {one}, .*{other}: give these another data.name"),
-        (tmp_path / "onn", r"data\.source=.*onn is no folder"),
-    ):
-        with pytest.raises(UserError, match=message) as caught:
-            run(folder)
-        assert "\n" not in str(caught.value)
-    assert contents() == before
-    moved = one.rename(tmp_path / "moved")
-    assert run(moved)["corpus_hash"] == result["corpus_hash"]  # done already, by content
-    rmtree(moved)
-    assert (
-        pretraining.finished(configure(one, tmp_path / "runs")) is not None
-    )  # none to compare with
-    assert contents() == before

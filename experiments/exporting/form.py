@@ -1,0 +1,49 @@
+"""The form in which a run is exported."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from experiments.config.settings import DTYPES
+from experiments.runs.finished import WEIGHTS_OF
+
+FOLDER = "export"  # in the run directory
+
+
+@dataclass(frozen=True, kw_only=True)
+class Form:
+    """The form in which a run is written.
+
+    weights: `sparse`, the final weights, or `dense`, the master weights.
+    dtype: the dtype to which weights are rounded.
+    compressed: write 2:4 weights as values and positions.
+    license: the hub's id of a license, for the model card.
+    """
+
+    weights: str = "sparse"
+    dtype: str = "fp32"
+    compressed: bool = False
+    license: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.weights not in WEIGHTS_OF:
+            raise ValueError(f"weights={self.weights}; choose one of {', '.join(WEIGHTS_OF)}")
+        if self.dtype not in DTYPES:
+            raise ValueError(f"dtype={self.dtype}; choose one of {', '.join(DTYPES)}")
+        if self.compressed and self.weights != "sparse":
+            raise ValueError("compressed=true holds sparse weights; leave weights=dense out")
+        if self.license is not None and not re.fullmatch(r"[\w.-]+", self.license):
+            raise ValueError(f"license={self.license}; give an id of the hub, apache-2.0 for one")
+
+    @property
+    def folder(self) -> str:
+        """The name of the export's folder in the run directory."""
+        parts = [FOLDER] + [self.weights] * (self.weights != "sparse")
+        parts += [self.dtype] * (self.dtype != "fp32") + ["compressed"] * self.compressed
+        return "-".join(parts)
+
+    @property
+    def kind(self) -> str:
+        """A short name of the form, for messages."""
+        return f"{self.folder.removeprefix(FOLDER).removeprefix('-') or self.weights} export"

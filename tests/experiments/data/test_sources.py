@@ -1,0 +1,180 @@
+"""The contract of every data source (experiments/data/source.py): a training batch depends on the
+seed and its request, an evaluation batch on the data alone; settings that cannot be are refused.
+"""
+
+import dataclasses
+import random
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from experiments.config.run import load
+from experiments.data.corpus import load_tokens
+from experiments.data.manifest import DataConfig
+from experiments.data.mlm import MaskedText, MLMConfig
+from experiments.data.parallel import PairsConfig
+from experiments.data.prepare import prepare
+from experiments.data.text import CausalText
+from experiments.images.dataset import ImageConfig
+from experiments.images.multicrop import MultiCrops
+from experiments.images.source import ImageSource
+from experiments.support.errors import UserError
+from models.bert import BertConfig
+from models.dino import DinoConfig
+from models.vit import ViTConfig
+
+BERT = BertConfig(n_layer=1, n_head=2, n_embd=16, vocab_size=320, block_size=16)
+VIT = ViTConfig(8, 1, 1, image_size=8, patch_size=4, n_classes=3, dynamic_image_size=True)
+DINO = DinoConfig(total_steps=10, local_crops=3, local_size=4)
+AUGMENTED = {"crop_scale": (0.3, 1.0), "rotate": 15.0, "shift": 0.1, "random_erasing": 0.5,
+             "mixup": 0.0, "cutmix": 0.0}  # fmt: skip
+HELD = {"crop_scale": None, "crop_pct": 1.0, "rand_augment": None, "color_jitter": 0.0,
+        "random_erasing": 0.0}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def sources(corpus_dir, write_idx, tmp_path_factory):
+    """Functions from a seed and a number of workers to a source of batches of 12, by name."""
+    root = tmp_path_factory.mktemp("images")
+    generator = np.random.default_rng(0)
+    for place in (f"{split}/{label}" for split in ("train", "val") for label in "abc"):
+        (root / place).mkdir(parents=True)
+        for i in range(4):
+            pixels = generator.integers(0, 256, (14, 12, 3), dtype=np.uint8)
+            Image.fromarray(pixels).save(root / place / f"{i}.png")
+    files = ImageConfig("files", str(root), image_size=8, **AUGMENTED)
+    grey = ImageConfig("grey", str(write_idx(root / "idx", 8)), image_size=8, **HELD)
+    words = {"name": "words", "source": str(corpus_dir / "text"), "root": str(corpus_dir)}
+    plain = DataConfig(**words, tokenizer="bpe", vocab_size=300)
+    masked = MLMConfig(**words, tokenizer="wordpiece", vocab_size=120)
+    prepare(masked)
+    two = dataclasses.replace(masked, next_sentence=True)
+    bert_of_two = dataclasses.replace(BERT, next_sentence=True)
+    return {
+        "text": lambda seed, _: CausalText(load_tokens(plain, seed), 16),
+        "masked": lambda seed, _: MaskedText(load_tokens(masked, seed), masked, BERT),
+        "sentences": lambda seed, _: MaskedText(load_tokens(two, seed), two, bert_of_two),
+        "images": lambda seed, workers: ImageSource(files, VIT, seed, 12, workers),
+        "grey": lambda seed, _: ImageSource(dataclasses.replace(grey, shift=0.2), VIT, seed, 12),
+        "crops": lambda seed, workers: MultiCrops(files, DINO, VIT, seed, 12, workers),
+        "grey crops": lambda seed, _: MultiCrops(grey, DINO, VIT, seed, 12),
+    }
+
+
+NAMES = ("text", "masked", "sentences", "images", "grey", "crops", "grey crops")
+
+
+def joined(batches):
+    batches = list(batches)
+    return {key: torch.cat([batch[key] for batch in batches]) for key in batches[0]}
+
+
+def close(a, b):
+    """Equal but for the last bits, which the number of crops that are computed together turns."""
+    return a.keys() == b.keys() and all(
+        a[k].shape == b[k].shape and torch.allclose(a[k], b[k], rtol=0, atol=1e-4) for k in a
+    )
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_batch_depends_on_seed_and_request_alone(sources, name):
+    def states():
+        python, (_, words, *_) = random.getstate(), np.random.get_state()
+        return python, words.tolist(), torch.get_rng_state().tolist()
+
+    before, source = states(), sources[name](0, 0)
+    held = getattr(source, "memory", None)
+    assert held is None or bool(held) == name.startswith("grey")
+    steps = [(step, range(12)) for step in range(3)]
+    whole = joined(source.batches(steps))
+    parts = [(step, range(4 * p, 4 * p + 4)) for step in range(3) for p in range(3)]
+    assert close(joined(sources[name](0, 0).batches(parts)), whole)
+    backwards = list(source.batches(steps[::-1]))[::-1]
+    assert close(joined(backwards), whole)
+    assert states() == before
+    if name in ("images", "crops"):  # processes that read ahead change nothing
+        ahead = sources[name](0, 2)
+        assert close(joined(ahead.batches(iter(steps))), whole)
+    key = "global_crops" if "global_crops" in whole else "input"
+    samples = whole[key].flatten(1)
+    assert len({tuple(row.tolist()) for row in samples}) > 30  # of 36: each is drawn by itself
+    other = joined(sources[name](1, 0).batches(steps))
+    assert not torch.equal(other[key], whole[key])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_evaluation_batches_are_fixed_by_the_data(sources, name):
+    first = joined(sources[name](0, 0).eval_batches(5, 5))
+    assert all(len(value) == 5 for value in first.values())
+    for seed, size in ((0, 2), (7, 3)):
+        assert close(joined(sources[name](seed, 0).eval_batches(5, size)), first)
+    count = sources[name](0, 0).eval_size
+    for wrong in (0, count + 1):
+        with pytest.raises(UserError, match=rf"set train\.eval_samples to 1 to {count}"):
+            list(sources[name](0, 0).eval_batches(wrong, 5))
+
+
+# ------------------------------------------------------------------------------ settings
+
+MINE = {"name": "mine", "source": "text", "tokenizer": "bpe", "vocab_size": 300}
+PIECES = {**MINE, "tokenizer": "wordpiece"}
+PETS = {"name": "pets", "source": "pets"}
+MIX = {**MINE, "source": "mixture", "order": "epochs"}
+
+
+def test_settings_that_cannot_be_are_refused_by_name():
+    two = ("left", "right")
+    for kind, base, wrong, named in (
+        (DataConfig, MINE, {"tokenizer": "words"}, "tokenizer=words"),
+        (DataConfig, MINE, {"tokenizer": "gpt2", "vocab_size": 2048}, "vocab_size=2048"),
+        (DataConfig, MINE, {"vocab_size": 2**32 + 1}, "4294967297"),
+        (DataConfig, MINE, {"order": "shuffled"}, "data.order=shuffled"),
+        (DataConfig, MIX, {}, "needs parts"),
+        (DataConfig, MIX, {"parts": two, "weights": (0.5, 0.6)}, "sum to 1.1"),
+        (DataConfig, MIX, {"parts": two, "weights": (1.5, -0.5)}, "must be above 0"),
+        (DataConfig, MIX, {"parts": two, "weights": (float("nan"), 0.5)}, "must be above 0"),
+        (DataConfig, MIX, {"parts": two, "weights": (1.0,)}, "each part a weight"),
+        (DataConfig, MIX, {"parts": ("a", "a"), "weights": (0.5, 0.5)}, "a part twice"),
+        (DataConfig, MIX, {"parts": ("a",), "weights": (1.0,), "order": "drawn"}, "order=drawn"),
+        (MLMConfig, PIECES, {"max_predictions": 0}, "data.max_predictions=0"),
+        (MLMConfig, PIECES, {"mask_probability": 1.0}, "data.mask_probability=1.0"),
+        (MLMConfig, PIECES, {"sequence_length": 4}, "data.sequence_length=4"),
+        (MLMConfig, PIECES, {"objective": "causal"}, "data.objective=causal"),
+        (PairsConfig, MINE, {"objective": "mlm"}, "data.objective=mlm"),
+        (PairsConfig, MINE, {"tokenizer": "wordpiece"}, "data.tokenizer=wordpiece"),
+        (PairsConfig, MINE, {"source_language": "de"}, "are both de"),
+        (PairsConfig, MINE, {"order": "epochs"}, "data.order is not for pairs"),
+        (PairsConfig, MINE, {"shard_tokens": 100}, "data.shard_tokens is not for pairs"),
+        (PairsConfig, MINE, {"batch_tokens": 4}, "data.batch_tokens=4"),
+        (PairsConfig, MINE, {"max_tokens": 5000}, "data.max_tokens=5000"),
+        (PairsConfig, MINE, {"source": "numbers", "target_language": "fr"}, "in de and en"),
+        (ImageConfig, PETS, {"crop_scale": (0.5, 0.1)}, "data.crop_scale=[0.5, 0.1]"),
+        (ImageConfig, PETS, {"flip": 1.5}, "data.flip=1.5"),
+        (ImageConfig, PETS, {"mixup": -1.0}, "data.mixup=-1.0"),
+        (ImageConfig, PETS, {"repeats": 0}, "data.repeats=0"),
+        (ImageConfig, PETS, {"rand_augment": "m9"}, "data.rand_augment=m9"),
+        (ImageConfig, PETS, {"on_corrupt": "ignore"}, "data.on_corrupt=ignore"),
+        (ImageConfig, PETS, {"name": "digits"}, "not the embedded digits"),
+    ):
+        with pytest.raises((UserError, ValueError)) as caught:
+            kind(**{**base, **wrong})
+        assert named in str(caught.value) and "\n" not in str(caught.value), wrong
+
+
+def test_models_and_data_that_do_not_fit_are_refused(sources):
+    with pytest.raises(UserError, match=r"3 classes, the model has 10: set model\.n_classes=3"):
+        ImageSource(sources["images"](0, 0).config, dataclasses.replace(VIT, n_classes=10), 0, 6)
+    for make in (ImageSource, MultiCrops):
+        config, large = sources["images"](0, 0).config, dataclasses.replace(VIT, image_size=16)
+        rest = (large, 0, 6) if make is ImageSource else (DINO, large, 0, 6)
+        with pytest.raises(UserError, match=r"data\.image_size=8, but model\.image_size=16"):
+            make(config, *rest)
+    for overrides, message in (
+        (["model=transformer_nano", "data=stdlib"], "model=transformer, which takes pairs"),
+        (["data=numbers"], "does not fit model=gpt2"),
+        (["model=transformer_nano", "method=ast"], "logits of padding as well"),
+    ):
+        with pytest.raises(UserError, match=message):
+            load(overrides)
