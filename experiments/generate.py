@@ -43,7 +43,7 @@ from experiments.config.settings import ImplConfig
 from experiments.exporting import export, files
 from experiments.runs.finished import FinishedRun
 from experiments.support.errors import UserError, printable
-from experiments.support.names import check_seed
+from experiments.support.names import check_choices, check_seed
 from experiments.support.progress import say
 from experiments.training.distributed import world
 from experiments.training.optimization import DTYPES
@@ -81,8 +81,7 @@ class GenerationSettings:
     sparse: bool = True
 
     def __post_init__(self) -> None:
-        if self.dtype not in DTYPES:
-            raise ValueError(f"dtype={self.dtype}; choose one of {', '.join(DTYPES)}")
+        check_choices(self, "", {"dtype": DTYPES})
         for name in ("tokens", "batch", "repeats"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)}; it must be at least 1")

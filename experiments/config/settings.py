@@ -9,6 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from experiments.support.names import check_choices
+
 # Larger values are typing errors, and the list of batch sizes would fill the memory.
 _LARGEST = {"steps": 10**8, "batch_size": 10**8, "ramp_micro_steps": 10**8}
 _THREADS = 1024
@@ -106,15 +108,8 @@ class TrainConfig:
                 )
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
             raise ValueError(f"train.betas={list(self.betas)}; it must be two numbers in [0, 1)")
-        for name, choices in {
-            "optimizer": OPTIMIZERS,
-            "schedule": SCHEDULES,
-            "dtype": DTYPES,
-        }.items():
-            if getattr(self, name) not in choices:
-                raise ValueError(
-                    f"train.{name}={getattr(self, name)}; choose one of {', '.join(choices)}"
-                )
+        choices = {"optimizer": OPTIMIZERS, "schedule": SCHEDULES, "dtype": DTYPES}
+        check_choices(self, "train.", choices)
         for name in UNUSED.get(self.schedule, ()):
             if getattr(self, name):
                 raise ValueError(
@@ -273,17 +268,14 @@ class ImplConfig:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "loggers", tuple(self.loggers))
-        for name, choices in {
+        choices = {
             "device": ("auto", "cpu", "cuda"),
             "backend": ("auto", "cpu", "triton"),
             "matmul": ("auto", "cusparselt", "cuda", "dense"),
             "optimizer": ("separate", "fused"),
             "shard": ("ddp", "fsdp2"),
-        }.items():
-            if getattr(self, name) not in choices:
-                raise ValueError(
-                    f"impl.{name}={getattr(self, name)}; choose one of {', '.join(choices)}"
-                )
+        }
+        check_choices(self, "impl.", choices)
         if self.offload and self.shard != "fsdp2":
             raise ValueError(
                 f"impl.offload=true with impl.shard={self.shard}: only sharded weights can be "

@@ -20,7 +20,7 @@ from experiments.images.dataset import SPLITS, Files, ImageConfig, load_images
 from experiments.runs.finished import WEIGHTS_OF, FinishedRun
 from experiments.support.errors import UserError
 from experiments.support.hashes import file_hash
-from experiments.support.names import check_seed
+from experiments.support.names import check_choices, check_seed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,10 +80,7 @@ class EvaluateConfig(EvaluationSettings):
         object.__setattr__(self, "tasks", zero_shot.expand(self.tasks))
         if (self.run is None) == (self.model.path is None):
             raise ValueError("give one of run=DIR (a finished run) and model.path=FOLDER")
-        if self.weights not in WEIGHTS_OF:
-            raise ValueError(f"weights={self.weights}; choose one of {', '.join(WEIGHTS_OF)}")
-        if self.dtype not in DTYPES:
-            raise ValueError(f"dtype={self.dtype}; choose one of {', '.join(DTYPES)}")
+        check_choices(self, "", {"weights": WEIGHTS_OF, "dtype": DTYPES})
         if self.model.path is not None and self.weights != "sparse":
             raise ValueError("weights= is for runs: a transformers folder has only its own weights")
         if self.images not in (None, "val", "features"):

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from experiments.config.settings import DTYPES
 from experiments.runs.finished import WEIGHTS_OF
+from experiments.support.names import check_choices
 
 FOLDER = "export"  # in the run directory
 
@@ -27,10 +28,7 @@ class Form:
     license: str | None = None
 
     def __post_init__(self) -> None:
-        if self.weights not in WEIGHTS_OF:
-            raise ValueError(f"weights={self.weights}; choose one of {', '.join(WEIGHTS_OF)}")
-        if self.dtype not in DTYPES:
-            raise ValueError(f"dtype={self.dtype}; choose one of {', '.join(DTYPES)}")
+        check_choices(self, "", {"weights": WEIGHTS_OF, "dtype": DTYPES})
         if self.compressed and self.weights != "sparse":
             raise ValueError("compressed=true holds sparse weights; leave weights=dense out")
         if self.license is not None and not re.fullmatch(r"[\w.-]+", self.license):

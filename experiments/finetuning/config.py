@@ -21,7 +21,7 @@ from experiments.finetuning import glue, inputs, own, squad
 from experiments.finetuning.lora import LoraConfig, require_peft
 from experiments.runs.finished import MODES, WEIGHTS_OF, FinishedRun
 from experiments.support.errors import UserError
-from experiments.support.names import check_seed
+from experiments.support.names import check_choices, check_seed
 from methods import Method, dense, one_shot
 
 GLUE, SQUAD, OWN = "glue", "squad", "own"
@@ -75,16 +75,13 @@ class Recipe:
             )
         if not 0 <= self.dropout < 1:
             raise ValueError(f"recipe.dropout={self.dropout}; it must lie in [0, 1)")
-        for name, choices in {
+        choices = {
             "schedule": ("cosine", "linear"),
             "dtype": DTYPES,
             "stride_is": ("overlap", "step"),
             "padding": ("longest", "max_length"),
-        }.items():
-            if getattr(self, name) not in choices:
-                raise ValueError(
-                    f"recipe.{name}={getattr(self, name)}; choose one of {', '.join(choices)}"
-                )
+        }
+        check_choices(self, "recipe.", choices)
         self.train(1)  # checks the rest
 
     def train(self, samples: int) -> EpochConfig:
@@ -306,11 +303,7 @@ class _Top:
     def __post_init__(self) -> None:
         check_seed(self.seed)
         known = {"task": (*TASKS, GLUE), "mode": (*MODES, LORA), "weights": WEIGHTS_OF}
-        for name, choices in known.items():
-            if getattr(self, name) not in choices:
-                raise ValueError(
-                    f"{name}={getattr(self, name)}; choose one of {', '.join(choices)}"
-                )
+        check_choices(self, "", known)
         if self.weights == "dense" and self.mode != "dense":
             raise ValueError(
                 f"weights=dense with mode={self.mode}: the dense weights under the masks can only "
