@@ -9,6 +9,7 @@ from common_kernels.adamw import Rates, Rule, Weight24, adamw24_
 from common_kernels.adamw.reference import adamw
 from common_kernels.pack import BUFFERED, Packed24, convert24
 from common_kernels.pack.operands import pack24_, pack_both24_
+from tests.each import each
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BACKENDS = ("cpu", "triton")
@@ -72,9 +73,9 @@ def within_rounding(after, before, rates=RATES, alpha=0.0, grad_scale=1.0):
     )
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("grad", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@each("backend", BACKENDS)
+@each("grad", [torch.float32, torch.bfloat16])
+@each("shape", SHAPES)
 def test_update_by_definition(backend, grad, shape):
     """Two weights in one call, with decay: each by the definition; gradients are left alone."""
     weights = [given(shape, seed, grad) for seed in range(2)]
@@ -103,7 +104,7 @@ def test_without_decay_it_is_torchs_adamw_to_the_bit():
     assert torch.equal(weight.exp_avg_sq, state["exp_avg_sq"])
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@each("backend", BACKENDS)
 def test_first_step_and_a_beta_of_zero(backend):
     """1 - beta2^t is 0.001 at t = 1: its rounding must not show."""
     for betas in ((0.9, 0.999), (0.0, 0.0)):
@@ -114,9 +115,9 @@ def test_first_step_and_a_beta_of_zero(backend):
         assert within_rounding(weight, before, rates)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("choose", ["rows", "exact", "greedy"])
-@pytest.mark.parametrize("shape", SHAPES[1:], ids=str)
+@each("backend", BACKENDS)
+@each("choose", ["rows", "exact", "greedy"])
+@each("shape", SHAPES[1:])
 def test_masks_and_operands_are_those_of_the_new_weight(backend, choose, shape):
     transposable = choose != "rows"
     packs = (True, transposable) if shape == (64, 128) else (False, False)
@@ -138,8 +139,8 @@ def test_masks_and_operands_are_those_of_the_new_weight(backend, choose, shape):
         assert not transposable or weight.transposed.buffer.equal(transposed.buffer)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("layouts", [CUTLASS, (CUTLASS[1], BUFFERED)])
+@each("backend", BACKENDS)
+@each("layouts", [CUTLASS, (CUTLASS[1], BUFFERED)])
 def test_operands_in_the_order_of_cutlass(backend, layouts):
     """A weight for each pair of layouts, in one call."""
     shape, device = (128, 128), torch.device(DEVICE)
@@ -153,7 +154,7 @@ def test_operands_in_the_order_of_cutlass(backend, layouts):
         assert torch.equal(got.values, want.values) and torch.equal(got.meta, want.meta)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@each("backend", BACKENDS)
 def test_operands_of_a_kept_mask_of_the_soft_threshold_and_of_the_whole_weight(backend):
     shape = (64, 64)
     kept = given(shape, packs=(True, True))
@@ -178,7 +179,7 @@ def test_operands_of_a_kept_mask_of_the_soft_threshold_and_of_the_whole_weight(b
     assert torch.equal(whole.dense, whole.weight.bfloat16())
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@each("backend", BACKENDS)
 def test_gradient_scale_and_a_step_that_is_left_out(backend):
     weight = given((8, 12))
     before = copy(weight)
@@ -196,7 +197,7 @@ def test_gradient_scale_and_a_step_that_is_left_out(backend):
     assert torch.equal(broken.dense, torch.where(broken.mask, before.weight, 0).bfloat16())
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@each("backend", BACKENDS)
 def test_nan_and_ties(backend):
     weight = given((8, 8))
     weight.weight.fill_(1.0)
@@ -211,7 +212,7 @@ def test_nan_and_ties(backend):
         assert tensor[0, 3].isnan() and tensor.isnan().sum() == 1
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@each("backend", BACKENDS)
 def test_any_strides(backend):
     """Transposed, shifted and gapped tensors take the same step, to the bit on one path."""
     want = given((8, 12))
@@ -274,9 +275,9 @@ def test_errors():
         adamw24_([given((64, 64), packs=(True, False))], RATES, Rule(source="whole"))
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("choose", [None, "rows", "exact", "greedy"])
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@each("backend", BACKENDS)
+@each("choose", [None, "rows", "exact", "greedy"])
+@each("shape", SHAPES)
 def test_the_largest_magnitude_of_the_operand(backend, choose, shape):
     """It is that of what is kept, for two weights of which one has its largest entry where it is
     pruned; without eps 0 / 0 lies outside of the matrix."""

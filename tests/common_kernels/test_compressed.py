@@ -8,18 +8,18 @@ import torch
 from common_kernels import (
     compress_nm,
     double_prune_bits,
-    double_prune_mask,
     expand_nm,
     nm_mask,
     pack_mask,
     unpack_mask,
 )
+from tests.each import each
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 INF, NAN = float("inf"), float("nan")
 # Masks whose groups lie within bytes, whose groups cross bytes, and rows that end within a byte.
 PATTERNS = [(1, 2, 16), (2, 4, 24), (2, 8, 32), (4, 8, 16), (2, 4, 12), (2, 16, 48), (3, 7, 21)]
-by_pattern = pytest.mark.parametrize(("n", "m", "columns"), PATTERNS, ids=str)
+by_pattern = each(("n", "m", "columns"), PATTERNS)
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -53,7 +53,7 @@ def test_compressed_form_by_hand():
     assert compress_nm(mask, bits).all()
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@each("dtype", DTYPES)
 def test_every_pair_of_masks_and_values_comes_back(dtype):
     """All 36 pairs of 2:4 groups with all 81 fillings of their kept entries, zeros included.
 
@@ -74,20 +74,6 @@ def test_every_pair_of_masks_and_values_comes_back(dtype):
     # A kept zero that moves later moves in its own column.
     moved = expand_nm(torch.ones_like(values), bits)
     assert torch.equal(moved != 0, masks.repeat_interleave(81, 0))
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@by_pattern
-def test_against_boolean_indexing(dtype, n, m, columns, generator):
-    x = torch.randn(10, columns, generator=generator).to(dtype)
-    mask = nm_mask(torch.rand(10, columns, generator=generator), n, m)
-    bits = pack_mask(mask)
-    assert bits.shape == (10, -(-columns // 8))
-    assert torch.equal(unpack_mask(bits, columns), mask)
-    values = compress_nm(x, bits, n, m)
-    assert torch.equal(values, x[mask].view(10, columns * n // m))
-    assert torch.equal(expand_nm(values, bits, n, m), x * mask)
-    assert torch.equal(compress_nm(mask, bits, n, m), torch.ones_like(values, dtype=torch.bool))
 
 
 @by_pattern
@@ -112,8 +98,8 @@ def test_strides_leading_dims_and_empty_tensors(n, m, columns, generator):
         assert expand_nm(values, bits, n, m).shape == empty.shape
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("columns", [8, 12])
+@each("dtype", DTYPES)
+@each("columns", [8, 12])
 def test_non_finite_values_stay_where_they_are(dtype, columns):
     x = torch.tensor([NAN, INF, -INF, 1.0]).repeat(3, columns // 4).to(dtype)
     mask = nm_mask(torch.arange(3.0 * columns).view(3, columns))  # the last two of each group
@@ -133,15 +119,6 @@ def test_second_mask_by_hand():
     assert unpack_mask(column_bits, 2).int().tolist() == [[0, 1], [1, 0], [1, 0], [1, 1]]
     zeros = double_prune_bits(torch.zeros(4, 2), pack_mask(mask))
     assert unpack_mask(zeros, 2).int().tolist() == [[1, 1], [1, 1], [0, 0], [0, 1]]
-
-
-@pytest.mark.parametrize(("n", "m"), [(2, 4), (1, 2), (2, 8)])
-def test_second_mask_of_values_that_are_not_zero(n, m, generator):
-    x = torch.randn(16, 32, generator=generator)
-    bits = pack_mask(nm_mask(torch.rand(x.shape, generator=generator), n, m))
-    values = compress_nm(x, bits, n, m)
-    want = compress_nm(double_prune_mask(expand_nm(values, bits, n, m), n, m), bits, n, m)
-    assert torch.equal(double_prune_bits(values, bits, n, m), pack_mask(want))
 
 
 def test_errors_name_the_offender():
@@ -172,29 +149,10 @@ def test_errors_name_the_offender():
         expand_nm(x.double(), bits)
 
 
-@pytest.mark.parametrize("columns", [8, 12])
+@each("columns", [8, 12])
 def test_a_mask_that_does_not_keep_n_of_m_is_an_error(columns):
     bits = pack_mask(torch.ones(2, columns, dtype=torch.bool))
     with pytest.raises(RuntimeError):
         compress_nm(torch.ones(2, columns), bits)
     with pytest.raises(RuntimeError):
         expand_nm(torch.ones(2, columns // 2), bits)
-
-
-@pytest.mark.parametrize("columns", [16, 12, 0])
-@pytest.mark.parametrize("rows", [6, 0])
-def test_as_library_operators(rows, columns, generator):
-    mask = nm_mask(torch.rand(rows, columns, generator=generator))
-    bits = pack_mask(mask)
-    x = torch.randn(columns, rows, generator=generator).t()
-    ops = torch.ops.sparse24
-    for operator, arguments in (
-        (ops.pack_mask, (mask,)),
-        (ops.unpack_mask, (bits, columns)),
-        (ops.compress_nm, (x, bits, 2, 4, torch.float32)),
-        (ops.compress_nm, (mask, bits, 2, 4, torch.bool)),
-        (ops.expand_nm, (compress_nm(x, bits), bits, 2, 4)),
-        (ops.double_prune_bits, (compress_nm(x[:4], bits[:4]), bits[:4], 2, 4)),
-    ):
-        torch.library.opcheck(operator.default, (*arguments, "cpu"))
-    torch.library.opcheck(ops.compress_nm.default, (x, bits, 2, 4, torch.bfloat16, "cpu"))

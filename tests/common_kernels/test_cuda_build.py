@@ -11,6 +11,7 @@ from common_kernels import matmul24, nm_mask, pack24
 from common_kernels.matmul import chosen, cuda, cuda_build, unavailable
 from common_kernels.matmul.cusparselt import Problem, aligned
 from common_kernels.pack import cpu
+from tests.each import each
 
 # Writes its own arguments into the library, or fails on the macro FAIL.
 NVCC = f"""#!{sys.executable}
@@ -162,7 +163,7 @@ WGRAD = {"dense_transposed": False, "result_transposed": False}
 FP8_WGRAD = {"result_transposed": False, "out_dtype": torch.float32}
 
 
-@pytest.mark.parametrize(
+@each(
     ("layout", "change", "found"),
     [
         (NARROW, {}, {"bf16_128x256x64_2x1_shared"}),
@@ -211,9 +212,9 @@ HOPPER = torch.cuda.is_available() and not unavailable("cuda", "cuda", torch.bfl
 
 
 @pytest.mark.skipif(not HOPPER, reason="needs a GPU of compute capability 9.0, nvcc and CUTLASS")
-@pytest.mark.parametrize("layout", cuda.LAYOUTS)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, FP8], ids=["bf16", "fp8"])
-@pytest.mark.parametrize("tokens", [1, 200, 4096])
+@each("layout", cuda.LAYOUTS)
+@each("dtype", [torch.bfloat16, FP8])
+@each("tokens", [1, 200, 4096])
 def test_our_own_products_are_right(layout, dtype, tokens):
     """Against fp32 products of the same values; rounded once to bf16."""
     if dtype is FP8 and layout == WIDE:
@@ -244,7 +245,7 @@ COMPILED = [
 
 
 @pytest.mark.skipif(not COMPILED, reason="needs nvcc and CUTLASS")
-@pytest.mark.parametrize("config", COMPILED, ids=lambda config: config.name)
+@each("config", COMPILED)
 def test_a_kernel_reads_metadata_where_the_packer_writes_them(config):
     """This needs no GPU."""
     alone = {config.name: config.macros()}

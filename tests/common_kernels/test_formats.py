@@ -11,6 +11,7 @@ from torch.sparse import _semi_structured_conversions as conversions
 from common_kernels import nm_mask, transposable_mask24, unpack_mask
 from common_kernels.pack import Packed24, convert24, cpu, pack24, unpack24
 from common_kernels.pack.bitmask import to_bitmask24
+from tests.each import each
 
 FP8 = torch.float8_e4m3fn
 EVERY = [torch.float64, torch.float32, torch.bfloat16, torch.float16, FP8, torch.int8]
@@ -22,8 +23,8 @@ TAKEN = {
     "cutlass_sm90_k128": ((64, 128), torch.bfloat16),
     "cusparselt_sm90": ((64, 64), torch.float16),
 }
-every_layout = pytest.mark.parametrize("layout", TAKEN)
-cutlass_type = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.int8])
+every_layout = each("layout", TAKEN)
+cutlass_type = each("dtype", [torch.bfloat16, torch.float16, torch.int8])
 
 
 def matrix(shape, dtype=torch.float32, seed=0):
@@ -56,7 +57,7 @@ def masked(x, mask):
 
 
 @cutlass_type
-@pytest.mark.parametrize("shape", [(32, 128), (64, 256), (96, 384), (256, 1024)])
+@each("shape", [(32, 128), (64, 256), (96, 384), (256, 1024)])
 def test_the_order_of_cutlass_on_ampere_is_torchs(shape, dtype):
     x = matrix(shape, dtype)
     mask = nm_mask(matrix(shape, seed=1))
@@ -113,26 +114,7 @@ def test_a_neutral_matrix_by_hand():
     assert packed.meta.tolist() == [[13 + 16 * 4, 9]]
 
 
-def test_neutral_words_are_row_major():
-    """They are words of 16 bits: four groups each, the first in the lowest bits."""
-    mask = nm_mask(matrix((8, 64)))
-    nibbles = cpu.encode(mask).long().view(8, 4, 4)
-    words = (nibbles << torch.tensor([0, 4, 8, 12])).sum(-1)
-    meta = pack24(mask.to(torch.int8), mask).meta.view(torch.int16)
-    assert torch.equal(meta.long() & 0xFFFF, words)
-
-
-def test_the_order_of_cutlass_on_hopper():
-    """The bytes of 128 columns for all rows, then the next 128: a transpose of whole pieces."""
-    shape = (128, 384)
-    mask = nm_mask(matrix(shape))
-    x = matrix(shape, FP8)
-    plain = pack24(x, mask).meta  # [rows, columns / 8]
-    tiles = plain.view(128, 3, 16).transpose(0, 1).reshape(128, 48)
-    same(pack24(x, mask, "cutlass_sm90").meta, tiles)
-
-
-@pytest.mark.parametrize(("layout", "tiles"), [("cutlass_sm90", 2), ("cutlass_sm90_k128", 4)])
+@each(("layout", "tiles"), [("cutlass_sm90", 2), ("cutlass_sm90_k128", 4)])
 def test_the_order_of_cutlass_on_hopper_for_two_bytes(layout, tiles):
     """CUTLASS gives the digits of an entry's row and column an order: `Sm90GemmSparseConfig` has
     Shape ((8, 2, 4), (16, 2, tiles)), digits of rows and of columns from the lowest on, and Step
@@ -164,22 +146,10 @@ def test_the_order_of_cutlass_on_hopper_for_two_bytes(layout, tiles):
     assert torch.equal(meta, expected[::2] | expected[1::2] << 4)
 
 
-def test_the_order_of_cusparselt_on_hopper():
-    """The digits of a group's row and column, in another order."""
-    shape, mask = (128, 256), nm_mask(matrix((128, 256)))
-    nibbles = cpu.encode(mask)
-    # row: block, r5 r4, r3, r2 r1 r0; group of 16-bit types: tile, g2, g1, g0; 8-bit: g3, g2 g1, g0
-    wide = nibbles.view(2, 4, 2, 8, 8, 2, 2, 2).permute(0, 4, 1, 3, 6, 7, 5, 2).flatten()
-    narrow = nibbles.view(2, 4, 2, 8, 4, 2, 4, 2).permute(0, 4, 1, 3, 6, 5, 2, 7).flatten()
-    for dtype, expected in {torch.bfloat16: wide, torch.int8: narrow}.items():
-        meta = pack24(matrix(shape, dtype), mask, "cusparselt_sm90").meta.flatten()
-        assert torch.equal(meta, expected[::2] | expected[1::2] << 4)
-
-
 # ------------------------------------------------------------------ round trips
 
 
-@pytest.mark.parametrize(
+@each(
     ("layout", "dtype"),
     [
         (name, dtype)
@@ -212,7 +182,7 @@ def test_every_layout_holds_every_bit(layout, dtype):
     assert convert24(packed, layout) is packed
 
 
-@pytest.mark.parametrize("shape", [(0, 8), (4, 0), (1, 4), (3, 12), (5, 20)])
+@each("shape", [(0, 8), (4, 0), (1, 4), (3, 12), (5, 20)])
 def test_a_neutral_matrix_of_any_size(shape):
     x, mask = matrix(shape, torch.bfloat16), at_most_two(shape)
     packed = pack24(x, mask)
@@ -268,18 +238,6 @@ def test_columns_that_end_within_a_block_of_metadata():
     same(convert24(neutral, "cusparselt_sm90").buffer, packed.buffer)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("shape", [(64, 64), (64, 96), (128, 192)])
-def test_the_triton_packer_writes_the_same_bytes(shape, dtype):
-    pytest.importorskip("triton", reason="no Triton for this platform")
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    x, mask = matrix(shape, dtype).to(device), at_most_two(shape).to(device)
-    x[0, ::3] = -0.0
-    expected = pack24(x, mask, "cusparselt_sm90", backend="cpu").buffer
-    same(pack24(x, mask, "cusparselt_sm90", backend="triton").buffer, expected)
-    same(pack24(x.t().contiguous().t(), mask, "cusparselt_sm90", backend="triton").buffer, expected)
-
-
 # ------------------------------------------------------------------ formats with a mask
 
 
@@ -318,7 +276,7 @@ def test_a_mask_that_is_not_24():
         pack24(x, mask)
 
 
-@pytest.mark.parametrize(
+@each(
     ("shape", "dtype", "layout", "message"),
     [
         ((4, 6), torch.float32, "neutral", r"\(4, 6\).*columns in multiples of 4"),
@@ -372,22 +330,7 @@ def test_parts_that_do_not_belong_together():
 # ------------------------------------------------------------------ as operators
 
 
-@every_layout
-def test_opcheck(layout):
-    shape, dtype = TAKEN[layout]
-    x, mask = matrix(shape, dtype), at_most_two(shape)
-    check = torch.library.opcheck
-    if dtype != FP8:  # opcheck compares with allclose, which FP8 lacks
-        check(torch.ops.sparse24.pack24.default, (x, mask, layout, "cpu"))
-    packed = pack24(x, mask, layout)
-    meta = packed.meta.view(torch.uint8).flatten()
-    if dtype != FP8:
-        check(torch.ops.sparse24.unpack24.default, (packed.values, meta, layout))
-    arguments = (meta, *shape, dtype.itemsize, layout, "neutral")
-    check(torch.ops.sparse24.reorder_meta.default, arguments)
-
-
-@pytest.mark.parametrize("layout", ["cutlass_sm80", "cusparselt_sm90"])
+@each("layout", ["cutlass_sm80", "cusparselt_sm90"])
 def test_compiled_once_for_all_sizes(layout):
     torch._dynamo.reset()
     graphs = CompileCounterWithBackend("aot_eager")

@@ -18,13 +18,14 @@ from common_kernels.fp8 import reference
 from common_kernels.fp8.weights import quantize24_, quantize_compressed24_
 from common_kernels.pack import Packed24, unpack24
 from common_kernels.pack.cpu import pack
+from tests.each import each
 
 pytest.importorskip("triton", reason="no Triton for this platform")
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 DTYPES = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
-backends = pytest.mark.parametrize("backend", ["cpu", "triton"])
-formats = pytest.mark.parametrize("fmt", ["e4m3", "e5m2"])  # of the transpose; own: e4m3
+backends = each("backend", ["cpu", "triton"])
+formats = each("fmt", ["e4m3", "e5m2"])  # of the transpose; own: e4m3
 
 
 LAYOUTS = {"packed": "cusparselt_sm90", "cutlass": "cutlass_sm90"}
@@ -62,7 +63,7 @@ def expected(form, w, mask, fmt):
 
 @backends
 @formats
-@pytest.mark.parametrize(
+@each(
     ("own", "other"),
     [
         ("packed", "packed"), ("packed", "dense"), ("dense", "packed"), ("dense", "dense"),
@@ -85,7 +86,7 @@ def test_both_directions_are_those_of_separate_passes(own, other, fmt, backend):
 
 @backends
 @formats
-@pytest.mark.parametrize(
+@each(
     ("own", "other"),
     [("packed", "packed"), ("dense", "turned"), ("packed", "dense"), ("packed", "cutlass")],
 )
@@ -110,7 +111,7 @@ def test_a_compressed_weight(own, other, fmt, backend):
 
 
 @backends
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@each("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_the_definition(backend, dtype):
     w = weight(64, 64, dtype)
     mask = transposable_mask24(w)
@@ -125,7 +126,7 @@ def test_the_definition(backend, dtype):
 
 
 @backends
-@pytest.mark.parametrize("shape", [(64, 64), (24, 12), (0, 8)])
+@each("shape", [(64, 64), (24, 12), (0, 8)])
 def test_the_whole_of_a_weight_of_any_shape(backend, shape):
     w = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(DEVICE)
     own, other = room("dense", shape, "e4m3"), room("dense", shape[::-1], "e5m2")
@@ -156,7 +157,7 @@ def test_other_patterns_have_dense_codes(backend):
 
 
 @backends
-@pytest.mark.parametrize("number", [0.0, torch.nan, torch.inf])
+@each("number", [0.0, torch.nan, torch.inf])
 def test_weights_without_a_scale(backend, number):
     """Zeros stay zeros; what is not finite makes NaN, as `quantize_fp8` does."""
     w = torch.full((64, 64), 0.0, device=DEVICE)
@@ -171,32 +172,6 @@ def test_weights_without_a_scale(backend, number):
         got = unpack24(codes).float()
         torch.testing.assert_close(got, want, rtol=0, atol=0, equal_nan=True)
         torch.testing.assert_close(scale, want_scale, rtol=0, atol=0, equal_nan=True)
-
-
-W = torch.randn(64, 64, generator=torch.Generator().manual_seed(3))
-BITS = pack_mask(nm_mask(W))
-VALUES = compress_nm(W, BITS)
-
-
-def rooms():
-    return (
-        torch.empty(64 * 40, dtype=torch.uint8), torch.empty(64, 64, dtype=DTYPES["e5m2"]),
-        DTYPES["e4m3"], LAYOUTS["packed"], DTYPES["e5m2"], LAYOUTS["packed"], torch.empty(2),
-    )  # fmt: skip
-
-
-@pytest.mark.skipif(DEVICE.type != "cpu", reason="its CPU side; on a GPU the fakes are the same")
-@pytest.mark.parametrize("name", ["quantize24_", "quantize_compressed24_"])
-def test_opcheck(name):
-    given = {
-        "quantize24_": (W, nm_mask(W), torch.tensor(3.0)),
-        "quantize_compressed24_": (VALUES, BITS, double_prune_bits(VALUES, BITS), 2, 4),
-    }[name]
-    # The schema's test multiplies mutated arguments, which FP8 cannot do.
-    torch.library.opcheck(
-        getattr(torch.ops.sparse24, name).default, (*rooms(), *given, "cpu"),
-        test_utils=("test_faketensor", "test_autograd_registration"),
-    )  # fmt: skip
 
 
 def test_what_does_not_fit_is_refused():

@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 
 from common_kernels.launch import apart, first_entries, launch, together
+from tests.each import each
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
@@ -18,8 +19,8 @@ def place_kernel(out, start, lanes, M: tl.constexpr, BLOCK: tl.constexpr):
     tl.store(out + tl.arange(0, BLOCK), at)
 
 
-@pytest.mark.parametrize("lanes", [1, 2, 3, 127, 128, 129, 1000, (1 << 31) + 3])
-@pytest.mark.parametrize("start", [0, 1280, 8 * 129, (1 << 31) - 64, (1 << 33) + 5])
+@each("lanes", [1, 2, 3, 127, 128, 129, 1000, (1 << 31) + 3])
+@each("start", [0, 1280, 8 * 129, (1 << 31) - 64, (1 << 33) + 5])
 def test_first_entries(start, lanes):
     """Groups that lie in many rows, that meet the end of one, and whose numbers need 64 bits."""
     for m in (2, 4):
@@ -39,7 +40,7 @@ def apart_kernel(x, out, LEVELS: tl.constexpr, BLOCK: tl.constexpr):
     tl.store(x + at, together(parts, LEVELS) + 1)
 
 
-@pytest.mark.parametrize("levels", range(6))
+@each("levels", range(6))
 def test_groups_of_neighbours_taken_apart_and_put_together(levels):
     size = 1 << levels
     x = torch.arange(16 * size, dtype=torch.int32, device=DEVICE)

@@ -19,47 +19,11 @@ from common_kernels import (
     soft_threshold24,
     transposable_mask24,
 )
+from tests.each import each
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 X = torch.randn(16, 24, generator=torch.Generator().manual_seed(0))
 SEED, OFFSET = torch.tensor(3), torch.tensor(5)
-OPERATORS = {
-    "nm_mask": (X, 2, 4, 1, "cpu"),
-    "transposable_mask24": (X, "exact", "cpu"),
-    "soft_threshold24": (X, 0.0, "cpu"),
-    "mvue24": (X, SEED, OFFSET, "exact", 0, "cpu"),
-    "quantize_fp8": (X, "e4m3", "cpu"),
-    "fake_fp8": (X, "e5m2", "cpu"),
-    "check_nm": (X, 2, 4, 1, "cpu"),
-    "flips": (X > 0, X > 1, "cpu"),
-    "masked_decay_": (X.clone(), X, X > 0, 0.1, "cpu"),
-}
-
-
-@pytest.mark.parametrize("name", OPERATORS)
-@pytest.mark.parametrize("layout", ["rows", "columns", "empty"])
-def test_opcheck(name, layout):
-    change = {
-        "rows": lambda t: t,
-        "columns": lambda t: t.t().contiguous().t(),
-        "empty": lambda t: t[:0],
-    }[layout]
-    arguments = [
-        change(a) if isinstance(a, torch.Tensor) and a.ndim else a for a in OPERATORS[name]
-    ]
-    torch.library.opcheck(getattr(torch.ops.sparse24, name).default, arguments)
-
-
-@pytest.mark.parametrize("name", OPERATORS)
-def test_autograd_is_registered_at_its_key(name):
-    arguments = [
-        a.clone().requires_grad_() if isinstance(a, torch.Tensor) and a.is_floating_point() else a
-        for a in OPERATORS[name]
-    ]
-    known = getattr(torch.ops.sparse24, name).default
-    torch.library.opcheck(known, arguments, test_utils="test_autograd_registration")
-
-
 def everything(x: torch.Tensor, seed: torch.Tensor) -> tuple[torch.Tensor, ...]:
     mask = nm_mask(x)
     codes, scale = quantize_fp8(x, "e4m3")
@@ -90,7 +54,7 @@ def test_fake_tensors():
         assert (fake.shape, fake.dtype, fake.stride()) == (real.shape, real.dtype, real.stride())
 
 
-@pytest.mark.parametrize(
+@each(
     "function", [soft_threshold24, lambda x: mvue24(x, 1), lambda x: fake_fp8(x, "e4m3")]
 )
 def test_no_gradient_is_invented(function):
@@ -109,7 +73,7 @@ def test_no_gradient_is_invented_when_compiled():
         compiled(x).sum().backward()
 
 
-@pytest.mark.parametrize("fails", [False, True])
+@each("fails", [False, True])
 def test_met_at_run_time_it_is_not_compiled(fails):
     """Dynamo sees each frame beside a graph break, leaves an operator's alone and goes on."""
     graphs = []
@@ -135,9 +99,9 @@ def test_met_at_run_time_it_is_not_compiled(fails):
     assert graphs == [[operator.mul]]
 
 
-@pytest.mark.parametrize("backend", ["cpu", "triton"])
-@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad])
-@pytest.mark.parametrize("requires_grad", [False, True])
+@each("backend", ["cpu", "triton"])
+@each("mode", [torch.enable_grad, torch.no_grad])
+@each("requires_grad", [False, True])
 def test_a_mutation_is_seen_by_autograd(backend, mode, requires_grad):
     """It is noticed in a tensor saved for a backward, though Triton writes unseen by torch."""
     saved, x = X[:2, :4].clone().to(DEVICE), X[:2, :4].to(DEVICE).requires_grad_()
@@ -194,3 +158,15 @@ def test_modes_and_lazy_tensors_are_not_passed_by():
 def test_meta_tensors():
     mask = nm_mask(X.to("meta"))
     assert mask.is_meta and mask.shape == X.shape and mask.dtype is torch.bool
+
+
+def test_writing_into_what_requires_grad_is_refused_as_by_torch():
+    weight, mask = torch.ones(2, 4), torch.zeros(2, 4, dtype=torch.bool)
+    leaf = torch.zeros(2, 4, requires_grad=True)
+    for tensor, kind in ((leaf, "a leaf"), (leaf * 1, "a tensor"), (leaf[:, :], "a tensor")):
+        with pytest.raises(RuntimeError, match=rf"masked_decay_ writes into {kind} that requires"):
+            masked_decay_(tensor, weight, mask, 0.5)
+    assert not leaf.any()
+    with torch.no_grad():
+        masked_decay_(leaf, weight, mask, 0.5)
+    assert (leaf == 0.5).all() and leaf.grad_fn is None

@@ -4,13 +4,16 @@ import pytest
 import torch
 
 from common_kernels import check24, check_nm, double_prune_mask, flip_rate, nm_mask
+from common_kernels.backend import HAS_TRITON
 from common_kernels.masks import reference
+from tests.each import each
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 INF, NAN = float("inf"), float("nan")
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@each("dtype", DTYPES)
 def test_every_tie_pattern_keeps_the_two_lowest_indices_of_the_largest(dtype, generator):
     groups = list(itertools.product((1, 2, 3, 4), repeat=4))
     signs = torch.randint(0, 2, (256, 4), generator=generator) * 2 - 1
@@ -26,23 +29,6 @@ def test_signed_zeros_tie():
     assert nm_mask(torch.tensor([-0.0, 0.0, -0.0, 0.0])).tolist() == [True, True, False, False]
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(
-    ("n", "m"), [(2, 4), (1, 4), (1, 2), (4, 8), (2, 8), (0, 4), (4, 4), (3, 7)], ids=str
-)
-@pytest.mark.parametrize("dim", [0, 1, 2])
-def test_definition_in_any_layout(dtype, n, m, dim, generator):
-    x = torch.randn(56, 56, 56, generator=generator)[: m * 3, : m * 2, :m].to(dtype)
-    for view in (x, x.contiguous(), x.transpose(0, 2), x.contiguous().permute(1, 2, 0)):
-        if all(size % m == 0 for size in view.shape):
-            assert torch.equal(nm_mask(view, n, m, dim), reference.nm_mask(view, n, m, dim))
-
-
-def test_mask_has_the_strides_of_its_input():
-    x = torch.randn(8, 12).t()
-    assert nm_mask(x).stride() == x.stride()
-
-
 def test_non_finite_values_never_make_an_illegal_mask():
     values = torch.tensor([0.0, -1.0, 2.0, INF, -INF, NAN])
     x = torch.cartesian_prod(values, values, values, values)
@@ -50,11 +36,6 @@ def test_non_finite_values_never_make_an_illegal_mask():
         for mask in (nm_mask(x.to(dtype)), nm_mask(x.to(dtype).t(), dim=0).t()):
             assert (mask.sum(1) == 2).all()
             assert torch.equal(mask, reference.nm_mask(x))  # NaN > Inf > finite
-
-
-def test_masks_of_empty_tensors():
-    assert nm_mask(torch.empty(0, 4)).shape == (0, 4)
-    assert nm_mask(torch.empty(3, 0)).shape == (3, 0)
 
 
 def test_none_of_the_most_entries_is_kept():
@@ -125,3 +106,31 @@ def test_retained_magnitude_of_a_gaussian(generator):
     mask = nm_mask(w)
     assert mask.sum().item() == w.numel() // 2
     assert abs((w.abs() * mask).sum() / w.abs().sum() - 0.745).item() < 0.002
+
+
+@pytest.mark.skipif(not HAS_TRITON, reason="no Triton for this platform")
+def test_every_kernel_of_other_patterns(generator):
+    """Sorting networks of any width, groups too large for a thread, sums of any number."""
+    x = torch.randn(48, 384, generator=generator).relu().to(DEVICE)
+
+    def agree(function, *args):
+        got, want = (function(*args, backend=backend) for backend in ("triton", "cpu"))
+        assert torch.equal(got, want) and got.stride() == want.stride()
+
+    for dtype in DTYPES:
+        y = x[:24, :192].to(dtype)
+        for n, m in ((2, 8), (4, 8), (2, 16), (5, 32), (5, 12), (2, 64), (1, 3)):
+            agree(nm_mask, y, n, m)
+            agree(nm_mask, y.t().contiguous().t(), n, m)
+            if 24 % m == 0:
+                agree(nm_mask, y, n, m, 0)
+    for n, m in ((1, 3), (4, 8), (3, 12), (32, 64), (190, 384)):
+        agree(check_nm, x, n, m)
+        agree(check_nm, x.t().contiguous().t(), n, m)
+    agree(check24, x > 0.5)  # another dtype
+    old, new = (torch.rand(40_003, generator=generator).to(DEVICE) < 0.5 for _ in range(2))
+    for piece in (slice(None), slice(1, None), slice(6, 8), slice(3, 32_771)):
+        agree(flip_rate, old[piece], new[piece])
+    agree(flip_rate, old[3:], new[:-3])
+    agree(flip_rate, old.float(), new.float())
+    assert flip_rate(old, ~old, backend="triton").item() == 1  # every byte of every sum

@@ -37,6 +37,7 @@ from common_kernels.matmul.table import Entry
 from common_kernels.pack import BUFFERED, Packed24, cpu, pack24
 from common_kernels.pack.compressed import Compressed24, prune_and_pack24_
 from common_kernels.pack.operands import sample_pack24
+from tests.each import each
 
 CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if CUDA else "cpu")
@@ -70,9 +71,9 @@ def close(got, want, dtype):
     assert (got.double() - want.double()).abs().max() <= unit * want.abs().max()
 
 
-@pytest.mark.parametrize("layout", ["neutral", "cutlass_sm80", "cusparselt_sm90"])
-@pytest.mark.parametrize("dtype", [BF16, torch.float16])
-@pytest.mark.parametrize("tokens", [(24,), (3, 5), (0,)])
+@each("layout", ["neutral", "cutlass_sm80", "cusparselt_sm90"])
+@each("dtype", [BF16, torch.float16])
+@each("tokens", [(24,), (3, 5), (0,)])
 def test_matmul24(layout, dtype, tokens):
     a, mask = matrix(64, 128, dtype)
     x = dense(max(1, torch.Size(tokens).numel()), 128, dtype)[: torch.Size(tokens).numel()]
@@ -168,8 +169,8 @@ sparse_gpu = pytest.mark.skipif(CUDA and not HOPPER, reason="the layout is for 9
 
 
 @sparse_gpu
-@pytest.mark.parametrize("dtype", [BF16, torch.float16, E4M3, E5M2])
-@pytest.mark.parametrize("tokens", [1, 30, 64])
+@each("dtype", [BF16, torch.float16, E4M3, E5M2])
+@each("tokens", [1, 30, 64])
 def test_x_times_a_transposed(dtype, tokens):
     a, mask = matrix(64, 128, dtype)
     x, out = dense(tokens, 128, dtype), BF16 if dtype.itemsize == 1 else dtype
@@ -182,8 +183,8 @@ def unserved(layout):
 
 
 @sparse_gpu
-@pytest.mark.parametrize("layout", cuda.LAYOUTS)
-@pytest.mark.parametrize("tokens", [1, 30, 64])
+@each("layout", cuda.LAYOUTS)
+@each("tokens", [1, 30, 64])
 def test_our_own_products_take_their_own_layouts(layout, tokens):
     """In training's operators; with a bias, and of a dense operand that begins anywhere."""
     if reason := unserved(layout):
@@ -195,8 +196,8 @@ def test_our_own_products_take_their_own_layouts(layout, tokens):
 
 
 @sparse_gpu
-@pytest.mark.parametrize("layout", [BUFFERED, CUTLASS])
-@pytest.mark.parametrize("dtype", [E4M3, E5M2])
+@each("layout", [BUFFERED, CUTLASS])
+@each("dtype", [E4M3, E5M2])
 def test_products_of_codes_are_divided_by_both_scales(layout, dtype):
     if reason := unserved(layout):
         pytest.skip(reason)
@@ -213,8 +214,8 @@ def test_products_of_codes_are_divided_by_both_scales(layout, dtype):
 
 
 @sparse_gpu
-@pytest.mark.parametrize("layout", [BUFFERED, CUTLASS])
-@pytest.mark.parametrize("tokens", [64, 100, 128])
+@each("layout", [BUFFERED, CUTLASS])
+@each("tokens", [64, 100, 128])
 def test_a_weight_s_gradient_of_codes_is_divided_by_both_scales(layout, tokens):
     """Codes of x that end within a block of the layout are filled up."""
     if reason := unserved(layout):
@@ -229,8 +230,8 @@ def test_a_weight_s_gradient_of_codes_is_divided_by_both_scales(layout, tokens):
 
 
 @sparse_gpu
-@pytest.mark.parametrize("layout", [BUFFERED, CUTLASS])
-@pytest.mark.parametrize("columns", [48, 64, 100, 128])
+@each("layout", [BUFFERED, CUTLASS])
+@each("columns", [48, 64, 100, 128])
 def test_a_times_x_summed_over_any_tokens(layout, columns):
     """The rows of x that A has beyond those given count as zeros."""
     if reason := unserved(layout):
@@ -244,8 +245,8 @@ def test_a_times_x_summed_over_any_tokens(layout, columns):
         mm24(packed(a, mask, layout), dense(filled + 8, 96))
 
 
-@pytest.mark.parametrize("layout", [BUFFERED, CUTLASS])
-@pytest.mark.parametrize("tokens", [64, 100])
+@each("layout", [BUFFERED, CUTLASS])
+@each("tokens", [64, 100])
 def test_a_sample_times_x(layout, tokens):
     """One operator does what two do, to the bit."""
     if reason := unserved(layout):
@@ -266,8 +267,8 @@ def compressed(rows, columns):
     return values, row_mask, double_prune_bits(values, row_mask)
 
 
-@pytest.mark.parametrize("layout", [BUFFERED, CUTLASS])
-@pytest.mark.parametrize("tokens", [64, 30])
+@each("layout", [BUFFERED, CUTLASS])
+@each("tokens", [64, 30])
 def test_x_times_a_weight_that_is_packed_for_it(layout, tokens):
     """One operator does what two do, to the bit."""
     if reason := unserved(layout):
@@ -298,23 +299,6 @@ def test_operands_that_do_not_fit_are_refused():
         linear24(packed(a, mask), dense(8, 64))
     with pytest.raises(ValueError, match="does not fit"):
         linear24(packed(a, mask), dense(8, 128, torch.float16))
-
-
-@pytest.mark.skipif(CUDA, reason="its CPU side; on a GPU the fake is the same")
-def test_opcheck():
-    x, bias = torch.ones(16, 128, dtype=BF16), torch.ones(64, dtype=BF16)
-    buffer, one = torch.zeros(64 * 144, dtype=torch.uint8), torch.ones(())
-    wide = torch.ones(128, 24, dtype=BF16)
-    for arguments in (
-        (buffer, BUFFERED, 64, 128, x, bias, None, None, True, True, BF16),
-        (buffer, CUTLASS, 64, 128, x, bias, one, one, True, True, BF16),
-        (buffer, CUTLASS, 64, 128, wide, None, None, None, False, False, BF16),
-    ):
-        torch.library.opcheck(torch.ops.sparse24.matmul24.default, arguments)
-    arguments = (torch.ones(16, 64, dtype=BF16), x, torch.tensor([1, 0]), 4, BUFFERED, "cpu")
-    torch.library.opcheck(torch.ops.sparse24.sample_mm24.default, arguments)
-    arguments = (torch.ones(24, 64, dtype=BF16), *compressed(64, 128), CUTLASS, "cpu")
-    torch.library.opcheck(torch.ops.sparse24.twice_pruned_mm24.default, arguments)
 
 
 # --- the table -----------------------------------------------------------------------------------

@@ -4,8 +4,11 @@ import pytest
 import torch
 
 from common_kernels import check24, mvue24
+from common_kernels.backend import HAS_TRITON
 from common_kernels.mvue import reference
+from tests.each import each
 
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 INF, NAN = float("inf"), float("nan")
 DRAWS = 10**6
 # Group, variance of the optimum, variance of sequential sampling (where it has a short decimal).
@@ -28,26 +31,8 @@ def draws(group: tuple[float, ...], design: str, seed: int = 1) -> torch.Tensor:
     return mvue24(torch.tensor(group).expand(DRAWS, 4), seed, design=design).double()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("dim", [0, 1, -1])
-@pytest.mark.parametrize("offset", [0, 3, 10**10 + 1])
-def test_definition_in_any_layout(dtype, dim, offset, generator):
-    x = torch.randn(4, 8, 12, generator=generator).to(dtype)
-    for view in (
-        x,
-        x.transpose(0, 2),
-        x.permute(1, 2, 0),
-        x[:4, 4:8, 4:12],
-        x[:, :, :1].expand(4, 8, 4),
-    ):
-        got = mvue24(view, 7, offset, dim=dim)
-        assert torch.equal(got, reference.mvue24(view, 7, offset, dim=dim))
-        assert got.stride() == torch.empty_like(view).stride()
-        assert check24(got, dim) == 0
-
-
-@pytest.mark.parametrize("design", ["exact", "sequential"])
-@pytest.mark.parametrize(("group", "optimum", "pps"), GROUPS, ids=str)
+@each("design", ["exact", "sequential"])
+@each(("group", "optimum", "pps"), GROUPS)
 def test_mean_and_variance(group, optimum, pps, design):
     """Mean within 5 sigma of the closed-form variance, total variance within 5 sigma of the
     sample's.
@@ -98,14 +83,13 @@ def test_kept_values():
     assert sample[:, [0, 1, 3]].sum(1).unique().tolist() == [1.75]
 
 
-@pytest.mark.parametrize("design", ["exact", "sequential"])
-@pytest.mark.parametrize(
+@each("design", ["exact", "sequential"])
+@each(
     "group",
     [
         (4, 0, 0, 0), (0, 0, 0, 0), (100, 1e-9, 0, 0), (0, -65504, 0, 3), (0, 0, 5, 5),
         (3e38, 0, -3e38, 0),
     ],
-    ids=str,
 )  # fmt: skip
 def test_two_non_zeros_are_reproduced(group, design):
     x = torch.tensor(group, dtype=torch.float32).expand(1000, 4)
@@ -122,7 +106,7 @@ def test_subnormal_groups_of_two_are_reproduced():
     assert torch.equal(mvue24(x, 3), x)
 
 
-@pytest.mark.parametrize("design", ["exact", "sequential"])
+@each("design", ["exact", "sequential"])
 def test_extreme_finite_groups_stay_finite(design):
     groups = [
         [65504.0, 1, 1, 1],
@@ -135,7 +119,7 @@ def test_extreme_finite_groups_stay_finite(design):
     assert mvue24(x[::4].half(), 5, design=design).isfinite().all()
 
 
-@pytest.mark.parametrize("design", ["exact", "sequential"])
+@each("design", ["exact", "sequential"])
 def test_non_finite_values_propagate_and_stay_legal(design):
     values = torch.tensor([0.0, -1.0, 2.0, INF, -INF, NAN])
     x = torch.cartesian_prod(values, values, values, values).repeat(8, 1)
@@ -153,8 +137,8 @@ def test_scale_invariance(generator):
         assert torch.equal(sample(2.0**126 * large, 11), 2.0**126 * sample(large, 11))
 
 
-@pytest.mark.parametrize("std", [1.0, 1e-4, 1e-8])
-@pytest.mark.parametrize(("design", "want"), [("exact", 0.474), ("sequential", 0.503)])
+@each("std", [1.0, 1e-4, 1e-8])
+@each(("design", "want"), [("exact", 0.474), ("sequential", 0.503)])
 def test_relative_error_of_a_gaussian(std, design, want, generator):
     x = std * torch.randn(1 << 20, generator=generator)
     error = (mvue24(x, 2, design=design) - x).double()
@@ -229,3 +213,12 @@ def test_errors_and_empty_tensors():
         mvue24(torch.ones(4), 1, design="best")
     with pytest.raises(TypeError, match="float64"):
         mvue24(torch.ones(4, dtype=torch.float64), 1)
+
+
+@pytest.mark.skipif(not HAS_TRITON, reason="no Triton for this platform")
+def test_hard_groups_draw_the_same_bits(hard_groups):
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        x = hard_groups(512, dtype).to(DEVICE)
+        for given, dim in ((x, -1), (x.view(-1, 32, 4).mT.reshape(-1, 32), 0)):
+            got, want = (mvue24(given, 77, dim=dim, backend=b) for b in ("triton", "cpu"))
+            torch.testing.assert_close(got, want, rtol=0, atol=0, equal_nan=True)

@@ -2,14 +2,14 @@
 Triton's interpreter cannot run it."""
 
 import numpy as np
-import pytest
 import torch
 
 from common_kernels.mvue import cpu, ptx
 from common_kernels.pack.cpu import compress
+from tests.each import each
 
 DTYPES = {"bf16": torch.bfloat16, "f16": torch.float16}
-every_kind = pytest.mark.parametrize("kind", ["bf16", "f16"])
+every_kind = each("kind", ["bf16", "f16"])
 
 
 def bits(a):

@@ -15,12 +15,13 @@ from common_kernels import (
 from common_kernels.launch import table_of
 from common_kernels.pack import BUFFERED, Packed24, cpu
 from common_kernels.pack.compressed import Compressed24, packed_transposed, prune_and_pack24_
+from tests.each import each
 
 pytest.importorskip("triton", reason="no Triton for this platform")
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 CUTLASS, K128 = "cutlass_sm90", "cutlass_sm90_k128"
-backends = pytest.mark.parametrize("backend", ["cpu", "triton"])
+backends = each("backend", ["cpu", "triton"])
 
 
 def weights(shape, source=torch.float32, seed=0):
@@ -69,8 +70,8 @@ def check(weight):
 
 
 @backends
-@pytest.mark.parametrize("source", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@each("source", [torch.float32, torch.bfloat16, torch.float16])
+@each("dtype", [torch.bfloat16, torch.float16])
 def test_mask_and_operands(backend, source, dtype):
     weight = stored(*weights((128, 192), source), dtype)
     written = weight.column_mask, weight.packed.buffer, weight.transposed.buffer
@@ -81,7 +82,7 @@ def test_mask_and_operands(backend, source, dtype):
         assert tensor._version > version
 
 
-@pytest.mark.parametrize(
+@each(
     "layouts", [(CUTLASS, CUTLASS), (K128, CUTLASS), (CUTLASS, K128), (BUFFERED, CUTLASS),
                 (BUFFERED, None), (None, BUFFERED), (None, K128)],
 )  # fmt: skip
@@ -111,10 +112,9 @@ def test_packing_under_the_mask_that_there_is(backend):
 
 
 @backends
-@pytest.mark.parametrize(
+@each(
     ("layout", "source"),
     [(BUFFERED, torch.float32), (CUTLASS, torch.bfloat16), (K128, torch.float32)],
-    ids=str,
 )
 def test_one_operand_of_one_weight(backend, layout, source):
     """Under a mask that is that of other values, of strides of any kind."""

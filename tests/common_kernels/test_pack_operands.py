@@ -30,12 +30,13 @@ from common_kernels.pack.operands import (
 
 pytest.importorskip("triton", reason="no Triton for this platform")
 from common_kernels.pack import triton
+from tests.each import each
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 INTERPRETED = DEVICE.type == "cpu"
-backends = pytest.mark.parametrize("backend", ["cpu", "triton"])
-masters = pytest.mark.parametrize("master", [torch.float32, torch.bfloat16])
-half_types = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+backends = each("backend", ["cpu", "triton"])
+masters = each("master", [torch.float32, torch.bfloat16])
+half_types = each("dtype", [torch.bfloat16, torch.float16])
 FP8 = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 
 
@@ -52,7 +53,7 @@ def codes(t):
 @backends
 @masters
 @half_types
-@pytest.mark.parametrize("shape", [(64, 64), (128, 192)])
+@each("shape", [(128, 192)])
 def test_a_pruned_weight(backend, master, dtype, shape):
     w, scale = weight(*shape, master), torch.tensor(1.37, device=DEVICE)
     mask = transposable_mask24(w)
@@ -98,7 +99,7 @@ def test_a_weight_both_ways(backend, master, dtype):
 
 
 CUTLASS = ("cutlass_sm90", "cutlass_sm90_k128")
-cutlass_layouts = pytest.mark.parametrize("layout", CUTLASS)
+cutlass_layouts = each("layout", CUTLASS)
 
 
 def same_as_reordered(packed, plain):
@@ -110,7 +111,7 @@ def same_as_reordered(packed, plain):
 
 @backends
 @cutlass_layouts
-@pytest.mark.parametrize("shape", [(64, 128), (192, 256)])
+@each("shape", [(64, 128), (192, 256)])
 def test_a_weight_in_the_order_of_cutlass(backend, layout, shape):
     w, scale = weight(*shape), torch.tensor(1.37, device=DEVICE)
     mask = transposable_mask24(w)
@@ -125,7 +126,7 @@ def test_a_weight_in_the_order_of_cutlass(backend, layout, shape):
 
 
 @backends
-@pytest.mark.parametrize("layouts", [CUTLASS, CUTLASS[::-1], (BUFFERED, CUTLASS[0])])
+@each("layouts", [CUTLASS, CUTLASS[::-1], (BUFFERED, CUTLASS[0])])
 def test_a_weight_both_ways_in_two_orders(backend, layouts):
     shapes = ((128, 256), (256, 128))
     w = weight(*shapes[0])
@@ -144,7 +145,7 @@ def test_a_weight_both_ways_in_two_orders(backend, layouts):
 
 @backends
 @cutlass_layouts
-@pytest.mark.parametrize("tokens", [64, 100, 256])
+@each("tokens", [64, 100, 256])
 def test_a_sample_of_a_gradient_in_the_order_of_cutlass(backend, layout, tokens):
     """Tokens are filled up to whole blocks of the layout."""
     dy, key = weight(tokens, 192, torch.bfloat16), torch.tensor([5, 3], device=DEVICE)
@@ -185,7 +186,7 @@ def test_codes_in_the_order_of_cutlass(backend):
 
 @backends
 @half_types
-@pytest.mark.parametrize("tokens", [16, 48, 64, 100, 112])
+@each("tokens", [16, 48, 64, 100, 112])
 def test_a_sample_of_a_gradient(backend, dtype, tokens):
     """Any number of tokens; the sample is that of the operator, with the same random bits."""
     dy, key = weight(tokens, 128, dtype), torch.tensor([5, 3], device=DEVICE)
@@ -200,8 +201,8 @@ def test_a_sample_of_a_gradient(backend, dtype, tokens):
 
 @backends
 @masters
-@pytest.mark.parametrize("rows", [64, 100])
-@pytest.mark.parametrize("second", ["e5m2", "e4m3"])
+@each("rows", [64, 100])
+@each("second", ["e5m2", "e4m3"])
 def test_codes_of_a_matrix_and_of_its_transpose(backend, master, rows, second):
     x = weight(rows, 72, master)
     own, transposed, scale, other = quantize_both(x, "e4m3", second, backend=backend)
@@ -215,7 +216,7 @@ def test_codes_of_a_matrix_and_of_its_transpose(backend, master, rows, second):
 
 @backends
 @masters
-@pytest.mark.parametrize("tokens", [64, 100])
+@each("tokens", [64, 100])
 def test_codes_of_a_gradient_and_of_its_sample(backend, master, tokens):
     dy, key = weight(tokens, 64, master), torch.tensor([9, 2], device=DEVICE)
     stride = -(-tokens // 4) * 64
@@ -229,8 +230,8 @@ def test_codes_of_a_gradient_and_of_its_sample(backend, master, tokens):
     assert torch.equal(unpack24(packed).float(), want.t().float())
 
 
-@pytest.mark.parametrize("known", [False, True])
-@pytest.mark.parametrize("dgrad", ["e4m3", "e5m2"])
+@each("known", [False, True])
+@each("dgrad", ["e4m3", "e5m2"])
 @masters
 def test_codes_of_a_projected_weight(dgrad, master, known):
     w, beta = weight(128, 192, master), torch.tensor(1.21, device=DEVICE)
@@ -249,7 +250,7 @@ def test_codes_of_a_projected_weight(dgrad, master, known):
 
 
 @backends
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@each("dtype", [torch.float32, torch.bfloat16])
 def test_rescaling(backend, dtype):
     y, bias = weight(48, 80, dtype), weight(2, 80)[0]
     scale, other = torch.tensor(3.0, device=DEVICE), torch.tensor(0.7, device=DEVICE)
@@ -270,47 +271,6 @@ def test_a_product_of_codes():
     got = scaled_linear(a, b, sa, sb, bias)
     # bf16 results; the FP8 units of a GPU keep some 14 bits of a sum.
     assert (got.float() - want).abs().max() <= 2**-8 * want.abs().max()
-
-
-SM90 = "cutlass_sm90"
-W = torch.randn(64, 64, generator=torch.Generator().manual_seed(3))
-OPERATORS = {
-    "pack24_": lambda: (
-        torch.empty(64 * 72, dtype=torch.uint8), torch.bfloat16, SM90, W, "soft", None,
-        torch.tensor(2.0), torch.empty(64, 64, dtype=torch.bfloat16), "cpu",
-    ),
-    "pack_both24_": lambda: (
-        *(torch.empty(64 * 72, dtype=torch.uint8) for _ in range(2)), torch.bfloat16, SM90,
-        "cusparselt_sm90", W, None, "cpu",
-    ),
-    "sample_pack24": lambda: (W, torch.tensor([1, 2]), 4, torch.float16, SM90, "cpu"),
-    "quantize_both": lambda: (W[:20], "e4m3", "e5m2", "cpu"),
-    "quantize_and_sample": lambda: (W[:20], torch.tensor([1, 2]), 4, "e5m2", SM90, "cpu"),
-    "quantize_fp8_delayed": lambda: (W, "e4m3", torch.tensor(2.0), torch.tensor(1.0), "cpu"),
-    "quantize_both_delayed": lambda: (
-        W[:20], "e4m3", "e5m2", torch.tensor(2.0), torch.tensor(1.0), "cpu",
-    ),
-    "quantize_and_sample_delayed": lambda: (
-        W[:20], torch.tensor([1, 2]), 4, "e5m2", torch.tensor(2.0), torch.tensor(1.0), SM90, "cpu",
-    ),
-    "rescale": lambda: (
-        W, torch.tensor(2.0), torch.tensor(3.0), 1.0, W[0], torch.bfloat16, "cpu",
-    ),
-    "project_quantize24_": lambda: (
-        torch.empty(64 * 40, dtype=torch.uint8), FP8["e4m3"], "cusparselt_sm90",
-        torch.empty(64, 64, dtype=FP8["e4m3"]),
-        torch.empty(64, 64, dtype=FP8["e5m2"]), torch.empty(2), W, torch.tensor(2.0), None, "cpu",
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.skipif(not INTERPRETED, reason="its CPU side; on a GPU the fakes are the same")
-@pytest.mark.parametrize("name", OPERATORS)
-def test_opcheck(name):
-    # The schema's test multiplies mutated arguments, which FP8 cannot do.
-    mutates_fp8 = {"test_utils": ("test_faketensor", "test_autograd_registration")}
-    options = mutates_fp8 if name == "project_quantize24_" else {}
-    torch.library.opcheck(getattr(torch.ops.sparse24, name).default, OPERATORS[name](), **options)
 
 
 def test_what_cannot_be_packed_is_refused():

@@ -4,12 +4,12 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
 import torch
 
 import common_kernels
 from common_kernels import philox4x32
 from common_kernels.philox import rounds
+from tests.each import each
 
 # Known answers of Random123 (kat_vectors, philox4x32 with 10 rounds): counter, key, words.
 KNOWN = [
@@ -35,7 +35,7 @@ def numbers(text: str) -> list[int]:
     return [int(word, 16) for word in text.split()]
 
 
-@pytest.mark.parametrize(("counter", "key", "words"), KNOWN)
+@each(("counter", "key", "words"), KNOWN)
 def test_known_answers(counter, key, words):
     low, high = numbers(key)
     got = rounds(low | high << 32, tuple(torch.tensor([word]) for word in numbers(counter)))
@@ -49,7 +49,7 @@ def test_counter_fills_the_two_low_words():
         assert torch.equal(got, want)
 
 
-@pytest.mark.parametrize("seed", [0, 12345, 2**40 + 17])
+@each("seed", [0, 12345, 2**40 + 17])
 def test_tensor_seed_equals_int_seed(seed):
     counter = torch.arange(5).view(5, 1)
     for a, b in zip(

@@ -3,33 +3,16 @@ import itertools
 import pytest
 import torch
 
-from common_kernels import check24, nm_mask, soft_threshold24
+from common_kernels import nm_mask, soft_threshold24
 from common_kernels.backend import HAS_TRITON
-from common_kernels.soft_threshold import reference
+from tests.each import each
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 INF, NAN = float("inf"), float("nan")
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("gamma", [0.0, 0.25, 1.0])
-def test_definition_in_any_layout(dtype, gamma, generator):
-    x = torch.randn(4, 8, 16, generator=generator).to(dtype)
-    for view in (
-        x,
-        x.transpose(0, 2),
-        x.permute(1, 2, 0),
-        x[::2, :, 4:12],
-        x[0, 0, :4].expand(3, 4),
-    ):
-        got = soft_threshold24(view, gamma)
-        assert torch.equal(got, reference.soft_threshold24(view, gamma))
-        assert got.stride() == torch.empty_like(view).stride()
-        assert check24(got) == 0
-
-
-@pytest.mark.parametrize(
+@each(
     ("group", "want"),
     [
         ((1, 1, 1, 1), (0, 0, 0, 0)),
@@ -85,8 +68,8 @@ def test_non_finite_values_propagate_and_stay_legal():
             assert torch.equal((~got.isfinite()).any(1), (~x.isfinite()).any(1))
 
 
-@pytest.mark.parametrize("backend", ["cpu", *(["triton"] if HAS_TRITON else [])])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@each("backend", ["cpu", *(["triton"] if HAS_TRITON else [])])
+@each("dtype", DTYPES)
 def test_zeros_have_one_sign(dtype, backend):
     """All are positive: of signed zeros, below the threshold, and where a cast rounds to one."""
     tiny = torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
