@@ -122,39 +122,29 @@ def ours(
         finished = len(runs) == wanted and path.partition(".")[0] not in measures
         not_run = "not run yet" if table.tiers[tier].block else "not run"
         return Cell("not measured" if finished else not_run, {"n": 0})
-    always = column.show == "mean_std" and table.paper is not None and n > 1
-    count = f" (n={n})" if n < wanted or always else ""
-    if column.show == "paired":
-        return _paired(column, own, base, count)
-    return _shown(column, own, base, unit, count)
+    numbers = _paired(own, base) if column.show == "paired" else _numbers(column, own, base)
+    means = column.show in ("mean_std", "interval")
+    return Cell(text(table, tier, column, numbers, unit), numbers, [*own.values()] * means)
 
 
-def _paired(column: Column, own: Values, base: Values, count: str) -> Cell:
+def _paired(own: Values, base: Values) -> Numbers:
     """The mean difference to the baseline at equal seeds with its 95 % interval."""
-    form, n = column.format, len(own)
     differences = [v - base[seed] for seed, v in own.items()]
     mean, (low, high) = stats.mean(differences), stats.paired_interval(differences)
-    if n == 1:
-        return Cell(f"{mean:{form}}{count or ' (n=1)'}", {"mean": mean, "n": 1})
-    text = f"{mean:{form}} [{low:{form}}, {high:{form}}]{count}"
-    return Cell(text, {"mean": mean, "low": low, "high": high, "n": n})
+    n = len(own)
+    return {"mean": mean, **({"low": low, "high": high} if n > 1 else {}), "n": n}
 
 
-def _shown(column: Column, own: Values, base: Values, unit: str, count: str) -> Cell:
-    """The values as the column's `show` says, unless it is `paired`. count: printed at the end."""
-    form, n, values = column.format, len(own), list(own.values())
+def _numbers(column: Column, own: Values, base: Values) -> Numbers:
+    """The numbers that the column's `show` asks for, unless it is `paired`."""
+    n, values = len(own), list(own.values())
     match column.show:
         case "mean_std":
-            mean, std = stats.mean(values), stats.std(values)
-            spread = f" ± {std:{form}}" if n > 1 else ""
-            text = f"{in_unit(f'{mean:{form}}{spread}', unit)}{count}"
-            return Cell(text, {"mean": mean, "std": std if n > 1 else None, "n": n}, values)
+            return {"mean": stats.mean(values), "std": stats.std(values) if n > 1 else None, "n": n}
         case "interval":
-            mean, (low, high) = stats.mean(values), stats.paired_interval(values)
-            spread = f" [{low:{form}}, {high:{form}}]" if n > 1 else ""
-            text = f"{in_unit(f'{mean:{form}}{spread}', unit)}{count}"
+            low, high = stats.paired_interval(values)
             ends: Numbers = {"low": low, "high": high} if n > 1 else {}
-            return Cell(text, {"n": n, "mean": mean, **ends}, values)
+            return {"n": n, "mean": stats.mean(values), **ends}
         case "ratio":
             number = stats.mean([v / base[seed] for seed, v in own.items()])
         case "speedup":
@@ -163,8 +153,23 @@ def _shown(column: Column, own: Values, base: Values, unit: str, count: str) -> 
             number = sum(values)
         case _:
             number = stats.mean(values)
-    text = f"{in_unit(f'{number:{form}}', unit)}{count}"
-    return Cell(text, {column.show: number, "n": n})
+    return {column.show: number, "n": n}
+
+
+def text(table: Table, tier: str, column: Column, numbers: Numbers, unit: str = "") -> str:
+    """The numbers of one of our cells as they are printed."""
+    n, form = numbers["n"], column.format
+    always = column.show == "mean_std" and table.paper is not None and n != 1
+    count = f" (n={n})" if n != len(table.tiers[tier].seeds) or always else ""
+    spread = ""
+    if numbers.get("std") is not None:
+        spread = f" ± {numbers['std']:{form}}"
+    elif "low" in numbers:
+        spread = f" [{numbers['low']:{form}}, {numbers['high']:{form}}]"
+    if column.show == "paired":
+        return f"{numbers['mean']:{form}}{spread}{count or ' (n=1)' * (n == 1)}"
+    name = "mean" if "mean" in numbers else column.show
+    return f"{in_unit(f'{numbers[name]:{form}}{spread}', unit)}{count}"
 
 
 def _ends_dense(run: PlacedRun) -> bool:

@@ -80,7 +80,7 @@ def state(table: Table, tier: str, runs: Path) -> str:
 def measured_file(table: Table, tier: str) -> str:
     """The path in the repository of the committed table of a tier that has numbers in all rows; ""
     if there is none."""
-    path = _with_numbers(table, tier)
+    path = with_numbers(table, tier)
     return "" if path is None else path.with_suffix(".md").relative_to(HERE.parent).as_posix()
 
 
@@ -157,13 +157,13 @@ def was_measured(table: Table) -> bool:
     return any(
         _has_records(table, name)
         if tier.block
-        else name == "full" and _with_numbers(table, name) is not None
+        else name == "full" and with_numbers(table, name) is not None
         for name, tier in table.tiers.items()
         if not tier.unavailable
     )
 
 
-def _with_numbers(table: Table, tier: str) -> Path | None:
+def with_numbers(table: Table, tier: str) -> Path | None:
     """The CSV file of the committed table of a tier, if it has numbers in all rows."""
     wanted = {(v.label, row.label) for v, row, _ in table.trainings(tier) if not row.stage}
     for path in (HERE / "measured").glob(f"*/{table.name}-{tier}.csv"):

@@ -79,63 +79,6 @@ class Grid:
         return Grid(self.stubs[:-1], self.groups, self.columns, lines)
 
 
-def read(text: str) -> Grid | None:
-    """The table that `Grid.markdown` wrote into a text, with its parts joined; None if the text has
-    none."""
-    parts: list[Grid] = []
-    group = ""
-    for paragraph in text.split("\n\n"):
-        lines = paragraph.strip().splitlines()
-        if lines and all(line.startswith("| ") for line in lines):
-            rows = [[cell.strip() for cell in line[2:-2].split(" | ")] for line in lines]
-            part = _part(rows, group)
-            if part is None or (parts and part.stubs != parts[0].stubs):
-                return None
-            parts.append(part)
-        group = paragraph.strip().strip("*") if paragraph.startswith("**") else ""
-    return _joined(parts) if parts else None
-
-
-def _part(rows: list[list[str]], group: str) -> Grid | None:
-    """The part of a table in these rows of cells; None if they are another table."""
-    are_stubs = [head in (*STUBS.values(), SOURCE) for head in rows[0]]
-    count = are_stubs.index(False) if False in are_stubs else 0
-    if count == 0 or len(rows) < 2 or any(len(row) != len(rows[0]) for row in rows):
-        return None
-    stubs, columns = rows[0][:count], rows[0][count:]
-    lines: list[Line] = []
-    for row in rows[2:]:  # the second is the rule below the headings
-        names = row[:count]
-        if lines and stubs[-1] == SOURCE and not any(names[:-1]):  # the names of the line above
-            names = [*lines[-1].names[:-1], names[-1]]
-        lines.append(Line(names, row[count:]))
-    return Grid(stubs, [group] * len(columns), columns, lines)
-
-
-def _joined(parts: list[Grid]) -> Grid:
-    """The table of these parts."""
-    stubs, values = parts[0].stubs, [{tuple(x.names): x.values for x in p.lines} for p in parts]
-    sourced = stubs[-1] == SOURCE
-    # Parts leave out rows without values, so the longest part gives most of the order.
-    longest = sorted(values, key=len, reverse=True)
-    order = {(key[:-1] if sourced else key): None for own in longest for key in own}
-    keys = [(*key, source) for key in order for source in (PAPER, OURS)] if sourced else order
-    lines = [
-        Line(
-            list(key),
-            [
-                value
-                for part, own in zip(parts, values, strict=True)
-                for value in own.get(key, [BLANK] * len(part.columns))
-            ],
-        )
-        for key in keys
-        if any(key in own for own in values)
-    ]
-    groups = [group for part in parts for group in part.groups]
-    return Grid(stubs, groups, [head for part in parts for head in part.columns], lines)
-
-
 def _widths(rows: Iterable[list[str]]) -> list[int]:
     return [max(3, *map(len, column)) for column in zip(*rows, strict=True)]
 

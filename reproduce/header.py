@@ -12,10 +12,12 @@ from reproduce.engine import PlacedRun
 from reproduce.scale import of_records
 from reproduce.spec import BENCH, Table
 
+Facts = dict[str, Any]  # on the runs of a table, as `facts` gives them
 
-def header(table: Table, tier: str, runs: list[PlacedRun], unknown: set[str]) -> list[str]:
-    """The lines above a table. unknown: labels of the columns for which there is neither a value of
-    the paper's nor one of ours."""
+
+def header(table: Table, tier: str, known: Facts, unknown: set[str]) -> list[str]:
+    """The lines above a table. known: the facts on its runs. unknown: labels of the columns for
+    which there is neither a value of the paper's nor one of ours."""
     lines = [f"Tier {tier}: {table.tiers[tier].setting}"]
     variants = [variant.label for variant in table.variants_of(tier) if variant.label]
     if len(variants) == 1:
@@ -24,14 +26,8 @@ def header(table: Table, tier: str, runs: list[PlacedRun], unknown: set[str]) ->
         lines += _on_the_paper(table, tier)
         lines += _absent(table, tier)
     lines += _not_measured(table, tier, unknown)
-    lines += _on_the_runs(table, tier, runs)
-    lines += _facts(runs)
-    if table.driver == BENCH and runs:
-        first, *others = {run.result["backend"] for run in runs}
-        several = "not the same for all runs; the column backend of -runs.csv names them"
-        lines.append(f"Products: {several if others else first}.")
-        lines += _load(runs)
-    return lines
+    lines += _on_the_runs(table, tier, known)
+    return lines + [f"{name}: {text}." for name, text in known.items() if name in NAMED and text]
 
 
 def _on_the_paper(table: Table, tier: str) -> list[str]:
@@ -122,21 +118,21 @@ def _not_measured(table: Table, tier: str, unknown: set[str]) -> list[str]:
     return [line]
 
 
-def _on_the_runs(table: Table, tier: str, runs: list[PlacedRun]) -> list[str]:
+def _on_the_runs(table: Table, tier: str, known: Facts) -> list[str]:
     """The number of runs, the meaning of spreads and intervals, and the rows with a baseline of
     their own."""
     chosen, lines = table.tiers[tier], []
     if chosen.block:
-        scale = of_records(run.result for run in runs) or "none yet"
         lines.append(
             f"Nothing is trained for this tier: it shows the records of block {chosen.block} "
-            f"({scale}); `python -m reproduce run {chosen.block}` makes what is missing."
+            f"({known.get('scale') or 'none yet'}); `python -m reproduce run {chosen.block}` makes "
+            "what is missing."
         )
     wanted = len(list(table.trainings(tier)))
     several = len(chosen.seeds) > 1
     seeds = ", ".join(map(str, chosen.seeds))
     of_seeds = f"seeds {seeds}" if several else f"one seed ({seeds})"
-    line = f"Runs: {len(runs)} of {wanted}, {of_seeds}."
+    line = f"Runs: {known['runs']} of {wanted}, {of_seeds}."
     if several and table.driver != BENCH:
         line += (
             " ± is the standard deviation over seeds; square brackets give the 95 % interval of "
@@ -157,15 +153,28 @@ def _on_the_runs(table: Table, tier: str, runs: list[PlacedRun]) -> list[str]:
 # --- facts on the runs ---------------------------------------------------------------------------
 
 
-def _facts(runs: list[PlacedRun]) -> list[str]:
-    """Lines on the data, the device and the code of the runs."""
-    facts: dict[str, Callable[[dict[str, Any]], str]] = {
-        "Corpus": lambda result: _corpus(result["corpus"]) if "corpus" in result else "",
-        "Device": _device,
-        "Code": lambda result: revision(result["environment"]),
+NAMED = ("Corpus", "Device", "Code", "Products", "Clocks")  # the facts that have lines
+
+
+def facts(table: Table, tier: str, runs: list[PlacedRun]) -> Facts:
+    """The facts on the runs that the header tells: their number, data, device and code."""
+    known: Facts = {
+        "runs": len(runs),
+        "Corpus": _common(lambda r: _corpus(r["corpus"]) if "corpus" in r else "", runs),
+        "Device": _common(_device, runs),
+        "Code": _common(lambda r: revision(r["environment"]), runs),
     }
-    texts = {name: _common(fact, runs) for name, fact in facts.items()}
-    return [f"{name}: {text}." for name, text in texts.items() if text]
+    if table.tiers[tier].block:
+        known["scale"] = of_records(run.result for run in runs)
+    if table.driver == BENCH and runs:
+        first, *others = {run.result["backend"] for run in runs}
+        several = "not the same for all runs; the column backend of -runs.csv names them"
+        known["Products"] = several if others else first
+        if runs[0].result["config"]["sustained_s"] is not None:  # on a GPU
+            metrics = [run.result["metrics"] for run in runs]
+            mhz, watts = ([values[name] for values in metrics] for name in ("sm_mhz", "watts"))
+            known["Clocks"] = load_text(mhz, watts)
+    return known
 
 
 def _common(fact: Callable[[dict[str, Any]], str], runs: list[PlacedRun]) -> str:
@@ -222,12 +231,3 @@ def revision(environment: dict[str, Any]) -> str:
         return "unknown revision (no git checkout)"
     changed = " with uncommitted changes" if environment["git_dirty"] else ""
     return f"revision {environment['git_revision'][:12]}{changed}"
-
-
-def _load(runs: list[PlacedRun]) -> list[str]:
-    """A line on the GPU's clock and power during the measurements; [] on a CPU."""
-    if runs[0].result["config"]["sustained_s"] is None:
-        return []
-    metrics = [run.result["metrics"] for run in runs]
-    mhz, watts = ([values[name] for values in metrics] for name in ("sm_mhz", "watts"))
-    return [f"Clocks: {load_text(mhz, watts)}."]

@@ -62,7 +62,7 @@ def make(table: Table, tier: str, runs: Path, how: How = HERE) -> Made:
     from reproduce.figure import draw
     from reproduce.jobs import INPUTS, needs_inputs, plan
     from reproduce.launch import Launch, commands
-    from reproduce.render import render
+    from reproduce.render import render, render_measured
 
     print(f"{table.title}, tier {tier}", flush=True)
     stem = coverage.stem(table, tier, runs)
@@ -98,8 +98,11 @@ def make(table: Table, tier: str, runs: Path, how: How = HERE) -> Made:
         waiting = execute(planned.jobs, lambda message: print(message, flush=True), **options)
         done, jobs = finished_runs(planned), len(planned.jobs)
         if waiting == jobs and lacking(job.config for job in planned.jobs):
-            if file := coverage.measured_file(table, tier):
-                print(f"measured: {file}")
+            if path := coverage.with_numbers(table, tier):
+                picture = stem.with_name(f"{stem.name}.png")
+                if draw(table, tier, [], render_measured(table, tier, path), picture):
+                    print(f"drawn: {picture}")
+                print(f"measured: {coverage.measured_file(table, tier)}")
             return Made(jobs)
         missing = [str(job) for job in planned.jobs if job.result() is None]
         made = Made(jobs, jobs - len(missing), jobs - waiting)
@@ -111,7 +114,8 @@ def make(table: Table, tier: str, runs: Path, how: How = HERE) -> Made:
     }.items():
         write_text(stem.with_name(stem.name + suffix), text)
     drawn = draw(table, tier, done, rendered, stem.with_name(f"{stem.name}.png"))
-    write_json(stem.with_name(f"{stem.name}.json"), coverage.progress(made.jobs, made.done))
+    state = coverage.progress(made.jobs, made.done) | {"facts": rendered.facts}
+    write_json(stem.with_name(f"{stem.name}.json"), state)
     rendered.print()
     print(f"written: {stem}.md, .csv, -runs.csv" + (", .png" if drawn else ""))
     if missing:

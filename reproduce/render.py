@@ -3,10 +3,13 @@ digits."""
 
 from __future__ import annotations
 
+import json
 import sys
 import textwrap
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import product
+from pathlib import Path
 
 from reproduce.cells import (
     OTHER,
@@ -17,15 +20,18 @@ from reproduce.cells import (
     ours,
     paper,
     published_cell,
+    text,
     value,
 )
 from reproduce.engine import PlacedRun
 from reproduce.grid import BLANK, OURS, PAPER, SOURCE, STUBS, WIDTH, Grid, Line
-from reproduce.header import header
+from reproduce.header import Facts, facts, header
+from reproduce.reading import read_rows
 from reproduce.spec import BENCH, COMPARING, Column, Table, TableRow, Variant
 
 NOT_OFFERED = "not offered"  # the text of a cell whose row is not run, or not for its variant
 Key = tuple[str, str, str]  # labels of variant, row and column
+CellOf = Callable[[str, TableRow, Column, str], Cell]  # of variant, row, column and unit
 
 
 @dataclass(frozen=True)
@@ -33,14 +39,15 @@ class Rendered:
     """A rendered table.
 
     header: the lines above it. units: the unit of each of the table's columns, by label. grid: its
-    rows and columns as printed. summary: a line of numbers for every variant and row. per_run: a
-    line of numbers for every run.
+    rows and columns as printed. facts: on the runs. summary: a line of numbers
+    for every variant and row. per_run: a line of numbers for every run.
     """
 
     title: str
     header: list[str]
     units: dict[str, str]
     grid: Grid
+    facts: Facts
     summary: list[Numbers]
     per_run: list[Numbers]
 
@@ -81,8 +88,46 @@ def _wrapped(line: str, width: int = WIDTH) -> str:
 def render(table: Table, tier: str, runs: list[PlacedRun]) -> Rendered:
     """The table of a tier from the finished runs, in the paper's rows and columns. Cells without a
     value say why."""
+    by_place: dict[tuple[str, str], list[PlacedRun]] = {}
+    for run in runs:
+        by_place.setdefault((run.place.variant, run.place.row), []).append(run)
+
+    def cell(variant: str, row: TableRow, column: Column, unit: str) -> Cell:
+        first = row.against or _shown_rows(table, tier)[0].label
+        own, baseline = (by_place.get((variant, label), []) for label in (row.label, first))
+        made = ours(table, tier, column, own, baseline, unit)
+        if row.against and column.show in COMPARING and made.numbers.get("n"):
+            return Cell(made.text + OTHER, {**made.numbers, "against": row.against})
+        return made
+
+    per_run = [_per_run(table, tier, run) for run in runs]
+    return _rendered(table, tier, cell, facts(table, tier, runs), per_run)
+
+
+def render_measured(table: Table, tier: str, path: Path) -> Rendered:
+    """The table of a committed measurement, from its CSV file and the JSON file beside it,
+    as `making` wrote them."""
+    lines = {(line.get("of", ""), line["method"]): line for line in read_rows(path)}
+    known: Facts = json.loads(path.with_suffix(".json").read_text(encoding="utf-8"))["facts"]
+
+    def cell(variant: str, row: TableRow, column: Column, unit: str) -> Cell:
+        line, start = lines[variant, row.label], f"{column.label}: "
+        names = (f"{start}{name}" for name in ("mean", "std", "low", "high", column.show))
+        own = {name.removeprefix(start): float(line[name]) for name in names if line.get(name)}
+        numbers: Numbers = {**own, "n": int(line.get(f"{start}n") or 0)}
+        if not numbers["n"]:
+            return ours(table, tier, column, [], [], unit)
+        return Cell(text(table, tier, column, numbers, unit), numbers)
+
+    return _rendered(table, tier, cell, known, [])
+
+
+def _rendered(
+    table: Table, tier: str, ours_of: CellOf, known: Facts, per_run: list[Numbers]
+) -> Rendered:
+    """The table of these cells of ours, with the paper's. known: the facts on the runs."""
     units = units_of(table, tier)
-    mine, papers = _cells(table, tier, runs, units)
+    mine, papers = _cells(table, tier, ours_of, units)
     confirmed = {column for (*_, column), (cell, _) in papers.items() if "paper" in cell.numbers}
     shown = [c for c in table.columns if measured(table, tier, c) or c.label in confirmed]
     theirs = {column for *_, column in papers} if tier != "smoke" else set()
@@ -90,11 +135,12 @@ def render(table: Table, tier: str, runs: list[PlacedRun]) -> Rendered:
     unknown = theirs - {column.label for column in shown}
     return Rendered(
         title=table.title,
-        header=header(table, tier, runs, unknown),
+        header=header(table, tier, known, unknown),
         units=units,
         grid=_grid(table, tier, shown, mine, papers if with_paper else None),
+        facts=known,
         summary=_summary(table, tier, mine, papers),
-        per_run=[_per_run(table, tier, run) for run in runs],
+        per_run=per_run,
     )
 
 
@@ -104,25 +150,16 @@ def _shown_rows(table: Table, tier: str) -> list[TableRow]:
 
 
 def _cells(
-    table: Table, tier: str, runs: list[PlacedRun], units: dict[str, str]
+    table: Table, tier: str, ours_of: CellOf, units: dict[str, str]
 ) -> tuple[dict[Key, Cell], dict[Key, tuple[Cell, Cell]]]:
     """(our cells, the paper's cells as `cells.paper` gives them)."""
-    rows = _shown_rows(table, tier)
     mine: dict[Key, Cell] = {}
     papers: dict[Key, tuple[Cell, Cell]] = {}
-    by_place: dict[tuple[str, str], list[PlacedRun]] = {}
-    for run in runs:
-        by_place.setdefault((run.place.variant, run.place.row), []).append(run)
+    rows = _shown_rows(table, tier)
     for variant, row, column in product(table.variants_of(tier), rows, table.columns):
         cell = Cell(NOT_OFFERED, {"n": 0})
         if not row.not_run and (not variant.rows or row.label in variant.rows):
-            own, baseline = (
-                by_place.get((variant.label, label), [])
-                for label in (row.label, row.against or rows[0].label)
-            )
-            cell = ours(table, tier, column, own, baseline, units[column.label])
-            if row.against and column.show in COMPARING and cell.numbers.get("n"):
-                cell = Cell(cell.text + OTHER, {**cell.numbers, "against": row.against})
+            cell = ours_of(variant.label, row, column, units[column.label])
         key = (variant.label, row.label, column.label)
         mine[key] = cell
         if table.paper and (column.published or column.label in row.cells):

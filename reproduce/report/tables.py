@@ -9,12 +9,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from experiments.support.errors import UserError
-from reproduce import coverage
+from reproduce import coverage, from_records
 from reproduce.cells import UNKNOWN
-from reproduce.grid import OURS, PAPER, SOURCE, Grid
-from reproduce.grid import read as read_grid
-from reproduce.render import render
+from reproduce.engine import finished_runs
+from reproduce.grid import BLANK, OURS, PAPER, SOURCE, Grid
+from reproduce.jobs import plan
+from reproduce.render import Rendered, render, render_measured
 from reproduce.report.html import badge
 from reproduce.spec import Table
 
@@ -28,25 +28,19 @@ class Made:
     its numbers are; [] if nothing was run for it."""
 
     tier: str
-    header: list[str]
+    rendered: Rendered
     grid: Grid | None
     files: list[Path] = field(default_factory=list)
-
-    def fact(self, name: str) -> str:
-        """The line of the header with this name, `Device` or `Code`; "" if there is none."""
-        start = f"{name}: "
-        lines = (line for line in self.header if line.startswith(start))
-        return next(lines, start).removeprefix(start).rstrip(".")
 
     @property
     def device(self) -> str:
         """The device of the runs."""
-        return self.fact("Device").partition(",")[0]
+        return self.rendered.facts["Device"].partition(",")[0]
 
     @property
     def revisions(self) -> str:
         """The short git revisions of the runs; `-` without any."""
-        found = re.findall(r"revision ([0-9a-f]{7,})", self.fact("Code"))
+        found = re.findall(r"revision ([0-9a-f]{7,})", self.rendered.facts["Code"])
         return ", ".join(name[:7] for name in found) or "-"
 
     @property
@@ -78,6 +72,8 @@ class Made:
         sourced, heads = self.grid.stubs[-1] == SOURCE, self.heads[len(self.grid.stubs) :]
         rows: list[list[Any]] = []
         for line in self.grid.lines:
+            if set(line.values) == {BLANK}:
+                continue
             label = ", ".join(line.names[:-1] if sourced else line.names)
             ours = not sourced or line.names[-1] == OURS
             found = [verdicts.get((table, head, label)) if ours else None for head in heads]
@@ -92,31 +88,28 @@ class Made:
 def found(table: Table, runs: Path) -> list[Made]:
     """The tiers of a table that were made, the committed ones first; if none was, the largest tier
     with only the paper's values."""
-    paths = [*sorted(MEASURED.glob(f"*/{table.name}-*.md"))]
+    made = []
     for tier in table.tiers:
-        stem = coverage.stem(table, tier, runs)
-        path = stem.with_name(f"{stem.name}.md")
-        paths += [path] if path.is_file() else []
-    if paths:
-        return [read(path) for path in paths]
+        for path in sorted(MEASURED.glob(f"*/{table.name}-{tier}.csv")):
+            made.append(_of(tier, render_measured(table, tier, path), path.with_suffix("")))
+    for tier in table.tiers:
+        if coverage.read_progress(table, tier, runs) is not None:
+            made.append(_of(tier, _own(table, tier, runs), coverage.stem(table, tier, runs)))
+    if made:
+        return made
     tier = [name for name, one in table.tiers.items() if not one.unavailable][-1]
     empty = render(table, tier, [])
-    grid = empty.grid.of_source(PAPER) if SOURCE in empty.grid.stubs else None
-    return [Made(tier, empty.header, grid)]
+    return [Made(tier, empty, empty.grid.of_source(PAPER) if SOURCE in empty.grid.stubs else None)]
 
 
-def read(path: Path) -> Made:
-    """The table in a file that `Rendered.markdown` wrote.
+def _of(tier: str, rendered: Rendered, stem: Path) -> Made:
+    files = [stem.with_name(stem.name + end) for end in (".md", ".csv", "-runs.csv")]
+    return Made(tier, rendered, rendered.grid, [path for path in files if path.is_file()])
 
-    Raises:
-        UserError: the file has no table.
-    """
-    markdown = path.read_text(encoding="utf-8")
-    grid = read_grid(markdown)
-    if grid is None:
-        raise UserError(f"{path} has no table in it; make it again or remove it")
-    unwrapped = markdown.replace("\n  ", " ").splitlines()
-    header = [line.removeprefix("- ") for line in unwrapped if line.startswith("- ")]
-    files = [path, path.with_suffix(".csv"), path.with_name(f"{path.stem}-runs.csv")]
-    tier = path.stem.rpartition("-")[2]
-    return Made(tier, header, grid, [path for path in files if path.is_file()])
+
+def _own(table: Table, tier: str, runs: Path) -> Rendered:
+    """A table that was made here, rendered from its runs."""
+    if table.tiers[tier].block:
+        collected = from_records.collect(table, tier, runs)
+        return render(collected.table, tier, collected.runs)
+    return render(table, tier, finished_runs(plan(table, tier, runs)))

@@ -208,11 +208,13 @@ def test_a_table_with_a_hole_exits_with_1(tmp_path, capsys):
     assert captured.err == "missing: dense, seed 5; S-STE, seed 5\n"
 
 
-def test_a_tier_for_a_gpu_without_one_writes_nothing(tmp_path, capsys, monkeypatch):
+def test_a_tier_for_a_gpu_without_one_draws_what_was_measured(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     assert main(["table10", "paper=sste", "tier=full"], runs=tmp_path) == 1
     captured = capsys.readouterr()
-    _, _, reason, where = captured.out.splitlines()
+    _, _, reason, drawn, where = captured.out.splitlines()
     assert reason.startswith("nothing is run: a GPU is needed") and captured.err == ""
     assert where == "measured: reproduce/measured/h200/sste_table10-full.md"
-    assert not list((tmp_path / "tables").iterdir())
+    stem = tmp_path / "tables" / "sste_table10-full"
+    assert drawn == f"drawn: {stem}.png" and stem.with_suffix(".png").is_file()
+    assert sorted(path.suffix for path in stem.parent.iterdir()) == [".csv", ".png"]

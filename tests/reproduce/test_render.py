@@ -6,13 +6,23 @@ import io
 import re
 
 import pytest
+from matplotlib.figure import Figure as Canvas
 
 from experiments.support.checkpoint import csv_text
 from experiments.support.errors import UserError
 from reproduce import by_block, published, scatter
 from reproduce import figure as figures
 from reproduce.cells import value
-from reproduce.figure import axis, curves, draw, of_trained_models, values
+from reproduce.figure import (
+    Value,
+    axis,
+    curves,
+    draw,
+    draw_values,
+    limits,
+    of_trained_models,
+    values,
+)
 from reproduce.reading import read_tables
 from reproduce.render import render
 from reproduce.spec import Column, Figure, Measure, Table, TableRow, Tier, Variant
@@ -478,8 +488,6 @@ def test_curves_and_figure(finished_run, tmp_path):
 
 def test_curves_of_trained_models_have_panels_of_their_own(finished_run, tmp_path, monkeypatch):
     """Their steps and losses cannot be compared with those of the model they start from."""
-    from matplotlib.figure import Figure as Canvas
-
     panels = {}
     monkeypatch.setattr(figures, "draw_figure", lambda drawn, *_: panels.update(drawn))
     log = [{"step": 5, "val_loss": 2.0}]
@@ -557,3 +565,40 @@ def test_a_tier_of_smaller_widths_says_whose_sizes_the_labels_give():
     small = dataclasses.replace(table.tiers["smoke"], overrides=["batch=2", "shrink=16"])
     table = dataclasses.replace(table, tiers={"smoke": small})
     assert told in render(table, "smoke", []).header
+
+
+def test_panels_of_a_unit_have_one_axis_unless_all_would_lie_at_its_foot():
+    data = [
+        Value("dense", "a", "paper", 9.0, 8.0, 10.0),
+        Value("dense", "a", "ours", 99.0, 98.0, 100.0),
+        *(Value("2:4", "a", source, n) for source, n in (("paper", 20.0), ("ours", 40.0))),
+        *(Value("packing", "a", source, n) for source, n in (("paper", 1.0), ("ours", 4.9))),
+        Value("speed", "a", "ours", 1.5),
+    ]
+    units = {"dense": "ms", "2:4": "ms", "packing": "ms", "speed": "x"}
+    found = limits(data, units, from_zero=True)
+    assert found["dense"] == found["2:4"] == (0.0, pytest.approx(105.0))
+    assert found["packing"] == (0.0, pytest.approx(1.05 * 4.9))
+    assert found["speed"] == (0.0, pytest.approx(1.05 * 1.5))
+    low, high = limits(data, units, from_zero=False)["2:4"]
+    assert (low, high) == (pytest.approx(8 - 4.6), pytest.approx(100 + 4.6))
+
+
+@pytest.mark.parametrize("lines", [False, True])
+def test_a_second_hand_value_looks_other_than_a_confirmed_one(lines):
+    axes = Canvas().subplots()
+    data = [
+        Value("x", "a", "paper", 1.0),
+        Value("x", "b", "paper (second-hand)", 2.0),
+        Value("x", "a", "ours", 3.0, 2.5, 3.5),
+        Value("x", "b", "ours", 4.0),
+    ]
+    draw_values(axes, data, lines)
+    handles, labels = axes.get_legend_handles_labels()
+    assert labels == ["paper", "paper (second-hand)", "ours"]
+    if lines:
+        assert [h.get_markerfacecolor() == "white" for h in handles] == [False, True, False]
+    else:
+        assert [bool(h.patches[0].get_hatch()) for h in handles] == [False, True, False]
+    [whisker] = [line for line in axes.lines if line not in handles]
+    assert list(whisker.get_ydata()) == [2.5, 3.5]

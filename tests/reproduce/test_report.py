@@ -242,6 +242,23 @@ def test_the_shape_of_tables(text):
     assert "FST, Figure 7: FFN speedup" in between(text, "speed", "own")
 
 
+def test_tables_that_were_made_here_are_shown_from_their_runs(tmp_path):
+    """One from the records of a block, one without a finished run yet."""
+    specs = {table.name: table for table in read_tables()}
+    (tmp_path / "tables").mkdir()
+    for name in ("sste_table4-mini", "sste_table4-smoke"):
+        write_json(tmp_path / "tables" / f"{name}.json", {"jobs": 1, "done": 0})
+    smoke, mini = tables.found(specs["sste_table4"], tmp_path)
+    assert (smoke.tier, smoke.device, smoke.revisions, smoke.where) == (
+        "smoke",
+        "",
+        "-",
+        "tier smoke",
+    )
+    assert mini.where == "tier mini on NVIDIA H200" and len(mini.revisions) >= 7
+    assert mini.has_values and "Nothing is trained for this tier" in "".join(mini.rendered.header)
+
+
 def test_arguments_that_mean_nothing(capsys, tmp_path):
     for options in (["picture=x"], ["figure="], ["figure=a", "figure=b"]):
         assert reproduce(["report", *options], runs=tmp_path) == 2
