@@ -137,7 +137,8 @@ def test_a_model_of_transformers_is_exported_and_compressed(hf_model, overrides,
     run = FinishedRun.open(config.directory())
     forms = (Form(dtype="bf16", compressed=compressed) for compressed in (False, True))
     whole, compressed = (export.export(run, form, report=quiet) for form in forms)
-    same(dict(plain(whole).state_dict()), dict(sparse.load(compressed).state_dict()))
+    loaded = plain(whole, dtype="auto")  # transformers 4 loads fp32 otherwise
+    same(dict(loaded.state_dict()), dict(sparse.load(compressed).state_dict()))
     assert {told["axis"] for told in sparse.read_record(whole)["tensors"].values()} == {1}
     assert "# LlamaForCausalLM, trained with ste\n" in (whole / "README.md").read_text()
     for path in (*whole.rglob("*"), *compressed.rglob("*")):
@@ -256,8 +257,11 @@ EVALUATIONS = [
 
 
 def test_results_are_in_the_hub_s_form():
-    from huggingface_hub import parse_eval_result_entries
+    import huggingface_hub
 
+    parse_eval_result_entries = getattr(huggingface_hub, "parse_eval_result_entries", None)
+    if parse_eval_result_entries is None:
+        pytest.skip("huggingface_hub 1 is the first to read this form")
     written = result_files(EVALUATIONS)
     found = {
         path.removeprefix(".eval_results/"): parse_eval_result_entries(yaml.safe_load(content))
