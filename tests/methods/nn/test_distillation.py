@@ -150,6 +150,14 @@ def test_evaluation_does_not_run_the_teacher():
     assert calls == [1]
 
 
+def test_the_teacher_computes_no_loss():
+    model, method, _, _ = converted()
+    outputs = []
+    method.teacher.register_forward_hook(lambda module, args, output: outputs.append(output))
+    method.loss(model, batch())
+    assert outputs[0][1] is None
+
+
 def test_a_given_teacher_is_used_and_not_saved():
     torch.manual_seed(5)
     teacher = GPT(GPTConfig(n_layer=1, n_head=2, n_embd=8, vocab_size=32, block_size=8))
