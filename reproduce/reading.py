@@ -20,6 +20,7 @@ from experiments.support.errors import UserError, one_line
 from reproduce.spec import Table
 
 TABLES = Path(__file__).parent / "tables"
+MEASURED = Path(__file__).parent / "measured" / "h200"
 
 
 def read_table(path: Path) -> Table:

@@ -13,8 +13,7 @@ from pathlib import Path
 from experiments.runs.stats import holm, mean, p_value, paired_interval
 from experiments.support.errors import UserError
 from reproduce.claims import NOT_TESTED, Claims, Speed, by_size, verdict
-from reproduce.paper_speeds import MEASURED
-from reproduce.reading import TABLES, read_rows, read_table
+from reproduce.reading import MEASURED, TABLES, read_rows, read_table
 from reproduce.spec import Table
 
 SHOWN = "shown, not judged"

@@ -28,7 +28,7 @@ from reproduce.claims import (
     read_claims,
     verdict,
 )
-from reproduce.paper_speeds import MEASURED
+from reproduce.reading import MEASURED
 from reproduce.records import Values, read_evidence
 from reproduce.speed_claims import SHOWN, Measured, judge_speed
 from reproduce.verdict_text import LEGEND, Json, details, overview, released_lines, wrapped

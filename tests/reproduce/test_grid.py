@@ -12,9 +12,8 @@ from reproduce import published
 from reproduce.cells import paper
 from reproduce.figure import values
 from reproduce.grid import BLANK, Grid, Line
-from reproduce.paper_speeds import MEASURED
 from reproduce.published import Published
-from reproduce.reading import read_rows, read_tables
+from reproduce.reading import MEASURED, read_rows, read_tables
 from reproduce.render import render, render_measured
 from reproduce.spec import Column, Table, TableRow, Tier, Variant
 

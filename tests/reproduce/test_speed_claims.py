@@ -5,7 +5,7 @@ import math
 import pytest
 
 from experiments.support.errors import UserError
-from reproduce import paper_speeds, speed_claims
+from reproduce import speed_claims
 from reproduce.claims import Claims, Margin, Speed, read_claims
 from reproduce.reading import TABLES, read_rows, read_table
 from reproduce.speed_claims import judge_speed
@@ -103,7 +103,7 @@ def test_a_row_that_is_left_out_is_shown_and_not_judged(measured):
 def test_no_block_saves_more_than_its_only_sparse_part():
     """Claim 4 leaves out the rows of Figure 7 that do, by more than the error of a fixed order."""
     impossible = {}
-    for row in read_rows(paper_speeds.MEASURED / "fst_figure7-full.csv"):
+    for row in read_rows(speed_claims.MEASURED / "fst_figure7-full.csv"):
         names = ("FFN dense", "FFN 2:4", "block dense", "block 2:4")
         ffn, ffn_24, block, block_24 = (float(row[f"{name}: mean"]) for name in names)
         if block - block_24 - (ffn - ffn_24) > 0.08 * block_24:
