@@ -17,14 +17,14 @@ from typing import Any
 
 from experiments.config.driver import driver
 from experiments.config.run import RunConfig
-from experiments.exporting import export
+from experiments.exporting import export, form
 from experiments.runs.comparison import of_sweep
 from experiments.runs.finished import FinishedRun
 from experiments.support.errors import check_installed
 from experiments.support.progress import say
 from experiments.training import pretraining
 
-EXPORT = export.FOLDER  # in the run directory
+EXPORT = form.FOLDER
 
 
 def run(config: RunConfig, report: Callable[[str], None] = say) -> dict[str, Any]:

@@ -83,8 +83,12 @@ def test_an_interrupt_ends_the_children(children, small, tmp_path, monkeypatch):
         os.kill(os.getpid(), signal.SIGINT)
 
     threading.Thread(target=interrupt).start()
-    with pytest.raises(KeyboardInterrupt):
-        execute(jobs, lambda message: None, way.run, way.at_once, way.stop)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may ignore it
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            execute(jobs, lambda message: None, way.run, way.at_once, way.stop)
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert not way.running
 
 
