@@ -115,7 +115,10 @@ EXACT = {
     "mvue24": Operator(
         lambda x, seed, offset, dim, backend: ck.mvue24(x, seed, offset, dim=dim, backend=backend),
         lambda x, seed, offset, dim: mvue.mvue24(x, seed, offset, dim=dim),
-        ((7, 0, -1), (2**40 + 3, 10**10 + 1, -2), (12345678901234, (1 << 35) + 4, -1)),
+        (
+            (7, 0, -1), (2**40 + 3, 10**10 + 1, -2), (12345678901234, (1 << 35) + 4, -1),
+            (7, 6, -1), (7, 7, -2),  # groups that begin at each word of a counter
+        ),
         special=False,
     ),
     "masked_decay_": Operator(decayed, decay.masked_decay, ((0.37,), (-0.1,), (0.0,)), of_decay),
