@@ -18,6 +18,7 @@ import math
 import os
 import pickle
 import shutil
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -31,6 +32,7 @@ from experiments.support.errors import UserError, writing
 KEPT = 2
 METRICS = {...: int | float | None}  # for `lacks`; None stands for nan
 LOCK = ".lock"
+_GLANCE = 0.2  # seconds; `is_locked` holds a lock for much less
 
 
 def write_atomic(path: Path, write: Callable[[Path], Any]) -> None:
@@ -265,8 +267,11 @@ def exclusive(directory: Path) -> Iterator[None]:
     """
     directory.mkdir(parents=True, exist_ok=True)
     with (directory / LOCK).open("w") as lock:
-        if not _taken(lock):
-            raise UserError(f"another process is running in {directory}; wait for it")
+        deadline = time.monotonic() + _GLANCE
+        while not _taken(lock, fcntl.LOCK_EX):
+            if time.monotonic() > deadline:
+                raise UserError(f"another process is running in {directory}; wait for it")
+            time.sleep(_GLANCE / 20)
         for folder in (directory, directory / "checkpoints"):
             for debris in folder.glob(".*.[0-9]*"):
                 remove(debris)
@@ -278,13 +283,13 @@ def is_locked(directory: Path) -> bool:
     if not (directory / LOCK).is_file():
         return False
     with (directory / LOCK).open() as lock:
-        return not _taken(lock)
+        return not _taken(lock, fcntl.LOCK_SH)  # shared, for others may look as well
 
 
-def _taken(lock: IO[str]) -> bool:
+def _taken(lock: IO[str], how: int) -> bool:
     """Lock a file until it is closed; False if another process has locked it."""
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(lock, how | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     return True

@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -139,6 +140,27 @@ def test_one_process_holds_a_directory_and_removes_the_debris_of_the_last_one(tm
         assert written.exists()
     with checkpoint.exclusive(tmp_path):
         assert not written.exists()
+
+
+def test_a_look_at_a_lock_turns_nobody_away(tmp_path):
+    ended = threading.Event()
+
+    def look():
+        while not ended.is_set():
+            checkpoint.is_locked(tmp_path)
+
+    others = [threading.Thread(target=look) for _ in range(2)]
+    for other in others:
+        other.start()
+    try:
+        for _ in range(200):
+            with checkpoint.exclusive(tmp_path):
+                assert checkpoint.is_locked(tmp_path)
+    finally:
+        ended.set()
+        for other in others:
+            other.join()
+    assert not checkpoint.is_locked(tmp_path)
 
 
 def test_nothing_is_unpickled(tmp_path, capsys):
