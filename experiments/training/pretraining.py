@@ -120,6 +120,10 @@ def run(config: RunConfig, report: Callable[[str], None] = say) -> dict[str, Any
             raise UserError(f"{config.init} was changed while it was read")
         with ExitStack() as stack:
             here.of_main(lambda: stack.enter_context(checkpoint.exclusive(directory)))
+            ended, why = here.of_main(lambda: _find(run))
+            if ended is not None and why is None:  # by another process, since we looked
+                report(f"done already: {directory}")
+                return ended
             trainer = Trainer(
                 model=model,
                 method=method,

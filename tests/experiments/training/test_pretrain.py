@@ -82,6 +82,23 @@ def test_a_second_process_is_turned_away(tiny, killed):
     assert pretraining.finished(config) is not None
 
 
+def test_a_run_that_another_process_ends_meanwhile_is_not_made_again(tiny, monkeypatch):
+    config = tiny("method=dense", "train.steps=2")
+    prepare, said = pretraining._prepare, []
+
+    def slowly(*given):
+        monkeypatch.setattr(pretraining, "_prepare", prepare)
+        pretraining.run(config, quiet)
+        said.append(contents(config.directory()))
+        return prepare(*given)
+
+    monkeypatch.setattr(pretraining, "_prepare", slowly)
+    pretraining.run(config, said.append)
+    before, message = said
+    assert message == f"done already: {config.directory()}"
+    assert contents(config.directory()) == before
+
+
 def of(corpus, name="text"):
     """Overrides of the corpus in this root."""
     return f"data.root={corpus}", f"data.source={corpus / name}"
