@@ -5,7 +5,7 @@ from __future__ import annotations
 import queue
 import shlex
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from experiments.support.errors import UserError
@@ -22,11 +22,12 @@ class Launch:
 
     words: the beginning of a training's command, such as torchrun and its options; [] = Python.
     per_gpu: so many jobs run at once on each GPU; None = one after the other, which see all GPUs.
+    stopped: True once `stop` was called.
     """
 
     words: list[str]
     per_gpu: int | None
-    running: set[Process] = field(default_factory=set)
+    stopped: bool = False
 
     def __post_init__(self) -> None:
         self.places: queue.Queue[str | None] = queue.Queue()
@@ -47,21 +48,19 @@ class Launch:
         assert command is not None  # its source is finished
         gpu = self.places.get()
         process = Process(command, job.config.directory() / "output.txt", gpu, self.at_once)
-        self.running.add(process)
         try:
-            while not process.ended():
+            while not (process.ended() or self.stopped):
                 time.sleep(POLL)
         finally:
             terminate([process])
-            self.running.discard(process)
             self.places.put(gpu)
         if (result := job.result()) is None:
             raise UserError(process.reason())
         return result
 
     def stop(self) -> None:
-        """Let all jobs that run save a checkpoint and end."""
-        terminate([*self.running])
+        """Let all jobs that run, or are about to, save a checkpoint and end."""
+        self.stopped = True
 
 
 def commands(jobs: list[Job], words: list[str]) -> list[str]:

@@ -10,12 +10,14 @@ import time
 
 import pytest
 
+from experiments.support.errors import UserError
 from reproduce import launch, processes
 from reproduce.__main__ import main, parse
 from reproduce.engine import execute
 from reproduce.jobs import Job, plan
 from reproduce.launch import Launch, commands
 from reproduce.making import How
+from reproduce.processes import Process as launched
 from reproduce.reading import read_tables
 from reproduce.spec import TableRow
 from tests.reproduce.conftest import make_result
@@ -73,12 +75,15 @@ def test_runs_go_side_by_side_each_on_a_gpu(children, small, tmp_path, monkeypat
 
 def test_an_interrupt_ends_the_children(children, small, tmp_path, monkeypatch):
     monkeypatch.setattr(processes, "PATIENCE", 5.0)
-    jobs = plan(small(seeds=[0]), "smoke", tmp_path).jobs
+    jobs, begun = plan(small(seeds=[0]), "smoke", tmp_path).jobs, []
+    monkeypatch.setattr(
+        launch, "Process", lambda *given: begun.append(launched(*given)) or begun[-1]
+    )
     children.do = {str(job): "" for job in jobs}
     way = Launch([], 2)
 
     def interrupt():
-        while len(way.running) < len(jobs):
+        while len(begun) < len(jobs):
             time.sleep(0.01)
         os.kill(os.getpid(), signal.SIGINT)
 
@@ -89,7 +94,16 @@ def test_an_interrupt_ends_the_children(children, small, tmp_path, monkeypatch):
             execute(jobs, lambda message: None, way.run, way.at_once, way.stop)
     finally:
         signal.signal(signal.SIGINT, before)
-    assert not way.running
+    assert [process.process.returncode for process in begun] == [-signal.SIGTERM] * len(jobs)
+
+
+def test_a_child_that_begins_as_all_are_stopped_is_ended_too(children, small, tmp_path):
+    job = plan(small(seeds=[0]), "smoke", tmp_path).jobs[0]
+    children.do = {str(job): ""}  # it would stay for a minute
+    way = Launch([], 1)
+    way.stop()
+    with pytest.raises(UserError, match="it was ended by SIGTERM"):
+        way.run(job, lambda message: None)
 
 
 def test_commands_are_those_that_are_left(small, tmp_path, fake):
