@@ -152,7 +152,7 @@ def test_numbers_are_those_of_the_codes(backend, dtype, turned):
         assert codes.stride() == x.stride() and other == own_scale
 
 
-@each("number", [0.0, torch.nan, torch.inf])
+@each("number", [0.0, 1e-37, torch.nan, torch.inf])  # 1e-37 meets the largest scale
 @each("backend", BACKENDS)
 def test_numbers_without_a_scale(backend, number):
     x = torch.zeros(8, 8, device=DEVICE)
