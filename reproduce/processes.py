@@ -70,7 +70,7 @@ def terminate(processes: Sequence[Process]) -> None:
         try:
             one.process.wait(max(0.0, deadline - time.monotonic()))
         except subprocess.TimeoutExpired:
-            one.process.kill()
+            os.killpg(one.process.pid, signal.SIGKILL)  # torchrun's ranks, too
             one.process.wait()
 
 

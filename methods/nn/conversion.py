@@ -209,6 +209,9 @@ def choose(
             raise ValueError(reason)
         if matrices.takes(module, attribute):
             check_matrix(type(module).__name__)
+            held_by = owners[id(module._parameters[attribute])]
+            if sharing := [o for o in held_by if model.get_submodule(o) is not module]:
+                raise ValueError(f"shares its weight with {', '.join(sharing)}")
             module = matrices.linear_of(module, attribute)
         elif attribute != "weight" or not is_linear(module):
             held: Any = module._parameters[attribute]

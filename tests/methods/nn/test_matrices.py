@@ -155,3 +155,11 @@ def test_the_trainer_saves_them_as_transformers_reads_them(tmp_path):
     Trainer(model, arguments, train_dataset=rows, callbacks=[callback]).train()
     saved = MixtralForCausalLM.from_pretrained(tmp_path / "checkpoint-2").state_dict()
     assert all(torch.equal(saved[n], p) for n, p in method.finalize(model).state_dict().items())
+
+
+def test_a_projection_that_two_modules_share_stays_dense():
+    model = nn.ModuleDict({name: nn.MultiheadAttention(16, 2) for name in "ab"})
+    model["b"].in_proj_weight = model["a"].in_proj_weight
+    report = methods.build("ste", include=["*"]).convert(model)
+    assert set(report.names) == {"a.out_proj", "b.out_proj"}
+    assert report.dense["a.in_proj_weight"] == "shares its weight with b"
