@@ -58,8 +58,23 @@ def register(module: ModuleType) -> None:
 
 
 def own() -> dict[str, ModuleType]:
-    """The methods from outside this folder, by name."""
-    return {entry.name: entry.load() for entry in _installed()} | _registered
+    """The methods from outside this folder, by name.
+
+    Raises:
+        ImportError: the module of an installed package cannot be imported.
+    """
+    return {entry.name: _loaded(entry) for entry in _installed()} | _registered
+
+
+def _loaded(entry: EntryPoint) -> ModuleType:
+    try:
+        return entry.load()
+    except Exception as error:
+        package = f" of the package {entry.dist.name}" if entry.dist else ""
+        raise ImportError(
+            f"the method {entry.name}{package} cannot be imported, {type(error).__name__}: {error};"
+            f' mend or uninstall it (where it fails: python -c "import {entry.module}")'
+        ) from error
 
 
 @cache

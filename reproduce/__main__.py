@@ -208,17 +208,20 @@ def _do(arguments: list[str], folder: Path, runs: Path) -> int:
     if arguments[0] == "report":
         write_page(arguments[1:], runs)
         return 0
-    if arguments == ["pack"]:
+    if arguments[0] == "pack":
+        if len(arguments) > 1:
+            raise UsageError(f"cannot use {' '.join(arguments)!r}; pack has no options")
         from reproduce.blocks import EVIDENCE
         from reproduce.records import pack
 
         print("\n".join(pack(runs / "evidence", EVIDENCE)) or "there is nothing new to pack")
         return 0
     tables = read_tables(folder)
-    if arguments[-1] == "--list":
+    if "--list" in arguments:
         papers = coverage.items()
-        if arguments[:-1] not in ([], [ALL]):
-            tables = parse(arguments[:-1], tables).tables
+        named = [argument for argument in arguments if argument != "--list"]
+        if named not in ([], [ALL]):
+            tables = parse(named, tables).tables
             numbers = {(table.paper, table.number) for table in tables}
             papers = {
                 title: own

@@ -8,6 +8,7 @@ before that run exists, because its directory and hash depend on the run.
 from __future__ import annotations
 
 import importlib
+import re
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -183,6 +184,9 @@ def _check(table: Table, tier: str, job: Job) -> None:
 
 
 def quoted(path: Path) -> str:
-    """A path as the value of a hydra override."""
+    """A path as the value of a hydra override, in quotes where hydra needs them."""
+    plain = re.fullmatch(r"[/.]?[A-Za-z_][\w./-]*", str(path), re.ASCII)
+    if plain and str(path).lower() not in {"null", "true", "false", "nan", "inf"}:
+        return str(path)
     text = str(path).replace("\\", "\\\\").replace("'", "\\'")
     return f"'{text}'"

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+import methods
 from experiments.support.errors import UserError
 
 WIDTH = 79
@@ -95,7 +96,8 @@ def help_text(
     # Groups without values of their own, such as experiment, come last.
     for group in groups or sorted(choices, key=[*values, *choices].index):
         files = sorted((CONF / group).glob("*.yaml"))
-        names = " ".join(file.stem for file in files if not file.stem.startswith("_"))
+        known = [file.stem for file in files if not file.stem.startswith("_")]
+        names = " ".join(sorted({*known, *(methods.own() if group == "method" else ())}))
         chosen = choices[group] or "null"
         said = comments(CONF / group / f"{chosen}.yaml")
         line = _filled(f"{group}={chosen}, one of: {names}", "", "  ")

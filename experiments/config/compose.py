@@ -98,7 +98,11 @@ def _merged(config_name: str, files: tuple[str, ...]) -> Any:
     from hydra.core.config_store import ConfigStore
     from hydra.errors import MissingConfigException
 
-    for name, options in run_names.own_methods().items():
+    try:
+        own = run_names.own_methods()
+    except ImportError as error:
+        raise UserError(str(error)) from error
+    for name, options in own.items():
         node = {"defaults": ["_common", "_self_"], **options}
         ConfigStore.instance().store(f"{name}.yaml", node, group="method")
     try:
@@ -121,6 +125,8 @@ def _unknown(key: str, config: Any) -> str:
     group, _, name = key.rpartition(".")
     said, keys = f"there is no {key} here", [known.rpartition(".") for known in _keys(config, "")]
     files = run_names.files(group) if group and (CONF / group).is_dir() else {}
+    if group == "method":
+        files = files | run_names.own_methods()
     if not any(name in options for options in files.values()):
         for among in ([known for known in keys if known[0] == group], keys):
             near = closest(name, (last for *_, last in among))

@@ -122,7 +122,8 @@ def draw(
         low = [p.mean - (p.std or 0.0) for p in shown]
         high = [p.mean + (p.std or 0.0) for p in shown]
         axes.fill_between(steps, low, high, color=colour, alpha=0.15, linewidth=0)
-    if quantity in ("flip_rate", "perplexity"):
+    positive = any(value > 0 for line in axes.lines for value in line.get_ydata())
+    if positive and quantity in ("flip_rate", "perplexity"):
         axes.set_yscale("log", nonpositive="mask")
     axes.set_xlabel("optimizer step", fontsize=9)
 

@@ -147,7 +147,8 @@ def run(config: RunConfig, report: Callable[[str], None] = say) -> dict[str, Any
                 # other ones.
                 (directory / results.FILE).unlink(missing_ok=True)
                 checkpoint.write_json(directory / "config.json", config.as_dict())
-            report(f"{config.method}, seed {config.seed}: {converted} -> {directory}")
+            report(f"{config.method}, seed {config.seed}: {converted}")
+            report(f"in {directory}")
             if method.acceleration and here.device.type not in _reported:
                 report(str(method.acceleration))
                 _reported.update({here.device.type} - {"cuda"})

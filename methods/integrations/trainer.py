@@ -271,7 +271,13 @@ class MethodCallback(TrainerCallback):
                     f"{path} was saved with other converted layers; set include as it was then"
                 )
             for name, layer in self.method.sparse_layers.items():
-                layer.load_state_dict(layers[name])
+                try:
+                    layer.load_state_dict(layers[name])
+                except RuntimeError as error:
+                    raise ValueError(
+                        f"{path} does not fit {name}; resume with the method, options and model "
+                        "that it was saved with"
+                    ) from error
         self.method.load_state_dict(_placed(found, self.method.state_dict()))
 
     def _mesh(self) -> Any:

@@ -23,6 +23,7 @@ from reproduce.reading import read_tables
         (["table99"], "error: no table or command 'table99'; table9 may be meant; python -m repro"),
         (["claim"], "'claim'; claims may be meant; python -m reproduce --list names the tables, -"),
         (["nothing"], "'nothing'; python -m reproduce --list names the tables, --help the comman"),
+        (["pack", "x"], "error: cannot use 'pack x'; pack has no options"),
         (["claims", "8", "9"], "cannot use 'claims 8 9'; use claims, claims N or claims all"),
         (["table2", "paper=nobody"], "no table2 of paper 'nobody'; there is ast, fst, slope, sste"),
         (["table2", "paper=s_ste"], "of paper 's_ste'; sste may be meant; there is ast, fst"),
@@ -58,6 +59,8 @@ def test_a_table_is_listed_alone(capsys):
         assert set(re.findall(r"(\w+) tier=", listed)) == {arguments[0]}
         assert listed.count("(paper=") == papers
     assert main(["table99", "--list"]) == 2
+    assert main(["--list", "table99"]) == 2
+    assert "error: no table or command 'table99'" in capsys.readouterr().err
 
 
 def test_usage_errors_come_before_torch():

@@ -1,6 +1,7 @@
 """Tests of which jobs are run, in which order, and what becomes of a failure."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -232,6 +233,7 @@ def test_paths_may_hold_what_hydra_gives_a_meaning(small, tmp_path):
     [job, *_] = plan(small(), "smoke", odd).jobs
     assert job.config.runs == odd
     assert quoted(tmp_path / "a'b").endswith("a\\'b'")
+    assert [quoted(Path(name)) for name in ("runs", "null", "1e5")] == ["runs", "'null'", "'1e5'"]
 
 
 def test_clock():

@@ -452,3 +452,12 @@ def test_a_result_without_what_is_compared_is_one_line(write, tmp_path, key):
     path.write_text(json.dumps(result))
     with pytest.raises(UserError, match=rf"result\.json is damaged \(no {key}"):
         find([tmp_path / "runs"])
+
+
+@pytest.mark.parametrize(("value", "scale"), [(0.0, "linear"), (0.1, "log")])
+def test_flip_rates_of_zero_alone_have_no_logarithm(value, scale):
+    from matplotlib.figure import Figure
+
+    axes = Figure().subplots()
+    curves.draw(axes, "flip_rate", [curves.Point("flip_rate", "slope", 1, value, None, 1)])
+    assert axes.get_yscale() == scale

@@ -207,6 +207,9 @@ def test_a_checkpoint_of_the_same_folder_is_found_by_itself(tmp_path):
     again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
     assert method.phase() == "dense"
     assert records(again) == records(trainer)
+    other, _ = trainer_for("s_ste", tmp_path, save_steps=4)
+    with pytest.raises(ValueError, match=r"method_state\.pt does not fit .*; resume with"):
+        other.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
 
 
 @pytest.mark.parametrize("name", ["fst", "slope"])
