@@ -14,7 +14,7 @@ from experiments.support.errors import UserError
 from reproduce import launch, processes
 from reproduce.__main__ import main, parse
 from reproduce.engine import execute
-from reproduce.jobs import Job, plan
+from reproduce.jobs import Job, plan, quoted
 from reproduce.launch import Launch, commands
 from reproduce.making import How
 from reproduce.processes import Process as launched
@@ -111,7 +111,7 @@ def test_commands_are_those_that_are_left(small, tmp_path, fake):
     words = ["torchrun", "--nproc_per_node=8"]
     _, dense, _, ast = commands(jobs, words)
     assert dense.startswith("torchrun --nproc_per_node=8 -m experiments.pretrain train.steps=20 ")
-    assert f"init='{jobs[0].config.directory()}'" in shlex.split(ast)
+    assert f"init={quoted(jobs[0].config.directory())}" in shlex.split(ast)
     execute(jobs[:1], lambda message: None, fake)
     assert len(commands(jobs, [])) == 2
     # A measurement has one process, whatever starts a training.
