@@ -118,8 +118,8 @@ def _attempt(job: Job, report: Report, act: Act) -> None:
 
 
 def lacking(configs: Iterable[Any]) -> str:
-    """What a config needs and this machine lacks, in words; "" if there is everything. A config may
-    be None, that of a job whose source is not finished."""
+    """The needs of a config that this machine lacks, in words; "" if there is everything. A config
+    may be None, that of a job whose source is not finished."""
     settings = [getattr(config, "impl", config) for config in configs]  # a benchmark has no impl
     on_gpu = [one for one in settings if getattr(one, "device", None) == "cuda"]
     if on_gpu and not torch.cuda.is_available():

@@ -75,7 +75,7 @@ def terminate(processes: Sequence[Process]) -> None:
 
 
 def _end_with_parent() -> Callable[[], None] | None:
-    """What a child calls before it begins, so that the kernel sends it SIGTERM when this process
+    """The function that a child calls first, so that the kernel sends it SIGTERM when this process
     dies; None where that is not Linux's."""
     if not sys.platform.startswith("linux"):
         return None

@@ -107,8 +107,8 @@ def _claim(claims: Claims, claim: Claim, values: Values, measured: Path) -> Json
 
 
 def _where(claim: Claim, parts: list[Json], verdict: str) -> str:
-    """What a verdict is restricted to: where a claim is not reproduced, such as "on NVIDIA H200",
-    or why it is not tested; else ""."""
+    """The setting to which a verdict is restricted: where a claim is not reproduced, such as "on
+    NVIDIA H200", or why it is not tested; else ""."""
     if verdict == NOT_TESTED:
         no_margin = any(part["why"].startswith("no margin") for part in parts)
         return "in the paper's regime" if claim.regime else "(no margin)" if no_margin else ""

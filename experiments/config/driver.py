@@ -101,7 +101,7 @@ def driver(
 
 
 def objective(returned: Any) -> float | None:
-    """What a sweeper such as Optuna's gets from a run: the `val_loss` of a training, the `score` of
+    """The number that a sweeper such as Optuna's gets: the `val_loss` of a training, the `score` of
     a fine-tuning. returned: what `main` returned, a finished run or a result."""
     result = getattr(returned, "result", returned)
     metrics = result.get("metrics", {}) if isinstance(result, dict) else {}

@@ -72,7 +72,7 @@ def _differing(values: dict[str, Any], known: dict[str, Any]) -> list[str]:
 
 
 def own_methods() -> dict[str, dict[str, Any]]:
-    """What a file of the group `method` would hold for each method from outside, by name."""
+    """The content of a file of the group `method` for each method from outside, by name."""
     common = {field.name for field in dataclasses.fields(methods.Method.Config)}
     return {
         name: {"name": name} | {k: v for k, v in vars(own.Config()).items() if k not in common}

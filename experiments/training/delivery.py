@@ -1,4 +1,4 @@
-"""What a finished run delivers: plain models, the state that `finalize` discards, the tokenizer."""
+"""The end of a run: plain models, the state that `finalize` discards, the tokenizer."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from .sharding import rows_of
 
 
 class Check(dict[str, bool]):
-    """Whether each linear is n:m along its inputs, by name; printed as two lines."""
+    """The finding for each linear, n:m along its inputs or not, by name; printed as two lines."""
 
     pattern = "2:4"
 

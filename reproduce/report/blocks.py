@@ -69,7 +69,7 @@ class Curves:
 
 @dataclass(frozen=True)
 class Blocks:
-    """What the page's templates ask about blocks, by the records and the verdicts."""
+    """The data of the page's templates about blocks, by the records and the verdicts."""
 
     shown: list[Shown]
     evidence: Evidence
