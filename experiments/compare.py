@@ -36,27 +36,34 @@ def compare(paths: list[Path], baseline: str, metric: str, out: Path) -> None:
         UserError: there are no finished runs, or none with this baseline or metric.
     """
     runs, unfinished = comparison.find(paths)
-    arms = comparison.arms(runs)
-    baselines = comparison.choose(arms, baseline or None)
-    rows = comparison.table(arms, baselines, metric)
-    text = comparison.text(arms, baselines, metric)
+    variants = comparison.variants(runs)
+    baselines = comparison.choose(variants, baseline or None)
+    rows = comparison.table(variants, baselines, metric)
+    text = comparison.text(variants, baselines, metric)
     print(text)
     for directory in unfinished:
         say(f"left out, not finished: {directory}")
     stem = out / "compare"
     write_text(stem.with_suffix(".md"), text)
-    keys = comparison.differing(arms)
-    configs = {arm.label: {key: arm.config.get(key, "") for key in keys} for arm in arms}
+    keys = comparison.differing(variants)
+    configs = {
+        variant.label: {key: variant.config.get(key, "") for key in keys} for variant in variants
+    }
     summary = [{**dataclasses.asdict(row), **configs[row.label]} for row in rows]
     write_text(stem.with_suffix(".csv"), csv_text(summary))
     single = [
-        {"label": arm.label, "seed": seed, metric: found, "directory": arm.runs[seed].directory}
-        for arm in arms
-        for seed, found in arm.numbers(metric).items()
+        {
+            "label": variant.label,
+            "seed": seed,
+            metric: found,
+            "directory": variant.runs[seed].directory,
+        }
+        for variant in variants
+        for seed, found in variant.numbers(metric).items()
     ]
     write_text(out / "compare-runs.csv", csv_text(single))
-    points = comparison.curves(arms, baselines)
-    looks = comparison.looks(arms, baselines)
+    points = comparison.curves(variants, baselines)
+    looks = comparison.looks(variants, baselines)
     write_text(out / "compare-curves.csv", csv_text([dataclasses.asdict(p) for p in points]))
     panels = {
         curves.NAMES[quantity]: partial(curves.draw, quantity=quantity, data=points, looks=looks)

@@ -1,10 +1,10 @@
 """Blocks of many small runs, by which claims are judged: `reproduce/blocks/<name>.yaml`.
 
-A block trains the same small model in many variants, called arms: methods and their options. Every
-arm has the same seeds, so that arms can be compared seed by seed. A block may start from models
-that another block has trained: then all arms of a seed start from the same finished run. Such a run
-is identified by its own config and that of the run it starts from, so that its record is recognised
-on a machine that has no weights.
+A block trains the same small model in many variants: methods and their options. Every
+variant has the same seeds, so that variants can be compared seed by seed. A block may start from
+models that another block has trained: then all variants of a seed start from the same finished run.
+Such a run is identified by its own config and that of the run it starts from, so that its record is
+recognised on a machine that has no weights.
 """
 
 from __future__ import annotations
@@ -35,21 +35,21 @@ POINTS = 100  # greatest number of points of a training curve in a record
 
 @dataclass(frozen=True)
 class BlockSource:
-    """The source of the initial weights of a block's runs: the finished run of an `arm` of another
-    `block` with the same seed."""
+    """The source of the initial weights of a block's runs: the finished run of an `variant` of
+    another `block` with the same seed."""
 
     block: Block
-    arm: str
+    variant: str
 
     def __post_init__(self) -> None:
-        if self.arm not in self.block.arms:
-            known = ", ".join(self.block.arms)
-            raise ValueError(f"source.arm={self.arm}; block {self.block.name} has {known}")
+        if self.variant not in self.block.variants:
+            known = ", ".join(self.block.variants)
+            raise ValueError(f"source.variant={self.variant}; block {self.block.name} has {known}")
 
     def run(self, seed: int, runs: Path) -> BlockRun:
         """The run whose weights the runs of this seed start from."""
-        arms = {self.arm: self.block.arms[self.arm]}
-        one = replace(self.block, arms=arms, against={}, seeds=[seed])
+        variants = {self.variant: self.block.variants[self.variant]}
+        one = replace(self.block, variants=variants, against={}, seeds=[seed])
         run = next(one.runs(runs))
         run.job.label = f"{self.block.name}: {run.job}"
         return run
@@ -57,19 +57,19 @@ class BlockSource:
 
 @dataclass(frozen=True)
 class Block:
-    """Many runs of one small model: every arm with every seed.
+    """Many runs of one small model: every variant with every seed.
 
-    title: what is trained. overrides: hydra overrides of all arms. arms: the further overrides of
-    each arm by its label, the most important arm first. driver: the driver that trains. source:
-    where the initial weights come from; None = random. notes: shown on the page of results.
-    against: the arms that are not compared with the baseline, each with the arm that it is compared
-    with.
+    title: what is trained. overrides: hydra overrides of all variants. variants: the further
+    overrides of each variant by its label, the most important variant first. driver: the driver
+    that trains. source: where the initial weights come from; None = random. notes: shown on the
+    page of results. against: the variants that are not compared with the baseline, each with the
+    variant that it is compared with.
     """
 
     name: str
     title: str
     overrides: list[str]
-    arms: dict[str, list[str]]
+    variants: dict[str, list[str]]
     seeds: list[int]
     driver: str = "pretrain"
     source: BlockSource | None = None
@@ -77,18 +77,22 @@ class Block:
     against: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for arm, other in self.against.items():
-            if not {arm, other} <= self.arms.keys() or arm == other:
-                known = ", ".join(self.arms)
-                raise ValueError(f"against: {{{arm}: {other}}}; name two of the arms {known}")
+        for variant, other in self.against.items():
+            if not {variant, other} <= self.variants.keys() or variant == other:
+                known = ", ".join(self.variants)
+                raise ValueError(
+                    f"against: {{{variant}: {other}}}; name two of the variants {known}"
+                )
         if self.driver not in TRAINING:
             raise ValueError(f"driver={self.driver}; choose one of {', '.join(TRAINING)}")
         if len(set(self.seeds)) < len(self.seeds):
             raise ValueError(f"two seeds are the same: {self.seeds}")
         files: dict[str, str] = {}
-        for arm in self.arms:
-            if (other := files.setdefault(run_name(arm, 0), arm)) != arm:
-                raise ValueError(f"arms {other!r} and {arm!r} would have the same file; rename one")
+        for variant in self.variants:
+            if (other := files.setdefault(run_name(variant, 0), variant)) != variant:
+                raise ValueError(
+                    f"variants {other!r} and {variant!r} would have the same file; rename one"
+                )
         if self.source is not None:
             start = self.source.block
             if others := [seed for seed in self.seeds if seed not in start.seeds]:
@@ -99,23 +103,23 @@ class Block:
         for seed in self.seeds:
             source = None if self.source is None else self.source.run(seed, runs)
             start = None if source is None else source.job
-            for arm, own in self.arms.items():
+            for variant, own in self.variants.items():
                 shared = (*self.overrides, *own, "tier=mini")
                 overrides = [*shared, f"seed={seed}"]
-                job = Job(f"{arm}, seed {seed}", self.driver, overrides, runs, start, "init")
-                yield BlockRun(self.name, arm, seed, shared, job, source)
+                job = Job(f"{variant}, seed {seed}", self.driver, overrides, runs, start, "init")
+                yield BlockRun(self.name, variant, seed, shared, job, source)
 
 
 @dataclass(frozen=True)
 class BlockRun:
-    """The run of one arm with one seed.
+    """The run of one variant with one seed.
 
-    overrides: the arm's overrides without the seed. job: the job that trains it. source: the run
-    whose weights it starts from, if any.
+    overrides: the variant's overrides without the seed. job: the job that trains it. source: the
+    run whose weights it starts from, if any.
     """
 
     block: str
-    arm: str
+    variant: str
     seed: int
     overrides: tuple[str, ...]
     job: Job
@@ -123,7 +127,7 @@ class BlockRun:
 
     def file(self, folder: Path) -> Path:
         """The path of its record in a folder of records."""
-        return folder / self.block / f"{run_name(self.arm, self.seed)}.json"
+        return folder / self.block / f"{run_name(self.variant, self.seed)}.json"
 
     @property
     def setup(self) -> dict[str, Any]:
@@ -131,7 +135,7 @@ class BlockRun:
         if self.source is None:
             return {"overrides": self.job.overrides}
         start = self.source
-        source = {"block": start.block, "arm": start.arm, "overrides": start.job.overrides}
+        source = {"block": start.block, "variant": start.variant, "overrides": start.job.overrides}
         return {"overrides": self.job.overrides, "source": source}
 
     @cached_property
@@ -153,7 +157,7 @@ class BlockRun:
             UserError: its overrides do not fit together.
         """
         with self._named():
-            own = _arm_config(self.job.driver, self.overrides).with_seed(self.seed)
+            own = _variant_config(self.job.driver, self.overrides).with_seed(self.seed)
         if self.source is None:
             return own.digest()
         return digest({**own.identity(), "init": self.source.digest()})
@@ -171,7 +175,7 @@ class BlockRun:
         folder has."""
         for folder in folders:
             path = self.file(folder)
-            _, record = read_packed(folder, self.block).get((self.arm, self.seed), (0, None))
+            _, record = read_packed(folder, self.block).get((self.variant, self.seed), (0, None))
             for found in (record, read_record(path) if path.is_file() else None):
                 if found is not None and found["config_hash"] == self.digest():
                     return found
@@ -199,7 +203,7 @@ class BlockRun:
         environment = result["environment"]
         record = {
             "block": self.block,
-            "arm": self.arm,
+            "variant": self.variant,
             "seed": self.seed,
             **self.setup,
             **({} if self.source is None else {"init": result["init"]}),
@@ -217,9 +221,9 @@ class BlockRun:
 
 
 @cache
-def _arm_config(driver: str, overrides: tuple[str, ...]) -> RunConfig:
+def _variant_config(driver: str, overrides: tuple[str, ...]) -> RunConfig:
     """The config of these overrides with seed 0 and random initial weights. It is cached, because
-    it takes 0.02 s, and the hash of every arm and seed is needed to read records."""
+    it takes 0.02 s, and the hash of every variant and seed is needed to read records."""
     config: RunConfig = Job("", driver, [*overrides, "seed=0"], Path()).config
     return config
 

@@ -35,8 +35,8 @@ VERDICTS = (REFUTED, NOT_REPRODUCED, NOT_TESTED, INCONCLUSIVE, DIRECTION, CONFIR
 
 @dataclass(frozen=True)
 class Margin:
-    """The difference up to which two arms count as equal: a `share` of the gap between the arms
-    `lower` and `upper`."""
+    """The difference up to which two variants count as equal: a `share` of the gap between the
+    variants `lower` and `upper`."""
 
     share: float
     lower: str
@@ -45,19 +45,19 @@ class Margin:
 
 @dataclass(frozen=True)
 class Contrast:
-    """A comparison of two arms of a block.
+    """A comparison of two variants of a block.
 
-    arm, against: the difference is that of `arm` minus `against`. expect: its expected sign,
-    `lower` or `higher`, or `equal` if it should lie within the margin. metric: what is compared, a
-    dotted path into a record. margin_of: the block whose gap gives the margin, if it is not
-    `block`. paper: the paper's values of the two, perplexities or accuracies. own_setting: the runs
-    are in the paper's setting, or in one that it says its claim holds for. defect: of released code
-    that `arm` has and `against` does not have; the effect is shown but not judged, because no paper
-    claims anything about it.
+    variant, against: the difference is that of `variant` minus `against`. expect: its expected
+    sign, `lower` or `higher`, or `equal` if it should lie within the margin. metric: what is
+    compared, a dotted path into a record. margin_of: the block whose gap gives the margin, if it is
+    not `block`. paper: the paper's values of the two, perplexities or accuracies. own_setting: the
+    runs are in the paper's setting, or in one that it says its claim holds for. defect: of released
+    code that `variant` has and `against` does not have; the effect is shown but not judged, because
+    no paper claims anything about it.
     """
 
     block: str
-    arm: str
+    variant: str
     against: str
     expect: str = ""
     metric: str = "metrics.val_loss"
@@ -70,7 +70,7 @@ class Contrast:
         if self.expect not in EXPECTED and not self.defect:
             raise ValueError(f"expect={self.expect}; choose one of {', '.join(EXPECTED)}")
         if len(self.paper) not in (0, 2):
-            raise ValueError(f"paper={self.paper}; it takes two values, of {self.arm} first")
+            raise ValueError(f"paper={self.paper}; it takes two values, of {self.variant} first")
 
     @property
     def published(self) -> float | None:
@@ -134,8 +134,8 @@ class Claims:
 
     level: the significance level. seeds: the least number of seeds for a test. noise: half the
     width of the interval that a single speed measurement is given, as a share of its value.
-    diverged: what happened to runs that became unstable but ended with a number, by `BLOCK ARM
-    SEED`. rates: what has to be known of the learning rate of an arm, by block and arm.
+    diverged: what happened to runs that became unstable but ended with a number, by `BLOCK VARIANT
+    SEED`. rates: what has to be known of the learning rate of a variant, by block and variant.
     """
 
     margin: Margin
@@ -164,7 +164,7 @@ class Judged:
     """A contrast with its result.
 
     n: number of seeds. effect, interval: the mean paired difference and its 95 % interval. margin:
-    up to which the arms are equal; None without one. equal: they are, by TOST. p_expected,
+    up to which the variants are equal; None without one. equal: they are, by TOST. p_expected,
     p_contrary: p-values of the expected result and of the contrary, adjusted by Holm's method.
     by_seed: the paired differences. why: the reason why it was not tested; effect and interval are
     then preliminary, or nan if the runs cannot be compared. without: the result without the seeds
@@ -204,18 +204,20 @@ def read_claims(path: Path = FILE) -> Claims:
         return build(Claims, read_yaml(path), "the file")
 
 
-def differences(values: Values, block: str, arm: str, against: str, metric: str) -> list[float]:
-    """The differences of `metric`, `arm` minus `against`, at every seed that both have.
+def differences(values: Values, block: str, variant: str, against: str, metric: str) -> list[float]:
+    """The differences of `metric`, `variant` minus `against`, at every seed that both have.
 
     Runs that start from a trained model are compared only if it is the same model. A model that is
     trained twice on a GPU differs by 0.01 nats (block pilot_b_decay), which is more than the
-    difference between some arms.
+    difference between some variants.
     """
-    return list(_paired(values, block, arm, against, metric).values())
+    return list(_paired(values, block, variant, against, metric).values())
 
 
-def _paired(values: Values, block: str, arm: str, against: str, metric: str) -> dict[int, float]:
-    first, second = values.get((block, arm), {}), values.get((block, against), {})
+def _paired(
+    values: Values, block: str, variant: str, against: str, metric: str
+) -> dict[int, float]:
+    first, second = values.get((block, variant), {}), values.get((block, against), {})
     shared = sorted(first.keys() & second.keys())
     seeds = [s for s in shared if first[s].get("init") == second[s].get("init")]
     return {s: number(first[s], metric) - number(second[s], metric) for s in seeds}
@@ -227,16 +229,16 @@ def judge(claims: Claims, claim: Claim, values: Values) -> list[Judged]:
     found = _judged(claims, claim, values)
     calm = dict(values)
     for c in claim.contrasts:
-        for arm in (c.arm, c.against):
-            calm[c.block, arm] = {
+        for variant in (c.variant, c.against):
+            calm[c.block, variant] = {
                 seed: record
-                for seed, record in calm.get((c.block, arm), {}).items()
-                if f"{c.block} {arm} {seed}" not in claims.diverged
+                for seed, record in calm.get((c.block, variant), {}).items()
+                if f"{c.block} {variant} {seed}" not in claims.diverged
                 and math.isfinite(number(record, c.metric))
             }
     again = _judged(replace(claims, seeds=max(2, claims.seeds - 1)), claim, calm)
     lost = [
-        sorted({*_paired(values, c.block, c.arm, c.against, c.metric)} - {*other.by_seed})
+        sorted({*_paired(values, c.block, c.variant, c.against, c.metric)} - {*other.by_seed})
         for c, other in zip(claim.contrasts, again, strict=True)
     ]
     return [
@@ -254,13 +256,13 @@ def _tested(claims: Claims, contrast: Contrast, values: Values) -> Judged:
     """A contrast with the p-values of its own test, still without a verdict, or with the reason
     why it cannot be tested."""
     c = contrast
-    by_seed = _paired(values, c.block, c.arm, c.against, c.metric)
+    by_seed = _paired(values, c.block, c.variant, c.against, c.metric)
     paired = list(by_seed.values())
     other_data = _on_other_data(values, c)
     judged = Judged(c, len(paired))
     if len(paired) > 1 and all(map(math.isfinite, paired)) and not other_data:
         judged = _with_effect(judged, by_seed)
-    if why := _untestable(claims, c.arm, c.against, c.metric, paired) or other_data:
+    if why := _untestable(claims, c.variant, c.against, c.metric, paired) or other_data:
         return replace(judged, why=why)
     equality = _tested_for_equality(claims, judged, values)
     if c.expect == "equal":
@@ -306,13 +308,15 @@ def _tested_for_equality(claims: Claims, judged: Judged, values: Values) -> Judg
     )
 
 
-def _untestable(claims: Claims, arm: str, against: str, metric: str, paired: list[float]) -> str:
+def _untestable(
+    claims: Claims, variant: str, against: str, metric: str, paired: list[float]
+) -> str:
     """The reason why pairs cannot be tested, or "". A pair without a finite number prevents the
     test: without it only the runs that went well would be left."""
     if len(paired) < claims.seeds:
-        return f"{len(paired)} of {claims.seeds} seeds of {arm} and {against}"
+        return f"{len(paired)} of {claims.seeds} seeds of {variant} and {against}"
     if not all(map(math.isfinite, paired)):
-        return f"{arm} or {against} has no finite {metric} at one of the seeds"
+        return f"{variant} or {against} has no finite {metric} at one of the seeds"
     return ""
 
 
@@ -329,11 +333,11 @@ def _no_gap(claims: Claims, metric: str, gap: list[float]) -> str:
 
 def _on_other_data(values: Values, c: Contrast) -> str:
     """The seeds at which the two runs had different data, as a reason in words, or ""."""
-    first, second = (values.get((c.block, arm), {}) for arm in (c.arm, c.against))
+    first, second = (values.get((c.block, variant), {}) for variant in (c.variant, c.against))
     common = sorted(first.keys() & second.keys())
     unequal = [s for s in common if first[s].get("corpus_hash") != second[s].get("corpus_hash")]
     seeds = ", ".join(map(str, unequal))
-    return f"{c.arm} and {c.against} had different data at seeds {seeds}" if unequal else ""
+    return f"{c.variant} and {c.against} had different data at seeds {seeds}" if unequal else ""
 
 
 def _with_verdicts(contrasts: list[Judged], level: float, regime: str) -> list[Judged]:

@@ -179,23 +179,23 @@ def with_numbers(table: Table, tier: str) -> Path | None:
 
 
 def _has_records(table: Table, tier: str) -> bool:
-    seeds = [_seeds(table.tiers[tier].block, arm, tier) for arm in _arms(table, tier)]
+    seeds = [_seeds(table.tiers[tier].block, variant, tier) for variant in _variants(table, tier)]
     return bool(seeds) and all(seeds)
 
 
-def _arms(table: Table, tier: str) -> set[str]:
-    return {row.arm for row in table.rows_of(tier) if row.arm}
+def _variants(table: Table, tier: str) -> set[str]:
+    return {row.variant for row in table.rows_of(tier) if row.variant}
 
 
 def _records(table: Table, tier: str) -> tuple[int, int]:
     """The numbers of committed records and of runs of a tier that shows a block; (0, 0) without
     records."""
-    block, arms = table.tiers[tier].block, _arms(table, tier)
-    committed = sum(len(_seeds(block, arm, tier)) for arm in arms)
+    block, variants = table.tiers[tier].block, _variants(table, tier)
+    committed = sum(len(_seeds(block, variant, tier)) for variant in variants)
     if not committed:
         return 0, 0
     # The seeds are those of the block: such a tier has none of its own.
-    return committed, len(arms) * _seeds_of_block(HERE / "blocks" / f"{block}.yaml")
+    return committed, len(variants) * _seeds_of_block(HERE / "blocks" / f"{block}.yaml")
 
 
 @cache
@@ -203,13 +203,13 @@ def _seeds_of_block(path: Path) -> int:
     return len(read_yaml(path)["seeds"])
 
 
-def _seeds(block: str, arm: str, tier: str) -> list[int]:
-    """The seeds of an arm that have a committed record of this tier."""
-    folder, _, name = arm.rpartition("/")
+def _seeds(block: str, variant: str, tier: str) -> list[int]:
+    """The seeds of a variant that have a committed record of this tier."""
+    folder, _, name = variant.rpartition("/")
     return [
         record["seed"]
         for record in _records_of(HERE / "evidence" / f"{folder or block}.jsonl")
-        if record["arm"] == name and record["metrics"] and f"tier={tier}" in record["overrides"]
+        if record["variant"] == name and record["metrics"] and f"tier={tier}" in record["overrides"]
     ]
 
 

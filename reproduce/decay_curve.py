@@ -22,20 +22,20 @@ from reproduce.blocks import EVIDENCE, read_record
 from reproduce.records import Values
 
 PILOT = EVIDENCE / "pilot_decay.json"
-BLOCK, ARM, PREFIX = "a", "fst", "fst_alpha_"  # ARM has the recommended factor
-LINES = ("dense", "half")  # the arms whose loss is drawn as a horizontal line
+BLOCK, VARIANT, PREFIX = "a", "fst", "fst_alpha_"  # VARIANT has the recommended factor
+LINES = ("dense", "half")  # the variants whose loss is drawn as a horizontal line
 
 
 @dataclass(frozen=True)
 class Factor:
-    """One decay factor, alpha, and its arm.
+    """One decay factor, alpha, and its variant.
 
     mu_from: where mu comes from, `pilot` or `records`. mu_records: mu computed from the records, in
     either case. feasible: True if FST calls this mu feasible. val_loss: the mean over n seeds, with
     its standard deviation std and its 95 % interval from low to high. by_seed: the loss of each.
     """
 
-    arm: str
+    variant: str
     alpha: float
     mu: float
     mu_from: str
@@ -57,19 +57,21 @@ class Factor:
 
 def factors(values: Values, pilot: Path = PILOT) -> list[Factor]:
     """The decay factors in ascending order of mu; [] without records of the recommended one."""
-    arms = {a: r for (b, a), r in values.items() if b == BLOCK and (a == ARM or PREFIX in a)}
-    if ARM not in arms:
+    variants = {
+        a: r for (b, a), r in values.items() if b == BLOCK and (a == VARIANT or PREFIX in a)
+    }
+    if VARIANT not in variants:
         return []
-    search = _search(pilot, next(iter(arms[ARM].values())))
+    search = _search(pilot, next(iter(variants[VARIANT].values())))
     tried = {candidate["alpha"]: candidate["mu"] for candidate in search["candidates"]}
     low, high = search["feasible_mu"]
-    anchor = tried[_option(next(iter(arms[ARM].values())), "method.alpha")]
+    anchor = tried[_option(next(iter(variants[VARIANT].values())), "method.alpha")]
     found = []
-    for arm, records in arms.items():
+    for variant, records in variants.items():
         alpha = _option(next(iter(records.values())), "method.alpha")
         ratios = [
-            _flips(records[s], search["window"]) / _flips(arms[ARM][s], search["window"])
-            for s in sorted(records.keys() & arms[ARM].keys())
+            _flips(records[s], search["window"]) / _flips(variants[VARIANT][s], search["window"])
+            for s in sorted(records.keys() & variants[VARIANT].keys())
         ]
         by_records = anchor * mean(ratios) if ratios else math.nan
         mu = tried.get(alpha, by_records)
@@ -78,7 +80,7 @@ def factors(values: Values, pilot: Path = PILOT) -> list[Factor]:
         losses = [*by_seed.values()]
         loss = mean(losses), std(losses), *paired_interval(losses), by_seed
         feasible = low <= mu <= high
-        found.append(Factor(arm, alpha, mu, source, by_records, feasible, len(losses), *loss))
+        found.append(Factor(variant, alpha, mu, source, by_records, feasible, len(losses), *loss))
     return sorted(found, key=lambda f: f.mu)
 
 
@@ -107,10 +109,10 @@ def write(values: Values, stem: Path, pilot: Path = PILOT) -> bool:
     if not found:
         return False
     lines = {}
-    for arm in LINES:
-        losses = [number(r, "metrics.val_loss") for r in values.get((BLOCK, arm), {}).values()]
+    for variant in LINES:
+        losses = [number(r, "metrics.val_loss") for r in values.get((BLOCK, variant), {}).values()]
         if losses and all(map(math.isfinite, losses)):
-            lines[arm] = mean(losses)
+            lines[variant] = mean(losses)
     write_text(stem.with_suffix(".csv"), csv_text([factor.row for factor in found]))
     write_atomic(stem.with_suffix(".png"), lambda path: _draw(found, lines, path))
     return True
@@ -118,13 +120,13 @@ def write(values: Values, stem: Path, pilot: Path = PILOT) -> bool:
 
 def draw(axes: Any, found: list[Factor], lines: dict[str, float]) -> None:
     """Draw the mean loss of each factor over its mu, with its 95 % interval and each seed beside
-    it. lines: losses of other arms, drawn as horizontal lines."""
+    it. lines: losses of other variants, drawn as horizontal lines."""
     from experiments.find_decay import FEASIBLE
     from experiments.runs.curves import COLOURS
 
     axes.axvspan(*FEASIBLE, color=COLOURS[3], alpha=0.15, label="mu that FST calls feasible")
-    for place, (arm, loss) in enumerate(lines.items()):
-        axes.axhline(loss, color=COLOURS[0], linestyle=("--", ":")[place], label=f"{arm}, mean")
+    for place, (variant, loss) in enumerate(lines.items()):
+        axes.axhline(loss, color=COLOURS[0], linestyle=("--", ":")[place], label=f"{variant}, mean")
     shown = [f for f in found if math.isfinite(f.val_loss) and math.isfinite(f.mu)]
     mus, losses = [f.mu for f in shown], [f.val_loss for f in shown]
     ends = [[f.val_loss - f.low for f in shown], [f.high - f.val_loss for f in shown]]

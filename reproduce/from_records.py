@@ -18,7 +18,8 @@ class Collected:
     """A table whose tier shows a block, with the block's records.
 
     table: the table, with the seeds of the block. runs: the records of its rows, in the form of
-    runs. missing: the seeds without a record, by arm. warnings: lines on records that do not count.
+    runs. missing: the seeds without a record, by variant. warnings: lines on records that do not
+    count.
     """
 
     table: Table
@@ -33,13 +34,13 @@ def collect(
     """The table with the records of the tier's block as its runs.
 
     Raises:
-        UserError: the block or an arm does not exist, or a record is damaged.
+        UserError: the block or a variant does not exist, or a record is damaged.
     """
     chosen = table.tiers[tier]
     block = read_block(chosen.block, blocks)
-    asked = {(run.arm, run.seed): run for run in block.runs(runs)}
-    if (source := block.source) is not None:  # the models that arms start from may be rows, too
-        name = f"{source.block.name}/{source.arm}"
+    asked = {(run.variant, run.seed): run for run in block.runs(runs)}
+    if (source := block.source) is not None:  # the models that variants start from may be rows, too
+        name = f"{source.block.name}/{source.variant}"
         asked |= {(name, seed): source.run(seed, runs) for seed in block.seeds}
     names = {run.block for run in asked.values()}
     evidence = read_evidence(committed, runs / "evidence", blocks=blocks, only=names)
@@ -47,13 +48,15 @@ def collect(
     table = replace(table, tiers={**table.tiers, tier: own})
     collected = Collected(table, warnings=evidence.warnings())
     for variant, row, seed in table.trainings(tier):
-        if (row.arm, seed) not in asked:
-            raise UserError(f"{table.name}, {row.label!r}: block {block.name} has no arm {row.arm}")
-        run = asked[row.arm, seed]
-        stored = evidence.kept.get((run.block, run.arm), {}).get(seed)
+        if (row.variant, seed) not in asked:
+            raise UserError(
+                f"{table.name}, {row.label!r}: block {block.name} has no variant {row.variant}"
+            )
+        run = asked[row.variant, seed]
+        stored = evidence.kept.get((run.block, run.variant), {}).get(seed)
         if stored is None:
-            if seed not in collected.missing.setdefault(row.arm, []):
-                collected.missing[row.arm].append(seed)
+            if seed not in collected.missing.setdefault(row.variant, []):
+                collected.missing[row.variant].append(seed)
             continue
         place, log = Place(variant.label, row.label, seed), _log(stored.record["curves"])
         collected.runs.append(PlacedRun(place, stored.path, stored.record, log, {}))

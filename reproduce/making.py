@@ -81,7 +81,7 @@ def make(table: Table, tier: str, runs: Path, how: How = HERE) -> Made:
         for warning in collected.warnings:
             print(warning, file=sys.stderr)
         seeds_of = collected.missing.items()
-        missing = [f"{arm}, seeds {' '.join(map(str, seeds))}" for arm, seeds in seeds_of]
+        missing = [f"{variant}, seeds {' '.join(map(str, seeds))}" for variant, seeds in seeds_of]
         jobs = len(done) + sum(len(seeds) for _, seeds in seeds_of)
         made = Made(jobs, len(done), len(done))
     else:

@@ -20,7 +20,7 @@ from experiments.support.errors import UserError
 QUANTITIES = ("val_loss", "loss", "flip_rate", "grad_norm")
 RECORD = {  # the entries of a record that others read, with their types
     "block": str,
-    "arm": str,
+    "variant": str,
     "seed": is_count,
     "overrides": list,
     "config_hash": str,
@@ -28,12 +28,12 @@ RECORD = {  # the entries of a record that others read, with their types
 }
 
 Json = dict[str, Any]
-Packed = dict[tuple[str, int], tuple[int, Json]]  # (arm, seed) -> (number of the line, record)
+Packed = dict[tuple[str, int], tuple[int, Json]]  # (variant, seed) -> (number of the line, record)
 
 
-def run_name(arm: str, seed: int) -> str:
+def run_name(variant: str, seed: int) -> str:
     """The name of a run within its block, and of its file."""
-    return "".join(c if c.isalnum() or c in "._-" else "_" for c in arm) + f"-seed{seed}"
+    return "".join(c if c.isalnum() or c in "._-" else "_" for c in variant) + f"-seed{seed}"
 
 
 def read_packed(folder: Path, block: str) -> Packed:
@@ -62,14 +62,14 @@ def _parsed(path: Path, lines: str, csv: str) -> Packed:
             record = unsealed(record)
         except ValueError as error:
             raise UserError(f"{path}, line {number}, is damaged ({error}); restore it") from error
-        arm, seed = record["arm"], record["seed"]
-        first, own = rows.get(name := run_name(arm, seed), (1, []))
+        variant, seed = record["variant"], record["seed"]
+        first, own = rows.get(name := run_name(variant, seed), (1, []))
         if _hash(own) != record.pop("curves_sha256"):
             raise UserError(
                 f"{_curves_of(path)}, line {first} and following, is damaged (the curves of {name} "
                 f"do not fit their sha256 in line {number} of {path.name}); restore it"
             )
-        found[arm, seed] = number, record | {"curves": _curves(own)}
+        found[variant, seed] = number, record | {"curves": _curves(own)}
     return found
 
 
@@ -84,8 +84,8 @@ def _curves(rows: list[str]) -> dict[str, list[list[float | None]]]:
 def write_packed(folder: Path, block: str, records: Iterable[Json]) -> None:
     """Write the packed records of a block, which have `curves` and `file_sha256`."""
     lines, csv = [], ["run,quantity,step,value"]
-    for record in sorted(records, key=lambda record: (record["arm"], record["seed"])):
-        name = run_name(record["arm"], record["seed"])
+    for record in sorted(records, key=lambda record: (record["variant"], record["seed"])):
+        name = run_name(record["variant"], record["seed"])
         rows = [
             f"{name},{quantity},{step},{'' if value is None else repr(float(value))}"
             for quantity in QUANTITIES

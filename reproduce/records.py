@@ -1,7 +1,7 @@
 """Reads the records of the blocks' runs, decides which of them count, and packs them.
 
-A record counts if a block has a run with its arm and seed whose config has the hash in the record.
-A record that was made with another default, override or initial model belongs to another
+A record counts if a block has a run with its variant and seed whose config has the hash in the
+record. A record that was made with another default, override or initial model belongs to another
 experiment: claims, tables and the page of results leave it out and name it.
 """
 
@@ -17,7 +17,7 @@ from experiments.support.checkpoint import sha256
 from reproduce.blocks import BLOCKS, BlockRun, read_block, read_record
 from reproduce.packed import read_packed, write_packed
 
-Values = dict[tuple[str, str], dict[int, dict[str, Any]]]  # (block, arm) -> seed -> record
+Values = dict[tuple[str, str], dict[int, dict[str, Any]]]  # (block, variant) -> seed -> record
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,8 @@ class StoredRecord:
 class Evidence:
     """The records in some folders.
 
-    kept: the records that count, by (block, arm) and seed. If several folders have a record of the
+    kept: the records that count, by (block, variant) and seed. If several folders have a record of
+    the
         same run, it is that of the first folder.
     outdated: the records that do not count.
     """
@@ -55,15 +56,15 @@ class Evidence:
         }
 
     def warnings(self) -> list[str]:
-        """A line for each arm with records that do not count: the seeds, the reason and the first
-        file."""
-        arms: dict[tuple[str, str, str], list[StoredRecord]] = {}
+        """A line for each variant with records that do not count: the seeds, the reason and the
+        first file."""
+        variants: dict[tuple[str, str, str], list[StoredRecord]] = {}
         for stored in self.outdated:
-            key = stored.record["block"], stored.record["arm"], stored.why
-            arms.setdefault(key, []).append(stored)
+            key = stored.record["block"], stored.record["variant"], stored.why
+            variants.setdefault(key, []).append(stored)
         return [
-            f"left out: block {block}, {arm}, seeds {_seeds(records)}: {why} ({records[0]})"
-            for (block, arm, why), records in arms.items()
+            f"left out: block {block}, {variant}, seeds {_seeds(records)}: {why} ({records[0]})"
+            for (block, variant, why), records in variants.items()
         ]
 
 
@@ -78,7 +79,7 @@ def read_evidence(
 
     Args:
         only: names of the blocks whose records are wanted; None = all. Fewer are faster: the config
-            of every arm is composed, which takes over 0.1 s.
+            of every variant is composed, which takes over 0.1 s.
 
     Raises:
         UserError: a record is damaged, or a block's overrides do not fit together.
@@ -87,20 +88,20 @@ def read_evidence(
     runs: dict[str, dict[tuple[str, int], BlockRun]] = {}
     for stored in (stored for folder in folders for stored in _stored(folder, only)):
         record = stored.record
-        block, arm, seed = record["block"], record["arm"], record["seed"]
+        block, variant, seed = record["block"], record["variant"], record["seed"]
         if only is not None and block not in only:
             continue
         if block not in runs:
             exists = (blocks / f"{block}.yaml").is_file()
             known = read_block(block, blocks).runs(Path()) if exists else ()
-            runs[block] = {(run.arm, run.seed): run for run in known}
-        run = runs[block].get((arm, seed))
+            runs[block] = {(run.variant, run.seed): run for run in known}
+        run = runs[block].get((variant, seed))
         if run is None:
             evidence.outdated.append(replace(stored, why="no block has such a run"))
         elif run.digest() != record["config_hash"]:
             evidence.outdated.append(replace(stored, why="its config is another one now"))
         else:
-            evidence.kept.setdefault((block, arm), {}).setdefault(seed, stored)
+            evidence.kept.setdefault((block, variant), {}).setdefault(seed, stored)
     return evidence
 
 
@@ -128,7 +129,7 @@ def pack(own: Path, committed: Path, blocks: Path = BLOCKS) -> list[str]:
         ]
         if new:
             packed = {key: record for key, (_, record) in read_packed(committed, block).items()}
-            packed |= {(record["arm"], record["seed"]): record for record in new}
+            packed |= {(record["variant"], record["seed"]): record for record in new}
             write_packed(committed, block, packed.values())
             said.append(f"{committed / block}.jsonl: {len(new)} more, {len(packed)} in all")
     return said

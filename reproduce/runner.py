@@ -90,8 +90,8 @@ def _prepare(block: Block, configs: list[RunConfig]) -> None:
 class Queue:
     """The trainings of a block that wait, and those that are running.
 
-    A training is a list of runs, because arms with the same config share it. Numbers are those of
-    runs.
+    A training is a list of runs, because variants with the same config share it. Numbers are those
+    of runs.
 
     waiting: trainings in the order in which they are to be started. ahead: the first runs of those
     from which others start, which wait for them. working: running trainings by their place. held:

@@ -13,7 +13,7 @@ from experiments.runs.stats import mean, paired_interval, ratio_interval, std
 from reproduce.claims import Margin, differences
 from reproduce.records import Values
 
-# Before arms are compared, half the width should cost at least so many standard deviations of a
+# Before variants are compared, half the width should cost at least so many standard deviations of a
 # paired difference.
 ENOUGH = 5.0
 
@@ -33,10 +33,10 @@ class GapClosed:
 class HalfWidthGap:
     """The cost of half the width in a block.
 
-    gap: mean difference of the arms `upper` and `lower` over n seeds. low, high: its 95 % interval.
-    std: the standard deviation of a difference. ratio: of gap and std. other_std: the median, over
-    `other_arms` other arms, of the standard deviation of their differences to `lower`. other_ratio:
-    of gap and other_std.
+    gap: mean difference of the variants `upper` and `lower` over n seeds. low, high: its 95 %
+    interval. std: the standard deviation of a difference. ratio: of gap and std. other_std: the
+    median, over `other_variants` other variants, of the standard deviation of their differences to
+    `lower`. other_ratio: of gap and other_std.
     """
 
     block: str
@@ -49,23 +49,24 @@ class HalfWidthGap:
     high: float
     std: float
     ratio: float
-    other_arms: int
+    other_variants: int
     other_std: float
     other_ratio: float
 
 
 def gap_closed(
-    values: Values, block: str, arm: str, metric: str, margin: Margin, seeds: int
+    values: Values, block: str, variant: str, metric: str, margin: Margin, seeds: int
 ) -> GapClosed | None:
-    """g of an arm; None for the dense arm itself, with fewer than `seeds` seeds that all three arms
-    have, if a value is not finite, and if the gap does not differ significantly from zero."""
-    lower, upper, own = (values.get((block, a), {}) for a in (margin.lower, margin.upper, arm))
+    """g of a variant; None for the dense variant itself, with fewer than `seeds` seeds that all
+    three variants have, if a value is not finite, and if the gap does not differ significantly from
+    zero."""
+    lower, upper, own = (values.get((block, a), {}) for a in (margin.lower, margin.upper, variant))
     common = lower.keys() & upper.keys() & own.keys()
-    if arm == margin.lower or len(common) < seeds:
+    if variant == margin.lower or len(common) < seeds:
         return None
     three = {(block, a): {s: values[block, a][s] for s in common}
-             for a in (margin.lower, margin.upper, arm)}  # fmt: skip
-    losses = differences(three, block, arm, margin.lower, metric)
+             for a in (margin.lower, margin.upper, variant)}  # fmt: skip
+    losses = differences(three, block, variant, margin.lower, metric)
     gaps = differences(three, block, margin.upper, margin.lower, metric)
     low, high = ratio_interval(losses, gaps)
     if not math.isfinite(low):
@@ -79,9 +80,9 @@ def half_width_gap(values: Values, block: str, metric: str, margin: Margin) -> H
     if len(paired) < 2 or not all(map(math.isfinite, paired)):
         return None
     spreads = []
-    for name, arm in values:
-        if name == block and arm not in (margin.lower, margin.upper):
-            own = std(differences(values, block, arm, margin.lower, metric))
+    for name, variant in values:
+        if name == block and variant not in (margin.lower, margin.upper):
+            own = std(differences(values, block, variant, margin.lower, metric))
             spreads += [own] if math.isfinite(own) else []
     gap, spread = mean(paired), std(paired)
     other = statistics.median(spreads) if spreads else math.nan
@@ -106,7 +107,7 @@ def _amount(count: int) -> str:
 
 
 def model(runs: dict[int, dict[str, Any]]) -> str:
-    """The name of the model of an arm's runs."""
+    """The name of the model of a variant's runs."""
     overrides = [o.partition("=") for run in runs.values() for o in run.get("overrides", [])]
     return next((value for key, _, value in overrides if key == "model"), "?")
 

@@ -65,7 +65,7 @@ class Tier:
     measure: the measurements of what was trained, by names that columns refer to.
     variants: the variants of this tier, instead of the table's.
     rows: labels of the rows that it has; empty = all.
-    block: name of the block whose records it shows: those of the rows' arms, with the block's
+    block: name of the block whose records it shows: those of the rows' variants, with the block's
         seeds.
     pretrained: True if the model comes with trained weights, from which all rows start.
     incomparable: the reason why our values are not compared with the paper's even in the tier
@@ -103,7 +103,8 @@ class TableRow:
     against: label of the row that it is compared with, instead of the first row.
     stage: True if the row is only trained for others to start from, and neither measured nor shown.
     not_run: the reason why only the paper's values are shown; "" if the row is run.
-    arm: the row's arm in the block that a tier shows, or `<block>/<arm>` for an arm of the block
+    variant: the row's variant in the block that a tier shows, or `<block>/<variant>` for a variant
+    of the block
         that it starts from. A row without overrides appears only in tiers that show a block.
     """
 
@@ -118,7 +119,7 @@ class TableRow:
     against: str | None = None
     stage: bool = False
     not_run: str = ""
-    arm: str = ""
+    variant: str = ""
 
 
 @dataclass
@@ -282,25 +283,25 @@ class Table:
         return self.number if self.number.startswith("figure") else f"table{self.number}"
 
     @property
-    def arms(self) -> dict[str, str]:
-        """The arm that trains a row's method on a small model, as `<block>/<arm>`, by the row's
-        label; for tiers that show a block."""
+    def block_variants(self) -> dict[str, str]:
+        """The variant that trains a row's method on a small model, as `<block>/<variant>`, by the
+        row's label; for tiers that show a block."""
         shown = [
             (tier.block, self.rows_of(name)) for name, tier in self.tiers.items() if tier.block
         ]
         return {
-            row.label: f"{block}/{row.arm}"
+            row.label: f"{block}/{row.variant}"
             for block, rows in shown
             for row in rows
-            if row.arm and "/" not in row.arm
+            if row.variant and "/" not in row.variant
         }
 
     def rows_of(self, tier: str) -> list[TableRow]:
         """The rows of a tier, stages included."""
         if self.tiers[tier].block:
-            return [row for row in self.rows if row.arm or row.not_run]
+            return [row for row in self.rows if row.variant or row.not_run]
         chosen = self.tiers[tier].rows
-        own = [row for row in self.rows if row.overrides or not row.arm]
+        own = [row for row in self.rows if row.overrides or not row.variant]
         return [row for row in own if not chosen or row.label in chosen]
 
     def trainings(self, tier: str) -> Iterator[tuple[Variant, TableRow, int]]:

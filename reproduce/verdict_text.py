@@ -16,7 +16,7 @@ PAPERS = {"fst": "FST", "sste": "S-STE", "ast": "AST", "slope": "SLoPe", "torcha
 WIDTH = 80
 Json = dict[str, Any]  # claims.json, as `verdicts.content` gives it, or a part of it
 LEGEND = (
-    "n is the number of seeds that both arms have, or of repeats of a measurement. Square brackets "
+    "n is the number of seeds of both variants, or of repeats of a measurement. Square brackets "
     "give the 95 % interval of the mean paired difference (Student's t). p is the p-value of the "
     "expected result or, where marked, of the contrary. It is adjusted for the number of contrasts "
     "in a claim (Holm's method), so a single interval can exclude 0 although the verdict is "
@@ -74,7 +74,9 @@ def details(claim: Json) -> list[str]:
         "": claim["at"],
         "not in the paper's regime: ": claim["regime"],
         "note: ": claim["note"],
-        "learning rates: ": "; ".join(f"{arm}: {what}" for arm, what in claim["rates"].items()),
+        "learning rates: ": "; ".join(
+            f"{variant}: {what}" for variant, what in claim["rates"].items()
+        ),
         "what would decide it: ": claim["settles"],
     }
     return [
@@ -94,7 +96,7 @@ def released_lines(judged: Json) -> list[str]:
 
 
 def _name(c: Json) -> str:
-    return f"{c['arm']} - {c['against']} ({c['metric'].rpartition('.')[2]}, block {c['block']})"
+    return f"{c['variant']} - {c['against']} ({c['metric'].rpartition('.')[2]}, block {c['block']})"
 
 
 def _effect(c: Json) -> str:
@@ -118,7 +120,7 @@ def _contrast_lines(c: Json) -> list[str]:
         seeds = ", ".join(f"{seed}: {one:{form}}" for seed, one in c["by_seed"].items())
         text.append(f"    by seed: {seeds}{'; more seeds are needed' * c['more_seeds']}")
     if c["gap_closed"]:
-        closed = (f"{arm} {_gap_closed(g, c['n'])}" for arm, g in c["gap_closed"].items())
+        closed = (f"{variant} {_gap_closed(g, c['n'])}" for variant, g in c["gap_closed"].items())
         text.append(f"    g: {'; '.join(closed)}")
     return text
 
@@ -213,9 +215,9 @@ def _gap_line(gap: Json) -> str:
         f"standard deviations of a paired difference (n = {gap['n']} seeds); at least "
         f"{scale.ENOUGH:g} are needed: {'met' if met else 'missed'}."
     )
-    if gap["other_arms"]:
+    if gap["other_variants"]:
         text += (
             f" It is {gap['other_ratio']:.1f} times the median standard deviation of the "
-            f"differences of the {gap['other_arms']} other arms to {gap['lower']}."
+            f"differences of the {gap['other_variants']} other variants to {gap['lower']}."
         )
     return text

@@ -81,7 +81,9 @@ def _claim(claims: Claims, claim: Claim, values: Values, measured: Path) -> Json
     words = [part["verdict"] for part in parts]
     calm = verdict([(c["without"] or c)["verdict"] for c in contrasts])
     diverged = any(c["without"] for c in contrasts)
-    arms = {(c.block, arm): None for c in claim.contrasts for arm in (c.arm, c.against)}
+    variants = {
+        (c.block, variant): None for c in claim.contrasts for variant in (c.variant, c.against)
+    }
     return {
         "id": claim.id,
         "paper": claim.paper,
@@ -96,9 +98,9 @@ def _claim(claims: Claims, claim: Claim, values: Values, measured: Path) -> Json
         "regime": claim.regime,
         "note": claim.note,
         "rates": {
-            f"{arm} (block {block})": claims.rates[block][arm]
-            for block, arm in arms
-            if arm in claims.rates.get(block, {})
+            f"{variant} (block {block})": claims.rates[block][variant]
+            for block, variant in variants
+            if variant in claims.rates.get(block, {})
         },
         "settles": "" if verdict(words) == CONFIRMED else claim.settles,
         "contrasts": contrasts,
@@ -134,10 +136,11 @@ def _at(claim: Claim, values: Values, speeds: list[Json]) -> str:
         devices = dict.fromkeys(speed["device"] for speed in speeds if speed["device"])
         return f"measured on {'; '.join(devices)}" if devices else ""
     compared = {
-        (c.block, arm, seed): values[c.block, arm][seed]
+        (c.block, variant, seed): values[c.block, variant][seed]
         for c in claim.contrasts
-        for seed in values.get((c.block, c.arm), {}).keys() & values.get((c.block, c.against), {})
-        for arm in (c.arm, c.against)
+        for seed in values.get((c.block, c.variant), {}).keys()
+        & values.get((c.block, c.against), {})
+        for variant in (c.variant, c.against)
     }
     setting = scale.of_records(compared[run] for run in sorted(compared))
     return f"at this scale: {setting}" if setting else ""
@@ -149,17 +152,17 @@ def _contrast(claims: Claims, judged: Judged, values: Values) -> Json:
     c, other, content["gap_closed"] = judged.contrast, judged.without, {}
     content["more_seeds"], content["published"] = judged.more_seeds, c.published
     content["share"] = judged.effect / c.published if c.published else None
-    place = f"at {scale.model(values.get((c.block, c.arm), {}))}"
+    place = f"at {scale.model(values.get((c.block, c.variant), {}))}"
     content["where"] = _here(judged.verdict, place)
     if other is not None:
         where = _here(other.verdict, place)
         content["without"] = _interval({**dataclasses.asdict(other), "where": where})
     if c.metric == _metrics(claims).get(c.block) and not c.defect and math.isfinite(judged.effect):
         seeds = PRELIMINARY if judged.why else claims.seeds
-        for arm in (c.arm, c.against):
-            g = scale.gap_closed(values, c.block, arm, c.metric, claims.margin, seeds)
-            if g is not None and arm != claims.margin.upper:  # whose g is 1 by definition
-                content["gap_closed"][arm] = dataclasses.asdict(g)
+        for variant in (c.variant, c.against):
+            g = scale.gap_closed(values, c.block, variant, c.metric, claims.margin, seeds)
+            if g is not None and variant != claims.margin.upper:  # whose g is 1 by definition
+                content["gap_closed"][variant] = dataclasses.asdict(g)
     return content
 
 
@@ -187,10 +190,10 @@ def table(judged: Json) -> list[Json]:
     for claim in judged["claims"]:
         of = {"claim": claim["id"], "paper": claim["paper"], "claim_verdict": claim["verdict"]}
         for c in claim["contrasts"]:
-            row = {**of, "judged_by": f"block {c['block']}", "what": c["arm"]}
+            row = {**of, "judged_by": f"block {c['block']}", "what": c["variant"]}
             row |= {key: c[key] for key in CONTRAST}
-            for arm, which in ((c["arm"], "g"), (c["against"], "g_against")):
-                if g := c["gap_closed"].get(arm):
+            for variant, which in ((c["variant"], "g"), (c["against"], "g_against")):
+                if g := c["gap_closed"].get(variant):
                     row |= {which: g["value"], f"{which}_low": g["low"], f"{which}_high": g["high"]}
             rows.append(row)
         for m in claim["measured"]:
@@ -203,7 +206,7 @@ def table(judged: Json) -> list[Json]:
                 rows.append({**row, "device": m["device"], "verdict": line["verdict"], "why": why})
     for r in judged["released"]:
         keys = ("against", "metric", "n", "effect", "low", "high", "verdict", "why")
-        row = {"judged_by": f"block {r['block']}", "what": r["arm"]}
+        row = {"judged_by": f"block {r['block']}", "what": r["variant"]}
         rows.append(row | {key: r[key] for key in keys})
     return rows
 

@@ -567,17 +567,17 @@ def part(heading):
     return re.sub(r"\n(?=[^|\n-])", " ", page)
 
 
-def compared(block, arm, against):
-    """The mean difference of two arms as `claims` writes it, with its interval."""
-    found = differences(evidence()[1].values, block, arm, against, LOSS)
+def compared(block, variant, against):
+    """The mean difference of two variants as `claims` writes it, with its interval."""
+    found = differences(evidence()[1].values, block, variant, against, LOSS)
     effect, (low, high) = statistics.fmean(found), paired_interval(found)
     form = difference_form(effect, low, high)
     return f"{effect:{form}} [{low:{form}}, {high:{form}}]"
 
 
-def points(block, arm, against, metric):
-    """The mean difference of two arms in points of accuracy, with its interval."""
-    found = differences(evidence()[1].values, block, arm, against, metric)
+def points(block, variant, against, metric):
+    """The mean difference of two variants in points of accuracy, with its interval."""
+    found = differences(evidence()[1].values, block, variant, against, metric)
     low, high = paired_interval(found)
     return f"{statistics.fmean(found):+.2f} [{low:+.2f}, {high:+.2f}]"
 
@@ -592,8 +592,8 @@ def test_the_differences_and_the_figure_are_those_of_the_records(tmp_path):
     def cell(row):
         return f"{row.difference:+.4f} [{row.low:+.4f}, {row.high:+.4f}]"
 
-    def sorted_rows(shown, arms):
-        return sorted((shown.rows[arm] for arm in arms), key=lambda row: row.difference)
+    def sorted_rows(shown, variants):
+        return sorted((shown.rows[variant] for variant in variants), key=lambda row: row.difference)
 
     want = []
     for row in sorted_rows(main, set(main.leading) - {main.baseline}):
@@ -603,7 +603,7 @@ def test_the_differences_and_the_figure_are_those_of_the_records(tmp_path):
     assert want == re.findall(r"^\| `(\w+)` \| .*? \| (\+.*?) \| (\d.*) \| (\d) \|$", told, re.M)
     of_b = told.split("Block b: ")[1]
     found = re.findall(r"^\| `(\w+)` \| [^|]* \| (\+[^|]*) \| (\d) \|$", of_b, re.M)
-    rows = sorted_rows(other, [arm for arm, *_ in found])
+    rows = sorted_rows(other, [variant for variant, *_ in found])
     assert found == [(row.label, cell(row), str(row.pairs)) for row in rows]
     assert other.baseline == "dense_trained_on" and {"ast", "naive", "gmp"} < {x for x, *_ in found}
     report_page.write_figure(tmp_path / "figure.svg")
@@ -612,34 +612,36 @@ def test_the_differences_and_the_figure_are_those_of_the_records(tmp_path):
     assert drawn == kept and len(kept) == 1  # coordinates may differ between matplotlib's versions
     short = text(ROOT / "README.md").split("Measured (")[1].split("\n## ")[0]
     groups = re.findall(r"((?:`\w+`(?:,? and |, )?)+(?:half the width)?)[\w ]* (0\.\d\d)", short)
-    arms = {"fst": "fst", "one_shot": "naive"}
+    variants = {"fst": "fst", "one_shot": "naive"}
     for names, rounded in groups:
         for name in re.findall(r"`(\w+)`", names) + ["half"] * ("half" in names):
-            arm = arms.get(name, name)
-            row = other.rows[arm] if arm in ("ast", "naive") else main.rows[arm]
+            variant = variants.get(name, name)
+            row = other.rows[variant] if variant in ("ast", "naive") else main.rows[variant]
             assert (f"{row.difference:.2f}", row.pairs) == (rounded, 5), name
     assert len(groups) == 3
 
 
-def test_the_arms_beside_half_the_width_are_where_their_intervals_put_them():
+def test_the_variants_beside_half_the_width_are_where_their_intervals_put_them():
     rules, records = evidence()
     (main,) = (s for s in shown_blocks(rules, records) if s.block.name == report_page.MAIN)
     where = {"better than `half`": set(), "no difference shown": set(), "worse": set()}
-    for arm in set(main.leading) - {"dense", "half", "shallow"}:
-        assert main.rows[arm].low > 0
-        g = gap_closed(records.values, "a", arm, main.metric, rules.margin, rules.seeds)
+    for variant in set(main.leading) - {"dense", "half", "shallow"}:
+        assert main.rows[variant].low > 0
+        g = gap_closed(records.values, "a", variant, main.metric, rules.margin, rules.seeds)
         name = (
             "worse" if g.low > 1 else "better than `half`" if g.high < 1 else "no difference shown"
         )
-        where[name].add(arm)
+        where[name].add(variant)
     words = part("What the evidence says")
     told = re.findall(r"^- (.*?): (`.*)$", words, re.M)
-    assert {name: set(re.findall(r"`(\w+)`", arms)) for name, arms in told} == where
-    arms = sorted(set().union(*where.values()))
-    to_half = [differences(records.values, "a", arm, "half", main.metric) for arm in arms]
-    adjusted = dict(zip(arms, holm([p_value(found) for found in to_half]), strict=True))
-    left = [arm for arm in arms if adjusted[arm] < rules.level]
-    assert left == ["s_ste", "semi_sparse", "ste"] and len(arms) == 8
+    assert {name: set(re.findall(r"`(\w+)`", variants)) for name, variants in told} == where
+    variants = sorted(set().union(*where.values()))
+    to_half = [
+        differences(records.values, "a", variant, "half", main.metric) for variant in variants
+    ]
+    adjusted = dict(zip(variants, holm([p_value(found) for found in to_half]), strict=True))
+    left = [variant for variant in variants if adjusted[variant] < rules.level]
+    assert left == ["s_ste", "semi_sparse", "ste"] and len(variants) == 8
     assert "After Holm's correction for the eight only" in words
 
 
@@ -653,10 +655,10 @@ def test_what_is_said_of_the_claims_is_what_the_records_say():
     assert all(c["without"].endswith(c["verdict"]) for c in claims if c["without"])
     for claim, (_, words, measured, _) in zip(claims, rows, strict=True):
         assert not re.search(r"\d\.\d", words)
-        pairs = [(c["block"], c["arm"], c["against"]) for c in claim["contrasts"]]
+        pairs = [(c["block"], c["variant"], c["against"]) for c in claim["contrasts"]]
         found = comparison.findall(measured)
         marked = {(b if b in "cd" else "", *pair) for b, *pair in pairs}
-        assert {(mark, arm, against) for mark, arm, against, _ in found} <= marked
+        assert {(mark, variant, against) for mark, variant, against, _ in found} <= marked
         assert found or not pairs
         factors = set()
         for lines in (m["lines"] for m in claim["measured"]):
@@ -666,10 +668,14 @@ def test_what_is_said_of_the_claims_is_what_the_records_say():
         read = re.findall(r"\w+: ([\d. to]+), paper ([\d. to]+\d)", measured)
         assert {*read} <= factors and bool(read) == bool(claim["measured"])
         assert measured == "-" or len(measured.split("; ")) == len(found) + len(read)
-    for mark, arm, against, effect in comparison.findall(told):
-        block = mark or ("a" if ("a", arm) in records.kept else "b")
-        want = points("d", arm, against, LINEAR) if block == "d" else compared(block, arm, against)
-        assert effect == want, (arm, against)
+    for mark, variant, against, effect in comparison.findall(told):
+        block = mark or ("a" if ("a", variant) in records.kept else "b")
+        want = (
+            points("d", variant, against, LINEAR)
+            if block == "d"
+            else compared(block, variant, against)
+        )
+        assert effect == want, (variant, against)
     (slow,) = ([x for m in c["measured"] for x in m["lines"]] for c in claims if c["id"] == 4)
     less = [x["label"] for x in slow if x["verdict"] in ("not reproduced", "direction only")]
     assert {re.search(r"d=(\d+)", label)[1] for label in less} == {"768", "1024"}
@@ -684,11 +690,11 @@ def test_what_is_said_of_single_runs_and_fp8_is_what_the_records_say():
     *others, unstable = (values["a", "fst"][seed]["metrics"]["val_loss"] for seed in range(5))
     ends = f"{min(others):.3f} to {max(others):.3f}"
     assert f"ended at {unstable:.3f}; the other four ended at {ends}" in told
-    in_b = {(arm, seed): run for (name, arm), runs in values.items() if name == "b"
+    in_b = {(variant, seed): run for (name, variant), runs in values.items() if name == "b"
             for seed, run in runs.items()}  # fmt: skip
     unpaired = {key for key, run in in_b.items() if run["init"] != in_b["ast", key[1]]["init"]}
     assert unpaired == {("imp", 2), ("ast_as_released", 2)}
-    pairs = [(arm, arm.partition("_fp8")[0]) for block, arm in values if block == "fp8"]
+    pairs = [(variant, variant.partition("_fp8")[0]) for block, variant in values if block == "fp8"]
     fp8 = [
         differences(values, "fp8", *pair, "metrics.val_loss") for pair in pairs if len({*pair}) > 1
     ]
@@ -703,21 +709,23 @@ def test_what_is_said_of_single_runs_and_fp8_is_what_the_records_say():
 
 
 def test_what_is_said_of_the_noise_of_block_a_is_what_the_records_say():
-    """A two-way model: what is left of a loss after the means of its arm and of its seed."""
+    """A two-way model: what is left of a loss after the means of its variant and of its seed."""
     _, records = evidence()
-    arms = {arm: runs for (block, arm), runs in records.values.items()
-            if block == "a" and not arm.endswith("as_released")}  # fmt: skip
+    variants = {variant: runs for (block, variant), runs in records.values.items()
+            if block == "a" and not variant.endswith("as_released")}  # fmt: skip
 
     def left(of):
-        values = np.array([[of(runs[seed]) for seed in range(5)] for runs in arms.values()])
+        values = np.array([[of(runs[seed]) for seed in range(5)] for runs in variants.values()])
         return values - values.mean(1, keepdims=True) - values.mean(0) + values.mean()
 
     end = left(lambda run: run["metrics"]["val_loss"])
     early = left(lambda run: dict(map(tuple, run["curves"]["val_loss"]))[1750])
-    shared = math.sqrt((end**2).sum() / (4 * (len(arms) - 1)))
+    shared = math.sqrt((end**2).sum() / (4 * (len(variants) - 1)))
     told = part("Measured so far")
     correlation = np.corrcoef(end.ravel(), early.ravel())[0, 1]
-    assert f"correlates by {correlation:.2f} with that at the end ({len(arms)} arms)" in told
+    assert (
+        f"correlates by {correlation:.2f} with that at the end ({len(variants)} variants)" in told
+    )
     assert f"one two-way model over the block ({shared:.4f} nats)" in told
     names = ("bi_mask", "s_ste", "sr_ste", "slope", "fst", "ste", "step", "semi_sparse")
     means = [statistics.fmean(differences(records.values, "a", n, "half", LOSS)) for n in names]
@@ -732,15 +740,15 @@ def test_what_a_loss_is_worth_is_what_the_records_say():
 
     _, records = evidence()
 
-    def losses(block, arm, metric="val_loss"):
-        runs = records.values[block, arm]
+    def losses(block, variant, metric="val_loss"):
+        runs = records.values[block, variant]
         return np.array([runs[seed]["metrics"][metric] for seed in sorted(runs)])
 
     widths = {0.25: "width_025", 0.5: "half", 0.75: "width_075", 1.0: "dense"}
     lengths = {0.5: "tokens_050", 0.71: "tokens_071", 1.0: "dense", 1.41: "tokens_141"}
     by = [
-        {x: losses("e1" if "_" in arm else "a", arm) for x, arm in arms.items()}
-        for arms in (widths, lengths)
+        {x: losses("e1" if "_" in variant else "a", variant) for x, variant in variants.items()}
+        for variants in (widths, lengths)
     ]
     fixed, share = 4 * 4 * 256**2 + 9 * 256, 4 * 8 * 256**2  # attention and norms; feed-forward
     sizes = [fixed + share * w for w in widths] + [fixed + share] * 3
@@ -768,8 +776,8 @@ def test_what_a_loss_is_worth_is_what_the_records_say():
 
     draws = np.random.default_rng(0).integers(0, 5, (2000, 5))
     by[0] = {(fixed + share * w) / share: x for w, x in by[0].items()}
-    for arm, *cells in re.findall(r"^\| `(\w+)` \| ([^|]*) \| ([^|]*) \|$", told, re.M):
-        own = losses("a", arm)
+    for variant, *cells in re.findall(r"^\| `(\w+)` \| ([^|]*) \| ([^|]*) \|$", told, re.M):
+        own = losses("a", variant)
         for known, less, cell in zip(by, (fixed / share, 0), cells, strict=True):
             value, *many = (read(known, own[s].mean(), s) - less for s in (slice(5), *draws))
             low, high = np.quantile(many, [0.025, 0.975])
@@ -794,31 +802,38 @@ def test_what_a_loss_is_worth_is_what_the_records_say():
 def test_what_is_said_of_block_a_large_is_what_the_records_say():
     rules, records = evidence()
     told = part("Measured so far").split("Block a_large: ")[1].split("Block b: ")[0]
-    arms = [arm for arm in read_block("a_large").arms if arm != "dense"]
-    assert arms == [arm for arm in read_block("a").arms if arm != "dense"][: len(arms)]
+    variants = [variant for variant in read_block("a_large").variants if variant != "dense"]
+    assert (
+        variants
+        == [variant for variant in read_block("a").variants if variant != "dense"][: len(variants)]
+    )
 
-    def lost(arm):
-        return differences(records.values, "a_large", arm, "dense", LOSS)
+    def lost(variant):
+        return differences(records.values, "a_large", variant, "dense", LOSS)
 
     rows = re.findall(r"^\| `(\w+)` \| ([^|]*) \| ([^|]*) \| (\d) \|$", told, re.M)
     assert rows == [
-        (arm, *(compared(b, arm, "dense") for b in ("a_large", "a")), str(len(lost(arm))))
-        for arm in sorted(arms, key=lambda arm: statistics.fmean(lost(arm)))
+        (
+            variant,
+            *(compared(b, variant, "dense") for b in ("a_large", "a")),
+            str(len(lost(variant))),
+        )
+        for variant in sorted(variants, key=lambda variant: statistics.fmean(lost(variant)))
     ]
     flat = " ".join(told.split())
 
-    def against(arm, other):
-        return paired_interval(differences(records.values, "a_large", arm, other, LOSS))
+    def against(variant, other):
+        return paired_interval(differences(records.values, "a_large", variant, other, LOSS))
 
     alike = ("ste", "s_ste", "sr_ste")
-    assert all(low < 0 < high for low, high in (against(arm, "half") for arm in alike))
-    gaps = [differences(records.values, "a_large", arm, "half", LOSS) for arm in alike]
+    assert all(low < 0 < high for low, high in (against(variant, "half") for variant in alike))
+    gaps = [differences(records.values, "a_large", variant, "half", LOSS) for variant in alike]
     most = max(abs(statistics.fmean(gap)) for gap in gaps)
     assert f"by at most {most:.4f}, with intervals that include zero" in flat
     assert f"`fst` is worse by {compared('a_large', 'fst', 'half')}" in flat
     others = [*alike, "fst"]
-    assert all(against("slope", arm)[0] > 0 for arm in others)
-    behind = [differences(records.values, "a_large", "slope", arm, LOSS) for arm in others]
+    assert all(against("slope", variant)[0] > 0 for variant in others)
+    behind = [differences(records.values, "a_large", "slope", variant, LOSS) for variant in others]
     behind = [statistics.fmean(each) for each in behind]
     assert (
         f"it loses {min(behind):+.4f} to {max(behind):+.4f} to each of the four other methods"
@@ -832,16 +847,19 @@ def test_what_is_said_of_block_a_large_is_what_the_records_say():
 
 def test_what_is_said_of_block_c_is_what_the_records_say():
     rules, records = evidence()
-    told, arms = part("Measured so far"), [arm for arm in read_block("c").arms if arm != "dense"]
+    told, variants = (
+        part("Measured so far"),
+        [variant for variant in read_block("c").variants if variant != "dense"],
+    )
 
-    def lost(arm):
-        return statistics.fmean(differences(records.values, "c", arm, "dense", LOSS))
+    def lost(variant):
+        return statistics.fmean(differences(records.values, "c", variant, "dense", LOSS))
 
     want = []
-    for arm in sorted(arms, key=lost):
-        seeds = str(len(records.values["c", arm]))
-        top1 = points("c", arm, "dense", "metrics.val_top1")
-        want.append((arm, compared("c", arm, "dense"), top1, seeds))
+    for variant in sorted(variants, key=lost):
+        seeds = str(len(records.values["c", variant]))
+        top1 = points("c", variant, "dense", "metrics.val_top1")
+        want.append((variant, compared("c", variant, "dense"), top1, seeds))
     cells = r"^\| `(\w+)` \| [^|]* \| (\+[^|]*) \| (-[^|]*) \| (\d) \|$"
     assert re.findall(cells, told, re.M) == want
     dense = [run["metrics"]["val_top1"] for run in records.values["c", "dense"].values()]
@@ -850,27 +868,37 @@ def test_what_is_said_of_block_c_is_what_the_records_say():
     assert f"half the width costs {gap.gap:.3f} nats, {gap.ratio:.1f} standard deviations" in told
     scale = compared("c", "s_ste_soft", "s_ste_no_mvue")
     assert f"`s_ste_soft` ends {scale} above `s_ste_no_mvue`" in told
-    to_half = {arm: paired_interval(differences(records.values, "c", arm, "half", LOSS))
-               for arm in ("s_ste", "sr_ste", "fst", "bi_mask", "ste", "step")}  # fmt: skip
-    assert {arm for arm, (low, _) in to_half.items() if low > 0} == {"ste"}
+    to_half = {variant: paired_interval(differences(records.values, "c", variant, "half", LOSS))
+               for variant in ("s_ste", "sr_ste", "fst", "bi_mask", "ste", "step")}  # fmt: skip
+    assert {variant for variant, (low, _) in to_half.items() if low > 0} == {"ste"}
     assert all(high > 0 for _, high in to_half.values())
-    to_s_ste = {arm: paired_interval(differences(records.values, "c", arm, "s_ste", LOSS))
-                for arm in ("sr_ste", "fst", "bi_mask", "ste")}  # fmt: skip
-    assert [arm for arm, (low, high) in to_s_ste.items() if low < 0 < high] == ["sr_ste", "fst"]
+    to_s_ste = {variant: paired_interval(differences(records.values, "c", variant, "s_ste", LOSS))
+                for variant in ("sr_ste", "fst", "bi_mask", "ste")}  # fmt: skip
+    assert [variant for variant, (low, high) in to_s_ste.items() if low < 0 < high] == [
+        "sr_ste",
+        "fst",
+    ]
 
 
 def test_what_is_said_of_block_d_is_what_the_records_say():
     _, records = evidence()
-    told, arms = part("Measured so far"), [arm for arm in read_block("d").arms if arm != "dense"]
+    told, variants = (
+        part("Measured so far"),
+        [variant for variant in read_block("d").variants if variant != "dense"],
+    )
     told = told.split("Block d: ")[1]
 
-    def lost(arm):
-        return differences(records.values, "d", arm, "dense", LINEAR)
+    def lost(variant):
+        return differences(records.values, "d", variant, "dense", LINEAR)
 
     rows = re.findall(r"^\| `(\w+)` \| ([^|]*) \| ([^|]*) \| (\d) \|$", told, re.M)
     assert rows == [
-        (arm, *(points("d", arm, "dense", metric) for metric in (LINEAR, KNN)), str(len(lost(arm))))
-        for arm in sorted(arms, key=lambda arm: -statistics.fmean(lost(arm)))
+        (
+            variant,
+            *(points("d", variant, "dense", metric) for metric in (LINEAR, KNN)),
+            str(len(lost(variant))),
+        )
+        for variant in sorted(variants, key=lambda variant: -statistics.fmean(lost(variant)))
     ]
     dense = records.values["d", "dense"].values()
     linear, knn = (
@@ -878,8 +906,12 @@ def test_what_is_said_of_block_d_is_what_the_records_say():
         for name in ("linear_top1", "knn_top1")
     )
     assert f"dense reaches {linear:.2f} % and {knn:.2f} %" in told
-    adjusted = dict(zip(arms, holm([p_value(lost(arm)) for arm in arms]), strict=True))
-    assert [arm for arm in arms if adjusted[arm] < 0.05] == ["sparse_090"] and len(arms) == 7
+    adjusted = dict(
+        zip(variants, holm([p_value(lost(variant)) for variant in variants]), strict=True)
+    )
+    assert [variant for variant in variants if adjusted[variant] < 0.05] == ["sparse_090"] and len(
+        variants
+    ) == 7
     words = part("What the evidence says")
     loss = f"{-statistics.fmean(lost('sparse_090')):.1f} points"
     assert f"`sparse_090`, which becomes dense after 90 % of the steps, loses {loss}" in words
@@ -898,28 +930,30 @@ def test_what_is_said_of_block_d_is_what_the_records_say():
     ratio = -statistics.fmean(small) / statistics.stdev(small)
     found = points("pilot_d_small", *widths, LINEAR)
     assert f"difference is {found} points, {ratio:.1f} standard deviations" in told
-    dense_run = next(run for run in read_block("d").runs(ROOT) if run.arm == "dense")
+    dense_run = next(run for run in read_block("d").runs(ROOT) if run.variant == "dense")
     assert (dense_run.config.model.width, len(small)) == (128, 3)
 
 
 def test_how_much_two_runs_of_one_seed_differ():
     again = json.loads(text(EVIDENCE / "repeated_a.json"))["val_loss"]
     records = map(json.loads, text(EVIDENCE / "a.jsonl").splitlines())
-    losses = {(r["arm"], r["seed"]): r["metrics"]["val_loss"] for r in records}
+    losses = {(r["variant"], r["seed"]): r["metrics"]["val_loss"] for r in records}
     for name, (first, _) in again.items():
-        arm, seed = name.split("-seed")
-        assert first == losses[arm, int(seed)]
+        variant, seed = name.split("-seed")
+        assert first == losses[variant, int(seed)]
     of_methods = [pair for name, pair in again.items() if "as_released" not in name]
     spread = math.sqrt(statistics.fmean((second - first) ** 2 for first, second in of_methods))
-    arms = {arm for arm, _ in losses if "as_released" not in arm} - {"dense"}
-    seeds = {arm: [seed for name, seed in losses if name == arm] for arm in arms}
-    paired = [[losses[arm, s] - losses["dense", s] for s in seeds[arm]] for arm in arms]
+    variants = {variant for variant, _ in losses if "as_released" not in variant} - {"dense"}
+    seeds = {variant: [seed for name, seed in losses if name == variant] for variant in variants}
+    paired = [
+        [losses[variant, s] - losses["dense", s] for s in seeds[variant]] for variant in variants
+    ]
     median = statistics.median(map(statistics.stdev, paired))
     told = " ".join(text(ROOT / "docs" / "evidence.md").split())
     assert f"{len(again)} runs of block a were made twice" in told
     assert f'the {len(of_methods)} that are not "as released" the two losses differ by' in told
     assert f"by {spread:.4f} nats (root mean square)" in told
-    assert f"the same standard deviation, a median of {median:.4f} over the arms" in told
+    assert f"the same standard deviation, a median of {median:.4f} over the variants" in told
     launched = json.loads(text(EVIDENCE / "launched_a.json"))["val_loss"]
     assert len(launched) == 4 and "lowest and the highest of four that were launched" in told
     assert all(min(launched) < loss < max(launched) for loss in again["dense-seed3"])

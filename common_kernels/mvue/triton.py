@@ -17,7 +17,7 @@ CONSTRAINTS = tl.constexpr(ptx.CONSTRAINTS)
 def mvue24(
     x: torch.Tensor, seed: torch.Tensor, offset: torch.Tensor, design: str, dim: int
 ) -> torch.Tensor:
-    if design == "sequential":  # a test arm without a kernel of its own
+    if design == "sequential":  # a test variant without a kernel of its own
         return cpu.mvue24(x, seed, offset, design, dim)
     out = torch.empty_like(x)
     if x.numel() == 0:

@@ -1,4 +1,4 @@
-"""Compares finished trainings. Runs that differ only in their seed form an arm, and arms are
+"""Compares finished trainings. Runs that differ only in their seed form a variant, and variants are
 compared seed by seed with a baseline's."""
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ METRIC = "metrics.val_loss"
 LONGEST = 80  # largest number of characters in a label; folder names are about as long at most
 QUANTITIES = ("val_loss", "loss", "flip_rate")  # shown as curves
 _SHAPE = {"config": {"seed": int, "train": {"steps": int}}, "metrics": dict}
-# Keys that do not distinguish arms: they do not change the result, or differ between seeds.
+# Keys that do not distinguish variants: they do not change the result, or differ between seeds.
 _APART = {"seed", "runs", "tier", "impl", "data.root", "data.source", "model.path", "method.seed"}
 
 
 @dataclass(frozen=True)
-class Arm:
+class Variant:
     """Runs of one config by seed. config: the config's values by dotted key."""
 
     label: str
@@ -101,17 +101,17 @@ def _shown(directory: Path) -> Path:
     return directory.relative_to(here) if directory.is_relative_to(here) else directory
 
 
-def arms(runs: Iterable[FinishedRun]) -> list[Arm]:
+def variants(runs: Iterable[FinishedRun]) -> list[Variant]:
     """The runs grouped by config, in the order in which they were given.
 
     Raises:
         UserError: two runs of the same config and seed.
     """
-    found: dict[str, Arm] = {}
+    found: dict[str, Variant] = {}
     for run in runs:
         config = flat(run.result)
-        arm = found.setdefault(json.dumps(config), Arm("", config, {}))
-        other = arm.runs.setdefault(run.seed, run)
+        variant = found.setdefault(json.dumps(config), Variant("", config, {}))
+        other = variant.runs.setdefault(run.seed, run)
         if other.directory != run.directory:
             raise UserError(
                 f"{other.directory} and {run.directory} are the same run (seed {run.seed}); give "
@@ -140,24 +140,27 @@ def flat(result: dict[str, Any]) -> dict[str, str]:
     return {**kept, "corpus": str(result.get("corpus_hash"))[:12]}
 
 
-def _labelled(found: list[Arm]) -> list[Arm]:
-    """The arms with labels: the method and, in words, what distinguishes an arm from others of its
-    method, and the settings in which any two arms differ. If that is long, the folder of its runs.
+def _labelled(found: list[Variant]) -> list[Variant]:
+    """The variants with labels: the method and, in words, what distinguishes a variant from others
+    of its method, and the settings in which any two variants differ. If that is long, the folder of
+    its runs.
     """
-    labelled, folders = [], [arm.folder for arm in found]
-    for arm in found:
-        method = arm.config["method.name"]
+    labelled, folders = [], [variant.folder for variant in found]
+    for variant in found:
+        method = variant.config["method.name"]
         own = differing([other for other in found if other.config["method.name"] == method])
         for keys in (own, {*own, *_swept(found)}):  # the longest that is short enough
-            there = sorted(arm.config.keys() & keys)
+            there = sorted(variant.config.keys() & keys)
             label = ", ".join(
-                [method, *(f"{_word(key, arm.config)} {arm.config[key]}" for key in there)]
+                [method, *(f"{_word(key, variant.config)} {variant.config[key]}" for key in there)]
             )
             if len(label) <= LONGEST:
-                arm = replace(arm, label=label)
-        if not arm.label:
-            arm = replace(arm, label=arm.folder if folders.count(arm.folder) == 1 else label)
-        labelled.append(arm)
+                variant = replace(variant, label=label)
+        if not variant.label:
+            variant = replace(
+                variant, label=variant.folder if folders.count(variant.folder) == 1 else label
+            )
+        labelled.append(variant)
     return labelled
 
 
@@ -168,47 +171,50 @@ def _word(key: str, config: dict[str, str]) -> str:
     return (last if alone else key.replace(".", " ")).replace("_", " ")
 
 
-def _swept(found: list[Arm]) -> list[str]:
-    """The config keys, apart from the method and its options, in which arms differ."""
+def _swept(found: list[Variant]) -> list[str]:
+    """The config keys, apart from the method and its options, in which variants differ."""
     return [key for key in differing(found) if not key.startswith("method.")]
 
 
-def differing(found: list[Arm]) -> list[str]:
-    """The config keys, apart from the method's name, in which arms differ. An option that only some
-    methods have counts only if its values differ among these."""
-    methods = {arm.config["method.name"] for arm in found}
-    keys = sorted({key for arm in found for key in arm.config} - {"method.name"})
+def differing(found: list[Variant]) -> list[str]:
+    """The config keys, apart from the method's name, in which variants differ. An option that only
+    some methods have counts only if its values differ among these."""
+    methods = {variant.config["method.name"] for variant in found}
+    keys = sorted({key for variant in found for key in variant.config} - {"method.name"})
     without = {None} if len(methods) > 1 else set()
-    return [key for key in keys if len({arm.config.get(key) for arm in found} - without) > 1]
+    return [
+        key for key in keys if len({variant.config.get(key) for variant in found} - without) > 1
+    ]
 
 
-def choose(found: list[Arm], baseline: str | None) -> list[Arm]:
-    """The arms to compare with: the one with this label or folder, or all of this method. Without a
-    name they are the dense arms, or those of the first arm's method if there is none.
+def choose(found: list[Variant], baseline: str | None) -> list[Variant]:
+    """The variants to compare with: the one with this label or folder, or all of this method.
+    Without a name they are the dense variants, or those of the first variant's method if there is
+    none.
 
     Raises:
-        UserError: no arm has this name.
+        UserError: no variant has this name.
     """
-    exact = [arm for arm in found if baseline in (arm.label, arm.folder)]
+    exact = [variant for variant in found if baseline in (variant.label, variant.folder)]
     if len(exact) == 1:
         return exact
     for method in (baseline,) if baseline else ("dense", found[0].config["method.name"]):
-        if of_method := [arm for arm in found if arm.config["method.name"] == method]:
+        if of_method := [variant for variant in found if variant.config["method.name"] == method]:
             return of_method
-    choices = dict.fromkeys(arm.folder for arm in found)
+    choices = dict.fromkeys(variant.folder for variant in found)
     raise UserError(f"baseline={baseline} is none of the runs; name one of these:", [*choices])
 
 
-def table(found: list[Arm], baselines: list[Arm], metric: str = METRIC) -> list[Summary]:
-    """A row for each arm, the baselines first.
+def table(found: list[Variant], baselines: list[Variant], metric: str = METRIC) -> list[Summary]:
+    """A row for each variant, the baselines first.
 
-    An arm is compared with the baseline that has the same values of whatever else is swept, or, if
-    there is none, with the best one.
+    A variant is compared with the baseline that has the same values of whatever else is swept, or,
+    if there is none, with the best one.
 
     Raises:
         UserError: no run has this metric, or it is no number.
     """
-    results = [run.result for arm in found for run in arm.runs.values()]
+    results = [run.result for variant in found for run in variant.runs.values()]
     there = [value for result in results for value in _at(result, metric)]
     if not there or any(not isinstance(value, int | float | None) for value in there):
         known = ", ".join(f"metrics.{name}" for name in results[0]["metrics"])
@@ -216,45 +222,49 @@ def table(found: list[Arm], baselines: list[Arm], metric: str = METRIC) -> list[
         raise UserError(f"metric={metric}: {what}; there is {known}")
     swept, best = _swept(found), _best(baselines, metric)
     rows = []
-    for arm in [*baselines, *(arm for arm in found if arm not in baselines)]:
-        equal = [b for b in baselines if all(b.config.get(k) == arm.config.get(k) for k in swept)]
-        to_best = arm in baselines or len(equal) != 1
-        rows.append(_summary(arm, best if to_best else equal[0], metric))
+    for variant in [*baselines, *(variant for variant in found if variant not in baselines)]:
+        equal = [
+            b for b in baselines if all(b.config.get(k) == variant.config.get(k) for k in swept)
+        ]
+        to_best = variant in baselines or len(equal) != 1
+        rows.append(_summary(variant, best if to_best else equal[0], metric))
     return rows
 
 
-def bests(found: list[Arm], baselines: list[Arm], metric: str = METRIC) -> list[Summary]:
-    """A row for the best arm of each method, compared with the best baseline; none if every method
-    has a single arm."""
-    methods = dict.fromkeys(arm.config["method.name"] for arm in [*baselines, *found])
+def bests(found: list[Variant], baselines: list[Variant], metric: str = METRIC) -> list[Summary]:
+    """A row for the best variant of each method, compared with the best baseline; none if every
+    method has a single variant."""
+    methods = dict.fromkeys(variant.config["method.name"] for variant in [*baselines, *found])
     if not 1 < len(methods) < len(found):
         return []
     rows = []
     for name in methods:
-        best = _best([arm for arm in found if arm.config["method.name"] == name], metric)
+        best = _best(
+            [variant for variant in found if variant.config["method.name"] == name], metric
+        )
         row = _summary(best, _best(baselines, metric), metric)
         rows.append(replace(row, label=f"best {row.label}"))
     return rows
 
 
-def _best(found: list[Arm], metric: str) -> Arm:
-    """The arm with the best mean: the highest of a score, the lowest of anything else."""
+def _best(found: list[Variant], metric: str) -> Variant:
+    """The variant with the best mean: the highest of a score, the lowest of anything else."""
     sign = -1 if re.search(r"top\d|acc|bleu|score|f1|mcc", metric.rpartition(".")[2]) else 1
-    means = {arm.label: sign * mean([*arm.numbers(metric).values()]) for arm in found}
-    return min(found, key=lambda arm: (math.isnan(means[arm.label]), means[arm.label]))
+    means = {variant.label: sign * mean([*variant.numbers(metric).values()]) for variant in found}
+    return min(found, key=lambda variant: (math.isnan(means[variant.label]), means[variant.label]))
 
 
-def _summary(arm: Arm, other: Arm, metric: str) -> Summary:
-    """The row of an arm, compared with another one unless it is this one."""
-    numbers, reference = arm.numbers(metric), other.numbers(metric)
-    row = Summary(arm.label, len(numbers), mean([*numbers.values()]), std([*numbers.values()]))
-    if arm is other:
+def _summary(variant: Variant, other: Variant, metric: str) -> Summary:
+    """The row of a variant, compared with another one unless it is this one."""
+    numbers, reference = variant.numbers(metric), other.numbers(metric)
+    row = Summary(variant.label, len(numbers), mean([*numbers.values()]), std([*numbers.values()]))
+    if variant is other:
         return row
     row = replace(row, against=other.label)
     paired = [
         numbers[s] - reference[s]
         for s in numbers
-        if s in reference and _alike(arm.runs[s], other.runs[s])
+        if s in reference and _alike(variant.runs[s], other.runs[s])
     ]
     if not paired:
         return row
@@ -270,7 +280,7 @@ def _at(record: Any, path: str) -> list[Any]:
     return _at(record[key], rest) if rest else [record[key]]
 
 
-def markdown(found: list[Arm], rows: list[Summary], metric: str = METRIC) -> str:
+def markdown(found: list[Variant], rows: list[Summary], metric: str = METRIC) -> str:
     """The rows as a Markdown table, preceded by a warning if runs differ in length or data."""
     several = {row.against for row in rows if row.against}
     shown = f"minus {min(several)}" if len(several) == 1 else "compared with | difference"
@@ -290,12 +300,12 @@ def markdown(found: list[Arm], rows: list[Summary], metric: str = METRIC) -> str
     return "\n".join([*([warning, ""] if warning else []), *lines]) + "\n"
 
 
-def caution(found: list[Arm]) -> str:
+def caution(found: list[Variant]) -> str:
     """A warning if runs differ in length, data or tokenizer; "" otherwise."""
     kinds = {"length": _length, "data or tokenizer": _data}
     said = []
     for kind, of in kinds.items():
-        values = dict.fromkeys(of(run) for arm in found for run in arm.runs.values())
+        values = dict.fromkeys(of(run) for variant in found for run in variant.runs.values())
         if len(values) > 1:
             said.append(f"of different {kind} ({'; '.join(values)})")
     less = "no differences are shown between such runs"
@@ -329,24 +339,24 @@ def with_spread(center: float, spread: float) -> str:
     return shown if math.isnan(spread) else f"{shown} ± {spread:.{places}f}"
 
 
-def curves(found: list[Arm], baselines: list[Arm]) -> list[Point]:
-    """The curves of each arm, averaged over its seeds, the baselines' first."""
-    ordered = [*baselines, *(arm for arm in found if arm not in baselines)]
+def curves(found: list[Variant], baselines: list[Variant]) -> list[Point]:
+    """The curves of each variant, averaged over its seeds, the baselines' first."""
+    ordered = [*baselines, *(variant for variant in found if variant not in baselines)]
     logs = [
-        (arm.label, read_metrics(run.directory / "metrics.jsonl"), run.result)
-        for arm in ordered
-        for run in arm.runs.values()
+        (variant.label, read_metrics(run.directory / "metrics.jsonl"), run.result)
+        for variant in ordered
+        for run in variant.runs.values()
     ]
     return points(logs, QUANTITIES)
 
 
-def looks(found: list[Arm], baselines: list[Arm]) -> dict[str, tuple[int, int]]:
+def looks(found: list[Variant], baselines: list[Variant]) -> dict[str, tuple[int, int]]:
     """By label, the number of the method, for a curve's colour, and that of what else is swept, for
     its line style; {} unless there are several of both."""
     keys = _swept(found)
     of = {
-        arm.label: (arm.config["method.name"], tuple(map(arm.config.get, keys)))
-        for arm in [*baselines, *found]
+        variant.label: (variant.config["method.name"], tuple(map(variant.config.get, keys)))
+        for variant in [*baselines, *found]
     }
     methods, settings = (list(dict.fromkeys(each)) for each in zip(*of.values(), strict=True))
     if len(methods) < 2 or len(settings) < 2:
@@ -354,15 +364,15 @@ def looks(found: list[Arm], baselines: list[Arm]) -> dict[str, tuple[int, int]]:
     return {label: (methods.index(one), settings.index(two)) for label, (one, two) in of.items()}
 
 
-def text(found: list[Arm], baselines: list[Arm], metric: str = METRIC) -> str:
-    """The table of the arms and of the best one of each method as Markdown."""
+def text(found: list[Variant], baselines: list[Variant], metric: str = METRIC) -> str:
+    """The table of the variants and of the best one of each method as Markdown."""
     rows = [*table(found, baselines, metric), *bests(found, baselines, metric)]
     return markdown(found, rows, metric)
 
 
 def of_sweep(runs: list[FinishedRun], metric: str = METRIC) -> str:
     """The table printed at the end of a sweep, with the command that prints it with curves."""
-    found = arms(runs)
+    found = variants(runs)
     folders = dict.fromkeys(str(run.directory.parent) for run in runs)
     arguments = [*folders, *([] if metric == METRIC else [f"metric={metric}"])]
     command = shlex.join(["python", "-m", "experiments.compare", *arguments])

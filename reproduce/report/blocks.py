@@ -1,4 +1,4 @@
-"""Collects what the page shows of blocks: figures, and tables of arms."""
+"""Collects what the page shows of blocks: figures, and tables of variants."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ Column = tuple[str, bool, Sequence[Any]]  # heading, whether it has words, cells
 
 
 @dataclass(frozen=True)
-class Arms:
-    """A table of arms, without empty columns. block, published: of a paper's table, the
+class Variants:
+    """A table of variants, without empty columns. block, published: of a paper's table, the
     block that it is made of and whether the paper's values are known."""
 
     caption: str
@@ -43,20 +43,20 @@ class Arms:
     published: bool = False
 
 
-def _of_columns(caption: str, columns: list[Column], **given: Any) -> Arms:
+def _of_columns(caption: str, columns: list[Column], **given: Any) -> Variants:
     filled = [column for column in columns if any(cell != NOTHING for cell in column[2])]
     heads, words, cells = zip(*filled, strict=True)
     places = [place for place, word in enumerate(words) if word]
-    return Arms(caption, [*heads], [*zip(*cells, strict=True)], places, **given)
+    return Variants(caption, [*heads], [*zip(*cells, strict=True)], places, **given)
 
 
 @dataclass(frozen=True)
 class Curves:
     """The figures of a block's curves.
 
-    losses: of the leading arms; None without any. panels: by arm, its loss minus that of the arm
-    that it is compared with, and its flip rate. absent: arms that are off the scale. quantity,
-    against, first: what is drawn, minus which arm, and from which step on.
+    losses: of the leading variants; None without any. panels: by variant, its loss minus that of
+    the variant that it is compared with, and its flip rate. absent: variants that are off the
+    scale. quantity, against, first: what is drawn, minus which variant, and from which step on.
     """
 
     quantity: str
@@ -76,50 +76,61 @@ class Blocks:
     margin: Margin
     judged: Json
 
-    def difference_figure(self, shown: Shown, arms: Iterable[str]) -> Markup:
-        """The figure of the differences of some arms of a block to the baseline, best first. If the
-        block compares them with other arms, each label names both."""
+    def difference_figure(self, shown: Shown, variants: Iterable[str]) -> Markup:
+        """The figure of the differences of some variants of a block to the baseline, best first. If
+        the block compares them with other variants, each label names both."""
         rows = sorted(
-            (shown.rows[arm] for arm in arms if shown.rows[arm].pairs),
+            (shown.rows[variant] for variant in variants if shown.rows[variant].pairs),
             key=lambda row: row.difference,
             reverse=not shown.lower_is_better,
         )
         by_seed, share = shown.by_seed, self.margin.share
         if {shown.against(row.label) for row in rows} == {shown.baseline}:
-            ends = shown.baseline, shown.yardstick
+            ends = shown.baseline, shown.half
             return forest(rows, by_seed, *ends, shown.gap, share, shown.quantity)
         names = {row.label: f"{row.label} {MINUS} {shown.against(row.label)}" for row in rows}
         rows = [replace(row, label=names[row.label]) for row in rows]
-        named = {name: by_seed[arm] for arm, name in names.items()}
+        named = {name: by_seed[variant] for variant, name in names.items()}
         return forest(rows, named, "", "", math.nan, share, shown.quantity)
 
     def across(self) -> tuple[list[str], list[list[str]]]:
-        """(heads, rows) of the table of g by arm and block, for arms in more than one."""
+        """(heads, rows) of the table of g by variant and block, for variants in more than one."""
         known = [s for s in self.shown if math.isfinite(s.gap) and not s.pilot]
-        arms = dict.fromkeys(arm for s in known for arm in s.arms)
+        variants = dict.fromkeys(variant for s in known for variant in s.variants)
         rows = [
-            [arm, *(self._gap_closed(s, arm) if arm in s.arms else NOTHING for s in known)]
-            for arm in arms
-            if sum(arm in s.arms for s in known) > 1
+            [
+                variant,
+                *(
+                    self._gap_closed(s, variant) if variant in s.variants else NOTHING
+                    for s in known
+                ),
+            ]
+            for variant in variants
+            if sum(variant in s.variants for s in known) > 1
         ]
-        return ["arm", *(f"block {s.block.name}, {s.quantity}" for s in known)], rows
+        return ["variant", *(f"block {s.block.name}, {s.quantity}" for s in known)], rows
 
-    def table_of_arms(self, shown: Shown) -> Arms:
-        """The table of a block's arms."""
-        arms = [*shown.block.arms]
+    def table_of_variants(self, shown: Shown) -> Variants:
+        """The table of a block's variants."""
+        variants = [*shown.block.variants]
         template = Markup('<span id="{}">{}</span>')
         name = shown.block.name
-        anchored = [template.format(slug("arm", name, arm), breakable(arm)) for arm in arms]
-        columns = [("arm", True, anchored), *self._columns(shown, arms)]
-        return _of_columns(f"Arms of block {name} ({_made(shown)})", columns)
+        anchored = [
+            template.format(slug("variant", name, variant), breakable(variant))
+            for variant in variants
+        ]
+        columns = [("variant", True, anchored), *self._columns(shown, variants)]
+        return _of_columns(f"Variants of block {name} ({_made(shown)})", columns)
 
-    def small_models(self, table: Table) -> Arms | None:
-        """The rows of a paper's table that have an arm in a block, with the paper's values; None if
-        no such arm was run."""
-        places = {label: place.split("/") for label, place in table.arms.items()}
+    def small_models(self, table: Table) -> Variants | None:
+        """The rows of a paper's table that have a variant in a block, with the paper's values; None
+        if no such variant was run."""
+        places = {label: place.split("/") for label, place in table.block_variants.items()}
         blocks = {block for block, _ in places.values()}
         known = [s for s in self.shown if s.block.name in blocks]
-        if len(known) != 1 or not any(arm in known[0].arms for _, arm in places.values()):
+        if len(known) != 1 or not any(
+            variant in known[0].variants for _, variant in places.values()
+        ):
             return None
         (shown,) = known
         column, papers = _published(table)
@@ -127,17 +138,17 @@ class Blocks:
         columns = [
             ("method", True, [*places]),
             (f"paper: {column}", False, theirs),
-            *self._columns(shown, [arm for _, arm in places.values()]),
+            *self._columns(shown, [variant for _, variant in places.values()]),
         ]
         caption = f"{table.title}, by block {shown.block.name} ({_made(shown)})"
         return _of_columns(caption, columns, block=shown.block, published=bool(papers))
 
-    def _columns(self, shown: Shown, arms: Collection[str]) -> list[Column]:
-        """The columns on these arms: values, differences, verdicts and links to the records."""
-        name, rows = shown.block.name, [shown.rows.get(arm) for arm in arms]
+    def _columns(self, shown: Shown, variants: Collection[str]) -> list[Column]:
+        """The columns on these variants: values, differences, verdicts and links to the records."""
+        name, rows = shown.block.name, [shown.rows.get(variant) for variant in variants]
         paired = [row if row and row.pairs else None for row in rows]
         against = [shown.against(row.label) if row else NOTHING for row in paired]
-        several = len({shown.against(arm) for arm in arms} - {""}) > 1
+        several = len({shown.against(variant) for variant in variants} - {""}) > 1
         minus = next((other for other in against if other != NOTHING), "")
         better = "less" if shown.lower_is_better else "more"
         ends = unbroken("[95 %]")
@@ -169,22 +180,22 @@ class Blocks:
             ("source", True, cells(lambda r: source.format(slug("files", name, r.label)))),
         ]
 
-    def _verdicts(self, block: str, arm: str) -> Markup:
-        """For each claim with contrasts of this arm against others, the verdict on them."""
+    def _verdicts(self, block: str, variant: str) -> Markup:
+        """For each claim with contrasts of this variant against others, the verdict on them."""
         link = Markup('{} <a href="#claim-{}">claim {}</a>')
         badges = []
         for claim in self.judged["claims"]:
-            own = [c for c in claim["contrasts"] if (c["block"], c["arm"]) == (block, arm)]
+            own = [c for c in claim["contrasts"] if (c["block"], c["variant"]) == (block, variant)]
             if own:
                 found = badge(verdict([c["verdict"] for c in own]))
                 badges.append(link.format(found, claim["id"], claim["id"]))
         return Markup(", ").join(badges) if badges else Markup(NOTHING)
 
-    def _gap_closed(self, shown: Shown, arm: str) -> str:
-        if math.isfinite(shown.gap) and arm in (shown.baseline, shown.yardstick):
-            return str(int(arm == shown.yardstick))
+    def _gap_closed(self, shown: Shown, variant: str) -> str:
+        if math.isfinite(shown.gap) and variant in (shown.baseline, shown.half):
+            return str(int(variant == shown.half))
         values, name = self.evidence.values, shown.block.name
-        g = scale.gap_closed(values, name, arm, shown.metric, self.margin, 2)
+        g = scale.gap_closed(values, name, variant, shown.metric, self.margin, 2)
         if g is None:
             return NOTHING
         return f"{g.value:.2f} {interval(g.low, g.high, '.2f')}".removesuffix(" -")
@@ -197,7 +208,7 @@ def _difference(row: Summary) -> str:
 
 def _made(shown: Shown) -> str:
     """The tier and the devices of a block's runs."""
-    every = (stored for seeds in shown.arms.values() for stored in seeds.values())
+    every = (stored for seeds in shown.variants.values() for stored in seeds.values())
     devices = dict.fromkeys(stored.record["environment"]["device"] for stored in every)
     return f"tier mini, on {', '.join(devices)}"
 
@@ -216,12 +227,12 @@ def _published(table: Table) -> tuple[str, dict[str, str]]:
 
 
 def commands_of(shown: Shown) -> list[tuple[str, str]]:
-    """(arm, the command that trains it) for the first seed."""
+    """(variant, the command that trains it) for the first seed."""
     runs = Path("runs")  # the drivers' default
     rows = []
     for run in replace(shown.block, seeds=shown.block.seeds[:1]).runs(runs):
         words = ["python", *command(run, runs)[1:]]
-        rows.append((run.arm, shlex.join(w for w in words if not w.startswith("runs="))))
+        rows.append((run.variant, shlex.join(w for w in words if not w.startswith("runs="))))
     return rows
 
 
@@ -238,28 +249,28 @@ def revision_of(stored: StoredRecord) -> str:
 
 def curves_of(shown: Shown) -> Curves:
     """The figures of a block's curves."""
-    last = max(k.record["steps"] for seeds in shown.arms.values() for k in seeds.values())
-    first, half, anyone = FROM * last, shown.yardstick, next(iter(shown.arms))
+    last = max(k.record["steps"] for seeds in shown.variants.values() for k in seeds.values())
+    first, half, anyone = FROM * last, shown.half, next(iter(shown.variants))
     name = next((n for n in LOSSES if shown.curve(anyone, n)), LOSSES[0])
-    base = {arm: shown.against(arm) for arm in shown.arms if shown.against(arm)}
-    over = {arm: shown.curve(arm, name, other) for arm, other in base.items()}
-    flips = {arm: shown.curve(arm, "flip_rate") for arm in shown.arms}
+    base = {variant: shown.against(variant) for variant in shown.variants if shown.against(variant)}
+    over = {variant: shown.curve(variant, name, other) for variant, other in base.items()}
+    flips = {variant: shown.curve(variant, "flip_rate") for variant in shown.variants}
     y = _bulk(sorted(p.mean for points in over.values() for p in points if p.step > first))
     rates = [p.mean for points in flips.values() for p in points if p.step >= first and p.mean > 0]
     log = _decades(rates) if rates else None
     panels, absent = {}, []
-    for arm, points in over.items():
+    for variant, points in over.items():
         if not any(p.step > first and y[0] <= p.mean <= y[1] for p in points):
-            absent.append(arm)
+            absent.append(variant)
             continue
         lines: list[tuple[str | int, Sequence[Point]]] = [("other", over.get(half, []))]
-        lines += [(0, points)] if arm != half else []
-        drawn = [Panel(f"{arm}: {NAMES[name]}, minus {base[arm]}", lines, y)]
-        if log is not None and any(p.mean for p in flips[arm]):
-            drawn.append(Panel(f"{arm}: flip rate", [(0, flips[arm])], log, log=True))
-        panels[arm] = curves(drawn, (first, last))
+        lines += [(0, points)] if variant != half else []
+        drawn = [Panel(f"{variant}: {NAMES[name]}, minus {base[variant]}", lines, y)]
+        if log is not None and any(p.mean for p in flips[variant]):
+            drawn.append(Panel(f"{variant}: flip rate", [(0, flips[variant])], log, log=True))
+        panels[variant] = curves(drawn, (first, last))
     one = {*base.values()} == {shown.baseline}
-    against = shown.baseline if one else "the arm compared with"
+    against = shown.baseline if one else "the variant compared with"
     return Curves(NAMES[name], against, first, _losses(shown, name, last), panels, absent)
 
 
@@ -282,12 +293,14 @@ def _decades(rates: list[float]) -> Limits:
 def _losses(shown: Shown, quantity: str, last: float) -> Markup | None:
     """The figure of losses in absolute terms, in the second half of the steps: dense, half the
     width and the leading methods."""
-    names = [arm for arm in shown.leading if arm not in (shown.baseline, shown.yardstick)]
+    names = [
+        variant for variant in shown.leading if variant not in (shown.baseline, shown.half)
+    ]
     looks: list[tuple[str | int, str]] = [*enumerate(names)]
-    looks += [("other", shown.yardstick), ("base", shown.baseline)]
-    lines = [(look, shown.curve(arm, quantity)) for look, arm in looks]
+    looks += [("other", shown.half), ("base", shown.baseline)]
+    lines = [(look, shown.curve(variant, quantity)) for look, variant in looks]
     inside = [p.mean for _, points in lines for p in points if p.step >= last / 2]
     if not inside:
         return None
-    panel = Panel(f"{NAMES[quantity]} of the leading arms", lines, span(inside))
+    panel = Panel(f"{NAMES[quantity]} of the leading variants", lines, span(inside))
     return curves([panel], (last / 2, last), named=True)

@@ -123,7 +123,7 @@ def forest(
     rows: Sequence[Summary],
     by_seed: Mapping[str, Sequence[float]],
     baseline: str,
-    yardstick: str,
+    half: str,
     gap: float,
     share: float,
     quantity: str,
@@ -131,11 +131,11 @@ def forest(
     """A figure of differences with their intervals and a dot for each seed.
 
     Args:
-        rows: the arms, from top to bottom.
-        by_seed: the differences of each arm by seed.
-        baseline: the arm that all are compared with; "" if the labels of the rows say it.
-        gap: the difference of the yardstick, in units of which the upper axis counts; nan = no
-            upper axis.
+        rows: the variants, from top to bottom.
+        by_seed: the differences of each variant by seed.
+        baseline: the variant that all are compared with; "" if the labels of the rows say it.
+        gap: the difference of the half-width baseline, the unit of the upper axis; nan = no upper
+            axis.
         share: of the gap, up to which a difference counts as equal; drawn as a band.
         quantity: what is compared.
     """
@@ -149,16 +149,16 @@ def forest(
         axes.axvspan(-share * gap, share * gap, color=BAND, linewidth=0)
         axes.axvline(gap, color=OTHER, linewidth=1.5, linestyle="--")
         upper = axes.secondary_xaxis("top", functions=(lambda x: x / gap, lambda g: g * gap))
-        upper.set_xlabel(f"share of the gap from {baseline} to {yardstick}, g")
+        upper.set_xlabel(f"share of the gap from {baseline} to {half}, g")
         upper.xaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 5, 10]))
     axes.axvline(0, color=INK, linewidth=1.2)
     if baseline:
         _beside(axes, 0, "0")
     for y, row in enumerate(rows, len(names) - len(rows)):
-        _estimate(axes, y, row, by_seed.get(row.label, ()), row.label == yardstick)
+        _estimate(axes, y, row, by_seed.get(row.label, ()), row.label == half)
     axes.set_yticks(range(len(names)), names, color=INK)
     for label in axes.get_yticklabels():
-        label.set_fontweight("bold" if label.get_text() == yardstick else "normal")
+        label.set_fontweight("bold" if label.get_text() == half else "normal")
     axes.tick_params(axis="y", length=0)
     axes.spines.left.set_visible(False)
     axes.locator_params(axis="x", nbins=5)
@@ -169,7 +169,7 @@ def forest(
         figure,
         f"Differences in {quantity}" + (f" to {baseline}" if baseline else ""),
         f"Mean paired difference with its 95 % interval, small dots are seeds: {differences}."
-        + (f" {yardstick} is the yardstick, {gap:+.4f}." if known else ""),
+        + (f" {half} is the half-width baseline, {gap:+.4f}." if known else ""),
     )
 
 
@@ -233,8 +233,8 @@ def span(values: Sequence[float], room: float = 0.05) -> Limits:
 
 @dataclass(frozen=True)
 class Panel:
-    """Axes of a figure of curves. lines: the look (`base`, `other` or the number of an arm) and the
-    points of each curve. y: the ends of the axis, which is logarithmic if `log`."""
+    """Axes of a figure of curves. lines: the look (`base`, `other` or the number of a variant) and
+    the points of each curve. y: the ends of the axis, which is logarithmic if `log`."""
 
     title: str
     lines: Sequence[tuple[str | int, Sequence[Point]]]

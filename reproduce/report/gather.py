@@ -26,15 +26,15 @@ from reproduce.records import Evidence, StoredRecord
 class Shown:
     """A block with its records.
 
-    metric: what its arms are compared by, a dotted path into a record. baseline, yardstick: the
-    arms whose difference is the gap; "" without one. arms: the records by arm and seed.
+    metric: what its variants are compared by, a dotted path into a record. baseline, half: the
+    variants whose difference is the gap; "" without one. variants: the records by variant and seed.
     """
 
     block: Block
     metric: str
     baseline: str
-    yardstick: str
-    arms: dict[str, dict[int, StoredRecord]]
+    half: str
+    variants: dict[str, dict[int, StoredRecord]]
 
     @property
     def quantity(self) -> str:
@@ -51,97 +51,97 @@ class Shown:
         """True for losses and perplexities."""
         return any(word in self.quantity for word in ("loss", "perplexity"))
 
-    def against(self, arm: str) -> str:
-        """The arm that this arm is compared with: the one that the block names for it, or else the
-        baseline; "" if there is none."""
-        other = self.block.against.get(arm, self.baseline)
-        return "" if other == arm else other
+    def against(self, variant: str) -> str:
+        """The variant that this variant is compared with: the one that the block names for it, or
+        else the baseline; "" if there is none."""
+        other = self.block.against.get(variant, self.baseline)
+        return "" if other == variant else other
 
     @cached_property
     def by_seed(self) -> dict[str, list[float]]:
-        """The differences of each arm to the one it is compared with, as `claims` pairs them."""
+        """The differences of each variant to the one it is compared with, as in `claims`."""
         name = self.block.name
         values = {
-            (name, arm): {seed: stored.record for seed, stored in seeds.items()}
-            for arm, seeds in self.arms.items()
+            (name, variant): {seed: stored.record for seed, stored in seeds.items()}
+            for variant, seeds in self.variants.items()
         }
         return {
-            arm: differences(values, name, arm, self.against(arm), self.metric)
-            for arm in self.arms
-            if self.against(arm)
+            variant: differences(values, name, variant, self.against(variant), self.metric)
+            for variant in self.variants
+            if self.against(variant)
         }
 
     @cached_property
     def rows(self) -> dict[str, Summary]:
-        """The mean and the spread of each arm, and its paired difference to the arm that it is
-        compared with."""
+        """The mean and the spread of each variant, and its paired difference to the variant that it
+        is compared with."""
         rows = {}
-        for arm, seeds in self.arms.items():
+        for variant, seeds in self.variants.items():
             numbers = [number(stored.record, self.metric) for stored in seeds.values()]
-            row = Summary(arm, len(numbers), mean(numbers), std(numbers))
-            if paired := self.by_seed.get(arm):
+            row = Summary(variant, len(numbers), mean(numbers), std(numbers))
+            if paired := self.by_seed.get(variant):
                 low, high = paired_interval(paired)
                 row = replace(row, pairs=len(paired), difference=mean(paired), low=low, high=high)
-            rows[arm] = row
+            rows[variant] = row
         return rows
 
     @property
     def gap(self) -> float:
-        """Mean difference of the yardstick to the baseline; nan if one of them is missing, or if
-        the difference does not differ significantly from zero."""
-        own = self.against(self.yardstick) == self.baseline
-        found = self.by_seed.get(self.yardstick) if own else None
+        """Mean difference of the half-width baseline to the baseline; nan if one of them is
+        missing, or if the difference does not differ significantly from zero."""
+        own = self.against(self.half) == self.baseline
+        found = self.by_seed.get(self.half) if own else None
         return mean(found) if found and excludes_zero(*paired_interval(found)) else math.nan
 
     @cached_property
     def leading(self) -> list[str]:
-        """The arms that represent their methods: the first arm of every method and all dense ones,
-        without arms that have a defect of released code."""
-        methods = {arm: _method(own) for arm, own in self.block.arms.items()}
-        first = {method: arm for arm, method in reversed(methods.items())}
+        """The variants that represent their methods: the first variant of every method and all
+        dense ones, without variants that have a defect of released code."""
+        methods = {variant: _method(own) for variant, own in self.block.variants.items()}
+        first = {method: variant for variant, method in reversed(methods.items())}
         return [
-            arm
-            for arm, method in methods.items()
-            if arm in self.rows
-            and (method == "dense" or first[method] == arm)
+            variant
+            for variant, method in methods.items()
+            if variant in self.rows
+            and (method == "dense" or first[method] == variant)
             and not method.startswith("released/")
         ]
 
     @property
     def seed_counts(self) -> list[int]:
-        """The numbers of pairs of the leading arms, sorted."""
-        return sorted({self.rows[arm].pairs for arm in self.leading} - {0}) or [0]
+        """The numbers of pairs of the leading variants, sorted."""
+        return sorted({self.rows[variant].pairs for variant in self.leading} - {0}) or [0]
 
     @property
     def missing(self) -> dict[str, list[int]]:
-        """The seeds without a record, by arm."""
+        """The seeds without a record, by variant."""
         found = {
-            arm: [s for s in self.block.seeds if s not in self.arms.get(arm, {})]
-            for arm in self.block.arms
+            variant: [s for s in self.block.seeds if s not in self.variants.get(variant, {})]
+            for variant in self.block.variants
         }
-        return {arm: seeds for arm, seeds in found.items() if seeds}
+        return {variant: seeds for variant, seeds in found.items() if seeds}
 
     @property
     def diverged(self) -> list[StoredRecord]:
         """The records whose metric is not finite."""
-        every = [stored for seeds in self.arms.values() for stored in seeds.values()]
+        every = [stored for seeds in self.variants.values() for stored in seeds.values()]
         return [s for s in every if not math.isfinite(number(s.record, self.metric))]
 
-    def curve(self, arm: str, quantity: str, minus: str | None = None) -> list[Point]:
-        """The curve of a quantity as a mean over an arm's seeds; with `minus`, of the difference to
-        that arm at the same seeds."""
+    def curve(self, variant: str, quantity: str, minus: str | None = None) -> list[Point]:
+        """The curve of a quantity as a mean over a variant's seeds; with `minus`, of the difference
+        to that variant at the same seeds."""
         found: dict[int, list[float]] = {}
-        for seed, kept in self.arms.get(arm, {}).items():
+        for seed, kept in self.variants.get(variant, {}).items():
             other: dict[int, float] | None = None
             if minus is not None:
-                if seed not in self.arms.get(minus, {}):
+                if seed not in self.variants.get(minus, {}):
                     continue
-                other = dict(self.arms[minus][seed].record["curves"].get(quantity, []))
+                other = dict(self.variants[minus][seed].record["curves"].get(quantity, []))
             for step, value in kept.record["curves"].get(quantity, []):
                 if step > 0 and (other is None or step in other):
                     found.setdefault(step, []).append(value - (other[step] if other else 0.0))
         return [
-            Point(quantity, arm, step, mean(v), std(v) if len(v) > 1 else None, len(v))
+            Point(quantity, variant, step, mean(v), std(v) if len(v) > 1 else None, len(v))
             for step, v in sorted(found.items())
         ]
 
@@ -164,17 +164,19 @@ def shown_blocks(claims: Claims, evidence: Evidence, folder: Path = BLOCKS) -> l
             c.metric for claim in claims.claims for c in claim.contrasts if c.block == name
         )
         metric = metrics.most_common(1)[0][0] if metrics else "metrics.val_loss"
-        arms = {arm: evidence.kept.get((name, arm), {}) for arm in block.arms}
-        there = {arm: dict(sorted(seeds.items())) for arm, seeds in arms.items() if seeds}
+        variants = {variant: evidence.kept.get((name, variant), {}) for variant in block.variants}
+        there = {
+            variant: dict(sorted(seeds.items())) for variant, seeds in variants.items() if seeds
+        }
         shown.append(Shown(block, metric, _baseline(block, claims), claims.margin.upper, there))
     return shown
 
 
 def _baseline(block: Block, claims: Claims) -> str:
-    """The arm that the others are compared with: the margin's `lower`, or else the first
+    """The variant that the others are compared with: the margin's `lower`, or else the first
     dense one."""
-    dense = [arm for arm, own in block.arms.items() if _method(own) == "dense"]
-    return next(iter([arm for arm in dense if arm == claims.margin.lower] + dense), "")
+    dense = [variant for variant, own in block.variants.items() if _method(own) == "dense"]
+    return next(iter([variant for variant in dense if variant == claims.margin.lower] + dense), "")
 
 
 def unfinished(runs: Path, evidence: Evidence) -> list[tuple[Path, str]]:
@@ -186,8 +188,8 @@ def unfinished(runs: Path, evidence: Evidence) -> list[tuple[Path, str]]:
     found = []
     kept = runs / "evidence"
     ended = {
-        (block, run_name(arm, seed))
-        for (block, arm), seeds in evidence.kept.items()
+        (block, run_name(variant, seed))
+        for (block, variant), seeds in evidence.kept.items()
         for seed in seeds
     }
     for log in sorted((kept / "logs").glob("*/*.txt")):
@@ -218,9 +220,9 @@ def own_runs(runs: Path) -> Own:
             continue
         try:
             finished, _ = comparison.find([folder])
-            arms = comparison.arms(finished)
-            files = {a.label: [r.directory / FILE for r in a.runs.values()] for a in arms}
-            rows = comparison.table(arms, comparison.choose(arms, None))
+            variants = comparison.variants(finished)
+            files = {a.label: [r.directory / FILE for r in a.runs.values()] for a in variants}
+            rows = comparison.table(variants, comparison.choose(variants, None))
             own.rows[folder] = [(row, files[row.label]) for row in rows]
         except UserError as error:
             own.trouble.append(f"{folder}: {one_line(error)}")

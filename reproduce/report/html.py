@@ -74,4 +74,4 @@ TEMPLATES = Environment(
 TEMPLATES.filters |= {f.__name__: f for f in (slug, unbroken, breakable, formatted)}
 TEMPLATES.globals |= {f.__name__: f for f in (signed, interval, slug)} | {"minus": MINUS}
 macros: Any = TEMPLATES.get_template("macros.html").module
-badge, arm_link = macros.badge, macros.arm_link
+badge, variant_link = macros.badge, macros.variant_link

@@ -84,11 +84,13 @@ def build(runs: Path, folder: Path) -> str:
     blocks = Blocks(shown, evidence, rules.margin, judged)
     css = (HERE / "style.css").read_text(encoding="utf-8")
     return TEMPLATES.get_template("page.html").render(
-        **{name: getattr(blocks, name) for name in ("difference_figure", "table_of_arms")},
+        **{name: getattr(blocks, name) for name in ("difference_figure", "table_of_variants")},
         **{name: getattr(verdict_text, name) for name in VERDICT_TEXT},
         across=blocks.across(),
         absent_blocks=_absent(rules, shown),
-        arms={(s.block.name, arm) for s in shown if s.arms for arm in s.block.arms},
+        variants={
+            (s.block.name, variant) for s in shown if s.variants for variant in s.block.variants
+        },
         bench_records=[*_bench_records()],
         claims_file=HERE.parent / "claims.yaml",
         commands_of=commands_of,

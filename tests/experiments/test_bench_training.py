@@ -222,7 +222,7 @@ def test_a_wrong_product_reports_no_time(tmp_path, monkeypatch, capsys):
     assert " ms" not in captured.out + captured.err and not out.exists()
 
 
-def test_a_method_without_an_arm_is_measured_where_it_is_named(tmp_path, capsys):
+def test_a_method_without_a_variant_is_measured_where_it_is_named(tmp_path, capsys):
     for benchmark in ("linear", "block"):
         rows = run(benchmark, tmp_path, "--only", "sr_ste")
         assert list(rows) == ["sr_ste"] and rows["sr_ste"]["peers"].keys() == {"dense"}
@@ -335,7 +335,7 @@ def test_dense_fp8_quantises_a_matrix_and_its_transpose():
 
 
 def test_torchao_is_a_peer_where_it_is_installed(tmp_path, monkeypatch):
-    """With what stands for it: the linears that it is given are those of the arm."""
+    """With what stands for it: the linears that it is given are those of the variant."""
 
     def convert(model, *, module_filter_fn):
         names = [n for n, m in model.named_modules() if isinstance(m, torch.nn.Linear)]

@@ -19,7 +19,7 @@ TEXT = """
 title: T
 overrides: [model=gpt2_nano, train.steps=20]
 seeds: [3, 1]
-arms:
+variants:
   dense: [method=dense]
   ste 2e-3: [method=ste, train.learning_rate=2e-3]
 """
@@ -43,7 +43,7 @@ def block_file(tmp_path):
 def test_runs_come_seed_by_seed(block_file, tmp_path):
     block = read_block("t", block_file())
     runs = list(block.runs(tmp_path / "runs"))
-    order = [(run.seed, run.arm) for run in runs]
+    order = [(run.seed, run.variant) for run in runs]
     assert order == [(3, "dense"), (3, "ste 2e-3"), (1, "dense"), (1, "ste 2e-3")]
     assert [str(run.job) for run in runs][1] == "ste 2e-3, seed 3"
     assert runs[1].job.overrides == [
@@ -57,18 +57,18 @@ def test_runs_come_seed_by_seed(block_file, tmp_path):
 
 
 @pytest.mark.parametrize("pair", ["ste 2e-3: nobody", "nobody: dense", "dense: dense"])
-def test_arms_are_compared_with_arms(block_file, pair):
+def test_variants_are_compared_with_variants(block_file, pair):
     assert read_block("t", block_file("seeds:", "against: {ste 2e-3: dense}\nseeds:")).against
-    with pytest.raises(UserError, match="name two of the arms dense, ste 2e-3"):
+    with pytest.raises(UserError, match="name two of the variants dense, ste 2e-3"):
         read_block("t", block_file("seeds:", f"against: {{{pair}}}\nseeds:"))
 
 
 SECOND = """
 title: U
 overrides: [train.steps=30]
-source: {block: t, arm: dense}
+source: {block: t, variant: dense}
 seeds: [1]
-arms:
+variants:
   ast: [method=ast]
   gmp: [method=gmp]
 """
@@ -88,10 +88,10 @@ def second_file(block_file):
 
 
 def test_a_block_goes_on_from_another(second_file, finish, tmp_path):
-    """All arms of a seed start from one run. They are known by its config: the hash without its
+    """All variants of a seed start from one run. They are known by its config: the hash without its
     weights is the one that they have with them."""
     ast, gmp = read_block("u", second_file()).runs(tmp_path / "runs")
-    assert [(run.seed, run.arm) for run in (ast, gmp)] == [(1, "ast"), (1, "gmp")]
+    assert [(run.seed, run.variant) for run in (ast, gmp)] == [(1, "ast"), (1, "gmp")]
     assert ast.source is gmp.source
     of_t = {run.digest(): run for run in read_block("t", tmp_path).runs(tmp_path / "runs")}
     assert of_t[ast.source.digest()].setup == ast.source.setup
@@ -104,18 +104,24 @@ def test_a_block_goes_on_from_another(second_file, finish, tmp_path):
     assert ast.job.config.init == ast.source.job.config.directory()
     assert (ast.job.config.digest(), gmp.job.config.digest()) == digests
 
-    other, _ = read_block("u", second_file("arm: dense", "arm: ste 2e-3")).runs(tmp_path / "runs")
+    other, _ = read_block("u", second_file("variant: dense", "variant: ste 2e-3")).runs(
+        tmp_path / "runs"
+    )
     start = of_t[other.source.digest()]
-    assert (start.arm, start.seed) == ("ste 2e-3", 1) and other.digest() not in digests
+    assert (start.variant, start.seed) == ("ste 2e-3", 1) and other.digest() not in digests
 
 
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        ("arm: dense", "arm: densest", "source.arm=densest; block t has dense, ste 2e-3"),
+        (
+            "variant: dense",
+            "variant: densest",
+            "source.variant=densest; block t has dense, ste 2e-3",
+        ),
         ("block: t", "block: v", "no block 'v'; there is t, u"),
         ("block: t", "block: u", "source.block=u has a source itself"),
-        ("{block: t, arm: dense}", "t", "the file: source: 't' is not of type BlockSource"),
+        ("{block: t, variant: dense}", "t", "the file: source: 't' is not of type BlockSource"),
         ("seeds: [1]", "seeds: [0, 1]", "block t, its source, has no seeds [0]"),
     ],
 )
@@ -127,20 +133,20 @@ def test_a_source_that_means_nothing(old, new, message, second_file):
 
 @pytest.mark.parametrize("name", [path.stem for path in sorted(blocks.BLOCKS.glob("*.yaml"))])
 def test_shipped_blocks_compose(name, tmp_path):
-    """Every arm has a config, and no two are the same training under other names."""
+    """Every variant has a config, and no two are the same training under other names."""
     block = read_block(name)
     first = [run for run in block.runs(tmp_path) if run.seed == block.seeds[0]]
-    digests = {run.arm: run.digest() for run in first}
-    assert len(set(digests.values())) == len(block.arms)
+    digests = {run.variant: run.digest() for run in first}
+    assert len(set(digests.values())) == len(block.variants)
 
 
 def test_block_d_has_the_rows_of_torchao_s_table():
-    """Its seven fractions, and a dense model of half the width as the yardstick."""
+    """Its seven fractions, and a dense model of half the width as the half-width baseline."""
     table = next(t for t in read_tables() if t.name == "torchao_table1")
-    arms = dict(read_block("d").arms)
-    assert arms.pop("half") == ["method=dense", "model=vit_mini_half"]
+    variants = dict(read_block("d").variants)
+    assert variants.pop("half") == ["method=dense", "model=vit_mini_half"]
     rates = "train.learning_rate="  # which its pilot chose
-    kept = [[o for o in own if not o.startswith(rates)] for own in arms.values()]
+    kept = [[o for o in own if not o.startswith(rates)] for own in variants.values()]
     asked = [row.overrides for row in table.rows if row.overrides]  # not half the width
     assert sorted(kept) == sorted(asked) and len(kept) == 7
 
@@ -155,9 +161,9 @@ def test_block_d_has_the_rows_of_torchao_s_table():
         (
             "[method=dense]",
             "method=dense",
-            "the file: arms.dense: 'method=dense' is not of type list",
+            "the file: variants.dense: 'method=dense' is not of type list",
         ),
-        ("  dense:", "  ste_2e-3:", "arms 'ste_2e-3' and 'ste 2e-3' would have the same file"),
+        ("  dense:", "  ste_2e-3:", "variants 'ste_2e-3' and 'ste 2e-3' would have the same file"),
         (
             "title: T",
             "title: T\ndriver: training",
@@ -181,7 +187,7 @@ def test_no_such_block(block_file):
         read_block("u", block_file())
 
 
-def test_overrides_that_do_not_fit_name_the_arm(block_file, tmp_path):
+def test_overrides_that_do_not_fit_name_the_variant(block_file, tmp_path):
     folder = block_file("method=ste,", "method=ste, method.beta=none,")
     run = list(read_block("t", folder).runs(tmp_path))[1]
     with pytest.raises(
@@ -195,7 +201,7 @@ def test_overrides_that_do_not_fit_name_the_arm(block_file, tmp_path):
 
 @pytest.fixture
 def run(tmp_path):
-    """The first run of a block with an arm whose name no file should have."""
+    """The first run of a block with a variant whose name no file should have."""
     return next(Block("t", "T", ["train.steps=20"], {"a/b c": ["method=ste"]}, [7]).runs(tmp_path))
 
 
@@ -208,7 +214,7 @@ def test_a_run_is_kept_and_recognised(run, finish, tmp_path):
     kept = run.keep(own)
     path = own / "t" / "a_b_c-seed7.json"
     assert read_sealed(path) == kept
-    assert (kept["block"], kept["arm"], kept["seed"]) == ("t", "a/b c", 7)
+    assert (kept["block"], kept["variant"], kept["seed"]) == ("t", "a/b c", 7)
     assert kept["config_hash"] == run.digest()
     assert kept["overrides"] == ["train.steps=20", "method=ste", "tier=mini", "seed=7"]
     assert kept["metrics"] == {"val_loss": 1.0, "flip_rate": 0.25}
@@ -253,7 +259,7 @@ def test_the_record_of_a_run_names_where_it_started(second_file, finish, tmp_pat
     kept = ast.keep(own)
     assert kept["source"] == {
         "block": "t",
-        "arm": "dense",
+        "variant": "dense",
         "overrides": ast.source.job.overrides,
     }
     assert kept["init"] == {} and kept["config_hash"] == ast.digest()
@@ -311,7 +317,7 @@ def test_kept_records_are_of_today_s_configs():
 
 
 def test_the_hash_of_every_seed_is_that_of_its_config():
-    """It is taken from one config for all seeds of an arm."""
+    """It is taken from one config for all seeds of a variant."""
     for name in ("a", "b", "d"):
         *_, run = read_block(name).runs(Path("runs"))  # another method or option in each
         own = replace(run.config, init=None).identity()

@@ -20,16 +20,16 @@ from reproduce.claims import (
     verdict,
 )
 
-BASE = [3.10, 3.14, 3.08, 3.12, 3.11]  # the dense arm's loss by seed
+BASE = [3.10, 3.14, 3.08, 3.12, 3.11]  # the dense variant's loss by seed
 NOISE = [0.0, 0.004, -0.003, 0.002, -0.003]  # of a paired difference; mean 0
 
 
-def records(**arms):
-    """records(arm=list of losses by seed, or {seed: loss}) -> Values of block a."""
+def records(**variants):
+    """records(variant=list of losses by seed, or {seed: loss}) -> Values of block a."""
     values = {}
-    for arm, losses in arms.items():
+    for variant, losses in variants.items():
         by_seed = losses if isinstance(losses, dict) else dict(enumerate(losses))
-        values["a", arm] = {s: {"metrics": {"val_loss": loss}} for s, loss in by_seed.items()}
+        values["a", variant] = {s: {"metrics": {"val_loss": loss}} for s, loss in by_seed.items()}
     return values
 
 
@@ -151,7 +151,7 @@ def test_equal_without_any_difference():
 def test_a_margin_may_be_that_of_another_block():
     """Models that are retrained take the margin of the block that has one of half the width."""
     values = records(dense=BASE, half=shifted(0.08))
-    values |= {("b", arm): values["a", "dense"] for arm in ("it", "that")}
+    values |= {("b", variant): values["a", "dense"] for variant in ("it", "that")}
     contrast = Contrast("b", "it", "that", "equal", margin_of="a")
     claim = Claim(1, "ast", "it trains.", "1.0", [contrast])
     every = Claims(Margin(0.25, "dense", "half"), 0.05, 5, 0.02, [claim])
@@ -185,7 +185,7 @@ def test_equality_is_refuted_at_the_level_of_both_ends_together():
 
 
 def test_equality_is_tested_at_the_seeds_that_have_a_margin():
-    """The half-width arm has no run of the sixth seed, where the difference is far off."""
+    """The half-width variant has no run of the sixth seed, where the difference is far off."""
     values = records(
         dense=[*BASE, 3.0], half=shifted(0.08), it=[*shifted(0.001), 9.0], that=shifted(0.001)
     )
@@ -208,11 +208,11 @@ def test_equality_is_tested_at_the_seeds_that_have_a_margin():
 def test_torchao_s_claim_is_about_an_accuracy(by, expected):
     """More is better there: a model that loses points is `lower`, as the half-width model is."""
     values = {
-        ("d", arm): {
+        ("d", variant): {
             seed: {"metrics": {"linear_top1": 50 + 10 * score, "val_loss": -score}}
             for seed, score in enumerate(scores)
         }
-        for arm, scores in {
+        for variant, scores in {
             "dense": BASE,
             "half": shifted(-0.8),
             **{f"sparse_{share}": shifted(points / 10) for share, points in by.items()},
@@ -226,8 +226,8 @@ def test_torchao_s_claim_is_about_an_accuracy(by, expected):
     assert [j.margin for j in found] == [pytest.approx(2.0)] * 3
 
 
-def test_seeds_of_one_arm_alone_are_left_out():
-    """Each arm has six seeds, five in common; the other two would turn the sign of the mean."""
+def test_seeds_of_one_variant_alone_are_left_out():
+    """Each variant has six seeds, five in common; the other two would turn the sign of the mean."""
     values = records(
         dense={**dict(enumerate(BASE)), 7: 100.0}, it={**dict(enumerate(shifted(-0.02))), 8: 900.0}
     )
@@ -237,7 +237,7 @@ def test_seeds_of_one_arm_alone_are_left_out():
 
 
 @pytest.mark.parametrize(
-    ("arms", "n", "why"),
+    ("variants", "n", "why"),
     [
         ({"dense": BASE, "it": shifted(0.0)[:4], "half": BASE}, 4, "4 of 5 seeds of it and dense"),
         ({"dense": BASE, "it": shifted(0.0)[:2], "half": BASE}, 2, "2 of 5 seeds of it and dense"),
@@ -266,12 +266,12 @@ def test_seeds_of_one_arm_alone_are_left_out():
         ),
     ],
 )
-def test_what_is_not_tested_says_why(arms, n, why):
+def test_what_is_not_tested_says_why(variants, n, why):
     set_up, claim = of(("it", "dense", "equal"))
-    (found,) = judge(set_up, claim, records(**arms))
+    (found,) = judge(set_up, claim, records(**variants))
     assert (found.verdict, found.n, found.why) == ("not tested", n, why)
     # What was measured is told all the same, unless a run diverged.
-    pairs = claims.differences(records(**arms), "a", "it", "dense", "metrics.val_loss")
+    pairs = claims.differences(records(**variants), "a", "it", "dense", "metrics.val_loss")
     preliminary = n > 1 and all(map(math.isfinite, pairs))
     assert math.isfinite(found.effect) == math.isfinite(found.interval[0]) == preliminary
     assert not preliminary or found.effect == mean(pairs)
@@ -294,9 +294,9 @@ def test_a_margin_has_an_error_of_its_own():
 
 def test_runs_from_unequal_trainings_of_their_first_model_are_not_compared():
     values = records(it=shifted(-0.02), dense=BASE)
-    for (_, arm), seeds in values.items():
+    for (_, variant), seeds in values.items():
         for seed, one in seeds.items():
-            again = arm == "it" and seed == 0
+            again = variant == "it" and seed == 0
             one["init"] = {"model.safetensors": "second" if again else "first"}
     (found,) = judged(values, ("it", "dense", "lower"))
     assert (found.n, found.why) == (4, "4 of 5 seeds of it and dense")
@@ -304,8 +304,8 @@ def test_runs_from_unequal_trainings_of_their_first_model_are_not_compared():
 
 def test_runs_on_other_data_are_not_compared():
     values = records(dense=BASE, it=shifted(-0.02))
-    for arm, seed, corpus in (("dense", 1, "aa"), ("it", 1, "aa"), ("it", 3, "bb")):
-        values["a", arm][seed]["corpus_hash"] = corpus
+    for variant, seed, corpus in (("dense", 1, "aa"), ("it", 1, "aa"), ("it", 3, "bb")):
+        values["a", variant][seed]["corpus_hash"] = corpus
     (found,) = judged(values, ("it", "dense", "lower"))
     assert (found.verdict, found.why) == (
         "not tested",
@@ -315,7 +315,7 @@ def test_runs_on_other_data_are_not_compared():
 
 
 def test_a_diverged_run_decides_nothing():
-    """NaN is null in JSON; left out, it would make its arm look better than it is."""
+    """NaN is null in JSON; left out, it would make its variant look better than it is."""
     values = records(dense=BASE, it=[*shifted(-0.02)[:4], float("nan")])
     for expect in ("lower", "higher"):
         assert judged(values, ("it", "dense", expect))[0].verdict == "not tested"
@@ -353,7 +353,7 @@ def of_claim(values, *contrasts):
 def test_one_contrast_refutes_a_claim():
     values = records(dense=BASE, good=shifted(-0.05), bad=shifted(0.05), so_so=shifted(0.001))
     good, bad, so_so, gone = (
-        (arm, "dense", "lower") for arm in ("good", "bad", "so_so", "not_run")
+        (variant, "dense", "lower") for variant in ("good", "bad", "so_so", "not_run")
     )
     assert of_claim(values, good) == "confirmed"
     assert of_claim(values, good, so_so) == "inconclusive"
@@ -402,54 +402,58 @@ def test_the_paper_s_values_of_a_contrast_are_published():
 def test_the_rates_that_are_not_bracketed_are_named(block, pilots):
     """The best rate of a grid at its edge is not a tuned rate."""
     tried, edges, rule = {}, set(), read_block(block)
-    for arm, _, rate in (arm.partition(" ") for p in pilots for arm in read_block(p).arms):
-        tried.setdefault(arm, []).append(float(rate))
+    for variant, _, rate in (
+        variant.partition(" ") for p in pilots for variant in read_block(p).variants
+    ):
+        tried.setdefault(variant, []).append(float(rate))
     shared = [o for o in rule.overrides if o.startswith("train.learning_rate=")]
-    for arm, rates in tried.items():
-        own = [o for o in rule.arms[arm] if o.startswith("train.learning_rate=")]
+    for variant, rates in tried.items():
+        own = [o for o in rule.variants[variant] if o.startswith("train.learning_rate=")]
         used = float((own or shared)[0].partition("=")[2])
-        edges |= {arm} if used in (min(rates), max(rates)) else set()
+        edges |= {variant} if used in (min(rates), max(rates)) else set()
     said = read_claims().rates[block]
-    assert edges == {arm for arm, what in said.items() if "largest" in what}
-    assert not {arm for arm, what in said.items() if "not searched" in what} & tried.keys()
+    assert edges == {variant for variant, what in said.items() if "largest" in what}
+    assert not {variant for variant, what in said.items() if "not searched" in what} & tried.keys()
 
 
 NEED_A_FACTOR = ("fst", "sr_ste", "bi_mask")  # methods with a decay factor, which pilots find
 
 
-def test_contrasts_name_arms_that_are_run():
-    """Every arm that a contrast names is in its block, if the block has a file. A block whose pilot
-    is not done has no arm with a decay factor yet; once it has one it must have all."""
+def test_contrasts_name_variants_that_are_run():
+    """Every variant that a contrast names is in its block, if the block has a file. A block whose
+    pilot is not done has no variant with a decay factor yet; once it has one it must have all."""
     found, missing = read_claims(), set()
     for contrast in [c for claim in found.claims for c in claim.contrasts]:
         if not (blocks.BLOCKS / f"{contrast.block}.yaml").is_file():
             continue
-        known = read_block(contrast.block).arms
-        wanted = {contrast.arm, contrast.against}
-        if not any(arm.startswith(NEED_A_FACTOR) for arm in known):
-            wanted = {arm for arm in wanted if not arm.startswith(NEED_A_FACTOR)}
-        missing |= {f"{contrast.block}: {arm}" for arm in wanted - known.keys()}
+        known = read_block(contrast.block).variants
+        wanted = {contrast.variant, contrast.against}
+        if not any(variant.startswith(NEED_A_FACTOR) for variant in known):
+            wanted = {variant for variant in wanted if not variant.startswith(NEED_A_FACTOR)}
+        missing |= {f"{contrast.block}: {variant}" for variant in wanted - known.keys()}
         if contrast.expect == "equal":
             other = contrast.margin_of or contrast.block
             ends = {found.margin.lower, found.margin.upper}
-            missing |= {f"{other}: {arm}" for arm in ends - read_block(other).arms.keys()}
+            missing |= {
+                f"{other}: {variant}" for variant in ends - read_block(other).variants.keys()
+            }
     assert missing == set()
 
 
-def test_defects_are_those_of_the_arms_as_released():
-    """claims.yaml lists every arm `*_as_released` of the blocks, beside an arm that differs from it
-    in nothing but the method."""
-    listed = {(r.block, r.arm): r for r in read_claims().released}
+def test_defects_are_those_of_the_variants_as_released():
+    """claims.yaml lists every variant `*_as_released` of the blocks, beside a variant that differs
+    from it in nothing but the method."""
+    listed = {(r.block, r.variant): r for r in read_claims().released}
     there = {
-        (path.stem, arm)
+        (path.stem, variant)
         for path in blocks.BLOCKS.glob("*.yaml")
-        for arm in read_block(path.stem).arms
-        if arm.endswith("_as_released")
+        for variant in read_block(path.stem).variants
+        if variant.endswith("_as_released")
     }
     assert listed.keys() == there
-    for (block, arm), released in listed.items():
-        arms = read_block(block).arms
-        defective, right = arms[arm], arms[released.against]
+    for (block, variant), released in listed.items():
+        variants = read_block(block).variants
+        defective, right = variants[variant], variants[released.against]
         assert {
             x for x in defective if not x.startswith(("method=", "method.n=", "method.m="))
         } == {x for x in right if not x.startswith("method=")}
@@ -472,7 +476,7 @@ def test_a_file_of_claims_that_means_nothing(changed, message, tmp_path):
         "margin: {share: 0.25, lower: dense, upper: half}\nlevel: 0.05\nseeds: 5\nnoise: 0.02\n"
         "claims:\n"
         "  - {id: 1, paper: fst, says: it trains, number: '1',\n"
-        "     contrasts: [{block: a, arm: it, against: dense, expect: lower}],\n"
+        "     contrasts: [{block: a, variant: it, against: dense, expect: lower}],\n"
         "     measured: [{table: t, column: c, kind: step}]}\n"
     )
     path.write_text(text, encoding="utf-8")

@@ -99,13 +99,13 @@ def test_a_table_is_measured_by_its_numbers_not_by_its_files(small, tmp_path, mo
 
 def test_a_block_s_tier_is_measured_by_records_of_that_tier(small, tmp_path, monkeypatch):
     monkeypatch.setattr(coverage, "HERE", tmp_path)
-    rows = [TableRow("dense", ["method=dense"], arm="dense"), TableRow("STE", arm="b/ste")]
+    rows = [TableRow("dense", ["method=dense"], variant="dense"), TableRow("STE", variant="b/ste")]
     table = small(rows=rows, tiers={"mini": Tier(block="a")})
     for folder, name in (("a", "dense"), ("b", "ste")):
         assert not coverage.was_measured(table)
         path = tmp_path / "evidence" / f"{folder}.jsonl"
         path.parent.mkdir(exist_ok=True)
-        record = {"arm": name, "seed": 0, "metrics": {"val_loss": 2.5}}
+        record = {"variant": name, "seed": 0, "metrics": {"val_loss": 2.5}}
         for tier in ("smoke", "mini"):
             coverage._records_of.cache_clear()
             assert not coverage.was_measured(table)

@@ -41,22 +41,24 @@ def _plain(value):
 
 
 @pytest.mark.parametrize(("table", "tier"), SHOWN, ids=[table.name for table, _ in SHOWN])
-def test_an_arm_is_what_its_row_says(table, tier):
-    """Each arm is the method of its row, in blocks that have a file."""
+def test_a_variant_is_what_its_row_says(table, tier):
+    """Each variant is the method of its row, in blocks that have a file."""
     name = table.tiers[tier].block
     if not (blocks.BLOCKS / f"{name}.yaml").is_file():
         pytest.skip(f"block {name} is not there yet")
     block = read_block(name)
-    arms = dict(block.arms)
+    variants = dict(block.variants)
     if block.source is not None:
         source = block.source
-        arms |= {f"{source.block.name}/{source.arm}": source.block.arms[source.arm]}
-    rows = [row for row in table.rows_of(tier) if row.arm]
-    assert rows[0].arm in ("dense", "a/dense") and len({row.arm for row in rows}) == len(rows)
+        variants |= {f"{source.block.name}/{source.variant}": source.block.variants[source.variant]}
+    rows = [row for row in table.rows_of(tier) if row.variant]
+    assert rows[0].variant in ("dense", "a/dense") and len({row.variant for row in rows}) == len(
+        rows
+    )
     for row in rows:
-        assert row.arm in arms, f"{table.name}: block {name} has no arm {row.arm}"
+        assert row.variant in variants, f"{table.name}: block {name} has no variant {row.variant}"
         if row.overrides:
-            assert method_of(arms[row.arm]) == method_of(row.overrides), row.label
+            assert method_of(variants[row.variant]) == method_of(row.overrides), row.label
 
 
 def test_the_tables_of_the_issue_have_a_mini_tier():
@@ -81,14 +83,14 @@ BLOCK = """
 title: "Block t: toys"
 overrides: [model=gpt2_pico, data=stdlib]
 seeds: [0, 1, 2]
-arms: {dense: [method=dense], half: [method=dense, model=gpt2_pico_half], it: [method=ste]}
+variants: {dense: [method=dense], half: [method=dense, model=gpt2_pico_half], it: [method=ste]}
 """
 OTHER = """
 title: "Block u: toys retrained"
-source: {block: t, arm: dense}
+source: {block: t, variant: dense}
 overrides: [model=gpt2_pico, data=stdlib]
 seeds: [0, 1]
-arms: {more: [method=dense]}
+variants: {more: [method=dense]}
 """
 
 
@@ -101,14 +103,14 @@ def folders(tmp_path):
             "blocks": tmp_path / "blocks"}  # fmt: skip
 
 
-def keep(folders, block, arm, seed, loss, where="committed"):
+def keep(folders, block, variant, seed, loss, where="committed"):
     """A record of a run of a block, as `BlockRun.keep` writes it, in the folder of committed ones
     or in one's own."""
     runs = read_block(block, folders["blocks"]).runs(folders["runs"])
-    (run,) = [run for run in runs if (run.arm, run.seed) == (arm, seed)]
+    (run,) = [run for run in runs if (run.variant, run.seed) == (variant, seed)]
     folder = folders["committed"] if where == "committed" else folders["runs"] / "evidence"
     record = {
-        "block": block, "arm": arm, "seed": seed, **run.setup, "config_hash": run.digest(),
+        "block": block, "variant": variant, "seed": seed, **run.setup, "config_hash": run.digest(),
         "corpus_hash": "abcdef0123456789", "steps": 10, "tokens": 640, "backend": "cpu",
         "metrics": {"val_loss": loss, "flip_rate": 0.5}, "sparsity": {"density": 0.5},
         "environment": {"device": "toy", "git_revision": "c0ffee", "git_dirty": False,
@@ -121,9 +123,9 @@ def keep(folders, block, arm, seed, loss, where="committed"):
 
 def table(block="t", rows=None, **columns):
     rows = rows or [
-        TableRow("dense", ["method=dense"], arm="dense", published="dense"),
-        TableRow("half (ours)", arm="half"),
-        TableRow("STE", ["method=ste"], arm="it"),
+        TableRow("dense", ["method=dense"], variant="dense", published="dense"),
+        TableRow("half (ours)", variant="half"),
+        TableRow("STE", ["method=ste"], variant="it"),
         TableRow("ours elsewhere", ["method=step"]),
     ]
     shown = [
@@ -190,8 +192,8 @@ def test_the_models_that_a_block_goes_on_from_are_rows_too(folders):
     keep(folders, "t", "dense", 0, 2.0)
     keep(folders, "u", "more", 0, 1.5)
     rows = [
-        TableRow("Dense", ["method=dense"], arm="t/dense"),
-        TableRow("on", ["method=dense"], arm="more"),
+        TableRow("Dense", ["method=dense"], variant="t/dense"),
+        TableRow("on", ["method=dense"], variant="more"),
     ]
     collected = collect(table("u", rows), "mini", **folders)
     shown = [(run.place.row, run.result["block"]) for run in collected.runs]
@@ -200,8 +202,8 @@ def test_the_models_that_a_block_goes_on_from_are_rows_too(folders):
 
 
 def test_what_is_not_there_is_told(folders):
-    rows = [TableRow("Dense", ["method=dense"], arm="nobody")]
-    with pytest.raises(UserError, match="t, 'Dense': block t has no arm nobody"):
+    rows = [TableRow("Dense", ["method=dense"], variant="nobody")]
+    with pytest.raises(UserError, match="t, 'Dense': block t has no variant nobody"):
         collect(table("t", rows), "mini", **folders)
     with pytest.raises(UserError, match="no block 'v'; there is t, u"):
         collect(table("v"), "mini", **folders)
@@ -210,7 +212,7 @@ def test_what_is_not_there_is_told(folders):
     assert {text for line in rendered.grid.lines for text in line.values} == {"not run yet"}
 
 
-def test_rows_of_an_arm_alone_are_in_such_tiers_only():
+def test_rows_of_a_variant_alone_are_in_such_tiers_only():
     spec = table()
     assert [row.label for row in spec.rows_of("smoke")] == ["dense", "STE", "ours elsewhere"]
     quoted = TableRow("theirs", not_run="of another model")

@@ -16,9 +16,15 @@ BLOCK = """
 title: T
 overrides: [train.steps=4]
 seeds: [0, 1, 16]
-arms: {dense: [method=dense], it: [method=ste]}
+variants: {dense: [method=dense], it: [method=ste]}
 """
-SECOND = "title: U\noverrides: []\nsource: {block: t, arm: it}\nseeds: [0]\narms: {more: []}\n"
+SECOND = """
+title: U
+overrides: []
+source: {block: t, variant: it}
+seeds: [0]
+variants: {more: []}
+"""
 
 
 @pytest.fixture
@@ -30,11 +36,13 @@ def folder(tmp_path):
     return tmp_path / "blocks"
 
 
-def keep(where, folder, block, arm, /, seed=0, loss=1.0, **changed):
+def keep(where, folder, block, variant, /, seed=0, loss=1.0, **changed):
     """A record of a run of a block, with what of it is to be otherwise; returns its file."""
-    (run,) = [r for r in read_block(block, folder).runs(where) if (r.arm, r.seed) == (arm, seed)]
+    (run,) = [
+        r for r in read_block(block, folder).runs(where) if (r.variant, r.seed) == (variant, seed)
+    ]
     record = {
-        "block": block, "arm": arm, "seed": seed, **run.setup, "config_hash": run.digest(),
+        "block": block, "variant": variant, "seed": seed, **run.setup, "config_hash": run.digest(),
         "metrics": {"val_loss": loss}, "curves": {},
     }  # fmt: skip
     write_json(run.file(where), record | changed)
@@ -88,7 +96,7 @@ def test_the_config_counts_and_not_how_it_was_asked_for(tmp_path, folder):
 
 
 def test_records_of_runs_that_no_block_has(tmp_path, folder):
-    gone = keep(tmp_path, folder, "t", "dense", arm="gone")
+    gone = keep(tmp_path, folder, "t", "dense", variant="gone")
     seed = keep(tmp_path, folder, "t", "dense", seed=1)
     write_json(seed, json.loads(seed.read_text()) | {"seed": 2})
     elsewhere = keep(tmp_path, folder, "t", "it", block="no_block")
@@ -113,7 +121,9 @@ def test_a_damaged_record_is_named(tmp_path, folder):
     with pytest.raises(UserError, match=r"dense-seed0.json is damaged .*; remove or restore it"):
         read_evidence(tmp_path, blocks=folder)
     path.write_text('{"block": "t"}', encoding="utf-8")
-    with pytest.raises(UserError, match=r"dense-seed0.json is damaged .no arm in it.; remove or"):
+    with pytest.raises(
+        UserError, match=r"dense-seed0.json is damaged .no variant in it.; remove or"
+    ):
         read_evidence(tmp_path, blocks=folder)
 
 
@@ -142,7 +152,7 @@ def test_committed_records_have_hashes_and_claims_stops_at_a_changed_digit(
     pilot = tmp_path / decay_curve.PILOT.name
     pilot.write_text(decay_curve.PILOT.read_text().replace("0.", "1.", 1))
     with pytest.raises(UserError, match=r"pilot_decay\.json is damaged \(its content does not fit"):
-        decay_curve.factors({("a", decay_curve.ARM): {0: record}}, pilot)
+        decay_curve.factors({("a", decay_curve.VARIANT): {0: record}}, pilot)
     assert not (tmp_path / "runs").exists()
 
 
@@ -163,7 +173,7 @@ def test_records_are_packed_and_found_again(tmp_path, folder):
     assert {seed: stored.line for seed, stored in packed.items()} == {1: 1, 16: 2}
     assert packed[16].record == before[16] | {"file_sha256": sha256(paths[0])}
     assert pack(own, committed, folder) == []
-    (run,) = [r for r in read_block("t", folder).runs(own) if (r.arm, r.seed) == ("it", 1)]
+    (run,) = [r for r in read_block("t", folder).runs(own) if (r.variant, r.seed) == ("it", 1)]
     assert run.record(committed) == packed[1].record and run.record(tmp_path) is None
     keep(own, folder, "t", "it", 0, curves=curves)
     assert pack(own, committed, folder) == [f"{committed}/t.jsonl: 1 more, 3 in all"]

@@ -59,12 +59,12 @@ def made(tmp_path_factory):
     """The page as the command writes it, with runs of one's own beside the committed ones: one that
     said what must be escaped, an outdated one, two trainings, some of block c and a broken one."""
     runs = tmp_path_factory.mktemp("work") / "runs"
-    log = runs / "evidence" / "logs" / "a" / "an_arm_that_failed-seed0.txt"
+    log = runs / "evidence" / "logs" / "a" / "a_variant_that_failed-seed0.txt"
     log.parent.mkdir(parents=True)
     log.write_text("step 1\n<script>alert('&')</script>\n")
     log.with_name("dense-seed0.txt").write_text("made again, for others to start from\n")
-    gone = read_packed(EVIDENCE, "a")["dense", 0][1] | {"arm": "an_arm_that_was"}
-    write_json(runs / "evidence" / "a" / "an_arm_that_was-seed0.json", gone)
+    gone = read_packed(EVIDENCE, "a")["dense", 0][1] | {"variant": "a_variant_that_was"}
+    write_json(runs / "evidence" / "a" / "a_variant_that_was-seed0.json", gone)
     for method, loss in (("dense", 3.0), ("<b>", 3.5)):
         config = {"seed": 0, "train": {"steps": 1}, "method": {"name": method}}
         config |= {"model": {"name": "m"}, "data": {"name": "d", "source": "d"}}
@@ -134,7 +134,7 @@ def test_nothing_is_loaded_from_elsewhere(parsed, text):
 def test_what_one_s_own_runs_said_is_escaped_and_what_is_left_out_is_told(made, text):
     assert "<script>alert" not in text
     assert "&lt;script&gt;alert(&#39;&amp;&#39;)&lt;/script&gt;" in text
-    assert "an_arm_that_was-seed0.json" in text
+    assert "a_variant_that_was-seed0.json" in text
     assert "made again, for others to start from" not in text
     assert "+0.5000" in text and "&lt;b&gt;" in text and "m-d/b/seed0/result.json" in text
     assert f"{made.parents[1] / 'broken'}" in text.partition("that cannot be shown")[2]
@@ -151,24 +151,24 @@ def test_the_main_figure_as_a_file(tmp_path):
     assert root.tag.endswith("svg") and "dense" in "".join(root.itertext())
 
 
-def test_the_arms_of_tables_are_those_of_blocks():
+def test_the_variants_of_tables_are_those_of_blocks():
     for table in read_tables():
-        names = {place.split("/")[0] for place in table.arms.values()}
+        names = {place.split("/")[0] for place in table.block_variants.values()}
         known = {block: read_block(block) for block in names}
         assert len(known) <= 1
-        assert table.arms.keys() <= {row.label for row in table.rows}, table.name
-        for place in table.arms.values():
-            block, arm = place.split("/")
-            assert arm in known[block].arms, f"{table.name}: {place}"
+        assert table.block_variants.keys() <= {row.label for row in table.rows}, table.name
+        for place in table.block_variants.values():
+            block, variant = place.split("/")
+            assert variant in known[block].variants, f"{table.name}: {place}"
 
 
-def test_each_fp8_arm_is_compared_with_its_method_in_bf16(text):
+def test_each_fp8_variant_is_compared_with_its_method_in_bf16(text):
     losses = {key: r["metrics"]["val_loss"] for key, (_, r) in read_packed(EVIDENCE, "fp8").items()}
-    seeds = [seed for arm, seed in losses if arm == "ste"]
+    seeds = [seed for variant, seed in losses if variant == "ste"]
     differences = [losses["ste_fp8", seed] - losses["ste", seed] for seed in seeds]
     low, high = paired_interval(differences)
     told = f"{mean(differences):+.4f} [{low:+.4f}, {high:+.4f}] (n=3)</td><td>ste</td>"
-    part = between(text, "block-fp8", "arm-fp8-ste-fp8-delayed")
+    part = between(text, "block-fp8", "variant-fp8-ste-fp8-delayed")
     assert told.replace("-", MINUS) in part
     assert "share of the gap, g" not in part  # a column that would be empty
     assert f"ste_fp8 {MINUS} ste</text>" in text
@@ -185,23 +185,25 @@ def test_an_interval_beyond_the_axis_ends_there_and_a_value_beyond_it_is_an_arro
 
 
 @pytest.mark.parametrize("half", [0.0, 2.0])
-def test_the_best_arm_is_on_top_and_a_gap_that_may_be_zero_is_no_yardstick(half):
+def test_the_best_variant_is_on_top_and_a_gap_that_may_be_zero_has_no_half_width_baseline(half):
     """An accuracy, in points, at four seeds; `half` is what half the width costs."""
     noise = [0.3, -0.3, 0.2, -0.2]
     cost = {"dense": 0.0, "half": half, "worst": 3.0, "best": -1.0}
-    arms = {
-        arm: {
-            seed: SimpleNamespace(record={"metrics": {"top1": 80 - lost - n * (arm != "dense")}})
+    variants = {
+        variant: {
+            seed: SimpleNamespace(
+                record={"metrics": {"top1": 80 - lost - n * (variant != "dense")}}
+            )
             for seed, n in enumerate(noise)
         }
-        for arm, lost in cost.items()
+        for variant, lost in cost.items()
     }
-    shown = Shown(SimpleNamespace(name="x", against={}), "metrics.top1", "dense", "half", arms)
+    shown = Shown(SimpleNamespace(name="x", against={}), "metrics.top1", "dense", "half", variants)
     of_page = blocks.Blocks([shown], None, SimpleNamespace(share=0.25), {})
     drawn = of_page.difference_figure(shown, ["half", "worst", "best"])
     assert re.findall(r">(best|half|worst)</text>", drawn) == ["best", "half", "worst"]
     assert (shown.gap == pytest.approx(-2.0)) if half else math.isnan(shown.gap)
-    assert ("is the yardstick" in drawn) is bool(half)
+    assert ("is the half-width baseline" in drawn) is bool(half)
 
 
 def test_a_curve_is_drawn_where_the_axes_are():
@@ -215,13 +217,13 @@ def test_a_curve_is_drawn_where_the_axes_are():
 
 
 def test_the_shape_of_tables(text):
-    """What is the same for all arms is said once; a paper's table has the paper's row above ours,
-    whose cells have the verdicts, or the losses of small models; and no column is empty."""
+    """What is the same for all variants is said once; a paper's table has the paper's row above
+    ours, whose cells have the verdicts, or the losses of small models; and no column is empty."""
     part = between(text, "block-a", "block-a-large")
-    assert "<span>Arms of block a (tier mini, on NVIDIA H200)</span>" in part
+    assert "<span>Variants of block a (tier mini, on NVIDIA H200)</span>" in part
     head = r"<th scope=\"col\"[^>]*>([^<]*)</th>"
     assert [one.partition(" ")[0] for one in re.findall(head, part)[:6]] == [
-        "arm", "ours", "minus", "share", "verdict", "source",
+        "variant", "ours", "minus", "share", "verdict", "source",
     ]  # fmt: skip
     assert "missing runs:" not in part  # block a is complete
     assert "Without a curve on this scale: sparsegpt, wanda, ast_as_released." in text

@@ -54,7 +54,7 @@ part.rename(directory / "result.json")  # at once: a clock of the tests looks fo
 
 @pytest.fixture
 def children(make_result, tmp_path, monkeypatch):
-    """Stand-ins for trainings: `.do[arm]` says what they do, `.started` which there were."""
+    """Stand-ins for trainings: `.do[variant]` says what they do, `.started` which there were."""
 
     class Children:
         do, started, prepared = {}, [], []
@@ -63,7 +63,7 @@ def children(make_result, tmp_path, monkeypatch):
         Children.started.append(str(run.job))
         init, loss = run.job.config.init_weights(), 1.0 + run.seed
         result = make_result(run.digest(), metrics={"val_loss": loss}, init=init)
-        do = Children.do.get(run.arm, "train")
+        do = Children.do.get(run.variant, "train")
         return [
             sys.executable, "-S", "-c", CHILD, do, str(run.job.config.directory()),
             json.dumps(result),
@@ -89,16 +89,18 @@ def start(children, tmp_path):
     return run
 
 
-def block(seeds=(0, 1), **arms):
-    """A block of tiny runs; arms by their overrides."""
-    arms = arms or {"dense": ["method=dense"], "ste": ["method=ste"]}
-    return Block("t", "T", ["train.steps=20"], arms, list(seeds))
+def block(seeds=(0, 1), **variants):
+    """A block of tiny runs; variants by their overrides."""
+    variants = variants or {"dense": ["method=dense"], "ste": ["method=ste"]}
+    return Block("t", "T", ["train.steps=20"], variants, list(seeds))
 
 
 def second():
-    """A block that goes on from the arm `dense` of `block()`."""
-    arms = {"ast": ["method=ast"], "gmp": ["method=gmp"]}
-    return Block("u", "U", ["train.steps=20"], arms, [0, 1], source=BlockSource(block(), "dense"))
+    """A block that goes on from the variant `dense` of `block()`."""
+    variants = {"ast": ["method=ast"], "gmp": ["method=gmp"]}
+    return Block(
+        "u", "U", ["train.steps=20"], variants, [0, 1], source=BlockSource(block(), "dense")
+    )
 
 
 def seen(run_block, tmp_path):
@@ -122,7 +124,7 @@ def test_a_block_is_run_seed_by_seed_and_once(start, children, tmp_path):
     assert said[4].startswith("[4/4] ste, seed 1: val_loss 2.0000, 2000.0 ms a step, ")
     assert said[4].endswith(" elapsed, about 0:00 left)") and len(said) == 5
     kept = sorted(path.name for path in (tmp_path / "evidence" / "t").iterdir())
-    assert kept == [f"{arm}-seed{seed}.json" for arm in ("dense", "ste") for seed in (0, 1)]
+    assert kept == [f"{variant}-seed{seed}.json" for variant in ("dense", "ste") for seed in (0, 1)]
 
     assert start(block()) == (True, ["t: 4 runs, 4 done already; 1 at a time"])
     assert children.started == order
@@ -131,9 +133,9 @@ def test_a_block_is_run_seed_by_seed_and_once(start, children, tmp_path):
 
 
 def test_images_that_are_missing_are_told_before_anything_is_started(start, children, tmp_path):
-    arms = {"dense": ["model=deit_mini", f"data.source={tmp_path / 'nowhere'}"]}
+    variants = {"dense": ["model=deit_mini", f"data.source={tmp_path / 'nowhere'}"]}
     with pytest.raises(UserError, match=r"nowhere is no folder; .*dataset-fashion-mnist"):
-        start(block(**arms))
+        start(block(**variants))
     assert not children.started
 
 
@@ -157,8 +159,8 @@ def test_results_without_records_are_enough(start, children, tmp_path):
     assert (tmp_path / "evidence" / "t" / "ste-seed1.json").is_file()
 
 
-def test_arms_of_one_config_share_their_training(start, children, tmp_path):
-    """An arm of a series may be the default as well: it is trained once, and both have a record."""
+def test_variants_of_one_config_share_their_training(start, children, tmp_path):
+    """It is trained once, and both have a record."""
     same = block(ste=["method=ste"], again=["method=ste", "train.steps=20"], dense=["method=dense"])
     done, said = start(same, per_gpu=2)
     assert done
@@ -167,9 +169,13 @@ def test_arms_of_one_config_share_their_training(start, children, tmp_path):
     )
     assert any(" ste, seed 0 = again, seed 0: val_loss 1.0000" in line for line in said)
     ste, again = (
-        read_sealed(tmp_path / "evidence" / "t" / f"{arm}-seed1.json") for arm in ("ste", "again")
+        read_sealed(tmp_path / "evidence" / "t" / f"{variant}-seed1.json")
+        for variant in ("ste", "again")
     )
-    assert ste["metrics"] == again["metrics"] and (ste["arm"], again["arm"]) == ("ste", "again")
+    assert ste["metrics"] == again["metrics"] and (ste["variant"], again["variant"]) == (
+        "ste",
+        "again",
+    )
     assert start(same)[1] == ["t: 6 runs, 6 done already; 1 at a time"]
 
 
@@ -215,7 +221,7 @@ def test_a_run_without_labels_is_done_when_it_is_probed(start, monkeypatch, tmp_
 
 
 def test_what_a_block_starts_from_is_trained_first(start, children, tmp_path):
-    """A source is trained once for all arms of a seed, and has a record of its own."""
+    """A source is trained once for all variants of a seed, and has a record of its own."""
     done, said = start(second())
     assert done
     order = [
@@ -229,7 +235,9 @@ def test_what_a_block_starts_from_is_trained_first(start, children, tmp_path):
     ]
     assert said[2].startswith("[1/6] t: dense, seed 0: val_loss 1.0000, ")
     kept = sorted(path.name for path in (tmp_path / "evidence").glob("[tu]/*"))
-    assert kept == [f"{arm}-seed{s}.json" for arm in ("ast", "dense", "gmp") for s in (0, 1)]
+    assert kept == [
+        f"{variant}-seed{s}.json" for variant in ("ast", "dense", "gmp") for s in (0, 1)
+    ]
     assert start(second()) == (True, ["u: 4 runs, 4 done already; 1 at a time"])
     assert start(block())[0] and children.started == [*order, "ste, seed 0", "ste, seed 1"]
 
@@ -242,7 +250,7 @@ def test_places_wait_for_no_source_where_another_can_begin(start, children):
 
 def test_weights_alone_are_made_again(start, children, tmp_path):
     """A machine that has only the records of another one trains a source again for the seeds that
-    lack an arm; the first record of the source stays."""
+    lack a variant; the first record of the source stays."""
     start(second())
     (tmp_path / "evidence").rename(tmp_path / "no")
     (tmp_path / "gpt2-stdlib").rename(tmp_path / "elsewhere")

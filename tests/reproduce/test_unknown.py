@@ -52,7 +52,7 @@ UNKNOWN = {
     "sste_table4": (WMT14,),
     "sste_table5": (DEIT, SR_STE),
     "sste_table6": (SR_STE, AVERAGES),
-    "sste_table7": ("the size is not known", "paper's hard arm has is not known", AVERAGES),
+    "sste_table7": ("the size is not known", "paper's hard variant has is not known", AVERAGES),
     "sste_table8": (DEIT, "Which combinations the paper prints is not known"),
     "sste_table9": ("caption, rows and cells were not seen", SR_STE),
     "sste_table10": ("Which shapes the quoted numbers belong to is not known",),

@@ -14,17 +14,17 @@ from reproduce.blocks import EVIDENCE
 from reproduce.claims import Claim, Claims, Contrast, Margin, Speed
 from reproduce.records import Evidence, StoredRecord
 
-BASE = [3.10, 3.14, 3.08, 3.12, 3.11]  # the dense arm's loss by seed
+BASE = [3.10, 3.14, 3.08, 3.12, 3.11]  # the dense variant's loss by seed
 NOISE = [0.0, 0.004, -0.003, 0.002, -0.003]  # of a paired difference; mean 0
 SPEED = (4, 12, 14)  # claims that are judged by measurements
 MARGIN, LOSS = Margin(0.25, "dense", "half"), "metrics.val_loss"
 AT = "at this scale: gpt2_toy, 2M tokens, 2,000 tokens a step, data=words (abcdef012345), seeds "
 
 
-def record(arm, seed, loss, model="gpt2_toy", **changed):
+def record(variant, seed, loss, model="gpt2_toy", **changed):
     return {
         "block": "a",
-        "arm": arm,
+        "variant": variant,
         "seed": seed,
         "overrides": [f"model={model}", "data=words", "method=ste"],
         "corpus_hash": "abcdef0123456789",
@@ -35,11 +35,11 @@ def record(arm, seed, loss, model="gpt2_toy", **changed):
     } | changed
 
 
-def values(**arms):
-    """values(arm=losses by seed) -> Values of block a."""
+def values(**variants):
+    """values(variant=losses by seed) -> Values of block a."""
     return {
-        ("a", arm): {seed: record(arm, seed, loss) for seed, loss in enumerate(losses)}
-        for arm, losses in arms.items()
+        ("a", variant): {seed: record(variant, seed, loss) for seed, loss in enumerate(losses)}
+        for variant, losses in variants.items()
     }
 
 
@@ -62,39 +62,39 @@ def test_the_gap_that_a_method_closes():
     """A quarter of the way from dense to half, with Fieller's interval of the pairs."""
     gap = [0.081, 0.084, 0.077, 0.082, 0.076]
     own = [0.021, 0.018, 0.024, 0.019, 0.018]
-    arms = values(dense=BASE, half=[b + g for b, g in zip(BASE, gap, strict=True)],
+    variants = values(dense=BASE, half=[b + g for b, g in zip(BASE, gap, strict=True)],
                   it=[b + o for b, o in zip(BASE, own, strict=True)])  # fmt: skip
-    found = scale.gap_closed(arms, "a", "it", LOSS, MARGIN, 5)
+    found = scale.gap_closed(variants, "a", "it", LOSS, MARGIN, 5)
     assert (found.value, found.n) == (pytest.approx(0.25), 5)
     assert (found.low, found.high) == pytest.approx(ratio_interval(own, gap))
-    assert scale.gap_closed(arms, "a", "half", LOSS, MARGIN, 5).value == pytest.approx(1.0)
-    assert scale.gap_closed(arms, "a", "dense", LOSS, MARGIN, 5) is None
-    assert scale.gap_closed(arms, "a", "it", LOSS, MARGIN, 6) is None
+    assert scale.gap_closed(variants, "a", "half", LOSS, MARGIN, 5).value == pytest.approx(1.0)
+    assert scale.gap_closed(variants, "a", "dense", LOSS, MARGIN, 5) is None
+    assert scale.gap_closed(variants, "a", "it", LOSS, MARGIN, 6) is None
     # Seeds that all three have, and no others.
-    del arms["a", "half"][2]
-    assert scale.gap_closed(arms, "a", "it", LOSS, MARGIN, 4).n == 4
-    del arms["a", "dense"][3]
-    assert scale.gap_closed(arms, "a", "it", LOSS, MARGIN, 3).n == 3
-    arms["a", "it"][0]["metrics"]["val_loss"] = None
-    assert scale.gap_closed(arms, "a", "it", LOSS, MARGIN, 3) is None
+    del variants["a", "half"][2]
+    assert scale.gap_closed(variants, "a", "it", LOSS, MARGIN, 4).n == 4
+    del variants["a", "dense"][3]
+    assert scale.gap_closed(variants, "a", "it", LOSS, MARGIN, 3).n == 3
+    variants["a", "it"][0]["metrics"]["val_loss"] = None
+    assert scale.gap_closed(variants, "a", "it", LOSS, MARGIN, 3) is None
     # A share of a gap that may be zero means nothing.
     unknown = values(dense=BASE, half=shifted(0.0), it=shifted(0.02))
     assert scale.gap_closed(unknown, "a", "it", LOSS, MARGIN, 5) is None
 
 
-def test_whether_a_block_can_tell_arms_apart():
-    arms = values(dense=BASE, half=shifted(0.08), one=shifted(0.01, [2 * n for n in NOISE]),
+def test_whether_a_block_can_tell_variants_apart():
+    variants = values(dense=BASE, half=shifted(0.08), one=shifted(0.01, [2 * n for n in NOISE]),
                   two=shifted(0.02), three=[*shifted(0.0)[:4], float("nan")])  # fmt: skip
-    arms["b", "one"] = arms["a", "one"]  # of another block
-    found = scale.half_width_gap(arms, "a", LOSS, MARGIN)
+    variants["b", "one"] = variants["a", "one"]  # of another block
+    found = scale.half_width_gap(variants, "a", LOSS, MARGIN)
     spread = scale.std(NOISE)
     assert (found.gap, found.n) == (pytest.approx(0.08), 5)
     assert (found.std, found.ratio) == (pytest.approx(spread), pytest.approx(0.08 / spread))
-    # Of two arms with a number at every seed the median is between them.
-    assert (found.other_arms, found.other_std) == (2, pytest.approx(1.5 * spread))
+    # Of two variants with a number at every seed the median is between them.
+    assert (found.other_variants, found.other_std) == (2, pytest.approx(1.5 * spread))
     assert found.other_ratio == pytest.approx(0.08 / (1.5 * spread))
     asked = of(("one", "dense", "lower"))
-    text = shown_of(verdicts.content(asked, arms))[-1]
+    text = shown_of(verdicts.content(asked, variants))[-1]
     low, high = paired_interval([0.08 + noise for noise in NOISE])
     assert (found.low, found.high) == pytest.approx((low, high))
     assert text.startswith(
@@ -112,7 +112,7 @@ def test_whether_a_block_can_tell_arms_apart():
     assert scale.half_width_gap(values(dense=BASE, half=[3.2]), "a", LOSS, MARGIN) is None
     diverged = values(dense=BASE, half=[*BASE[:4], math.nan])
     assert scale.half_width_gap(diverged, "a", LOSS, MARGIN) is None
-    # Differences that are all equal: nothing is in the way of telling arms apart.
+    # Differences that are all equal: nothing is in the way of telling variants apart.
     exact = values(dense=[2.0, 3.0], half=[2.5, 3.5], one=[2.25, 3.25])
     found = scale.half_width_gap(exact, "a", LOSS, MARGIN)
     assert (found.n, found.gap, found.ratio, found.other_ratio) == (2, 0.5, math.inf, math.inf)
@@ -136,15 +136,15 @@ def test_the_scale_of_runs():
     # Retrained from a model of another block, which was itself trained again between the two.
     retrained = [{**one, "source": {"block": "b"}, "init": {"weights": "aa"}} for one in records]
     assert scale.of_records(retrained) == scale.of_records(records)
-    again = {**retrained[0], "arm": "other", "init": {"weights": "bb"}}
+    again = {**retrained[0], "variant": "other", "init": {"weights": "bb"}}
     assert scale.of_records([*retrained, again]).endswith(
         "seeds 0, 1, from different trainings of the first model at seeds 1"
     )
 
 
 def test_what_a_terminal_shows():
-    arms = values(dense=BASE, half=shifted(0.08), it=shifted(-0.025), so_so=shifted(0.001))
-    shown = shown_of(verdicts.content(of(("it", "dense", "lower")), arms))
+    variants = values(dense=BASE, half=shifted(0.08), it=shifted(-0.025), so_so=shifted(0.001))
+    shown = shown_of(verdicts.content(of(("it", "dense", "lower")), variants))
     assert shown[:5] == ["1. FST: it trains.", "  verdict: confirmed", "  the paper: 1.0",
                          "  " + AT + "0, 1, 2, 3, 4",
                          "  it - dense (val_loss, block a): confirmed"]  # fmt: skip
@@ -152,23 +152,23 @@ def test_what_a_terminal_shows():
     assert shown[6] == "    by seed: 0: -0.0250, 1: -0.0210, 2: -0.0280, 3: -0.0230, 4: -0.0280"
     assert shown[7].startswith("    g: it -0.31 [-0.")
     assert not any("would decide it" in line for line in shown)
-    for arm in ("so_so", "half"):  # inconclusive and refuted
-        shown = shown_of(verdicts.content(of((arm, "dense", "lower")), arms))
+    for variant in ("so_so", "half"):  # inconclusive and refuted
+        shown = shown_of(verdicts.content(of((variant, "dense", "lower")), variants))
         assert "  what would decide it: More of it." in shown
     # In part: one contrast is open, the claim is refuted by the other; and if one is not tested.
     for other in ("half", "not_run"):
         asked = of(("so_so", "dense", "lower"), (other, "dense", "lower"))
-        shown = shown_of(verdicts.content(asked, arms))
+        shown = shown_of(verdicts.content(asked, variants))
         assert "  what would decide it: More of it." in shown
-    shown = shown_of(verdicts.content(of(("none", "dense", "lower")), arms))
+    shown = shown_of(verdicts.content(of(("none", "dense", "lower")), variants))
     why = "0 of 5 seeds of none and dense"  # and no scale
     assert shown[1] == "  verdict: not tested"
     assert shown[4] == f"  none - dense (val_loss, block a): not tested; {why}"
 
 
 def test_what_there_is_of_an_untested_contrast_is_shown_as_preliminary():
-    arms = values(dense=BASE, half=shifted(0.08), it=shifted(-0.02)[:3], near=shifted(0.0)[:1])
-    found = verdicts.content(of(("it", "dense", "lower"), ("near", "dense", "lower")), arms)
+    variants = values(dense=BASE, half=shifted(0.08), it=shifted(-0.02)[:3], near=shifted(0.0)[:1])
+    found = verdicts.content(of(("it", "dense", "lower"), ("near", "dense", "lower")), variants)
     shown = shown_of(found)
     assert shown[5] == "  it - dense (val_loss, block a): not tested; 3 of 5 seeds of it and dense"
     assert shown[6].startswith("    -0.0") and shown[6].endswith("], n = 3, expected lower")
@@ -176,16 +176,16 @@ def test_what_there_is_of_an_untested_contrast_is_shown_as_preliminary():
     assert shown[8].startswith("    g: it -0.2")
     assert shown[9].endswith("not tested; 1 of 5 seeds of near and dense")
     first, second = verdicts.table(found)
-    two = verdicts.content(of(("two", "dense", "lower")), arms | values(two=shifted(-0.02)[:2]))
+    two = verdicts.content(of(("two", "dense", "lower")), variants | values(two=shifted(-0.02)[:2]))
     assert [*two["claims"][0]["contrasts"][0]["gap_closed"]] == ["two"]
     assert (first["verdict"], second["verdict"]) == ("not tested", "not tested")
     assert first["effect"] == pytest.approx(-0.02 + 0.001 / 3) and first["n"] == 3
 
 
 def test_a_refutation_is_told_with_the_p_value_that_it_rests_on():
-    arms = values(dense=BASE, half=shifted(0.08), it=shifted(0.05), near=shifted(0.001))
+    variants = values(dense=BASE, half=shifted(0.08), it=shifted(0.05), near=shifted(0.001))
     contrasts = [("it", "dense", expect) for expect in ("equal", "lower", "higher")]
-    claims = verdicts.content(of(*contrasts), arms)["claims"]
+    claims = verdicts.content(of(*contrasts), variants)["claims"]
     told = [(c["verdict"], verdict_text.p_value(c)) for c in claims[0]["contrasts"]]
     assert [(verdict, p.partition(" ")[2]) for verdict, p in told] == [
         ("not reproduced", "(contrary)"),
@@ -197,11 +197,11 @@ def test_a_refutation_is_told_with_the_p_value_that_it_rests_on():
 
 def test_more_seeds_are_asked_for_where_the_interval_is_wide():
     """Wider than half of the effect; than half of the margin where the effect should be nothing."""
-    arms = values(dense=BASE, half=shifted(0.08), small=shifted(-0.01), large=shifted(-0.02),
+    variants = values(dense=BASE, half=shifted(0.08), small=shifted(-0.01), large=shifted(-0.02),
                   near=shifted(0.001), three=shifted(-0.01)[:3])  # fmt: skip
-    asked = of(*((arm, "dense", "lower") for arm in ("small", "large", "near", "three")),
+    asked = of(*((variant, "dense", "lower") for variant in ("small", "large", "near", "three")),
                ("near", "dense", "equal"))  # fmt: skip
-    found = verdicts.content(asked, arms)
+    found = verdicts.content(asked, variants)
     assert [c["more_seeds"] for c in found["claims"][0]["contrasts"]] == [
         True, False, True, False, False
     ]  # fmt: skip
@@ -210,8 +210,8 @@ def test_more_seeds_are_asked_for_where_the_interval_is_wide():
 
 
 def test_the_scale_names_the_seeds_that_are_compared():
-    arms = values(dense=BASE, half=shifted(0.08), it=shifted(-0.02)[:3])
-    found = verdicts.content(of(("it", "dense", "lower"), ("half", "it", "lower")), arms)
+    variants = values(dense=BASE, half=shifted(0.08), it=shifted(-0.02)[:3])
+    found = verdicts.content(of(("it", "dense", "lower"), ("half", "it", "lower")), variants)
     assert found["claims"][0]["at"].endswith("seeds 0, 1, 2")
     # Their parts of the gap have the seeds of each, and say so where these are others.
     assert "n = 3" in verdict_text._gap_closed({"value": 0.5, "low": 0.4, "high": 0.6, "n": 3}, 2)
@@ -219,16 +219,16 @@ def test_the_scale_names_the_seeds_that_are_compared():
 
 
 def test_defects_are_told_without_a_verdict():
-    arms = values(it=BASE, bad=shifted(0.02), blown=[*BASE[:4], float("nan")], new=BASE[:1])
+    variants = values(it=BASE, bad=shifted(0.02), blown=[*BASE[:4], float("nan")], new=BASE[:1])
     names = ("bad", "blown", "new", "none")
-    asked = [Contrast("a", arm, "it", defect=f"what is {arm}") for arm in names]
-    found = verdicts.content(replace(of(), claims=[], released=asked), arms)
+    asked = [Contrast("a", variant, "it", defect=f"what is {variant}") for variant in names]
+    found = verdicts.content(replace(of(), claims=[], released=asked), variants)
     shown = shown_of(found)
     assert shown[1].startswith("  bad - it (val_loss, block a): +0.0200 [+0.0162, +0.0238], n = 5")
     assert shown[2] == "    what is bad"
     assert [line.partition("): ")[2] for line in shown[3::2]] == [
         f"blown or it has no finite {LOSS} at one of the seeds",
-        *(f"{n} of 2 seeds of {arm} and it" for n, arm in ((1, "new"), (0, "none"))),
+        *(f"{n} of 2 seeds of {variant} and it" for n, variant in ((1, "new"), (0, "none"))),
     ]
     rows = verdicts.table(found)
     assert [(r["what"], r["verdict"]) for r in rows][:2] == [
@@ -248,29 +248,29 @@ def test_no_gap_is_closed_at_fewer_seeds_than_a_test_needs_or_on_other_data():
     fewer = values(dense=BASE, half=shifted(0.08)[:3], it=shifted(-0.02))
     elsewhere = values(dense=BASE, half=shifted(0.08), it=shifted(-0.02))
     elsewhere["a", "it"][0]["corpus_hash"] = "0" * 16
-    for arms, verdict in ((fewer, "confirmed"), (elsewhere, "not tested")):
-        (claim,) = verdicts.content(of(("it", "dense", "lower")), arms)["claims"]
+    for variants, verdict in ((fewer, "confirmed"), (elsewhere, "not tested")):
+        (claim,) = verdicts.content(of(("it", "dense", "lower")), variants)["claims"]
         (contrast,) = claim["contrasts"]
         assert (contrast["verdict"], contrast["gap_closed"]) == (verdict, {})
 
 
 def test_other_metrics_have_no_gap_to_close():
-    arms = values(dense=BASE, half=shifted(0.08), it=shifted(-0.02))
-    for by_seed in arms.values():
+    variants = values(dense=BASE, half=shifted(0.08), it=shifted(-0.02))
+    for by_seed in variants.values():
         for each in by_seed.values():
             each["metrics"]["flip_rate"] = each["metrics"]["val_loss"]
     asked = of(("it", "dense", "lower"), ("it", "dense", "lower", "metrics.flip_rate"))
-    (claim,) = verdicts.content(asked, arms)["claims"]
+    (claim,) = verdicts.content(asked, variants)["claims"]
     assert [list(c["gap_closed"]) for c in claim["contrasts"]] == [["it"], []]
 
 
 def test_a_block_that_is_judged_by_an_accuracy_has_its_gap_in_points():
     """The gap is negative, because the half-width model is less accurate."""
-    arms = values(dense=BASE, half=shifted(0.08), it=shifted(0.02))
-    for by_seed in arms.values():
+    variants = values(dense=BASE, half=shifted(0.08), it=shifted(0.02))
+    for by_seed in variants.values():
         for each in by_seed.values():
             each["metrics"] = {"top1": 50 - 100 * each["metrics"]["val_loss"]}
-    found = verdicts.content(of(("it", "dense", "lower", "metrics.top1")), arms)
+    found = verdicts.content(of(("it", "dense", "lower", "metrics.top1")), variants)
     assert found["blocks"][0]["gap"] == pytest.approx(-8)
     assert found["blocks"][0]["ratio"] == pytest.approx(0.08 / scale.std(NOISE))
     g = found["claims"][0]["contrasts"][0]["gap_closed"]["it"]
@@ -341,11 +341,11 @@ def test_the_rows_of_the_csv_file(tmp_path):
 
     measurements(tmp_path, [1.5])
     exact = shifted(0.02, [0.0] * 5)
-    arms = values(dense=BASE, half=shifted(0.08, [0.0] * 5), it=shifted(-0.02), that=exact)
+    variants = values(dense=BASE, half=shifted(0.08, [0.0] * 5), it=shifted(-0.02), that=exact)
     asked = of(("it", "that", "lower"), ("it", "that", "equal"),
                measured=[Speed("slope_table1", "training", "kernel", rows="r0")])  # fmt: skip
     asked = replace(asked, released=[Contrast("a", "it", "that", defect="bad")])
-    lower, equal, speed, defect = verdicts.table(verdicts.content(asked, arms, tmp_path))
+    lower, equal, speed, defect = verdicts.table(verdicts.content(asked, variants, tmp_path))
     t_test = ttest_1samp([n - 0.04 for n in NOISE], 0.0)
     low, high = t_test.confidence_interval(0.95)
     ends = {"low": pytest.approx(low), "high": pytest.approx(high)}
@@ -376,9 +376,10 @@ def test_the_rows_of_the_csv_file(tmp_path):
 def test_the_command_writes_files(tmp_path, capsys, monkeypatch):
     from reproduce.__main__ import main
 
-    arms = values(dense=BASE, half=shifted(0.08), it=shifted(-0.02))
+    variants = values(dense=BASE, half=shifted(0.08), it=shifted(-0.02))
     kept = {
-        key: {s: StoredRecord(tmp_path, r) for s, r in seeds.items()} for key, seeds in arms.items()
+        key: {s: StoredRecord(tmp_path, r) for s, r in seeds.items()}
+        for key, seeds in variants.items()
     }
     read = []
     monkeypatch.setattr(
@@ -442,11 +443,11 @@ def test_the_command_prints_a_verdict_for_each(tmp_path, capsys, monkeypatch):
 # ------------------------------------------------------------------------------ loss against mu
 
 
-def decayed(arm, alpha, flips, losses):
+def decayed(variant, alpha, flips, losses):
     overrides = [f"method.alpha={alpha}", "train.learning_rate=0.004"]
     curve = [[70, 9.0], [150, flips], [190, 9.0]]  # the warm-up's last quarter: 113 to 150
     return {
-        s: record(arm, s, loss, overrides=overrides, curves={"flip_rate": curve})
+        s: record(variant, s, loss, overrides=overrides, curves={"flip_rate": curve})
         for s, loss in enumerate(losses)
     }
 
@@ -459,14 +460,14 @@ def test_loss_against_mu(tmp_path):
     other = search | {"learning_rate": 0.008, "candidates": []}
     pilot = tmp_path / "pilot.json"
     write_json(pilot, {"searches": {"other": other, "it": search}})
-    arms = {
+    variants = {
         ("a", "fst"): decayed("fst", 3e-4, 0.004, [2.0, 2.2]),
         ("a", "fst_alpha_third"): decayed("fst_alpha_third", 1e-4, 0.0044, [2.5]),
         ("a", "fst_alpha_10"): decayed("fst_alpha_10", 3e-3, 0.001, [3.0, 3.0]),
         ("a", "fst_no_end"): decayed("fst_no_end", 3e-4, 0.004, [9.0]),
     }
-    found = decay_curve.factors(arms, pilot)
-    assert [(f.arm, f.mu_from, f.feasible, f.n) for f in found] == [
+    found = decay_curve.factors(variants, pilot)
+    assert [(f.variant, f.mu_from, f.feasible, f.n) for f in found] == [
         ("fst_alpha_10", "records", False, 2),
         ("fst", "pilot", True, 2),
         ("fst_alpha_third", "pilot", True, 1),
@@ -475,11 +476,11 @@ def test_loss_against_mu(tmp_path):
     assert [f.mu_records for f in found] == pytest.approx([0.2, 0.8, 0.88])
     assert [f.val_loss for f in found] == pytest.approx([3.0, 2.1, 2.5])
     assert (found[1].low, found[1].high) == pytest.approx(paired_interval([2.0, 2.2]))
-    assert decay_curve.write(arms, tmp_path / "mu", pilot)
+    assert decay_curve.write(variants, tmp_path / "mu", pilot)
     assert (tmp_path / "mu.png").read_bytes().startswith(b"\x89PNG")
     with (tmp_path / "mu.csv").open(encoding="utf-8") as file:
         rows = [*csv.DictReader(file)]
-    assert [row["arm"] for row in rows] == [f.arm for f in found]
+    assert [row["variant"] for row in rows] == [f.variant for f in found]
     assert [row["seed 1"] for row in rows] == ["3.0", "2.2", ""]
     assert not decay_curve.write({}, tmp_path / "none", pilot)
 
@@ -501,7 +502,9 @@ def test_the_figure_of_loss_against_mu_shows_every_seed_and_the_interval():
 def test_the_pilot_knows_the_factor_of_block_a():
     from reproduce.blocks import read_block
 
-    (run,) = [r for r in read_block("a").runs(decay_curve.PILOT) if (r.arm, r.seed) == ("fst", 0)]
+    (run,) = [
+        r for r in read_block("a").runs(decay_curve.PILOT) if (r.variant, r.seed) == ("fst", 0)
+    ]
     own = record("fst", 0, 2.0, overrides=run.job.overrides, curves={"flip_rate": [[150, 0.004]]})
     (found,) = decay_curve.factors({("a", "fst"): {0: own}})
     assert found.mu_from == "pilot" and found.feasible

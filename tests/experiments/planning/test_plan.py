@@ -38,7 +38,7 @@ STACK = re.compile(r"(\d+) blocks (\d+) -> (\d+), (\d+) x (\d+)(, all linears)?"
 # What is measured and not planned for, and why.
 NO_TRAINING = "a linear alone, with inputs and gradients in rotation, is no training"
 OTHER_MODEL = "no model of an experiment"
-OTHER_ARM = "dense FP8 is the benchmark's own, or a library's, and no method"
+OTHER_VARIANT = "dense FP8 is the benchmark's own, or a library's, and no method"
 
 
 def why_not(shape, name):
@@ -46,13 +46,13 @@ def why_not(shape, name):
         return NO_TRAINING
     if not (GPT2.fullmatch(shape) or STACK.fullmatch(shape) or shape == "ViT-L/16, 64 images"):
         return OTHER_MODEL
-    arm = variants.VARIANTS.get(name)
-    return OTHER_ARM if arm is None or (arm.fp8 and arm.method == "dense") else None
+    variant = variants.VARIANTS.get(name)
+    return OTHER_VARIANT if variant is None or (variant.fp8 and variant.method == "dense") else None
 
 
 def measured_step(shape, name):
     """The footprint of the step of a row."""
-    arm, found = variants.VARIANTS[name], GPT2.fullmatch(shape) or STACK.fullmatch(shape)
+    variant, found = variants.VARIANTS[name], GPT2.fullmatch(shape) or STACK.fullmatch(shape)
     if found and found.re is STACK:
         layers, width, inner, *size = map(int, found.groups()[:5])
 
@@ -79,9 +79,9 @@ def measured_step(shape, name):
             return F.cross_entropy(model(torch.zeros(64, 3, 224, 224)), torch.zeros(64).long())
 
     include = "all" if found and found.groups()[-1] else MLP
-    options = {"include": include, "exclude": (), "measure_every": 0, **arm.options}
-    method = methods.build(arm.method, **options)
-    return footprint(build, method, loss, packed=not arm.simulated, repack=arm.repack)
+    options = {"include": include, "exclude": (), "measure_every": 0, **variant.options}
+    method = methods.build(variant.method, **options)
+    return footprint(build, method, loss, packed=not variant.simulated, repack=variant.repack)
 
 
 PLANNED = [row for row in PEAKS if why_not(*row[:2]) is None]

@@ -10,7 +10,7 @@ import pytest
 
 from experiments import compare
 from experiments.runs import comparison, curves
-from experiments.runs.comparison import arms, choose, differing, find, markdown, of_sweep, table
+from experiments.runs.comparison import choose, differing, find, markdown, of_sweep, table, variants
 from experiments.runs.stats import paired_interval
 from experiments.support.checkpoint import read_sealed
 from experiments.support.errors import UserError
@@ -28,7 +28,7 @@ def write(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
     def make(
-        method="dense", seed=0, loss=3.0, arm=None, finished=True, log=(), tokens=None,
+        method="dense", seed=0, loss=3.0, variant=None, finished=True, log=(), tokens=None,
         vocabulary=None, **changed
     ):  # fmt: skip
         config = {
@@ -45,7 +45,7 @@ def write(tmp_path, monkeypatch):
         for key, value in changed.items():
             group, _, name = key.partition("__")
             config[group][name] = value
-        directory = tmp_path / "runs" / "gpt2-stdlib" / (arm or f"{method}-0") / f"seed{seed}"
+        directory = tmp_path / "runs" / "gpt2-stdlib" / (variant or f"{method}-0") / f"seed{seed}"
         directory.mkdir(parents=True)
         (directory / "config.json").write_text(json.dumps(config))
         if finished:
@@ -82,16 +82,16 @@ def three(write, tmp_path):
 
 
 def compared(*paths):
-    return arms(find(paths)[0])
+    return variants(find(paths)[0])
 
 
-# ------------------------------------------------------------------------------ arms
+# ------------------------------------------------------------------------------ variants
 
 
-def test_runs_of_one_config_are_an_arm(three):
+def test_runs_of_one_config_are_a_variant(three):
     """Seeds, folders, tiers and `impl` apart, which no result depends on."""
     found = compared(three)
-    assert [(arm.label, sorted(arm.runs)) for arm in found] == [
+    assert [(variant.label, sorted(variant.runs)) for variant in found] == [
         ("dense", [0, 1, 2]), ("s_ste", [0, 1, 2]), ("ste", [0, 1, 2])
     ]  # fmt: skip
     assert found[0].numbers("metrics.val_loss") == dict(enumerate(LOSSES["dense"]))
@@ -117,35 +117,41 @@ def test_what_is_not_finished_is_named(three, write):
         find(iter(unfinished))
 
 
-def test_arms_of_one_method_are_told_apart_by_what_differs(write):
+def test_variants_of_one_method_are_told_apart_by_what_differs(write):
     write("dense", 0)
-    write("ste", 0, arm="a", train__steps=40, method__total_steps=40)
-    write("ste", 0, arm="b", method__beta="none")
+    write("ste", 0, variant="a", train__steps=40, method__total_steps=40)
+    write("ste", 0, variant="b", method__beta="none")
     write("s_ste", 0, method__gamma=0.5)
-    write("dense", 0, arm="c", method__seed=7)
+    write("dense", 0, variant="c", method__seed=7)
     found = compared(comparison.Path("runs"))
-    assert {arm.label for arm in found} == {
+    assert {variant.label for variant in found} == {
         "dense, steps 20", "dense, method seed 7, steps 20", "s_ste, steps 20",
         "ste, steps 40", "ste, beta none, steps 20",
     }  # fmt: skip
     # An option that only one method has sets nobody apart from other methods.
     assert differing(found) == ["train.steps"]
     assert (
-        differing([arm for arm in found if arm.label in ("dense, steps 20", "s_ste, steps 20")])
+        differing(
+            [
+                variant
+                for variant in found
+                if variant.label in ("dense, steps 20", "s_ste, steps 20")
+            ]
+        )
         == []
     )
 
 
-def test_a_schedule_of_another_length_is_another_arm(write):
-    write("gmp", 0, arm="a")
-    write("gmp", 0, arm="b", method__total_steps=10)  # of 20 steps of training
+def test_a_schedule_of_another_length_is_another_variant(write):
+    write("gmp", 0, variant="a")
+    write("gmp", 0, variant="b", method__total_steps=10)  # of 20 steps of training
     found = compared(comparison.Path("runs"))
-    assert [arm.label for arm in found] == ["gmp", "gmp, total steps 10"]
+    assert [variant.label for variant in found] == ["gmp", "gmp, total steps 10"]
 
 
 def test_the_same_run_twice_is_refused(write):
-    write("ste", 0, arm="a")
-    write("ste", 0, arm="b")
+    write("ste", 0, variant="a")
+    write("ste", 0, variant="b")
     with pytest.raises(UserError, match=r"a/seed0 and .*b/seed0 are the same run \(seed 0\)"):
         compared(comparison.Path("runs"))
 
@@ -154,7 +160,7 @@ def test_the_baseline(three, write):
     found = compared(three)
 
     def chosen(found, name):
-        return [arm.label for arm in choose(found, name)]
+        return [variant.label for variant in choose(found, name)]
 
     assert chosen(found, None) == ["dense"]
     assert chosen(found, "ste") == ["ste"]
@@ -164,7 +170,7 @@ def test_the_baseline(three, write):
         choose(found, "slope")
     assert str(error.value) == "baseline=slope is none of the runs; name one of these:"
     assert error.value.choices == ["dense-0", "s_ste-0", "ste-0"]
-    write("ste", 0, arm="ste-x", train__steps=40, method__total_steps=40)
+    write("ste", 0, variant="ste-x", train__steps=40, method__total_steps=40)
     found = compared(three)
     assert chosen(found, "ste") == ["ste, steps 20", "ste, steps 40"]
     for name in ("ste, steps 40", "ste-x"):
@@ -174,12 +180,12 @@ def test_the_baseline(three, write):
 def test_a_long_label_is_the_folder_of_the_runs(write):
     long = "|".join(f"layer{number}.mlp" for number in range(9))
     write("ste", 0)
-    write("ste", 0, arm="ste-include_more-0", method__include=[long])
+    write("ste", 0, variant="ste-include_more-0", method__include=[long])
     found = compared(comparison.Path("runs"))
-    assert [arm.label for arm in found] == ["ste, include [*mlp.*]", "ste-include_more-0"]
+    assert [variant.label for variant in found] == ["ste, include [*mlp.*]", "ste-include_more-0"]
     # A folder of runs of two configs tells neither.
-    write("ste", 1, arm="ste-include_more-0", method__include=[long + "9"])
-    labels = [arm.label for arm in compared(comparison.Path("runs"))[1:]]
+    write("ste", 1, variant="ste-include_more-0", method__include=[long + "9"])
+    labels = [variant.label for variant in compared(comparison.Path("runs"))[1:]]
     assert labels == [f"ste, include [{value}]" for value in (long, long + "9")]
 
 
@@ -212,8 +218,8 @@ def test_differences_are_paired_by_seed(three):
         assert (row.low, row.high) == pytest.approx(paired_interval(paired))
 
 
-def test_a_seed_of_one_arm_alone_is_in_its_mean_and_in_no_pair(three, write):
-    write("ste", 7, 9.0, arm="ste-0")
+def test_a_seed_of_one_variant_alone_is_in_its_mean_and_in_no_pair(three, write):
+    write("ste", 7, 9.0, variant="ste-0")
     found = compared(three)
     row = table(found, found[:1])[-1]
     assert (row.label, row.n, row.pairs) == ("ste", 4, 3)
@@ -256,9 +262,9 @@ def test_runs_that_hardly_compare_are_said(write, capsys):
     write("dense", 1, tokens=20480, vocabulary=512)
     write("ste", 0, tokens=20480, vocabulary=512)
     compare.main(["runs"])
-    two_arms = capsys.readouterr().out
-    assert two_arms.startswith("| run | val_loss | seeds | minus dense |")
-    assert "\n| ste | 3.0000 | 1 | +0.0000 | - | 1 |\n" in two_arms
+    two_variants = capsys.readouterr().out
+    assert two_variants.startswith("| run | val_loss | seeds | minus dense |")
+    assert "\n| ste | 3.0000 | 1 | +0.0000 | - | 1 |\n" in two_variants
     write("s_ste", 0, tokens=40960, vocabulary=512, train__steps=40, method__total_steps=40)
     compare.main(["runs"])
     less = "no differences are shown between such runs"
@@ -284,7 +290,7 @@ def test_a_sweep_s_rows_are_compared_at_equal_rates_or_with_the_best(write, tmp_
         ("ste", 0.004): 2.5,
     }
     for (method, rate), loss in losses.items():
-        write(method, 0, loss, arm=f"{method}-{rate}", train__learning_rate=rate)
+        write(method, 0, loss, variant=f"{method}-{rate}", train__learning_rate=rate)
     exclude = [f"layer{n}.*" for n in range(30)]
     write("slope", 0, 2.25, train__learning_rate=0.008, method__exclude=exclude)
     found = compared(comparison.Path("runs"))
@@ -306,8 +312,8 @@ def test_a_sweep_s_rows_are_compared_at_equal_rates_or_with_the_best(write, tmp_
     # A named baseline is the only one, and the highest accuracy is the best.
     named = table(found, choose(found, f"dense, {at}2"))
     assert {row.against for row in named} == {"", f"dense, {at}2"}
-    for arm in found:
-        arm.runs[0].result["metrics"]["top1"] = arm.runs[0].result["metrics"]["val_loss"]
+    for variant in found:
+        variant.runs[0].result["metrics"]["top1"] = variant.runs[0].result["metrics"]["val_loss"]
     assert comparison.bests(found, baselines, "metrics.top1")[0].label == f"best dense, {at}2"
     # A colour is a method's, a line style that of a rate.
     assert comparison.looks(found, baselines) == {
