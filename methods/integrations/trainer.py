@@ -93,7 +93,8 @@ class MethodCallback(TrainerCallback):
             save = functools.partial(_save_plain, {n: without_numbers(x, x) for n, x in layers})
             # A bound method, so that a copy of the model gets its own.
             model.save_pretrained = types.MethodType(save, model)  # type: ignore[method-assign]
-        self._hook = model.register_load_state_dict_post_hook(_expect_plain)
+        # It stays, for trainings that follow; on a finalized model it does nothing.
+        model.register_load_state_dict_post_hook(_expect_plain)
         self._distilled = 0  # forward passes of this step
         if isinstance(method, distillation.Method) and method.teacher is not None:
             self._take_loss(method)
@@ -196,7 +197,6 @@ class MethodCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Called after the Trainer has loaded the plain weights of the best model, if requested."""
-        self._hook.remove()
         if args.load_best_model_at_end and state.best_model_checkpoint:
             self._load(Path(state.best_model_checkpoint) / STATE)
 

@@ -37,7 +37,7 @@ from torch import Tensor, nn
 from common_kernels import check_nm, flip_rate, nm_mask
 
 from . import conversion, matrices, ranks, sharding
-from .acceleration import Acceleration, Choice, explain
+from .acceleration import NAMES, Acceleration, Choice, explain
 from .config import Config
 from .config import NMConfig as NMConfig
 from .config import check_choice as check_choice
@@ -160,7 +160,9 @@ class Method:
         if self.layers or any(isinstance(m, SparseLinear) for m in model.modules()):
             raise ValueError("the model is converted already; build a new method and model")
         checks = self.check_layer, self.check_matrix
-        return conversion.choose(model, config.include, config.exclude, *checks)
+        return conversion.choose(
+            model, config.include, config.exclude, *checks, type(config).exclude
+        )
 
     def _check(self, chosen: dict[str, nn.Linear]) -> None:
         """Raise ValueError if the options do not fit the chosen linears."""
@@ -235,8 +237,13 @@ class Method:
     ) -> tuple[dict[str, Products], dict[str, dict[str, Choice]]]:
         chosen, why = {}, {}
         for name, layer in self.sparse_layers.items():
+            if matrices.is_placed(layer):
+                kind = type(vars(layer)["place"][0]).__name__
+                chosen[name] = DENSE
+                why[name] = dict.fromkeys(NAMES, Choice(False, f"multiplied by {kind} itself"))
+                continue
             of = (
-                DENSE if matrices.is_placed(layer) else layer.candidates(),
+                layer.candidates(),
                 (layer.out_features, layer.in_features),
                 layer.bias is not None,
                 layer.dtype,

@@ -14,16 +14,24 @@ from .sharding import rows_of
 
 
 class Check(dict[str, bool]):
-    """The finding for each linear, n:m along its inputs or not, by name; printed as two lines."""
+    """The finding for each linear, n:m along its inputs or not, by name. It is printed as two
+    lines, and a third one names the linears in `all_zero`, which are n:m because they are empty."""
 
-    pattern = "2:4"
+    def __init__(self, pattern: str) -> None:
+        super().__init__()
+        self.pattern = pattern
+        self.all_zero: list[str] = []
 
     def __str__(self) -> str:
-        lines = []
-        for word, wanted in ((self.pattern, True), (f"not {self.pattern}", False)):
-            names = [name for name, holds in self.items() if holds is wanted]
-            lines.append(f"{len(names)} {word}: {some_names(as_globs(names)) or 'none'}")
-        return "\n".join(lines)
+        holding = [name for name, holds in self.items() if holds]
+        others = [name for name, holds in self.items() if not holds]
+        kinds = {self.pattern: holding, f"not {self.pattern}": others}
+        if self.all_zero:
+            kinds[f"of the {self.pattern} all zero"] = self.all_zero
+        return "\n".join(
+            f"{len(names)} {kind}: {some_names(as_globs(names)) or 'none'}"
+            for kind, names in kinds.items()
+        )
 
 
 @torch.no_grad()
@@ -37,8 +45,7 @@ def check(model: nn.Module, n: int = 2, m: int = 4) -> Check:
     Raises:
         ValueError: a layer is still converted.
     """
-    found = Check()
-    found.pattern = f"{n}:{m}"
+    found = Check(f"{n}:{m}")
     for name, module, attribute in every_matrix(model):
         if isinstance(module, SparseLinear):
             raise ValueError(f"{name} is still converted: call method.finalize(model) first")
@@ -47,4 +54,6 @@ def check(model: nn.Module, n: int = 2, m: int = 4) -> Check:
             weight = rows_of(getattr(module, attribute))
             weight = weight.t() if is_conv1d(module) else weight
             found[name] = weight.shape[-1] % m == 0 and not check_nm(weight, n, m)
+            if found[name] and not weight.any():
+                found.all_zero.append(name)
     return found

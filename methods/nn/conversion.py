@@ -63,21 +63,24 @@ class Report:
     def __str__(self) -> str:
         share = self.sparse_parameters / self.total_parameters
         of = f"{self.sparse_parameters:,} of {self.total_parameters:,} parameters ({share:.0%})"
-        which = some_names(as_globs([*self.names])) or "none"
         count = "1 linear" if len(self.names) == 1 else f"{len(self.names)} linears"
         if self.measured:
-            lines = [f"no linear converted; {count} measured ({which}), {of}"]
+            lines = [f"no linear converted; {count} measured, {of}"]
         else:
-            lines = [f"{count} converted ({which}), {of}"]
+            lines = [f"{count} converted, {of}"]
             if share < 1 / 3:
                 lines.append("  warning: less than a third of the parameters is converted")
+        kind = "measured" if self.measured else "sparse"
         groups: dict[tuple[str, str], list[int]] = {}
-        for name, reason in self.dense.items():
-            groups.setdefault((as_globs([name])[0], reason), []).append(self.sizes[name])
-        for (name, reason), sizes in sorted(groups.items(), key=lambda item: -sum(item[1])):
+        for name, reason in (dict.fromkeys(self.names, "") | self.dense).items():
+            groups.setdefault((reason, as_globs([name])[0]), []).append(self.sizes[name])
+        # The converted ones first, and the largest of a kind.
+        order = sorted(groups.items(), key=lambda group: (group[0][0] != "", -sum(group[1])))
+        for (reason, name), sizes in order:
+            word, why = ("dense", f": {reason}") if reason else (kind, "")
             many = f" ({len(sizes)})" if len(sizes) > 1 else ""
-            part = sum(sizes) / self.total_parameters
-            lines.append(f"  dense {part:6.1%}  {name or 'the model itself'}{many}: {reason}")
+            part = f"{word:{len(kind)}} {sum(sizes) / self.total_parameters:6.1%}"
+            lines.append(f"  {part}  {name or 'the model itself'}{many}{why}")
         return "\n".join(lines)
 
 
@@ -191,15 +194,17 @@ def choose(
     exclude: tuple[str, ...],
     check_layer: Callable[[str, nn.Module], None],
     check_matrix: Callable[[str], None],
+    may_match_nothing: tuple[str, ...],
 ) -> tuple[dict[str, Any], Report]:
     """The linears to convert by name, and the report about the model.
 
     Args:
         check_layer: raises ValueError with the reason if a method cannot convert a linear.
         check_matrix: the same for a matrix that a module of this type multiplies itself.
+        may_match_nothing: globs of `exclude` that need not match, as a method's default ones.
     Raises:
         ValueError: no linear can be converted, one that `include` names in full cannot be, or a
-            glob matches nothing beside others that do.
+            glob matches nothing.
     """
     owners, wanted = owners_of_parameters(model), globs(include)
 
@@ -249,12 +254,14 @@ def choose(
             chosen[name] = linear
         else:
             dense[name] = reason
-    if not isinstance(include, str) and (chosen or matched):
-        for glob in wanted:
-            if not any(fnmatchcase(name, glob) for name in sizes):
-                near = get_close_matches(glob, as_globs([*sizes]), 1)
-                meant = f"; did you mean {near[0]}?" if near else ""
-                raise ValueError(f"include: {glob} matches no matrix of the model{meant}")
+    asked_for = () if isinstance(include, str) or not (chosen or matched) else include
+    for option, glob in [("include", g) for g in asked_for] + [("exclude", g) for g in exclude]:
+        if glob in may_match_nothing and option == "exclude":
+            continue
+        if not any(fnmatchcase(name, glob) for name in sizes):
+            near = get_close_matches(glob, as_globs([*sizes]), 1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            raise ValueError(f"{option}: {glob} matches no matrix of the model{hint}")
     if not chosen:
         raise ValueError(_nothing(model, include, exclude, matched, as_globs(possible)))
     total = sum(p.numel() for p in model.parameters())

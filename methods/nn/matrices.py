@@ -97,5 +97,15 @@ def _showing(plain: Any, names: tuple[str, ...]) -> Any:
 
         return property(weight)
 
+    def reduce(self: Any) -> tuple[Any, ...]:
+        return _empty, (plain, names), self.__getstate__()
+
     own = {"__module__": plain.__module__, "__doc__": plain.__doc__, "_plain": (plain, names)}
+    own["__reduce__"] = reduce  # pickle would look for the class under the name of `plain`
     return type(plain.__name__, (plain,), own | {name: shown(name) for name in names})
+
+
+def _empty(plain: Any, names: tuple[str, ...]) -> Any:
+    """A module of the class `_showing(plain, names)` for pickle to fill."""
+    kind = _showing(plain, names)
+    return kind.__new__(kind)

@@ -407,6 +407,8 @@ def test_the_best_model_comes_back_with_what_is_under_its_masks(tmp_path):
     for name, layer in method.sparse_layers.items():
         for key, value in layer.state_dict().items():
             assert torch.equal(value, best["layers"][name][key]), (name, key)
+    # A training that follows loads plain checkpoints as well.
+    model.load_state_dict(load_file(tmp_path / "checkpoint-4" / "model.safetensors"))
 
 
 def test_a_conv1d_is_trained_saved_and_resumed(hf_model, tmp_path):

@@ -51,32 +51,28 @@ def test_a_head_of_two_classes_is_left_dense():
     assert report.sizes["bert.embeddings.word_embeddings"] == 32 * 16
     converted = sum(model.get_submodule(name).weight.numel() for name in report.names)
     total = sum(p.numel() for p in model.parameters())
-    first, *others = str(report).splitlines()
-    assert first.startswith("13 linears converted (bert.encoder.layer.*.attention.self.query, ")
-    assert first.endswith(
-        f", ...), {converted:,} of {total:,} parameters ({converted / total:.0%})"
-    )
-    largest = 512 * 16 / total
-    assert others[0] == "  warning: less than a third of the parameters is converted"
-    assert others[1] == (
-        f"  dense {largest:6.1%}  bert.embeddings.position_embeddings: Embedding, no linear"
-    )
-    assert others[-2:] == [
-        f"  dense {32 / total:6.1%}  {name}: {why}" for name, why in
-        (("bert.embeddings.token_type_embeddings", "Embedding, no linear"), ("classifier", reason))
-    ]  # fmt: skip
+    lines = str(report).splitlines()
+    assert lines[:3] == [
+        f"13 linears converted, {converted:,} of {total:,} parameters ({converted / total:.0%})",
+        "  warning: less than a third of the parameters is converted",
+        f"  sparse {1024 / total:6.1%}  bert.encoder.layer.*.intermediate.dense (2)",
+    ]
+    embedding = "bert.embeddings.position_embeddings: Embedding, no linear"
+    assert lines[9] == f"  dense  {512 * 16 / total:6.1%}  {embedding}"
+    assert lines[-1] == f"  dense  {32 / total:6.1%}  classifier: {reason}"
     assert type(model.classifier) is nn.Linear
 
 
 def test_the_report_says_what_is_converted_and_that_dense_converts_nothing():
     sides = {"up": (8, 16), "down": (16, 8), "head": (8, 8)}
     model = nn.ModuleDict({name: nn.Linear(*shape) for name, shape in sides.items()})
-    of = "(up, down), 256 of 352 parameters (73%)"
+    of, left = "256 of 352 parameters (73%)", "  18.2%  head: not in include"
     report = convert(model, ["up", "down"], method=dense)
-    left = "\n  dense  18.2%  head: not in include"
-    assert str(report) == f"no linear converted; 2 linears measured {of}{left}"
+    both = "\n  measured  36.4%  up\n  measured  36.4%  down\n  dense   "
+    assert str(report) == f"no linear converted; 2 linears measured, {of}{both}{left}"
     report = convert(model, ["up", "down"])
-    assert str(report) == f"2 linears converted {of}{left}"
+    both = "\n  sparse  36.4%  up\n  sparse  36.4%  down\n  dense "
+    assert str(report) == f"2 linears converted, {of}{both}{left}"
     assert convert(linears(a=(8, 8), b=(8, 8)), ["*"], ["b"]).dense == {"b": "in exclude"}
 
 
@@ -162,7 +158,10 @@ def test_a_glob_that_matches_nothing_beside_others_that_match_is_an_error():
     ):
         with pytest.raises(ValueError, match=f"include: {meant}"):
             convert(model, include)
-    assert convert(model, ["fc*", "layers.*"], ["nothing*"]).names == ("fc1", "layers.0.up")
+    with pytest.raises(ValueError, match=r"^exclude: fc2 matches no .* did you mean fc1\?$"):
+        convert(model, ["*"], ["fc2"])
+    report = convert(model, ["*"], ["fc1", "*head"], method=slope)  # its default
+    assert report.names == ("layers.0.up",)
 
 
 def test_adapters_are_converted_only_if_named_and_routers_never():
@@ -374,8 +373,11 @@ def test_check_says_which_matrices_are_sparse(hf_model):
         model.transformer.h[1].mlp.c_fc.weight.add_(1e-3)
     assert not methods.check(model)[fc[1]]
     assert methods.check(model, 4, 4)[fc[1]]
-    odd = methods.check(nn.Linear(6, 4), 1, 4)
-    assert odd == {"": False}
+    odd, empty = nn.Linear(6, 4), nn.Linear(8, 4)
+    assert methods.check(odd, 1, 4) == {"": False}
+    empty.weight.data.zero_()
+    checked = methods.check(nn.ModuleDict({"a": empty, "b": odd}))
+    assert str(checked) == "1 2:4: a\n1 not 2:4: b\n1 of the 2:4 all zero: a"
 
 
 @pytest.mark.parametrize("name", ["s_ste", "slope", "fst"])

@@ -1,6 +1,7 @@
 """Tests of matrices that their modules multiply themselves: experts, and attention of torch."""
 
 import copy
+import io
 
 import pytest
 import torch
@@ -69,6 +70,12 @@ def loss_of(model):
     return output.loss if hasattr(output, "loss") else output[1]
 
 
+def saved_and_loaded(objects):
+    torch.save(objects, buffer := io.BytesIO())
+    buffer.seek(0)
+    return torch.load(buffer, weights_only=False)
+
+
 @pytest.mark.parametrize("build", MODELS)
 @pytest.mark.parametrize("name", METHODS)
 def test_they_train_and_end_as_the_plain_module_with_true_zeros(build, name):
@@ -86,11 +93,11 @@ def test_they_train_and_end_as_the_plain_module_with_true_zeros(build, name):
         optimizer.step()
         optimizer.zero_grad()
         method.on_step_end(step)
-        if step == 2:  # both continue alike
-            copied, its_method = copy.deepcopy((model, method))
-            assert torch.equal(loss_of(copied), loss_of(model))
-            its_method.finalize(copied)
-            torch.testing.assert_close(loss_of(copied), loss_of(model))
+        for copied in (copy.deepcopy, saved_and_loaded) if step == 2 else ():
+            twin, its_method = copied((model, method))
+            assert torch.equal(loss_of(twin), loss_of(model))
+            its_method.finalize(twin)
+            torch.testing.assert_close(loss_of(twin), loss_of(model))
     measured = method.metrics()
     assert (measured["illegal_groups"], measured["phase"]) == (0, "sparse")
     with torch.no_grad():
@@ -132,6 +139,12 @@ def test_gradients_are_those_at_the_weight_in_use():
                     if name == "one_shot":
                         expected = torch.where(layer.mask.view(expected.shape), expected, 0.0)
                     torch.testing.assert_close(layer.weight.grad.view(expected.shape), expected)
+
+
+def test_they_are_multiplied_densely_and_that_is_said():
+    method, _, _ = built("ste", mixtral())
+    method.accelerate(64)
+    assert str(method.acceleration).endswith("dense in 2 (multiplied by MixtralExperts itself)")
 
 
 def test_a_stack_whose_inputs_are_another_dim_is_left_and_told():
