@@ -16,28 +16,18 @@ from pathlib import Path
 
 import torch
 
-from experiments.bench.compare import compare
-from experiments.bench.report import (
-    Report,
-    provenance,
-    read_record,
-    write_table,
-)
-from experiments.bench.serve import draw as draw_serving
+from experiments.bench.report import Report, compare, markdown, provenance, read_record
 from experiments.bench.timing import allow_repeated_steps
+from experiments.support.checkpoint import write_text
 from experiments.support.errors import Terminated, UserError, raise_on_sigterm
 
 BENCHMARKS = {
     "ops": "every operator, compared with a copy",
     "linear": "forward and backward of one linear with each method and dense",
-    "block": "the same for a feed-forward block of GPT-2",
     "train": "a whole optimizer step of GPT-2, wide blocks, ViT and SAM's encoder",
-    "memory": "peak memory of a training step and of a linear, and its parts",
     "driver": "a real training with data, logging and evaluation, compared with a bare loop",
     "serve": "prefill and generation of a LLaMA with packed 2:4 weights and dense ones",
-    "profile": "kernel time of a step by kind: products, sampling, packing, attention, ...",
 }
-OF_STEPS = ("train", "memory", "profile")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -70,11 +60,13 @@ def parser() -> argparse.ArgumentParser:
         command.add_argument("--out", type=Path, help="record; default: runs/bench/DEVICE.json")
         command.add_argument("--revision", help="revision of the code, if this is no git checkout")
         command.add_argument("--quick", action="store_true", help="tiny shapes, as a quick check")
-        if name in OF_STEPS:
+        if name == "train":
             globs = "globs on the shapes of rows"
             command.add_argument("--shapes", nargs="+", default=["*"], help=globs)
             fused = "use methods.FusedAdamW instead of torch's fused AdamW"
             command.add_argument("--fused", action="store_true", help=fused)
+            kinds = "also the kernel time by kind: products, sampling, packing, attention, ..."
+            command.add_argument("--profile", action="store_true", help=kinds)
         if name == "driver":
             overrides = "settings of `experiments.pretrain`; default: GPT-2 124M on a GPU"
             command.add_argument("overrides", nargs="*", metavar="OVERRIDE", help=overrides)
@@ -90,14 +82,10 @@ def parser() -> argparse.ArgumentParser:
                 help="products of the methods; default: auto on a GPU, dense elsewhere",
             )
         command.set_defaults(command=run, benchmark=name)
-    report = commands.add_parser(
-        "report",
-        help="write RECORD.md, or the figure of `serve`, or compare two records",
-    )
+    report = commands.add_parser("report", help="write RECORD.md, or compare two records")
     report.add_argument("record", type=Path)
     newer = "newer record to compare with; exit status 1 if a row became over 3 %% slower"
     report.add_argument("newer", type=Path, nargs="?", help=newer)
-    report.add_argument("--table", type=Path, help="Markdown file for the comparison")
     report.set_defaults(command=run_report)
     return parser
 
@@ -128,16 +116,10 @@ def run(options: argparse.Namespace) -> None:
 
 def run_report(options: argparse.Namespace) -> int:
     if options.newer:
-        return int(not compare(options.record, options.newer, options.table))
-    record, path = read_record(options.record), options.record
-    table, drawn = path.with_suffix(".md"), []
-    write_table(record, table)
-    served = record["benchmarks"].get("serve", {"rows": []})["rows"]
-    # On a CPU only dense products were timed, so there is nothing to draw.
-    if any(row["ms"] is not None and not row["name"].endswith(", dense") for row in served):
-        drawn.append(path.with_name(f"{path.stem}_serve.svg"))
-        draw_serving(served, drawn[-1])
-    print(f"written to {' and '.join(map(str, [table, *drawn]))}")
+        return int(not compare(options.record, options.newer))
+    table = options.record.with_suffix(".md")
+    write_text(table, markdown(read_record(options.record)))
+    print(f"written to {table}")
     return 0
 
 

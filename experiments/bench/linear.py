@@ -2,9 +2,9 @@
 linear`.
 
 A row is a step with one micro-batch: the method's hooks (masks, packing, decay) and the three
-products. It also has the times of its parts and of a dense linear. Weight, input and gradients are
-bf16 on a GPU and fp32 on a CPU. The limit is the time of the three dense products by themselves,
-half of it for a product that runs sparse.
+products. It also has the times of its parts and of a dense linear, and the memory that the linear
+holds. Weight, input and gradients are bf16 on a GPU and fp32 on a CPU. The limit is the time of the
+three dense products by themselves, half of it for a product that runs sparse.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from experiments.bench import dense_fp8, variants
-from experiments.bench.report import Report, Row
+from experiments.bench.report import MIB, Report, Row
 from experiments.bench.timing import Call, Time, in_turns
 from experiments.bench.variants import VARIANTS, Bench, Converted
 from methods.nn.gemms import DENSE
@@ -43,28 +43,35 @@ def bench(options: argparse.Namespace, report: Report) -> None:
     dtype = torch.bfloat16 if on_gpu else torch.float32
     names = variants.chosen(report, [*VARIANTS, *variants.others(report)])
     matmul = variants.default_matmul(options)
-    for shape in shapes(options):
+    shapes = GPU_SHAPES if on_gpu else CPU_SHAPES
+    for shape in QUICK_SHAPES if options.quick else shapes:
         for name in names:
             gate(name, shape, dtype, options.device, matmul)
         report.note(f"correctness of {shape_name(shape)}: green")
-    for shape in shapes(options):
-        rates = dense_products(shape, dtype, options)
-        of = (shape, dtype, options.device, matmul, BUFFERS)
-        built = {name: build(name, *of) for name in names}
-        dense = build("dense", *of)
-        compared = variants.compare(dense, built, options.device, options.repeats, BUFFERS)
-        for name, times in compared.items():
-            report.add(row(name, shape, dtype, built[name].converted, rates, times))
-        del built, dense
+        for row in compared(names, shape, dtype, matmul, options):
+            report.add(row)
     if not on_gpu:
         report.leave_out("without a GPU: bf16, sparse and FP8 products, large shapes")
 
 
-def shapes(options: argparse.Namespace) -> tuple[Shape, ...]:
-    """The shapes for this device, or the small one of --quick."""
-    if options.quick:
-        return QUICK_SHAPES
-    return GPU_SHAPES if options.device.type == "cuda" else CPU_SHAPES
+def compared(
+    names: list[str], shape: Shape, dtype: torch.dtype, matmul: str, options: argparse.Namespace
+) -> list[Row]:
+    """The rows of the named variants, measured in turns with a dense linear."""
+    rates = dense_products(shape, dtype, options)
+    of = (shape, dtype, options.device, matmul, BUFFERS)
+    built = {name: build(name, *of) for name in names}
+    calls: dict[str, Call] = {"dense": build("dense", *of).forward_backward}
+    for name, one in built.items():
+        calls |= {f"{name}: {part}": call for part, call in one.calls().items()}
+    times = in_turns(calls, options.device, options.repeats, BUFFERS)
+    return [
+        row(
+            name, shape, dtype, one.converted, rates, times["dense"].ms,
+            {part: times[f"{name}: {part}"] for part in one.calls()},
+        )
+        for name, one in built.items()
+    ]  # fmt: skip
 
 
 def shape_name(shape: Shape) -> str:
@@ -140,8 +147,10 @@ def row(
     dtype: torch.dtype,
     converted: Converted,
     rates: dict[torch.dtype, dict[str, float]],
+    dense_ms: float,
     times: dict[str, Time],
 ) -> Row:
+    """The row of a method's linear. times: of its `Bench.calls`."""
     on_gpu = dense_fp8.E4M3 in rates
     fp8 = variants.variant(name).fp8 and not variants.variant(name).simulated and on_gpu
     rate = rates[dense_fp8.E4M3 if fp8 else dtype]
@@ -150,7 +159,10 @@ def row(
     return Row(
         name, "fp8" if fp8 else str(dtype).removeprefix("torch."), shape_name(shape),
         converted.used, times["whole"],
-        peers={"dense": times["dense"].ms},
+        peers={"dense": dense_ms},
         limit_ms=sum(halves[p] * rate[p] for p in variants.PRODUCTS),
-        figures=variants.parts(times),
+        figures={
+            **{f"{part} ms": time.ms for part, time in times.items() if part != "whole"},
+            **{f"{part} MiB": n / MIB for part, n in variants.bytes_held(converted).items()},
+        },
     )  # fmt: skip

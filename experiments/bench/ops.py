@@ -1,19 +1,14 @@
-"""Compare every operator with a copy of its input: `python -m experiments.bench ops`.
+"""Compares every operator with a copy of its input: `python -m experiments.bench ops`.
 
-On a CPU operators run on the weights of GPT-2 124M in fp32, and memory is measured as well. On a
-GPU they run on matrices larger than any cache, in bf16 and fp32, are first compared with plain
-PyTorch, and timed beside plain formulations, eager and compiled, and other libraries' packers; the
-one-pass optimizer step is measured, too.
+Matrices are larger than any cache, in fp32 and on a GPU also in bf16. On a GPU the operators are
+first compared with plain PyTorch, and timed beside plain formulations, eager and compiled, and
+other libraries' packers; the one-pass optimizer step is measured, too.
 """
 
 from __future__ import annotations
 
 import argparse
-import multiprocessing
-import resource
-import sys
 from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -26,89 +21,45 @@ from experiments.bench.operators import BF16, OPS, check
 from experiments.bench.report import Report, Row
 from experiments.bench.timing import Call, in_turns
 
-# The attention and FFN weights of GPT-2 124M: 85 million numbers.
-LAYERS = 12
-SHAPES = ((2304, 768), (768, 768), (3072, 768), (768, 3072))
-QUICK_SHAPES = ((16, 32), (8, 32))
-GPU_SHAPE, QUICK_SHAPE = (8192, 8192), (64, 128)  # the first is 128 MiB in bf16
-GPU_BUFFERS = 2
+QUICK_SHAPE, CPU_SHAPE, GPU_SHAPE = (64, 128), (4096, 4096), (8192, 8192)
+BUFFERS = 2
 
 
 def bench(options: argparse.Namespace, report: Report) -> None:
-    (on_cpu if options.device.type == "cpu" else on_gpu)(options, report)
+    if options.device.type == "cpu":
+        left_out = [*(name for name, op in OPS.items() if op.gpu_only), *passes.PASSES]
+        names = report.chosen(name for name in OPS if name not in left_out)
+        measure(names, [torch.float32], options, report)
+        report.leave_out(f"without a GPU: {'; '.join(left_out)}")
+    else:
+        names = report.chosen([*OPS, *passes.PASSES])
+        measure(names, [BF16, torch.float32], options, report)
 
 
-def weights(layers: int, quick: bool = False) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(0)
-    shapes = (QUICK_SHAPES if quick else SHAPES) * layers
-    return [torch.empty(shape).normal_(std=0.02, generator=generator) for shape in shapes]
-
-
-def on_cpu(options: argparse.Namespace, report: Report) -> None:
-    """Measure the operators on the CPU: first memory, then time."""
-    names = report.chosen(name for name, op in OPS.items() if not op.gpu_only)
-    quick = options.quick
-    memory = {}
-    for name in () if quick else names:
-        grown = in_fresh_process(peak_memory, name, options.threads)
-        memory[name] = {"peak memory / weights": grown}
-    # Use one large matrix: the allocator recycles blocks of a single weight's size, but a block of
-    # this size is new in each call and costs the same page faults for clone() and the operator.
-    layers = weights(1 if quick else LAYERS, quick)
-    w = torch.cat([w.view(-1, layers[0].shape[1]) for w in layers])
-    for name in names:
-        calls = {name: rotating(OPS[name].run, [OPS[name].prepare(w)])}
-        row = beside_copy(name, calls, OPS[name].moved, [w], options)
-        row.figures["clones"] = row.time.ms / row.peers["clone"] if row.time else 0.0
-        row.figures.update(memory.get(name, {}))
-        report.add(row)
-    left_out = [name for name, op in OPS.items() if op.gpu_only]
-    report.leave_out(f"without a GPU: {'; '.join([*left_out, *passes.PASSES])}")
-
-
-def peak_memory(name: str, threads: int) -> float:
-    """The growth of the peak resident memory while the operator runs over all weights, as a
-    multiple of their size.
-
-    The outputs are kept, so they count. Run it in a fresh process, whose peak is its present size.
-    """
-    torch.set_num_threads(threads)
-    op, inputs = OPS[name], weights(LAYERS)
-    arguments = [op.prepare(w) for w in inputs]
-    op.run(*op.prepare(torch.ones(64, 64)))  # so that the first call's imports are not counted
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    outputs = [op.run(*args) for args in arguments]
-    growth = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
-    unit = 1 if sys.platform == "darwin" else 1024  # bytes there, KiB on Linux
-    del outputs
-    return growth * unit / sum(w.nbytes for w in inputs)
-
-
-def in_fresh_process(function: Callable[..., Any], *args: Any) -> Any:
-    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
-        return pool.submit(function, *args).result()
-
-
-def matrices(dtype: torch.dtype, device: torch.device, quick: bool = False) -> list[Tensor]:
-    generator = torch.Generator(device).manual_seed(0)
-    shape = QUICK_SHAPE if quick else GPU_SHAPE
-    return [
-        torch.empty(shape, device=device).normal_(std=0.02, generator=generator).to(dtype)
-        for _ in range(GPU_BUFFERS)
-    ]
-
-
-def on_gpu(options: argparse.Namespace, report: Report) -> None:
-    names = report.chosen([*OPS, *passes.PASSES])
-    for dtype in (torch.bfloat16, torch.float32):
-        inputs = matrices(dtype, options.device, options.quick)
+def measure(
+    names: list[str], dtypes: list[torch.dtype], options: argparse.Namespace, report: Report
+) -> None:
+    """Add a row for every operator and dtype, and for every optimizer step, whose weights are
+    fp32."""
+    for dtype in dtypes:
+        inputs = matrices(dtype, options)
         for name in names:
             if name in OPS:
                 check(name, inputs[0])
                 report.add(time_op(name, inputs, options, report))
-            elif dtype is torch.float32:  # optimizer steps, whose weights are fp32
+            elif dtype is torch.float32:
                 passes.check(name, inputs[0])
                 report.add(time_pass(name, inputs, options))
+
+
+def matrices(dtype: torch.dtype, options: argparse.Namespace) -> list[Tensor]:
+    """Random weights."""
+    device = options.device
+    shape = GPU_SHAPE if device.type == "cuda" else CPU_SHAPE
+    generator = torch.Generator(device).manual_seed(0)
+    size = (BUFFERS, *(QUICK_SHAPE if options.quick else shape))
+    weights = torch.empty(size, device=device).normal_(std=0.02, generator=generator)
+    return list(weights.to(dtype))
 
 
 def time_pass(name: str, inputs: list[Tensor], options: argparse.Namespace) -> Row:
@@ -125,7 +76,7 @@ def time_op(name: str, inputs: list[Tensor], options: argparse.Namespace, report
     op, dtype = OPS[name], inputs[0].dtype
     arguments = [op.prepare(x) for x in inputs]
     others = dict(op.libraries) if dtype is BF16 else {}  # libraries pack 16-bit types
-    if op.plain is not None:
+    if op.plain is not None and options.device.type == "cuda":
         others["compiled"] = op.through(torch.compile(op.plain, dynamic=False))
         others["eager"] = op.through(op.plain)
     calls = {name: rotating(op.run, arguments)}

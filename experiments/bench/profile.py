@@ -1,87 +1,76 @@
-"""Profile a step by kinds of kernels: `python -m experiments.bench profile --only dense fst`.
+"""The kernel time of a step by kinds of kernels, for `python -m experiments.bench train --profile`.
 
-The kernel time of an ordinary step by kind, from torch's profiler, and the step's time without the
-profiler. On a CPU operators are measured instead of kernels. `RECORD_kernels.json` lists every
-kernel with its time and kind.
+Kernels are those of an ordinary step in torch's profiler; on a CPU operators are measured instead.
 """
 
 from __future__ import annotations
 
-import argparse
-import gc
+import re
 from collections import Counter
 from typing import Any
 
-import rich.box
-import rich.console
-import rich.table
 import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity
 
-from experiments.bench import kernels, variants
-from experiments.bench.jobs import jobs
-from experiments.bench.report import Report, Row
-from experiments.bench.step import Step, ready
-from experiments.bench.timing import in_turns
-from experiments.bench.train import comparisons, gate, precision
-from experiments.support.checkpoint import write_json
+from experiments.bench.step import Step
 
 STEPS = 3  # number of profiled steps
-
 Kernels = list[dict[str, Any]]  # name, kind, ms and calls a step
 
+PRODUCT24, DENSE, ATTENTION = "2:4 product", "dense product", "attention"
+SAMPLING, PACKING, QUANTISING = "sampling", "packing, decay, masks", "quantising"
+OPTIMIZER, ELEMENTWISE, OTHER = "optimizer", "elementwise", "other"
+KINDS = (
+    PRODUCT24, DENSE, SAMPLING, PACKING, QUANTISING, ELEMENTWISE, ATTENTION, OPTIMIZER, OTHER,
+)  # fmt: skip
 
-def bench(options: argparse.Namespace, report: Report) -> None:
-    found, matmul = jobs(options, report), variants.default_matmul(options)
-    every = dict.fromkeys(name for job in found.values() for name in job.names)
-    chosen = variants.chosen(report, every)
-    written: dict[str, dict[str, Kernels]] = {}
-    path = options.out.with_name(f"{options.out.stem}_kernels.json")
-    for shape, job in found.items():
-        names = [name for name in job.names if name in chosen]
-        for group in comparisons(names) if names else ():
-            gc.collect()
-            with job.around():
-                steps = {
-                    name: ready(name, job, options.device, matmul, options.fused) for name in group
-                }
-                for name in group:
-                    gate(name, job, options.device, matmul)
-                calls = {name: step.ordinary for name, step in steps.items()}
-                times = in_turns(calls, options.device, options.repeats, graphs=False, steps=True)
-                for name, step in steps.items():
-                    if name not in names or name in written.get(shape, {}):
-                        continue
-                    profile = profiled(step)
-                    written.setdefault(shape, {})[name] = profile
-                    write_json(path, written)
-                    figures = by_kind(profile)
-                    if options.device.type == "cuda":
-                        figures["without a kernel ms"] = times[name].ms - figures["kernels ms"]
-                    report.add(
-                        Row(
-                            name, precision(options.device), shape, step.used, times[name],
-                            peers={"dense": times["dense"].ms}, figures=figures,
-                        )
-                    )  # fmt: skip
-                for step in steps.values():
-                    step.close()
-    for shape, profiles in written.items():
-        print_kinds(shape, profiles)
-    report.note(f"every kernel: {path}")
+# The kernels of common_kernels, by their functions' names. One that is missing here would count as
+# elementwise; tests/experiments/test_profile.py checks that none is.
+OURS = {
+    SAMPLING: ("sample", "quantize_and_sample", "lanes", "neighbours"),
+    PACKING: (
+        "check", "compress", "decay", "double_prune", "exact", "expand", "flips", "greedy", "mask",
+        "mask24", "pack", "pack_both", "pack_mask", "pack_transposed", "project", "projected_amax",
+        "prune_and_pack", "quantize24", "soft", "unpack_mask", "weight_amax",
+    ),
+    QUANTISING: ("amax", "fp8", "numbers", "quantize_both", "rescale"),
+    OPTIMIZER: ("adamw", "scalars"),
+    ELEMENTWISE: ("glu", "glu_backward"),
+    DENSE: ("lowrank",),
+}  # fmt: skip
+_BY_NAME = {f"{name}_kernel": kind for kind, names in OURS.items() for name in names}
+
+# The first pattern found in the name decides. They cover kernels of libraries, of torch and of
+# inductor, and on a CPU torch's operators.
+PATTERNS = (
+    (DENSE, r"^triton_tem_"),
+    (ELEMENTWISE, r"^triton_"),
+    (ATTENTION, r"flash|fmha|sdpa|attention|mem_eff"),
+    (PRODUCT24, r"spgemm|sptensorop|sparse.*gemm|gemm.*sparse"),
+    (PRODUCT24, r"^sparse24::matmul24|sparse_semi_structured"),
+    (OPTIMIZER, r"multi_tensor_apply|adam|lpnorm|_foreach_|linalg_vector_norm"),
+    (DENSE, r"gemm|gemv|nvjet|cublas|splitkreduce|cutlass"),
+    (DENSE, r"^aten::(mm|addmm|bmm|baddbmm|linear|_scaled_mm|mkldnn_linear)$|^mkl"),
+    (SAMPLING, r"^sparse24::.*(mvue|sample)"),
+    (QUANTISING, r"^sparse24::.*(fp8|quantize|rescale)"),
+    (PACKING, r"^sparse24::"),
+    (OTHER, r"memcpy|memset|embedding|index|scatter|gather|nccl|philox|distribution|randint"),
+    (OTHER, r"^aten::(empty|empty_like|zeros|ones|randint|item|_local_scalar_dense|detach)"),
+    (ELEMENTWISE, r"elementwise|reduce|norm|softmax|gelu|copy|cat|fill|nll_loss|convert"),
+    (ELEMENTWISE, r"^aten::"),
+)
 
 
-def print_kinds(shape: str, profiles: dict[str, Kernels]) -> None:
-    """Print the milliseconds per step of each kind, with a column for each model."""
-    table = rich.table.Table("kernels, ms a step", title=shape, box=rich.box.SIMPLE, pad_edge=False)
-    columns = [by_kind(profile) for profile in profiles.values()]
-    for name in profiles:
-        table.add_column(name, justify="right")
-    for figure in [*(f"{kind} ms" for kind in kernels.KINDS), "kernels ms"]:
-        cells = [f"{figures.get(figure, 0.0):.2f}" for figures in columns]
-        table.add_row(figure.removesuffix(" ms"), *cells)
-    rich.console.Console().print(table)
+def kind(name: str) -> str:
+    """The kind of a kernel or operator of this name: one of KINDS."""
+    if ours := _BY_NAME.get(name):
+        return ours
+    lower = name.lower()
+    for found, pattern in PATTERNS:
+        if re.search(pattern, lower):
+            return found
+    return OTHER
 
 
 def profiled(step: Step) -> Kernels:
@@ -99,7 +88,7 @@ def profiled(step: Step) -> Kernels:
     rows = [
         {
             "name": event.key,
-            "kind": kernels.kind(event.key),
+            "kind": kind(event.key),
             "ms": getattr(event, f"self_{time}_time_total") / 1e3 / STEPS,
             "calls": event.count / STEPS,
         }
@@ -115,7 +104,7 @@ def by_kind(profile: Kernels) -> dict[str, float]:
     for row in profile:
         spent[row["kind"]] += row["ms"]
     return {
-        **{f"{kind} ms": spent[kind] for kind in kernels.KINDS if spent[kind]},
+        **{f"{name} ms": spent[name] for name in KINDS if spent[name]},
         "kernels ms": sum(spent.values()),
         "kernels": sum(row["calls"] for row in profile),
     }

@@ -28,7 +28,7 @@ import rich.table
 import torch
 
 from experiments.bench.timing import SETTLE_LIMIT_S, SETTLED, TURNS, Time, load_text
-from experiments.support.checkpoint import write_json, write_text
+from experiments.support.checkpoint import write_json
 from experiments.support.errors import UserError
 from experiments.support.results import cpu_name, git_state
 
@@ -105,12 +105,10 @@ class Report:
         out: Path,
         only: Sequence[str] = ("*",),
         revision: str | None = None,
-        whole: bool | None = None,
+        whole: bool = False,
     ) -> None:
-        """whole: all rows are measured, so that rows of an earlier run are removed; None: decide by
-        `only`."""
-        self.benchmark, self.out, self.only = benchmark, out, only
-        self.whole = tuple(only) == ("*",) if whole is None else whole
+        """whole: all rows are measured, so that rows of an earlier run are removed."""
+        self.benchmark, self.out, self.only, self.whole = benchmark, out, only, whole
         self.environment = provenance(device, revision)
         self.rows: list[dict[str, Any]] = []
         self.left_out: list[str] = []
@@ -175,7 +173,8 @@ class Report:
     def finish(self) -> None:
         """Print the table and save the record. A whole run removes all rows of an earlier one."""
         self.save([] if self.whole else self.earlier)
-        print_table(self.benchmark, self.rows)
+        shown = columns(self.rows).items()
+        print_table(self.benchmark, {head: own for head, own in shown if head not in HIDDEN})
         for text in self.left_out:
             self.note(f"left out: {text}")
         self.note(f"written to {self.out}")
@@ -192,13 +191,18 @@ def read_record(path: Path) -> dict[str, Any]:
     return record
 
 
-# --- table ---------------------------------------------------------------------------------------
+# --- tables --------------------------------------------------------------------------------------
 
 COLUMNS = (
     *KEY, "ms", "p20", "p80", "times as fast as", "limit, ms", "share", "figures",
 )  # fmt: skip
-TEXTS = ("times as fast as", "figures")
 HIDDEN = ("p20", "p80", "limit, ms")  # on a terminal
+COMPARED = (
+    "benchmark", *KEY[:3], "old ms", "new ms", "new/old", "peer", "old x", "new x", "verdict",
+)  # fmt: skip
+TEXTS = (*KEY, "times as fast as", "figures", "benchmark", "peer", "verdict")  # no numbers
+PEERS = ("dense", "clone")  # a row is compared with the first of these that it has
+WITHIN = 0.03  # of a row's time, by which two records may differ
 
 
 def cells(row: dict[str, Any]) -> list[str]:
@@ -222,28 +226,23 @@ def cells(row: dict[str, Any]) -> list[str]:
     ]
 
 
-def columns_used(rows: list[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
-    """(heads, lines) without the columns that are empty in all lines."""
-    lines = [cells(row) for row in rows]
-    used = [i for i in range(len(COLUMNS)) if any(line[i] for line in lines)]
-    return [COLUMNS[i] for i in used], [[line[i] for i in used] for line in lines]
+def columns(rows: list[dict[str, Any]]) -> dict[str, list[str]]:
+    """The cells of rows by heading, without the columns that are empty."""
+    by_heading = zip(COLUMNS, zip(*map(cells, rows), strict=True), strict=False)
+    return {heading: [*column] for heading, column in by_heading if any(column)}
 
 
-def print_table(benchmark: str, rows: list[dict[str, Any]]) -> None:
-    """Print the rows as a table. Values that all rows share are in the title; percentiles are only
-    in the record."""
-    heads, lines = columns_used(rows)
-    columns = {h: [line[i] for line in lines] for i, h in enumerate(heads) if h not in HIDDEN}
-    shared = {h: c[0] for h, c in columns.items() if h in KEY[1:] and len(set(c)) == 1}
-    title = ", ".join([benchmark, *shared.values()])
+def print_table(title: str, shown: dict[str, list[str]]) -> None:
+    """Print columns as a table; a key that all rows share is in the title."""
+    shared = {h: c[0] for h, c in shown.items() if h in KEY[1:] and len(set(c)) == 1}
+    title = ", ".join([title, *shared.values()])
     table = rich.table.Table(title=title, box=rich.box.SIMPLE, pad_edge=False)
-    shown = {head: cells for head, cells in columns.items() if head not in shared}
-    for head in shown:
-        table.add_column(head, justify="left" if head in (*KEY, *TEXTS) else "right")
-    for line in zip(*shown.values(), strict=True):
+    own = {head: column for head, column in shown.items() if head not in shared}
+    for head in own:
+        table.add_column(head, justify="left" if head in TEXTS else "right")
+    for line in zip(*own.values(), strict=True):
         table.add_row(*map(rich.markup.escape, line))
-    console = rich.console.Console(width=None if sys.stdout.isatty() else 160)
-    console.print(table)
+    rich.console.Console(width=None if sys.stdout.isatty() else 180).print(table)
 
 
 EXPLANATION = """\
@@ -259,24 +258,19 @@ def markdown(record: dict[str, Any]) -> str:
     """The tables of all benchmarks of a record, as Markdown."""
     parts = [f"# Benchmarks on {record['device']}", EXPLANATION]
     for name, benchmark in record["benchmarks"].items():
-        parts.append(f"## {name}")
-        for text in dict.fromkeys(map(versions, benchmark["rows"])):
-            parts.append(text)
-        parts += loads(benchmark["rows"])
-        heads, lines = columns_used(benchmark["rows"])
-        parts.append(markdown_table(heads, lines))
-        if benchmark["left_out"]:
-            parts.append("Left out:\n\n" + "\n".join(f"- {t}" for t in benchmark["left_out"]))
+        rows, left_out = benchmark["rows"], benchmark["left_out"]
+        parts += [f"## {name}", *dict.fromkeys(map(versions, rows)), *loads(rows)]
+        shown = columns(rows)
+        rule = ["---" if head in TEXTS else "--:" for head in shown]
+        lines = [[*shown], rule, *zip(*shown.values(), strict=True)]
+        parts.append("\n".join(f"| {' | '.join(line)} |" for line in lines))
+        if left_out:
+            parts.append("Left out:\n\n" + "\n".join(f"- {text}" for text in left_out))
     return "\n\n".join(part.rstrip("\n") for part in parts) + "\n"
 
 
-def markdown_table(heads: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
-    """A table in Markdown; columns of numbers are right-aligned."""
-    rule = ["---" if head in (*KEY, *TEXTS, "benchmark") else "--:" for head in heads]
-    return "\n".join(f"| {' | '.join(line)} |" for line in (heads, rule, *lines))
-
-
 def versions(row: dict[str, Any]) -> str:
+    """The versions and the revision that a row was measured with."""
     names = {"torch": "torch", "triton": "triton", "cuda": "CUDA", "cusparselt": "cuSPARSELt"}
     known = [f"{label} {row[key]}" for key, label in names.items() if row[key] is not None]
     revision = (row["revision"] or "unknown revision")[:12] + (" modified" * bool(row["modified"]))
@@ -305,5 +299,48 @@ def loads(rows: list[dict[str, Any]]) -> list[str]:
     return lines
 
 
-def write_table(record: dict[str, Any], path: Path) -> None:
-    write_text(path, markdown(record))
+# --- two records ---------------------------------------------------------------------------------
+
+
+def compare(old: Path, new: Path) -> bool:
+    """Print the rows that both records have; True if none is slower by more than WITHIN.
+
+    The GPU's state differs between runs, so a row is judged by its speed relative to a peer of the
+    same run (dense, or a copy), and a row without a peer by its time.
+    """
+    before, now = read_record(old), read_record(new)
+    if before["device"] != now["device"]:
+        devices = f"{before['device']} and {now['device']}"
+        raise UserError(f"{old} and {new} are records of two devices, {devices}")
+    lines = []
+    for benchmark, part in now["benchmarks"].items():
+        rows = before["benchmarks"].get(benchmark, {"rows": []})["rows"]
+        earlier = {identity(row): row for row in rows if row["ms"] is not None}
+        lines += [
+            compared(benchmark, earlier[identity(row)], row)
+            for row in part["rows"]
+            if row["ms"] is not None and identity(row) in earlier
+        ]
+    if not lines:
+        raise UserError(f"{old} and {new} have no timed row in common")
+    print_table(now["device"], {h: [line[i] for line in lines] for i, h in enumerate(COMPARED)})
+    slower = [f"{line[0]} {line[1]}, {line[3]}" for line in lines if "slower" in line[-1]]
+    summary = f"{len(lines)} rows in both; slower by more than {WITHIN:.0%}: {len(slower)}"
+    print(summary + (f" ({'; '.join(slower)})" if slower else ""))
+    return not slower
+
+
+def compared(benchmark: str, old: dict[str, Any], new: dict[str, Any]) -> list[str]:
+    """The cells of a row of both records, by COMPARED. The row `dense` is not judged."""
+    shared = old["peers"].keys() & new["peers"].keys() - {new["name"]}
+    peer = next((name for name in PEERS if name in shared), "")
+    speeds = [(row["peers"][peer] if peer else 1.0) / row["ms"] for row in (old, new)]
+    slower = 0.0 if new["name"] == "dense" else speeds[0] / speeds[1] - 1
+    verdict = f"slower by {slower:.0%}" if slower > WITHIN else ""
+    if slower < -WITHIN:
+        verdict = f"faster by {1 / (1 + slower) - 1:.0%}"
+    return [
+        benchmark, *(new[key] for key in KEY[:3]),
+        *(f"{row['ms']:.4g}" for row in (old, new)), f"{new['ms'] / old['ms']:.2f}", peer,
+        *(f"{speed:.2f}" if peer else "" for speed in speeds), verdict,
+    ]  # fmt: skip

@@ -16,9 +16,8 @@ from __future__ import annotations
 
 import argparse
 import copy
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,7 +26,6 @@ from torch import nn
 from common_kernels import nm_mask
 from experiments.bench.report import Report, Row
 from experiments.bench.timing import Time, in_turns
-from experiments.support.checkpoint import write_atomic
 from experiments.support.errors import UserError
 from models.hf import cached
 from models.packed import PackedProduct, crossovers, pack
@@ -198,34 +196,3 @@ def add_crossovers(name: str, model: nn.Module, size: Size, report: Report) -> N
     for layer, count in counts.items():
         figures = {} if count is None else {"tokens": float(count)}
         report.add(Row(name, "bfloat16", f"{size.name}, {layer}", used, figures=figures))
-
-
-# --- figure --------------------------------------------------------------------------------------
-
-
-def draw(rows: Iterable[Mapping[str, Any]], path: Path) -> None:
-    """Draw the rows of `serve` as an SVG: the speed-up of packed and chosen products over dense
-    ones by number of tokens or sequences, with a panel for each kind of work."""
-    from matplotlib.figure import Figure
-
-    timed = [r for r in rows if r["ms"] is not None]
-    works = [work for work in WORK if any(r["name"].startswith(f"{work}, ") for r in timed)]
-    figure = Figure(figsize=(4.2 * len(works), 3.4), layout="constrained")
-    panels = figure.subplots(1, len(works), squeeze=False)[0]
-    for panel, work in zip(panels, works, strict=True):
-        own = [r for r in timed if r["name"].rpartition(", ")[0] == work]
-        for model in dict.fromkeys(r["shape"].rpartition(", ")[0] for r in own):
-            for variant, style in (("packed", "o--"), ("chosen", "s-")):
-                points = {
-                    int(r["shape"].rpartition(", ")[2].split()[0]): r["peers"]["dense"] / r["ms"]
-                    for r in own
-                    if r["shape"].startswith(f"{model}, ") and r["name"].endswith(variant)
-                }
-                xs = sorted(points)
-                panel.plot(xs, [points[x] for x in xs], style, ms=4, label=f"{model}, {variant}")
-        panel.axhline(1, color="k", lw=0.8)
-        panel.set_xscale("log", base=2)
-        unit = "tokens of the prompts" if work == "prefill" else "sequences"
-        panel.set(title=work, xlabel=unit, ylabel="times as fast as dense")
-        panel.legend(fontsize=7)
-    write_atomic(path, lambda p: figure.savefig(p, format="svg"))

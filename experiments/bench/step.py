@@ -10,44 +10,19 @@ import itertools
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 import methods
-from experiments.bench import sizes, variants
+from experiments.bench import variants
 from experiments.bench.jobs import Workload
 from experiments.bench.report import MIB
 from experiments.bench.variants import Converted
 from experiments.support import memory
 
 WARM_UP = 2
-
-
-@dataclass
-class BlockCall:
-    """The arguments of a call of a block, and the gradient of its output."""
-
-    block: nn.Module
-    args: tuple[Any, ...]
-    options: dict[str, Any]
-    gradient: Tensor | None = None
-
-    def run(self, step: Step, forward: Callable[..., Tensor]) -> list[Tensor | None]:
-        """The output of `forward` for these arguments, and the gradients of arguments and
-        parameters."""
-        floats = [torch.is_tensor(a) and a.is_floating_point() for a in self.args]
-        args = [
-            a.detach().requires_grad_() if f else a for a, f in zip(self.args, floats, strict=True)
-        ]
-        self.block.zero_grad()
-        with step.autocast():
-            output = forward(*args, **self.options)
-        output.backward(self.gradient)
-        inputs = [a.grad for a, f in zip(args, floats, strict=True) if f]
-        return [output.detach(), *inputs, *(p.grad for p in self.block.parameters())]
 
 
 class Step:
@@ -94,24 +69,39 @@ class Step:
         self.loss().backward()
         return [p.grad for p in self.parameters]
 
-    def recorded(self) -> list[BlockCall]:
-        """The calls of each uncompiled block in the first micro-batch of step 0, forward and
-        backward."""
-        calls: list[BlockCall] = []
+    def arguments(self) -> list[tuple[nn.Module, tuple[Any, ...]]]:
+        """The blocks with the arguments that each gets, uncompiled, in a step."""
+        found: list[tuple[nn.Module, tuple[Any, ...]]] = []
+        hooks = [
+            block.register_forward_pre_hook(lambda module, args: found.append((module, args)))
+            for block in self.blocks
+        ]
         compiled = [block._compiled_call_impl for block in self.blocks]
-
-        def record(block: nn.Module, args: Any, options: Any, output: Tensor) -> None:
-            calls.append(call := BlockCall(block, args, options))
-            output.register_hook(lambda gradient: setattr(call, "gradient", gradient))
-
-        hooks = [b.register_forward_hook(record, with_kwargs=True) for b in self.blocks]
         for block in self.blocks:
             block._compiled_call_impl = None
-        self.gradients()
+        self.converted.before(0)
+        with torch.no_grad():
+            self.loss()
         for block, hook, call in zip(self.blocks, hooks, compiled, strict=True):
             hook.remove()
             block._compiled_call_impl = call
-        return calls
+        return found
+
+    def results(
+        self, block: nn.Module, args: tuple[Any, ...], forward: Callable[..., Tensor]
+    ) -> list[Tensor | None]:
+        """The output of `forward` for these arguments of a block, and the gradients of arguments
+        and parameters, of a loss that weighs each entry of the output by its value."""
+        floats = [torch.is_tensor(a) and a.is_floating_point() for a in args]
+        args = tuple(
+            a.detach().requires_grad_() if f else a for a, f in zip(args, floats, strict=True)
+        )
+        block.zero_grad()
+        with self.autocast():
+            output = forward(*args)
+        output.backward(output.detach())
+        inputs = [a.grad for a, f in zip(args, floats, strict=True) if f]
+        return [output.detach(), *inputs, *(p.grad for p in block.parameters())]
 
     def loss(self) -> Tensor:
         with self.autocast():
@@ -219,22 +209,26 @@ def check_compiled(step: Step) -> None:
     bf16's. A last-bit error of each tensor within a block changes its matrices' gradients by 0.09
     to 0.19.
     """
-    calls = step.recorded()
     with variants.compiling():
-        for call in calls:
-            want, got = (call.run(step, run) for run in (call.block.forward, call.block))
+        for block, args in step.arguments():
+            want, got = (step.results(block, args, run) for run in (block.forward, block))
             vectors = [i for i, g in enumerate(want) if g is not None and g.ndim == 1]
             others = [[i] for i in range(len(want)) if i not in vectors]
             for group in (vectors, *others):
                 variants.check_same(step.name, [got[i] for i in group], [want[i] for i in group])
+    step.optimizer.zero_grad()
 
 
 def held(step: Step) -> dict[str, float]:
-    """Memory as figures of a row: `trained` (weights, gradients and optimizer state), `held` (also
-    masks and packed operands), and on a GPU the peak of torch's allocations over steps of each
-    kind, above what was allocated before this step was built."""
-    trained, everything = sizes.trained_and_held(step.converted, step.optimizer)
-    figures = {"trained MiB": trained / MIB, "held MiB": everything / MIB}
+    """Memory as figures of a row: the parts of `bytes_held`, `trained` (weights, gradients and
+    optimizer state), `held` (also masks, packed and dense operands), and on a GPU the peak of
+    torch's allocations over steps of each kind, above what was allocated before this step was
+    built."""
+    parts = variants.bytes_held(step.converted, step.optimizer)
+    trained = 2 * parts["weights"] + parts["optimizer"]
+    kept = sum(parts[kind] for kind in ("masks", "packed", "operands"))
+    parts |= {"trained": trained, "held": trained + kept}
+    figures = {f"{part} MiB": size / MIB for part, size in parts.items()}
     if step.device.type == "cpu":
         return figures
     torch.cuda.reset_peak_memory_stats()

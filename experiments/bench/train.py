@@ -11,16 +11,19 @@ from __future__ import annotations
 
 import argparse
 import gc
+import json
 from collections.abc import Iterator
+from pathlib import Path
 
 import torch
 
-from experiments.bench import linear, variants
+from experiments.bench import linear, profile, variants
 from experiments.bench.jobs import Workload, jobs
 from experiments.bench.report import MIB, Report, Row
 from experiments.bench.step import Step, held, ready
 from experiments.bench.timing import Call, Time, in_turns
 from experiments.bench.variants import VARIANTS
+from experiments.support.checkpoint import write_json
 from experiments.support.errors import UserError
 
 TOGETHER = 5  # number of models held at once, if they fit
@@ -137,11 +140,14 @@ def compared(
         period = step.converted.searching + 1
         found = figures(name, times, period)
         found = {f"{job.unit}/s": 1e3 * job.items / times[name].ms, **found, **memory[name]}
-        for part, mib in memory[name].items():
-            found[f"{part.removesuffix(' MiB')} over dense"] = mib / memory["dense"][part]
+        for part in ("trained", "held", *(["peak"] if on_gpu else [])):
+            key = f"{part} MiB"
+            found[f"{part} over dense"] = memory[name][key] / memory["dense"][key]
         if on_gpu:
             found[SHARE] = share_of_peak(6.0 * weights * job.tokens, times[name].ms)
         found["first step s"] = step.first_s
+        if options.profile:
+            found |= profile_into(options.out, shape, step)
         peers = {p: times[p].ms for p in names if p == "dense" or p in FP8_PEERS}
         rows.append(
             Row(
@@ -152,6 +158,15 @@ def compared(
     for step in steps.values():
         step.close()
     return rows
+
+
+def profile_into(out: Path, shape: str, step: Step) -> dict[str, float]:
+    """The kernel time of a step by kind; `<record>_kernels.json` lists every kernel."""
+    path, found = out.with_name(f"{out.stem}_kernels.json"), profile.profiled(step)
+    written = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    written.setdefault(shape, {})[step.name] = found
+    write_json(path, written)
+    return profile.by_kind(found)
 
 
 def captured(shape: str, steps: dict[str, Step], report: Report) -> dict[str, Call]:

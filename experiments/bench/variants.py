@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -16,8 +16,9 @@ import methods
 from common_kernels import compress_nm, expand_nm, fake_fp8, quantize_fp8, unpack_mask
 from experiments.bench import dense_fp8
 from experiments.bench.report import Report
-from experiments.bench.timing import Call, Time, in_turns
+from experiments.bench.timing import Call
 from experiments.support.errors import UserError
+from experiments.support.memory import buffer_bytes
 from methods.nn.compressed import CompressedLinear
 from methods.nn.fp8_linear import Fp8Linear
 from methods.nn.gemms import Products, sample_tokens
@@ -64,22 +65,10 @@ BF16 = {
 }
 
 
-def takes_fp8(method: str) -> bool:
-    """True if the method has an option for FP8 products on FP8 units."""
-    config = methods.module(method).Config
-    if all(f.name != "fp8" for f in dataclasses.fields(config)):
-        return False
-    try:
-        config(fp8=ON_UNITS)
-    except ValueError:
-        return False
-    return True
-
-
 ON_FP8_UNITS = {
     f"{name}, fp8": Setup(own.method, {**own.options, "fp8": ON_UNITS}, fp8=ON_UNITS)
     for name, own in BF16.items()
-    if name == own.method and takes_fp8(name)
+    if name == own.method != "dense"
 }
 VARIANTS = {
     **BF16,
@@ -204,6 +193,20 @@ def used_by(products: Products) -> str:
     return ", ".join(used) or "dense"
 
 
+def bytes_held(
+    converted: Converted, optimizer: torch.optim.Optimizer | None = None
+) -> dict[str, int]:
+    """The bytes held between steps: parameters (their gradients take the same), the optimizer's
+    state, and the converted layers' masks, packed operands and dense operands."""
+    held = {"weights": sum(p.nbytes for p in converted.model.parameters())}
+    if optimizer is not None:
+        state = [t for s in optimizer.state.values() for t in s.values()]
+        held["optimizer"] = sum(t.nbytes for t in state if isinstance(t, Tensor))
+    for kind in ("masks", "packed", "operands"):
+        held[kind] = sum(buffer_bytes(layer, kind) for layer in converted.layers.values())
+    return held
+
+
 def default_matmul(options: argparse.Namespace) -> str:
     return options.matmul or ("auto" if options.device.type == "cuda" else "dense")
 
@@ -216,14 +219,25 @@ class Bench:
     """
 
     def __init__(
-        self, converted: Converted, inputs: list[Tensor], gradients: list[Tensor],
-        compiled: bool = False,
-    ) -> None:  # fmt: skip
+        self, converted: Converted, inputs: list[Tensor], gradients: list[Tensor]
+    ) -> None:
         self.converted, self.gradients = converted, gradients
         self.inputs = [x.detach().requires_grad_() for x in inputs]
         self.parameters = list(converted.model.parameters())
-        self.run = torch.compile(converted.model) if compiled else converted.model
-        self.zeros = [torch.zeros_like(p) for p in self.parameters]
+
+    @cached_property
+    def zeros(self) -> list[Tensor]:
+        """A gradient of zeros for each parameter."""
+        return [torch.zeros_like(p) for p in self.parameters]
+
+    def clear(self) -> None:
+        """Drop all gradients."""
+        for tensor in (*self.inputs, *self.parameters):
+            tensor.grad = None
+
+    def found(self) -> list[Tensor | None]:
+        """The gradients of inputs and parameters."""
+        return [tensor.grad for tensor in (*self.inputs, *self.parameters)]
 
     def forward_backward(self, i: int) -> Tensor:
         """Run forward and backward pass and return the output; gradients stay in the parameters and
@@ -231,7 +245,7 @@ class Bench:
         self.inputs[i].grad = None
         for parameter in self.parameters:
             parameter.grad = None
-        y = self.run(self.inputs[i])
+        y = self.converted.model(self.inputs[i])
         y.backward(self.gradients[i])
         return y.detach()
 
@@ -268,26 +282,6 @@ def compiling() -> Any:
     import torch._dynamo
 
     return torch._dynamo.config.patch(recompile_limit=64, fail_on_recompile_limit_hit=True)
-
-
-def compare(
-    dense: Bench, built: Mapping[str, Bench], device: torch.device, repeats: int, buffers: int
-) -> dict[str, dict[str, Time]]:
-    """Times of the `calls` of each model and of the dense one, by name; all taken in turns."""
-    calls: dict[str, Call] = {"dense": dense.forward_backward}
-    names = {name: {part: f"{name}: {part}" for part in b.calls()} for name, b in built.items()}
-    for name, keys in names.items():
-        calls |= {keys[part]: call for part, call in built[name].calls().items()}
-    times = in_turns(calls, device, repeats, buffers)
-    return {
-        name: {"dense": times["dense"], **{part: times[key] for part, key in keys.items()}}
-        for name, keys in names.items()
-    }
-
-
-def parts(times: dict[str, Time]) -> dict[str, float]:
-    """The times of a step's parts: of all `Bench.calls` except the whole step and dense."""
-    return {f"{part} ms": times[part].ms for part in times if part not in ("dense", "whole")}
 
 
 # --- the gate ------------------------------------------------------------------------------------

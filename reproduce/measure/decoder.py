@@ -5,20 +5,21 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from experiments.bench.sizes import parts
 from experiments.bench.timing import in_turns
-from experiments.bench.variants import Bench
+from experiments.bench.variants import Bench, bytes_held
 from reproduce.measure.base import MethodLayer, Metrics, Report, Result
-from reproduce.measure.phases import ends_dense, milliseconds, to_compare
 from reproduce.measure.setup import (
     BUFFERS,
     bench,
     check_ffn,
     clock_and_power,
     described,
+    ends_dense,
     gpt2,
     llama_layer,
+    milliseconds,
     rank_suffix,
+    to_compare,
 )
 
 
@@ -77,7 +78,7 @@ def training_bytes(built: Bench) -> int:
     trained = [p for p in built.converted.model.parameters() if p.requires_grad]
     gradients = sum(p.nbytes for p in trained)
     moments = 2 * 4 * sum(p.numel() for p in trained)
-    return sum(parts(built.converted).values()) + gradients + moments
+    return sum(bytes_held(built.converted).values()) + gradients + moments
 
 
 def stored_bytes(built: Bench) -> int:

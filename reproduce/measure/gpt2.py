@@ -11,8 +11,16 @@ from experiments.bench.timing import Call, in_turns
 from experiments.bench.variants import Bench
 from models.gpt2 import MLP, Block, GPTConfig
 from reproduce.measure.base import MethodLayer, Report, Result
-from reproduce.measure.phases import ends_dense, milliseconds, to_compare
-from reproduce.measure.setup import BUFFERS, bench, check_ffn, clock_and_power, described
+from reproduce.measure.setup import (
+    BUFFERS,
+    bench,
+    check_ffn,
+    clock_and_power,
+    described,
+    ends_dense,
+    milliseconds,
+    to_compare,
+)
 
 MICRO_STEPS = 64  # forward and backward passes in one iteration of the logs of FST's authors
 

@@ -8,7 +8,6 @@ pixels, no optimizer. Here the encoder is timm's, without trained weights.
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,9 +18,9 @@ from torch.nn.attention import sdpa_kernel
 from experiments.bench import variants
 from experiments.bench.sam import ATTENTION, PATCH, encoder
 from experiments.bench.timing import Call, in_turns
-from experiments.bench.variants import Converted
+from experiments.bench.variants import Bench
 from reproduce.measure.base import Base, Metrics, Report, Result
-from reproduce.measure.setup import check_products, clock_and_power, launched, matmul
+from reproduce.measure.setup import check_products, clock_and_power, described, matmul
 
 # max-autotune without its two slowest parts, which would take minutes: inductor's own kernels are
 # tuned, products stay with cuBLAS. CUDA graphs come from experiments.bench.timing.
@@ -70,72 +69,23 @@ def random_images(config: Images) -> Tensor:
     return torch.randn(size, device=config.on, dtype=config.dtype)
 
 
-class EncoderStep:
-    """The encoder under a method, and its step: forward and backward with the method's hooks.
-
-    bytes: of the memory that it holds between steps.
-    """
-
-    def __init__(self, name: str, converted: Converted, images: Tensor, gradient: Tensor) -> None:
-        self.name, self.converted, self.model = name, converted, converted.model
-        self.images, self.gradient = images, gradient
-        self.bytes = 0
-
-    def step(self, _: int = 0) -> None:
-        """Forward and backward of one batch, with the method's hooks."""
-        self.clear()
-        self.converted.before(0)
-        self.model(self.images).backward(self.gradient)
-        self.converted.after(0)
-
-    def clear(self) -> None:
-        """Drop the gradients."""
-        self.images.grad = None
-        self.model.zero_grad()
-
-    def compile(self, **how: Any) -> None:
-        """Compile the blocks, which share their code.
-
-        Args:
-            how: arguments of torch.compile; none = the options in `COMPILED`.
-        Raises:
-            UserError: the gradients of the compiled encoder are others.
-        """
-        self.step()
-        want = self.gradients()
-        for block in self.model.blocks:  # type: ignore[union-attr]
-            block.compile(fullgraph=True, **(how or {"options": COMPILED}))
-        with variants.compiling():
-            self.step()
-        variants.check_same(self.name, self.gradients(), want)
-        self.clear()
-
-    def gradients(self) -> list[Tensor | None]:
-        """The gradients of the images and of all parameters."""
-        return [self.images.grad, *(p.grad for p in self.model.parameters())]
-
-    def peak(self, others: int) -> int:
-        """Peak bytes that torch has allocated during a step, minus `others`, the bytes that are not
-        this model's."""
-        torch.cuda.reset_peak_memory_stats()
-        self.step()
-        self.clear()
-        return torch.cuda.max_memory_allocated() - others
-
-
 def measure(config: Settings, report: Report) -> Result:
     """Speed of the encoder in training: forward and backward with the hooks of a step.
 
     On a GPU the encoder is compiled and runs in a CUDA graph; figures named `launched` are without
     both.
     """
-    already = allocated(config.on)
-    images = random_images(config).requires_grad_()
-    methods = {"dense": "dense", "sparse": config.method}
-    steps = {label: encoder_step(name, images, config) for label, name in methods.items()}
-    calls: dict[str, Call] = {label: one.step for label, one in steps.items()}
+    already = allocated(config.on)  # by earlier measurements, such as cuBLAS's workspaces
+    images = random_images(config)
+    built: dict[str, Bench] = {}
+    held: dict[str, int] = {}  # bytes between steps
+    for label, name in {"dense": "dense", "sparse": config.method}.items():
+        before = allocated(config.on)
+        built[label] = encoder_bench(name, images, config)
+        held[label] = allocated(config.on) - before
+    calls: dict[str, Call] = {label: one.whole for label, one in built.items()}
     metrics: Metrics = {"launched_speedup": None}
-    for label in steps:
+    for label in built:
         metrics |= {f"{label}_launched_ms": None, f"{label}_gb": None}
     with sdpa_kernel(ATTENTION):
         if config.on.type == "cuda":
@@ -143,19 +93,20 @@ def measure(config: Settings, report: Report) -> Result:
             metrics |= {f"{label}_launched_ms": time.ms for label, time in times.items()}
             metrics["launched_speedup"] = times["dense"].ms / times["sparse"].ms
             report(f"launched: dense {times['dense'].ms:.1f} ms, 2:4 {times['sparse'].ms:.1f} ms")
-            metrics |= compile_steps(steps, already, report)
+            for label, one in built.items():
+                compile_blocks(label, one, {"options": COMPILED})
+            for label, one in built.items():
+                others = already + sum(held.values()) - held[label]
+                metrics[f"{label}_gb"] = peak(one, others) / 1e9
         times = in_turns(calls, config.on, config.repeats)
-        for one in steps.values():
-            one.clear()
     metrics |= {f"{label}_ms": time.ms for label, time in times.items()}
     metrics["speedup"] = times["dense"].ms / times["sparse"].ms
-    used = f"{steps['sparse'].converted.used}, {launched(times, on_cpu='not compiled')}"
+    used = described(built["sparse"], times, on_cpu="not compiled")
     return metrics | clock_and_power(times), used
 
 
-def encoder_step(name: str, images: Tensor, config: Settings) -> EncoderStep:
+def encoder_bench(name: str, images: Tensor, config: Settings) -> Bench:
     """The encoder under the method `name`, after its products were checked."""
-    before = allocated(config.on)
     torch.manual_seed(config.seed)
     model = build_encoder(config)
     mlp = model.blocks[0].mlp
@@ -165,24 +116,38 @@ def encoder_step(name: str, images: Tensor, config: Settings) -> EncoderStep:
     converted = variants.convert(name, model, ("*mlp.*",), *size)
     with torch.no_grad():
         gradient = torch.randn_like(model(images))
-    step = EncoderStep(name, converted, images, gradient)
-    step.bytes = allocated(config.on) - before
-    return step
+    return Bench(converted, [images], [gradient])
 
 
-def compile_steps(steps: dict[str, EncoderStep], already: int, report: Report) -> Metrics:
-    """Compile the encoders; return the peak memory of a step of each in GB, `<label>_gb`.
+def compile_blocks(name: str, built: Bench, how: dict[str, Any]) -> None:
+    """Compile the blocks, which share their code.
 
-    already: bytes that earlier measurements have left allocated, such as cuBLAS's workspaces.
+    Args:
+        how: arguments of torch.compile.
+    Raises:
+        UserError: the gradients of the compiled encoder are others.
     """
-    for label, one in steps.items():
-        start = time.monotonic()
-        one.compile()
-        report(f"{label}: compiled in {time.monotonic() - start:.0f} s")
-    held = already + sum(one.bytes for one in steps.values())
-    return {f"{label}_gb": one.peak(held - one.bytes) / 1e9 for label, one in steps.items()}
+    built.whole(0)
+    want = built.found()
+    blocks: Any = built.converted.model.blocks
+    for block in blocks:
+        block.compile(fullgraph=True, **how)
+    with variants.compiling():
+        built.whole(0)
+    variants.check_same(name, built.found(), want)
+    built.clear()
 
 
 def allocated(device: torch.device) -> int:
     """Bytes that torch has allocated on a GPU; 0 on a CPU."""
     return torch.cuda.memory_allocated() if device.type == "cuda" else 0
+
+
+def peak(built: Bench, others: int) -> int:
+    """Peak bytes that torch has allocated during a step, minus `others`, the bytes that are not
+    this model's."""
+    built.clear()
+    torch.cuda.reset_peak_memory_stats()
+    built.whole(0)
+    built.clear()
+    return torch.cuda.max_memory_allocated() - others

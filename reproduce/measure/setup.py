@@ -154,15 +154,44 @@ def clock_and_power(times: dict[str, Time]) -> Metrics:
     return {"sm_mhz": first.mhz, "watts": first.watts}
 
 
-def launched(times: dict[str, Time], on_cpu: str) -> str:
+def launched(times: dict[str, Time], on_cpu: str = "not in a graph") -> str:
     """A description of how the calls were launched. on_cpu: what it says of calls on a CPU."""
     how = LAUNCHED | {"host": on_cpu}
     return " and ".join(sorted({how[time.clock] for time in times.values()}))
 
 
-def described(sparse: Bench, times: dict[str, Time]) -> str:
+def described(sparse: Bench, times: dict[str, Time], on_cpu: str = "not in a graph") -> str:
     """A description of what ran the sparse products, and of how the calls were launched."""
-    return f"{sparse.converted.used}, {launched(times, on_cpu='not in a graph')}"
+    return f"{sparse.converted.used}, {launched(times, on_cpu)}"
+
+
+# --- training steps and forward passes of a dense and a sparse module ----------------------------
+
+
+def ends_dense(config: MethodLayer) -> bool:
+    """True for FST, which leaves a dense model: its inference is that of a dense one."""
+    return config.method == "fst"
+
+
+def to_compare(dense: Bench, sparse: Bench, inference: dict[str, Bench]) -> dict[str, Call]:
+    """The calls to time: training steps of both models, whole and in parts, and forward passes in
+    evaluation mode of the dense model (`dense inference`) and of the models in `inference`."""
+    calls = {"dense": dense.forward_backward, **sparse.calls()}
+    if inference:
+        inference = {"dense inference": dense, **inference}
+    for name, built in inference.items():
+        built.converted.before(0)
+        calls[name] = evaluating(built)
+    return calls
+
+
+def milliseconds(found: dict[str, Time], sparse: Bench) -> dict[str, float]:
+    """The times of the calls of `to_compare`, and `step`: a whole sparse step with its share of the
+    mask search."""
+    times = {name: time.ms for name, time in found.items()}
+    search = times.get("hooks, masks chosen", times["hooks"]) - times["hooks"]
+    times["step"] = times["whole"] + max(0.0, search) / sparse.converted.method.mask_period
+    return times
 
 
 def rank_suffix(percent: float) -> str:

@@ -1,23 +1,27 @@
-"""The benchmarks of linears, blocks and training steps: what they compare, and their gates."""
+"""The benchmarks of linears and training steps: what they compare, and their gates."""
 
 import importlib.util
 import json
+import re
 import sys
 import types
 from contextlib import nullcontext
+from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch._dynamo.utils import counters
 
+import common_kernels
 import methods
-from experiments.bench import block, dense_fp8, jobs, linear, sizes, train, variants
+from experiments.bench import dense_fp8, jobs, linear, profile, train, variants
 from experiments.bench import step as steps
 from experiments.bench.__main__ import main
 from experiments.bench.timing import in_turns
 from experiments.bench.variants import VARIANTS
 from experiments.support.errors import UserError
+from models.gpt2 import GPTConfig
 from tests.lifetimes import Reads
 
 CPU = torch.device("cpu")
@@ -30,7 +34,6 @@ HERE = [
 @pytest.fixture(autouse=True)
 def small(monkeypatch):
     monkeypatch.setattr(linear, "CPU_SHAPES", (SHAPE,))
-    monkeypatch.setattr(block, "CPU_SHAPE", ("nano", 16))
     monkeypatch.setattr(jobs, "CPU_JOBS", {"tiny": jobs.gpt2("nano", 2, 8)})
     threads = torch.get_num_threads()
     yield
@@ -53,7 +56,8 @@ def test_linear_has_every_variant_with_its_parts(tmp_path):
         assert (row["shape"], row["dtype"]) == ("64 x 16 -> 32", "float32")
         assert row["peers"].keys() == {"dense"} and row["limit_ms"] > 0
         searching = {"hooks, masks chosen ms"} if name.startswith("fst") else set()
-        assert row["figures"].keys() == {"products ms", "hooks ms"} | searching
+        held = {f"{part} MiB" for part in ("weights", "masks", "packed", "operands")}
+        assert row["figures"].keys() == {"products ms", "hooks ms"} | searching | held
     backends = {"dense fp8": "scaled_mm", "s_ste, fp8": "simulated", "s_ste": "dense"}
     assert {name: rows[name]["backend"] for name in backends} == backends
 
@@ -70,13 +74,13 @@ def test_linear_on_a_gpu(tmp_path, monkeypatch):
     ]
 
 
-def test_block_train_and_memory(tmp_path):
-    assert list(run("block", tmp_path)) == list(block.NAMES)
+def test_train_has_times_memory_and_a_profile(tmp_path):
     rows = run("train", tmp_path, "--only", "dense", "fst", "--fused")
     assert list(rows) == ["dense", "fst"]
     assert rows["dense"]["figures"]["tokens/s"] == pytest.approx(16e3 / rows["dense"]["ms"])
-    of_all = {"tokens/s", "trained MiB", "held MiB", "trained over dense", "held over dense"}
-    of_all |= {"first step s"}
+    parts = ("weights", "optimizer", "masks", "packed", "operands", "trained", "held")
+    of_all = {"tokens/s", "first step s", "trained over dense", "held over dense"}
+    of_all |= {f"{part} MiB" for part in parts}
     assert rows["dense"]["figures"].keys() == of_all
     searching = {"step, masks chosen ms", "step with its share of that ms"}
     assert rows["fst"]["figures"].keys() == of_all | searching
@@ -87,8 +91,19 @@ def test_block_train_and_memory(tmp_path):
     assert rows["slope"]["peers"].keys() == {"dense"}
     assert 0.5 < rows["slope"]["figures"]["trained over dense"] < 1
     assert main(["train", "--device", "cpu", "--shapes", "huge"]) == 1
-    rows = run("memory", tmp_path, "--only", "s_ste")
-    assert rows["s_ste"]["ms"] is None and rows["s_ste"]["figures"]["optimizer MiB"] > 0
+    own = run("train", tmp_path, "--only", "fst", "--profile")["fst"]["figures"]
+    kinds = [f"{kind} ms" for kind in profile.KINDS if f"{kind} ms" in own]
+    assert {"dense product ms", "sampling ms", "packing, decay, masks ms", "optimizer ms"} <= {
+        *kinds
+    }
+    assert own["kernels ms"] == pytest.approx(sum(own[kind] for kind in kinds))
+    listed = json.loads((tmp_path / "cpu_kernels.json").read_text())["tiny"]["fst"]
+    assert sum(kernel["ms"] for kernel in listed) == pytest.approx(own["kernels ms"])
+    (mm,) = [kernel for kernel in listed if kernel["name"] == "aten::mm"]
+    # Per block two linears with three products each under the method; dense, qkv and the
+    # projection; and the head.
+    layers = GPTConfig.of_size("nano").n_layer
+    assert (mm["kind"], mm["calls"]) == ("dense product", 12 * layers + 3)
     # 511,000 tokens of 124 million parameters in a second
     assert train.share_of_peak(6 * 124e6 * 511e3, 1000) == pytest.approx(48.1, abs=0.1)
 
@@ -164,12 +179,11 @@ def test_all_variants_are_measured_in_turns(tmp_path, monkeypatch):
         asked.append(list(calls))
         return in_turns(calls, *rest, **options)
 
-    for module in (variants, train):
+    for module in (linear, train):
         monkeypatch.setattr(module, "in_turns", spy)
-    for benchmark in ("linear", "block", "train"):
+    for benchmark in ("linear", "train"):
         run(benchmark, tmp_path, "--only", *names)
-        (calls,) = asked
-        asked.clear()
+        calls = asked[-1]  # before, those of the dense products alone
         if benchmark == "train":
             assert calls == ["dense", "fst", "fst, masks chosen", "slope"]
         else:
@@ -193,7 +207,7 @@ def test_memory_counts_the_parts():
     built = linear.build("fst", SHAPE, torch.float32, CPU, "dense", 1)
     weight = 4 * 16 * 32
     keys_and_phase = 2 * 8
-    assert sizes.parts(built.converted) == {
+    assert variants.bytes_held(built.converted) == {
         "weights": weight,
         "masks": 16 * 32 + 1,  # a byte a weight, and whether the layer is dense
         "packed": 0,
@@ -204,7 +218,7 @@ def test_memory_counts_the_parts():
     built.forward_backward(0)
     optimizer.step()
     step_number = 4
-    assert sizes.parts(built.converted, optimizer)["optimizer"] == 2 * weight + step_number
+    assert variants.bytes_held(built.converted, optimizer)["optimizer"] == 2 * weight + step_number
 
 
 # --- gates ---------------------------------------------------------------------------------------
@@ -223,9 +237,8 @@ def test_a_wrong_product_reports_no_time(tmp_path, monkeypatch, capsys):
 
 
 def test_a_method_without_a_variant_is_measured_where_it_is_named(tmp_path, capsys):
-    for benchmark in ("linear", "block"):
-        rows = run(benchmark, tmp_path, "--only", "sr_ste")
-        assert list(rows) == ["sr_ste"] and rows["sr_ste"]["peers"].keys() == {"dense"}
+    rows = run("linear", tmp_path, "--only", "sr_ste")
+    assert list(rows) == ["sr_ste"] and rows["sr_ste"]["peers"].keys() == {"dense"}
     assert main(["linear", "--device", "cpu", "--only", "step"]) == 1
     assert "--only step: it needs AdamW" in capsys.readouterr().err
     assert main(["linear", "--device", "cpu", "--only", "sr_*"]) == 1
@@ -256,7 +269,7 @@ def test_packed_products_pass_the_gate_and_are_named(monkeypatch):
     }.items():
         built = linear.build(name, shape, torch.bfloat16, CPU, "cusparselt", 1)
         assert built.converted.used == used
-        assert sizes.parts(built.converted)["packed"] > 0
+        assert variants.bytes_held(built.converted)["packed"] > 0
         linear.gate(name, shape, torch.bfloat16, CPU, "cusparselt")
 
 
@@ -299,6 +312,61 @@ def test_the_gate_sees_one_wrong_gradient_of_one_block(monkeypatch):
     block._compiled_call_impl = compiled
     with pytest.raises(UserError, match="a gradient only compiled or only uncompiled"):
         steps.check_compiled(step)
+
+
+# --- kinds of kernels ----------------------------------------------------------------------------
+
+KERNELS = {
+    "2:4 product": [
+        "sm90_xmma_sparse_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize128x256x64",
+        "void cutlass::Kernel2<cutlass_80_tensorop_bf16_s16832spgemm_bf16_128x128_64x3_tn_align8>",
+        "cutlass3x_sm90_sptensorop_s64x256x32spgemm_bf16_bf16_f32_void_bf16_128x256x64",
+        "void cutlass::device_kernel<cutlass::gemm::collective::CollectiveMma<cutlass::gemm::"
+        "MainloopSm90TmaGmmaWarpSpecializedSparse<4, 2>>>",
+        "sparse24::matmul24",
+    ],
+    "dense product": [
+        "nvjet_tst_128x256_64x4_1x2_h_bz_coopA_NTN",
+        "void cutlass::device_kernel<at::cuda::detail::enable_3x_kernel_for_sm90<cutlass::gemm>>",
+        "void splitKreduce_kernel<32, 16, int, float, __nv_bfloat16, float>",
+        "triton_tem_fused_mm_3",
+        "aten::addmm",
+    ],
+    "sampling": ["sample_kernel", "quantize_and_sample_kernel", "sparse24::mvue24"],
+    "packing, decay, masks": ["pack_both_kernel", "decay_kernel", "sparse24::masked_decay_"],
+    "quantising": ["quantize_both_kernel", "rescale_kernel"],
+    "elementwise": [
+        "triton_poi_fused__scaled_dot_product_flash_attention_embedding_1",
+        "void at::native::vectorized_elementwise_kernel<4, at::native::FillFunctor<float>>",
+        "void at::native::reduce_kernel<512, 1, at::native::ReduceOp<float>>",
+        "glu_kernel",
+    ],
+    "attention": [
+        "void pytorch_flash::flash_fwd_kernel<Flash_fwd_kernel_traits<64, 128, 128, 4>>",
+        "cudnn_generated_fort_native_sdpa_sm90_flash_bprop_wgmma_f16_knob_7_64x128x64_4x1x1",
+        "fmha_cutlassB_bf16_aligned_64x64_k64_sm80(PyTorchMemEffAttention::AttentionBackward)",
+    ],
+    "optimizer": [
+        "void multi_tensor_apply_kernel<at::native::FusedAdamMathFunctor<float, 4>>",
+        "void multi_tensor_apply_kernel<at::native::LpNormFunctor<float, 2>>",
+        "adamw_kernel",
+    ],
+    "other": ["Memcpy DtoD (Device -> Device)", "Memset (Device)", "ncclDevKernel_AllReduce"],
+}
+
+
+def test_kernels_are_told_by_their_names():
+    found = {kind: {profile.kind(name) for name in names} for kind, names in KERNELS.items()}
+    assert found == {kind: {kind} for kind in profile.KINDS}
+
+
+def test_every_kernel_of_this_project_has_a_kind():
+    jitted = re.compile(r"^@triton\.jit[^\n]*\n(?:@[^\n]*\n)*def (\w+_kernel)\(", re.M)
+    files = Path(common_kernels.__file__).parent.rglob("*.py")
+    found = {name for path in files for name in jitted.findall(path.read_text(encoding="utf-8"))}
+    assert len(found) > 20
+    ours = {f"{name}_kernel" for names in profile.OURS.values() for name in names}
+    assert found == ours, f"experiments/bench/profile.py: {found ^ ours}"
 
 
 # --- the dense FP8 peers -------------------------------------------------------------------------

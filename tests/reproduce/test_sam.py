@@ -4,7 +4,7 @@ import pytest
 import timm
 import torch
 
-from experiments.bench.variants import convert
+from experiments.bench.variants import Bench, convert
 from experiments.support.errors import UserError
 from reproduce import measure
 from reproduce.measure import sam
@@ -21,11 +21,9 @@ def encoder():
     return model
 
 
-def made_step(method):
-    model = encoder()
-    converted = convert(method, model, ("*mlp.*",), torch.float32, 4, "dense")
-    images = torch.randn(1, 3, 32, 32).requires_grad_()
-    return sam.EncoderStep(method, converted, images, torch.randn(1, 256, 2, 2))
+def made(method):
+    converted = convert(method, encoder(), ("*mlp.*",), torch.float32, 4, "dense")
+    return Bench(converted, [torch.randn(1, 3, 32, 32)], [torch.randn(1, 256, 2, 2)])
 
 
 def test_the_encoder_is_that_of_sam_vit_l():
@@ -56,26 +54,20 @@ def test_attention_is_that_of_timm():
 
 def test_blocks_compile_whole_and_are_checked(monkeypatch):
     torch.compiler.reset()
-    made = made_step("semi_sparse")
-    made.compile(backend="aot_eager")
-    assert made.gradients() == [None] * len(made.gradients())
-    made.step()
-    assert made.images.grad is not None
-    monkeypatch.setattr(made, "gradients", iter([[torch.ones(2)], [torch.zeros(2)]]).__next__)
+    built, how = made("semi_sparse"), {"backend": "aot_eager"}
+    sam.compile_blocks("x", built, how)
+    assert built.found() == [None] * len(built.found())
+    built.whole(0)
+    assert built.inputs[0].grad is not None
+    monkeypatch.setattr(built, "found", iter([[torch.ones(2)], [torch.zeros(2)]]).__next__)
     with pytest.raises(UserError, match="compiled model are off by 1"):
-        made.compile(backend="aot_eager")
+        sam.compile_blocks("x", built, how)
 
 
 def test_peak_memory_is_that_of_one_encoder(monkeypatch):
-    """Neither the other encoder's memory counts nor what earlier repeats have left."""
-    made = {"dense": made_step("dense"), "sparse": made_step("semi_sparse")}
-    made["dense"].bytes, made["sparse"].bytes = 300, 400
-    monkeypatch.setattr(sam.EncoderStep, "compile", lambda self: None)
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: None)
-    for already in (0, 50):
-        monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda n=already: n + 700 + 1000)
-        found = sam.compile_steps(made, already, print)
-        assert found == {"dense_gb": 1300e-9, "sparse_gb": 1400e-9}
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 1000)
+    assert sam.peak(made("dense"), others=300) == 700
 
 
 def test_the_cell_of_a_table(tmp_path):
