@@ -22,7 +22,6 @@ def main(config: RunConfig) -> None:
     splits = read_manifest(config.data)["splits"].items()
     sizes = [
         f"{r['documents']:,} documents, {r['tokens']:,} {name} tokens"
-        + (f" in {len(r['shards'])} files" if "shards" in r else "")
         for name, r in splits
     ]
     say(f"{directory}: {'; '.join(sizes)}")

@@ -30,7 +30,6 @@ from experiments.data.manifest import (
 )
 from experiments.data.order import Order, Part
 from experiments.data.prepare import prepare
-from experiments.data.shards import TokenFiles
 from experiments.data.tokenizer import HFTokenizer
 from experiments.support.errors import UserError
 
@@ -38,6 +37,27 @@ if TYPE_CHECKING:
     import tiktoken
 
 CALIBRATION = 2**40  # the step number of calibration samples, which training never reaches
+
+
+class TokenFiles:
+    """Several arrays read as if concatenated: `files[first:last]` is a slice of all of them."""
+
+    def __init__(self, arrays: Sequence[np.ndarray]) -> None:
+        self.arrays = arrays
+        self.ends = np.cumsum([len(part) for part in arrays])
+
+    def __len__(self) -> int:
+        return int(self.ends[-1])
+
+    def __getitem__(self, entries: slice) -> np.ndarray:
+        first, last, _ = entries.indices(len(self))
+        pieces = [self.arrays[0][:0]]
+        for index in range(int(np.searchsorted(self.ends, first, side="right")), len(self.ends)):
+            begin = int(self.ends[index]) - len(self.arrays[index])
+            if begin >= last:
+                break
+            pieces.append(self.arrays[index][max(0, first - begin) : last - begin])
+        return pieces[1] if len(pieces) == 2 else np.concatenate(pieces)
 
 
 @dataclass(frozen=True)

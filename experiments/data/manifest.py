@@ -1,10 +1,10 @@
 """The settings of a text corpus, and the manifest of its prepared tokens.
 
-A prepared corpus is a folder with `train.bin`, `val.bin`, or shards of them
-(experiments/data/shards.py), `manifest.json`, and `tokenizer.json` unless the tokenizer is GPT-2's.
-Tokens are little-endian uint16, or uint32 for vocabularies above 65,536; an end-of-text token
-([SEP] for a WordPiece) separates documents. `python -m experiments.prepare_data` writes a corpus;
-the embedded one is prepared on first use. A mixture consists of several prepared corpora.
+A prepared corpus is a folder with `train.bin`, `val.bin`, `manifest.json`, and `tokenizer.json`
+unless the tokenizer is GPT-2's. In corpora of earlier versions a split may have several files
+(`shards`). Tokens are little-endian uint16, or uint32 for vocabularies above 65,536; an end-of-text
+token ([SEP] for a WordPiece) separates documents. `python -m experiments.prepare_data` writes a
+corpus; the embedded one is prepared on first use. A mixture consists of several prepared corpora.
 """
 
 from __future__ import annotations
@@ -64,8 +64,6 @@ class DataConfig:
         `vocab_size`.
     order: the order of training samples. `drawn`: windows at random positions. `epochs`: every
         window once in a shuffled order, then again in another order.
-    shard_tokens: a token file is closed once it has this many tokens; null = one file per split. It
-        does not change the samples.
     parts, weights: for a mixture (source "mixture"), the names of prepared corpora with this
         tokenizer, and their shares of the samples. A mixture goes through each part in epochs.
     """
@@ -77,7 +75,6 @@ class DataConfig:
     vocab_size: int = 50257
     text_column: str = "text"
     order: str = "drawn"
-    shard_tokens: int | None = None
     parts: tuple[str, ...] = ()
     weights: tuple[float, ...] = ()
 
@@ -89,10 +86,6 @@ class DataConfig:
         check_name("data.name", self.name)
         if self.order not in ORDERS:
             raise UserError(f"data.order={self.order}; choose one of {', '.join(ORDERS)}")
-        if self.shard_tokens is not None and self.shard_tokens < 1:
-            raise UserError(
-                f"data.shard_tokens={self.shard_tokens}; it must be at least 1, or null"
-            )
         self._check_mixture()
         if self.tokenizer_kind == "hf":
             vocab_size = folder_tokenizer(self.tokenizer).n_vocab
@@ -141,7 +134,7 @@ class DataConfig:
         """The settings that a run's hash covers: those that determine the tokens, but not the paths
         of the text and the corpus."""
         identity = identity_of(self)
-        for name in ("root", "source", "shard_tokens"):
+        for name in ("root", "source"):
             identity.pop(name, None)
         corpora = [corpus.directory.name for corpus in self.corpora]
         corpus = corpora if self.parts else corpora[0]
@@ -216,7 +209,7 @@ class DataConfig:
         unsaid = own and self.source == _published_source(self.similar)
         words.append(f"data.source={_SOMEWHERE if unsaid else self.source}")
         defaults = {field.name: field.default for field in dataclasses.fields(self)}
-        for name in ("root", "text_column", "shard_tokens"):
+        for name in ("root", "text_column"):
             if getattr(self, name) != defaults[name]:
                 words.append(f"data.{name}={getattr(self, name)}")
         return f"python -m experiments.prepare_data {shlex.join(words)}"
@@ -360,16 +353,9 @@ def fingerprint(manifest: dict[str, Any]) -> str:
     return _joined([*manifest["splits"].values(), manifest["tokenizer"]])
 
 
-def file_record(path: Path, whole: hashlib._Hash | None = None) -> dict[str, Any]:
-    """The manifest's entry for a file: name, size and hash. whole: a hash over several files, which
-    is updated with this file's content."""
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while part := file.read(2**24):
-            digest.update(part)
-            if whole is not None:
-                whole.update(part)
-    return {"file": path.name, "bytes": path.stat().st_size, "sha256": digest.hexdigest()}
+def file_record(path: Path) -> dict[str, Any]:
+    """The manifest's entry for a file: name, size and hash."""
+    return {"file": path.name, "bytes": path.stat().st_size, "sha256": sha256(path)}
 
 
 def check_files(config: DataConfig, manifest: dict[str, Any]) -> None:

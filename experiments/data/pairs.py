@@ -16,9 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from experiments.data.corpus import Corpus
+from experiments.data.corpus import Corpus, TokenFiles
 from experiments.data.parallel import PairsConfig
-from experiments.data.shards import TokenFiles
 from experiments.data.source import Batch, Request
 from experiments.support.errors import UserError
 from models.transformer import TransformerConfig

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any, ClassVar
@@ -61,11 +62,11 @@ class PairsConfig(DataConfig):
             raise UserError(
                 f"the embedded numbers are in de and en, not in {' and '.join(languages)}"
             )
-        for name, only in {"order": "drawn", "shard_tokens": None, "parts": ()}.items():
+        for name, only in {"order": "drawn", "parts": ()}.items():
             if getattr(self, name) != only:
                 raise UserError(
-                    f"data.{name} is not for pairs of sentences, which always run in epochs and "
-                    "have one file for each split; leave it out"
+                    f"data.{name} is not for pairs of sentences, which always run in epochs; leave "
+                    "it out"
                 )
         for name in ("batch_tokens", "max_tokens"):
             if (value := getattr(self, name)) is not None and value < 8:
@@ -117,7 +118,7 @@ def documents(config: PairsConfig) -> Documents:
     languages = [config.source_language, config.target_language]
     revisions = hub.commits([hub.pinned(config.source)])
     description = {"revisions": revisions, "languages": languages, "split": "its own"}
-    return Documents(lambda split: _batches(config, split), sizes, description)
+    return Documents(partial(_batches, config), sizes, description)
 
 
 def _count(config: PairsConfig) -> dict[str, int]:
@@ -142,9 +143,10 @@ def _count(config: PairsConfig) -> dict[str, int]:
     return counts
 
 
-def _batches(config: PairsConfig, split: str) -> Iterator[list[str]]:
-    """Yield the sentences of a split in batches: source, target, source, target, and so on."""
-    pairs = iter(_pairs(config, split))
+def _batches(config: PairsConfig, split: str, first: int = 0) -> Iterator[list[str]]:
+    """Yield the sentences of a split in batches, from sentence number `first` on: source, target,
+    source, target, and so on."""
+    pairs = islice(_pairs(config, split), first // 2, None)
     while some := list(islice(pairs, _BATCH)):
         yield [" ".join(sentence.split()) for pair in some for sentence in pair]
 

@@ -1,23 +1,23 @@
 """Turns text into token files.
 
 Every corpus is prepared in the same way: its source gives the documents of the splits, the
-tokenizer encodes them in batches, and the folder gets its name only when it is complete. Shards are
-collected in a folder beside it, and a preparation that was stopped continues after the last
-complete shard.
+tokenizer encodes them in batches into one file for each split, and the folder gets its name only
+when it is complete. A preparation that was stopped continues from the last saved document.
 """
 
 from __future__ import annotations
 
-import glob
 import hashlib
+import itertools
+import json
 import os
 import platform
 import shutil
 import sysconfig
-import uuid
+import time
 from array import array
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -35,14 +35,6 @@ from experiments.data.manifest import (
     token_type,
 )
 from experiments.data.parallel import PairsConfig
-from experiments.data.shards import (
-    HELD_OUT,
-    building_shards,
-    go_on,
-    progress_bar,
-    remove_unnamed,
-    write_shards,
-)
 from experiments.data.tokenizer import (
     SEP,
     SPECIAL,
@@ -54,13 +46,25 @@ from experiments.data.tokenizer import (
     train_wordpiece,
 )
 from experiments.support import hub
-from experiments.support.checkpoint import LOCK, exclusive, publish, write_sealed
+from experiments.support.checkpoint import (
+    LOCK,
+    exclusive,
+    publish,
+    write_atomic,
+    write_sealed,
+    write_text,
+)
 from experiments.support.errors import UserError, check_installed, first_line, writing
+from experiments.support.progress import say
 
 if TYPE_CHECKING:
     import tiktoken
+    from rich.progress import Progress
 
+HELD_OUT = 100  # at least one in this many tokens of the user's own text is for validation
 _BATCH = 256  # documents encoded at once
+_SAVED = 2**27  # tokens after which a preparation can continue if it is stopped
+_SETTINGS = "settings.json"  # what the token files beside it are made from
 _SAMPLE = 32 * 2**20  # characters of the training split that a tokenizer is trained on
 _TESTS = {"test", "tests", "idle_test"}
 _THIRD_PARTY = {"site-packages", "dist-packages"}
@@ -72,18 +76,16 @@ _PUBLISHED, _PUBLISHED_DOCUMENTS = ("openwebtext", "c4", "c4_mlm", "wikipedia_ml
 def prepare(config: DataConfig) -> Path:
     """Write the corpus of `config` and return its folder; an existing one is kept.
 
-    It is built in a temporary folder and renamed at the end, so that an interrupted preparation
-    leaves nothing half-written, and of two at the same time one wins. The next preparation removes
-    what a killed one left, or continues it with `shard_tokens`. It needs little memory: documents
-    are read and encoded 256 at a time.
+    It is built in a hidden folder beside its final place, `.NAME.building`, and renamed at the end.
+    Other processes that prepare the same corpus wait. Documents are read and encoded 256 at a time,
+    so that it needs little memory.
     """
     if config.parts:
         read_manifest(config)  # its parts are prepared separately
         return config.directory
     directory = config.directory
     if directory.exists():
-        # Checks that it was made from this source; removes what a killed preparation left.
-        remove_unnamed(directory, read_manifest(config))
+        read_manifest(config)  # checks that it was made from this source
         return directory
     encoding: tiktoken.Encoding | HFTokenizer | None = None
     if config.tokenizer_kind == "gpt2":
@@ -99,9 +101,11 @@ def prepare(config: DataConfig) -> Path:
         source = parallel.documents(config)
     else:
         source = _files(config.name, config.source, config.text_column)
-    sharded = config.shard_tokens is not None
-    where = building_shards(directory) if sharded else _building(directory)
-    with where as building, writing(directory):
+    building = directory.with_name(f".{directory.name}.building")
+    with _alone(building), writing(directory):
+        if directory.exists():  # another process has prepared it meanwhile
+            shutil.rmtree(building, ignore_errors=True)
+            return directory
         path = building / "tokenizer.json"
         tokenizer_file: dict[str, Any] = {"file": None, "sha256": None}
         if config.tokenizer == "bpe":
@@ -133,63 +137,52 @@ def prepare(config: DataConfig) -> Path:
                 "tokenizers": version("tokenizers"),
             },
         }
-        if config.shard_tokens is None:
-            manifest["splits"] = _write_splits(building, directory.name, source, encoding)
-        else:
-            go_on(building, {**manifest, "shard_tokens": config.shard_tokens})
-            manifest["splits"] = write_shards(
-                building, directory.name, source, encoding, config.shard_tokens
-            )
+        _keep_if_made_of(building, manifest)
+        manifest["splits"] = _write_splits(building, directory.name, source, encoding)
         write_sealed(building / "manifest.json", manifest)
-        try:
-            publish(building, directory)
-            (directory / LOCK).unlink()
-            remove_unnamed(directory, manifest)
-        except OSError:
-            if not (directory / "manifest.json").is_file():
-                raise
-            # another process finished the same corpus first: keep its folder and remove ours
+        for left in (*building.glob("*.sizes"), building / _SETTINGS):
+            left.unlink()
+        publish(building, directory)
+        (directory / LOCK).unlink()
     return directory
 
 
 @contextmanager
-def _building(directory: Path) -> Iterator[Path]:
-    """A context with a new temporary folder beside `directory` for this process. Folders left by
-    killed processes are removed first."""
-    for left in directory.parent.glob(f".{glob.escape(directory.name)}.*"):
-        if any(left.iterdir()):  # an empty one may be another process's, about to be locked
-            with suppress(UserError), exclusive(left):
-                shutil.rmtree(left)
-    building = directory.with_name(f".{directory.name}.{uuid.uuid4().hex}")
-    try:
-        with exclusive(building):
-            yield building
-    finally:
-        shutil.rmtree(building, ignore_errors=True)
+def _alone(building: Path) -> Iterator[None]:
+    """A context in which no other process uses the folder `building`; it waits for them."""
+    with ExitStack() as stack:
+        for attempt in itertools.count():
+            try:
+                stack.enter_context(exclusive(building))
+                break
+            except UserError as busy:
+                if not attempt:
+                    say(str(busy))
+                time.sleep(1)
+        yield
+
+
+def _keep_if_made_of(building: Path, manifest: dict[str, Any]) -> None:
+    """Remove the token files in `building` unless they were made with the settings in `manifest`,
+    which has no splits yet."""
+    text, path = json.dumps(manifest, indent=2, sort_keys=True) + "\n", building / _SETTINGS
+    if not path.is_file() or path.read_text(encoding="utf-8") != text:
+        for left in (*building.glob("*.bin"), *building.glob("*.sizes")):
+            left.unlink()
+        write_text(path, text)
 
 
 def _write_splits(
     building: Path, name: str, source: Documents, encoding: tiktoken.Encoding | HFTokenizer
 ) -> dict[str, dict[str, Any]]:
-    """Encode every split into `<split>.bin`, each document followed by an end-of-text token."""
-    dtype = token_type(encoding.n_vocab)
-    counts: dict[str, np.ndarray] = {}  # split -> [documents, 2], tokens and bytes of text
-    with progress_bar() as progress:
-        for split in source.documents:
-            task = progress.add_task(f"{name} {split}", total=source.documents[split])
-            sizes = array("Q")
-            with (building / f"{split}.bin").open("wb") as file:
-                for documents in source.batches(split):
-                    encoded = encoding.encode_ordinary_batch(
-                        documents, num_threads=os.cpu_count() or 1
-                    )
-                    for document, ids in zip(documents, encoded, strict=True):
-                        file.write(np.array([*ids, encoding.eot_token], dtype=dtype).tobytes())
-                        sizes.extend((len(ids) + 1, len(document.encode("utf-8"))))
-                    progress.advance(task, len(documents))
-            counts[split] = np.array(sizes, dtype=np.int64).reshape(-1, 2)
+    """Encode every split into `<split>.bin`; return the manifest's entries for them."""
+    with _progress_bar() as progress:
+        counts = {
+            split: _encode(building / f"{split}.bin", name, source, encoding, progress)
+            for split in source.documents
+        }
     if source.own:
-        _hold_out(building, counts, dtype)
+        _hold_out(building, counts, token_type(encoding.n_vocab))
     return {
         split: {
             **file_record(building / f"{split}.bin"),
@@ -199,6 +192,68 @@ def _write_splits(
         }
         for split, sizes in counts.items()
     }
+
+
+@contextmanager
+def _progress_bar() -> Iterator[Progress]:
+    """A progress bar on standard error: documents done, their number, elapsed and remaining
+    time."""
+    from rich.console import Console
+    from rich.progress import MofNCompleteColumn, Progress, TimeElapsedColumn, TimeRemainingColumn
+
+    columns = (
+        *Progress.get_default_columns()[:2],
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=Console(stderr=True)) as progress:
+        yield progress
+
+
+def _encode(
+    path: Path,
+    name: str,
+    source: Documents,
+    encoding: tiktoken.Encoding | HFTokenizer,
+    progress: Progress,
+) -> np.ndarray:
+    """Encode the split with the name of the file `path` into it, each document followed by an
+    end-of-text token; return the number of tokens and the bytes of text of each document, int64
+    [documents, 2].
+
+    These numbers are saved beside it, at the latest after `_SAVED` tokens, always after the tokens.
+    If there are some already, it continues after those documents.
+    """
+    split, dtype = path.stem, token_type(encoding.n_vocab)
+    saved, sizes = path.with_suffix(".sizes"), array("q")
+    if saved.is_file():
+        sizes.frombytes(saved.read_bytes())
+        if path.stat().st_size < sum(sizes[::2]) * dtype.itemsize:  # documents were held out of it
+            sizes = array("q")
+    written = done = sum(sizes[::2])
+    first = len(sizes) // 2
+    task = progress.add_task(f"{name} {split}", total=source.documents[split], completed=first)
+
+    def save() -> None:
+        file.flush()
+        os.fsync(file.fileno())
+        write_atomic(saved, lambda temporary: temporary.write_bytes(sizes.tobytes()))
+
+    with path.open("ab") as file:
+        file.truncate(done * dtype.itemsize)
+        for documents in source.batches(split, first):
+            encoded = encoding.encode_ordinary_batch(documents, num_threads=os.cpu_count() or 1)
+            for document, ids in zip(documents, encoded, strict=True):
+                file.write(np.array([*ids, encoding.eot_token], dtype=dtype).tobytes())
+                sizes.extend((len(ids) + 1, len(document.encode("utf-8"))))
+                written += len(ids) + 1
+            progress.advance(task, len(documents))
+            if written - done >= _SAVED:
+                save()
+                done = written
+        save()
+    return np.array(sizes, dtype=np.int64).reshape(-1, 2)
 
 
 def _hold_out(building: Path, counts: dict[str, np.ndarray], dtype: np.dtype[Any]) -> None:

@@ -93,7 +93,8 @@ class FinishedRun:
     @cached_property
     def data(self) -> DataConfig | ImageConfig:
         """The data that it was trained on."""
-        return self._typed(FAMILIES[self.family][1], "data", self.config["data"])
+        data = {k: v for k, v in self.config["data"].items() if k != "shard_tokens"}
+        return self._typed(FAMILIES[self.family][1], "data", data)
 
     @cached_property
     def trained_with(self) -> methods.Method:

@@ -4,11 +4,9 @@ it has without a fault. reproduce/test_runner.py has the same for a block."""
 import json
 from functools import partial
 
-import pytest
-
 from experiments.config.run import load
+from experiments.data import prepare as preparing
 from experiments.data.manifest import DataConfig
-from experiments.data.prepare import prepare
 from experiments.exporting.export import Form, export
 from experiments.runs.finished import FinishedRun
 from experiments.training import pretraining
@@ -19,14 +17,15 @@ def quiet(message):
     """Take a message, and show nothing."""
 
 
-@pytest.mark.parametrize("shard_tokens", [None, 300])
-def test_the_preparation_of_a_corpus(corpus_dir, tmp_path, shard_tokens):
+def test_the_preparation_of_a_corpus(corpus_dir, tmp_path, monkeypatch):
     text, root = tmp_path / "text.jsonl", tmp_path / "data"
     lines = (corpus_dir / "text" / "a.txt").read_text().splitlines()[:60]
     text.write_text("".join(json.dumps({"text": line}) + "\n" for line in lines))
     root.mkdir()
-    config = DataConfig("words", str(text), str(root), "bpe", 300, shard_tokens=shard_tokens)
-    check(root, partial(prepare, config), 8)
+    monkeypatch.setattr(preparing, "_BATCH", 16)
+    monkeypatch.setattr(preparing, "_SAVED", 300)
+    config = DataConfig("words", str(text), str(root), "bpe", 300)
+    check(root, partial(preparing.prepare, config), 16)
 
 
 def test_a_training_and_its_exports(overrides, tmp_path):

@@ -1,7 +1,9 @@
-"""Token corpora: which windows a batch holds, and what is refused before training starts."""
+"""Token corpora and mixtures of them: which windows a batch holds, and what is refused before
+training starts."""
 
 import functools
 import json
+import random
 import shlex
 import shutil
 
@@ -10,32 +12,30 @@ import pytest
 import torch
 
 from experiments.config.run import load
-from experiments.data.corpus import check_fits, load_tokens
-from experiments.data.manifest import DataConfig, file_record
+from experiments.data.corpus import TokenFiles, check_fits, load_tokens
+from experiments.data.manifest import DataConfig, file_record, fingerprint, read_manifest
 from experiments.data.mlm import MLMConfig
+from experiments.data.order import Order
+from experiments.data.prepare import prepare
 from experiments.data.tokenizer import folder_tokenizer
 from experiments.support.errors import UserError
 
 
-def write_corpus(root, train=5000, val=1000, vocab_size=7000):
+@pytest.fixture
+def config(tmp_path):
     """A corpus whose token at position i is i, so that a window shows where it was cut."""
-    config = DataConfig("count", "unused", str(root), tokenizer="bpe", vocab_size=vocab_size)
+    config = DataConfig("count", "unused", str(tmp_path), tokenizer="bpe", vocab_size=7000)
     config.directory.mkdir(parents=True)
     splits = {}
-    for split, count in (("train", train), ("val", val)):
+    for split, count in (("train", 5000), ("val", 1000)):
         path = config.directory / f"{split}.bin"
         np.arange(count).astype("<u2").tofile(path)
         splits[split] = {**file_record(path), "tokens": count}
-    tokenizer = {"kind": "bpe", "vocab_size": vocab_size, "end_of_text": 0, "file": None}
+    tokenizer = {"kind": "bpe", "vocab_size": 7000, "end_of_text": 0, "file": None}
     made_from = {"path": "unused"}
     manifest = {"schema": 1, "source": made_from, "tokenizer": tokenizer, "splits": splits}
     (config.directory / "manifest.json").write_text(json.dumps(manifest))
     return config
-
-
-@pytest.fixture
-def config(tmp_path):
-    return write_corpus(tmp_path)
 
 
 @pytest.fixture
@@ -53,20 +53,14 @@ def philox4x64(counter, key, mask=2**64 - 1):
     return c
 
 
-@pytest.mark.parametrize(("split", "stream", "size"), [("train", 0, 5000), ("val", 1, 1000)])
-def test_positions_are_philox_words_of_seed_split_step_and_index(corpus, split, stream, size):
-    starts = corpus.batch(split, 11, slice(0, 6), block=20)["input"][:, 0].tolist()
-    # NumPy's generator steps its counter before it makes four words.
-    words = philox4x64((1, 11, 0, 0), (3, stream)) + philox4x64((2, 11, 0, 0), (3, stream))
-    assert starts == [word % (size - 20) for word in words[:6]]
-
-
-def test_a_batch_is_windows_and_their_successors(corpus):
-    batch = corpus.batch("train", 0, slice(0, 5), block=8)
-    assert set(batch) == {"input", "target"}
-    assert batch["input"].shape == (5, 8) and batch["input"].dtype == torch.int64
-    assert torch.equal(batch["input"], batch["input"][:, :1] + torch.arange(8))
-    assert torch.equal(batch["target"], batch["input"] + 1)
+def test_a_batch_is_windows_at_philox_words_of_seed_split_step_and_index(corpus):
+    for split, stream, size in (("train", 0, 5000), ("val", 1, 1000)):
+        batch = corpus.batch(split, 11, slice(0, 6), block=20)
+        # NumPy's generator steps its counter before it makes four words.
+        words = philox4x64((1, 11, 0, 0), (3, stream)) + philox4x64((2, 11, 0, 0), (3, stream))
+        starts = torch.tensor([word % (size - 20) for word in words[:6]])
+        assert torch.equal(batch["input"], starts[:, None] + torch.arange(20))
+        assert torch.equal(batch["target"], batch["input"] + 1)
 
 
 def test_evaluation_windows_are_fixed_disjoint_and_spread(corpus, config):
@@ -79,7 +73,54 @@ def test_evaluation_windows_are_fixed_disjoint_and_spread(corpus, config):
     assert starts(corpus, 3, 2) == [0, 330, 660]
     assert starts(corpus, None, 32) == list(range(0, 990, 10))
     assert starts(load_tokens(config, seed=99), 7, 3) == starts(corpus, 7, 4)
-    assert [len(b["input"]) for b in corpus.eval_batches(7, 3, block=10)] == [3, 3, 1]
+
+
+def test_slices_of_several_arrays_are_those_of_one():
+    array = np.arange(23)
+    files = TokenFiles(np.split(array, [5, 6, 17]))
+    assert len(files) == 23
+    for first in range(23):
+        for last in range(first + 1, 25):
+            assert files[first:last].tolist() == array[first:last].tolist()
+
+
+def in_two_files(corpus_dir, root):
+    """A copy of the corpus `words` with its training split in two files, as earlier versions
+    write it."""
+    folder = shutil.copytree(corpus_dir / "words-v300", root / "words-v300")
+    manifest = json.loads((folder / "manifest.json").read_text())
+    whole = manifest["splits"]["train"]
+    content = (folder / whole.pop("file")).read_bytes()
+    paths = [folder / "train-00000.bin", folder / "train-00001.bin"]
+    for path, part in zip(paths, (content[:3000], content[3000:]), strict=True):
+        path.write_bytes(part)
+    whole["shards"] = [{**file_record(p), "tokens": p.stat().st_size // 2} for p in paths]
+    (folder / "train.bin").unlink()
+    del manifest["sha256"]
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    return DataConfig("words", str(corpus_dir / "text"), str(root), "bpe", 300), paths[1]
+
+
+def test_a_split_in_two_files_gives_the_same_batches_and_changed_files_are_named(
+    corpus_dir, tmp_path
+):
+    config, path = in_two_files(corpus_dir, tmp_path)
+    first = DataConfig("words", str(corpus_dir / "text"), str(corpus_dir), "bpe", 300)
+    one, two = load_tokens(first, seed=0), load_tokens(config, seed=0)
+    assert two.fingerprint == one.fingerprint and config.identity() == first.identity()
+    batches = [corpus.batch("train", 5, range(8), 64)["input"] for corpus in (one, two)]
+    assert torch.equal(*batches)
+    content = path.read_bytes()
+    again = r"; delete .*words-v300 and run `.*data\.name=words"
+    for damage, said in (
+        (lambda: path.write_bytes(content[:-4] + b"\0" * 4), r"was changed: its sha256 .*"),
+        (lambda: path.write_bytes(content[:-4]), "has .* bytes, .*"),
+        (path.unlink, "is missing"),
+    ):
+        damage()
+        with pytest.raises(UserError, match=rf"train-00001\.bin {said}{again}") as caught:
+            load_tokens(config, seed=0)
+        assert "\n" not in str(caught.value)
 
 
 # ------------------------------------------------------------------------------ before training
@@ -92,9 +133,6 @@ def test_a_missing_corpus_names_the_file_and_the_command(tmp_path):
     assert str(tmp_path / "openwebtext-gpt2" / "manifest.json") in str(error.value)
     command = "python -m experiments.prepare_data data=openwebtext 'data.source=/some where'"
     assert f"{command} data.root={tmp_path}`" in str(error.value)
-
-
-def test_the_command_for_a_text_of_ones_own_composes(tmp_path):
     for kind, extra in ((DataConfig, []), (MLMConfig, ["model=bert_nano"])):
         config = kind("mine", "text", str(tmp_path), "wordpiece", 512, "body")
         python, flag, module, *overrides = shlex.split(config.prepare_command)
@@ -105,24 +143,22 @@ def test_the_command_for_a_text_of_ones_own_composes(tmp_path):
         assert composed.text_column == "body"
 
 
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [
+def test_a_manifest_with_a_value_that_cannot_be_is_one_line(config):
+    path = config.directory / "manifest.json"
+    whole = path.read_text()
+    for key, value in (
         *((f"tokenizer.{key}", None) for key in ("kind", "vocab_size", "end_of_text")),
         *(("tokenizer.vocab_size", value) for value in (-3, 0, "3")),
         *(("splits.train.tokens", value) for value in (-5, 4999, 2.5, None)),
+        ("splits.val.sha256", None),
         ("splits.val", None),
-    ],
-)
-def test_a_manifest_with_a_value_that_cannot_be_is_one_line(config, key, value):
-    path = config.directory / "manifest.json"
-    manifest = json.loads(path.read_text())
-    *outer, last = key.split(".")
-    part = functools.reduce(dict.get, outer, manifest)
-    part[last] = value
-    path.write_text(json.dumps(manifest))
-    with pytest.raises(UserError, match=rf"is damaged \(its {key} is missing or wrong\); delete"):
-        load_tokens(config, seed=0)
+    ):
+        manifest = json.loads(whole)
+        *outer, last = key.split(".")
+        functools.reduce(dict.get, outer, manifest)[last] = value
+        path.write_text(json.dumps(manifest))
+        with pytest.raises(UserError, match=rf"damaged \(its {key} is missing or wrong\); delete"):
+            load_tokens(config, seed=0)
 
 
 def test_a_prepared_corpus_lends_only_the_tokenizer_of_its_manifest(corpus_dir, tmp_path):
@@ -145,3 +181,74 @@ def test_check_fits(corpus):
         check_fits(corpus, vocab_size=6999, block_size=999)
     with pytest.raises(UserError, match=r"val split .* has 1000 tokens, a window needs 1001"):
         check_fits(corpus, vocab_size=7000, block_size=1000)
+
+
+# ------------------------------------------------------------------------------ mixtures
+
+
+@pytest.fixture(scope="module")
+def parts(corpus_dir, tmp_path_factory):
+    """Folder with two corpora, `left` and `right`, with the tokenizer of `words`, and `other` with
+    one of its own."""
+    root = tmp_path_factory.mktemp("parts")
+    shutil.copytree(corpus_dir / "words-v300", root / "words-v300")
+    for name, vocabulary, tokenizer in (
+        ("left", "the mask keeps two of four", str(root / "words-v300")),
+        ("right", "the mask drops others", str(root / "words-v300")),
+        ("other", "a b", "bpe"),
+    ):
+        (root / f"{name}-text").mkdir()
+        draw = random.Random(len(vocabulary))
+        for i in range(60):
+            text = " ".join(draw.choices(vocabulary.split(), k=20))
+            (root / f"{name}-text" / f"{i}.txt").write_text(text)
+        prepare(DataConfig(name, str(root / f"{name}-text"), str(root), tokenizer, 300))
+    return root
+
+
+def mixture(root, names=("left", "right"), weights=(0.75, 0.25), tokenizer=None):
+    return DataConfig(
+        "mix", "mixture", str(root), tokenizer or str(root / "words-v300"), 300,
+        order="epochs", parts=names, weights=weights,
+    )  # fmt: skip
+
+
+BEFORE = np.arange(101) * 8
+
+
+def test_the_samples_of_a_mixture_are_windows_of_its_parts(parts):
+    config = mixture(parts)
+    corpus = load_tokens(config, 3, BEFORE)
+    singles = [load_tokens(part, 3) for part in config.corpora]
+    assert isinstance(corpus.order, Order)
+    seen = {0: set(), 1: set()}
+    for step in range(20):
+        of, _ = corpus.order.numbers(step * 8 + np.arange(8))
+        batch = corpus.batch("train", step, range(8), 16)
+        for part, row in zip(of, batch["input"], strict=True):
+            tokens = singles[part].tokens["train"]
+            starts = range(0, len(tokens) - 16, 16)
+            [start] = [s for s in starts if np.array_equal(tokens[s : s + 16], row.numpy())]
+            seen[part].add(start)
+        share = corpus.batch("train", step, range(4, 8), 16)["target"]
+        assert torch.equal(share, batch["target"][4:])
+    assert len(seen[0]) > len(seen[1]) > 20
+    record = corpus.describe(16)
+    assert set(record["epochs"]) == {"left", "right"}
+    assert record["splits"]["train"]["tokens"] == len(corpus.tokens["train"])
+    vals = np.concatenate([single.tokens["val"] for single in singles])
+    assert np.array_equal(corpus.tokens["val"][0 : len(vals)], vals)
+    assert corpus.fingerprint not in [fingerprint(single.manifest) for single in singles]
+    assert corpus.encoding.decode(corpus.tokens["val"][0:5].tolist())
+
+
+def test_parts_that_do_not_fit_are_refused(parts):
+    with pytest.raises(UserError, match=r"other-v300 has another tokenizer .* than .*words"):
+        read_manifest(mixture(parts, ("words", "other"), (0.5, 0.5), "bpe"))
+    with pytest.raises(UserError, match=r"/none-.*manifest.json is missing; run `.*name=none"):
+        read_manifest(mixture(parts, ("left", "none"), (0.5, 0.5)))
+    corpus = load_tokens(mixture(parts), 0, BEFORE)
+    long = {"train": np.zeros(10**5), "val": np.zeros(10**5)}
+    longer = type(corpus)(corpus.directory, corpus.manifest, long, 0, corpus.order)
+    with pytest.raises(UserError, match=r"left has \d+ tokens for training, a window needs"):
+        check_fits(longer, 999, 5 * len(corpus.tokens["train"]))

@@ -1,9 +1,12 @@
 """From text in its real formats to token files, and the embedded corpus."""
 
+import errno
 import gzip
 import hashlib
 import json
+import shutil
 import sysconfig
+from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +16,7 @@ import tiktoken
 from experiments import prepare_data
 from experiments.data import prepare as preparing
 from experiments.data.corpus import load_tokens
-from experiments.data.manifest import SPLITS, DataConfig, read_manifest
+from experiments.data.manifest import SPLITS, DataConfig, read_manifest, token_type
 from experiments.data.prepare import prepare
 from experiments.data.tokenizer import (
     END_OF_TEXT,
@@ -24,6 +27,7 @@ from experiments.data.tokenizer import (
     train_bpe,
     train_wordpiece,
 )
+from experiments.support.checkpoint import exclusive
 from experiments.support.errors import UserError
 
 TEXTS = [f"document {i}: naïve café \U0001f600\n" for i in range(30)]
@@ -129,21 +133,15 @@ def write_parquet(folder, texts):
         pq.write_table(pa.table({"text": part}), folder / f"train-{i:05d}-of-00002.parquet")
 
 
-def write_jsonl(folder, texts):
-    lines = [json.dumps({"text": text, "url": "x"}) for text in texts]
-    (folder / "c4-train.00000.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
+def write_lines(name):
+    def write(folder, texts):
+        lines = "".join(json.dumps({"text": text, "url": "x"}) + "\n" for text in texts).encode()
+        (folder / name).write_bytes(gzip.compress(lines) if name.endswith(".gz") else lines)
+
+    return write
 
 
-def write_jsonl_gz(folder, texts):
-    lines = [json.dumps({"text": text, "timestamp": "x"}) + "\n" for text in texts]
-    (folder / "shard.jsonl.gz").write_bytes(gzip.compress("".join(lines).encode()))
-
-
-def write_json_gz(folder, texts):
-    """Writes the texts as C4 has them on the hub."""
-    lines = [json.dumps({"text": text, "url": "x"}) + "\n" for text in texts]
-    path = folder / "c4-train.00000-of-01024.json.gz"
-    path.write_bytes(gzip.compress("".join(lines).encode()))
+write_jsonl = write_lines("part.jsonl")
 
 
 def write_txt(folder, texts):
@@ -152,20 +150,22 @@ def write_txt(folder, texts):
         (folder / "sub" / f"{i:02d}.txt").write_text(text, encoding="utf-8")
 
 
-@pytest.mark.parametrize(
-    "write", [write_parquet, write_jsonl, write_jsonl_gz, write_json_gz, write_txt]
-)
-def test_every_format_gives_the_same_documents(tmp_path, hub_cache, write):
-    folder = tmp_path / "source"
-    folder.mkdir()
-    write(folder, TEXTS)
-    config = DataConfig("mini", str(folder), str(tmp_path / "data"), "bpe", vocab_size=280)
-    assert prepare(config) == tmp_path / "data" / "mini-v280"
-    corpus = load_tokens(config, seed=0)
-    # nanoGPT's split: the first ceil(0.05%) of NumPy's permutation with seed 2357 is validation
-    order = np.random.default_rng(2357).permutation(30)
-    assert documents_of(corpus, "val") == [TEXTS[order[0]]]
-    assert documents_of(corpus, "train") == [TEXTS[i] for i in order[1:]]
+def test_every_format_gives_the_same_documents(tmp_path, hub_cache):
+    # The last is C4's form on the hub.
+    names = ("c4-train.00000.jsonl", "shard.jsonl.gz", "c4-train.00000-of-01024.json.gz")
+    for number, write in enumerate((write_parquet, write_txt, *map(write_lines, names))):
+        folder = tmp_path / f"source{number}"
+        folder.mkdir()
+        write(folder, TEXTS)
+        root = tmp_path / f"data{number}"
+        config = DataConfig("mini", str(folder), str(root), "bpe", vocab_size=280)
+        assert prepare(config) == root / "mini-v280"
+        corpus = load_tokens(config, seed=0)
+        # nanoGPT's split: the first ceil(0.05%) of NumPy's permutation with seed 2357 is validation
+        order = np.random.default_rng(2357).permutation(30)
+        assert documents_of(corpus, "val") == [TEXTS[order[0]]]
+        assert documents_of(corpus, "train") == [TEXTS[i] for i in order[1:]]
+        assert corpus.manifest["versions"].keys() == {"python", "tiktoken", "tokenizers"}
 
 
 @pytest.mark.parametrize("name", ["mine", "openwebtext"])
@@ -199,23 +199,18 @@ def test_of_ones_own_text_one_percent_of_the_tokens_is_held_out(
     assert not (config.directory / "rest.bin").exists()
 
 
-@pytest.mark.parametrize("end", ["\n", " "])
-def test_of_a_single_text_the_end_is_held_out(tmp_path, hub_cache, byte_gpt2, end):
+def test_of_a_single_text_the_end_is_held_out(tmp_path, hub_cache, byte_gpt2):
     """All of it is in one of the splits, in its order; lines stay whole."""
-    folder = tmp_path / "source"
-    folder.mkdir()
-    text = "".join(f"{i} apples{end}" for i in range(1000))
-    (folder / "book.txt").write_text(text)
-    config = DataConfig("mine", str(folder / "book.txt"), str(tmp_path / "data"))
-    prepare(config)
-    found = {
-        split: np.fromfile(config.directory / f"{split}.bin", dtype="<u2")[:-1]
-        for split in ("train", "val")
-    }
-    train, val = (found[split].astype(np.uint8).tobytes().decode() for split in found)
-    assert train + val == text
-    assert len(text) / 100 <= len(val) < len(text) / 80
-    assert train.endswith("\n") == (end == "\n")
+    for name, end in (("lines", "\n"), ("spaces", " ")):
+        text = "".join(f"{i} apples{end}" for i in range(1000))
+        (tmp_path / f"{name}.txt").write_text(text)
+        config = DataConfig(name, str(tmp_path / f"{name}.txt"), str(tmp_path / "data"))
+        prepare(config)
+        found = (np.fromfile(config.directory / f"{s}.bin", dtype="<u2")[:-1] for s in SPLITS)
+        train, val = (tokens.astype(np.uint8).tobytes().decode() for tokens in found)
+        assert train + val == text
+        assert len(text) / 100 <= len(val) < len(text) / 80
+        assert train.endswith("\n") == (end == "\n")
 
 
 def test_a_tokenizer_is_not_trained_on_what_is_held_out(tmp_path, hub_cache):
@@ -255,23 +250,86 @@ def test_a_source_is_known_by_its_content_and_not_by_its_place(tmp_path, hub_cac
         prepare(DataConfig("mini", str(folder), root))
 
 
-def test_of_two_that_prepare_at_once_one_wins(tmp_path, hub_cache, byte_gpt2, monkeypatch):
+@pytest.mark.parametrize(("stop", "left"), [(28, 96), (120, 1), (None, 119)])
+def test_a_stopped_preparation_continues_and_gives_the_same_files(
+    tmp_path, hub_cache, byte_gpt2, monkeypatch, stop, left
+):
+    """In training, where every other batch is saved; in validation; and when documents were moved
+    from one to the other. left: documents that are encoded afterwards."""
+    folder = tmp_path / "source"
+    folder.mkdir()
+    write_jsonl(folder, [text * (i % 5 + 1) for i, text in enumerate(TEXTS * 4)])
+    monkeypatch.setattr(preparing, "_BATCH", 4)
+    monkeypatch.setattr(preparing, "_SAVED", 500)
+    whole = DataConfig("mini", str(folder), str(tmp_path / "whole"))
+    prepare(whole)
+    config = DataConfig("mini", str(folder), str(tmp_path / "data"))
+    encoded = []
+
+    class Watched:
+        n_vocab, eot_token = byte_gpt2.n_vocab, byte_gpt2.eot_token
+
+        def encode_ordinary_batch(self, documents, num_threads):
+            encoded.extend(documents)
+            if len(encoded) == stop:
+                raise KeyboardInterrupt
+            return byte_gpt2.encode_ordinary_batch(documents)
+
+    monkeypatch.setattr(preparing, "gpt2_encoding", Watched)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(preparing, "write_sealed", interrupted)
+        prepare(config)
+    assert not config.directory.exists()
+    encoded.clear()
+    stop = None
+    prepare(config)
+    assert len(encoded) == left
+    names = {"train.bin", "val.bin", "manifest.json"}
+    assert {path.name for path in config.directory.iterdir()} == names
+    for name in names:
+        assert (config.directory / name).read_bytes() == (whole.directory / name).read_bytes()
+    assert [path.name for path in config.directory.parent.iterdir()] == ["mini-gpt2"]
+
+
+def interrupted(*_):
+    raise KeyboardInterrupt
+
+
+def test_a_second_process_waits_and_a_changed_text_begins_anew(
+    tmp_path, hub_cache, byte_gpt2, monkeypatch, capsys
+):
     folder = tmp_path / "source"
     folder.mkdir()
     write_jsonl(folder, TEXTS)
     config = DataConfig("mini", str(folder), str(tmp_path / "data"))
-    write_splits = preparing._write_splits
-
-    def another_finishes_first(*args):
-        monkeypatch.setattr(preparing, "_write_splits", write_splits)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(preparing, "write_sealed", interrupted)
         prepare(config)
-        (config.directory / "theirs").touch()
-        return write_splits(*args)
+    write_jsonl(folder, [text.upper() for text in TEXTS])
+    building = config.directory.with_name(".mini-gpt2.building")
+    with ExitStack() as other:
+        other.enter_context(exclusive(building))
+        monkeypatch.setattr(preparing.time, "sleep", lambda s: s < 1 or other.close())
+        prepare(config)
+    assert "another process is running in" in capsys.readouterr().out
+    tokens = np.fromfile(config.directory / "train.bin", dtype="<u2")
+    assert tokens.astype(np.uint8).tobytes().count(b"DOCUMENT") == len(TEXTS) - 1
 
-    monkeypatch.setattr(preparing, "_write_splits", another_finishes_first)
-    assert (prepare(config) / "theirs").exists()
-    assert [path.name for path in (tmp_path / "data").iterdir()] == ["mini-gpt2"]
-    load_tokens(config, seed=0)
+
+def test_an_error_of_the_disk_at_the_end_is_not_swallowed(
+    tmp_path, hub_cache, byte_gpt2, monkeypatch
+):
+    folder = tmp_path / "source"
+    folder.mkdir()
+    write_jsonl(folder, TEXTS)
+
+    def failing(building, directory):
+        shutil.copytree(building, directory)
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(preparing, "publish", failing)
+    with pytest.raises(OSError, match="Input/output error"):
+        prepare(DataConfig("mini", str(folder), str(tmp_path / "data")))
 
 
 def test_the_command_line(tmp_path, hub_cache, byte_gpt2, monkeypatch, capsys):
@@ -287,13 +345,13 @@ def test_the_command_line(tmp_path, hub_cache, byte_gpt2, monkeypatch, capsys):
     assert Path("out/openwebtext-gpt2/manifest.json").is_file()
 
 
-@pytest.mark.parametrize(
-    ("files", "message"),
-    [
+def test_unusable_sources_are_refused(tmp_path, hub_cache):
+    latin = "{folder}/a.txt is not UTF-8: {}; save it as UTF-8"
+    for number, (files, message) in enumerate((
         (None, "does not exist"),
         ({}, "found: none"),
         ({"a.csv": "x"}, "found: none"),
-        ({"a.txt": "x", "b.jsonl": '{"text": "x"}\n'}, "found: 1 text, 1 json"),
+        ({"a.txt": b"x", "b.jsonl": '{"text": "x"}\n'}, "found: 1 text, 1 json"),
         ({"a.jsonl": '{"body": "x"}\n'}, "data.text_column='text' .* has body"),
         ({"a.jsonl": '{"text": "x'}, "could not read data.source=.* .ArrowInvalid: JSON parse"),
         ({"a.jsonl": ""}, "could not read data.source=.* .StopIteration.; pass"),
@@ -302,37 +360,22 @@ def test_the_command_line(tmp_path, hub_cache, byte_gpt2, monkeypatch, capsys):
         ({"a.jsonl": '{"text": ["x"]}\n'}, "data.text_column='text' of .* holds List, not text"),
         ({"a.parquet": "PAR1"}, "could not read data.source=.* .ArrowInvalid"),
         ({"a.jsonl": '{"text": "x"}\n'}, "holds 1 characters; two splits need more"),
-    ],
-)
-def test_unusable_sources_are_refused(tmp_path, hub_cache, files, message):
-    folder = tmp_path / "source"
-    if files is not None:
-        folder.mkdir()
-        for name, content in files.items():
-            (folder / name).write_text(content)
-    with pytest.raises(UserError, match=message):
-        prepare(DataConfig("mini", str(folder), str(tmp_path / "data"), "bpe", vocab_size=300))
-    assert not (tmp_path / "data").exists()
-
-
-@pytest.mark.parametrize(
-    ("content", "byte"),
-    [
-        (b"caf\xe9 au lait", "byte 3 is 0xe9"),
-        (b"\xff\xfea\x00", "byte 0 is 0xff"),
-        ("é".encode() * 2**19 + b"\xc3", f"byte {2**20} is 0xc3"),
-        (b"a" + "é".encode() * 2**19 + b"\x80", f"byte {2**20 + 1} is 0x80"),  # a cut character
-    ],
-)
-def test_a_text_that_is_not_utf8_is_named_with_its_byte(tmp_path, hub_cache, content, byte):
-    folder = tmp_path / "source"
-    folder.mkdir()
-    write_txt(folder, TEXTS[:3])
-    (folder / "sub" / "latin.txt").write_bytes(content)
-    message = rf"^{folder}/sub/latin\.txt is not UTF-8: {byte}; save it as UTF-8 .* or take it out"
-    with pytest.raises(UserError, match=message):
-        prepare(DataConfig("mini", str(folder), str(tmp_path / "data"), "bpe", vocab_size=300))
-    assert not (tmp_path / "data").exists()
+        ({"a.txt": b"caf\xe9 au lait"}, latin.replace("{}", "byte 3 is 0xe9")),
+        ({"a.txt": "é".encode() * 2**19 + b"\xc3"}, latin.replace("{}", f"byte {2**20} is 0xc3")),
+        # The first megabyte ends within a character.
+        ({"a.txt": b"a" + "é".encode() * 2**19 + b"\x80"},
+         latin.replace("{}", f"byte {2**20 + 1} is 0x80")),
+    )):  # fmt: skip
+        folder = tmp_path / f"source{number}"
+        if files is not None:
+            folder.mkdir()
+            for name, content in files.items():
+                (folder / name).write_bytes(
+                    content if isinstance(content, bytes) else content.encode()
+                )
+        with pytest.raises(UserError, match=message.replace("{folder}", str(folder))):
+            prepare(DataConfig("mini", str(folder), str(tmp_path / "data"), "bpe", vocab_size=300))
+        assert not (tmp_path / "data").exists()
 
 
 # ------------------------------------------------------------------------------ embedded corpus
@@ -357,4 +400,25 @@ def test_stdlib_leaves_out_tests_and_packages_and_what_is_not_utf8(tmp_path, mon
     assert source.documents == {split: len(texts) for split, texts in found.items()}
 
 
-# ------------------------------------------------------------------------------ yaml files
+def test_tokens_beyond_uint16_are_uint32(tmp_path, hub_cache):
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    assert [token_type(size) for size in (65536, 65537)] == ["<u2", "<u4"]
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokens = {c: 70_000 + i for i, c in enumerate(alphabet)}  # every byte is a large number
+    fillers = {f"<{i}>": i for i in range(70_000)}
+    tokenizer = Tokenizer(models.BPE({**fillers, **tokens, "<end>": 70_256}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>")
+    fast.save_pretrained(tmp_path / "large")
+    (tmp_path / "text").mkdir()
+    write_jsonl(tmp_path / "text", TEXTS)
+    config = DataConfig("mine", str(tmp_path / "text"), str(tmp_path), str(tmp_path / "large"))
+    assert config.vocab_size == 70_257
+    prepare(config)
+    corpus = load_tokens(config, seed=0)
+    assert corpus.tokens["train"].dtype == np.dtype("<u4")
+    assert corpus.batch("train", 0, range(4), 64)["input"].min() >= 70_000
+    assert documents_of(corpus, "train")[0] in TEXTS

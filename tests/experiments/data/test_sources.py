@@ -146,7 +146,6 @@ def test_settings_that_cannot_be_are_refused_by_name():
         (PairsConfig, MINE, {"tokenizer": "wordpiece"}, "data.tokenizer=wordpiece"),
         (PairsConfig, MINE, {"source_language": "de"}, "are both de"),
         (PairsConfig, MINE, {"order": "epochs"}, "data.order is not for pairs"),
-        (PairsConfig, MINE, {"shard_tokens": 100}, "data.shard_tokens is not for pairs"),
         (PairsConfig, MINE, {"batch_tokens": 4}, "data.batch_tokens=4"),
         (PairsConfig, MINE, {"max_tokens": 5000}, "data.max_tokens=5000"),
         (PairsConfig, MINE, {"source": "numbers", "target_language": "fr"}, "in de and en"),
