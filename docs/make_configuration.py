@@ -12,9 +12,9 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
 import methods  # noqa: E402
-from experiments.config.command_line import CONF, as_typed, comments  # noqa: E402
 from experiments.config.initial import HFConfig  # noqa: E402
 from experiments.config.settings import ImplConfig, TrainConfig  # noqa: E402
+from experiments.config.yaml_files import CONF, as_typed, comments  # noqa: E402
 from experiments.data.corpus import DataConfig  # noqa: E402
 from experiments.data.mlm import MLMConfig  # noqa: E402
 from experiments.data.parallel import PairsConfig  # noqa: E402

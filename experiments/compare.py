@@ -21,8 +21,7 @@ import sys
 from functools import partial
 from pathlib import Path
 
-from experiments.config.command_line import parse
-from experiments.config.driver import exit_with_one_line
+from experiments.config.driver import exit_with_one_line, parse
 from experiments.runs import comparison, curves
 from experiments.support.checkpoint import csv_text, write_atomic, write_text
 from experiments.support.errors import UserError

@@ -78,6 +78,9 @@ class DecaySearch:
                 "at the end of the warm-up, which must have 4 steps or more"
             )
 
+    def with_command(self, line: str) -> DecaySearch:
+        return replace(self, config=self.config.with_command(line))
+
     @property
     def seed(self) -> int:
         return self.config.seed
@@ -295,7 +298,7 @@ def freeze_search(composed: Any) -> DecaySearch:
 def load(overrides: list[str] | None = None) -> DecaySearch:
     """The search that `conf/find_decay.yaml` and hydra overrides compose. Raises a `UserError` if
     one does not fit."""
-    return composed("find_decay", freeze_search, overrides)
+    return composed("find_decay", freeze_search, overrides or ())
 
 
 def finished(search: DecaySearch) -> dict[str, Any] | None:

@@ -69,8 +69,7 @@ def freeze_translation(composition: Any) -> TranslateConfig:
 def load(overrides: list[str] | None = None) -> TranslateConfig:
     """The training that `conf/translate.yaml` and hydra overrides compose. Raises a `UserError` if
     one does not fit."""
-    config = composed("translate", freeze_translation, overrides)
-    return dataclasses.replace(config, command=configuration.command("translate", overrides or []))
+    return composed("translate", freeze_translation, overrides or ())
 
 
 def finished(config: TranslateConfig) -> dict[str, Any] | None:

@@ -7,41 +7,47 @@ import copy
 import dataclasses
 import itertools
 import re
+import shlex
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any, TypeVar
 
-from experiments.config import run_names
-from experiments.config.command_line import CONF
+from experiments.config import yaml_files
+from experiments.config.yaml_files import CONF
 from experiments.support.errors import UserError, closest, installing, interruption, suggestion
 
 T = TypeVar("T")
 
 
-def composed(config_name: str, typed: Callable[[Any], T], overrides: list[str] | None = None) -> T:
+def composed(config_name: str, typed: Callable[[Any], T], overrides: Sequence[str] = ()) -> T:
     """`typed` of the config that `experiments/conf/<config_name>.yaml` and hydra overrides compose;
-    a `UserError` says in one line what does not fit."""
+    a `UserError` says in one line what does not fit. A config that records the command line that
+    makes it (`with_command`) is given it."""
     with one_line_errors():
-        return typed(_compose(config_name, overrides or ()))
+        config: Any = typed(compose(config_name, overrides))
+    if hasattr(config, "with_command"):
+        line = shlex.join(["python", "-m", f"experiments.{config_name}", *overrides])
+        return config.with_command(line)
+    return config
 
 
-def check(config_name: str, overrides: Sequence[str], sweep: bool) -> None:
-    """Raise a `UserError` if the keys of one of the overrides do not fit, in any run of a sweep."""
+def check_sweep(config_name: str, overrides: Sequence[str]) -> None:
+    """Raise a `UserError` if an override of a sweep does not fit, in any choice of files."""
     runs: list[list[str]] = []
     for text in overrides:
         override, key = _parsed(config_name, text), text.partition("=")[0]
         runs.append([text])
-        if sweep and override.is_sweep_override():  # of a glob or interval, only the sweeper knows
+        if override.is_sweep_override():  # of a glob or interval, only the sweeper knows the values
             known = override.is_choice_sweep() or override.is_range_sweep()
             values = override.sweep_string_iterator() if known else ["null"]
             one = [f"{key}={value}" for value in values]
             runs[-1] = one if (CONF / key).is_dir() else one[:1]
     for choices in itertools.product(*runs):
-        _compose(config_name, choices)
+        compose(config_name, choices)
 
 
-def _compose(config_name: str, overrides: Sequence[str]) -> Any:
+def compose(config_name: str, overrides: Sequence[str]) -> Any:
     """The `DictConfig` that hydra composes.
 
     It takes hydra 0.1 s to merge the files, and a report needs hundreds of configs. So the files
@@ -94,20 +100,20 @@ def _parsed(config_name: str, text: str) -> Any:
 @lru_cache(maxsize=64)
 def _merged(config_name: str, files: tuple[str, ...]) -> Any:
     """The config of a choice of files. It is shared, so callers change a copy."""
-    from hydra import compose, initialize_config_module
+    import hydra
     from hydra.core.config_store import ConfigStore
     from hydra.errors import MissingConfigException
 
     try:
-        own = run_names.own_methods()
+        registered = yaml_files.registered_methods()
     except ImportError as error:
         raise UserError(str(error)) from error
-    for name, options in own.items():
+    for name, options in registered.items():
         node = {"defaults": ["_common", "_self_"], **options}
         ConfigStore.instance().store(f"{name}.yaml", node, group="method")
     try:
-        with initialize_config_module("experiments.conf", version_base="1.3"):
-            return compose(config_name, overrides=list(files))
+        with hydra.initialize_config_module("experiments.conf", version_base="1.3"):
+            return hydra.compose(config_name, overrides=list(files))
     except MissingConfigException as error:
         file = str(error.missing_cfg_file)
         group, _, name = file.rpartition("/") if file[:6] == "hydra/" else file.partition("/")
@@ -124,9 +130,7 @@ def _unknown(key: str, config: Any) -> str:
     """Says that a config has no `key`, and what key or other choice of a file may be meant."""
     group, _, name = key.rpartition(".")
     said, keys = f"there is no {key} here", [known.rpartition(".") for known in _keys(config, "")]
-    files = run_names.files(group) if group and (CONF / group).is_dir() else {}
-    if group == "method":
-        files = files | run_names.own_methods()
+    files = yaml_files.values_of(group) if group and (CONF / group).is_dir() else {}
     if not any(name in options for options in files.values()):
         for among in ([known for known in keys if known[0] == group], keys):
             near = closest(name, (last for *_, last in among))
@@ -148,7 +152,7 @@ def _keys(node: Any, prefix: str) -> Iterator[str]:
             yield from _keys(inner, f"{prefix}{name}.")
 
 
-def plain(composed: Any, *needed: str) -> dict[str, Any]:
+def plain(composition: Any, *needed: str) -> dict[str, Any]:
     """A composed `DictConfig` as plain values.
 
     Raises:
@@ -156,9 +160,9 @@ def plain(composed: Any, *needed: str) -> dict[str, Any]:
     """
     from omegaconf import OmegaConf
 
-    if missing := sorted(OmegaConf.missing_keys(composed)):
+    if missing := sorted(OmegaConf.missing_keys(composition)):
         raise UserError(f"{missing[0]} has no value; give it one, {missing[0]}=VALUE")
-    values: Any = OmegaConf.to_container(composed, resolve=True)
+    values: Any = OmegaConf.to_container(composition, resolve=True)
     if missing := [key for key in needed if key not in values]:
         raise UserError(f"the config has no {missing[0]}: leave ~{missing[0]} out")
     return values
@@ -174,15 +178,14 @@ def typed(schema: type, group: str, values: Any) -> Any:
     from omegaconf.errors import OmegaConfBaseException
 
     known = {f.name for f in dataclasses.fields(schema)}
-    unknown = sorted(set(values) - known)
-    if unknown:
+    if unknown := sorted(set(values) - known):
         raise UserError(
             f"{group} has no key {', '.join(unknown)}; it takes {', '.join(sorted(known))}"
         )
     try:
         return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(schema), values))
     except OmegaConfBaseException as error:
-        key, reason = f"{group}.{error.full_key}", str(error).splitlines()[0]
+        key, reason = f"{group}.{error.full_key}", _first_line(error)
         if "is not a ListConfig" in reason:
             raise UserError(f"{key} must be a list, as in '{key}=[VALUE]'") from error
         raise UserError(f"{key}: {reason}") from error

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import argparse
 import atexit
 import functools
 import math
 import os
+import re
 import sys
-from collections.abc import Callable, Iterator
+import textwrap
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
 
-from experiments.config.command_line import help_text, parse
-from experiments.config.compose import check, one_line_errors
+from experiments.config.compose import check_sweep, compose, composed, one_line_errors
 from experiments.config.run import freeze
+from experiments.config.yaml_files import CONF, as_typed, comments, values_of
 from experiments.support import memory
 from experiments.support.errors import (
     Diverged,
@@ -25,6 +28,12 @@ from experiments.support.errors import (
     printable,
     raise_on_sigterm,
 )
+
+_WIDTH = 79
+_COLUMN = 30  # the column in which the descriptions of options begin
+_LAST = """\
+`GROUP=CHOICE --help` shows the options of that choice. -m sweeps over
+`key=1,2`, --cfg job prints the config."""
 
 
 def driver(
@@ -50,54 +59,163 @@ def driver(
     """
 
     def decorate(main: Callable[[Any], Any]) -> Callable[[], None]:
-        @functools.wraps(main)
-        def command() -> None:
+        def run(arguments: argparse.Namespace, overrides: Sequence[str]) -> Any:
+            given = {name: getattr(arguments, name) for name in texts}
+            config = composed(config_name, functools.partial(typed, **given), overrides)
+            try:
+                return main(config)
+            except ValueError as error:  # a defect of ours, not a wrong argument
+                raise RuntimeError(str(error)) from error
+
+        def sweep(arguments: argparse.Namespace) -> None:
+            """Let hydra's launcher make the runs."""
             import hydra
+            from hydra.core.hydra_config import HydraConfig
 
             returned: list[Any] = []
             diverged: list[Diverged] = []
 
-            def task(composed: Any) -> float | None:
+            def task(_: Any) -> float | None:
                 with exit_with_one_line(after_stop):
-                    with one_line_errors():
-                        config = typed(composed, **{name: vars(arguments)[name] for name in texts})
                     try:
-                        returned.append(main(config))
-                    except ValueError as error:  # a defect of ours, not a wrong argument
-                        raise RuntimeError(str(error)) from error
+                        returned.append(run(arguments, HydraConfig.get().overrides.task))
                     except Diverged as error:
-                        if "--multirun" not in arguments.hydra:
-                            raise
                         diverged.append(error)
                         print(f"error: {one_line(error)}", file=sys.stderr)
                         return worst
                     return objective(returned[-1])
 
+            check_sweep(config_name, arguments.overrides)
             # Hydra then raises its errors instead of printing them over several lines.
             os.environ["HYDRA_FULL_ERROR"] = "1"
-            with exit_with_one_line(after_stop), one_line_errors():
+            sys.argv[1:] = ["--multirun", *arguments.overrides]
+            with one_line_errors():
+                hydra.main("pkg://experiments.conf", config_name, version_base="1.3")(task)()
+            if after_sweep and len(returned) > 1 and os.environ.get("RANK", "0") == "0":
+                after_sweep(returned)
+            if diverged:
+                raise UserError(f"runs of the sweep that diverged: {len(diverged)}")
+
+        @functools.wraps(main)
+        def command() -> None:
+            with exit_with_one_line(after_stop):
                 arguments = parse(sys.argv[1:], texts)
-                check(config_name, arguments.overrides, sweep="--multirun" in arguments.hydra)
                 if arguments.help:
                     module, says = main.__globals__["__spec__"].name, main.__globals__["__doc__"]
                     print(help_text(module, says, config_name, arguments.overrides, groups))
-                    return
-                sys.argv[1:] = [*arguments.hydra, *arguments.overrides]
-                hydra.main(
-                    config_path="pkg://experiments.conf",
-                    config_name=config_name,
-                    version_base="1.3",
-                )(task)()
-                if after_sweep and len(returned) > 1 and os.environ.get("RANK", "0") == "0":
-                    after_sweep(returned)
-                if diverged:
-                    raise UserError(f"runs of the sweep that diverged: {len(diverged)}")
+                elif arguments.cfg:
+                    from omegaconf import OmegaConf
+
+                    config = compose(config_name, arguments.overrides)
+                    print(OmegaConf.to_yaml(config, resolve=arguments.resolve), end="")
+                elif arguments.multirun:
+                    sweep(arguments)
+                else:
+                    run(arguments, arguments.overrides)
             if int(os.environ.get("WORLD_SIZE", "1")) > 1:
                 end_rank()
 
         return command
 
     return decorate
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"{message}; see --help")
+
+
+def parse(arguments: Sequence[str], texts: Sequence[str] = ()) -> argparse.Namespace:
+    """The command line: flags, `overrides`, and each of the plain `texts` by name.
+
+    `NAME=TEXT`, `--NAME=TEXT` and `--NAME TEXT` give the text as it is typed, with quotation marks,
+    brackets, equals signs and line breaks.
+
+    Raises:
+        UserError: an unknown flag, or a text that is missing, given twice, or not UTF-8.
+    """
+    parser = _Parser(add_help=False, allow_abbrev=False)
+    for names in (("--help", "-h"), ("--multirun", "-m"), ("--resolve",)):
+        parser.add_argument(*names, action="store_true")
+    parser.add_argument("--cfg", "-c", choices=("job",))
+    parser.add_argument("overrides", nargs="*")
+    for name in texts:
+        parser.add_argument(f"--{name}", action="append")
+    as_flags = [f"--{a}" if a.partition("=")[0] in texts else a for a in arguments]
+    found = parser.parse_intermixed_args(as_flags)
+    for name in texts:
+        text, *more = getattr(found, name) or [None]
+        setattr(found, name, text)
+        if more:
+            raise UserError(f"{name} is given twice; give it once")
+        if text and (wrong := re.search("[\ud800-\udfff]", text)):  # how Python reads other bytes
+            raise UserError(f"{name} is not UTF-8 (character {wrong.start() + 1})")
+    return found
+
+
+def help_text(
+    module: str, docstring: str, config_name: str, overrides: list[str], groups: Sequence[str] = ()
+) -> str:
+    """The text of `--help`: the driver's docstring, then its options with their present values and
+    the comments on them in conf/.
+
+    Args:
+        docstring: the driver's; its first line has the form "What it does: `example`.".
+        groups: the config groups that the driver reads; () = its whole config.
+    """
+    import hydra
+    from omegaconf import OmegaConf, open_dict
+
+    compose(config_name, overrides)  # says in one line what does not fit
+    with hydra.initialize_config_module("experiments.conf", version_base="1.3"):
+        composition = hydra.compose(config_name, overrides, return_hydra_config=True)
+    found = composition.hydra.runtime.choices.items()
+    choices = {group.partition("@")[0]: file for group, file in found if group[:6] != "hydra/"}
+    with open_dict(composition):
+        del composition["hydra"]
+    values: Any = OmegaConf.to_container(composition, resolve=True)
+    does, _, example = docstring.partition("\n")[0].partition(": `")
+    _, *blocks = docstring.strip().split("\n\n")
+    parts = [
+        f"usage:   python -m {module} [KEY=VALUE ...] [GROUP=CHOICE ...]\n"
+        f"example: {example.rstrip('`.')}",
+        f"{does}.",
+        *(block if block.startswith(" ") else textwrap.fill(block, _WIDTH) for block in blocks),
+    ]
+    if own := {key: values[key] for key in values if key not in choices and not groups}:
+        lines = _options(own, "", comments(CONF / f"{config_name}.yaml"))
+        parts.append("\n".join(["options:", *lines]))
+    # Groups without values of their own, such as experiment, come last.
+    for group in groups or sorted(choices, key=[*values, *choices].index):
+        known = " ".join(sorted(name for name in values_of(group) if "." not in name))
+        chosen = choices[group] or "null"
+        line = textwrap.fill(
+            f"{group}={chosen}, one of: {known}",
+            _WIDTH,
+            subsequent_indent="  ",
+            break_on_hyphens=False,
+        )
+        said = comments(CONF / group / f"{chosen}.yaml")
+        parts.append("\n".join([line, *_options(values.get(group) or {}, f"{group}.", said)]))
+    return "\n\n".join([*parts, _LAST])
+
+
+def _options(values: dict[str, Any], prefix: str, said: dict[str, str]) -> Iterator[str]:
+    """Yields the lines of `--help` on each option of a group and of its subgroups."""
+    for key, value in values.items():
+        if isinstance(value, dict) and value:
+            inner = {k.removeprefix(f"{key}."): text for k, text in said.items()}
+            yield from _options(value, f"{prefix}{key}.", inner)
+            continue
+        option = textwrap.shorten(f"{prefix}{key}={as_typed(value)}", _WIDTH - 2, placeholder="...")
+        indent = " " * _COLUMN
+        text = textwrap.fill(
+            said.get(key, ""), _WIDTH, initial_indent=indent, subsequent_indent=indent
+        )
+        if len(option) > _COLUMN - 4:
+            yield f"  {option}"
+            option = ""
+        yield f"  {option:<{_COLUMN - 2}}{text[_COLUMN:]}".rstrip()
 
 
 def objective(returned: Any) -> float | None:

@@ -14,11 +14,9 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import shlex
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import nn
@@ -117,13 +115,17 @@ class RunConfig:
         They are recorded because a run of the same config may be made again with other weights."""
         return None if self.init is None else weight_files(self.init, "sparse")
 
-    def with_seed(self, seed: int) -> RunConfig:
+    def with_seed(self, seed: int) -> Self:
         """The config that the same overrides compose with another `seed`, without a command. The
         method's seed follows the run's, unless it was set to a different value."""
         options = self.method_options
         if options.seed == self.seed:
             options = dataclasses.replace(options, seed=seed)
         return dataclasses.replace(self, seed=seed, method_options=options, command=None)
+
+    def with_command(self, line: str) -> Self:
+        """The same config, which records that `line` makes it."""
+        return dataclasses.replace(self, command=line)
 
     def digest(self) -> str:
         """Hash of `identity()`, 16 hex digits."""
@@ -279,19 +281,11 @@ def digest(value: dict[str, Any]) -> str:
 
 def load(overrides: list[str] | None = None, config_name: str = "pretrain") -> RunConfig:
     """The run that `experiments/conf/<config_name>.yaml` and hydra overrides compose."""
-    config = composed(config_name, freeze, overrides)
-    return dataclasses.replace(config, command=command(config_name, overrides or []))
-
-
-def command(config_name: str, overrides: Sequence[str]) -> str:
-    """The line that makes a run."""
-    return shlex.join(["python", "-m", f"experiments.{config_name}", *overrides])
+    return composed(config_name, freeze, overrides or ())
 
 
 def freeze(composition: Any) -> RunConfig:
     """The `RunConfig` of a composed `DictConfig`."""
-    from hydra.core.hydra_config import HydraConfig
-
     fields = [f.name for f in dataclasses.fields(_Top)]
     groups = plain(composition, "data", "impl", "method", "model", "train", *fields)
     method, model = dict(groups["method"]), dict(groups["model"])
@@ -335,11 +329,6 @@ def freeze(composition: Any) -> RunConfig:
         dino=typed(DinoConfig, "dino", groups["dino"]) if "dino" in groups else None,
         notes=changed,
     )
-    if HydraConfig.initialized():
-        line = HydraConfig.get()
-        assert line.job.config_name is not None
-        made_by = command(line.job.config_name, line.overrides.task)
-        config = dataclasses.replace(config, command=made_by)
     _check_together(config)
     return config
 

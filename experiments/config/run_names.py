@@ -6,16 +6,13 @@ versions, and a run is still found under an older tag or without one.
 
 from __future__ import annotations
 
-import dataclasses
-import functools
 import json
 import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import methods
-from experiments.config.command_line import CONF, as_typed, named
+from experiments.config.yaml_files import as_typed, default_files, values_of
 
 LONGEST = 60  # characters of a tag, without the "_more" at its end
 _WORD = 24  # characters of one word of a tag
@@ -39,10 +36,10 @@ def name(method: dict[str, Any], model: dict[str, Any], train: dict[str, Any], m
         values = json.loads(json.dumps(values))  # tuples as lists, as in a file
         found = {
             file: _differing(values, known)
-            for file, known in (files(group) | (own_methods() if group == "method" else {})).items()
+            for file, known in values_of(group).items()
             if values.get("name") == known.get("name")
         }
-        default = _chosen()[group]
+        default = default_files()[group]
         file = min(found, key=lambda file: (len(found[file]), file != default, file), default=None)
         if file is not None:
             words += [file] if group == "method" or file != default else []
@@ -69,41 +66,3 @@ def _differing(values: dict[str, Any], known: dict[str, Any]) -> list[str]:
             said = re.sub(r"[^\w.+-]+", "_", as_typed(value), flags=re.A).strip("_.")
             words.append(f"{key}_{said}"[:_WORD].rstrip("_."))
     return words
-
-
-def own_methods() -> dict[str, dict[str, Any]]:
-    """The content of a file of the group `method` for each method from outside, by name."""
-    common = {field.name for field in dataclasses.fields(methods.Method.Config)}
-    return {
-        name: {"name": name} | {k: v for k, v in vars(own.Config()).items() if k not in common}
-        for name, own in methods.own().items()
-    }
-
-
-@functools.cache
-def files(group: str) -> dict[str, dict[str, Any]]:
-    """The values of each config file of a group, by name (`folder.file` in a subfolder); files that
-    are only parts of others (`_*.yaml`) are left out."""
-    folder = CONF / group
-    paths = {path.relative_to(folder).with_suffix(""): path for path in folder.rglob("[!_]*.yaml")}
-    return {".".join(name.parts): _read(path) for name, path in sorted(paths.items())}
-
-
-def _read(path: Path) -> dict[str, Any]:
-    from omegaconf import OmegaConf
-
-    content: Any = OmegaConf.to_container(OmegaConf.load(path))
-    values: dict[str, Any] = {}
-    for part in content.pop("defaults", []):
-        if isinstance(part, str) and part != "_self_":
-            values |= _read(named(part, path))
-    return values | content
-
-
-@functools.cache
-def _chosen() -> dict[str, str]:
-    """The default file of each group in pretrain.yaml."""
-    from omegaconf import OmegaConf
-
-    content: Any = OmegaConf.to_container(OmegaConf.load(CONF / "pretrain.yaml"), resolve=False)
-    return {k: v for choice in content["defaults"] if choice != "_self_" for k, v in choice.items()}

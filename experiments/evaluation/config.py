@@ -202,7 +202,7 @@ class EvaluateConfig(EvaluationSettings):
 
 def load(overrides: list[str] | None = None) -> EvaluateConfig:
     """The evaluation that `experiments/conf/evaluate.yaml` and hydra overrides compose."""
-    return composed("evaluate", freeze_evaluation, overrides)
+    return composed("evaluate", freeze_evaluation, overrides or ())
 
 
 def freeze_evaluation(composed: Any) -> EvaluateConfig:

@@ -318,7 +318,7 @@ class _Data(Columns):
 
 def load(overrides: list[str] | None = None) -> FinetuneConfig:
     """The fine-tuning that `experiments/conf/finetune.yaml` and hydra overrides compose."""
-    return composed("finetune", freeze_finetuning, overrides)
+    return composed("finetune", freeze_finetuning, overrides or ())
 
 
 def freeze_finetuning(composed: Any) -> FinetuneConfig:

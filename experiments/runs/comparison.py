@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from experiments.config.command_line import as_typed
+from experiments.config.yaml_files import as_typed
 from experiments.runs.curves import Point, points
 from experiments.runs.finished import FinishedRun
 from experiments.runs.stats import decimals, difference_form, mean, paired_interval, std

@@ -23,7 +23,12 @@ LAYOUTS = {
 }
 every_function = each("name", FUNCTIONS)
 every_backend = each("backend", BACKENDS)
-every_layout = each("layout", LAYOUTS.values(), )
+every_layout = each(
+    "layout",
+    LAYOUTS.values(),
+)
+
+
 # Runs of a row that end anywhere in a kernel's block, that are shorter and that are longer.
 @every_function
 @every_backend

@@ -24,6 +24,8 @@ from tests.each import each
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 X = torch.randn(16, 24, generator=torch.Generator().manual_seed(0))
 SEED, OFFSET = torch.tensor(3), torch.tensor(5)
+
+
 def everything(x: torch.Tensor, seed: torch.Tensor) -> tuple[torch.Tensor, ...]:
     mask = nm_mask(x)
     codes, scale = quantize_fp8(x, "e4m3")
@@ -54,9 +56,7 @@ def test_fake_tensors():
         assert (fake.shape, fake.dtype, fake.stride()) == (real.shape, real.dtype, real.stride())
 
 
-@each(
-    "function", [soft_threshold24, lambda x: mvue24(x, 1), lambda x: fake_fp8(x, "e4m3")]
-)
+@each("function", [soft_threshold24, lambda x: mvue24(x, 1), lambda x: fake_fp8(x, "e4m3")])
 def test_no_gradient_is_invented(function):
     """The straight-through rule is the caller's."""
     x = X.clone().requires_grad_()

@@ -1,7 +1,9 @@
 """The commands as a user runs them: sweeps, SIGKILL, torchrun, and errors in one line."""
 
+import importlib
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -9,14 +11,14 @@ import time
 from pathlib import Path
 
 import hydra._internal.core_plugins.basic_launcher as basic_launcher
-import hydra._internal.hydra as hydra_main
 import pytest
+from omegaconf import OmegaConf
 
 from experiments import pretrain
-from experiments.config.driver import objective
+from experiments.config.driver import objective, parse
 from experiments.config.run import load
-from experiments.support.checkpoint import read_sealed
-from experiments.support.errors import Diverged
+from experiments.config.yaml_files import CONF, comments
+from experiments.support.errors import Diverged, UserError
 from experiments.training.tracking import read_metrics
 
 PRETRAIN = ["-m", "experiments.pretrain"]
@@ -61,31 +63,24 @@ def test_a_sweep_makes_one_directory_per_run(overrides, tmp_path):
 
 def test_a_sweeper_is_given_the_loss_of_a_run(overrides, tmp_path, monkeypatch, capsys):
     """Optuna's, say, minimises what hydra hands it; it goes on after a run that diverged."""
-    run_job, given = hydra_main.run_job, []
+    run_job, given = basic_launcher.run_job, []
 
     def watched(*arguments, **options):
         job = run_job(*arguments, **options)
         given.append(job.return_value)
         return job
 
-    shorter = changed(overrides, "train.steps=2")
-    monkeypatch.setattr(hydra_main, "run_job", watched)
-    monkeypatch.setattr("sys.argv", ["pretrain", *shorter])
-    pretrain.main()
-    result = read_sealed(load(shorter).directory() / "result.json")
-    assert given == [result["metrics"]["val_loss"]]
-
     def run(config):
         if config.seed == 0:
             raise Diverged("val_loss is nan", "lower the rate")
-        return result
+        return {"metrics": {"val_loss": 2}}
 
     monkeypatch.setattr(basic_launcher, "run_job", watched)
     monkeypatch.setattr(pretrain, "run", run)
-    monkeypatch.setattr("sys.argv", ["pretrain", "-m", *changed(shorter, "seed=0,1")])
+    monkeypatch.setattr("sys.argv", ["pretrain", "-m", *changed(overrides, "seed=0,1")])
     with pytest.raises(SystemExit, match=r"^error: runs of the sweep that diverged: 1$"):
         pretrain.main()
-    assert given[1:] == [math.inf, result["metrics"]["val_loss"]]
+    assert given == [math.inf, 2.0]
     assert "error: val_loss is nan; lower the rate\n" in capsys.readouterr().err
     assert objective({"metrics": {"score": 50}}) == 50.0 and objective(None) is None
 
@@ -107,15 +102,6 @@ def test_sigterm_ends_with_one_line(tiny, overrides, tmp_path):
     assert "Traceback" not in errors
 
 
-def test_a_place_that_cannot_be_written_is_one_line(overrides, tmp_path, monkeypatch):
-    (tmp_path / "file").touch()
-    monkeypatch.setattr("sys.argv", ["pretrain", *overrides, f"runs={tmp_path / 'file'}"])
-    with pytest.raises(SystemExit) as stop:
-        pretrain.main()
-    assert stop.value.code.startswith(f"error: {tmp_path / 'file'}")
-    assert "\n" not in stop.value.code
-
-
 def test_two_ranks_with_accumulation_equal_one_process(overrides, tmp_path):
     """At a learning rate of 0: every step starts from equal weights, and no rounding grows."""
     arguments = [*overrides, "method=s_ste", "train.learning_rate=0", "train.min_learning_rate=0"]
@@ -132,33 +118,33 @@ def test_two_ranks_with_accumulation_equal_one_process(overrides, tmp_path):
 
 
 BAD_INPUT = {
-    "unknown key": (["trian.steps=3"], "there is no trian.steps here; train.steps may be meant"),
-    "globs match nothing": (["method.include=[encoder.*]"], "no linear matches include="),
-    "no multiple of 4": (["model.n_embd=18"], "2:4 needs both dims to be multiples of 4"),
-    "missing data": (["data.root=nowhere"], "run `python -m experiments.prepare_data"),
-    "short corpus": (["model.block_size=100000"], "use a larger corpus"),
-    "large vocabulary": (["model.vocab_size=200"], "set model.vocab_size to 320"),
-    "part of others": (["method=_distillation"], "not a complete method"),
-    "batch": (["impl.micro_batch=3"], "is no multiple of impl.micro_batch=3"),
-    "no backend": (["impl.backend=cuda"], "choose one of auto, cpu, triton"),
+    "trian.steps=3": "there is no trian.steps here; train.steps may be meant",
+    "method.include=[encoder.*]": "no linear matches include=",
+    "model.n_embd=18": "2:4 needs both dims to be multiples of 4",
+    "data.root=nowhere": "run `python -m experiments.prepare_data",
+    "model.block_size=100000": "use a larger corpus",
+    "model.vocab_size=200": "set model.vocab_size to 320",
+    "method=_distillation": "not a complete method",
+    "impl.micro_batch=3": "is no multiple of impl.micro_batch=3",
+    "impl.backend=cuda": "choose one of auto, cpu, triton",
+    "runs=file": "error: file",
+    "--info": "--info; see --help",
+    "--cfg=none": "invalid choice: 'none'",
 }
-
-
-def with_arguments(overrides, arguments):
-    return [o for o in overrides if o.split("=")[0] != arguments[0].split("=")[0]] + arguments
 
 
 def test_bad_input_is_one_line_and_leaves_nothing(overrides, tmp_path, monkeypatch, capfd):
     """The command ends with a text, which Python prints before it exits with status 1."""
-    for arguments, message in BAD_INPUT.values():
-        monkeypatch.chdir(tmp_path)
-        monkeypatch.setattr("sys.argv", ["pretrain", *with_arguments(overrides, arguments)])
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").touch()
+    for argument, message in BAD_INPUT.items():
+        monkeypatch.setattr("sys.argv", ["pretrain", *changed(overrides, argument)])
         with pytest.raises(SystemExit) as stop:
             pretrain.main()
         text = stop.value.code
         assert text.startswith("error: ") and "\n" not in text and message in text
         assert capfd.readouterr() == ("", "")
-        assert list(tmp_path.iterdir()) == []
+        assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
 def test_ranks_that_do_not_divide_the_batch(overrides, tmp_path):
@@ -225,3 +211,79 @@ def test_several_nodes_that_are_to_start_ranks_anew_need_stores_of_their_own(ove
     [line] = done.stderr.splitlines()
     assert line.startswith("error: --max-restarts=3 on 2 nodes: ranks that are started anew would")
     assert line.endswith("set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 on every node before torchrun")
+
+
+# ------------------------------------------------------------------ --help and plain texts
+
+DRIVERS = {
+    "pretrain": {"model", "data", "method", "train", "impl", "experiment"},
+    "dino": {"dino", "model", "data", "method", "train", "impl", "experiment"},
+    "find_decay": {"model", "data", "method", "train", "impl", "experiment"},
+    "prepare_data": {"data"},
+    "finetune": {"recipe", "impl"},
+    "evaluate": {"impl"},
+    "generate": {"impl"},
+    "export": set(),
+}
+
+
+def shown(capsys, monkeypatch, driver, *arguments):
+    module = importlib.import_module(f"experiments.{driver}")
+    monkeypatch.setattr(sys, "argv", [f"{driver}.py", *arguments])
+    module.main()
+    out, err = capsys.readouterr()
+    assert err == ""
+    return module, out
+
+
+def test_help_describes_the_driver_and_each_option(capsys, monkeypatch):
+    for driver, groups in DRIVERS.items():
+        module, out = shown(capsys, monkeypatch, driver, "--help")
+        usage, example, _, does = out.splitlines()[:4]
+        assert usage.startswith(f"usage:   python -m experiments.{driver} [KEY=VALUE ...]")
+        assert example.startswith(f"example: python -m experiments.{driver}")
+        assert module.__doc__.startswith(does.removesuffix("."))
+        assert set(re.findall(r"^(\w+)=\w+, one of: ", out, re.M)) == groups
+        if driver != "prepare_data":
+            # Each option of its own file is there, and says what it is.
+            own = OmegaConf.load(CONF / f"{driver}.yaml")
+            for key in own.keys() - groups - {"defaults", "hydra"}:
+                for name in own[key] if OmegaConf.is_dict(own[key]) else [""]:
+                    option = re.escape(f"{key}.{name}".removesuffix("."))
+                    assert re.search(rf"^  {option}=\S*\s+\w", out, re.M), option
+    _, out = shown(capsys, monkeypatch, "pretrain", "method=released/slope", "train.steps=7", "-h")
+    assert re.search(r"^method=released/slope, one of: ast bi_mask dense ", out, re.M)
+    assert "\n  method.mask=random          random | magnitude; the mask is chosen once\n" in out
+    assert "\n  train.steps=7               number of optimizer steps\n" in out
+    with pytest.raises(SystemExit, match=r"there is no method=nothing; there is ast, "):
+        shown(capsys, monkeypatch, "pretrain", "method=nothing", "--help")
+    _, out = shown(capsys, monkeypatch, "pretrain", "train.steps=7", "--cfg", "job", "--resolve")
+    assert "total_steps: 7\n" in out
+
+
+def test_a_reader_that_has_enough_of_the_help_is_told_nothing():
+    command = f"{sys.executable} -m experiments.evaluate --help"
+    done = subprocess.run(
+        f"({command}; echo $? >&2) | true", shell=True, capture_output=True, text=True, check=False
+    )
+    assert done.stderr == "141\n"
+
+
+def test_comments_of_nested_and_inherited_options(tmp_path):
+    (tmp_path / "base.yaml").write_text("a: 1  # one\nb: 2  # two\n")
+    (tmp_path / "file.yaml").write_text(
+        "# of the file\ndefaults: [base, /other@x: y, _self_]\n"
+        "b: 3  # three, and\n      # more\nc:\n  d: '#'  # four\n  e: 5\n# alone\n"
+    )
+    found = comments(tmp_path / "file.yaml")
+    assert found == {"a": "one", "b": "three, and more", "c.d": "four"}
+
+
+def test_texts_are_taken_out_as_they_are():
+    given = parse(["a=1", "--x", "- y=2", "y=--3=[4", "-m", "~b", "--resolve"], ["x", "y", "z"])
+    assert (given.x, given.y, given.z) == ("- y=2", "--3=[4", None)
+    assert given.multirun and given.resolve and not given.cfg
+    assert given.overrides == ["a=1", "~b"]
+    for wrong in (["--x"], ["x=1", "--x=2"], ["x=\udcff"]):
+        with pytest.raises(UserError, match="x"):
+            parse(wrong, ["x"])

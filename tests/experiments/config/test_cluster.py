@@ -9,8 +9,8 @@ import pytest
 from hydra import compose, initialize_config_module
 from omegaconf import OmegaConf
 
-from experiments.config.command_line import CONF
 from experiments.config.run import load
+from experiments.config.yaml_files import CONF
 
 INSTALLED = find_spec("submitit") is not None
 needs_launcher = pytest.mark.skipif(not INSTALLED, reason="no hydra-submitit-launcher here")

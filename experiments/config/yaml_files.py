@@ -1,0 +1,97 @@
+"""Reads the yaml files of conf/: their values, and the comments that explain them."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import re
+from pathlib import Path
+from typing import Any
+
+import methods
+
+CONF = Path(__file__).parents[1] / "conf"
+
+
+def comments(path: Path) -> dict[str, str]:
+    """The comments after the options of a yaml file and of the files in its defaults list, by
+    dotted key."""
+    if not path.is_file():
+        return {}
+    from omegaconf import OmegaConf
+
+    found: dict[str, str] = {}
+    content: Any = OmegaConf.load(path)
+    for name in content.get("defaults", []):
+        if isinstance(name, str):
+            found |= comments(_named(name, path))
+    parents: list[str] = []
+    last = None
+    for line in path.read_text(encoding="utf-8").splitlines():
+        if option := re.match(r"( *)(\w+):(.*?)(?:\s+# *(.*))?$", line):
+            del parents[len(option[1]) // 2 :]
+            parents.append(option[2])
+            last = ".".join(parents) if option[4] else None
+            if last is not None:
+                found[last] = option[4]
+        elif last is not None and (more := re.match(r" +# *(.*)", line)):
+            found[last] += f" {more[1]}"
+        else:
+            last = None
+    return found
+
+
+def _named(default: str, path: Path) -> Path:
+    """The path of the file that the entry `default` in the defaults list of `path` refers to."""
+    folder = CONF if default.startswith("/") else path.parent
+    return folder / f"{default.removesuffix('@_here_').lstrip('/')}.yaml"
+
+
+def values_of(group: str) -> dict[str, dict[str, Any]]:
+    """The values of each config file of a group, by name (`folder.file` in a subfolder), and of
+    registered methods. Files that are only parts of others (`_*.yaml`) are left out."""
+    return _files(group) | (registered_methods() if group == "method" else {})
+
+
+@functools.cache
+def _files(group: str) -> dict[str, dict[str, Any]]:
+    folder = CONF / group
+    paths = {path.relative_to(folder).with_suffix(""): path for path in folder.rglob("[!_]*.yaml")}
+    return {".".join(name.parts): _read(path) for name, path in sorted(paths.items())}
+
+
+def registered_methods() -> dict[str, dict[str, Any]]:
+    """The content of a file of the group `method` for each method from outside, by name."""
+    common = {field.name for field in dataclasses.fields(methods.Method.Config)}
+    return {
+        name: {"name": name} | {k: v for k, v in vars(own.Config()).items() if k not in common}
+        for name, own in methods.own().items()
+    }
+
+
+def _read(path: Path) -> dict[str, Any]:
+    from omegaconf import OmegaConf
+
+    content: Any = OmegaConf.to_container(OmegaConf.load(path))
+    values: dict[str, Any] = {}
+    for part in content.pop("defaults", []):
+        if isinstance(part, str) and part != "_self_":
+            values |= _read(_named(part, path))
+    return values | content
+
+
+@functools.cache
+def default_files() -> dict[str, str]:
+    """The default file of each group in pretrain.yaml."""
+    from omegaconf import OmegaConf
+
+    content: Any = OmegaConf.to_container(OmegaConf.load(CONF / "pretrain.yaml"), resolve=False)
+    return {k: v for choice in content["defaults"] if choice != "_self_" for k, v in choice.items()}
+
+
+def as_typed(value: Any) -> str:
+    """A value as one types it on the command line: `null`, `true`, `[1,2]`."""
+    if isinstance(value, list):
+        return f"[{','.join(map(as_typed, value))}]"
+    said = "null" if value is None else str(value)
+    return said.lower() if isinstance(value, bool) else said
