@@ -197,13 +197,13 @@ def _do(arguments: list[str], folder: Path, runs: Path) -> int:
     if arguments[0] == "run":
         return 0 if run(arguments[1:], runs) else 1
     if arguments[0] == "claims":
-        from reproduce import verdicts
+        from reproduce import judge
 
         if len(arguments) > 2:
             given = " ".join(arguments)
             raise UsageError(f"cannot use {given!r}; use claims, claims N or claims all")
 
-        verdicts.main(runs, "".join(arguments[1:]))
+        judge.main(runs, "".join(arguments[1:]))
         return 0
     if arguments[0] == "report":
         write_page(arguments[1:], runs)

@@ -9,7 +9,7 @@ from typing import Any
 from experiments.bench.timing import load_text
 from reproduce.cells import MARK, OTHER, compared, measured, published_cell
 from reproduce.engine import PlacedRun
-from reproduce.scale import of_records
+from reproduce.records import setting
 from reproduce.spec import BENCH, Table
 
 Facts = dict[str, Any]  # on the runs of a table, as `facts` gives them
@@ -165,7 +165,7 @@ def facts(table: Table, tier: str, runs: list[PlacedRun]) -> Facts:
         "Code": _common(lambda r: revision(r["environment"]), runs),
     }
     if table.tiers[tier].block:
-        known["scale"] = of_records(run.result for run in runs)
+        known["scale"] = setting(run.result for run in runs)
     if table.driver == BENCH and runs:
         first, *others = {run.result["backend"] for run in runs}
         several = "not the same for all runs; the column backend of -runs.csv names them"

@@ -7,7 +7,7 @@ experiment: claims, tables and the page of results leave it out and name it.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -133,3 +133,46 @@ def pack(own: Path, committed: Path, blocks: Path = BLOCKS) -> list[str]:
             write_packed(committed, block, packed.values())
             said.append(f"{committed / block}.jsonl: {len(new)} more, {len(packed)} in all")
     return said
+
+
+def _amount(count: int) -> str:
+    return f"{count / 1e6:.4g}M" if count >= 1e6 else f"{count:,}"
+
+
+def model(records: Iterable[dict[str, Any]]) -> str:
+    """The name of the model of a variant's runs."""
+    overrides = [o.partition("=") for record in records for o in record.get("overrides", [])]
+    return next((value for key, _, value in overrides if key == "model"), "?")
+
+
+def setting(records: Iterable[dict[str, Any]]) -> str:
+    """Model, length of training, data and seeds of runs, in words; "" without runs. Seeds at which
+    runs started from different weights, because their first model was trained twice, are named."""
+    texts: dict[str, dict[str, None]] = {}
+    seeds: set[int] = set()
+    starts: dict[tuple[str, int], set[str]] = {}
+    for record in records:
+        chosen = dict(o.split("=", 1) for o in record["overrides"] if "=" in o)
+        name = model([record])
+        # A record counts what a model reads: of an image its patches and the class token.
+        unit = "tokens" if name.startswith(("gpt2", "bert", "hf")) else "image tokens"
+        data = f"data={chosen['data']}" if "data" in chosen else "the default data"
+        told = {
+            "model": name,
+            "length": f"{_amount(record['tokens'])} {unit}",
+            "batch": f"{round(record['tokens'] / max(1, record['steps'])):,} {unit} a step",
+            "data": f"{data} ({record['corpus_hash'][:12]})",
+        }
+        for key, text in told.items():
+            texts.setdefault(key, {})[text] = None
+        seeds.add(record["seed"])
+        if "source" in record:
+            starts.setdefault((record["block"], record["seed"]), set()).add(str(record.get("init")))
+    if not seeds:
+        return ""
+    parts = [" or ".join(several) for several in texts.values()]
+    parts.append(f"seeds {', '.join(map(str, sorted(seeds)))}")
+    if unequal := sorted({seed for (_, seed), weights in starts.items() if len(weights) > 1}):
+        at = ", ".join(map(str, unequal))
+        parts.append(f"from different trainings of the first model at seeds {at}")
+    return ", ".join(parts)

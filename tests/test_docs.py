@@ -31,16 +31,17 @@ from experiments.runs.stats import difference_form, holm, p_value, paired_interv
 from experiments.support.checkpoint import sha256
 from models.gpt2 import GPT, GPTConfig
 from models.vit import ViT, ViTConfig
-from reproduce import verdicts
+from reproduce import judge
 from reproduce.__main__ import COMMANDS, parse
 from reproduce.blocks import BLOCKS, EVIDENCE, read_block
-from reproduce.claims import differences, read_claims
+from reproduce.judge.claims import read_claims
+from reproduce.judge.scale import gap_closed, half_width_gap
+from reproduce.judge.text import worded
+from reproduce.judge.verdicts import differences
 from reproduce.reading import TABLES, read_tables
 from reproduce.records import read_evidence
 from reproduce.report import page as report_page
 from reproduce.report.gather import shown_blocks
-from reproduce.scale import gap_closed, half_width_gap
-from reproduce.verdict_text import worded
 from tests.cpu_operators import register_cpu_operators
 
 ROOT = Path(__file__).parents[1]
@@ -647,7 +648,7 @@ def test_the_variants_beside_half_the_width_are_where_their_intervals_put_them()
 
 def test_what_is_said_of_the_claims_is_what_the_records_say():
     rules, records = evidence()
-    claims = verdicts.content(rules, records.values)["claims"]
+    claims = judge.content(rules, records.values)["claims"]
     told = part("What the evidence says")
     comparison = re.compile(r"(?:([cd]): )?`(\w+)` - `(\w+)` ([+-][\d.]+ \[[^]]*\])")
     rows = re.findall(r"^\| (\d+) \| (.*?) \| (.*?) \| ([^|]+) \|$", told, re.M)
@@ -662,7 +663,8 @@ def test_what_is_said_of_the_claims_is_what_the_records_say():
         assert found or not pairs
         factors = set()
         for lines in (m["lines"] for m in claim["measured"]):
-            ends = [[x[who] for x in lines if x[who] is not None] for who in ("ours", "paper")]
+            whose = ("effect", "published")
+            ends = [[x[who] for x in lines if x[who] is not None] for who in whose]
             factors.add(tuple(" to ".join(dict.fromkeys(f"{end:.3f}" for end in (min(x), max(x))))
                               for x in ends if x))  # fmt: skip
         read = re.findall(r"\w+: ([\d. to]+), paper ([\d. to]+\d)", measured)
@@ -680,7 +682,7 @@ def test_what_is_said_of_the_claims_is_what_the_records_say():
     less = [x["label"] for x in slow if x["verdict"] in ("not reproduced", "direction only")]
     assert {re.search(r"d=(\d+)", label)[1] for label in less} == {"768", "1024"}
     told = part("Claims")
-    (gap,) = (g for g in verdicts.content(rules, records.values)["blocks"] if g["block"] == "a")
+    (gap,) = (g for g in judge.content(rules, records.values)["blocks"] if g["block"] == "a")
     assert f"Block a has {gap['ratio']:.1f} ({gap['other_ratio']:.1f} if" in told
 
 
@@ -839,9 +841,9 @@ def test_what_is_said_of_block_a_large_is_what_the_records_say():
         in flat
     )
     gap = half_width_gap(records.values, "a_large", LOSS, rules.margin)
-    assert f"is {gap.ratio:.1f} standard deviations of a paired difference" in flat
+    assert f"is {gap['ratio']:.1f} standard deviations of a paired difference" in flat
     a = half_width_gap(records.values, "a", LOSS, rules.margin)
-    assert 0.3 < gap.gap / a.gap < 0.37
+    assert 0.3 < gap["gap"] / a["gap"] < 0.37
 
 
 def test_what_is_said_of_block_c_is_what_the_records_say():
@@ -864,7 +866,8 @@ def test_what_is_said_of_block_c_is_what_the_records_say():
     dense = [run["metrics"]["val_top1"] for run in records.values["c", "dense"].values()]
     assert f"dense reaches {statistics.fmean(dense):.2f} %" in told
     gap = half_width_gap(records.values, "c", LOSS, rules.margin)
-    assert f"half the width costs {gap.gap:.3f} nats, {gap.ratio:.1f} standard deviations" in told
+    words = f"{gap['gap']:.3f} nats, {gap['ratio']:.1f} standard deviations"
+    assert f"half the width costs {words}" in told
     scale = compared("c", "s_ste_soft", "s_ste_no_mvue")
     assert f"`s_ste_soft` ends {scale} above `s_ste_no_mvue`" in told
     to_half = {variant: paired_interval(differences(records.values, "c", variant, "half", LOSS))

@@ -13,16 +13,17 @@ from markupsafe import Markup
 
 from experiments.runs.comparison import Summary, with_spread
 from experiments.runs.curves import NAMES, Point
-from reproduce import scale
 from reproduce.cells import UNKNOWN, published_cell
-from reproduce.claims import Margin, verdict
+from reproduce.judge import Json
+from reproduce.judge.claims import Margin
+from reproduce.judge.scale import gap_closed
+from reproduce.judge.verdicts import verdict
 from reproduce.records import Evidence, StoredRecord
 from reproduce.report.figures import MINUS, Limits, Panel, curves, forest, span
 from reproduce.report.gather import Shown
 from reproduce.report.html import badge, breakable, interval, signed, slug, unbroken
 from reproduce.runner import command
 from reproduce.spec import TIERS, Table
-from reproduce.verdict_text import Json
 
 NOTHING = "-"  # a cell without a value
 LOSSES = ("val_loss", "loss")  # the first of them that a block has is drawn
@@ -195,7 +196,7 @@ class Blocks:
         if math.isfinite(shown.gap) and variant in (shown.baseline, shown.half):
             return str(int(variant == shown.half))
         values, name = self.evidence.values, shown.block.name
-        g = scale.gap_closed(values, name, variant, shown.metric, self.margin, 2)
+        g = gap_closed(values, name, variant, shown.metric, self.margin, 2)
         if g is None:
             return NOTHING
         return f"{g.value:.2f} {interval(g.low, g.high, '.2f')}".removesuffix(" -")
@@ -293,9 +294,7 @@ def _decades(rates: list[float]) -> Limits:
 def _losses(shown: Shown, quantity: str, last: float) -> Markup | None:
     """The figure of losses in absolute terms, in the second half of the steps: dense, half the
     width and the leading methods."""
-    names = [
-        variant for variant in shown.leading if variant not in (shown.baseline, shown.half)
-    ]
+    names = [variant for variant in shown.leading if variant not in (shown.baseline, shown.half)]
     looks: list[tuple[str | int, str]] = [*enumerate(names)]
     looks += [("other", shown.half), ("base", shown.baseline)]
     lines = [(look, shown.curve(variant, quantity)) for look, variant in looks]

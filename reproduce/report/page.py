@@ -18,10 +18,12 @@ from experiments.runs.stats import excludes_zero
 from experiments.support.checkpoint import write_text
 from experiments.support.errors import UserError
 from experiments.support.results import git_state
-from reproduce import coverage, scale, verdict_text, verdicts
+from reproduce import coverage, judge
 from reproduce.blocks import EVIDENCE
-from reproduce.claims import Claims, read_claims
 from reproduce.header import revision
+from reproduce.judge import Json, text
+from reproduce.judge.claims import Claims, read_claims
+from reproduce.judge.scale import ENOUGH
 from reproduce.reading import read_tables
 from reproduce.records import Evidence, read_evidence
 from reproduce.report import tables
@@ -29,9 +31,8 @@ from reproduce.report.blocks import Blocks, commands_of, curves_of, revision_of
 from reproduce.report.figures import factors, standalone, variables
 from reproduce.report.gather import Shown, own_runs, shown_blocks, unfinished
 from reproduce.report.html import HERE, TEMPLATES, formatted, link, macros
-from reproduce.verdict_text import Json
 
-VERDICT_TEXT = ("agreement", "p_value", "statement", "table_name", "without")
+VERDICT_TEXT = ("agreement", "p_value", "statement", "without")
 MAIN = "a"  # the block of the main figure
 RECORDS = Path(bench.__file__).parents[1] / "bench_results"
 OF_BENCH = {"linear": "kernel", "block": "kernel", "train": "step"}
@@ -67,10 +68,10 @@ def write_figure(path: Path, report: Callable[[str], None] = print) -> None:
     _write(path, standalone(blocks.difference_figure(main, main.leading)), report)
 
 
-def _write(path: Path, text: str, report: Callable[[str], None]) -> None:
+def _write(path: Path, content: str, report: Callable[[str], None]) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_text(path, text)
+        write_text(path, content)
     except OSError as error:
         raise UserError(f"cannot write {path}: {error.strerror}") from error
     report(f"written: {path}")
@@ -79,13 +80,13 @@ def _write(path: Path, text: str, report: Callable[[str], None]) -> None:
 def build(runs: Path, folder: Path) -> str:
     """The HTML of the page. folder: where it is written to, for relative links."""
     rules, evidence = read_claims(), read_evidence(EVIDENCE, runs / "evidence")
-    judged = verdicts.content(rules, evidence.values)
+    judged = judge.content(rules, evidence.values)
     shown, specs = shown_blocks(rules, evidence), read_tables()
     blocks = Blocks(shown, evidence, rules.margin, judged)
     css = (HERE / "style.css").read_text(encoding="utf-8")
     return TEMPLATES.get_template("page.html").render(
         **{name: getattr(blocks, name) for name in ("difference_figure", "table_of_variants")},
-        **{name: getattr(verdict_text, name) for name in VERDICT_TEXT},
+        **{name: getattr(text, name) for name in VERDICT_TEXT},
         across=blocks.across(),
         absent_blocks=_absent(rules, shown),
         variants={
@@ -98,19 +99,17 @@ def build(runs: Path, folder: Path) -> str:
         counts=Counter(claim["verdict"] for claim in judged["claims"]),
         covered=coverage.items(),
         curves_of=curves_of,
-        enough=scale.ENOUGH,
+        enough=ENOUGH,
         evidence=evidence,
         excludes_zero=excludes_zero,
         factors=factors,
         judged=judged,
-        legend=verdict_text.LEGEND,
         link=partial(link, folder),
         main=_main(shown),
         measured_files=lambda pattern: sorted(tables.MEASURED.glob(f"*/{pattern}")),
         names=NAMES,
         origins=_origins(evidence),
         own=own_runs(runs),
-        papers=verdict_text.PAPERS,
         revision=revision(git_state()),
         revision_of=revision_of,
         row_verdicts=_row_verdicts(judged),

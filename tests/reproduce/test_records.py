@@ -6,9 +6,10 @@ import pytest
 
 from experiments.support.checkpoint import read_sealed, sha256, write_json
 from experiments.support.errors import UserError
-from reproduce import decay_curve
 from reproduce.__main__ import main
 from reproduce.blocks import EVIDENCE, read_block
+from reproduce.judge import curve
+from reproduce.judge.claims import read_claims
 from reproduce.packed import read_packed
 from reproduce.records import pack, read_evidence
 
@@ -132,7 +133,7 @@ def test_committed_records_have_hashes_and_claims_stops_at_a_changed_digit(
 ):
     paths = sorted(EVIDENCE.glob("*.json"))
     assert paths and all('"sha256": ' in path.read_text().splitlines()[1] for path in paths)
-    monkeypatch.setattr("reproduce.verdicts.EVIDENCE", tmp_path)
+    monkeypatch.setattr("reproduce.judge.EVIDENCE", tmp_path)
     lines, curves = (EVIDENCE / f"a.{end}" for end in ("jsonl", "curves.csv"))
     for changed, old, new, message in (
         (lines, '"val_loss": 2.', '"val_loss": 3.', "a.jsonl, line 1, is damaged (its content"),
@@ -149,10 +150,11 @@ def test_committed_records_have_hashes_and_claims_stops_at_a_changed_digit(
         said = capsys.readouterr().err
         assert said.startswith(f"error: {tmp_path}/{message}") and said.count("\n") == 1
     _, record = read_packed(EVIDENCE, "a")["bi_mask", 0]
-    pilot = tmp_path / decay_curve.PILOT.name
-    pilot.write_text(decay_curve.PILOT.read_text().replace("0.", "1.", 1))
+    rule = read_claims().curve
+    pilot = (EVIDENCE / rule.pilot).read_text()
+    (tmp_path / rule.pilot).write_text(pilot.replace("0.", "1.", 1))
     with pytest.raises(UserError, match=r"pilot_decay\.json is damaged \(its content does not fit"):
-        decay_curve.factors({("a", decay_curve.VARIANT): {0: record}}, pilot)
+        curve.factors(rule, {("a", rule.variant): {0: record}}, tmp_path)
     assert not (tmp_path / "runs").exists()
 
 

@@ -1,0 +1,82 @@
+"""Puts a block's results into scale: the gap between dense and half the width, and the share of it
+that a method loses."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from dataclasses import dataclass
+from typing import Any
+
+from experiments.runs.stats import mean, paired_interval, ratio_interval, std
+from reproduce.judge.claims import Margin
+from reproduce.judge.verdicts import differences
+from reproduce.records import Values
+
+# Before variants are compared, half the width should cost at least so many standard deviations of a
+# paired difference.
+ENOUGH = 5.0
+
+
+@dataclass(frozen=True)
+class GapClosed:
+    """g = (L - L_dense) / (L_half - L_dense) of a loss or an accuracy L: 0 is as good as dense, 1
+    as bad as half the width. low, high: Fieller's interval over the n seeds that all three have."""
+
+    value: float
+    low: float
+    high: float
+    n: int
+
+
+def gap_closed(
+    values: Values, block: str, variant: str, metric: str, margin: Margin, seeds: int
+) -> GapClosed | None:
+    """g of a variant; None for the dense variant itself, with fewer than `seeds` seeds that all
+    three variants have, if a value is not finite, and if the gap does not differ significantly from
+    zero."""
+    names = (variant, margin.lower, margin.upper)
+    common = set.intersection(*({*values.get((block, name), {})} for name in names))
+    if variant == margin.lower or len(common) < seeds:
+        return None
+    three = {(block, name): {s: values[block, name][s] for s in common} for name in names}
+    lost, gaps = (
+        differences(three, block, name, margin.lower, metric) for name in (variant, margin.upper)
+    )
+    low, high = ratio_interval(lost, gaps)
+    if not math.isfinite(low):
+        return None
+    return GapClosed(mean(lost) / mean(gaps), low, high, len(common))
+
+
+def half_width_gap(
+    values: Values, block: str, metric: str, margin: Margin
+) -> dict[str, Any] | None:
+    """The cost of half the width in a block; None with fewer than two pairs of finite values.
+
+    gap: mean difference of the variants `upper` and `lower` over n seeds. low, high: its 95 %
+    interval. std: the standard deviation of a difference. ratio: of gap and std. other_std: the
+    median, over `other_variants` other variants, of the standard deviation of their differences to
+    `lower`. other_ratio: of gap and other_std.
+    """
+
+    def lost(variant: str) -> list[float]:
+        return differences(values, block, variant, margin.lower, metric)
+
+    paired, ends = lost(margin.upper), (margin.lower, margin.upper)
+    if len(paired) < 2 or not all(map(math.isfinite, paired)):
+        return None
+    others = [std(lost(v)) for b, v in values if b == block and v not in ends]
+    spreads = [spread for spread in others if math.isfinite(spread)]
+    gap, spread, (low, high) = mean(paired), std(paired), paired_interval(paired)
+    other = statistics.median(spreads) if spreads else math.nan
+    found: dict[str, Any] = {
+        "block": block,
+        "metric": metric,
+        "lower": margin.lower,
+        "upper": margin.upper,
+    }
+    found |= {"n": len(paired), "gap": gap, "low": low, "high": high, "std": spread}
+    found["ratio"] = abs(gap) / spread if spread else math.inf
+    found |= {"other_variants": len(spreads), "other_std": other}
+    return found | {"other_ratio": abs(gap) / other if other else math.inf}
