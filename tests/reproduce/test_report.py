@@ -19,7 +19,7 @@ from experiments.runs.stats import mean, paired_interval
 from experiments.support.checkpoint import write_json
 from reproduce.__main__ import main as reproduce
 from reproduce.blocks import BLOCKS, EVIDENCE, read_block
-from reproduce.claims import read_claims
+from reproduce.judge.claims import read_claims
 from reproduce.packed import read_packed
 from reproduce.reading import read_tables
 from reproduce.report import blocks, figures, html, page, tables
