@@ -106,9 +106,9 @@ def test_without_decay_it_is_torchs_adamw_to_the_bit():
 
 @each("backend", BACKENDS)
 def test_first_step_and_a_beta_of_zero(backend):
-    """1 - beta2^t is 0.001 at t = 1: its rounding must not show."""
-    for betas in ((0.9, 0.999), (0.0, 0.0)):
-        weight, rates = given((8, 12)), Rates(lr=number(0.01), betas=betas)
+    """1 - beta2^t is 0.001 at t = 1: its rounding must not show, and eps is not divided by it."""
+    for betas, eps in (((0.9, 0.999), 0.1), ((0.0, 0.0), 1e-8)):
+        weight, rates = given((8, 12)), Rates(lr=number(0.01), betas=betas, eps=eps)
         weight.step.zero_()
         before = copy(weight)
         adamw24_([weight], rates, Rule(), backend=backend)

@@ -38,7 +38,11 @@ ARMS = {  # each value of an option, most with another option's
     ],
     "bi_mask": [{"alpha": 1e-2, "permute_every": 2, "candidates": 8}],
     "one_shot": [{}, {"metric": "sparsegpt"}],
-    "semi_sparse": [{}, {"algorithm": "exact", "refresh_every": 2, "sparse_fraction": 0.5}],
+    "semi_sparse": [
+        {},
+        {"algorithm": "exact", "refresh_every": 2, "sparse_fraction": 0.5},
+        {"mode": "activation", "sparse_fraction": 0.5},
+    ],
     "step": [{"min_fraction": 0.34, "max_fraction": 0.34}, {"criterion": "geometric"}],
     "fst": [
         {},
@@ -149,7 +153,8 @@ def test_a_training_is_resumed_copied_and_ended(name, options):
         if step == 0:
             still = [n for n, p in run.model.named_parameters() if torch.equal(p, before[n])]
             assert {n.rpartition(".")[2] for n in still} == adapters(options)
-            assert_evaluation_is_that_of_the_end(copy.deepcopy(run))
+            if "mode" not in options:  # whose inputs are sparse, which no plain linear's are
+                assert_evaluation_is_that_of_the_end(copy.deepcopy(run))
         if twin:
             assert twin.step(step) == losses[step]
             pairs = zip(run.model.parameters(), twin.model.parameters(), strict=True)
@@ -268,7 +273,7 @@ def test_compile_without_a_graph_break_changes_no_bit(name, options):
     torch._dynamo.reset()
     run, compiled = OneBlock(name, options), OneBlock(name, options)
     runner = torch.compile(compiled.model, fullgraph=True, backend="aot_eager")
-    for step in range(2):
+    for step in (0, STEPS - 1):  # the last one in another phase, where the method has some
         assert compiled.step(step, runner=runner) == run.step(step)
     torch._dynamo.reset()
 
@@ -318,7 +323,7 @@ def test_an_averaged_model_evaluates_its_own_weights(name, options):
     """torch's EMA averages parameters and copies buffers; `methods.refresh` derives them again."""
     run = Run(name, options)
     average = AveragedModel(run.model, multi_avg_fn=get_ema_multi_avg_fn(0.5))
-    for step in range(3):
+    for step in range(3 if adapters(options) else STEPS - 1):  # into the last phase
         run.step(step)
         average.update_parameters(run.model)
     average.eval()

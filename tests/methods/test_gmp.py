@@ -27,17 +27,6 @@ def test_which_weights_go_first_by_hand():
     assert torch.equal(prune_towards24(weight, mask, 1.0), nm_mask(weight))
 
 
-def test_a_removed_weight_never_returns():
-    torch.manual_seed(0)
-    mask = torch.ones(8, 16, dtype=torch.bool)
-    for share in (0.2, 0.4, 0.7, 1.0):
-        pruned = prune_towards24(torch.randn(8, 16) * mask, mask, share)
-        assert not (pruned & ~mask).any()
-        assert int((~pruned).sum()) == round(share * 64)
-        mask = pruned
-    assert torch.equal(mask.unflatten(1, (-1, 4)).sum(2), torch.full((8, 4), 2))
-
-
 def test_weights_that_are_zero_by_chance_do_not_take_the_place_of_a_removed_one():
     weight, mask = torch.tensor([[0.0, 5.0, 0.0, 0.0]]), torch.tensor([[False, True, True, True]])
     assert prune_towards24(weight, mask, 1.0).tolist() == [[False, True, True, False]]

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import methods
-from common_kernels import check24, nm_mask
+from common_kernels import check24
 from methods.nn.sparsegpt import BLOCK, prune
 from methods.one_shot import METRICS
 
@@ -93,46 +93,6 @@ def test_sparsegpt_by_hand():
     torch.testing.assert_close(updated, torch.tensor([[0.0, 5.0, 0.0, 1.0]]), rtol=0, atol=1e-3)
 
 
-def test_with_independent_inputs_sparsegpt_is_magnitude_pruning():
-    torch.manual_seed(0)
-    weight = torch.randn(8, 16)
-    mask, updated = prune(weight, 7.0 * torch.eye(16))
-    assert torch.equal(mask, nm_mask(weight))
-    torch.testing.assert_close(updated, torch.where(mask, weight, 0.0), rtol=1e-6, atol=0)
-
-
-def test_the_error_of_the_output_falls_from_magnitude_to_wanda_to_sparsegpt():
-    """On the data that were measured, and never below the least squares fit of the same mask."""
-    torch.manual_seed(0)
-    weight, x = torch.randn(32, 64), correlated(512, 64)
-    hessian = x.t() @ x
-
-    def error(pruned):
-        return (x @ (weight - pruned).t()).square().sum().item()
-
-    mask, updated = prune(weight, hessian, damping=1e-4)
-    wanda = nm_mask(weight * x.square().sum(0).sqrt())
-    errors = [
-        error(torch.where(nm_mask(weight), weight, 0.0)),
-        error(torch.where(wanda, weight, 0.0)),
-        error(torch.where(mask, weight, 0.0)),
-        error(updated),
-        error(_least_squares(weight, mask, hessian)),
-    ]
-    assert errors[0] > errors[1] > errors[3] > 0.99 * errors[4]
-    assert errors[3] < 0.5 * errors[1]
-    assert errors[3] < errors[2]  # the update of what stays is worth something by itself
-
-
-def _least_squares(weight, mask, hessian):
-    fitted = torch.zeros_like(weight)
-    for row in range(len(weight)):
-        kept = mask[row]
-        right = hessian[kept] @ weight[row]
-        fitted[row, kept] = torch.linalg.solve(hessian[kept][:, kept], right)
-    return fitted
-
-
 def test_inputs_that_never_fire_and_too_few_tokens():
     """A singular Hessian: four tokens, and a feature that is always zero."""
     for dtype in (torch.float32, torch.bfloat16):
@@ -191,19 +151,6 @@ def test_later_layers_are_measured_behind_pruned_ones():
             h = inputs(batch)
         _, expected = prune(dense.mlp[2].weight, h.t() @ h)
         assert torch.allclose(model.mlp[2].weight, expected, atol=1e-5) is same
-
-
-def test_operands_in_half_precision_change_nothing_of_the_pruning():
-    """Layers behind a pruned one would be measured on rounded outputs."""
-    models = []
-    for dtype in (None, torch.bfloat16):
-        model, method = Net(), build("sparsegpt")
-        method.calibrate(model, [{"x": correlated(256, 16)}])
-        method.convert(model, dtype)
-        assert model.mlp[0].sparse_weight.dtype == (dtype or torch.float32)
-        models.append(model)
-    for a, b in zip(models[0].parameters(), models[1].parameters(), strict=True):
-        assert torch.equal(a, b)
 
 
 def test_zeros_stay_under_momentum_decay_and_clipping():

@@ -14,7 +14,6 @@ from methods.nn.compressed import SparsePlusLowRank, attach, merge
 from models.gpt2 import GPT, GPTConfig
 
 PATTERNS = [(1, 2), (2, 4), (2, 8), (4, 8), (3, 6)]
-by_pattern = pytest.mark.parametrize(("n", "m"), PATTERNS, ids=str)
 TINY = GPTConfig(n_layer=2, n_head=2, n_embd=16, vocab_size=32, block_size=16, bias=True)
 
 
@@ -55,22 +54,15 @@ def test_row_mask_keeps_n_of_m_original_weights():
     for n, m in PATTERNS:
         for rule in ("random", "magnitude"):
             torch.manual_seed(0)
-            dense = nn.Linear(48, 48)
-            weight = dense.weight.detach().clone()
-            method = slope.Method(slope.Config(include=["*"], exclude=[], n=n, m=m, mask=rule))
-            method.convert(dense)
-            mask = row_mask(dense)
+            dense = nn.init.normal_(nn.Linear(48, 48, bias=False).weight.detach())
+            layer, method = converted(48, 48, n=n, m=m, mask=rule)
+            mask = row_mask(layer)
             assert (mask.unflatten(1, (-1, m)).sum(-1) == n).all()
-            assert torch.equal(dense.weight, weight * mask)
-            assert dense.values.shape == (48, 48 * n // m)
-            if rule == "magnitude":
-                assert torch.equal(mask, nm_mask(weight, n, m))
+            assert torch.equal(layer.weight, dense * mask)
+            assert rule == "random" or torch.equal(mask, nm_mask(dense, n, m))
             metrics = method.metrics()
-            assert (metrics["density"], metrics["illegal_groups"], metrics["flip_rate"]) == (
-                n / m,
-                0,
-                0,
-            )
+            found = metrics["density"], metrics["illegal_groups"], metrics["flip_rate"]
+            assert found == (n / m, 0, 0)
 
 
 def test_random_masks_are_uniform_and_depend_on_seed_and_name_alone():
@@ -119,21 +111,6 @@ def test_density_after_double_pruning():
             assert abs(blocks.mean().item() - density) < 4 * error
 
 
-def test_survival_by_the_number_of_kept_weights_in_a_column_group():
-    """min(1, 2 / count) for exchangeable magnitudes; 13/16 over all kept weights."""
-    layer, _ = converted(1024, 1024)
-    mask, twice = row_mask(layer), dgrad_operand(layer) != 0
-    counts = mask.unflatten(0, (-1, 4)).sum(1).repeat_interleave(4, 0)
-    for count, want in ((1, 1.0), (2, 1.0), (3, 2 / 3), (4, 1 / 2)):
-        chosen = mask & (counts == count)
-        survivors, total = int((twice & chosen).sum()), int(chosen.sum())
-        assert survivors == want * total  # exactly: each full group keeps two
-    total = int(mask.sum())
-    # Per 4x4 block: variance 61/108 of its survivors, of eight kept.
-    error = math.sqrt(61 / 108) / 8 / 256
-    assert abs(int(twice.sum()) / total - 13 / 16) < 4 * error
-
-
 def test_number_of_non_zeros_of_the_twice_pruned_weight():
     """Sum of min(n, count) over column groups, whatever the weights: it never changes."""
     for n, m in PATTERNS:
@@ -156,24 +133,14 @@ def test_number_of_non_zeros_of_the_twice_pruned_weight():
 # ---------------------------------------------------------------- the three products
 
 
-SHAPES = [(16, 16), (16, 8), (44, 16), (64, 8), (8, 24), (8, 64)]
-
-
 def test_forward_is_the_masked_product():
-    for out_features, in_features in SHAPES:
-        for bias in (False, True):
-            layer, _ = converted(out_features, in_features, bias)
-            x = torch.randn(3, 7, in_features)
-            inputs = [
-                x,
-                x[0],
-                x[0, 0],
-                x.transpose(0, 1),
-                x[:, :1].expand(3, 5, in_features),
-                x[:, :0],
-            ]
-            for view in (*inputs, torch.randn(in_features, 5).t()):
-                assert torch.equal(layer(view), F.linear(view, layer.weight, layer.bias))
+    """On sides of no whole tile, on inputs of any shape and strides."""
+    for (out_features, in_features), bias in (((44, 16), False), ((16, 8), True), ((8, 64), True)):
+        layer, _ = converted(out_features, in_features, bias)
+        x = torch.randn(3, 7, in_features)
+        views = x, x[0, 0], x.transpose(0, 1), x[:, :1].expand(3, 5, in_features), x[:, :0]
+        for view in (*views, torch.randn(in_features, 5).t()):
+            assert torch.equal(layer(view), F.linear(view, layer.weight, layer.bias))
 
 
 def test_input_gradient_takes_the_twice_pruned_weight():
@@ -207,47 +174,6 @@ def test_weight_gradient_is_compressed():
         assert torch.equal(layer.values.grad, dense[mask].view(48, -1))
         assert torch.equal(expand_nm(layer.values.grad, layer.row_mask, n, m), dense * mask)
         assert torch.equal(layer.bias.grad, dy.view(-1, 48).sum(0))
-
-
-def test_gradients_at_pruned_positions_have_no_influence():
-    """The released code applies them, and only them, to the kept weights."""
-    layer, _ = converted(4, 8)
-    mask = row_mask(layer)
-    # One row has a gradient; it changes at its pruned inputs alone.
-    dy = torch.zeros(1, 4)
-    dy[0, 2] = 1.0
-    x = torch.randn(1, 8)
-    grads = []
-    for noise in (0.0, 100.0):
-        layer.values.grad = None
-        layer(x + noise * ~mask[2]).backward(dy)
-        grads.append(layer.values.grad)
-    assert torch.equal(*grads)
-    assert torch.equal(grads[0][2], x[0][mask[2]]) and grads[0].count_nonzero() == 4
-
-
-def test_autocast_rounds_the_operands_of_fp32_weights():
-    for rank in (0, 2):
-        layer, method = converted(16, 16, bias=True, adapter_rank=rank, total_steps=1)
-        method.on_step_begin(0)
-        if rank:
-            nn.init.normal_(layer.right)
-        x = torch.randn(8, 16, requires_grad=True)
-        with torch.autocast("cpu", torch.bfloat16):
-            y = layer(x)
-        if not rank:
-            want = F.linear(x.bfloat16(), layer.weight.bfloat16(), layer.bias.bfloat16())
-            assert torch.equal(y, want)
-        y.sum().backward()
-        assert y.dtype == torch.bfloat16 and x.grad.dtype == torch.float32
-        for parameter in layer.parameters():
-            assert parameter.dtype == parameter.grad.dtype == torch.float32
-            assert parameter.grad.any()
-        layer.eval()
-        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
-            before = layer(x)
-            assert torch.equal(before, y)
-            assert torch.equal(method.finalize(layer)(x), before)
 
 
 # ---------------------------------------------------------------- training
@@ -365,30 +291,6 @@ def train(model, method, optimizer, steps, clip=1.0):
         method.on_step_end(step)
 
 
-def test_clipping_sees_dense_and_compressed_gradients():
-    """Compressed gradients have the norm of the masked dense ones; None gradients are allowed."""
-    for p in (1.0, 2.0, math.inf):
-        model, method, _ = gpt(adapter_rank=2, total_steps=100)
-        method.on_step_begin(0)
-        method.loss(model, batch(0)).backward()
-        grads = []
-        for name, parameter in model.named_parameters():
-            module = model.get_submodule(name.rpartition(".")[0])
-            assert (parameter.grad is None) == name.endswith((".left", ".right"))
-            if name.endswith(".values"):
-                grads.append(expand_nm(parameter.grad, module.row_mask).flatten())
-            elif parameter.grad is not None:
-                grads.append(parameter.grad.flatten())
-        everything = torch.cat(grads)
-        norm = nn.utils.clip_grad_norm_(model.parameters(), 1e9, p)
-        torch.testing.assert_close(norm, everything.norm(p), rtol=1e-5, atol=0)
-        before = [q.grad.clone() for q in model.parameters() if q.grad is not None]
-        nn.utils.clip_grad_norm_(model.parameters(), norm.item() / 4, p)
-        after = [q.grad for q in model.parameters() if q.grad is not None]
-        for a, b in zip(after, before, strict=True):
-            torch.testing.assert_close(a, b / 4, rtol=1e-4, atol=0)
-
-
 # ---------------------------------------------------------------- adapters
 
 
@@ -471,8 +373,8 @@ def test_moments_from_loading_do_not_count_until_the_adapters_have_trained():
 
 
 def test_adapter_gradients_are_those_of_autograd():
-    """The function is Y = X W^T + (X L) R / rank + b, but the sparse part of dX takes the pruned
-    weight."""
+    """The function is Y = X W^T + (X L) R / rank + b for each sample by itself (the released
+    accuracy code gives all the first one's), but the sparse part of dX takes the pruned weight."""
     for left_sparse in (False, True):
         for bias in (False, True):
             layer, _ = adapted(left_sparse, bias=bias)
@@ -495,15 +397,6 @@ def test_adapter_gradients_are_those_of_autograd():
             torch.testing.assert_close(layer.values.grad.double(), values, **close)
             want = x64.grad + dy.double() @ (twice_pruned(layer.weight) - layer.weight).double()
             torch.testing.assert_close(x.grad.double(), want, **close)
-
-
-def test_each_sample_has_its_own_adapter_output():
-    """The released accuracy code gives the first sample's to the whole batch."""
-    layer, _ = adapted()
-    x, order = torch.randn(6, 5, 16), torch.tensor([3, 0, 5, 1, 4, 2])
-    torch.testing.assert_close(layer(x)[order], layer(x[order]), rtol=1e-6, atol=1e-6)
-    alone = torch.stack([layer(sample) for sample in x])
-    torch.testing.assert_close(layer(x), alone, rtol=1e-5, atol=1e-5)
 
 
 def test_the_merged_form_has_the_scale_of_training():
@@ -578,28 +471,6 @@ def test_loaded_adapters_take_part_at_once():
     assert torch.equal(fresh(x), trained(x))
 
 
-def test_compiled_through_the_phase_switch():
-    torch._dynamo.reset()
-    runs = []
-    for compiled in (False, True):
-        layer, method = converted(16, 16, True, adapter_rank=2, total_steps=100)
-        runner = torch.compile(layer, fullgraph=True, backend="aot_eager") if compiled else layer
-        optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
-        outputs = []
-        for step in (97, 98, 99, 100):
-            method.on_step_begin(step)
-            y = runner(torch.ones(4, 16))
-            y.square().sum().backward()
-            method.on_gradients(step)
-            optimizer.step()
-            optimizer.zero_grad()
-            method.on_step_end(step)
-            outputs.append(y.detach())
-        runs.append(torch.stack(outputs))
-    torch._dynamo.reset()
-    assert torch.equal(*runs)
-
-
 # ---------------------------------------------------------------- state and memory
 
 
@@ -622,54 +493,18 @@ def test_names_shapes_and_dtypes_of_the_state():
     }
 
 
-class Fp32Adam(torch.optim.Optimizer):
-    """Adam with fp32 moments whatever the dtype of the weights, as mixed-precision trainers keep.
-
-    torch's keeps moments in the dtype of the weights.
-    """
-
-    def __init__(self, parameters):
-        super().__init__(parameters, {"lr": 1e-2})
-
-    @torch.no_grad()
-    def step(self):
-        for parameter in self.param_groups[0]["params"]:
-            state = self.state[parameter]
-            if not state:
-                for name in ("m", "v"):
-                    state[name] = torch.zeros_like(parameter, dtype=torch.float32)
-            grad = parameter.grad.float()
-            state["m"].lerp_(grad, 0.1)
-            state["v"].lerp_(grad.square(), 0.05)
-            update = state["m"] / (state["v"].sqrt() + 1e-8)
-            parameter.copy_(parameter - 1e-2 * update)
-
-
-def training_bytes(layer, method):
-    """Bytes of parameters, gradients, buffers and moments between backward and update."""
-    optimizer = Fp32Adam(layer.parameters())
-    for step in range(2):
-        method.on_step_begin(step)
-        layer(torch.randn(8, layer.in_features, dtype=layer.values.dtype)).sum().backward()
-        optimizer.step()
-        method.on_step_end(step)
-    tensors = [*layer.parameters(), *layer.buffers(), *(p.grad for p in layer.parameters())]
-    tensors += [t for state in optimizer.state.values() for t in state.values()]
-    return sum(t.nbytes for t in tensors)
-
-
 def test_training_memory_is_that_of_the_formula():
-    """(2 w + 8) n / m + 1 / 8 + n / (8 m) bytes a weight, w the bytes of its dtype.
-
-    2:4 with bf16 weights: 6.1875 of 12, 0.516 of dense.
-    """
+    """(2 w + 8) n / m + 1 / 8 + n / (8 m) bytes a weight, w the bytes of its dtype, with Adam's
+    moments in fp32. 2:4 with bf16 weights: 6.1875 of 12, 0.516 of dense."""
     for n, m in PATTERNS:
         for dtype in (torch.bfloat16, torch.float32):
             layer, method = converted(96, 192, dtype=dtype, n=n, m=m)
             weight = dtype.itemsize
-            formula = (2 * weight + 8) * n / m + 1 / 8 + n / (8 * m)
-            measured = training_bytes(layer, method) / (96 * 192)
-            assert measured == formula
+            method.on_step_begin(0)
+            layer(torch.randn(8, 192, dtype=dtype)).sum().backward()
+            held = [*layer.parameters(), *layer.buffers(), *(p.grad for p in layer.parameters())]
+            measured = (sum(t.nbytes for t in held) + 8 * layer.values.numel()) / (96 * 192)
+            assert measured == (2 * weight + 8) * n / m + 1 / 8 + n / (8 * m)
             assert measured <= 0.70 * (2 * weight + 8)
             if (n, m, weight) == (2, 4, 2):
                 assert measured == 6.1875
@@ -688,19 +523,6 @@ def test_no_dense_weight_waits_for_the_backward_pass():
 
 
 # ---------------------------------------------------------------- which layers, which pattern
-
-
-def test_first_linear_and_heads_stay_dense_by_default():
-    _, _, report = gpt()
-    assert report.names == (
-        "transformer.h.0.attn.c_proj",
-        "transformer.h.0.mlp.c_fc",
-        "transformer.h.0.mlp.c_proj",
-        "transformer.h.1.attn.c_attn",
-        "transformer.h.1.attn.c_proj",
-        "transformer.h.1.mlp.c_fc",
-        "transformer.h.1.mlp.c_proj",
-    )
 
 
 def names_converted(names):
@@ -733,6 +555,7 @@ def test_default_names_of_other_models():
             ],
         ),
         (["blocks.0.attn.qkv", "head"], ["blocks.0.attn.proj", "blocks.10.attn.qkv"]),
+        (["h.0.attn.c_attn", "lm_head"], ["h.0.attn.c_proj", "h.0.mlp.c_fc", "h.10.attn.c_attn"]),
         (
             ["model.layers.0.self_attn.q_proj", "model.layers.0.self_attn.v_proj", "lm_head"],
             ["model.layers.0.self_attn.o_proj", "model.layers.10.self_attn.q_proj"],
@@ -764,25 +587,12 @@ def test_what_does_not_fit_leaves_the_model_alone():
         ((8, 8), {"patterns": ["*=2:6"]}, r"2:6 needs both dims to be multiples of 6"),
         ((8, 8), {"patterns": ["h.9=2:8"]}, r"patterns: 'h\.9=2:8' matches none of"),
         ((8, 16), {"adapter_rank": 9, "total_steps": 9}, r"adapter_rank=9 is above the smaller"),
-        ((8, 8), {"adapter_rank": 2}, r"adapter_fraction=0\.01 of how many steps\? set total"),
     ):
         model = nn.ModuleDict({"mlp": nn.Linear(*shape)})
         method = slope.Method(slope.Config(include=["*"], exclude=[], **options))
         with pytest.raises(ValueError, match=message):
             method.convert(model)
         assert type(model["mlp"]) is nn.Linear
-
-
-def test_a_kept_zero_does_not_displace_the_smallest_numbers_of_fp16():
-    dense = torch.tensor([[3.0, 2.0, 0, 0]] * 4, dtype=torch.float16)
-    fresh = nn.Linear(4, 4, bias=False, dtype=torch.float16)
-    fresh.weight.data.copy_(dense)
-    method = slope.Method(slope.Config(include=["*"], exclude=[], mask="magnitude"))
-    method.convert(fresh)
-    column = torch.tensor([3e-5, 0, 0, 3e-5], dtype=torch.float16)
-    fresh.values.data.copy_(torch.stack([column, column], 1))
-    fresh.refresh_mask()
-    assert unpack_mask(fresh.column_mask, 2)[:, 0].tolist() == [True, False, False, True]
 
 
 def test_an_optimizer_made_before_the_conversion_is_refused():

@@ -9,6 +9,7 @@ the tests that must fail then. Exit status 0 only if every fault is caught.
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -50,7 +51,7 @@ def main(chosen: list[str]) -> int:
 
 def _run(copy: Path, tests: str) -> str:
     """`caught` if one of the tests fails, `missed` if all pass."""
-    command = [sys.executable, "-m", "pytest", "-qx", "-p", "no:cacheprovider", *tests.split()]
+    command = [sys.executable, "-m", "pytest", "-qx", "-p", "no:cacheprovider", *shlex.split(tests)]
     environment = {**os.environ, "PYTHONPATH": str(copy), "OMP_NUM_THREADS": "1"}
     environment["HF_HUB_OFFLINE"] = "1"
     done = subprocess.run(command, cwd=copy, env=environment, capture_output=True, text=True)

@@ -92,23 +92,23 @@ def optimizer_of(method, model):
     return method.optimizer(model.parameters(), lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1)
 
 
+def arguments_for(directory, **settings):
+    settings = {"max_steps": STEPS, "per_device_train_batch_size": MICRO, **settings}
+    settings = {"report_to": [], "use_cpu": True, "disable_tqdm": True, **settings}
+    return TrainingArguments(output_dir=str(directory), logging_steps=1, **settings)
+
+
 def trainer_for(name, directory, resume_from=None, **settings):
     model, method = build(name)
     options = {
-        "max_steps": STEPS,
-        "per_device_train_batch_size": MICRO,
         "gradient_accumulation_steps": ACCUMULATION,
         "lr_scheduler_type": "constant",
         "max_grad_norm": 1.0,
-        "logging_steps": 1,
         "save_steps": 1,
-        "report_to": [],
-        "use_cpu": True,
-        "disable_tqdm": True,
         "resume_from_checkpoint": resume_from,
         **settings,
     }
-    arguments = TrainingArguments(output_dir=str(directory), **options)
+    arguments = arguments_for(directory, **options)
     callback = MethodCallback(method, model, arguments)
     optimizer = optimizer_of(method, model)
     trainer = Ordered(
@@ -219,15 +219,7 @@ def test_the_end_is_a_plain_model_of_transformers(name, tmp_path):
     if name == "slope":
         plain["adapter_fraction"] = 0.01
     model, method = build(name, **plain)
-    arguments = TrainingArguments(
-        output_dir=str(tmp_path),
-        max_steps=STEPS,
-        per_device_train_batch_size=MICRO,
-        report_to=[],
-        use_cpu=True,
-        disable_tqdm=True,
-        save_strategy="no",
-    )
+    arguments = arguments_for(tmp_path, save_strategy="no")
     callback = MethodCallback(method, model, arguments)
     trainer = Trainer(model, arguments, train_dataset=sequences(), callbacks=[callback])
     trainer.train()
@@ -245,9 +237,9 @@ def test_the_end_is_a_plain_model_of_transformers(name, tmp_path):
 
 @every_arm
 def test_a_checkpoint_loads_as_the_plain_model_of_the_same_function(name, uninterrupted):
-    """The function is that of the first phase. `from_pretrained` would draw at random the weights
-    that it does not find."""
-    folder = uninterrupted(name).directory / "checkpoint-3"
+    """Low-rank terms included. `from_pretrained` would draw at random the weights that it does not
+    find."""
+    folder = uninterrupted(name).directory / f"checkpoint-{STEPS if name == 'slope' else 3}"
     trainer, _ = trainer_for(name, folder.parent / "again")
     model = trainer.model
     model.load_state_dict(load_file(folder / "model.safetensors"))  # strict
@@ -258,7 +250,7 @@ def test_a_checkpoint_loads_as_the_plain_model_of_the_same_function(name, uninte
     ids = sequences()[0]["input_ids"][None]
     with torch.no_grad():
         ours, theirs = model.eval()(ids).logits, loaded.eval()(ids).logits
-    if name == "ast distilling":  # SLoRB's terms, added at once and one after the other
+    if name in ("ast distilling", "slope"):  # the terms, added at once and one after the other
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
     else:
         assert torch.equal(ours, theirs)
@@ -270,11 +262,8 @@ def test_every_other_method_is_resumed_exactly(name, tmp_path):
 
     def train(folder, resume=None):
         model, method = build(name)
-        arguments = TrainingArguments(
-            output_dir=str(folder), max_steps=STEPS, per_device_train_batch_size=MICRO,
-            report_to=[], use_cpu=True, disable_tqdm=True, save_steps=4, logging_steps=1,
-            learning_rate=1e-2, adam_beta2=0.95, weight_decay=0.1, resume_from_checkpoint=resume,
-        )  # fmt: skip
+        rates = {"learning_rate": 1e-2, "adam_beta2": 0.95, "weight_decay": 0.1}
+        arguments = arguments_for(folder, save_steps=4, resume_from_checkpoint=resume, **rates)
         callback = MethodCallback(method, model, arguments)
         trainer = Ordered(
             model, arguments, train_dataset=sequences(), callbacks=[callback],
@@ -297,8 +286,7 @@ def test_distillation_is_that_of_training_alone(tmp_path):
     """Evaluation, a copy of the model and a model without labels have the model's own loss."""
     model, method = build("ast distilling")
     plain = copy.deepcopy(model)
-    arguments = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to=[])
-    MethodCallback(method, model, arguments)
+    MethodCallback(method, model, arguments_for(tmp_path))
     rows = torch.stack([row["input_ids"] for row in sequences()[:4]])
     batch = {"input_ids": rows, "labels": rows}
     twin = copy.deepcopy(model)
@@ -320,32 +308,15 @@ def test_distillation_is_that_of_training_alone(tmp_path):
 def main():
     """Train on the ranks that there are, into the folder that is the first argument."""
     torch.set_num_threads(1)
-    model, method = build("ast distilling")
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
-    arguments = TrainingArguments(
-        output_dir=sys.argv[1],
-        max_steps=STEPS,
-        per_device_train_batch_size=MICRO // ranks,
-        report_to=[],
-        use_cpu=True,
-        disable_tqdm=True,
-        save_steps=STEPS,
-        logging_steps=1,
-        learning_rate=1e-3,
-        ddp_broadcast_buffers=False,
+    trainer, method = trainer_for(
+        "ast distilling", sys.argv[1], per_device_train_batch_size=MICRO // ranks,
+        gradient_accumulation_steps=1, save_steps=STEPS, ddp_broadcast_buffers=False,
         dataloader_drop_last=True,
-    )
-    callback = MethodCallback(method, model, arguments)
-    trainer = Ordered(
-        model,
-        arguments,
-        train_dataset=sequences(),
-        callbacks=[callback],
-        optimizers=callback.optimizers,
-    )
+    )  # fmt: skip
     trainer.train()
     masks = [layer.mask for layer in method.sparse_layers.values()]
-    path = f"{sys.argv[1]}/rank{arguments.process_index}.pt"
+    path = f"{sys.argv[1]}/rank{trainer.args.process_index}.pt"
     torch.save({"records": records(trainer), "masks": masks}, path)
     if ranks > 1:
         os._exit(0)  # gloo's threads outlive the group and abort an interpreter that ends
@@ -373,16 +344,6 @@ def plain_forward(model):
     return lambda **batch: LlamaForCausalLM.forward(model, **batch)
 
 
-def test_adapters_are_added_to_the_weights_of_a_checkpoint(uninterrupted):
-    whole = uninterrupted("slope")
-    loaded = LlamaForCausalLM.from_pretrained(whole.directory / f"checkpoint-{STEPS}").eval()
-    ids = sequences()[0]["input_ids"][None]
-    with torch.no_grad():
-        ours, theirs = whole.trainer.model.eval()(ids).logits, loaded(ids).logits
-    # W + L R / r at once and one after the other.
-    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
-
-
 def test_the_best_model_comes_back_with_what_is_under_its_masks(tmp_path):
     class Falling(Ordered):
         def evaluate(self, *args, **kwargs):
@@ -393,11 +354,9 @@ def test_the_best_model_comes_back_with_what_is_under_its_masks(tmp_path):
             return metrics
 
     model, method = build("fst")
-    arguments = TrainingArguments(
-        output_dir=str(tmp_path), max_steps=STEPS, per_device_train_batch_size=MICRO,
-        report_to=[], use_cpu=True, disable_tqdm=True, save_steps=1, eval_strategy="steps",
-        eval_steps=1, load_best_model_at_end=True, metric_for_best_model="eval_loss",
-        greater_is_better=False, save_strategy="steps",
+    arguments = arguments_for(
+        tmp_path, save_steps=1, eval_strategy="steps", eval_steps=1, save_strategy="steps",
+        load_best_model_at_end=True, metric_for_best_model="eval_loss", greater_is_better=False,
     )  # fmt: skip
     callback = MethodCallback(method, model, arguments)
     data = sequences()
@@ -418,11 +377,7 @@ def test_a_conv1d_is_trained_saved_and_resumed(hf_model, tmp_path):
     def train(folder, resume=None):
         model = hf_model("gpt2", vocab_size=32).train()
         method = methods.build("s_ste", include="all", total_steps=STEPS)
-        arguments = TrainingArguments(
-            output_dir=str(folder), max_steps=STEPS, per_device_train_batch_size=MICRO,
-            report_to=[], use_cpu=True, disable_tqdm=True, save_steps=3,
-            resume_from_checkpoint=resume,
-        )  # fmt: skip
+        arguments = arguments_for(folder, save_steps=3, resume_from_checkpoint=resume)
         callbacks = [MethodCallback(method, model, arguments)]
         trainer = Ordered(model, arguments, train_dataset=data, callbacks=callbacks)
         trainer.train(resume_from_checkpoint=resume)
@@ -448,7 +403,7 @@ def test_a_conv1d_is_trained_saved_and_resumed(hf_model, tmp_path):
 
 
 def test_a_model_that_is_converted_already(tmp_path):
-    arguments = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to=[])
+    arguments = arguments_for(tmp_path)
     model, method = build("s_ste")
     report = method.convert(model)
     layers = dict(method.layers)
@@ -469,11 +424,7 @@ def test_our_own_gpt2_from_a_folder(hf_model, tmp_path):
     def train(folder, resume=None):
         model = ForTrainer(from_hf(tmp_path / "start"))
         method = methods.build("slope", include="all", exclude=[], total_steps=STEPS)
-        arguments = TrainingArguments(
-            output_dir=str(folder), max_steps=STEPS, per_device_train_batch_size=MICRO,
-            report_to=[], use_cpu=True, disable_tqdm=True, save_steps=3, logging_steps=1,
-            resume_from_checkpoint=resume,
-        )  # fmt: skip
+        arguments = arguments_for(folder, save_steps=3, resume_from_checkpoint=resume)
         callbacks = [MethodCallback(method, model, arguments)]
         trainer = Ordered(
             model, arguments, train_dataset=data, eval_dataset=data[:4], callbacks=callbacks
@@ -500,9 +451,7 @@ def test_the_trainer_says_the_number_of_steps(tmp_path):
         for steps in (STEPS, -1):
             options = {"sparse_fraction": 0.5} if name == "semi_sparse" else {}
             model, method = build(name, total_steps=0, **options)
-            arguments = TrainingArguments(
-                output_dir=str(tmp_path), use_cpu=True, report_to=[], max_steps=steps
-            )
+            arguments = arguments_for(tmp_path, max_steps=steps)
             if steps < 0:
                 with pytest.raises(ValueError, match=r"=-1; .* callback reads max_steps$"):
                     build(name, total_steps=steps)
@@ -515,9 +464,7 @@ def test_the_trainer_says_the_number_of_steps(tmp_path):
 
 
 def test_what_would_go_wrong_silently_is_refused(tmp_path):
-    arguments = TrainingArguments(
-        output_dir=str(tmp_path), use_cpu=True, report_to=[], max_steps=STEPS
-    )
+    arguments = arguments_for(tmp_path)
     model, method = build("s_ste")
     method.convert(model)
     with pytest.raises(RuntimeError, match=r"masks and operands did not follow: .*MethodCallback"):

@@ -175,28 +175,6 @@ def test_compressed_weights_give_up_the_memory_of_packed_operands():
     assert [operand() for operand in operands] == [None, None]
 
 
-INTERPRETED = "fst", "semi_sparse", "slope", "ste"  # one of each kind of kernel
-
-
-@every_method
-def test_a_weight_that_is_a_transposed_view(name, options, products, monkeypatch):
-    """Operands are derived and packed from it on either backend, and are those of a plain weight on
-    the backend `cpu`, which takes a tenth of the time of Triton's interpreter."""
-    backend = "triton" if name in INTERPRETED else "cpu"
-    torch.manual_seed(0)
-    plain = nn.Sequential(nn.Linear(64, 128))
-    packed = copy.deepcopy(plain)
-    packed[0].weight = nn.Parameter(plain[0].weight.detach().t().contiguous().t())
-    for model, used in ((plain, "cpu"), (packed, backend)):
-        monkeypatch.setenv("SPARSE24_BACKEND", used)
-        method = methods.build(name, **{"include": ("*",), "exclude": (), **options})
-        method.convert(model.to(DEVICE), BF16)
-        if model is packed:
-            method.accelerate(TOKENS, "cusparselt")
-        one_step(model, method, optimizer_of(model, method), 0)
-    same(packed[0].weight, plain[0].weight)
-
-
 def test_fp8_products_are_those_of_the_simulation():
     """To the rounding of their results to bf16."""
     for mvue in ("exact", "off"):
@@ -415,15 +393,6 @@ def test_fp8_is_simulated_again_after_a_change_of_mind():
     method.accelerate(TOKENS, "cusparselt")
     model[0].accelerate(DENSE), model[2].accelerate(DENSE)
     same_steps((model, method), plain)
-
-
-def test_a_cast_of_the_model_leaves_packed_operands_right():
-    model, method = build("fst", {"dense_fraction": 0.0})
-    method.accelerate(TOKENS, "cusparselt")
-    x = torch.randn(8, 64, device=DEVICE)
-    with torch.no_grad(), torch.autocast(DEVICE, BF16):
-        want = model.eval()(x)
-        same(model.float()(x), want)
 
 
 def test_accelerate_comes_after_convert():

@@ -102,10 +102,3 @@ def test_a_method_tells_after_accelerate():
     method.accelerate(256, "auto")
     assert set(method.acceleration.layers) == {"0"} and method.acceleration.gains() == {"0": None}
     assert "fprop, wgrad dense in 1 (cuSPARSELt" in str(method.acceleration)
-
-
-def test_products_print_what_is_not_dense():
-    assert repr(gemms.DENSE) == "Products()"
-    layouts = gemms.Layouts(fprop="cutlass_sm90")
-    told = "Products(fprop=True, wgrad=True, layouts=Layouts(fprop='cutlass_sm90'))"
-    assert repr(Products(fprop=True, wgrad=True, layouts=layouts)) == told

@@ -13,7 +13,6 @@ from torch import nn
 
 import methods
 from methods import dense, s_ste, ste
-from methods.nn.linear import MaskedLinear
 
 
 def mlp(width=8):
@@ -32,15 +31,6 @@ def test_the_config_of_another_method_is_refused():
         s_ste.Method(ste.Config())
     with pytest.raises(TypeError, match=r"methods\.ste\.Config, not a builtins\.dict"):
         ste.Method({"include": "all"})
-
-
-def test_globs_choose_the_layers():
-    model = mlp()
-    report = ste.Method(ste.Config(include=["*"], exclude=["head", "mlp.2"])).convert(model)
-    assert report.names == ("mlp.0",)
-    assert report.sparse_parameters == 8 * 16
-    assert isinstance(model["mlp"][0], MaskedLinear)
-    assert type(model["mlp"][2]) is type(model["head"]) is nn.Linear
 
 
 def test_what_to_include_instead_can_be_converted_and_names_each_kind_of_layer_once():
@@ -63,30 +53,6 @@ def test_converting_twice_is_an_error():
     for name in ("s_ste", "ast"):
         with pytest.raises(ValueError, match="converted already"):
             methods.build(name, total_steps=4).convert(model)
-
-
-def test_refresh_follows_weights_that_changed_outside():
-    """An averaged copy: its parameters are means, its buffers those of the last step."""
-    for module in (ste, s_ste):
-        layer = one_group([4.0, 3.0, 2.0, 1.0])
-        method = module.Method(module.Config(include=["*"]))
-        method.convert(layer)
-        scale = float(layer.scale) if module is s_ste else 1.0
-        twin = copy.deepcopy(layer)
-        with torch.no_grad():
-            twin.weight.copy_(torch.tensor([1.0, 2.0, 3.0, 4.0]).expand(4, 4))
-        methods.refresh(nn.Sequential(twin))
-        # S-STE takes the second smallest magnitude, 2, off; its scale is frozen.
-        kept = [0.0, 0.0, 3.0, 4.0] if module is ste else [0.0, 0.0, scale, 2 * scale]
-        expected = torch.tensor(kept).expand(4, 4)
-        torch.testing.assert_close(twin.sparse_weight, expected, rtol=1e-6, atol=0)
-        assert twin.current_mask()[0].tolist() == [False, False, True, True]
-        twin.eval()
-        with torch.no_grad():
-            evaluated = twin(torch.eye(4))
-        torch.testing.assert_close(evaluated, expected.t(), rtol=1e-6, atol=0)
-        # The original is as it was.
-        assert layer.current_mask()[0].tolist() == [True, True, False, False]
 
 
 def test_conversion_keeps_identity_hooks_flags_and_the_generator():
@@ -206,20 +172,6 @@ def test_groups_with_three_non_zeros_are_illegal():
         found = method.metrics()
         assert found["illegal_groups"] == illegal
         assert found["density"] == sum(value != 0 for value in values) / 4
-
-
-def test_virtual_flip_rate_leaves_a_dense_model_untouched():
-    model = mlp()
-    before = copy.deepcopy(model.state_dict())
-    method = dense.Method(dense.Config(measure_every=1))
-    method.convert(model)
-    method.on_step_begin(0)
-    method.on_step_end(0)
-    method.metrics()
-    method.finalize(model)
-    after = model.state_dict()
-    assert before.keys() == after.keys()
-    assert all(torch.equal(before[k], after[k]) for k in before)
 
 
 @pytest.mark.parametrize("period", [1, 4])

@@ -322,21 +322,6 @@ def test_python_and_yaml_mean_the_same():
                 assert getattr(composed, field.name) == getattr(default, field.name), name
 
 
-def test_include_on_the_command_line():
-    def included(*overrides):
-        return load([*overrides]).method_options.include
-
-    assert included() == "ffn"
-    assert included("method.include=all") == "all"
-    assert included("method.include=[*mlp.*,a.b]") == ("*mlp.*", "a.b")
-    assert included("method=slope") == ("*",)
-    for bad in ("mlp", 5, None, [1]):
-        with pytest.raises(ValueError, match="list of globs on module names or one of ffn, all"):
-            ste.Config(include=bad)
-    with pytest.raises(ValueError, match=r"exclude must be a list of globs on module names, got"):
-        ste.Config(exclude="ffn")
-
-
 # ---------------------------------------------------------------- Conv1D of transformers
 
 
@@ -411,21 +396,6 @@ def test_a_conv1d_trains_as_the_linear_of_the_same_weight(hf_model, name, tmp_pa
     again = GPT2LMHeadModel.from_pretrained(tmp_path).eval()
     with torch.no_grad():
         assert torch.equal(again(x).logits, plain.eval()(x).logits)
-
-
-def test_the_state_of_a_converted_conv1d_keeps_the_layout_of_transformers(hf_model):
-    model, weights = hf_model("gpt2"), hf_model("gpt2").state_dict()
-    parameter = model.transformer.h[0].mlp.c_fc.weight
-    method = ste.Method(ste.Config())
-    method.convert(model)
-    assert model.transformer.h[0].mlp.c_fc.weight is parameter
-    state = model.state_dict()
-    assert all(torch.equal(state[name], value) for name, value in weights.items())
-    other = hf_model("gpt2", seed=1)
-    ste.Method(ste.Config()).convert(other)
-    other.load_state_dict(state)
-    with torch.no_grad():
-        assert torch.equal(other(tokens()).logits, model(tokens()).logits)
 
 
 def test_the_gradient_of_a_conv1d_goes_with_its_weight(hf_model):

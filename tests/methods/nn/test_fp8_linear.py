@@ -1,12 +1,14 @@
-"""The option `fp8` of methods with a mask: which weights are quantised, when, and by whom."""
+"""The option `fp8` of layers with a mask and of compressed ones: which weights are quantised, when,
+and by whom."""
 
 import pytest
 import torch
 from torch import nn
 
 import methods
-from common_kernels import Packed24, fake_fp8, unpack24
+from common_kernels import Packed24, compress_nm, expand_nm, fake_fp8, unpack24, unpack_mask
 from common_kernels.matmul import unavailable
+from methods.nn.compressed_fp8 import Fp8CompressedLinear
 from methods.nn.fp8_linear import Fp8Linear
 from methods.nn.gemms import DENSE, Products
 
@@ -15,18 +17,17 @@ pytest.importorskip("triton", reason="cuSPARSELt is emulated where Triton's inte
 CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"
 BF16, E4M3, E5M2 = torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2
-TOKENS = 96
+BOTH = Products(fprop=True, dgrad=True, fp8=True)
 # Method, its options, its products on FP8 units.
 CASES = [
     ("ste", {}, Products(fprop=True, fp8=True)),
-    ("semi_sparse", {}, Products(fprop=True, dgrad=True, fp8=True)),
+    ("semi_sparse", {}, BOTH),
     ("fst", {"dense_fraction": 0.0}, Products(True, True, True, fp8=True)),
-    ("fst", {"dense_fraction": 0.0, "mvue": "off"}, Products(True, True, fp8=True)),
-    ("released.semi_sparse", {}, Products(fprop=True, dgrad=True, fp8=True)),
+    ("fst", {"dense_fraction": 0.0, "mvue": "off"}, BOTH),
+    ("released.semi_sparse", {}, BOTH),
+    ("slope", {}, BOTH),
+    ("slope", {"column_refresh": 2}, BOTH),
 ]
-every_method = pytest.mark.parametrize(
-    ("name", "options", "products"), CASES, ids=lambda case: str(case)[:40]
-)
 
 
 @pytest.fixture(autouse=True)
@@ -40,83 +41,119 @@ def converted(name, fp8, **options):
     layer = nn.Linear(64, 128).to(DEVICE)
     method = methods.build(name, include=("*",), fp8=fp8, **options)
     method.convert(layer)
-    assert isinstance(layer, Fp8Linear)
+    assert fp8 == "off" or isinstance(layer, Fp8Linear | Fp8CompressedLinear)
     return layer, method
 
 
-def step(layer, method, number=0):
-    """y, dX, dW of one step, and its input and gradient."""
+def step(layer, method, number=0, tokens=96):
+    """y, dX and the gradients of the parameters by name, with the input and dY."""
     generator = torch.Generator().manual_seed(number)
-    x, dy = (torch.randn(TOKENS, n, generator=generator).to(DEVICE) for n in (64, 128))
+    x, dy = (torch.randn(tokens, n, generator=generator).to(DEVICE) for n in (64, 128))
     x.requires_grad_()
     method.on_step_begin(number)
     method.open_micro_batch()
     y = layer(x)
     y.backward(dy)
-    dw, layer.weight.grad = layer.weight.grad, None
-    return (y.detach(), x.grad, dw), x.detach(), dy
+    grads = {name: p.grad for name, p in layer.named_parameters()}
+    layer.zero_grad()
+    return (y.detach(), x.grad, grads), x.detach(), dy
+
+
+def end_step(layer, method, number, grads, optimizer=None):
+    for name, parameter in layer.named_parameters():
+        parameter.grad = grads[name]
+    method.on_gradients(number, optimizer)
+    if optimizer:
+        optimizer.step()
+    method.on_step_end(number)
+    layer.zero_grad()
+
+
+def weights(layer):
+    """The weights of fprop and of dgrad."""
+    weight = layer.effective_weight()
+    if not isinstance(layer, Fp8CompressedLinear):
+        return weight, weight
+    kept = unpack_mask(layer.column_mask, layer.values.shape[1])
+    values = torch.where(kept, layer.values.detach(), 0.0)
+    return weight, expand_nm(values, layer.row_mask, *layer.pattern)
 
 
 def test_simulated_products_are_those_of_the_quantised_sparse_weight():
     """Products are those of quantised operands; `hopper` has W in e5m2 where dgrad is sparse."""
-    for name, options, products in CASES:
+    for name, options, products in (*CASES, ("slope", {"n": 1}, BOTH)):
         for recipe, dgrad, wgrad in (
             ("paper", "e5m2", "e5m2"),
             ("hybrid", "e4m3", "e4m3"),
-            ("hopper", None, "e4m3"),
+            ("hopper", "e5m2" if products.dgrad else "e4m3", "e4m3"),
         ):
             layer, method = converted(name, recipe, **options)
-            (y, dx, dw), x, dy = step(layer, method)
-            weight, seen = layer.effective_weight(), fake_fp8(dy, "e5m2")
-            dgrad = dgrad or ("e5m2" if products.dgrad else "e4m3")
+            (y, dx, grads), x, dy = step(layer, method)
+            (weight, other), seen = weights(layer), fake_fp8(dy, "e5m2")
             want = fake_fp8(x, "e4m3") @ fake_fp8(weight, "e4m3").t() + layer.bias.detach()
             # Sums of at most 128 products of order one, in fp32.
-            torch.testing.assert_close(y, want, rtol=1e-5, atol=1e-4)
-            torch.testing.assert_close(dx, seen @ fake_fp8(weight, dgrad), rtol=1e-5, atol=1e-4)
-            if not layer.mvue:
-                torch.testing.assert_close(dw, seen.t() @ fake_fp8(x, wgrad), rtol=1e-5, atol=1e-4)
+            close = {"rtol": 1e-5, "atol": 1e-4}
+            torch.testing.assert_close(y, want, **close)
+            torch.testing.assert_close(dx, seen @ fake_fp8(other, dgrad), **close)
+            want = seen.t() @ fake_fp8(x, wgrad)
+            if name == "slope":
+                want = compress_nm(want, layer.row_mask, *layer.pattern)
+                torch.testing.assert_close(grads["values"], want, **close)
+            elif not layer.mvue:
+                torch.testing.assert_close(grads["weight"], want, **close)
             layer.eval()
             with torch.no_grad():  # without FP8
                 torch.testing.assert_close(layer(x), nn.functional.linear(x, weight, layer.bias))
 
 
 def test_products_on_units_are_those_of_the_simulation():
-    """FP8 units give the simulated Y and dX, rounded to bf16, and the simulated dW."""
+    """FP8 units give the simulated Y and dX, rounded to bf16, and the simulated gradients. Dense
+    products of codes stay FP8 where they are faster, for it is another arithmetic; cuBLAS has no
+    product of e5m2 by e5m2, so that one takes bf16 codes."""
     for name, options, products in CASES:
-        (simulated, plain), (real, method) = (
-            converted(name, "hopper", **options) for _ in range(2)
-        )
-        assert real.candidates() == products
-        real.accelerate(products)
-        assert real.operand is None and real.codes is None
-        results = zip(step(real, method)[0], step(simulated, plain)[0], strict=True)
-        for (got, want), unit in zip(results, (2**-8, 2**-8, 0.0), strict=True):
-            if CUDA:  # whose FP8 units keep some 14 bits of a sum
-                unit += 2**-10
-            assert (got - want).abs().max() <= unit * want.abs().max() + 1e-4
+        for on, tokens in ((products, 96), (Products(fp8=True), 40)):
+            if name == "fst" and on != products and options.get("mvue") != "off":
+                continue  # the sample would be taken in another place
+            for recipe in ("hopper", "hopper_delayed"):
+                (simulated, plain), (real, method) = (
+                    converted(name, recipe, **options) for _ in range(2)
+                )
+                assert real.candidates() == products and simulated.products == DENSE
+                real.accelerate(on)
+                if name != "slope":
+                    assert real.codes is None or on != products
+                    dgrad = real.operands(torch.float32)[1]
+                    assert on == products or dgrad.on_units == (name == "ste")
+                for number in range(2):
+                    got, want = (
+                        step(*of, number, tokens)[0] for of in ((real, method), (simulated, plain))
+                    )
+                    main = "values" if name == "slope" else "weight"
+                    pairs = [*zip(got[:2], want[:2], strict=True), (got[2][main], want[2][main])]
+                    for (a, b), unit in zip(pairs, (2**-8, 2**-8, 0.0), strict=True):
+                        if CUDA:  # whose FP8 units keep some 14 bits of a sum
+                            unit += 2**-10
+                        assert (a - b).abs().max() <= unit * b.abs().max() + 1e-4
+                    end_step(real, method, number, got[2])
+                    end_step(simulated, plain, number, got[2])
 
 
 def test_what_is_packed_are_the_codes_of_the_simulation():
-    """Packed operands hold the simulation's codes, also after steps that choose masks anew."""
+    """Also after steps that choose masks or columns anew, or keep them."""
     for name, options, products in CASES:
         (simulated, _), (real, method) = (converted(name, "hopper", **options) for _ in range(2))
         real.accelerate(products)
         optimizer = torch.optim.SGD(real.parameters(), lr=0.1)
-        for number in range(2):
-            *_, dw = step(real, method, number)[0]
-            real.weight.grad = dw
-            method.on_gradients(number, optimizer)
-            optimizer.step()
-            method.on_step_end(number)
+        for number in range(3):
+            end_step(real, method, number, step(real, method, number)[0][2], optimizer)
         simulated.load_state_dict(real.state_dict())
         assert torch.equal(real.code_scales, simulated.code_scales)
         packed = unpack24(Packed24((real.packed,), (128, 64), E4M3))
         assert torch.equal(packed.float(), simulated.codes.float())
+        dgrad = real.codes_dgrad
         if products.dgrad:
-            packed = unpack24(Packed24((real.packed_transposed,), (64, 128), E5M2))
-            assert torch.equal(packed.t().float(), simulated.codes_dgrad.float())
-        else:
-            assert torch.equal(real.codes_dgrad.t().float(), simulated.codes_dgrad.float())
+            dgrad = unpack24(Packed24((real.packed_transposed,), (64, 128), E5M2))
+        assert torch.equal(dgrad.t().float(), simulated.codes_dgrad.float())
 
 
 def test_a_dense_phase_has_no_fp8():
@@ -141,29 +178,18 @@ def test_a_dense_phase_has_no_fp8():
                     ).abs().max() > 1e-3  # dY is quantised
 
 
-def test_dense_products_of_codes_where_these_are_faster():
-    """FP8 stays on with matmul=dense, for it is another arithmetic; cuBLAS has no product of e5m2
-    by e5m2, so that one takes bf16 codes."""
-    for name in ("ste", "fst"):
-        options = {"dense_fraction": 0.0, "mvue": "off"} if name == "fst" else {}
-        (simulated, plain), (real, method) = (
-            converted(name, "hopper", **options) for _ in range(2)
-        )
-        real.accelerate(Products(fp8=True))
-        _, dgrad = real.operands(torch.float32)
-        assert dgrad.on_units == (name == "ste")
-        for got, want in zip(step(real, method)[0], step(simulated, plain)[0], strict=True):
-            assert (got - want).abs().max() <= 2**-8 * want.abs().max() + 1e-4
-
-
 def test_options_that_do_not_go_together():
     with pytest.raises(ValueError, match="fp8=hopper needs mode=weight"):
         methods.build("semi_sparse", mode="activation", fp8="hopper")
     with pytest.raises(ValueError, match="fp8='e4m3'; choose one of off, paper, hybrid, hopper"):
         methods.build("ste", fp8="e4m3")
-    for name in ("ste", "fst", "semi_sparse"):
+    for name in ("ste", "fst", "semi_sparse", "slope"):
         assert methods.build(name, fp8="paper").quantizes and not methods.build(name).quantizes
-    assert converted("ste", "paper")[0].candidates() == DENSE  # simulated alone
+    for name in ("ste", "slope"):
+        assert converted(name, "paper")[0].candidates() == DENSE  # simulated alone
+    for name in ("released.slope", "released.slope_mask"):
+        with pytest.raises(ValueError, match=rf"fp8=hopper; {name} has no FP8 products"):
+            methods.build(name, fp8="hopper")
 
 
 @pytest.mark.parametrize("mvue", ["exact", "off"])
@@ -194,3 +220,37 @@ def test_our_own_kernels_multiply_codes_as_cusparselt_does(mvue):
     for name, a, b in zip(("y", "dx", "dw", "db"), *seen, strict=True):
         bound = 2**-9 if name == "dw" else unit  # FP8 units keep some 14 bits of a sum
         torch.testing.assert_close(a, b, rtol=unit, atol=bound * float(b.abs().max()), msg=name)
+
+
+def test_adapters_are_not_quantised():
+    """Adapters beside a weight of zeros give every value, and each is what it is without FP8."""
+    for sparse in (False, True):
+        seen = []
+        for fp8 in ("off", "hopper"):
+            options = {"adapter_rank": 4, "adapter_left_sparse": sparse, "total_steps": 2}
+            layer, method = converted("slope", fp8, adapter_fraction=0.5, **options)
+            with torch.no_grad():
+                layer.values.zero_()
+            assert step(layer, method, 0)[0][2]["left"] is None
+            method.on_gradients(0)
+            right = torch.randn(layer.right.shape, generator=torch.Generator().manual_seed(1))
+            with torch.no_grad():
+                layer.right.copy_(right)
+            method.on_step_end(0)
+            (y, dx, grads), *_ = step(layer, method, 1)
+            assert y.abs().max() > 1 and dx.abs().max() > 1
+            seen.append([y, dx, *(grads[name] for name in ("left", "right", "bias"))])
+        for got, want in zip(*seen, strict=True):
+            torch.testing.assert_close(got, want)
+
+
+def test_a_finished_layer_keeps_nothing_of_fp8():
+    layer, method = converted("slope", "hopper_delayed")
+    step(layer, method)
+    method.on_gradients(0)
+    method.on_step_end(0)
+    assert layer.has_history
+    weight = layer.effective_weight()
+    method.finalize(layer)
+    assert type(layer) is nn.Linear and torch.equal(layer.weight, weight)
+    assert not {"recipe", "has_history", "operand"} & set(vars(layer))

@@ -171,21 +171,6 @@ def test_leaves_other_work_to_the_hooks():
         assert not run.method._works
 
 
-def test_resumes_bit_for_bit():
-    for name, options in TAKEN[2:4]:
-        whole = Run(name, options, packed=True)
-        states = []
-        for step in range(6):
-            states.append(whole.state())
-            whole.step(step)
-        for start in (2, 3, 5):
-            resumed = Run(name, options, packed=True)
-            resumed.load(states[start])
-            for step in range(start, 6):
-                resumed.step(step)
-            assert_equal(resumed, whole)
-
-
 def test_state_dicts_of_torchs_adamw_load_and_are_loaded():
     for make in (torch.optim.AdamW, fused):
         one, other = Run("sr_ste", {}), Run("sr_ste", {}, make)
@@ -234,22 +219,6 @@ def test_a_step_that_a_scaler_skips_still_chooses_the_mask_that_is_due():
             mask = transposable_mask24(run.model[0].weight.detach())
             assert torch.equal(run.model[0].mask, mask)
         assert_equal(*runs)
-
-
-def test_a_scaler_that_unscales_in_the_step():
-    """Decay is added after the division by the scale, so the scale changes nothing."""
-    runs = [Run("sr_ste", {"alpha": 0.1}) for _ in range(2)]
-    for run, scale in zip(runs, (1.0, 2.0**10), strict=True):
-        scaler = torch.amp.GradScaler("cpu", init_scale=scale)
-        scaler.scale(torch.ones(()))
-        run.method.on_step_begin(0)
-        run.gradients(0)
-        for parameter in run.model.parameters():
-            parameter.grad *= scale
-        run.method.on_gradients(0, run.optimizer)
-        scaler.step(run.optimizer)
-        run.method.on_step_end(0)
-    assert_equal(*runs)
 
 
 def test_clipping_by_a_scale_of_the_gradients():

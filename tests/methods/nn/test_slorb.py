@@ -36,10 +36,6 @@ def block_sums(weight, k=4):
     return weight.unflatten(1, (-1, k)).sum(-1)
 
 
-def test_the_indicator_by_hand():
-    assert slorb.indicator(4, 2).tolist() == [[1, 1, 0, 0], [0, 0, 1, 1]]
-
-
 def test_mean_keeps_the_block_sums_of_the_dense_weight():
     for train_x in (True, False):
         layer, dense, _ = converted(slorb_train_x=train_x)
@@ -62,14 +58,6 @@ def test_mean_by_hand():
     assert s.tolist() == [[3.0, 7.0]]
     slorb.initialize(weight, torch.ones_like(mask), s, None, "mean", generator)
     assert s.tolist() == [[0.0, 0.0]]
-
-
-def test_sum_gives_k_times_the_pruned_part():
-    layer, dense, _ = converted(slorb_init="sum")
-    kept = block_sums(layer.sparse_weight)
-    used = block_sums(layer.sparse_weight + product(layer))
-    expected = kept + 4 * (block_sums(dense) - kept)
-    torch.testing.assert_close(used, expected, rtol=0, atol=1e-5)
 
 
 def test_xavier_starts_as_the_sparse_layer():
@@ -95,22 +83,6 @@ def test_xavier_follows_from_the_seed_of_the_method_and_touches_no_other_generat
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def test_the_sums_of_blocks_are_the_product_with_the_indicator():
-    for leading in ((3,), (2, 5)):
-        x, s = torch.randn(*leading, 16), torch.randn(8, 4)
-        expected = x @ slorb.indicator(16, 4).t() @ s.t()
-        torch.testing.assert_close(slorb.boost(x, s, None), expected, rtol=1e-5, atol=1e-5)
-
-
-def test_a_zero_s_is_no_slorb():
-    layer, _, _ = converted()
-    plain, _, _ = converted(slorb_k=0)
-    with torch.no_grad():
-        layer.slorb_s.zero_()
-    x = torch.randn(3, 16)
-    assert torch.equal(layer(x), plain(x))
-
-
 def test_gradients_reach_both_factors_and_the_dense_weight():
     layer, _, _ = converted()
     x, dy = torch.randn(6, 16), torch.randn(6, 8)
@@ -131,17 +103,6 @@ def test_stored_parameters_of_gpt2_124m():
         )  # fmt: skip
         method.convert(model)
         assert 12 * (model.num_params() - before) == expected
-
-
-def test_s_is_not_filled_again_when_the_mask_moves():
-    layer, _, method = converted(refresh_every=1)
-    before = layer.slorb_s.detach().clone()
-    with torch.no_grad():
-        layer.weight.copy_(torch.randn_like(layer.weight))
-    mask = layer.mask.clone()
-    method.on_step_end(0)
-    assert not torch.equal(layer.mask, mask)
-    assert torch.equal(layer.slorb_s, before)
 
 
 # ---------------------------------------------------------------- the end
