@@ -16,10 +16,6 @@ from common_kernels import (
 from tests.each import each
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-INF, NAN = float("inf"), float("nan")
-# Masks whose groups lie within bytes, whose groups cross bytes, and rows that end within a byte.
-PATTERNS = [(1, 2, 16), (2, 4, 24), (2, 8, 32), (4, 8, 16), (2, 4, 12), (2, 16, 48), (3, 7, 21)]
-by_pattern = each(("n", "m", "columns"), PATTERNS)
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -74,41 +70,6 @@ def test_every_pair_of_masks_and_values_comes_back(dtype):
     # A kept zero that moves later moves in its own column.
     moved = expand_nm(torch.ones_like(values), bits)
     assert torch.equal(moved != 0, masks.repeat_interleave(81, 0))
-
-
-@by_pattern
-def test_strides_leading_dims_and_empty_tensors(n, m, columns, generator):
-    x = torch.randn(2, 3, columns, generator=generator)
-    mask = nm_mask(torch.rand(x.shape, generator=generator), n, m)
-    bits = pack_mask(mask)
-    want = x[mask].view(2, 3, -1)
-    for view in (x, x.transpose(0, 1).contiguous().transpose(0, 1), x.mT.contiguous().mT):
-        values = compress_nm(view, bits, n, m)
-        assert torch.equal(values, want) and values.is_contiguous()
-    strided = torch.stack([want, want], -1)[..., 0]
-    for other in (bits, bits.mT.contiguous().mT):
-        dense = expand_nm(strided, other, n, m)
-        assert torch.equal(dense, x * mask) and dense.is_contiguous()
-    assert torch.equal(pack_mask(mask.mT.contiguous().mT), bits)
-    for empty in (x[:0], x[..., :0]):
-        bits = pack_mask(empty.bool())
-        assert unpack_mask(bits, empty.shape[-1]).shape == empty.shape
-        values = compress_nm(empty, bits, n, m)
-        assert values.shape == (*empty.shape[:-1], empty.shape[-1] * n // m)
-        assert expand_nm(values, bits, n, m).shape == empty.shape
-
-
-@each("dtype", DTYPES)
-@each("columns", [8, 12])
-def test_non_finite_values_stay_where_they_are(dtype, columns):
-    x = torch.tensor([NAN, INF, -INF, 1.0]).repeat(3, columns // 4).to(dtype)
-    mask = nm_mask(torch.arange(3.0 * columns).view(3, columns))  # the last two of each group
-    bits = pack_mask(mask)
-    values = compress_nm(x, bits)
-    assert torch.equal(values, torch.tensor([-INF, 1.0]).repeat(3, columns // 4).to(dtype))
-    dense = expand_nm(compress_nm(x, pack_mask(~mask)), pack_mask(~mask))
-    assert dense[..., 0::4].isnan().all() and (dense[..., 1::4] == INF).all()
-    assert (dense[..., 2:4] == 0).all()
 
 
 def test_second_mask_by_hand():

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from common_kernels import matmul24, nm_mask, pack24
-from common_kernels.matmul import chosen, cuda, cuda_build, unavailable
+from common_kernels.matmul import cuda, cuda_build, unavailable
 from common_kernels.matmul.cusparselt import Problem, aligned
 from common_kernels.pack import cpu
 from tests.each import each
@@ -194,18 +194,6 @@ def test_a_kernel_serves_what_it_was_compiled_for(layout, change, found):
     names = {c.name.replace("_stream_k", "") for c in cuda.configs(problem)}
     assert names == found
     assert len(cuda.algorithms(problem)) == len(cuda.ORDERS) * len(cuda.configs(problem))
-
-
-def test_what_our_own_products_cannot_serve(monkeypatch):
-    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    assert "not torch.float16" in unavailable("cuda", "cuda", torch.float16)
-    assert "compute capability 9" in unavailable("cuda", "cpu", torch.bfloat16)
-    x = torch.randn(64, 128).bfloat16()
-    packed = pack24(x, nm_mask(x), NARROW)
-    with pytest.raises(RuntimeError, match=r"'cuda' cannot serve 'cpu': .*capability 9"):
-        matmul24(packed, x, backend="cuda")
-    assert chosen(packed) == "dense"  # where ours cannot serve
 
 
 HOPPER = torch.cuda.is_available() and not unavailable("cuda", "cuda", torch.bfloat16)

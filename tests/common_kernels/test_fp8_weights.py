@@ -186,15 +186,3 @@ def test_what_does_not_fit_is_refused():
         quantize24_(own, w.t(), scales, w, mask)
     with pytest.raises(ValueError, match="w must have two dims"):
         quantize24_(own, other, scales, w[0], mask)
-
-
-@backends
-def test_a_largest_magnitude_that_is_known(backend):
-    w, scales = weight(), torch.empty(2, device=DEVICE)
-    mask = transposable_mask24(w)
-    found = []
-    for amax in (None, torch.where(mask, w, 0.0).abs().max()):
-        own, other = room("packed", w.shape, "e4m3"), room("packed", w.shape[::-1], "e5m2")
-        quantize24_(own, other, scales, w, mask, amax, backend=backend)
-        found.append([written(own), written(other), scales.clone()])
-    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))

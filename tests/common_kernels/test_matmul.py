@@ -6,6 +6,7 @@ import re
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from itertools import product
 from types import SimpleNamespace
 
 import pytest
@@ -27,6 +28,7 @@ from common_kernels.matmul import (
     measured,
     mm24,
     own_layout,
+    reference,
     sample_mm24,
     table,
     unavailable,
@@ -71,29 +73,26 @@ def close(got, want, dtype):
     assert (got.double() - want.double()).abs().max() <= unit * want.abs().max()
 
 
-@each("layout", ["neutral", "cutlass_sm80", "cusparselt_sm90"])
-@each("dtype", [BF16, torch.float16])
+@each(
+    ("layout", "dtype"),
+    [("neutral", torch.float32), ("neutral", E4M3), *product(
+        ("neutral", "cutlass_sm80", "cusparselt_sm90"), (BF16, torch.float16))],
+)  # fmt: skip
 @each("tokens", [(24,), (3, 5), (0,)])
 def test_matmul24(layout, dtype, tokens):
     a, mask = matrix(64, 128, dtype)
-    x = dense(max(1, torch.Size(tokens).numel()), 128, dtype)[: torch.Size(tokens).numel()]
-    bias = torch.linspace(-1, 1, 64, device=DEVICE).to(dtype)
-    matrix24 = pack24(a, mask, layout)
-    for b in (None, bias):
-        want = x.float() @ a.float().t() + (0 if b is None else b.float())
+    x = dense(torch.Size(tokens).numel(), 128, dtype).view(*tokens, 128)
+    out = BF16 if dtype == E4M3 else dtype
+    for bias in (None, torch.linspace(-1, 1, 64, device=DEVICE).to(out)):
+        want = reference.matmul24(a, x, bias)
         for backend in ("dense", None):
-            got = matmul24(matrix24, x.view(*tokens, 128), b, backend=backend)
+            got = matmul24(pack24(a, mask, layout), x, bias, backend=backend)
             assert got.shape == (*tokens, 64)
-            if got.numel():
-                close(got.view(-1, 64), want, dtype)
-
-
-def test_float_and_fp8_matrices_are_multiplied_as_well():
-    a, mask = matrix(32, 64, torch.float32)
-    x = dense(5, 64, torch.float32)
-    assert torch.allclose(matmul24(pack24(a, mask), x), x @ a.t(), atol=1e-5)
-    a8, x8 = a.to(E4M3), x.to(E4M3)
-    close(matmul24(pack24(a8, mask), x8), x8.float() @ a8.float().t(), BF16)
+            if dtype == torch.float32:  # 129 terms, each rounded to fp32 and added to the others
+                terms = reference.matmul24(a.abs(), x.abs(), bias if bias is None else bias.abs())
+                assert ((got - want).abs() <= 129 * 2**-24 * terms).all()
+            elif got.numel():
+                close(got, want, out)
 
 
 def test_the_choice_of_a_backend_is_told():
@@ -168,74 +167,52 @@ def test_a_backend_that_cannot_serve_says_why(monkeypatch):
 sparse_gpu = pytest.mark.skipif(CUDA and not HOPPER, reason="the layout is for 9.0")
 
 
-@sparse_gpu
-@each("dtype", [BF16, torch.float16, E4M3, E5M2])
-@each("tokens", [1, 30, 64])
-def test_x_times_a_transposed(dtype, tokens):
-    a, mask = matrix(64, 128, dtype)
-    x, out = dense(tokens, 128, dtype), BF16 if dtype.itemsize == 1 else dtype
-    y = linear24(packed(a, mask), x, out_dtype=out)
-    close(y, x.float() @ a.float().t(), out)
-
-
 def unserved(layout):
     return layout != BUFFERED and unavailable("cuda", DEVICE, BF16)
 
 
+SCALES = torch.tensor(3.0, device=DEVICE), torch.tensor(1e-3, device=DEVICE)
+
+
 @sparse_gpu
-@each("layout", cuda.LAYOUTS)
+@each(
+    ("layout", "dtype"),
+    [
+        *((BUFFERED, dtype) for dtype in (BF16, torch.float16, E4M3, E5M2)),
+        (CUTLASS, BF16), (CUTLASS, E4M3), (CUTLASS, E5M2), (cuda.LAYOUTS[1], BF16),
+    ],
+)  # fmt: skip
 @each("tokens", [1, 30, 64])
-def test_our_own_products_take_their_own_layouts(layout, tokens):
-    """In training's operators; with a bias, and of a dense operand that begins anywhere."""
-    if reason := unserved(layout):
-        pytest.skip(reason)
-    a, mask = matrix(64, 128)
-    x, bias = dense(tokens + 1, 128)[1:], torch.linspace(-1, 1, 64, device=DEVICE).to(BF16)
-    y = linear24(packed(a, mask, layout), x, bias)
-    close(y, x.float() @ a.float().t() + bias.float(), BF16)
-
-
-@sparse_gpu
-@each("layout", [BUFFERED, CUTLASS])
-@each("dtype", [E4M3, E5M2])
-def test_products_of_codes_are_divided_by_both_scales(layout, dtype):
-    if reason := unserved(layout):
-        pytest.skip(reason)
+def test_x_times_a_transposed(layout, dtype, tokens):
+    """In each layout, with a bias, of an operand that begins anywhere; products of codes are
+    divided by both scales."""
+    if unserved(layout):
+        return
     a, mask = matrix(64, 128, dtype)
-    x, bias = dense(40, 128, dtype), torch.linspace(-1, 1, 64, device=DEVICE)
-    scales = torch.tensor(3.0, device=DEVICE), torch.tensor(1e-3, device=DEVICE)
-    want = x.float() @ a.float().t() / 3e-3
-    for out in (BF16, torch.float32):
-        got = linear24(packed(a, mask, layout), x, bias.to(out), out, scales=scales)
-        assert got.dtype == out
-        close(got.to(BF16), want + bias, BF16)
-    got = linear24(packed(a, mask, layout), x, None, BF16, scales=scales)
-    close(got, want, BF16)
-
-
-@sparse_gpu
-@each("layout", [BUFFERED, CUTLASS])
-@each("tokens", [64, 100, 128])
-def test_a_weight_s_gradient_of_codes_is_divided_by_both_scales(layout, tokens):
-    """Codes of x that end within a block of the layout are filled up."""
-    if reason := unserved(layout):
-        pytest.skip(reason)
-    a, mask = matrix(64, 128, E5M2)
-    x = dense(96, tokens, E5M2)
-    scales = torch.tensor(3.0, device=DEVICE), torch.tensor(1e-3, device=DEVICE)
-    want = a.float()[:, :tokens] @ x.float().t() / 3e-3
-    for out in (torch.float32, BF16):
-        got = mm24(packed(a, mask, layout), x, out, transposed=True, scales=scales)
-        close(got, want, out)
+    x, bias = dense(tokens + 1, 128, dtype)[1:], torch.linspace(-1, 1, 64, device=DEVICE)
+    codes = dtype.itemsize == 1
+    for scales in (None, SCALES) if codes else (None,):
+        product = x.float() @ a.float().t() / (3e-3 if scales else 1.0)
+        for out in (BF16, torch.float32) if codes else (dtype,):
+            for b in (None, bias.to(out)):
+                got = linear24(packed(a, mask, layout), x, b, out, scales=scales)
+                assert got.dtype == out
+                want = product if b is None else product + b.float()
+                rounded = BF16 if codes else out
+                close(got.to(rounded), want, rounded)
+    for other in (dense(8, 64), dense(8, 128, torch.float32)):
+        with pytest.raises(ValueError, match=r"does not fit a sparse \(64, 128\) of torch"):
+            linear24(packed(a, mask, layout), other)
 
 
 @sparse_gpu
 @each("layout", [BUFFERED, CUTLASS])
 @each("columns", [48, 64, 100, 128])
 def test_a_times_x_summed_over_any_tokens(layout, columns):
-    """The rows of x that A has beyond those given count as zeros."""
-    if reason := unserved(layout):
-        pytest.skip(reason)
+    """The rows of x that A has beyond those given count as zeros; so do codes that end within a
+    block of the layout, whose products are divided by both scales."""
+    if unserved(layout):
+        return
     block = 16 if layout == BUFFERED else 64
     filled = -(-columns // block) * block
     a, mask = matrix(64, filled)
@@ -243,6 +220,12 @@ def test_a_times_x_summed_over_any_tokens(layout, columns):
     close(mm24(packed(a, mask, layout), x), a.float()[:, :columns] @ x.float(), BF16)
     with pytest.raises(ValueError, match=f"the sparse matrix has only {filled} columns"):
         mm24(packed(a, mask, layout), dense(filled + 8, 96))
+    a, mask = matrix(64, 128, E5M2)
+    x = dense(96, columns, E5M2)
+    for scales, out in ((SCALES, torch.float32), (SCALES, BF16), (None, torch.float32)):
+        got = mm24(packed(a, mask, layout), x, out, transposed=True, scales=scales)
+        want = a.float()[:, :columns] @ x.float().t() / (3e-3 if scales else 1.0)
+        close(got, want, out)
 
 
 @each("layout", [BUFFERED, CUTLASS])
@@ -283,22 +266,6 @@ def test_x_times_a_weight_that_is_packed_for_it(layout, tokens):
             twice_pruned_mm24(other, *weight)
     with pytest.raises(ValueError, match="row_mask must be"):
         twice_pruned_mm24(x, weight[0], weight[2], weight[2])
-
-
-@sparse_gpu
-def test_a_times_x_of_codes():
-    a, mask = matrix(64, 128, E5M2)
-    x = dense(96, 128, E5M2)
-    got = mm24(packed(a, mask), x, torch.float32, transposed=True)
-    close(got, a.float() @ x.float().t(), torch.float32)
-
-
-def test_operands_that_do_not_fit_are_refused():
-    a, mask = matrix(64, 128)
-    with pytest.raises(ValueError, match=r"does not fit a sparse \(64, 128\) of torch.bfloat16"):
-        linear24(packed(a, mask), dense(8, 64))
-    with pytest.raises(ValueError, match="does not fit"):
-        linear24(packed(a, mask), dense(8, 128, torch.float16))
 
 
 # --- the table -----------------------------------------------------------------------------------
@@ -347,35 +314,29 @@ def test_a_wrong_algorithm_is_never_chosen(fake_library):
 
 
 @pytest.mark.skipif(CUDA, reason="a GPU has the real library")
-def test_what_was_measured_is_kept_and_serves_other_numbers_of_tokens(fake_library, monkeypatch):
-    found = table.entry(PROBLEM, 0)
-    table._table.cache_clear()
-    monkeypatch.setattr(table, "measure", lambda *args: pytest.fail("measured again"))
-    assert table.entry(PROBLEM, 0) == found  # from the file
-    near = Problem(64, 128, 64, BF16, BF16, True, True)
-    other = table.entry(near, 0)
-    assert other.algorithm == 2
-    times = (other.ms, other.dense_ms)
-    assert times == pytest.approx((3.0 * 64 / 96, 3.5 * 64 / 96))
+def test_one_measurement_is_kept_and_serves_all_numbers_of_tokens(fake_library, monkeypatch):
+    """The times are those of as many more tokens."""
+    for wgrad in (False, True):
+
+        def problem(tokens, wgrad=wgrad):
+            if wgrad:
+                return Problem(64, tokens, 128, BF16, BF16, False, False)
+            return Problem(64, 128, tokens, BF16, BF16, True, True)
+
+        first = table.entry(problem(96), 0)
+        table._table.cache_clear()
+        with monkeypatch.context() as patch:
+            patch.setattr(table, "measure", lambda *args: pytest.fail("measured again"))
+            assert table.entry(problem(96), 0) == first  # from the file
+            for tokens in (64, 512, 16):
+                found = table.entry(problem(tokens), 0)
+                assert found.algorithm == first.algorithm
+                times = 3.0 * tokens / 96, 3.5 * tokens / 96
+                assert (found.ms, found.dense_ms) == pytest.approx(times)
+            with pytest.raises(pytest.fail.Exception):
+                table.entry(problem(1024), 0, within=1.5)
     rows = json.loads(table.cache_file().read_text())["a GPU, cusparselt_sm90"]
-    assert [row["tokens"] for row in rows] == [96]
-    monkeypatch.undo()
-
-
-@pytest.mark.skipif(CUDA, reason="a GPU has the real library")
-@pytest.mark.parametrize("weight_gradient", [False, True])
-def test_one_measurement_serves_all_numbers_of_tokens(fake_library, monkeypatch, weight_gradient):
-    def problem(tokens):
-        if weight_gradient:
-            return Problem(64, tokens, 128, BF16, BF16, False, False)
-        return Problem(64, 128, tokens, BF16, BF16, True, True)
-
-    first = table.entry(problem(128), 0)
-    monkeypatch.setattr(table, "measure", lambda *args: pytest.fail("measured again"))
-    for tokens in (64, 96, 512, 16):
-        assert table.entry(problem(tokens), 0).algorithm == first.algorithm
-    with pytest.raises(pytest.fail.Exception):
-        table.entry(problem(1024), 0, within=1.5)
+    assert len(rows) == 2
 
 
 @pytest.mark.skipif(CUDA, reason="a GPU has the real library")
@@ -400,39 +361,6 @@ def test_nothing_is_measured_while_a_graph_is_captured(fake_library, monkeypatch
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     with pytest.raises(RuntimeError, match="run it once before it is captured"):
         table.entry(PROBLEM, 0)
-
-
-@pytest.mark.skipif(CUDA, reason="a GPU has the real library")
-@pytest.mark.parametrize(("ms", "calls"), [(0.1, 2 + 4 * 6), (15.0, 2 + 4 * 2)])
-def test_a_long_product_is_replayed_less_often(ms, calls, monkeypatch):
-    """In the graph it alternates between two buffers, whatever the number of calls."""
-    made, recorded = [], []
-
-    class Graph:
-        def replay(self):
-            made.extend(recorded)
-
-    @contextlib.contextmanager
-    def capture(*_, **__):
-        before = len(made)
-        yield
-        recorded[:] = made[before:]
-        del made[before:]
-
-    def elapsed(run):
-        before = len(made)
-        run()
-        return ms * (len(made) - before)
-
-    for name in ("current_stream", "synchronize", "stream"):
-        monkeypatch.setattr(torch.cuda, name, lambda *_: contextlib.nullcontext())
-    stream = SimpleNamespace(wait_stream=lambda other: None)
-    monkeypatch.setattr(torch.cuda, "Stream", lambda: stream)
-    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
-    monkeypatch.setattr(torch.cuda, "graph", capture)
-    monkeypatch.setattr(table, "elapsed_ms", elapsed)
-    assert table.replay_ms(made.append) == pytest.approx(ms)
-    assert made == [0, 1] * (calls // 2)
 
 
 # --- layouts -------------------------------------------------------------------------------------

@@ -21,6 +21,7 @@ pytest.importorskip("triton", reason="no Triton for this platform")
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 CUTLASS, K128 = "cutlass_sm90", "cutlass_sm90_k128"
+FLOATS = torch.float32, torch.bfloat16, torch.float16
 backends = each("backend", ["cpu", "triton"])
 
 
@@ -70,27 +71,24 @@ def check(weight):
 
 
 @backends
-@each("source", [torch.float32, torch.bfloat16, torch.float16])
-@each("dtype", [torch.bfloat16, torch.float16])
-def test_mask_and_operands(backend, source, dtype):
-    weight = stored(*weights((128, 192), source), dtype)
-    written = weight.column_mask, weight.packed.buffer, weight.transposed.buffer
+@each(
+    ("source", "dtype", "layouts"),
+    [
+        *((s, d, (BUFFERED, BUFFERED)) for s in FLOATS for d in FLOATS[1:]),
+        *((torch.float32, torch.bfloat16, layouts) for layouts in (
+            (CUTLASS, CUTLASS), (K128, CUTLASS), (CUTLASS, K128), (BUFFERED, CUTLASS),
+            (BUFFERED, None), (None, BUFFERED), (None, K128))),
+    ],
+)  # fmt: skip
+def test_mask_and_operands(backend, source, dtype, layouts):
+    weight = stored(*weights((128, 256), source), dtype, layouts)
+    operands = (out.buffer for out in (weight.packed, weight.transposed) if out is not None)
+    written = weight.column_mask, *operands
     versions = [tensor._version for tensor in written]
     prune_and_pack24_([weight], backend=backend)
     check(weight)
     for tensor, version in zip(written, versions, strict=True):
         assert tensor._version > version
-
-
-@each(
-    "layouts", [(CUTLASS, CUTLASS), (K128, CUTLASS), (CUTLASS, K128), (BUFFERED, CUTLASS),
-                (BUFFERED, None), (None, BUFFERED), (None, K128)],
-)  # fmt: skip
-@backends
-def test_orders_and_missing_operands(backend, layouts):
-    weight = stored(*weights((128, 256)), layouts=layouts)
-    prune_and_pack24_([weight], backend=backend)
-    check(weight)
 
 
 @backends

@@ -1,6 +1,6 @@
 """Operands pruned and packed in one read, against the operators that do one thing each."""
 
-from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
@@ -21,22 +21,17 @@ from common_kernels.fp8.operands import (
     rescale,
     scaled_linear,
 )
-from common_kernels.pack import BUFFERED, Packed24, convert24, unpack24
-from common_kernels.pack.operands import (
-    pack24_,
-    pack_both24_,
-    sample_pack24,
-)
+from common_kernels.pack import BUFFERED, Packed24, unpack24
+from common_kernels.pack.operands import pack24_, pack_both24_, sample_pack24
 
 pytest.importorskip("triton", reason="no Triton for this platform")
 from common_kernels.pack import triton
 from tests.each import each
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-INTERPRETED = DEVICE.type == "cpu"
+LAYOUTS = BUFFERED, "cutlass_sm90", "cutlass_sm90_k128"
 backends = each("backend", ["cpu", "triton"])
 masters = each("master", [torch.float32, torch.bfloat16])
-half_types = each("dtype", [torch.bfloat16, torch.float16])
 FP8 = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 
 
@@ -50,153 +45,120 @@ def codes(t):
     return t.contiguous().view(torch.uint8)
 
 
-@backends
-@masters
-@half_types
-@each("shape", [(128, 192)])
-def test_a_pruned_weight(backend, master, dtype, shape):
+def all_equal(tensors):
+    return all(torch.equal(tensor, tensors[0]) for tensor in tensors)
+
+
+@each(
+    ("master", "dtype", "layout"),
+    [
+        (torch.float32, torch.bfloat16, BUFFERED), (torch.bfloat16, torch.bfloat16, BUFFERED),
+        (torch.float32, torch.float16, BUFFERED), (torch.float32, torch.bfloat16, LAYOUTS[1]),
+        (torch.bfloat16, torch.bfloat16, LAYOUTS[2]),
+    ],
+)  # fmt: skip
+def test_a_pruned_weight(master, dtype, layout):
+    """The mask as bools and as bits, with a dense operand and without: the same bytes."""
+    shape = 64, 256
     w, scale = weight(*shape, master), torch.tensor(1.37, device=DEVICE)
-    mask = transposable_mask24(w)
-    sources = {
-        "magnitude": torch.where(nm_mask(w), w, 0.0),
-        "soft": soft_threshold24(w),
-        "mask": torch.where(mask, w, 0.0),
-    }
-    for source, pruned in sources.items():
+    mask, largest = transposable_mask24(w), nm_mask(w)
+    for source, pruned, kept, masks in (
+        ("magnitude", torch.where(largest, w, 0.0), largest, [None]),
+        ("soft", soft_threshold24(w), largest, [None]),
+        ("mask", torch.where(mask, w, 0.0), mask, [mask, pack_mask(mask)]),
+    ):
         for factor in (None, scale):
             want = (pruned if factor is None else pruned.float() * factor).to(dtype)
-            packed, dense = Packed24.empty(shape, dtype, DEVICE), torch.empty_like(want)
-            given = mask if source == "mask" else None
-            pack24_(packed, w, source, given, factor, dense, backend=backend)
-            assert torch.equal(unpack24(packed), want)
-            assert torch.equal(dense, want)
-            assert not dense[~nm_mask(w) if given is None else ~mask].signbit().any()
-            alone = Packed24.empty(shape, dtype, DEVICE)
-            pack24_(alone, w, source, given, factor, backend=backend)
-            assert torch.equal(alone.buffer, packed.buffer)
-    bits, by_bits = Packed24.empty(shape, dtype, DEVICE), torch.empty_like(dense)
-    pack24_(bits, w, "mask", pack_mask(mask), scale, by_bits, backend=backend)
-    assert torch.equal(bits.buffer, packed.buffer) and torch.equal(by_bits, dense)
+            written = []
+            for backend, given, filled in product(("cpu", "triton"), masks, (True, False)):
+                out, dense = Packed24.empty(shape, dtype, DEVICE, layout), torch.empty_like(want)
+                pack24_(out, w, source, given, factor, dense if filled else None, backend=backend)
+                written.append(out.buffer)
+                if filled:
+                    assert torch.equal(dense, want) and not dense[~kept].signbit().any()
+            assert torch.equal(unpack24(out), want) and all_equal(written)
+
+
+@each(
+    ("master", "dtype", "layouts"),
+    [
+        (torch.bfloat16, torch.float16, (BUFFERED, BUFFERED)),
+        (torch.float32, torch.bfloat16, (BUFFERED, BUFFERED)),
+        (torch.bfloat16, torch.bfloat16, LAYOUTS[1:]),
+        (torch.float32, torch.bfloat16, LAYOUTS[:0:-1]),
+        (torch.float32, torch.bfloat16, LAYOUTS[:2]),
+    ],
+)
+def test_a_weight_both_ways(master, dtype, layouts):
+    w, shapes = weight(128, 256, master), ((128, 256), (256, 128))
+    best, other = transposable_mask24(w), transposable_mask24(torch.randn_like(w))
+    for mask, masks in ((best, [None]), (other, [other, pack_mask(other)])):
+        want, written = torch.where(mask, w, 0.0).to(dtype), []
+        for backend, given in product(("cpu", "triton"), masks):
+            outs = [Packed24.empty(shapes[i], dtype, DEVICE, layouts[i]) for i in (0, 1)]
+            pack_both24_(*outs, w, given, backend=backend)
+            written.append([out.buffer for out in outs])
+        assert torch.equal(unpack24(outs[0]), want) and torch.equal(unpack24(outs[1]), want.t())
+        assert all(map(all_equal, zip(*written, strict=True)))
+
+
+@each(
+    ("dtype", "layout", "block", "tokens"),
+    [
+        (torch.float16, BUFFERED, 16, 48),
+        *((torch.bfloat16, BUFFERED, 16, tokens) for tokens in (16, 64, 100, 112)),
+        *((torch.bfloat16, LAYOUTS[1], 64, tokens) for tokens in (64, 100)),
+        *((torch.bfloat16, LAYOUTS[2], 128, tokens) for tokens in (64, 100, 256)),
+    ],
+)
+def test_a_sample_of_a_gradient(dtype, layout, block, tokens):
+    """Any number of tokens, which is filled up to whole blocks of the layout; the sample is that of
+    the operator, with the same random bits."""
+    dy, key = weight(tokens, 192, dtype), torch.tensor([5, 3], device=DEVICE)
+    stride = -(-tokens // 4) * 192
+    packed, other = (
+        sample_pack24(dy, key, stride, layout=layout, backend=name) for name in ("triton", "cpu")
+    )
+    filled = torch.cat([dy, dy.new_zeros(-tokens % block, 192)])
+    assert packed.shape == (192, len(filled))
+    assert torch.equal(unpack24(packed), mvue24(filled, 5, 3 * stride, dim=0).t())
+    assert torch.equal(packed.buffer, other.buffer)
 
 
 @backends
 @masters
-@half_types
-def test_a_weight_both_ways(backend, master, dtype):
-    w = weight(128, 192, master)
-    best = transposable_mask24(w)
-    other = transposable_mask24(torch.randn_like(w))
-    for given, mask in ((None, best), (other, other)):
-        packed, transposed = (Packed24.empty(s, dtype, DEVICE) for s in ((128, 192), (192, 128)))
-        pack_both24_(packed, transposed, w, given, backend=backend)
-        want = torch.where(mask, w, 0.0).to(dtype)
-        assert torch.equal(unpack24(packed), want)
-        assert torch.equal(unpack24(transposed), want.t())
-    by_bits = [torch.empty_like(t.buffer) for t in (packed, transposed)]
-    rooms = (replace(t, parts=(b,)) for t, b in zip((packed, transposed), by_bits, strict=True))
-    pack_both24_(*rooms, w, pack_mask(other), backend=backend)
-    assert torch.equal(by_bits[0], packed.buffer) and torch.equal(by_bits[1], transposed.buffer)
+@each(("tokens", "layout"), [(64, BUFFERED), (100, BUFFERED), (100, LAYOUTS[1])])
+def test_codes_of_a_gradient_and_of_its_sample(backend, master, tokens, layout):
+    dy, key = weight(tokens, 64, master), torch.tensor([9, 2], device=DEVICE)
+    stride = -(-tokens // 4) * 64
+    arguments = {"layout": layout, "backend": backend}
+    own, packed, scale = quantize_and_sample(dy, key, stride, "e5m2", **arguments)
+    want, want_scale = quantize_fp8(dy, "e5m2")
+    assert torch.equal(codes(own), codes(want)) and torch.equal(scale, want_scale)
+    filled = torch.cat([dy.float(), dy.new_zeros(-tokens % 64, 64)])
+    sample = mvue24(filled, 9, 2 * stride, dim=0)
+    assert sample.abs().max() <= 2 * dy.abs().max()  # why half of the scale is enough
+    want = (sample * (0.5 * scale)).to(torch.float8_e5m2)
+    assert torch.equal(unpack24(packed).float(), want.t().float())
 
 
-CUTLASS = ("cutlass_sm90", "cutlass_sm90_k128")
-cutlass_layouts = each("layout", CUTLASS)
-
-
-def same_as_reordered(packed, plain):
-    """The bytes are those of cuSPARSELt's layout, `plain`, after its metadata are reordered."""
-    want = convert24(plain, packed.layout)
-    assert torch.equal(packed.values.view(torch.int16), want.values.view(torch.int16))
-    assert torch.equal(packed.meta, want.meta)
-
-
-@backends
-@cutlass_layouts
-@each("shape", [(64, 128), (192, 256)])
-def test_a_weight_in_the_order_of_cutlass(backend, layout, shape):
-    w, scale = weight(*shape), torch.tensor(1.37, device=DEVICE)
-    mask = transposable_mask24(w)
-    for source in ("magnitude", "soft", "mask"):
-        packed, plain = (
-            Packed24.empty(shape, torch.bfloat16, DEVICE, name) for name in (layout, BUFFERED)
-        )
-        given = mask if source == "mask" else None
-        for out in (packed, plain):
-            pack24_(out, w, source, given, scale, backend=backend)
-        same_as_reordered(packed, plain)
-
-
-@backends
-@each("layouts", [CUTLASS, CUTLASS[::-1], (BUFFERED, CUTLASS[0])])
-def test_a_weight_both_ways_in_two_orders(backend, layouts):
-    shapes = ((128, 256), (256, 128))
-    w = weight(*shapes[0])
-    both, plain = (
-        [
-            Packed24.empty(shape, torch.bfloat16, DEVICE, name)
-            for shape, name in zip(shapes, names, strict=True)
-        ]
-        for names in (layouts, (BUFFERED, BUFFERED))
-    )
-    pack_both24_(*both, w, backend=backend)
-    pack_both24_(*plain, w, backend=backend)
-    for got, want in zip(both, plain, strict=True):
-        same_as_reordered(got, want)
-
-
-@backends
-@cutlass_layouts
-@each("tokens", [64, 100, 256])
-def test_a_sample_of_a_gradient_in_the_order_of_cutlass(backend, layout, tokens):
-    """Tokens are filled up to whole blocks of the layout."""
-    dy, key = weight(tokens, 192, torch.bfloat16), torch.tensor([5, 3], device=DEVICE)
-    stride = -(-tokens // 4) * 192
-    packed = sample_pack24(dy, key, stride, layout=layout, backend=backend)
-    block = 64 if layout == "cutlass_sm90" else 128
-    filled = torch.cat([dy, dy.new_zeros(-tokens % block, 192)])
-    assert packed.shape == (192, len(filled))
-    same_as_reordered(packed, sample_pack24(filled, key, stride, backend=backend))
-
-
-@backends
-def test_codes_in_the_order_of_cutlass(backend):
-    """Codes of a masked weight, of a projected one and of a gradient's sample are compared."""
-    shape, layout = (64, 256), "cutlass_sm90"
-    w, scale = weight(*shape), torch.tensor(1.37, device=DEVICE)
-    packed, plain, other, plain_other = (
-        Packed24.empty(shape, FP8["e4m3"], DEVICE, name) for name in (layout, BUFFERED) * 2
-    )
-    transposed = torch.empty(256, 64, dtype=FP8["e5m2"], device=DEVICE)
-    for one, two in ((packed, other), (plain, plain_other)):
-        if not INTERPRETED or backend == "cpu":  # the interpreter does not cast to FP8 properly
-            pack24_(one, w, "mask", nm_mask(w), scale, backend=backend)
-        project_quantize24_(two, None, transposed, torch.empty(2, device=DEVICE), w, scale)
-    pairs = [(other, plain_other)]
-    if not INTERPRETED or backend == "cpu":
-        pairs.append((packed, plain))
-    dy, key = weight(100, 128), torch.tensor([9, 2], device=DEVICE)
-    arguments = {"key": key, "stride": 25 * 128, "fmt": "e5m2", "backend": backend}
-    _, sample, _ = quantize_and_sample(dy, **arguments, layout=layout)
-    assert sample.shape == (128, 128)
-    pairs.append((sample, quantize_and_sample(dy, **arguments)[1]))
-    for got, want in pairs:
-        reordered = convert24(want, layout)
-        assert torch.equal(codes(got.values), codes(reordered.values))
-        assert torch.equal(got.meta, reordered.meta)
-
-
-@backends
-@half_types
-@each("tokens", [16, 48, 64, 100, 112])
-def test_a_sample_of_a_gradient(backend, dtype, tokens):
-    """Any number of tokens; the sample is that of the operator, with the same random bits."""
-    dy, key = weight(tokens, 128, dtype), torch.tensor([5, 3], device=DEVICE)
-    stride = -(-tokens // 4) * 128
-    packed = sample_pack24(dy, key, stride, backend=backend)
-    filled = torch.cat([dy, dy.new_zeros(-tokens % 16, 128)])
-    want = mvue24(filled, 5, 3 * stride, dim=0)
-    assert packed.shape == (128, len(filled))
-    assert torch.equal(unpack24(packed), want.t())
-    assert torch.equal(packed.buffer, sample_pack24(dy, key, stride, backend="cpu").buffer)
+@each("known", [False, True])
+@each(("dgrad", "layout"), [("e4m3", BUFFERED), ("e5m2", LAYOUTS[1])])
+@masters
+def test_codes_of_a_projected_weight(dgrad, layout, master, known):
+    w, beta = weight(128, 256, master), torch.tensor(1.21, device=DEVICE)
+    projected = soft_threshold24(w).float() * beta
+    packed = Packed24.empty((128, 256), FP8["e4m3"], DEVICE, layout)
+    own = torch.empty(128, 256, dtype=FP8["e4m3"], device=DEVICE)
+    transposed = torch.empty(256, 128, dtype=FP8[dgrad], device=DEVICE)
+    scales = torch.empty(2, device=DEVICE)
+    amax = projected.abs().max() if known else None
+    project_quantize24_(packed, own, transposed, scales, w, beta, amax)
+    want, scale = quantize_fp8(projected, "e4m3")
+    assert torch.equal(codes(own), codes(want)) and scales[0] == scale
+    assert torch.equal(unpack24(packed).float(), want.float())
+    want, scale = quantize_fp8(projected, dgrad)
+    assert torch.equal(codes(transposed), codes(want.t())) and scales[1] == scale
 
 
 @backends
@@ -212,41 +174,6 @@ def test_codes_of_a_matrix_and_of_its_transpose(backend, master, rows, second):
     assert transposed.shape == (72, 128 if rows > 64 else 64)
     assert torch.equal(codes(transposed[:, :rows]), codes(want.t())) and other == want_scale
     assert not codes(transposed)[:, rows:].any()
-
-
-@backends
-@masters
-@each("tokens", [64, 100])
-def test_codes_of_a_gradient_and_of_its_sample(backend, master, tokens):
-    dy, key = weight(tokens, 64, master), torch.tensor([9, 2], device=DEVICE)
-    stride = -(-tokens // 4) * 64
-    own, packed, scale = quantize_and_sample(dy, key, stride, "e5m2", backend=backend)
-    want, want_scale = quantize_fp8(dy, "e5m2")
-    assert torch.equal(codes(own), codes(want)) and torch.equal(scale, want_scale)
-    filled = torch.cat([dy.float(), dy.new_zeros(-tokens % 64, 64)])
-    sample = mvue24(filled, 9, 2 * stride, dim=0)
-    assert sample.abs().max() <= 2 * dy.abs().max()  # why half of the scale is enough
-    want = (sample * (0.5 * scale)).to(torch.float8_e5m2)
-    assert torch.equal(unpack24(packed).float(), want.t().float())
-
-
-@each("known", [False, True])
-@each("dgrad", ["e4m3", "e5m2"])
-@masters
-def test_codes_of_a_projected_weight(dgrad, master, known):
-    w, beta = weight(128, 192, master), torch.tensor(1.21, device=DEVICE)
-    projected = soft_threshold24(w).float() * beta
-    packed = Packed24.empty((128, 192), FP8["e4m3"], DEVICE)
-    own = torch.empty(128, 192, dtype=FP8["e4m3"], device=DEVICE)
-    transposed = torch.empty(192, 128, dtype=FP8[dgrad], device=DEVICE)
-    scales = torch.empty(2, device=DEVICE)
-    amax = projected.abs().max() if known else None
-    project_quantize24_(packed, own, transposed, scales, w, beta, amax)
-    want, scale = quantize_fp8(projected, "e4m3")
-    assert torch.equal(codes(own), codes(want)) and scales[0] == scale
-    assert torch.equal(unpack24(packed).float(), want.float())
-    want, scale = quantize_fp8(projected, dgrad)
-    assert torch.equal(codes(transposed), codes(want.t())) and scales[1] == scale
 
 
 @backends

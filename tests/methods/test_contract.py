@@ -162,6 +162,7 @@ def test_a_training_is_resumed_copied_and_ended(name, options):
     for step in range(1, STEPS):
         resumed = Run(name, options, seed=99)
         resumed.load(states[step])
+        assert resumed.method.phase() == metrics[step - 1]["phase"]
         assert resumed.step(step) == losses[step]
         assert resumed.method.metrics() == metrics[step]
         assert_same_states(resumed.state(), states[step + 1])
@@ -354,11 +355,11 @@ def test_an_averaged_model_evaluates_its_own_weights(name, options):
 
 
 def _two_ranks(rank, meeting_point, results):
-    """Every step of every case by two processes with half of the batch each: the state before it,
-    the loss, the gradients."""
+    """Every step of every case by two processes with half of each of two micro-batches: the state
+    before it, the loss, the gradients."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=meeting_point, rank=rank, world_size=2)
-    half = SEQUENCES // 2
+    half = SEQUENCES // 4
     share = slice(rank * half, (rank + 1) * half)
     found = {}
     for case in CASES:
@@ -370,7 +371,8 @@ def _two_ranks(rank, meeting_point, results):
         found[case.id] = []
         for step in range(STEPS):
             state = run.state()
-            loss = torch.tensor(run.step(step, runner=runner, share=share), dtype=torch.float64)
+            loss = run.step(step, parts=2, runner=runner, share=share)
+            loss = torch.tensor(loss, dtype=torch.float64)
             dist.all_reduce(loss)
             found[case.id].append((state, float(loss) / 2, run.gradients))
     if rank == 0:
@@ -397,7 +399,7 @@ def steps_of_two_ranks(start_ranks, tmp_path_factory):
 def test_two_ranks_equal_one(name, options, steps_of_two_ranks, request):
     """MVUE included: rank r samples with the numbers of its own tokens in the global batch. And
     FP8, where the one process cuts its batch as the ranks do."""
-    single, parts = Run(name, options), 2 if "fp8" in options else 1
+    single, parts = Run(name, options), 4 if "fp8" in options else 1
     steps = steps_of_two_ranks[request.node.callspec.id]
     first, started = steps[0][0][0], single.model.state_dict()
     assert all(torch.equal(value, first[key]) for key, value in started.items())

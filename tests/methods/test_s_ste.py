@@ -1,6 +1,5 @@
 """S-STE: the scale beta, the operands, the options of the paper's tables."""
 
-
 import pytest
 import torch
 from torch import nn

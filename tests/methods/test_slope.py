@@ -429,6 +429,11 @@ def test_the_merged_form_has_the_scale_of_training():
             assert ((merged.double() - want).abs() <= 2 * torch.finfo(dtype).eps * size).all()
 
 
+def test_adapters_train_in_the_last_share_of_the_steps_but_in_one_at_least():
+    for steps, start in ((1, 0), (10, 9), (300, 297)):
+        assert slope.Method(slope.Config(adapter_rank=2, total_steps=steps)).adapter_start == start
+
+
 def test_scale_and_initialisation():
     layer, _ = converted(512, 1024, adapter_rank=64, total_steps=100)
     assert layer.left.shape == (64, 1024) and layer.right.shape == (64, 512)

@@ -99,6 +99,15 @@ def step_to(method, layer, values, step):
     return method.metrics()
 
 
+def test_refresh_chooses_the_masks_of_weights_that_changed_outside():
+    layer = one_group([4.0, 3.0, 2.0, 1.0])
+    ste.Method(ste.Config(include=["*"])).convert(layer)
+    with torch.no_grad():
+        layer.weight.copy_(layer.weight.flip(1))
+    methods.refresh(nn.Sequential(layer))
+    assert layer.mask[0].tolist() == [False, False, True, True]
+
+
 def test_seeds_and_numbers_of_steps_are_whole_numbers():
     for name in ("seed", "total_steps", "measure_every"):
         for bad in (1.0, True, "1"):
