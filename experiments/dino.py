@@ -21,10 +21,9 @@ from experiments.evaluation.probes import probe
 from experiments.images.dataset import ImageConfig
 from experiments.runs.comparison import of_sweep
 from experiments.runs.finished import FinishedRun
-from experiments.support import checkpoint, results
 from experiments.support.errors import UserError
 from experiments.support.progress import say
-from experiments.training import pretraining
+from experiments.training import pretraining, routine
 from models.vit import ViT
 
 
@@ -40,34 +39,36 @@ def finished(config: RunConfig) -> dict[str, Any] | None:
     return result if result is not None and "linear_top1" in result["metrics"] else None
 
 
-def run(config: RunConfig, report: Callable[[str], None] = say) -> dict[str, Any]:
-    """Train as `pretraining.run` does, then probe; return the content of `result.json`.
+def train(config: RunConfig, report: Callable[[str], None] = say) -> FinishedRun:
+    """Train as `pretraining.train` does, then probe.
 
     Raises:
-        UserError: as `pretraining.run`.
+        UserError: as `pretraining.train`.
     """
     if config.dino is None:
         raise UserError(
             "this model and train= have classes and no `dino` settings; choose model=vit_nano or "
             "another model=vit_*, or train it with `python -m experiments.pretrain`"
         )
-    result = pretraining.run(config, report)
-    if int(os.environ.get("RANK", "0")) or "linear_top1" in result["metrics"]:
-        return result
-    model = FinishedRun.open(config.directory()).model()
+    done = pretraining.train(config, report)
+    if int(os.environ.get("RANK", "0")) or "linear_top1" in done.result["metrics"]:
+        return done
+    model = done.model()
     assert isinstance(model, ViT) and isinstance(config.data, ImageConfig)
     gpu = config.impl.device != "cpu" and torch.cuda.is_available()
-    with pretraining.process_settings(config.impl):
+    with routine.process_settings(config.impl):
         found = probe(model, config.data, "cuda" if gpu else "cpu", config.impl.workers)
-    result["metrics"] |= found
-    checkpoint.write_sealed(config.directory() / results.FILE, result)
+    done.extend(found)
     report(f"k-NN {found['knn_top1']:.2f} %, linear {found['linear_top1']:.2f} % top-1")
-    return result
+    return done
 
 
-@driver("dino", after_sweep=lambda runs: print(of_sweep(runs, "metrics.linear_top1")))
-def main(config: RunConfig) -> FinishedRun:
-    return FinishedRun(config.directory(), run(config))
+def run(config: RunConfig, report: Callable[[str], None] = say) -> dict[str, Any]:
+    """`train`, for the content of `result.json` alone."""
+    return train(config, report).result
+
+
+main = driver("dino", after_sweep=lambda runs: print(of_sweep(runs, "metrics.linear_top1")))(train)
 
 
 if __name__ == "__main__":

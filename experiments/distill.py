@@ -27,22 +27,25 @@ from experiments.training import pretraining
 EXPORT = form.FOLDER
 
 
-def run(config: RunConfig, report: Callable[[str], None] = say) -> dict[str, Any]:
-    """Train as `pretraining.run` does, then export; return the content of `result.json`.
+def train(config: RunConfig, report: Callable[[str], None] = say) -> FinishedRun:
+    """Train as `pretraining.train` does, then export.
 
     Raises:
-        UserError: as `pretraining.run`, or transformers cannot represent the resulting model.
+        UserError: as `pretraining.train`, or transformers cannot represent the resulting model.
     """
     check_installed("transformers", "the export needs the transformers library", "hf")
-    result = pretraining.run(config, report)
+    done = pretraining.train(config, report)
     if int(os.environ.get("RANK", "0")) == 0:
-        export.export(FinishedRun.open(config.directory()), report=report)
-    return result
+        export.export(done, report=report)
+    return done
 
 
-@driver("distill", after_sweep=lambda runs: print(of_sweep(runs)))
-def main(config: RunConfig) -> FinishedRun:
-    return FinishedRun(config.directory(), run(config))
+def run(config: RunConfig, report: Callable[[str], None] = say) -> dict[str, Any]:
+    """`train`, for the content of `result.json` alone."""
+    return train(config, report).result
+
+
+main = driver("distill", after_sweep=lambda runs: print(of_sweep(runs)))(train)
 
 
 if __name__ == "__main__":

@@ -32,16 +32,15 @@ from typing import Any
 
 from experiments.config.compose import composed, plain
 from experiments.config.driver import driver
-from experiments.config.run import RunConfig, freeze
-from experiments.config.settings import ImplConfig
+from experiments.config.run import Resolved, RunConfig, freeze
 from experiments.runs import curves
 from experiments.support import results
 from experiments.support.checkpoint import write_atomic, write_json, write_text
 from experiments.support.errors import UserError
 from experiments.support.progress import say, silent
+from experiments.support.results import read_metrics
 from experiments.training import pretraining
 from experiments.training.distributed import world
-from experiments.training.tracking import read_metrics
 from methods import dense, fst, sr_ste
 from methods.nn import base
 
@@ -49,7 +48,7 @@ FEASIBLE = (0.60, 0.95)
 
 
 @dataclass(frozen=True)
-class DecaySearch:
+class DecaySearch(Resolved):
     """A search for decay factors. config: the training to find a factor for. candidates: the
     factors to try, in ascending order."""
 
@@ -82,18 +81,6 @@ class DecaySearch:
         return replace(self, config=self.config.with_command(line))
 
     @property
-    def seed(self) -> int:
-        return self.config.seed
-
-    @property
-    def tier(self) -> str:
-        return self.config.tier
-
-    @property
-    def impl(self) -> ImplConfig:
-        return self.config.impl
-
-    @property
     def window(self) -> range:
         """The steps over which flip rates are averaged: the last quarter of the warm-up."""
         steps = self.config.train.warmup_steps
@@ -106,28 +93,22 @@ class DecaySearch:
 
     def digest(self) -> str:
         """Hash of the runs."""
-        runs = [self.dense_run(), *map(self.sparse_run, self.candidates)]
+        runs = [self.training(alpha) for alpha in (None, *self.candidates)]
         return hashlib.sha256("".join(run.digest() for run in runs).encode()).hexdigest()[:16]
 
-    def sparse_run(self, alpha: float) -> RunConfig:
-        """The warm-up trained with this decay factor, sparse from the first step to the last."""
-        options: Any = replace(self.config.method_options, alpha=alpha)  # type: ignore[call-arg]
+    def training(self, alpha: float | None) -> RunConfig:
+        """The warm-up trained with this decay factor, sparse from the first step to the last. For
+        None it is dense, and the flip rates are those of virtual masks of the method's kind."""
+        options: Any = self.config.method_options
+        method, steps = self.config.method, self.config.train.warmup_steps
         if isinstance(options, fst.Config):
-            options = replace(options, refresh_every=1, dense_fraction=0.0)
-        return self._warm_up(self.config.method, options)
-
-    def dense_run(self) -> RunConfig:
-        """The warm-up trained without sparsity; flip rates are those of virtual masks of the
-        method's kind."""
-        options = self.config.method_options
-        if isinstance(options, fst.Config):
-            whole = replace(options, alpha=0.0, refresh_every=1, dense_fraction=1.0)
-            return self._warm_up(self.config.method, whole)
-        common = {f.name: getattr(options, f.name) for f in dataclasses.fields(base.Config)}
-        return self._warm_up("dense", dense.Config(**common))
-
-    def _warm_up(self, method: str, options: base.Config) -> RunConfig:
-        steps = self.config.train.warmup_steps
+            fraction = 1.0 if alpha is None else 0.0
+            options = replace(options, alpha=alpha or 0.0, refresh_every=1, dense_fraction=fraction)
+        elif alpha is None:
+            common = {f.name: getattr(options, f.name) for f in dataclasses.fields(base.Config)}
+            method, options = "dense", dense.Config(**common)
+        else:
+            options = replace(options, alpha=alpha)
         return replace(
             self.config,
             method=method,
@@ -136,33 +117,23 @@ class DecaySearch:
         )
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """A finished run of the search: decay factor (None: dense), flip rate by step, and its mean
-    over the window."""
-
-    alpha: float | None
-    flip_rates: dict[int, float]
-    flip_rate: float
-    val_loss: float
-    directory: Path
-
-    def mu(self, dense: Outcome) -> float:
-        """The flip rate relative to that of the dense run.
-
-        Raises:
-            UserError: no mask of the dense run flipped.
-        """
-        if not dense.flip_rate:
-            raise UserError(
-                f"no mask flipped at the end of the warm-up of the dense run ({dense.directory}); "
-                "raise train.learning_rate or train.warmup_steps"
-            )
-        return self.flip_rate / dense.flip_rate
+def load(overrides: list[str] | None = None) -> DecaySearch:
+    """The search that `conf/find_decay.yaml` and hydra overrides compose. Raises a `UserError` if
+    one does not fit."""
+    return composed("find_decay", freeze_search, overrides or ())
 
 
-def find(search: DecaySearch, report: Callable[[str], None] = say) -> dict[str, Any]:
-    """Run what is missing, write and report the comparison, and return the content of `decay.json`.
+def finished(search: DecaySearch) -> dict[str, Any] | None:
+    """The result of exactly this search, if there is one."""
+    run = search.resolve()
+    return results.read_finished(run.directory, run.id, {"metrics": dict})
+
+
+def run(search: DecaySearch, report: Callable[[str], None] = say) -> dict[str, Any]:
+    """Train what is missing, write and report the comparison; return the content of `result.json`.
+
+    Its metrics are the recommended factor and its mu, the smallest and the largest feasible
+    candidate (all None if no candidate is feasible), and the flip rate of the dense run.
 
     Raises:
         UserError: a run fails, or the flip rates cannot be compared.
@@ -170,51 +141,82 @@ def find(search: DecaySearch, report: Callable[[str], None] = say) -> dict[str, 
     impl = search.config.impl
     with world(impl.device, impl.offload) as here:  # one process group for all the runs
         report = report if here.is_main else silent
-        outcomes, alphas = [], (None, *search.candidates)
+        this = here.of_main(search.resolve)
+        alphas, runs, rates, entries = (None, *search.candidates), [], [], []
         for number, alpha in enumerate(alphas, 1):
             report(f"[{number}/{len(alphas)}] {_label(alpha)}")
-            outcomes.append(outcome(search, alpha, report))
-        reference, *others = outcomes
-        mus = [other.mu(reference) for other in others]
-        record = {
-            "method": search.config.method,
-            "config": search.config.as_dict(),
-            "window": [search.window.start, search.window.stop],
-            "feasible_mu": FEASIBLE,
-            "dense": _entry(reference),
-            "candidates": [
-                {"alpha": o.alpha, "mu": mu, "feasible": feasible(mu), **_entry(o)}
-                for o, mu in zip(others, mus, strict=True)
-            ],
-            **recommend(list(zip(search.candidates, mus, strict=True))),
-        }
+            done = pretraining.train(search.training(alpha), report)
+            runs.append(done)
+            log = read_metrics(done.directory / "metrics.jsonl")
+            rates.append({r["step"]: r["flip_rate"] for r in log if "flip_rate" in r})
+            entries.append(
+                {
+                    "flip_rate": statistics.fmean(rates[-1][step] for step in search.window),
+                    "val_loss": done.result["metrics"]["val_loss"],
+                    "directory": str(done.directory),
+                }
+            )
+        record = compared(search, entries)
         text = markdown(record)
         report(f"\n{text}")
-        if here.is_main:
-            directory = search.directory()
-            write_json(directory / "decay.json", record)
-            write_text(directory / "decay.md", text)
-            write_atomic(directory / "decay.png", lambda p: _draw(outcomes, search, p))
-            report(f"written: {directory}/decay.json, .md, .png")
-        return record
+        good = [entry for entry in record["candidates"] if entry["feasible"]]
+        best = record["recommended"]
+        feasible_alphas = [entry["alpha"] for entry in good] or [None]
+        result = {
+            **{key: runs[0].result[key] for key in ("corpus", "backend", "world_size", "steps")},
+            "config_hash": this.id,
+            "config": record["config"],
+            "seed": search.config.seed,
+            "tier": search.config.tier,
+            "metrics": {
+                "alpha": best,
+                "mu": next((entry["mu"] for entry in good if entry["alpha"] == best), None),
+                "least": feasible_alphas[0],
+                "largest": feasible_alphas[-1],
+                "dense_flip_rate": record["dense"]["flip_rate"],
+            },
+        }
+
+        def write() -> dict[str, Any]:
+            write_json(this.directory / "decay.json", record)
+            write_text(this.directory / "decay.md", text)
+            write_atomic(this.directory / "decay.png", lambda p: _draw(search, rates, p))
+            return results.write_result(this.directory, result)
+
+        written = here.of_main(write)
+        report(f"written: {this.directory}/decay.json, .md, .png")
+        return written
 
 
-def outcome(search: DecaySearch, alpha: float | None, report: Callable[[str], None]) -> Outcome:
-    """The finished run with this decay factor, or the dense one; it is trained if it is missing."""
-    config = search.dense_run() if alpha is None else search.sparse_run(alpha)
-    result = pretraining.run(config, report)
-    log = read_metrics(config.directory() / "metrics.jsonl")
-    rates = {r["step"]: r["flip_rate"] for r in log if "flip_rate" in r}
-    mean = statistics.fmean(rates[step] for step in search.window)
-    return Outcome(alpha, rates, mean, result["metrics"]["val_loss"], config.directory())
+def compared(search: DecaySearch, entries: list[dict[str, Any]]) -> dict[str, Any]:
+    """The content of `decay.json`. entries: figures of the dense run and of each candidate's.
+
+    Raises:
+        UserError: no mask of the dense run flipped.
+    """
+    reference, *others = entries
+    if not reference["flip_rate"]:
+        raise UserError(
+            "no mask flipped at the end of the warm-up of the dense run "
+            f"({reference['directory']}); raise train.learning_rate or train.warmup_steps"
+        )
+    mus = [entry["flip_rate"] / reference["flip_rate"] for entry in others]
+    return {
+        "method": search.config.method,
+        "config": search.config.as_dict(),
+        "window": [search.window.start, search.window.stop],
+        "feasible_mu": FEASIBLE,
+        "dense": reference,
+        "candidates": [
+            {"alpha": alpha, "mu": mu, "feasible": feasible(mu), **entry}
+            for alpha, mu, entry in zip(search.candidates, mus, others, strict=True)
+        ],
+        **recommend(list(zip(search.candidates, mus, strict=True))),
+    }
 
 
 def _label(alpha: float | None) -> str:
     return "dense" if alpha is None else f"alpha={alpha:g}"
-
-
-def _entry(o: Outcome) -> dict[str, Any]:
-    return {"flip_rate": o.flip_rate, "val_loss": o.val_loss, "directory": str(o.directory)}
 
 
 def feasible(mu: float) -> bool:
@@ -275,12 +277,12 @@ def markdown(record: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _draw(outcomes: list[Outcome], search: DecaySearch, path: Path) -> None:
+def _draw(search: DecaySearch, rates: list[dict[int, float]], path: Path) -> None:
     """Draw the flip rates against the step, without the first, whose learning rate is 0."""
     data = [
-        curves.Point("flip_rate", _label(o.alpha), step, rate, None, 1)
-        for o in outcomes
-        for step, rate in o.flip_rates.items()
+        curves.Point("flip_rate", _label(alpha), step, rate, None, 1)
+        for alpha, of in zip((None, *search.candidates), rates, strict=True)
+        for step, rate in of.items()
         if step > 0
     ]
     panel = {curves.NAMES["flip_rate"]: partial(curves.draw, quantity="flip_rate", data=data)}
@@ -295,51 +297,7 @@ def freeze_search(composed: Any) -> DecaySearch:
     return DecaySearch(config, tuple(map(float, values)))
 
 
-def load(overrides: list[str] | None = None) -> DecaySearch:
-    """The search that `conf/find_decay.yaml` and hydra overrides compose. Raises a `UserError` if
-    one does not fit."""
-    return composed("find_decay", freeze_search, overrides or ())
-
-
-def finished(search: DecaySearch) -> dict[str, Any] | None:
-    """The result of exactly this search, if there is one."""
-    return results.read_finished(search.directory(), search.digest(), {"metrics": dict})
-
-
-def run(search: DecaySearch, report: Callable[[str], None] = say) -> dict[str, Any]:
-    """Search, or do nothing if it is done; return the content of `result.json`.
-
-    Its metrics are the recommended factor and its mu, the smallest and the largest feasible
-    candidate (all None if no candidate is feasible), and the flip rate of the dense run.
-    """
-    done = finished(search)
-    if done is not None:
-        return done
-    record = find(search, report)
-    good = [entry for entry in record["candidates"] if entry["feasible"]]
-    alphas = [entry["alpha"] for entry in good] or [None]
-    dense = pretraining.finished(search.dense_run())
-    assert dense is not None
-    result = {
-        **{key: dense[key] for key in ("corpus", "backend", "world_size", "steps")},
-        "config_hash": search.digest(),
-        "config": search.config.as_dict(),
-        "seed": search.config.seed,
-        "tier": search.config.tier,
-        "metrics": {
-            "alpha": record["recommended"],
-            "mu": next((e["mu"] for e in good if e["alpha"] == record["recommended"]), None),
-            "least": alphas[0],
-            "largest": alphas[-1],
-            "dense_flip_rate": record["dense"]["flip_rate"],
-        },
-    }
-    return results.write_result(search.directory(), result)
-
-
-@driver("find_decay", freeze_search)
-def main(search: DecaySearch) -> None:
-    find(search)
+main = driver("find_decay", freeze_search)(run)
 
 
 if __name__ == "__main__":

@@ -20,10 +20,7 @@ def main(config: RunConfig) -> None:
         raise UserError(f"data={config.data.name} are images, which need no preparation")
     directory = prepare(config.data)
     splits = read_manifest(config.data)["splits"].items()
-    sizes = [
-        f"{r['documents']:,} documents, {r['tokens']:,} {name} tokens"
-        for name, r in splits
-    ]
+    sizes = [f"{r['documents']:,} documents, {r['tokens']:,} {name} tokens" for name, r in splits]
     say(f"{directory}: {'; '.join(sizes)}")
 
 

@@ -22,6 +22,7 @@ from experiments.runs.finished import FinishedRun
 from experiments.support.progress import say
 from experiments.training.pretraining import finished as finished
 from experiments.training.pretraining import run as run
+from experiments.training.pretraining import train
 
 
 def compare_converted(done: list[dict[str, Any]]) -> None:
@@ -51,10 +52,10 @@ def after_sweep(runs: list[FinishedRun]) -> None:
 
 @driver("pretrain", after_sweep=after_sweep)
 def main(config: RunConfig) -> FinishedRun:
-    result = run(config)
+    done = train(config)
     if config.dino is not None:
         say("to measure its features, run `python -m experiments.dino` with the same overrides")
-    return FinishedRun(config.directory(), result)
+    return done
 
 
 if __name__ == "__main__":

@@ -35,10 +35,10 @@ from experiments.evaluation import bleu
 from experiments.evaluation.beam import Search, translate
 from experiments.runs.comparison import of_sweep
 from experiments.runs.finished import FinishedRun
-from experiments.support import checkpoint, results
+from experiments.support.checkpoint import write_text
 from experiments.support.errors import UserError
 from experiments.support.progress import say
-from experiments.training import pretraining
+from experiments.training import pretraining, routine
 from models.transformer import Transformer
 
 FILE = "translations.txt"
@@ -75,51 +75,55 @@ def load(overrides: list[str] | None = None) -> TranslateConfig:
 def finished(config: TranslateConfig) -> dict[str, Any] | None:
     """The result of this config, if it was trained and its translations scored."""
     result = pretraining.finished(config)
-    return result if result is not None and _is_scored(config, result) else None
+    if result is None or not _is_scored(config, FinishedRun(config.directory(), result)):
+        return None
+    return result
 
 
-def _is_scored(config: TranslateConfig, result: dict[str, Any]) -> bool:
-    there = (config.directory() / FILE).is_file()
-    return there and result.get("search") == dataclasses.asdict(config.search)
+def _is_scored(config: TranslateConfig, done: FinishedRun) -> bool:
+    there = (done.directory / FILE).is_file()
+    return there and done.result.get("search") == dataclasses.asdict(config.search)
 
 
-def run(config: TranslateConfig, report: Callable[[str], None] = say) -> dict[str, Any]:
-    """Train as `pretraining.run` does, then translate; return the content of `result.json`.
+def train(config: TranslateConfig, report: Callable[[str], None] = say) -> FinishedRun:
+    """Train as `pretraining.train` does, then translate.
 
     Raises:
-        UserError: as `pretraining.run`, or sacrebleu is not installed.
+        UserError: as `pretraining.train`, or sacrebleu is not installed.
     """
     bleu.require()
-    result = pretraining.run(config, report)
-    if int(os.environ.get("RANK", "0")) or _is_scored(config, result):
-        return result
-    trained = FinishedRun.open(config.directory())
-    model = trained.averaged() or trained.model()
+    done = pretraining.train(config, report)
+    if int(os.environ.get("RANK", "0")) or _is_scored(config, done):
+        return done
+    model = done.averaged() or done.model()
     assert isinstance(model, Transformer) and isinstance(config.data, PairsConfig)
     gpu = config.impl.device != "cpu" and torch.cuda.is_available()
     corpus = load_tokens(config.data, config.seed)
     model.eval().to("cuda" if gpu else "cpu")
-    with pretraining.process_settings(config.impl):
+    with routine.process_settings(config.impl):
         validation = bleu.score(*translations(model, corpus, "val", config.search))
         found, references = translations(model, corpus, "test", config.search)
     scores = bleu.score(found, references)
-    lines = "".join(f"{line}\n" for line in found).encode()
-    checkpoint.write_atomic(config.directory() / FILE, lambda path: path.write_bytes(lines))
-    result["metrics"] |= {
+    write_text(done.directory / FILE, "".join(f"{line}\n" for line in found))
+    metrics = {
         "bleu": scores.bleu,
         "bleu_tokenized": scores.bleu_tokenized,
         "exact_match": scores.exact_match,
         "val_bleu": validation.bleu,
         "val_bleu_tokenized": validation.bleu_tokenized,
     }
-    result["search"] = dataclasses.asdict(config.search)
-    result["bleu_signature"] = scores.signature
-    checkpoint.write_sealed(config.directory() / results.FILE, result)
+    search = dataclasses.asdict(config.search)
+    done.extend(metrics, search=search, bleu_signature=scores.signature)
     report(
         f"BLEU {scores.bleu:.2f}, tokenised {scores.bleu_tokenized:.2f}, exact match "
-        f"{scores.exact_match:.1f} % of {len(found)} sentences -> {config.directory() / FILE}"
+        f"{scores.exact_match:.1f} % of {len(found)} sentences -> {done.directory / FILE}"
     )
-    return result
+    return done
+
+
+def run(config: TranslateConfig, report: Callable[[str], None] = say) -> dict[str, Any]:
+    """`train`, for the content of `result.json` alone."""
+    return train(config, report).result
 
 
 def translations(
@@ -146,11 +150,9 @@ def translations(
     return found, [corpus.encoding.decode(row) for row in references]
 
 
-@driver(
+main = driver(
     "translate", freeze_translation, after_sweep=lambda runs: print(of_sweep(runs, "metrics.bleu"))
-)
-def main(config: TranslateConfig) -> FinishedRun:
-    return FinishedRun(config.directory(), run(config))
+)(train)
 
 
 if __name__ == "__main__":

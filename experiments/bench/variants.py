@@ -218,9 +218,7 @@ class Bench:
     inputs, gradients: inputs of the model and gradients of its output, one of each per buffer.
     """
 
-    def __init__(
-        self, converted: Converted, inputs: list[Tensor], gradients: list[Tensor]
-    ) -> None:
+    def __init__(self, converted: Converted, inputs: list[Tensor], gradients: list[Tensor]) -> None:
         self.converted, self.gradients = converted, gradients
         self.inputs = [x.detach().requires_grad_() for x in inputs]
         self.parameters = list(converted.model.parameters())

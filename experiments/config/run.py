@@ -16,7 +16,7 @@ import hashlib
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Generic, Self, TypeVar
 
 import torch
 from torch import nn
@@ -48,6 +48,7 @@ from models.gpt2 import GPT, GPTConfig
 from models.transformer import Transformer, TransformerConfig
 from models.vit import ViT, ViTConfig
 
+C = TypeVar("C")
 ModelConfig = GPTConfig | BertConfig | TransformerConfig | ViTConfig | HFConfig
 
 # For the first part of a model's `name`: the config classes of model and data, and the data that
@@ -62,7 +63,30 @@ FAMILIES: dict[str, tuple[type, type, str]] = {
 
 
 @dataclass(frozen=True)
-class RunConfig:
+class Run(Generic[C]):
+    """A training: its config, the hash of that (`id`) and the run directory."""
+
+    config: C
+    id: str
+    directory: Path
+
+
+class Resolved:
+    """A config with a hash and a directory."""
+
+    def digest(self) -> str:
+        raise NotImplementedError
+
+    def directory(self) -> Path:
+        raise NotImplementedError
+
+    def resolve(self) -> Run[Self]:
+        """The config with its hash and its directory, which take time to find."""
+        return Run(self, self.digest(), self.directory())
+
+
+@dataclass(frozen=True)
+class RunConfig(Resolved):
     """A run's whole configuration. `method_options`: the method's own `Config`.
 
     init: the directory of a finished run, or of a transformers checkpoint, whose weights this run
@@ -145,10 +169,6 @@ class RunConfig:
             lambda: run_names.name(method, model, train, "" if self.init is None else "init"),
         )
 
-    def resolve(self) -> Run:
-        """The config with its hash and its directory."""
-        return Run(self, self.digest(), self.directory())
-
     def as_dict(self) -> dict[str, Any]:
         """The whole resolved config as plain values, for `config.json` and `result.json`."""
         identity = self.identity()
@@ -213,15 +233,6 @@ class RunConfig:
             return TranslationPairs(corpus, self.data, shape, self.train.batch_size)
         check_fits(corpus, shape.vocab_size, shape.block_size)
         return CausalText(corpus, shape.block_size)
-
-
-@dataclass(frozen=True)
-class Run:
-    """A training: its config, the hash of that (`id`) and the run directory."""
-
-    config: RunConfig
-    id: str
-    directory: Path
 
 
 def build_model(shape: ModelConfig) -> Model:

@@ -14,7 +14,7 @@ from torch import nn
 from common_kernels import check24
 from experiments.config.compose import composed, plain, typed
 from experiments.config.initial import HFConfig, weight_files
-from experiments.config.run import digest
+from experiments.config.run import Resolved, digest
 from experiments.config.settings import DTYPES, EpochConfig, ImplConfig
 from experiments.data.tokenizer import folder_tokenizer
 from experiments.finetuning import glue, inputs, own, squad
@@ -175,7 +175,7 @@ class Columns:
 
 
 @dataclass(frozen=True)
-class FinetuneConfig:
+class FinetuneConfig(Resolved):
     """A fine-tuning on one task, or with `task="glue"` on all tasks that the recipe lists.
 
     source: directory of a finished run, or a transformers checkpoint.

@@ -17,8 +17,14 @@ from experiments.runs.curves import Point, points
 from experiments.runs.finished import FinishedRun
 from experiments.runs.stats import decimals, difference_form, mean, paired_interval, std
 from experiments.support.errors import UserError
-from experiments.support.results import FILE, NoResult, check_shape, number, read_training
-from experiments.training.tracking import read_metrics
+from experiments.support.results import (
+    FILE,
+    NoResult,
+    check_shape,
+    number,
+    read_metrics,
+    read_training,
+)
 
 METRIC = "metrics.val_loss"
 LONGEST = 80  # largest number of characters in a label; folder names are about as long at most

@@ -18,7 +18,7 @@ from experiments.config.run import FAMILIES, DataConfig, ImageConfig, ModelConfi
 from experiments.data.manifest import load_encoding
 from experiments.data.mlm import MLMConfig
 from experiments.support import tensor_files
-from experiments.support.checkpoint import lacks
+from experiments.support.checkpoint import lacks, write_sealed
 from experiments.support.errors import UserError
 from experiments.support.results import FILE, read_training
 from methods import dense, one_shot
@@ -46,6 +46,12 @@ class FinishedRun:
     def open(cls, directory: str | Path) -> FinishedRun:
         """The finished run in `directory`. Raises a `UserError` if there is none."""
         return cls(Path(directory), read_training(Path(directory)))
+
+    def extend(self, metrics: dict[str, Any], **entries: Any) -> None:
+        """Add metrics and entries to `result.json`."""
+        self.result["metrics"] |= metrics
+        self.result.update(entries)
+        write_sealed(self.directory / FILE, self.result)
 
     @property
     def config(self) -> dict[str, Any]:

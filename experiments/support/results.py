@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib.metadata
+import json
 import math
 import platform
 import resource
@@ -178,6 +179,25 @@ def runs_below(directory: Path) -> list[str]:
         name, inside = result["config"]["method"]["name"], path.relative_to(directory)
         lines.append(f"{inside}  {name}, seed {result['seed']}, val_loss {shown}")
     return lines
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """All complete records of a metrics file; a last line cut off by a kill is left out.
+
+    Raises:
+        UserError: another line is damaged.
+    """
+    if not path.exists():
+        return []
+    records = []
+    for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], 1):
+        try:
+            records.append(json.loads(line))
+        except ValueError as error:
+            raise UserError(
+                f"line {number} of {path} is damaged; remove {path.parent} and run it again"
+            ) from error
+    return records
 
 
 def number(record: Any, path: str) -> float:

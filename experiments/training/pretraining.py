@@ -1,4 +1,4 @@
-"""One training, from its config to its result.
+"""Pre-training.
 
 The run directory gets `config.json`, `metrics.jsonl`, `checkpoints/` while it runs, and at the end
 `model.safetensors` (plain weights, pruned entries zero; in several files if large) and
@@ -10,45 +10,33 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-import os
-import shutil
 import statistics
-import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from common_kernels import backend
-from experiments.config.initial import AVERAGED, LATENT, WEIGHTS, damage
-from experiments.config.run import Run, RunConfig
-from experiments.config.settings import ImplConfig
+from experiments.config.initial import AVERAGED, LATENT, damage
+from experiments.config.run import RunConfig
 from experiments.data.corpus import CALIBRATION
 from experiments.data.source import Source, send
+from experiments.runs.finished import FinishedRun
 from experiments.support import checkpoint, results, tensor_files
-from experiments.support.errors import Diverged, UserError
-from experiments.support.progress import say, silent
-from experiments.training import speed
-from experiments.training.blocks import recompute
-from experiments.training.delivery import (
-    deliverable,
-    finalize,
-    finalized_averages,
-    keep_tokenizer,
-    process_record,
-    save_model,
-    sparsity,
-)
-from experiments.training.distributed import World, world
-from experiments.training.held_out import HeldOut
+from experiments.support.errors import UserError
+from experiments.support.progress import say
+from experiments.training import routine, speed
+from experiments.training.distributed import World
 from experiments.training.optimization import DTYPES, micro_batch_size
-from experiments.training.sharding import Shards, accelerate, check_shared, share, shares_weights
-from experiments.training.tracking import check_viewers, read_metrics
+from experiments.training.routine import Built, Finalized, Training, finalized_averages
+from experiments.training.routine import process_settings as process_settings
+from experiments.training.routine import save_model as save_model
+from experiments.training.sharding import Shards, check_shared, shares_weights
 from experiments.training.trainer import Trainer
-from methods import Method, Report
+from methods import Method
 from methods.nn.ranks import alone
 from models.base import Model
 
@@ -64,114 +52,184 @@ def finished(config: RunConfig) -> dict[str, Any] | None:
         UserError: the result cannot be read or was made on other data than the config's, or the run
             that it starts from is damaged.
     """
-    result, why = _find(config.resolve())
+    result, why = Pretraining(config.resolve()).find()
     return result if why is None else None
 
 
-def _find(run: Run) -> tuple[dict[str, Any] | None, str | None]:
-    """(the result if the run has ended, the reason if it must be made again)."""
-    config, directory = run.config, run.directory
-    result = results.read_finished(directory, run.id, _SHAPE)
-    if result is None:
-        return None, None
-    if not config.data.check_result(result, directory):
-        raise UserError(
-            f"{directory} was made on other data (from {result['config']['data']['source']}, hash "
-            f"{result['corpus_hash'][:12]}) than those of data.source={config.data.source}: give "
-            f"these another data.name, or delete {directory}"
-        )
-    if result.get("init") != config.init_weights():
-        return result, f"{config.init} has other weights than when {directory} began with them"
-    return result, damage(directory, result)
-
-
 def run(config: RunConfig, report: Callable[[str], None] = say) -> dict[str, Any]:
-    """Train, or resume, or do nothing if the run is done; return the content of `result.json`.
+    """`train`, for the content of `result.json` alone."""
+    return train(config, report).result
+
+
+def train(config: RunConfig, report: Callable[[str], None] = say) -> FinishedRun:
+    """Train, or resume, or do nothing if the run is done.
 
     Raises:
         UserError: before anything is written, if config, data and machine do not fit together.
     """
-    with process_settings(config.impl), world(config.impl.device, config.impl.offload) as here:
-        report = report if here.is_main else silent
-        run = here.of_main(config.resolve)
-        directory = run.directory
-        # Only rank 0 decides: another process may finish the run while the ranks look.
-        ended, why = here.of_main(lambda: _find(run))
-        if ended is not None and why is None:
-            report(f"done already: {directory}")
-            if here.is_main:  # left by a process that was killed after writing the result
-                shutil.rmtree(directory / "checkpoints", ignore_errors=True)
-            return ended
-        if why is not None:
-            report(f"{why}; trained anew")
+    return routine.run(config, Pretraining, report)
+
+
+class Pretraining(Training):
+    """A training of a `RunConfig`."""
+
+    config: RunConfig
+
+    def find(self) -> tuple[dict[str, Any] | None, str | None]:
+        config, directory = self.config, self.directory
+        result = results.read_finished(directory, self.id, _SHAPE)
+        if result is None:
+            return None, None
+        if not config.data.check_result(result, directory):
+            raise UserError(
+                f"{directory} was made on other data (from {result['config']['data']['source']}, "
+                f"hash {result['corpus_hash'][:12]}) than those of data.source="
+                f"{config.data.source}: give these another data.name, or delete {directory}"
+            )
+        if result.get("init") != config.init_weights():
+            return result, f"{config.init} has other weights than when {directory} began with them"
+        return result, damage(directory, result)
+
+    def inputs(self) -> tuple[Any, Any]:
+        return self.config.init_weights(), None
+
+    def origin(self) -> str:
+        return str(self.config.init)
+
+    def build(self, here: World) -> Built:
+        config = self.config
         # Every rank would raise the same error; let rank 0 report it.
         quantizes = config.build_method().quantizes
         micro_batch = here.of_main(
             lambda: micro_batch_size(config.train, config.impl.micro_batch, here.size, quantizes)
         )
-        check_viewers(config.impl.loggers)
-        init = config.init_weights()
-        model, method, converted, source = _prepare(config, here)
-        if config.impl.activation_checkpointing:
-            recompute(model)
-        shards = share(model, method, config.impl, DTYPES[config.train.dtype], here)
-        accelerate(method, micro_batch * source.tokens_per_sample, config.impl)
-        if config.init_weights() != init:
-            raise UserError(f"{config.init} was changed while it was read")
-        with ExitStack() as stack:
-            here.of_main(lambda: stack.enter_context(checkpoint.exclusive(directory)))
-            ended, why = here.of_main(lambda: _find(run))
-            if ended is not None and why is None:  # by another process, since we looked
-                report(f"done already: {directory}")
-                return ended
-            trainer = Trainer(
-                model=model,
-                method=method,
-                source=source,
-                evaluation=HeldOut(source, config.train.eval_samples),
-                train=config.train,
-                identity=f"{run.id} {init}",
-                directory=directory,
-                world=here,
-                micro_batch=micro_batch,
-                impl=config.impl,
-                config=config.as_dict(),
-                report=report,
-            )
-            # Initialisation used the seed itself; dropout must differ by rank.
-            seeds = np.random.SeedSequence([config.seed, here.rank])
-            torch.manual_seed(int(seeds.generate_state(1)[0]))
-            trainer.resume()
-            if here.is_main:
-                # A result that is still here diverged, or its weights are damaged or began with
-                # other ones.
-                (directory / results.FILE).unlink(missing_ok=True)
-                checkpoint.write_json(directory / "config.json", config.as_dict())
-            report(f"{config.method}, seed {config.seed}: {converted}")
-            report(f"in {directory}")
-            if method.acceleration and here.device.type not in _reported:
-                report(str(method.acceleration))
-                _reported.update({here.device.type} - {"cuda"})
-            for note in notes(config, source):
-                report(note)
-            return _train(run, trainer, shards, source, converted, init, report)
-
-
-def notes(config: RunConfig, source: Source) -> list[str]:
-    """Sentences for report and result about settings that were changed to fit the data."""
-    said = list(config.notes)
-    asked, there = config.train.eval_samples, source.eval_size
-    if asked > there:
-        said.append(
-            f"train.eval_samples={asked}, but only {there} samples are held out: all are used; "
-            "compare losses only with those of runs on the same samples"
+        model, method, self.source = _prepare(config, here)
+        return Built(
+            model=model,
+            method=method,
+            source=self.source,
+            evaluation=HeldOut(self.source, config.train.eval_samples),
+            train=config.train,
+            micro_batch=micro_batch,
+            tokens=micro_batch * self.source.tokens_per_sample,
         )
-    return said
+
+    def begin(self, trainer: Trainer) -> None:
+        method, here = trainer.method, trainer.world
+        if here.is_main:
+            # A result that is still here diverged, or its weights are damaged or began with other
+            # ones.
+            (self.directory / results.FILE).unlink(missing_ok=True)
+            checkpoint.write_json(self.directory / "config.json", trainer.config)
+        self.report(f"{self.config.method}, seed {self.config.seed}: {method.report}")
+        self.report(f"in {self.directory}")
+        if method.acceleration and here.device.type not in _reported:
+            self.report(str(method.acceleration))
+            _reported.update({here.device.type} - {"cuda"})
+        for note in self.notes():
+            self.report(note)
+        self.products = {
+            name: dataclasses.asdict(layer.accelerated)
+            for name, layer in method.sparse_layers.items()
+        }
+        self.flip_rate: Any = math.nan
+
+    def notes(self) -> list[str]:
+        """Sentences for report and result about settings that were changed to fit the data."""
+        said = list(self.config.notes)
+        asked, there = self.config.train.eval_samples, self.source.eval_size
+        if asked > there:
+            said.append(
+                f"train.eval_samples={asked}, but only {there} samples are held out: all are used; "
+                "compare losses only with those of runs on the same samples"
+            )
+        return said
+
+    def trained(self, trainer: Trainer, shards: Shards | None) -> None:
+        self.flip_rate = trainer.method.metrics()["flip_rate"]
+        self.averaged = finalized_averages(trainer, shards)
+        self.means = trainer.evaluate_averages()
+
+    def measure(self, trainer: Trainer) -> dict[str, float]:
+        return trainer.evaluate_weights() | self.means
+
+    def entries(self, trainer: Trainer, metrics: dict[str, float]) -> dict[str, Any]:
+        config, source = self.config, self.source
+        samples = int(config.train.samples_before[trainer.step])
+        return {
+            "command": config.command,
+            "init": self.hashes[0],
+            "corpus_hash": source.fingerprint,
+            "corpus": source.describe(),
+            "samples": samples,
+            "tokens": samples * source.tokens_per_sample,
+            "metrics": {
+                **metrics,
+                "eval_samples": min(config.train.eval_samples, source.eval_size),
+                "flip_rate": self.flip_rate,
+                "skipped_steps": trainer.optimization.skipped,
+            },
+            "notes": self.notes(),
+            "train_seconds": trainer.seconds,
+        }
+
+    def diverged(self, trainer: Trainer, result: dict[str, Any]) -> None:
+        result["step_seconds"] = trainer.seconds / max(1, trainer.step)
+        result["metrics"]["flip_rate"] = math.nan
+        trainer.world.of_main(lambda: results.write_result(self.directory, result))
+
+    def write(self, trainer: Trainer, done: Finalized, result: dict[str, Any]) -> list[str]:
+        result["matmul"] = self.products
+        result["step_seconds"] = statistics.median(
+            r["step_seconds"]
+            for r in results.read_metrics(self.directory / "metrics.jsonl")
+            if "loss" in r
+        )
+        result["acceleration"] = speed.gain(
+            trainer.method.acceleration,
+            1e3 * result["step_seconds"],
+            -(-trainer.train.batch_size // (trainer.micro_batch * trainer.world.size)),
+            speed.of_dense(self.directory, result["config"], results.device_name()),
+        )
+        wrote = keep_tokenizer(result["corpus"], self.source.directory, self.directory)
+        if self.averaged is not None:
+            wrote += save_model(self.averaged, self.directory / AVERAGED)
+        if done.latent:
+            wrote += tensor_files.save(done.latent, self.directory / LATENT)
+        for path in result["corpus"].get("skipped_files", [])[:1]:
+            count = result["corpus"]["skipped"]
+            self.report(f"left out {count} training images that cannot be read, the first: {path}")
+        scores = ", ".join(f"{name} {value:.4f}" for name, value in done.metrics.items())
+        self.report(f"{scores}, {trainer.seconds:.0f} s of training")
+        if (gained := result["acceleration"]) and (line := speed.summary(gained)):
+            self.report(line)
+        return wrote
 
 
-def _prepare(config: RunConfig, here: World) -> tuple[Model, Method, Report, Source]:
-    """The converted model (on its device, unless it will be sharded), its method, the conversion's
-    report, and the data.
+class HeldOut:
+    """The evaluation of pre-training: means over fixed held-out samples, equal on all ranks, of
+    `val_loss` in nats and of the source's other metrics.
+
+    samples: their number; `source` may have fewer.
+    """
+
+    def __init__(self, source: Source, samples: int) -> None:
+        self.source, self.samples = source, min(samples, source.eval_size)
+
+    def __call__(self, trainer: Trainer) -> dict[str, float]:
+        totals: dict[str, Tensor] = {}
+        count = 0
+        for batch in self.source.eval_batches(self.samples, trainer.micro_batch):
+            output, loss, on_device = trainer.forward(batch)
+            sums, targets = self.source.score(output, loss.float(), on_device)
+            totals = {name: totals.get(name, 0) + value for name, value in sums.items()}
+            count += targets
+        return {f"val_{name}": float(value) / count for name, value in totals.items()}
+
+
+def _prepare(config: RunConfig, here: World) -> tuple[Model, Method, Source]:
+    """The converted model (on its device, unless it will be sharded), its method, and the
+    data.
 
     Everything that can be checked without the data is checked before they are prepared.
     """
@@ -206,159 +264,21 @@ def _prepare(config: RunConfig, here: World) -> tuple[Model, Method, Report, Sou
             on_device = ({k: send(v, here.device) for k, v in b.items()} for b in batches)
             method.calibrate(model, on_device)
         with alone(here.device) if sharded else nullcontext():
-            converted = method.convert(model, dtype=DTYPES[config.train.dtype])
+            method.convert(model, dtype=DTYPES[config.train.dtype])
         source = open_source()
     except (ValueError, RuntimeError) as error:
         raise UserError(str(error)) from error
-    return model, method, converted, source
+    return model, method, source
 
 
-def _train(
-    run: Run,
-    trainer: Trainer,
-    shards: Shards | None,
-    source: Source,
-    converted: Report,
-    init: dict[str, str] | None,
-    report: Callable[[str], None],
-) -> dict[str, Any]:
-    """Train, finalize, evaluate and write the result, also if the training diverges, before that
-    error is raised."""
-    config, here = run.config, trainer.world
-    started = time.time()
-    products = {
-        name: dataclasses.asdict(layer.accelerated)
-        for name, layer in trainer.method.sparse_layers.items()
-    }
-
-    def result(means: dict[str, float], flip_rate: Any, **more: Any) -> dict[str, Any]:
-        samples = int(config.train.samples_before[trainer.step])
-        return {
-            "config_hash": run.id,
-            "config": config.as_dict(),
-            "command": config.command,
-            "init": init,
-            "corpus_hash": source.fingerprint,
-            "corpus": source.describe(),
-            "seed": config.seed,
-            "tier": config.tier,
-            "steps": trainer.step,
-            "samples": samples,
-            "tokens": samples * source.tokens_per_sample,
-            "metrics": {
-                **means,
-                "eval_samples": min(config.train.eval_samples, source.eval_size),
-                "flip_rate": flip_rate,
-                "skipped_steps": trainer.optimization.skipped,
-            },
-            "notes": notes(config, source),
-            "train_seconds": trainer.seconds,
-            **more,
-            **process_record(trainer, started),
-        }
-
-    try:
-        if here.device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats()
-        trainer.fit()
-        flip_rate = trainer.method.metrics()["flip_rate"]
-        averaged, means = finalized_averages(trainer, shards), trainer.evaluate_averages()
-        done = finalize(trainer, shards, lambda: trainer.evaluate_weights() | means)
-        if not math.isfinite(done.metrics.get("val_loss", 0.0)):
-            raise trainer.optimization.diverged(
-                f"val_loss is {done.metrics['val_loss']} after the last step"
-            )
-    except Diverged as error:
-        lost = result(
-            {"val_loss": math.nan},
-            math.nan,
-            diverged=error.reason,
-            converted=list(converted.names),
-            sparsity=None,
-            step_seconds=trainer.seconds / max(1, trainer.step),
-        )
-        here.of_main(lambda: results.write_result(trainer.directory, lost))
-        error.elsewhere = not here.is_main
-        raise
-    plain, names = deliverable(done.model, converted.names)
-    found = result(
-        done.metrics,
-        flip_rate,
-        sparsity=sparsity(trainer, plain, {n: trainer.method.pattern(o) for n, o in names.items()}),
-        converted=list(names),
-        matmul=products,
-    )
-    latent = {
-        f"{new}.{key}": value
-        for new, old in names.items()
-        for key, value in done.latent.get(old, {}).items()
-    }
-    scores = ", ".join(f"{name} {value:.4f}" for name, value in done.metrics.items())
-
-    def deliver() -> dict[str, Any]:
-        written = _write(trainer, source, found, plain, averaged, latent)
-        for path in written["corpus"].get("skipped_files", [])[:1]:
-            count = written["corpus"]["skipped"]
-            report(f"left out {count} training images that cannot be read, the first: {path}")
-        report(f"{scores}, {trainer.seconds:.0f} s of training")
-        if (gained := written["acceleration"]) and (line := speed.summary(gained)):
-            report(line)
-        return written
-
-    return here.of_main(deliver)  # so that all ranks learn of an error such as a full disk
-
-
-def _write(
-    trainer: Trainer,
-    source: Source,
-    result: dict[str, Any],
-    plain: nn.Module,
-    averaged: nn.Module | None,
-    latent: dict[str, Tensor],
-) -> dict[str, Any]:
-    """Write a finished run's files and return the content of its `result.json`. latent: the layers'
-    state before they were finalized, by the names in `plain`."""
-    here, directory = trainer.world, trainer.directory
-    result["step_seconds"] = statistics.median(
-        r["step_seconds"] for r in read_metrics(directory / "metrics.jsonl") if "loss" in r
-    )
-    result["acceleration"] = speed.gain(
-        trainer.method.acceleration,
-        1e3 * result["step_seconds"],
-        -(-trainer.train.batch_size // (trainer.micro_batch * here.size)),
-        speed.of_dense(directory, result["config"], results.device_name()),
-    )
-    wrote = save_model(plain, directory / WEIGHTS)
-    if averaged is not None:
-        wrote += save_model(averaged, directory / AVERAGED)
-    if latent:
-        wrote += tensor_files.save(latent, directory / LATENT)
-    wrote += keep_tokenizer(result["corpus"], source.directory, directory)
-    result["files"] = {name: checkpoint.sha256(directory / name) for name in wrote}
-    result = results.write_result(directory, result)
-    shutil.rmtree(trainer.checkpoints, ignore_errors=True)
-    return result
-
-
-@contextmanager
-def process_settings(impl: ImplConfig) -> Iterator[None]:
-    """A context with the run's threads, backend and determinism; afterwards these are restored."""
-    threads, name = torch.get_num_threads(), backend.ENVIRONMENT_VARIABLE
-    before, deterministic = os.environ.get(name), torch.are_deterministic_algorithms_enabled()
-    torch.set_num_threads(impl.threads or max(1, threads - impl.workers))
-    if impl.backend != "auto":
-        os.environ[name] = impl.backend
-    if impl.deterministic:
-        # Both are read once, before the first product and the first compilation.
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        os.environ.setdefault("TORCHINDUCTOR_DETERMINISTIC", "1")
-        torch.use_deterministic_algorithms(True)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
-        torch.use_deterministic_algorithms(deterministic)
-        if before is None:
-            os.environ.pop(name, None)
-        else:
-            os.environ[name] = before
+def keep_tokenizer(corpus: dict[str, Any], source: Path, directory: Path) -> list[str]:
+    """Copy the tokenizer's file, if there is one, from the folder `source` into the run's, because
+    the corpus may later be prepared again from another text; return the names of copied files.
+    corpus: its manifest.
+    """
+    name = corpus.get("tokenizer", {}).get("file")
+    if name is None:
+        return []
+    content = (source / name).read_bytes()
+    checkpoint.write_atomic(directory / name, lambda path: path.write_bytes(content))
+    return [name]

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from experiments.support.checkpoint import finite, write_text
-from experiments.support.errors import UserError, check_installed, writing
+from experiments.support.errors import check_installed, writing
+from experiments.support.results import read_metrics as read_metrics
 
 WANDB_ID = "wandb_id.txt"
 
@@ -64,25 +65,6 @@ class MetricsLog:
             self._tensorboard.close()
         if self._wandb is not None:
             self._wandb.finish()
-
-
-def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """All complete records of a metrics file; a last line cut off by a kill is left out.
-
-    Raises:
-        UserError: another line is damaged.
-    """
-    if not path.exists():
-        return []
-    records = []
-    for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], 1):
-        try:
-            records.append(json.loads(line))
-        except ValueError as error:
-            raise UserError(
-                f"line {number} of {path} is damaged; remove {path.parent} and run it again"
-            ) from error
-    return records
 
 
 def check_viewers(viewers: tuple[str, ...]) -> None:

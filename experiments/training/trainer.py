@@ -106,6 +106,8 @@ class Trainer:
         # Sums over the steps since the last record.
         self.loss_sum, self.loss_count = torch.zeros((), device=world.device), 0
         self.durations: list[float] = []  # seconds
+        # Raises an error if the weights are not as they must be, before each checkpoint.
+        self.check: Callable[[], None] = lambda: None
 
     @property
     def graphed(self) -> bool:
@@ -168,6 +170,7 @@ class Trainer:
         if self.optimization.replays is not None:
             self.optimization.replays.forget()  # later work may need their memory
         self._join_skipped()
+        self.check()
 
     def log_last(self, means: dict[str, float]) -> None:
         """Record the evaluation after the last step and close the log."""
@@ -334,6 +337,7 @@ class Trainer:
         Args:
             own: states of this rank's random generators to save instead of the present ones.
         """
+        self.check()
         states = self.world.all(own or generators(self.world.device))
         loss_sum, skipped = self.world.mean(self.loss_sum), self._join_skipped()
         if self.log is not None:

@@ -15,7 +15,7 @@ from experiments.evaluation import probes
 from experiments.runs.finished import FinishedRun
 from experiments.support.checkpoint import read_sealed
 from experiments.support.errors import UserError
-from experiments.training import pretraining
+from experiments.training import pretraining, routine
 from experiments.training.optimization import Optimization
 from models.dino import DINO, DinoConfig
 from models.vit import ViT, ViTConfig
@@ -52,13 +52,13 @@ def test_two_steps_deliver_the_teacher_and_probe_it(tiny, method, monkeypatch):
     config = tiny(f"method={method}")
     assert dino.finished(config) is None
     kept = []
-    original = pretraining.deliverable
+    original = routine.deliverable
 
     def spy(model, names):
         kept.append(model)
         return original(model, names)
 
-    monkeypatch.setattr(pretraining, "deliverable", spy)
+    monkeypatch.setattr(routine, "deliverable", spy)
     result = dino.run(config, quiet)
     # Two global crops of 16 patches and a class token, a local one of 4 and the token.
     assert result["steps"] == 2 and result["tokens"] == 2 * 4 * (2 * 17 + 5)

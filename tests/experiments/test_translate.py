@@ -13,7 +13,7 @@ from experiments.data import numbers
 from experiments.runs.finished import FinishedRun
 from experiments.support.checkpoint import read_sealed
 from experiments.support.errors import UserError
-from experiments.training import pretraining
+from experiments.training import pretraining, routine
 from experiments.training.optimization import Optimization
 from experiments.training.tracking import read_metrics
 from tests.experiments.conftest import quiet
@@ -96,7 +96,7 @@ def test_another_search_translates_anew_and_trains_no_more(tiny, monkeypatch):
     assert pretraining.finished(config) is not None and translate.finished(config) is None
     first = translate.run(config, quiet)
     assert translate.finished(wider) is None
-    monkeypatch.setattr(pretraining, "_train", None)
+    monkeypatch.setattr(routine, "_train", None)
     assert translate.run(wider, quiet)["search"]["beam"] == 3
     monkeypatch.setattr(translate, "translate", None)
     assert translate.run(wider, quiet)["metrics"]["val_loss"] == first["metrics"]["val_loss"]

@@ -18,6 +18,7 @@ from experiments import pretrain
 from experiments.config.driver import objective, parse
 from experiments.config.run import load
 from experiments.config.yaml_files import CONF, comments
+from experiments.runs.finished import FinishedRun
 from experiments.support.errors import Diverged, UserError
 from experiments.training.tracking import read_metrics
 
@@ -73,10 +74,10 @@ def test_a_sweeper_is_given_the_loss_of_a_run(overrides, tmp_path, monkeypatch, 
     def run(config):
         if config.seed == 0:
             raise Diverged("val_loss is nan", "lower the rate")
-        return {"metrics": {"val_loss": 2}}
+        return FinishedRun(tmp_path, {"metrics": {"val_loss": 2}})
 
     monkeypatch.setattr(basic_launcher, "run_job", watched)
-    monkeypatch.setattr(pretrain, "run", run)
+    monkeypatch.setattr(pretrain, "train", run)
     monkeypatch.setattr("sys.argv", ["pretrain", "-m", *changed(overrides, "seed=0,1")])
     with pytest.raises(SystemExit, match=r"^error: runs of the sweep that diverged: 1$"):
         pretrain.main()

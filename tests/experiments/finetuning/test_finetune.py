@@ -21,6 +21,8 @@ from experiments.support import tensor_files
 from experiments.support.checkpoint import read_sealed
 from experiments.support.errors import UserError
 from experiments.training import pretraining
+from experiments.training.distributed import World
+from experiments.training.sharding import accelerate
 from experiments.training.tracking import read_metrics
 from experiments.training.trainer import Trainer
 from tests.experiments.conftest import quiet
@@ -282,17 +284,12 @@ def test_a_batch_is_padded_on_the_right_to_its_longest_sequence_or_to_the_full_l
 
 def trainer(run, *more):
     """A fine-tuning before its first step."""
-    from experiments.training.distributed import World
-
-    own = config(run, "rte", *more)
-    source = own.open()
-    problem = tuning.load_problem(own, source.tokenizer())
+    training = tuning.Finetuning(config(run, "rte", *more).resolve())
+    training.hashes = training.inputs()
     here = World(0, 1, torch.device("cpu"))
-    pretrained = tuning.open_model(own, source)
-    model, method, train = tuning.prepare_model(own, source, pretrained, problem, here)
-    tuning.choose_products(own, method, here)
-    hashes = tuning.Hashes.of(own)
-    return tuning.make_trainer(own, hashes, problem, model, method, train, here, quiet)
+    built = training.build(here)
+    accelerate(built.method, built.tokens, training.config.impl)
+    return training.trainer(built, here)
 
 
 def batches(trainer):

@@ -170,11 +170,17 @@ def test_the_command_line_is_that_of_the_driver(config, made, monkeypatch):
     from experiments import find_decay
 
     seen = []
-    monkeypatch.setattr(find_decay, "find", seen.append)
+
+    def train(config, report):
+        seen.append(config)
+        raise UserError("enough")
+
+    monkeypatch.setattr(find_decay.pretraining, "train", train)
     monkeypatch.setattr("sys.argv", ["find_decay", "candidates=[1e-4, 2e-4]", "seed=3"])
-    find_decay.main()
+    with pytest.raises(SystemExit, match="enough"):
+        find_decay.main()
     expected = "python -m experiments.find_decay 'candidates=[1e-4, 2e-4]' seed=3"
-    assert seen[0].dense_run().command == expected
+    assert seen[0].command == expected
     assert load(["data.name=my text".replace(" ", "_")]).command.endswith("data.name=my_text")
 
 

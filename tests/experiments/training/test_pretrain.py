@@ -15,7 +15,7 @@ from experiments.config.run import load
 from experiments.data.prepare import prepare
 from experiments.support import checkpoint, results
 from experiments.support.errors import Terminated, UserError, deferred_stop
-from experiments.training import pretraining, speed
+from experiments.training import pretraining, routine, speed
 from experiments.training.distributed import World
 from experiments.training.trainer import Trainer
 from methods.nn.gemms import DENSE
@@ -61,7 +61,7 @@ def test_dropout_differs_by_seed_and_rank_and_from_the_initial_weights(tiny, mon
     monkeypatch.setattr(Trainer, "resume", resume)
     for seed, rank in ((0, 0), (1, 0), (0, 1)):
         place = World(rank, 1, torch.device("cpu"))
-        monkeypatch.setattr(pretraining, "world", lambda *_, place=place: nullcontext(place))
+        monkeypatch.setattr(routine, "world", lambda *_, place=place: nullcontext(place))
         with pytest.raises(Stop):
             pretraining.run(tiny("method=dense", f"seed={seed}"), quiet)
     assert len({0, 1, *found}) == 5

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from experiments.config.run import load
 from experiments.support import checkpoint
 from experiments.support.errors import UserError
-from experiments.training import pretraining, sharded_checkpoint
+from experiments.training import pretraining, routine, sharded_checkpoint
 from experiments.training.distributed import World, world
 from experiments.training.optimization import NonFiniteGradient, Optimization
 from experiments.training.saving import Saver
@@ -179,7 +179,7 @@ def refused(config, folder, here):
     def full(*given):
         raise UserError("the disk is full")
 
-    pretraining.save_model = full
+    routine.save_model = full
     with pytest.raises(UserError) as caught:
         pretraining.run(config, quiet)
     (folder / f"refused{here.rank}").write_text("\n".join([*told, str(caught.value)]))

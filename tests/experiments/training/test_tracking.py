@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from experiments.support.errors import UserError
-from experiments.training import pretraining
+from experiments.training import pretraining, routine
 from experiments.training.tracking import MetricsLog, read_metrics
 from experiments.training.trainer import Trainer
 
@@ -78,7 +78,7 @@ def test_a_run_that_was_stopped_has_one_chart_and_one_event_file(
     tiny, wandb, tensorboard, monkeypatch
 ):
     """With all of its records and its config, and those before the stop but once."""
-    monkeypatch.setattr(pretraining, "check_viewers", lambda viewers: None)
+    monkeypatch.setattr(routine, "check_viewers", lambda viewers: None)
     config = tiny("method=ste", "impl.loggers=[wandb,tensorboard]")
     step = Trainer._train_step
 

@@ -19,8 +19,8 @@ from experiments.support.errors import UserError
 from experiments.training import averages, graphs, pretraining
 from experiments.training import optimization as module
 from experiments.training.distributed import World
-from experiments.training.held_out import HeldOut
 from experiments.training.optimization import DTYPES, micro_batch_size
+from experiments.training.pretraining import HeldOut
 from experiments.training.schedules import learning_rate
 from experiments.training.tracking import read_metrics
 from experiments.training.trainer import Trainer

@@ -1,0 +1,343 @@
+"""The routine of every training: build, train, finalize, check the sparsity, write."""
+
+from __future__ import annotations
+
+import copy
+import math
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from common_kernels import backend
+from experiments.config.initial import WEIGHTS
+from experiments.config.run import Run
+from experiments.config.settings import ImplConfig, TrainConfig
+from experiments.data.source import TrainingSource
+from experiments.runs.finished import FinishedRun
+from experiments.support import checkpoint, results, tensor_files
+from experiments.support.errors import Diverged, UserError
+from experiments.support.progress import silent
+from experiments.training import averages, legality
+from experiments.training.blocks import recompute
+from experiments.training.distributed import World, world
+from experiments.training.optimization import DTYPES
+from experiments.training.sharding import Shards, accelerate, share
+from experiments.training.tracking import check_viewers
+from experiments.training.trainer import Evaluation, Trainer
+from methods import Method
+from models.base import Model
+from models.dino import DINO
+
+
+@dataclass
+class Built:
+    """What a training trains, on what, and how it is evaluated.
+
+    micro_batch: samples per rank and forward pass. tokens: tokens of the longest micro-batch.
+    """
+
+    model: Model
+    method: Method
+    source: TrainingSource
+    evaluation: Evaluation
+    train: TrainConfig
+    micro_batch: int
+    tokens: int
+
+
+class Finalized(NamedTuple):
+    """A finalized training.
+
+    model: the plain model that is delivered, with all weights; on ranks other than 0 of a sharded
+        one, their part of it. names: its converted linears, by their name during the training.
+    metrics: those of the finalized weights.
+    latent: the converted layers' state before that: dense weights, masks, scales, by name in model.
+    """
+
+    model: nn.Module
+    names: dict[str, str]
+    metrics: dict[str, float]
+    latent: dict[str, Tensor]
+
+
+class Training:
+    """What pre-training and fine-tuning do differently. `report` prints on rank 0 alone."""
+
+    group: ClassVar[str] = "train"  # the config group of the training's settings
+    reseeds: ClassVar[bool] = True  # draw dropout from other numbers than the initial weights
+    hashes: tuple[Any, Any]  # the `inputs` that are trained on
+
+    def __init__(self, run: Run[Any], report: Callable[[str], None] = silent) -> None:
+        self.config, self.id, self.directory = run.config, run.id, run.directory
+        self.report = report
+
+    def find(self) -> tuple[dict[str, Any] | None, str | None]:
+        """(the result if the run has ended, the reason if it must be made again)."""
+        raise NotImplementedError
+
+    def inputs(self) -> tuple[Any, Any]:
+        """Hashes of the present files of the weights to start from, and of the data."""
+        raise NotImplementedError
+
+    def origin(self) -> str:
+        """The places of `inputs`, for a message."""
+        raise NotImplementedError
+
+    def build(self, here: World) -> Built:
+        """Load the data, and build and convert the model, on its device unless it will be sharded.
+
+        Raises:
+            UserError: config, data and machine do not fit together.
+        """
+        raise NotImplementedError
+
+    def trainer(self, built: Built, here: World) -> Trainer:
+        """The trainer of a built model, which may be sharded by now, at its first step."""
+        trainer = Trainer(
+            model=built.model,
+            method=built.method,
+            source=built.source,
+            evaluation=built.evaluation,
+            train=built.train,
+            identity=f"{self.id} {self.hashes[0]}",
+            directory=self.directory,
+            world=here,
+            micro_batch=built.micro_batch,
+            impl=self.config.impl,
+            config=self.config.as_dict(),
+            report=self.report,
+            group=self.group,
+        )
+        trainer.check = self.check_of(trainer)
+        return trainer
+
+    def check_of(self, trainer: Trainer) -> Callable[[], None]:
+        """A function that is called before each checkpoint and at the end, and raises an error if
+        the weights are not as they must be."""
+        return lambda: None
+
+    def begin(self, trainer: Trainer) -> None:
+        """Called before the first step, once it is certain that this process trains."""
+
+    def trained(self, trainer: Trainer, shards: Shards | None) -> None:
+        """Called after the last step, before the model is finalized."""
+
+    def measure(self, trainer: Trainer) -> dict[str, float]:
+        """The metrics of the finalized model."""
+        return trainer.evaluate()
+
+    def entries(self, trainer: Trainer, metrics: dict[str, float]) -> dict[str, Any]:
+        """The entries of the result beside those of every training; called on every rank."""
+        raise NotImplementedError
+
+    def write(self, trainer: Trainer, done: Finalized, result: dict[str, Any]) -> list[str]:
+        """Write files, add to `result`, and return the files' names; called on rank 0."""
+        raise NotImplementedError
+
+    def diverged(self, trainer: Trainer, result: dict[str, Any]) -> None:
+        """Called on every rank with the result of a training that diverged."""
+
+
+def run(config: Any, kind: Callable[..., Training], report: Callable[[str], None]) -> FinishedRun:
+    """Train, or resume, or do nothing if the run is done.
+
+    Raises:
+        UserError: before anything is written, if config, data and machine do not fit together.
+    """
+    impl: ImplConfig = config.impl
+    with process_settings(impl), world(impl.device, impl.offload) as here:
+        report = report if here.is_main else silent
+        run = here.of_main(config.resolve)
+        training = kind(run, report)
+        if (ended := _ended(training, here)[0]) is not None:
+            return FinishedRun(run.directory, ended)
+        check_viewers(impl.loggers)
+        training.hashes = training.inputs()
+        built = training.build(here)
+        if impl.activation_checkpointing:
+            recompute(built.model)
+        shards = share(built.model, built.method, impl, DTYPES[built.train.dtype], here)
+        accelerate(built.method, built.tokens, impl)
+        if training.inputs() != training.hashes:
+            raise UserError(f"{training.origin()} was changed while it was read")
+        with ExitStack() as stack:
+            here.of_main(lambda: stack.enter_context(checkpoint.exclusive(run.directory)))
+            ended, why = _ended(training, here)  # by another process, since we looked
+            if ended is not None:
+                return FinishedRun(run.directory, ended)
+            if why is not None:
+                report(f"{why}; trained anew")
+            trainer = training.trainer(built, here)
+            if training.reseeds or here.size > 1:  # dropout must differ by rank
+                seeds = np.random.SeedSequence([config.seed, here.rank])
+                torch.manual_seed(int(seeds.generate_state(1)[0]))
+            trainer.resume()
+            training.begin(trainer)
+            return FinishedRun(run.directory, _train(training, trainer, shards))
+
+
+def _ended(training: Training, here: World) -> tuple[dict[str, Any] | None, str | None]:
+    """(the result if there is nothing to do, why a run that has ended must be made again). Only
+    rank 0 decides, because another process may finish the run while the ranks look."""
+    result, why = here.of_main(training.find)
+    if result is None or why is not None:
+        return None, why
+    training.report(f"done already: {training.directory}")
+    if here.is_main:  # left by a process that was killed after writing the result
+        shutil.rmtree(training.directory / "checkpoints", ignore_errors=True)
+    return result, None
+
+
+def _train(training: Training, trainer: Trainer, shards: Shards | None) -> dict[str, Any]:
+    """Train, finalize, evaluate and write the result, also if the training diverges, before that
+    error is raised."""
+    here, method, started = trainer.world, trainer.method, time.time()
+    patterns = {name: method.pattern(name) for name in method.layers}
+
+    def result(metrics: dict[str, float]) -> dict[str, Any]:
+        return {
+            "config_hash": training.id,
+            "config": trainer.config,
+            "seed": training.config.seed,
+            "tier": training.config.tier,
+            "steps": trainer.step,
+            "metrics": metrics,
+            **training.entries(trainer, metrics),
+            "backend": backend.resolve(here.device),
+            "cuda_graphs": trainer.graphed,
+            "world_size": here.size,
+            "revisions": trainer.revisions,
+            "started": started,
+            "ended": time.time(),
+        }
+
+    try:
+        if here.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        trainer.fit()
+        training.trained(trainer, shards)
+        done = _finalize(trainer, shards, tuple(patterns), training.measure)
+        if not math.isfinite(done.metrics.get("val_loss", 0.0)):
+            raise trainer.optimization.diverged(
+                f"val_loss is {done.metrics['val_loss']} after the last step"
+            )
+    except Diverged as error:
+        lost = result({"val_loss": math.nan})
+        lost |= {"diverged": error.reason, "converted": list(patterns), "sparsity": None}
+        training.diverged(trainer, lost)
+        error.elsewhere = not here.is_main
+        raise
+    found = result(done.metrics)
+    found["converted"] = list(done.names)
+    found["sparsity"] = here.of_main(
+        lambda: legality.total(
+            legality.measure(done.model, {n: patterns[old] for n, old in done.names.items()})
+        )
+    )
+
+    def deliver() -> dict[str, Any]:
+        wrote = save_model(done.model, trainer.directory / WEIGHTS)
+        wrote += training.write(trainer, done, found)
+        found["files"] = {name: checkpoint.sha256(trainer.directory / name) for name in wrote}
+        written = results.write_result(trainer.directory, found)
+        shutil.rmtree(trainer.checkpoints, ignore_errors=True)
+        return written
+
+    return here.of_main(deliver)  # so that all ranks learn of an error such as a full disk
+
+
+def _finalize(
+    trainer: Trainer,
+    shards: Shards | None,
+    converted: tuple[str, ...],
+    measure: Callable[[Trainer], dict[str, float]],
+) -> Finalized:
+    """Finalize a trained model, and record what `measure` then returns as the last evaluation."""
+    # Files are written from the full weights, which only rank 0 has if they are sharded.
+    full = (trainer.model, trainer.method) if shards is None else shards.unsharded()
+    layers = {} if full is None else full[1].sparse_layers
+    states = {
+        name: {key: value.detach().cpu().clone() for key, value in layer.state_dict().items()}
+        for name, layer in layers.items()
+    }
+    if shards is None:
+        trainer.method.finalize(trainer.model)
+    else:
+        shards.finalize()
+    metrics = measure(trainer)
+    trainer.log_last(metrics)
+    if shards is not None and full is not None:
+        full[1].finalize(full[0])
+    model, names = deliverable(trainer.model if full is None else full[0], converted)
+    latent = {
+        f"{new}.{key}": value
+        for new, old in names.items()
+        for key, value in states.get(old, {}).items()
+    }
+    return Finalized(model, names, metrics, latent)
+
+
+def finalized_averages(trainer: Trainer, shards: Shards | None) -> nn.Module | None:
+    """A plain copy of the model with the averaged weights, finalized like the model itself; if it
+    is sharded, only on rank 0."""
+    if not trainer.averages:
+        return None
+    with averages.applied(trainer.model, trainer.averages):
+        if shards is None:
+            copied: Any = copy.deepcopy((trainer.model, trainer.method))
+        else:
+            copied = shards.unsharded()
+    if copied is None:
+        return None
+    model, method = copied
+    method.finalize(model)
+    return deliverable(model, ())[0]
+
+
+def deliverable(model: nn.Module, names: tuple[str, ...]) -> tuple[nn.Module, dict[str, str]]:
+    """The plain model that a run delivers, and its converted linears as a dict from the name there
+    to the name in `model`. For DINO it is the teacher's backbone, otherwise the model itself.
+    """
+    plain = model.backbone() if isinstance(model, DINO) else model
+    inside = {id(module): name for name, module in plain.named_modules()}
+    modules = {name: model.get_submodule(name) for name in names}
+    return plain, {inside[id(m)]: name for name, m in modules.items() if id(m) in inside}
+
+
+def save_model(model: nn.Module, path: Path) -> list[str]:
+    """Write all parameters as safetensors, tied ones under their first name, and return the names
+    of the files (support/tensor_files.py)."""
+    return tensor_files.save(dict(model.named_parameters()), path)
+
+
+@contextmanager
+def process_settings(impl: ImplConfig) -> Iterator[None]:
+    """A context with the run's threads, backend and determinism; afterwards these are restored."""
+    threads, name = torch.get_num_threads(), backend.ENVIRONMENT_VARIABLE
+    before, deterministic = os.environ.get(name), torch.are_deterministic_algorithms_enabled()
+    torch.set_num_threads(impl.threads or max(1, threads - impl.workers))
+    if impl.backend != "auto":
+        os.environ[name] = impl.backend
+    if impl.deterministic:
+        # Both are read once, before the first product and the first compilation.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        os.environ.setdefault("TORCHINDUCTOR_DETERMINISTIC", "1")
+        torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+        torch.use_deterministic_algorithms(deterministic)
+        if before is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = before
