@@ -1,12 +1,27 @@
-"""The base class of models, with a default for each hook that a trainer calls; checks of sizes."""
+"""The base class of models, with a default for each hook that a trainer calls; named sizes, and
+checks of sizes."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Collection, Iterable
+from typing import Any, ClassVar, Self
 
 from torch import nn
 
-from models.groups import param_groups
+
+def param_groups(
+    named: Iterable[tuple[str, nn.Parameter]], weight_decay: float, spared: Collection[str] = ()
+) -> list[dict[str, Any]]:
+    """Two groups of the trainable parameters: matrices and embeddings with weight decay; biases,
+    norms and the parameters named in `spared` without."""
+    groups: tuple[list[nn.Parameter], list[nn.Parameter]] = ([], [])
+    for name, parameter in named:
+        if parameter.requires_grad:
+            groups[parameter.dim() < 2 or name in spared].append(parameter)
+    return [
+        {"params": groups[0], "weight_decay": weight_decay},
+        {"params": groups[1], "weight_decay": 0.0},
+    ]
 
 
 class Model(nn.Module):
@@ -14,6 +29,10 @@ class Model(nn.Module):
 
     Each hook is called in every optimizer step, before the same hook of the sparse method.
     """
+
+    def num_params(self) -> int:
+        """Number of parameters; a tied weight is counted once."""
+        return sum(parameter.numel() for parameter in self.parameters())
 
     def param_groups(self, weight_decay: float) -> list[dict[str, Any]]:
         """Optimizer groups: matrices and embeddings with weight decay, biases and norms without."""
@@ -31,6 +50,33 @@ class Model(nn.Module):
     def metrics(self) -> dict[str, float]:
         """The model's own entries in the training log, by name."""
         return {}
+
+
+class Sized:
+    """Base class of configs with named sizes."""
+
+    sizes: ClassVar[dict[str, dict[str, Any]]]
+
+    @classmethod
+    def of_size(cls, size: str, **overrides: Any) -> Self:
+        """The config of a named size; `nano` is for the CPU. overrides: fields with other
+        values."""
+        if size not in cls.sizes:
+            choices = ", ".join(cls.sizes)
+            raise ValueError(f"unknown size {size!r} of a {cls.__name__}; choose from {choices}")
+        return cls(**{**cls.sizes[size], **overrides})
+
+
+class TextConfig(Sized):
+    """Base class of the configs of text models."""
+
+    n_embd: int
+    n_inner: int | None
+
+    @property
+    def ffn_width(self) -> int:
+        """Outputs of the first linear of a feed-forward network."""
+        return 4 * self.n_embd if self.n_inner is None else self.n_inner
 
 
 def check_sizes(config: Any) -> None:

@@ -116,10 +116,6 @@ class BertLM(Model):
         assert self.bert.pooler is not None and self.seq_relationship is not None
         return self.seq_relationship(self.bert.pooler(hidden))
 
-    def num_params(self) -> int:
-        """Number of parameters; the tied decoder is counted once."""
-        return sum(parameter.numel() for parameter in self.parameters())
-
 
 # ------------------------------------------------------------------------------ transformers
 

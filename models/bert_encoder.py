@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from models.base import check_length, check_sizes
+from models.base import TextConfig, check_length, check_sizes
 from models.positions import sinusoids
 
 TOKEN_TYPES = 2
@@ -42,7 +42,7 @@ SIZES: dict[str, dict[str, Any]] = {
 
 
 @dataclass(frozen=True)
-class BertConfig:
+class BertConfig(TextConfig):
     """Shape and variant of a BERT.
 
     n_inner: outputs of a feed-forward network's first linear; None = 4 * n_embd. With `glu` half of
@@ -71,6 +71,8 @@ class BertConfig:
     next_sentence: bool = False
     dropout: float = 0.1
 
+    sizes = SIZES
+
     def __post_init__(self) -> None:
         check_sizes(self)
         if self.glu and self.ffn_width % 2:
@@ -81,21 +83,6 @@ class BertConfig:
             raise ValueError(f"n_embd must be even with sinusoidal positions, got {self.n_embd}")
         if not 0 <= self.dropout < 1:
             raise ValueError(f"dropout must be in [0, 1), got {self.dropout}")
-
-    @property
-    def ffn_width(self) -> int:
-        """Outputs of a feed-forward network's first linear."""
-        return 4 * self.n_embd if self.n_inner is None else self.n_inner
-
-    @classmethod
-    def of_size(cls, size: str, **overrides: Any) -> BertConfig:
-        """The config of a named size: `base`, `large`, `cramming`, or `nano` for the CPU.
-
-        overrides: fields with other values.
-        """
-        if size not in SIZES:
-            raise ValueError(f"unknown BERT size {size!r}; choose from {', '.join(SIZES)}")
-        return cls(**{**SIZES[size], **overrides})
 
 
 def layer_norm(config: BertConfig) -> nn.LayerNorm:

@@ -21,8 +21,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from models.base import Model
-from models.groups import param_groups
+from models.base import Model, param_groups
 from models.vit import ViT, ViTConfig
 
 

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from models.base import Model, check_length, check_sizes
+from models.base import Model, TextConfig, check_length, check_sizes
 from models.conversion import check_plain, check_settings
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ SIZES: dict[str, dict[str, int]] = {
 
 
 @dataclass(frozen=True)
-class GPTConfig:
+class GPTConfig(TextConfig):
     """Shape of a GPT-2.
 
     vocab_size: 50304 is GPT-2's 50257 rounded up to a multiple of 64.
@@ -55,25 +55,14 @@ class GPTConfig:
     gelu: str = "erf"
     n_inner: int | None = None
 
+    sizes = SIZES
+
     def __post_init__(self) -> None:
         check_sizes(self)
         if not 0 <= self.dropout < 1:
             raise ValueError(f"dropout must be in [0, 1), got {self.dropout}")
         if self.gelu not in ("erf", "tanh"):
             raise ValueError(f"gelu must be 'erf' or 'tanh', got {self.gelu!r}")
-
-    @property
-    def ffn_width(self) -> int:
-        """Width of the feed-forward networks."""
-        return 4 * self.n_embd if self.n_inner is None else self.n_inner
-
-    @classmethod
-    def of_size(cls, size: str, **overrides: Any) -> GPTConfig:
-        """The config of a published size, or of `nano` for the CPU. overrides: fields with other
-        values."""
-        if size not in SIZES:
-            raise ValueError(f"unknown GPT-2 size {size!r}; choose from {', '.join(SIZES)}")
-        return cls(**{**SIZES[size], **overrides})
 
 
 class Attention(nn.Module):
@@ -182,10 +171,6 @@ class GPT(Model):
         if target is None:
             return logits, None
         return logits, F.cross_entropy(logits.flatten(0, 1), target.flatten(), ignore_index=-1)
-
-    def num_params(self) -> int:
-        """Number of parameters, position embeddings included; the tied head is counted once."""
-        return sum(parameter.numel() for parameter in self.parameters())
 
 
 # Hugging Face's GPT-2 stores these weights as [in, out] (its Conv1D), torch.nn.Linear as [out, in].

@@ -79,25 +79,15 @@ def sha256_of(tensor: Tensor) -> str:
     return hashlib.sha256(content.numpy().data).hexdigest()
 
 
-def read_compressed(folder: str | Path) -> dict[str, Tensor]:
-    """The tensors of the model in a compressed folder, all dense and on the CPU, by name.
-
-    Raises:
-        ValueError: a file is missing, damaged, or not of this export.
-    """
-    record = read_record(folder)
-    check_file(Path(folder), WEIGHTS, record)
-    return _dense(folder, record)
-
-
-def _dense(folder: str | Path, record: Mapping[str, Any]) -> dict[str, Tensor]:
-    """The tensors of a compressed folder whose file has been checked."""
+def _read_compressed(folder: str | Path, record: Mapping[str, Any]) -> dict[str, Tensor]:
+    """The tensors of the model in a compressed folder, whose file has been checked, all dense and
+    on the CPU, by name."""
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
     path = Path(folder) / WEIGHTS
     try:
-        return expand(load_file(path), record["tensors"])
+        return _expand(load_file(path), record["tensors"])
     except (SafetensorError, KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{path} does not fit {RECORD} ({error}); export the run again") from error
 
@@ -117,7 +107,7 @@ def check_file(folder: Path, name: str, record: Mapping[str, Any]) -> None:
         )
 
 
-def expand(stored: Mapping[str, Tensor], described: Mapping[str, Any]) -> dict[str, Tensor]:
+def _expand(stored: Mapping[str, Tensor], described: Mapping[str, Any]) -> dict[str, Tensor]:
     """The dense tensors of a compressed file. described: the entries of its sparse tensors in
     sparse24.json."""
     parts = {f"{name}.{part}": name for name in described for part in (VALUES, POSITIONS)}
@@ -165,7 +155,7 @@ def load(folder: str | Path, device: torch.device | str = "cpu") -> PreTrainedMo
             f"{Path(folder) / CONFIG} names {name!r}, which is no model of transformers"
         )
     if WEIGHTS in record["files"]:
-        state = _dense(folder, record)
+        state = _read_compressed(folder, record)
     transformers.utils.logging.disable_progress_bar()
     # transformers 4 loads as fp32 by default.
     release = int(transformers.__version__.split(".")[0])

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from models.base import Model, check_length, check_sizes
+from models.base import Model, TextConfig, check_length, check_sizes
 from models.positions import sinusoids
 
 SIZES: dict[str, dict[str, Any]] = {
@@ -28,7 +28,7 @@ SIZES: dict[str, dict[str, Any]] = {
 
 
 @dataclass(frozen=True)
-class TransformerConfig:
+class TransformerConfig(TextConfig):
     """Shape of a Transformer.
 
     n_layer: layers of the encoder, and as many of the decoder.
@@ -51,6 +51,8 @@ class TransformerConfig:
     dropout: float = 0.1
     label_smoothing: float = 0.1
 
+    sizes = SIZES
+
     def __post_init__(self) -> None:
         check_sizes(self)
         if self.n_embd % 2:
@@ -58,19 +60,6 @@ class TransformerConfig:
         for name in ("dropout", "label_smoothing"):
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"{name} must be in [0, 1), got {getattr(self, name)}")
-
-    @property
-    def ffn_width(self) -> int:
-        """Width of the feed-forward networks."""
-        return 4 * self.n_embd if self.n_inner is None else self.n_inner
-
-    @classmethod
-    def of_size(cls, size: str, **overrides: Any) -> TransformerConfig:
-        """The config of a named size: `base`, or `nano` for the CPU. overrides: fields with other
-        values."""
-        if size not in SIZES:
-            raise ValueError(f"unknown Transformer size {size!r}; choose from {', '.join(SIZES)}")
-        return cls(**{**SIZES[size], **overrides})
 
 
 KeysValues = tuple[Tensor, Tensor]  # each [B, H, T, C/H]
@@ -313,10 +302,6 @@ class Transformer(Model):
         )
         count = (target != -1).sum() if target_tokens is None else target_tokens
         return logits, loss / count
-
-    def num_params(self) -> int:
-        """Number of parameters; the shared embedding is counted once."""
-        return sum(parameter.numel() for parameter in self.parameters())
 
 
 def _broadcast(mask: Tensor | None) -> Tensor | None:

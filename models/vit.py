@@ -19,9 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from models.base import Model
+from models.base import Model, Sized, param_groups
 from models.conversion import check_plain, check_settings
-from models.groups import param_groups
 
 if TYPE_CHECKING:
     from timm.models.vision_transformer import VisionTransformer
@@ -37,7 +36,7 @@ SIZES: dict[str, dict[str, int]] = {
 
 
 @dataclass(frozen=True)
-class ViTConfig:
+class ViTConfig(Sized):
     """Shape of a vision transformer.
 
     image_size, patch_size: side in pixels.
@@ -68,6 +67,8 @@ class ViTConfig:
     norm_eps: float = 1e-6
     dynamic_image_size: bool = False
     init: str = "timm"
+
+    sizes = SIZES
 
     def __post_init__(self) -> None:
         for name in ("width", "depth", "heads", "image_size", "patch_size"):
@@ -100,14 +101,6 @@ class ViTConfig:
     def tokens(self) -> int:
         """Number of tokens of an image of `image_size`: its patches and the class token."""
         return (self.image_size // self.patch_size) ** 2 + 1
-
-    @classmethod
-    def of_size(cls, size: str, **overrides: Any) -> ViTConfig:
-        """The config of a named size: `tiny`, `small`, `base` (DeiT's), `large`, or `nano` for the
-        CPU. overrides: fields with other values."""
-        if size not in SIZES:
-            raise ValueError(f"unknown ViT size {size!r}; choose from {', '.join(SIZES)}")
-        return cls(**{**SIZES[size], **overrides})
 
 
 class ViT(Model):
@@ -156,10 +149,6 @@ class ViT(Model):
         if not self.config.n_classes:
             raise ValueError("a ViT with n_classes=0 has no loss; call it without target")
         return output, F.cross_entropy(output, target)
-
-    def num_params(self) -> int:
-        """Number of parameters."""
-        return sum(parameter.numel() for parameter in self.parameters())
 
     def param_groups(self, weight_decay: float) -> list[dict[str, Any]]:
         """Optimizer groups as in timm and DeiT: weight decay for matrices and the patch projection;

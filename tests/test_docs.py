@@ -320,7 +320,7 @@ def test_a_finished_model_is_packed_and_run_as_shown(monkeypatch):
     dense = copy.deepcopy(model).bfloat16()
     opened = SimpleNamespace(model=lambda: model)
     monkeypatch.setattr(FinishedRun, "open", lambda run: opened if run == "runs/x" else None)
-    monkeypatch.setattr(semi_structured, "semi_structured_layout", lambda *_: "cutlass_sm80")
+    monkeypatch.setattr(semi_structured, "layout_for", lambda *_: "cutlass_sm80")
     # The other one is run in tests/experiments/finetuning/test_finetune.py.
     _, code = blocks(ROOT / "docs" / "evaluation.md", "python")
     exec(code, names)

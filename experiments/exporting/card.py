@@ -8,8 +8,9 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from string import Template
 from typing import Any
+
+from jinja2 import Environment, StrictUndefined
 
 from experiments.exporting.form import Form
 from experiments.images.dataset import ImageConfig
@@ -25,8 +26,7 @@ PIPELINES = {
     "ForMaskedLM": "fill-mask",
     "ForImageClassification": "image-classification",
 }
-# How to load dense and packed weights, a note on merged terms, another on masks, and the card.
-_PARTS = Path(__file__).with_name("card.md").read_text(encoding="utf-8")
+_CARD = Path(__file__).with_name("card.md")  # a template of Jinja
 WIKITEXT2 = "wikitext2"  # the `ppl` of `experiments.evaluate`
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
@@ -99,7 +99,7 @@ def card(
     measured: Sequence[Evaluation],
     sizes: Mapping[str, int] | None,
 ) -> str:
-    """The text of README.md, from the templates in `card.md`.
+    """The text of README.md, from the template `card.md`.
 
     Args:
         kind: the model's class in transformers.
@@ -129,21 +129,21 @@ def card(
     command = ["python -m experiments.export run=RUN", f"weights={form.weights}"]
     command += [f"dtype={form.dtype}"] * (form.dtype != "fp32")
     command += ["compressed=true"] * form.compressed
-    names = {"record": RECORD, "masks_file": MASKS, "weights_file": WEIGHTS, "kind": kind}
-    *parts, whole = _PARTS.split("\n=====\n")
-    dense, packed, merging, masks = (Template(part).substitute(names) for part in parts)
-    return Template(whole).substitute(
-        names,
+    template = Environment(undefined=StrictUndefined, trim_blocks=True, keep_trailing_newline=True)
+    return template.from_string(_CARD.read_text(encoding="utf-8")).render(
         head=_head(run, form, kind),
         name=_name(run, kind),
+        kind=kind,
         method=run.method,
-        facts="\n".join(f"| {name} | {value} |" for name, value in facts.items()),
-        loading=packed if form.compressed else dense,
+        facts=facts,
+        compressed=form.compressed,
         command=" ".join(command),
         options=json.dumps(options, indent=2),
-        merging=merging if merged else "",
+        merged=merged,
         linears=legality.table(rows),
-        masks="" if form.compressed else masks,
+        record=RECORD,
+        masks_file=MASKS,
+        weights_file=WEIGHTS,
     )
 
 

@@ -28,7 +28,6 @@ from methods.nn import compressed, slorb
 from methods.nn.compressed import SparsePlusLowRank
 from models.sparse import FORMAT, MASKS, RECORD, VERSION, WEIGHTS, read_record
 
-EARLIER = "export.json"  # the name of the record in older exports
 TORCH = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -60,7 +59,7 @@ def export(
         if ours and made_from.items() <= found.items() and _is_whole(folder, found):
             report(f"exported already: {folder}")
             return folder
-        made = found or any((folder / name).is_file() for name in (MASKS, WEIGHTS, EARLIER))
+        made = found or any((folder / name).is_file() for name in (MASKS, WEIGHTS))
         if folder.exists() and not ours and (folder != own or not made):
             other = _form(found) if found.get("config_hash") == run.config_hash else None
             holds = "is no export of this run" if other is None else f"is its {other.kind}"
@@ -118,9 +117,9 @@ def _build(
     usual = (folder / "README.md").stat().st_mode
     for path in paths:
         path.chmod(usual)  # safetensors creates files that only their owner can read
-    head = {"format": FORMAT, "version": VERSION, **marks}
-    sizes_told = {} if sizes is None else {"bytes": sizes}
-    record = {**head, **sizes_told, "tensors": described, "files": hashes}
+    record = {"format": FORMAT, "version": VERSION, **marks}
+    record |= {} if sizes is None else {"bytes": sizes}
+    record |= {"tensors": described, "files": hashes}
     checkpoint.write_json(folder / RECORD, record)
 
 

@@ -9,7 +9,6 @@ import copy
 import importlib
 import shutil
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -93,18 +92,9 @@ def round_weights(model: nn.Module, linears: list[str], dtype: torch.dtype) -> N
         weight.masked_fill_(weight == 0, 0.0)
 
 
-@dataclass(frozen=True)
-class Stored:
-    """The place of a linear's weight in the exported files: tensor `name`, with the inputs along
-    `axis`."""
-
-    linear: str
-    name: str
-    axis: int
-
-
-def where_stored(model: nn.Module, linears: list[str], scratch: Path) -> list[Stored]:
-    """The tensors that hold the weights of `linears` once `model` is written.
+def where_stored(model: nn.Module, linears: list[str], scratch: Path) -> dict[str, tuple[str, int]]:
+    """(linear, axis of its inputs) of each tensor, by name, that holds the weights of one of
+    `linears`, or a part of them, once `model` is written.
 
     To be independent of transformers' names, transpositions and splits (of a fused QKV, for
     example), a copy of the model is written in which every weight has the number of its linear, and
@@ -120,27 +110,30 @@ def where_stored(model: nn.Module, linears: list[str], scratch: Path) -> list[St
             weight.fill_(number)
             weight[:, 0] += 0.5
     write(probe, scratch)
-    found = []
+    found = {}
     for name, tensor in tensors(scratch):
         numbers = tensor.floor()
         if tensor.ndim != 2 or numbers[0, 0] < 2 or (numbers != numbers[0, 0]).any():
             continue
         axis = 1 if bool((tensor[:, 0] > numbers[:, 0]).all()) else 0
-        found.append(Stored(linears[int(numbers[0, 0]) - 2], name, axis))
+        found[name] = linears[int(numbers[0, 0]) - 2], axis
     shutil.rmtree(scratch)
     return found
 
 
 def describe(
-    folder: Path, stored: list[Stored], patterns: Mapping[str, tuple[int, int]]
+    folder: Path,
+    places: Mapping[str, tuple[str, int]],
+    patterns: Mapping[str, tuple[int, int]],
 ) -> dict[str, dict[str, Any]]:
-    """The entries of sparse24.json for the tensors `stored` in a folder, by name, in order."""
-    places = {s.name: s for s in stored}
+    """The entries of sparse24.json for the tensors in a folder, by name, in order. places: the
+    result of `where_stored`. patterns: of the linears."""
     found = {}
     for name, tensor in tensors(folder):
         if name not in places:
             continue
-        axis, (n, m) = places[name].axis, patterns[places[name].linear]
+        linear, axis = places[name]
+        n, m = patterns[linear]
         found[name] = {
             "shape": list(tensor.shape),
             "dtype": str(tensor.dtype)[6:],

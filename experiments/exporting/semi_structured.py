@@ -8,22 +8,8 @@ from torch import Tensor, nn
 
 import common_kernels
 from common_kernels import check24, pack24
-from common_kernels.matmul import unavailable
 from experiments.support.errors import UserError
-
-
-def semi_structured_layout(device: torch.device, dtype: torch.dtype) -> str:
-    """The layout of packed 2:4 weights that `device` can multiply with.
-
-    Raises:
-        UserError: it can run none, and why.
-    """
-    backends = {"cusparselt": "cusparselt_sm90", "cutlass": "cutlass_sm80"}
-    reasons = {name: unavailable(name, device, dtype) for name in backends}
-    for name, layout in backends.items():
-        if reasons[name] is None:
-            return layout
-    raise UserError(f"no 2:4 products here: {'; '.join(str(r) for r in reasons.values())}")
+from models.packed import TORCH, layout_for
 
 
 class SemiStructuredLinear(nn.Linear):
@@ -46,15 +32,19 @@ def to_semi_structured(model: nn.Module, layout: str | None = None) -> list[str]
 
     Args:
         model: on its device, in bf16 or fp16. Linears that are not 2:4 stay dense.
-        layout: a layout of `Packed24`; None for one that the device can multiply with.
+        layout: `cusparselt_sm90` or `cutlass_sm80`; None for one that the device can multiply with.
+
     Returns:
         The names of the linears.
+
     Raises:
-        UserError: the device cannot run 2:4 products, no linear is 2:4, or one has a shape that
-            torch does not support.
+        ValueError: the device cannot run 2:4 products.
+        UserError: no linear is 2:4, or one has a shape that torch does not support.
     """
-    first = next(model.parameters())
-    layout = layout or semi_structured_layout(first.device, first.dtype)
+    if layout is None:
+        first = next(model.parameters())
+        cutlass = layout_for(first.device, first.dtype) == TORCH
+        layout = TORCH if cutlass else "cusparselt_sm90"
     linears = {
         name: module
         for name, module in model.named_modules()

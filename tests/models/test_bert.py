@@ -9,6 +9,7 @@ from torch import nn
 
 from methods.slope import Method as SLoPe
 from models.bert import BertConfig, BertLM, from_hf, to_hf
+from tests.models.random_models import randomised, tokens
 
 CRAMMING = {
     "pre_norm": True,
@@ -22,20 +23,6 @@ CRAMMING = {
 def tiny(**overrides):
     shape = {"n_layer": 2, "n_head": 2, "n_embd": 16, "vocab_size": 40, "block_size": 12}
     return BertConfig(**{**shape, "dropout": 0.0, **overrides})
-
-
-def randomised(model, std=0.3):
-    """Every tensor random and large, so that no bias, gain or activation can be lost unseen."""
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            gain = "norm" in name.lower() and name.endswith("weight")
-            parameter.copy_(gain + std * torch.randn(parameter.shape, generator=generator))
-    return model.eval()
-
-
-def tokens(shape=(3, 12), vocab_size=40, seed=1):
-    return torch.randint(vocab_size, shape, generator=torch.Generator().manual_seed(seed))
 
 
 def targets(seed=2):

@@ -100,14 +100,13 @@ def test_every_parameter_is_in_one_group_and_matrices_alone_decay(hf_model):
 
 
 REFUSED = [
-    (lambda: gpt2.GPTConfig.of_size("125M"), "unknown GPT-2 size '125M'; choose from nano, 124M"),
+    (lambda: gpt2.GPTConfig.of_size("125M"), "size '125M' of a GPTConfig; choose from nano, 124M"),
     (lambda: gpt(n_head=3), "n_embd=16, n_head=3"),
     (lambda: gpt(n_layer=0), "n_layer must be at least 1, got 0"),
     (lambda: gpt(n_inner=0), "n_inner must be at least 1, got 0"),
     (lambda: gpt(gelu="relu"), "gelu must be 'erf' or 'tanh', got 'relu'"),
     (lambda: gpt(dropout=1.0), r"dropout must be in \[0, 1\), got 1.0"),
     (lambda: gpt()(tokens(13)), "13 tokens is longer .* block_size=12"),
-    (lambda: bert.BertConfig.of_size("huge"), "unknown BERT size 'huge'; choose from nano, base"),
     (lambda: bert_lm(n_head=3), "n_embd=16, n_head=3"),
     (lambda: bert_lm(glu=True, n_inner=33), "n_inner must be even with glu, got 33"),
     (lambda: bert_lm(positions="rotary"), "positions must be .*, got 'rotary'"),

@@ -115,17 +115,12 @@ def test_a_pruned_conv1d_is_pruned_along_its_own_inputs(checkpoint, tmp_path):
     torch.testing.assert_close(model(tokens())[0], logits, rtol=1e-5, atol=1e-5)
 
 
-def test_training_has_no_dropout(checkpoint):
+def test_training_has_no_dropout_and_masters_in_fp32(hf_model, tmp_path):
     for family in FAMILIES:
-        _, folder = checkpoint(family)
-        model = CausalLM.from_pretrained(folder).train()
+        hf_model(family).to(torch.bfloat16).save_pretrained(tmp_path / family)
+        model = CausalLM.from_pretrained(tmp_path / family).train()
         assert torch.equal(model(tokens())[0], model(tokens())[0])
-
-
-def test_masters_are_fp32_whatever_the_checkpoint_holds(hf_model, tmp_path):
-    hf_model("llama").to(torch.bfloat16).save_pretrained(tmp_path)
-    model = CausalLM.from_pretrained(tmp_path)
-    assert {p.dtype for p in model.parameters()} == {torch.float32}
+        assert {p.dtype for p in model.parameters()} == {torch.float32}
 
 
 def test_lengths(checkpoint):
@@ -137,45 +132,50 @@ def test_lengths(checkpoint):
         CausalLM.from_pretrained(folder, block_size=64)
 
 
-def test_what_cannot_be_loaded_is_one_line(hf_model, tmp_path):
-    with pytest.raises(ValueError, match="no causal language model in") as caught:
-        CausalLM.from_pretrained(tmp_path)
-    assert "\n" not in str(caught.value)
-    # Weights as a pickle are not read.
-    model = hf_model("opt")
-    model.config.save_pretrained(tmp_path)
-    torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
-    with pytest.raises(ValueError, match="no causal language model in"):
-        CausalLM.from_pretrained(tmp_path)
-
-
-def test_a_bert_is_no_causal_language_model(tmp_path):
-    """transformers makes a BertLMHeadModel of it, whose tokens see those after them."""
+def test_what_cannot_be_loaded_is_one_line(hf_model, checkpoint, tmp_path):
+    """No pickle is read; and weights that are missing are not made up, as transformers does."""
+    from safetensors.torch import load, save_file
     from transformers import BertConfig, BertForMaskedLM
 
+    for name in ("empty", "pickle", "bert"):
+        (tmp_path / name).mkdir()
+    model = hf_model("opt")
+    model.config.save_pretrained(tmp_path / "pickle")
+    torch.save(model.state_dict(), tmp_path / "pickle" / "pytorch_model.bin")
     shape = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
-    BertForMaskedLM(BertConfig(vocab_size=320, **shape)).save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="it is a bert, none of gpt2, opt, llama, mistral"):
-        CausalLM.from_pretrained(tmp_path)
-
-
-def test_weights_that_are_missing_are_not_made_up(checkpoint):
-    """transformers fills them with random numbers and prints a report."""
-    from safetensors.torch import load, save_file
-
-    _, folder = checkpoint("llama")
-    path = folder / "model.safetensors"
-    whole = load(path.read_bytes())  # not mapped: the file is written over
-    save_file({k: v for k, v in whole.items() if "layers.1" not in k}, path, {"format": "pt"})
-    with pytest.raises(ValueError, match=r"files lack model\.layers\.1\..* and \d+ more"):
-        CausalLM.from_pretrained(folder)
-    save_file({k: v[:8].clone() for k, v in whole.items()}, path, {"format": "pt"})
-    with pytest.raises(ValueError, match="no causal language model in"):
-        CausalLM.from_pretrained(folder)
-    save_file(whole, path, {"format": "pt"})
-    path.write_bytes(path.read_bytes()[:-100])
-    with pytest.raises(ValueError, match="no causal language model in"):
-        CausalLM.from_pretrained(folder)
+    BertForMaskedLM(BertConfig(vocab_size=320, **shape)).save_pretrained(tmp_path / "bert")
+    none = "no causal language model in"
+    for name, said in (
+        ("empty", none),
+        ("pickle", none),
+        ("bert", "it is a bert, none of gpt2, opt, llama, mistral"),
+    ):
+        with pytest.raises(ValueError, match=said) as caught:
+            CausalLM.from_pretrained(tmp_path / name)
+        assert "\n" not in str(caught.value)
+    for family, read, part in (
+        ("llama", CausalLM.from_pretrained, "layers.1"),
+        ("gpt2", from_hf, "h.1"),
+    ):
+        _, folder = checkpoint(family)
+        path = folder / "model.safetensors"
+        whole = load(path.read_bytes())  # not mapped: the file is written over
+        save_file({k: v for k, v in whole.items() if part not in k}, path, {"format": "pt"})
+        with pytest.raises(ValueError, match=rf"files lack .*{part}\..* and \d+ more"):
+            read(folder)
+        save_file({k: v[:8].clone() for k, v in whole.items()}, path, {"format": "pt"})
+        with pytest.raises(ValueError, match=none):
+            read(folder)
+        save_file(whole, path, {"format": "pt"})
+        path.write_bytes(path.read_bytes()[:-100])
+        with pytest.raises(ValueError, match=none):
+            read(folder)
+    for source, said in (
+        ("openai-community/gpt2", "there is no such folder"),
+        (checkpoint("opt")[1], none),
+    ):
+        with pytest.raises(ValueError, match=said):
+            from_hf(source)
 
 
 def test_our_gpt2_as_the_trainer_of_transformers_takes_it(checkpoint):
@@ -194,20 +194,3 @@ def test_our_gpt2_as_the_trainer_of_transformers_takes_it(checkpoint):
     assert len({tensor.data_ptr() for tensor in state.values()}) == len(state)
     model.load_state_dict(state)
     assert model.model.lm_head.weight is model.model.transformer.wte.weight
-
-
-def test_a_folder_without_a_whole_gpt2_is_refused(checkpoint, tmp_path):
-    from safetensors.torch import load, save_file
-
-    with pytest.raises(ValueError, match="there is no such folder"):
-        from_hf("openai-community/gpt2")
-    with pytest.raises(ValueError, match="no causal language model in"):
-        from_hf(tmp_path)
-    _, folder = checkpoint("gpt2")
-    path = folder / "model.safetensors"
-    whole = load(path.read_bytes())  # not mapped: the file is written over
-    save_file({k: v for k, v in whole.items() if "h.1" not in k}, path, {"format": "pt"})
-    with pytest.raises(ValueError, match=r"files lack transformer\.h\.1\..* and 11 more"):
-        from_hf(str(folder))
-    with pytest.raises(ValueError, match="no causal language model in"):
-        from_hf(checkpoint("opt")[1])

@@ -10,25 +10,12 @@ from torch import nn
 import methods
 from methods.slope import Method as SLoPe
 from models.transformer import Transformer, TransformerConfig
+from tests.models.random_models import randomised, tokens
 
 
 def tiny(**overrides):
     shape = {"n_layer": 2, "n_head": 2, "n_embd": 16, "vocab_size": 40, "block_size": 12}
     return TransformerConfig(**{**shape, "dropout": 0.0, **overrides})
-
-
-def randomised(model, std=0.3):
-    """Every tensor random and large, so that no bias, gain or activation can be lost unseen."""
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            gain = "norm" in name and name.endswith("weight")
-            parameter.copy_(gain + std * torch.randn(parameter.shape, generator=generator))
-    return model.eval()
-
-
-def tokens(shape, seed=1):
-    return torch.randint(40, shape, generator=torch.Generator().manual_seed(seed))
 
 
 def padding():

@@ -1,4 +1,4 @@
-"""Finished runs of tiny models with random weights."""
+"""Finished runs of tiny models with random weights, and their exports."""
 
 import dataclasses
 import json
@@ -10,12 +10,14 @@ from common_kernels import nm_mask
 from experiments.data.manifest import read_manifest
 from experiments.data.mlm import MLMConfig
 from experiments.data.prepare import prepare
+from experiments.exporting.export import Form, export
 from experiments.images.dataset import ImageConfig
 from experiments.runs.finished import FinishedRun
 from experiments.training import pretraining
 from models.bert import BertConfig, BertLM
 from models.gpt2 import GPT, GPTConfig
 from models.vit import ViT, ViTConfig
+from tests.experiments.conftest import quiet
 
 FAMILIES = {
     "gpt2": (
@@ -35,7 +37,7 @@ FAMILIES = {
 }
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def data(corpus_dir):
     """The data of a run by the family of its model, as plain values."""
     source = str(corpus_dir / "text")
@@ -80,3 +82,14 @@ def finished(data, tmp_path):
         return write_run(tmp_path / "run", family, model or FAMILIES[family][0](), data[family])
 
     return write
+
+
+@pytest.fixture(scope="session", params=list(FAMILIES))
+def exported(request, data, tmp_path_factory):
+    """(family, run, folder of its export, folder of its compressed export), made once: a test that
+    changes a file copies the folder."""
+    torch.manual_seed(0)
+    family = request.param
+    directory = tmp_path_factory.mktemp("finished") / family
+    run = write_run(directory, family, FAMILIES[family][0](), data[family])
+    return family, run, export(run, report=quiet), export(run, Form(compressed=True), report=quiet)

@@ -2,6 +2,7 @@
 them."""
 
 import json
+import shutil
 
 import numpy as np
 import pytest
@@ -22,6 +23,8 @@ from experiments.training import legality, pretraining
 from models.bert import BertConfig, BertLM
 from models.gpt2 import GPT, GPTConfig
 from models.hf import CausalLM
+from models.packed import TORCH
+from models.sparse import sha256_of
 from tests.cpu_operators import register_cpu_operators
 from tests.experiments.conftest import quiet
 
@@ -65,10 +68,8 @@ def reload(family, folder):
 # ---------------------------------------------------------------- the model
 
 
-@pytest.mark.parametrize("family", ["gpt2", "bert", "vit"])
-def test_plain_transformers_gives_the_same_outputs(family, finished):
-    run = finished(family)
-    folder = export.export(run, report=quiet)
+def test_plain_transformers_gives_the_same_outputs(exported):
+    family, run, folder, _ = exported
     ours, theirs = run.model().eval(), reload(family, folder)
     inputs = torch.randn(3, 3, 16, 16) if family == "vit" else tokens()
     with torch.no_grad():
@@ -77,31 +78,30 @@ def test_plain_transformers_gives_the_same_outputs(family, finished):
         torch.testing.assert_close(theirs(**named).logits, expected, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("family", ["gpt2", "bert", "vit"])
-def test_the_zeros_and_the_masks_are_those_of_the_run(family, finished):
-    run = finished(family)
-    folder = export.export(run, report=quiet)
+def test_the_zeros_and_the_masks_are_those_of_the_run(exported):
+    family, run, folder, _ = exported
     stored = load_file(folder / "model.safetensors")
     masks, patterns = masks_of(folder)
     if family in EXPECTED:
         assert {name: found["dim"] for name, found in patterns.items()} == EXPECTED[family]
     assert len(masks) == {"gpt2": 3, "bert": 5, "vit": 5}[family]
     assert masks.keys() == patterns.keys()
-    kept = 0
+    record, kept = export.read_record(folder)["tensors"], 0
     for name, mask in masks.items():
-        assert mask.dtype == torch.bool and torch.equal(mask, stored[name] != 0)
+        found = stored[name]
+        assert mask.dtype == torch.bool and torch.equal(mask, found != 0)
         assert (patterns[name]["n"], patterns[name]["m"]) == (2, 4)
-        assert int(check_nm(stored[name], 2, 4, dim=patterns[name]["dim"])) == 0
+        assert int(check_nm(found, 2, 4, dim=patterns[name]["dim"])) == 0
+        assert not found.masked_select(~mask).view(torch.uint8).any(), "a zero that is not +0"
+        assert record[name]["sha256"] == sha256_of(found)
+        assert (record[name]["density"], record[name]["illegal_groups"]) == (0.5, 0)
         kept += int(mask.sum())
-    model = run.model()
-    weights = [model.get_parameter(f"{name}.weight") for name in run.converted]
+    weights = [run.model().get_parameter(f"{name}.weight") for name in run.converted]
     assert kept == sum(int(w.count_nonzero()) for w in weights)
     assert kept == sum(w.numel() for w in weights) // 2
     # The other matrices are dense: no mask was found for them by chance.
     others = {n for n, t in stored.items() if t.ndim == 2} - masks.keys()
-    assert others and all(
-        stored[name].count_nonzero() > stored[name].numel() / 2 for name in others
-    )
+    assert others and all(stored[n].count_nonzero() > stored[n].numel() / 2 for n in others)
 
 
 def test_the_masks_of_a_square_conv1d_are_along_its_inputs(finished):
@@ -139,10 +139,8 @@ def test_trained_adapters_are_merged(tiny):
     assert "| density of the converted linears | 0.5000 |" in card
 
 
-def test_dense_weights_are_asked_for_and_go_elsewhere(tiny):
-    config = tiny("method=ste", "train.steps=2", "train.warmup_steps=0")
-    pretraining.run(config, quiet)
-    run = FinishedRun.open(config.directory())
+def test_dense_weights_are_asked_for_and_go_elsewhere(trained, tmp_path):
+    run = FinishedRun.open(shutil.copytree(trained.directory, tmp_path / "run"))
     sparse, dense = (export.export(run, Form(weights=w), report=quiet) for w in ("sparse", "dense"))
     assert (sparse.name, dense.name) == ("export", "export-dense")
     thin, full = (load_file(folder / "model.safetensors") for folder in (sparse, dense))
@@ -155,12 +153,13 @@ def test_dense_weights_are_asked_for_and_go_elsewhere(tiny):
 # ---------------------------------------------------------------- the tokenizer
 
 
-@pytest.mark.parametrize("family", ["gpt2", "bert"])
-def test_the_tokenizer_is_the_run_s(family, finished, data):
+def test_the_tokenizer_is_the_run_s(exported, data):
     from transformers import AutoTokenizer
 
-    run = finished(family)
-    folder = export.export(run, report=quiet)
+    family, run, folder, _ = exported
+    if family == "vit":
+        assert not list(folder.glob("tokenizer*"))
+        return
     tokenizer, encoding = AutoTokenizer.from_pretrained(folder), run.tokenizer()
     text = "the mask  keeps two of four;\n\tweights' Überschuß 12 drops 四 \U0001f600 others "
     ids = tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -189,8 +188,7 @@ def test_the_tokenizer_is_the_run_s(family, finished, data):
 
 def test_the_card_says_what_it_is(finished, tmp_path):
     run = finished("gpt2")
-    folder = export.export(run, to=tmp_path / "out put", report=quiet)
-    card = (folder / "README.md").read_text()
+    card = (export.export(run, to=tmp_path / "out put", report=quiet) / "README.md").read_text()
     for line in (
         "# gpt2_tiny, trained with ste",
         "| method | ste |",
@@ -340,19 +338,17 @@ def test_semi_structured_tensors_hold_the_same_weights(layout):
     del operators
 
 
-def test_a_device_without_2_4_products_says_why(monkeypatch):
+def test_a_model_that_cannot_be_packed_says_why(monkeypatch):
     monkeypatch.setattr(backend, "interpreted", lambda: False)
-    with pytest.raises(UserError, match=r"cuSPARSELt .*, not a cpu; torch's CUTLASS .*, not a cpu"):
-        semi_structured.to_semi_structured(pruned(torch.bfloat16))
-
-
-def test_a_dense_model_has_nothing_to_pack():
-    with pytest.raises(UserError, match="no linear of this model is 2:4"):
-        semi_structured.to_semi_structured(nn.Linear(64, 64, dtype=torch.bfloat16), "cutlass_sm80")
     small = nn.Linear(8, 8, dtype=torch.bfloat16)
     nn.init.zeros_(small.weight)
-    with pytest.raises(UserError, match=r"shape \(8, 8\)"):
-        semi_structured.to_semi_structured(nn.Sequential(small), "cutlass_sm80")
+    for model, layout, said in (
+        (pruned(torch.bfloat16), None, "cuSPARSELt .*, not a cpu; torch's CUTLASS .*, not a cpu"),
+        (nn.Linear(64, 64, dtype=torch.bfloat16), TORCH, "no linear of this model is 2:4"),
+        (nn.Sequential(small), TORCH, r"shape \(8, 8\)"),
+    ):
+        with pytest.raises((UserError, ValueError), match=said):
+            semi_structured.to_semi_structured(model, layout)
 
 
 def test_a_folder_of_something_else_is_not_overwritten_even_in_the_usual_place(finished):
@@ -365,14 +361,15 @@ def test_a_folder_of_something_else_is_not_overwritten_even_in_the_usual_place(f
     assert notes.read_text() == "mine"
 
 
-def test_an_exported_vit_prepares_images_as_validation_does(finished):
+def test_an_exported_vit_prepares_images_as_validation_does(exported):
     from PIL import Image
     from transformers import CLIPImageProcessor
 
     from experiments.images.source import eval_transform
 
-    run = finished("vit")
-    folder = export.export(run, report=quiet)
+    family, run, folder, _ = exported
+    if family != "vit":
+        return
     pixels = np.random.default_rng(0).integers(0, 256, (36, 52, 3), dtype=np.uint8)
     image = Image.fromarray(pixels)
     theirs = CLIPImageProcessor.from_pretrained(folder)(image, return_tensors="pt")["pixel_values"]
