@@ -61,8 +61,8 @@ class ImageConfig:
     crop_pct: timm's setting of the centre crop for evaluation.
     crop_scale: range of the area that the random resized crop keeps; null = the whole image.
     flip: probability of horizontal mirroring.
-    rotate, shift: range of a random rotation in degrees, and of a random shift as a fraction of
-        the side.
+    rotate: range of a random rotation in degrees.
+    shift: range of a random shift as a fraction of the side.
     rand_augment: timm's description; null = off.
     color_jitter: strength; timm ignores it if rand_augment is on.
     random_erasing: probability.

@@ -8,8 +8,7 @@ images, S = image_size and s = local_size pixels a side.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -17,11 +16,9 @@ from torch import Tensor
 
 from experiments.data.source import Batch, Request, send
 from experiments.images.crop_memory import GreyCrops, uniform
-from experiments.images.dataset import ImageConfig, load_images
-from experiments.images.memory import hold
+from experiments.images.dataset import ImageConfig
 from experiments.images.source import turn_and_shift
-from experiments.images.stream import Stream, own_draws, read_ahead, spaced
-from experiments.support.errors import UserError
+from experiments.images.stream import ImageBatches, own_draws
 from models.dino import DinoConfig
 from models.vit import ViTConfig
 
@@ -82,9 +79,8 @@ def _blur(image: Image) -> Image:
     return image.filter(ImageFilter.GaussianBlur(torch.empty(1).uniform_(0.1, 2.0).item()))
 
 
-class MultiCrops:
-    """Batches of crops (see experiments/data/source.py): `global_crops` [B, 2, 3, S, S] and
-    `local_crops` [B, n, 3, s, s].
+class MultiCrops(ImageBatches):
+    """Batches of crops: `global_crops` [B, 2, 3, S, S] and `local_crops` [B, n, 3, s, s].
 
     The random choices of a training sample are keyed by (seed, step, index in the batch), those of
     a validation image only by its index.
@@ -102,8 +98,6 @@ class MultiCrops:
         UserError: the data set cannot be used, or does not fit the model.
     """
 
-    unit, one_shape = "images", True
-
     def __init__(
         self,
         data: ImageConfig,
@@ -114,17 +108,10 @@ class MultiCrops:
         workers: int = 0,
         device: torch.device | str = "cpu",
     ) -> None:
-        if shape.image_size != data.image_size:
-            raise UserError(
-                f"data.image_size={data.image_size}, but model.image_size={shape.image_size}"
-            )
-        images = load_images(data)
-        self.data, self.dino, self.images = data, dino, images
-        self.memory = {} if data.shift else hold(images, data, device)
-        self.seed, self.batch_size = seed, batch_size
-        self.workers = 0 if self.memory else workers
-        self.directory, self.fingerprint = images.directory, images.fingerprint
-        self.stream = Stream.of_training(images, data, seed)
+        super().__init__(data, shape, seed, batch_size, workers, device)
+        if data.shift:
+            self.memory, self.workers = {}, workers
+        self.dino = dino
         self.globals = [crop_transform(data, dino, kind) for kind in ("first", "second")]
         self.local = crop_transform(data, dino, "local")
         self.large = grey_crops(data, dino, "first", "second")
@@ -133,34 +120,10 @@ class MultiCrops:
         local_tokens = (dino.local_size // shape.patch_size) ** 2 + 1
         self.tokens_per_sample = 2 * shape.tokens + dino.local_crops * local_tokens
 
-    @property
-    def skipped(self) -> set[int]:
-        """Indices in the training split of the corrupt images that were left out."""
-        return self.stream.skipped
-
-    def batches(self, requests: Iterable[Request]) -> Iterator[Batch]:
-        return read_ahead(self._train_batch, requests, self.workers, self.skipped)
-
-    @property
-    def eval_size(self) -> int:
-        return len(self.images.val.labels)
-
-    def eval_batches(self, count: int, batch_size: int) -> Iterator[Batch]:
-        """Crops of `count` validation images, evenly spaced over the split."""
-        parts = spaced(self.images, count, batch_size)
-        return read_ahead(self._eval_batch, parts, self.workers, set())
-
     def score(self, output: Tensor, loss: Tensor, batch: Batch) -> tuple[dict[str, Tensor], int]:
         """({"loss": the sum of the loss over the batch}, B)."""
         count = len(batch["global_crops"])
         return {"loss": loss * count}, count
-
-    def describe(self) -> dict[str, Any]:
-        return {
-            "name": self.data.name,
-            **self.images.describe(),
-            **self.stream.describe(),
-        }
 
     def _train_batch(self, request: Request) -> Batch:
         step, samples = request

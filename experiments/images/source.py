@@ -5,8 +5,7 @@ Shapes: B images, S = image_size pixels a side, K classes; images are RGB, norma
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import cached_property
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -14,9 +13,9 @@ import torch
 from torch import Tensor
 
 from experiments.data.source import Batch, Request
-from experiments.images.dataset import SPLITS, ImageConfig, load_images
-from experiments.images.memory import hold, mixed
-from experiments.images.stream import Stream, own_draws, read_ahead, spaced
+from experiments.images.dataset import SPLITS, ImageConfig
+from experiments.images.memory import mixed
+from experiments.images.stream import ImageBatches, own_draws
 from experiments.support.errors import UserError
 from models.vit import ViTConfig
 
@@ -94,9 +93,8 @@ def eval_transform(config: ImageConfig) -> Transform:
     )
 
 
-class ImageSource:
-    """Batches of images and classes (see experiments/data/source.py): `input` [B, 3, S, S] and
-    `target`.
+class ImageSource(ImageBatches):
+    """Batches of images and classes: `input` [B, 3, S, S] and `target`.
 
     In training `target` is the class, int64 [B], or with mixup, cutmix or label smoothing a
     distribution, fp32 [B, K]; in evaluation always the class.
@@ -119,8 +117,6 @@ class ImageSource:
         UserError: the data set cannot be used, or does not fit the model.
     """
 
-    unit, one_shape = "images", True
-
     def __init__(
         self,
         config: ImageConfig,
@@ -133,55 +129,23 @@ class ImageSource:
     ) -> None:
         from timm.data import Mixup
 
-        images = load_images(config, splits)
-        if shape.n_classes != len(images.classes):
+        super().__init__(config, shape, seed, batch_size, workers, device, splits)
+        if shape.n_classes != (classes := len(self.images.classes)):
             raise UserError(
-                f"{images.directory} has {len(images.classes)} classes, the model has "
-                f"{shape.n_classes}: set model.n_classes={len(images.classes)}"
-            )
-        if shape.image_size != config.image_size:
-            raise UserError(
-                f"data.image_size={config.image_size}, but model.image_size={shape.image_size}"
+                f"{self.directory} has {classes} classes, the model has {shape.n_classes}: set "
+                f"model.n_classes={classes}"
             )
         if config.mixes and batch_size % 2:
             raise UserError(_ODD.format(f"train.batch_size={batch_size}"))
-        self.config, self.images, self.seed, self.workers = config, images, seed, workers
-        self.batch_size, self.tokens_per_sample = batch_size, shape.tokens
-        self.directory, self.fingerprint = images.directory, images.fingerprint
         repeats = range(config.repeats)
         self.order = np.concatenate([np.arange(i, batch_size, config.repeats) for i in repeats])
-        self.memory = hold(images, config, device)
         self.augment, self.prepare = train_transform(config), eval_transform(config)
         self.mix = Mixup(
             config.mixup,
             config.cutmix,
             label_smoothing=config.label_smoothing,
-            num_classes=len(images.classes),
+            num_classes=classes,
         )
-
-    @cached_property
-    def stream(self) -> Stream:
-        """The training images in their random order."""
-        return Stream.of_training(self.images, self.config, self.seed)
-
-    @property
-    def skipped(self) -> set[int]:
-        """Indices in the training split of the corrupt images that were left out."""
-        return self.stream.skipped
-
-    def batches(self, requests: Iterable[Request]) -> Iterator[Batch]:
-        workers = 0 if self.memory else self.workers
-        return read_ahead(self._train_batch, requests, workers, self.skipped)
-
-    @property
-    def eval_size(self) -> int:
-        return len(self.images.val.labels)
-
-    def eval_batches(self, count: int, batch_size: int) -> Iterator[Batch]:
-        """Batches of `count` validation images, evenly spaced over the split, which is sorted by
-        class."""
-        parts = spaced(self.images, count, batch_size)
-        return read_ahead(self._eval_batch, parts, 0 if self.memory else self.workers, set())
 
     def score(self, output: Tensor, loss: Tensor, batch: Batch) -> tuple[dict[str, Tensor], int]:
         """(sums over the batch of the loss, and of top-1 and top-5 accuracy in percent; B). output:
@@ -190,13 +154,6 @@ class ImageSource:
         best = output.topk(min(5, output.shape[-1])).indices == target[:, None]
         hits = {"top1": best[:, 0].sum() * 100.0, "top5": best.sum() * 100.0}
         return {"loss": loss * len(target), **hits}, len(target)
-
-    def describe(self) -> dict[str, Any]:
-        return {
-            "name": self.config.name,
-            **self.images.describe(),
-            **self.stream.describe(),
-        }
 
     def _train_batch(self, request: Request) -> Batch:
         from timm.data.mixup import mixup_target

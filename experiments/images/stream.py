@@ -1,21 +1,31 @@
-"""The random order of training images, seeds for their augmentation, and worker processes."""
+"""What the sources of image batches share: the random order of training images, seeds for their
+augmentation, and worker processes."""
 
 from __future__ import annotations
 
 import random
 import signal
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
 
-from experiments.data.source import Batch
-from experiments.images.dataset import CorruptImage, ImageConfig, Images, Split
+from experiments.data.source import Batch, Request
+from experiments.images.dataset import (
+    SPLITS,
+    CorruptImage,
+    ImageConfig,
+    Images,
+    Split,
+    load_images,
+)
+from experiments.images.memory import hold
 from experiments.support.errors import UserError
+from models.vit import ViTConfig
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -109,22 +119,6 @@ class Stream:
         return {"skipped": len(self.skipped), "skipped_files": files}
 
 
-def spaced(images: Images, count: int, batch_size: int) -> list[np.ndarray]:
-    """Indices of `count` validation images, evenly spaced over the split, in batches.
-
-    Raises:
-        UserError: the split has fewer images.
-    """
-    available = len(images.val.labels)
-    if not 1 <= count <= available:
-        raise UserError(
-            f"{count} evaluation images asked for, but the validation split of "
-            f"{images.directory} holds {available}: set train.eval_samples to 1 to {available}"
-        )
-    indices = np.arange(count) * available // count
-    return [indices[first : first + batch_size] for first in range(0, count, batch_size)]
-
-
 R = TypeVar("R")
 
 
@@ -174,3 +168,81 @@ def _ignore_signals(_: int) -> None:
 
 def _as_it_is(made: Any) -> Any:
     return made
+
+
+class ImageBatches:
+    """Base class of the sources of image batches (see experiments/data/source.py). A subclass makes
+    a batch in `_train_batch` and `_eval_batch`.
+
+    memory: each split on the model's device if batches can be made there, else {}; workers are not
+        used then.
+
+    Raises:
+        UserError: the data set cannot be used, or does not fit the model.
+    """
+
+    unit, one_shape = "images", True
+
+    def __init__(
+        self,
+        config: ImageConfig,
+        shape: ViTConfig,
+        seed: int,
+        batch_size: int,
+        workers: int,
+        device: torch.device | str,
+        splits: Sequence[str] = SPLITS,
+    ) -> None:
+        self.images = load_images(config, splits)
+        if shape.image_size != config.image_size:
+            raise UserError(
+                f"data.image_size={config.image_size}, but model.image_size={shape.image_size}"
+            )
+        self.config, self.seed, self.batch_size = config, seed, batch_size
+        self.memory = hold(self.images, config, device)
+        self.workers = 0 if self.memory else workers
+        self.directory, self.fingerprint = self.images.directory, self.images.fingerprint
+        self.tokens_per_sample = shape.tokens
+
+    @cached_property
+    def stream(self) -> Stream:
+        """The training images in their random order."""
+        return Stream.of_training(self.images, self.config, self.seed)
+
+    @property
+    def skipped(self) -> set[int]:
+        """Indices in the training split of the corrupt images that were left out."""
+        return self.stream.skipped
+
+    def batches(self, requests: Iterable[Request]) -> Iterator[Batch]:
+        return read_ahead(self._train_batch, requests, self.workers, self.skipped)
+
+    @property
+    def eval_size(self) -> int:
+        return len(self.images.val.labels)
+
+    def eval_batches(self, count: int, batch_size: int) -> Iterator[Batch]:
+        """Batches of `count` validation images, evenly spaced over the split, which is sorted by
+        class.
+
+        Raises:
+            UserError: the split has fewer images.
+        """
+        if not 1 <= count <= self.eval_size:
+            raise UserError(
+                f"{count} evaluation images asked for, but the validation split of "
+                f"{self.directory} holds {self.eval_size}: set train.eval_samples to 1 to "
+                f"{self.eval_size}"
+            )
+        indices = np.arange(count) * self.eval_size // count
+        parts = [indices[first : first + batch_size] for first in range(0, count, batch_size)]
+        return read_ahead(self._eval_batch, parts, self.workers, set())
+
+    def describe(self) -> dict[str, Any]:
+        return {"name": self.config.name, **self.images.describe(), **self.stream.describe()}
+
+    def _train_batch(self, request: Request) -> Batch:
+        raise NotImplementedError
+
+    def _eval_batch(self, indices: np.ndarray) -> Batch:
+        raise NotImplementedError
