@@ -2,7 +2,7 @@
 
 Model, method and one micro-batch are built as in the trainer, but from PyTorch's fake tensors,
 which have shapes, dtypes and storages but take no memory. The forward pass runs on them under
-autocast, and the storages that autograd keeps for the backward pass are counted, each once.
+autocast. Every storage that autograd keeps for the backward pass is counted once.
 """
 
 from __future__ import annotations
@@ -33,19 +33,24 @@ MOMENTS = {"adamw": 2, "lamb": 2, "lion": 1}
 
 @dataclass(frozen=True)
 class Footprint:
-    """The bytes of a model under a method and of one micro-batch, before sharding.
+    """Bytes of a model under a method and of one micro-batch, before they are divided among GPUs.
 
     parameters: number of parameters of the plain model.
-    trained, frozen: trained weights, and those of a teacher.
+    trained: trained weights.
+    frozen: weights of a teacher.
     moments: the optimizer's moments.
-    masks, packed, operands: buffers of the converted layers. bits: the masks at one bit per entry.
-    casts: copies of weights in autocast's dtype, kept from forward to backward.
+    masks: masks in the buffers of the converted layers.
+    bits: the same masks at one bit per entry.
+    packed: packed operands in these buffers.
+    operands: all other operands there.
+    casts: copies of weights in autocast's dtype, which are kept from forward to backward.
     activations: everything else that autograd keeps.
-    checkpointed: the same with activation checkpointing: the inputs of all blocks, and everything
-        that one block recomputes.
+    checkpointed: what is kept instead with activation checkpointing: the inputs of all blocks, and
+        everything that one block recomputes.
     loss: temporary memory of the loss.
-    passing: packed and other operands of the block that has most of them.
-    block, root: number of weights in the largest block, and outside of blocks.
+    passing: operands of the block that has most of them.
+    block: number of weights of the largest block.
+    root: number of weights outside of blocks.
     width: bytes per number under autocast.
     """
 

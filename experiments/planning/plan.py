@@ -1,18 +1,17 @@
 """Predicts the memory, steps, tokens and days of a training on a number of GPUs.
 
-The memory of one GPU follows from the footprint of a training step
-(experiments/planning/footprint.py) and from the way the GPUs share the training:
+`footprint` counts the memory of a training step on one GPU, and `per_gpu` divides it among GPUs.
+With `ddp` every GPU holds everything, and a second copy of the gradients in the buckets that are
+sent. With `fsdp2` every GPU holds its share of weights, gradients, optimizer moments and masks.
+Besides, it holds all masks at one bit per entry, the gathered weights of at most two blocks and of
+the layers outside of blocks, the gradients of one block and of these layers before they are
+divided, and the operands of one block. Before torch 2.15 weights are gathered in fp32
+(experiments/training/sharding.py), and their copies in autocast's dtype are kept for the backward
+pass.
 
-- `ddp`: each GPU holds everything, and a second copy of the gradients in the buckets that are sent.
-- `fsdp2`: weights, gradients, optimizer moments and masks are divided among the GPUs. In addition
-  each GPU holds all masks at one bit per entry, the gathered weights of at most two blocks and of
-  the layers outside of blocks, the undivided gradients of one block and of these layers, and the
-  operands of one block. Some versions of torch gather weights in fp32
-  (experiments/training/sharding.py); then copies of the weights in autocast's dtype are kept for
-  the backward pass, too.
-
-Tests compare the memory with measurements on one and two H200s; for more GPUs it is extrapolated.
-The days of several GPUs are a lower bound, because the time in which GPUs exchange data is ignored.
+Tests compare the memory with measurements on one and on two H200s. For more GPUs it is
+extrapolated. The days of several GPUs are a lower bound, because the time in which they exchange
+data is ignored.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from experiments.data.parallel import PairsConfig
 from experiments.images.dataset import ImageConfig
 from experiments.planning import shapes
 from experiments.planning.footprint import Footprint, footprint
-from experiments.planning.speed import Speed, nearest
+from experiments.planning.speed import CONDITIONS, Speed, nearest
 from experiments.support.errors import UserError
 from experiments.training import averages, sharding
 from experiments.training.distributed import World
@@ -154,9 +153,11 @@ def per_gpu(
 ) -> dict[str, int]:
     """Bytes on one GPU by purpose, and their `peak`.
 
-    accumulates: a step has several micro-batches, so gradients are held together with activations.
-        Otherwise the activations of a layer are freed when its gradients are computed.
-    offloads: what `fsdp2` divides among the GPUs is kept in the memory of the host.
+    Args:
+        accumulates: a step has several micro-batches, so that gradients are held together with
+            activations. Otherwise a layer's activations are freed when its gradients are computed.
+        averaged: an average of the weights is kept.
+        offloads: what `fsdp2` divides among the GPUs is kept in the memory of the host.
     """
     shared = shard == "fsdp2" and gpus > 1
     share = gpus if shared else 1
@@ -193,8 +194,8 @@ def per_gpu(
 
 
 def plan(planned: Planned) -> dict[str, Any]:
-    """The whole plan as plain values, with sizes in MiB. `days` is None if the plan does not fit
-    into the memory, or if its speed is not known.
+    """The plan as plain values, with sizes in MiB. `days` is None if the training does not fit into
+    the memory, or if its speed is not known.
 
     Raises:
         UserError: the GPUs cannot share the batch, or the method does not fit the model.
@@ -230,13 +231,13 @@ def plan(planned: Planned) -> dict[str, Any]:
         "steps": run.train.steps,
         "samples": total,
         "tokens": tokens,
-        "speed": None if speed is None else dataclasses.asdict(speed),
+        "speed": speed and dataclasses.asdict(speed),
         "days": days,
     }
 
 
 def _speed(run: RunConfig, need: Footprint) -> Speed | None:
-    """The speed of one GPU; None with offloading, which was not measured."""
+    """The predicted speed of one GPU; None with offloading, which was not measured."""
     if run.impl.offload:
         return None
     family, work, unlike = "causal", 1.0, ""
@@ -246,11 +247,11 @@ def _speed(run: RunConfig, need: Footprint) -> Speed | None:
         local = (run.dino.local_size // run.model.patch_size) ** 2 + 1
         crops = 2 + run.dino.local_crops * local / run.model.tokens
         work = crops + 2 / 3  # the teacher's forward passes take a third of a step of two crops
-        unlike = f"this counts the crops of a sample as {work:.2g} images"
+        unlike = f" The crops of a sample count as {work:.2g} images."
     elif isinstance(run.data, MLMConfig):
-        unlike = "a causal model, since no masked one was measured"
+        unlike = " That was a causal model; no masked one was measured."
     elif isinstance(run.data, PairsConfig):
-        unlike = "a causal model, since no encoder-decoder was measured"
+        unlike = " That was a causal model; no encoder-decoder was measured."
     fp8, name = FP8[getattr(run.method_options, "fp8", "off")], run.method
     if fp8 is not None:
         name += ", fp8" if fp8.on_units else ", fp8=paper simulated"
@@ -259,50 +260,55 @@ def _speed(run: RunConfig, need: Footprint) -> Speed | None:
 
 
 def lines(found: dict[str, Any]) -> Iterator[str]:
-    """The plan as lines of text."""
-    shared = f" with {found['shard']}, projected" if found["shard"] else ""
+    """The plan as sentences, and the memory as a table."""
+    gpus, shard = found["gpus"], found["shard"]
+    projected = f" with {shard}. What they need is projected, not measured" if shard else ""
     yield (
-        f"{found['model']}, {found['method']}: {found['parameters']:,} weights; {found['gpus']} "
-        f"GPU{'s' if found['gpus'] > 1 else ''}{shared}"
+        f"{found['model']} with the method {found['method']} has {found['parameters']:,} weights, "
+        f"here on {_several(gpus, 'GPU')}{projected}."
     )
     yield (
-        f"in each step {_several(found['micro_batches'], 'micro-batch', 'es')} of "
-        f"{_several(found['micro_batch'], 'sample')} on {'each' if found['shard'] else 'the'} GPU, "
-        f"{found['dtype']}, "
-        f"{'compiled' if found['compiled'] else 'not compiled'}, "
-        f"{'with' if found['checkpointing'] else 'no'} activation checkpointing"
+        f"A step has {_several(found['micro_batches'], 'micro-batch', 'es')} of "
+        f"{_several(found['micro_batch'], 'sample')} on each GPU, in {found['dtype']}, "
+        f"{'compiled' if found['compiled'] else 'not compiled'} and "
+        f"{'with' if found['checkpointing'] else 'without'} activation checkpointing."
     )
     for name, size in found["memory_mib"].items():
         if size:
             yield f"  {name:<24}{size:>12,.0f} MiB"
-    room = f"{found['gpu_memory_mib'] / 1024:,.0f} GiB of a GPU"
-    smaller = "; a smaller impl.micro_batch takes less" if found["micro_batch"] > 1 else ""
-    yield f"fits into the {room}" if found["fits"] else f"does not fit into the {room}{smaller}"
-    if found["needed"] is None:
-        yield f"no number of GPUs up to {_MOST} has the memory: lower impl.micro_batch"
-    else:
-        gpus, shard = found["needed"]
-        yield f"GPUs needed: {gpus}" + (f" with {shard}" if gpus > 1 else "")
-    yield f"{found['steps']:,} steps, {found['samples']:,} samples, {found['tokens']:,} tokens"
-    if found["speed"] is None:
-        yield "days: none, as no training with impl.offload was measured"
-        return
-    if found["days"] is None:
-        yield "days: none, as the plan does not fit"
-        return
-    speed = found["speed"]
-    dense = ", this method was not measured" if speed["as_dense"] else ""
-    small = speed["factor"] > _SMALLER
-    least = "at least " if found["gpus"] > 1 or small or speed["taught"] else ""
-    taught = ", x 3/4 for a teacher" if speed["taught"] else ""
-    unlike = f"; {speed['unlike']}" if speed["unlike"] else ""
+    smaller = " A smaller impl.micro_batch takes less." if found["micro_batch"] > 1 else ""
+    does = "fits" if found["fits"] else "does not fit"
     yield (
-        f"{least}{_duration(found['days'])} at {speed['per_second'] * found['gpus']:,.0f} "
-        f"{speed['unit']}/s: one H200 on {speed['row']}{dense} ({speed['conditions']}), "
-        f"x {speed['factor']:.3g} by the number of weights{taught}"
-        f"{', x ' + str(found['gpus']) + ' GPUs' if found['gpus'] > 1 else ''}{unlike}"
-        f"{'; none so small was measured, and it may wait for the CPU' if small else ''}"
+        f"This {does} into the {found['gpu_memory_mib'] / 1024:,.0f} GiB of a GPU."
+        f"{'' if found['fits'] else smaller}"
     )
+    if found["needed"] is None:
+        yield f"No number of GPUs up to {_MOST} has the memory; lower impl.micro_batch."
+    else:
+        number, how = found["needed"]
+        with_shard = f" with {how}" if number > 1 else ""
+        yield f"The training needs {_several(number, 'GPU')}{with_shard}."
+    yield (
+        f"It has {found['steps']:,} steps, {found['samples']:,} samples and {found['tokens']:,} "
+        "tokens."
+    )
+    if (speed := found["speed"]) is None:
+        yield "Its days are not known, because no training with impl.offload was measured."
+    elif found["days"] is None:
+        yield "It has no number of days, because it does not fit."
+    else:
+        small = speed["factor"] > _SMALLER
+        least = "at least " if gpus > 1 or small or speed["taught"] else ""
+        dense = ", because this method was not measured" if speed["as_dense"] else ""
+        factors = f"{speed['factor']:.3g} for the number of weights"
+        factors += ", times 3/4 for a teacher" if speed["taught"] else ""
+        factors += f", times {gpus} for the GPUs" if gpus > 1 else ""
+        launches = " No model so small was measured; it may wait for the CPU." if small else ""
+        yield (
+            f"It takes {least}{_duration(found['days'])} at {speed['per_second'] * gpus:,.0f} "
+            f"{speed['unit']}/s: the speed of one H200 on {speed['row']}{dense} ({CONDITIONS}), "
+            f"times {factors}.{speed['unlike']}{launches}"
+        )
 
 
 def _several(number: int, name: str, ending: str = "s") -> str:

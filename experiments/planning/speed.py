@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 MEASURED = Path(__file__).parents[1] / "bench_results" / "h200.json"
+# How all rows of whole models were measured (experiments/bench/train.py).
+CONDITIONS = "measured compiled, bf16, feed-forward linears"
 # For each family, the shapes of its measured models, and a model's weights in millions; None if the
 # shape contains the number.
 _MODELS = {
@@ -23,12 +25,12 @@ class Speed:
     """The predicted samples or tokens per second on one GPU.
 
     row: the measured row on which it is based.
-    conditions: how all rows of whole models were measured (experiments/bench/train.py).
-    factor: by which the measured speed is multiplied: the measured model's number of weights over
-        that of this model, and over the work of a sample.
+    factor: the measured model's number of weights over that of this model, and over the work of a
+        sample. The measured speed is multiplied by it.
     as_dense: the method itself was not measured, so the dense row is used.
     taught: the speed is multiplied by 3/4 for a teacher's forward pass.
-    unlike: what distinguishes this training from those measured; "" if nothing does.
+    unlike: a sentence on what distinguishes this training from the measured one; "" if nothing
+        does.
     """
 
     per_second: float
@@ -36,9 +38,8 @@ class Speed:
     row: str
     factor: float
     as_dense: bool
-    taught: bool = False
-    unlike: str = ""
-    conditions: str = "measured compiled, bf16, feed-forward linears"
+    taught: bool
+    unlike: str
 
 
 def nearest(
@@ -65,22 +66,21 @@ def nearest(
         if match := pattern.fullmatch(row["shape"]):
             # If there are rows with several optimizers, the last has that of `impl=gpu`.
             found[row["shape"], row["name"]] = 1e6 * (millions or int(match[1])), row
-    for name in (method, "dense"):
-        own = [(size, row) for size, row in found.values() if row["name"] == name]
-        if not own:
-            continue
-        size, row = min(own, key=lambda pair: abs(math.log(pair[0] / parameters)))
-        figure = next(key for key in row["figures"] if key.endswith("/s"))
-        as_dense = name != method
-        counted = taught and as_dense
-        factor = size / parameters / work
-        return Speed(
-            per_second=row["figures"][figure] * factor * (TAUGHT if counted else 1),
-            unit=figure.removesuffix("/s"),
-            row=f"{row['shape']}, {row['name']}",
-            factor=factor,
-            as_dense=as_dense,
-            taught=counted,
-            unlike=unlike,
-        )
-    raise AssertionError("dense models were measured")
+    rows = [pair for pair in found.values() if pair[1]["name"] == method]
+    as_dense = not rows
+    size, row = min(
+        rows or [pair for pair in found.values() if pair[1]["name"] == "dense"],
+        key=lambda pair: abs(math.log(pair[0] / parameters)),
+    )
+    figure = next(key for key in row["figures"] if key.endswith("/s"))
+    taught = taught and as_dense  # the row of the method itself has its teacher
+    factor = size / parameters / work
+    return Speed(
+        per_second=row["figures"][figure] * factor * (TAUGHT if taught else 1),
+        unit=figure.removesuffix("/s"),
+        row=f"{row['shape']}, {row['name']}",
+        factor=factor,
+        as_dense=as_dense,
+        taught=taught,
+        unlike=unlike,
+    )

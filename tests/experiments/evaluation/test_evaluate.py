@@ -99,47 +99,40 @@ def test_replaced_weights_are_evaluated_anew_a_damaged_result_is_not(trained, tm
     assert evaluate.run(configure(f"run={run}"), quiet)["metrics"] == again["metrics"]
 
 
-def test_a_folder_is_known_by_its_tokenizer_and_has_one(trained, text, hf_model, tmp_path):
+def test_a_folder_is_known_by_its_tokenizer_and_has_its_own(trained, text, hf_model, tmp_path):
     folder = export.export(trained, to=tmp_path / "exported", report=quiet)
 
     def found():
         return configure(f"model.path={folder}").digest()
 
-    first = found()
-    for name in ("tokenizer.json", "tokenizer_config.json"):
+    first, names = found(), ("tokenizer.json", "tokenizer_config.json")
+    hf_model("gpt2", vocab_size=260).save_pretrained(tmp_path / "small")
+    for name in names:
         path = folder / name
         content = path.read_text()
         path.write_text(content + "\n")
         assert found() != first, name
         path.write_text(content)
         assert found() == first, name
-    bare = tmp_path / "bare"
-    hf_model("gpt2").save_pretrained(bare)
-    for more in (f"ppl='{text}'", "tasks=[colours]"):
-        with pytest.raises(UserError, match=r"bare holds no tokenizer \(tokenizer\.json") as caught:
-            evaluate.run(configure(f"model.path={bare}", f"runs={tmp_path}", more), quiet)
-        assert "\n" not in str(caught.value)
-    (bare / "vocab.json").write_text("{}")
-    (bare / "merges.txt").write_text("")
-    with pytest.raises(UserError, match=r"no token for the letter a"):
-        evaluate.run(configure(f"model.path={bare}", f"runs={tmp_path}", f"ppl='{text}'"), quiet)
-
-
-def test_a_tokenizer_of_another_model_and_foreign_masks_are_one_line(
-    trained, text, hf_model, tmp_path
-):
-    folder = export.export(trained, to=tmp_path / "exported", report=quiet)
-    hf_model("gpt2", vocab_size=260).save_pretrained(tmp_path / "small")
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(folder / name, tmp_path / "small")
-    for more in (f"ppl='{text}'", "tasks=[colours]"):
-        config = configure(f"model.path={tmp_path / 'small'}", f"runs={tmp_path}", more)
-        with pytest.raises(UserError, match=r"gives the id 2\d\d, but the model has 260 tokens"):
-            evaluate.run(config, quiet)
-    hf_model("opt").save_pretrained(tmp_path / "opt")
+        shutil.copy(path, tmp_path / "small")
+    for kind, place in (("gpt2", "bare"), ("gpt2", "empty"), ("opt", "opt")):
+        hf_model(kind).save_pretrained(tmp_path / place)
+    (tmp_path / "empty/vocab.json").write_text("{}")
+    (tmp_path / "empty/merges.txt").write_text("")
     shutil.copy(folder / export.RECORD, tmp_path / "opt")
-    with pytest.raises(UserError, match=r"of another model: this one has no transformer\.h\.0"):
-        evaluate.run(configure(f"model.path={tmp_path / 'opt'}", f"runs={tmp_path}"), quiet)
+    ppl, tasks = [f"ppl='{text}'"], ["tasks=[colours]"]
+    for place, more, message in (
+        ("bare", ppl, r"bare holds no tokenizer \(tokenizer\.json"),
+        ("bare", tasks, r"bare holds no tokenizer \(tokenizer\.json"),
+        ("empty", ppl, "no token for the letter a"),
+        ("small", ppl, r"gives the id 2\d\d, but the model has 260 tokens"),
+        ("small", tasks, r"gives the id 2\d\d, but the model has 260 tokens"),
+        ("opt", [], r"of another model: this one has no transformer\.h\.0"),
+    ):
+        config = configure(f"model.path={tmp_path / place}", f"runs={tmp_path}", *more)
+        with pytest.raises(UserError, match=message) as caught:
+            evaluate.run(config, quiet)
+        assert "\n" not in str(caught.value)
 
 
 def test_an_exported_folder_gives_what_its_run_gives(trained, text, tmp_path):

@@ -1,8 +1,6 @@
-"""Beam search against every translation there is, and BLEU against sacrebleu and its definition."""
+"""Beam search against every translation there is, and BLEU against sacrebleu."""
 
 import itertools
-import math
-from collections import Counter
 
 import pytest
 import sacrebleu
@@ -53,11 +51,11 @@ def best_of_all(model, row, how):
     return list(max(every, key=score))
 
 
-@pytest.mark.parametrize("penalty", [0.0, 0.6, 2.0])
-def test_a_beam_that_drops_nothing_finds_the_best_of_all(model, penalty):
-    how = Search(beam=4**5, length_penalty=penalty, longer=1)
-    found = translate(model, SOURCE, MASK, END, WORDS, how)
-    assert found == [best_of_all(model, row, how) for row in range(3)] and any(found)
+def test_a_beam_that_drops_nothing_finds_the_best_of_all(model):
+    for penalty in (0.0, 0.6, 2.0):
+        how = Search(beam=4**5, length_penalty=penalty, longer=1)
+        found = translate(model, SOURCE, MASK, END, WORDS, how)
+        assert found == [best_of_all(model, row, how) for row in range(3)] and any(found)
 
 
 def step_by_step(model, row, how):
@@ -110,40 +108,16 @@ TRANSLATIONS = [
 ]
 
 
-def definition(translations, references):
-    """BLEU of Papineni et al. (2002), in percent, of text with its tokens apart."""
-    right, every = [0] * 4, [0] * 4
-    for found, expected in zip(translations, references, strict=True):
-        for n in range(1, 5):
-            grams = [
-                Counter(tuple(words[i : i + n]) for i in range(len(words) - n + 1))
-                for words in (found.split(), expected.split())
-            ]
-            right[n - 1] += sum((grams[0] & grams[1]).values())
-            every[n - 1] += sum(grams[0].values())
-    lengths = [sum(len(text.split()) for text in texts) for texts in (translations, references)]
-    brevity = min(0.0, 1 - lengths[1] / lengths[0])
-    mean = sum(math.log(a / b) for a, b in zip(right, every, strict=True)) / 4
-    return 100 * math.exp(brevity + mean)
-
-
-def test_bleu_of_a_file_is_that_of_sacrebleu_s_command(tmp_path):
-    found, expected = tmp_path / "found.txt", tmp_path / "expected.txt"
-    found.write_text("\n".join(TRANSLATIONS), encoding="utf-8")
-    expected.write_text("\n".join(REFERENCES), encoding="utf-8")
-    streams = [path.read_text(encoding="utf-8").splitlines() for path in (found, expected)]
-    scores = bleu.score(*streams)
-    assert scores.bleu == sacrebleu.corpus_bleu(streams[0], [streams[1]]).score
+def test_bleu_is_sacrebleu_s():
+    scores = bleu.score(TRANSLATIONS, REFERENCES)
+    assert scores.bleu == sacrebleu.corpus_bleu(TRANSLATIONS, [REFERENCES]).score
     assert 0 < scores.bleu < 100 and scores.exact_match == 25.0
     assert "tok:13a" in scores.signature and f"version:{sacrebleu.__version__}" in scores.signature
-
-
-def test_tokenised_bleu_is_the_definition_on_its_tokens():
     split = TokenizerV14International()
-    tokens = [[split(text) for text in texts] for texts in (TRANSLATIONS, REFERENCES)]
-    assert tokens[1][0] == "Der Ost - West - Konflikt hält an , sagte er ( noch ) ."
-    scores = bleu.score(TRANSLATIONS, REFERENCES)
-    assert scores.bleu_tokenized == pytest.approx(definition(*tokens), rel=1e-12)
-    assert scores.bleu_tokenized != scores.bleu
+    assert split(REFERENCES[0]) == "Der Ost - West - Konflikt hält an , sagte er ( noch ) ."
+    texts = ([split(text) for text in side] for side in (TRANSLATIONS, REFERENCES))
+    found, expected = texts
+    plain = sacrebleu.corpus_bleu(found, [expected], smooth_method="none", tokenize="none")
+    assert scores.bleu_tokenized == plain.score != scores.bleu
     # Without a common run of four words there is nothing, where SacreBLEU smooths.
     assert bleu.score(["a b c"], ["a b d"]).bleu_tokenized == 0.0
