@@ -10,6 +10,7 @@ import re
 import shlex
 import statistics
 import warnings
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -53,7 +54,6 @@ PAGES = [
 TOP = {path.name for path in ROOT.iterdir()}
 LOSS = "metrics.val_loss"
 LINEAR, KNN = "metrics.linear_top1", "metrics.knn_top1"
-every_page = pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
 
 
 @cache
@@ -73,33 +73,26 @@ def anchors(page):
     return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
 
 
-def test_the_readme_is_short():
+def test_the_readme_is_short_and_every_page_is_in_the_index():
     assert len(text(ROOT / "README.md").split()) <= 600
-
-
-@every_page
-def test_links_lead_somewhere(page):
-    for target in re.findall(r"\]\(([^)\s]+)\)", text(page)):
-        if re.match(r"https?:", target):
-            continue
-        path, _, anchor = target.partition("#")
-        linked = (page.parent / path).resolve() if path else page
-        assert linked.exists(), target
-        assert not anchor or anchor in anchors(linked), target
-
-
-@every_page
-def test_named_files_exist(page):
-    """Names in backticks that begin with a file or folder of the repository."""
-    for name in re.findall(r"`([\w.-]+(?:/[\w.-]+)+/?)`", text(page)):
-        beside = name.split("/")[0]
-        if beside in TOP - {"runs", "data"}:
-            assert (ROOT / name).exists(), name
-
-
-def test_every_page_is_in_the_index():
     linked = set(re.findall(r"\]\((\w+\.md)", text(ROOT / "docs" / "index.md")))
     assert linked == {path.name for path in PAGES if path.parent == ROOT / "docs"} - {"index.md"}
+
+
+def test_links_and_named_files_exist_and_no_place_of_a_machine_is_named():
+    """Names in backticks that begin with a file or folder of the repository."""
+    for page in PAGES:
+        for target in re.findall(r"\]\(([^)\s]+)\)", text(page)):
+            if re.match(r"https?:", target):
+                continue
+            path, _, anchor = target.partition("#")
+            linked = (page.parent / path).resolve() if path else page
+            assert linked.exists(), (page, target)
+            assert not anchor or anchor in anchors(linked), (page, target)
+        for name in re.findall(r"`([\w.-]+(?:/[\w.-]+)+/?)`", text(page)):
+            if name.split("/")[0] in TOP - {"runs", "data"}:
+                assert (ROOT / name).exists(), (page, name)
+        assert not re.search(r"(?<![\w~])/(?:work|root|home|tmp)/", text(page)), page
 
 
 def test_the_site_is_built_without_a_warning(tmp_path):
@@ -174,6 +167,35 @@ def test_commands_are_understood():
 # ------------------------------------------------------------------ snippets
 
 
+def llama(**options):
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=32, num_attention_heads=2, **sizes, **options))
+
+
+def trainer_arguments(folder, **options):
+    from transformers import TrainingArguments
+
+    quiet = {"report_to": [], "use_cpu": True, "disable_tqdm": True}
+    return TrainingArguments(output_dir=str(folder), max_steps=2, **quiet, **options)
+
+
+@contextmanager
+def one_rank(folder):
+    store = f"file://{folder}/store"
+    torch.distributed.init_process_group("gloo", init_method=store, rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def is_24(weight):
+    return int((weight.reshape(-1, 4) != 0).sum(1).max()) <= 2
+
+
 def tiny():
     torch.manual_seed(0)
     return GPT(GPTConfig(n_layer=1, n_head=2, n_embd=64, vocab_size=32, block_size=8))
@@ -235,45 +257,30 @@ def test_the_snippets_on_methods_run():
     assert type(model.blocks[0].mlp.fc1) is torch.nn.Linear
 
 
-def test_the_loop_accumulates_and_ends_sparse():
-    weight = trained()["model"].transformer.h[0].mlp.c_fc.weight
-    assert int((weight.reshape(-1, 4) != 0).sum(1).max()) <= 2
-
-
-def test_a_training_is_saved_and_resumed(tmp_path, monkeypatch):
+def test_a_training_ends_sparse_is_saved_and_resumed(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     names = trained()
-    names["model"], saved = tiny(), names["model"]
+    assert is_24(names["model"].transformer.h[0].mlp.c_fc.weight)
+    names["model"] = tiny()
     exec(snippet("import torch\nimport methods").split("method.finalize")[0], names)
     exec(snippet("state = {"), names)
     exec(snippet("state = torch.load"), names)
-    assert type(saved) is type(names["fresh"])
     state, resumed = names["model"].state_dict(), names["fresh"].state_dict()
     assert state.keys() == resumed.keys()
     assert all(torch.equal(state[key], resumed[key]) for key in state)
 
 
 def test_ddp_and_compile_take_a_converted_model(tmp_path):
-    torch.distributed.init_process_group(
-        "gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1
-    )
-    try:
+    with one_rank(tmp_path), warnings.catch_warnings():
+        warnings.simplefilter("error", FutureWarning)
         for start in ("from torch.nn.parallel", "method.convert(model)\ncompiled"):
-            names = {"torch": torch, "model": tiny(), "method": methods.build("ste")}
-            with warnings.catch_warnings():
-                warnings.simplefilter("error", FutureWarning)
-                exec(snippet(start), names)
-    finally:
-        torch.distributed.destroy_process_group()
+            exec(snippet(start), {"torch": torch, "model": tiny(), "method": methods.build("ste")})
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="fully_shard would take the GPUs")
 def test_a_sharded_training_is_saved_resumed_and_ended_as_shown(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    torch.distributed.init_process_group(
-        "gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1
-    )
-    try:
+    with one_rank(tmp_path):
         names = {"model": tiny(), "method": methods.build("ste")}
         exec(snippet("from torch.distributed.fsdp import"), names)
         method, optimizer = names["method"], names["optimizer"]
@@ -284,9 +291,7 @@ def test_a_sharded_training_is_saved_resumed_and_ended_as_shown(tmp_path, monkey
         for start in ("import torch.distributed.ch", "dcp.load", "from torch.distributed.ch"):
             exec(snippet(start), names)
         weight = names["weights"]["transformer.h.0.mlp.c_fc.weight"]
-        assert type(weight) is torch.Tensor and int((weight.reshape(-1, 4) != 0).sum(1).max()) == 2
-    finally:
-        torch.distributed.destroy_process_group()
+        assert type(weight) is torch.Tensor and is_24(weight)
 
 
 def test_acceleration_is_asked_for_as_shown(capsys, monkeypatch):
@@ -334,19 +339,13 @@ def test_a_finished_model_is_packed_and_run_as_shown(monkeypatch):
 
 def test_an_export_is_loaded_and_fine_tuned_under_its_mask_as_shown(tmp_path, capsys):
     """The second by what own_loop.md shows with another method."""
-    from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
-
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}
-    model = LlamaForCausalLM(LlamaConfig(vocab_size=32, num_attention_heads=2, **sizes))
+    model, folder = llama(), tmp_path / "export"
     weights = {n: p for n, p in model.named_parameters() if "mlp" in n}
     for weight in weights.values():
         weight.data *= nm_mask(weight)
-    folder = tmp_path / "export"
     model.save_pretrained(folder)
-    names = ["config.json", "model.safetensors"]
-    record = {"format": "sparse24", "version": 1, "tensors": {},
-              "files": {n: sha256(folder / n) for n in names}}  # fmt: skip
+    files = {n: sha256(folder / n) for n in ("config.json", "model.safetensors")}
+    record = {"format": "sparse24", "version": 1, "tensors": {}, "files": files}
     (folder / "sparse24.json").write_text(json.dumps(record))
     (code,) = blocks(ROOT / "docs" / "serving.md", "python")
     loaded = {"folder": folder, "device": "cpu"}
@@ -356,12 +355,10 @@ def test_an_export_is_loaded_and_fine_tuned_under_its_mask_as_shown(tmp_path, ca
     assert all(torch.equal(same[n], p) for n, p in model.named_parameters())
     (code,) = (b for b in blocks(ROOT / "docs" / "own_loop.md", "python") if "MethodCallback" in b)
     code = re.sub(r'methods\.build\("\w+"', 'methods.build("one_shot"', code)
-    options = {"max_steps": 2, "report_to": [], "use_cpu": True, "disable_tqdm": True}
     rows = [{"input_ids": row, "labels": row} for row in torch.randint(0, 32, (8, 16))]
-    arguments = TrainingArguments(output_dir=str(tmp_path / "out"), **options)
-    exec(code, {"arguments": arguments, "dataset": rows, "folder": folder, "model": model,
-                "method": methods.build("one_shot", total_steps=2)})  # fmt: skip
-    tuned = LlamaForCausalLM.from_pretrained(tmp_path / "out")
+    names = {"arguments": trainer_arguments(tmp_path / "out"), "dataset": rows, "folder": folder}
+    exec(code, {**names, "model": model, "method": methods.build("one_shot", total_steps=2)})
+    tuned = type(model).from_pretrained(tmp_path / "out")
     for name in weights:
         found = tuned.get_parameter(name)
         assert torch.equal(found != 0, same[name] != 0) and not torch.equal(found, same[name])
@@ -430,42 +427,21 @@ def test_lightning_trains_as_the_loop_does(name, options):
     assert method.metrics() == its.metrics()
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/own_loop.md"])
-def test_a_model_of_transformers_is_trained_as_shown(page, tmp_path):
-    from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
-
-    (code,) = (b for b in blocks(ROOT / page, "python") if "MethodCallback" in b)
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=32,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        max_position_embeddings=16,
-    )
-    model = LlamaForCausalLM(config)
-    model.save_pretrained(tmp_path / "model")
-    ids = torch.randint(0, 32, (8, 16))
-    arguments = TrainingArguments(
-        output_dir=str(tmp_path / "out"),
-        max_steps=2,
-        per_device_train_batch_size=4,
-        report_to=[],
-        use_cpu=True,
-        disable_tqdm=True,
-    )
-    names = {
-        "arguments": arguments,
-        "dataset": [{"input_ids": row, "labels": row} for row in ids],
-        "folder": tmp_path / "model",
-        "model": model,
-        "method": methods.build("s_ste", total_steps=2),
-    }
-    exec(code, names)
-    stored = LlamaForCausalLM.from_pretrained(tmp_path / "out")
-    weight = stored.model.layers[0].mlp.up_proj.weight
-    assert int((weight.reshape(-1, 4) != 0).sum(1).max()) <= 2
+def test_a_model_of_transformers_is_trained_as_shown(tmp_path):
+    for page in ("README.md", "docs/own_loop.md"):
+        (code,) = (b for b in blocks(ROOT / page, "python") if "MethodCallback" in b)
+        model = llama(max_position_embeddings=16)
+        model.save_pretrained(tmp_path / "model")
+        names = {
+            "arguments": trainer_arguments(tmp_path / "out", per_device_train_batch_size=4),
+            "dataset": [{"input_ids": r, "labels": r} for r in torch.randint(0, 32, (8, 16))],
+            "folder": tmp_path / "model",
+            "model": model,
+            "method": methods.build("s_ste", total_steps=2),
+        }
+        exec(code, names)
+        stored = type(model).from_pretrained(tmp_path / "out")
+        assert is_24(stored.model.layers[0].mlp.up_proj.weight)
 
 
 # ------------------------------------------------------------------ what is quoted
@@ -972,8 +948,3 @@ def test_the_citation_and_the_hooks_are_valid():
     script = (ROOT / "tests" / "run.sh").read_text(encoding="utf-8")
     checks = re.findall(r'^ *check "\$bin/(.*)$', script, re.M)
     assert entries == [check.replace('"', "") for check in checks]
-
-
-def test_no_place_of_a_machine_is_named():
-    for page in PAGES:
-        assert not re.search(r"(?<![\w~])/(?:work|root|home|tmp)/", text(page)), page

@@ -65,8 +65,8 @@ def test_the_regression_reaches_the_minimum_on_correlated_features():
         loss = torch.nn.functional.cross_entropy(x @ weight.T + bias, y)
         return float(loss + decay / 2 * weight.square().sum())
 
-    # For a convex function f(a) - f(b) <= f'(a) . (a - b), here at most the largest slope where ours
-    # stopped, 1e-6, times the distance of the two in the coordinates of the search.
+    # For a convex function f(a) - f(b) <= f'(a) . (a - b). Ours stops where no slope is above 1e-6,
+    # so this is at most 1e-6 times the distance of the two in the coordinates of the search.
     ours = logistic_regression(x, y, 5, decay)
     other = torch.from_numpy(theirs.coef_), torch.from_numpy(theirs.intercept_)
     apart = torch.linalg.solve(probes._basis(x, 5, decay), (ours[0] - other[0]).T)
