@@ -27,6 +27,8 @@ RECORD = {  # the entries of a record that others read, with their types
     "metrics": METRICS,
 }
 
+HASHES = ("sha256", "file_sha256", "curves_sha256")  # of a packed record
+
 Json = dict[str, Any]
 Packed = dict[tuple[str, int], tuple[int, Json]]  # (variant, seed) -> (number of the line, record)
 
@@ -56,7 +58,7 @@ def _parsed(path: Path, lines: str, csv: str) -> Packed:
     for number, line in enumerate(lines.splitlines(), 1):
         try:
             record = json.loads(line)
-            missing = lacks(record, {**RECORD, "sha256": str, "file_sha256": str})
+            missing = lacks(record, {**RECORD, **dict.fromkeys(HASHES, str)})
             if missing is not None:
                 raise ValueError(f"no {missing or 'record'} in it")
             record = unsealed(record)
@@ -82,7 +84,11 @@ def _curves(rows: list[str]) -> dict[str, list[list[float | None]]]:
 
 
 def write_packed(folder: Path, block: str, records: Iterable[Json]) -> None:
-    """Write the packed records of a block, which have `curves` and `file_sha256`."""
+    """Write the packed records of a block, which have `curves` and `file_sha256`.
+
+    Lines that change are taken out before the curves are written and come back after them, so that
+    at any moment all curves fit.
+    """
     lines, csv = [], ["run,quantity,step,value"]
     for record in sorted(records, key=lambda record: (record["variant"], record["seed"])):
         name = run_name(record["variant"], record["seed"])
@@ -95,8 +101,14 @@ def write_packed(folder: Path, block: str, records: Iterable[Json]) -> None:
         entries = {key: value for key, value in record.items() if key != "curves"}
         lines.append(json.dumps(sealed({**entries, "curves_sha256": _hash(rows)})))
     path = folder / f"{block}.jsonl"
+    before = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
+    _write(path, [line for line in lines if line in before])
+    _write(_curves_of(path), csv)
+    _write(path, lines)
+
+
+def _write(path: Path, lines: list[str]) -> None:
     write_text(path, "".join(f"{line}\n" for line in lines))
-    write_text(_curves_of(path), "".join(f"{row}\n" for row in csv))
 
 
 def _curves_of(path: Path) -> Path:

@@ -1,7 +1,5 @@
 """Tests of which kept records count: those of the configs that the blocks have today."""
 
-import json
-
 import pytest
 
 from experiments.support.checkpoint import read_sealed, sha256, write_json
@@ -10,8 +8,9 @@ from reproduce.__main__ import main
 from reproduce.blocks import EVIDENCE, read_block
 from reproduce.judge import curve
 from reproduce.judge.claims import read_claims
-from reproduce.packed import read_packed
+from reproduce.packed import read_packed, write_packed
 from reproduce.records import pack, read_evidence
+from tests.faults import check
 
 BLOCK = """
 title: T
@@ -67,65 +66,44 @@ def test_the_first_of_several_folders_counts(tmp_path, folder):
     dense = {("t", "dense"): {0: 1.0, 1: 3.0}}
     assert losses(evidence) == dense | {("u", "more"): {0: 4.0}}
     assert evidence.outdated == [] and evidence.warnings() == []
-    assert {kept.why for kept in evidence.kept["t", "dense"].values()} == {""}
     assert losses(read_evidence(first, second, blocks=folder, only={"t"})) == dense
     assert read_evidence(tmp_path / "nowhere").kept == {}
 
 
 def test_a_record_of_another_config_does_not_count_and_is_named(tmp_path, folder):
-    """Its overrides may be the block's: a default was changed since. One's own, made again with
-    the config of today, takes its place."""
+    """A default, an option or the first model was changed since, or no block has the run. One's
+    own, made again with the config of today, takes its place; other words for it do not matter."""
     committed, own = tmp_path / "committed", tmp_path / "own"
     paths = [keep(committed, folder, "t", "dense", seed, config_hash="0" * 16) for seed in (1, 16)]
-    keep(own, folder, "t", "dense", seed=1, loss=2.0)
+    again = keep(own, folder, "t", "dense", seed=1, loss=2.0)
+    other_words = ["method=dense", "train.steps=4", "seed=0", "tier=none"]
+    write_json(again, read_sealed(again) | {"overrides": other_words})
     evidence = read_evidence(committed, own, blocks=folder)
     assert losses(evidence) == {("t", "dense"): {1: 2.0}}
     assert [kept.path for kept in evidence.outdated] == paths
     assert evidence.warnings() == [
         f"left out: block t, dense, seeds 1 16: its config is another one now ({paths[0]})"
     ]
-
-
-def test_the_config_counts_and_not_how_it_was_asked_for(tmp_path, folder):
-    path = keep(tmp_path / "kept", folder, "t", "it")
-    other_words = ["method=ste", "train.steps=4", "seed=0", "tier=none"]
-    write_json(path, read_sealed(path) | {"overrides": other_words})
-    assert losses(read_evidence(tmp_path / "kept", blocks=folder)) == {("t", "it"): {0: 1.0}}
-    changed = BLOCK.replace("[method=ste]", "[method=ste, train.learning_rate=1e-3]")
-    (folder / "t.yaml").write_text(changed, encoding="utf-8")
-    assert read_evidence(tmp_path / "kept", blocks=folder).kept == {}
-
-
-def test_records_of_runs_that_no_block_has(tmp_path, folder):
-    gone = keep(tmp_path, folder, "t", "dense", variant="gone")
-    seed = keep(tmp_path, folder, "t", "dense", seed=1)
-    write_json(seed, json.loads(seed.read_text()) | {"seed": 2})
-    elsewhere = keep(tmp_path, folder, "t", "it", block="no_block")
-    evidence = read_evidence(tmp_path, blocks=folder)
-    assert evidence.kept == {}
-    assert {kept.path: kept.why for kept in evidence.outdated} == dict.fromkeys(
-        [gone, seed, elsewhere], "no block has such a run"
-    )
-
-
-def test_a_record_of_a_run_that_started_elsewhere_does_not_count(tmp_path, folder):
-    path = keep(tmp_path / "kept", folder, "u", "more")
-    assert [*read_evidence(tmp_path / "kept", blocks=folder).kept] == [("u", "more")]
+    other = tmp_path / "other"
+    gone = [keep(other, folder, "t", "dense", variant="gone")]
+    gone += [keep(other, folder, "t", "it", block="no_block")]
+    started = keep(other, folder, "u", "more")
+    assert [*read_evidence(other, blocks=folder).kept] == [("u", "more")]
     (folder / "t.yaml").write_text(BLOCK.replace("steps=4", "steps=5"), encoding="utf-8")
-    (left,) = read_evidence(tmp_path / "kept", blocks=folder).outdated
-    assert left.path == path
+    evidence = read_evidence(other, blocks=folder)
+    why = dict.fromkeys(gone, "no block has such a run")
+    assert {kept.path: kept.why for kept in evidence.outdated} == why | {
+        started: "its config is another one now"
+    }
 
 
 def test_a_damaged_record_is_named(tmp_path, folder):
     path = keep(tmp_path, folder, "t", "dense")
-    path.write_text('{"block": "t"', encoding="utf-8")
-    with pytest.raises(UserError, match=r"dense-seed0.json is damaged .*; remove or restore it"):
-        read_evidence(tmp_path, blocks=folder)
-    path.write_text('{"block": "t"}', encoding="utf-8")
-    with pytest.raises(
-        UserError, match=r"dense-seed0.json is damaged .no variant in it.; remove or"
-    ):
-        read_evidence(tmp_path, blocks=folder)
+    for text, what in (('{"block": "t"', ".*"), ('{"block": "t"}', ".no variant in it.")):
+        path.write_text(text, encoding="utf-8")
+        message = rf"dense-seed0.json is damaged {what}; remove or restore it"
+        with pytest.raises(UserError, match=message):
+            read_evidence(tmp_path, blocks=folder)
 
 
 def test_committed_records_have_hashes_and_claims_stops_at_a_changed_digit(
@@ -138,7 +116,7 @@ def test_committed_records_have_hashes_and_claims_stops_at_a_changed_digit(
     for changed, old, new, message in (
         (lines, '"val_loss": 2.', '"val_loss": 3.', "a.jsonl, line 1, is damaged (its content"),
         (lines, '"sha256": "', '"sha": "', "a.jsonl, line 1, is damaged (no sha256 in it)"),
-        (lines, '"curves_sha256": ', '"curves": ', "a.jsonl, line 1, is damaged (its content"),
+        (lines, '"curves_sha256": ', '"curves": ', "a.jsonl, line 1, is damaged (no curves_sha256"),
         (curves, "loss,0,9", "loss,0,8", "a.curves.csv, line 2 and following, is damaged"),
     ):
         for path in (lines, curves):
@@ -159,6 +137,7 @@ def test_committed_records_have_hashes_and_claims_stops_at_a_changed_digit(
 
 
 def test_records_are_packed_and_found_again(tmp_path, folder):
+    """What is packed is the same whether at once or in steps, and whatever stops in between."""
     own, committed = tmp_path / "own", tmp_path / "committed"
     curves = {"val_loss": [[0, 0.1], [2, None]], "loss": [], "flip_rate": [[1, 1e-7]],
               "grad_norm": []}  # fmt: skip
@@ -177,8 +156,12 @@ def test_records_are_packed_and_found_again(tmp_path, folder):
     assert pack(own, committed, folder) == []
     (run,) = [r for r in read_block("t", folder).runs(own) if (r.variant, r.seed) == ("it", 1)]
     assert run.record(committed) == packed[1].record and run.record(tmp_path) is None
+    # One more, and one whose packed record does not count any more and gives way.
     keep(own, folder, "t", "it", 0, curves=curves)
-    assert pack(own, committed, folder) == [f"{committed}/t.jsonl: 1 more, 3 in all"]
+    (_, one), (_, other) = (read_packed(committed, "t")["it", seed] for seed in (1, 16))
+    write_packed(committed, "t", [one, other | {"config_hash": "0" * 16, "curves": {}}])
+    check(committed, lambda: pack(own, committed, folder), 4)
+    assert pack(own, committed, folder) == []
     pack(own, tmp_path / "at once", folder)
     for path in files:
         assert path.read_bytes() == (tmp_path / "at once" / path.name).read_bytes()
