@@ -21,20 +21,13 @@ from experiments.support.errors import (
     raise_on_sigterm,
     suggestion,
 )
-from reproduce import coverage, everything
-from reproduce.making import How, attempt
-from reproduce.reading import TABLES, read_tables
-from reproduce.spec import TIERS, Table
+from reproduce.make import How, attempt, make_all
+from reproduce.render import listing
+from reproduce.specs.table import TABLES, TIERS, Table, read_tables
 
 RUNS = Path("runs")
 ALL = "all"
-KEYS = {  # of a table's options, as they are typed
-    "paper": "paper=NAME",
-    "tier": "tier=TIER",
-    "launch": "launch=COMMAND",
-    "per_gpu": "per_gpu=N",
-    "commands": "commands",
-}
+OPTIONS = ("paper=NAME", "tier=TIER", "launch=COMMAND", "per_gpu=N", "commands")  # of a table
 COMMANDS = (ALL, "run", "claims", "report", "pack")
 USAGE = """\
 python -m reproduce quickstart
@@ -80,6 +73,29 @@ class Request:
     how: How
 
 
+def read_options(words: list[str], *known: str) -> dict[str, str]:
+    """The values of the options by key. known: how they are typed, `key=VALUE` or `key`; the value
+    `N` is a positive whole number, `X` any positive number.
+
+    Raises:
+        UsageError: an option that does not exist, or twice, or with another kind of value.
+    """
+    kinds = {key: (value, equals) for key, equals, value in (one.partition("=") for one in known)}
+    given: dict[str, str] = {}
+    for word in words:
+        key, equals, value = word.partition("=")
+        kind, takes = kinds.get(key, ("", ""))
+        if key not in kinds or key in given or equals != takes or bool(value) != bool(takes):
+            how = f"use {', '.join(known)}, each once" if known else "there are no options"
+            raise UsageError(f"cannot use {word!r}; {how}")
+        if kind in ("N", "X"):
+            digits = value.replace(".", "", 1) if kind == "X" else value
+            if not digits.isdecimal() or not 0 < float(value) < 1e6:
+                raise UsageError(f"{word}: it must be a positive number, at most a million")
+        given[key] = value
+    return given
+
+
 def parse(arguments: list[str], tables: list[Table]) -> Request:
     """The tables and the tier that the arguments name.
 
@@ -97,12 +113,7 @@ def parse(arguments: list[str], tables: list[Table]) -> Request:
             f"no table or command {command!r}{close}; python -m reproduce --list names the tables, "
             "--help the commands"
         )
-    given: dict[str, str] = {}
-    for option in options:
-        key, _, value = option.partition("=")
-        if key not in KEYS or bool(value) == (key == "commands") or key in given:
-            raise UsageError(f"cannot use {option!r}; use {', '.join(KEYS.values())}, each once")
-        given[key] = value
+    given = read_options(options, *OPTIONS)
     if "paper" in given:
         papers = dict.fromkeys(table.paper for table in chosen if table.paper)
         chosen = [table for table in chosen if table.paper == given["paper"]]
@@ -123,8 +134,6 @@ def _how(given: dict[str, str]) -> How:
     words, per_gpu = given.get("launch", ""), given.get("per_gpu")
     if words and per_gpu:
         raise UsageError("launch= gives every run all GPUs, per_gpu= one of them; choose one")
-    if per_gpu is not None and not (per_gpu.isdecimal() and 0 < int(per_gpu) < 1000):
-        raise UsageError(f"per_gpu={per_gpu}; it must be a whole number from 1 to 999")
     try:
         launch = tuple(shlex.split(words))
     except ValueError as error:
@@ -138,7 +147,7 @@ def _how(given: dict[str, str]) -> How:
 
 def _refuse_uncovered(command: str, paper: str = "") -> None:
     """Raise a `UsageError` with the reason if the table is in a paper but has no spec."""
-    for item in (item for listed in coverage.items().values() for item in listed):
+    for item in (item for listed in listing.items().values() for item in listed):
         if item.reason and item.command == command and paper in ("", item.paper):
             raise UsageError(f"{item.name} of paper={item.paper} is not covered: {item.reason}")
 
@@ -151,42 +160,28 @@ def run(arguments: list[str], runs: Path) -> bool:
     """
     if not arguments:
         raise UsageError("no block is named: python -m reproduce run BLOCK")
-    name, *options = arguments
-    given: dict[str, float] = {}
-    for option in options:
-        key, _, value = option.partition("=")
-        try:
-            given[key] = {"minutes": float, "per_gpu": int}[key](value)
-        except (KeyError, ValueError):
-            raise UsageError(f"cannot use {option!r}; use minutes=N and per_gpu=N") from None
-        if not 0 < given[key] < 1e6:
-            raise UsageError(f"{option}; the number must be positive and below a million")
+    given = read_options(arguments[1:], "minutes=X", "per_gpu=N")
     from reproduce.blocks import read_block
     from reproduce.runner import run_block
 
-    def report(message: str) -> None:
-        print(message, flush=True)
-
-    return run_block(
-        read_block(name), runs, given.get("minutes"), int(given.get("per_gpu", 1)), report
-    )
+    minutes = float(given["minutes"]) if "minutes" in given else None
+    block, per_gpu = read_block(arguments[0]), int(given.get("per_gpu", 1))
+    return run_block(block, runs, minutes, per_gpu, lambda message: print(message, flush=True))
 
 
-def write_page(options: list[str], runs: Path) -> None:
-    """Write the page of results (`report`) or its main figure alone (`report figure=FILE`).
-
-    Raises:
-        UsageError: an option that does not exist.
-    """
-    key, _, value = options[0].partition("=") if options else ("figure", "", "")
-    if len(options) > 1 or key != "figure" or (options and not value):
-        raise UsageError(f"cannot use {' '.join(options)!r}; use figure=FILE or nothing")
-    from reproduce.report import page
-
-    if value:
-        page.write_figure(Path(value))
-    else:
-        page.main(runs)
+def list_tables(arguments: list[str], tables: list[Table], runs: Path) -> None:
+    """Print the list of all tables, or of those that the arguments name."""
+    papers = listing.items()
+    named = [argument for argument in arguments if argument != "--list"]
+    if named not in ([], [ALL]):
+        tables = parse(named, tables).tables
+        numbers = {(table.paper, table.number) for table in tables}
+        papers = {
+            title: own
+            for title, listed in papers.items()
+            if (own := [item for item in listed if (item.paper, item.number) in numbers])
+        }
+    print("\n".join(listing.lines(tables, runs, papers)))
 
 
 def _do(arguments: list[str], folder: Path, runs: Path) -> int:
@@ -194,48 +189,39 @@ def _do(arguments: list[str], folder: Path, runs: Path) -> int:
     if not arguments or {"--help", "-h"} & {*arguments}:
         print(USAGE, file=sys.stdout if arguments else sys.stderr)
         return 0 if arguments else 2
-    if arguments[0] == "run":
-        return 0 if run(arguments[1:], runs) else 1
-    if arguments[0] == "claims":
+    command, *rest = arguments
+    if command == "run":
+        return 0 if run(rest, runs) else 1
+    if command == "claims":
         from reproduce import judge
 
-        if len(arguments) > 2:
+        if len(rest) > 1:
             given = " ".join(arguments)
             raise UsageError(f"cannot use {given!r}; use claims, claims N or claims all")
+        judge.main(runs, "".join(rest))
+    elif command == "report":
+        options = read_options(rest, "figure=FILE")
+        from reproduce.report import page
 
-        judge.main(runs, "".join(arguments[1:]))
-        return 0
-    if arguments[0] == "report":
-        write_page(arguments[1:], runs)
-        return 0
-    if arguments[0] == "pack":
-        if len(arguments) > 1:
-            raise UsageError(f"cannot use {' '.join(arguments)!r}; pack has no options")
+        if options:
+            page.write_figure(Path(options["figure"]))
+        else:
+            page.main(runs)
+    elif command == "pack":
+        read_options(rest)
         from reproduce.blocks import EVIDENCE
         from reproduce.records import pack
 
         print("\n".join(pack(runs / "evidence", EVIDENCE)) or "there is nothing new to pack")
-        return 0
-    tables = read_tables(folder)
-    if "--list" in arguments:
-        papers = coverage.items()
-        named = [argument for argument in arguments if argument != "--list"]
-        if named not in ([], [ALL]):
-            tables = parse(named, tables).tables
-            numbers = {(table.paper, table.number) for table in tables}
-            papers = {
-                title: own
-                for title, listed in papers.items()
-                if (own := [item for item in listed if (item.paper, item.number) in numbers])
-            }
-        for line in coverage.lines(tables, runs, papers):
-            print(line)
-        return 0
-    request = parse(arguments, tables)
-    if arguments[0] == ALL and not request.how.commands:
-        return 0 if everything.run(request.tables, request.tier, runs, request.how) else 1
-    made = [attempt(table, request.tier, runs, request.how) for table in request.tables]
-    return 0 if request.how.commands or all(one.complete for one in made) else 1
+    elif "--list" in arguments:
+        list_tables(arguments, read_tables(folder), runs)
+    else:
+        request = parse(arguments, read_tables(folder))
+        if command == ALL and not request.how.commands:
+            return 0 if make_all(request.tables, request.tier, runs, request.how) else 1
+        made = [attempt(table, request.tier, runs, request.how) for table in request.tables]
+        return 0 if request.how.commands or all(one.complete for one in made) else 1
+    return 0
 
 
 def main(arguments: list[str], folder: Path = TABLES, runs: Path = RUNS) -> int:

@@ -22,10 +22,10 @@ from experiments.support.checkpoint import lacks, read_sealed, write_sealed
 from experiments.support.errors import UserError
 from experiments.support.results import divergence, read
 from experiments.training.tracking import read_metrics
-from reproduce.jobs import Job
+from reproduce.execute.jobs import Job
 from reproduce.packed import QUANTITIES, RECORD, read_packed, run_name
-from reproduce.reading import build, errors_in, read_keys
-from reproduce.spec import TRAINING
+from reproduce.specs.reading import build, errors_in, read_keys
+from reproduce.specs.table import TRAINING
 
 BLOCKS = Path(__file__).parent / "blocks"
 EVIDENCE = Path(__file__).parent / "evidence"

@@ -1,1 +1,1 @@
-table.sh
+exec bash "$(dirname "$0")/run.sh" figure3 "$@"

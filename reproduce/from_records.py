@@ -7,10 +7,9 @@ from pathlib import Path
 
 from experiments.support.errors import UserError
 from reproduce.blocks import BLOCKS, EVIDENCE, read_block
-from reproduce.engine import PlacedRun
-from reproduce.jobs import Place
+from reproduce.execute.jobs import Place, PlacedRun
 from reproduce.records import read_evidence
-from reproduce.spec import Table
+from reproduce.specs.table import Table
 
 
 @dataclass(frozen=True)

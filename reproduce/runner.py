@@ -25,9 +25,8 @@ from experiments.images.dataset import load_images
 from experiments.support.checkpoint import is_locked
 from experiments.support.errors import UserError, deferred_stop
 from reproduce.blocks import EVIDENCE, Block, BlockRun
-from reproduce.engine import clock, lacking
-from reproduce.jobs import quoted
-from reproduce.processes import Process, terminate, visible_gpus
+from reproduce.execute.jobs import clock, lacking, quoted
+from reproduce.execute.processes import Process, terminate, visible_gpus
 
 POLL = 0.2  # seconds
 SCORES = ("val_top1", "knn_top1", "linear_top1")  # percent, for runs on images

@@ -29,8 +29,8 @@ from reproduce.judge.verdicts import (
     judge_speed,
     verdict,
 )
-from reproduce.reading import MEASURED
 from reproduce.records import Values, read_evidence, setting
+from reproduce.specs.reading import MEASURED
 
 Json = dict[str, Any]
 # What of a contrast, of a defect and of every effect is a column of claims.csv.

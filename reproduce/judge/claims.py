@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from reproduce.reading import build, errors_in, read_yaml
+from reproduce.specs.reading import build, errors_in, read_yaml
 
 FILE = Path(__file__).parents[1] / "claims.yaml"
 EXPECTED = ("lower", "higher", "equal")

@@ -25,8 +25,9 @@ from experiments.runs.stats import (
 from experiments.support.errors import UserError
 from experiments.support.results import number
 from reproduce.judge.claims import Claim, Claims, Contrast, Speed
-from reproduce.reading import MEASURED, TABLES, read_rows, read_table
 from reproduce.records import Values, model
+from reproduce.specs.reading import MEASURED, read_rows
+from reproduce.specs.table import TABLES, read_table
 
 CONFIRMED, DIRECTION, INCONCLUSIVE = "confirmed", "direction only", "inconclusive"
 REFUTED, NOT_REPRODUCED, NOT_TESTED = "refuted", "not reproduced", "not tested"

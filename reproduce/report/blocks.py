@@ -13,17 +13,17 @@ from markupsafe import Markup
 
 from experiments.runs.comparison import Summary, with_spread
 from experiments.runs.curves import NAMES, Point
-from reproduce.cells import UNKNOWN, published_cell
 from reproduce.judge import Json
 from reproduce.judge.claims import Margin
 from reproduce.judge.scale import gap_closed
 from reproduce.judge.verdicts import verdict
 from reproduce.records import Evidence, StoredRecord
+from reproduce.render.cells import UNKNOWN, published_cell
 from reproduce.report.figures import MINUS, Limits, Panel, curves, forest, span
 from reproduce.report.gather import Shown
 from reproduce.report.html import badge, breakable, interval, signed, slug, unbroken
 from reproduce.runner import command
-from reproduce.spec import TIERS, Table
+from reproduce.specs.table import TIERS, Table
 
 NOTHING = "-"  # a cell without a value
 LOSSES = ("val_loss", "loss")  # the first of them that a block has is drawn

@@ -16,10 +16,10 @@ from experiments.runs.stats import excludes_zero, mean, paired_interval, std
 from experiments.support.errors import UserError, one_line
 from experiments.support.results import FILE, number
 from reproduce.blocks import BLOCKS, Block, read_block
+from reproduce.execute.processes import last_line
 from reproduce.judge.claims import Claims
 from reproduce.judge.verdicts import differences
 from reproduce.packed import run_name
-from reproduce.processes import last_line
 from reproduce.records import Evidence, StoredRecord
 
 

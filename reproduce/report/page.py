@@ -18,19 +18,20 @@ from experiments.runs.stats import excludes_zero
 from experiments.support.checkpoint import write_text
 from experiments.support.errors import UserError
 from experiments.support.results import git_state
-from reproduce import coverage, judge
+from reproduce import judge
 from reproduce.blocks import EVIDENCE
-from reproduce.header import revision
 from reproduce.judge import Json, text
 from reproduce.judge.claims import Claims, read_claims
 from reproduce.judge.scale import ENOUGH
-from reproduce.reading import read_tables
 from reproduce.records import Evidence, read_evidence
+from reproduce.render import listing
+from reproduce.render.header import revision
 from reproduce.report import tables
 from reproduce.report.blocks import Blocks, commands_of, curves_of, revision_of
 from reproduce.report.figures import factors, standalone, variables
 from reproduce.report.gather import Shown, own_runs, shown_blocks, unfinished
 from reproduce.report.html import HERE, TEMPLATES, formatted, link, macros
+from reproduce.specs.table import read_tables
 
 VERDICT_TEXT = ("agreement", "p_value", "statement", "without")
 MAIN = "a"  # the block of the main figure
@@ -46,9 +47,9 @@ CONTENTS = {
     "sources": "Where the numbers come from",
 }
 SOURCES = {
-    HERE.parent / "published.json": "the papers' values, each with its source",
+    HERE.parent / "specs" / "published.json": "the papers' values, each with its source",
     HERE.parent / "claims.yaml": "the claims, contrasts and rules",
-    HERE.parent / "coverage.yaml": "which tables are covered, and why the others are not",
+    HERE.parent / "specs" / "coverage.yaml": "which tables are covered, and why the others are not",
     EVIDENCE / "pilot_decay.json": "the pilot that chose the decay factors",
     HERE.parent / "README.md": "how blocks, tables and tiers work",
 }
@@ -97,7 +98,7 @@ def build(runs: Path, folder: Path) -> str:
         commands_of=commands_of,
         contents=CONTENTS,
         counts=Counter(claim["verdict"] for claim in judged["claims"]),
-        covered=coverage.items(),
+        covered=listing.items(),
         curves_of=curves_of,
         enough=ENOUGH,
         evidence=evidence,

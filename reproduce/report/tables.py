@@ -9,14 +9,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from reproduce import coverage, from_records
-from reproduce.cells import UNKNOWN
-from reproduce.engine import finished_runs
-from reproduce.grid import BLANK, OURS, PAPER, SOURCE, Grid
-from reproduce.jobs import plan
-from reproduce.render import Rendered, render, render_measured
+from reproduce import from_records
+from reproduce.execute.jobs import finished_runs, plan
+from reproduce.render import listing
+from reproduce.render.cells import UNKNOWN
+from reproduce.render.grid import BLANK, OURS, PAPER, SOURCE, Grid
+from reproduce.render.table import Rendered, render, render_measured
 from reproduce.report.html import badge
-from reproduce.spec import Table
+from reproduce.specs.table import Table
 
 MEASURED = Path(__file__).parents[1] / "measured"
 Verdicts = Mapping[tuple[str, str, str], str]  # table, column and row -> verdict
@@ -93,8 +93,8 @@ def found(table: Table, runs: Path) -> list[Made]:
         for path in sorted(MEASURED.glob(f"*/{table.name}-{tier}.csv")):
             made.append(_of(tier, render_measured(table, tier, path), path.with_suffix("")))
     for tier in table.tiers:
-        if coverage.read_progress(table, tier, runs) is not None:
-            made.append(_of(tier, _own(table, tier, runs), coverage.stem(table, tier, runs)))
+        if listing.read_progress(table, tier, runs) is not None:
+            made.append(_of(tier, _own(table, tier, runs), listing.stem(table, tier, runs)))
     if made:
         return made
     tier = [name for name, one in table.tiers.items() if not one.unavailable][-1]

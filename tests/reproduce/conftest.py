@@ -1,14 +1,14 @@
 """Runs that were never trained, for the tests of what is done with results."""
 
+import dataclasses
 import json
 
 import pytest
 
 from experiments.support import results
 from experiments.support.checkpoint import write_json
-from reproduce.engine import PlacedRun
-from reproduce.jobs import Place
-from reproduce.spec import Column, Table, TableRow, Tier
+from reproduce.execute.jobs import Place, PlacedRun
+from reproduce.specs.table import Column, Table, TableRow, Tier
 
 
 def make_result(config_hash="0" * 16, **changed):
@@ -99,6 +99,15 @@ def fake(tmp_path, monkeypatch):
 
     act.order, act.broken = [], set()
     return act
+
+
+def overridden(table, tier, overrides):
+    """The table with further overrides of every training of a tier."""
+    rows = [
+        dataclasses.replace(row, tiers={**row.tiers, tier: [*row.tiers.get(tier, []), *overrides]})
+        for row in table.rows
+    ]
+    return dataclasses.replace(table, rows=rows)
 
 
 @pytest.fixture

@@ -12,8 +12,8 @@ from experiments.support.errors import UserError
 from reproduce import blocks
 from reproduce.blocks import Block, curves, read_block
 from reproduce.packed import read_packed
-from reproduce.reading import read_tables
 from reproduce.records import read_evidence
+from reproduce.specs.table import read_tables
 
 TEXT = """
 title: T

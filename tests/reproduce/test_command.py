@@ -11,10 +11,10 @@ import pytest
 
 from experiments.support.errors import UserError
 from reproduce import __main__ as command
-from reproduce import making
+from reproduce import make
 from reproduce.__main__ import main, parse
-from reproduce.making import Made, abbreviated
-from reproduce.reading import read_tables
+from reproduce.make import Made, abbreviated
+from reproduce.specs.table import read_tables
 
 
 @pytest.mark.parametrize(
@@ -23,7 +23,7 @@ from reproduce.reading import read_tables
         (["table99"], "error: no table or command 'table99'; table9 may be meant; python -m repro"),
         (["claim"], "'claim'; claims may be meant; python -m reproduce --list names the tables, -"),
         (["nothing"], "'nothing'; python -m reproduce --list names the tables, --help the comman"),
-        (["pack", "x"], "error: cannot use 'pack x'; pack has no options"),
+        (["pack", "x"], "error: cannot use 'x'; there are no options"),
         (["claims", "8", "9"], "cannot use 'claims 8 9'; use claims, claims N or claims all"),
         (["table2", "paper=nobody"], "no table2 of paper 'nobody'; there is ast, fst, slope, sste"),
         (["table2", "paper=s_ste"], "of paper 's_ste'; sste may be meant; there is ast, fst"),
@@ -151,7 +151,7 @@ def test_a_table_from_nothing(tmp_path, capsys):
     (folder / "tiny.yaml").write_text(text, encoding="utf-8")
 
     assert main(["--list"], folder, runs) == 0
-    assert "tiny tier=smoke: not made (2 runs)" in capsys.readouterr().out
+    assert "tiny tier=smoke: not made" in capsys.readouterr().out
     assert main(["tiny"], folder, runs) == 0
     assert "2 runs: 0 done already, 2 to do" in capsys.readouterr().out
     written = {path.name for path in (runs / "tables").iterdir()}
@@ -168,7 +168,7 @@ def test_a_table_from_nothing(tmp_path, capsys):
     assert sparse["sparsity.illegal_groups"] == "0"
 
     assert main(["--list"], folder, runs) == 0
-    assert "tiny tier=smoke: 2 of 2 runs done at the last call (2 runs)" in capsys.readouterr().out
+    assert "tiny tier=smoke: 2 of 2 runs done at the last call" in capsys.readouterr().out
     before = (runs / "tables" / f"{stem}.md").read_bytes()
     assert main(["tiny"], folder, runs) == 0
     assert "2 runs: 2 done already, 0 to do" in capsys.readouterr().out
@@ -178,7 +178,7 @@ def test_a_table_from_nothing(tmp_path, capsys):
 def test_a_table_that_cannot_be_planned_stops_no_other(tmp_path, capsys, monkeypatch):
     """`table2` of two papers: the first has a row that does not compose."""
     made = []
-    monkeypatch.setattr(making, "make", lambda table, *_: made.append(table.name) or table.bad())
+    monkeypatch.setattr(make, "make", lambda table, *_: made.append(table.name) or table.bad())
     tables = [SimpleNamespace(name=n, command="table2", paper=n, tiers=["smoke"], bad=b)
               for n, b in (("a", refuse), ("b", Made))]  # fmt: skip
     monkeypatch.setattr(command, "read_tables", lambda folder: tables)

@@ -4,11 +4,8 @@ import json
 import subprocess
 import sys
 
-import pytest
-
-from reproduce import coverage, jobs
-from reproduce.reading import read_tables
-from reproduce.spec import MEASURING, TableRow, Tier
+from reproduce.render import listing
+from reproduce.specs.table import TableRow, Tier, read_tables
 
 TABLES = read_tables()
 # Numbers of the papers' tables; those of torchao are numbered by us.
@@ -23,7 +20,7 @@ NUMBERS = {
 
 
 def test_every_table_is_listed_once_and_says_whether_it_is_covered():
-    papers = {known[0].paper: known for known in coverage.items().values()}
+    papers = {known[0].paper: known for known in listing.items().values()}
     assert papers.keys() == NUMBERS.keys()
     specs = {(table.paper, table.number) for table in TABLES if table.paper}
     for paper, known in papers.items():
@@ -45,7 +42,7 @@ def test_the_list_is_complete_and_needs_no_torch(tmp_path):
     command = [sys.executable, "-c", code]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    for known in coverage.items().values():
+    for known in listing.items().values():
         for item in known:
             assert f"  {item.name}: {item.caption}\n" in done.stdout
             assert not item.reason or f"    not covered: {item.reason}\n" in done.stdout
@@ -55,73 +52,44 @@ def test_the_list_is_complete_and_needs_no_torch(tmp_path):
             assert not tier.needs or f"needs {tier.needs}" in done.stdout
 
 
-@pytest.mark.parametrize("counts", [(7, 7), (7, 3)])
-def test_what_was_made_is_told(counts, tmp_path):
-    table = next(t for t in TABLES if t.name == "sste_table2")
-    assert coverage.state(table, "smoke", tmp_path) == "not made"
-    path = coverage.stem(table, "smoke", tmp_path).with_suffix(".json")
-    path.parent.mkdir(parents=True)
-    jobs, done = counts
-    path.write_text(f'{{"jobs": {jobs}, "done": {done}}}')
-    told = f"{done} of {jobs} runs done at the last call"
-    assert coverage.state(table, "smoke", tmp_path) == told
-
-
-def test_a_figure_of_two_specs_was_run_when_both_were(small, tmp_path):
-    tables = [small(name=name, paper="fst", number="figure1") for name in ("left", "right")]
-    item = coverage.Item("fst", "figure1", "Two panels.")
-    for table, ran in zip(reversed(tables), (0, 1), strict=True):
-        path = coverage.stem(table, "smoke", tmp_path).with_suffix(".json")
-        path.parent.mkdir(exist_ok=True)
-        path.write_text('{"jobs": 2, "done": 2}')
-        assert f"; {ran} run here" in coverage.counts(tables, tmp_path, [item])
-
-
 def test_a_table_is_measured_by_its_numbers_not_by_its_files(small, tmp_path, monkeypatch):
-    monkeypatch.setattr(coverage, "HERE", tmp_path / "reproduce")
+    monkeypatch.setattr(listing, "HERE", tmp_path / "reproduce")
     table = small(tiers={"full": Tier(seeds=[0])})
     first, *others = (row.label for row in table.rows)
-    assert others and not coverage.was_measured(table)
+    assert others and not listing.was_measured(table)
     path = tmp_path / "reproduce" / "measured" / "gpu" / f"{table.name}-full.csv"
     path.parent.mkdir(parents=True)
 
     def measured(*lines):
         path.write_text("method,tier,x: mean,x: n\n" + "".join(f"{line}\n" for line in lines))
-        return coverage.was_measured(table)
+        return listing.was_measured(table)
 
     assert measured(*(f"{row.label},full,1.5,1" for row in table.rows))
     told = f"measured: reproduce/measured/gpu/{table.name}-full.md"
-    assert coverage.state(table, "full", tmp_path) == told
+    assert listing.lines([table], tmp_path, {})[1].endswith(told)
     assert not measured(f"{first},full,1.5,1")  # a row is missing
     assert not measured(f"{first},full,1.5,1", *(f"{label},full,,0" for label in others))
-    assert not measured(*(f"{row.label},smoke,1.5,1" for row in table.rows))
 
 
 def test_a_block_s_tier_is_measured_by_records_of_that_tier(small, tmp_path, monkeypatch):
-    monkeypatch.setattr(coverage, "HERE", tmp_path)
+    monkeypatch.setattr(listing, "HERE", tmp_path)
     rows = [TableRow("dense", ["method=dense"], variant="dense"), TableRow("STE", variant="b/ste")]
     table = small(rows=rows, tiers={"mini": Tier(block="a")})
     for folder, name in (("a", "dense"), ("b", "ste")):
-        assert not coverage.was_measured(table)
+        assert not listing.was_measured(table)
         path = tmp_path / "evidence" / f"{folder}.jsonl"
         path.parent.mkdir(exist_ok=True)
         record = {"variant": name, "seed": 0, "metrics": {"val_loss": 2.5}}
         for tier in ("smoke", "mini"):
-            coverage._records_of.cache_clear()
-            assert not coverage.was_measured(table)
+            listing._recorded.cache_clear()
+            assert not listing.was_measured(table)
             path.write_text(json.dumps(record | {"overrides": [f"tier={tier}"]}))
-        coverage._records_of.cache_clear()
-    assert coverage.was_measured(table)
-    (tmp_path / "blocks").mkdir()
-    (tmp_path / "blocks" / "a.yaml").write_text("seeds: [0, 1, 2]")
-    assert coverage.state(table, "mini", tmp_path) == "committed records of 2 of 6 runs"
+        listing._recorded.cache_clear()
+    assert listing.was_measured(table)
+    path = listing.stem(table, "mini", tmp_path).with_suffix(".json")
+    path.parent.mkdir()
+    path.write_text('{"jobs": 7, "done": 3}')
+    (_, told) = listing.lines([table], tmp_path, {})
+    assert "3 of 7 runs done at the last call; 2 committed records (" in told
 
 
-def test_runs_are_counted_as_they_are_made(tmp_path, monkeypatch):
-    monkeypatch.setattr(jobs, "_check", lambda *_: None)  # which composes every config
-    for table in TABLES:
-        for name, tier in table.tiers.items():
-            if not (tier.unavailable or tier.block):
-                made = [job.driver in MEASURING for job in jobs.plan(table, name, tmp_path).jobs]
-                sizes = made.count(False), made.count(True)
-                assert coverage.sizes(table, name) == sizes, (table.name, name)

@@ -11,12 +11,11 @@ import yaml
 
 from experiments.support.checkpoint import read_sealed, write_json
 from experiments.support.errors import UserError
-from reproduce import blocks, from_records, making
+from reproduce import blocks, from_records, make
 from reproduce.blocks import read_block
 from reproduce.from_records import collect
-from reproduce.reading import read_tables
-from reproduce.render import render
-from reproduce.spec import Column, Table, TableRow, Tier
+from reproduce.render.table import render
+from reproduce.specs.table import Column, Table, TableRow, Tier, read_tables
 
 TABLES = read_tables()
 SHOWN = [(table, name) for table in TABLES for name, tier in table.tiers.items() if tier.block]
@@ -230,7 +229,7 @@ def test_the_command_runs_nothing_and_says_how(folders, capsys, monkeypatch, tmp
     write_json(old, json.loads(old.read_text()) | {"config_hash": "0" * 16})
     collected = collect(spec, "mini", **folders)
     monkeypatch.setattr(from_records, "collect", lambda *_: collected)
-    assert making.make(spec, "mini", folders["runs"]) == making.Made(9, 1, 1)
+    assert make.make(spec, "mini", folders["runs"]) == make.Made(9, 1)
     captured = capsys.readouterr()
     assert captured.err == (
         f"left out: block t, it, seeds 1: its config is another one now ({old})\n"
@@ -245,11 +244,11 @@ def test_the_command_runs_nothing_and_says_how(folders, capsys, monkeypatch, tmp
 
 
 def test_a_list_says_where_the_numbers_come_from(tmp_path):
-    from reproduce import coverage
+    from reproduce.render import listing
 
     spec = replace(table(), paper=None)
-    told = coverage.lines([spec], tmp_path, {})
-    assert "  t tier=mini: not made (from block t: `python -m reproduce run t`)" in told
+    told = listing.lines([spec], tmp_path, {})
+    assert "  t tier=mini: not made (`python -m reproduce run t`)" in told
 
 
 @pytest.mark.parametrize(("spec", "tier"), SHOWN, ids=[table.name for table, _ in SHOWN])

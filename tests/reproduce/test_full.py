@@ -9,11 +9,10 @@ from experiments.data import numbers
 from experiments.data.manifest import DataConfig
 from experiments.data.mlm import MLMConfig
 from experiments.data.prepare import prepare
-from reproduce.engine import execute, finished_runs
-from reproduce.jobs import Job, plan
-from reproduce.reading import read_tables
-from reproduce.render import render
-from reproduce.spec import TRAINING
+from reproduce.execute.jobs import Job, execute, finished_runs, plan
+from reproduce.render.table import render
+from reproduce.specs.table import TRAINING, read_tables
+from tests.reproduce.conftest import overridden
 
 TABLES = {
     table.name: table
@@ -131,7 +130,8 @@ def test_every_row_trains(name, data, runs, monkeypatch):
     rows = [row for row in table.rows if "2:8" not in row.label]
     kept = [c for c in table.columns if "metrics." in (c.value or "")]
     table = dataclasses.replace(table, tiers={**table.tiers, "full": tier}, columns=kept, rows=rows)
-    planned, said = plan(table, "full", runs, [*SHORT, *TINY[of], *data.get(of, [])]), []
+    table = overridden(table, "full", [*SHORT, *TINY[of], *data.get(of, [])])
+    planned, said = plan(table, "full", runs), []
     execute(planned.jobs, said.append)
     finished = finished_runs(planned)
     assert len(finished) == len(list(table.trainings("full"))), "\n".join(said)

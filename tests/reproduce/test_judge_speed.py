@@ -9,7 +9,8 @@ from experiments.runs.stats import paired_interval
 from experiments.support.errors import UserError
 from reproduce.judge.claims import Claims, Margin, Speed, read_claims
 from reproduce.judge.verdicts import judge_speed
-from reproduce.reading import MEASURED, TABLES, read_rows, read_table
+from reproduce.specs.reading import MEASURED, read_rows
+from reproduce.specs.table import TABLES, read_table
 
 CLAIMS = Claims(Margin(0.25, "dense", "half"), 0.05, 5, 0.02, [])
 COMMAND = "python -m reproduce table1 paper=slope tier=full"

@@ -11,15 +11,13 @@ import time
 import pytest
 
 from experiments.support.errors import UserError
-from reproduce import launch, processes
 from reproduce.__main__ import main, parse
-from reproduce.engine import execute
-from reproduce.jobs import Job, plan, quoted
-from reproduce.launch import Launch, commands
-from reproduce.making import How
-from reproduce.processes import Process as launched
-from reproduce.reading import read_tables
-from reproduce.spec import TableRow
+from reproduce.execute import processes
+from reproduce.execute.jobs import Job, execute, plan, quoted
+from reproduce.execute.processes import Launch, commands
+from reproduce.execute.processes import Process as launched
+from reproduce.make import How
+from reproduce.specs.table import TableRow, read_tables
 from tests.reproduce.conftest import make_result
 
 CHAIN = [TableRow("dense", ["method=dense"]), TableRow("AST", ["method=ast"], starts_from="dense")]
@@ -57,7 +55,7 @@ def gpus_of(jobs):
 
 def test_runs_go_side_by_side_each_on_a_gpu(children, small, tmp_path, monkeypatch):
     """A run that starts from another waits for it; a failure is one line, and the rest goes on."""
-    monkeypatch.setattr(launch, "visible_gpus", lambda: ["3", "5"])
+    monkeypatch.setattr(processes, "visible_gpus", lambda: ["3", "5"])
     jobs, said = plan(small(CHAIN, [0, 1]), "smoke", tmp_path).jobs, []
     children.do = {"dense, seed 1": "fail"}
     way = Launch([], 1)
@@ -77,7 +75,7 @@ def test_an_interrupt_ends_the_children(children, small, tmp_path, monkeypatch):
     monkeypatch.setattr(processes, "PATIENCE", 5.0)
     jobs, begun = plan(small(seeds=[0]), "smoke", tmp_path).jobs, []
     monkeypatch.setattr(
-        launch, "Process", lambda *given: begun.append(launched(*given)) or begun[-1]
+        processes, "Process", lambda *given: begun.append(launched(*given)) or begun[-1]
     )
     children.do = {str(job): "" for job in jobs}
     way = Launch([], 2)
@@ -123,7 +121,7 @@ def test_commands_are_those_that_are_left(small, tmp_path, fake):
     ("options", "message"),
     [
         (["launch=torchrun", "per_gpu=1"], "launch= gives every run all GPUs"),
-        (["per_gpu=0"], "per_gpu=0; it must be a whole number from 1 to 999"),
+        (["per_gpu=0"], "per_gpu=0: it must be a positive number"),
         (["launch=torchrum -n 2"], "there is no command 'torchrum' here"),
         (["launch='torchrun"], "No closing quotation"),
         (["commands=yes"], "cannot use 'commands=yes'; use paper=NAME, tier=TIER, launch=COMMAND"),

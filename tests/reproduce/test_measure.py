@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from experiments.bench.timing import Time
 from experiments.support.errors import UserError
 from reproduce import measure
-from reproduce.jobs import plan
+from reproduce.execute.jobs import plan
 from reproduce.measure import (
     adapters,
     decoder,
@@ -26,7 +26,7 @@ from reproduce.measure import (
     train,
 )
 from reproduce.measure.base import Base
-from reproduce.reading import read_tables
+from reproduce.specs.table import read_tables
 
 TINY = {"repeats": 2, "threads": 1, "batch": 1, "length": 16, "width": 32, "heads": 2}
 

@@ -3,9 +3,9 @@
 import json
 from math import comb
 
-from reproduce.cells import published_name
-from reproduce.published import FILE, look_up
-from reproduce.reading import read_tables
+from reproduce.render.cells import published_name
+from reproduce.specs.published import FILE, look_up
+from reproduce.specs.table import read_tables
 
 PAPERS = [table for table in read_tables() if table.paper is not None]
 

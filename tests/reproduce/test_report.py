@@ -21,9 +21,9 @@ from reproduce.__main__ import main as reproduce
 from reproduce.blocks import BLOCKS, EVIDENCE, read_block
 from reproduce.judge.claims import read_claims
 from reproduce.packed import read_packed
-from reproduce.reading import read_tables
 from reproduce.report import blocks, figures, html, page, tables
 from reproduce.report.gather import Shown
+from reproduce.specs.table import read_tables
 
 MINUS = figures.MINUS
 

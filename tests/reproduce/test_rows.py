@@ -12,11 +12,11 @@ from experiments.data.manifest import DataConfig
 from experiments.data.mlm import MLMConfig
 from experiments.data.prepare import prepare
 from reproduce import measure, smoke_tasks
-from reproduce.engine import execute, finished_runs
-from reproduce.jobs import INPUTS, plan
+from reproduce.execute.jobs import INPUTS, execute, finished_runs, plan
 from reproduce.measure import adapters
-from reproduce.reading import read_tables
-from reproduce.render import render
+from reproduce.render.table import render
+from reproduce.specs.table import read_tables
+from tests.reproduce.conftest import overridden
 
 TABLES = read_tables()
 COMMANDS = sorted({table.command for table in TABLES if table.paper})
@@ -98,7 +98,7 @@ def test_the_baseline_of_every_script(command, shared, monkeypatch):
     monkeypatch.setattr(adapters, "TRAININGS", own)
     monkeypatch.setattr(numbers, "SIZES", {"test": 10, "val": 40, "train": 200})
     for table in (first_row(t) for t in TABLES if t.command == command):
-        planned, said = plan(table, "smoke", runs, short(table, data)), []
+        planned, said = plan(overridden(table, "smoke", short(table, data)), "smoke", runs), []
         execute(planned.jobs, said.append)
         assert all(job.result() for job in planned.jobs), "\n".join(said)
         rendered = render(table, "smoke", finished_runs(planned))
@@ -129,7 +129,7 @@ def test_full_tiers_train_at_nano_size(name, shared, monkeypatch):
     first = [dataclasses.replace(table.rows[0], label="first")] if table.has_baseline else []
     tiers = {**_without_rows(table), "full": dataclasses.replace(tier, rows=[])}
     small = dataclasses.replace(table, rows=[*first, row], tiers=tiers, variants=[])
-    planned, said = plan(small, "full", runs, extra), []
+    planned, said = plan(overridden(small, "full", extra), "full", runs), []
     [job] = planned.jobs[len(first) :]
     execute([job], said.append)
     assert job.result(), "\n".join(said)

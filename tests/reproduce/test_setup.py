@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from reproduce.reading import read_tables
+from reproduce.specs.table import read_tables
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = [*sorted((ROOT / "reproduce").glob("*.sh")), ROOT / "tests" / "run.sh"]
@@ -138,26 +138,22 @@ def test_a_broken_environment_is_named(clone):
     assert f"{clone}/.venv has no working Python" in done.stderr
 
 
-def test_every_table_and_figure_has_a_script():
-    """Links to one file, which goes by the name that it is called by."""
-    links = {path.stem for path in (ROOT / "reproduce").glob("*.sh") if path.is_symlink()}
-    assert links == {table.command for table in read_tables() if table.paper} | {"all"}
-    for name in links:
-        assert (ROOT / "reproduce" / f"{name}.sh").readlink() == Path("table.sh")
-
-
-def test_a_script_asks_for_what_it_is_called(clone):
-    """It does so from any folder, and passes the arguments on as they are."""
-    shutil.copy(ROOT / "reproduce" / "table.sh", clone / "reproduce")
-    (clone / "reproduce" / "figure4.sh").symlink_to("table.sh")
-    shutil.copytree(ROOT / "reproduce" / "tables", clone / "reproduce" / "tables")
+def test_every_table_and_figure_has_a_script_that_asks_for_it(clone):
+    """From any folder, with the arguments as they are."""
+    names = {table.command for table in read_tables() if table.paper} | {"all", "quickstart"}
+    scripts = {path.stem for path in (ROOT / "reproduce").glob("*.sh")} - {"run", "setup"}
+    assert scripts == names
+    for path in (ROOT / "reproduce").glob("*.sh"):
+        shutil.copy(path, clone / "reproduce")
     (clone / "reproduce" / "__init__.py").touch()
     (clone / "reproduce" / "__main__.py").write_text("import sys; print(sys.argv[1:])")
-    done = subprocess.run(
-        ["bash", clone / "reproduce" / "figure4.sh", "paper=sste", "tier=full"],
-        cwd="/", capture_output=True, text=True,
-    )  # fmt: skip
-    assert done.stdout.splitlines()[-1] == "['figure4', 'paper=sste', 'tier=full']", done.stderr
+    for name in names:
+        done = subprocess.run(
+            ["bash", clone / "reproduce" / f"{name}.sh", "paper=sste", "launch=a b"],
+            cwd="/", capture_output=True, text=True,
+        )  # fmt: skip
+        asked = f"['{name}', 'paper=sste', 'launch=a b']"
+        assert done.stdout.splitlines()[-1] == asked, done.stderr
 
 
 def test_an_active_environment_is_used_if_it_has_this_checkout(clone):

@@ -5,7 +5,7 @@ import filecmp
 import pytest
 
 from experiments.finetuning import glue, squad
-from reproduce import smoke_tasks
+from reproduce.execute import smoke_tasks
 
 
 @pytest.fixture(scope="module")

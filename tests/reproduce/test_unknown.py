@@ -5,8 +5,8 @@ import re
 
 import pytest
 
-from reproduce.reading import read_tables
-from reproduce.render import render
+from reproduce.render.table import render
+from reproduce.specs.table import read_tables
 
 # What no source gives, by table. Known in full: ().
 WMT14 = "Steps, batch, vocabulary, averaging and search .* The paper's own are not known"

@@ -1,0 +1,332 @@
+"""Plans the jobs of a table, trainings or benchmarks and then measurements of what was trained;
+runs those that are not finished, and collects the results.
+
+A job is identified by its config, so that tables, variants and rows share runs, and a second call
+does only what is missing. A job that starts from a finished run, or measures one, has no config
+before that run exists, because its directory and hash depend on the run.
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from experiments.support.checkpoint import write_text
+from experiments.support.errors import UserError, one_line
+from experiments.training.tracking import read_metrics
+from reproduce.specs.table import BENCH, Table, TableRow, Tier, Variant
+
+Report = Callable[[str], None]  # prints a message on the progress
+SHARED = ("pretrain", "distill", "dino", "translate", "finetune")  # run under torchrun, too
+INPUTS = "smoke_tasks"  # folder below that of the runs, written by smoke_tasks.py
+
+
+@dataclass(eq=False)
+class Job:
+    """One training, benchmark or measurement.
+
+    runs: the folder of all runs. source: the job whose finished run this one starts from or
+    measures; the path of that run is passed as the override `source_key`.
+    """
+
+    label: str
+    driver: str
+    overrides: list[str]
+    runs: Path
+    source: Job | None = None
+    source_key: str = ""
+    _config: Any = field(default=None, repr=False)
+
+    def __str__(self) -> str:
+        return self.label
+
+    @cached_property
+    def module(self) -> Any:
+        """The driver's module, which has `load`, `run` and `finished`."""
+        inside = "reproduce.measure" if self.driver == BENCH else f"experiments.{self.driver}"
+        return importlib.import_module(inside)
+
+    def arguments(self, source: Path | None) -> list[str]:
+        """The driver's arguments, with the directory of the source's run filled in."""
+        given = [] if source is None else [f"{self.source_key}={quoted(source)}"]
+        return [*self.overrides, f"runs={quoted(self.runs)}", *given]
+
+    def compose(self, source: Path | None) -> Any:
+        """The config, with the directory of the source's run filled in."""
+        return self.module.load(self.arguments(source))
+
+    def command(self, launch: Sequence[str] = ()) -> list[str] | None:
+        """The command line that runs the job, in words. A driver that can share its work among
+        processes is started by `launch`, such as torchrun and its options, or by Python. None as
+        long as the source's directory is not known."""
+        source = None
+        if self.source is not None:
+            if self.source.config is None:
+                return None
+            source = self.source.config.directory()
+        start = launch if launch and self.driver in SHARED else (sys.executable,)
+        return [*start, "-m", f"experiments.{self.driver}", *self.arguments(source)]
+
+    @property
+    def config(self) -> Any:
+        """The config; None as long as the source is not finished."""
+        if self._config is None:
+            if self.source is None:
+                self._config = self.compose(None)
+            elif self.source.result() is not None:
+                self._config = self.compose(self.source.config.directory())
+        return self._config
+
+    def result(self) -> dict[str, Any] | None:
+        """The content of its `result.json`; None if the job is not finished, the file cannot be
+        read, or the job's data are missing. Running the job reports the reason."""
+        try:
+            return None if self.config is None else self.module.finished(self.config)
+        except UserError:
+            return None
+
+
+@dataclass(frozen=True)
+class Place:
+    """The place of a training in a table: the labels of its variant and row, and its seed."""
+
+    variant: str
+    row: str
+    seed: int
+
+    def __str__(self) -> str:
+        return ", ".join(filter(None, [self.variant, self.row, f"seed {self.seed}"]))
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All jobs of a table in the order in which they run.
+
+    places: the jobs of each place: its training or benchmark, and its measurements by `<measure>`
+    or `<measure>.<task>`.
+    """
+
+    jobs: list[Job]
+    places: dict[Place, tuple[Job, dict[str, Job]]]
+
+
+def plan(table: Table, tier: str, runs: Path) -> Plan:
+    """The plan of a table's tier: variant by variant, row by row, seed by seed.
+
+    Raises:
+        UserError: a row whose overrides do not fit together.
+    """
+    chosen = table.tiers[tier]
+    unique: dict[tuple[Any, ...], Job] = {}
+    places: dict[Place, tuple[Job, dict[str, Job]]] = {}
+
+    def job(place: Place, part: str, *work: Any) -> Job:
+        """The job that does this work; equal work shares one job."""
+        driver, overrides, source, key = work
+        label = f"{place}, {part}" if part else str(place)
+        new = Job(label, driver, overrides, runs, source, key)
+        return unique.setdefault((driver, *overrides, id(source)), new)
+
+    for variant, row, seed in table.trainings(tier):
+        place = Place(variant.label, row.label, seed)
+        own = [f"tier={tier}", f"seed={seed}"]
+        overrides = [*_training(chosen, tier, variant, row), *own]
+        source = None
+        if row.starts_from is not None and not chosen.pretrained:
+            source, _ = places[Place(variant.label, row.starts_from, seed)]
+        trained = job(place, "", table.driver, overrides, source, "init")
+        measures: dict[str, Job] = {}
+        for name, measure in ({} if row.stage else chosen.measure).items():
+            given = [*measure.overrides, *row.measure.get(name, []), *own]
+            given = [o.replace("{inputs}", str(runs / INPUTS)) for o in given]
+            for task in measure.tasks or [""]:
+                part = f"{name}.{task}" if task else name
+                with_task = [f"task={task}", *given] if task else given
+                measures[part] = job(place, part, measure.driver, with_task, trained, "run")
+        places[place] = trained, measures
+    checked: dict[tuple[str, ...], Job] = {}
+    for one in unique.values():  # a measurement fits all runs or none: one check is enough
+        checked.setdefault((one.driver, *one.overrides), one)
+    for one in checked.values():
+        _check(table, tier, one)
+    return Plan(list(unique.values()), places)
+
+
+def needs_inputs(table: Table, tier: str) -> bool:
+    """True if the tier needs the files that smoke_tasks.py writes."""
+    measures = table.tiers[tier].measure.values()
+    return any("{inputs}" in override for measure in measures for override in measure.overrides)
+
+
+def _training(chosen: Tier, tier: str, variant: Variant, row: TableRow) -> list[str]:
+    """The overrides of a training."""
+    started = chosen.started if row.starts_from is not None else []
+    own = [*row.overrides, *row.tiers.get(tier, [])]
+    given = [*chosen.overrides, *variant.overrides, *started, *own]
+    return [override.replace("{variant}", variant.key) for override in given]
+
+
+def _check(table: Table, tier: str, job: Job) -> None:
+    """Raise a `UserError` if the overrides of a job do not fit together, as far as this can be
+    checked without its source."""
+    try:
+        if job.source is None:
+            assert job.config is not None
+        else:
+            job.compose(job.runs / "unfinished")
+    except UserError as error:
+        raise UserError(f"{table.name}, tier {tier}, {job}: {error}") from error
+
+
+def quoted(path: Path) -> str:
+    """A path as the value of a hydra override, in quotes where hydra needs them."""
+    plain = re.fullmatch(r"[/.]?[A-Za-z_][\w./-]*", str(path), re.ASCII)
+    if plain and str(path).lower() not in {"null", "true", "false", "nan", "inf"}:
+        return str(path)
+    text = str(path).replace("\\", "\\\\").replace("'", "\\'")
+    return f"'{text}'"
+
+
+# --- running -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class PlacedRun:
+    """A finished training or benchmark, and its place in a table.
+
+    result: the content of its `result.json`. log: the entries of its `metrics.jsonl`. measures: the
+    content of the `result.json` of each of its measurements, by `<measure>` or `<measure>.<task>`.
+    """
+
+    place: Place
+    directory: Path
+    result: dict[str, Any]
+    log: list[dict[str, Any]]
+    measures: dict[str, dict[str, Any]]
+
+
+def run_job(job: Job, report: Report) -> Any:
+    """Run a job by its driver; return the result."""
+    return job.module.run(job.config, report)
+
+
+def execute(
+    jobs: list[Job],
+    report: Report,
+    act: Callable[[Job, Report], Any] = run_job,
+    at_once: int = 0,
+    stop: Callable[[], None] = lambda: None,
+) -> int:
+    """Run the jobs that are not finished, in order; return how many they were. The failure of a job
+    is reported in one line, and the others are run.
+
+    Args:
+        at_once: so many jobs run side by side, each by `act` in a thread of its own; 0 = one after
+            the other in this thread.
+        stop: makes the `act` of all threads return, for an interrupt.
+    """
+    waiting = [job for job in jobs if job.result() is None]
+    report(f"{len(jobs)} runs: {len(jobs) - len(waiting)} done already, {len(waiting)} to do")
+    if waiting and (why := lacking(job.config for job in waiting)):
+        report(f"nothing is run: {why}; tier=smoke runs anywhere")
+        return len(waiting)
+    start = time.monotonic()
+    ended = {job: threading.Event() for job in waiting}
+
+    def run(job: Job) -> None:
+        if job.source in ended:  # it was begun before, since it stands before
+            ended[job.source].wait()
+        elapsed, done = time.monotonic() - start, sum(event.is_set() for event in ended.values())
+        rest = elapsed / max(1, done) * (len(waiting) - waiting.index(job))
+        left = f" ({clock(elapsed)} elapsed, about {clock(rest)} left)" if done else ""
+        report(f"[{jobs.index(job) + 1}/{len(jobs)}] {job}{left}")
+        try:
+            _attempt(job, report, act)
+        finally:
+            ended[job].set()
+
+    if not at_once:
+        for job in waiting:
+            run(job)
+        return len(waiting)
+    with ThreadPoolExecutor(at_once) as pool:
+        try:
+            for future in [pool.submit(run, job) for job in waiting]:
+                future.result()
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            stop()
+            raise
+    return len(waiting)
+
+
+def _attempt(job: Job, report: Report, act: Callable[[Job, Report], Any]) -> None:
+    """Run a job; report its failure."""
+    if job.source is not None and job.source.result() is None:
+        report(f"failed: {job}: it needs the finished run of {job.source}")
+        return
+    trace = None
+    try:
+        trace = job.config.directory() / "failure.txt"
+        trace.unlink(missing_ok=True)
+        act(job, lambda message: _report_lines(message, report))
+    except UserError as error:
+        report(f"failed: {job}: {one_line(error)}")
+    except Exception as error:
+        reason = f"{type(error).__name__}: {one_line(error)}"
+        if trace is not None:
+            write_text(trace, traceback.format_exc())
+            reason += f" (see {trace})"
+        report(f"failed: {job}: {reason}")
+
+
+def lacking(configs: Iterable[Any]) -> str:
+    """The needs of a config that this machine lacks, in words; "" if there is everything. A config
+    may be None, that of a job whose source is not finished."""
+    settings = [getattr(config, "impl", config) for config in configs]  # a benchmark has no impl
+    on_gpu = [one for one in settings if getattr(one, "device", None) == "cuda"]
+    if on_gpu and not torch.cuda.is_available():
+        return "a GPU is needed, and torch sees none here"
+    return next((why for one in on_gpu if (why := getattr(one, "no_products", ""))), "")
+
+
+def _report_lines(message: str, report: Report) -> None:
+    """Report a driver's message, indented and without its tables, which the run's own files
+    have."""
+    for line in message.splitlines():
+        if line.strip() and not line.startswith("|"):
+            report(f"  {line}")
+
+
+def finished_runs(plan: Plan) -> list[PlacedRun]:
+    """The finished runs of a plan, in the order of the table's places."""
+    runs = []
+    for place, (job, measures) in plan.places.items():
+        result = job.result()
+        if result is None:
+            continue
+        directory = job.config.directory()
+        log = read_metrics(directory / "metrics.jsonl")
+        results = {part: measure.result() for part, measure in measures.items()}
+        finished = {part: content for part, content in results.items() if content is not None}
+        runs.append(PlacedRun(place, directory, result, log, finished))
+    return runs
+
+
+def clock(seconds: float) -> str:
+    """Seconds as `m:ss`, or as `h:mm:ss` if they are an hour or more."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

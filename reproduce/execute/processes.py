@@ -1,0 +1,177 @@
+"""Runs trainings and measurements as processes of their own, whose output goes to a file."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import queue
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from experiments.support.errors import UserError
+from reproduce.execute.jobs import Job, Report
+
+POLL = 0.2  # seconds
+PATIENCE = 60.0  # seconds that a run may take to save its checkpoint
+
+
+class Process:
+    """A process that runs a command. If this process dies, however it does, it gets SIGTERM.
+
+    Args:
+        command: in words.
+        log: the file to which its output is appended.
+        gpu: the only one that it sees; None = all.
+        at_once: so many processes share the CPU.
+    """
+
+    def __init__(
+        self, command: Sequence[str], log: Path, gpu: str | None = None, at_once: int = 1
+    ) -> None:
+        self.log = log
+        log.parent.mkdir(parents=True, exist_ok=True)
+        threads = max(1, (os.cpu_count() or 1) // at_once)
+        environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
+        if gpu is not None:
+            environment["CUDA_VISIBLE_DEVICES"] = gpu
+        with log.open("ab") as file:
+            self.begin = file.tell()
+            self.process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=file,
+                env=environment,
+                # A separate session, so that Ctrl-C does not reach the run: our SIGTERM would be
+                # its second signal and end it before it has saved.
+                start_new_session=True,
+                preexec_fn=_end_with_parent(),
+            )
+
+    def ended(self) -> bool:
+        """True if the process has ended."""
+        return self.process.poll() is not None
+
+    def reason(self) -> str:
+        """The reason why the process failed, in one line."""
+        status = self.process.returncode
+        if status < 0:
+            return f"it was ended by {signal.Signals(-status).name}; see {self.log}"
+        return f"{last_line(self.log, self.begin)} (see {self.log})"
+
+
+def terminate(processes: Sequence[Process]) -> None:
+    """Terminate the processes; each finishes its step and saves a checkpoint."""
+    for one in processes:
+        one.process.terminate()
+    deadline = time.monotonic() + PATIENCE
+    for one in processes:
+        try:
+            one.process.wait(max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            os.killpg(one.process.pid, signal.SIGKILL)  # torchrun's ranks, too
+            one.process.wait()
+
+
+def _end_with_parent() -> Callable[[], None] | None:
+    """The function that a child calls first, so that the kernel sends it SIGTERM when this process
+    dies; None where that is not Linux's."""
+    if not sys.platform.startswith("linux"):
+        return None
+    prctl, parent = ctypes.CDLL(None).prctl, os.getpid()
+
+    def ask() -> None:
+        prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
+        if os.getppid() != parent:  # it has died already
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    return ask
+
+
+def last_line(log: Path, begin: int = 0) -> str:
+    """The last line of a process's output that is not empty. begin: its first byte in the file."""
+    text = log.read_bytes()[begin:].decode(errors="replace")
+    lines = [line for line in text.splitlines() if line.strip()]
+    return lines[-1].strip() if lines else "it printed nothing"
+
+
+def visible_gpus() -> list[str | None]:
+    """The names of the GPUs that this process may use, as in CUDA_VISIBLE_DEVICES. CUDA is not
+    initialised for this, since it would take memory on each GPU."""
+    names = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    count = torch.cuda.device_count()
+    return [*names[:count]] if names[0] else [str(number) for number in range(count)]
+
+
+# --- the jobs of a table -------------------------------------------------------------------------
+
+
+@dataclass(eq=False)
+class Launch:
+    """How the jobs of a table are started.
+
+    words: the beginning of a training's command, such as torchrun and its options; [] = Python.
+    per_gpu: so many jobs run at once on each GPU; None = one after the other, which see all GPUs.
+    stopped: True once `stop` was called.
+    """
+
+    words: list[str]
+    per_gpu: int | None
+    stopped: bool = False
+
+    def __post_init__(self) -> None:
+        self.places: queue.Queue[str | None] = queue.Queue()
+        gpus: list[str | None] = [None]
+        if self.per_gpu is not None:
+            gpus = (visible_gpus() or gpus) * self.per_gpu
+        for gpu in gpus:
+            self.places.put(gpu)
+        self.at_once = len(gpus)
+
+    def run(self, job: Job, report: Report) -> Any:
+        """Run a job in a process of its own, on a free GPU.
+
+        Raises:
+            UserError: it did not finish; with the last line of its output.
+        """
+        command = job.command(self.words)
+        assert command is not None  # its source is finished
+        gpu = self.places.get()
+        process = Process(command, job.config.directory() / "output.txt", gpu, self.at_once)
+        try:
+            while not (process.ended() or self.stopped):
+                time.sleep(POLL)
+        finally:
+            terminate([process])
+            self.places.put(gpu)
+        if (result := job.result()) is None:
+            raise UserError(process.reason())
+        return result
+
+    def stop(self) -> None:
+        """Let all jobs that run, or are about to, save a checkpoint and end."""
+        self.stopped = True
+
+
+def commands(jobs: list[Job], words: list[str]) -> list[str]:
+    """The lines that run the jobs which are not finished, in a shell."""
+    lines = []
+    for job in jobs:
+        if job.result() is None:
+            command = job.command(words)
+            lines.append(f"# {job}")
+            lines.append(
+                shlex.join(command)
+                if command is not None
+                else f"# its command follows from the finished run of {job.source}: ask again then"
+            )
+    return lines

@@ -1,0 +1,189 @@
+"""Makes tables: runs what they miss, then writes and prints them."""
+
+from __future__ import annotations
+
+import sys
+import time
+import traceback
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from experiments.support.errors import UserError, one_line
+from reproduce.execute import smoke_tasks
+from reproduce.render import listing
+from reproduce.specs.table import BENCH, Table
+
+NAMED = 5  # so many missing runs are named in the printed line
+
+
+@dataclass(frozen=True)
+class Made:
+    """The state of a table's tier after an attempt to make it.
+
+    jobs: number of trainings, benchmarks and measurements that it consists of. done: how many of
+    them are finished. reason: why the table could not be made; "" if it could.
+    """
+
+    jobs: int = 0
+    done: int = 0
+    reason: str = ""
+
+    @property
+    def complete(self) -> bool:
+        """True if every cell of the tier has a value."""
+        return self.done == self.jobs and not self.reason
+
+
+@dataclass(frozen=True)
+class How:
+    """How missing runs are made: `launch=`, `per_gpu=` and `commands` of the command line.
+
+    launch: the beginning of a training's command. per_gpu: so many runs at once on each GPU. With
+    neither, everything runs in this process. commands: they are printed instead.
+    """
+
+    launch: tuple[str, ...] = ()
+    per_gpu: int | None = None
+    commands: bool = False
+
+
+HERE = How()
+
+
+def make(table: Table, tier: str, runs: Path, how: How = HERE) -> Made:
+    """Run the missing jobs of a table, then write and print the table."""
+    if reason := not_offered(table, tier):
+        print(f"{table.name}, tier {tier}, is not offered: {reason}", file=sys.stderr)
+        return Made(reason=f"not offered: {reason}")
+    # These need torch, whose import takes seconds, so that a refusal above comes at once.
+    from experiments.support.checkpoint import csv_text, write_json, write_text
+    from reproduce import from_records
+    from reproduce.execute.jobs import INPUTS, execute, finished_runs, lacking, needs_inputs, plan
+    from reproduce.execute.processes import Launch, commands
+    from reproduce.render.figure import draw
+    from reproduce.render.table import render, render_measured
+
+    print(f"{table.title}, tier {tier}", flush=True)
+    stem = listing.stem(table, tier, runs)
+    picture = stem.with_name(f"{stem.name}.png")
+    try:
+        stem.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"cannot write to {error.filename}: {error.strerror}") from error
+    block = table.tiers[tier].block
+    if how.commands and (block or table.driver == BENCH):
+        made_by = f"run {block}" if block else f"{table.command} paper={table.paper} tier={tier}"
+        print(f"python -m reproduce {made_by}")
+        return Made()
+    if block:
+        collected = from_records.collect(table, tier, runs)
+        table, done = collected.table, collected.runs
+        for warning in collected.warnings:
+            print(warning, file=sys.stderr)
+        seeds_of = collected.missing.items()
+        missing = [f"{variant}, seeds {' '.join(map(str, seeds))}" for variant, seeds in seeds_of]
+        made = Made(len(done) + sum(len(seeds) for _, seeds in seeds_of), len(done))
+    else:
+        planned = plan(table, tier, runs)
+        if needs_inputs(table, tier):
+            smoke_tasks.write(runs / INPUTS)
+        if how.commands:
+            print("\n".join(commands(planned.jobs, [*how.launch])))
+            return Made()
+        options: dict[str, Any] = {}
+        if table.driver != BENCH and how != HERE:  # one that measures has the device for itself
+            launch = Launch([*how.launch], how.per_gpu)
+            options = {"act": launch.run, "at_once": launch.at_once, "stop": launch.stop}
+        waiting = execute(planned.jobs, lambda message: print(message, flush=True), **options)
+        done, jobs = finished_runs(planned), len(planned.jobs)
+        if waiting == jobs and lacking(job.config for job in planned.jobs):
+            if path := listing.measured_csv(table, tier):
+                if draw(table, tier, [], render_measured(table, tier, path), picture):
+                    print(f"drawn: {picture}")
+                print(f"measured: {listing.measured_file(path)}")
+            return Made(jobs)
+        missing = [str(job) for job in planned.jobs if job.result() is None]
+        made = Made(jobs, jobs - len(missing))
+    rendered = render(table, tier, done)
+    text = rendered.markdown()
+    for suffix, content in {
+        ".md": text,
+        ".csv": csv_text(rendered.summary),
+        "-runs.csv": csv_text(rendered.per_run),
+    }.items():
+        write_text(stem.with_name(stem.name + suffix), content)
+    drawn = draw(table, tier, done, rendered, picture)
+    state = {"jobs": made.jobs, "done": made.done, "facts": rendered.facts}
+    write_json(stem.with_name(f"{stem.name}.json"), state)
+    print(f"\n{text}\nwritten: {stem}.md, .csv, -runs.csv" + (", .png" if drawn else ""))
+    if missing:
+        remedy = f" (python -m reproduce run {block})" if block else ""
+        print(f"missing: {abbreviated(missing)}{remedy}", file=sys.stderr)
+    return made
+
+
+def abbreviated(missing: list[str]) -> str:
+    """The names in one line: all of them, or the first and the number of the others."""
+    if len(missing) <= NAMED + 1:
+        return "; ".join(missing)
+    return f"{'; '.join(missing[:NAMED])}; and {len(missing) - NAMED} more"
+
+
+def not_offered(table: Table, tier: str) -> str:
+    """The reason why a table has no such tier; "" if it has one."""
+    if tier not in table.tiers:
+        return "it has no such tier"
+    return table.tiers[tier].unavailable
+
+
+def attempt(table: Table, tier: str, runs: Path, how: How = HERE) -> Made:
+    """Make a tier of a table as `make` does. A `UserError` is printed as one line and returned as
+    the reason, so that the next table can be made."""
+    try:
+        return make(table, tier, runs, how)
+    except UserError as error:
+        reason = one_line(error)
+        print(f"error: {reason}", file=sys.stderr)
+        return Made(reason=reason)
+
+
+def make_all(tables: list[Table], tier: str, runs: Path, how: How = HERE) -> bool:
+    """Make every table that has the tier, then the page of results; return True if all tables are
+    complete. After each table `runs/tables/all-<tier>.md` says how each ended."""
+    from experiments.support.checkpoint import write_text
+    from reproduce.render.grid import Grid, Line
+    from reproduce.report import page
+
+    wanted = [table for table in tables if not not_offered(table, tier)]
+    ended: dict[str, Made] = {}
+    lines: list[Line] = []
+    path = runs / "tables" / f"all-{tier}.md"
+    summary = ""
+    for number, table in enumerate(wanted, 1):
+        print(f"== [{number}/{len(wanted)}] {table.name}", flush=True)
+        start = time.monotonic()
+        try:
+            made = attempt(table, tier, runs, how)
+        except Exception as error:  # a defect in one table must not prevent the others
+            traceback.print_exc()
+            made = Made(reason=f"{type(error).__name__}: {one_line(error)}")
+        ended[table.name] = made
+        status = "complete" if made.complete else "failed" if made.reason else "incomplete"
+        minutes = f"{(time.monotonic() - start) / 60:.1f}"
+        lines.append(Line([table.name], [status, f"{made.done} of {made.jobs}", minutes]))
+        grid = Grid(["spec"], [""] * 3, ["status", "runs", "minutes"], lines)
+        done = sum(one.complete for one in ended.values())
+        summary = (
+            f"# All tables and figures, tier {tier}\n\n{done} of {len(wanted)} complete.\n\n"
+            + grid.markdown()
+            + "".join(f"\n- {name}: {one.reason}" for name, one in ended.items() if one.reason)
+        ).rstrip() + "\n"
+        write_text(path, summary)
+    try:
+        page.main(runs)
+    except UserError as error:
+        print(f"error: {one_line(error)}", file=sys.stderr)
+        return False
+    print(f"\n{summary}\nwritten: {path}")
+    return all(made.complete for made in ended.values())

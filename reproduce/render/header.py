@@ -1,0 +1,153 @@
+"""Writes the lines above a table: what was run, on what, and what differs from the paper. The texts
+are in `header.jinja`."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, StrictUndefined, Template
+
+from experiments.bench.timing import load_text
+from reproduce.execute.jobs import PlacedRun
+from reproduce.records import setting
+from reproduce.render.cells import MARK, OTHER, measured, published_cell
+from reproduce.specs.table import BENCH, Table
+
+Facts = dict[str, Any]  # on the runs of a table, as `facts` gives them
+NAMED = ("Corpus", "Device", "Code", "Products", "Clocks")  # the facts that have lines
+
+
+@cache
+def _template() -> Template:
+    text = Path(__file__).with_name("header.jinja").read_text(encoding="utf-8")
+    return Environment(trim_blocks=True, undefined=StrictUndefined).from_string(text)
+
+
+def header(table: Table, tier: str, known: Facts, unknown: set[str]) -> list[str]:
+    """The lines above a table. known: the facts on its runs. unknown: labels of the columns for
+    which there is neither a value of the paper's nor one of ours."""
+    chosen, rows = table.tiers[tier], table.rows_of(tier)
+    variants = table.variants_of(tier)
+    not_run: dict[str, list[str]] = {}
+    for row in rows:
+        not_run.setdefault(row.not_run, []).append(row.label)
+    lacking = [c.label for c in table.columns if not measured(table, tier, c)]
+    text = _template().render(
+        MARK=MARK,
+        OTHER=OTHER,
+        NAMED=NAMED,
+        table=table,
+        tier=tier,
+        chosen=chosen,
+        rows=rows,
+        variants=[variant.label for variant in variants if variant.label],
+        n=len(chosen.seeds),
+        wanted=len(list(table.trainings(tier))),
+        measures=table.driver == BENCH,
+        shrinks=any(override.startswith("shrink=") for override in chosen.overrides),
+        intervals=any(column.show == "interval" for column in table.columns),
+        not_run=not_run,
+        absent={
+            "rows": [row.label for row in table.rows if row not in rows and not row.stage],
+            "rows of": [one.label for one in table.variants if one not in variants],
+        },
+        lacking=lacking,
+        unknown=[label for label in lacking if label in unknown],
+        reservations=_reservations(table, tier),
+        known=known,
+    )
+    return [line for line in text.splitlines() if line]
+
+
+def _reservations(table: Table, tier: str) -> dict[str, list[str]]:
+    """The rows whose published values are second-hand or doubtful, by source and reason; {} in the
+    smoke tier, which shows no published value."""
+    rows: dict[str, dict[str, None]] = {}
+    for variant in table.variants_of(tier) if tier != "smoke" else ():
+        for row in table.rows_of(tier):
+            for column in table.columns:
+                cell = None if row.stage else published_cell(table, variant, row, column)
+                if cell is not None and cell.reservation:
+                    rows.setdefault(cell.reservation, {})[row.label] = None
+    return {reservation: [*labels] for reservation, labels in rows.items()}
+
+
+def facts(table: Table, tier: str, runs: list[PlacedRun]) -> Facts:
+    """The facts on the runs that the header tells: their number, data, device and code."""
+    known: Facts = {
+        "runs": len(runs),
+        "Corpus": _common(lambda r: _corpus(r["corpus"]) if "corpus" in r else "", runs),
+        "Device": _common(_device, runs),
+        "Code": _common(lambda r: revision(r["environment"]), runs),
+    }
+    if table.tiers[tier].block:
+        known["scale"] = setting(run.result for run in runs)
+    if table.driver == BENCH and runs:
+        first, *others = {run.result["backend"] for run in runs}
+        several = "not the same for all runs; the column backend of -runs.csv names them"
+        known["Products"] = several if others else first
+        if runs[0].result["config"]["sustained_s"] is not None:  # on a GPU
+            metrics = [run.result["metrics"] for run in runs]
+            mhz, watts = ([values[name] for values in metrics] for name in ("sm_mhz", "watts"))
+            known["Clocks"] = load_text(mhz, watts)
+    return known
+
+
+def _common(fact: Callable[[dict[str, Any]], str], runs: list[PlacedRun]) -> str:
+    """A fact on the runs' results; "" if no result has it. If it is not the same for all runs, that
+    of most runs comes last, and the rows of the others are named."""
+    rows: dict[str, Counter[str]] = {}
+    for run in runs:
+        if text := fact(run.result):
+            rows.setdefault(text, Counter())[run.place.row] += 1
+    if len(rows) < 2:
+        return "".join(rows)
+    *fewer, most = sorted(rows, key=lambda text: rows[text].total())
+    others = [
+        f"{text} ({', '.join(f'{n} of {row}' for row, n in rows[text].items())})" for text in fewer
+    ]
+    total = rows[most].total()
+    return f"not the same for all runs: {'; '.join(others)}; {most} (the other {total})"
+
+
+def _corpus(manifest: dict[str, Any]) -> str:
+    train, val = manifest["splits"]["train"], manifest["splits"]["val"]
+    unit = "images" if "images" in train else "tokens"
+    whole = [manifest["sha256"]] if unit == "images" else [train["sha256"], val["sha256"]]
+    hashes = ", ".join(digest[:12] for digest in whole)
+    return (
+        f"{manifest['name']}, {train[unit]:,} training and {val[unit]:,} validation {unit} "
+        f"(sha256 {hashes})"
+    )
+
+
+def _device(result: dict[str, Any]) -> str:
+    environment = result["environment"]
+    several = f"{result.get('world_size', 1)} x " * (result.get("world_size", 1) > 1)
+    parts = [several + environment["device"]]
+    if "config" not in result:  # the record of a block
+        return f"{parts[0]}, torch {environment['versions']['torch']}"
+    threads = environment["threads"]
+    parts.append(f"{threads} thread" + "s" * (threads != 1))
+    impl = result["config"].get("impl")
+    if impl is not None:
+        parts += [
+            result["config"]["train"]["dtype"],
+            "compiled" if impl["compile"] else "",
+            f"micro-batch {impl['micro_batch']}" if impl["micro_batch"] else "",
+            f"backend {result['backend']}",
+        ]
+    parts.append(f"torch {environment['versions']['torch']}")
+    return ", ".join(part for part in parts if part)
+
+
+def revision(environment: dict[str, Any]) -> str:
+    """The revision of the code in words. environment: with the entries of `git_state`."""
+    if environment["git_revision"] is None:
+        return "unknown revision (no git checkout)"
+    changed = " with uncommitted changes" if environment["git_dirty"] else ""
+    return f"revision {environment['git_revision'][:12]}{changed}"

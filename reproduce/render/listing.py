@@ -1,0 +1,182 @@
+"""Lists every table and figure of the papers: the spec that covers it, or the reason why none does.
+
+The list is in `specs/coverage.yaml`. Neither torch nor a driver is imported here, so that `python
+-m reproduce --list` answers at once.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from reproduce.specs.reading import read_rows, read_yaml
+from reproduce.specs.table import Table
+
+HERE = Path(__file__).parents[1]
+FILE = HERE / "specs" / "coverage.yaml"
+
+
+@dataclass(frozen=True)
+class Item:
+    """One table or figure of a paper, or a range of them. reason: why it has no spec; "" if it has
+    one."""
+
+    paper: str
+    number: str
+    caption: str
+    reason: str = ""
+
+    @property
+    def name(self) -> str:
+        """The name in words, `table 6` or `figure 7`."""
+        kind = "" if self.number.startswith(("figure", "appendix")) else "table "
+        return kind + self.number.replace("figure", "figure ")
+
+    @property
+    def command(self) -> str:
+        """Its name on the command line, as `Table.command`."""
+        return self.name.replace(" ", "")
+
+    @property
+    def count(self) -> int:
+        """How many tables or figures it is: 4 for the range `B6-B9`."""
+        ends = [int(end) for end in re.findall(r"\d+", self.number)]
+        return ends[-1] - ends[0] + 1 if ends else 0
+
+
+def items(path: Path = FILE) -> dict[str, list[Item]]:
+    """The tables and figures by the title of their paper, in the order of the paper. The `paper` of
+    an item is the name that `paper=` takes."""
+    return {
+        paper["title"]: [
+            Item(key, str(number), **({"caption": entry} if isinstance(entry, str) else entry))
+            for number, entry in paper["items"].items()
+        ]
+        for key, paper in read_yaml(path).items()
+    }
+
+
+def stem(table: Table, tier: str, runs: Path) -> Path:
+    """The path of a tier's files without their suffixes."""
+    return runs / "tables" / f"{table.name}-{tier}"
+
+
+def read_progress(table: Table, tier: str, runs: Path) -> dict[str, Any] | None:
+    """The numbers of `jobs` and of those `done` when a tier was last made here; None if it never
+    was."""
+    path = stem(table, tier, runs).with_suffix(".json")
+    if not path.is_file():
+        return None
+    content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return content
+
+
+def measured_csv(table: Table, tier: str) -> Path | None:
+    """The CSV file of the committed table of a tier, if it has numbers in all rows."""
+    wanted = {(v.label, row.label) for v, row, _ in table.trainings(tier) if not row.stage}
+    for path in (HERE / "measured").glob(f"*/{table.name}-{tier}.csv"):
+        found = {
+            (line.get("of", ""), line["method"])
+            for line in read_rows(path)
+            if any(name.endswith(": n") and int(n or 0) for name, n in line.items())
+        }
+        if wanted and wanted <= found:
+            return path
+    return None
+
+
+def measured_file(path: Path) -> str:
+    """The path in the repository of the committed table with this CSV file."""
+    return path.with_suffix(".md").relative_to(HERE.parent).as_posix()
+
+
+def records(table: Table, tier: str) -> dict[str, int]:
+    """The number of committed records of each variant of a tier that shows a block."""
+    found = {row.variant: 0 for row in table.rows_of(tier) if row.variant}
+    for variant in found:
+        block, _, name = variant.rpartition("/")
+        path = HERE / "evidence" / f"{block or table.tiers[tier].block}.jsonl"
+        found[variant] = _recorded(path).count((name, f"tier={tier}"))
+    return found
+
+
+@cache
+def _recorded(path: Path) -> list[tuple[str, str]]:
+    """The variant and the tier of each finished run whose record is in a file."""
+    lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
+    return [
+        (record["variant"], override)
+        for record in map(json.loads, lines)
+        for override in record["overrides"]
+        if record["metrics"] and override.startswith("tier=")
+    ]
+
+
+def was_measured(table: Table) -> bool:
+    """True if results are committed for all rows of a tier: of the full tier a measured table, of a
+    tier that shows a block its records."""
+    for name, tier in table.tiers.items():
+        if tier.block and all((counted := records(table, name)).values()) and counted:
+            return True
+        if name == "full" and not tier.unavailable and measured_csv(table, name):
+            return True
+    return False
+
+
+def lines(tables: list[Table], runs: Path, papers: dict[str, list[Item]]) -> list[str]:
+    """The lines that `--list` prints."""
+    text = []
+    for table in tables:
+        if table.paper is None:
+            text += [table.title, *_tiers(table, runs)]
+    specs: dict[tuple[str | None, str | None], list[Table]] = {}
+    for table in tables:
+        specs.setdefault((table.paper, table.number), []).append(table)
+    # The parts of a figure are separate specs: the figure counts if all of its parts do.
+    total = covered = measured = 0
+    for title, listed in papers.items():
+        text += ["", f"{title}  (paper={listed[0].paper})"]
+        for item in listed:
+            text.append(f"  {item.name}: {item.caption}")
+            parts = specs.get((item.paper, item.number), [])
+            if not parts:
+                text.append(f"    not covered: {item.reason}")
+            text += [f"  {line}" for table in parts for line in _tiers(table, runs)]
+            total += item.count
+            covered += item.count * bool(parts)
+            measured += item.count * (bool(parts) and all(map(was_measured, parts)))
+    if not papers:
+        return text
+    return [
+        *text, "",
+        f"{total} numbered tables and figures: {covered} covered by a spec, {total - covered} not, "
+        f"each with its reason; {measured} measured (a committed table of the full tier, or "
+        "committed records of the tier mini, with numbers in all rows)",
+    ]  # fmt: skip
+
+
+def _tiers(table: Table, runs: Path) -> list[str]:
+    """A line for each tier of a table: how many runs were done when it was last made here, which
+    results are committed, and what it needs."""
+    text = []
+    for name, tier in table.tiers.items():
+        parts = []
+        if made := read_progress(table, name, runs):
+            parts.append(f"{made['done']} of {made['jobs']} runs done at the last call")
+        if tier.block and (committed := sum(records(table, name).values())):
+            parts.append(f"{committed} committed records")
+        if path := measured_csv(table, name):
+            parts.append(f"measured: {measured_file(path)}")
+        state = "; ".join(parts) or "not made"
+        if tier.block:
+            state += f" (`python -m reproduce run {tier.block}`)"
+        if tier.unavailable:
+            state = f"not offered: {tier.unavailable}"
+        elif tier.needs:
+            state += f" (needs {tier.needs})"
+        text.append(f"  {table.command} tier={name}: {state}")
+    return text

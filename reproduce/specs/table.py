@@ -1,0 +1,332 @@
+"""The dataclasses that describe a table, read from `reproduce/specs/tables/<name>.yaml`.
+
+A table has rows (methods) and tiers (budgets), and may have variants (sizes, tasks, patterns). For
+every variant, row and seed of a tier there is one training or one benchmark, and then the tier's
+measurements of what was trained. Columns say which of the resulting numbers are shown. A tier may
+instead show the records of a block (reproduce/blocks); then nothing is run for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from reproduce.specs.reading import build, errors_in, read_keys
+
+TABLES = Path(__file__).parent / "tables"
+TIERS = ("smoke", "mini", "full")
+SHOWN_AS = ("mean_std", "mean", "interval", "sum", "paired")
+TRAINING = ("pretrain", "dino", "translate")
+MEASURING = ("finetune", "evaluate")
+BENCH = "bench"
+SEARCH = "find_decay"
+FIGURES = ("curves", "blocks", "scatter", "bars", "lines", "none")
+
+
+@dataclass
+class Measure:
+    """A measurement that is made of every finished training.
+
+    driver: `finetune` or `evaluate`.
+    overrides: hydra overrides; `{inputs}` is replaced by the folder with the files of
+        reproduce/execute/smoke_tasks.py.
+    tasks: the tasks to fine-tune on, each separately; empty for `evaluate`.
+    """
+
+    driver: str
+    overrides: list[str] = field(default_factory=list)
+    tasks: list[str] = field(default_factory=list)
+
+
+@dataclass
+class Variant:
+    """One of several settings in which all rows are run, for example a model size.
+
+    key: replaces `{variant}` in overrides.
+    overrides: hydra overrides of all its rows.
+    rows: labels of the rows that it has; empty = all.
+    published: its name in `published.json`.
+    """
+
+    label: str
+    key: str = ""
+    overrides: list[str] = field(default_factory=list)
+    rows: list[str] = field(default_factory=list)
+    published: str | None = None
+
+
+@dataclass
+class Tier:
+    """One budget at which a table can be made.
+
+    setting: what is trained, and what it replaces of the paper's setting; printed.
+    needs: the data and the machine that are needed, in words.
+    overrides: hydra overrides of every row.
+    started: further overrides of the rows that start from another row.
+    seeds: the seeds of every row; empty if the tier shows a block.
+    measure: the measurements of what was trained, by names that columns refer to.
+    variants: the variants of this tier, instead of the table's.
+    rows: labels of the rows that it has; empty = all.
+    block: name of the block whose records it shows: those of the rows' variants, with the block's
+        seeds.
+    pretrained: True if the model comes with trained weights, from which all rows start.
+    incomparable: the reason why our values are not compared with the paper's even in the tier
+        `full`; "" if they are.
+    unavailable: the reason why the tier cannot be made; "" if it can.
+    """
+
+    setting: str = ""
+    needs: str = ""
+    overrides: list[str] = field(default_factory=list)
+    started: list[str] = field(default_factory=list)
+    seeds: list[int] = field(default_factory=list)
+    measure: dict[str, Measure] = field(default_factory=dict)
+    variants: list[Variant] = field(default_factory=list)
+    rows: list[str] = field(default_factory=list)
+    block: str = ""
+    pretrained: bool = False
+    incomparable: str = ""
+    unavailable: str = ""
+
+
+@dataclass
+class TableRow:
+    """One row of a table: a method with its options.
+
+    overrides: hydra overrides.
+    tiers: further overrides by tier.
+    measure: further overrides of a measurement, by its name.
+    published: the row's name in `published.json`.
+    published_table: the table there, if it is not the table's own `published_table`.
+    cells: the place of a column's published value as [row, column], by the column's label, where
+        the table's `published_row` and `published_column` do not give it.
+    starts_from: label of an earlier row; the initial weights are those of its finished run with the
+        same variant and seed.
+    against: label of the row that it is compared with, instead of the first row.
+    stage: True if the row is only trained for others to start from, and neither measured nor shown.
+    not_run: the reason why only the paper's values are shown; "" if the row is run.
+    variant: the row's variant in the block that a tier shows, or `<block>/<variant>` for a variant
+    of the block
+        that it starts from. A row without overrides appears only in tiers that show a block.
+    """
+
+    label: str
+    overrides: list[str] = field(default_factory=list)
+    tiers: dict[str, list[str]] = field(default_factory=dict)
+    measure: dict[str, list[str]] = field(default_factory=dict)
+    published: str | None = None
+    published_table: str | None = None
+    cells: dict[str, list[str]] = field(default_factory=dict)
+    starts_from: str | None = None
+    against: str | None = None
+    stage: bool = False
+    not_run: str = ""
+    variant: str = ""
+
+
+@dataclass
+class Column:
+    """One column of a table: a quantity of a run.
+
+    value: the number of a run, one of
+        a dotted path into `result.json`;
+        `tail.<name>`: the mean of this entry of `metrics.jsonl` over the last tenth of the steps;
+        `<measure>.<metric>` or `<measure>.<task>.<metric>`: a metric of a measurement;
+        `<measure>.mean`: the mean of the scores of its tasks;
+        several of these, separated by commas: their mean;
+        `exp.<value>`: the exponential of another one;
+        None: it cannot be measured.
+    show: how the numbers of all seeds are shown: `mean_std`, `mean`, `interval` (the mean with its
+        95 % interval), `sum` or `paired` (mean difference at equal seeds to the first row, or
+        the row's `against`, with its 95 % interval).
+    format: Python format of a number.
+    published: the column's name in `published.json`, if the published values are shown.
+    scale: factor of what is shown, for example 100 for a share in percent.
+    unit: the printed unit, if published values do not give one.
+    tiers: another `value` in some tiers.
+    """
+
+    label: str
+    value: str | None = None
+    show: str = "mean_std"
+    format: str = ".3f"
+    published: str | None = None
+    scale: float = 1.0
+    unit: str = ""
+    tiers: dict[str, str | None] = field(default_factory=dict)
+
+    def value_in(self, tier: str) -> str | None:
+        """The column's `value` in a tier."""
+        return self.tiers.get(tier, self.value)
+
+
+@dataclass
+class Figure:
+    """The figure of a table.
+
+    kind: one of
+        `curves`: quantities of the log, such as the loss, against the step;
+        `blocks`: the flip rate of each transformer block, of runs with `method.flips_by_layer`;
+        `scatter`: two quantities of all steps against each other, row by row, and the
+            distribution of the second;
+        `bars` or `lines`: the paper's values and ours in `columns`, row by row (`lines` for rows
+        that have an order);
+        `none`: no figure.
+    columns: labels of the columns in `bars` or `lines`; empty = those with published values.
+    quantities: the panels of `curves`; x and y of `scatter`.
+    """
+
+    kind: str = "curves"
+    columns: list[str] = field(default_factory=list)
+    quantities: list[str] = field(default_factory=lambda: ["val_loss", "flip_rate"])
+
+
+@dataclass
+class Table:
+    """A table of a paper or of this project. Its first row is the dense baseline, except for
+    benchmarks and searches for decay factors, which measure their baseline themselves.
+
+    driver: the driver that runs its rows.
+    paper, number: the paper and the number of the table; None for this project's own. Table 2 is
+        `2`, Table 2 of an appendix `B2`, Figure 7 `figure7`.
+    published_table: the table's name in `published.json`.
+    published_setting: the paper's setting; printed.
+    published_row, published_column: the names of a cell in `published.json`, with `{row}`,
+        `{variant}` and `{column}` for the published names of these.
+    notes: lines that are printed below the settings.
+    """
+
+    name: str
+    title: str
+    tiers: dict[str, Tier]
+    rows: list[TableRow]
+    columns: list[Column]
+    variants: list[Variant] = field(default_factory=list)
+    driver: str = "pretrain"
+    paper: str | None = None
+    number: str | None = None
+    published_table: str | None = None
+    published_setting: str = ""
+    published_row: str = "{row}"
+    published_column: str = "{column}"
+    notes: list[str] = field(default_factory=list)
+    figure: Figure = field(default_factory=Figure)
+
+    def __post_init__(self) -> None:
+        rows, columns, variants = (
+            [one.label for one in some] for some in (self.rows, self.columns, self.variants)
+        )
+        for labels in (rows, columns, variants):
+            if len({*labels}) < len(labels):
+                raise ValueError(f"two rows, columns or variants have the same label: {labels}")
+        _check("driver", self.driver, (*TRAINING, BENCH, SEARCH))
+        _check("figure.kind", self.figure.kind, FIGURES)
+        if self.has_baseline and "method=dense" not in (self.rows or [TableRow("")])[0].overrides:
+            raise ValueError("the first row must be the dense baseline (method=dense)")
+        for position, row in enumerate(self.rows):
+            if row.starts_from is not None:
+                _check(f"{row.label!r}: starts_from", row.starts_from, rows[:position])
+            for other in row.tiers:
+                _check(f"{row.label!r}: tiers", other, self.tiers)
+            for part in row.measure:
+                known = [name for one in self.tiers.values() for name in one.measure]
+                _check(f"{row.label!r}: measure", part, known)
+        for name, tier in self.tiers.items():
+            self._check_tier(name, tier)
+        for column in self.columns:
+            _check(f"{column.label!r}: show", column.show, SHOWN_AS)
+        for label in self.figure.columns:
+            _check("figure.columns", label, columns)
+
+    def _check_tier(self, name: str, tier: Tier) -> None:
+        _check("tier", name, TIERS)
+        if tier.block and (tier.overrides or tier.measure):
+            raise ValueError(f"tier {name} shows a block: it cannot have overrides or measurements")
+        distinct = {*tier.seeds}
+        without_seeds = not distinct and not tier.block
+        if not tier.unavailable and (without_seeds or len(distinct) < len(tier.seeds)):
+            raise ValueError(f"tier {name} needs seeds, each once, but has {tier.seeds}")
+        for label in tier.rows:
+            _check(f"tier {name}: rows", label, [row.label for row in self.rows])
+        shown = [row.label for row in self.rows_of(name) if not row.stage]
+        if self.has_baseline and tier.rows:
+            baseline = next(row.label for row in self.rows if not row.stage)
+            _check(f"tier {name}: the baseline", baseline, tier.rows)
+        for row in self.rows_of(name):
+            if row.against is not None:
+                _check(f"tier {name}: {row.label!r}: against", row.against, shown)
+        for part, measure in tier.measure.items():
+            _check(f"tier {name}: {part}: driver", measure.driver, MEASURING)
+
+    @property
+    def has_baseline(self) -> bool:
+        """True if its rows are trainings, the first of which is the dense baseline."""
+        return self.driver in TRAINING
+
+    @property
+    def command(self) -> str:
+        """The table's name on the command line: `table<number>`, `figure<number>` or its own
+        name."""
+        if self.number is None:
+            return self.name
+        return self.number if self.number.startswith("figure") else f"table{self.number}"
+
+    @property
+    def block_variants(self) -> dict[str, str]:
+        """The variant that trains a row's method on a small model, as `<block>/<variant>`, by the
+        row's label; for tiers that show a block."""
+        shown = [
+            (tier.block, self.rows_of(name)) for name, tier in self.tiers.items() if tier.block
+        ]
+        return {
+            row.label: f"{block}/{row.variant}"
+            for block, rows in shown
+            for row in rows
+            if row.variant and "/" not in row.variant
+        }
+
+    def rows_of(self, tier: str) -> list[TableRow]:
+        """The rows of a tier, stages included."""
+        if self.tiers[tier].block:
+            return [row for row in self.rows if row.variant or row.not_run]
+        chosen = self.tiers[tier].rows
+        own = [row for row in self.rows if row.overrides or not row.variant]
+        return [row for row in own if not chosen or row.label in chosen]
+
+    def trainings(self, tier: str) -> Iterator[tuple[Variant, TableRow, int]]:
+        """Yields (variant, row, seed) of each training or benchmark of a tier."""
+        for variant in self.variants_of(tier):
+            for row in self.rows_of(tier):
+                if not row.not_run and (not variant.rows or row.label in variant.rows):
+                    yield from ((variant, row, seed) for seed in self.tiers[tier].seeds)
+
+    def variants_of(self, tier: str) -> list[Variant]:
+        """The variants of a tier; a single nameless one for a table without variants."""
+        return self.tiers[tier].variants or self.variants or [Variant("")]
+
+
+def _check(name: str, value: str, choices: Iterable[str]) -> None:
+    if value not in choices:
+        raise ValueError(f"{name}={value}; choose of {', '.join(choices)}")
+
+
+def read_table(path: Path) -> Table:
+    """The table that a spec file describes; what it lacks comes from the one it is `based_on`.
+
+    Raises:
+        UserError: a key does not exist or is missing, or a value is of the wrong kind.
+    """
+    with errors_in(path):
+        content, base = read_keys(path), path
+        while name := content.pop("based_on", ""):
+            base = base.with_name(f"{name}.yaml")
+            if not base.is_file():
+                raise ValueError(f"based_on: there is no {base.name}")
+            content = read_keys(base) | content
+        return build(Table, {"name": path.stem, **content}, "the file")
+
+
+def read_tables(folder: Path = TABLES) -> list[Table]:
+    """All tables in a folder, sorted by name."""
+    return [read_table(path) for path in sorted(folder.glob("*.yaml"))]
