@@ -10,10 +10,11 @@ from scipy.stats import ttest_1samp
 
 from experiments.runs.stats import holm, mean, p_value
 from experiments.support.errors import UserError
-from reproduce import blocks, published
+from reproduce import blocks
 from reproduce.blocks import read_block
 from reproduce.judge.claims import Claim, Claims, Contrast, Margin, read_claims
 from reproduce.judge.verdicts import differences, judge, verdict
+from reproduce.specs import published
 from tests.reproduce.conftest import BASE, NOISE, shifted
 
 

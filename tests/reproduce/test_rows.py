@@ -11,7 +11,8 @@ from experiments.data import numbers
 from experiments.data.manifest import DataConfig
 from experiments.data.mlm import MLMConfig
 from experiments.data.prepare import prepare
-from reproduce import measure, smoke_tasks
+from reproduce import measure
+from reproduce.execute import smoke_tasks
 from reproduce.execute.jobs import INPUTS, execute, finished_runs, plan
 from reproduce.measure import adapters
 from reproduce.render.table import render
