@@ -75,7 +75,7 @@ class Request:
 
 def read_options(words: list[str], *known: str) -> dict[str, str]:
     """The values of the options by key. known: how they are typed, `key=VALUE` or `key`; the value
-    `N` is a positive whole number, `X` any positive number.
+    `N` is a positive number, whole for all but `minutes`.
 
     Raises:
         UsageError: an option that does not exist, or twice, or with another kind of value.
@@ -88,8 +88,8 @@ def read_options(words: list[str], *known: str) -> dict[str, str]:
         if key not in kinds or key in given or equals != takes or bool(value) != bool(takes):
             how = f"use {', '.join(known)}, each once" if known else "there are no options"
             raise UsageError(f"cannot use {word!r}; {how}")
-        if kind in ("N", "X"):
-            digits = value.replace(".", "", 1) if kind == "X" else value
+        if kind == "N":
+            digits = value.replace(".", "", 1) if key == "minutes" else value
             if not digits.isdecimal() or not 0 < float(value) < 1e6:
                 raise UsageError(f"{word}: it must be a positive number, at most a million")
         given[key] = value
@@ -160,7 +160,7 @@ def run(arguments: list[str], runs: Path) -> bool:
     """
     if not arguments:
         raise UsageError("no block is named: python -m reproduce run BLOCK")
-    given = read_options(arguments[1:], "minutes=X", "per_gpu=N")
+    given = read_options(arguments[1:], "minutes=N", "per_gpu=N")
     from reproduce.blocks import read_block
     from reproduce.runner import run_block
 

@@ -440,10 +440,10 @@ def test_the_exit_status_and_arguments_that_mean_nothing(children, monkeypatch, 
     assert "t: 2 runs, 1 done already; 2 at a time" in capsys.readouterr().out
     for arguments, message in [
         ([], "no block is named: python -m reproduce run BLOCK"),
-        (["t", "hours=1"], "cannot use 'hours=1'; use minutes=N and per_gpu=N"),
-        (["t", "per_gpu=1.5"], "cannot use 'per_gpu=1.5'"),
-        (["t", "per_gpu=0"], "per_gpu=0; the number must be positive"),
-        (["t", "minutes=nan"], "minutes=nan; the number must be positive"),
+        (["t", "hours=1"], "cannot use 'hours=1'; use minutes=N, per_gpu=N"),
+        (["t", "per_gpu=1.5"], "per_gpu=1.5: it must be a positive number"),
+        (["t", "per_gpu=0"], "per_gpu=0: it must be a positive number"),
+        (["t", "minutes=nan"], "minutes=nan: it must be a positive number"),
     ]:
         assert main(["run", *arguments], runs=tmp_path) == 2
         err = capsys.readouterr().err
