@@ -107,6 +107,11 @@ class Row(Effect):
         """Our gain as a fraction of the paper's."""
         return None if self.published in (None, 1) else (self.effect - 1) / (self.published - 1)
 
+    @property
+    def to_paper(self) -> float | None:
+        """Our factor over the paper's."""
+        return self.effect / self.published if self.published else None
+
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:

@@ -21,7 +21,7 @@ from experiments.support.results import git_state
 from reproduce import judge
 from reproduce.blocks import EVIDENCE
 from reproduce.judge import Json, text
-from reproduce.judge.claims import Claims, read_claims
+from reproduce.judge.claims import read_claims
 from reproduce.judge.scale import ENOUGH
 from reproduce.records import Evidence, read_evidence
 from reproduce.render import listing
@@ -30,29 +30,13 @@ from reproduce.report import tables
 from reproduce.report.blocks import Blocks, commands_of, curves_of, revision_of
 from reproduce.report.figures import factors, standalone, variables
 from reproduce.report.gather import Shown, own_runs, shown_blocks, unfinished
-from reproduce.report.html import HERE, TEMPLATES, formatted, link, macros
+from reproduce.report.html import HERE, TEMPLATES, link, macros
 from reproduce.specs.table import read_tables
 
 VERDICT_TEXT = ("agreement", "p_value", "statement", "without")
 MAIN = "a"  # the block of the main figure
 RECORDS = Path(bench.__file__).parents[1] / "bench_results"
 OF_BENCH = {"linear": "kernel", "block": "kernel", "train": "step"}
-CONTENTS = {
-    "claims": "The claims",
-    "blocks": "Runs of the blocks",
-    "tables": "The papers' tables",
-    "speed": "Speed and memory",
-    "own": "Your own runs",
-    "left-out": "Missing, failed and outdated runs",
-    "sources": "Where the numbers come from",
-}
-SOURCES = {
-    HERE.parent / "specs" / "published.json": "the papers' values, each with its source",
-    HERE.parent / "claims.yaml": "the claims, contrasts and rules",
-    HERE.parent / "specs" / "coverage.yaml": "which tables are covered, and why the others are not",
-    EVIDENCE / "pilot_decay.json": "the pilot that chose the decay factors",
-    HERE.parent / "README.md": "how blocks, tables and tiers work",
-}
 
 
 def main(runs: Path, report: Callable[[str], None] = print) -> None:
@@ -89,14 +73,11 @@ def build(runs: Path, folder: Path) -> str:
         **{name: getattr(blocks, name) for name in ("difference_figure", "table_of_variants")},
         **{name: getattr(text, name) for name in VERDICT_TEXT},
         across=blocks.across(),
-        absent_blocks=_absent(rules, shown),
         variants={
             (s.block.name, variant) for s in shown if s.variants for variant in s.block.variants
         },
         bench_records=[*_bench_records()],
-        claims_file=HERE.parent / "claims.yaml",
         commands_of=commands_of,
-        contents=CONTENTS,
         counts=Counter(claim["verdict"] for claim in judged["claims"]),
         covered=listing.items(),
         curves_of=curves_of,
@@ -111,13 +92,13 @@ def build(runs: Path, folder: Path) -> str:
         names=NAMES,
         origins=_origins(evidence),
         own=own_runs(runs),
+        reproduce=HERE.parent,
         revision=revision(git_state()),
         revision_of=revision_of,
         row_verdicts=_row_verdicts(judged),
         runs=runs,
         shown=shown,
         small_models=blocks.small_models,
-        sources=SOURCES,
         specs=specs,
         style=variables() + Markup(css),
         tables_made={table.name: tables.found(table, runs) for table in specs},
@@ -128,11 +109,6 @@ def build(runs: Path, folder: Path) -> str:
 
 def _main(shown: list[Shown]) -> Shown:
     return next(s for s in shown if s.block.name == MAIN)
-
-
-def _absent(rules: Claims, shown: list[Shown]) -> list[str]:
-    asked = {contrast.block for claim in rules.claims for contrast in claim.contrasts}
-    return sorted(asked - {s.block.name for s in shown})
 
 
 def _row_verdicts(judged: Json) -> tables.Verdicts:
@@ -165,31 +141,17 @@ def _bench_records() -> Iterator[Json]:
         record = json.loads(path.read_text(encoding="utf-8"))
         for name, kind in OF_BENCH.items():
             rows = [
-                row | {"factor": row["peers"]["dense"] / row["ms"], "short": row["revision"][:7]}
+                row | {"dense": row["peers"]["dense"], "factor": row["peers"]["dense"] / row["ms"]}
                 for row in record.get("benchmarks", {}).get(name, {}).get("rows", [])
                 if row["ms"] and "dense" in row["peers"] and not row["name"].startswith("dense")
             ]
-            if not rows:
-                continue
-            times = Counter((row["shape"], row["name"]) for row in rows)
-            dots: dict[str, list[tuple[str, None, float]]] = {}
-            for r in rows:
-                at = f" at {r['short']}" * (times[r["shape"], r["name"]] > 1)
-                dots.setdefault(r["shape"], []).append((f"{r['name']}{at}", None, r["factor"]))
-            cells = [
-                [
-                    *(r[key] for key in ("name", "shape", "dtype", "backend")),
-                    *(formatted(ms, ".4g") for ms in (r["ms"], r["peers"]["dense"])),
-                    *(f"{r['factor']:.2f}", r["short"]),
-                ]
-                for r in rows
-            ]
-            title = f"{name} on {record['device']}"
-            yield {
-                "name": name,
-                "kind": kind,
-                "title": title,
-                "path": path,
-                "dots": dots,
-                "rows": cells,
-            }
+            if rows:
+                times = Counter((row["shape"], row["name"]) for row in rows)
+                dots: dict[str, list[tuple[str, None, float]]] = {}
+                for row in rows:
+                    again = times[row["shape"], row["name"]] > 1
+                    label = row["name"] + f" at {row['revision'][:7]}" * again
+                    dots.setdefault(row["shape"], []).append((label, None, row["factor"]))
+                title = f"{name} on {record['device']}"
+                yield {"name": name, "kind": kind, "title": title, "path": path, "dots": dots,
+                       "rows": rows}  # fmt: skip

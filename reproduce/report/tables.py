@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from reproduce import from_records
 from reproduce.execute.jobs import finished_runs, plan
 from reproduce.render import listing
 from reproduce.render.cells import UNKNOWN
-from reproduce.render.grid import BLANK, OURS, PAPER, SOURCE, Grid
+from reproduce.render.grid import BLANK, OURS, PAPER, SOURCE
 from reproduce.render.table import Rendered, render, render_measured
 from reproduce.report.html import badge
 from reproduce.specs.table import Table
@@ -24,12 +24,11 @@ Verdicts = Mapping[tuple[str, str, str], str]  # table, column and row -> verdic
 
 @dataclass(frozen=True)
 class Made:
-    """A table as it was rendered for a tier. grid: None if there is nothing to show. files: where
-    its numbers are; [] if nothing was run for it."""
+    """A table as it was rendered for a tier. files: where its numbers are; [] if nothing was run
+    for it."""
 
     tier: str
     rendered: Rendered
-    grid: Grid | None
     files: list[Path] = field(default_factory=list)
 
     @property
@@ -51,27 +50,22 @@ class Made:
     @property
     def has_values(self) -> bool:
         """True if at least one cell has a value."""
-        cells = [value for line in self.grid.lines for value in line.values] if self.grid else []
-        return any(value not in ("", "-", UNKNOWN) for value in cells)
+        cells = {value for line in self.rendered.grid.lines for value in line.values}
+        return bool(cells - {"", BLANK, UNKNOWN})
 
     @property
     def heads(self) -> list[str]:
         """The headings of the table in one part."""
-        assert self.grid is not None
-        names = zip(self.grid.groups, self.grid.columns, strict=True)
-        return [*self.grid.stubs, *(", ".join(filter(None, name)) for name in names)]
-
-    @property
-    def words(self) -> list[int]:
-        """The numbers of the columns that name the rows."""
-        return [*range(len(self.grid.stubs))] if self.grid else []
+        grid = self.rendered.grid
+        names = zip(grid.groups, grid.columns, strict=True)
+        return [*grid.stubs, *(", ".join(filter(None, name)) for name in names)]
 
     def rows(self, table: str, verdicts: Verdicts) -> list[list[Any]]:
         """The table in the layout of the paper's, with the verdicts on our values."""
-        assert self.grid is not None
-        sourced, heads = self.grid.stubs[-1] == SOURCE, self.heads[len(self.grid.stubs) :]
+        grid = self.rendered.grid
+        sourced, heads = grid.stubs[-1] == SOURCE, self.heads[len(grid.stubs) :]
         rows: list[list[Any]] = []
-        for line in self.grid.lines:
+        for line in grid.lines:
             if set(line.values) == {BLANK}:
                 continue
             label = ", ".join(line.names[:-1] if sourced else line.names)
@@ -99,12 +93,15 @@ def found(table: Table, runs: Path) -> list[Made]:
         return made
     tier = [name for name, one in table.tiers.items() if not one.unavailable][-1]
     empty = render(table, tier, [])
-    return [Made(tier, empty, empty.grid.of_source(PAPER) if SOURCE in empty.grid.stubs else None)]
+    grid = (
+        empty.grid.of_source(PAPER) if SOURCE in empty.grid.stubs else replace(empty.grid, lines=[])
+    )
+    return [Made(tier, replace(empty, grid=grid))]
 
 
 def _of(tier: str, rendered: Rendered, stem: Path) -> Made:
     files = [stem.with_name(stem.name + end) for end in (".md", ".csv", "-runs.csv")]
-    return Made(tier, rendered, rendered.grid, [path for path in files if path.is_file()])
+    return Made(tier, rendered, [path for path in files if path.is_file()])
 
 
 def _own(table: Table, tier: str, runs: Path) -> Rendered:

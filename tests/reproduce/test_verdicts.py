@@ -49,7 +49,7 @@ def values(**variants):
 def of(*contrasts, **changed):
     claim = Claim(1, "fst", "it trains.", "1.0", [Contrast("a", *c) for c in contrasts])
     claim = replace(claim, settles="More of it.", **changed)
-    return Claims(MARGIN, 0.05, 5, 0.02, [claim], papers={"fst": "FST"})
+    return Claims(MARGIN, 0.05, 5, 0.02, [claim], papers={"fst": "FST"}, legend="Legend.")
 
 
 def contrasts_of(*contrasts, **variants):
