@@ -137,7 +137,7 @@ def store_groups(
 
 
 @triton.jit
-def apart(entries, LEVELS: tl.constexpr):
+def split_groups(entries, LEVELS: tl.constexpr):
     """Split each run of 2^LEVELS <= 32 neighbours into a tuple with one tensor for each place."""
     parts = (entries,)  # ordered by the reversed bits of the place
     for level in tl.static_range(LEVELS):
@@ -153,8 +153,8 @@ def apart(entries, LEVELS: tl.constexpr):
 
 
 @triton.jit
-def together(ordered, LEVELS: tl.constexpr):
-    """The inverse of `apart`: one tensor with the entries side by side again."""
+def join_groups(ordered, LEVELS: tl.constexpr):
+    """The inverse of `split_groups`: one tensor with the entries side by side again."""
     parts = ()
     for i in tl.static_range(1 << LEVELS):
         parts += (ordered[reversed_bits(i) >> 5 - LEVELS],)

@@ -88,8 +88,8 @@ class Linear(MaskedLinear):
         left = torch.stack([weights_in_both_masks(mask, rows) for rows in candidates])
         self.permutation.copy_(candidates[left.argmax()])
 
-    def derive(self, amax: Tensor | None = None) -> None:
-        super().derive(amax)
+    def update_operands(self, amax: Tensor | None = None) -> None:
+        super().update_operands(amax)
         permuted = self.effective_weight()[self.permutation]
         kept = torch.where(nm_mask(permuted, dim=0), permuted, 0.0)
         self.operand_dgrad.index_copy_(0, self.permutation, kept.to(self.operand_dgrad.dtype))
@@ -120,6 +120,6 @@ class Method(sr_ste.Method):
         if step % self.config.permute_every == 0:
             for name, layer in self.sparse_layers.items():
                 assert isinstance(layer, Linear)
-                with layer.whole():
+                with layer.unsharded():
                     layer.search_permutation(layer_seed(self.config.seed, name, step))
                 layer.refresh()

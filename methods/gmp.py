@@ -112,7 +112,7 @@ class Method(distillation.Method):
             self.pruned = share
             for layer in self.layers.values():
                 assert isinstance(layer, one_shot.Linear)
-                with layer.whole():
+                with layer.unsharded():
                     layer.prune(prune_towards24(layer.weight, layer.mask, share))
             self._remember(step)  # so that pruning is not taken for an optimizer step
 

@@ -91,18 +91,18 @@ class Linear(MaskedLinear):
         self.refresh()
 
     @torch.no_grad()
-    def settle(self) -> None:
+    def update_buffers(self) -> None:
         # The optimizer's momentum can still move an entry that was pruned during training.
         self.weight.masked_fill_(~self.mask, 0.0)
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., in] -> [..., out]."""
-        x = self.taken(x)
+        x = self.checked_input(x)
         weight = InPlaceOf.apply(self.weight, self.sparse_weight.to(x.dtype), self.mask)
         return F.linear(x, weight, None if self.bias is None else self.bias.to(x.dtype))
 
     def weight_in_use(self) -> Tensor:
-        self.look()
+        self.check_in_forward()
         operand = self.sparse_weight.to(self.weight.dtype)
         return InPlaceOf.apply(self.weight, operand, self.mask)
 

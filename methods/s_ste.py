@@ -128,14 +128,14 @@ class Linear(Fp8Linear):
     def rows_together(self) -> int:  # type: ignore[override]
         return 0 if self.config.beta == "mse_dynamic" else 1
 
-    def settle(self) -> None:
+    def update_buffers(self) -> None:
         if self.config.beta == "mse_dynamic":
             weight = self.weight.detach()
             projected = soft_threshold24(weight, self.config.gamma)
             self.scale.copy_(projection_scale(weight, projected, self.config.beta))
 
-    def derive(self, amax: Tensor | None = None) -> None:
-        super().derive(amax)
+    def update_operands(self, amax: Tensor | None = None) -> None:
+        super().update_operands(amax)
         if self.operand_dgrad is not None:
             self.operand_dgrad.copy_(self.sparse_weight)
 
@@ -153,12 +153,12 @@ class Linear(Fp8Linear):
             super().quantize(amax)
             return
         assert self.fp8 and self.codes_dgrad is not None
-        room, shape = None, (self.out_features, self.in_features)
+        packed, shape = None, (self.out_features, self.in_features)
         if self.packed is not None:
             dtype, layout = FORMATS[self.fp8.fprop], self.accelerated.layouts.fprop
-            room = Packed24((self.packed,), shape, dtype, layout)
+            packed = Packed24((self.packed,), shape, dtype, layout)
         project_quantize24_(
-            room,
+            packed,
             self.codes,
             self.codes_dgrad,
             self.code_scales,

@@ -237,8 +237,7 @@ def swap_linear_with_semi_sparse_linear(
         current: name of `model` itself, if the names in `config` begin with it.
     Raises:
         ValueError: an entry of `config` matches no `nn.Linear`, or one whose shape does not fit
-        2:4.
-            The model is then unchanged.
+            2:4. The model is then unchanged.
     """
     # Only nn.Linear itself: a subclass may behave differently.
     linears = {n: m for n, m in _named(model, current) if type(m) is nn.Linear}

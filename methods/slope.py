@@ -181,7 +181,7 @@ class Method(Fp8Method):
 
     def open_micro_batch(self) -> None:
         """Check the order of calls; no random bits are drawn."""
-        self._check_opened()
+        self._check_step_begun()
 
     def on_gradients(self, step: int, optimizer: Optimizers = None) -> None:
         super().on_gradients(step, optimizer)
@@ -230,7 +230,7 @@ class Method(Fp8Method):
                 continue
             if due:
                 layer.refresh_mask()
-            layer.derive()
+            layer.update_operands()
         prune_and_pack24_(together, choose=due)
         delayed.update(self.layers.values())
         self._remember(None)

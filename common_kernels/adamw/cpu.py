@@ -25,7 +25,7 @@ def adamw24_(
 ) -> None:
     for given in weights:
         update(given, rates, rule, grad_scale, found_inf)
-        derive(given, rule)
+        write_operands(given, rule)
 
 
 def update(
@@ -53,7 +53,7 @@ def update(
             tensor.copy_(row)
 
 
-def derive(given: Weight24, rule: Rule) -> None:
+def write_operands(given: Weight24, rule: Rule) -> None:
     """Write the mask and the operands of the weight as it is now."""
     weight, mask = given.weight, given.mask
     if rule.choose is not None:

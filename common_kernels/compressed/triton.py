@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 
 from common_kernels.compressed import cpu
-from common_kernels.launch import apart, keep24, launch, magnitude, together
+from common_kernels.launch import join_groups, keep24, launch, magnitude, split_groups
 from common_kernels.masks.triton import LARGEST_M, nm_mask
 
 BLOCK = 1024  # bytes of `bits` that a program handles
@@ -152,7 +152,7 @@ def load_entries(base, start, count, SIZE: tl.constexpr, LEVELS: tl.constexpr, B
     """Load the SIZE consecutive entries of each of BLOCK groups."""
     if LEVELS >= 0:
         at = SIZE * start + tl.arange(0, SIZE * BLOCK)
-        return apart(tl.load(base + at, mask=at < SIZE * count, other=0), LEVELS)
+        return split_groups(tl.load(base + at, mask=at < SIZE * count, other=0), LEVELS)
     else:
         q = start + tl.arange(0, BLOCK)
         entries = ()
@@ -167,7 +167,7 @@ def store_entries(
 ):
     if LEVELS >= 0:
         at = SIZE * start + tl.arange(0, SIZE * BLOCK)
-        tl.store(base + at, together(entries, LEVELS), mask=at < SIZE * count)
+        tl.store(base + at, join_groups(entries, LEVELS), mask=at < SIZE * count)
     else:
         q = start + tl.arange(0, BLOCK)
         for i in tl.static_range(SIZE):
@@ -248,7 +248,7 @@ def double_prune_kernel(values, bits, column_bits, count, across, BLOCK: tl.cons
         eight = tl.arange(0, 8)[None, :]
         at = 8 * (place + r * across)[:, None] + eight
         entries = tl.load(values + at, mask=inside[:, None], other=0)
-        rows += (apart(tl.reshape(entries, [8 * BLOCK]), 3),)
+        rows += (split_groups(tl.reshape(entries, [8 * BLOCK]), 3),)
         low = tl.load(bits + 2 * (place + r * across), mask=inside, other=0).to(tl.int32)
         high = tl.load(bits + 2 * (place + r * across) + 1, mask=inside, other=0).to(tl.int32)
         found += (low | high << 8,)

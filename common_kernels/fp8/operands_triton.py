@@ -15,8 +15,8 @@ from common_kernels.pack.triton import (
     new_buffer,
     order_of,
     split,
+    split_fours,
     store_meta,
-    take_apart,
 )
 from common_kernels.soft_threshold.triton import less, threshold
 
@@ -187,7 +187,7 @@ def project_kernel(
     left = (tl.program_id(0) % across).to(tl.int64) * 64
     r, c = top + tl.arange(0, 64), left + tl.arange(0, 64)
     at = r[:, None] * columns + c[None, :]
-    a0, a1, a2, a3 = take_apart(tl.load(w + at), 64, 16)
+    a0, a1, a2, a3 = split_fours(tl.load(w + at), 64, 16)
     a0, a1, a2, a3 = a0.to(tl.float32), a1.to(tl.float32), a2.to(tl.float32), a3.to(tl.float32)
     p0, p1, p2, p3 = project(a0, a1, a2, a3, tl.load(beta), w.dtype.element_ty)
     if PACKED:

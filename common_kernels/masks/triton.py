@@ -14,14 +14,14 @@ import triton.language as tl
 from common_kernels import checks, layout
 from common_kernels.launch import (
     BLOCK,
-    apart,
     first_entries,
+    join_groups,
     keep24,
     launch,
     load_groups,
     magnitude,
+    split_groups,
     store_groups,
-    together,
 )
 from common_kernels.masks import cpu
 
@@ -147,11 +147,13 @@ def mask_kernel(
     keys = ()
     if NEIGHBOURS:
         at = M * start + tl.arange(0, M * BLOCK)
-        parts = apart(tl.load(x + at, mask=at < M * tl.cast(count, tl.int64), other=0), LEVELS)
+        parts = split_groups(
+            tl.load(x + at, mask=at < M * tl.cast(count, tl.int64), other=0), LEVELS
+        )
         for i in tl.static_range(M):
             keys += (key(parts[i], M - i),)
         kept = reaching(keys, descending(keys, NETWORK)[N - 1], M)
-        tl.store(mask + at, together(kept, LEVELS), mask=at < M * tl.cast(count, tl.int64))
+        tl.store(mask + at, join_groups(kept, LEVELS), mask=at < M * tl.cast(count, tl.int64))
     else:
         at = first_entries(start, lanes, M, BLOCK)
         inside = start + tl.arange(0, BLOCK) < count

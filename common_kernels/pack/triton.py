@@ -152,7 +152,7 @@ def largest_two(a0, a1, a2, a3, m0, m1, m2, m3):
 
 
 @triton.jit
-def take_apart(entries, ROWS: tl.constexpr, GROUPS: tl.constexpr):
+def split_fours(entries, ROWS: tl.constexpr, GROUPS: tl.constexpr):
     """Split `[ROWS, 4 GROUPS]` into the four entries of each group, each `[ROWS, GROUPS]`."""
     even, odd = tl.split(tl.reshape(entries, [ROWS, GROUPS, 2, 2]))
     a0, a2 = tl.split(even)
@@ -253,13 +253,13 @@ def pack_kernel(
     r = tl.arange(0, 64)[:, None]
     start = stripe * 64 * columns + 4 * first_group
     at = r * columns + tl.arange(0, 4 * GROUPS)[None, :]
-    a0, a1, a2, a3 = take_apart(tl.load(x + start + at), 64, GROUPS)
+    a0, a1, a2, a3 = split_fours(tl.load(x + start + at), 64, GROUPS)
     if SOURCE >= 2:
         if SOURCE == 3:  # BITS: each entry loads its byte, so that its own thread has the bit
             kept = tl.load(mask + (start + at) // 8) >> (at % 8).to(tl.uint8) & 1
         else:
             kept = tl.load(mask + start + at)
-        k = take_apart(kept, 64, GROUPS)
+        k = split_fours(kept, 64, GROUPS)
         pairs, nibbles = entries_stored(a0, a1, a2, a3, bools(k))
     else:
         a0, a1, a2, a3 = a0.to(tl.float32), a1.to(tl.float32), a2.to(tl.float32), a3.to(tl.float32)

@@ -70,7 +70,7 @@ class Descent:
     def _put(self, masks: list[Tensor]) -> None:
         for (layer, _), mask in zip(self.masks, masks, strict=True):
             layer.mask.copy_(mask)
-            layer.derive()
+            layer.update_operands()
 
     def _loss(self) -> Tensor:
         """The loss of the batch, always with the same dropout. If gradients are enabled, they are

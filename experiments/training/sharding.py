@@ -122,7 +122,7 @@ class Shards:
             for each in (model, teacher):
                 if each is not None:
                     shard(each, mesh, dtype, offload, keeps_root=each is model, world=world)
-            sharding.follow(method.layers.values(), model)
+            sharding.shard_layers(method.layers.values(), model)
         except ValueError as error:
             raise UserError(f"impl.shard=fsdp2: {error}") from error
 
@@ -131,7 +131,7 @@ class Shards:
         """A whole copy of model and method as they are now, on rank 0's CPU; None on other ranks.
         Every rank must call it."""
         state: dict[str, Tensor] = {}
-        sharding.follow(self.method.layers.values(), self.model)
+        sharding.shard_layers(self.method.layers.values(), self.model)
         for name, tensor in self.model.state_dict().items():
             gathered = sharding.full(tensor)
             if self.world.is_main:
@@ -188,7 +188,7 @@ def shard(
         if part is model:
             options["reshard_after_forward"] = None if keeps_root else True
         fully_shard(part, mp_policy=_policy(model, dtype), **options)
-        sharding.follow(part.modules())
+        sharding.shard_layers(part.modules())
 
 
 @torch.no_grad()

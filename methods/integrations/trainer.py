@@ -395,7 +395,7 @@ def plain_state(
                 with torch.no_grad():
                     twin.restore()
             compressed.merge(slorb.merge(twin))
-            conversion.release(twin)
+            conversion.from_linear(twin)
             for key in [key for key in state if key.rpartition(".")[0] == name]:
                 del state[key]
             for key, value in twin.state_dict().items():

@@ -96,12 +96,12 @@ class Acceleration:
         for product in NAMES:
             found = [choice for name, choice in self._choices() if name == product]
             sparse = sum(choice.sparse for choice in found)
-            told = [f"sparse in {sparse}"] if sparse else []
+            described = [f"sparse in {sparse}"] if sparse else []
             own = sum(choice.kernels == "cuda" for choice in found)
-            told += [f"by our own kernels in {own}"] if own else []
+            described += [f"by our own kernels in {own}"] if own else []
             reasons = Counter(_kind(choice.reason) for choice in found if not choice.sparse)
-            told += [f"dense in {count} ({reason})" for reason, count in reasons.items()]
-            alike.setdefault(", ".join(told), []).append(product)
+            described += [f"dense in {count} ({reason})" for reason, count in reasons.items()]
+            alike.setdefault(", ".join(described), []).append(product)
         parts = [f"{', '.join(products)} {said}" for said, products in alike.items()]
         if self.saved_ms:
             both = [c for _, c in self._choices() if c.saved_ms and c.ms and c.dense_ms]

@@ -88,7 +88,7 @@ class Method:
         self.flips_of_layers: dict[str, float] = {}  # per step
         self._masks_before: list[tuple[nn.Module, Tensor]] | None = None
         self._order = CallOrder()
-        self._given = False  # True once on_gradients was called
+        self._had_gradients = False  # True once on_gradients was called
         self._works: dict[str, StepWork] = {}  # work that the optimizer has taken over, by layer
 
     # ------------------------------------------------------------------ conversion
@@ -137,7 +137,7 @@ class Method:
         if self.Linear is not None:
             with torch.no_grad():
                 for name, module in chosen.items():
-                    conversion.adopt(module)
+                    conversion.to_linear(module)
                     if ranks.are_together():
                         # DDP broadcasts weights later, but scales are measured from them now.
                         dist.broadcast(module.weight.detach(), src=0)
@@ -213,7 +213,7 @@ class Method:
             raise ValueError("nothing is converted: call convert(model) before accelerate")
         if repack_backward:
             self.check_repacks()
-        sharding.follow(self.layers.values(), self._model)
+        sharding.shard_layers(self.layers.values(), self._model)
         chosen, why = ranks.of_rank_0(lambda: self._chosen(tokens, matmul))
         for name, products in chosen.items():
             layer = self.sparse_layers[name]
@@ -306,7 +306,7 @@ class Method:
         self._remember(step)
 
     def _begin(self, step: int) -> None:
-        sharding.follow(self.layers.values(), self._model)
+        sharding.shard_layers(self.layers.values(), self._model)
         # Loops that count from 1 have not trained before that step.
         if step > 1 and self._order.new and any(m.was_loaded for m in self.sparse_layers.values()):
             self._check_state(step)
@@ -323,15 +323,15 @@ class Method:
         """Raise RuntimeError, or warn, if the method's own state matters in a training that goes on
         from a checkpoint at this step; called if only the model's state was loaded."""
 
-    def _check_opened(self) -> None:
+    def _check_step_begun(self) -> None:
         if torch.is_grad_enabled():
-            self._order.check_opened(self._trained())
+            self._order.check_step_begun(self._trained())
 
     def _end(self, step: int) -> None:
-        sharding.follow(self.layers.values(), self._model)
+        sharding.shard_layers(self.layers.values(), self._model)
         self._order.check_begun(self._trained(), step)
-        if self.acts_on_gradients and not self._given:
-            self._order.check_given(self._trained(), step)
+        if self.acts_on_gradients and not self._had_gradients:
+            self._order.check_on_gradients(self._trained(), step)
 
     def loss(self, model: nn.Module, batch: dict[str, Any]) -> Tensor:
         """The loss of one micro-batch, whose backward pass draws new random bits."""
@@ -361,7 +361,7 @@ class Method:
 
     def open_micro_batch(self) -> None:
         """Select new random bits for the next forward and backward pass."""
-        self._check_opened()
+        self._check_step_begun()
         rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         self._set_keys(1, [self.micro_batch * size + rank] * len(self.sparse_layers))
         self.micro_batch += 1
@@ -380,14 +380,14 @@ class Method:
         `optimizer`, or a list of all if there are several, is needed by options that use the
         learning rate, and by `FusedAdamW`, which takes over work of the method.
         """
-        self._given = True
+        self._had_gradients = True
         if not self.micro_batch and any(layer.mvue for layer in self.sparse_layers.values()):
             raise RuntimeError(no_micro_batch(step))
         self._works.clear()
         fused = next((own for own in each(optimizer) if isinstance(own, FusedAdamW)), None)
         if fused:
             works = {n: self.step_work(layer, step) for n, layer in self.sparse_layers.items()}
-            self._works = fused.take({n: work for n, work in works.items() if work})
+            self._works = fused.accept({n: work for n, work in works.items() if work})
 
     def step_work(self, layer: SparseLinear, step: int) -> StepWork | None:
         """The work of `on_gradients` and `on_step_end` on the weight of `layer` in this step, for
@@ -447,7 +447,7 @@ class Method:
         """
         self._order.remember(self._trained(), begun)
         for layer in self.sparse_layers.values():
-            layer.see()
+            layer.mark_fresh()
 
     def _trained(self) -> Iterator[nn.Parameter]:
         for layer in self.layers.values():  # they have no submodules
@@ -515,7 +515,7 @@ class Method:
                 "there are no converted layers to measure: call metrics() after convert(model) and "
                 "before finalize(model)"
             )
-        sharding.follow(self.layers.values(), self._model)
+        sharding.shard_layers(self.layers.values(), self._model)
         counts = []
         for name, layer in self.layers.items():
             with sharding.rows(layer):  # one at a time: the weight may be computed on demand
@@ -551,7 +551,7 @@ class Method:
                 "of the optimizer's steps, not of micro-batches",
                 stacklevel=3,
             )
-        sharding.follow(self.layers.values(), self._model)
+        sharding.shard_layers(self.layers.values(), self._model)
         own, there = set(self.layers.values()), set(model.modules())
         if not own <= there or any(isinstance(m, SparseLinear) for m in there - own):
             raise ValueError(
@@ -561,10 +561,10 @@ class Method:
                 "finalize"
             )
         for layer in self.sparse_layers.values():
-            layer.check_seen()
+            layer.check_fresh()
         for layer in self.sparse_layers.values():
             layer.restore()
-            conversion.release(layer)
+            conversion.from_linear(layer)
         for module, flag, value in self._fast:
             setattr(module, flag, value)
         self.layers, self._model = {}, None

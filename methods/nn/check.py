@@ -50,7 +50,7 @@ def check(model: nn.Module, n: int = 2, m: int = 4) -> Check:
         if isinstance(module, SparseLinear):
             raise ValueError(f"{name} is still converted: call method.finalize(model) first")
         linear = is_linear(module) and attribute == "weight"
-        if linear or matrices.takes(module, attribute):
+        if linear or matrices.multiplies(module, attribute):
             weight = rows_of(getattr(module, attribute))
             weight = weight.t() if is_conv1d(module) else weight
             found[name] = weight.shape[-1] % m == 0 and not check_nm(weight, n, m)

@@ -238,12 +238,12 @@ class CompressedLinear(SparseLinear):
     def rows_together(self) -> int:  # type: ignore[override]
         return self.pattern[1]
 
-    def settle(self) -> None:
+    def update_buffers(self) -> None:
         """Use the adapters if R is not zero, as after loading trained weights."""
         right = self.right
         self.adapting = right is not None and not right.is_meta and bool(right.any())
 
-    def derive(self, amax: Tensor | None = None) -> None:
+    def update_operands(self, amax: Tensor | None = None) -> None:
         self.pack()
 
     def sparse_products(self) -> Products:
@@ -259,7 +259,7 @@ class CompressedLinear(SparseLinear):
     def allocate(self) -> None:
         self._stored = None  # it would keep the memory of operands that are freed
         self._hold_packed(self.accelerated)
-        self.derive()
+        self.update_operands()
 
     @torch.no_grad()
     def pack(self) -> None:
@@ -305,7 +305,7 @@ class CompressedLinear(SparseLinear):
 
     def forward_with(self, x: Tensor, operands: tuple[None, None] | None = None) -> Tensor:
         """`forward` with these operands; dense ones are made for those that are None."""
-        x = self.taken(x)
+        x = self.checked_input(x)
         adapters, masks = (self.left, self.right), (self.row_mask, self.column_mask, self.left_mask)
         taken = operands or self.operands(x.dtype)
         return _Product.apply(

@@ -95,7 +95,7 @@ class Fp8CompressedLinear(Fp8Linear, CompressedLinear):
         """x [..., in] -> [..., out]; in evaluation without FP8."""
         if not self.fp8 or (not self.training and not torch.is_grad_enabled()):
             return self.forward_with(x, (None, None) if self.fp8 else None)
-        x = self.taken(x)
+        x = self.checked_input(x)
         amax = delayed.of(self) if self.fp8.delayed else delayed.NONE
         operands: Any = self.operands(x.dtype)
         return _Fp8Product.apply(

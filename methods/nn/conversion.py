@@ -212,7 +212,7 @@ def choose(
         """The linear to convert; raises ValueError with the reason if there is none."""
         if reason := _special(model, name, wanted):
             raise ValueError(reason)
-        if matrices.takes(module, attribute):
+        if matrices.multiplies(module, attribute):
             check_matrix(type(module).__name__)
             held_by = owners[id(module._parameters[attribute])]
             if sharing := [o for o in held_by if model.get_submodule(o) is not module]:
@@ -336,23 +336,23 @@ def transpose_(layer: nn.Module) -> None:
         weight.grad = weight.grad.t().contiguous()
 
 
-def adopt(layer: Any) -> None:
+def to_linear(layer: Any) -> None:
     """Give a `Conv1D`, or a matrix that its module multiplies, the layout of an `nn.Linear`, so
     that it can become one."""
     if matrices.is_placed(layer):
-        matrices.take(layer)
+        matrices.attach(layer)
     elif is_conv1d(layer):
         transpose_(layer)
         layer.out_features, layer.in_features = layer.weight.shape
         layer.conv1d = type(layer)
 
 
-def release(layer: Any) -> None:
-    """Undo `adopt` on a plain `nn.Linear`, and forget what a sparse one remembers."""
+def from_linear(layer: Any) -> None:
+    """Undo `to_linear` on a plain `nn.Linear`, and forget what a sparse one remembers."""
     for name in ("was_loaded", "seen", "begun"):
         vars(layer).pop(name, None)
     if matrices.is_placed(layer):
-        matrices.give_back(layer)
+        matrices.detach(layer)
     elif "conv1d" in vars(layer):
         transpose_(layer)
         layer.__class__ = layer.conv1d

@@ -101,25 +101,25 @@ class Fp8Linear(SparseLinear):
         assert fp8
         rows, columns, device = self.out_features, self.in_features, next(self.parameters()).device
 
-        def room(held: Tensor | None, dtype: torch.dtype, *shape: int) -> Tensor:
+        def buffer_for(held: Tensor | None, dtype: torch.dtype, *shape: int) -> Tensor:
             if held is not None and (held.dtype, held.shape) == (dtype, shape):
                 return held
             return torch.empty(shape, dtype=dtype, device=device)
 
         def packed(held: Tensor | None, dtype: torch.dtype) -> Tensor:
-            return room(held, torch.uint8, buffer_bytes(rows, columns, dtype))
+            return buffer_for(held, torch.uint8, buffer_bytes(rows, columns, dtype))
 
         fprop, dgrad = FORMATS[fp8.fprop], FORMATS[fp8.dgrad]
         self.packed = packed(self.packed, fprop) if products.fprop else None
-        self.codes = None if products.fprop else room(self.codes, fprop, rows, columns)
+        self.codes = None if products.fprop else buffer_for(self.codes, fprop, rows, columns)
         self.packed_transposed = packed(self.packed_transposed, dgrad) if products.dgrad else None
         shape = (columns, rows) if self._dgrad_on_units else (rows, columns)
-        self.codes_dgrad = None if products.dgrad else room(self.codes_dgrad, dgrad, *shape)
-        self.code_scales = room(self.code_scales, torch.float32, 2)
+        self.codes_dgrad = None if products.dgrad else buffer_for(self.codes_dgrad, dgrad, *shape)
+        self.code_scales = buffer_for(self.code_scales, torch.float32, 2)
 
-    def derive(self, amax: Tensor | None = None) -> None:
+    def update_operands(self, amax: Tensor | None = None) -> None:
         if not self.products.fp8:
-            super().derive(amax)
+            super().update_operands(amax)
         # A sharded layer holds no codes (sharding.py).
         if self.fp8 and self._buffers["code_scales"] is not None:
             self.quantize(amax)
@@ -164,7 +164,7 @@ class Fp8Linear(SparseLinear):
         """x [..., in] -> [..., out]; in evaluation without FP8."""
         if not self.fp8:
             return super().forward(x)
-        x = self.taken(x)
+        x = self.checked_input(x)
         if not self.training and not torch.is_grad_enabled():
             return Dense(self.sparse_weight.to(x.dtype)).linear(x, self.bias)
         fp8, operands, products = self.fp8, self.operands(x.dtype), self.products

@@ -41,8 +41,8 @@ class _Brief:
     def __repr__(self) -> str:
         plain = type(self)()
         values = {f.name: getattr(self, f.name) for f in fields(self)}  # type: ignore[arg-type]
-        told = [f"{n}={value!r}" for n, value in values.items() if value != getattr(plain, n)]
-        return f"{type(self).__name__}({', '.join(told)})"
+        shown = [f"{n}={value!r}" for n, value in values.items() if value != getattr(plain, n)]
+        return f"{type(self).__name__}({', '.join(shown)})"
 
 
 @dataclass(frozen=True, repr=False)

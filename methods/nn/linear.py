@@ -57,7 +57,8 @@ class SparseLinear(nn.Linear):
     key: Tensor
     conv1d: type[nn.Module] | None = None  # transformers' Conv1D, if the layer was one
     pattern: tuple[int, int]  # n non-zeros in m consecutive inputs
-    # `refresh_mask` and `settle` treat each run of this many rows separately; 0: all rows together.
+    # `refresh_mask` and `update_buffers` treat each run of this many rows separately; 0: all rows
+    # together.
     rows_together: int = 1
     # True if the weight may be rounded to the operands' dtype before they are derived: each entry
     # is one of the weight or 0, under a mask that is kept.
@@ -130,13 +131,15 @@ class SparseLinear(nn.Linear):
         if not products.fprop:
             self.packed = None
         elif self.packed is None:
-            self.packed = self._room(rows, columns, products.layouts.fprop).buffer
+            self.packed = self._empty_packed(rows, columns, products.layouts.fprop).buffer
         if not products.dgrad or products.repack:
             self.packed_transposed = None
         elif self.packed_transposed is None:
-            self.packed_transposed = self._room(columns, rows, products.layouts.dgrad).buffer
+            self.packed_transposed = self._empty_packed(
+                columns, rows, products.layouts.dgrad
+            ).buffer
 
-    def _room(self, rows: int, columns: int, layout: str) -> Packed24:
+    def _empty_packed(self, rows: int, columns: int, layout: str) -> Packed24:
         device = next(self.parameters()).device
         return Packed24.empty((rows, columns), self.dtype, device, layout)
 
@@ -149,14 +152,14 @@ class SparseLinear(nn.Linear):
             None if dgrad is None else Packed(dgrad, (columns, rows), self.dtype, layouts.dgrad),
         )
 
-    def room_for_both(self) -> tuple[Packed24, Packed24]:
+    def both_packed(self) -> tuple[Packed24, Packed24]:
         """Both packed operands, for a kernel that writes both; a temporary one if it is not
         held."""
         rows, columns = self.out_features, self.in_features
         (fprop, dgrad), layouts = self.packed_operands(), self.accelerated.layouts
         return (
-            self._room(rows, columns, layouts.fprop) if fprop is None else fprop.matrix,
-            self._room(columns, rows, layouts.dgrad) if dgrad is None else dgrad.matrix,
+            self._empty_packed(rows, columns, layouts.fprop) if fprop is None else fprop.matrix,
+            self._empty_packed(columns, rows, layouts.dgrad) if dgrad is None else dgrad.matrix,
         )
 
     @property
@@ -190,15 +193,15 @@ class SparseLinear(nn.Linear):
     def refresh_mask(self) -> None:
         """Choose a new mask from the weights; does nothing for layers without a mask."""
 
-    def settle(self) -> None:
+    def update_buffers(self) -> None:
         """Update the saved buffers other than the mask, and the weight itself if the method
         constrains it, after the weight has changed."""
 
     def refresh(self, amax: Tensor | None = None) -> None:
-        """Settle the layer and derive its operands from weight, mask and scale. amax: as for
-        `derive`."""
-        self.settle()
-        self.derive(amax)
+        """Update the saved buffers, then the operands from weight, mask and scale. amax: as for
+        `update_operands`."""
+        self.update_buffers()
+        self.update_operands(amax)
         vars(self)["seen"] = self._stamp()
 
     def _stamp(self) -> tuple[int, int]:
@@ -206,11 +209,11 @@ class SparseLinear(nn.Linear):
         assert weight is not None
         return id(weight), 0 if weight.is_inference() else weight._version
 
-    def see(self) -> None:
+    def mark_fresh(self) -> None:
         """Take the weights as they are for those that mask and operands follow."""
         vars(self).update(seen=self._stamp(), begun=True)
 
-    def check_seen(self) -> None:
+    def check_fresh(self) -> None:
         """Raise RuntimeError if the weights have changed since they were last seen.
 
         The operand is compared where that is possible, once a pass before the first hook and at
@@ -230,27 +233,27 @@ class SparseLinear(nn.Linear):
                 "averaged copy"
             )
 
-    def taken(self, x: Tensor) -> Tensor:
-        """`x` in the dtype of the products; `look` first."""
-        self.look()
+    def checked_input(self, x: Tensor) -> Tensor:
+        """`x` in the dtype of the products; `check_in_forward` first."""
+        self.check_in_forward()
         return under_autocast(x)
 
-    def look(self) -> None:
-        """`check_seen` in a forward pass, unless it is compiled; most compare two numbers here."""
+    def check_in_forward(self) -> None:
+        """`check_fresh` in a forward pass, unless it is compiled; most compare two numbers here."""
         if torch.compiler.is_compiling():
             return
         weight: Any = next(iter(self._parameters.values()))
         if self.begun:
             if weight.is_inference() or weight._version != self.seen[1]:
-                self.check_seen()
+                self.check_fresh()
         elif torch.is_grad_enabled() and not _capturing(weight):
-            self.check_seen()
+            self.check_fresh()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self.see()  # a copy has parameters of its own
+        self.mark_fresh()  # a copy has parameters of its own
 
-    def derive(self, amax: Tensor | None = None) -> None:
+    def update_operands(self, amax: Tensor | None = None) -> None:
         """Write the operands that the layer holds. amax: the largest magnitude of the weight in use
         if the step has computed it, for layers that scale by it."""
         if self.packed is not None or self.packed_transposed is not None:
@@ -265,7 +268,7 @@ class SparseLinear(nn.Linear):
         """Derive all other state from parameters and saved buffers, after these were loaded."""
         self.refresh()
 
-    def whole(self) -> AbstractContextManager[None]:
+    def unsharded(self) -> AbstractContextManager[None]:
         """A context in which weight and masks are whole, even if the layer is sharded
         (sharding.py)."""
         return nullcontext()
@@ -290,7 +293,7 @@ class SparseLinear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., in] -> [..., out]."""
-        x = self.taken(x)
+        x = self.checked_input(x)
         fprop, dgrad = self.operands(x.dtype)
         # Only both together mean evaluation: some recipes pre-train in eval mode, and activation
         # checkpointing runs training's forward pass without gradients.
@@ -305,7 +308,7 @@ class SparseLinear(nn.Linear):
 
     def weight_in_use(self) -> Tensor:
         """The weight in use, for a product made elsewhere (matrices.py)."""
-        self.look()
+        self.check_in_forward()
         return InPlaceOf.apply(self.weight, self.sparse_weight.to(self.weight.dtype), None)
 
     def restore(self) -> None:
@@ -316,14 +319,14 @@ class SparseLinear(nn.Linear):
         self.__class__ = nn.Linear  # type: ignore[assignment]
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        sharding.follow([self])
+        sharding.shard_layers([self])
         super()._save_to_state_dict(destination, prefix, keep_vars)
         self._swap_layout(destination, prefix)
 
     def _load_from_state_dict(
         self, state_dict: Any, prefix: str, *args: Any, **kwargs: Any
     ) -> None:
-        sharding.follow([self])
+        sharding.shard_layers([self])
         if any(prefix + name in state_dict for name in self._buffers):
             self.was_loaded = True
         sharding.cut(self, state_dict, prefix)
@@ -331,7 +334,7 @@ class SparseLinear(nn.Linear):
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
         with torch.no_grad():
             self.reload()
-        self.see()
+        self.mark_fresh()
 
     def _swap_layout(self, state_dict: Any, prefix: str) -> None:
         """Transpose the weight and masks in a state dict between `Conv1D`'s layout and this
@@ -383,9 +386,9 @@ def refresh(model: nn.Module) -> None:
 
     Call it after weights changed outside a method's hooks, for example in an averaged copy (EMA).
     """
-    sharding.follow(model.modules(), model)
+    sharding.shard_layers(model.modules(), model)
     for module in model.modules():
         if isinstance(module, SparseLinear):
             module.refresh_mask()
             module.reload()
-            module.see()
+            module.mark_fresh()

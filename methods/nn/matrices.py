@@ -19,7 +19,7 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 PROJECTIONS = ("in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight")
 
 
-def takes(module: Any, attribute: str) -> bool:
+def multiplies(module: Any, attribute: str) -> bool:
     """True if `module` multiplies its Parameter `attribute` itself, along the last dim."""
     if isinstance(module, nn.MultiheadAttention):
         return attribute in PROJECTIONS
@@ -31,7 +31,7 @@ def takes(module: Any, attribute: str) -> bool:
 
 
 def linear_of(module: nn.Module, attribute: str) -> nn.Linear:
-    """A linear, without numbers, that can `take` the place of this matrix; `out` is that of one
+    """A linear, without numbers, that can take the place of this matrix; `out` is that of one
     expert."""
     shape = module._parameters[attribute].shape  # type: ignore[union-attr]
     linear = nn.Linear(shape[-1], shape[-2], bias=False, device="meta")
@@ -53,7 +53,7 @@ def plain_key(layer: Any, name: str, key: str) -> str:
 
 
 @torch.no_grad()
-def take(layer: Any) -> None:
+def attach(layer: Any) -> None:
     """Let `layer` hold the matrix of its place as [rows, in]."""
     module, attribute, shape = layer.place
     layer.weight = _shaped(module._parameters[attribute], (-1, shape[-1]))
@@ -67,8 +67,8 @@ def take(layer: Any) -> None:
 
 
 @torch.no_grad()
-def give_back(layer: Any) -> None:
-    """Undo `take`."""
+def detach(layer: Any) -> None:
+    """Undo `attach`."""
     module, attribute, shape = vars(layer).pop("place")
     plain, names = type(module)._plain
     module.__class__ = _showing(plain, tuple(name for name in names if name != attribute))

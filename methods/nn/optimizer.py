@@ -97,7 +97,7 @@ class FusedAdamW(torch.optim.AdamW):
     ) -> None:
         super().__init__(params, lr, betas, eps, weight_decay, capturable=capturable, fused=True)
 
-    def take(self, works: Mapping[str, StepWork]) -> dict[str, StepWork]:
+    def accept(self, works: Mapping[str, StepWork]) -> dict[str, StepWork]:
         """Accept work for the next step and return it by name, in a dict that the caller keeps.
 
         The step does the work that is still in the dict. Several methods may hand over work; each
@@ -115,7 +115,7 @@ class FusedAdamW(torch.optim.AdamW):
         return taken
 
     def step(self, closure: Any = None) -> Any:
-        """Update the weights and do the work that `take` accepted."""
+        """Update the weights and do the work that `accept` took over."""
         works = [work for taken in self._works for work in taken.values()]
         self._by_weight = {id(work.layer.weight): work for work in works}
         # torch wraps each class's step to call hooks; unwrap one, so that hooks run once.

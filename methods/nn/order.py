@@ -17,14 +17,14 @@ class CallOrder:
     def __init__(self, resumed: bool = False) -> None:
         self._resumed = resumed
         self._begun: int | None = None  # the step that has begun but not ended
-        self._told = False  # True once a step has ended
+        self._ended_once = False  # True once a step has ended
         self.ended: int | None = None  # the last step that has begun and ended
         self._versions: dict[int, int] = {}
 
     @property
     def new(self) -> bool:
         """True if no step has begun or ended, and no state was loaded."""
-        return self._begun is None and not self._told and not self._resumed
+        return self._begun is None and not self._ended_once and not self._resumed
 
     def remember(self, weights: Iterable[Tensor], begun: int | None) -> None:
         """Remember the weights' versions; later changes count as an optimizer step."""
@@ -53,7 +53,7 @@ class CallOrder:
                 stacklevel=4,
             )
 
-    def check_opened(self, weights: Iterable[Tensor]) -> None:
+    def check_step_begun(self, weights: Iterable[Tensor]) -> None:
         """Raise RuntimeError if the weights are trained and the method was told of no step."""
         if self._begun is not None:
             return
@@ -66,7 +66,7 @@ class CallOrder:
                 "on_step_end(step) after optimizer.step()"
             )
 
-    def check_given(self, weights: Iterable[Tensor], step: int) -> None:
+    def check_on_gradients(self, weights: Iterable[Tensor], step: int) -> None:
         """Raise RuntimeError if the weights changed in this step without `on_gradients`."""
         if self._begun == step and self._moved(weights):
             raise RuntimeError(
@@ -76,14 +76,14 @@ class CallOrder:
 
     def check_begun(self, weights: Iterable[Tensor], step: int) -> None:
         """Raise RuntimeError if the step that ends now was not begun."""
-        if self._begun is None and self._told and self._moved(weights):
+        if self._begun is None and self._ended_once and self._moved(weights):
             raise RuntimeError(
                 f"on_step_end({step}) without on_step_begin({step}): phases and random bits stand "
                 "still; call it before the first micro-batch of every step"
             )
         if self._begun is not None:
             self.ended = step
-        self._told = True
+        self._ended_once = True
 
 
 def without_state(step: int, effect: str) -> str:

@@ -16,7 +16,7 @@ for that of the next block's weights, which runs at the same time, and the produ
 A method's hooks see the DTensors and work on them entry by entry (decay, update rules). A layer
 makes choices from its weight on the local rows if each group of `rows_together` rows is on one
 rank; otherwise from whole tensors, which are gathered for one layer at a time. A layer switches to
-this behaviour when a hook first finds it sharded (`follow`).
+this behaviour when a hook first finds it sharded (`shard_layers`).
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def check_whole(model: nn.Module) -> None:
             )
 
 
-def follow(layers: Iterable[nn.Module], model: nn.Module | None = None) -> None:
+def shard_layers(layers: Iterable[nn.Module], model: nn.Module | None = None) -> None:
     """Shard the masks of converted layers whose weights have been sharded.
 
     model: the model that holds the layers. Parameters that FSDP left gathered, after a forward pass
@@ -82,7 +82,7 @@ def follow(layers: Iterable[nn.Module], model: nn.Module | None = None) -> None:
             module.reshard()
     for layer in layers:
         own = [p for p in layer._parameters.values() if is_sharded(p)]
-        if own and hasattr(layer, "settle") and not isinstance(layer, ShardedLayer):
+        if own and hasattr(layer, "update_buffers") and not isinstance(layer, ShardedLayer):
             _shard(layer, own[0])
 
 
@@ -190,7 +190,7 @@ class ShardedLayer:
     _buffers: dict[str, Any]
     _parameters: dict[str, Any]
 
-    def whole(self) -> AbstractContextManager[None]:
+    def unsharded(self) -> AbstractContextManager[None]:
         """A context in which the layer's parameters and masks are whole, plain tensors."""
         return whole(self)
 
@@ -200,10 +200,10 @@ class ShardedLayer:
 
     def refresh(self, amax: Tensor | None = None) -> None:
         with self._where_it_chooses():
-            self.settle()  # type: ignore[attr-defined]
-        self.derive(amax)
+            self.update_buffers()  # type: ignore[attr-defined]
+        self.update_operands(amax)
 
-    def derive(self, amax: Tensor | None = None) -> None:
+    def update_operands(self, amax: Tensor | None = None) -> None:
         """Gather masks that have changed; operands are derived only when they are used."""
         for name, buffer in self._buffers.items():
             if is_sharded(buffer) and _is_mask(buffer):
@@ -276,7 +276,7 @@ class ShardedLayer:
             if own.dtype == layer.dtype and own.ndim == 2:
                 dense.append(name)
         with _showing(self, found):
-            super().derive()  # type: ignore[misc]
+            super().update_operands()  # type: ignore[misc]
             super().sample()  # type: ignore[misc]
         for name in dense:  # they were rounded to the layer's dtype first, as without sharding
             found[name] = found[name].to(dtype)

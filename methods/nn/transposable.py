@@ -38,7 +38,7 @@ class TransposableLinear(Fp8Linear, SwitchedLinear):
         if self.packed_transposed is None:
             super().pack()
             return
-        pack_both24_(*self.room_for_both(), self.weight.detach(), self.mask)
+        pack_both24_(*self.both_packed(), self.weight.detach(), self.mask)
         if self.operand is not None:
             self.operand.copy_(self.effective_weight())
 

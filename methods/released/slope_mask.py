@@ -48,7 +48,7 @@ class Linear(CompressedLinear):
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., in] -> [..., out]."""
-        x, pattern = self.taken(x), self.pattern
+        x, pattern = self.checked_input(x), self.pattern
         masks, none = (self.row_mask, self.column_mask), (None, None)
         y = _Product.apply(
             x, self.values.detach(), *none, self.bias, *masks, None, *none, pattern, False

@@ -63,7 +63,7 @@ def measure(config: Settings, _: Report) -> Result:
         "wgrad": wgrad,
         "sample": sample,
         "decay": lambda _: method.on_gradients(0),
-        "pack": lambda _: layer.derive(),
+        "pack": lambda _: layer.update_operands(),
         "search": lambda _: layer.refresh_mask(),
     }
     times = in_turns(calls, config.on, config.repeats, BUFFERS)

@@ -7,7 +7,7 @@ pytest.importorskip("triton", reason="no Triton for this platform")
 import triton
 import triton.language as tl
 
-from common_kernels.launch import apart, first_entries, launch, together
+from common_kernels.launch import first_entries, join_groups, launch, split_groups
 from tests.each import each
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -34,10 +34,10 @@ def test_first_entries(start, lanes):
 @triton.jit
 def apart_kernel(x, out, LEVELS: tl.constexpr, BLOCK: tl.constexpr):
     at = tl.arange(0, BLOCK << LEVELS)
-    parts = apart(tl.load(x + at), LEVELS)
+    parts = split_groups(tl.load(x + at), LEVELS)
     for i in tl.static_range(1 << LEVELS):
         tl.store(out + i * BLOCK + tl.arange(0, BLOCK), parts[i])
-    tl.store(x + at, together(parts, LEVELS) + 1)
+    tl.store(x + at, join_groups(parts, LEVELS) + 1)
 
 
 @each("levels", range(6))

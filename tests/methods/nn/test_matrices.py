@@ -60,7 +60,7 @@ MODELS = [mixtral, Attention]
 
 
 def built(name, model, **options):
-    names = [n for n, m, a in conversion.every_matrix(model) if matrices.takes(m, a)]
+    names = [n for n, m, a in conversion.every_matrix(model) if matrices.multiplies(m, a)]
     method = methods.build(name, include=names, total_steps=6, **METHODS[name], **options)
     return method, method.convert(model), names
 

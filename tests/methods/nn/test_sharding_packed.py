@@ -56,6 +56,8 @@ def a_step(run, step, parts):
     for part in parts:
         method.open_micro_batch()
         x = xs[part].requires_grad_()
+        with torch.no_grad():  # in fp32, for which nothing is packed
+            found[f"fp32 y{part}"] = model(x)
         with torch.autocast("cpu", BF16):
             y = model(x)
         (y.float().square().mean() / len(parts)).backward()
