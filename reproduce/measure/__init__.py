@@ -1,9 +1,9 @@
 """Measures one cell of a speed or memory table on the present device.
 
-Each file of `MEASURES` is a measure: the class `Settings`, and `measure`, which takes them and a
-function that reports progress, and returns metrics by name and a description of what ran the
-products. What is measured is compared with a dense model of the same shape, in turns, on a GPU
-under a sustained load, after the sparse products have agreed with plain formulas.
+Each class of `MEASURES` is a measure: its fields are the settings, and its method `measure` returns
+metrics by name and a description of what ran the products. What is measured is compared with a
+dense model of the same shape, in turns, on a GPU under a sustained load, after the sparse products
+have agreed with plain formulas.
 
 The package is a driver like those of `experiments`, with `load`, `run` and `finished`. A result is
 identified by its settings and the device, and is stored, so that it is measured only once.
@@ -11,7 +11,6 @@ identified by its settings and the device, and is stored, so that it is measured
 
 from __future__ import annotations
 
-import importlib
 import warnings
 from typing import Any
 
@@ -21,28 +20,17 @@ from experiments.bench.timing import allow_repeated_steps
 from experiments.config.compose import one_line_errors, typed
 from experiments.support import memory, results
 from experiments.support.errors import UserError
+from reproduce.measure import layers, operators, packed, sam, slope
+from reproduce.measure.adapters import Adapters
 from reproduce.measure.base import Base, Report
 
-MEASURES = (
-    "adapters",
-    "decode",
-    "decoder",
-    "geglu",
-    "gpt2",
-    "imposed_zeros",
-    "kernels",
-    "layer",
-    "linear",
-    "mlp",
-    "parts",
-    "product",
-    "sam",
-    "sam_inference",
-    "search",
-    "shapes",
-    "slow_down",
-    "train",
-)
+_ALL: list[type[Base]] = [
+    *(Adapters, layers.Linear, layers.GPT2Block, layers.Decoder),
+    *(layers.SlowDown, layers.Parts, layers.Training, slope.SlopeLayer, slope.Shapes),
+    *(operators.ImposedZeros, operators.Product, operators.Search, operators.Geglu),
+    *(packed.Kernels, packed.PackedMLP, packed.Decode, sam.EncoderTraining, sam.EncoderInference),
+]
+MEASURES = {measure.what: measure for measure in _ALL}
 
 
 def load(overrides: list[str]) -> Base:
@@ -60,13 +48,8 @@ def load(overrides: list[str]) -> Base:
         what = values.pop("what", None)
         if what not in MEASURES:
             raise UserError(f"what={what}; choose of {', '.join(MEASURES)}")
-        settings: Base = typed(module(what).Settings, what, values)
+        settings: Base = typed(MEASURES[what], what, values)
         return settings
-
-
-def module(what: str) -> Any:
-    """The file of a measure."""
-    return importlib.import_module(f"{__name__}.{what}")
 
 
 def finished(config: Base) -> dict[str, Any] | None:
@@ -92,7 +75,7 @@ def run(config: Base, report: Report = print) -> dict[str, Any]:
     try:
         with warnings.catch_warnings():
             allow_repeated_steps()
-            metrics, used = module(config.name).measure(config, report)
+            metrics, used = config.measure(report)
     finally:
         torch.set_num_threads(threads)
         memory.free(config.on)

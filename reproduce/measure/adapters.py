@@ -34,9 +34,14 @@ State = dict[str, list[Tensor]]  # of all layers, L^T under `left` and R under `
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings(Base):
-    """A training of `model`, seen `after` a percentage of the steps that train its adapters."""
+class Adapters(Base):
+    """Cosine similarity of the adapters after `after` percent of their steps to the final ones, as
+    the mean over the layers: of L (`down`), R (`up`) and their product (`both`).
 
+    A training of `model`.
+    """
+
+    what: ClassVar[str] = "adapters"
     products: ClassVar[tuple[str, ...]] = ()
     model: str
     adapter_rank: int
@@ -44,22 +49,19 @@ class Settings(Base):
     steps: int = 0
     after: int = 100
 
-
-def measure(config: Settings, _: Report) -> Result:
-    """Cosine similarity of the adapters after `after` percent of their steps to the final ones, as
-    the mean over the layers: of L (`down`), R (`up`) and their product (`both`)."""
-    states = trained(dataclasses.replace(config, after=100))
-    now, end = states[max(1, round(len(states) * config.after / 100)) - 1], states[-1]
-    pairs = {key: list(zip(now[key], end[key], strict=True)) for key in end}
-    products = zip(*(matrices(state) for state in (now, end)), strict=True)
-    metrics: Metrics = {"sm_mhz": None, "watts": None, "steps": float(len(states))}
-    metrics |= {"down": mean_cosine(pairs["left"]), "up": mean_cosine(pairs["right"])}
-    metrics["both"] = mean_cosine(list(products))
-    return metrics, f"training of {config.model}"
+    def measure(self, _: Report) -> Result:
+        states = trained(dataclasses.replace(self, after=100))
+        now, end = states[max(1, round(len(states) * self.after / 100)) - 1], states[-1]
+        pairs = {key: list(zip(now[key], end[key], strict=True)) for key in end}
+        products = zip(*(matrices(state) for state in (now, end)), strict=True)
+        metrics: Metrics = {"sm_mhz": None, "watts": None, "steps": float(len(states))}
+        metrics |= {"down": mean_cosine(pairs["left"]), "up": mean_cosine(pairs["right"])}
+        metrics["both"] = mean_cosine(list(products))
+        return metrics, f"training of {self.model}"
 
 
 @functools.cache
-def trained(config: Settings) -> list[State]:
+def trained(config: Adapters) -> list[State]:
     """The adapters after each of the steps that train them. Cached, because all rows of the table
     show the same training."""
     adapting = min(MOST, config.steps // 4)

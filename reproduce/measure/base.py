@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -13,7 +13,7 @@ import torch
 
 import methods
 from common_kernels.matmul import unavailable
-from experiments.bench.timing import SUSTAINED_S
+from experiments.bench.timing import SUSTAINED_S, Call, Time, in_turns
 from experiments.bench.variants import VARIANTS
 from experiments.config.run import digest
 from experiments.support import results
@@ -21,6 +21,8 @@ from experiments.support import results
 Report = Callable[[str], None]
 Metrics = dict[str, float | None]  # None: it cannot be measured on this device
 Result = tuple[Metrics, str]  # metrics by name, and a description of what ran the products
+Times = dict[str, Time]
+BUFFERS = 2  # inputs of every call, used in rotation
 PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -33,6 +35,7 @@ class Base:
     device: `auto`, or `cuda` to require a GPU.
     """
 
+    what: ClassVar[str]  # the name of the measure
     products: ClassVar[tuple[str, ...]] = ("cusparselt",)  # one of which must be there on a GPU
     precision: str = "bf16"
     repeats: int = 7
@@ -70,14 +73,20 @@ class Base:
         reasons = [unavailable(name, self.on, self.dtype) for name in self.products]
         return "" if None in reasons else "; ".join(map(str, reasons))
 
-    @property
-    def name(self) -> str:
-        """The name of the measure, that of its file."""
-        return type(self).__module__.rpartition(".")[2]
+    def measure(self, report: Report) -> Result:
+        """Measure, and return metrics by name and a description of what ran the products. Progress
+        is reported by `report`."""
+        raise NotImplementedError
+
+    def in_turns(
+        self, calls: Mapping[str, Call], buffers: int = BUFFERS, graphs: bool = True
+    ) -> Times:
+        """The times of calls that take turns, each on its inputs in rotation."""
+        return in_turns(calls, self.on, self.repeats, buffers, graphs)
 
     def identity(self) -> dict[str, Any]:
         """Everything that the result depends on, including the device, as plain values."""
-        fields = {"what": self.name, **dataclasses.asdict(self)}
+        fields = {"what": self.what, **dataclasses.asdict(self)}
         for name in ("tier", "runs"):
             del fields[name]
         sustained = SUSTAINED_S if self.on.type == "cuda" else None
@@ -91,7 +100,7 @@ class Base:
     def directory(self) -> Path:
         """The directory of the result."""
         device = re.sub(r"\W+", "-", device_name(self.on).lower())
-        return Path(self.runs, "bench", device, f"{self.name}-{self.digest()}")
+        return Path(self.runs, "bench", device, f"{self.what}-{self.digest()}")
 
 
 @dataclass(frozen=True, kw_only=True)

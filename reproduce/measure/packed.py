@@ -1,14 +1,18 @@
-"""Packs the linears of models for inference, and times packing itself."""
+"""Inference with packed 2:4 weights, and packing itself."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import copy
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from common_kernels import nm_mask
+from common_kernels import matmul24, nm_mask
 from common_kernels.matmul import is_faster
 from common_kernels.pack import Packed24
 from common_kernels.pack.operands import pack_both24_
@@ -16,8 +20,17 @@ from experiments.bench import variants
 from experiments.bench.timing import Call, Time
 from experiments.support.errors import UserError
 from models import packed
+from models.gpt2 import MLP, GPTConfig
 from models.packed import PackedProduct
-from reproduce.measure.base import Metrics
+from reproduce.measure.base import Layer, MethodLayer, Metrics, Report, Result
+from reproduce.measure.setup import (
+    BUFFERS,
+    bench,
+    check_ffn,
+    clock_and_power,
+    launched,
+    llama_config,
+)
 
 SERVED = ("cusparselt", "cutlass")  # torch's own products, those of Ampere, are enough
 
@@ -99,3 +112,175 @@ def microseconds(times: dict[str, Time]) -> Metrics:
     metrics: Metrics = {f"{name}_us": None for name in ("pack", "library", "copy")}
     metrics |= {f"{name}_us": 1e3 * time.ms for name, time in times.items()}
     return metrics | {"speedup": times["dense"].ms / times["sparse"].ms}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kernels(Layer):
+    """Times of one product x [tokens, width] W^T with W [inner, width], dense and 2:4, and of the
+    calls of `packing` on W, in microseconds.
+
+    A weight width -> inner.
+    """
+
+    what: ClassVar[str] = "kernels"
+
+    def measure(self, _: Report) -> Result:
+        generator = torch.Generator(self.on).manual_seed(self.seed)
+
+        def normal(*size: int) -> list[Tensor]:
+            size = (BUFFERS, *size)
+            return list(torch.randn(size, device=self.on, generator=generator).to(self.dtype))
+
+        xs, ws = normal(self.tokens, self.width), normal(self.ffn, self.width)
+        linears = []
+        for w in ws:
+            model = nn.Sequential(nn.Linear(self.width, self.ffn, bias=False, device="meta"))
+            model[0].weight = nn.Parameter(w.clone())
+            layout = to_packed(model, lambda _: True, (self.tokens,), self.on)
+            linears.append(model[0])
+
+        @torch.no_grad()
+        def product(i: int) -> Tensor:
+            layer = linears[i]
+            if isinstance(layer, PackedProduct):  # its forward would pad the tokens to multiples
+                return matmul24(layer.packed, xs[i])
+            return layer(xs[i])
+
+        calls: dict[str, Call] = {"dense": lambda i: F.linear(xs[i], ws[i]), "sparse": product}
+        calls |= packing(ws)
+        times = self.in_turns(calls)
+        return microseconds(times) | clock_and_power(times), layout
+
+
+@dataclass(frozen=True, kw_only=True)
+class PackedMLP(MethodLayer):
+    """Times of forward and backward of an MLP, dense and with 2:4 weights that are chosen and
+    packed in every step, and of the calls of `packing` on its input, in microseconds.
+
+    An MLP width -> inner -> width.
+    """
+
+    what: ClassVar[str] = "mlp"
+
+    def measure(self, _: Report) -> Result:
+        shape = GPTConfig(1, 1, self.width, vocab_size=1, n_inner=self.inner)
+        check_ffn(self)
+        built = {
+            label: bench(self, name, lambda: MLP(shape), ("*",))
+            for label, name in {"dense": "dense", "sparse": self.method}.items()
+        }
+        inputs = [x.detach().flatten(0, 1) for x in built["dense"].inputs]
+        calls: dict[str, Call] = {
+            "dense": built["dense"].forward_backward,
+            "sparse": built["sparse"].whole,
+            **packing(inputs),
+        }
+        times = self.in_turns(calls)
+        return microseconds(times) | clock_and_power(times), built["sparse"].converted.used
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decode(Layer):
+    """Generated tokens per second of one sequence, dense and with all linears of the layers packed,
+    for `new` tokens after a prompt of `length`. Computed from the time to read the prompt and the
+    time of one further token.
+
+    `new` tokens after a prompt of `length`, by `layers` layers of LLaMA.
+    """
+
+    what: ClassVar[str] = "decode"
+    products: ClassVar[tuple[str, ...]] = SERVED
+    layers: int = 1
+    new: int = 0
+
+    def measure(self, _: Report) -> Result:
+        length = self.length + self.new // 2
+        dense = llama(self)
+        sparse = copy.deepcopy(dense)
+        layout = to_packed(sparse, lambda name: ".layers." in name, (1, self.length), self.on)
+        built = {"dense": dense, "sparse": sparse}
+        runs = {name: Decoding(model, self.length, length) for name, model in built.items()}
+        for run in runs.values():
+            run.ids = runs["dense"].ids
+        calls: dict[str, Call] = {}
+        for name, run in runs.items():
+            calls |= {f"{name} prompt": run.prefill, f"{name} step": run.step}
+        times = self.in_turns(calls, 1)
+        metrics, rates = clock_and_power(times), {}
+        for name in built:
+            prompt, step = (times[f"{name} {part}"].ms for part in ("prompt", "step"))
+            rates[name] = 1e3 * self.new / (prompt + self.new * step)
+            metrics |= {f"{name}_prompt_ms": prompt, f"{name}_step_ms": step}
+            metrics[f"{name}_rate"] = rates[name]
+        metrics["speedup"] = rates["sparse"] / rates["dense"]
+        return metrics, f"{layout}, {launched(times)}"
+
+
+@contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """Let torch create tensors of this dtype."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+class Decoding:
+    """A LLaMA with a cache of `length` tokens for one sequence, and the two calls of a generation:
+    `prefill`, which reads the prompt, and `step`, which adds a token at the end of the cache.
+
+    Only attention makes a step slower the longer the text is. All steps are therefore represented
+    by one whose cache has the average length of the text.
+    """
+
+    def __init__(self, model: Any, prompt: int, length: int) -> None:
+        from transformers import StaticCache
+
+        self.model = model.eval()
+        self.cache = StaticCache(
+            config=model.config, max_cache_len=length, max_batch_size=1,
+            device=model.device, dtype=model.dtype,
+        )  # fmt: skip
+        with model.device:
+            self.ids = torch.randint(model.config.vocab_size, (1, length))
+            self.positions = torch.arange(length)
+        self.prompt, self.length = prompt, length
+
+    @torch.no_grad()
+    def logits(self, start: int, end: int) -> Tensor:
+        """Logits [V] of the token that follows position end - 1. Reads the tokens from `start` to
+        `end` and stores their keys and values in the cache."""
+        positions = self.positions[start:end]
+        # Where the cache writes. Its layers count since transformers 5.6, and in place, for CUDA
+        # graphs; before, `cache_position` tells them.
+        for layer in getattr(self.cache, "layers", ()):
+            if hasattr(layer, "cumulative_length"):
+                layer.cumulative_length.fill_(start)
+        visible = self.positions[None, None, None, :] <= positions[None, None, :, None]
+        # By position, since transformers renames the cache's argument.
+        output = self.model(
+            self.ids[:, start:end], visible, positions[None], self.cache,
+            use_cache=True, logits_to_keep=1, cache_position=positions,
+        )  # fmt: skip
+        return output.logits[0, -1]
+
+    def prefill(self, _: int = 0) -> Tensor:
+        """Read the prompt and return the most likely next token."""
+        return self.logits(0, self.prompt).argmax()
+
+    def step(self, _: int = 0) -> Tensor:
+        """Read one more token and return the most likely next one."""
+        return self.logits(self.length - 1, self.length).argmax()
+
+
+def llama(config: Decode) -> Any:
+    """A LLaMA of the config's shape with random weights."""
+    vocab_size = 32_000 if config.on.type == "cuda" else 320
+    shape = llama_config(config, config.layers, vocab_size)
+    from transformers import LlamaForCausalLM
+
+    torch.manual_seed(config.seed)
+    with config.on, default_dtype(config.dtype):
+        return LlamaForCausalLM(shape)

@@ -1,26 +1,29 @@
-"""Measures the image encoder of SAM in training: torchao's Table 2.
+"""The image encoder of SAM: torchao's Tables 2 and 5.
 
 torchao's benchmark (benchmarks/benchmark_semi_sparse_training.py of pytorch/ao, removed in August
 2026) calls this encoder ViT-L. Its script takes `image_encoder` of segment-anything-fast on
 8 x 3 x 1024 x 1024 random pixels, all in fp16: forward, backward from a random gradient down to the
-pixels, no optimizer. Here the encoder is timm's, without trained weights.
-"""
+pixels, no optimizer. Here the encoder is timm's, without trained weights."""
 
 from __future__ import annotations
 
+import copy
+import re
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.attention import sdpa_kernel
 
 from experiments.bench import variants
 from experiments.bench.sam import ATTENTION, PATCH, encoder
-from experiments.bench.timing import Call, in_turns
+from experiments.bench.timing import Call, Time
 from experiments.bench.variants import Bench
 from reproduce.measure.base import Base, Metrics, Report, Result
-from reproduce.measure.setup import check_products, clock_and_power, described, matmul
+from reproduce.measure.packed import SERVED, packed_layers, to_packed
+from reproduce.measure.setup import check_products, clock_and_power, described, launched, matmul
 
 # max-autotune without its two slowest parts, which would take minutes: inductor's own kernels are
 # tuned, products stay with cuBLAS. CUDA graphs come from experiments.bench.timing.
@@ -48,10 +51,49 @@ class Images(Base):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings(Images):
-    """An encoder under a method."""
+class EncoderTraining(Images):
+    """Speed of the encoder in training: forward and backward with the hooks of a step.
 
+    On a GPU the encoder is compiled and runs in a CUDA graph; figures named `launched` are without
+    both.
+
+    An encoder under a method.
+    """
+
+    what: ClassVar[str] = "sam"
     method: str
+
+    def measure(self, report: Report) -> Result:
+        already = allocated(self.on)  # by earlier measurements, such as cuBLAS's workspaces
+        images = random_images(self)
+        built: dict[str, Bench] = {}
+        held: dict[str, int] = {}  # bytes between steps
+        for label, name in {"dense": "dense", "sparse": self.method}.items():
+            before = allocated(self.on)
+            built[label] = encoder_bench(name, images, self)
+            held[label] = allocated(self.on) - before
+        calls: dict[str, Call] = {label: one.whole for label, one in built.items()}
+        metrics: Metrics = {"launched_speedup": None}
+        for label in built:
+            metrics |= {f"{label}_launched_ms": None, f"{label}_gb": None}
+        with sdpa_kernel(ATTENTION):
+            if self.on.type == "cuda":
+                times = self.in_turns(calls, 1, graphs=False)
+                metrics |= {f"{label}_launched_ms": time.ms for label, time in times.items()}
+                metrics["launched_speedup"] = times["dense"].ms / times["sparse"].ms
+                report(
+                    f"launched: dense {times['dense'].ms:.1f} ms, 2:4 {times['sparse'].ms:.1f} ms"
+                )
+                for label, one in built.items():
+                    compile_blocks(label, one, {"options": COMPILED})
+                for label, one in built.items():
+                    others = already + sum(held.values()) - held[label]
+                    metrics[f"{label}_gb"] = peak(one, others) / 1e9
+            times = self.in_turns(calls, 1)
+        metrics |= {f"{label}_ms": time.ms for label, time in times.items()}
+        metrics["speedup"] = times["dense"].ms / times["sparse"].ms
+        used = described(built["sparse"], times, on_cpu="not compiled")
+        return metrics | clock_and_power(times), used
 
 
 def build_encoder(config: Images) -> Any:
@@ -69,43 +111,7 @@ def random_images(config: Images) -> Tensor:
     return torch.randn(size, device=config.on, dtype=config.dtype)
 
 
-def measure(config: Settings, report: Report) -> Result:
-    """Speed of the encoder in training: forward and backward with the hooks of a step.
-
-    On a GPU the encoder is compiled and runs in a CUDA graph; figures named `launched` are without
-    both.
-    """
-    already = allocated(config.on)  # by earlier measurements, such as cuBLAS's workspaces
-    images = random_images(config)
-    built: dict[str, Bench] = {}
-    held: dict[str, int] = {}  # bytes between steps
-    for label, name in {"dense": "dense", "sparse": config.method}.items():
-        before = allocated(config.on)
-        built[label] = encoder_bench(name, images, config)
-        held[label] = allocated(config.on) - before
-    calls: dict[str, Call] = {label: one.whole for label, one in built.items()}
-    metrics: Metrics = {"launched_speedup": None}
-    for label in built:
-        metrics |= {f"{label}_launched_ms": None, f"{label}_gb": None}
-    with sdpa_kernel(ATTENTION):
-        if config.on.type == "cuda":
-            times = in_turns(calls, config.on, config.repeats, graphs=False)
-            metrics |= {f"{label}_launched_ms": time.ms for label, time in times.items()}
-            metrics["launched_speedup"] = times["dense"].ms / times["sparse"].ms
-            report(f"launched: dense {times['dense'].ms:.1f} ms, 2:4 {times['sparse'].ms:.1f} ms")
-            for label, one in built.items():
-                compile_blocks(label, one, {"options": COMPILED})
-            for label, one in built.items():
-                others = already + sum(held.values()) - held[label]
-                metrics[f"{label}_gb"] = peak(one, others) / 1e9
-        times = in_turns(calls, config.on, config.repeats)
-    metrics |= {f"{label}_ms": time.ms for label, time in times.items()}
-    metrics["speedup"] = times["dense"].ms / times["sparse"].ms
-    used = described(built["sparse"], times, on_cpu="not compiled")
-    return metrics | clock_and_power(times), used
-
-
-def encoder_bench(name: str, images: Tensor, config: Settings) -> Bench:
+def encoder_bench(name: str, images: Tensor, config: EncoderTraining) -> Bench:
     """The encoder under the method `name`, after its products were checked."""
     torch.manual_seed(config.seed)
     model = build_encoder(config)
@@ -151,3 +157,56 @@ def peak(built: Bench, others: int) -> int:
     built.whole(0)
     built.clear()
     return torch.cuda.max_memory_allocated() - others
+
+
+@dataclass(frozen=True, kw_only=True)
+class EncoderInference(Images):
+    """Images per second of the encoder whose linears in the parts `packed` are 2:4, its speed over
+    dense, and the peak memory of a forward pass in MiB.
+
+    An encoder whose linears in the parts `packed` are 2:4.
+    """
+
+    what: ClassVar[str] = "sam_inference"
+    products: ClassVar[tuple[str, ...]] = SERVED
+    packed: tuple[str, ...] = ()
+
+    def measure(self, _: Report) -> Result:
+        torch.manual_seed(self.seed)
+        images = random_images(self)
+        dense: Any = build_encoder(self).eval()
+        built, products = {"dense": dense}, "dense"
+        if self.packed:
+            built["sparse"] = copy.deepcopy(dense)
+            chosen = re.compile(rf"\.({'|'.join(self.packed)})\.").search
+            products = to_packed(
+                built["sparse"], lambda name: bool(chosen(name)), (self.tokens,), self.on
+            )
+
+        @torch.no_grad()
+        def run(model: Any, _: int) -> Any:
+            return model(images)
+
+        calls: dict[str, Call] = {name: partial(run, model) for name, model in built.items()}
+        times: dict[str, Time] = self.in_turns(calls, 1)
+        own = "sparse" if self.packed else "dense"
+        metrics = clock_and_power(times) | {
+            "rate": 1e3 * self.batch / times[own].ms,
+            "speedup": times["dense"].ms / times[own].ms,
+            "mib": None,
+        }
+        if self.on.type == "cuda":
+            metrics["mib"] = forward_mib(calls[own], built[own])
+        return metrics, f"{products}, {launched(times)}"
+
+
+def forward_mib(call: Call, model: nn.Module) -> float:
+    """Peak MiB that torch has allocated during a call on a GPU, counting this model's weights as
+    they are stored (packed ones without their dense copies) and no other model's."""
+    own = sum(p.nbytes for p in model.parameters())
+    own += sum(m.packed.buffer.nbytes - m.weight.nbytes for m in packed_layers(model))
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    call(0)
+    return (torch.cuda.max_memory_allocated() - before + own) / 2**20

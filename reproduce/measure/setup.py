@@ -15,9 +15,8 @@ from experiments.bench.timing import Call, Time
 from experiments.bench.variants import Bench
 from experiments.support.errors import check_installed
 from models.gpt2 import Block, GPTConfig
-from reproduce.measure.base import Base, Layer, MethodLayer, Metrics
+from reproduce.measure.base import BUFFERS, Base, Layer, MethodLayer, Metrics
 
-BUFFERS = 2  # inputs of every call, used in rotation
 CACHE = 128 * 2**20  # bytes, more than the last cache of any GPU measured here
 LAUNCHED = {"graph": "in a CUDA graph", "events": "launched from Python"}  # by `Time.clock`
 
@@ -132,6 +131,11 @@ def bench(
     by = products or matmul(config)
     converted = variants.convert(name, model, include, config.dtype, config.tokens, by, **options)
     return Bench(converted, xs, dys)
+
+
+def adapting(rank: int) -> dict[str, Any]:
+    """The options of SLoPe with adapters of this rank from the first step on."""
+    return {"adapter_rank": rank, "adapter_fraction": 1.0, "total_steps": 1}
 
 
 def evaluating(built: Bench) -> Call:

@@ -10,10 +10,9 @@ from experiments.support.errors import UserError
 from models import packed
 from models.packed import PackedProduct
 from reproduce import measure
-from reproduce.measure import decode, kernels, mlp, sam_inference
 from reproduce.measure import packed as packing_
-from reproduce.measure.decode import Decoding, llama
-from reproduce.measure.packed import to_packed
+from reproduce.measure import sam
+from reproduce.measure.packed import Decode, Decoding, Kernels, PackedMLP, llama, to_packed
 
 TINY = {"width": 64, "inner": 96, "heads": 4, "repeats": 2, "threads": 1}
 
@@ -28,7 +27,7 @@ def packing(monkeypatch):
 
 
 def test_a_cache_of_fixed_size_gives_the_logits_of_the_whole_text():
-    model = llama(decode.Settings(layers=2, **TINY))
+    model = llama(Decode(layers=2, **TINY))
     decoding = Decoding(model, 5, 8)
     whole = model(decoding.ids).logits[0]
     torch.testing.assert_close(decoding.logits(0, 5), whole[4])
@@ -39,7 +38,7 @@ def test_a_cache_of_fixed_size_gives_the_logits_of_the_whole_text():
 
 
 def test_tokens_a_second_are_those_of_prompt_and_text(tmp_path):
-    config = decode.Settings(layers=1, length=4, new=6, runs=str(tmp_path), **TINY)
+    config = Decode(layers=1, length=4, new=6, runs=str(tmp_path), **TINY)
     found = measure.run(config, lambda _: None)["metrics"]
     for name in ("dense", "sparse"):
         seconds = (found[f"{name}_prompt_ms"] + 6 * found[f"{name}_step_ms"]) / 1e3
@@ -79,7 +78,7 @@ def test_without_sparse_products_weights_are_masked():
 
 @pytest.mark.parametrize("parts", [(), ("mlp",), ("attn", "mlp")])
 def test_images_a_second(parts, tmp_path):
-    config = sam_inference.Settings(
+    config = sam.EncoderInference(
         model="samvit_base_patch16", width=32, heads=2,
         image=32, batch=2, repeats=2, threads=1, packed=parts, runs=str(tmp_path),
     )  # fmt: skip
@@ -91,7 +90,7 @@ def test_images_a_second(parts, tmp_path):
 
 def test_kernels_and_mlp_have_times_of_what_runs_here(tmp_path):
     given = {**TINY, "length": 16, "runs": str(tmp_path)}
-    for config in (kernels.Settings(**given), mlp.Settings(method="semi_sparse", **given)):
+    for config in (Kernels(**given), PackedMLP(method="semi_sparse", **given)):
         found = measure.run(config, lambda _: None)["metrics"]
         assert found["speedup"] == pytest.approx(found["dense_us"] / found["sparse_us"])
         assert found["copy_us"] > 0

@@ -13,18 +13,8 @@ from experiments.bench.timing import Time
 from experiments.support.errors import UserError
 from reproduce import measure
 from reproduce.execute.jobs import plan
-from reproduce.measure import (
-    adapters,
-    decoder,
-    gpt2,
-    linear,
-    product,
-    sam,
-    search,
-    setup,
-    slow_down,
-    train,
-)
+from reproduce.measure import adapters, base, layers, operators, setup
+from reproduce.measure.adapters import Adapters
 from reproduce.measure.base import Base
 from reproduce.specs.table import read_tables
 
@@ -33,7 +23,7 @@ TINY = {"repeats": 2, "threads": 1, "batch": 1, "length": 16, "width": 32, "head
 
 def quick(what, **changed):
     """Tiny settings of a measure; it takes those of `TINY` that it has."""
-    cls = measure.module(what).Settings
+    cls = measure.MEASURES[what]
     names = {field.name for field in dataclasses.fields(cls)}
     given = {**TINY, "method": "fst"}
     return cls(**{key: value for key, value in given.items() if key in names} | changed)
@@ -44,9 +34,8 @@ def metrics(what, tmp_path, **changed):
     return measure.run(settings, lambda message: None)["metrics"]
 
 
-def fake_times(monkeypatch, module, ms, *, call=True):
-    """`module.in_turns` calls everything once and gives it the time `ms(name)`; the names are
-    returned."""
+def fake_times(monkeypatch, ms, *, call=True):
+    """`in_turns` calls everything once and gives it the time `ms(name)`; the names are returned."""
     asked = []
 
     def in_turns(calls, *_, **__):
@@ -55,7 +44,7 @@ def fake_times(monkeypatch, module, ms, *, call=True):
             one(0)
         return {name: Time(ms(name), ms(name), ms(name), "host") for name in calls}
 
-    monkeypatch.setattr(module, "in_turns", in_turns)
+    monkeypatch.setattr(base, "in_turns", in_turns)
     return asked
 
 
@@ -81,9 +70,9 @@ def test_every_measure_is_in_a_table_and_says_what_it_needs(tmp_path):
     jobs = [
         job for table in tables for tier in table.tiers for job in plan(table, tier, tmp_path).jobs
     ]
-    assert {job.config.name for job in jobs} == set(measure.MEASURES)
+    assert {job.config.what for job in jobs} == set(measure.MEASURES)
     without = {"search", "geglu", "slow_down", "imposed_zeros", "adapters"}
-    needed = {job.config.name: job.config.products for job in jobs}
+    needed = {job.config.what: job.config.products for job in jobs}
     assert {name for name, products in needed.items() if not products} == without
     assert {name for name, products in needed.items() if "cutlass" in products} == {
         "decode", "sam_inference"
@@ -97,7 +86,7 @@ def test_a_result_is_kept_and_known_by_its_device(tmp_path, monkeypatch, recwarn
     assert not [w for w in recwarn if "on_step_begin" in str(w.message)]
     assert found["speedup"] == found["dense_ms"] / found["sparse_ms"]
     assert measure.finished(settings)["metrics"] == found
-    monkeypatch.setattr(linear, "measure", None)  # would fail: nothing is measured again
+    monkeypatch.setattr(layers.Linear, "measure", None)  # would fail: nothing is measured again
     assert measure.run(settings)["metrics"] == found
     monkeypatch.setattr(measure.results, "cpu_name", lambda: "another machine")
     assert measure.finished(settings) is None
@@ -167,8 +156,7 @@ def test_no_timed_call_waits_for_the_gpu(monkeypatch):
                 call(0)
         return {name: Time(1.0, 1.0, 1.0, "graph") for name in calls}
 
-    for module in (gpt2, decoder, linear, sam):
-        monkeypatch.setattr(module, "in_turns", once)
+    monkeypatch.setattr(base, "in_turns", once)
     for settings in (
         quick("gpt2"),
         quick("gpt2", method="s_ste"),
@@ -178,7 +166,7 @@ def test_no_timed_call_waits_for_the_gpu(monkeypatch):
         quick("linear", method="semi_sparse"),
         quick("sam", method="semi_sparse", **SAM),
     ):
-        _, used = measure.module(settings.name).measure(settings, print)
+        _, used = settings.measure(print)
         assert used == "dense, in a CUDA graph"
     assert waits.found == []
 
@@ -207,8 +195,8 @@ def test_memory_of_a_failed_measurement_is_freed_before_the_next(monkeypatch, tm
         assert held[0]() is None
         return {}, "dense"
 
-    monkeypatch.setattr(linear, "measure", fails)
-    monkeypatch.setattr(gpt2, "measure", works)
+    monkeypatch.setattr(layers.Linear, "measure", fails)
+    monkeypatch.setattr(layers.GPT2Block, "measure", works)
     gc.disable()  # so that only a measurement collects
     try:
         with contextlib.suppress(RuntimeError):
@@ -234,7 +222,7 @@ def test_memory_of_a_decoder_layer(tmp_path, monkeypatch):
     monkeypatch.setattr(Base, "dtype", torch.bfloat16)
     settings = quick("decoder", method="slope", width=64)
     dense, slope = (
-        decoder.training_bytes(setup.bench(settings, name, setup.gpt2(settings), ("*",)))
+        layers.training_bytes(setup.bench(settings, name, setup.gpt2(settings), ("*",)))
         for name in ("dense", "slope")
     )
     assert dense == 12 * (linears + norms)
@@ -250,7 +238,7 @@ def test_fst_ends_dense(tmp_path):
 
 def test_network_and_block_are_measured_in_turns(tmp_path, monkeypatch):
     for method in ("fst", "s_ste"):
-        calls = fake_times(monkeypatch, gpt2, lambda name: 2.0 + ("dense" in name))
+        calls = fake_times(monkeypatch, lambda name: 2.0 + ("dense" in name))
         found = metrics("gpt2", tmp_path, method=method)
         for part in ("ffn", "block"):
             assert {f"{part} dense", f"{part} whole", f"{part} products"} <= set(calls)
@@ -273,22 +261,23 @@ def test_rates_of_operators_are_those_of_their_times(tmp_path):
 
 
 def test_a_wrong_operator_is_not_timed(monkeypatch):
-    monkeypatch.setattr(product, "multiply", lambda x, w, dtype, i: x[i])
+    monkeypatch.setattr(operators, "multiply", lambda x, w, dtype, i: x[i])
     with pytest.raises(UserError, match="the product of s_ste is off by"):
-        product.measure(quick("product", method="s_ste"), print)
-    exact = search.transposable_mask24
-    monkeypatch.setattr(search, "transposable_mask24", lambda w, how: exact(w) & (how == "exact"))
+        quick("product", method="s_ste").measure(print)
+    exact = operators.transposable_mask24
+    wrong = lambda w, how: exact(w) & (how == "exact")  # noqa: E731
+    monkeypatch.setattr(operators, "transposable_mask24", wrong)
     with pytest.raises(UserError, match="the 2-approximation are wrong on"):
-        search.check_two_approx(torch.randn(8, 8))
+        operators.check_two_approx(torch.randn(8, 8))
 
 
 def test_a_step_has_all_its_micro_batches_and_a_share_of_the_search(monkeypatch):
     for method in ("fst", "s_ste"):
         ms = {"dense": 5.0, "dense, micro-batch": 3.0, method: 9.0, f"{method}, micro-batch": 4.0}
         ms[f"{method}, masks chosen"] = 49.0
-        calls = fake_times(monkeypatch, train, ms.get)
+        calls = fake_times(monkeypatch, ms.get)
         settings = quick("train", method=method, model="nano", accumulate=8, steps=3600)
-        found, used = train.measure(settings, print)
+        found, used = settings.measure(print)
         share = 1.0 if method == "fst" else 0.0  # a fortieth of 40 ms
         assert (f"{method}, masks chosen" in calls) is (method == "fst")
         assert found["dense_ms"] == 5 + 7 * 3 and found["sparse_ms"] == 9 + share + 7 * 4
@@ -298,18 +287,18 @@ def test_a_step_has_all_its_micro_batches_and_a_share_of_the_search(monkeypatch)
 
 
 def test_workloads_of_whole_steps():
-    job = train.workload(quick("train", model="transformer_nano"))
+    job = layers.workload(quick("train", model="transformer_nano"))
     assert (job.tokens, job.linears) == (16, ((128, 512), (512, 128)))
     _, loss, blocks = job.build()
     assert len(blocks) == 4 and loss().isfinite()
-    assert train.workload(quick("train", model="deit_base")).tokens == 197
+    assert layers.workload(quick("train", model="deit_base")).tokens == 197
     with pytest.raises(UserError, match="model=bert; choose of nano, 124M"):
-        train.workload(quick("train", model="bert"))
+        layers.workload(quick("train", model="bert"))
 
 
 def test_the_search_of_bi_mask_is_counted_once_in_its_period(tmp_path, monkeypatch):
     ms = {"dense": 2.0, "step": 6.0, "step with a search": 206.0}
-    fake_times(monkeypatch, slow_down, ms.get, call=False)
+    fake_times(monkeypatch, ms.get, call=False)
     found = metrics("slow_down", tmp_path)
     assert found["search_ms"] == 200.0 and found["slow_down"] == (6 + 200 / 100) / 2
 
@@ -329,13 +318,13 @@ def test_similarity_is_that_of_the_step_to_the_end(monkeypatch):
     still, turned = [torch.ones(1, 2)] * 2, [torch.tensor([[1.0, 0.0]])] * 2
     states = [{"left": still, "right": turned}] * 2 + [{"left": still, "right": ends}] * 2
     monkeypatch.setattr(adapters, "trained", lambda config: states)
-    config = adapters.Settings(model="gpt2_nano", adapter_rank=4, after=50)
-    found, _ = adapters.measure(config, print)
+    config = Adapters(model="gpt2_nano", adapter_rank=4, after=50)
+    found, _ = config.measure(print)
     assert found == pytest.approx({
         "down": 1.0, "up": (0 + 0.6) / 2, "both": (0 + 0.6) / 2, "steps": 4,
         "sm_mhz": None, "watts": None,
     })  # fmt: skip
-    after = adapters.Settings(model="gpt2_nano", adapter_rank=4, after=75)
-    assert adapters.measure(after, print)[0]["up"] == pytest.approx(1.0)
-    first = adapters.Settings(model="gpt2_nano", adapter_rank=4, after=1)
-    assert adapters.measure(first, print)[0]["up"] == found["up"]
+    after = Adapters(model="gpt2_nano", adapter_rank=4, after=75)
+    assert after.measure(print)[0]["up"] == pytest.approx(1.0)
+    first = Adapters(model="gpt2_nano", adapter_rank=4, after=1)
+    assert first.measure(print)[0]["up"] == found["up"]

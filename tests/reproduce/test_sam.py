@@ -71,7 +71,7 @@ def test_peak_memory_is_that_of_one_encoder(monkeypatch):
 
 
 def test_the_cell_of_a_table(tmp_path):
-    config = sam.Settings(
+    config = sam.EncoderTraining(
         method="semi_sparse", model="samvit_large_patch16", image=32, width=32, heads=2,
         repeats=2, threads=1, runs=str(tmp_path),
     )  # fmt: skip

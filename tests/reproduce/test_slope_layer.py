@@ -10,20 +10,20 @@ from common_kernels import nm_mask
 from experiments.bench.timing import Time
 from experiments.support.errors import UserError
 from methods.nn.compressed import CompressedLinear
-from reproduce.measure import imposed_zeros, layer, setup, shapes, tiles
+from reproduce.measure import base, operators, setup, slope
 from reproduce.measure.base import Base
 
 
 def quick(**changed):
     fields = {"repeats": 2, "threads": 1, "batch": 1, "length": 16, "width": 64, "heads": 2}
-    return layer.Settings(**fields | changed)
+    return slope.SlopeLayer(**fields | changed)
 
 
 @pytest.fixture
 def emulated(monkeypatch):
     """Packed operands in bf16, as on a GPU, multiplied by an emulation."""
     monkeypatch.setattr(Base, "dtype", torch.bfloat16)
-    monkeypatch.setattr(layer, "sparse_products", lambda config: "cusparselt")
+    monkeypatch.setattr(slope, "sparse_products", lambda config: "cusparselt")
 
 
 @pytest.fixture
@@ -40,7 +40,7 @@ def clock(monkeypatch):
         ms = {n: kinds.get(n.removeprefix("inference ").partition("_1")[0], 6.0) for n in several}
         return {name: Time(value, value, value, "host") for name, value in ms.items()}
 
-    monkeypatch.setattr(layer, "in_turns", fake)
+    monkeypatch.setattr(base, "in_turns", fake)
     return calls
 
 
@@ -48,7 +48,7 @@ def clock(monkeypatch):
 def test_a_layer_with_and_without_its_parts(packed, clock, request):
     if packed:
         request.getfixturevalue("emulated")
-    found, used = layer.measure(quick(ranks=(1.56,)), print)
+    found, used = quick(ranks=(1.56,)).measure(print)
     assert used == ("cusparselt fprop dgrad" if packed else "dense")
     assert found["training_sparse"] == 12 / (6 + 3) and found["training_sparse_fused"] == 12 / 11
     assert found["training_dense_fused"] == 12 / 8  # without hooks
@@ -61,26 +61,26 @@ def test_a_layer_with_and_without_its_parts(packed, clock, request):
 
 
 def test_tiles_take_part_and_wrong_ones_stop_the_measurement(clock, monkeypatch):
-    cut, asked = tiles.DenseTiles.linear, []
+    cut, asked = slope.DenseTiles.linear, []
 
     def spy(self, x, bias):
         asked.append(tuple(self.matrix.shape))
         return cut(self, x, bias)
 
-    monkeypatch.setattr(tiles.DenseTiles, "linear", spy)
-    layer.measure(quick(width=32), print)
+    monkeypatch.setattr(slope.DenseTiles, "linear", spy)
+    quick(width=32).measure(print)
     assert set(asked) == {(96, 32), (128, 32)}  # queries, keys and values; the wide weight
-    monkeypatch.setattr(tiles.DenseTiles, "grad", lambda self, dy: dy @ self.matrix * 1.1)
+    monkeypatch.setattr(slope.DenseTiles, "grad", lambda self, dy: dy @ self.matrix * 1.1)
     with pytest.raises(UserError, match=r"tiles: off by .* no time is reported"):
-        layer.measure(quick(width=32), print)
+        quick(width=32).measure(print)
 
 
 def test_adapters_apart_leave_the_layers_as_they_were(clock):
     config = quick(width=32, ranks=(6.25,))
     build = partial(setup.bench, config, build=setup.gpt2(config), include=("*",))
-    built = layer.adapted(build, 2, "dense")
+    built = slope.adapted(build, 2, "dense")
     want = setup.evaluating(built)(0)
-    assert torch.allclose(layer.apart(built)(0), want, rtol=1e-5, atol=1e-5)
+    assert torch.allclose(slope.apart(built)(0), want, rtol=1e-5, atol=1e-5)
     assert {type(one) for one in built.converted.layers.values()} == {CompressedLinear}
 
 
@@ -90,8 +90,8 @@ def test_tiles_give_the_product_of_the_whole(packed):
     w = torch.randn(256, 64).to(dtype)
     w = w * nm_mask(w)
     x = torch.randn(16, 64).to(dtype)
-    cut = tiles.packed_tiles(w) if packed else tiles.DenseTiles(w)
-    want = shapes.whole(w, packed).linear(x, None)
+    cut = slope.packed_tiles(w) if packed else slope.DenseTiles(w)
+    want = slope.whole(w, packed).linear(x, None)
     eps = torch.finfo(dtype).eps
     assert torch.allclose(cut.linear(x, None).float(), want.float(), rtol=4 * eps, atol=64 * eps)
 
@@ -103,11 +103,11 @@ def test_products_by_shape(packed, monkeypatch):
             call(0)
         return {name: Time(6.0, 6.0, 6.0, "host") for name in calls}
 
-    monkeypatch.setattr(shapes, "in_turns", fake)
+    monkeypatch.setattr(base, "in_turns", fake)
     if packed:  # packed operands in bf16, as on a GPU, multiplied by an emulation
         monkeypatch.setattr(Base, "dtype", torch.bfloat16)
-        monkeypatch.setattr(shapes, "sparse_products", lambda config: "cusparselt")
-    found, used = shapes.measure(shapes.Settings(length=16, width=64), print)
+        monkeypatch.setattr(slope, "sparse_products", lambda config: "cusparselt")
+    found, used = slope.Shapes(length=16, width=64).measure(print)
     assert used == ("cusparselt" if packed else "dense")
     assert found["tiled_speedup"] == found["attention_speedup"] == 1.0
     assert found["rank_10_speedup"] == 1.0 and found["multiply_ms"] == found["setup_ms"] == 6.0
@@ -118,7 +118,7 @@ def test_products_by_shape(packed, monkeypatch):
 )
 def test_double_pruning_imposes_what_the_lemma_says(pattern, zeros):
     """The standard deviation over n x n random masks is below 0.3 / n (2:4: 0.19)."""
-    found, _ = imposed_zeros.measure(imposed_zeros.Settings(width=1024, pattern=pattern), print)
+    found, _ = operators.ImposedZeros(width=1024, pattern=pattern).measure(print)
     assert found["closed_form"] == pytest.approx(zeros, abs=1e-6)
     for kind in ("random", "magnitude"):
         assert found[kind] == pytest.approx(zeros, abs=5 * 0.3 / 1024)

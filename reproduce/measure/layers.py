@@ -1,0 +1,370 @@
+"""Training of layers and whole models under a method."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass
+from functools import partial
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from common_kernels.matmul import mm24
+from common_kernels.pack import Packed24
+from common_kernels.pack.operands import sample_pack24
+from experiments.bench import jobs, linear
+from experiments.bench.jobs import Workload
+from experiments.bench.step import Step
+from experiments.bench.timing import Call
+from experiments.bench.variants import Bench, bytes_held
+from experiments.support.errors import UserError
+from methods.nn.gemms import groups_of, sample_tokens
+from methods.nn.linear import MaskedLinear
+from models import transformer
+from models.gpt2 import MLP, SIZES, Block, GPTConfig
+from reproduce.measure.base import Base, Layer, MethodLayer, Metrics, Report, Result
+from reproduce.measure.setup import (
+    BUFFERS,
+    adapting,
+    bench,
+    check_ffn,
+    check_products,
+    clock_and_power,
+    described,
+    ends_dense,
+    gpt2,
+    llama_layer,
+    matmul,
+    milliseconds,
+    rank_suffix,
+    to_compare,
+)
+
+MICRO_STEPS = 64  # forward and backward passes in one iteration of the logs of FST's authors
+
+
+@dataclass(frozen=True, kw_only=True)
+class Linear(MethodLayer):
+    """Speed of one linear, forward and backward. `prune_ms`: time to choose masks and
+    pack alone.
+    """
+
+    what: ClassVar[str] = "linear"
+
+    def measure(self, _: Report) -> Result:
+        shape = (self.tokens, self.width, self.ffn)
+        check_products(self, (self.width, self.ffn))
+        of = (shape, self.dtype, self.on, matmul(self), BUFFERS)
+        dense, sparse = linear.build("dense", *of), linear.build(self.method, *of)
+        calls = {
+            "dense": dense.forward_backward,
+            "sparse": sparse.whole,
+            "prune": lambda _: sparse.hooks(sparse.converted.searching),
+        }
+        times = self.in_turns(calls)
+        metrics: Metrics = {f"{name}_ms": time.ms for name, time in times.items()}
+        metrics["speedup"] = times["dense"].ms / times["sparse"].ms
+        return metrics | clock_and_power(times), described(sparse, times)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GPT2Block(MethodLayer):
+    """Speed of a feed-forward network (`ffn`) and of a whole GPT-2 block (`block`), in training and
+    at inference.
+
+    `<part>_speedup` is that of forward and backward alone, as in FST's logs, where masks are chosen
+    and weights packed in the first iteration only. `<part>_step_speedup` includes the hooks of a
+    step with one micro-batch, and the step's share of the mask search.
+    """
+
+    what: ClassVar[str] = "gpt2"
+
+    def measure(self, _: Report) -> Result:
+        shape = GPTConfig(1, self.heads, self.width, vocab_size=1, n_inner=self.inner)
+        check_ffn(self)
+        built = {
+            "ffn": lambda: nn.Sequential(
+                OrderedDict(mlp=MLP(shape))
+            ),  # a name for the method's globs
+            "block": lambda: Block(shape),
+        }
+        pairs: dict[str, tuple[Bench, Bench]] = {}
+        calls: dict[str, Call] = {}
+        for part, build in built.items():
+            dense, sparse = (bench(self, n, build, ("*mlp.*",)) for n in ("dense", self.method))
+            pairs[part] = dense, sparse
+            inference = {} if ends_dense(self) else {"inference": sparse}
+            named = to_compare(dense, sparse, inference).items()
+            calls |= {f"{part} {name}": call for name, call in named}
+        found = self.in_turns(calls)
+        metrics = clock_and_power(found)
+        for part, (_dense, sparse) in pairs.items():
+            own = {n.removeprefix(f"{part} "): t for n, t in found.items() if n.startswith(part)}
+            times = milliseconds(own, sparse)
+            metrics |= {
+                f"{part}_dense_ms": MICRO_STEPS * times["dense"],
+                f"{part}_sparse_ms": MICRO_STEPS * times["products"],
+                f"{part}_speedup": times["dense"] / times["products"],
+                f"{part}_step_speedup": times["dense"] / times["step"],
+                f"{part}_inference_speedup": 1.0,
+            }
+            if not ends_dense(self):
+                speedup = times["dense inference"] / times["inference"]
+                metrics[f"{part}_inference_speedup"] = speedup
+        return metrics, described(sparse, found)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decoder(MethodLayer):
+    """Speed and memory of a decoder layer over dense, in training and at inference.
+
+    Memory is what stays allocated: in training weights, gradients, the moments of AdamW in fp32,
+    masks, packed and dense operands; at inference the weights as they are stored. Activations are
+    not included.
+
+    A decoder layer.
+
+    kv_heads: number of key and value heads of a LLaMA layer; null = a GPT-2 block, which has OPT's
+        shapes.
+    ranks: ranks of adapters at inference, in percent of the width.
+    """
+
+    what: ClassVar[str] = "decoder"
+    kv_heads: int | None = None
+    ranks: tuple[float, ...] = ()
+
+    def measure(self, _: Report) -> Result:
+        include = ("*",) if self.method == "slope" else ("*mlp.*",)
+        build = llama_layer(self) if self.kv_heads else gpt2(self)
+        check_ffn(self)
+        dense = bench(self, "dense", build, include)
+        sparse = bench(self, self.method, build, include)
+        trained = {} if ends_dense(self) else {"": sparse}
+        suffixes = {percent: rank_suffix(percent) for percent in self.ranks}
+        for percent, suffix in suffixes.items() if trained else ():
+            rank = max(1, round(self.width * percent / 100))
+            trained[suffix] = bench(self, self.method, build, include, **adapting(rank))
+        calls = to_compare(dense, sparse, {f"inference{s}": one for s, one in trained.items()})
+        found = self.in_turns(calls)
+        times = milliseconds(found, sparse)
+        metrics: Metrics = {
+            "train_speedup": times["dense"] / times["step"],
+            "train_memory": training_bytes(sparse) / training_bytes(dense),
+            **clock_and_power(found),
+        }
+        for suffix in ("", *suffixes.values()):
+            speedup = memory = 1.0
+            if suffix in trained:
+                speedup = times["dense inference"] / times[f"inference{suffix}"]
+                memory = stored_bytes(trained[suffix]) / stored_bytes(dense)
+            metrics[f"inference_speedup{suffix}"] = speedup
+            metrics[f"inference_memory{suffix}"] = memory
+        return metrics, described(sparse, found)
+
+
+def training_bytes(built: Bench) -> int:
+    """Bytes that stay during training: weights, gradients, two fp32 moments, and what the converted
+    layers keep."""
+    trained = [p for p in built.converted.model.parameters() if p.requires_grad]
+    gradients = sum(p.nbytes for p in trained)
+    moments = 2 * 4 * sum(p.numel() for p in trained)
+    return sum(bytes_held(built.converted).values()) + gradients + moments
+
+
+def stored_bytes(built: Bench) -> int:
+    """Bytes of the model after training: its parameters, and the row masks of SLoPe's layers."""
+    model = built.converted.model
+    masks = [b for name, b in model.named_buffers() if name.endswith(("row_mask", "left_mask"))]
+    return sum(t.nbytes for t in [*model.parameters(), *masks])
+
+
+@dataclass(frozen=True, kw_only=True)
+class SlowDown(Layer):
+    """Time of a training step of one GPT-2 block under Bi-Mask over that of a dense one, including
+    the choice of masks and the step's share of the search for permutations.
+    """
+
+    what: ClassVar[str] = "slow_down"
+    products: ClassVar[tuple[str, ...]] = ()
+
+    def measure(self, _: Report) -> Result:
+        dense = bench(self, "dense", gpt2(self), ("*",))
+        sparse = bench(self, "bi_mask", gpt2(self), ("*",))
+        converted, period = sparse.converted, sparse.converted.method.config.permute_every
+
+        def step(i: int, number: int = 1) -> None:
+            converted.before(number)
+            sparse.forward_backward(i)
+            converted.after(number)
+
+        calls: dict[str, Call] = {
+            "dense": dense.forward_backward,
+            "step": step,
+            "step with a search": partial(step, number=0),
+        }
+        times = self.in_turns(calls)
+        found = {name: time.ms for name, time in times.items()}
+        search = max(0.0, found["step with a search"] - found["step"])
+        metrics = clock_and_power(times) | {
+            "dense_ms": found["dense"],
+            "step_ms": found["step"],
+            "search_ms": search,
+            "slow_down": (found["step"] + search / period) / found["dense"],
+        }
+        return metrics, converted.used
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parts(MethodLayer):
+    """Times of the parts of a training step of one linear width -> inner under a method with masks.
+
+    The parts are the three products, dense and as the method runs them, the sample of dY, and the
+    decay, the packing and the mask search, which are done once in a step of `accumulate`
+    micro-batches or once in a mask period. `step` and `dense_step` are the sums over a step.
+
+    A linear width -> inner; accumulate: micro-batches per step.
+    """
+
+    what: ClassVar[str] = "parts"
+    accumulate: int = 1
+
+    def measure(self, _: Report) -> Result:
+        shape = (self.tokens, self.width, self.ffn)
+        check_products(self, (self.width, self.ffn))
+        of = (shape, self.dtype, self.on, matmul(self), BUFFERS)
+        dense, sparse = linear.build("dense", *of), linear.build(self.method, *of)
+        method = sparse.converted.method
+        (layer,) = method.sparse_layers.values()
+        assert isinstance(layer, MaskedLinear)
+        fprop, dgrad = layer.operands(self.dtype)
+        weight = next(iter(dense.converted.layers.values())).weight.detach()
+        xs, dys = [x.detach() for x in sparse.inputs], sparse.gradients
+        sparse.hooks(0)  # with a gradient to add the decay to
+
+        def sample(i: int) -> Packed24 | Tensor:
+            if layer.products.wgrad:
+                return sample_pack24(dys[i], layer.key, groups_of(dys[i]))
+            return sample_tokens(dys[i], layer.key, layer.mvue) if layer.mvue else dys[i]
+
+        once_sampled = sample(0)
+
+        def wgrad(i: int) -> Tensor:
+            if isinstance(once_sampled, Packed24):
+                return mm24(once_sampled, xs[i])
+            return once_sampled.t() @ xs[i]
+
+        calls: dict[str, Call] = {
+            "dense_fprop": lambda i: F.linear(xs[i], weight),
+            "dense_dgrad": lambda i: dys[i] @ weight,
+            "dense_wgrad": lambda i: dys[i].t() @ xs[i],
+            "fprop": lambda i: fprop.linear(xs[i], None),
+            "dgrad": lambda i: dgrad.grad(dys[i]),
+            "wgrad": wgrad,
+            "sample": sample,
+            "decay": lambda _: method.on_gradients(0),
+            "pack": lambda _: layer.update_operands(),
+            "search": lambda _: layer.refresh_mask(),
+        }
+        times = self.in_turns(calls)
+        ms = {name: time.ms for name, time in times.items()}
+        products = sum(ms[name] for name in ("fprop", "dgrad", "wgrad", "sample"))
+        once = ms["decay"] + ms["pack"] + ms["search"] / method.mask_period
+        step = self.accumulate * products + once
+        dense_step = self.accumulate * sum(ms[f"dense_{n}"] for n in ("fprop", "dgrad", "wgrad"))
+        metrics = clock_and_power(times) | {f"{name}_ms": figure for name, figure in ms.items()}
+        metrics |= {"step_ms": step, "dense_step_ms": dense_step, "speedup": dense_step / step}
+        return metrics, sparse.converted.used
+
+
+@dataclass(frozen=True, kw_only=True)
+class Training(Base):
+    """Speed of a whole optimizer step of `accumulate` micro-batches, dense and under the method,
+    and the hours that a training of `steps` such steps takes.
+
+    The time of a step is the sum of what is timed: a step of one micro-batch with all hooks and
+    AdamW, the further micro-batches, and the step's share of the mask search. For `run_speedup` the
+    last sixth of the steps is dense, as in FST's trainings.
+
+    model: a size of GPT-2, `transformer_SIZE` or `deit_base`.
+    accumulate: micro-batches per step. steps: steps of a whole training.
+    """
+
+    what: ClassVar[str] = "train"
+    method: str
+    model: str
+    batch: int = 1
+    length: int = 1
+    accumulate: int = 1
+    steps: int = 0
+
+    def measure(self, report: Report) -> Result:
+        job = workload(self)
+        built: dict[str, Step] = {}
+        for name in ("dense", self.method):
+            for widths in job.linears if name != "dense" else ():
+                check_products(self, widths, job.tokens)
+            built[name] = uncompiled(name, job, self)
+        calls: dict[str, Call] = {}
+        for name, step in built.items():
+            calls |= {name: step.ordinary, f"{name}, micro-batch": micro_batch(step)}
+            if step.converted.searching:
+                calls[f"{name}, masks chosen"] = step.searching
+        times = self.in_turns(calls, 1, graphs=False)
+        metrics, found = clock_and_power(times), {}
+        for name, step in built.items():
+            ms, further = times[name].ms, times[f"{name}, micro-batch"].ms
+            search = times[f"{name}, masks chosen"].ms - ms if step.converted.searching else 0.0
+            share = max(0.0, search) / (step.converted.searching + 1)
+            found[name] = ms + share + (self.accumulate - 1) * further
+            key = "dense" if name == "dense" else "sparse"
+            metrics |= {f"{key}_ms": found[name], f"{key}_micro_batch_ms": further}
+            metrics[f"{key}_hours"] = self.steps * found[name] / 3.6e6
+        dense, sparse = found["dense"], found[self.method]
+        metrics |= {"speedup": dense / sparse, "run_speedup": dense / (sparse * 5 / 6 + dense / 6)}
+        used = built[self.method].used
+        for step in built.values():
+            step.close()
+        return metrics, used
+
+
+def workload(config: Training) -> Workload:
+    """The model that the config names, with its batch.
+
+    Raises:
+        UserError: there is no such model.
+    """
+    name, batch, length = config.model, config.batch, config.length
+    if name in SIZES:
+        return jobs.gpt2(name, batch, length)
+    family, _, size = name.partition("_")
+    if family == "transformer" and size in transformer.SIZES:
+        return jobs.translation(size, batch, length)
+    if name == "deit_base":
+        return jobs.vit("deit_base_patch16_224", batch, 768, 196)
+    sizes = ", ".join([*SIZES, *(f"transformer_{s}" for s in transformer.SIZES), "deit_base"])
+    raise UserError(f"model={name}; choose of {sizes}")
+
+
+def uncompiled(name: str, job: Workload, config: Training) -> Step:
+    """A training step under the method `name`, warmed up; its blocks are not compiled."""
+    step = Step(name, job, config.on, matmul(config))
+    for _ in range(2):
+        step.ordinary(0)
+    return step
+
+
+def micro_batch(step: Step) -> Call:
+    """A call that runs the forward and backward pass of one micro-batch and adds its gradients to
+    existing ones, as every micro-batch of a step but the first does."""
+    gradients = [torch.zeros_like(p) for p in step.parameters]
+
+    def call(_: int) -> None:
+        for parameter, gradient in zip(step.parameters, gradients, strict=True):
+            parameter.grad = gradient
+        step.converted.method.open_micro_batch()
+        step.loss().backward()
+        step.optimizer.zero_grad()
+
+    return call

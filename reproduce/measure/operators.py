@@ -1,0 +1,240 @@
+"""Single operators: products, masks, gated activations."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from common_kernels import backend, double_prune_mask, geglu, nm_mask, pack24, transposable_mask24
+from common_kernels.masks import ALGORITHMS
+from common_kernels.matmul import linear24, unavailable
+from common_kernels.pack import BUFFERED, Packed24
+from experiments.bench import dense_fp8, operators, variants
+from experiments.bench.timing import Call
+from experiments.support.errors import UserError
+from methods.slope import parse_pattern
+from reproduce.measure.base import Base, Layer, MethodLayer, Metrics, Report, Result
+from reproduce.measure.setup import BUFFERS, buffers, clock_and_power
+
+Multiply = Callable[[list[Tensor], Tensor, torch.dtype, int], Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Product(MethodLayer):
+    """Throughput of the product of two square matrices of `width`, in operations of the dense
+    product. One operand is 2:4 unless the method is dense; both are FP8 values if the method
+    trains with such.
+
+    Matrices width x width.
+    """
+
+    what: ClassVar[str] = "product"
+
+    def measure(self, _: Report) -> Result:
+        setup, size = variants.variant(self.method), self.width
+        with self.on:
+            x = list(torch.randn(BUFFERS, size, size, dtype=self.dtype))
+            w = torch.randn(size, size, dtype=self.dtype)
+        if setup.fp8:
+            x, w = [a.to(dense_fp8.E4M3) for a in x], w.to(dense_fp8.E4M3)
+        call: Multiply = multiply
+        used = "dense"
+        if setup.method != "dense":
+            mask = nm_mask(w.to(self.dtype))
+            w = (w.to(self.dtype) * mask).to(w.dtype)
+            if unavailable("cusparselt", self.on, w.dtype) is None:
+                call, used = multiply24(pack24(w, mask, layout=BUFFERED)), "cusparselt"
+        product = partial(call, x, w, self.dtype)
+        error = variants.relative_error(product(0), x[0].float() @ w.float().t())
+        allowed = variants.tolerance(setup, self.dtype, size)
+        if not error <= allowed:
+            raise UserError(
+                f"the product of {self.method} is off by {error:.2g} (allowed {allowed:.2g}): "
+                "no time is reported"
+            )
+        time = self.in_turns({"product": product})
+        ms = time["product"].ms
+        return {"tflops": 2 * size**3 / ms / 1e9, "ms": ms, **clock_and_power(time)}, used
+
+
+def multiply(x: list[Tensor], w: Tensor, dtype: torch.dtype, i: int) -> Tensor:
+    """x W^T in `dtype`, by torch's product for the dtype of W."""
+    if w.dtype == dtype:
+        return F.linear(x[i], w)
+    one = torch.ones((), device=w.device)
+    return dense_fp8.product(x[i], w, (one, one), dtype, fast=True)
+
+
+def multiply24(packed: Packed24) -> Multiply:
+    """A function as `multiply`, with a packed W."""
+    return lambda x, _, dtype, i: linear24(packed, x[i], out_dtype=dtype)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Search(Layer):
+    """Throughput of the search for transposable masks of a weight [inner, width], in bytes of the
+    weight per second: by algorithm, in the precision of the config and in fp32 (`_fp32`).
+
+    A weight [inner, width].
+    """
+
+    what: ClassVar[str] = "search"
+    products: ClassVar[tuple[str, ...]] = ()
+
+    def measure(self, _: Report) -> Result:
+        shape = (self.ffn, self.width)
+        dtypes = {"": self.dtype, "_fp32": torch.float32}
+        count = buffers(self, math.prod(shape) * self.dtype.itemsize)
+        with self.on:
+            weights = {key: list(torch.randn(count, *shape, dtype=d)) for key, d in dtypes.items()}
+        calls: dict[str, Call] = {}
+        for key, rotating in weights.items():
+            operators.check("transposable_mask24", rotating[0])
+            check_two_approx(rotating[0])
+            for algorithm in ALGORITHMS:
+                calls[algorithm + key] = partial(search, rotating, algorithm)
+        times = self.in_turns(calls, count)
+        metrics = clock_and_power(times)
+        for key, rotating in weights.items():
+            own = {algorithm: times[algorithm + key].ms for algorithm in ALGORITHMS}
+            metrics |= {f"{a}{key}_ms": ms for a, ms in own.items()}
+            metrics |= {f"{a}{key}_gbs": rotating[0].nbytes / ms / 1e6 for a, ms in own.items()}
+            metrics[f"over_two_approx{key}"] = own["two_approx"] / own["exact"]
+        return metrics, backend.resolve(self.on)
+
+
+def search(weights: list[Tensor], algorithm: str, i: int) -> Tensor:
+    """The mask of weight number i."""
+    return transposable_mask24(weights[i], algorithm)
+
+
+def check_two_approx(w: Tensor) -> None:
+    """Raise a `UserError` unless the 2-approximation keeps at most two entries in each row and
+    column of a tile, and at least half of the magnitude that the exact search keeps."""
+    found, exact = (tiles(transposable_mask24(w, a)) for a in ("two_approx", "exact"))
+    magnitude = tiles(w.abs())
+    legal = (found.sum(-1) <= 2).all() and (found.sum(-2) <= 2).all()
+    kept, best = ((magnitude * mask).sum((-1, -2)) for mask in (found, exact))
+    if not (legal and (2 * kept >= best * (1 - 1e-6)).all()):
+        raise UserError(
+            f"the masks of the 2-approximation are wrong on {tuple(w.shape)}: no time is reported"
+        )
+
+
+def tiles(x: Tensor) -> Tensor:
+    """x [4 a, 4 b] as fp64 tiles [a, b, 4, 4]."""
+    return x.double().unflatten(0, (-1, 4)).unflatten(-1, (-1, 4)).transpose(1, 2)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Geglu(Layer):
+    """Throughput of our GEGLU and of torch's, forward and backward, in bytes that must be read and
+    written per second.
+
+    The inputs [tokens, 2 inner] are column-major, as sparse products return them (`column`), or
+    row-major (`row`).
+
+    Inputs [batch * length, 2 inner].
+    """
+
+    what: ClassVar[str] = "geglu"
+    products: ClassVar[tuple[str, ...]] = ()
+
+    def measure(self, _: Report) -> Result:
+        tokens, wide = self.tokens, 2 * self.ffn
+        count = buffers(self, tokens * wide * self.dtype.itemsize)
+        functions = {"ours": geglu, "torch": plain_geglu}
+        calls: dict[str, Call] = {}
+        for layout in ("column", "row"):
+            with self.on:
+                x = random(count, (tokens, wide), layout, self.dtype)
+                dy = random(count, (tokens, wide // 2), layout, self.dtype)
+            for name in ("geglu", "geglu, forward and backward"):
+                operators.check(name, x[0])
+            for kind, function in functions.items():
+                leaves = [t.requires_grad_() for t in x]
+                calls[f"{kind}_{layout}_forward"] = partial(forward, function, x)
+                calls[f"{kind}_{layout}"] = partial(both, function, leaves, dy)
+        times = self.in_turns(calls, count)
+        entries = tokens * wide * self.dtype.itemsize
+        metrics = clock_and_power(times)
+        for name, time in times.items():
+            moved = (1.5 if name.endswith("_forward") else 4.0) * entries
+            metrics |= {f"{name}_ms": time.ms, f"{name}_gbs": moved / time.ms / 1e6}
+        metrics["over_torch"] = times["torch_column"].ms / times["ours_column"].ms
+        return metrics, backend.resolve(self.on)
+
+
+def random(count: int, shape: tuple[int, int], layout: str, dtype: torch.dtype) -> list[Tensor]:
+    """`count` random matrices of this shape, whose columns or rows are contiguous."""
+    if layout == "row":
+        return list(torch.randn(count, *shape, dtype=dtype))
+    return [x.t() for x in torch.randn(count, *shape[::-1], dtype=dtype)]
+
+
+def plain_geglu(x: Tensor) -> Tensor:
+    """GEGLU by torch's operators, in x's dtype."""
+    value, gate = x.chunk(2, -1)
+    return value * F.gelu(gate, approximate="tanh")
+
+
+def forward(function: Callable[[Tensor], Tensor], xs: list[Tensor], i: int) -> Tensor:
+    """The function of input number i, computed without autograd."""
+    with torch.no_grad():
+        return function(xs[i])
+
+
+def both(
+    function: Callable[[Tensor], Tensor], xs: list[Tensor], dys: list[Tensor], i: int
+) -> Tensor:
+    """The gradient of input number i, by a forward and a backward pass."""
+    return operators.gradients(function)(xs[i], dys[i])
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImposedZeros(Base):
+    """Share of all weights that the second mask, along the columns, sets to zero in addition to the
+    first, along the rows.
+
+    For a normal weight [width, width] whose first mask is `random` or keeps the largest entries
+    (`magnitude`), and by the formula of the paper's lemma (`closed_form`).
+
+    A weight width x width; pattern: N:M.
+    """
+
+    what: ClassVar[str] = "imposed_zeros"
+    products: ClassVar[tuple[str, ...]] = ()
+    width: int
+    pattern: str = "2:4"
+
+    def measure(self, _: Report) -> Result:
+        _glob, n, m = parse_pattern(f"*={self.pattern}")
+        generator = torch.Generator(self.on).manual_seed(self.seed)
+        weight, other = (
+            torch.randn(self.width, self.width, generator=generator, device=self.on)
+            for _ in range(2)
+        )
+        metrics: Metrics = {"sm_mhz": None, "watts": None, "closed_form": imposed(n, m)}
+        for name, scores in {"random": other, "magnitude": weight}.items():
+            once = torch.where(nm_mask(scores, n, m), weight, 0.0)
+            twice = torch.where(double_prune_mask(once, n, m), once, 0.0)
+            before, after = ((pruned != 0).double().mean().item() for pruned in (once, twice))
+            metrics |= {name: before - after, f"{name}_density": after}
+        return metrics, "masks alone"
+
+
+def imposed(n: int, m: int) -> float:
+    """The share by the lemma: E[max(B - n, 0)] / m, where B has the binomial distribution of m
+    draws with probability n / m."""
+    share = n / m
+    surplus = (
+        math.comb(m, j) * share**j * (1 - share) ** (m - j) * (j - n) for j in range(n + 1, m + 1)
+    )
+    return sum(surplus) / m
