@@ -6,15 +6,13 @@ import math
 import pytest
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 import methods
 from common_kernels import nm_mask
 from methods import ast
-from models.gpt2 import GPT, GPTConfig
+from tests.methods.test_contract import Run
 
 ROUTES = ("decoupled_first_moment", "gradient", "decoupled")
-TINY = GPTConfig(n_layer=2, n_head=2, n_embd=16, vocab_size=32, block_size=8, bias=True)
 
 
 def converted(values=(4.0, 1.0, 3.0, 2.0), **options):
@@ -268,64 +266,24 @@ def test_the_optimizer_that_the_route_needs():
 # ---------------------------------------------------------------- when masks change
 
 
-def run(refresh_every, parts=1, recompute=False, evaluate=False, steps=6, measure_every=10):
-    """Trains a GPT; returns it with the (steps, masks) at which its masks were chosen."""
-    torch.manual_seed(0)
-    model = GPT(TINY)
-    method = methods.build(
-        "ast", refresh_every=refresh_every, total_steps=steps, alpha=0.1, ramp_fraction=0.0,
-        measure_every=measure_every,
-    )  # fmt: skip
-    method.convert(model)
-    if recompute:
-        for block in model.transformer.h:
-            forward = block.forward
-            block.forward = lambda x, f=forward: checkpoint(f, x, use_reentrant=False)
-    chosen = []
-    layer = next(iter(method.layers.values()))
-    original = layer.choose_mask
-    layer.choose_mask = lambda: (chosen.append(step), original())
-    optimizer = method.optimizer(model.param_groups(0.1), lr=1e-2)
-    for step in range(steps):
-        method.on_step_begin(step)
-        generator = torch.Generator().manual_seed(step)
-        tokens = torch.randint(0, 32, (4, 9), generator=generator)
-        for micro in tokens.chunk(parts):
-            masks = [m.mask.clone() for m in method.layers.values()]
-            loss = method.loss(model, {"input": micro[:, :-1], "target": micro[:, 1:]})
-            (loss / parts).backward()
-            after = [m.mask for m in method.layers.values()]
-            assert all(torch.equal(a, b) for a, b in zip(masks, after, strict=True))
-        if evaluate:
-            model.eval()
+def test_masks_are_chosen_after_every_kth_step_whatever_is_forwarded():
+    """So those of the steps 0, k, 2k, ... are new. The released LLaMA code counts forward passes:
+    micro-batches and evaluations among them."""
+
+    def chosen(period):
+        run, steps = Run("ast", {"refresh_every": period}), []
+        layer = next(iter(run.method.layers.values()))
+        choose = layer.choose_mask
+        layer.choose_mask = lambda: (steps.append(step), choose())
+        for step in range(6):
+            run.step(step, parts=4)
             with torch.no_grad():
-                model(tokens[:, :-1])
-            model.train()
-        method.on_gradients(step, optimizer)
-        optimizer.step()
-        optimizer.zero_grad()
-        method.on_step_end(step)
-        method.metrics()
-    return model, chosen
+                run.model.eval()(torch.zeros(1, 4, dtype=torch.int64))
+            run.model.train()
+        return steps
 
-
-def test_refreshes_depend_on_the_optimizer_steps_alone():
-    """The released LLaMA code counts forward passes: checkpointing halves its interval and swaps
-    the mask between a forward pass and its backward."""
-    for variation in ({"parts": 4}, {"recompute": True}, {"evaluate": True}, {"measure_every": 1}):
-        plain, chosen = run(2)
-        varied, chosen_too = run(2, **variation)
-        assert chosen == chosen_too == [1, 3, 5]
-        exact = "parts" not in variation
-        for (name, a), b in zip(plain.named_parameters(), varied.parameters(), strict=True):
-            if exact:
-                assert torch.equal(a, b), name
-
-
-def test_masks_are_chosen_after_every_kth_step():
-    """So those of the steps 0, k, 2k, ... are new."""
-    for period, expected in ((1, [0, 1, 2, 3]), (3, [2]), (0, [])):
-        assert run(period, steps=4)[1] == expected
+    for period, steps in ((1, [0, 1, 2, 3, 4, 5]), (2, [1, 3, 5]), (3, [2, 5]), (0, [])):
+        assert chosen(period) == steps
 
 
 # ---------------------------------------------------------------- the end

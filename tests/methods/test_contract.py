@@ -24,6 +24,7 @@ from common_kernels import check24
 from methods.nn import slorb
 from methods.nn.linear import SparseLinear
 from models.gpt2 import GPT, GPTConfig
+from tests.methods.loop import training_step
 
 STEPS, SEQUENCES, BLOCK = 6, 8, 16
 TINY = GPTConfig(n_layer=2, n_head=2, n_embd=16, vocab_size=32, block_size=BLOCK, bias=True)
@@ -86,23 +87,19 @@ class Run:
         self.optimizer = self.method.optimizer(groups, lr=1e-2)
 
     def step(self, step, parts=1, runner=None, share=slice(None)):
-        self.method.on_step_begin(step)
-        losses = []
-        for micro in batch(step).chunk(parts):
-            micro = micro[share]
-            loss = self.method.loss(
-                self.model if runner is None else runner,
-                {"input": micro[:, :-1], "target": micro[:, 1:]},
-            )
-            (loss / parts).backward()
-            losses.append(loss.item())
-        named = self.model.named_parameters()
-        self.gradients = {n: p.grad.clone() for n, p in named if p.grad is not None}
-        nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
-        self.method.on_gradients(step, self.optimizer)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        self.method.on_step_end(step)
+        with training_step(self.method, step, self.optimizer):
+            losses = []
+            for micro in batch(step).chunk(parts):
+                micro = micro[share]
+                loss = self.method.loss(
+                    self.model if runner is None else runner,
+                    {"input": micro[:, :-1], "target": micro[:, 1:]},
+                )
+                (loss / parts).backward()
+                losses.append(loss.item())
+            named = self.model.named_parameters()
+            self.gradients = {n: p.grad.clone() for n, p in named if p.grad is not None}
+            nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         return sum(losses) / parts
 
     def state(self):
@@ -303,19 +300,15 @@ def test_a_model_in_bf16_trains(name, options):
     optimizer = method.optimizer(model.parameters(), lr=1e-2)
     losses = []
     for step in range(STEPS):
-        method.on_step_begin(step)
-        inputs = {"input": batch(0)[:, :-1], "target": batch(0)[:, 1:]}
-        method.loss(model, inputs).backward()
-        with torch.no_grad():  # of the task alone: a teacher's divergence does not sink to zero
-            losses.append(model(**inputs)[1].item())
-        for n, parameter in model.named_parameters():
-            if n.rpartition(".")[2] not in adapters(options):
-                assert parameter.grad.dtype == torch.bfloat16
-                assert parameter.grad.isfinite().all() and parameter.grad.any()
-        method.on_gradients(step, optimizer)
-        optimizer.step()
-        optimizer.zero_grad()
-        method.on_step_end(step)
+        with training_step(method, step, optimizer):
+            inputs = {"input": batch(0)[:, :-1], "target": batch(0)[:, 1:]}
+            method.loss(model, inputs).backward()
+            with torch.no_grad():  # of the task alone: a teacher's divergence does not sink to zero
+                losses.append(model(**inputs)[1].item())
+            for n, parameter in model.named_parameters():
+                if n.rpartition(".")[2] not in adapters(options):
+                    assert parameter.grad.dtype == torch.bfloat16
+                    assert parameter.grad.isfinite().all() and parameter.grad.any()
     assert losses[-1] < losses[0] - 0.1  # one batch, learnt by heart
 
 

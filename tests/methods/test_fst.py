@@ -10,6 +10,7 @@ from torch.utils.checkpoint import checkpoint
 from common_kernels import check24, transposable_mask24
 from methods import dense, fst
 from methods.nn import transposable
+from tests.methods.loop import training_step
 
 
 def method_of(**options):
@@ -32,14 +33,10 @@ def step_of(method, model, step, parts=1, forward=None):
     """One optimizer step on `parts` micro-batches; SGD, so that equal gradients show."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     x = torch.randn(12, 16, generator=torch.Generator().manual_seed(step))
-    method.on_step_begin(step)
-    for part in x.chunk(parts):
-        method.open_micro_batch()
-        ((model if forward is None else forward)(part).square().sum() / len(x)).backward()
-    method.on_gradients(step, optimizer)
-    optimizer.step()
-    optimizer.zero_grad()
-    method.on_step_end(step)
+    with training_step(method, step, optimizer):
+        for part in x.chunk(parts):
+            method.open_micro_batch()
+            ((model if forward is None else forward)(part).square().sum() / len(x)).backward()
 
 
 # ---------------------------------------------------------------- the three products

@@ -9,6 +9,7 @@ import methods
 from common_kernels import check24
 from methods.nn.sparsegpt import BLOCK, prune
 from methods.one_shot import METRICS
+from tests.methods.loop import training_step
 
 
 def correlated(tokens, features, seed=0, dtype=torch.float32):
@@ -125,22 +126,6 @@ def test_wanda_by_hand():
     assert torch.equal(model.mlp.weight[0], torch.tensor([0.0, -3.0, 2.0, 0.0]))
 
 
-def test_all_metrics_give_24_and_written_out_zeros():
-    for metric in METRICS:
-        model, method = converted(metric)
-        for i in (0, 2):
-            weight = model.mlp[i].weight
-            assert int(check24(weight)) == 0
-            assert int(weight.count_nonzero()) == weight.numel() // 2
-            assert torch.equal(weight, model.mlp[i].sparse_weight)
-        assert method.metrics()["density"] == 0.5
-        plain = Net()
-        same = [
-            torch.equal(a, b) for a, b in zip(model.parameters(), plain.parameters(), strict=True)
-        ]
-        assert same == [False, True, False, True]  # biases stay
-
-
 def test_later_layers_are_measured_behind_pruned_ones():
     """The papers do so; statistics of the dense model would give another second layer."""
     batch = correlated(256, 16)
@@ -158,19 +143,19 @@ def test_zeros_stay_under_momentum_decay_and_clipping():
     for metric in METRICS:
         model, method = converted(metric)
         masks = [model.mlp[i].mask.clone() for i in (0, 2)]
+        for mask, i in zip(masks, (0, 2), strict=True):
+            assert (mask.unflatten(1, (-1, 4)).sum(-1) == 2).all()
+            assert torch.equal(model.mlp[i].weight != 0, mask)
+            assert torch.equal(model.mlp[i].bias, Net().mlp[i].bias)
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.1)
         x = correlated(64, 16, seed=1)
         for step in range(4):
-            method.on_step_begin(step)
-            method.loss(model, {"x": x, "target": x}).backward()
-            for i, mask in zip((0, 2), masks, strict=True):
-                grad = model.mlp[i].weight.grad
-                assert not grad[~mask].any() and grad[mask].any()
-            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            method.on_gradients(step, optimizer)
-            optimizer.step()
-            optimizer.zero_grad()
-            method.on_step_end(step)
+            with training_step(method, step, optimizer):
+                method.loss(model, {"x": x, "target": x}).backward()
+                for i, mask in zip((0, 2), masks, strict=True):
+                    grad = model.mlp[i].weight.grad
+                    assert not grad[~mask].any() and grad[mask].any()
+                nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         for i, mask in zip((0, 2), masks, strict=True):
             assert torch.equal(model.mlp[i].mask, mask)
             assert torch.equal(model.mlp[i].weight != 0, mask)

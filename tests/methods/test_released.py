@@ -12,6 +12,7 @@ from methods.released import fst as released_fst
 from methods.released import semi_sparse as released_semi_sparse
 from methods.released import slope as released_slope
 from methods.released import slope_dense, slope_mask
+from tests.methods.loop import training_step
 
 
 def converted(kind, dtype=torch.float32, **options):
@@ -27,15 +28,11 @@ def step_of(run, step):
     model, method, optimizer = run
     generator = torch.Generator().manual_seed(step)
     x = torch.randn(3, 4, 16, generator=generator, dtype=model[0].bias.dtype, requires_grad=True)
-    method.on_step_begin(step)
-    method.open_micro_batch()
-    y = model(x)
-    y.sin().sum().backward()
-    gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
-    method.on_gradients(step, optimizer)
-    optimizer.step()
-    optimizer.zero_grad()
-    method.on_step_end(step)
+    with training_step(method, step, optimizer):
+        method.open_micro_batch()
+        y = model(x)
+        y.sin().sum().backward()
+        gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
     return y.detach(), x.grad, gradients
 
 

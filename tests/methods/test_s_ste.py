@@ -6,6 +6,7 @@ from torch import nn
 
 from common_kernels import fake_fp8, mvue24, soft_threshold24
 from methods import s_ste
+from tests.methods.loop import training_step
 
 
 def converted(out=32, inputs=64, weight=None, **options):
@@ -54,13 +55,11 @@ def train(layer, method, steps=5):
     optimizer = torch.optim.AdamW(layer.parameters(), lr=1e-2)
     generator = torch.Generator().manual_seed(3)
     for step in range(steps):
-        method.on_step_begin(step)
-        method.open_micro_batch()
-        layer(torch.randn(16, layer.in_features, generator=generator)).square().mean().backward()
-        method.on_gradients(step, optimizer)
-        optimizer.step()
-        optimizer.zero_grad()
-        method.on_step_end(step)
+        with training_step(method, step, optimizer):
+            method.open_micro_batch()
+            layer(
+                torch.randn(16, layer.in_features, generator=generator)
+            ).square().mean().backward()
 
 
 def test_beta_is_frozen_except_in_the_dynamic_recipe():

@@ -23,6 +23,7 @@ from methods.semi_sparse import (
     swap_linear_with_semi_sparse_linear,
     swap_semi_sparse_linear_with_linear,
 )
+from tests.methods.loop import training_step
 
 # Rows by hand: the large entries are negative, so that a mask by signed value keeps all others.
 SIGNED = torch.tensor([[-9.0, -8.0, 1.0, 1.0]] * 2 + [[1.0, 1.0, -9.0, -8.0]] * 2)
@@ -59,17 +60,13 @@ def train(method, model, steps, parts=1, first=0, lr=0.05):
     losses = []
     for step in range(first, first + steps):
         x = torch.randn(16, 4, 8, generator=torch.Generator().manual_seed(step))
-        method.on_step_begin(step)
-        total = 0.0
-        for part in x.chunk(parts):
-            method.open_micro_batch()
-            loss = (model(part) - part).square().mean() / parts
-            loss.backward()
-            total += loss.item()
-        method.on_gradients(step, optimizer)
-        optimizer.step()
-        optimizer.zero_grad()
-        method.on_step_end(step)
+        with training_step(method, step, optimizer):
+            total = 0.0
+            for part in x.chunk(parts):
+                method.open_micro_batch()
+                loss = (model(part) - part).square().mean() / parts
+                loss.backward()
+                total += loss.item()
         losses.append(total)
     return losses
 
@@ -173,22 +170,6 @@ def test_tiles_are_sparse_along_tokens_too_and_couple_them():
         y = layer(x)[0]
         assert (int(check24(y, dim=0)) == 0) is couples
         assert torch.equal(y[:3], layer(later)[0, :3]) is not couples
-
-
-def test_activation_mode_keeps_weights_dense_and_ends_with_plain_linears():
-    model = mlp()
-    method = converted(model, mode="activation")
-    train(method, model, 2)
-    assert method.metrics()["density"] == 1.0
-    latent = model[0].weight.detach().clone()
-    x = torch.randn(4, 8)
-    with torch.no_grad():
-        pruned = model.eval()(x)
-    method.finalize(model)
-    assert torch.equal(model[0].weight, latent)
-    assert list(model.state_dict()) == list(mlp().state_dict())
-    with torch.no_grad():
-        assert not torch.equal(model(x), pruned)  # plain linears take the whole input
 
 
 def test_activation_mode_needs_a_width_of_four_on_the_input_side_alone():

@@ -12,6 +12,7 @@ from methods import slope
 from methods.nn import ranks
 from methods.nn.compressed import SparsePlusLowRank, attach, merge
 from models.gpt2 import GPT, GPTConfig
+from tests.methods.loop import training_step
 
 PATTERNS = [(1, 2), (2, 4), (2, 8), (4, 8), (3, 6)]
 TINY = GPTConfig(n_layer=2, n_head=2, n_embd=16, vocab_size=32, block_size=16, bias=True)
@@ -181,13 +182,9 @@ def test_weight_gradient_is_compressed():
 
 def regression(layer, method, optimizer, x, target, steps):
     for step in range(steps):
-        method.on_step_begin(step)
-        loss = (layer(x) - target).square().sum() / len(x)
-        loss.backward()
-        method.on_gradients(step, optimizer)
-        optimizer.step()
-        optimizer.zero_grad()
-        method.on_step_end(step)
+        with training_step(method, step, optimizer):
+            loss = (layer(x) - target).square().sum() / len(x)
+            loss.backward()
     return loss.item()
 
 
@@ -282,13 +279,9 @@ def gpt(**options):
 
 def train(model, method, optimizer, steps, clip=1.0):
     for step in steps:
-        method.on_step_begin(step)
-        method.loss(model, batch(step)).backward()
-        nn.utils.clip_grad_norm_(model.parameters(), clip)
-        method.on_gradients(step, optimizer)
-        optimizer.step()
-        optimizer.zero_grad()
-        method.on_step_end(step)
+        with training_step(method, step, optimizer):
+            method.loss(model, batch(step)).backward()
+            nn.utils.clip_grad_norm_(model.parameters(), clip)
 
 
 # ---------------------------------------------------------------- adapters

@@ -8,6 +8,7 @@ from torch import nn
 
 from common_kernels import check24
 from methods import dense, step
+from tests.methods.loop import training_step
 
 BETAS = (0.9, 0.75)  # a window of 4 steps
 
@@ -29,12 +30,8 @@ def converted(**options):
 def train(model, method, optimizer, steps):
     for number in steps:
         x = torch.randn(16, 8, generator=torch.Generator().manual_seed(number))
-        method.on_step_begin(number)
-        model(x).square().mean().backward()
-        method.on_gradients(number, optimizer)
-        optimizer.step()
-        optimizer.zero_grad()
-        method.on_step_end(number)
+        with training_step(method, number, optimizer):
+            model(x).square().mean().backward()
 
 
 def one_step(model, method, optimizer, number, gradient):

@@ -3,7 +3,6 @@
 import copy
 import os
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -21,12 +20,10 @@ from transformers import (
 )
 
 import methods
-from common_kernels import check24
 from methods.integrations.trainer import STATE, MethodCallback
 from models.gpt2 import from_hf, to_hf
 from models.hf import ForTrainer
 
-ROOT = Path(__file__).parents[3]
 STEPS, MICRO, ACCUMULATION, TOKENS = 6, 4, 2, 16
 TINY = {
     "vocab_size": 32,
@@ -210,29 +207,6 @@ def test_a_checkpoint_of_the_same_folder_is_found_by_itself(tmp_path):
     other, _ = trainer_for("s_ste", tmp_path, save_steps=4)
     with pytest.raises(ValueError, match=r"method_state\.pt does not fit .*; resume with"):
         other.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
-
-
-@pytest.mark.parametrize("name", ["fst", "slope"])
-def test_the_end_is_a_plain_model_of_transformers(name, tmp_path):
-    # No dense phase and no adapters: zeros at the end.
-    plain = {"fst": {"dense_fraction": 0.0}, "slope": {"adapter_rank": 0}}.get(name, {})
-    if name == "slope":
-        plain["adapter_fraction"] = 0.01
-    model, method = build(name, **plain)
-    arguments = arguments_for(tmp_path, save_strategy="no")
-    callback = MethodCallback(method, model, arguments)
-    trainer = Trainer(model, arguments, train_dataset=sequences(), callbacks=[callback])
-    trainer.train()
-    method.finalize(model)
-    trainer.save_model()
-    loaded = LlamaForCausalLM.from_pretrained(tmp_path).eval()
-    ids = sequences()[0]["input_ids"][None]
-    with torch.no_grad():
-        assert torch.equal(loaded(ids).logits, model.eval()(ids).logits)
-    for layer in callback.report.names:
-        weight = loaded.get_submodule(layer).weight
-        assert int(check24(weight)) == 0
-        assert 0 < int(weight.count_nonzero()) <= weight.numel() // 2
 
 
 @every_arm

@@ -335,31 +335,21 @@ class Loop:
         self.optimizer.zero_grad()
 
 
-def test_a_loop_without_on_step_end_is_told_at_its_second_step():
+def test_a_loop_without_its_hooks_is_told_at_its_second_step():
     for name, options in LOOPS:
-        loop = Loop(name, options)
-        loop.method.on_step_begin(0)
-        loop.update(0)
-        with pytest.raises(RuntimeError, match=r"step 0 and on_step_end\(0\) was not called"):
-            loop.method.on_step_begin(1)
-
-
-def test_a_loop_without_on_step_begin_is_told_at_its_second_step():
-    for name, options in LOOPS:
-        loop = Loop(name, options)
-        loop.update(0)
-        loop.method.on_step_end(0)
-        loop.update(1)
-        with pytest.raises(RuntimeError, match=r"on_step_end\(1\) without on_step_begin\(1\)"):
-            loop.method.on_step_end(1)
-
-
-def test_a_loop_without_any_hook_is_told_at_its_second_step():
-    for name, options in LOOPS:
-        loop = Loop(name, options)
-        loop.update(0)
-        with pytest.raises(RuntimeError, match=r"no step has begun: .*call on_step_begin\(step\)"):
-            loop.update(1)
+        for hook, told in (
+            ("on_step_begin", r"step 0 and on_step_end\(0\) was not called"),
+            ("on_step_end", r"on_step_end\(1\) without on_step_begin\(1\)"),
+            ("", r"no step has begun: .*call on_step_begin\(step\)"),
+        ):
+            loop = Loop(name, options)
+            with pytest.raises(RuntimeError, match=told):
+                for step in range(2):
+                    if hook == "on_step_begin":
+                        loop.method.on_step_begin(step)
+                    loop.update(step)
+                    if hook == "on_step_end":
+                        loop.method.on_step_end(step)
 
 
 @pytest.mark.parametrize("fused", [False, True])  # torch's does not count what it writes

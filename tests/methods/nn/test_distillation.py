@@ -11,6 +11,7 @@ from methods import ast
 from methods.nn import distillation
 from methods.nn.distillation import forward_kl, mobilebert, reverse_kl, squarehead, tinybert
 from models.gpt2 import GPT, GPTConfig
+from tests.methods.loop import training_step
 
 TINY = GPTConfig(n_layer=2, n_head=2, n_embd=16, vocab_size=32, block_size=8, bias=True)
 
@@ -80,12 +81,8 @@ def converted(**options):
 def train(model, method, steps=3):
     optimizer = method.optimizer(model.param_groups(0.1), lr=1e-2)
     for step in range(steps):
-        method.on_step_begin(step)
-        method.loss(model, batch(step)).backward()
-        method.on_gradients(step, optimizer)
-        optimizer.step()
-        optimizer.zero_grad()
-        method.on_step_end(step)
+        with training_step(method, step, optimizer):
+            method.loss(model, batch(step)).backward()
     return optimizer
 
 

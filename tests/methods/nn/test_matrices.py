@@ -10,6 +10,7 @@ from torch import nn
 import methods
 from common_kernels import check24, nm_mask, soft_threshold24
 from methods.nn import conversion, matrices
+from tests.methods.loop import training_step
 
 EXPERTS = ["eager", "batched_mm", "grouped_mm"]
 METHODS = {
@@ -87,12 +88,8 @@ def test_they_train_and_end_as_the_plain_module_with_true_zeros(build, name):
     assert report.sparse_parameters == sum(m.weight.numel() for m in method.layers.values())
     optimizer = method.optimizer(model.parameters(), lr=1e-3)
     for step in range(6):
-        method.on_step_begin(step)
-        method.loss(model, batch()).backward()
-        method.on_gradients(step, optimizer)
-        optimizer.step()
-        optimizer.zero_grad()
-        method.on_step_end(step)
+        with training_step(method, step, optimizer):
+            method.loss(model, batch()).backward()
         for copied in (copy.deepcopy, saved_and_loaded) if step == 2 else ():
             twin, its_method = copied((model, method))
             assert torch.equal(loss_of(twin), loss_of(model))

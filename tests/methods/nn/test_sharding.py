@@ -236,22 +236,6 @@ def test_codes_and_their_scales_are_those_of_a_whole_layer(mesh):
             assert torch.equal(*found)
 
 
-def test_a_phase_that_changes_after_an_evaluation_is_that_of_a_whole_model(mesh):
-    found = []
-    for sharded in (False, True):
-        model, method = converted("fst", dense_fraction=0.5, total_steps=2, mvue="off")
-        if sharded:
-            fully_shard(model, mesh=mesh)  # its root holds the layers, which stay gathered
-        with torch.no_grad():
-            model(torch.ones(2, 16))
-        method.on_step_begin(1)
-        assert method.phase() == "dense"
-        loss = method.loss(model, {"x": torch.ones(8, 16)})
-        loss.backward()
-        found.append(loss)
-    assert torch.equal(*found)
-
-
 @pytest.mark.parametrize(("name", "masks", "chosen"), [("fst", 1, 0), ("slope", 2, 1)])
 def test_masks_are_gathered_when_they_have_changed_and_not_in_a_pass(
     name, masks, chosen, mesh, counted

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 
 import methods
 from methods.nn.gemms import DENSE
+from tests.methods.loop import training_step
 
 pytest.importorskip("triton", reason="cuSPARSELt is emulated where Triton's interpreter runs")
 
@@ -51,22 +52,18 @@ def a_step(run, step, parts):
     """Outputs and input gradients of each part of the batch, and the gradients of all weights."""
     model, method, optimizer = run
     xs = torch.randn(PARTS, 40, 64, generator=torch.Generator().manual_seed(step))
-    method.on_step_begin(step)
-    found = {}
-    for part in parts:
-        method.open_micro_batch()
-        x = xs[part].requires_grad_()
-        with torch.no_grad():  # in fp32, for which nothing is packed
-            found[f"fp32 y{part}"] = model(x)
-        with torch.autocast("cpu", BF16):
-            y = model(x)
-        (y.float().square().mean() / len(parts)).backward()
-        found[f"y{part}"], found[f"x{part}"] = y.detach(), x.grad * len(parts)
-    grads = {n: whole(p.grad) for n, p in model.named_parameters() if p.grad is not None}
-    method.on_gradients(step, optimizer)
-    optimizer.step()
-    optimizer.zero_grad()
-    method.on_step_end(step)
+    with training_step(method, step, optimizer):
+        found = {}
+        for part in parts:
+            method.open_micro_batch()
+            x = xs[part].requires_grad_()
+            with torch.no_grad():  # in fp32, for which nothing is packed
+                found[f"fp32 y{part}"] = model(x)
+            with torch.autocast("cpu", BF16):
+                y = model(x)
+            (y.float().square().mean() / len(parts)).backward()
+            found[f"y{part}"], found[f"x{part}"] = y.detach(), x.grad * len(parts)
+        grads = {n: whole(p.grad) for n, p in model.named_parameters() if p.grad is not None}
     return found | grads
 
 
