@@ -9,7 +9,6 @@ imported where they are used.
 
 from __future__ import annotations
 
-import copy
 import re
 from dataclasses import dataclass
 from functools import partial
@@ -17,13 +16,12 @@ from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from models.base import Model, Sized, param_groups
 from models.conversion import check_plain, check_settings
 
 if TYPE_CHECKING:
-    from timm.models.vision_transformer import VisionTransformer
     from transformers import ViTForImageClassification, ViTModel
 
 SIZES: dict[str, dict[str, int]] = {
@@ -157,69 +155,6 @@ class ViT(Model):
         return param_groups(self.named_parameters(), weight_decay, spared)
 
 
-@torch.no_grad()
-def from_timm(model: VisionTransformer) -> ViT:
-    """Our ViT with a copy of the weights of timm's `VisionTransformer`, in their dtype.
-
-    Raises:
-        ValueError: the model has a part that ours does not have, for example distillation or
-            register tokens, another activation, or dropout; the first one is named.
-    """
-    block: Any = model.blocks[0]
-    config = ViTConfig(
-        width=model.embed_dim,
-        depth=len(model.blocks),
-        heads=block.attn.num_heads,
-        image_size=model.patch_embed.img_size[0],
-        patch_size=model.patch_embed.patch_size[0],
-        n_classes=model.num_classes,
-        drop_path=getattr(model.blocks[-1].drop_path1, "drop_prob", 0.0),
-        mlp_ratio=block.mlp.fc1.out_features / model.embed_dim,
-        init_values=getattr(block.ls1, "init_values", None),
-        pool=model.global_pool,
-        norm_eps=block.norm1.eps,
-        dynamic_image_size=model.dynamic_img_size,
-    )
-    ours = ViT(config).to(block.norm1.weight.dtype)
-    _check_same(model, ours.vit)
-    if model.pool_include_prefix:
-        raise ValueError("this timm model cannot be converted: it pools the prefix tokens too")
-    ours.vit.load_state_dict(model.state_dict())
-    return ours.train(model.training)
-
-
-def _check_same(theirs: nn.Module, ours: nn.Module) -> None:
-    """Raise a `ValueError` unless both have the same modules, settings and tensors."""
-    # `repr` shows activations, epsilons and rates of dropout, which the tensors do not show.
-    for line, plain in zip(repr(theirs).splitlines(), repr(ours).splitlines(), strict=False):
-        if line != plain:
-            raise ValueError(
-                f"this timm model cannot be converted: it has {line.strip()!r} where a plain ViT "
-                f"has {plain.strip()!r}"
-            )
-    a, b = ({name: v.shape for name, v in m.state_dict().items()} for m in (theirs, ours))
-    if wrong := sorted(name for name in {**a, **b} if a.get(name) != b.get(name)):
-        raise ValueError(
-            f"this timm model cannot be converted: {', '.join(wrong[:3])} are not those of a plain "
-            "ViT"
-        )
-
-
-def to_timm(model: ViT) -> VisionTransformer:
-    """timm's `VisionTransformer` with a copy of our weights, in their dtype.
-
-    Raises:
-        ValueError: a sparse method is attached.
-    """
-    _check_plain(model)
-    return copy.deepcopy(model.vit)
-
-
-def _check_plain(model: ViT) -> None:
-    with torch.device("meta"):
-        check_plain("ViT", model.state_dict(), ViT(model.config).state_dict())
-
-
 # Patterns of names in transformers, and timm's names. Of two alternatives the first is that of
 # transformers 5, the second that of transformers 4. timm has query, key and value in one linear.
 _FROM_HF = (
@@ -302,12 +237,13 @@ def to_hf(model: ViT) -> ViTForImageClassification | ViTModel:
     from transformers import ViTConfig as HFViTConfig
     from transformers import ViTForImageClassification, ViTModel
 
-    _check_plain(model)
     config = model.config
+    with torch.device("meta"):
+        check_plain("ViT", model.state_dict(), ViT(config).state_dict())
     if config.init_values is not None or config.pool != "token":
         raise ValueError(
             f"transformers' ViT has no layer scale and no average pooling; this model has "
-            f"init_values={config.init_values}, pool={config.pool!r}; use to_timm"
+            f"init_values={config.init_values}, pool={config.pool!r}; its module `vit` is timm's"
         )
     settings: dict[str, Any] = {
         "hidden_size": config.width,

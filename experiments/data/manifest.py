@@ -26,7 +26,7 @@ from experiments.data.corpus_source import EMBEDDED, MIXTURE, NUMBERS, PACKAGES
 from experiments.data.package_text import requirements_hash
 from experiments.data.tokenizer import HFTokenizer, folder_tokenizer, gpt2_encoding, load_bpe
 from experiments.support import hashes
-from experiments.support.checkpoint import is_count, lacks, read_sealed, sha256
+from experiments.support.checkpoint import read_sealed, sha256
 from experiments.support.errors import UserError
 from experiments.support.identity import identity_of
 from experiments.support.names import check_name
@@ -37,14 +37,6 @@ if TYPE_CHECKING:
 SCHEMA = 1
 SPLITS = ("train", "val")
 TRAINED = ("bpe", "wordpiece")  # values of `DataConfig.tokenizer`: trained on the corpus
-
-_FILE = {"file": str, "bytes": is_count, "sha256": str}
-_SPLIT = {"tokens": is_count, "bytes": is_count, "sha256": str}
-_MANIFEST = {
-    "source": {"path": str},
-    "splits": {...: _SPLIT},
-    "tokenizer": {"kind": str, "vocab_size": is_count, "end_of_text": is_count, "file": str | None},
-}
 
 _SOMEWHERE = "FOLDER"  # placeholder for the source of a mixture's part, which is not known
 _COUNTED = ("tokens", "documents", "text_bytes")
@@ -295,44 +287,16 @@ def _read(config: DataConfig) -> dict[str, Any]:
         manifest = read_sealed(path)
     except ValueError as error:
         raise UserError(f"{path} is damaged ({error}); delete {path.parent}") from error
-    anew = f"delete {path.parent} and run `{config.prepare_command}`"
-    found = lacks(manifest, {"schema": int})
-    if found is None and manifest["schema"] == SCHEMA:
-        found = _wrong(manifest)
-    if found is not None:
-        wrong = f"its {found}" if found else "it"
-        raise UserError(f"{path} is damaged ({wrong} is missing or wrong); {anew}")
-    if manifest["schema"] != SCHEMA:
+    if manifest.get("schema") != SCHEMA:
         raise UserError(
-            f"{path} has schema {manifest['schema']}, this version reads {SCHEMA}; {anew}"
+            f"{path} has schema {manifest.get('schema')}, this version reads {SCHEMA}; delete "
+            f"{path.parent} and run `{config.prepare_command}`"
         )
     if config.source != _SOMEWHERE:
         corpus_source.check(
             config.source, config.text_column, config.files, manifest["source"], config.directory
         )
     return manifest
-
-
-def _wrong(manifest: dict[str, Any]) -> str | None:
-    """The first dotted key of a manifest that is missing, or whose value cannot be; None if all
-    fit."""
-    found = lacks(manifest, {**_MANIFEST, "splits": dict.fromkeys(SPLITS, dict)})
-    if found is None:
-        found = lacks(manifest, _MANIFEST)
-    if found is not None:
-        return found
-    tokenizer, splits = manifest["tokenizer"], manifest["splits"]
-    if tokenizer["end_of_text"] >= tokenizer["vocab_size"]:
-        return "tokenizer.vocab_size"
-    if tokenizer.get("file") is not None:
-        found = lacks(tokenizer, _FILE, "tokenizer")
-    size = token_type(tokenizer["vocab_size"]).itemsize
-    for split, record in splits.items():
-        if record["bytes"] != size * record["tokens"]:
-            found = found or f"splits.{split}.tokens"
-        for shard in record.get("shards", (record,)):
-            found = found or lacks(shard, _FILE, f"splits.{split}")
-    return found
 
 
 def _tokenizer(manifest: dict[str, Any]) -> tuple[Any, ...]:

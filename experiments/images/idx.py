@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gzip
 import hashlib
+import math
 import zlib
 from dataclasses import dataclass
 from pathlib import Path
@@ -55,8 +56,8 @@ def read(root: Path, split: str) -> Idx:
     Raises:
         UserError: a file is missing or damaged, or the numbers of images and labels differ.
     """
-    image_path, label_path = (_need(root, name) for name in FILES[split])
-    pixels, labels = _values(image_path, 3), _values(label_path, 1)
+    images, classes = FILES[split]
+    (image_path, pixels), (label_path, labels) = _values(root, images, 3), _values(root, classes, 1)
     if not pixels.size:
         raise UserError(f"{image_path} holds no image")
     if len(pixels) != len(labels):
@@ -72,34 +73,23 @@ def _find(root: Path, name: str) -> Path | None:
     return next((path for end in ("", ".gz") if (path := root / (name + end)).is_file()), None)
 
 
-def _need(root: Path, name: str) -> Path:
+def _values(root: Path, name: str, dims: int) -> tuple[Path, np.ndarray]:
+    """(path, uint8 array) of the idx file of this name, gzipped or not, with `dims` dimensions."""
     if (path := _find(root, name)) is None:
         raise UserError(f"{root} has no {name}, gzipped (.gz) or not")
-    return path
-
-
-def _values(path: Path, dims: int) -> np.ndarray:
-    """The uint8 array of an idx file, which must have `dims` dimensions."""
     try:
         content = path.read_bytes()
         if path.suffix == ".gz":
             content = gzip.decompress(content)
-    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise UserError(f"{path} is damaged: {error}; get it anew") from error
-    except OSError as error:
-        raise UserError(f"{path}: {error.strerror}") from error
+    except (EOFError, zlib.error, OSError) as error:
+        raise UserError(f"{path} cannot be read ({error}); get it anew") from error
     size = 4 + 4 * dims
-    expected = bytes((0, 0, _UINT8, dims))
-    if content[:4] != expected or len(content) < size:
+    shape = np.frombuffer(content[4:size], ">u4").tolist() if len(content) >= size else []
+    values = np.frombuffer(content[size:], np.uint8)
+    if content[:4] != bytes((0, 0, _UINT8, dims)) or values.size != math.prod(shape):
         raise UserError(
-            f"{path} is no idx file of uint8 in {dims} dims: it begins with "
-            f"{content[:4].hex(' ') or 'nothing'}, not with {expected.hex(' ')}"
+            f"{path} is damaged, or no idx file of uint8 in {dims} dims: it begins with "
+            f"{content[:4].hex(' ') or 'nothing'}, and {values.size} values follow its header "
+            f"{' x '.join(map(str, shape))}; get it anew"
         )
-    shape = tuple(int(n) for n in np.frombuffer(content[4:size], ">u4"))
-    values = np.frombuffer(content, np.uint8, offset=size)
-    if values.size != np.prod(shape, dtype=object):
-        raise UserError(
-            f"{path} is damaged: its header says {' x '.join(map(str, shape))} values, but "
-            f"{values.size} follow; get it anew"
-        )
-    return values.reshape(shape)
+    return path, values.reshape(shape)

@@ -149,11 +149,9 @@ def test_what_cannot_be_is_refused_with_its_value():
 
 
 def test_export_while_a_method_is_attached_is_refused():
-    exports = {gpt: [gpt2.to_hf], bert_lm: [bert.to_hf], image_model: [vit.to_hf, vit.to_timm]}
-    for build, functions in exports.items():
+    exports = ((gpt, gpt2.to_hf), (bert_lm, bert.to_hf), (image_model, vit.to_hf))
+    for build, export in exports:
         model = build()
-        method = methods.build("slope", total_steps=10, include=["*mlp*"])
-        method.convert(model)
-        for export in functions:
-            with pytest.raises(ValueError, match=r"mlp\..* finalize"):
-                export(model)
+        methods.build("slope", total_steps=10, include=["*mlp*"]).convert(model)
+        with pytest.raises(ValueError, match=r"mlp\..* finalize"):
+            export(model)

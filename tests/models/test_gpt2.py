@@ -4,7 +4,6 @@ import math
 
 import pytest
 import torch
-from torch.utils.flop_counter import FlopCounterMode
 
 from models.gpt2 import GPT, GPTConfig, from_hf, to_hf
 from tests.models.random_models import randomised, tokens
@@ -22,20 +21,10 @@ def test_defaults_are_the_pre_training_recipe():
 
 
 def test_module_names_are_those_of_nanogpt():
-    names = set(GPT(tiny(n_layer=1)).state_dict())
-    block = "transformer.h.0."
-    assert names == {
-        "transformer.wte.weight",
-        "transformer.wpe.weight",
-        block + "ln_1.weight",
-        block + "attn.c_attn.weight",
-        block + "attn.c_proj.weight",
-        block + "ln_2.weight",
-        block + "mlp.c_fc.weight",
-        block + "mlp.c_proj.weight",
-        "transformer.ln_f.weight",
-        "lm_head.weight",
-    }
+    names = ("ln_1", "attn.c_attn", "attn.c_proj", "ln_2", "mlp.c_fc", "mlp.c_proj")
+    block = {f"transformer.h.0.{name}.weight" for name in names}
+    others = {f"transformer.{name}.weight" for name in ("wte", "wpe", "ln_f")}
+    assert set(GPT(tiny(n_layer=1)).state_dict()) == block | others | {"lm_head.weight"}
 
 
 def test_loss_is_the_mean_over_the_targets_that_count():
@@ -75,22 +64,14 @@ def hf_model(**overrides):
     return transformers.GPT2LMHeadModel(transformers.GPT2Config(**{**shape, **ids, **overrides}))
 
 
-def test_half_has_half_the_weights_and_products_in_its_feed_forward_networks():
+def test_half_has_half_the_weights_in_its_feed_forward_networks():
     """GPT-2 124M: 2 * 768 * 3072 weights in each of the 12 networks, 28.3 of 124 million less."""
-    full, half = GPTConfig.of_size("124M"), GPTConfig.of_size("124M", n_inner=1536)
     with torch.device("meta"):
-        models = GPT(full), GPT(half)
-    counts = [m.num_params() for m in models]
-    assert counts[0] - counts[1] == 12 * 2 * 768 * 1536
-    for name, parameter in models[1].named_parameters():
-        same = parameter.shape == models[0].get_parameter(name).shape
+        full, half = (GPT(GPTConfig.of_size("124M", n_inner=n)) for n in (None, 1536))
+    assert full.num_params() - half.num_params() == 12 * 2 * 768 * 1536
+    for name, parameter in half.named_parameters():
+        same = parameter.shape == full.get_parameter(name).shape
         assert same is ("mlp" not in name)
-    flops = []
-    for model in models:
-        with FlopCounterMode(display=False) as counter:
-            model.transformer.h[0].mlp(torch.empty(1, 8, 768, device="meta"))
-        flops.append(counter.get_total_flops())
-    assert flops == [2 * 8 * 2 * 768 * 3072, 2 * 8 * 2 * 768 * 1536]
 
 
 def test_weights_of_transformers_give_the_same_logits():

@@ -81,7 +81,7 @@ def test_it_is_dense_where_the_packed_copy_would_be_wrong():
 
 
 @torch.no_grad()
-def test_parameters_stay_and_inference_mode_changes_nothing():
+def test_parameters_stay_inference_mode_changes_nothing_and_a_model_is_packed_anew():
     model, x = pruned(64, 128), torch.randn(8, 64, device=DEVICE).bfloat16()
     with torch.inference_mode():
         packed.pack(model, crossover=1)
@@ -91,12 +91,6 @@ def test_parameters_stay_and_inference_mode_changes_nothing():
     assert torch.equal(model(x), want)
     spoil(model[0])
     assert not torch.equal(model(x), want)
-
-
-@torch.no_grad()
-def test_a_model_is_packed_anew():
-    model, x = pruned(64, 128), torch.randn(8, 64, device=DEVICE).bfloat16()
-    packed.pack(model, crossover=1)
     model[0].weight.data.mul_(2)
     assert packed.pack(model, crossover=3) == {"0": 3} == packed.crossovers(model)
     want = nn.functional.linear(x, model[0].weight, model[0].bias)
@@ -114,37 +108,34 @@ def test_packed_linears_are_compiled_into_one_graph():
     assert torch.equal(compiled(x), model[0].bias.expand(8, -1))  # it was the packed product
 
 
-@pytest.mark.parametrize("family", ["gpt2", "llama"])
 @torch.no_grad()
-def test_a_model_of_transformers_is_packed_and_saved_as_before(family, tmp_path):
+def test_a_model_of_transformers_is_packed_and_saved_as_before(tmp_path):
     from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
-    if family == "gpt2":
-        model: nn.Module = GPT2LMHeadModel(
-            GPT2Config(vocab_size=320, n_embd=64, n_layer=2, n_head=2)
-        )
-    else:
-        sizes = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 2}
-        model = LlamaForCausalLM(LlamaConfig(vocab_size=320, num_hidden_layers=2, **sizes))
-    model.eval().to(DEVICE, torch.bfloat16)
-    for name, parameter in model.named_parameters():
-        if "mlp" in name and parameter.ndim == 2:
-            parameter *= nm_mask(parameter, dim=0 if family == "gpt2" else 1)
-    ids = torch.randint(0, 320, (2, 12), device=DEVICE)
-    want = model(input_ids=ids).logits
-    model.save_pretrained(tmp_path / "before")
-    found = packed.pack(model, crossover=1)
-    assert len(found) == {"gpt2": 4, "llama": 6}[family] and all(".mlp." in n for n in found)
-    logits = model(input_ids=ids).logits
-    torch.testing.assert_close(logits.float(), want.float(), rtol=2**-5, atol=2**-5)
-    model.save_pretrained(tmp_path / "after")
-    before, after = (load_file(tmp_path / n / "model.safetensors") for n in ("before", "after"))
-    assert before.keys() == after.keys()
-    assert all(torch.equal(tensor, after[name]) for name, tensor in before.items())
-    assert (tmp_path / "before/config.json").read_bytes() == (
-        tmp_path / "after/config.json"
-    ).read_bytes()
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 2}
+    for number, model, dim, count in (
+        (1, GPT2LMHeadModel(GPT2Config(vocab_size=320, n_embd=64, n_layer=2, n_head=2)), 0, 4),
+        (2, LlamaForCausalLM(LlamaConfig(vocab_size=320, num_hidden_layers=2, **sizes)), 1, 6),
+    ):
+        model.eval().to(DEVICE, torch.bfloat16)
+        for name, parameter in model.named_parameters():
+            if "mlp" in name and parameter.ndim == 2:
+                parameter *= nm_mask(parameter, dim=dim)
+        ids = torch.randint(0, 320, (2, 12), device=DEVICE)
+        want = model(input_ids=ids).logits
+        places = [tmp_path / f"{name}{number}" for name in ("before", "after")]
+        model.save_pretrained(places[0])
+        found = packed.pack(model, crossover=1)
+        assert len(found) == count and all(".mlp." in n for n in found)
+        logits = model(input_ids=ids).logits
+        torch.testing.assert_close(logits.float(), want.float(), rtol=2**-5, atol=2**-5)
+        model.save_pretrained(places[1])
+        before, after = (load_file(place / "model.safetensors") for place in places)
+        assert before.keys() == after.keys()
+        assert all(torch.equal(tensor, after[name]) for name, tensor in before.items())
+        configs = [(place / "config.json").read_bytes() for place in places]
+        assert configs[0] == configs[1]
 
 
 @no_gpu
@@ -166,23 +157,15 @@ def test_torch_s_operators_serve_where_cusparselt_cannot(monkeypatch):
 # ---------------------------------------------------------------- the crossover
 
 
-@pytest.mark.parametrize(
-    ("first", "expected"),
-    [(1, 1), (2, 4), (5, 8), (8, 8), (9, 32), (64, 64), (100, 128), (129, 256), (500, 512),
-     (513, 1024), (2049, 4096), (16384, 16384), (16385, None)],
-)  # fmt: skip
-def test_the_least_number_of_tokens_is_found(first, expected):
-    asked = []
-
-    def faster(tokens):
-        asked.append(tokens)
-        return tokens >= first
-
-    assert packed.least(faster) == expected
-    assert len(asked) == len(set(asked)) <= len(packed.COUNTS) + 1
-
-
-def test_a_number_at_which_dense_is_faster_again_counts():
+def test_the_least_number_of_tokens_is_found():
+    for first, expected in (
+        (1, 1), (2, 4), (5, 8), (8, 8), (9, 32), (64, 64), (100, 128), (129, 256), (500, 512),
+        (513, 1024), (2049, 4096), (16384, 16384), (16385, None),
+    ):  # fmt: skip
+        asked = []
+        assert packed.least(lambda tokens: asked.append(tokens) or tokens >= first) == expected  # noqa: B023
+        assert len(asked) == len(set(asked)) <= len(packed.COUNTS) + 1
+    # A number at which dense is faster again counts.
     assert packed.least(lambda tokens: tokens in (8, 64, 4096, 16384)) == 4096
 
 
@@ -251,29 +234,18 @@ def test_our_own_kernels_multiply_where_they_are_faster(own, monkeypatch):
 
 
 def test_a_failure_half_way_leaves_plain_linears(monkeypatch):
-    model, pack24, done = pruned(128, 128, 128), packed.pack24, []
-
-    def once(*args):
-        if done:
-            raise MemoryError
-        done.append(pack24(*args))
-        return done[0]
-
-    monkeypatch.setattr(packed, "pack24", once)
-    with pytest.raises(MemoryError):
+    model, made = pruned(128, 128, 128), iter([packed.pack24])
+    monkeypatch.setattr(packed, "pack24", lambda *args: next(made)(*args))
+    with pytest.raises(StopIteration):
         packed.pack(model, crossover=1)
     assert [type(layer) for layer in model] == [nn.Linear, nn.Linear]
 
 
 def test_the_fastest_with_many_tokens_gives_the_layout(monkeypatch):
-    asked = []
-
-    def fastest(problem, device):
-        asked.append(problem)
-        return answers.pop()
-
-    answers = [None, matmul.Measured("cutlass_sm90", 1.0, 2.0)]
-    monkeypatch.setattr(packed, "fastest", fastest)
+    asked, answers = [], [None, matmul.Measured("cutlass_sm90", 1.0, 2.0)]
+    monkeypatch.setattr(
+        packed, "fastest", lambda problem, _: asked.append(problem) or answers.pop()
+    )
     monkeypatch.setattr(packed, "layout_for", lambda device, dtype: "cusparselt_sm90")
     weight = SimpleNamespace(shape=(256, 128), dtype=torch.bfloat16, device=torch.device("cuda"))
     layer = SimpleNamespace(weight=weight, bias=None)

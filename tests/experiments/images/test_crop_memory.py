@@ -1,4 +1,4 @@
-"""Crops of grey images in memory, each step of it by hand or as torchvision has it."""
+"""Crops of grey images in memory, each step by hand or as torchvision has it; and of files."""
 
 import math
 from dataclasses import replace
@@ -10,8 +10,9 @@ from torchvision.transforms import functional as TF
 from experiments.images import crop_memory as cm
 from experiments.images.crop_memory import GreyCrops, blurred, uniform
 from experiments.images.dataset import ImageConfig
-from experiments.images.multicrop import grey_crops
+from experiments.images.multicrop import MultiCrops, crop_transform, grey_crops
 from models.dino import DinoConfig
+from models.vit import ViTConfig
 
 S = 8
 PLAIN = GreyCrops(S, (1.0, 1.0), flip=0.0, jitter=0.0, blur=(0.0,), solarize=(0.0,))
@@ -44,13 +45,13 @@ def test_the_whole_image_and_its_mirror_image(images):
     torch.testing.assert_close(crop(flipped, images, flip=0.6), images, **CLOSE)
 
 
-@pytest.mark.parametrize(("left", "top"), [(0.0, 0.0), (1.0, 0.0), (0.5, 1.0)])
-def test_a_quarter_of_an_image(images, left, top):
+def test_a_quarter_of_an_image(images):
     """Half as wide and as high, in as many pixels: nothing is interpolated."""
     quarter = replace(PLAIN, size=4, scale=(0.25, 0.25))
-    x, y = int(4 * left), int(4 * top)
-    expected = images[:, y : y + 4, x : x + 4]
-    torch.testing.assert_close(crop(quarter, images, left=left, top=top), expected, **CLOSE)
+    for left, top in ((0.0, 0.0), (1.0, 0.0), (0.5, 1.0)):
+        x, y = int(4 * left), int(4 * top)
+        expected = images[:, y : y + 4, x : x + 4]
+        torch.testing.assert_close(crop(quarter, images, left=left, top=top), expected, **CLOSE)
 
 
 def test_crops_have_their_area_and_shape_and_lie_inside():
@@ -114,4 +115,52 @@ def test_blur_is_drawn_by_kind_of_crop(images):
     torch.testing.assert_close(crop(some, images, blur=0.2, sigma=1.0), images, **CLOSE)
 
 
-# ------------------------------------------------------------------------------ the source
+# ------------------------------------------------------------------------------ of files
+
+
+def names(transform):
+    return [type(step).__name__ for step in transform.transforms]
+
+
+def test_imagenet_s_augmentation_is_that_of_the_paper():
+    data = ImageConfig("imagenet", "unused")
+    dino = DinoConfig(total_steps=1)
+    chains = {kind: crop_transform(data, dino, kind) for kind in ("first", "second", "local")}
+    common = ["RandomResizedCrop", "RandomHorizontalFlip", "RandomApply", "RandomGrayscale"]
+    assert names(chains["first"])[:5] == [*common, "RandomApply"]
+    sizes = [chain.transforms[0].size for chain in chains.values()]
+    assert sizes == [(224, 224), (224, 224), (96, 96)]
+    scales = [tuple(chain.transforms[0].scale) for chain in chains.values()]
+    assert scales == [(0.4, 1.0), (0.4, 1.0), (0.05, 0.4)]
+    assert [chain.transforms[4].p for chain in chains.values()] == [1.0, 0.1, 0.5]  # blur
+    solarized = {kind: "RandomSolarize" in names(chain) for kind, chain in chains.items()}
+    assert solarized == {"first": False, "second": True, "local": False}
+    jitter = chains["local"].transforms[2]
+    assert jitter.p == 0.8
+    color = jitter.transforms[0]
+    assert (color.brightness, color.saturation, color.hue) == ((0.6, 1.4), (0.8, 1.2), (-0.1, 0.1))
+    grey = crop_transform(data, DinoConfig(total_steps=1, color=False), "local")
+    color = grey.transforms[2].transforms[0]
+    assert (color.brightness, color.saturation, color.hue) == ((0.6, 1.4), None, None)
+    assert "RandomGrayscale" not in names(grey)
+
+
+def test_digits_are_turned_and_shifted_but_never_mirrored():
+    dino = DinoConfig(total_steps=1, blur=False, solarize=0.0)
+    for shift, first in ((0.1, "RandomAffine"), (0.0, "RandomRotation")):
+        digits = ImageConfig("digits", "digits", image_size=16, flip=0.0, rotate=10.0, shift=shift)
+        chain = names(crop_transform(digits, dino, "first"))
+        assert chain[:2] == [first, "RandomResizedCrop"] and "RandomHorizontalFlip" not in chain
+
+
+def test_two_large_and_n_small_crops():
+    digits = ImageConfig("digits", "digits", image_size=16, rotate=10.0)
+    shape = ViTConfig(16, 1, 1, image_size=16, patch_size=4, n_classes=0, dynamic_image_size=True)
+    for count in (3, 0):
+        dino = DinoConfig(total_steps=10, local_crops=count, local_size=8)
+        batch = next(MultiCrops(digits, dino, shape, 0, 6).batches([(0, range(6))]))
+        assert batch["global_crops"].shape == (6, 2, 3, 16, 16)
+        assert batch["local_crops"].shape == (6, count, 3, 8, 8)
+    # Every crop of an image is drawn by itself.
+    first, second = batch["global_crops"].unbind(1)
+    assert not any(torch.equal(a, b) for a, b in zip(first, second, strict=True))

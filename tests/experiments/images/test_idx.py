@@ -16,28 +16,27 @@ def load_folder(root, name="mine", splits=("train", "val")):
     return load_images(ImageConfig(name, str(root), image_size=8), splits)
 
 
-@pytest.mark.parametrize("zipped", [False, True])
-def test_a_folder_of_idx_files(tmp_path, write_idx, zipped):
-    root = write_idx(tmp_path / "idx", zipped=zipped)
-    data = load_folder(root)
-    assert data.classes == ("0", "1", "2")
-    assert data.train.labels.tolist() == [0, 1, 2] * 4 and data.val.labels.tolist() == [0, 1, 2] * 2
-    image = data.train.open(7)
-    assert (image.mode, image.size) == ("RGB", (8, 8))
+def test_a_folder_of_idx_files_gzipped_or_not(tmp_path, write_idx):
     noise = np.random.default_rng(0).integers(0, 40, (TRAIN, 8, 8), dtype=np.uint8)
-    assert np.array_equal(np.asarray(image), np.repeat(60 + noise[7][..., None], 3, axis=2))
-    end = "-ubyte.gz" if zipped else "-ubyte"
-    assert data.train.where(7) == f"{root}/train-images-idx3{end}, image 7"
-    assert load_folder(root, splits=("val",)).describe()["splits"] == {"val": {"images": VAL}}
-
-
-def test_the_hash_is_of_the_content_gzipped_or_not(tmp_path, write_idx):
-    first = load_folder(write_idx(tmp_path / "one")).fingerprint
-    assert load_folder(write_idx(tmp_path / "two", zipped=True)).fingerprint == first
-    assert load_folder(write_idx(tmp_path / "three", seed=1)).fingerprint != first
-    labels = tmp_path / "two" / "t10k-labels-idx1-ubyte.gz"
+    prints = set()
+    for zipped in (False, True):
+        root = write_idx(tmp_path / str(zipped), zipped=zipped)
+        data = load_folder(root)
+        assert data.classes == ("0", "1", "2")
+        assert data.train.labels.tolist() == [0, 1, 2] * 4
+        assert data.val.labels.tolist() == [0, 1, 2] * 2
+        image = data.train.open(7)
+        assert (image.mode, image.size) == ("RGB", (8, 8))
+        assert np.array_equal(np.asarray(image), np.repeat(60 + noise[7][..., None], 3, axis=2))
+        end = "-ubyte.gz" if zipped else "-ubyte"
+        assert data.train.where(7) == f"{root}/train-images-idx3{end}, image 7"
+        only = load_folder(root, splits=("val",))
+        assert only.describe()["splits"] == {"val": {"images": VAL}}
+        prints.add(data.fingerprint)
+    assert len(prints) == 1
+    labels = root / "t10k-labels-idx1-ubyte.gz"
     labels.write_bytes(gzip.compress(gzip.decompress(labels.read_bytes())[:-1] + b"\1"))
-    assert load_folder(tmp_path / "two").fingerprint != first
+    assert load_folder(root).fingerprint not in prints
 
 
 IMAGES, LABELS = "train-images-idx3-ubyte", "train-labels-idx1-ubyte"
@@ -50,8 +49,8 @@ def test_a_bad_file_is_refused_in_one_line(tmp_path, write_idx):
         (IMAGES, lambda c: c[:9], "no idx file of uint8 in 3 dims"),
         (IMAGES, lambda _: b"", "begins with nothing"),
         (LABELS, lambda c: b"\0\0\x08\x02" + c[4:], "no idx file of uint8 in 1 dims"),
-        (IMAGES, lambda c: c[:-1], "damaged: its header says 12 x 8 x 8 values, but 767 follow"),
-        (IMAGES, lambda c: c[:4] + b"\xff" * 12 + c[16:], "values, but 768 follow"),
+        (IMAGES, lambda c: c[:-1], "767 values follow its header 12 x 8 x 8"),
+        (IMAGES, lambda c: c[:4] + b"\xff" * 12 + c[16:], "768 values follow"),
         (LABELS, lambda c: c[:7] + b"\x0b" + c[8:-1], "11 labels"),
         (LABELS, None, "has no train-labels-idx1-ubyte, gzipped"),
         (IMAGES, lambda c: c[:4] + bytes(4) + c[8:16], "holds no image"),
@@ -65,19 +64,14 @@ def test_a_bad_file_is_refused_in_one_line(tmp_path, write_idx):
         assert message in str(error.value) and str(root) in str(error.value)
         (root / name).write_bytes(content)
 
-
-@pytest.mark.parametrize("cut", [lambda c: c[:-9], lambda c: b"text", lambda c: c[:40] + c[44:]])
-def test_a_damaged_gzip_file_is_refused_in_one_line(tmp_path, write_idx, cut):
-    root = write_idx(tmp_path / "idx", zipped=True)
-    path = root / f"{IMAGES}.gz"
-    path.write_bytes(cut(path.read_bytes()))
-    with pytest.raises(UserError, match="is damaged") as error:
-        load_folder(root)
-    assert "\n" not in str(error.value)
-
-
-def test_other_images_are_no_fashion_mnist(tmp_path, write_idx):
-    root = write_idx(tmp_path / "idx")
+    zipped = write_idx(tmp_path / "zipped", zipped=True)
+    path = zipped / f"{IMAGES}.gz"
+    content = path.read_bytes()
+    for cut in (content[:-9], b"text", content[:40] + content[44:]):
+        path.write_bytes(cut)
+        with pytest.raises(UserError, match="cannot be read") as error:
+            load_folder(zipped)
+        assert "\n" not in str(error.value)
     with pytest.raises(UserError, match=r"not those of fashion_mnist .*data\.name=") as error:
         load_folder(root, "fashion_mnist")
     assert "\n" not in str(error.value)

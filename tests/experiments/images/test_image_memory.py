@@ -1,12 +1,16 @@
-"""Images in memory: the batches are those of the transforms, and nothing but the draws is new."""
+"""Images in memory: the batches are those of the transforms, nothing but the draws is new, and no
+batch waits for the GPU."""
 
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from experiments.images.dataset import Arrays, ImageConfig
 from experiments.images.memory import GreyImages, mixed
+from experiments.images.multicrop import MultiCrops
 from experiments.images.source import ImageSource
+from models.dino import DinoConfig
 from models.vit import ViTConfig
 
 SIZE, TRAIN = 8, 12
@@ -101,29 +105,17 @@ MIXED = {
 }  # fmt: skip
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_a_batch_on_the_gpu_is_that_on_the_cpu(folder):
-    config = source_of(folder, **MIXED).config
-    here, there = (ImageSource(config, SHAPE, 0, 6, device=name) for name in ("cpu", "cuda"))
-    for ours, theirs in zip(
-        here.batches([(0, range(6))]), there.batches([(0, range(6))]), strict=True
-    ):
-        assert theirs["input"].is_cuda and theirs["target"].is_cuda
-        for name in ours:
-            torch.testing.assert_close(theirs[name].cpu(), ours[name])
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [{"rotate": 5.0}, {"crop_scale": (0.5, 1.0)}, {"random_erasing": 0.1}, {"crop_pct": 0.9},
-     {"rand_augment": "rand-m9"}, {"image_size": 16}],
-)  # fmt: skip
-def test_what_needs_more_is_made_image_by_image(folder, settings):
-    config = ImageConfig("mine", str(folder), **{**PLAIN, **settings})
-    shape = ViTConfig(8, 1, 1, image_size=config.image_size, patch_size=4, n_classes=3)
-    source = ImageSource(config, shape, 0, 6)
-    assert not source.memory
-    assert next(source.batches([(0, range(2))]))["input"].shape == (2, 3, *[config.image_size] * 2)
+def test_what_needs_more_is_made_image_by_image(folder):
+    for settings in (
+        {"rotate": 5.0}, {"crop_scale": (0.5, 1.0)}, {"random_erasing": 0.1}, {"crop_pct": 0.9},
+        {"rand_augment": "rand-m9"}, {"image_size": 16},
+    ):  # fmt: skip
+        config = ImageConfig("mine", str(folder), **{**PLAIN, **settings})
+        size = config.image_size
+        shape = ViTConfig(8, 1, 1, image_size=size, patch_size=4, n_classes=3)
+        source = ImageSource(config, shape, 0, 6)
+        assert not source.memory
+        assert next(source.batches([(0, range(2))]))["input"].shape == (2, 3, size, size)
 
 
 def ramp(pairs, size=4):
@@ -171,3 +163,63 @@ def test_cutmix_exchanges_a_rectangle_and_its_share_is_that_of_the_area():
         expected[labels[i + 1]] += 0.7 * (1 - share)
         torch.testing.assert_close(target[i], expected)
     assert len(areas) > 5
+
+
+# ---- without waiting
+
+
+@pytest.fixture(params=["mixed", "crops"])
+def source_on(request, tmp_path, write_idx):
+    """A function from a device to a source whose images lie there."""
+    folder = str(write_idx(tmp_path / "idx", SIZE))
+
+    def make(device):
+        if request.param == "mixed":
+            config = ImageConfig("mine", folder, **{**PLAIN, **MIXED})
+            return ImageSource(config, SHAPE, seed=0, batch_size=6, device=device)
+        dino = DinoConfig(total_steps=10, local_crops=2, local_size=4, color=False, prototypes=4)
+        config = ImageConfig("mine", folder, **PLAIN)
+        return MultiCrops(config, dino, SHAPE, seed=0, batch_size=6, device=device)
+
+    return make
+
+
+class Copies(TorchDispatchMode):
+    """Counts the copies from the CPU to another device, and those of them that wait for it."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = self.waiting = 0
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if operator is torch.ops.aten._to_copy.default:
+            to = kwargs.get("device")
+            if to is not None and to.type != "cpu" and args[0].device.type == "cpu":
+                self.count += 1
+                self.waiting += not kwargs.get("non_blocking")
+        return operator(*args, **kwargs)
+
+
+def test_no_copy_to_the_device_waits(source_on):
+    source = source_on("meta")
+    assert source.memory
+    with Copies() as copies:
+        next(iter(source.batches([(0, range(6))])))
+    assert copies.count >= 2
+    assert copies.waiting == 0
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_batch_is_made_without_waiting_for_the_gpu(source_on):
+    source = source_on("cuda")
+    requests = [(step, range(6)) for step in range(3)]
+    batches, expected = source.batches(requests), next(source_on("cpu").batches(requests))
+    for name, value in next(batches).items():
+        torch.testing.assert_close(value.cpu(), expected[name])
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        batch = next(batches)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert all(value.is_cuda for value in batch.values())

@@ -83,32 +83,26 @@ def same(a, b):
 # ---- Data sets
 
 
-def test_a_folder_in_imagenets_layout(folder):
-    data = load_images(ImageConfig("pets", str(folder)))
+def test_a_folder_in_imagenets_layout_is_known_by_names_sizes_and_content(folder, tmp_path):
+    def load(root):
+        return load_images(ImageConfig("pets", str(root)))
+
+    data = load(folder)
     assert data.classes == ("cat", "dog", "owl")
     assert data.train.labels.tolist() == [0] * 5 + [1] * 5 + [2] * 5
     assert data.val.labels.tolist() == [0, 0, 1, 1, 2, 2]
     assert data.train.where(6) == str(folder / "train" / "dog" / "dog_1.png")
     image = data.train.open(6)
     assert (image.mode, image.size, image.getpixel((0, 0))) == ("RGB", (12, 10), (35, 35, 35))
-
-
-def test_the_hash_of_a_folder_is_of_names_sizes_and_content(folder, tmp_path):
-    def fingerprint(root):
-        return load_images(ImageConfig("pets", str(root))).fingerprint
-
-    first = fingerprint(folder)
     again = write_folder(tmp_path / "elsewhere")
-    assert fingerprint(again) == first
+    assert load(again).fingerprint == data.fingerprint
     (folder / "val" / "cat" / "cat_0.png").rename(folder / "val" / "cat" / "cat_9.png")
-    assert fingerprint(folder) != first
-    for change in (lambda content: content[:-1] + bytes([content[-1] ^ 1]), lambda c: c + b"\0"):
-        path = again / "train" / "owl" / "owl_0.png"
-        content = path.read_bytes()
-        path.write_bytes(change(content))
-        assert fingerprint(again) != first
-        path.write_bytes(content)
-        assert fingerprint(again) == first
+    assert load(folder).fingerprint != data.fingerprint
+    path = again / "train" / "owl" / "owl_0.png"
+    content = path.read_bytes()
+    for changed in (content[:-1] + bytes([content[-1] ^ 1]), content + b"\0"):
+        path.write_bytes(changed)
+        assert load(again).fingerprint != data.fingerprint
 
 
 def test_the_digits_hold_out_400_of_1797_by_class():
@@ -170,20 +164,15 @@ def test_a_data_set_of_the_hub(hub):
         load_images(ImageConfig("pets", "some/pets"))
 
 
-def encoded(mode, format="PNG", size=(6, 6), value=None):
-    file = io.BytesIO()
-    Image.new(mode, size, value).save(file, format)
-    return file.getvalue()
-
-
 def test_a_file_that_a_program_would_draw_is_no_image(monkeypatch):
     """Pillow knows a format by its first bytes, and gives EPS to Ghostscript."""
     from PIL import EpsImagePlugin
 
-    started = []
+    started, file = [], io.BytesIO()
+    Image.new("RGB", (6, 6)).save(file, "EPS")
     monkeypatch.setattr(EpsImagePlugin, "Ghostscript", lambda *a, **_: started.append(a))
     with pytest.raises(CorruptImage, match=r"x\.png is no image: it is none of JPEG, PNG"):
-        images.decode(encoded("RGB", "EPS"), "x.png")
+        images.decode(file.getvalue(), "x.png")
     assert not started
 
 
@@ -208,8 +197,6 @@ def test_repeated_augmentation_shows_an_image_three_times_in_a_batch(folder):
     counts = Counter(level for batch in epoch for level in batch)
     assert len(counts) == 14 and set(counts.values()) == {3}  # 7 steps of 2 of the 15 images
 
-
-# ---- Randomness and processes
 
 # ---- Targets and scores
 
@@ -300,31 +287,20 @@ def test_a_signal_to_all_processes_of_a_run_leaves_its_readers_at_work():
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_corrupt_image_ends_training_with_its_name(folder, workers):
+def test_corrupt_images_end_training_or_are_skipped_and_counted(folder, workers):
+    before = levels(joined(source_of(folder, batch_size=5).batches(requests(3, 5))))
     names = corrupt(folder)
-    source = source_of(folder, workers=workers)
     with pytest.raises(UserError) as error:
-        list(source.batches(requests(3, 6)))
+        list(source_of(folder, workers=workers).batches(requests(3, 6)))
     message = str(error.value)
     assert any(str(name) in message for name in names)
     assert "corrupt" in message or "is no image" in message
     assert message.endswith("; set data.on_corrupt=skip to go on without it")
     assert "\n" not in message
-
-
-@pytest.mark.parametrize("workers", [0, 2])
-def test_corrupt_images_are_skipped_and_counted_where_asked_for(folder, workers):
-    clean = source_of(folder, batch_size=5)
-    before = levels(joined(clean.batches(requests(3, 5))))
-    corrupt(folder)
     source = source_of(folder, batch_size=5, on_corrupt="skip", workers=workers)
     after = levels(joined(source.batches(requests(3, 5))))
-    bad = {35, 15}  # dog_1 and cat_2
-    cycle = before * 2
-    expected = [
-        next(x for x in cycle[i:] if x not in bad) for i in range(len(before))
-    ]  # the next good one of the epoch's order
-    assert after == expected
+    cycle = before * 2  # the next good one of the epoch's order; 35 and 15 are bad
+    assert after == [next(x for x in cycle[i:] if x not in {35, 15}) for i in range(len(before))]
     assert source.describe()["skipped"] == 2
     assert source.skipped == {2, 6}  # cat_2 and dog_1
 
@@ -379,16 +355,15 @@ def test_full_strength_leaves_no_bits_and_is_a_black_image():
     """RandAugment's strongest posterization keeps 0 of 8 bits, which Pillow 13 refuses."""
     from timm.data.auto_augment import RandAugment
 
-    config = ImageConfig("digits", "digits", image_size=32, rand_augment="rand-m9-mstd0.5-inc1")
-    chain = train_transform(config).transforms
-    [random] = [
-        s for t in chain for s in getattr(t, "transforms", []) if isinstance(s, RandAugment)
-    ]
+    [chain] = train_transform(ImageConfig("imagenet", "unused", image_size=32)).transforms
+    [random] = [step for step in chain.transforms if isinstance(step, RandAugment)]
     [posterize] = [op for op in random.ops if "Posterize" in op.name]
-    posterize.prob, posterize.magnitude, posterize.magnitude_std = 1.0, 10, 0.0
+    posterize.prob, posterize.magnitude_std = 1.0, 0.0
     image = Image.fromarray(np.full((8, 8, 3), 200, dtype=np.uint8))
-    assert np.asarray(posterize(image)).max() == 0
-    posterize.magnitude = 5  # half of four bits go
-    assert np.asarray(posterize(image)).max() == 192
-    posterize.magnitude = 0  # four bits are kept
-    assert np.asarray(posterize(image)).max() == 192
+    for magnitude, level in (
+        (10, 0),
+        (5, 192),
+        (0, 192),
+    ):  # none, two and four of the bits are kept
+        posterize.magnitude = magnitude
+        assert np.asarray(posterize(image)).max() == level
