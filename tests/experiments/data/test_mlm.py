@@ -89,16 +89,14 @@ def test_a_sample_is_a_window_between_cls_and_sep(corpus):
     assert torch.all(whole[:, 0] == CLS) and torch.all(whole[:, -1] == SEP)
 
 
-@pytest.mark.parametrize(
-    ("probability", "limit", "length", "count"),
-    [(0.2, 20, 128, 20), (0.2, 26, 128, 26), (0.2, 27, 128, 26), (0.15, 1, 32, 1)],
-)
-def test_no_more_tokens_are_predicted_than_the_limit(corpus, probability, limit, length, count):
-    own = source(
-        corpus, mask_probability=probability, max_predictions=limit, sequence_length=length
-    )
-    hidden = [batch(own)["target"], *(b["target"] for b in own.eval_batches(4, 2))]
-    assert all(torch.all((target != -1).sum(1) == count) for target in hidden)
+def test_no_more_tokens_are_predicted_than_the_limit(corpus):
+    for probability, limit, length, count in (
+        (0.2, 20, 128, 20), (0.2, 26, 128, 26), (0.2, 27, 128, 26), (0.15, 1, 32, 1),
+    ):  # fmt: skip
+        options = {"max_predictions": limit, "sequence_length": length}
+        own = source(corpus, mask_probability=probability, **options)
+        hidden = [batch(own)["target"], *(b["target"] for b in own.eval_batches(4, 2))]
+        assert all(torch.all((target != -1).sum(1) == count) for target in hidden)
 
 
 def test_statistics_of_the_masks(corpus):
@@ -215,6 +213,3 @@ def test_a_corpus_that_does_not_fit_is_refused(corpus):
         other.__dict__["encoding"] = HFTokenizer(text, SEP)
         with pytest.raises(UserError, match=rf"has no \{name[:-1]}\]: pass data.tokenizer=wordpie"):
             source(other)
-
-
-# ------------------------------------------------------------------------------ yaml files

@@ -107,7 +107,8 @@ def test_what_is_missing_is_downloaded_with_its_hash(wheels, pip, tmp_path):
     assert download(wheels, "val") and len(pip.calls) == 1
 
 
-def test_pips_failure_is_one_line(wheels, pip):
+def test_pips_failure_is_one_line_and_a_wheel_of_another_content_is_not_taken(wheels, pip):
+    """Neither a damaged one under the right name, nor another version of it."""
     (wheels / "beta-2.1-cp312-abi3-manylinux_2_17_x86_64.whl").unlink()
     missing = "ERROR: No matching distribution found for beta==2.1"
     for says, status, reason in (
@@ -122,15 +123,12 @@ def test_pips_failure_is_one_line(wheels, pip):
             f"pip could not download beta==2.1 of {package_text.REQUIREMENTS / 'train.txt'} into "
             f"{wheels} ({reason}); start again, or put the wheels there"
         )
-
-
-def test_a_wheel_of_another_content_is_not_taken(wheels, pip):
-    """Neither a damaged one under the right name, nor another version of it."""
+    make_wheel(wheels / "beta-2.1-py3-none-any.whl", OTHER)
     make_wheel(wheels / "alpha_tools-1.0-py3-none-any.whl", {"alpha/core.py": b"evil\n"})
     make_wheel(wheels / "alpha_tools-0.9-py3-none-any.whl", TRAIN | {"new.py": b"x\n"})
+    pip.calls.clear()
     with pytest.raises(UserError, match=r"could not download Alpha.Tools==1.0 of "):
         download(wheels, "train")
-    assert len(pip.calls) == 1
     # The right content counts, whatever the version in its name.
     make_wheel(wheels / "alpha_tools-1.0-1-py3-none-any.whl", TRAIN)
     found = download(wheels, "train")
@@ -166,34 +164,22 @@ def test_a_corpus_of_wheels(wheels, pip, monkeypatch):
     prepare(config)
     assert config.directory == root / f"packages-{requirements_hash()}-v300"
     corpus = load_tokens(config, seed=0)
-    source = corpus.manifest["source"]
+    source, end = corpus.manifest["source"], corpus.encoding.eot_token
     assert source["path"] == "packages"
-    assert source["packages"] == {
-        split: [f"{n}=={v} sha256:{h}" for n, v, h in pinned(split)] for split in ("train", "val")
-    }
-    assert [entry.split("==")[0] for entry in source["packages"]["train"]] == [
-        "Alpha.Tools",
-        "beta",
-    ]
-    texts = {split: read(download(wheels, split)) for split in ("train", "val")}
-    assert source["characters"] == {s: sum(map(len, t)) for s, t in texts.items()}
     # By package: what is held out is the text of its package, all of it and nothing else.
-    for split, documents in texts.items():
-        end = corpus.manifest["tokenizer"]["end_of_text"]
-        expected = [t for d in documents for t in [*corpus.encoding.encode_ordinary(d), end]]
+    for split in ("train", "val"):
+        texts = read(download(wheels, split))
+        packages = [f"{n}=={v} sha256:{h}" for n, v, h in pinned(split)]
+        assert source["packages"][split] == packages
+        assert source["characters"][split] == sum(map(len, texts))
+        expected = [t for d in texts for t in [*corpus.encoding.encode_ordinary(d), end]]
         assert corpus.tokens[split].tolist() == expected
-        assert corpus.manifest["splits"][split]["documents"] == len(documents)
     assert pip.calls == []
     # Once made it needs the wheels no more.
     monkeypatch.setattr(preparing, "_packages", lambda folder: pytest.fail("made again"))
     assert prepare(config) == config.directory
-
-
-def test_the_corpus_is_named_after_its_packages(wheels, monkeypatch):
-    """Another version, another hash, another rule: another folder, and another run."""
-    config = DataConfig("packages", "packages", tokenizer="bpe", vocab_size=300)
+    # Another version, another hash, another rule: another folder, and another run.
     names = [config.directory.name]
-    assert re.fullmatch(r"packages-[0-9a-f]{8}-v300", names[0])
     path = package_text.REQUIREMENTS / "val.txt"
     text = path.read_text(encoding="utf-8")
     path.write_text(text + "# another comment\n", encoding="utf-8")

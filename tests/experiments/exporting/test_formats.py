@@ -6,7 +6,7 @@ import json
 import pytest
 import torch
 import yaml
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save
 
 from common_kernels import nm_mask
 from experiments.config.run import load
@@ -149,66 +149,51 @@ def test_what_fp16_cannot_hold_is_named(finished, made_again):
 
 
 def test_a_damaged_folder_is_one_line_with_the_file(two):
+    """rehashed: the file's hash is right, as if it was written so."""
     whole, compressed = two()
-    for folder, file, change, message in (
-        (compressed, sparse.RECORD, None, "no export of sparse24 in"),
-        (compressed, sparse.RECORD, lambda c: c[:-9], "sparse24.json is damaged"),
-        (compressed, sparse.WEIGHTS, None, "sparse24.safetensors: No such file"),
-        (compressed, sparse.WEIGHTS, lambda c: c[:-9], "sparse24.safetensors is damaged or of"),
-        (whole, "model.safetensors", lambda c: c[:-1] + b"x", "model.safetensors is damaged or"),
-        (whole, "model.safetensors", None, "model.safetensors: No such file"),  # no pickle instead
-        (compressed, "config.json", None, "config.json: No such file"),
-        (compressed, "config.json", lambda c: c.replace(b"e-05", b"e-06"), "config.json is dama"),
-    ):
-        content = (folder / file).read_bytes()
-        if change is None:
-            (folder / file).unlink()
-        else:
-            (folder / file).write_bytes(change(content))
-        with pytest.raises(ValueError) as caught:
-            sparse.load(folder)
-        assert message in str(caught.value) and "\n" not in str(caught.value)
-        (folder / file).write_bytes(content)
-
-
-def test_a_config_of_another_model_is_one_line(two):
-    """One whose hash is right: it was written so."""
-    whole, compressed = two()
-    for folder, old, new, message in (
-        (compressed, b"GPT2LMHeadModel", b"os", "names 'os', which is no model of transformers"),
-        (compressed, b'"n_layer": 1', b'"n_layer": 2', "of another model: transformer.h.1."),
-        (whole, b'"n_inner": null', b'"n_inner": 32', "of another model: "),
-    ):
-        path, record = folder / "config.json", json.loads((folder / sparse.RECORD).read_text())
-        content = path.read_bytes()
-        assert old in content
-        path.write_bytes(content.replace(old, new))
-        record["files"]["config.json"] = export.checkpoint.sha256(path)
-        (folder / sparse.RECORD).write_text(json.dumps(record))
-        with pytest.raises(ValueError) as caught:
-            sparse.load(folder)
-        assert message in str(caught.value) and "\n" not in str(caught.value)
-        path.write_bytes(content)
-
-
-def test_tensors_that_do_not_fit_their_description_are_refused(finished):
-    """By a file whose hash is right: it was written so."""
-    folder = export.export(finished("gpt2"), Form(compressed=True), report=quiet)
-    record, path = json.loads((folder / sparse.RECORD).read_text()), folder / sparse.WEIGHTS
+    path, name = compressed / sparse.WEIGHTS, "transformer.h.0.mlp.c_fc.weight"
     stored = load_file(path)
-    name = "transformer.h.0.mlp.c_fc.weight"
-    for key, part in (
-        (f"{name}.values", None),
-        (f"{name}.positions", stored[f"{name}.positions"][:, :1].contiguous()),
-        (f"{name}.values", stored[f"{name}.values"].flatten()),
-    ):
-        changed = {**stored, key: part}
-        save_file({k: v for k, v in changed.items() if v is not None}, path)
-        record["files"][sparse.WEIGHTS] = export.checkpoint.sha256(path)
-        (folder / sparse.RECORD).write_text(json.dumps(record))
-        with pytest.raises(ValueError, match=r"sparse24\.safetensors does not fit") as caught:
+
+    def with_part(key, part):
+        changed = {k: v for k, v in {**stored, key: part}.items() if v is not None}
+        return lambda _: save(changed)
+
+    positions = stored[f"{name}.positions"][:, :1].contiguous()
+    no_fit = "sparse24.safetensors does not fit"
+    for folder, file, change, rehashed, message in (
+        (compressed, sparse.RECORD, None, False, "no export of sparse24 in"),
+        (compressed, sparse.RECORD, lambda c: c[:-9], False, "sparse24.json is damaged"),
+        (compressed, sparse.WEIGHTS, None, False, "sparse24.safetensors: No such file"),
+        (compressed, sparse.WEIGHTS, lambda c: c[:-9], False, "safetensors is damaged or of"),
+        (whole, "model.safetensors", lambda c: c[:-1] + b"x", False, "is damaged or of another"),
+        (whole, "model.safetensors", None, False, "No such file"),  # no pickle instead
+        (compressed, "config.json", None, False, "config.json: No such file"),
+        (compressed, "config.json", lambda c: c.replace(b"e-05", b"e-06"), False, "is damaged"),
+        (compressed, "config.json", lambda c: c.replace(b"GPT2LMHeadModel", b"os"), True,
+         "names 'os', which is no model of transformers"),
+        (compressed, "config.json", lambda c: c.replace(b'"n_layer": 1', b'"n_layer": 2'), True,
+         "of another model: transformer.h.1."),
+        (whole, "config.json", lambda c: c.replace(b'"n_inner": null', b'"n_inner": 32'), True,
+         "of another model: "),
+        (compressed, sparse.WEIGHTS, with_part(f"{name}.values", None), True, no_fit),
+        (compressed, sparse.WEIGHTS, with_part(f"{name}.positions", positions), True, no_fit),
+        (compressed, sparse.WEIGHTS,
+         with_part(f"{name}.values", stored[f"{name}.values"].flatten()), True, no_fit),
+    ):  # fmt: skip
+        before = {f: (folder / f).read_bytes() for f in (file, sparse.RECORD)}
+        (folder / file).unlink()
+        if change is not None:
+            (folder / file).write_bytes(change(before[file]))
+            assert (folder / file).read_bytes() != before[file]
+        if rehashed:
+            record = json.loads(before[sparse.RECORD])
+            record["files"][file] = export.checkpoint.sha256(folder / file)
+            (folder / sparse.RECORD).write_text(json.dumps(record))
+        with pytest.raises(ValueError) as caught:
             sparse.load(folder)
-        assert "\n" not in str(caught.value)
+        assert message in str(caught.value) and "\n" not in str(caught.value)
+        for f, content in before.items():
+            (folder / f).write_bytes(content)
 
 
 # ---------------------------------------------------------------- results on the hub
