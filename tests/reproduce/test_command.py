@@ -12,8 +12,8 @@ import pytest
 from experiments.support.errors import UserError
 from reproduce import __main__ as command
 from reproduce import make
-from reproduce.__main__ import main, parse
-from reproduce.make import Made, abbreviated
+from reproduce.__main__ import main
+from reproduce.make import Made
 from reproduce.specs.table import read_tables
 
 
@@ -21,16 +21,11 @@ from reproduce.specs.table import read_tables
     ("arguments", "message"),
     [
         (["table99"], "error: no table or command 'table99'; table9 may be meant; python -m repro"),
-        (["claim"], "'claim'; claims may be meant; python -m reproduce --list names the tables, -"),
-        (["nothing"], "'nothing'; python -m reproduce --list names the tables, --help the comman"),
         (["pack", "x"], "error: cannot use 'x'; there are no options"),
         (["claims", "8", "9"], "cannot use 'claims 8 9'; use claims, claims N or claims all"),
         (["table2", "paper=nobody"], "no table2 of paper 'nobody'; there is ast, fst, slope, sste"),
         (["table2", "paper=s_ste"], "of paper 's_ste'; sste may be meant; there is ast, fst"),
-        (["figure3", "paper=nobody"], "no figure3 of paper 'nobody'; there is fst, slope\n"),
-        (["all", "paper=nobody"], "there is ast, fst, slope, sste, torchao\n"),
         (["figure6"], "error: figure 6 of paper=fst is not covered: a diagram\n"),
-        (["figure3", "paper=sste"], "error: figure 3 of paper=sste is not covered: a diagram\n"),
         (["quickstart", "paper=sste"], "it is this project's own"),
         (["quickstart", "tier=huge"], "error: no tier 'huge' of quickstart; choose of smoke"),
         (["table2", "tier="], "error: cannot use 'tier='"),
@@ -44,12 +39,6 @@ def test_arguments_that_mean_nothing(arguments, message, capsys, tmp_path):
     assert captured.err.count("\n") == 1
     assert message in captured.err
     assert captured.out == ""
-
-
-def test_no_argument_shows_the_usage(capsys):
-    assert main([]) == 2
-    assert "python -m reproduce quickstart" in capsys.readouterr().err
-    assert main(["--help"]) == main(["table2", "-h"]) == 0
 
 
 def test_a_table_is_listed_alone(capsys):
@@ -74,7 +63,7 @@ def test_usage_errors_come_before_torch():
 
 @pytest.mark.parametrize(
     "command",
-    ["reproduce --help", "reproduce --list", "reproduce claims", "experiments.compare --help"],
+    ["reproduce --help", "reproduce --list", "experiments.compare --help"],
 )
 def test_a_reader_who_has_left_is_no_error(command):
     """`python -m reproduce --list | head -3` has such a reader. Output that fits into one buffer is
@@ -86,29 +75,6 @@ def test_a_reader_who_has_left_is_no_error(command):
     done = subprocess.run(words, stdout=write, stderr=subprocess.PIPE, env=environment)
     os.close(write)
     assert (done.returncode, done.stderr) == (141, b"")
-
-
-def test_the_default_is_every_paper_and_the_smallest_tier():
-    tables = read_tables()
-    request = parse(["table2"], tables)
-    assert request.tier == "smoke"
-    assert {t.paper for t in request.tables} == {"ast", "fst", "slope", "sste", "torchao"}
-    assert parse(["table2", "tier=mini", "paper=sste"], tables).tier == "mini"
-    assert [t.name for t in parse(["tableB2"], tables).tables] == ["slope_tableB2"]
-    assert [t.name for t in parse(["figure7"], tables).tables] == ["fst_figure7"]
-
-
-def test_a_tier_that_is_not_offered(capsys, tmp_path):
-    (tmp_path / "tiny.yaml").write_text(
-        "title: T\ntiers: {full: {unavailable: no machine is large enough}}\n"
-        "rows: [{label: dense, overrides: [method=dense]}]\ncolumns: []\n",
-        encoding="utf-8",
-    )
-    assert main(["tiny", "tier=full"], tmp_path, tmp_path / "runs") == 1
-    assert capsys.readouterr().err == (
-        "tiny, tier full, is not offered: no machine is large enough\n"
-    )
-    assert not (tmp_path / "runs").exists()
 
 
 SPEC = """
@@ -185,12 +151,6 @@ def test_a_table_that_cannot_be_planned_stops_no_other(tmp_path, capsys, monkeyp
     assert main(["table2"], tmp_path, tmp_path) == 1
     assert made == ["a", "b"]
     assert capsys.readouterr().err == "error: it does not fit\n"
-
-
-def test_a_long_list_of_what_is_missing_is_abbreviated():
-    names = [str(number) for number in range(165)]
-    assert abbreviated(names) == "0; 1; 2; 3; 4; and 160 more"
-    assert abbreviated(names[:6]) == "0; 1; 2; 3; 4; 5"
 
 
 def refuse():

@@ -3,14 +3,12 @@
 import importlib
 import json
 import math
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import yaml
 
-from experiments.support.checkpoint import read_sealed, write_json
-from experiments.support.errors import UserError
+from experiments.support.checkpoint import write_json
 from reproduce import blocks, from_records, make
 from reproduce.blocks import read_block
 from reproduce.from_records import collect
@@ -58,22 +56,6 @@ def test_a_variant_is_what_its_row_says(table, tier):
         assert row.variant in variants, f"{table.name}: block {name} has no variant {row.variant}"
         if row.overrides:
             assert method_of(variants[row.variant]) == method_of(row.overrides), row.label
-
-
-def test_the_tables_of_the_issue_have_a_mini_tier():
-    by_block = {}
-    for table, tier in SHOWN:
-        assert tier == "mini"
-        by_block.setdefault(table.tiers[tier].block, set()).add(table.name)
-    a = {f"fst_table{n}" for n in (1, 5, 6, 9, 10)} | {f"sste_table{n}" for n in (1, 2, 3, 4, 6, 7)}
-    figures = {f"fst_figure{n}" for n in (1, 3, 4, 5)} | {"sste_figure4", "slope_figure2"}
-    figures |= {f"slope_figure{n}" for n in ("B1", "B3", "B6")}
-    assert by_block == {
-        "a": a | figures | {f"slope_table{n}" for n in ("3", "4", "B4", "B5")},
-        "b": {"ast_figure2", *(f"ast_table{n}" for n in (1, 3, 4, 5))},
-        "c": {"fst_table8", "sste_table5", "sste_table8"},
-        "d": {"torchao_table1"},
-    }
 
 
 # ------------------------------------------------------------------------------ made records
@@ -174,19 +156,6 @@ def test_records_take_the_place_of_runs(folders):
     assert rendered.per_run[0]["directory"] == str(folders["committed"] / "t" / "dense-seed0.json")
 
 
-def test_an_outdated_record_does_not_stand_for_one_s_own(folders):
-    path = keep(folders, "t", "dense", 0, 9.0)
-    outdated = read_sealed(path)
-    write_json(path, outdated | {"config_hash": "0" * 16})
-    own = keep(folders, "t", "dense", 0, 2.0, where="own")
-    collected = collect(table(), "mini", **folders)
-    (run,) = collected.runs
-    assert (run.result["metrics"]["val_loss"], run.directory) == (2.0, own)
-    assert collected.warnings == [
-        f"left out: block t, dense, seeds 0: its config is another one now ({path})"
-    ]
-
-
 def test_the_models_that_a_block_goes_on_from_are_rows_too(folders):
     keep(folders, "t", "dense", 0, 2.0)
     keep(folders, "u", "more", 0, 1.5)
@@ -198,27 +167,6 @@ def test_the_models_that_a_block_goes_on_from_are_rows_too(folders):
     shown = [(run.place.row, run.result["block"]) for run in collected.runs]
     assert shown == [("Dense", "t"), ("on", "u")]
     assert collected.missing == {"t/dense": [1], "more": [1]}
-
-
-def test_what_is_not_there_is_told(folders):
-    rows = [TableRow("Dense", ["method=dense"], variant="nobody")]
-    with pytest.raises(UserError, match="t, 'Dense': block t has no variant nobody"):
-        collect(table("t", rows), "mini", **folders)
-    with pytest.raises(UserError, match="no block 'v'; there is t, u"):
-        collect(table("v"), "mini", **folders)
-    collected = collect(table(), "mini", **folders)
-    rendered = render(collected.table, "mini", collected.runs)
-    assert {text for line in rendered.grid.lines for text in line.values} == {"not run yet"}
-
-
-def test_rows_of_a_variant_alone_are_in_such_tiers_only():
-    spec = table()
-    assert [row.label for row in spec.rows_of("smoke")] == ["dense", "STE", "ours elsewhere"]
-    quoted = TableRow("theirs", not_run="of another model")
-    with_quoted = replace(spec, rows=[*spec.rows, quoted])
-    assert [row.label for row in with_quoted.rows_of("mini")] == [
-        "dense", "half (ours)", "STE", "theirs",
-    ]  # fmt: skip
 
 
 def test_the_command_runs_nothing_and_says_how(folders, capsys, monkeypatch, tmp_path):
@@ -241,14 +189,6 @@ def test_the_command_runs_nothing_and_says_how(folders, capsys, monkeypatch, tmp
     assert stem.with_suffix(".png").is_file()
     assert '"done": 1' in stem.with_suffix(".json").read_text()
     assert not list(folders["runs"].glob("*/*/*/result.json"))
-
-
-def test_a_list_says_where_the_numbers_come_from(tmp_path):
-    from reproduce.render import listing
-
-    spec = replace(table(), paper=None)
-    told = listing.lines([spec], tmp_path, {})
-    assert "  t tier=mini: not made (`python -m reproduce run t`)" in told
 
 
 @pytest.mark.parametrize(("spec", "tier"), SHOWN, ids=[table.name for table, _ in SHOWN])

@@ -69,13 +69,6 @@ def test_a_wrong_packed_product_is_not_timed(packing, monkeypatch):
         to_packed(model, lambda _: True, (64,), torch.device("cpu"))
 
 
-def test_without_sparse_products_weights_are_masked():
-    model = nn.ModuleDict({"mlp": nn.Linear(32, 32)})
-    assert to_packed(model, lambda _: True, (1,), torch.device("cpu")) == "dense"
-    assert type(model["mlp"]) is nn.Linear
-    assert int(check24(model["mlp"].weight)) == 0
-
-
 @pytest.mark.parametrize("parts", [(), ("mlp",), ("attn", "mlp")])
 def test_images_a_second(parts, tmp_path):
     config = sam.EncoderInference(
@@ -95,12 +88,3 @@ def test_kernels_and_mlp_have_times_of_what_runs_here(tmp_path):
         assert found["speedup"] == pytest.approx(found["dense_us"] / found["sparse_us"])
         assert found["copy_us"] > 0
         assert found["pack_us"] is found["library_us"] is None
-
-
-def test_what_packs_a_matrix_packs_it_both_ways(packing):
-    torch.manual_seed(0)
-    matrices = [torch.randn(64, 128, dtype=torch.bfloat16)]
-    calls = packing_.packing(matrices)
-    assert set(calls) == {"copy", "pack"}  # the library's needs a GPU
-    calls["pack"](0)
-    assert torch.equal(calls["copy"](0), matrices[0])

@@ -10,7 +10,6 @@ import time
 
 import pytest
 
-from experiments.support.errors import UserError
 from reproduce.__main__ import main, parse
 from reproduce.execute import processes
 from reproduce.execute.jobs import Job, execute, plan, quoted
@@ -93,15 +92,6 @@ def test_an_interrupt_ends_the_children(children, small, tmp_path, monkeypatch):
     finally:
         signal.signal(signal.SIGINT, before)
     assert [process.process.returncode for process in begun] == [-signal.SIGTERM] * len(jobs)
-
-
-def test_a_child_that_begins_as_all_are_stopped_is_ended_too(children, small, tmp_path):
-    job = plan(small(seeds=[0]), "smoke", tmp_path).jobs[0]
-    children.do = {str(job): ""}  # it would stay for a minute
-    way = Launch([], 1)
-    way.stop()
-    with pytest.raises(UserError, match="it was ended by SIGTERM"):
-        way.run(job, lambda message: None)
 
 
 def test_commands_are_those_that_are_left(small, tmp_path, fake):

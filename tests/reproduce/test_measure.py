@@ -92,12 +92,6 @@ def test_a_result_is_kept_and_known_by_its_device(tmp_path, monkeypatch, recwarn
     assert measure.finished(settings) is None
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_a_gpu_is_asked_for_in_vain():
-    with pytest.raises(UserError, match="torch sees no GPU here; tier=smoke runs on a CPU"):
-        measure.run(quick("linear", device="cuda"))
-
-
 def test_products_are_checked_once_and_wrong_ones_are_not_timed(monkeypatch, tmp_path):
     monkeypatch.setattr(setup.variants, "relative_error", lambda value, truth: 1.0)
     setup.check_once.cache_clear()
@@ -113,16 +107,6 @@ def test_products_are_checked_once_and_wrong_ones_are_not_timed(monkeypatch, tmp
     once = [(16, 32, 128), (16, 128, 32)]
     assert [of[:2] for of in checked] == [(m, s) for m in ("fst", "s_ste") for s in once]
     setup.check_once.cache_clear()
-
-
-def test_no_mask_of_a_timed_layer_is_drawn_on_the_cpu(monkeypatch):
-    """Drawing the random masks of OPT-66B's layer takes longer than timing the layer."""
-    settings = quick("decoder", method="slope", width=64)
-    monkeypatch.setattr(torch, "rand", None)
-    built = setup.bench(settings, "slope", setup.gpt2(settings), ("*",), adapter_rank=4,
-                        adapter_fraction=1.0, total_steps=1)  # fmt: skip
-    layers = built.converted.layers.values()
-    assert all(2 * layer.current_mask().sum() == layer.current_mask().numel() for layer in layers)
 
 
 class Waits(TorchDispatchMode):
@@ -284,16 +268,6 @@ def test_a_step_has_all_its_micro_batches_and_a_share_of_the_search(monkeypatch)
         assert found["dense_hours"] == pytest.approx(0.026)
         over_a_run = found["dense_ms"] / (found["sparse_ms"] * 5 / 6 + found["dense_ms"] / 6)
         assert (found["run_speedup"], used) == (pytest.approx(over_a_run), "dense")
-
-
-def test_workloads_of_whole_steps():
-    job = layers.workload(quick("train", model="transformer_nano"))
-    assert (job.tokens, job.linears) == (16, ((128, 512), (512, 128)))
-    _, loss, blocks = job.build()
-    assert len(blocks) == 4 and loss().isfinite()
-    assert layers.workload(quick("train", model="deit_base")).tokens == 197
-    with pytest.raises(UserError, match="model=bert; choose of nano, 124M"):
-        layers.workload(quick("train", model="bert"))
 
 
 def test_the_search_of_bi_mask_is_counted_once_in_its_period(tmp_path, monkeypatch):

@@ -54,37 +54,6 @@ def test_values_that_are_hard_to_believe_say_so():
     assert "5.84 %" in lemma.reservation and lemma.text(".2f") == "3.39 % (doubtful)"
     exact = sum(comb(8, b) / 4**b * (3 / 4) ** (8 - b) * max(0, b - 2) for b in range(9)) / 8
     assert round(100 * exact, 2) == 5.84
-    mrpc = look_up(
-        "slope", "Appendix table B.2 (per-task GLUE, BERT-Large)",
-        "Dense phase=1,2 rank=0 first12=- last12=-", "MRPC",
-    )  # fmt: skip
-    assert "279 of its 408" in mrpc.reservation
-    assert round(100 * 2 * 279 / (279 + 408), 1) == mrpc.value
-    one_shot = "Table 1 (raw-WikiText2 perplexity, 2:4)"
-    for method in ("SparseGPT", "Wanda"):
-        for model in ("OPT-125M", "OPT-350M", "OPT-1.3B"):
-            cell = look_up("ast", one_shot, f"{method} (training-free)", model)
-            assert "exchanged" in cell.reservation
-        assert not look_up("ast", one_shot, f"{method} (training-free)", "GPT2-124M").doubt
-    for row, column in (("OPT-13B", "inference r=0"), ("Mistral-v0.3-7B", "inference r=6.25%")):
-        cell = look_up("slope", "Table 2 (end-to-end memory ratio)", f"{row} / SLoPe", column)
-        assert "misprint" in cell.reservation
-
-
-def test_confirmed_values():
-    """One of each paper, read off the paper's text, the authors' logs or notes."""
-    logs = "Author logs: acceleration (FFN / transformer block, GPT-2 shapes)"
-    for work, table, row, column, form, text in [
-        ("sste", "Table 4 (Transformer-base WMT14 En-De)", "Dense", "Test BLEU", ".2f",
-         "26.42 (second-hand)"),
-        ("fst", logs, "N=4 n=2048 d=2048 h=32", "FFN dense", ".1f", "1605.4 ms"),
-        ("ast", "Table 1 (raw-WikiText2 perplexity, 2:4)", "AST-Naive", "GPT2-124M", ".2f",
-         "32.23"),
-        ("slope", "Table 4 (BERT-Large adapters)", "SQuAD v1.1 F1", "Dense", ".2f", "90.44"),
-        ("torchao", "DINOv2 ViT-L ImageNet-1k accuracy", "0% sparse: 125k dense steps (baseline)",
-         "log-regression top-1", ".1f", "82.8 %"),
-    ]:  # fmt: skip
-        assert look_up(work, table, row, column).text(form).startswith(text.removesuffix(" %"))
 
 
 def asked(table):

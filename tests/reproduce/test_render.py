@@ -7,13 +7,11 @@ import shutil
 import pytest
 from matplotlib.figure import Figure as Canvas
 
-from experiments.support.checkpoint import csv_text
 from experiments.support.errors import UserError
 from reproduce.render import figure as figures
-from reproduce.render.cells import paper, value
+from reproduce.render.cells import value
 from reproduce.render.figure import (
     Value,
-    axis,
     draw,
     draw_values,
     inner,
@@ -168,34 +166,6 @@ def test_runs_that_differ_in_code_or_corpus_are_marked(finished_run):
     assert "Corpus: tiny" in text
 
 
-@pytest.mark.parametrize(
-    ("key", "other", "shown"),
-    [
-        ("dtype", "bf16", "2 threads, bf16, backend cpu"),
-        ("compile", True, "2 threads, fp32, compiled, backend cpu"),
-        ("micro_batch", 4, "2 threads, fp32, micro-batch 4, backend cpu"),
-    ],
-)
-def test_runs_that_differ_in_how_they_ran_are_marked(finished_run, key, other, shown):
-    config = of_method("s_ste")
-    run = finished_run("dense", 0, 1.0, config=config)
-    same = finished_run("S-STE", 0, 1.0, config=config)
-    group = "train" if key == "dtype" else "impl"
-    other_config = config | {group: config[group] | {key: other}}
-    changed = finished_run("S-STE", 0, 1.0, config=other_config)
-
-    def device(*runs):
-        (line,) = [x for x in render(own_table([0]), "smoke", [*runs]).header if "Device" in x]
-        return line
-
-    first = "abacus, 2 threads, fp32, backend cpu, torch 2.0"
-    assert device(run, same) == f"Device: {first}."
-    assert device(run, changed) == (
-        f"Device: not the same for all runs: {first} (1 of dense); abacus, {shown}, torch 2.0 (the "
-        "other 1)."
-    )
-
-
 PAPER = {"paper": "w", "number": "1", "published_table": "Table 1"}
 PAPER["published_setting"] = "Big thing"
 BESIDE = [
@@ -243,33 +213,6 @@ def test_a_smaller_tier_is_not_set_against_the_paper(beside, runs):
     assert [line for line in rendered.header if "rows cannot be ranked: after so few st" in line]
     beside.tiers["smoke"].rows = ["dense"]
     assert "This tier leaves out the rows S-STE." in render(beside, "smoke", runs).header
-
-
-def test_a_smoke_figure_shows_no_published_value(beside, runs, tmp_path):
-    beside.figure = Figure("bars", ["loss"])
-    for tier, sources in {"full": {"paper (second-hand)", "ours"}, "smoke": {"ours"}}.items():
-        rendered = render(beside, tier, runs)
-        assert {value.source for value in values(beside, rendered.summary)} == sources
-        assert ("loss: paper" in csv_text(rendered.summary)) is (tier == "full")
-        assert any("second-hand" in line for line in rendered.header) is (tier == "full")
-
-
-def test_every_axis_of_a_bar_or_a_line_has_its_unit():
-    assert axis("time", "ms") == "time (ms)" and axis("training", "x") == "training (x dense)"
-    for table in read_tables():
-        if table.figure.kind in ("bars", "lines"):
-            units = render(table, "full", []).units
-            without = "similarity" in table.title  # a cosine
-            assert without or all(units[label] for label in table.figure.columns), table.name
-
-
-def test_what_is_no_full_comparison_says_why(beside, runs):
-    beside.tiers["full"] = dataclasses.replace(beside.tiers["full"], incomparable="other data")
-    rendered = render(beside, "full", runs)
-    assert body(rendered)[1:] == [
-        "| S-STE | paper | 2.00 (second-hand) |", "| | ours | 2.50 ± 1.32 (n=3) |",
-    ]  # fmt: skip
-    assert "No difference to the paper is computed: other data." in rendered.header
 
 
 def test_published_values_are_noted_with_their_source_unless_they_are_sure(beside, runs):
@@ -506,15 +449,6 @@ def test_the_figure_of_two_quantities_of_a_step(finished_run, tmp_path):
     assert (low, high) == pytest.approx((-3.15, 0.15))  # 0 is always shown
 
 
-def test_a_tier_of_smaller_widths_says_whose_sizes_the_labels_give():
-    table = own_table([0], paper="slope", published_setting="large")
-    told = "Sizes in labels and in the notes below are those of the tier full."
-    assert told not in render(table, "smoke", []).header
-    small = dataclasses.replace(table.tiers["smoke"], overrides=["batch=2", "shrink=16"])
-    table = dataclasses.replace(table, tiers={"smoke": small})
-    assert told in render(table, "smoke", []).header
-
-
 def test_panels_of_a_unit_have_one_axis_unless_all_would_lie_at_its_foot():
     data = [
         Value("dense", "a", "paper", 9.0, 8.0, 10.0),
@@ -626,18 +560,6 @@ def test_a_difference_is_marked_by_its_interval(shaped, finished_run):
     assert "*" not in render(shaped, "full", runs).markdown()
     shaped.tiers["full"] = Tier(seeds=[0])
     assert "One seed has no interval" in "".join(render(shaped, "full", []).header)
-
-
-def test_a_tier_without_published_values_has_no_lines_for_them(shaped, of_three):
-    rendered = render(shaped, "smoke", [run for run in of_three if run.place.seed == 0])
-    assert rendered.grid.stubs == ["method"] and rendered.grid.columns == ["loss"]
-    assert "Not measured in this tier: BLEU; epoch loss." in rendered.header
-
-
-def test_a_published_value_that_nobody_confirmed(shaped):
-    row, column = SHAPED[2], shaped.columns[0]
-    cell, difference = paper(shaped, "full", Variant(""), row, column, None)
-    assert (cell.text, cell.numbers, difference.text) == ("not available", {}, "")
 
 
 def test_quantities_or_variants_lie_where_the_paper_has_them(shaped, of_three):

@@ -95,15 +95,6 @@ def test_an_extra_is_installed_once_and_covers_the_rest(clone):
     assert installed(clone) == [".[de]"]
 
 
-@pytest.mark.parametrize("file", ["pyproject.toml", "constraints.txt"])
-def test_changed_requirements_are_installed_again(clone, file):
-    use(clone, "dev")
-    (clone / file).write_text("other")
-    use(clone)
-    use(clone, "dev")
-    assert installed(clone) == [".[dev]", ".", ".[dev]"]
-
-
 def test_a_failed_installation_is_tried_again(clone):
     failed = use(clone, PIP_STATUS="1")
     assert failed.returncode == 1
@@ -129,13 +120,6 @@ def test_without_a_fitting_python(clone):
     assert "no Python 3.11, 3.12 or 3.13" in done.stderr
     assert "python3 is Python 3.9.2" in done.stderr
     assert not (clone / ".venv").exists()
-
-
-def test_a_broken_environment_is_named(clone):
-    (clone / ".venv" / "bin" / "python").write_text("#!/bin/bash\nexit 1\n")
-    done = use(clone)
-    assert done.returncode == 1
-    assert f"{clone}/.venv has no working Python" in done.stderr
 
 
 def test_every_table_and_figure_has_a_script_that_asks_for_it(clone):

@@ -1,7 +1,6 @@
 """SLoPe's measures: products by shape, the zeros of its second mask, and a layer with tiles and
 with adapters that have products of their own."""
 
-from functools import partial
 
 import pytest
 import torch
@@ -9,8 +8,7 @@ import torch
 from common_kernels import nm_mask
 from experiments.bench.timing import Time
 from experiments.support.errors import UserError
-from methods.nn.compressed import CompressedLinear
-from reproduce.measure import base, operators, setup, slope
+from reproduce.measure import base, operators, slope
 from reproduce.measure.base import Base
 
 
@@ -73,15 +71,6 @@ def test_tiles_take_part_and_wrong_ones_stop_the_measurement(clock, monkeypatch)
     monkeypatch.setattr(slope.DenseTiles, "grad", lambda self, dy: dy @ self.matrix * 1.1)
     with pytest.raises(UserError, match=r"tiles: off by .* no time is reported"):
         quick(width=32).measure(print)
-
-
-def test_adapters_apart_leave_the_layers_as_they_were(clock):
-    config = quick(width=32, ranks=(6.25,))
-    build = partial(setup.bench, config, build=setup.gpt2(config), include=("*",))
-    built = slope.adapted(build, 2, "dense")
-    want = setup.evaluating(built)(0)
-    assert torch.allclose(slope.apart(built)(0), want, rtol=1e-5, atol=1e-5)
-    assert {type(one) for one in built.converted.layers.values()} == {CompressedLinear}
 
 
 @pytest.mark.parametrize("packed", [False, True])
