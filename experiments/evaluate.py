@@ -26,6 +26,7 @@ import torch
 from torch import nn
 
 from experiments.config.driver import driver
+from experiments.config.run import Run
 from experiments.data.tokenizer import check_vocabulary, folder_tokenizer, pretrained_tokenizer
 from experiments.evaluation import zero_shot
 from experiments.evaluation.config import EvaluateConfig, freeze_evaluation
@@ -42,7 +43,7 @@ from experiments.support.progress import say
 from experiments.training import legality
 from experiments.training.distributed import World, world
 from experiments.training.optimization import DTYPES
-from experiments.training.pretraining import process_settings
+from experiments.training.routine import process_settings
 from models.gpt2 import GPT
 from models.hf import CausalLM
 from models.vit import ViT
@@ -55,9 +56,13 @@ BATCH = 8  # windows, images or questions per forward pass, unless impl.micro_ba
 
 def finished(config: EvaluateConfig) -> dict[str, Any] | None:
     """The stored result of this config and these weights, or None."""
+    return _find(Run(config, config.digest(), config.directory()))
+
+
+def _find(run: Run[EvaluateConfig]) -> dict[str, Any] | None:
     shape = {"metrics": dict, "sparsity": dict, "weights": str, "files": dict}
-    result = results.read_finished(config.directory(), config.digest(), shape)
-    return result if result is not None and result["files"] == config.files else None
+    result = results.read_finished(run.directory, run.id, shape)
+    return result if result is not None and result["files"] == run.config.files else None
 
 
 def run(config: EvaluateConfig, report: Callable[[str], None] = say) -> dict[str, Any]:
@@ -66,20 +71,22 @@ def run(config: EvaluateConfig, report: Callable[[str], None] = say) -> dict[str
     Raises:
         UserError: model, weights and data do not fit together.
     """
-    done = finished(config)
-    if done is not None:
-        report(f"done already: {config.directory()}")
-        report(summary(done))
-        return done
-    with process_settings(config.impl), world(config.impl.device) as here:
-        if here.size > 1:
-            raise UserError("an evaluation runs in one process; start it without torchrun")
-        result = _evaluate(config, here, report)
+    run = Run(config, config.digest(), config.directory())
+    if (result := _find(run)) is not None:
+        report(f"done already: {run.directory}")
+    else:
+        with process_settings(config.impl), world(config.impl.device) as here:
+            if here.size > 1:
+                raise UserError("an evaluation runs in one process; start it without torchrun")
+            result = _evaluate(run, here, report)
     report(summary(result))
     return result
 
 
-def _evaluate(config: EvaluateConfig, here: World, report: Callable[[str], None]) -> dict[str, Any]:
+def _evaluate(
+    run: Run[EvaluateConfig], here: World, report: Callable[[str], None]
+) -> dict[str, Any]:
+    config = run.config
     model, patterns = _model(config)
     if config.ppl is not None or config.tasks:
         _check_causal(model)
@@ -92,9 +99,8 @@ def _evaluate(config: EvaluateConfig, here: World, report: Callable[[str], None]
     rows = legality.measure(model, patterns)
     report(f"WEIGHTS: {_described(config)}")
     report(legality.text(rows, dense=config.kind == "dense"))
-    with checkpoint.exclusive(config.directory()):
-        done = finished(config)  # another process may have finished it meanwhile
-        if done is not None:
+    with checkpoint.exclusive(run.directory):
+        if (done := _find(run)) is not None:  # another process may have finished it meanwhile
             return done
         model.to(here.device).eval()
         metrics: dict[str, Any] = {}
@@ -113,9 +119,9 @@ def _evaluate(config: EvaluateConfig, here: World, report: Callable[[str], None]
                 metrics |= {f"{task}_{name}": value for name, value in found["metrics"].items()}
         source = config.finished_run
         return results.write_result(
-            config.directory(),
+            run.directory,
             {
-                "config_hash": config.digest(),
+                "config_hash": run.id,
                 "config": config.as_dict(),
                 "identity": config.identity(),
                 "seed": config.seed if source is None else source.result["seed"],
@@ -293,9 +299,7 @@ def _tasks(
     )
 
 
-@driver("evaluate", freeze_evaluation, "begins it anew")
-def main(config: EvaluateConfig) -> None:
-    run(config)
+main = driver("evaluate", freeze_evaluation, "begins it anew")(run)
 
 
 if __name__ == "__main__":

@@ -141,7 +141,7 @@ def run(search: DecaySearch, report: Callable[[str], None] = say) -> dict[str, A
     impl = search.config.impl
     with world(impl.device, impl.offload) as here:  # one process group for all the runs
         report = report if here.is_main else silent
-        this = here.of_main(search.resolve)
+        this = here.broadcast_from_rank0(search.resolve)
         alphas, runs, rates, entries = (None, *search.candidates), [], [], []
         for number, alpha in enumerate(alphas, 1):
             report(f"[{number}/{len(alphas)}] {_label(alpha)}")
@@ -183,7 +183,7 @@ def run(search: DecaySearch, report: Callable[[str], None] = say) -> dict[str, A
             write_atomic(this.directory / "decay.png", lambda p: _draw(search, rates, p))
             return results.write_result(this.directory, result)
 
-        written = here.of_main(write)
+        written = here.broadcast_from_rank0(write)
         report(f"written: {this.directory}/decay.json, .md, .png")
         return written
 

@@ -39,10 +39,7 @@ def run(config: FinetuneConfig, report: Callable[[str], None] = say) -> dict[str
     return (glue_table if config.task == GLUE else tuning).run(config, report)
 
 
-@driver("finetune", freeze_finetuning, worst=-math.inf)
-def main(config: FinetuneConfig) -> dict[str, Any]:
-    """The command line."""
-    return run(config)
+main = driver("finetune", freeze_finetuning, worst=-math.inf)(run)
 
 
 if __name__ == "__main__":

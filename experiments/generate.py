@@ -17,10 +17,10 @@ temperature it is random:
 With `sparse=true` (the default), if the device supports it, the 2:4 linears
 then run packed wherever that is faster for the number of tokens
 (models/packed.py), and the tokens per second of both are compared: the median
-of `repeats` generations of `tokens` tokens, including the prompt, after one
-that is not counted. Otherwise the reason is printed. These lines go to standard
-error. Generating token by token gives products with only `batch` rows, which
-are rarely enough; `python -m experiments.bench serve` shows how many are.
+of five generations, including the prompt, after one that is not counted.
+Otherwise the reason is printed. These lines go to standard error. Generating
+token by token gives products with only one row, which is rarely enough;
+`python -m experiments.bench serve` shows how many are.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ from experiments.config.settings import ImplConfig
 from experiments.exporting import export, files
 from experiments.runs.finished import FinishedRun
 from experiments.support.errors import UserError, printable
-from experiments.support.names import check_choices, check_seed
+from experiments.support.names import check_bounds, check_choices, check_seed
 from experiments.support.progress import say
 from experiments.training.distributed import world
 from experiments.training.optimization import DTYPES
-from experiments.training.pretraining import process_settings
+from experiments.training.routine import process_settings
 from models.gpt2 import GPT
 from models.hf import CausalLM, cached
 from models.packed import pack
@@ -55,7 +55,7 @@ from models.packed import pack
 if TYPE_CHECKING:
     from experiments.finetuning.inputs import Encoding
 
-LARGEST = 10**6  # largest number of copies of a prompt
+REPEATS = 5  # timed generations
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +65,6 @@ class GenerationSettings:
     run: directory of a finished run of a causal model.
     temperature: divisor of the logits; 0 = always the most likely token.
     top_k: sample among this many of the most likely tokens; null = all.
-    batch: copies of the prompt in the timed generations.
     dtype: the weights' dtype.
     """
 
@@ -75,24 +74,13 @@ class GenerationSettings:
     temperature: float = 0.0
     top_k: int | None = None
     seed: int = 0
-    batch: int = 1
-    repeats: int = 5
     dtype: str = "bf16"
     sparse: bool = True
 
     def __post_init__(self) -> None:
         check_choices(self, "", {"dtype": DTYPES})
-        for name in ("tokens", "batch", "repeats"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)}; it must be at least 1")
-        if self.batch > LARGEST:
-            raise ValueError(f"batch={self.batch}; it must be at most {LARGEST:,}")
-        if not 0 <= self.temperature < math.inf:
-            raise ValueError(
-                f"temperature={self.temperature}; it must be 0 (the most likely token) or positive"
-            )
-        if self.top_k is not None and self.top_k < 1:
-            raise ValueError(f"top_k={self.top_k}; it must be at least 1, or null for all tokens")
+        count = (1, math.inf)
+        check_bounds(self, "", tokens=count, top_k=count, temperature=(0, math.inf))
         check_seed(self.seed)
         if not self.temperature and self.top_k is not None:
             raise ValueError(
@@ -186,7 +174,7 @@ def timed(
 ) -> tuple[Tensor, float]:
     """(the tokens generated after ids [B, T], as [B, tokens]; tokens per second over all rows)."""
     seconds = []
-    for _ in range(settings.repeats + 1):
+    for _ in range(REPEATS + 1):
         start = time.perf_counter()
         tokens = torch.stack(list(continuation(model, ids, settings, vocabulary)), 1)
         if ids.is_cuda:
@@ -223,7 +211,7 @@ def run(config: GenerateConfig) -> None:
         tokens = continuation(model, ids, settings, encoding.n_vocab)
         show(text_of(encoding, prompt, map(int, tokens)))
         if settings.sparse:
-            compare(model, ids.expand(settings.batch, -1), settings, encoding)
+            compare(model, ids, settings, encoding)
 
 
 def compare(model: CausalLM, ids: Tensor, settings: GenerationSettings, encoding: Encoding) -> None:

@@ -102,6 +102,7 @@ def _merged(config_name: str, files: tuple[str, ...]) -> Any:
     """The config of a choice of files. It is shared, so callers change a copy."""
     import hydra
     from hydra.core.config_store import ConfigStore
+    from hydra.core.global_hydra import GlobalHydra
     from hydra.errors import MissingConfigException
 
     try:
@@ -111,6 +112,10 @@ def _merged(config_name: str, files: tuple[str, ...]) -> Any:
     for name, options in registered.items():
         node = {"defaults": ["_common", "_self_"], **options}
         ConfigStore.instance().store(f"{name}.yaml", node, group="method")
+    running, GlobalHydra.instance().hydra = (
+        GlobalHydra.instance().hydra,
+        None,
+    )  # in a job of a sweep
     try:
         with hydra.initialize_config_module("experiments.conf", version_base="1.3"):
             return hydra.compose(config_name, overrides=list(files))
@@ -124,6 +129,8 @@ def _merged(config_name: str, files: tuple[str, ...]) -> Any:
         if name.startswith("submitit"):
             text = f"+cluster needs hydra's submitit launcher: {installing('slurm')}"
         raise UserError(text) from error
+    finally:
+        GlobalHydra.instance().hydra = running
 
 
 def _unknown(key: str, config: Any) -> str:

@@ -60,8 +60,8 @@ def driver(
 
     def decorate(main: Callable[[Any], Any]) -> Callable[[], None]:
         def run(arguments: argparse.Namespace, overrides: Sequence[str]) -> Any:
-            given = {name: getattr(arguments, name) for name in texts}
-            config = composed(config_name, functools.partial(typed, **given), overrides)
+            values = {name: getattr(arguments, name) for name in texts}
+            config = composed(config_name, functools.partial(typed, **values), overrides)
             try:
                 return main(config)
             except ValueError as error:  # a defect of ours, not a wrong argument

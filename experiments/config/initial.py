@@ -215,12 +215,12 @@ def damage(directory: Path, result: dict[str, Any], *names: str) -> str | None:
     """A sentence about the first file of a finished run that is missing or changed; None if all are
     intact. names: the files to check, by the names they were saved under, as far as the run has
     them; without names all. A run without stored hashes must at least have its weights."""
-    vouched: dict[str, str | None] = result.get("files", {WEIGHTS: None})
-    if not isinstance(vouched, dict) or {*map(type, vouched.values())} - {str, type(None)}:
+    hashes: dict[str, str | None] = result.get("files", {WEIGHTS: None})
+    if not isinstance(hashes, dict) or {*map(type, hashes.values())} - {str, type(None)}:
         return f"{directory / RESULT} is damaged (files in it are no hashes by their names)"
-    checked = [n for name in names for n in tensor_files.among(name, vouched)] if names else vouched
+    checked = [n for name in names for n in tensor_files.among(name, hashes)] if names else hashes
     for name in checked:
-        path, expected = directory / name, vouched.get(name)
+        path, expected = directory / name, hashes.get(name)
         if not path.is_file():
             return f"{path} is missing"
         if expected is not None and (found := file_hash(path)) != expected:

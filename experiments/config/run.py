@@ -250,28 +250,11 @@ def build_model(shape: ModelConfig) -> Model:
         ViTConfig: ViT,
     }
     kind: Any = kinds[type(shape)]
-    memory.require(
-        f"the weights of a {kind.__name__} of this shape",
-        4 * _parameters(kind, shape),
-        torch.device("cpu"),
-        "choose a smaller model.*",
-    )
+    with torch.device("meta"):
+        needed = sum(parameter.nbytes for parameter in kind(shape).parameters())
+    what = f"the weights of a {kind.__name__} of this shape"
+    memory.require(what, needed, torch.device("cpu"), "choose a smaller model.*")
     return kind(shape)
-
-
-def _parameters(kind: type[nn.Module], shape: Any) -> float:
-    """The number of parameters of a model of this shape, extrapolated from models with one and two
-    layers."""
-    depth = "depth" if isinstance(shape, ViTConfig) else "n_layer"
-    counts = []
-    for layers in (1, 2):
-        try:
-            with torch.device("meta"):
-                model = kind(dataclasses.replace(shape, **{depth: layers}))
-        except (RuntimeError, OverflowError, TypeError, ValueError):  # more than torch can count
-            return 2.0**63
-        counts.append(sum(parameter.numel() for parameter in model.parameters()))
-    return counts[0] + (getattr(shape, depth) - 1) * (counts[1] - counts[0])
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,12 +9,20 @@ from typing import Any
 
 import numpy as np
 
-from experiments.support.names import check_choices
+from experiments.support.names import check_bounds, check_choices
 
-# Larger values are typing errors, and the list of batch sizes would fill the memory.
-_LARGEST = {"steps": 10**8, "batch_size": 10**8, "ramp_micro_steps": 10**8}
-_THREADS = 1024
-_HIGHEST = 1e6  # a higher learning rate times a decay factor may overflow fp32
+# Larger counts are typing errors, and the list of batch sizes would fill the memory. A higher
+# learning rate times a decay factor may overflow fp32.
+_COUNT, _RATE, _REAL = (1, 10**8), (0, 10**6), (0, math.inf)
+_BOUNDS = {
+    **dict.fromkeys(("steps", "batch_size", "ramp_micro_steps", "fp8_samples"), _COUNT),
+    **dict.fromkeys(("log_every", "eval_every", "eval_samples"), (1, math.inf)),
+    **dict.fromkeys(("learning_rate", "min_learning_rate", "warmup_learning_rate"), _RATE),
+    **dict.fromkeys(
+        ("eps", "weight_decay", "weight_decay_end", "grad_clip", "descent_every"), _REAL
+    ),
+    "ema": (0, 1),
+}
 
 OPTIMIZERS = ("adamw", "lamb", "lion")
 DTYPES = ("fp32", "bf16", "fp16")
@@ -83,23 +91,7 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "betas", tuple(self.betas))  # omegaconf makes a list of it
-        for name in ("steps", "batch_size", "log_every", "eval_every", "eval_samples"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"train.{name}={getattr(self, name)}; it must be at least 1")
-        for name, largest in _LARGEST.items():
-            if (getattr(self, name) or 0) > largest:
-                raise ValueError(f"train.{name}={getattr(self, name)}; at most {largest:,}")
-        if self.descent_every < 0:
-            raise ValueError(f"train.descent_every={self.descent_every}; it must be 0 or above")
-        if self.fp8_samples is not None and self.fp8_samples < 1:
-            raise ValueError(f"train.fp8_samples={self.fp8_samples}; it must be at least 1")
-        rates = ("learning_rate", "min_learning_rate", "warmup_learning_rate", "eps")
-        for name in (*rates, "weight_decay", "weight_decay_end", "grad_clip"):
-            value = getattr(self, name)
-            if value is not None and not 0 <= value < math.inf:
-                raise ValueError(f"train.{name}={value}; it must be a finite number, 0 or above")
-        if self.learning_rate > _HIGHEST:
-            raise ValueError(f"train.learning_rate={self.learning_rate}; at most {_HIGHEST:g}")
+        check_bounds(self, "train.", **_BOUNDS)
         for name in ("min_learning_rate", "warmup_learning_rate"):
             if getattr(self, name) > self.learning_rate:
                 raise ValueError(
@@ -116,8 +108,8 @@ class TrainConfig:
                     f"train.{name}={getattr(self, name)}, but train.schedule={self.schedule} does "
                     "not use it; set it to 0"
                 )
-        if not 0 <= self.ema < 1:
-            raise ValueError(f"train.ema={self.ema}; it must lie in [0, 1)")
+        if self.ema == 1:
+            raise ValueError(f"train.ema={self.ema}; it must be below 1")
         self._check_average()
         for name in ("warmup_steps", "cooldown_steps"):
             if not 0 <= getattr(self, name) <= self.steps:
@@ -252,7 +244,6 @@ class ImplConfig:
     device: str = "auto"
     compile: bool = False
     micro_batch: int | None = None
-    backend: str = "auto"
     matmul: str = "auto"
     repack_backward: bool = False
     optimizer: str = "separate"
@@ -270,7 +261,6 @@ class ImplConfig:
         object.__setattr__(self, "loggers", tuple(self.loggers))
         choices = {
             "device": ("auto", "cpu", "cuda"),
-            "backend": ("auto", "cpu", "triton"),
             "matmul": ("auto", "cusparselt", "cuda", "dense"),
             "optimizer": ("separate", "fused"),
             "shard": ("ddp", "fsdp2"),
@@ -293,14 +283,6 @@ class ImplConfig:
         unknown = set(self.loggers) - {"tensorboard", "wandb"}
         if unknown:
             raise ValueError(f"impl.loggers={sorted(unknown)}; choose from tensorboard, wandb")
-        if self.checkpoint_every < 0:
-            raise ValueError(
-                f"impl.checkpoint_every={self.checkpoint_every}; it must not be negative"
-            )
-        for name in ("threads", "workers"):
-            if not 0 <= getattr(self, name) <= _THREADS:
-                raise ValueError(
-                    f"impl.{name}={getattr(self, name)}; it must lie in [0, {_THREADS}]"
-                )
-        if self.micro_batch is not None and self.micro_batch < 1:
-            raise ValueError(f"impl.micro_batch={self.micro_batch}; it must be at least 1")
+        threads = (0, 1024)
+        check_bounds(self, "impl.", threads=threads, workers=threads)
+        check_bounds(self, "impl.", checkpoint_every=_REAL, micro_batch=_COUNT)

@@ -21,7 +21,7 @@ from experiments.finetuning import glue, inputs, own, squad
 from experiments.finetuning.lora import LoraConfig, require_peft
 from experiments.runs.finished import MODES, WEIGHTS_OF, FinishedRun
 from experiments.support.errors import UserError
-from experiments.support.names import check_choices, check_seed
+from experiments.support.names import check_bounds, check_choices, check_seed
 from methods import Method, dense, one_shot
 
 GLUE, SQUAD, OWN = "glue", "squad", "own"
@@ -61,20 +61,10 @@ class Recipe:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "betas", tuple(self.betas))
-        for name, least in {"epochs": 1, "batch_size": 1, "max_length": 8, "stride": 0}.items():
-            if getattr(self, name) < least:
-                raise ValueError(
-                    f"recipe.{name}={getattr(self, name)}; it must be at least {least}"
-                )
-        for name in ("learning_rate", "eps", "weight_decay", "grad_clip"):
-            if not 0 <= getattr(self, name) < math.inf:
-                raise ValueError(f"recipe.{name}={getattr(self, name)}; it must not be negative")
-        if not 0 <= self.warmup_fraction <= 1:
-            raise ValueError(
-                f"recipe.warmup_fraction={self.warmup_fraction}; it must lie in [0, 1]"
-            )
-        if not 0 <= self.dropout < 1:
-            raise ValueError(f"recipe.dropout={self.dropout}; it must lie in [0, 1)")
+        count, real, share = (1, math.inf), (0, math.inf), (0, 1)
+        check_bounds(self, "recipe.", epochs=count, batch_size=count, max_length=(8, math.inf))
+        check_bounds(self, "recipe.", stride=real, learning_rate=real, eps=real, weight_decay=real)
+        check_bounds(self, "recipe.", grad_clip=real, warmup_fraction=share, dropout=(0, 0.999))
         choices = {
             "schedule": ("cosine", "linear"),
             "dtype": DTYPES,

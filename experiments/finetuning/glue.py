@@ -216,16 +216,16 @@ _MRPC_FILES = ("msr_paraphrase_train.txt", "dev_ids.tsv")
 
 
 def _split_mrpc(spec: Task, folder: Path) -> dict[str, Examples]:
-    whole, ids = (folder / name for name in _MRPC_FILES)
-    if not whole.is_file() or not ids.is_file():
-        raise UserError(f"{folder} has neither train.tsv nor {whole.name} with {ids.name}")
+    full, ids = (folder / name for name in _MRPC_FILES)
+    if not full.is_file() or not ids.is_file():
+        raise UserError(f"{folder} has neither train.tsv nor {full.name} with {ids.name}")
     in_dev = {tuple(fields[:2]) for _, fields in _lines(ids)}
-    columns = _columns(whole, (*spec.texts, spec.label, "#1 ID", "#2 ID"), spec.header)
+    columns = _columns(full, (*spec.texts, spec.label, "#1 ID", "#2 ID"), spec.header)
     rows: dict[str, list[tuple[int, list[str]]]] = {"train": [], "dev": []}
-    for number, fields in _rows(whole, columns, spec.header):
+    for number, fields in _rows(full, columns, spec.header):
         pair = fields[columns["#1 ID"]], fields[columns["#2 ID"]]
         rows["dev" if pair in in_dev else "train"].append((number, fields))
-    return {name: _parse(spec, whole, columns, own) for name, own in rows.items()}
+    return {name: _parse(spec, full, columns, own) for name, own in rows.items()}
 
 
 def _examples(spec: Task, path: Path, broken_lines: bool = False) -> Examples:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import csv
 import zipfile
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from experiments.config.run import Run
 from experiments.finetuning import glue, tuning
 from experiments.finetuning.config import FinetuneConfig
 from experiments.support import checkpoint, results
@@ -41,79 +41,65 @@ def run(config: FinetuneConfig, report: Callable[[str], None] = say) -> dict[str
     """
     with world(config.impl.device, config.impl.offload) as here:
         report = report if here.is_main else silent
-        if (done := here.of_main(lambda: finished(config))) is not None:
-            report(f"done already: {config.directory()}")
+        this = here.broadcast_from_rank0(config.resolve)
+        if (done := here.broadcast_from_rank0(lambda: finished(config))) is not None:
+            report(f"done already: {this.directory}")
             return done
         tuning.open_model(config, config.open())
         for task in config.recipes:  # to find bad files before hours of training
             for load in (glue.load, glue.load_tests):
-                here.main_first(partial(load, task, config.data))
-        parts = {task: tuning.run(config.single(task), report) for task in config.recipes}
-        result = _result(config, parts)
-        result = here.of_main(partial(_write, config, parts, result))
-        for line in _table(parts, result["metrics"]):
-            report(line)
-        report(f"written to {config.directory()}")
+                here.rank0_first(partial(load, task, config.data))
+        parts = {task: tuning.train(config.single(task), report) for task in config.recipes}
+        result = here.broadcast_from_rank0(lambda: _write(this, parts))
+        for task, (_, part) in parts.items():
+            text = tuning.metrics_text(part["metrics"])
+            report(f"{task:<10} {part['metrics']['score']:>5.1f}  {text}")
+        report(f"{f'mean of {len(parts)}':<10} {result['metrics']['score']:>5.1f}")
+        report(f"written to {this.directory}")
         return result
 
 
-def _result(config: FinetuneConfig, parts: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    scores = {task: part["metrics"]["score"] for task, part in parts.items()}
-    return {
-        "config_hash": config.digest(),
+def _write(
+    this: Run[FinetuneConfig], parts: dict[str, tuple[Path, dict[str, Any]]]
+) -> dict[str, Any]:
+    """Write the files of the table. parts: the directory and the result of each task."""
+    config, found = this.config, {task: result for task, (_, result) in parts.items()}
+    scores = {task: part["metrics"]["score"] for task, part in found.items()}
+    result = {
+        "config_hash": this.id,
         "config": config.as_dict(),
         "seed": config.seed,
         "tier": config.tier,
         "task": config.task,
         "mode": config.mode,
         "metrics": {**scores, "score": sum(scores.values()) / len(scores)},
-        "tasks": {task: part["metrics"] for task, part in parts.items()},
-        "directories": {task: str(config.single(task).directory()) for task in parts},
+        "tasks": {task: part["metrics"] for task, part in found.items()},
+        "directories": {task: str(directory) for task, (directory, _) in parts.items()},
         # All tasks have the same linears; take the worst of each number.
         "sparsity": {
-            key: max(part["sparsity"][key] for part in parts.values())
+            key: max(part["sparsity"][key] for part in found.values())
             for key in ("density", "illegal_groups", "groups")
         },
-        "converted": next(iter(parts.values()))["converted"],
+        "converted": next(iter(found.values()))["converted"],
     }
-
-
-def _write(
-    config: FinetuneConfig, parts: dict[str, dict[str, Any]], result: dict[str, Any]
-) -> dict[str, Any]:
-    directory = config.directory()
-    with checkpoint.exclusive(directory):
-        checkpoint.write_atomic(directory / "glue.csv", partial(_write_csv, parts))
-        predictions = {
-            f"{name}.tsv": Path(result["directories"][task]) / tuning.PREDICTIONS / f"{name}.tsv"
-            for task in parts
-            for name in glue.TASKS[task].tests
-        }
+    rows = [
+        {"task": task, "metric": name, "value": value, "dev_examples": part["examples"]["dev"]}
+        for task, part in found.items()
+        for name, value in part["metrics"].items()
+    ]
+    predictions = {
+        f"{name}.tsv": directory / tuning.PREDICTIONS / f"{name}.tsv"
+        for task, (directory, _) in parts.items()
+        for name in glue.TASKS[task].tests
+    }
+    with checkpoint.exclusive(this.directory):
+        checkpoint.write_text(this.directory / "glue.csv", checkpoint.csv_text(rows))
         if there := {name: path for name, path in predictions.items() if path.is_file()}:
-            checkpoint.write_atomic(directory / SUBMISSION, partial(_write_zip, there))
-        return results.write_result(directory, result)
+            checkpoint.write_atomic(this.directory / SUBMISSION, partial(_write_zip, there))
+        return results.write_result(this.directory, result)
 
 
 def _write_zip(files: dict[str, Path], path: Path) -> None:
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
         for name, file in files.items():
             archive.write(file, name)
-
-
-def _table(parts: dict[str, dict[str, Any]], metrics: dict[str, float]) -> list[str]:
-    rows = [
-        (task, f"{part['metrics']['score']:.1f}", tuning.metrics_text(part["metrics"]))
-        for task, part in parts.items()
-    ]
-    rows.append((f"mean of {len(parts)}", f"{metrics['score']:.1f}", ""))
-    return [f"{name:<10} {score:>5}  {text}".rstrip() for name, score, text in rows]
-
-
-def _write_csv(parts: dict[str, dict[str, Any]], path: Path) -> None:
-    """One row for each task and metric."""
-    with path.open("w", newline="", encoding="utf-8") as file:
-        rows = csv.writer(file, lineterminator="\n")
-        rows.writerow(["task", "metric", "value", "dev_examples"])
-        for task, part in parts.items():
-            for name, value in part["metrics"].items():
-                rows.writerow([task, name, value, part["examples"]["dev"]])

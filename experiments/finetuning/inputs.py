@@ -66,8 +66,8 @@ def encode(
     columns = [encoding.encode_ordinary_batch(list(column)) for column in zip(*texts, strict=True)]
     encoded = []
     for parts in zip(*columns, strict=True):
-        room = max_length - frame.special(len(parts))
+        available = max_length - frame.special(len(parts))
         first, second = len(parts[0]), len(parts[1]) if len(parts) == 2 else 0
-        first = min(first, max(room - second, room - room // 2))
-        encoded.append(frame.join([parts[0][:first], *(p[: room - first] for p in parts[1:])]))
+        first = min(first, max(available - second, available - available // 2))
+        encoded.append(frame.join([parts[0][:first], *(p[: available - first] for p in parts[1:])]))
     return encoded

@@ -23,6 +23,7 @@ from torch import nn
 from common_kernels import check_nm
 from experiments.support.checkpoint import publish
 from experiments.support.errors import UserError, check_installed, writing
+from experiments.support.names import check_bounds, check_choices
 from methods.nn import conversion
 from models.heads import Head
 
@@ -41,19 +42,12 @@ class LoraConfig:
 
     rank: int
     alpha: float
-    dropout: float
     include: Any
     merge: str
 
     def __post_init__(self) -> None:
-        if self.rank < 1:
-            raise ValueError(f"lora.rank={self.rank}; it must be at least 1")
-        if not 0 < self.alpha < math.inf:
-            raise ValueError(f"lora.alpha={self.alpha}; it must be positive")
-        if not 0 <= self.dropout < 1:
-            raise ValueError(f"lora.dropout={self.dropout}; it must lie in [0, 1)")
-        if self.merge not in MERGES:
-            raise ValueError(f"lora.merge={self.merge}; choose one of {', '.join(MERGES)}")
+        check_bounds(self, "lora.", rank=(1, math.inf), alpha=(1e-6, math.inf))
+        check_choices(self, "lora.", {"merge": MERGES})
         if isinstance(self.include, str) and self.include not in conversion.PRESETS:
             words = ", ".join(conversion.PRESETS)
             raise ValueError(f"lora.include={self.include}; choose one of {words}, or list globs")
@@ -107,7 +101,6 @@ class Adapters:
             peft.LoraConfig(
                 r=config.rank,
                 lora_alpha=config.alpha,
-                lora_dropout=config.dropout,
                 target_modules=list(linears),
                 modules_to_save=[name for name in heads if name != model.trunk_name],
             ),

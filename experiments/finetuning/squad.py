@@ -224,7 +224,7 @@ def windows(
         stride: tokens that two windows share; with stride_is="step" the tokens from the start of
             one window to the start of the next, at most a window's length.
     Raises:
-        UserError: a question leaves too little room for windows that overlap by `stride` tokens.
+        UserError: a question is too long for windows that overlap by `stride` tokens.
     """
     made: list[Window] = []
     contexts: dict[str, tuple[list[int], list[tuple[int, int]]]] = {}
@@ -233,17 +233,17 @@ def windows(
             contexts = {asked.context: tokenize(encoding, asked.context)}  # the next share it
         ids, spans = contexts[asked.context]
         question = tokenize(encoding, asked.question.lstrip())[0][:MAX_QUESTION]
-        room = max_length - frame.special(2) - len(question)
-        step = min(stride, room) if stride_is == "step" else room - stride
+        available = max_length - frame.special(2) - len(question)
+        step = min(stride, available) if stride_is == "step" else available - stride
         if step <= 0:
             raise UserError(
                 f"question {asked.id} has {len(question)} tokens: sequences of max_length="
-                f"{max_length} leave {room} for its context, and windows have stride="
+                f"{max_length} leave {available} for its context, and windows have stride="
                 f"{stride}; raise recipe.max_length or lower recipe.stride"
             )
         first = 0
         while True:
-            last = min(first + room, len(ids))
+            last = min(first + available, len(ids))
             joined, second = frame.join([question, ids[first:last]])
             covered = [*[None] * second, *spans[first:last], *[None] * len(frame.end)]
             answer = _answer(asked.answers[0], covered)

@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from experiments.config.settings import EpochConfig
@@ -300,10 +299,7 @@ class TaskMetrics:
                 )
             logits = list(output.float().cpu().numpy())
             found[index] = logits, float(loss) * len(parts[index])
-        if here.size > 1:
-            everywhere: list[Any] = [None] * here.size
-            dist.all_gather_object(everywhere, found)
-            found = {index: each for own in everywhere for index, each in own.items()}
+        found = {i: each for own in here.all_gather(found) for i, each in own.items()}
         ordered = [found[index] for index in range(len(parts))]
         total = sum(loss for _, loss in ordered)
         return [row for logits, _ in ordered for row in logits], total / max(1, len(sequences))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from experiments.training import routine
 from experiments.training.distributed import World
 from experiments.training.optimization import DTYPES
 from experiments.training.routine import Built, Finalized, Training
-from experiments.training.sharding import check_shared, shares_weights
+from experiments.training.sharding import check_shardable, shards_weights
 from experiments.training.trainer import Trainer
 from methods import dense
 from methods.nn import sharding
@@ -46,12 +47,20 @@ def finished(config: FinetuneConfig) -> dict[str, Any] | None:
 
 
 def run(config: FinetuneConfig, report: Callable[[str], None] = say) -> dict[str, Any]:
-    """Fine-tune, or do nothing if it is done; return the content of `result.json`.
+    """`train`, for the content of `result.json` alone."""
+    return train(config, report)[1]
+
+
+def train(
+    config: FinetuneConfig, report: Callable[[str], None] = say
+) -> tuple[Path, dict[str, Any]]:
+    """Fine-tune, or do nothing if it is done; return the directory and the `result.json`.
 
     Raises:
         UserError: before anything is written, if run, data and recipe do not fit together.
     """
-    return routine.run(config, Finetuning, report).result
+    done = routine.run(config, Finetuning, report)
+    return done.directory, done.result
 
 
 def metrics_text(metrics: dict[str, float]) -> str:
@@ -96,9 +105,6 @@ class Finetuning(Training):
     def inputs(self) -> tuple[Any, Any]:
         return self.config.weights_hash(), self.config.data_hash()
 
-    def origin(self) -> str:
-        return f"{self.config.source} or {self.config.data}"
-
     def build(self, here: World) -> Built:
         config = self.config
         self.source = source = config.open()
@@ -112,8 +118,8 @@ class Finetuning(Training):
                 f"{config.longest} here"
             )
         encoding = source.tokenizer()
-        self.problem = problem = here.main_first(lambda: load_problem(config, encoding))
-        if config.mode == LORA and shares_weights(config.impl, here):
+        self.problem = problem = here.rank0_first(lambda: load_problem(config, encoding))
+        if config.mode == LORA and shards_weights(config.impl, here):
             raise UserError(
                 "impl.shard=fsdp2 with mode=lora: adapters need whole weights; set impl.shard=ddp"
             )
@@ -129,7 +135,7 @@ class Finetuning(Training):
             mode = "dense" if config.mode == LORA else config.mode
             dtype = DTYPES[recipe.dtype]
             method = source.method_for(model, mode, train.steps, config.seed, dtype)
-            check_shared(method, config.impl, train, here)
+            check_shardable(method, config.impl, train, here)
         except (ValueError, RuntimeError) as error:
             raise UserError(str(error)) from error
         dense_kind = isinstance(method, dense.Method)
@@ -196,7 +202,7 @@ class Finetuning(Training):
                 "metrics_before_merging": trainer.evaluate(),
                 "losses_before_merging": dict(self.evaluation.losses),
             }
-            trainer.world.of_main(lambda: adapters.save(self.directory / FOLDER))
+            trainer.world.broadcast_from_rank0(lambda: adapters.save(self.directory / FOLDER))
             adapters.merge()
         metrics = trainer.evaluate()
         self.predictions = self.evaluation.files(trainer)

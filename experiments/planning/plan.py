@@ -117,7 +117,7 @@ class Planned:
         run, train = self.run, self.run.train
         world = World(0, gpus, torch.device("cuda"))
         impl = dataclasses.replace(run.impl, shard=shard)
-        sharding.check_shared(run.build_method(), impl, train, world)
+        sharding.check_shardable(run.build_method(), impl, train, world)
         samples = self.micro_batch(gpus)
         accumulation = train.batch_size // (samples * gpus)
         return per_gpu(

@@ -163,8 +163,11 @@ def lacks(value: Any, shape: Any, key: str = "") -> str | None:
         `...` stands for every key.
     """
     if not isinstance(shape, dict):
-        kind = isinstance(shape, type | UnionType)
-        return None if (isinstance(value, shape) if kind else shape(value)) else key
+        if isinstance(shape, type | UnionType):  # a bool is no number, though Python's int
+            fits = isinstance(value, shape) and (shape is bool or not isinstance(value, bool))
+        else:
+            fits = shape(value)
+        return None if fits else key
     if not isinstance(value, dict):
         return key
     if ... in shape:
@@ -175,7 +178,7 @@ def lacks(value: Any, shape: Any, key: str = "") -> str | None:
 
 def is_count(value: Any) -> bool:
     """True for a whole number that is not negative."""
-    return isinstance(value, int) and value >= 0
+    return type(value) is int and value >= 0
 
 
 def finite(value: Any) -> Any:
@@ -268,7 +271,7 @@ def exclusive(directory: Path) -> Iterator[None]:
     directory.mkdir(parents=True, exist_ok=True)
     with (directory / LOCK).open("w") as lock:
         deadline = time.monotonic() + _GLANCE
-        while not _taken(lock, fcntl.LOCK_EX):
+        while not _try_lock(lock, fcntl.LOCK_EX):
             if time.monotonic() > deadline:
                 raise UserError(f"another process is running in {directory}; wait for it")
             time.sleep(_GLANCE / 20)
@@ -283,10 +286,10 @@ def is_locked(directory: Path) -> bool:
     if not (directory / LOCK).is_file():
         return False
     with (directory / LOCK).open() as lock:
-        return not _taken(lock, fcntl.LOCK_SH)  # shared, for others may look as well
+        return not _try_lock(lock, fcntl.LOCK_SH)  # shared, for others may look as well
 
 
-def _taken(lock: IO[str], how: int) -> bool:
+def _try_lock(lock: IO[str], how: int) -> bool:
     """Lock a file until it is closed; False if another process has locked it."""
     try:
         fcntl.flock(lock, how | fcntl.LOCK_NB)

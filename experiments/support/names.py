@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -29,3 +30,13 @@ def check_choices(settings: Any, group: str, choices: Mapping[str, Iterable[str]
     for name, known in choices.items():
         if (value := getattr(settings, name)) not in known:
             raise ValueError(f"{group}{name}={value}; choose one of {', '.join(known)}")
+
+
+def check_bounds(settings: Any, group: str, **bounds: tuple[float, float]) -> None:
+    """Raise a `ValueError` unless each setting lies between its two bounds, of which an infinite
+    one is excluded; None is no number and passes. group: as for `check_choices`."""
+    for name, (low, high) in bounds.items():
+        value = getattr(settings, name)
+        if value is not None and not (low <= value <= high and math.isfinite(value)):
+            end = ")" if high == math.inf else "]"
+            raise ValueError(f"{group}{name}={value}; it must lie in [{low:,}, {high:,}{end}")

@@ -33,30 +33,23 @@ def save(tensors: Mapping[str, Tensor], path: Path) -> list[str]:
     Raises:
         UserError: the disk is full; none of these files is left.
     """
-    parts: list[list[str]] = [[]]
-    size = 0
-    for name, tensor in tensors.items():
-        if parts[-1] and size + tensor.nbytes > LARGEST:
-            parts.append([])
-            size = 0
-        parts[-1].append(name)
-        size += tensor.nbytes
-    several = len(parts) > 1
-    names = [path.name]
-    if several:
-        shard = f"{path.stem}-{{:05}}-of-{len(parts):05}{path.suffix}"
-        names = [shard.format(number) for number in range(1, len(parts) + 1)]
+    from huggingface_hub import split_torch_state_dict_into_shards
+
+    pattern = f"{path.stem}{{suffix}}{path.suffix}"
+    split = split_torch_state_dict_into_shards(
+        dict(tensors), filename_pattern=pattern, max_shard_size=LARGEST
+    )
+    # transformers requires this metadata in a shard.
+    metadata = {"format": "pt"} if split.is_sharded else None
+    names = list(split.filename_to_tensors)
     with ExitStack() as undo:
-        for name, part in zip(names, parts, strict=True):
+        for name, part in split.filename_to_tensors.items():
             own = {key: tensors[key].detach().cpu().contiguous() for key in part}
-            # transformers requires this metadata in a shard.
-            write = partial(save_file, own, metadata={"format": "pt"} if several else None)
+            write = partial(save_file, own, metadata=metadata)
             checkpoint.write_atomic(path.with_name(name), write)
             undo.callback(path.with_name(name).unlink)
-        if several:
-            where = {key: name for name, part in zip(names, parts, strict=True) for key in part}
-            total = sum(tensor.nbytes for tensor in tensors.values())
-            index = {"metadata": {"total_size": total}, "weight_map": where}
+        if split.is_sharded:
+            index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
             names.insert(0, path.name + _INDEX)
             checkpoint.write_json(path.with_name(names[0]), index)
         undo.pop_all()

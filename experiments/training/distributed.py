@@ -33,7 +33,7 @@ class World:
     def is_main(self) -> bool:
         return self.rank == 0
 
-    def of_main(self, work: Callable[[], T]) -> T:
+    def broadcast_from_rank0(self, work: Callable[[], T]) -> T:
         """Run `work()` on rank 0 and return its result on every rank. Its UserError, or an error of
         the operating system, is raised on every rank."""
         if self.size == 1:
@@ -55,16 +55,16 @@ class World:
             raise answer[1]
         return answer[0]
 
-    def main_first(self, work: Callable[[], T]) -> T:
+    def rank0_first(self, work: Callable[[], T]) -> T:
         """Run `work()` on rank 0 and then on the other ranks, which find what rank 0 has prepared;
-        return each rank's own result. Errors of rank 0 are raised on every rank, as in `of_main`.
+        return each rank's own result. Errors of rank 0 are raised on every rank.
         """
         found: list[T] = []
         # The result is not sent to the other ranks, as it may be large.
-        self.of_main(lambda: found.append(work()))
+        self.broadcast_from_rank0(lambda: found.append(work()))
         return found[0] if self.is_main else work()
 
-    def all(self, value: T) -> list[T]:
+    def all_gather(self, value: T) -> list[T]:
         """The value of each rank, by rank; every rank must call it."""
         if self.size == 1:
             return [value]
@@ -72,7 +72,7 @@ class World:
         dist.all_gather_object(found, value)
         return found
 
-    def mean(self, value: Tensor) -> Tensor:
+    def all_reduce_mean(self, value: Tensor) -> Tensor:
         """The average of a tensor over the ranks; every rank must call it."""
         if self.size > 1:
             value = value.clone()

@@ -32,9 +32,8 @@ from experiments.training import routine, speed
 from experiments.training.distributed import World
 from experiments.training.optimization import DTYPES, micro_batch_size
 from experiments.training.routine import Built, Finalized, Training, finalized_averages
-from experiments.training.routine import process_settings as process_settings
 from experiments.training.routine import save_model as save_model
-from experiments.training.sharding import Shards, check_shared, shares_weights
+from experiments.training.sharding import Shards, check_shardable, shards_weights
 from experiments.training.trainer import Trainer
 from methods import Method
 from methods.nn.ranks import alone
@@ -93,14 +92,11 @@ class Pretraining(Training):
     def inputs(self) -> tuple[Any, Any]:
         return self.config.init_weights(), None
 
-    def origin(self) -> str:
-        return str(self.config.init)
-
     def build(self, here: World) -> Built:
         config = self.config
         # Every rank would raise the same error; let rank 0 report it.
         quantizes = config.build_method().quantizes
-        micro_batch = here.of_main(
+        micro_batch = here.broadcast_from_rank0(
             lambda: micro_batch_size(config.train, config.impl.micro_batch, here.size, quantizes)
         )
         model, method, self.source = _prepare(config, here)
@@ -171,12 +167,8 @@ class Pretraining(Training):
             },
             "notes": self.notes(),
             "train_seconds": trainer.seconds,
+            "step_seconds": trainer.seconds / max(1, trainer.step),
         }
-
-    def diverged(self, trainer: Trainer, result: dict[str, Any]) -> None:
-        result["step_seconds"] = trainer.seconds / max(1, trainer.step)
-        result["metrics"]["flip_rate"] = math.nan
-        trainer.world.of_main(lambda: results.write_result(self.directory, result))
 
     def write(self, trainer: Trainer, done: Finalized, result: dict[str, Any]) -> list[str]:
         result["matmul"] = self.products
@@ -234,9 +226,9 @@ def _prepare(config: RunConfig, here: World) -> tuple[Model, Method, Source]:
     Everything that can be checked without the data is checked before they are prepared.
     """
     method = config.build_method()
-    check_shared(method, config.impl, config.train, here)
+    check_shardable(method, config.impl, config.train, here)
     # A model to be sharded is built on rank 0 in the host's memory, and on the others on `meta`.
-    sharded = shares_weights(config.impl, here) and not method.calibration_sequences
+    sharded = shards_weights(config.impl, here) and not method.calibration_sequences
 
     def build() -> Model:
         torch.manual_seed(config.seed)
@@ -247,11 +239,11 @@ def _prepare(config: RunConfig, here: World) -> tuple[Model, Method, Source]:
         except ValueError as error:
             raise UserError(str(error)) from error
 
-    model = here.main_first(build) if sharded else build()
+    model = here.rank0_first(build) if sharded else build()
 
     @functools.cache
     def open_source() -> Source:
-        source = here.main_first(lambda: config.open_source(model, here.device))
+        source = here.rank0_first(lambda: config.open_source(model, here.device))
         source.eval_batches(1, 1)  # is there anything to evaluate on?
         return source
 

@@ -30,7 +30,7 @@ from experiments.training import averages, legality
 from experiments.training.blocks import recompute
 from experiments.training.distributed import World, world
 from experiments.training.optimization import DTYPES
-from experiments.training.sharding import Shards, accelerate, share
+from experiments.training.sharding import Shards, accelerate, shard_model
 from experiments.training.tracking import check_viewers
 from experiments.training.trainer import Evaluation, Trainer
 from methods import Method
@@ -88,10 +88,6 @@ class Training:
         """Hashes of the present files of the weights to start from, and of the data."""
         raise NotImplementedError
 
-    def origin(self) -> str:
-        """The places of `inputs`, for a message."""
-        raise NotImplementedError
-
     def build(self, here: World) -> Built:
         """Load the data, and build and convert the model, on its device unless it will be sharded.
 
@@ -143,9 +139,6 @@ class Training:
         """Write files, add to `result`, and return the files' names; called on rank 0."""
         raise NotImplementedError
 
-    def diverged(self, trainer: Trainer, result: dict[str, Any]) -> None:
-        """Called on every rank with the result of a training that diverged."""
-
 
 def run(config: Any, kind: Callable[..., Training], report: Callable[[str], None]) -> FinishedRun:
     """Train, or resume, or do nothing if the run is done.
@@ -156,7 +149,7 @@ def run(config: Any, kind: Callable[..., Training], report: Callable[[str], None
     impl: ImplConfig = config.impl
     with process_settings(impl), world(impl.device, impl.offload) as here:
         report = report if here.is_main else silent
-        run = here.of_main(config.resolve)
+        run = here.broadcast_from_rank0(config.resolve)
         training = kind(run, report)
         if (ended := _ended(training, here)[0]) is not None:
             return FinishedRun(run.directory, ended)
@@ -165,12 +158,17 @@ def run(config: Any, kind: Callable[..., Training], report: Callable[[str], None
         built = training.build(here)
         if impl.activation_checkpointing:
             recompute(built.model)
-        shards = share(built.model, built.method, impl, DTYPES[built.train.dtype], here)
+        shards = shard_model(built.model, built.method, impl, DTYPES[built.train.dtype], here)
         accelerate(built.method, built.tokens, impl)
         if training.inputs() != training.hashes:
-            raise UserError(f"{training.origin()} was changed while it was read")
+            raise UserError(
+                f"{run.directory}: the weights to start from, or the data, were changed while they "
+                "were read; run the same command again"
+            )
         with ExitStack() as stack:
-            here.of_main(lambda: stack.enter_context(checkpoint.exclusive(run.directory)))
+            here.broadcast_from_rank0(
+                lambda: stack.enter_context(checkpoint.exclusive(run.directory))
+            )
             ended, why = _ended(training, here)  # by another process, since we looked
             if ended is not None:
                 return FinishedRun(run.directory, ended)
@@ -188,7 +186,7 @@ def run(config: Any, kind: Callable[..., Training], report: Callable[[str], None
 def _ended(training: Training, here: World) -> tuple[dict[str, Any] | None, str | None]:
     """(the result if there is nothing to do, why a run that has ended must be made again). Only
     rank 0 decides, because another process may finish the run while the ranks look."""
-    result, why = here.of_main(training.find)
+    result, why = here.broadcast_from_rank0(training.find)
     if result is None or why is not None:
         return None, why
     training.report(f"done already: {training.directory}")
@@ -233,12 +231,12 @@ def _train(training: Training, trainer: Trainer, shards: Shards | None) -> dict[
     except Diverged as error:
         lost = result({"val_loss": math.nan})
         lost |= {"diverged": error.reason, "converted": list(patterns), "sparsity": None}
-        training.diverged(trainer, lost)
+        here.broadcast_from_rank0(lambda: results.write_result(trainer.directory, lost))
         error.elsewhere = not here.is_main
         raise
     found = result(done.metrics)
     found["converted"] = list(done.names)
-    found["sparsity"] = here.of_main(
+    found["sparsity"] = here.broadcast_from_rank0(
         lambda: legality.total(
             legality.measure(done.model, {n: patterns[old] for n, old in done.names.items()})
         )
@@ -252,7 +250,9 @@ def _train(training: Training, trainer: Trainer, shards: Shards | None) -> dict[
         shutil.rmtree(trainer.checkpoints, ignore_errors=True)
         return written
 
-    return here.of_main(deliver)  # so that all ranks learn of an error such as a full disk
+    return here.broadcast_from_rank0(
+        deliver
+    )  # so that all ranks learn of an error such as a full disk
 
 
 def _finalize(
@@ -321,12 +321,10 @@ def save_model(model: nn.Module, path: Path) -> list[str]:
 
 @contextmanager
 def process_settings(impl: ImplConfig) -> Iterator[None]:
-    """A context with the run's threads, backend and determinism; afterwards these are restored."""
-    threads, name = torch.get_num_threads(), backend.ENVIRONMENT_VARIABLE
-    before, deterministic = os.environ.get(name), torch.are_deterministic_algorithms_enabled()
+    """A context with the run's threads and determinism; afterwards these are restored."""
+    threads = torch.get_num_threads()
+    deterministic = torch.are_deterministic_algorithms_enabled()
     torch.set_num_threads(impl.threads or max(1, threads - impl.workers))
-    if impl.backend != "auto":
-        os.environ[name] = impl.backend
     if impl.deterministic:
         # Both are read once, before the first product and the first compilation.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -337,7 +335,3 @@ def process_settings(impl: ImplConfig) -> Iterator[None]:
     finally:
         torch.set_num_threads(threads)
         torch.use_deterministic_algorithms(deterministic)
-        if before is None:
-            os.environ.pop(name, None)
-        else:
-            os.environ[name] = before

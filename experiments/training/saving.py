@@ -48,12 +48,12 @@ class Saver:
         work: Work = dict  # nothing to do
         if sharded_checkpoint.is_sharded(state):
             plain, rows = sharded_checkpoint.split(state)
-            copied = on_host(plain, {}) if main else None
+            copied = to_cpu(plain, {}) if main else None
             work = partial(sharded_checkpoint.write, *place, self.world.rank, rows, copied)
             self.finish = partial(sharded_checkpoint.finish, *place, self.world.size)
             self.abandon = partial(sharded_checkpoint.abandon, *place)
         elif main:
-            work = partial(checkpoint.save, *place, on_host(state, {}))
+            work = partial(checkpoint.save, *place, to_cpu(state, {}))
         self.pending = self.thread.submit(work)
 
     def poll(self) -> None:
@@ -75,11 +75,11 @@ class Saver:
                 f"{error.filename or self.directory} cannot be written: {error.strerror or error}; "
                 "fix that, and run the same command again"
             )
-        results = self.world.all((done, found, problem))
+        results = self.world.all_gather((done, found, problem))
         for *_, message in results:
             if message is not None:
                 futures.wait([self.pending])
-                self.world.all(None)  # no rank writes any more
+                self.world.all_gather(None)  # no rank writes any more
                 if self.abandon is not None:
                     self.abandon()
                 raise UserError(message)
@@ -102,7 +102,7 @@ class Saver:
         self.thread.shutdown()
 
 
-def on_host(value: Any, copies: dict[Any, Tensor]) -> Any:
+def to_cpu(value: Any, copies: dict[Any, Tensor]) -> Any:
     """A copy of a tree of dicts, lists, tensors and plain values, with its tensors in the host's
     memory. copies: earlier copies by tensor, so that tied tensors stay tied."""
     if isinstance(value, Tensor):
@@ -114,8 +114,8 @@ def on_host(value: Any, copies: dict[Any, Tensor]) -> Any:
     if isinstance(value, dict):
         copied = copy.copy(value)  # of the same class, with the attributes of a state dict
         for name, part in value.items():
-            copied[name] = on_host(part, copies)
+            copied[name] = to_cpu(part, copies)
         return copied
     if isinstance(value, list | tuple):
-        return type(value)(on_host(part, copies) for part in value)
+        return type(value)(to_cpu(part, copies) for part in value)
     return value

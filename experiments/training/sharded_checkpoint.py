@@ -103,7 +103,7 @@ def finish(directory: Path, step: int, ranks: int, files: dict[str, Any]) -> Non
         UserError: the files of other ranks are not visible here.
     """
     path, hidden = _places(directory, step)
-    if missing := _unseen(hidden, list(files)):
+    if missing := _not_visible(hidden, list(files)):
         raise UserError(
             f"{directory}: {', '.join(missing)} of step {step}, which other ranks wrote there, "
             "cannot be seen by rank 0; runs= must lie on storage that all nodes share"
@@ -120,7 +120,7 @@ def abandon(directory: Path, step: int) -> None:
     shutil.rmtree(_places(directory, step)[1], ignore_errors=True)
 
 
-def _unseen(directory: Path, names: list[str]) -> list[str]:
+def _not_visible(directory: Path, names: list[str]) -> list[str]:
     """The `names` that do not appear in `directory` within the time that a network file system may
     need to show another node's files."""
     deadline = time.monotonic() + PATIENCE
@@ -157,8 +157,8 @@ def load_latest(
     Raises:
         UserError: on every rank, if one of them does not see what rank 0 sees.
     """
-    names = world.all([path.name for path in checkpoint.found(directory)])[0]
-    for rank, missing in enumerate(world.all(_unseen(directory, names))):
+    names = world.all_gather([path.name for path in checkpoint.found(directory)])[0]
+    for rank, missing in enumerate(world.all_gather(_not_visible(directory, names))):
         if missing:
             raise UserError(
                 f"{directory}: rank {rank} does not see {', '.join(missing)}, which rank 0 sees; "
@@ -181,7 +181,7 @@ def load(path: Path, world: World) -> dict[str, Any]:
         state = _load_folder(path, world) if path.is_dir() else checkpoint.load_file(path)
     except Damaged as error:
         problem = str(error)
-    for found in world.all(problem):
+    for found in world.all_gather(problem):
         if found is not None:
             raise Damaged(found)
     return state

@@ -30,14 +30,14 @@ from methods.nn.meta import fill, without_numbers
 from models.base import Model
 
 
-def shares_weights(impl: ImplConfig, world: World) -> bool:
+def shards_weights(impl: ImplConfig, world: World) -> bool:
     """True if the weights are to be sharded over the ranks; a single process holds all of them."""
     return impl.shard == "fsdp2" and world.size > 1
 
 
-def check_shared(method: Method, impl: ImplConfig, train: TrainConfig, world: World) -> None:
+def check_shardable(method: Method, impl: ImplConfig, train: TrainConfig, world: World) -> None:
     """Raise a `UserError` if these settings do not work with sharded weights."""
-    if not shares_weights(impl, world):
+    if not shards_weights(impl, world):
         if impl.offload:
             raise UserError(
                 "impl.offload=true needs several processes that share the weights; start them with "
@@ -62,18 +62,18 @@ def check_shared(method: Method, impl: ImplConfig, train: TrainConfig, world: Wo
         )
 
 
-def share(
+def shard_model(
     model: Model, method: Method, impl: ImplConfig, dtype: torch.dtype | None, world: World
 ) -> Shards | None:
     """Shard the weights over the ranks if `impl` says so; see `Shards`."""
-    if not shares_weights(impl, world):
+    if not shards_weights(impl, world):
         return None
     return Shards(model, method, dtype, world, compiled=impl.compile, offload=impl.offload)
 
 
 def accelerate(method: Method, tokens: int, impl: ImplConfig) -> dict[str, Products]:
-    """Call `Method.accelerate` with the settings of `impl`, after `share`, and return its products.
-    Raises `UserError` for its errors."""
+    """Call `Method.accelerate` with the settings of `impl`, after `shard_model`, and return its
+    products. Raises `UserError` for its errors."""
     if impl.repack_backward and method.layers and not method.repacks:
         raise UserError(
             "impl.repack_backward=true: no layer here has an operand that can be packed in the "
@@ -157,7 +157,7 @@ def _check_alike(models: list[nn.Module | None], world: World) -> None:
         for model in filter(None, models)
         for name, tensor in itertools.chain(model.named_parameters(), model.named_buffers())
     ]
-    if world.all(found)[0] != found:
+    if world.all_gather(found)[0] != found:
         raise RuntimeError(f"rank {world.rank} has built another model than rank 0")
 
 
@@ -181,10 +181,10 @@ def shard(
     options: dict[str, Any] = {"mesh": mesh}
     if offload:
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu")
-    brought: set[nn.Module] = set()
+    done: set[nn.Module] = set()
     for part in (*blocks(model).values(), model):
         if world is not None:
-            _bring(part, brought, world)
+            _materialize_from_rank0(part, done, world)
         if part is model:
             options["reshard_after_forward"] = None if keeps_root else True
         fully_shard(part, mp_policy=_policy(model, dtype), **options)
@@ -192,25 +192,25 @@ def shard(
 
 
 @torch.no_grad()
-def _bring(module: nn.Module, brought: set[nn.Module], world: World) -> None:
-    """Give the modules in `module` that are not yet in `brought` rank 0's tensors, on this rank's
+def _materialize_from_rank0(module: nn.Module, done: set[nn.Module], world: World) -> None:
+    """Give the modules in `module` that are not yet in `done` rank 0's tensors, on this rank's
     device; tied tensors stay tied."""
     found: dict[int, tuple[Tensor, Tensor]] = {}  # old and new, by the old one's id; keeps both
     for part in module.modules():
-        if part in brought:
+        if part in done:
             continue
-        brought.add(part)
+        done.add(part)
         for tensors in (part._parameters, part._buffers):
             places: dict[str, Any] = tensors
             for name, own in places.items():
                 if own is None:
                     continue
                 if id(own) not in found:
-                    found[id(own)] = own, _brought(own, world)
+                    found[id(own)] = own, _broadcast_tensor(own, world)
                 places[name] = found[id(own)][1]
 
 
-def _brought(own: Tensor, world: World) -> Tensor:
+def _broadcast_tensor(own: Tensor, world: World) -> Tensor:
     """Rank 0's tensor for this rank's `own`, on this rank's device."""
     there = own.device.type == world.device.type
     if there or world.is_main:

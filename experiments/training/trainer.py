@@ -187,7 +187,7 @@ class Trainer:
         """The samples that the source has left out on any rank, exchanged between all. Every rank
         must call it."""
         skipped: set[int] = getattr(self.source, "skipped", set())
-        skipped.update(*self.world.all(sorted(skipped)))
+        skipped.update(*self.world.all_gather(sorted(skipped)))
         return sorted(skipped)
 
     def _log(self, record: dict[str, Any]) -> None:
@@ -245,7 +245,7 @@ class Trainer:
 
         The sum is averaged over the ranks, so every rank must call it.
         """
-        total, count = self.world.mean(self.loss_sum), self.loss_count or math.nan
+        total, count = self.world.all_reduce_mean(self.loss_sum), self.loss_count or math.nan
         self.loss_sum, self.loss_count = torch.zeros_like(self.loss_sum), 0
         self.durations = []
         return total, count
@@ -263,10 +263,10 @@ class Trainer:
         try:
             loss, norm = self.optimization.step(self.step, batches, shares)
         except NonFiniteGradient as error:
-            self._stop_non_finite(float(self.world.mean(error.loss)), before)
+            self._stop_non_finite(float(self.world.all_reduce_mean(error.loss)), before)
         if descent is not None:
             changes = descent.after().items()
-            means = {name: float(self.world.mean(change)) for name, change in changes}
+            means = {name: float(self.world.all_reduce_mean(change)) for name, change in changes}
             self._log({"step": self.step, **means})
         if self.averages:
             averages.update(self.averages, averages.trained(self.model), self.train, self.step)
@@ -338,8 +338,8 @@ class Trainer:
             own: states of this rank's random generators to save instead of the present ones.
         """
         self.check()
-        states = self.world.all(own or generators(self.world.device))
-        loss_sum, skipped = self.world.mean(self.loss_sum), self._join_skipped()
+        states = self.world.all_gather(own or generators(self.world.device))
+        loss_sum, skipped = self.world.all_reduce_mean(self.loss_sum), self._join_skipped()
         if self.log is not None:
             self.lines = self.log.lines
             self.log.sync()

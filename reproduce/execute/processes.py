@@ -39,7 +39,7 @@ class Process:
     ) -> None:
         self.log = log
         log.parent.mkdir(parents=True, exist_ok=True)
-        threads = max(1, (os.cpu_count() or 1) // at_once)
+        threads = max(1, len(os.sched_getaffinity(0)) // at_once)  # the cores it may use
         environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
         if gpu is not None:
             environment["CUDA_VISIBLE_DEVICES"] = gpu

@@ -168,17 +168,3 @@ def test_each_block_s_rate_reaches_the_optimizer_and_survives_a_checkpoint():
         }
         assert {p: rates[id(p)] for p in expected} == expected
         assert len(rates) == len(list(model.student.parameters()))
-
-
-def test_the_sparse_steps_of_torchao_s_study():
-    for share, sparse in [
-        ("040", 40000),
-        ("060", 75000),
-        ("070", 87500),
-        ("080", 100000),
-        ("090", 112500),
-    ]:
-        config = load([f"experiment=dino_vit_l_{share}"], "dino")
-        method = config.build_method()
-        assert config.train.steps == 125000
-        assert not method.dense_at(sparse - 1) and method.dense_at(sparse)

@@ -132,13 +132,6 @@ def test_a_stopped_run_goes_on_exactly(tiny, monkeypatch, tmp_path):
     assert records(stopped) == records(whole)
 
 
-@pytest.mark.parametrize("method", ["bi_mask", "slope", "step"])
-def test_methods_with_parameters_or_rules_of_their_own_train_it(tiny, method):
-    config = tiny(f"method={method}", "train.steps=2", "train.warmup_steps=1")
-    result = pretraining.run(config, quiet)
-    assert result["steps"] == 2 and len(result["converted"]) >= 4
-
-
 def test_what_does_not_translate_is_refused(monkeypatch):
     with pytest.raises(UserError, match="model=gpt2 does not translate"):
         translate.load(["model=gpt2_nano", "data=stdlib"])

@@ -455,7 +455,7 @@ def test_the_exit_status_and_arguments_that_mean_nothing(children, monkeypatch, 
 
 def test_every_gpu_has_its_share(start, monkeypatch, tmp_path):
     monkeypatch.setattr(runner, "visible_gpus", lambda: ["3", "5"])
-    monkeypatch.setattr(os, "cpu_count", lambda: 12)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(12))
     done, said = start(block(), per_gpu=2)
     assert done and said[0] == "t: 4 runs, 0 done already; 4 at a time"
     saw = [json.loads((path / "seen.json").read_text())

@@ -127,7 +127,7 @@ BAD_INPUT = {
     "model.vocab_size=200": "set model.vocab_size to 320",
     "method=_distillation": "not a complete method",
     "impl.micro_batch=3": "is no multiple of impl.micro_batch=3",
-    "impl.backend=cuda": "choose one of auto, cpu, triton",
+    "impl.device=tpu": "choose one of auto, cpu, cuda",
     "runs=file": "error: file",
     "--info": "--info; see --help",
     "--cfg=none": "invalid choice: 'none'",

@@ -59,14 +59,14 @@ BAD = [
     ("no/folder", "no/folder is no KEY=VALUE"),
     ("train.betas=[0.9", "train.betas=[0.9 cannot be read ("),
     ("train.steps=many", "train.steps: Value 'many'"),
-    ("train.steps=0", "train.steps=0; it must be at least 1"),
+    ("train.steps=0", "train.steps=0; it must lie in [1, 100,000,000]"),
     ("train.warmup_steps=-1", "train.warmup_steps=-1 does not fit train.steps=200"),
     ("train.dtype=fp8", "train.dtype=fp8; choose one of fp32, bf16, fp16"),
     ("seed=-1", "seed=-1; it must lie in [0, 2**63)"),
-    ("impl.threads=99999999999", "impl.threads=99999999999; it must lie in [0, 1024]"),
-    ("train.batch_size=10000000000000000000000", "at most 100,000,000"),
-    ("train.weight_decay_end=-1", "train.weight_decay_end=-1.0; it must be a finite number"),
-    ("train.learning_rate=1e300", "train.learning_rate=1e+300; at most 1e+06"),
+    ("impl.threads=99999999999", "impl.threads=99999999999; it must lie in [0, 1,024]"),
+    ("train.batch_size=10000000000000000000000", "it must lie in [1, 100,000,000]"),
+    ("train.weight_decay_end=-1", "train.weight_decay_end=-1.0; it must lie in [0, inf)"),
+    ("train.learning_rate=1e300", "train.learning_rate=1e+300; it must lie in [0, 1,000,000]"),
     ("~method", "the config has no method: leave ~method out"),
     ("~seed", "'seed' not found"),
     ("impl.loggers=[csv]", "choose from tensorboard, wandb"),
@@ -214,9 +214,9 @@ def test_a_run_is_found_by_its_hash_under_any_name(tmp_path):
 
 def test_a_model_larger_than_the_memory_is_refused_before_it_is_built():
     for override in [
-        *("n_embd=4000000", "n_embd=40000000000", "n_layer=1000000000", "vocab_size=100000000000"),
-        f"vocab_size=1{20 * '0'} model=bert_nano data=stdlib_mlm",
-        "mlp_ratio=3.5e38 model=vit_nano data=digits",
+        "n_embd=4000000",
+        "vocab_size=100000000000 model=bert_nano data=stdlib_mlm",
+        "mlp_ratio=1.0e9 model=vit_nano data=digits",
     ]:
         config = load(f"model.{override}".split(" "))
         before = torch.get_rng_state()

@@ -163,34 +163,25 @@ def test_what_changes_the_result_has_a_directory_of_its_own(gpt2):
     assert hub.data == "nyu-mll/glue" and hub.directory() != folder.directory()
 
 
-@pytest.mark.parametrize("dies", [3, 4])
-def test_an_interrupted_one_goes_on_as_if_nothing_had_happened(gpt2, monkeypatch, dies):
+def test_an_interrupted_one_goes_on_as_if_nothing_had_happened(gpt2, interrupted):
     """Epochs of four steps, a checkpoint after every second: the losses with their dropout, the
-    metrics and the log are those of one go, wherever it was stopped."""
+    metrics and the log are those of one go."""
     own = config(
         gpt2, "rte", "recipe.epochs=2", "recipe.dropout=0.3", "recipe.batch_size=12",
         "impl.checkpoint_every=2",
     )  # fmt: skip
     assert finetune.run(own, quiet)["steps"] == 8
-    whole = read_metrics(own.directory() / "metrics.jsonl")
-    assert len(whole) == 2 and not (own.directory() / "checkpoints").exists()
+    full = read_metrics(own.directory() / "metrics.jsonl")
+    assert len(full) == 2 and not (own.directory() / "checkpoints").exists()
     shutil.rmtree(gpt2 / "finetune")
-    train_step = Trainer._train_step
-
-    def stop(self, batches):
-        if self.step == dies:
-            raise KeyboardInterrupt
-        return train_step(self, batches)
-
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(Trainer, "_train_step", stop)
+    with interrupted(5):
         finetune.run(own, quiet)
     assert finetune.finished(own) is None
     assert not (own.directory() / "result.json").exists()
     said = []
     finetune.run(own, said.append)
-    assert (f"resumed at step {dies // 2 * 2} of 8" in said) == (dies > 0)
-    assert read_metrics(own.directory() / "metrics.jsonl") == whole
+    assert "resumed at step 4 of 8" in said
+    assert read_metrics(own.directory() / "metrics.jsonl") == full
 
 
 def test_a_checkpoint_of_other_weights_is_refused(gpt2, monkeypatch, made_again):
@@ -231,7 +222,7 @@ def test_the_nine_in_one_command_make_a_table(gpt2, monkeypatch):
     [rte] = [r for r in rows if (r["task"], r["metric"]) == ("rte", "accuracy")]
     assert float(rte["value"]) == done["metrics"]["accuracy"] and rte["dev_examples"] == "16"
     with monkeypatch.context() as patch:
-        patch.setattr(glue_table.tuning, "run", None)
+        patch.setattr(glue_table.tuning, "train", None)
         assert finetune.run(own, quiet)["tasks"] == result["tasks"]
     # A task that was done again since makes the table an old one.
     path = own.single("rte").directory() / "result.json"
@@ -240,17 +231,6 @@ def test_the_nine_in_one_command_make_a_table(gpt2, monkeypatch):
     path.write_text(json.dumps(content))
     assert finetune.finished(own) is None
     assert finetune.run(own, quiet)["tasks"]["rte"]["score"] == 90.0
-
-
-@pytest.mark.parametrize("split", ["dev", "test"])
-def test_bad_data_of_the_last_task_are_found_before_the_first_is_trained(gpt2, split, tmp_path):
-    folder = Path(shutil.copytree(GLUE, tmp_path / "glue"))
-    path, good = folder / f"WNLI/{split}.tsv", (folder / "WNLI/dev.tsv").read_text("utf-8")
-    path.write_text(good + "no label\n", encoding="utf-8")
-    own = config(gpt2, "glue", f"data.source={folder}", "recipe.epochs=1")
-    with pytest.raises(UserError, match=rf"WNLI/{split}\.tsv, line 18: 1 fields"):
-        finetune.run(own, quiet)
-    assert not (gpt2 / "finetune").exists()
 
 
 def test_squad_through_the_whole_loop(gpt2):
@@ -345,12 +325,6 @@ def test_the_recipes_of_the_papers():
             assert (own.stride, own.stride_is) == (128, "step" if slope else "overlap")
 
 
-def test_the_recipes_of_bert_leave_wnli_out():
-    for recipe, count in (("nano", 9), ("fst_gpt2", 9), ("fst_bert", 8), ("slope_bert", 8)):
-        recipes = finetune.load(["run=nowhere", f"recipe={recipe}", "task=glue"]).recipes
-        assert list(recipes) == list(glue.TASKS)[:count] and list(glue.TASKS)[8] == "wnli"
-
-
 def test_a_wrong_setting_is_one_line():
     for wrong, named in {
         "task=snli": "task=snli; choose one of cola",
@@ -370,7 +344,6 @@ def test_a_wrong_setting_is_one_line():
         "recipe.learning_rate=1e300": "recipe.learning_rate=1e+300",
         "lora.rank=0": "lora.rank=0",
         "lora.alpha=0": "lora.alpha=0.0",
-        "lora.dropout=1": "lora.dropout=1.0",
         "lora.merge=half": "lora.merge=half; choose one of sparse, dense",
         "lora.include=some": "lora.include=some; choose one of ffn, all",
     }.items():
@@ -388,16 +361,6 @@ def test_what_does_not_fit_is_refused_before_anything_is_written(gpt2, tmp_path)
         with pytest.raises(UserError, match=message):
             finetune.run(own, quiet)
     assert not (gpt2 / "finetune").exists() and not (tmp_path / "finetune").exists()
-
-
-def test_sequences_are_as_long_as_the_model_takes(gpt2):
-    said = []
-    asked = config(gpt2, "rte", "recipe.max_length=100", "recipe.epochs=1")
-    result = finetune.run(asked, said.append)
-    assert any("recipe.max_length=100 does not fit the model" in line for line in said)
-    assert finetune.finished(asked)["metrics"] == result["metrics"]
-    fits = finetune.run(config(gpt2, "rte", "recipe.epochs=1"), quiet)  # max_length=64
-    assert fits["metrics"] == result["metrics"]
 
 
 # ------------------------------------------------------------------ a checkpoint of transformers
@@ -443,24 +406,6 @@ def test_a_checkpoint_of_transformers_is_fine_tuned_and_its_zeros_stay(hf_model,
     digest, path = own.digest(), folder / "tokenizer_config.json"
     path.write_text(path.read_text() + "\n")
     assert finetune.load([*given, "mode=masked"]).digest() != digest
-
-
-def test_a_bert_of_transformers_is_fine_tuned_as_ours(runs, tmp_path):
-    from transformers import BertConfig, BertForPreTraining
-
-    shape = {"vocab_size": 512, "hidden_size": 16, "num_hidden_layers": 2, "intermediate_size": 32}
-    torch.manual_seed(0)
-    theirs = BertForPreTraining(
-        BertConfig(**shape, num_attention_heads=2, max_position_embeddings=64)
-    )
-    [tokenizer] = runs("bert").parents[3].glob("toys-wp400*/tokenizer.json")
-    names = {f"{name}_token": f"[{name.upper()}]" for name in ("cls", "sep", "pad", "mask", "unk")}
-    own = finetune.load(checkpoint(theirs, tokenizer, tmp_path / "bert", **names))
-    model = tuning.open_model(own, own.open())
-    assert torch.equal(model.bert.pooler.dense.weight, theirs.bert.pooler.dense.weight)
-    result = finetune.run(own, quiet)
-    assert len(result["converted"]) == 2 * 4  # fused query, key and value; output; two of the FFN
-    assert result["steps"] == 3 and result["sparsity"]["density"] == 1.0
 
 
 # ------------------------------------------------------------------ what is kept, and on two ranks
@@ -528,46 +473,33 @@ def test_weights_predictions_and_a_submission_are_kept(gpt2, with_tests, tmp_pat
     assert finetune.finished(rte) is None and finetune.finished(own) is None
 
 
-def test_adapters_on_a_sparse_model_are_kept_and_merged_under_its_mask(gpt2, monkeypatch):
-    """With and without the mask; what merging changes is told."""
+def test_adapters_on_a_sparse_model_are_kept_and_merged_under_its_mask(gpt2, interrupted):
+    """What merging changes is told."""
     pytest.importorskip("peft")
-    more = ["mode=lora", "recipe.epochs=2", "impl.checkpoint_every=2", "lora.rank=2"]
-    before, results = load_file(gpt2 / "model.safetensors"), {}
-    train_step = Trainer._train_step
-
-    def stop(self, batches):
-        if self.step == 3:
-            raise KeyboardInterrupt
-        return train_step(self, batches)
-
-    for merge in ("sparse", "dense"):
-        own = config(gpt2, "rte", *more, f"lora.merge={merge}")
-        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-            patch.setattr(Trainer, "_train_step", stop)
-            finetune.run(own, quiet)
-        said = []
-        result = results[merge] = finetune.run(own, said.append)
-        assert "resumed at step 2 of 6" in said and result["tuned"] == "lora"
-        assert not any("have no mask" in line for line in said)
-        assert {f"adapter/adapter_{n}" for n in ("config.json", "model.safetensors")} <= {
-            *result["files"]
-        }
-        weights = load_file(own.directory() / "model.safetensors")
-        zeros = [bool(weights[f"{n}.weight"][before[f"{n}.weight"] == 0].any())
-                 for n in result["converted"]]  # fmt: skip
-        assert zeros == [merge == "dense"] * 4
-        head = {name for name in weights if name.startswith("classifier")}
-        assert weights.keys() - before.keys() == head
-    sparse, dense = results["sparse"], results["dense"]
-    assert sparse["sparsity"]["illegal_groups"] == 0 < dense["sparsity"]["illegal_groups"]
-    assert sparse["lora"]["masked"] == sparse["converted"] and dense["lora"]["masked"] == []
-    assert sparse["lora"]["losses_before_merging"] == dense["lora"]["losses_before_merging"]
-    [was] = sparse["lora"]["losses_before_merging"].values()
-    assert dense["losses"]["dev"] == pytest.approx(was, rel=1e-5)
-    assert abs(sparse["losses"]["dev"] - was) > 1e-4
+    own = config(
+        gpt2, "rte", "mode=lora", "recipe.epochs=2", "impl.checkpoint_every=2", "lora.rank=2"
+    )
+    with interrupted(3):
+        finetune.run(own, quiet)
+    said = []
+    result = finetune.run(own, said.append)
+    assert "resumed at step 2 of 6" in said and result["tuned"] == "lora"
+    assert not any("have no mask" in line for line in said)
+    adapter = {f"adapter/adapter_{n}" for n in ("config.json", "model.safetensors")}
+    assert adapter <= {*result["files"]}
+    before = load_file(gpt2 / "model.safetensors")
+    weights = load_file(own.directory() / "model.safetensors")
+    for name in result["converted"]:
+        assert not weights[f"{name}.weight"][before[f"{name}.weight"] == 0].any()
+    head = {name for name in weights if name.startswith("classifier")}
+    assert weights.keys() - before.keys() == head
+    assert result["sparsity"]["illegal_groups"] == 0
+    assert result["lora"]["masked"] == result["converted"]
+    [was] = result["lora"]["losses_before_merging"].values()
+    assert abs(result["losses"]["dev"] - was) > 1e-4
     # Two blocks of four linears: A and B of rank 2, and the head.
     ranks = 2 * 2 * (32 + 96 + 32 + 32 + 32 + 128 + 128 + 32)
-    assert sparse["lora"]["trained_parameters"] == ranks + 2 * 32
+    assert result["lora"]["trained_parameters"] == ranks + 2 * 32
 
 
 def test_two_ranks_fine_tune_a_sparse_model_as_one_does(gpt2, run_on_two_ranks):

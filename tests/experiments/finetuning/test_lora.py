@@ -16,7 +16,7 @@ from experiments.support.errors import UserError
 from models.gpt2 import GPT, GPTConfig
 from models.heads import Classifier
 
-SETTINGS = {"rank": 2, "alpha": 4.0, "dropout": 0.0, "include": "all", "merge": "sparse"}
+SETTINGS = {"rank": 2, "alpha": 4.0, "include": "all", "merge": "sparse"}
 
 
 def classifier():

@@ -123,34 +123,6 @@ def test_the_hub_gives_the_same_questions_as_the_files(monkeypatch):
     assert squad.load(squad.HUB) == expected
 
 
-ROW = {
-    "id": "q7",
-    "question": "Where?",
-    "context": "Anna is in  the garden.",
-    "answers": {"text": ["the garden"], "answer_start": [12]},
-}
-
-
-def test_a_data_set_of_another_form_is_one_line(monkeypatch):
-    import datasets
-
-    made = {}
-    monkeypatch.setattr(datasets, "load_dataset", lambda *_, revision: made)
-    with pytest.raises(UserError, match=r"data\.source=my/qa has no split train, validat"):
-        squad.load("my/qa")
-    made |= {"train": [ROW], "validation": [ROW]}
-    assert squad.load("my/qa")["dev"][0].answers == (("the garden", 12),)
-    for answers, message in (
-        ([{"text": "the garden", "answer_start": 12}], "no dict, in"),
-        ({"text": ["the", "garden"], "answer_start": [12]}, "answer_start is None, no"),
-        ({"text": [], "answer_start": []}, "train, question q7: it has no answer"),
-    ):
-        made["train"] = [ROW | {"answers": answers}]
-        with pytest.raises(UserError) as caught:
-            squad.load("my/qa")
-        assert message in str(caught.value) and "data.source=my/qa, train" in str(caught.value)
-
-
 # ------------------------------------------------------------------ spans and windows
 
 
@@ -257,13 +229,6 @@ def test_the_best_pair_in_order_and_inside_the_context_wins():
     assert best_answers(ASKED, [window()], [scores]) == {"q": "bc"}  # 2 + 5 > 4 + 1
     scores[4, 1] = 2.5
     assert best_answers(ASKED, [window()], [scores]) == {"q": "efg"}  # 4 + 1 > 2 + 2.5
-
-
-def test_answers_have_thirty_tokens_at_most():
-    context = "x" * 60
-    asked = [Question("q", "?", context, (("x", 0),))]
-    longest = logits(63, {2: 5.0}, {31: 4.0, 32: 5.0})  # spans of 30 and of 31 tokens
-    assert best_answers(asked, [window(n=60)], [longest]) == {"q": "x" * 30}
 
 
 def test_a_question_without_a_prediction_is_wrong_where_an_empty_one_is_right():

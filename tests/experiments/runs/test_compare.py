@@ -3,8 +3,6 @@
 import csv
 import json
 import math
-from functools import reduce
-from operator import getitem
 
 import pytest
 
@@ -12,7 +10,6 @@ from experiments import compare
 from experiments.runs import comparison, curves
 from experiments.runs.comparison import choose, differing, find, markdown, of_sweep, table, variants
 from experiments.runs.stats import paired_interval
-from experiments.support.checkpoint import read_sealed
 from experiments.support.errors import UserError
 
 LOSSES = {
@@ -142,13 +139,6 @@ def test_variants_of_one_method_are_told_apart_by_what_differs(write):
     )
 
 
-def test_a_schedule_of_another_length_is_another_variant(write):
-    write("gmp", 0, variant="a")
-    write("gmp", 0, variant="b", method__total_steps=10)  # of 20 steps of training
-    found = compared(comparison.Path("runs"))
-    assert [variant.label for variant in found] == ["gmp", "gmp, total steps 10"]
-
-
 def test_the_same_run_twice_is_refused(write):
     write("ste", 0, variant="a")
     write("ste", 0, variant="b")
@@ -175,18 +165,6 @@ def test_the_baseline(three, write):
     assert chosen(found, "ste") == ["ste, steps 20", "ste, steps 40"]
     for name in ("ste, steps 40", "ste-x"):
         assert chosen(found, name) == ["ste, steps 40"]
-
-
-def test_a_long_label_is_the_folder_of_the_runs(write):
-    long = "|".join(f"layer{number}.mlp" for number in range(9))
-    write("ste", 0)
-    write("ste", 0, variant="ste-include_more-0", method__include=[long])
-    found = compared(comparison.Path("runs"))
-    assert [variant.label for variant in found] == ["ste, include [*mlp.*]", "ste-include_more-0"]
-    # A folder of runs of two configs tells neither.
-    write("ste", 1, variant="ste-include_more-0", method__include=[long + "9"])
-    labels = [variant.label for variant in compared(comparison.Path("runs"))[1:]]
-    assert labels == [f"ste, include [{value}]" for value in (long, long + "9")]
 
 
 def test_runs_of_unlike_length_or_data_have_no_difference(write):
@@ -218,15 +196,6 @@ def test_differences_are_paired_by_seed(three):
         assert (row.low, row.high) == pytest.approx(paired_interval(paired))
 
 
-def test_a_seed_of_one_variant_alone_is_in_its_mean_and_in_no_pair(three, write):
-    write("ste", 7, 9.0, variant="ste-0")
-    found = compared(three)
-    row = table(found, found[:1])[-1]
-    assert (row.label, row.n, row.pairs) == ("ste", 4, 3)
-    assert row.mean == pytest.approx((3.30 + 3.36 + 3.27 + 9.0) / 4)
-    assert row.difference == pytest.approx(0.61 / 3)
-
-
 def test_the_table_as_text(write):
     for seed, (ours, theirs) in enumerate([(2.0, 2.5), (2.25, 2.5), (2.5, 2.5)]):
         write("dense", seed, ours)
@@ -242,18 +211,6 @@ def test_the_table_as_text(write):
         "| ste, learning rate 0.004 | 2.5000 ± 0.0000 | 3 | "
         f"+0.2500 | {0.25 - half:+.4f} to {0.25 + half:+.4f} | 3 |\n"
     )
-
-
-def test_a_difference_has_the_decimals_that_its_interval_asks_for(write):
-    for seed, loss in enumerate([2.001631, 2.00271, 2.003789]):
-        write("dense", seed, 2.0)
-        write("ste", seed, loss)
-    found = compared(comparison.Path("runs"))
-    text = markdown(found, table(found, found[:1]))
-    # 0.00271 -+ 4.3027 * 0.001079 / sqrt(3)
-    assert "| +0.00271 | +0.00003 to +0.00539 | 3 |" in text
-    # A mean has two digits of the width 0.00012 from one deviation below it to one above.
-    assert comparison.with_spread(2.0, 0.00006) == "2.00000 ± 0.00006"
 
 
 def test_runs_that_hardly_compare_are_said(write, capsys):
@@ -397,25 +354,6 @@ def test_patterns_and_defaults(three, write, tmp_path, capsys):
     assert (tmp_path / "runs" / "compare" / "compare.png").is_file()
 
 
-def test_many_panels_stand_in_rows_and_a_legend_is_no_wider_than_its_figure(tmp_path):
-    from PIL import Image
-
-    def size(panels, label):
-        draw = {f"panel {n}": lambda axes: axes.plot([1, 2], label=label) for n in range(panels)}
-        curves.figure(draw, "", tmp_path / "figure.png")
-        with Image.open(tmp_path / "figure.png") as image:
-            return image.size
-
-    one, four, seven = (size(panels, "dense") for panels in (1, 4, 7))
-    assert four[0] > one[0] and four[1] == one[1]
-    assert seven == (four[0], 2 * one[1])
-    assert curves._columns(["dense", "SLoPe", "FST", "STE"], 5.0) == 3
-    assert curves._columns(["+ masked decay, without MVUE"] * 4, 5.0) == 2
-    assert curves._columns(["40% sparse: 40k sparse, 85k dense"] * 4, 7.2) == 2  # 3 have 2, 1 and 1
-    assert curves._columns(["the pruned operand " * 3] * 2, 5.0) == 1
-    assert curves._columns([], 5.0) == 3
-
-
 def test_errors_are_one_line(three, tmp_path, monkeypatch):
     for arguments, message in [
         (["runs/gpt9*"], "error: there is no runs/gpt9*; give the directories of runs"),
@@ -447,17 +385,6 @@ def test_a_sweep_ends_with_its_table(three):
     )
     assert of_sweep(runs, "metrics.flip_rate").endswith(" metric=metrics.flip_rate")
     assert len(of_sweep([*runs, runs[0]])) == len(of_sweep(runs))  # a sweep over `impl`
-
-
-@pytest.mark.parametrize("key", ["metrics", "config.seed", "config.train", "config.train.steps"])
-def test_a_result_without_what_is_compared_is_one_line(write, tmp_path, key):
-    path = write("ste", 0, 1.0) / "result.json"
-    result = read_sealed(path)
-    *groups, last = key.split(".")
-    del reduce(getitem, groups, result)[last]
-    path.write_text(json.dumps(result))
-    with pytest.raises(UserError, match=rf"result\.json is damaged \(no {key}"):
-        find([tmp_path / "runs"])
 
 
 @pytest.mark.parametrize(("value", "scale"), [(0.0, "linear"), (0.1, "log")])

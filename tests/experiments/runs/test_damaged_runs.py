@@ -7,7 +7,7 @@ import shutil
 
 import pytest
 
-from experiments import distill, evaluate, finetune, generate
+from experiments import evaluate, finetune, generate
 from experiments.config import initial
 from experiments.config.run import load
 from experiments.config.settings import ImplConfig
@@ -15,7 +15,6 @@ from experiments.evaluation.config import load as load_evaluation
 from experiments.exporting import export
 from experiments.finetuning.config import load as load_tuning
 from experiments.runs.finished import FinishedRun
-from experiments.support import hashes
 from experiments.support.checkpoint import read_sealed, sha256
 from experiments.support.errors import UserError
 from experiments.support.results import read_training
@@ -79,14 +78,6 @@ def remove(path):
     path.unlink()
 
 
-def test_a_result_vouches_for_every_file_that_the_run_wrote(config):
-    directory = config.directory()
-    stored = read_sealed(directory / "result.json")["files"]
-    assert stored == {name: sha256(directory / name) for name in FILES}
-    others = {path.name for path in directory.iterdir() if path.is_file()} - set(FILES)
-    assert others == {"config.json", "metrics.jsonl", "result.json", ".lock"}
-
-
 def test_a_run_that_is_not_whole_is_not_done_and_its_command_mends_it(config):
     directory = config.directory()
     for path, harm in itertools.product((directory / name for name in FILES), (flip, remove)):
@@ -148,24 +139,6 @@ def test_a_result_from_before_there_were_hashes_is_read(config):
         FinishedRun.open(config.directory()).model()
 
 
-def test_weights_are_read_once_a_process(config, monkeypatch):
-    read = []
-    monkeypatch.setattr(hashes, "_SETTLED", 0)
-    monkeypatch.setattr(hashes, "sha256", lambda path: read.append(path.name) or sha256(path))
-    for _ in range(3):
-        assert pretraining.finished(config) is not None
-        FinishedRun.open(config.directory()).model("dense")
-    assert sorted(name for name in read if name in FILES) == sorted(FILES)
-
-
-def test_a_driver_that_trains_on_the_way_mends_a_run_as_well(config, monkeypatch):
-    flip(config.directory() / "model.safetensors")
-    said = []
-    result = distill.run(config, said.append)
-    assert result["files"]["model.safetensors"] == sha256(config.directory() / "model.safetensors")
-    assert said[0].endswith("; trained anew") and said[-1].startswith("exported: ")
-
-
 def test_the_command_line_is_that_of_the_driver(config, made, monkeypatch):
     from experiments import find_decay
 
@@ -182,15 +155,6 @@ def test_the_command_line_is_that_of_the_driver(config, made, monkeypatch):
     expected = "python -m experiments.find_decay 'candidates=[1e-4, 2e-4]' seed=3"
     assert seen[0].command == expected
     assert load(["data.name=my text".replace(" ", "_")]).command.endswith("data.name=my_text")
-
-
-def test_files_without_hashes_are_no_traceback(config):
-    for files in [{"model.safetensors": 5}, {"model.safetensors": {}}, "x", None]:
-        path = config.directory() / "result.json"
-        path.write_text(json.dumps(read_sealed(path) | {"files": files}))
-        assert pretraining.finished(config) is None
-        with pytest.raises(UserError, match=r"result\.json is damaged .*; make the run again: "):
-            FinishedRun.open(config.directory()).model()
 
 
 def test_a_result_with_wrong_values_is_one_line(config):

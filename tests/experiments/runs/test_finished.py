@@ -176,32 +176,6 @@ def test_the_method_of_a_fine_tuning_has_its_length_seed_and_dtype(finished, opt
     assert {layer.dtype for layer in method.sparse_layers.values()} == {torch.bfloat16}
 
 
-def test_slope_has_no_dense_weights(finished):
-    run = finished("method=slope")
-    with pytest.raises(UserError, match="weights=dense, but slope keeps no dense "):
-        run.model("dense")
-
-
-@pytest.mark.parametrize(
-    ("overrides", "longest"),
-    [
-        (["model=bert_nano", "model.positions=learned", "model.block_size=64"], 64),
-        (["model=bert_nano", "model.positions=learned", "data.sequence_length=32"], 32),
-        (["model=bert_nano", "model.positions=sinusoidal"], None),
-        ([], None),
-    ],
-)
-def test_learned_positions_end_where_training_ended(tmp_path, overrides, longest):
-    run = FinishedRun(tmp_path, {"config": load(overrides).as_dict()})
-    assert run.longest == longest
-
-
-def test_a_run_on_images_has_no_tokenizer(tmp_path):
-    run = FinishedRun(tmp_path, {"config": load(["model=deit_nano"]).as_dict()})
-    with pytest.raises(UserError, match="was trained on images and has no tokenizer"):
-        run.tokenizer()
-
-
 def test_no_finished_run(tmp_path, finished):
     with pytest.raises(UserError, match="holds no finished run"):
         FinishedRun.open(tmp_path)
@@ -340,17 +314,3 @@ def test_checkpoints_that_do_not_fit_are_one_line(tmp_path, hf_model):
         with pytest.raises(UserError, match=message) as caught:
             load([*OURS["gpt2"], *overrides, f"init={tmp_path / folder}"]).build_model()
         assert "\n" not in str(caught.value)
-
-
-def test_a_method_or_model_of_another_revision_is_one_line(finished):
-    for change, message in (
-        ({"gone": 1}, r"result\.json: method has no key gone; it takes"),
-        ({"name": "gone"}, r"result\.json: there is no method gone"),
-    ):
-        run = finished("method=dense")
-        run.result["config"]["method"] = run.config["method"] | change
-        with pytest.raises(UserError, match=message):
-            _ = run.trained_with
-    run.result["config"]["model"] = run.config["model"] | {"name": "gone_nano"}
-    with pytest.raises(UserError, match=r"result\.json: there is no model gone_nano"):
-        run.model()

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import save_file
 
 from experiments.support import checkpoint
-from experiments.support.errors import UserError, writing
+from experiments.support.errors import UserError
 
 
 def heard(directory):
@@ -32,10 +32,7 @@ def test_the_newest_is_loaded_and_two_are_kept(tmp_path):
     assert len(list(tmp_path.iterdir())) == 4
 
 
-SIDECARS = {"empty": b"{}", "list": b"[]", "bytes": b"\xff\xfe", "text": b'{"bytes": "x"}'}
-
-
-@pytest.mark.parametrize("damage", ["half", "bit", "sidecar", "folder", *SIDECARS])
+@pytest.mark.parametrize("damage", ["half", "bit", "sidecar", b"{}", b"[]", b"\xff\xfe"])
 def test_a_damaged_checkpoint_is_reported_and_the_one_before_is_used(tmp_path, damage):
     checkpoint.save(tmp_path, 5, {"step": 5})
     path = checkpoint.save(tmp_path, 10, {"step": 10})
@@ -44,12 +41,11 @@ def test_a_damaged_checkpoint_is_reported_and_the_one_before_is_used(tmp_path, d
         path.write_bytes(content[: len(content) // 2])
     elif damage == "bit":
         path.write_bytes(content[:-100] + bytes([content[-100] ^ 1]) + content[-99:])
-    elif damage in SIDECARS:
-        path.with_suffix(".json").write_bytes(SIDECARS[damage])
-    else:
+    elif damage == "sidecar":
         path.with_suffix(".json").unlink()
-    if damage == "folder":
         path.with_suffix(".json").mkdir()
+    else:
+        path.with_suffix(".json").write_bytes(damage)
     state, messages = heard(tmp_path)
     assert state["step"] == 5
     assert len(messages) == 1 and str(path) in messages[0] and "damaged" in messages[0]
@@ -76,10 +72,6 @@ def test_after_damage_the_new_ones_are_kept_and_the_damaged_ones_go(tmp_path):
     assert {p.name for p in tmp_path.iterdir()} == names
     (tmp_path / "step-000000002.pt").write_bytes(b"")
     assert heard(tmp_path)[0] == {"step": 1}
-
-
-def test_nothing_there(tmp_path):
-    assert heard(tmp_path / "none") == (None, [])
 
 
 def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path):
@@ -211,34 +203,6 @@ def test_a_full_disk_is_one_line_and_leaves_nothing(tmp_path, full_disk, kind):
     assert str(caught.value).startswith(f"{path} cannot be written: File too large; make room")
     assert set(tmp_path.iterdir()) == before
     assert heard(tmp_path) == ({"step": 1}, [])
-
-
-def test_a_checkpoint_that_nothing_can_vouch_for_is_not_left(tmp_path, full_disk, monkeypatch):
-    checkpoint.save(tmp_path, 1, {"w": torch.zeros(2)})
-    before = sorted(tmp_path.iterdir())
-    monkeypatch.setattr(checkpoint, "write", lambda state, path: path.write_bytes(b"a state"))
-    with full_disk(50), pytest.raises(UserError, match=r"000002\.json cannot be written"):
-        checkpoint.save(tmp_path, 2, {})
-    assert sorted(tmp_path.iterdir()) == before
-
-
-def test_other_errors_are_not_a_full_disk(tmp_path):
-    with pytest.raises(PermissionError), writing(tmp_path):
-        raise PermissionError(13, "no")
-    with pytest.raises(RuntimeError), writing(tmp_path):
-        raise RuntimeError("of the work itself")
-    with pytest.raises(OSError, match=r"Input/output error: '.*'"), writing(tmp_path):
-        try:
-            raise OSError(5, "by the disk")
-        finally:
-            raise RuntimeError("of torch, which closes its archive")
-
-
-def test_an_error_that_safetensors_quotes_is_that_of_the_system(tmp_path):
-    gone = tmp_path / "gone" / "model.safetensors"
-    with pytest.raises(FileNotFoundError) as caught, writing(gone):
-        save_file(STATE, gone)
-    assert caught.value.filename == str(gone)
 
 
 def test_no_cell_of_a_csv_file_is_a_formula():

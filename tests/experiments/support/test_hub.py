@@ -1,7 +1,6 @@
 """Checkpoints and tokenizers of the hub, at a commit; the hub itself is a folder here."""
 
 import json
-import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -110,13 +109,6 @@ def test_a_run_names_the_commit_of_its_model(hub_calls, revision, name):
         [f"model.path={path}", f"data.source={Path(__file__).parents[1]}/finetuning/glue"]
     )
     assert tuned.source.pinned == pinned
-
-
-def test_a_folder_has_no_commit(tmp_path, hub_calls):
-    folder = shutil.copytree(tmp_path / "snapshots" / COMMITS["main"], tmp_path / "copy")
-    assert hub.commit(folder) is None
-    assert HFConfig(str(folder)).pinned == str(folder)
-    assert hub_calls == []
 
 
 def test_what_the_hub_does_not_give_is_one_line(hub_calls):

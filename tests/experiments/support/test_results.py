@@ -19,69 +19,38 @@ LOST = {"metrics": {"val_loss": None}}
 WHOLE = {"schema": 1, "config_hash": "0", "metrics": {}}
 
 
-@pytest.mark.parametrize(
-    ("files", "why", "message"),
-    [
-        ({"sparse24.json": "{}"}, "missing", "is an exported model; give the run"),
-        ({}, "missing", r"holds no finished run \(result\.json is missing\); run it to its end"),
-        ({"metrics.jsonl": ""}, "unfinished", r"run \(it was begun and has not ended\); run it to"),
-        (
-            {"result.json": '{"sche'},
-            "damaged",
-            r"result\.json is damaged \(.*\); remove it",
-        ),
-        ({"result.json": b"\xff"}, "damaged", r"result\.json is damaged \("),
-        ({"result.json": "[]"}, "damaged", r"is damaged \(no result in it\)"),
-        ({"result.json": {"schema": 1}}, "damaged", r"\(no config_hash in it\)"),
-        ({"result.json": {**WHOLE, "metrics": 1}}, "damaged", r"\(no metrics in it\)"),
-        *(
-            ({"result.json": WHOLE | wrong}, "damaged", rf"\(no {key} in it\)")
-            for key, wrong in {
-                "metrics.val_loss": {"metrics": {"val_loss": "abc"}},
-                "tokens": {"tokens": -5},
-                "steps": {"steps": 2.5},
-            }.items()
-        ),
-        (
-            {"result.json": {**WHOLE, "config_hash": "1"}},
-            "other",
-            "is of another config",
-        ),
-        (
-            {"result.json": {**WHOLE, "schema": 2}},
-            "other",
-            r"has schema 2, this .* reads 1; read it",
-        ),
-        (
-            {"result.json": WHOLE | LOST},
-            "diverged",
-            r"diverged \(its val_loss is not finite\); train",
-        ),
-        (
-            {"result.json": WHOLE | LOST | {"diverged": "why"}},
-            "diverged",
-            r"diverged \(why\); train",
-        ),
-    ],
-)
-def test_why_there_is_no_result(tmp_path, files, why, message):
-    for name, content in files.items():
-        text = json.dumps(content) if isinstance(content, dict) else content
-        (tmp_path / name).write_bytes(text if isinstance(text, bytes) else text.encode())
-    with pytest.raises(NoResult, match=message) as caught:
-        read(tmp_path, SHAPE, "0")
-    assert caught.value.why == why and "\n" not in str(caught.value)
-    if why in ("damaged", "other"):
-        with pytest.raises(NoResult, match=message):
-            read_finished(tmp_path, "0", SHAPE)
-    else:
-        assert read_finished(tmp_path, "0", SHAPE) is None
-
-
-def test_a_path_that_does_not_exist_is_told_as_such(tmp_path):
-    with pytest.raises(
-        NoResult, match=r"nowhere holds no finished run \(there is no such folder\)"
-    ):
+def test_why_there_is_no_result(tmp_path):
+    for number, (file, content, why, message) in enumerate([
+        ("sparse24.json", "{}", "missing", "is an exported model; give the run"),
+        ("x", "", "missing", r"no finished run \(result\.json is missing\); run it to its end"),
+        ("metrics.jsonl", "", "unfinished", r"run \(it was begun and has not ended\); run it to"),
+        ("result.json", '{"sche', "damaged", r"result\.json is damaged \(.*\); remove it"),
+        ("result.json", "[]", "damaged", r"is damaged \(no result in it\)"),
+        ("result.json", {"schema": 1}, "damaged", r"\(no config_hash in it\)"),
+        ("result.json", {"metrics": 1}, "damaged", r"\(no metrics in it\)"),
+        ("result.json", {"metrics": {"val_loss": "a"}}, "damaged", r"\(no metrics\.val_loss in it"),
+        ("result.json", {"metrics": {"val_loss": True}}, "damaged", r"\(no metrics\.val_loss in"),
+        ("result.json", {"tokens": -5}, "damaged", r"\(no tokens in it\)"),
+        ("result.json", {"steps": True}, "damaged", r"\(no steps in it\)"),
+        ("result.json", {"config_hash": "1"}, "other", "is of another config"),
+        ("result.json", {"schema": 2}, "other", r"has schema 2, this .* reads 1; read it"),
+        ("result.json", LOST, "diverged", r"diverged \(its val_loss is not finite\); train"),
+        ("result.json", LOST | {"diverged": "why"}, "diverged", r"diverged \(why\); train"),
+    ]):  # fmt: skip
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        if isinstance(content, dict):
+            content = json.dumps(content if content == {"schema": 1} else WHOLE | content)
+        (folder / file).write_text(content)
+        with pytest.raises(NoResult, match=message) as caught:
+            read(folder, SHAPE, "0")
+        assert caught.value.why == why and "\n" not in str(caught.value)
+        if why in ("damaged", "other"):
+            with pytest.raises(NoResult, match=message):
+                read_finished(folder, "0", SHAPE)
+        else:
+            assert read_finished(folder, "0", SHAPE) is None
+    with pytest.raises(NoResult, match=r"holds no finished run \(there is no such folder\)"):
         read(tmp_path / "nowhere", SHAPE)
 
 
@@ -103,12 +72,6 @@ def test_a_changed_digit_is_noticed_and_a_result_of_an_earlier_version_is_read(t
     assert error.value.why == "damaged"
     path.write_text("".join(line for line in text.splitlines() if '"sha256"' not in line))
     assert read(tmp_path, SHAPE)["metrics"] == {"val_loss": 1.25}
-
-
-def test_a_file_holds_no_run(tmp_path):
-    (tmp_path / "file").write_text("")
-    with pytest.raises(NoResult, match="file holds no finished run"):
-        read(tmp_path / "file", SHAPE)
 
 
 def test_runs_below_leave_out_what_is_no_training(tmp_path):

@@ -1,6 +1,5 @@
 """The mean of the last states of the weights."""
 
-import pytest
 import torch
 
 from experiments.config.settings import TrainConfig
@@ -29,23 +28,3 @@ def test_the_copy_is_the_mean_of_the_last_states():
         torch.testing.assert_close(kept["weight"].double(), expected, atol=1e-6, rtol=0)
         if len(of) == 1:
             assert torch.equal(kept["weight"], states[of[0]])
-
-
-def test_a_running_average_takes_every_step():
-    kept = {"weight": torch.zeros(2)}
-    for step in range(3):
-        averages.update(kept, {"weight": torch.ones(2)}, train(ema=0.5), step)
-    assert kept["weight"].tolist() == [0.875] * 2
-    assert averages.is_kept(train(ema=0.5)) and not averages.is_kept(train())
-    assert averages.is_kept(train(average_last=1, average_every=1))
-
-
-def test_settings_that_do_not_fit_are_refused():
-    for changes, says in [
-        ({"average_last": 2}, "go together"),
-        ({"average_every": 2}, "go together"),
-        ({"average_last": -1, "average_every": 1}, "go together"),
-        ({"average_last": 2, "average_every": 1, "ema": 0.5}, "exclude each other"),
-    ]:
-        with pytest.raises(ValueError, match=says):
-            train(**changes)

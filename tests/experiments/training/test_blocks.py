@@ -1,12 +1,8 @@
 """Blocks are found, and computing them again changes no number."""
 
-import pytest
 import torch
 
-from experiments.config.settings import ImplConfig
-from experiments.training import pretraining
 from experiments.training.blocks import blocks, recompute, trained_blocks
-from experiments.training.tracking import read_metrics
 from methods import sr_ste
 from models.dino import DINO, DinoConfig
 from models.gpt2 import GPT, GPTConfig
@@ -53,19 +49,3 @@ def test_blocks_that_are_computed_again_give_the_same_gradients_dropout_included
     with torch.no_grad():
         model(ids[:, :-1], ids[:, 1:])
     assert len(runs) == 3
-
-
-def test_a_training_is_the_same(tiny, tmp_path):
-    def curve(*more):
-        config = tiny("method=fst", "method.dense_fraction=0.4", *more)
-        pretraining.run(config, lambda message: None)
-        records = read_metrics(config.directory() / "metrics.jsonl")
-        return [{k: v for k, v in r.items() if k != "step_seconds"} for r in records]
-
-    again = curve("impl.activation_checkpointing=true", f"runs={tmp_path / 'again'}")
-    assert again == curve()
-
-
-def test_it_is_not_captured():
-    with pytest.raises(ValueError, match=r"impl\.cuda_graphs=true with impl\.activation_check"):
-        ImplConfig(cuda_graphs=True, activation_checkpointing=True)

@@ -40,7 +40,7 @@ def compare(config, here, expected):
         return "other ranks than the first have numbers, or that has none"
     parts = [sum(p.nbytes for p in block.parameters()) for block in blocks(model).values()]
     largest = max(*parts, sum(p.nbytes for p in model.parameters()) - sum(parts))
-    held, bring = [], sharding._bring
+    held, bring = [], sharding._materialize_from_rank0
 
     def watched(*given):
         bring(*given)
@@ -48,8 +48,8 @@ def compare(config, here, expected):
         held.append(sum(p.nbytes for p in whole if not p.is_meta))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sharding, "_bring", watched)
-        sharding.share(model, method, config.impl, None, here)
+        patch.setattr(sharding, "_materialize_from_rank0", watched)
+        sharding.shard_model(model, method, config.impl, None, here)
     if not here.is_main and max(held) > largest:
         return f"{max(held)} bytes are whole at once, the largest part has {largest}"
     found = {name: shards.full(tensor) for name, tensor in numbers(model, method).items()}

@@ -28,22 +28,13 @@ def sent(monkeypatch):
 
 def test_rank_0_alone_decides(sent):
     """Another process may finish a run while the ranks look for its result."""
-    assert MAIN.of_main(lambda: {"ended": 1}) == {"ended": 1}
-    assert OTHER.of_main(lambda: pytest.fail("asked on another rank")) == {"ended": 1}
+    assert MAIN.broadcast_from_rank0(lambda: {"ended": 1}) == {"ended": 1}
+    assert OTHER.broadcast_from_rank0(lambda: pytest.fail("asked on another rank")) == {"ended": 1}
 
 
 def test_all_work_after_rank_0_and_nothing_large_is_sent(sent):
-    assert MAIN.main_first(lambda: "large") == "large" and sent == [None, None]
-    assert OTHER.main_first(lambda: "as large") == "as large"
-
-
-def test_an_error_of_rank_0_is_everybodys(sent):
-    def fails():
-        raise UserError("no data")
-
-    for rank in (MAIN, OTHER):
-        with pytest.raises(UserError, match="no data"):
-            rank.of_main(fails if rank is MAIN else list)
+    assert MAIN.rank0_first(lambda: "large") == "large" and sent == [None, None]
+    assert OTHER.rank0_first(lambda: "as large") == "as large"
 
 
 def test_choices_and_errors_of_the_system_go_with_it(sent, tmp_path):
@@ -52,9 +43,9 @@ def test_choices_and_errors_of_the_system_go_with_it(sent, tmp_path):
 
     for rank in (MAIN, OTHER):
         with pytest.raises(UserError) as caught:
-            rank.of_main(chooses if rank is MAIN else list)
+            rank.broadcast_from_rank0(chooses if rank is MAIN else list)
         assert caught.value.choices == ["cola", "sst2"]
     for rank in (MAIN, OTHER):
         with pytest.raises(FileNotFoundError) as missing:
-            rank.of_main((tmp_path / "there").read_bytes if rank is MAIN else list)
+            rank.broadcast_from_rank0((tmp_path / "there").read_bytes if rank is MAIN else list)
         assert str(missing.value.filename) == str(tmp_path / "there")

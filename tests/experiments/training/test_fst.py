@@ -50,15 +50,3 @@ def test_the_decay_is_not_clipped_nor_in_the_norm_nor_scaled_with_the_loss(
     assert not seen[0.0][1].any()
     # (gradient + decay) - gradient, in fp32: a few ulps of the sum.
     torch.testing.assert_close(seen[100.0][1], 100 * seen[100.0][2], rtol=1e-5, atol=1e-6)
-
-
-def test_the_mask_interval_does_not_depend_on_micro_batches(tiny, tmp_path):
-    """There is one flip rate for each choice of masks."""
-    recipe = ["method=fst", "method.refresh_every=3", "method.mvue=off"]
-    for size in ("null", "1"):
-        config = tiny(*recipe, f"impl.micro_batch={size}", f"runs={tmp_path / size}")
-        pretraining.run(config, quiet)
-        flips = [r["flip_rate"] for r in log(config) if "flip_rate" in r]
-        # In the dense phase, from step 10 on, of virtual masks.
-        news = [step for step, rate in enumerate(flips[1:], 1) if rate != flips[step - 1]]
-        assert news == [2, 5, 8, 11]

@@ -10,7 +10,6 @@ from torch.utils._pytree import tree_leaves
 
 import methods
 from experiments import dino
-from experiments.finetuning.tasks import TaskSource
 from experiments.support.errors import UserError
 from experiments.training import graphs, pretraining
 from experiments.training.blocks import recompute
@@ -85,12 +84,6 @@ def test_the_memory_that_graphs_may_take():
     assert graphs.fits(peak=10, held=10, available=10)
 
 
-@pytest.mark.parametrize("length", [None, 64])
-def test_padding_to_one_length_gives_one_shape(length):
-    problem, train = SimpleNamespace(train=[]), SimpleNamespace()
-    assert TaskSource(problem, train, 0, "folder", None, length).one_shape is (length is not None)
-
-
 def logged(config):
     found = read_metrics(config.directory() / "metrics.jsonl")
     return [{k: v for k, v in r.items() if k != "step_seconds"} for r in found]
@@ -105,12 +98,6 @@ def test_auto_without_a_gpu_is_what_false_is(tiny, tmp_path):
         found.append((config.digest(), logged(config)))
     assert found[0] == found[1]
     assert [line for line in said if "CUDA" in line] == [f"{LAUNCHED}without a GPU"]
-
-
-def test_a_run_too_short_for_graphs_says_that_none_were_replayed(tiny, monkeypatch):
-    monkeypatch.setattr(graphs, "_impossible", lambda *_: None)
-    short = tiny("impl.cuda_graphs=true", f"train.steps={graphs.LAUNCHED}")
-    assert pretraining.run(short, lambda _: None)["cuda_graphs"] is False
 
 
 def test_passes_for_whose_graphs_memory_is_short_are_launched(tiny, tmp_path, monkeypatch):

@@ -1,10 +1,8 @@
 """Checkpoints that are written while the training goes on."""
 
 import dataclasses
-import math
 import multiprocessing
 import os
-import signal
 import threading
 import time
 from contextlib import nullcontext
@@ -19,10 +17,8 @@ from experiments.support import checkpoint
 from experiments.support.errors import UserError
 from experiments.training import pretraining, routine, sharded_checkpoint
 from experiments.training.distributed import World, world
-from experiments.training.optimization import NonFiniteGradient, Optimization
 from experiments.training.saving import Saver
 from experiments.training.tracking import read_metrics
-from experiments.training.trainer import Trainer
 from tests.experiments.conftest import SHORT, TINY_MODEL, quiet
 
 ALONE = World(0, 1, torch.device("cpu"))
@@ -87,42 +83,6 @@ def test_an_error_of_the_writer_is_that_of_the_next_step(tmp_path, full_disk, ga
     with pytest.raises(UserError, match=r"step-000000001\.pt cannot be written: File too large"):
         saver.poll()
     assert list(tmp_path.iterdir()) == []
-
-
-def test_a_training_that_dies_completes_the_checkpoint_that_is_being_written(
-    tiny, gate, interrupted
-):
-    config = tiny("method=dense", "train.log_every=12")
-    threading.Timer(0.3, gate.set).start()
-    with interrupted(4):
-        pretraining.run(config, quiet)
-    assert [path.stem for path in checkpoint.found(config.directory() / "checkpoints")] == [
-        "step-000000003"
-    ]
-
-
-@pytest.mark.parametrize("cause", ["signal", "gradient"])
-def test_a_training_that_stops_early_says_if_its_state_cannot_be_written(
-    tiny, full_disk, monkeypatch, cause
-):
-    step = Trainer._train_step
-
-    def stopped(self, batches):
-        os.kill(os.getpid(), signal.SIGINT)
-        return step(self, batches)
-
-    def not_finite(*_):
-        raise NonFiniteGradient(torch.tensor(math.nan))
-
-    if cause == "signal":
-        monkeypatch.setattr(Trainer, "_train_step", stopped)
-    else:
-        monkeypatch.setattr(Optimization, "step", not_finite)
-    with (
-        full_disk(20_000),
-        pytest.raises(UserError, match=r"step-00000000[01]\.pt cannot be written"),
-    ):
-        pretraining.run(tiny("method=dense"), quiet)
 
 
 # ------------------------------------------------------------------ ranks, and their end

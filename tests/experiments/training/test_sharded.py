@@ -215,52 +215,19 @@ def test_a_checkpoint_is_split_by_ranks_and_holds_no_pickle(trained):
 
 
 @pytest.mark.parametrize("file", ["rank-1.safetensors", "state.pt", "index.json"])
-@pytest.mark.parametrize("damage", ["missing", "shorter", "other"])
-def test_a_damaged_part_is_reported_and_the_one_before_is_used(two_checkpoints, file, damage):
+def test_a_damaged_part_is_reported_and_the_one_before_is_used(two_checkpoints, file):
     path = two_checkpoints / "step-000000006" / file
     content = path.read_bytes()
-    path.unlink()
-    if damage == "shorter":
-        path.write_bytes(content[:-1])
-    elif damage == "other" and file == "index.json":
-        path.write_bytes(b"{}")
-    elif damage == "other":
-        path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
-    messages = []
-    if (file, damage) == ("index.json", "shorter"):  # its last character is an end of line
-        path.write_bytes(content[:-2])
-    assert newest(two_checkpoints, messages)["step"] == 3
-    [message] = messages
-    assert "damaged" in message and message.endswith("step-000000003, the one before it, is used")
-
-
-def test_half_a_checkpoint_is_removed_and_never_read(two_checkpoints):
-    hidden = two_checkpoints / ".step-000000009.0"
-    shutil.copytree(two_checkpoints / "step-000000006", hidden)
-    (hidden / "index.json").unlink()
-    assert newest(two_checkpoints, [])["step"] == 6
-    with checkpoint.exclusive(two_checkpoints.parent):
-        assert not hidden.exists()
-
-
-def test_a_checkpoint_takes_the_place_of_a_damaged_one(two_checkpoints):
-    (two_checkpoints / "step-000000006" / "state.pt").write_bytes(b"")
-    state = newest(two_checkpoints, []) | {"step": 6}
-    files = sharded_checkpoint.write(two_checkpoints, 6, 0, {}, state)
-    sharded_checkpoint.finish(two_checkpoints, 6, 1, files)
-    found = newest(two_checkpoints, [])
-    assert found["step"] == 6 and found["model"].keys() == state["model"].keys()
-    names = ["step-000000003", "step-000000006"]
-    assert sorted(p.name for p in two_checkpoints.iterdir()) == names
-
-
-def test_a_full_disk_is_one_line(two_checkpoints, full_disk):
-    before = {p for p in two_checkpoints.rglob("*") if p.is_file()}
-    large = {"w": torch.zeros(100_000)}
-    with full_disk(), pytest.raises(UserError, match=r"rank-0\.safetensors cannot be written"):
-        sharded_checkpoint.write(two_checkpoints, 9, 0, large, {})
-    assert {p for p in two_checkpoints.rglob("*") if p.is_file()} == before
-    assert newest(two_checkpoints, [])["step"] == 6
+    other = b"{}" if file == "index.json" else content[:-1] + bytes([content[-1] ^ 1])
+    for damage in (None, content[:-2], other):
+        path.unlink(missing_ok=True)
+        if damage is not None:
+            path.write_bytes(damage)
+        messages = []
+        assert newest(two_checkpoints, messages)["step"] == 3
+        [message] = messages
+        assert "damaged" in message
+        assert message.endswith("step-000000003, the one before it, is used")
 
 
 def test_rows_are_read_by_any_number_of_ranks(tmp_path):
@@ -286,7 +253,7 @@ def train(**more):
 def refusal(method, impl, device="cpu", **more):
     two = World(0, 2, torch.device(device))
     with pytest.raises(UserError) as error:
-        sharding.check_shared(method, ImplConfig(shard="fsdp2", **impl), train(**more), two)
+        sharding.check_shardable(method, ImplConfig(shard="fsdp2", **impl), train(**more), two)
     return str(error.value)
 
 
@@ -296,7 +263,7 @@ def test_what_shards_do_not_serve_is_one_line():
     assert "impl.repack_backward=true with impl.sh" in refusal(method, {"repack_backward": True})
     assert "train.descent_every=5 with impl.shard=fsdp2" in refusal(method, {}, descent_every=5)
     with pytest.raises(UserError, match=r"impl\.offload=true needs several processes"):
-        sharding.check_shared(method, ImplConfig(shard="fsdp2", offload=True), train(), ALONE)
+        sharding.check_shardable(method, ImplConfig(shard="fsdp2", offload=True), train(), ALONE)
     with pytest.raises(ValueError, match=r"impl\.offload=true with impl\.shard=ddp: .*=fsdp2"):
         ImplConfig(offload=True)
     with pytest.raises(ValueError, match=r"impl\.shard=fsdp; choose one of ddp, fsdp2"):

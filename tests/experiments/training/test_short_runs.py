@@ -25,20 +25,6 @@ def test_a_warmup_fits_its_steps():
         assert len(notes) == (expected != warmup)
 
 
-def test_what_is_used_is_what_the_run_is():
-    """A function of the config alone: it has the directory of the run that asks for it."""
-    short, same = (
-        load(["train.steps=50", "train.warmup_steps=60"]),
-        load(["train.steps=50", "train.warmup_steps=5"]),
-    )
-    assert short.train == same.train
-    assert short.directory() == same.directory()
-    assert short.digest() == same.digest()
-    [note] = short.notes
-    assert note == "train.warmup_steps=60 does not fit train.steps=50: it is 5 here"
-    assert same.notes == ()
-
-
 def test_fewer_held_out_samples_than_asked_for_are_said(tiny, capsys):
     said = []
     config = tiny("method=ste", "train.steps=2", "train.warmup_steps=9", "train.eval_samples=9999")

@@ -1,6 +1,5 @@
 """The log of a run, its chart at Weights & Biases and its event file."""
 
-import shutil
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,7 +9,6 @@ import pytest
 from experiments.support.errors import UserError
 from experiments.training import pretraining, routine
 from experiments.training.tracking import MetricsLog, read_metrics
-from experiments.training.trainer import Trainer
 
 
 @pytest.fixture
@@ -21,31 +19,6 @@ def wandb(monkeypatch):
     module = SimpleNamespace(init=lambda **keywords: calls.append(keywords) or log)
     monkeypatch.setitem(sys.modules, "wandb", module)
     return calls
-
-
-def open_log(directory):
-    directory.mkdir(parents=True, exist_ok=True)
-    log = MetricsLog(directory, [], ("wandb",), {"seed": 1})
-    log.write({"step": 3, "loss": 0.5, "task": "rte"})
-    log.close()
-
-
-def test_every_directory_has_a_chart_of_its_own(wandb, tmp_path, monkeypatch):
-    """Two fine-tunings of different runs have the same last parts of their paths."""
-    ends = [f"{run}/seed0/finetune/rte-01234567/seed0" for run in ("gpt2-a", "gpt2-b")]
-    for end in ends:
-        open_log(tmp_path / end)
-    monkeypatch.chdir(tmp_path / "gpt2-a")
-    open_log(tmp_path / "gpt2-b" / ".." / ends[0])  # the first again, by another way
-    made, logged = wandb[::2], wandb[1::2]
-    assert [call["id"] for call in made] == [made[0]["id"], made[1]["id"], made[0]["id"]]
-    assert made[0]["id"] != made[1]["id"]
-    assert {call["name"] for call in made} == {"finetune-rte-01234567-seed0"}
-    assert all(call["resume"] == "allow" and call["config"] == {"seed": 1} for call in made)
-    assert logged == [(({"loss": 0.5},), {"step": 3})] * 3
-    shutil.rmtree(tmp_path / ends[0])
-    open_log(tmp_path / ends[0])  # made again, it is another run
-    assert wandb[-2]["id"] not in {call["id"] for call in made}
 
 
 @pytest.fixture
@@ -75,22 +48,13 @@ def tensorboard(monkeypatch):
 
 
 def test_a_run_that_was_stopped_has_one_chart_and_one_event_file(
-    tiny, wandb, tensorboard, monkeypatch
+    tiny, wandb, tensorboard, monkeypatch, interrupted
 ):
     """With all of its records and its config, and those before the stop but once."""
     monkeypatch.setattr(routine, "check_viewers", lambda viewers: None)
     config = tiny("method=ste", "impl.loggers=[wandb,tensorboard]")
-    step = Trainer._train_step
-
-    def stopped(self, batches):
-        if self.step == 5:
-            raise KeyboardInterrupt
-        return step(self, batches)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Trainer, "_train_step", stopped)
-        with pytest.raises(KeyboardInterrupt):
-            pretraining.run(config, lambda message: None)
+    with interrupted(5):
+        pretraining.run(config, lambda message: None)
     pretraining.run(config, lambda message: None)
     directory = config.directory()
     opened = [call for call in wandb if isinstance(call, dict)]
