@@ -1,23 +1,20 @@
-"""Collects what the page shows of blocks: figures, and tables of variants."""
+"""Makes the figures and tables of blocks for the page."""
 
 from __future__ import annotations
 
 import math
 import shlex
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from markupsafe import Markup
 
-from experiments.runs.comparison import Summary, with_spread
+from experiments.runs.comparison import with_spread
 from experiments.runs.curves import NAMES, Point
-from reproduce.judge import Json
-from reproduce.judge.claims import Margin
-from reproduce.judge.scale import gap_closed
 from reproduce.judge.verdicts import verdict
-from reproduce.records import Evidence, StoredRecord
+from reproduce.records import StoredRecord
 from reproduce.render.cells import UNKNOWN, published_cell
 from reproduce.report.figures import MINUS, Limits, Panel, curves, forest, span
 from reproduce.report.gather import Shown
@@ -26,185 +23,130 @@ from reproduce.runner import command
 from reproduce.specs.table import TIERS, Table
 
 NOTHING = "-"  # a cell without a value
+WORDS = ("variant", "method", "compared with", "verdict", "source")  # columns that have no numbers
 LOSSES = ("val_loss", "loss")  # the first of them that a block has is drawn
 FROM = 0.15  # share of the steps left out, in which all curves fall from the same height
-Column = tuple[str, bool, Sequence[Any]]  # heading, whether it has words, cells
+Cells = dict[str, Any]  # those of a row that have a value, by the heading of their column
 
 
-@dataclass(frozen=True)
-class Variants:
-    """A table of variants, without empty columns. block, published: of a paper's table, the
-    block that it is made of and whether the paper's values are known."""
-
-    caption: str
-    heads: list[str]
-    rows: list[tuple[Any, ...]]
-    words: list[int]
-    block: Any = None
-    published: bool = False
-
-
-def _of_columns(caption: str, columns: list[Column], **given: Any) -> Variants:
-    filled = [column for column in columns if any(cell != NOTHING for cell in column[2])]
-    heads, words, cells = zip(*filled, strict=True)
-    places = [place for place, word in enumerate(words) if word]
-    return Variants(caption, [*heads], [*zip(*cells, strict=True)], places, **given)
+def difference_figure(shown: Shown, variants: Iterable[str]) -> Markup:
+    """The figure of the differences of some variants of a block to the baseline, best first. If the
+    block compares them with other variants, each label names both."""
+    rows = sorted(
+        (shown.rows[variant] for variant in variants if shown.rows[variant].pairs),
+        key=lambda row: row.difference,
+        reverse=not shown.lower_is_better,
+    )
+    by_seed, share = shown.by_seed, shown.margin.share
+    if {shown.against(row.label) for row in rows} == {shown.baseline}:
+        ends = shown.baseline, shown.half
+        return forest(rows, by_seed, *ends, shown.gap, share, shown.quantity)
+    names = {row.label: f"{row.label} {MINUS} {shown.against(row.label)}" for row in rows}
+    rows = [replace(row, label=names[row.label]) for row in rows]
+    named = {name: by_seed[variant] for variant, name in names.items()}
+    return forest(rows, named, "", "", math.nan, share, shown.quantity)
 
 
-@dataclass(frozen=True)
-class Curves:
-    """The figures of a block's curves.
-
-    losses: of the leading variants; None without any. panels: by variant, its loss minus that of
-    the variant that it is compared with, and its flip rate. absent: variants that are off the
-    scale. quantity, against, first: what is drawn, minus which variant, and from which step on.
-    """
-
-    quantity: str
-    against: str
-    first: float
-    losses: Markup | None
-    panels: dict[str, Markup]
-    absent: list[str]
+# ----------------------------------------------------------------------------- tables
 
 
-@dataclass(frozen=True)
-class Blocks:
-    """The data of the page's templates about blocks, by the records and the verdicts."""
+def across(shown: Sequence[Shown]) -> dict[str, Any]:
+    """The table of g by variant and block, for variants in more than one."""
+    known = {f"block {s.block.name}, {s.quantity}": s for s in shown if math.isfinite(s.gap)}
+    known = {head: s for head, s in known.items() if not s.pilot}
+    rows = [
+        {"variant": name} | {head: _g(s, name) for head, s in known.items() if name in s.variants}
+        for name in dict.fromkeys(name for s in known.values() for name in s.variants)
+    ]
+    caption = "Share of the gap from dense to half, g [95 %], by block"
+    return _table(caption, ["variant", *known], [row for row in rows if len(row) > 2])
 
-    shown: list[Shown]
-    evidence: Evidence
-    margin: Margin
-    judged: Json
 
-    def difference_figure(self, shown: Shown, variants: Iterable[str]) -> Markup:
-        """The figure of the differences of some variants of a block to the baseline, best first. If
-        the block compares them with other variants, each label names both."""
-        rows = sorted(
-            (shown.rows[variant] for variant in variants if shown.rows[variant].pairs),
-            key=lambda row: row.difference,
-            reverse=not shown.lower_is_better,
+def table_of_variants(shown: Shown) -> dict[str, Any]:
+    """The table of a block's variants."""
+    variants, name = [*shown.block.variants], shown.block.name
+    anchor = Markup('<span id="{}">{}</span>')
+    heads, rows = _rows(shown, variants)
+    for variant, row in zip(variants, rows, strict=True):
+        row["variant"] = anchor.format(slug("variant", name, variant), breakable(variant))
+    return _table(f"Variants of block {name} ({_made(shown)})", ["variant", *heads], rows)
+
+
+def small_models(shown: Sequence[Shown], table: Table) -> dict[str, Any] | None:
+    """The rows of a paper's table that have a variant in a block, with the paper's values; None if
+    no such variant was run. block, published: the block, and whether those values are known."""
+    places = {label: place.split("/") for label, place in table.block_variants.items()}
+    blocks = {block for block, _ in places.values()}
+    known = [s for s in shown if s.block.name in blocks]
+    if len(known) != 1 or not any(v in known[0].variants for _, v in places.values()):
+        return None
+    (one,) = known
+    column, papers = _published(table)
+    heads, rows = _rows(one, [variant for _, variant in places.values()])
+    for label, row in zip(places, rows, strict=True):
+        row |= {"method": label} | ({column: papers.get(label, UNKNOWN)} if papers else {})
+    caption = f"{table.title}, by block {one.block.name} ({_made(one)})"
+    found = _table(caption, ["method", column, *heads], rows)
+    return found | {"block": one.block, "published": bool(papers)}
+
+
+def _table(caption: str, heads: list[str], rows: list[Cells]) -> dict[str, Any]:
+    """A table for the macro of this name, without empty columns."""
+    heads = [head for head in heads if any(head in row for row in rows)]
+    cells = [[row.get(head, NOTHING) for head in heads] for row in rows]
+    words = [place for place, head in enumerate(heads) if head in WORDS]
+    return {"caption": caption, "heads": heads, "rows": cells, "words": words}
+
+
+def _rows(shown: Shown, variants: Collection[str]) -> tuple[list[str], list[Cells]]:
+    """(headings, rows) on these variants: values, differences, verdicts and links to records."""
+    several = len({shown.against(variant) for variant in variants} - {""}) > 1
+    paired = [v for v in variants if (row := shown.rows.get(v)) and row.pairs]
+    minus = next(map(shown.against, paired), "")
+    better, ends = "less" if shown.lower_is_better else "more", unbroken("[95 %]")
+    heads = [
+        f"ours ± std (n): {shown.quantity}, {better} is better",
+        f"{'difference' if several else f'minus {minus}'} {ends} (n pairs)",
+        "compared with",
+        f"share of the gap, g {ends}",
+        "verdict",
+        "source",
+    ]
+    link = Markup('{} <a href="#claim-{}">claim {}</a>')
+    source, rows = Markup('<a href="#{}">files</a>'), []
+    for variant in variants:
+        row = shown.rows.get(variant)
+        if row is None:
+            rows.append({"verdict": "not run"})
+            continue
+        difference, against = "", ""
+        if row.pairs:
+            bounds = interval(row.low, row.high).removesuffix("-")
+            difference = f"{signed(row.difference, row.low, row.high)} {bounds}".rstrip()
+            difference += f" (n={row.pairs})"
+            against = shown.against(variant) if several else ""
+        verdicts = Markup(", ").join(
+            link.format(badge(verdict(words)), claim, claim)
+            for claim, words in shown.verdicts.get(variant, {}).items()
         )
-        by_seed, share = shown.by_seed, self.margin.share
-        if {shown.against(row.label) for row in rows} == {shown.baseline}:
-            ends = shown.baseline, shown.half
-            return forest(rows, by_seed, *ends, shown.gap, share, shown.quantity)
-        names = {row.label: f"{row.label} {MINUS} {shown.against(row.label)}" for row in rows}
-        rows = [replace(row, label=names[row.label]) for row in rows]
-        named = {name: by_seed[variant] for variant, name in names.items()}
-        return forest(rows, named, "", "", math.nan, share, shown.quantity)
-
-    def across(self) -> tuple[list[str], list[list[str]]]:
-        """(heads, rows) of the table of g by variant and block, for variants in more than one."""
-        known = [s for s in self.shown if math.isfinite(s.gap) and not s.pilot]
-        variants = dict.fromkeys(variant for s in known for variant in s.variants)
-        rows = [
-            [
-                variant,
-                *(
-                    self._gap_closed(s, variant) if variant in s.variants else NOTHING
-                    for s in known
-                ),
-            ]
-            for variant in variants
-            if sum(variant in s.variants for s in known) > 1
+        cells = [
+            f"{with_spread(row.mean, row.std)} (n={row.n})",
+            *(difference, against, _g(shown, variant), verdicts),
+            source.format(slug("files", shown.block.name, variant)),
         ]
-        return ["variant", *(f"block {s.block.name}, {s.quantity}" for s in known)], rows
-
-    def table_of_variants(self, shown: Shown) -> Variants:
-        """The table of a block's variants."""
-        variants = [*shown.block.variants]
-        template = Markup('<span id="{}">{}</span>')
-        name = shown.block.name
-        anchored = [
-            template.format(slug("variant", name, variant), breakable(variant))
-            for variant in variants
-        ]
-        columns = [("variant", True, anchored), *self._columns(shown, variants)]
-        return _of_columns(f"Variants of block {name} ({_made(shown)})", columns)
-
-    def small_models(self, table: Table) -> Variants | None:
-        """The rows of a paper's table that have a variant in a block, with the paper's values; None
-        if no such variant was run."""
-        places = {label: place.split("/") for label, place in table.block_variants.items()}
-        blocks = {block for block, _ in places.values()}
-        known = [s for s in self.shown if s.block.name in blocks]
-        if len(known) != 1 or not any(
-            variant in known[0].variants for _, variant in places.values()
-        ):
-            return None
-        (shown,) = known
-        column, papers = _published(table)
-        theirs = [papers.get(label, UNKNOWN) if papers else NOTHING for label in places]
-        columns = [
-            ("method", True, [*places]),
-            (f"paper: {column}", False, theirs),
-            *self._columns(shown, [variant for _, variant in places.values()]),
-        ]
-        caption = f"{table.title}, by block {shown.block.name} ({_made(shown)})"
-        return _of_columns(caption, columns, block=shown.block, published=bool(papers))
-
-    def _columns(self, shown: Shown, variants: Collection[str]) -> list[Column]:
-        """The columns on these variants: values, differences, verdicts and links to the records."""
-        name, rows = shown.block.name, [shown.rows.get(variant) for variant in variants]
-        paired = [row if row and row.pairs else None for row in rows]
-        against = [shown.against(row.label) if row else NOTHING for row in paired]
-        several = len({shown.against(variant) for variant in variants} - {""}) > 1
-        minus = next((other for other in against if other != NOTHING), "")
-        better = "less" if shown.lower_is_better else "more"
-        ends = unbroken("[95 %]")
-        source = Markup('<a href="#{}">files</a>')
-
-        def cells(
-            make: Any, of: Sequence[Summary | None] = rows, empty: str = NOTHING
-        ) -> list[Any]:
-            return [make(row) if row else empty for row in of]
-
-        return [
-            (
-                f"ours ± std (n): {shown.quantity}, {better} is better",
-                False,
-                cells(lambda r: f"{with_spread(r.mean, r.std)} (n={r.n})"),
-            ),
-            (
-                f"{'difference' if several else f'minus {minus}'} {ends} (n pairs)",
-                False,
-                cells(_difference, paired),
-            ),
-            ("compared with", True, against if several else [NOTHING] * len(against)),
-            (
-                f"share of the gap, g {ends}",
-                False,
-                cells(lambda r: self._gap_closed(shown, r.label)),
-            ),
-            ("verdict", True, cells(lambda r: self._verdicts(name, r.label), empty="not run")),
-            ("source", True, cells(lambda r: source.format(slug("files", name, r.label)))),
-        ]
-
-    def _verdicts(self, block: str, variant: str) -> Markup:
-        """For each claim with contrasts of this variant against others, the verdict on them."""
-        link = Markup('{} <a href="#claim-{}">claim {}</a>')
-        badges = []
-        for claim in self.judged["claims"]:
-            own = [c for c in claim["contrasts"] if (c["block"], c["variant"]) == (block, variant)]
-            if own:
-                found = badge(verdict([c["verdict"] for c in own]))
-                badges.append(link.format(found, claim["id"], claim["id"]))
-        return Markup(", ").join(badges) if badges else Markup(NOTHING)
-
-    def _gap_closed(self, shown: Shown, variant: str) -> str:
-        if math.isfinite(shown.gap) and variant in (shown.baseline, shown.half):
-            return str(int(variant == shown.half))
-        values, name = self.evidence.values, shown.block.name
-        g = gap_closed(values, name, variant, shown.metric, self.margin, 2)
-        if g is None:
-            return NOTHING
-        return f"{g.value:.2f} {interval(g.low, g.high, '.2f')}".removesuffix(" -")
+        filled = zip(heads, cells, strict=True)
+        rows.append({head: cell for head, cell in filled if cell not in ("", NOTHING)})
+    return heads, rows
 
 
-def _difference(row: Summary) -> str:
-    difference = signed(row.difference, row.low, row.high)
-    return f"{difference} {interval(row.low, row.high)}".removesuffix(" -") + f" (n={row.pairs})"
+def _g(shown: Shown, variant: str) -> str:
+    """The share of the gap between the baselines that a variant loses, with its interval."""
+    if math.isfinite(shown.gap) and variant in (shown.baseline, shown.half):
+        return str(int(variant == shown.half))
+    g = shown.gap_closed(variant)
+    if g is None:
+        return NOTHING
+    return f"{g.value:.2f} {interval(g.low, g.high, '.2f')}".removesuffix(" -")
 
 
 def _made(shown: Shown) -> str:
@@ -215,7 +157,7 @@ def _made(shown: Shown) -> str:
 
 
 def _published(table: Table) -> tuple[str, dict[str, str]]:
-    """(label, values by row) of the first column with published values, for the first variant of
+    """(heading, values by row) of the first column with published values, for the first variant of
     the smallest tier."""
     variant = table.variants_of(TIERS[0])[0]
     for column in table.columns:
@@ -223,7 +165,7 @@ def _published(table: Table) -> tuple[str, dict[str, str]]:
         papers = {label: cell.text(column.format) for label, cell in cells.items() if cell}
         if papers:
             size = f", {variant.published}" if variant.published else ""
-            return f"{column.label}{size}", papers
+            return f"paper: {column.label}{size}", papers
     return "", {}
 
 
@@ -248,8 +190,13 @@ def revision_of(stored: StoredRecord) -> str:
 # ----------------------------------------------------------------------------- curves
 
 
-def curves_of(shown: Shown) -> Curves:
-    """The figures of a block's curves."""
+def curves_of(shown: Shown) -> dict[str, Any]:
+    """The figures of a block's curves.
+
+    losses: of the leading variants; None without any. panels: by variant, its loss minus that of
+    the variant that it is compared with, and its flip rate. absent: variants that are off the
+    scale. quantity, against, first: what is drawn, minus which variant, and from which step on.
+    """
     last = max(k.record["steps"] for seeds in shown.variants.values() for k in seeds.values())
     first, half, anyone = FROM * last, shown.half, next(iter(shown.variants))
     name = next((n for n in LOSSES if shown.curve(anyone, n)), LOSSES[0])
@@ -272,7 +219,8 @@ def curves_of(shown: Shown) -> Curves:
         panels[variant] = curves(drawn, (first, last))
     one = {*base.values()} == {shown.baseline}
     against = shown.baseline if one else "the variant compared with"
-    return Curves(NAMES[name], against, first, _losses(shown, name, last), panels, absent)
+    found = {"quantity": NAMES[name], "against": against, "first": first, "absent": absent}
+    return found | {"losses": _losses(shown, name, last), "panels": panels}
 
 
 def _bulk(values: list[float]) -> Limits:

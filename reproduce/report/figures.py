@@ -156,12 +156,9 @@ def forest(
         _beside(axes, 0, "0")
     for y, row in enumerate(rows, len(names) - len(rows)):
         _estimate(axes, y, row, by_seed.get(row.label, ()), row.label == half)
-    axes.set_yticks(range(len(names)), names, color=INK)
+    _name_rows(axes, names)
     for label in axes.get_yticklabels():
         label.set_fontweight("bold" if label.get_text() == half else "normal")
-    axes.tick_params(axis="y", length=0)
-    axes.spines.left.set_visible(False)
-    axes.locator_params(axis="x", nbins=5)
     against = f"minus {baseline}" if baseline else "difference"
     axes.set_xlabel(f"{NAMES.get(quantity, quantity)}, {against} at equal seeds")
     differences = "; ".join(f"{row.label} {_in_words(row)}" for row in rows)
@@ -190,8 +187,8 @@ def _estimate(axes: Any, y: int, row: Summary, seeds: Sequence[float], square: b
     """Draw a row: its difference with the interval, its seeds and the number. A hollow mark is a
     single seed, which has no interval."""
     low, high = axes.get_xlim()
-    finite = math.isfinite(row.difference)
-    _beside(axes, y, f"{row.difference:{_form(row)}}" if finite else "not finite")
+    words, _, _ = _in_words(row).partition(" ")
+    _beside(axes, y, words if math.isfinite(row.difference) else "not finite")
     axes.plot(seeds, [y + 0.3] * len(seeds), ".", markersize=4, color=INK, alpha=0.55, mew=0)
     if not low <= row.difference <= high:
         end, mark = (high, ">") if row.difference > high else (low, "<")
@@ -204,19 +201,24 @@ def _estimate(axes: Any, y: int, row: Summary, seeds: Sequence[float], square: b
     axes.plot(row.difference, y, "s" if square else "o", color=MARK, mfc=face, markersize=7)
 
 
-def _beside(axes: Any, y: int, words: str) -> None:
+def _beside(axes: Any, y: int, words: str, offset: float = 62, **style: Any) -> None:
+    """Write words to the right of a row."""
     axes.annotate(
-        words.replace("-", MINUS), (1, y), (62, 0), axes.get_yaxis_transform(),
-        textcoords="offset points", ha="right", va="center", annotation_clip=False,
+        words.replace("-", MINUS), (1, y), (offset, 0), axes.get_yaxis_transform(),
+        textcoords="offset points", ha="right", va="center", annotation_clip=False, **style,
     )  # fmt: skip
 
 
-def _form(row: Summary) -> str:
-    return difference_form(row.difference, row.low, row.high)
+def _name_rows(axes: Any, names: Sequence[str]) -> None:
+    """Name the rows of a figure on its left."""
+    axes.set_yticks(range(len(names)), names, color=INK)
+    axes.tick_params(axis="y", length=0)
+    axes.spines.left.set_visible(False)
+    axes.locator_params(axis="x", nbins=5)
 
 
 def _in_words(row: Summary) -> str:
-    form = _form(row)
+    form = difference_form(row.difference, row.low, row.high)
     interval = f" [{row.low:{form}}, {row.high:{form}}]" if math.isfinite(row.low) else ""
     return f"{row.difference:{form}}{interval} (n={row.pairs})"
 
@@ -258,18 +260,13 @@ def curves(panels: Sequence[Panel], x: Limits, named: bool = False) -> Markup:
         axes.set(xlim=x, ylim=panel.y, yscale="log" if panel.log else "linear")
         if panel.y[0] < 0 < panel.y[1]:
             axes.axhline(0, color=INK, linewidth=1.2)
-        told = []
+        told, (low, high) = [], panel.y
         for look, points in panel.lines:
-            inside = [
-                p for p in points if x[0] <= p.step <= x[1] and panel.y[0] <= p.mean <= panel.y[1]
-            ]
+            inside = [p for p in points if x[0] <= p.step <= x[1] and low <= p.mean <= high]
             if inside:
                 _curve(axes, look, inside, spread=not named)
-                first, last = inside[0], inside[-1]
-                told.append(
-                    f"{first.method}: {first.mean:.4g} at step {first.step:,}, {last.mean:.4g} at "
-                    f"step {last.step:,}"
-                )
+                reached = [f"{p.mean:.4g} at step {p.step:,}" for p in (inside[0], inside[-1])]
+                told.append(f"{inside[0].method}: {', '.join(reached)}")
         described.append(f"{panel.title}. {'; '.join(told) or 'nothing to draw'}")
         axes.grid(axis="y")
         axes.spines.left.set_visible(False)
@@ -321,19 +318,8 @@ def factors(title: str, rows: Sequence[tuple[str, float | None, float]], unit: s
             axes.plot([paper, ours], [y, y], color=RULE)
             axes.plot(paper, y, "D", color=MARK, mfc="none", markersize=6)
         axes.plot(ours, y, "o", color=MARK, markersize=7)
-        axes.annotate(
-            f"{ours:.2f}", (1, y), (40, 0), axes.get_yaxis_transform(),
-            textcoords="offset points", ha="right", va="center", fontsize=11,
-        )  # fmt: skip
-    axes.set_yticks(range(len(rows)), [label for label, _, _ in rows], color=INK)
-    axes.tick_params(axis="y", length=0)
-    axes.spines.left.set_visible(False)
-    axes.locator_params(axis="x", nbins=5)
-    return svg(
-        figure,
-        title,
-        "; ".join(
-            f"{row}: {ours:.3f}" + (f", the paper {paper:.3f}" if paper is not None else "")
-            for row, paper, ours in rows
-        ),
-    )
+        _beside(axes, y, f"{ours:.2f}", 40, fontsize=11)
+    _name_rows(axes, [label for label, _, _ in rows])
+    papers = ["" if paper is None else f", the paper {paper:.3f}" for _, paper, _ in rows]
+    told = [f"{row}: {ours:.3f}{paper}" for (row, _, ours), paper in zip(rows, papers, strict=True)]
+    return svg(figure, title, "; ".join(told))

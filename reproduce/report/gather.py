@@ -4,8 +4,7 @@ and what is missing."""
 from __future__ import annotations
 
 import math
-from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -15,27 +14,41 @@ from experiments.runs.curves import Point
 from experiments.runs.stats import excludes_zero, mean, paired_interval, std
 from experiments.support.errors import UserError, one_line
 from experiments.support.results import FILE, number
-from reproduce.blocks import BLOCKS, Block, read_block
+from reproduce.blocks import Block, read_block
 from reproduce.execute.processes import last_line
-from reproduce.judge.claims import Claims
+from reproduce.judge import Json
+from reproduce.judge.claims import Claims, Margin
+from reproduce.judge.scale import GapClosed, gap_closed
 from reproduce.judge.verdicts import differences
 from reproduce.packed import run_name
-from reproduce.records import Evidence, StoredRecord
+from reproduce.records import Evidence, StoredRecord, Values
 
 
 @dataclass(frozen=True)
 class Shown:
     """A block with its records.
 
-    metric: what its variants are compared by, a dotted path into a record. baseline, half: the
-    variants whose difference is the gap; "" without one. variants: the records by variant and seed.
+    metric: what its variants are compared by, a dotted path into a record. variants: the records by
+    variant and seed. verdicts: by variant and claim, those on its contrasts with others.
     """
 
     block: Block
     metric: str
-    baseline: str
-    half: str
+    margin: Margin
     variants: dict[str, dict[int, StoredRecord]]
+    verdicts: dict[str, dict[int, list[str]]] = field(default_factory=dict)
+
+    @property
+    def half(self) -> str:
+        """The variant of half the width, whose difference to the baseline is the gap."""
+        return self.margin.upper
+
+    @cached_property
+    def baseline(self) -> str:
+        """The variant that the others are compared with: the margin's `lower`, or else the first
+        dense one; "" without one."""
+        dense = [v for v, own in self.block.variants.items() if _method(own) == "dense"]
+        return self.margin.lower if self.margin.lower in dense else next(iter(dense), "")
 
     @property
     def quantity(self) -> str:
@@ -59,18 +72,27 @@ class Shown:
         return "" if other == variant else other
 
     @cached_property
+    def values(self) -> Values:
+        """The contents of its records."""
+        return {
+            (self.block.name, variant): {seed: stored.record for seed, stored in seeds.items()}
+            for variant, seeds in self.variants.items()
+        }
+
+    @cached_property
     def by_seed(self) -> dict[str, list[float]]:
         """The differences of each variant to the one it is compared with, as in `claims`."""
         name = self.block.name
-        values = {
-            (name, variant): {seed: stored.record for seed, stored in seeds.items()}
-            for variant, seeds in self.variants.items()
-        }
         return {
-            variant: differences(values, name, variant, self.against(variant), self.metric)
+            variant: differences(self.values, name, variant, other, self.metric)
             for variant in self.variants
-            if self.against(variant)
+            if (other := self.against(variant))
         }
+
+    def gap_closed(self, variant: str) -> GapClosed | None:
+        """The share of the gap that a variant loses; None if it is not known."""
+        name = self.block.name
+        return gap_closed(self.values, name, variant, self.metric, self.margin, 2)
 
     @cached_property
     def rows(self) -> dict[str, Summary]:
@@ -152,32 +174,21 @@ def _method(overrides: list[str]) -> str:
     return named[-1] if named else ""
 
 
-def shown_blocks(claims: Claims, evidence: Evidence, folder: Path = BLOCKS) -> list[Shown]:
-    """Every block that judges a claim or has records; pilots come last."""
-    asked = {contrast.block for claim in claims.claims for contrast in claim.contrasts}
-    names = {block for block, _ in evidence.kept} | {
-        path.stem for path in folder.glob("*.yaml") if path.stem in asked
-    }
+def shown_blocks(claims: Claims, evidence: Evidence, judged: Json) -> list[Shown]:
+    """Every block that judges a claim or has records; pilots come last. judged: the verdicts."""
+    names = {block for block, _ in evidence.kept} | claims.metrics.keys()
     shown = []
     for name in sorted(names, key=lambda name: (name.startswith("pilot"), name)):
-        block = read_block(name, folder)
-        metrics = Counter(
-            c.metric for claim in claims.claims for c in claim.contrasts if c.block == name
-        )
-        metric = metrics.most_common(1)[0][0] if metrics else "metrics.val_loss"
-        variants = {variant: evidence.kept.get((name, variant), {}) for variant in block.variants}
-        there = {
-            variant: dict(sorted(seeds.items())) for variant, seeds in variants.items() if seeds
-        }
-        shown.append(Shown(block, metric, _baseline(block, claims), claims.margin.upper, there))
+        block, verdicts = read_block(name), dict[str, dict[int, list[str]]]()
+        for claim in judged["claims"]:
+            for c in (c for c in claim["contrasts"] if c["block"] == name):
+                of_claim = verdicts.setdefault(c["variant"], {}).setdefault(claim["id"], [])
+                of_claim.append(c["verdict"])
+        kept = {v: evidence.kept.get((name, v), {}) for v in block.variants}
+        there = {v: dict(sorted(seeds.items())) for v, seeds in kept.items() if seeds}
+        metric = claims.metrics.get(name, "metrics.val_loss")
+        shown.append(Shown(block, metric, claims.margin, there, verdicts))
     return shown
-
-
-def _baseline(block: Block, claims: Claims) -> str:
-    """The variant that the others are compared with: the margin's `lower`, or else the first
-    dense one."""
-    dense = [variant for variant, own in block.variants.items() if _method(own) == "dense"]
-    return next(iter([variant for variant in dense if variant == claims.margin.lower] + dense), "")
 
 
 def unfinished(runs: Path, evidence: Evidence) -> list[tuple[Path, str]]:
@@ -201,30 +212,17 @@ def unfinished(runs: Path, evidence: Evidence) -> list[tuple[Path, str]]:
     return found
 
 
-@dataclass(frozen=True)
-class Own:
-    """One's own finished trainings.
-
-    rows: by folder, the rows that `experiments.compare` shows, each with the paths of its results.
-    trouble: why some folders cannot be shown.
-    """
-
-    rows: dict[Path, list[tuple[Summary, list[Path]]]]
-    trouble: list[str]
-
-
-def own_runs(runs: Path) -> Own:
-    """The finished trainings below `runs`."""
-    own = Own({}, [])
-    for folder in sorted(path for path in runs.glob("*") if path.is_dir()):
-        if not any(folder.glob(f"*/*/{FILE}")):
-            continue
+def own_runs(runs: Path) -> tuple[dict[Path, list[tuple[Summary, list[Path]]]], list[str]]:
+    """One's own finished trainings below `runs`: (by folder, the rows that `experiments.compare`
+    shows, each with the paths of its results; why some folders cannot be shown)."""
+    rows, trouble = {}, []
+    for folder in sorted({path.parents[2] for path in runs.glob(f"*/*/*/{FILE}")}):
         try:
             finished, _ = comparison.find([folder])
             variants = comparison.variants(finished)
-            files = {a.label: [r.directory / FILE for r in a.runs.values()] for a in variants}
-            rows = comparison.table(variants, comparison.choose(variants, None))
-            own.rows[folder] = [(row, files[row.label]) for row in rows]
+            found = comparison.table(variants, comparison.choose(variants, None))
+            files = {v.label: [r.directory / FILE for r in v.runs.values()] for v in variants}
+            rows[folder] = [(row, files[row.label]) for row in found]
         except UserError as error:
-            own.trouble.append(f"{folder}: {one_line(error)}")
-    return own
+            trouble.append(f"{folder}: {one_line(error)}")
+    return rows, trouble

@@ -26,13 +26,16 @@ from reproduce.judge.scale import ENOUGH
 from reproduce.records import Evidence, read_evidence
 from reproduce.render import listing
 from reproduce.render.header import revision
-from reproduce.report import tables
-from reproduce.report.blocks import Blocks, commands_of, curves_of, revision_of
+from reproduce.report import blocks, tables
 from reproduce.report.figures import factors, standalone, variables
 from reproduce.report.gather import Shown, own_runs, shown_blocks, unfinished
 from reproduce.report.html import HERE, TEMPLATES, link, macros
 from reproduce.specs.table import read_tables
 
+OF_BLOCKS = (
+    *("commands_of", "curves_of", "difference_figure", "revision_of", "small_models"),
+    "table_of_variants",
+)
 VERDICT_TEXT = ("agreement", "p_value", "statement", "without")
 MAIN = "a"  # the block of the main figure
 RECORDS = Path(bench.__file__).parents[1] / "bench_results"
@@ -48,8 +51,7 @@ def main(runs: Path, report: Callable[[str], None] = print) -> None:
 def write_figure(path: Path, report: Callable[[str], None] = print) -> None:
     """Write only the main figure of the committed results, which README.md shows."""
     rules, evidence = read_claims(), read_evidence(EVIDENCE)
-    main = _main(shown_blocks(rules, evidence))
-    blocks = Blocks([main], evidence, rules.margin, {})
+    main = _main(shown_blocks(rules, evidence, {"claims": []}))
     _write(path, standalone(blocks.difference_figure(main, main.leading)), report)
 
 
@@ -66,21 +68,19 @@ def build(runs: Path, folder: Path) -> str:
     """The HTML of the page. folder: where it is written to, for relative links."""
     rules, evidence = read_claims(), read_evidence(EVIDENCE, runs / "evidence")
     judged = judge.content(rules, evidence.values)
-    shown, specs = shown_blocks(rules, evidence), read_tables()
-    blocks = Blocks(shown, evidence, rules.margin, judged)
+    shown, specs = shown_blocks(rules, evidence, judged), read_tables()
+    own, trouble = own_runs(runs)
     css = (HERE / "style.css").read_text(encoding="utf-8")
     return TEMPLATES.get_template("page.html").render(
-        **{name: getattr(blocks, name) for name in ("difference_figure", "table_of_variants")},
+        **{name: getattr(blocks, name) for name in OF_BLOCKS},
         **{name: getattr(text, name) for name in VERDICT_TEXT},
-        across=blocks.across(),
+        across=blocks.across(shown),
         variants={
             (s.block.name, variant) for s in shown if s.variants for variant in s.block.variants
         },
         bench_records=[*_bench_records()],
-        commands_of=commands_of,
         counts=Counter(claim["verdict"] for claim in judged["claims"]),
         covered=listing.items(),
-        curves_of=curves_of,
         enough=ENOUGH,
         evidence=evidence,
         excludes_zero=excludes_zero,
@@ -91,14 +91,13 @@ def build(runs: Path, folder: Path) -> str:
         measured_files=lambda pattern: sorted(tables.MEASURED.glob(f"*/{pattern}")),
         names=NAMES,
         origins=_origins(evidence),
-        own=own_runs(runs),
+        own=own,
+        trouble=trouble,
         reproduce=HERE.parent,
         revision=revision(git_state()),
-        revision_of=revision_of,
         row_verdicts=_row_verdicts(judged),
         runs=runs,
         shown=shown,
-        small_models=blocks.small_models,
         specs=specs,
         style=variables() + Markup(css),
         tables_made={table.name: tables.found(table, runs) for table in specs},
@@ -127,7 +126,7 @@ def _origins(evidence: Evidence) -> list[list[Any]]:
     origins: dict[tuple[str, str], list[str]] = {}
     for (block, _), seeds in evidence.kept.items():
         for stored in seeds.values():
-            origin = revision_of(stored), stored.record["environment"]["device"]
+            origin = blocks.revision_of(stored), stored.record["environment"]["device"]
             origins.setdefault(origin, []).append(block)
     return [
         [*origin, len(names), ", ".join(sorted(set(names)))]

@@ -23,46 +23,6 @@ variants:
   dense: [method=dense]
   ste 2e-3: [method=ste, train.learning_rate=2e-3]
 """
-
-
-@pytest.fixture
-def block_file(tmp_path):
-    """block_file(old, new) -> folder with `t.yaml`, TEXT with `old` replaced."""
-
-    def write(old="", new=""):
-        assert old in TEXT
-        (tmp_path / "t.yaml").write_text(TEXT.replace(old, new), encoding="utf-8")
-        return tmp_path
-
-    return write
-
-
-# ------------------------------------------------------------------------------ the file
-
-
-def test_runs_come_seed_by_seed(block_file, tmp_path):
-    block = read_block("t", block_file())
-    runs = list(block.runs(tmp_path / "runs"))
-    order = [(run.seed, run.variant) for run in runs]
-    assert order == [(3, "dense"), (3, "ste 2e-3"), (1, "dense"), (1, "ste 2e-3")]
-    assert [str(run.job) for run in runs][1] == "ste 2e-3, seed 3"
-    assert runs[1].job.overrides == [
-        *("model=gpt2_nano", "train.steps=20", "method=ste", "train.learning_rate=2e-3"),
-        *("tier=mini", "seed=3"),
-    ]
-    config = runs[1].job.config
-    assert (config.method, config.seed, config.tier) == ("ste", 3, "mini")
-    assert (config.train.steps, config.train.learning_rate) == (20, 2e-3)
-    assert config.runs == tmp_path / "runs"
-
-
-@pytest.mark.parametrize("pair", ["ste 2e-3: nobody", "nobody: dense", "dense: dense"])
-def test_variants_are_compared_with_variants(block_file, pair):
-    assert read_block("t", block_file("seeds:", "against: {ste 2e-3: dense}\nseeds:")).against
-    with pytest.raises(UserError, match="name two of the variants dense, ste 2e-3"):
-        read_block("t", block_file("seeds:", f"against: {{{pair}}}\nseeds:"))
-
-
 SECOND = """
 title: U
 overrides: [train.steps=30]
@@ -75,22 +35,40 @@ variants:
 
 
 @pytest.fixture
-def second_file(block_file):
-    """second_file(old, new) -> folder with `t.yaml` and `u.yaml`, SECOND with `old` replaced."""
+def files(tmp_path):
+    """files(old, new) -> folder with `t.yaml` and `u.yaml`, in which `old` is replaced."""
 
     def write(old="", new=""):
-        assert old in SECOND
-        folder = block_file()
-        (folder / "u.yaml").write_text(SECOND.replace(old, new), encoding="utf-8")
-        return folder
+        assert old in TEXT + SECOND
+        (tmp_path / "t.yaml").write_text(TEXT.replace(old, new), encoding="utf-8")
+        (tmp_path / "u.yaml").write_text(SECOND.replace(old, new), encoding="utf-8")
+        return tmp_path
 
     return write
 
 
-def test_a_block_goes_on_from_another(second_file, finish, tmp_path):
+# ------------------------------------------------------------------------------ the file
+
+
+def test_runs_come_seed_by_seed(files, tmp_path):
+    runs = list(read_block("t", files()).runs(tmp_path / "runs"))
+    order = [(run.seed, run.variant) for run in runs]
+    assert order == [(3, "dense"), (3, "ste 2e-3"), (1, "dense"), (1, "ste 2e-3")]
+    assert str(runs[1].job) == "ste 2e-3, seed 3"
+    assert runs[1].job.overrides == [
+        *("model=gpt2_nano", "train.steps=20", "method=ste", "train.learning_rate=2e-3"),
+        *("tier=mini", "seed=3"),
+    ]
+    config = runs[1].job.config
+    assert (config.method, config.seed, config.tier) == ("ste", 3, "mini")
+    assert (config.train.steps, config.train.learning_rate) == (20, 2e-3)
+    assert config.runs == tmp_path / "runs"
+
+
+def test_a_block_goes_on_from_another(files, finish, tmp_path):
     """All variants of a seed start from one run. They are known by its config: the hash without its
     weights is the one that they have with them."""
-    ast, gmp = read_block("u", second_file()).runs(tmp_path / "runs")
+    ast, gmp = read_block("u", files()).runs(tmp_path / "runs")
     assert [(run.seed, run.variant) for run in (ast, gmp)] == [(1, "ast"), (1, "gmp")]
     assert ast.source is gmp.source
     of_t = {run.digest(): run for run in read_block("t", tmp_path).runs(tmp_path / "runs")}
@@ -104,44 +82,67 @@ def test_a_block_goes_on_from_another(second_file, finish, tmp_path):
     assert ast.job.config.init == ast.source.job.config.directory()
     assert (ast.job.config.digest(), gmp.job.config.digest()) == digests
 
-    other, _ = read_block("u", second_file("variant: dense", "variant: ste 2e-3")).runs(
-        tmp_path / "runs"
-    )
+    other, _ = read_block("u", files("variant: dense", "variant: ste 2e-3")).runs(tmp_path / "runs")
     start = of_t[other.source.digest()]
     assert (start.variant, start.seed) == ("ste 2e-3", 1) and other.digest() not in digests
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "message"),
+    ("name", "old", "new", "message"),
     [
+        ("t", "title: T", "titel: T", "the file has no key titel; it takes name, title, overrides"),
+        ("t", "seeds: [3, 1]\n", "", "the file: seeds is missing"),
+        ("t", "[3, 1]", "[3, three]", "the file: seeds[1]: 'three' is not of type int"),
+        ("t", "[3, 1]", "[3, 3]", "two seeds are the same: [3, 3]"),
+        ("t", "[method=dense]", "method=dense", "variants.dense: 'method=dense' is not of type"),
+        ("t", "  dense:", "  ste_2e-3:", "'ste_2e-3' and 'ste 2e-3' would have the same file"),
+        ("t", "title: T", "title: T\ndriver: training", "choose one of pretrain, dino, translate"),
         (
-            "variant: dense",
-            "variant: densest",
-            "source.variant=densest; block t has dense, ste 2e-3",
+            "t",
+            "title: T",
+            "title: T\nagainst: {dense: gone}",
+            "two of the variants dense, ste 2e-3",
         ),
-        ("block: t", "block: v", "no block 'v'; there is t, u"),
-        ("block: t", "block: u", "source.block=u has a source itself"),
-        ("{block: t, variant: dense}", "t", "the file: source: 't' is not of type BlockSource"),
-        ("seeds: [1]", "seeds: [0, 1]", "block t, its source, has no seeds [0]"),
+        ("t", "title: T", "title: T\nagainst: {dense: dense}", "two of the variants dense"),
+        ("t", "seeds: [3, 1]", "seeds: [3, 1", "while parsing"),
+        ("t", TEXT, "", "it has no keys"),
+        (
+            "u",
+            "variant: dense",
+            "variant: gone",
+            "source.variant=gone; block t has dense, ste 2e-3",
+        ),
+        ("u", "block: t", "block: v", "no block 'v'; there is t, u"),
+        ("u", "block: t", "block: u", "source.block=u has a source itself"),
+        ("u", "{block: t, variant: dense}", "t", "source: 't' is not of type BlockSource"),
+        ("u", "seeds: [1]", "seeds: [0, 1]", "block t, its source, has no seeds [0]"),
     ],
 )
-def test_a_source_that_means_nothing(old, new, message, second_file):
+def test_a_block_that_means_nothing(name, old, new, message, files):
+    folder = files(old, new)
     with pytest.raises(UserError) as error:
-        read_block("u", second_file(old, new))
-    assert message in str(error.value) and "\n" not in str(error.value)
+        read_block(name, folder)
+    text = str(error.value)
+    assert message in text and "\n" not in text
+    assert text.startswith((f"{folder / name}.yaml: ", "no block"))
 
 
-@pytest.mark.parametrize("name", [path.stem for path in sorted(blocks.BLOCKS.glob("*.yaml"))])
-def test_shipped_blocks_compose(name, tmp_path):
-    """Every variant has a config, and no two are the same training under other names."""
-    block = read_block(name)
-    first = [run for run in block.runs(tmp_path) if run.seed == block.seeds[0]]
-    digests = {run.variant: run.digest() for run in first}
-    assert len(set(digests.values())) == len(block.variants)
+def test_overrides_that_do_not_fit_name_the_variant(files, tmp_path):
+    run = list(read_block("t", files("method=ste,", "method=ste, method.beta=1,")).runs(tmp_path))[
+        1
+    ]
+    message = r"^block t, ste 2e-3, seed 3: there is no method.beta here"
+    with pytest.raises(UserError, match=message):
+        run.digest()
 
 
-def test_block_d_has_the_rows_of_torchao_s_table():
-    """Its seven fractions, and a dense model of half the width as the half-width baseline."""
+def test_shipped_blocks_compose(tmp_path):
+    """Every variant has a config, and no two are the same training under other names. Block d has
+    torchao's seven fractions, and a dense model of half the width as the half-width baseline."""
+    for path in blocks.BLOCKS.glob("*.yaml"):
+        block = read_block(path.stem)
+        first = [run for run in block.runs(tmp_path) if run.seed == block.seeds[0]]
+        assert len({run.digest() for run in first}) == len(block.variants), path
     table = next(t for t in read_tables() if t.name == "torchao_table1")
     variants = dict(read_block("d").variants)
     assert variants.pop("half") == ["method=dense", "model=vit_mini_half"]
@@ -149,51 +150,6 @@ def test_block_d_has_the_rows_of_torchao_s_table():
     kept = [[o for o in own if not o.startswith(rates)] for own in variants.values()]
     asked = [row.overrides for row in table.rows if row.overrides]  # not half the width
     assert sorted(kept) == sorted(asked) and len(kept) == 7
-
-
-@pytest.mark.parametrize(
-    ("old", "new", "message"),
-    [
-        ("title: T", "titel: T", "the file has no key titel; it takes name, title, overrides"),
-        ("seeds: [3, 1]\n", "", "the file: seeds is missing"),
-        ("[3, 1]", "[3, three]", "the file: seeds[1]: 'three' is not of type int"),
-        ("[3, 1]", "[3, 3]", "two seeds are the same: [3, 3]"),
-        (
-            "[method=dense]",
-            "method=dense",
-            "the file: variants.dense: 'method=dense' is not of type list",
-        ),
-        ("  dense:", "  ste_2e-3:", "variants 'ste_2e-3' and 'ste 2e-3' would have the same file"),
-        (
-            "title: T",
-            "title: T\ndriver: training",
-            "driver=training; choose one of pretrain, dino, translate",
-        ),
-        ("seeds: [3, 1]", "seeds: [3, 1", "while parsing"),
-        (TEXT, "", "it has no keys"),
-    ],
-)
-def test_a_block_that_means_nothing(old, new, message, block_file):
-    folder = block_file(old, new)
-    with pytest.raises(UserError) as error:
-        read_block("t", folder)
-    text = str(error.value)
-    assert text.startswith(f"{folder / 't.yaml'}: ")
-    assert message in text and "\n" not in text
-
-
-def test_no_such_block(block_file):
-    with pytest.raises(UserError, match=r"^no block 'u'; there is t$"):
-        read_block("u", block_file())
-
-
-def test_overrides_that_do_not_fit_name_the_variant(block_file, tmp_path):
-    folder = block_file("method=ste,", "method=ste, method.beta=none,")
-    run = list(read_block("t", folder).runs(tmp_path))[1]
-    with pytest.raises(
-        UserError, match=r"^block t, ste 2e-3, seed 3: there is no method.beta here"
-    ):
-        run.digest()
 
 
 # ------------------------------------------------------------------------------ records
@@ -211,99 +167,65 @@ def test_a_run_is_kept_and_recognised(run, finish, tmp_path):
     assert run.record(committed, own) is None
     log = [{"step": 0, "loss": 4.0, "flip_rate": None}, {"step": 10, "val_loss": 2.6}]
     finish(run.job.config, log)
-    kept = run.keep(own)
-    path = own / "t" / "a_b_c-seed7.json"
+    kept, path = run.keep(own), own / "t" / "a_b_c-seed7.json"
     assert read_sealed(path) == kept
-    assert (kept["block"], kept["variant"], kept["seed"]) == ("t", "a/b c", 7)
-    assert kept["config_hash"] == run.digest()
-    assert kept["overrides"] == ["train.steps=20", "method=ste", "tier=mini", "seed=7"]
-    assert kept["metrics"] == {"val_loss": 1.0, "flip_rate": 0.25}
-    assert kept["environment"] == {
-        "git_revision": "c0ffee" * 7,
-        "git_dirty": False,
-        "device": "abacus",
-        "versions": {"torch": "2.0"},
-    }
-    assert kept["curves"] == {
-        "val_loss": [[10, 2.6]], "loss": [[0, 4.0]], "flip_rate": [], "grad_norm": []
+    expected = {
+        "block": "t", "variant": "a/b c", "seed": 7, "config_hash": run.digest(),
+        "overrides": ["train.steps=20", "method=ste", "tier=mini", "seed=7"],
+        "metrics": {"val_loss": 1.0, "flip_rate": 0.25},
+        "environment": {"git_revision": "c0ffee" * 7, "git_dirty": False, "device": "abacus",
+                        "versions": {"torch": "2.0"}},
+        "curves": {"val_loss": [[10, 2.6]], "loss": [[0, 4.0]], "flip_rate": [], "grad_norm": []},
     }  # fmt: skip
+    assert expected.items() <= kept.items()
     assert str(tmp_path) not in path.read_text(encoding="utf-8")  # it can be committed
     assert run.record(committed, own) == kept
-
-    committed.mkdir()
-    own.rename(committed / "moved")
-    assert run.record(committed) is None
-    (committed / "moved" / "t").rename(committed / "t")
-    assert run.record(committed, own) == kept
-
-
-def test_another_config_is_not_done(run, finish, tmp_path):
-    """A record belongs to a config, not to a name: the block was changed, or the defaults were."""
-    finish(run.job.config)
-    run.keep(tmp_path / "evidence")
+    # A record belongs to a config, not to a name: the block was changed, or the defaults were.
     changed = Block("t", "T", ["train.steps=21"], {"a/b c": ["method=ste"]}, [7])
     other = next(changed.runs(tmp_path))
-    assert other.file(tmp_path) == run.file(tmp_path)
-    assert other.record(tmp_path / "evidence") is None
-    assert other.keep(tmp_path / "evidence") is None
-    assert run.record(tmp_path / "evidence") is not None
+    assert other.file(own) == path and other.record(own) is None and other.keep(own) is None
+    own.rename(committed)
+    assert run.record(committed, own) == kept
+    path = run.file(committed)
+    path.write_text("{", encoding="utf-8")
+    with pytest.raises(UserError, match=r"a_b_c-seed7.json is damaged .*; remove or restore it"):
+        run.record(committed)
 
 
-def test_the_record_of_a_run_names_where_it_started(second_file, finish, tmp_path):
+def test_the_record_of_a_run_names_where_it_started(files, finish, tmp_path):
     """It is recognised without that run, but not once that one would be another."""
-    ast, _ = read_block("u", second_file()).runs(tmp_path / "runs")
-    own = tmp_path / "evidence"
+    ast, _ = read_block("u", files()).runs(tmp_path / "runs")
+    own, overrides = tmp_path / "evidence", ast.source.job.overrides
     finish(ast.source.job.config)
     assert ast.keep(own) is None
     finish(ast.job.config, init={})
     kept = ast.keep(own)
-    assert kept["source"] == {
-        "block": "t",
-        "variant": "dense",
-        "overrides": ast.source.job.overrides,
-    }
+    assert kept["source"] == {"block": "t", "variant": "dense", "overrides": overrides}
     assert kept["init"] == {} and kept["config_hash"] == ast.digest()
     (tmp_path / "runs").rename(tmp_path / "elsewhere")
     again, _ = read_block("u", tmp_path).runs(tmp_path / "runs")
     assert again.record(own) == kept
-
-    text = (tmp_path / "t.yaml").read_text().replace("steps=20", "steps=21")
-    (tmp_path / "t.yaml").write_text(text)
-    other, _ = read_block("u", tmp_path).runs(tmp_path / "runs")
+    other, _ = read_block("u", files("steps=20", "steps=21")).runs(tmp_path / "runs")
     assert other.record(own) is None and other.setup != again.setup
 
 
 def test_a_diverged_run_is_kept(run, finish, tmp_path):
     """It was run: another start would diverge again."""
-    finish(
-        run.job.config,
-        [{"step": 0, "loss": None}],
-        metrics={"val_loss": math.nan, "flip_rate": 0.0},
-    )
+    metrics = {"val_loss": math.nan, "flip_rate": 0.0}
+    finish(run.job.config, [{"step": 0, "loss": None}], metrics=metrics)
     assert run.keep(tmp_path / "evidence")["metrics"]["val_loss"] is None
     assert run.record(tmp_path / "evidence")["curves"]["loss"] == []
 
 
-def test_a_damaged_record_is_named(run, tmp_path):
-    path = run.file(tmp_path / "evidence")
-    path.parent.mkdir(parents=True)
-    path.write_text("{", encoding="utf-8")
-    with pytest.raises(UserError, match=r"a_b_c-seed7.json is damaged .*; remove or restore it"):
-        run.record(tmp_path / "evidence")
-
-
-@pytest.mark.parametrize(
-    ("count", "thin"), [(0, 1), (1, 1), (100, 1), (101, 2), (200, 2), (999, 10)]
-)
-def test_curves_are_thinned(count, thin):
+def test_curves_are_thinned():
     """Curves keep all evaluations, and of training at most a hundred points, the last of groups."""
-    log = [{"step": step, "loss": 1 / (step + 3), "val_loss": 2.0} for step in range(count)]
-    found = curves(log)
-    assert len(found["val_loss"]) == count
-    steps = [step for step, _ in found["loss"]]
-    assert steps == list(range(thin - 1, count, thin))
-    assert len(steps) <= blocks.POINTS
-    assert all(value == float(f"{1 / (step + 3):.6g}") for step, value in found["loss"])
+    for count, thin in [(0, 1), (1, 1), (100, 1), (101, 2), (200, 2), (999, 10)]:
+        log = [{"step": step, "loss": 1 / (step + 3), "val_loss": 2.0} for step in range(count)]
+        found = curves(log)
+        assert len(found["val_loss"]) == count
+        steps = [step for step, _ in found["loss"]]
+        assert steps == list(range(thin - 1, count, thin)) and len(steps) <= blocks.POINTS
+        assert all(value == float(f"{1 / (step + 3):.6g}") for step, value in found["loss"])
 
 
 def test_kept_records_are_of_today_s_configs():

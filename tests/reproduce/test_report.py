@@ -19,7 +19,7 @@ from experiments.runs.stats import mean, paired_interval
 from experiments.support.checkpoint import write_json
 from reproduce.__main__ import main as reproduce
 from reproduce.blocks import BLOCKS, EVIDENCE, read_block
-from reproduce.judge.claims import read_claims
+from reproduce.judge.claims import Margin, read_claims
 from reproduce.packed import read_packed
 from reproduce.report import blocks, figures, html, page, tables
 from reproduce.report.gather import Shown
@@ -198,9 +198,9 @@ def test_the_best_variant_is_on_top_and_a_gap_that_may_be_zero_has_no_half_width
         }
         for variant, lost in cost.items()
     }
-    shown = Shown(SimpleNamespace(name="x", against={}), "metrics.top1", "dense", "half", variants)
-    of_page = blocks.Blocks([shown], None, SimpleNamespace(share=0.25), {})
-    drawn = of_page.difference_figure(shown, ["half", "worst", "best"])
+    block = SimpleNamespace(name="x", against={}, variants={"dense": ["method=dense"]})
+    shown = Shown(block, "metrics.top1", Margin(0.25, "dense", "half"), variants)
+    drawn = blocks.difference_figure(shown, ["half", "worst", "best"])
     assert re.findall(r">(best|half|worst)</text>", drawn) == ["best", "half", "worst"]
     assert (shown.gap == pytest.approx(-2.0)) if half else math.isnan(shown.gap)
     assert ("is the half-width baseline" in drawn) is bool(half)
