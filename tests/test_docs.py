@@ -566,7 +566,7 @@ def test_the_differences_and_the_figure_are_those_of_the_records(tmp_path):
     """If not: the tables of docs/evidence.md by hand, the figure by the command there."""
     told = part("Measured so far").split("Block c: ")[0]
     rules, records = evidence()
-    by_name = {s.block.name: s for s in shown_blocks(rules, records)}
+    by_name = {s.block.name: s for s in shown_blocks(rules, records, {"claims": []})}
     main, other = by_name[report_page.MAIN], by_name["b"]
 
     def cell(row):
@@ -603,7 +603,8 @@ def test_the_differences_and_the_figure_are_those_of_the_records(tmp_path):
 
 def test_the_variants_beside_half_the_width_are_where_their_intervals_put_them():
     rules, records = evidence()
-    (main,) = (s for s in shown_blocks(rules, records) if s.block.name == report_page.MAIN)
+    shown = shown_blocks(rules, records, {"claims": []})
+    (main,) = (s for s in shown if s.block.name == report_page.MAIN)
     where = {"better than `half`": set(), "no difference shown": set(), "worse": set()}
     for variant in set(main.leading) - {"dense", "half", "shallow"}:
         assert main.rows[variant].low > 0
