@@ -31,6 +31,11 @@ def test_gamma_one_subtracts_the_third_smallest():
     assert soft_threshold24(torch.tensor([-4.0, 1, 3, 2]), 0.5).tolist() == [-1.5, 0, 0.5, 0]
 
 
+def test_support_lies_in_the_hard_mask(generator):
+    x = torch.randint(-3, 4, (512, 4), generator=generator).float()
+    assert (soft_threshold24(x)[~nm_mask(x)] == 0).all()
+
+
 def test_lipschitz_where_the_hard_threshold_jumps(generator):
     """|S(a + d) - S(a)| <= 2 |d| in the maximum norm (S-STE, section 4.1), up to a rounding of each
     of two values.

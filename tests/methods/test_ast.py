@@ -43,6 +43,19 @@ def zero(step):
     return torch.zeros(4, 4)
 
 
+def test_pruned_values_matter_only_after_a_refresh():
+    layer, method = converted(refresh_every=2)
+    x = torch.randn(3, 4)
+    before = layer(x)
+    with torch.no_grad():
+        layer.weight[:, 1] = 9.0
+    method.on_step_end(0)
+    assert torch.equal(layer(x), before)
+    method.on_step_end(1)
+    assert layer.mask[0].tolist() == [True, True, False, False]
+    assert not torch.equal(layer(x), before)
+
+
 # ---------------------------------------------------------------- masks
 
 
@@ -83,6 +96,23 @@ def test_the_wanda_mask_by_hand():
     inputs = torch.tensor([[1.0, 1.0, 2.0, 3.0], [0.0, 0.0, 0.0, 4.0]])
     assert wanda(layer, [{"input": inputs}])[0].tolist() == [True, False, False, True]
     assert not torch.equal(layer.mask, nm_mask(layer.weight))
+
+
+def test_invariances_of_the_wanda_metric():
+    x = torch.randn(64, 16, generator=torch.Generator().manual_seed(1))
+    mask = wanda(linear(), [{"input": x}])
+    assert not torch.equal(mask, nm_mask(linear().weight))
+    assert torch.equal(wanda(linear(), [{"input": 3.0 * x}]), mask)
+    assert torch.equal(wanda(linear(), [{"input": part} for part in x.split(10)]), mask)
+    # A column scaled up whose input is scaled down, by a power of two so that no bit is lost.
+    scale = 2.0 ** torch.randint(-2, 3, (16,), generator=torch.Generator().manual_seed(2))
+    scaled = linear()
+    with torch.no_grad():
+        scaled.weight.mul_(scale)
+    assert torch.equal(wanda(scaled, [{"input": x / scale}]), mask)
+    # Equal norms are no metric at all.
+    signs = torch.sign(x)
+    assert torch.equal(wanda(linear(), [{"input": signs}]), nm_mask(linear().weight))
 
 
 def test_the_norms_are_those_of_the_dense_model_and_are_saved():
@@ -131,8 +161,10 @@ def test_pure_decay_tells_the_routes_apart():
     for route, sizes in expected.items():
         for alpha in (1e-2, 1e-1):
             layer, method = converted(decay_route=route, alpha=alpha)
-            change = train(layer, method, zero)[0, [1, 3]]
-            torch.testing.assert_close(change, -torch.tensor(sizes(alpha)), rtol=2e-3, atol=0)
+            change = train(layer, method, zero)[0]
+            assert not change[[0, 2]].any()  # kept ones keep their bits, pruned ones shrink
+            want = -torch.tensor(sizes(alpha))
+            torch.testing.assert_close(change[[1, 3]], want, rtol=2e-3, atol=0)
 
 
 def test_a_layer_without_a_gradient_does_not_stop_the_others():
@@ -148,6 +180,18 @@ def test_a_layer_without_a_gradient_does_not_stop_the_others():
         method.on_gradients(0, optimizer)
         optimizer.step()
         assert torch.equal(model[1].weight != before, ~model[1].mask)
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_an_all_ones_mask_makes_lambda_irrelevant(route):
+    def trajectory(alpha):
+        layer, method = converted(decay_route=route, alpha=alpha, refresh_every=0)
+        layer.mask.fill_(True)
+        method.on_step_end(0)
+        grads = torch.randn(10, 4, 4, generator=torch.Generator().manual_seed(0))
+        return train(layer, method, lambda step: grads[step].clone(), steps=10)
+
+    assert torch.equal(trajectory(0.0), trajectory(0.5))
 
 
 @pytest.mark.parametrize("route", ROUTES)
@@ -171,6 +215,13 @@ def test_the_decay_comes_after_clipping_and_unscaling(route):
     assert reference[0, [1, 3]].all()
     assert torch.equal(change(2.0**16, 1.0), reference)
     assert torch.equal(change(1.0, 1e-3), reference)
+
+
+def test_the_first_step_is_lr_over_one_minus_beta1():
+    layer, method = converted(alpha=0.0)
+    grad = torch.randn(4, 4, generator=torch.Generator().manual_seed(0))
+    change = train(layer, method, lambda step: grad, eps=1e-12)
+    torch.testing.assert_close(change, -1e-2 * grad.sign(), rtol=1e-4, atol=0)
 
 
 # ---------------------------------------------------------------- the optimizer
@@ -261,6 +312,27 @@ def test_the_optimizer_that_the_route_needs():
         assert type(method.optimizer([layer.weight], lr=1e-3)) is torch.optim.AdamW
         layer.weight.grad = zero(0)
         method.on_gradients(0, torch.optim.SGD([layer.weight], lr=0.1))
+
+
+def test_flips_are_even_and_obey_the_triangle_inequality():
+    """Between exact 2:4 masks every bit that goes brings one that comes."""
+    torch.manual_seed(0)
+    layer = nn.Linear(64, 32)
+    without = {"kl_weight": 0.0, "alpha": 0.0, "ramp_steps": 0, "decay_route": "gradient"}
+    method = ast.Method(ast.Config(include=["*"], refresh_every=1, **without))
+    method.convert(layer)
+    first = previous = layer.mask.clone()
+    before = 0
+    for step in range(5):
+        method.on_step_begin(step)
+        with torch.no_grad():
+            layer.weight.add_(0.05 * torch.randn_like(layer.weight))
+        method.on_step_end(step)
+        flips = int((layer.mask ^ previous).sum())
+        from_first = int((layer.mask ^ first).sum())
+        assert flips % 2 == from_first % 2 == 0 and flips > 0
+        assert flips <= from_first + before
+        previous, before = layer.mask.clone(), from_first
 
 
 # ---------------------------------------------------------------- when masks change

@@ -1,11 +1,14 @@
 """S-STE: the scale beta, the operands, the options of the paper's tables."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
 
 from common_kernels import fake_fp8, mvue24, soft_threshold24
 from methods import s_ste
+from models.gpt2 import GPT, GPTConfig
 from tests.methods.loop import training_step
 
 
@@ -76,6 +79,29 @@ def test_beta_is_frozen_except_in_the_dynamic_recipe():
             assert torch.equal(layer.scale, before)
         if recipe == "none":
             assert float(layer.scale) == 1.0
+
+
+def test_beta_survives_save_and_load():
+    layer, method = converted()
+    train(layer, method)
+    other, _ = converted(weight=torch.randn(32, 64))
+    assert not torch.equal(other.scale, layer.scale)
+    other.load_state_dict(copy.deepcopy(layer.state_dict()))
+    assert torch.equal(other.scale, layer.scale)
+    assert torch.equal(other.sparse_weight, layer.sparse_weight)  # derived again at loading
+
+
+def test_beta_is_measured_after_the_residual_scaled_initialisation():
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(n_layer=2, n_head=2, n_embd=64, vocab_size=32, block_size=8))
+    s_ste.Method(s_ste.Config()).convert(model)
+    projection = model.transformer.h[0].mlp.c_proj
+    assert float(projection.weight.detach().std()) == pytest.approx(
+        0.01, rel=0.05
+    )  # 0.02 / sqrt(2 L)
+    weight = projection.weight.detach()
+    expected = s_ste.projection_scale(weight, soft_threshold24(weight), "mse")
+    assert torch.equal(projection.scale, expected)
 
 
 def test_all_zero_weights_give_a_finite_scale():

@@ -112,6 +112,21 @@ def test_density_after_double_pruning():
             assert abs(blocks.mean().item() - density) < 4 * error
 
 
+def test_survival_by_the_number_of_kept_weights_in_a_column_group():
+    """min(1, 2 / count) for exchangeable magnitudes; 13/16 over all kept weights."""
+    layer, _ = converted(1024, 1024)
+    mask, twice = row_mask(layer), dgrad_operand(layer) != 0
+    counts = mask.unflatten(0, (-1, 4)).sum(1).repeat_interleave(4, 0)
+    for count, want in ((1, 1.0), (2, 1.0), (3, 2 / 3), (4, 1 / 2)):
+        chosen = mask & (counts == count)
+        survivors, total = int((twice & chosen).sum()), int(chosen.sum())
+        assert survivors == want * total  # exactly: each full group keeps two
+    total = int(mask.sum())
+    # Per 4x4 block: variance 61/108 of its survivors, of eight kept.
+    error = math.sqrt(61 / 108) / 8 / 256
+    assert abs(int(twice.sum()) / total - 13 / 16) < 4 * error
+
+
 def test_number_of_non_zeros_of_the_twice_pruned_weight():
     """Sum of min(n, count) over column groups, whatever the weights: it never changes."""
     for n, m in PATTERNS:
@@ -175,6 +190,23 @@ def test_weight_gradient_is_compressed():
         assert torch.equal(layer.values.grad, dense[mask].view(48, -1))
         assert torch.equal(expand_nm(layer.values.grad, layer.row_mask, n, m), dense * mask)
         assert torch.equal(layer.bias.grad, dy.view(-1, 48).sum(0))
+
+
+def test_gradients_at_pruned_positions_have_no_influence():
+    """The released code applies them, and only them, to the kept weights."""
+    layer, _ = converted(4, 8)
+    mask = row_mask(layer)
+    # One row has a gradient; it changes at its pruned inputs alone.
+    dy = torch.zeros(1, 4)
+    dy[0, 2] = 1.0
+    x = torch.randn(1, 8)
+    grads = []
+    for noise in (0.0, 100.0):
+        layer.values.grad = None
+        layer(x + noise * ~mask[2]).backward(dy)
+        grads.append(layer.values.grad)
+    assert torch.equal(*grads)
+    assert torch.equal(grads[0][2], x[0][mask[2]]) and grads[0].count_nonzero() == 4
 
 
 # ---------------------------------------------------------------- training
@@ -284,6 +316,30 @@ def train(model, method, optimizer, steps, clip=1.0):
             nn.utils.clip_grad_norm_(model.parameters(), clip)
 
 
+def test_clipping_sees_dense_and_compressed_gradients():
+    """Compressed gradients have the norm of the masked dense ones; None gradients are allowed."""
+    for p in (1.0, 2.0, math.inf):
+        model, method, _ = gpt(adapter_rank=2, total_steps=100)
+        method.on_step_begin(0)
+        method.loss(model, batch(0)).backward()
+        grads = []
+        for name, parameter in model.named_parameters():
+            module = model.get_submodule(name.rpartition(".")[0])
+            assert (parameter.grad is None) == name.endswith((".left", ".right"))
+            if name.endswith(".values"):
+                grads.append(expand_nm(parameter.grad, module.row_mask).flatten())
+            elif parameter.grad is not None:
+                grads.append(parameter.grad.flatten())
+        everything = torch.cat(grads)
+        norm = nn.utils.clip_grad_norm_(model.parameters(), 1e9, p)
+        torch.testing.assert_close(norm, everything.norm(p), rtol=1e-5, atol=0)
+        before = [q.grad.clone() for q in model.parameters() if q.grad is not None]
+        nn.utils.clip_grad_norm_(model.parameters(), norm.item() / 4, p)
+        after = [q.grad for q in model.parameters() if q.grad is not None]
+        for a, b in zip(after, before, strict=True):
+            torch.testing.assert_close(a, b / 4, rtol=1e-4, atol=0)
+
+
 # ---------------------------------------------------------------- adapters
 
 
@@ -379,6 +435,9 @@ def test_adapter_gradients_are_those_of_autograd():
             x64 = x.detach().double().requires_grad_()
             y = x64 @ weight.t() + x64 @ left @ right / 4 + (layer.bias.double() if bias else 0)
             torch.testing.assert_close(layer(x).double(), y, rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(
+                layer(x[[2, 0, 1]]).double(), y[[2, 0, 1]], atol=1e-5, rtol=1e-5
+            )
             y.backward(dy.double())
             close = {"rtol": 1e-5, "atol": 1e-5}
             torch.testing.assert_close(layer.right.grad.double(), right.grad, **close)

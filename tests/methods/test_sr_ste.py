@@ -74,3 +74,24 @@ def test_on_weights_needs_the_optimizer():
     with pytest.raises(ValueError, match="holds the weights of the converted"):
         method.on_gradients(0, stranger)
     assert layer.weight.grad is None
+
+
+@pytest.mark.parametrize("clip", [0.5, None])
+def test_loss_scale_does_not_change_the_update(clip):
+    """Decay is added after unscaling and clipping, so a loss scale of 2^16 changes nothing."""
+
+    def update(scale):
+        torch.manual_seed(0)
+        layer, method = converted([4.0, 1.0, 3.0, 2.0], alpha=0.1)
+        optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+        method.on_step_begin(0)
+        x = torch.randn(8, 4)
+        (layer(x).square().mean() * scale).backward()
+        layer.weight.grad /= scale
+        if clip:
+            nn.utils.clip_grad_norm_(layer.parameters(), clip)
+        method.on_gradients(0, optimizer)
+        optimizer.step()
+        return layer.weight.detach()
+
+    torch.testing.assert_close(update(1.0), update(2.0**16), rtol=1e-6, atol=1e-7)

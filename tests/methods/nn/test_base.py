@@ -183,6 +183,20 @@ def test_groups_with_three_non_zeros_are_illegal():
         assert found["density"] == sum(value != 0 for value in values) / 4
 
 
+def test_virtual_flip_rate_leaves_a_dense_model_untouched():
+    model = mlp()
+    before = copy.deepcopy(model.state_dict())
+    method = dense.Method(dense.Config(measure_every=1))
+    method.convert(model)
+    method.on_step_begin(0)
+    method.on_step_end(0)
+    method.metrics()
+    method.finalize(model)
+    after = model.state_dict()
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[k], after[k]) for k in before)
+
+
 @pytest.mark.parametrize("period", [1, 4])
 def test_nothing_is_measured_with_zero(period, monkeypatch):
     """Copies of the masks and a comparison that waits for the GPU would be in every timing."""

@@ -5,6 +5,7 @@ import math
 
 import pytest
 import torch
+from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from methods import ast
@@ -41,6 +42,29 @@ def test_reverse_kl_by_hand():
         loss = reverse_kl(torch.zeros(1, 2), torch.tensor([[t * math.log(3), 0.0]]), t)
         expected = t * t * (0.5 * math.log(0.5 / 0.75) + 0.5 * math.log(0.5 / 0.25))
         assert loss.item() == pytest.approx(expected, abs=1e-6)
+
+
+def test_the_gradient_of_forward_kl_is_the_difference_of_the_probabilities():
+    student, teacher = logits(3, 5, 7, seed=0).requires_grad_(), logits(3, 5, 7, seed=1)
+    forward_kl(student, teacher, 2.0).backward()
+    expected = 2.0 * ((student / 2).softmax(-1) - (teacher / 2).softmax(-1)) / 15
+    torch.testing.assert_close(student.grad, expected.detach(), rtol=0, atol=1e-7)
+
+
+def test_properties_of_the_divergences():
+    for divergence in (forward_kl, reverse_kl):
+        student, teacher = logits(2, 3, 9, seed=0), logits(2, 3, 9, seed=1)
+        value = divergence(student, teacher, 2.0)
+        assert value > 0
+        same = teacher.clone().requires_grad_()
+        zero = divergence(same, teacher, 2.0)
+        zero.backward()
+        assert zero.item() == pytest.approx(0, abs=1e-6)
+        torch.testing.assert_close(same.grad, torch.zeros_like(same), rtol=0, atol=1e-7)
+        shifted = divergence(student + logits(2, 3, 1, seed=2), teacher + 5.0, 2.0)
+        torch.testing.assert_close(shifted, value, rtol=1e-5, atol=1e-6)
+        twice = divergence(student.repeat(2, 1, 1), teacher.repeat(2, 1, 1), 2.0)
+        torch.testing.assert_close(twice, value, rtol=1e-6, atol=0)  # a mean over tokens
 
 
 def test_bf16_logits_are_reduced_in_fp32():
@@ -193,6 +217,30 @@ def test_layer_losses_compare_the_blocks():
         loss.backward()
         assert model.transformer.h[0].mlp.c_fc.weight.grad.any()
         assert not any(m._forward_hooks for m in (*model.modules(), *method.teacher.modules()))
+
+
+def test_a_zero_student_has_the_loss_of_the_teachers_sizes():
+    model, method, dense, _ = converted(task_weight=0.0, kl_weight=0.0, layer_weight=1.0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    method.on_step_end(0)
+    sizes = [h.square().mean().item() for h in hidden(dense, batch()["input"])]
+    expected = sum(m / (m + 2**-7) for m in sizes)
+    assert method.loss(model, batch()).item() == pytest.approx(expected, rel=1e-5)
+
+
+def test_nothing_is_kept_when_the_weight_is_zero():
+    model, method, _, _ = converted()
+    hooks = []
+
+    class Watched(nn.Module):
+        def forward(self, **inputs):
+            hooks.extend(m for m in model.modules() if m._forward_hooks)
+            return model(**inputs)
+
+    method.loss(Watched(), batch())
+    assert hooks == [] and method.compared == {}
 
 
 def test_recomputed_blocks_keep_their_layer_losses():

@@ -63,6 +63,17 @@ def test_expanded_scalar_gradient():
         torch.testing.assert_close(dx, expected, rtol=1e-5, atol=1e-5)
 
 
+def test_wgrad_operand_is_24_along_tokens():
+    for tokens in (4, 20, 68):
+        for dtype in (torch.float32, torch.bfloat16, torch.float16):
+            *_, dy = operands(tokens=tokens, dtype=dtype)
+            for gradient in (dy, dy.t().contiguous().t()):
+                sample = sample_tokens(gradient, KEY, "exact")
+                nonzeros = (sample.reshape(tokens // 4, 4, -1) != 0).sum(1)
+                assert sample.dtype == dtype
+                assert int(nonzeros.max()) == 2
+
+
 def test_tokens_that_are_no_multiple_of_four():
     x, weight, bias, dy = operands(tokens=22)
     weight.requires_grad_()

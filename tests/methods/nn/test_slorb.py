@@ -60,6 +60,14 @@ def test_mean_by_hand():
     assert s.tolist() == [[0.0, 0.0]]
 
 
+def test_sum_gives_k_times_the_pruned_part():
+    layer, dense, _ = converted(slorb_init="sum")
+    kept = block_sums(layer.sparse_weight)
+    used = block_sums(layer.sparse_weight + product(layer))
+    expected = kept + 4 * (block_sums(dense) - kept)
+    torch.testing.assert_close(used, expected, rtol=0, atol=1e-5)
+
+
 def test_xavier_starts_as_the_sparse_layer():
     layer, _, _ = converted(slorb_init="xavier")
     x = torch.randn(3, 16)
@@ -81,6 +89,22 @@ def test_xavier_follows_from_the_seed_of_the_method_and_touches_no_other_generat
         ast.Method(ast.Config(include=["*"], **options)).convert(twin)
         assert torch.equal(twin.slorb_x, first.slorb_x) == same
     assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_the_sums_of_blocks_are_the_product_with_the_indicator():
+    for leading in ((3,), (2, 5)):
+        x, s = torch.randn(*leading, 16), torch.randn(8, 4)
+        expected = x @ slorb.indicator(16, 4).t() @ s.t()
+        torch.testing.assert_close(slorb.boost(x, s, None), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_a_zero_s_is_no_slorb():
+    layer, _, _ = converted()
+    plain, _, _ = converted(slorb_k=0)
+    with torch.no_grad():
+        layer.slorb_s.zero_()
+    x = torch.randn(3, 16)
+    assert torch.equal(layer(x), plain(x))
 
 
 def test_gradients_reach_both_factors_and_the_dense_weight():
