@@ -9,6 +9,7 @@ from common_kernels.compressed import (
     unpack_mask,
 )
 from common_kernels.decay import masked_decay_
+from common_kernels.decode import Fragments24, few_tokens24, fragments24
 from common_kernels.fp8 import fake_fp8, quantize_fp8
 from common_kernels.glu import geglu, swiglu
 from common_kernels.lowrank import lowrank_addmm
@@ -29,6 +30,7 @@ from common_kernels.philox import philox4x32
 from common_kernels.soft_threshold import soft_threshold24
 
 __all__ = [
+    "Fragments24",
     "Packed24",
     "check24",
     "check_nm",
@@ -38,7 +40,9 @@ __all__ = [
     "double_prune_mask",
     "expand_nm",
     "fake_fp8",
+    "few_tokens24",
     "flip_rate",
+    "fragments24",
     "geglu",
     "lowrank_addmm",
     "masked_decay_",

@@ -1,0 +1,92 @@
+"""Products with few tokens: the fragments hold the matrix as mma.sp reads it, and the kernel, where
+a GPU can run it, multiplies with them."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from common_kernels import few_tokens24, fragments24, nm_mask, pack24
+from common_kernels.backend import HAS_TRITON
+from common_kernels.decode import MOST, cpu, reference
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def given(rows, columns, tokens, dtype, values=None):
+    """A packed matrix, some of its groups with fewer than two entries, and x."""
+    draw = torch.Generator().manual_seed(rows + columns)
+    w = torch.randn(rows, columns, generator=draw)
+    mask = nm_mask(w) & (torch.rand(w.shape, generator=draw) < 0.9)
+    w, x = (w if values is None else values(w)) * mask, torch.randn(tokens, columns, generator=draw)
+    w, x = w.to(dtype), (x if values is None else values(x)).to(dtype)
+    return w, fragments24(pack24(w.to(DEVICE), mask.to(DEVICE))), x
+
+
+def test_fragments_multiply_by_the_definition_of_mma_sp():
+    """Whole numbers, so that nothing is rounded."""
+    for dtype, rows, columns in ((torch.bfloat16, 32, 128), (torch.float16, 16, 64)):
+        w, packed, x = given(rows, columns, 3, dtype, lambda t: (8 * t).round().clamp(-30, 30))
+        held = packed.values.cpu(), packed.meta.cpu()
+        assert sum(t.nbytes for t in held) == w.nbytes * 9 // 16
+        assert torch.equal(cpu.matrix(*held, rows, dtype), w)
+        want = x.double() @ w.double().t()
+        assert torch.equal(reference.few_tokens24(*held, x, rows), want)
+
+
+@pytest.mark.gpu
+def test_products_with_few_tokens():
+    """One rounding to the dtype, and some of fp32 sums; tensor cores truncate two bits."""
+    shapes = ((64, 64, 1), (48, 192, 3), (2048, 320, 8), (128, 4096, 9), (16, 1024, MOST))
+    for rows, columns, tokens in (*shapes, (16, 64, 0)):
+        for dtype in (torch.bfloat16, torch.float16):
+            w, packed, x = given(rows, columns, tokens, dtype)
+            for bias in (None, torch.linspace(-1, 1, rows).to(dtype)):
+                on = x.to(DEVICE), None if bias is None else bias.to(DEVICE)
+                got = few_tokens24(packed, *on).cpu().double()
+                added = 0 if bias is None else bias.double()
+                want = x.double() @ w.double().t() + added
+                sizes = x.double().abs() @ w.double().abs().t()
+                bound = torch.finfo(dtype).eps / 2 * want.abs() + columns * 2**-22 * sizes
+                assert got.shape == (tokens, rows) and ((got - want).abs() <= bound).all()
+
+
+def test_what_has_no_fragments_is_refused():
+    mask = torch.ones(16, 60, dtype=torch.bool)
+    mask[:, ::2] = False
+    with pytest.raises(ValueError, match=r"\(16, 60\) matrix of torch.bfloat16 has no fragments"):
+        fragments24(pack24(torch.zeros(16, 60).bfloat16(), mask))
+    _, packed, x = given(16, 64, MOST + 1, torch.bfloat16)
+    with pytest.raises(ValueError, match=r"at most 16, 64\], not torch.bfloat16 of \(17, 64\)"):
+        few_tokens24(packed, x)
+
+
+COMPILED = """
+import torch, triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from common_kernels.decode import triton as decode
+types = dict(values="*i64", meta="*i32", x="*i32", bias="*bf16", y="*bf16",
+             tokens="i32", rows="i32", parts="i32")
+aligned = {(i,): [["tt.divisibility", 16]] for i in range(7) if i != 5}
+for architecture in (80, 86, 89, 90, 100, 120):
+    for tiles in (1, 2):
+        constants = dict(PRODUCT=decode.PRODUCTS[torch.bfloat16], BIAS=True, TILES=tiles, WARPS=4)
+        signature = types | dict.fromkeys(constants, "constexpr")
+        source = ASTSource(decode.few_tokens_kernel, signature, constants, aligned)
+        target = GPUTarget("cuda", architecture, 32)
+        found = triton.compile(source, target=target, options=dict(num_warps=4, num_stages=1))
+        loop = found.asm["ptx"].rpartition("mma.sp")[0]
+        assert "mma.sp" in loop and "shared" not in loop.partition("entry")[2], architecture
+"""
+
+
+@pytest.mark.skipif(not HAS_TRITON, reason="no Triton for this platform")
+def test_the_kernel_compiles_for_all_gpus_and_threads_exchange_nothing_in_its_loop():
+    """Each thread must load the fragments of its own lane; if Triton gave its entries to others, it
+    would exchange them through shared memory before each product."""
+    own = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    done = subprocess.run([sys.executable, "-c", COMPILED], env=own, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
