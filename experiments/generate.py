@@ -50,7 +50,7 @@ from experiments.training.optimization import DTYPES
 from experiments.training.routine import process_settings
 from models.gpt2 import GPT
 from models.hf import CausalLM, cached
-from models.packed import pack
+from models.packed import Limits, pack
 
 if TYPE_CHECKING:
     from experiments.finetuning.inputs import Encoding
@@ -224,21 +224,29 @@ def compare(model: CausalLM, ids: Tensor, settings: GenerationSettings, encoding
     except ValueError as reason:
         say(f"2:4 products: not run, {reason}", sys.stderr)
         return
-    counts = sorted(count for count in found.values() if count is not None)
-    if not counts:
+    limits = {own for own in found.values() if own is not None}
+    if not limits:
         say(f"2:4 products: not run, in {len(found)} linears dense ones are faster", sys.stderr)
         return
     sparse, rate = timed(model, ids, settings, encoding.n_vocab)
     equal = int((dense[0] == sparse[0]).long().cumprod(0).sum())
     say(
-        f"2:4 products in {len(counts)} of {len(found)} linears, from {counts[0]} tokens at once "
-        f"on: {rate:.1f} tokens/s, {rate / dense_rate:.2f} of dense; the first {equal} of "
-        f"{settings.tokens} tokens are the same",
+        f"2:4 products in {sum(map(bool, found.values()))} of {len(found)} linears "
+        f"({', '.join(sorted(map(words, limits)))}): {rate:.1f} tokens/s, "
+        f"{rate / dense_rate:.2f} of dense; the first {equal} of {settings.tokens} tokens are the "
+        "same",
         sys.stderr,
     )
     if equal < settings.tokens:  # sums in another order can change a close decision
         text = "".join(text_of(encoding, ids[0].tolist(), sparse[0].tolist()))
         print(f"with 2:4 products:\n{printable(text)}", file=sys.stderr)
+
+
+def words(limits: Limits) -> str:
+    """The numbers of tokens at once with which a linear runs packed, in words."""
+    few, crossover = limits
+    parts = [f"up to {few}"] * (few > 0) + [f"{crossover} or more"] * (crossover is not None)
+    return f"{' or '.join(parts)} tokens at once"
 
 
 def read_prompt(prompt: str | None) -> str:

@@ -1,13 +1,13 @@
 """Runs the 2:4 linears of a finished model with packed weights where this is faster.
 
-With few tokens, a product spends its time on reading weights and launching kernels, and a sparse
-product takes longer to launch. With many tokens it spends its time on arithmetic, of which a sparse
-product has half. The number of tokens from which on the sparse product is faster is called the
-crossover. It is measured for each shape of weight on the present GPU, with the layers launched from
-Python or replayed from a CUDA graph, as they will run.
+With few tokens, as in decoding, a product spends its time on reading the weight and on launching
+kernels; `few_tokens24` reads 9/16 of the bytes. With many tokens it spends its time on arithmetic,
+of which a sparse product has half. The number of tokens from which on that product is faster is
+called the crossover. Both limits are measured for each shape of weight on the present GPU, with the
+layers launched from Python or replayed from a CUDA graph, as they will run.
 
-With fewer tokens a layer multiplies with its dense weight, so it has both: the packed weight takes
-9/16 of the dense one's memory in addition. All layers of a shape are packed in the layout of the
+In between a layer multiplies with its dense weight, so it has it too: each packed form takes 9/16
+of the dense weight's memory in addition. All layers of a shape are packed in the layout of the
 kernel, cuSPARSELt's or our own, that was fastest with many tokens.
 """
 
@@ -18,12 +18,21 @@ import statistics
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from common_kernels import Packed24, check24, matmul24, pack24
+from common_kernels import (
+    Fragments24,
+    Packed24,
+    check24,
+    few_tokens24,
+    fragments24,
+    matmul24,
+    pack24,
+)
+from common_kernels.decode import MOST, has_fragments, serves
 from common_kernels.matmul import fastest, is_faster, linear24, unavailable
 from common_kernels.matmul.cusparselt import Problem
 from common_kernels.pack import BUFFERED, check_form
@@ -38,9 +47,20 @@ TORCH = "cutlass_sm80"  # the layout of torch's own products
 LAYOUTS = {"cusparselt": BUFFERED, "cutlass": TORCH}  # by backend
 
 
+class Limits(NamedTuple):
+    """The numbers of tokens with which a linear runs packed: at most `few` (0 = never) and at least
+    `crossover` (None = never)."""
+
+    few: int
+    crossover: int | None
+
+    def includes(self, tokens: int) -> bool:
+        return tokens <= self.few or (self.crossover is not None and tokens >= self.crossover)
+
+
 class PackedProduct(nn.Module):
-    """A linear with an additional packed copy of its 2:4 weight, which it uses from `crossover`
-    tokens on, for inference.
+    """A linear with packed copies of its 2:4 weight, for inference: within its `limits` it uses
+    `fragments` with few tokens and `packed` with many.
 
     It multiplies dense if a gradient is needed, if the input has another dtype or device than the
     packed copy, in a copy of the layer, and after the weight was changed or replaced. Changes that
@@ -49,7 +69,8 @@ class PackedProduct(nn.Module):
     """
 
     packed: Packed24
-    crossover: int
+    fragments: Fragments24 | None
+    limits: Limits
     weight: Tensor
     bias: Tensor | None
     source: tuple[weakref.ref[Tensor], int]  # the weight that was packed, and its version then
@@ -60,6 +81,8 @@ class PackedProduct(nn.Module):
         if not self.runs_packed(x, tokens):
             return super().forward(x)
         rows = x.reshape(tokens, x.shape[-1])
+        if self.fragments is not None and tokens <= self.limits.few:
+            return few_tokens24(self.fragments, rows, self.bias).reshape(*x.shape[:-1], -1)
         rows = fill_up(rows, -tokens % (STEP if tokens > STEP else LEAST))
         if self.packed.layout == TORCH:
             y = matmul24(self.packed, rows, self.bias, backend="cutlass")
@@ -69,7 +92,7 @@ class PackedProduct(nn.Module):
 
     def runs_packed(self, x: Tensor, tokens: int) -> bool:
         """True if `x`, which has so many tokens, is multiplied with the packed weight."""
-        if tokens < max(1, self.crossover) or x.dtype != self.packed.dtype:
+        if not tokens or not self.limits.includes(tokens) or x.dtype != self.packed.dtype:
             return False
         if torch.is_grad_enabled() and (x.requires_grad or self.weight.requires_grad):
             return False
@@ -126,8 +149,8 @@ def _layout_of(module: Any, measures: bool) -> str:
 @torch.inference_mode(False)  # tensors made in that mode have no version, by which a change shows
 @torch.no_grad()
 def pack(
-    model: nn.Module, crossover: int | None = None, graphs: bool = False
-) -> dict[str, int | None]:
+    model: nn.Module, limits: Limits | None = None, graphs: bool = False
+) -> dict[str, Limits | None]:
     """Let the 2:4 linears of a model, ours or of transformers, run packed where that is faster.
 
     This is for inference and changes the model in place: the weights of these linears no longer
@@ -136,12 +159,12 @@ def pack(
 
     Args:
         model: on its device, in bf16 or fp16.
-        crossover: the least number of tokens to run packed; None = measure it for each shape.
-        graphs: measure it for a model that will be replayed from CUDA graphs, where launching
+        limits: the numbers of tokens to run packed; None = measure them for each shape.
+        graphs: measure them for a model that will be replayed from CUDA graphs, where launching
             costs nothing.
     Returns:
-        The crossover of each 2:4 linear by name; None if dense products are always faster, or if
-        the shape cannot be packed.
+        The limits of each 2:4 linear by name; None if dense products are always faster, or if the
+        shape cannot be packed.
     Raises:
         ValueError: the device or dtype has no 2:4 products, no linear is 2:4 and can be packed, or
             the weights were made in `inference_mode`.
@@ -175,32 +198,30 @@ def pack(
         alike.setdefault(kind, []).append(name)
     if len(unfit) == len(linears):
         raise ValueError(next(iter(unfit.values())))
-    found: dict[str, int | None] = dict.fromkeys(linears)
+    found: dict[str, Limits | None] = dict.fromkeys(linears)
     for names in alike.values():
-        layout = _layout_of(model.get_submodule(names[0]), measures=crossover is None)
+        layout = _layout_of(model.get_submodule(names[0]), measures=limits is None)
         layers: list[PackedProduct] = []
         try:
             for name in names:
                 layers.append(_packed(model.get_submodule(name), layout))
-            count = _measured(layers, graphs) if crossover is None else crossover
+            own = _measured(layers, graphs) if limits is None else limits
         except BaseException:
             for layer in layers:
                 _restore(layer)
             raise
         for name, layer in zip(names, layers, strict=True):
-            found[name] = count
-            if count is None:
+            if own == Limits(0, None):
                 _restore(layer)
             else:
-                layer.crossover = count
+                found[name] = layer.limits = own
     return found
 
 
-def crossovers(model: nn.Module) -> dict[str, int]:
-    """The crossover of each packed linear of a model by name: the least number of tokens with which
-    it runs packed."""
+def limits_of(model: nn.Module) -> dict[str, Limits]:
+    """The numbers of tokens with which each packed linear of a model runs packed, by name."""
     layers = model.named_modules()
-    return {name: layer.crossover for name, layer in layers if isinstance(layer, PackedProduct)}
+    return {name: layer.limits for name, layer in layers if isinstance(layer, PackedProduct)}
 
 
 def _is_conv1d(module: nn.Module) -> bool:
@@ -227,7 +248,7 @@ def _has_24(module: nn.Module) -> bool:
 
 
 def _packed(module: Any, layout: str) -> PackedProduct:
-    """The module itself with its weight packed and a crossover of 0."""
+    """The module itself with its weight packed, to be used with any number of tokens."""
     weight = module.weight.detach()
     matrix = weight.t().contiguous() if _is_conv1d(module) else weight
     if layout in LAYOUTS.values():
@@ -239,7 +260,9 @@ def _packed(module: Any, layout: str) -> PackedProduct:
     module.weight.requires_grad_(False)
     kind: Any = type(module)
     module.__class__ = _class_of(kind)
-    module.packed, module.crossover = packed, 0
+    module.packed, module.limits = packed, Limits(MOST, 0)
+    served = matrix.is_cpu or serves(matrix.device)
+    module.fragments = fragments24(packed) if served and has_fragments(packed) else None
     module.source = weakref.ref(module.weight), module.weight._version
     return module
 
@@ -247,25 +270,32 @@ def _packed(module: Any, layout: str) -> PackedProduct:
 def _restore(module: Any) -> None:
     """Turn a packed module back into the linear that it was."""
     module.__class__ = type(module).__mro__[2]
-    del module.packed, module.crossover, module.source
+    del module.packed, module.fragments, module.limits, module.source
 
 
-def _measured(layers: Sequence[PackedProduct], graphs: bool) -> int | None:
-    """The measured crossover of layers of one shape."""
+def _measured(layers: Sequence[PackedProduct], graphs: bool) -> Limits:
+    """The measured limits of layers of one shape."""
     device = layers[0].weight.device
     if device.type != "cuda":
-        raise ValueError(f"a crossover cannot be measured on a {device.type}; pass it as crossover")
-    return least(functools.partial(_faster, layers, graphs))
+        raise ValueError(f"limits cannot be measured on a {device.type}; pass them as limits")
+    few = 0
+    if layers[0].fragments is not None:
+        few = next((n for n in (MOST, 8, 1) if _faster(layers, graphs, n)), 0)
+    for layer in layers:
+        layer.limits = Limits(0, 0)
+    return Limits(few, least(functools.partial(_faster, layers, graphs)))
 
 
 def _faster(layers: Sequence[PackedProduct], graphs: bool, tokens: int) -> bool:
     """True if layers of one shape are faster packed with this number of tokens."""
-    packed, device, problem = layers[0].packed, layers[0].weight.device, layers[0].problem(tokens)
+    layer = layers[0]
+    device, problem = layer.weight.device, layer.problem(tokens)
     # `is_faster` also searches the fastest algorithm. It times one weight again and again, which
     # stays in the cache, unlike the weights of a model: in graphs its answer does not decide.
-    if problem is not None and not is_faster(problem, device) and not graphs:
+    many = tokens > layer.limits.few and problem is not None
+    if many and not is_faster(problem, device) and not graphs:
         return False
-    x = torch.randn(tokens, packed.shape[1], dtype=packed.dtype, device=device)
+    x = torch.randn(tokens, layer.packed.shape[1], dtype=layer.packed.dtype, device=device)
     variants = [[functools.partial(run, layer, x) for layer in layers] for run in (_dense, _sparse)]
     dense_ms, sparse_ms = times_ms(variants, graphs)
     return sparse_ms < dense_ms

@@ -40,14 +40,18 @@ def fragments24(packed: Packed24) -> Fragments24:
     Raises ValueError unless it is bf16 or fp16, its rows are a multiple of 16 and its columns of
     64.
     """
-    (rows, columns), dtype = packed.shape, packed.dtype
-    if dtype not in DTYPES or rows % ROWS or columns % COLUMNS:
+    if not has_fragments(packed):
         raise ValueError(
-            f"a {(rows, columns)} matrix of {dtype} has no fragments: it must be bf16 or fp16 and "
-            f"have rows in multiples of {ROWS} and columns in multiples of {COLUMNS}"
+            f"a {packed.shape} matrix of {packed.dtype} has no fragments: it must be bf16 or fp16, "
+            f"with rows in multiples of {ROWS} and columns in multiples of {COLUMNS}"
         )
     neutral = convert24(packed, "neutral")
-    return Fragments24(*cpu.fragments(neutral.values, neutral.meta), packed.shape, dtype)
+    return Fragments24(*cpu.fragments(neutral.values, neutral.meta), packed.shape, packed.dtype)
+
+
+def has_fragments(packed: Packed24) -> bool:
+    rows, columns = packed.shape
+    return packed.dtype in DTYPES and rows % ROWS == 0 and columns % COLUMNS == 0
 
 
 def few_tokens24(

@@ -4,8 +4,8 @@ A transformers LLaMA with random weights, whose linears except the head are 2:4,
 
     dense    unchanged
     packed   with every linear packed, for any number of tokens
-    chosen   as set up by `models.packed.pack`: packed from the measured crossover on, else dense;
-             the crossover is measured for launched layers, or for layers in a graph
+    chosen   as set up by `models.packed.pack`: packed within the measured limits, else dense; they
+             are measured for launched layers, or for layers in a graph
 
 A prefill reads a batch of prompts of up to 2,048 tokens and keeps their cache. A generation step
 reads one token of each sequence after 128 others. Python launches every kernel, as in transformers'
@@ -24,11 +24,12 @@ import torch
 from torch import nn
 
 from common_kernels import nm_mask
+from common_kernels.decode import MOST
 from experiments.bench.report import Report, Row
 from experiments.bench.timing import Time, in_turns
 from experiments.support.errors import UserError
 from models.hf import cached
-from models.packed import PackedProduct, crossovers, pack
+from models.packed import Limits, PackedProduct, limits_of, pack
 
 PROMPT, CONTEXT = 2048, 128  # tokens
 VARIANTS = ("dense", "packed", "chosen")
@@ -82,7 +83,7 @@ def measure(size: Size, chosen: list[str], options: argparse.Namespace, report: 
     models = build(size, options.device, report)
     gate(models, size, report)
     if "chosen" in models:
-        add_crossovers("crossover", models["chosen"], size, report)
+        add_limits("", models["chosen"], size, report)
     for work in WORK:
         graphs = work.endswith("graph")
         wanted = [name for name in models if f"{work}, {name}" in chosen]
@@ -91,7 +92,7 @@ def measure(size: Size, chosen: list[str], options: argparse.Namespace, report: 
         start = prefill if work == "prefill" else generation
         if graphs and "chosen" in models:
             pack(models["chosen"], graphs=True)
-            add_crossovers("crossover in a CUDA graph", models["chosen"], size, report)
+            add_limits(" in a CUDA graph", models["chosen"], size, report)
         unit = "tokens" if work == "prefill" else "sequences"
         for count in size.tokens if work == "prefill" else size.sequences:
             timed = dict.fromkeys(["dense", *wanted])
@@ -118,10 +119,10 @@ def build(size: Size, device: torch.device, report: Report) -> dict[str, nn.Modu
             if "_proj" in name:
                 parameter *= nm_mask(parameter)
         models: dict[str, nn.Module] = {"dense": dense.requires_grad_(False)}
-        for name, crossover in (("packed", 0), ("chosen", None)):
+        for name, limits in (("packed", Limits(MOST, 0)), ("chosen", None)):
             model = copy.deepcopy(dense)
             try:
-                pack(model, crossover)
+                pack(model, limits)
             except ValueError as reason:
                 report.leave_out(f"{name}: {reason}")
             else:
@@ -185,14 +186,17 @@ def row(name: str, shape: str, used: str, times: Mapping[str, Time], count: int)
     return Row(name, "bfloat16", shape, used, own, peers, figures=figures)
 
 
-def add_crossovers(name: str, model: nn.Module, size: Size, report: Report) -> None:
-    """Add a row for each shape of a model's 2:4 linears; without a figure if they stay dense."""
-    found, used = crossovers(model), used_by(model)
-    counts = {
-        f"{layer.in_features} -> {layer.out_features}": found.get(at)
+def add_limits(where: str, model: nn.Module, size: Size, report: Report) -> None:
+    """Add two rows for each shape of a model's 2:4 linears: the most tokens with which the product
+    for few runs, and the crossover; without a figure if there is none."""
+    found, used = limits_of(model), used_by(model)
+    limits = {
+        f"{layer.in_features} -> {layer.out_features}": found.get(at, Limits(0, None))
         for at, layer in model.named_modules()
         if isinstance(layer, nn.Linear) and "_proj" in at
     }
-    for layer, count in counts.items():
-        figures = {} if count is None else {"tokens": float(count)}
-        report.add(Row(name, "bfloat16", f"{size.name}, {layer}", used, figures=figures))
+    for layer, (few, crossover) in limits.items():
+        for name, count in (("few", few or None), ("crossover", crossover)):
+            figures = {} if count is None else {"tokens": float(count)}
+            at = f"{size.name}, {layer}"
+            report.add(Row(name + where, "bfloat16", at, used, figures=figures))

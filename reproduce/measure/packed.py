@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from common_kernels import matmul24, nm_mask
+from common_kernels.decode import MOST
 from common_kernels.matmul import is_faster
 from common_kernels.pack import Packed24
 from common_kernels.pack.operands import pack_both24_
@@ -21,7 +22,7 @@ from experiments.bench.timing import Call, Time
 from experiments.support.errors import UserError
 from models import packed
 from models.gpt2 import MLP, GPTConfig
-from models.packed import PackedProduct
+from models.packed import Limits, PackedProduct
 from reproduce.measure.base import Layer, MethodLayer, Metrics, Report, Result
 from reproduce.measure.setup import (
     BUFFERS,
@@ -56,7 +57,7 @@ def to_packed(
         packed.layout_for(device, next(model.parameters()).dtype)
     except ValueError:
         return "dense"
-    packed.pack(model, crossover=0)
+    packed.pack(model, Limits(MOST, 0))
     seen: dict[tuple[int, ...], PackedProduct] = {}
     for layer in packed_layers(model):
         seen.setdefault(layer.packed.shape, layer)

@@ -14,6 +14,7 @@ from torch import nn
 from common_kernels import backend, matmul, nm_mask
 from methods.nn.compressed import attach
 from models import packed
+from models.packed import Limits
 from tests.cpu_operators import register_cpu_operators
 
 CUDA = torch.cuda.is_available()
@@ -33,6 +34,7 @@ def pruned(*widths, dtype=torch.bfloat16, device=DEVICE):
 def spoil(layer):
     """The packed weights are worthless from here on, so that it shows which ones are used."""
     layer.packed.values.zero_()
+    layer.fragments.values.zero_()
 
 
 @torch.no_grad()
@@ -40,23 +42,26 @@ def test_packed_products_are_those_of_the_dense_weights():
     for shape in ((1,), (5,), (64,), (65,), (2, 70), (3, 2, 16), (0,), (2, 0)):
         model = pruned(64, 128, 64)
         dense = copy.deepcopy(model)
-        assert packed.pack(model, crossover=0) == {"0": 0, "1": 0} == packed.crossovers(model)
         x = torch.randn(*shape, 64, device=DEVICE).bfloat16()
-        want, found = dense(x), model(x)
-        # Both sum in fp32 and round to bf16 once for each layer.
-        torch.testing.assert_close(found, want, rtol=2**-6, atol=2**-6)
-        assert found.is_contiguous() and found.shape == want.shape
+        want = dense(x)
+        for own in (Limits(0, 0), Limits(5, 0), Limits(16, None)):
+            assert packed.pack(model, own) == {"0": own, "1": own} == packed.limits_of(model)
+            found = model(x)
+            # Both sum in fp32 and round to bf16 once for each layer.
+            torch.testing.assert_close(found, want, rtol=2**-6, atol=2**-6)
+            assert found.is_contiguous() and found.shape == want.shape
 
 
 @torch.no_grad()
-def test_the_dense_weight_is_used_below_the_crossover():
+def test_the_dense_weight_is_used_between_the_limits():
     model = pruned(64, 128)
     dense = copy.deepcopy(model)
-    packed.pack(model, crossover=6)
+    packed.pack(model, Limits(1, 6))
     spoil(model[0])
     x = torch.randn(3, 2, 64, device=DEVICE).bfloat16()
     assert torch.equal(model(x[:, :1]), dense(x[:, :1])) and torch.equal(model(x[0]), dense(x[0]))
-    assert torch.equal(model(x), model[0].bias.expand(3, 2, -1))
+    for given in (x, x[:1, :1]):
+        assert torch.equal(model(given), model[0].bias.expand(*given.shape[:2], -1))
 
 
 def test_it_is_dense_where_the_packed_copy_would_be_wrong():
@@ -74,7 +79,7 @@ def test_it_is_dense_where_the_packed_copy_would_be_wrong():
         model = pruned(64, 128).requires_grad_(False)
         model[0].weight = nn.Parameter(model[0].weight.clone(), requires_grad=False)
         assert not model[0].weight._version
-        packed.pack(model, crossover=0)
+        packed.pack(model, Limits(0, 0))
         spoil(model[0])
         model, x = change(model, torch.randn(8, 64, device=DEVICE).bfloat16())
         assert torch.equal(model(x), nn.functional.linear(x, model[0].weight, model[0].bias))
@@ -84,7 +89,7 @@ def test_it_is_dense_where_the_packed_copy_would_be_wrong():
 def test_parameters_stay_inference_mode_changes_nothing_and_a_model_is_packed_anew():
     model, x = pruned(64, 128), torch.randn(8, 64, device=DEVICE).bfloat16()
     with torch.inference_mode():
-        packed.pack(model, crossover=1)
+        packed.pack(model, Limits(0, 1))
         want = model(x)
     assert set(model.state_dict()) == {"0.weight", "0.bias"}
     assert not model[0].weight.requires_grad
@@ -92,7 +97,7 @@ def test_parameters_stay_inference_mode_changes_nothing_and_a_model_is_packed_an
     spoil(model[0])
     assert not torch.equal(model(x), want)
     model[0].weight.data.mul_(2)
-    assert packed.pack(model, crossover=3) == {"0": 3} == packed.crossovers(model)
+    assert packed.pack(model, Limits(0, 3)) == {"0": (0, 3)} == packed.limits_of(model)
     want = nn.functional.linear(x, model[0].weight, model[0].bias)
     torch.testing.assert_close(model(x), want, rtol=2**-7, atol=2**-7)
 
@@ -100,7 +105,7 @@ def test_parameters_stay_inference_mode_changes_nothing_and_a_model_is_packed_an
 @torch.no_grad()
 def test_packed_linears_are_compiled_into_one_graph():
     model, x = pruned(64, 128), torch.randn(8, 64, device=DEVICE).bfloat16()
-    packed.pack(model, crossover=4)
+    packed.pack(model, Limits(0, 4))
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True, dynamic=False)
     for rows in (x, x[:2]):
         assert torch.equal(compiled(rows), model(rows))
@@ -126,7 +131,7 @@ def test_a_model_of_transformers_is_packed_and_saved_as_before(tmp_path):
         want = model(input_ids=ids).logits
         places = [tmp_path / f"{name}{number}" for name in ("before", "after")]
         model.save_pretrained(places[0])
-        found = packed.pack(model, crossover=1)
+        found = packed.pack(model, Limits(0, 1))
         assert len(found) == count and all(".mlp." in n for n in found)
         logits = model(input_ids=ids).logits
         torch.testing.assert_close(logits.float(), want.float(), rtol=2**-5, atol=2**-5)
@@ -147,14 +152,14 @@ def test_torch_s_operators_serve_where_cusparselt_cannot(monkeypatch):
         monkeypatch.setattr(module, "unavailable", lambda name, *_: offered[name])
     model = pruned(64, 128)
     want = copy.deepcopy(model)
-    packed.pack(model, crossover=0)
+    packed.pack(model, Limits(0, 0))
     assert model[0].packed.layout == "cutlass_sm80"
     x = torch.randn(2, 33, 64, device=DEVICE).bfloat16()
     torch.testing.assert_close(model(x), want(x), rtol=2**-7, atol=2**-7)
     del operators
 
 
-# ---------------------------------------------------------------- the crossover
+# ---------------------------------------------------------------- the limits
 
 
 def test_the_least_number_of_tokens_is_found():
@@ -176,10 +181,10 @@ def test_each_shape_has_its_own_and_dense_ones_stay_linears(monkeypatch):
 
     def measured(layers, graphs):
         asked.append([layer.packed.shape for layer in layers])
-        return {128: 256, 64: None}[layers[0].packed.shape[0]]
+        return {128: Limits(0, 256), 64: Limits(0, None)}[layers[0].packed.shape[0]]
 
     monkeypatch.setattr(packed, "_measured", measured)
-    assert packed.pack(model) == {"0": 256, "1": None, "2": 256}
+    assert packed.pack(model) == {"0": (0, 256), "1": None, "2": (0, 256)}
     assert asked == [[(128, 64), (128, 64)], [(64, 128)]]
     assert [type(m).__name__ for m in model] == ["PackedLinear", "Linear", "PackedLinear"]
     assert type(model[1]) is nn.Linear and not hasattr(model[1], "packed")
@@ -189,7 +194,7 @@ def test_each_shape_has_its_own_and_dense_ones_stay_linears(monkeypatch):
 def test_both_times_are_of_the_same_layers_and_inputs(monkeypatch):
     """A shape is faster where the table says so and the layers, launched one by one, agree."""
     layers = [pruned(64, 128)[0] for _ in range(2)]
-    packed.pack(nn.Sequential(*layers), crossover=1)
+    packed.pack(nn.Sequential(*layers), Limits(0, 1))
     seen = []
     monkeypatch.setattr(packed, "is_faster", lambda problem, device: problem.tokens >= 64)
 
@@ -222,7 +227,7 @@ def test_our_own_kernels_multiply_where_they_are_faster(own, monkeypatch):
         return own
 
     monkeypatch.setattr(packed, "_layout_of", layout_of)
-    assert packed.pack(model, crossover=1) == {"0": 1} and asked == [False]
+    assert packed.pack(model, Limits(0, 1)) == {"0": (0, 1)} and asked == [False]
     (layer,) = model
     assert layer.packed.layout == own and len(layer.packed.parts) == 1
     assert layer.problem(100).layout == own and layer.problem(100).tokens == 128
@@ -237,7 +242,7 @@ def test_a_failure_half_way_leaves_plain_linears(monkeypatch):
     model, made = pruned(128, 128, 128), iter([packed.pack24])
     monkeypatch.setattr(packed, "pack24", lambda *args: next(made)(*args))
     with pytest.raises(StopIteration):
-        packed.pack(model, crossover=1)
+        packed.pack(model, Limits(0, 1))
     assert [type(layer) for layer in model] == [nn.Linear, nn.Linear]
 
 
@@ -258,24 +263,24 @@ def test_the_fastest_with_many_tokens_gives_the_layout(monkeypatch):
 @no_gpu
 def test_what_cannot_be_packed_is_one_line(monkeypatch):
     with pytest.raises(ValueError, match=r"no plain linear of this model is 2:4$"):
-        packed.pack(nn.Linear(64, 64, dtype=torch.bfloat16), 0)
+        packed.pack(nn.Linear(64, 64, dtype=torch.bfloat16), Limits(0, 0))
     model = pruned(64, 64)
-    with pytest.raises(ValueError, match="cannot be measured on a cpu; pass it as crossover"):
+    with pytest.raises(ValueError, match="cannot be measured on a cpu; pass them as limits"):
         packed.pack(model)
     assert type(model[0]) is nn.Linear and not hasattr(model[0], "packed")
     with pytest.raises(ValueError, match=r"cuSPARSELt takes bf16, .* here, not torch\.float32"):
-        packed.pack(pruned(64, 64, dtype=torch.float32), 0)
+        packed.pack(pruned(64, 64, dtype=torch.float32), Limits(0, 0))
     monkeypatch.setattr(backend, "interpreted", lambda: False)
     with pytest.raises(ValueError, match=r"cuSPARSELt .*, not a cpu; torch's CUTLASS"):
-        packed.pack(pruned(64, 64), 0)
+        packed.pack(pruned(64, 64), Limits(0, 0))
     monkeypatch.undo()
     with torch.inference_mode():
         made = pruned(64, 64)
     with pytest.raises(ValueError, match=r"^0 was made in torch\.inference_mode"):
-        packed.pack(made, 0)
+        packed.pack(made, Limits(0, 0))
     with pytest.raises(ValueError, match=r"^0 cannot be packed: shape \(32, 64\): .* rows"):
-        packed.pack(pruned(64, 32), 0)
-    assert packed.pack(pruned(64, 32, 64), 0) == {"0": None, "1": 0}
+        packed.pack(pruned(64, 32), Limits(0, 0))
+    assert packed.pack(pruned(64, 32, 64), Limits(0, 0)) == {"0": None, "1": (0, 0)}
 
 
 def test_linears_with_adapters_are_2_4_and_not_packed():
@@ -285,17 +290,17 @@ def test_linears_with_adapters_are_2_4_and_not_packed():
     attach(model, factors)
     why = "no plain linear of this model is 2:4: its 2:4 weights are in SparsePlusLowRank, which is"
     with pytest.raises(ValueError, match=why):
-        packed.pack(model, crossover=0)
+        packed.pack(model, Limits(0, 0))
 
 
 @pytest.mark.skipif(not CUDA, reason="needs a GPU")
 @pytest.mark.parametrize("graphs", [False, True])
 @torch.no_grad()
-def test_a_crossover_is_measured_and_packed_ones_agree(graphs):
+def test_limits_are_measured_and_packed_ones_agree(graphs):
     model = pruned(2048, 5632, 2048)
     dense = copy.deepcopy(model)
     found = packed.pack(model, graphs=graphs)
-    assert found.keys() == {"0", "1"} and all(n is None or n > 0 for n in found.values())
+    assert found.keys() == {"0", "1"} and all(n is None or any(n) for n in found.values())
     for tokens in (1, 7, 64, 100, 1000, 4096):
         x = torch.randn(tokens, 2048, device=DEVICE).bfloat16()
         want = dense(x).float()
