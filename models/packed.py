@@ -292,8 +292,9 @@ def _faster(layers: Sequence[PackedProduct], graphs: bool, tokens: int) -> bool:
     device, problem = layer.weight.device, layer.problem(tokens)
     # `is_faster` also searches the fastest algorithm. It times one weight again and again, which
     # stays in the cache, unlike the weights of a model: in graphs its answer does not decide.
-    many = tokens > layer.limits.few and problem is not None
-    if many and not is_faster(problem, device) and not graphs:
+    if tokens <= layer.limits.few:
+        problem = None
+    if problem is not None and not is_faster(problem, device) and not graphs:
         return False
     x = torch.randn(tokens, layer.packed.shape[1], dtype=layer.packed.dtype, device=device)
     variants = [[functools.partial(run, layer, x) for layer in layers] for run in (_dense, _sparse)]
