@@ -45,7 +45,7 @@ python -m reproduce all [paper=NAME] [tier=smoke|mini|full]
 python -m reproduce run BLOCK [minutes=N] [per_gpu=N]
     run a block, many small trainings that test the papers' claims, on all GPUs;
     minutes: stop after this time; per_gpu: so many runs at once on each GPU.
-    The blocks are in reproduce/blocks
+    The blocks are in reproduce/specs/blocks
 python -m reproduce claims [N|all]
     judge the papers' claims by the runs of the blocks and the measured speeds;
     print the verdicts, or all about claim N or about every one; write them to
@@ -161,8 +161,8 @@ def run(arguments: list[str], runs: Path) -> bool:
     if not arguments:
         raise UsageError("no block is named: python -m reproduce run BLOCK")
     given = read_options(arguments[1:], "minutes=N", "per_gpu=N")
-    from reproduce.blocks import read_block
-    from reproduce.runner import run_block
+    from reproduce.execute.blocks import read_block
+    from reproduce.execute.runner import run_block
 
     minutes = float(given["minutes"]) if "minutes" in given else None
     block, per_gpu = read_block(arguments[0]), int(given.get("per_gpu", 1))
@@ -209,7 +209,7 @@ def _do(arguments: list[str], folder: Path, runs: Path) -> int:
             page.main(runs)
     elif command == "pack":
         read_options(rest)
-        from reproduce.blocks import EVIDENCE
+        from reproduce.execute.blocks import EVIDENCE
         from reproduce.records import pack
 
         print("\n".join(pack(runs / "evidence", EVIDENCE)) or "there is nothing new to pack")

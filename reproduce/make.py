@@ -58,7 +58,7 @@ def make(table: Table, tier: str, runs: Path, how: How = HERE) -> Made:
         return Made(reason=f"not offered: {reason}")
     # These need torch, whose import takes seconds, so that a refusal above comes at once.
     from experiments.support.checkpoint import csv_text, write_json, write_text
-    from reproduce import from_records
+    from reproduce import records
     from reproduce.execute.jobs import INPUTS, execute, finished_runs, lacking, needs_inputs, plan
     from reproduce.execute.processes import Launch, commands
     from reproduce.render.figure import draw
@@ -77,7 +77,7 @@ def make(table: Table, tier: str, runs: Path, how: How = HERE) -> Made:
         print(f"python -m reproduce {made_by}")
         return Made()
     if block:
-        collected = from_records.collect(table, tier, runs)
+        collected = records.collect(table, tier, runs)
         table, done = collected.table, collected.runs
         for warning in collected.warnings:
             print(warning, file=sys.stderr)

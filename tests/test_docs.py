@@ -34,7 +34,7 @@ from models.gpt2 import GPT, GPTConfig
 from models.vit import ViT, ViTConfig
 from reproduce import judge
 from reproduce.__main__ import COMMANDS, parse
-from reproduce.blocks import BLOCKS, EVIDENCE, read_block
+from reproduce.execute.blocks import BLOCKS, EVIDENCE, read_block
 from reproduce.judge.claims import read_claims
 from reproduce.judge.scale import gap_closed, half_width_gap
 from reproduce.judge.text import worded

@@ -16,7 +16,7 @@ from typing import Any
 
 from experiments.support.checkpoint import csv_text, write_json, write_text
 from experiments.support.errors import UserError
-from reproduce.blocks import EVIDENCE
+from reproduce.execute.blocks import EVIDENCE
 from reproduce.judge import curve, scale, text
 from reproduce.judge.claims import Claim, Claims, read_claims
 from reproduce.judge.verdicts import (

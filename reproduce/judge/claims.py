@@ -8,7 +8,7 @@ from pathlib import Path
 
 from reproduce.specs.reading import build, errors_in, read_yaml
 
-FILE = Path(__file__).parents[1] / "claims.yaml"
+FILE = Path(__file__).parents[1] / "specs" / "claims.yaml"
 EXPECTED = ("lower", "higher", "equal")
 KINDS = ("kernel", "step", "projected", "counted")
 

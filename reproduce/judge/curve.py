@@ -17,7 +17,7 @@ from typing import Any
 from experiments.runs.stats import mean, paired_interval, std
 from experiments.support.checkpoint import csv_text, write_atomic, write_text
 from experiments.support.results import number
-from reproduce.blocks import EVIDENCE, read_record
+from reproduce.execute.blocks import EVIDENCE, read_record
 from reproduce.judge.claims import Curve
 from reproduce.records import Values
 

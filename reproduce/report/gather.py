@@ -14,13 +14,13 @@ from experiments.runs.curves import Point
 from experiments.runs.stats import excludes_zero, mean, paired_interval, std
 from experiments.support.errors import UserError, one_line
 from experiments.support.results import FILE, number
-from reproduce.blocks import Block, read_block
+from reproduce.execute.blocks import Block, read_block
+from reproduce.execute.packed import run_name
 from reproduce.execute.processes import last_line
 from reproduce.judge import Json
 from reproduce.judge.claims import Claims, Margin
 from reproduce.judge.scale import GapClosed, gap_closed
 from reproduce.judge.verdicts import differences
-from reproduce.packed import run_name
 from reproduce.records import Evidence, StoredRecord, Values
 
 

@@ -19,7 +19,7 @@ from experiments.support.checkpoint import write_text
 from experiments.support.errors import UserError
 from experiments.support.results import git_state
 from reproduce import judge
-from reproduce.blocks import EVIDENCE
+from reproduce.execute.blocks import EVIDENCE
 from reproduce.judge import Json, text
 from reproduce.judge.claims import read_claims
 from reproduce.judge.scale import ENOUGH

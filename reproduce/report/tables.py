@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from reproduce import from_records
+from reproduce import records
 from reproduce.execute.jobs import finished_runs, plan
 from reproduce.render import listing
 from reproduce.render.cells import UNKNOWN
@@ -107,6 +107,6 @@ def _of(tier: str, rendered: Rendered, stem: Path) -> Made:
 def _own(table: Table, tier: str, runs: Path) -> Rendered:
     """A table that was made here, rendered from its runs."""
     if table.tiers[tier].block:
-        collected = from_records.collect(table, tier, runs)
+        collected = records.collect(table, tier, runs)
         return render(collected.table, tier, collected.runs)
     return render(table, tier, finished_runs(plan(table, tier, runs)))

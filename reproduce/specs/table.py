@@ -3,7 +3,7 @@
 A table has rows (methods) and tiers (budgets), and may have variants (sizes, tasks, patterns). For
 every variant, row and seed of a tier there is one training or one benchmark, and then the tier's
 measurements of what was trained. Columns say which of the resulting numbers are shown. A tier may
-instead show the records of a block (reproduce/blocks); then nothing is run for it.
+instead show the records of a block (reproduce/specs/blocks); then nothing is run for it.
 """
 
 from __future__ import annotations

@@ -9,9 +9,9 @@ import pytest
 from experiments.config.run import digest
 from experiments.support.checkpoint import read_sealed
 from experiments.support.errors import UserError
-from reproduce import blocks
-from reproduce.blocks import Block, curves, read_block
-from reproduce.packed import read_packed
+from reproduce.execute import blocks
+from reproduce.execute.blocks import Block, curves, read_block
+from reproduce.execute.packed import read_packed
 from reproduce.records import read_evidence
 from reproduce.specs.table import read_tables
 

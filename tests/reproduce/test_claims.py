@@ -10,8 +10,8 @@ from scipy.stats import ttest_1samp
 
 from experiments.runs.stats import holm, mean, p_value
 from experiments.support.errors import UserError
-from reproduce import blocks
-from reproduce.blocks import read_block
+from reproduce.execute import blocks
+from reproduce.execute.blocks import read_block
 from reproduce.judge.claims import Claim, Claims, Contrast, Margin, read_claims
 from reproduce.judge.verdicts import differences, judge, verdict
 from reproduce.specs import published

@@ -9,9 +9,10 @@ import pytest
 import yaml
 
 from experiments.support.checkpoint import write_json
-from reproduce import blocks, from_records, make
-from reproduce.blocks import read_block
-from reproduce.from_records import collect
+from reproduce import make, records
+from reproduce.execute import blocks
+from reproduce.execute.blocks import read_block
+from reproduce.records import collect
 from reproduce.render.table import render
 from reproduce.specs.table import Column, Table, TableRow, Tier, read_tables
 
@@ -170,13 +171,13 @@ def test_the_models_that_a_block_goes_on_from_are_rows_too(folders):
 
 
 def test_the_command_runs_nothing_and_says_how(folders, capsys, monkeypatch, tmp_path):
-    monkeypatch.setattr(from_records, "BLOCKS", folders["blocks"])
+    monkeypatch.setattr(records, "BLOCKS", folders["blocks"])
     spec = table()
     keep(folders, "t", "dense", 0, 2.0, where="own")
     old = keep(folders, "t", "it", 1, 2.0, where="own")
     write_json(old, json.loads(old.read_text()) | {"config_hash": "0" * 16})
     collected = collect(spec, "mini", **folders)
-    monkeypatch.setattr(from_records, "collect", lambda *_: collected)
+    monkeypatch.setattr(records, "collect", lambda *_: collected)
     assert make.make(spec, "mini", folders["runs"]) == make.Made(9, 1)
     captured = capsys.readouterr()
     assert captured.err == (

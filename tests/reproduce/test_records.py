@@ -5,10 +5,10 @@ import pytest
 from experiments.support.checkpoint import read_sealed, sha256, write_json
 from experiments.support.errors import UserError
 from reproduce.__main__ import main
-from reproduce.blocks import EVIDENCE, read_block
+from reproduce.execute.blocks import EVIDENCE, read_block
+from reproduce.execute.packed import read_packed, write_packed
 from reproduce.judge import curve
 from reproduce.judge.claims import read_claims
-from reproduce.packed import read_packed, write_packed
 from reproduce.records import pack, read_evidence
 from tests.faults import check
 

@@ -18,9 +18,9 @@ from experiments.runs.curves import Point
 from experiments.runs.stats import mean, paired_interval
 from experiments.support.checkpoint import write_json
 from reproduce.__main__ import main as reproduce
-from reproduce.blocks import BLOCKS, EVIDENCE, read_block
+from reproduce.execute.blocks import BLOCKS, EVIDENCE, read_block
+from reproduce.execute.packed import read_packed
 from reproduce.judge.claims import Margin, read_claims
-from reproduce.packed import read_packed
 from reproduce.report import blocks, figures, html, page, tables
 from reproduce.report.gather import Shown
 from reproduce.specs.table import read_tables

@@ -16,11 +16,10 @@ from experiments.config.run import load
 from experiments.images.dataset import load_images
 from experiments.support.checkpoint import exclusive, read_sealed, write_text
 from experiments.support.errors import UserError
-from reproduce import blocks, runner
 from reproduce.__main__ import main
-from reproduce.blocks import Block, BlockSource
-from reproduce.execute import processes
-from reproduce.runner import run_block
+from reproduce.execute import blocks, processes, runner
+from reproduce.execute.blocks import Block, BlockSource
+from reproduce.execute.runner import run_block
 from tests.faults import check
 
 # Arguments: what to do, the run directory, what to write as its result.

@@ -12,7 +12,7 @@ from experiments.runs.stats import paired_interval, ratio_interval, std
 from experiments.support.checkpoint import write_json
 from reproduce import judge
 from reproduce.__main__ import main
-from reproduce.blocks import EVIDENCE, read_block
+from reproduce.execute.blocks import EVIDENCE, read_block
 from reproduce.judge import content, curve, scale, text
 from reproduce.judge.claims import Claim, Claims, Contrast, Curve, Margin, Speed, read_claims
 from reproduce.records import setting

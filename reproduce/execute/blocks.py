@@ -1,4 +1,4 @@
-"""Blocks of many small runs, by which claims are judged: `reproduce/blocks/<name>.yaml`.
+"""Blocks of many small runs, by which claims are judged: `reproduce/specs/blocks/<name>.yaml`.
 
 A block trains the same small model in many variants: methods and their options. Every
 variant has the same seeds, so that variants can be compared seed by seed. A block may start from
@@ -23,12 +23,12 @@ from experiments.support.errors import UserError
 from experiments.support.results import divergence, read
 from experiments.training.tracking import read_metrics
 from reproduce.execute.jobs import Job
-from reproduce.packed import QUANTITIES, RECORD, read_packed, run_name
+from reproduce.execute.packed import QUANTITIES, RECORD, read_packed, run_name
 from reproduce.specs.reading import build, errors_in, read_keys
 from reproduce.specs.table import TRAINING
 
-BLOCKS = Path(__file__).parent / "blocks"
-EVIDENCE = Path(__file__).parent / "evidence"
+BLOCKS = Path(__file__).parents[1] / "specs" / "blocks"
+EVIDENCE = Path(__file__).parents[1] / "evidence"
 _SINGLE = {**RECORD, "curves": dict}
 POINTS = 100  # greatest number of points of a training curve in a record
 

@@ -24,7 +24,7 @@ from experiments.data.prepare import prepare
 from experiments.images.dataset import load_images
 from experiments.support.checkpoint import is_locked
 from experiments.support.errors import UserError, deferred_stop
-from reproduce.blocks import EVIDENCE, Block, BlockRun
+from reproduce.execute.blocks import EVIDENCE, Block, BlockRun
 from reproduce.execute.jobs import clock, lacking, quoted
 from reproduce.execute.processes import Process, terminate, visible_gpus
 
