@@ -17,17 +17,15 @@ class Check(dict[str, bool]):
     """The finding for each linear, n:m along its inputs or not, by name. It is printed as two
     lines, and a third one names the linears in `all_zero`, which are n:m because they are empty."""
 
-    def __init__(self, pattern: str) -> None:
-        super().__init__()
-        self.pattern = pattern
-        self.all_zero: list[str] = []
+    pattern = "2:4"
+    all_zero: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         holding = [name for name, holds in self.items() if holds]
         others = [name for name, holds in self.items() if not holds]
         kinds = {self.pattern: holding, f"not {self.pattern}": others}
         if self.all_zero:
-            kinds[f"of the {self.pattern} all zero"] = self.all_zero
+            kinds[f"of the {self.pattern} all zero"] = [*self.all_zero]
         return "\n".join(
             f"{len(names)} {kind}: {some_names(as_globs(names)) or 'none'}"
             for kind, names in kinds.items()
@@ -45,7 +43,8 @@ def check(model: nn.Module, n: int = 2, m: int = 4) -> Check:
     Raises:
         ValueError: a layer is still converted.
     """
-    found = Check(f"{n}:{m}")
+    found = Check()
+    found.pattern = f"{n}:{m}"
     for name, module, attribute in every_matrix(model):
         if isinstance(module, SparseLinear):
             raise ValueError(f"{name} is still converted: call method.finalize(model) first")
@@ -55,5 +54,5 @@ def check(model: nn.Module, n: int = 2, m: int = 4) -> Check:
             weight = weight.t() if is_conv1d(module) else weight
             found[name] = weight.shape[-1] % m == 0 and not check_nm(weight, n, m)
             if found[name] and not weight.any():
-                found.all_zero.append(name)
+                found.all_zero += (name,)
     return found

@@ -84,19 +84,6 @@ class Report:
         return "\n".join(lines)
 
 
-def listed(reasons: dict[str, str]) -> str:
-    """One line with names and reasons; names with the same reason are grouped."""
-    groups: dict[str, list[str]] = {}
-    for name, reason in reasons.items():
-        groups.setdefault(reason, []).append(name)
-    return "; ".join(f"{_first(names)} ({reason})" for reason, names in groups.items())
-
-
-def _first(names: list[str]) -> str:
-    first = names[0] or "the model itself"
-    return first if len(names) == 1 else f"{first} and {len(names) - 1} more"
-
-
 def some_names(names: list[str]) -> str:
     return ", ".join(names[:6]) + (", ..." if len(names) > 6 else "")
 
@@ -279,7 +266,11 @@ def _nothing(
     asked = f"include={include if isinstance(include, str) else list(include)}"
     choose = f"; choose from include={fit[:6]}" if fit else ""
     if reasons:
-        return f"no linear that matches {asked} can be converted: {listed(reasons)}{choose}"
+        groups: dict[str, list[str]] = {}
+        for name, reason in reasons.items():
+            groups.setdefault(reason, []).append(name)
+        why = (f"{some_names(as_globs(n)) or 'the model itself'} ({r})" for r, n in groups.items())
+        return f"no linear that matches {asked} can be converted: {'; '.join(why)}{choose}"
     return (
         f"no linear matches {asked} exclude={list(exclude)}; the model's linears are: "
         f"{some_names(as_globs(linears(model))) or 'none'}{choose}"

@@ -147,7 +147,7 @@ class FusedAdamW(torch.optim.AdamW):
         for (device, rule), together in launches.items():
             for work in together:
                 if work.scales:
-                    work.amax = self._room_for_amax(work.layer.weight)
+                    work.amax = self._amax_buffer(work.layer.weight)
             adamw24_(
                 [_tensors(work, self.state[work.layer.weight]) for work in together],
                 Rates(
@@ -164,14 +164,14 @@ class FusedAdamW(torch.optim.AdamW):
             for work in together:
                 work.done = True
 
-    def _room_for_amax(self, weight: Tensor) -> Tensor:
+    def _amax_buffer(self, weight: Tensor) -> Tensor:
         """The weight's fp32 [] for amax, the same in each step, so that the kernel's table of
         addresses stays valid."""
-        rooms = vars(self).setdefault("_amax", {})  # a copied optimizer has none
+        buffers = vars(self).setdefault("_amax", {})  # a copied optimizer has none
         key = id(weight), weight.device
-        if key not in rooms:
-            rooms[key] = torch.empty((), device=weight.device)
-        return rooms[key]
+        if key not in buffers:
+            buffers[key] = torch.empty((), device=weight.device)
+        return buffers[key]
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict of this class or of `torch.optim.AdamW`."""
