@@ -116,10 +116,10 @@ def _expand(stored: Mapping[str, Tensor], described: Mapping[str, Any]) -> dict[
         shape, axis = tuple(described[name]["shape"]), described[name]["axis"]
         values, positions = (stored[f"{name}.{part}"] for part in (VALUES, POSITIONS))
         rows, columns = shape if axis == 1 else shape[::-1]
-        whole = unpack24(
+        weight = unpack24(
             Packed24((values, positions), (rows, columns), values.dtype, layout="neutral")
         )
-        dense[name] = whole if axis == 1 else whole.t().contiguous()
+        dense[name] = weight if axis == 1 else weight.t().contiguous()
     return dense
 
 

@@ -220,8 +220,8 @@ class Transformer(Model):
             if name == "embedding.weight":
                 parameter.normal_(std=self.config.n_embd**-0.5)
             elif parameter.dim() == 2:
-                apart = name.endswith(("q_proj.weight", "k_proj.weight", "v_proj.weight"))
-                nn.init.xavier_uniform_(parameter, gain=2**-0.5 if apart else 1.0)
+                is_qkv = name.endswith(("q_proj.weight", "k_proj.weight", "v_proj.weight"))
+                nn.init.xavier_uniform_(parameter, gain=2**-0.5 if is_qkv else 1.0)
             elif name.endswith("bias"):
                 parameter.zero_()
 

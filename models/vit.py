@@ -151,8 +151,8 @@ class ViT(Model):
     def param_groups(self, weight_decay: float) -> list[dict[str, Any]]:
         """Optimizer groups as in timm and DeiT: weight decay for matrices and the patch projection;
         none for biases, norms, layer scales, the class token and position embeddings."""
-        spared = {f"vit.{name}" for name in self.vit.no_weight_decay()}
-        return param_groups(self.named_parameters(), weight_decay, spared)
+        no_decay = {f"vit.{name}" for name in self.vit.no_weight_decay()}
+        return param_groups(self.named_parameters(), weight_decay, no_decay)
 
 
 # Patterns of names in transformers, and timm's names. Of two alternatives the first is that of

@@ -106,19 +106,16 @@ class DataConfig:
                 f"data.source={self.source} with data.parts={list(self.parts)}: a mixture "
                 "(data=mixture) needs parts, and other data take none"
             )
-        given = f"data.weights={list(self.weights)}"
-        if len(self.weights) != len(self.parts):
-            raise UserError(
-                f"{given} for data.parts={list(self.parts)}: give each part a weight, in its order"
-            )
         if len({*self.parts}) != len(self.parts):
             raise UserError(f"data.parts={list(self.parts)} names a part twice")
-        if not self.parts:
+        if not self.parts and not self.weights:
             return
-        if not all(weight > 0 for weight in self.weights):
-            raise UserError(f"{given}: a weight must be above 0; leave out a part that has none")
-        if abs(sum(self.weights) - 1) > 1e-6:
-            raise UserError(f"{given} sum to {sum(self.weights):g}; they must sum to 1")
+        above = all(weight > 0 for weight in self.weights)
+        if len(self.weights) != len(self.parts) or not above or abs(sum(self.weights) - 1) > 1e-6:
+            raise UserError(
+                f"data.weights={list(self.weights)} for data.parts={list(self.parts)}: give each "
+                "part a weight above 0, in its order; they must sum to 1"
+            )
         if self.order != "epochs":
             raise UserError(f"data.order={self.order}: a mixture goes through its parts in epochs")
 
@@ -198,8 +195,8 @@ class DataConfig:
         elif self.tokenizer_kind == "hf":
             words.append(f"data.tokenizer={self.tokenizer}")
         # Another text than the published one, whose place nobody has said.
-        unsaid = own and self.source == _published_source(self.similar)
-        words.append(f"data.source={_SOMEWHERE if unsaid else self.source}")
+        unknown = own and self.source == _published_source(self.similar)
+        words.append(f"data.source={_SOMEWHERE if unknown else self.source}")
         defaults = {field.name: field.default for field in dataclasses.fields(self)}
         for name in ("root", "text_column"):
             if getattr(self, name) != defaults[name]:

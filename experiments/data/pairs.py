@@ -49,10 +49,10 @@ class Sentences:
 
 def padded(rows: list[np.ndarray], fill: int) -> np.ndarray:
     """The rows as one int64 array [rows, longest], padded with `fill` at the end."""
-    whole = np.full((len(rows), max(map(len, rows))), fill, dtype=np.int64)
-    for place, row in zip(whole, rows, strict=True):
+    array = np.full((len(rows), max(map(len, rows))), fill, dtype=np.int64)
+    for place, row in zip(array, rows, strict=True):
         place[: len(row)] = row
-    return whole
+    return array
 
 
 def cut(longest: np.ndarray, tokens: int) -> np.ndarray:

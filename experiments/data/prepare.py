@@ -265,12 +265,12 @@ def _hold_out(building: Path, counts: dict[str, np.ndarray], dtype: np.dtype[Any
     moved = min(int(np.searchsorted(ends, missing)) + 1, len(train) - 1)
     if missing <= 0 or not moved:
         return
-    whole, rest = building / "train.bin", building / "rest.bin"
-    with whole.open("rb") as file, rest.open("wb") as kept:
+    train_file, rest = building / "train.bin", building / "rest.bin"
+    with train_file.open("rb") as file, rest.open("wb") as kept:
         with (building / "val.bin").open("ab") as more:
             more.write(file.read(int(ends[moved - 1]) * dtype.itemsize))
         shutil.copyfileobj(file, kept)
-    rest.replace(whole)
+    rest.replace(train_file)
     counts["train"], counts["val"] = train[moved:], np.concatenate([val, train[:moved]])
 
 

@@ -241,10 +241,10 @@ def folder_tokenizer(folder: str) -> HFTokenizer:
     if prepared.is_file() and file.is_file():
         try:
             record = read_sealed(prepared)["tokenizer"]
-            end, whole = record["end_of_text"], record["sha256"] == sha256(file)
+            end, matches = record["end_of_text"], record["sha256"] == sha256(file)
         except (ValueError, KeyError, TypeError):
-            whole = False
-        if not whole:
+            matches = False
+        if not matches:
             raise UserError(f"{prepared} and {file.name} do not belong together; prepare it again")
         return HFTokenizer(file.read_text(encoding="utf-8"), end)
     tokenizer: Any = pretrained_tokenizer(folder)

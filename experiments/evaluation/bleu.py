@@ -30,13 +30,13 @@ def score(translations: Sequence[str], references: Sequence[str]) -> Scores:
     """The scores of all translations together, with one reference for each."""
     bleu = require()
     found, expected = list(translations), [list(references)]
-    whole, fine = bleu.BLEU(), bleu.BLEU(tokenize="intl", smooth_method="none")
+    plain, tokenized = bleu.BLEU(), bleu.BLEU(tokenize="intl", smooth_method="none")
     matches = sum(a == b for a, b in zip(translations, references, strict=True))
     return Scores(
-        bleu=whole.corpus_score(found, expected).score,
-        bleu_tokenized=fine.corpus_score(found, expected).score,
+        bleu=plain.corpus_score(found, expected).score,
+        bleu_tokenized=tokenized.corpus_score(found, expected).score,
         exact_match=100.0 * matches / len(found),
-        signature=str(whole.get_signature()),
+        signature=str(plain.get_signature()),
     )
 
 

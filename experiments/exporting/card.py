@@ -79,12 +79,12 @@ def result_files(measured: Sequence[Evaluation]) -> dict[str, str]:
             add(WIKITEXT2, {**dataset, "revision": config["revision"]}, metrics["ppl"], notes)
         if config.get("task_folder") is not None or config.get("limit") is not None:
             continue
-        for task, told in found.tasks.items():
-            path, name = told.get("dataset") or (None, None)
-            value = told["metrics"].get("acc")
+        for task, result in found.tasks.items():
+            path, name = result.get("dataset") or (None, None)
+            value = result["metrics"].get("acc")
             if path is None or not HUB_ID.fullmatch(path) or value is None:
                 continue
-            notes = f"acc in percent, lm-eval task {task}, {told['num_fewshot']}-shot"
+            notes = f"acc in percent, lm-eval task {task}, {result['num_fewshot']}-shot"
             dataset = {"id": path, "task_id": name or "default"}
             add(task, dataset, 100 * value, notes)
     return {path: yaml.safe_dump(rows, sort_keys=False) for path, rows in entries.items()}

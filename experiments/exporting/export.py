@@ -56,7 +56,7 @@ def export(
         made_from = {"source": source, "evaluations": [e.digest for e in measured]}
         found = _record(folder)
         ours = run.config_hash == found.get("config_hash") and form == _form(found)
-        if ours and made_from.items() <= found.items() and _is_whole(folder, found):
+        if ours and made_from.items() <= found.items() and _is_intact(folder, found):
             report(f"exported already: {folder}")
             return folder
         made = found or any((folder / name).is_file() for name in (MASKS, WEIGHTS))
@@ -139,7 +139,7 @@ def _record(folder: Path) -> dict[str, Any]:
         return {}
 
 
-def _is_whole(folder: Path, record: dict[str, Any]) -> bool:
+def _is_intact(folder: Path, record: dict[str, Any]) -> bool:
     """True if the files of an export are unchanged."""
     paths = {folder / name: sha256 for name, sha256 in record["files"].items()}
     return all(p.is_file() and checkpoint.sha256(p) == sha256 for p, sha256 in paths.items())
@@ -165,9 +165,9 @@ def read_patterns(folder: Path) -> dict[str, dict[str, int]]:
     except ValueError as error:
         raise UserError(str(error)) from error
     found = {}
-    for name, told in record["tensors"].items():
-        n, m = map(int, told["pattern"].split(":"))
-        found[name] = {"n": n, "m": m, "dim": told["axis"]}
+    for name, entry in record["tensors"].items():
+        n, m = map(int, entry["pattern"].split(":"))
+        found[name] = {"n": n, "m": m, "dim": entry["axis"]}
     return found
 
 

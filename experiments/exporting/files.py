@@ -61,13 +61,13 @@ def write(
 
     logging.disable_progress_bar()
     inner = to_transformers(model)
-    whole: Any = model if isinstance(model, CausalLM) else inner
+    to_save: Any = model if isinstance(model, CausalLM) else inner
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)
         if isinstance(model, GPT):
             for settings in (inner.config, inner.generation_config):
                 settings.bos_token_id = settings.eos_token_id = tokenizer.eos_token_id
-    whole.to(dtype).save_pretrained(folder)
+    to_save.to(dtype).save_pretrained(folder)
     return type(inner).__name__
 
 

@@ -431,8 +431,8 @@ def _hub(source: str, wanted: Sequence[str]) -> Images:
             )
         own = _Rows(rows, image[0], labels, f"{hub_id}, {name}")
         digest = hashlib.sha256(f"{len(rows)} {rows.info.dataset_size}".encode() + labels.tobytes())
-        whole = (rows.info.dataset_size or math.inf) <= hashes.LIMIT
-        count = len(rows) if whole else min(hashes.SAMPLED, len(rows))
+        small = (rows.info.dataset_size or math.inf) <= hashes.LIMIT
+        count = len(rows) if small else min(hashes.SAMPLED, len(rows))
         for number in range(count):
             content = own.content(number * len(rows) // count)
             digest.update(hashlib.sha256(content).digest())

@@ -30,8 +30,8 @@ def hold(images: Images, config: ImageConfig, device: torch.device | str) -> dic
         if isinstance(split, Arrays) and split.pixels.shape[1:] == (config.image_size,) * 2
     }
     other = config.rotate or config.color_jitter or config.random_erasing or config.rand_augment
-    whole = config.crop_scale is None and config.crop_pct == 1
-    return held if whole and not other and len(held) == len(images.splits) else {}
+    uncropped = config.crop_scale is None and config.crop_pct == 1
+    return held if uncropped and not other and len(held) == len(images.splits) else {}
 
 
 class GreyImages:

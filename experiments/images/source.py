@@ -35,12 +35,12 @@ def train_transform(config: ImageConfig) -> Transform:
     from timm.data import auto_augment, create_transform
     from torchvision.transforms import Compose
 
-    whole = config.crop_scale is None
+    uncropped = config.crop_scale is None
     augment: Any = create_transform(
         config.image_size,
         is_training=True,
-        scale=(1.0, 1.0) if whole else config.crop_scale,
-        ratio=(1.0, 1.0) if whole else None,
+        scale=(1.0, 1.0) if uncropped else config.crop_scale,
+        ratio=(1.0, 1.0) if uncropped else None,
         hflip=config.flip,
         color_jitter=config.color_jitter or None,  # type: ignore[arg-type]
         auto_augment=config.rand_augment,

@@ -52,6 +52,7 @@ def best_of_all(model, row, how):
 
 
 def test_a_beam_that_drops_nothing_finds_the_best_of_all(model):
+    assert Search(length_penalty=0.5).score(-6.0, 19) == -3.0  # by ((5 + 19) / 6) ** 0.5
     for penalty in (0.0, 0.6, 2.0):
         how = Search(beam=4**5, length_penalty=penalty, longer=1)
         found = translate(model, SOURCE, MASK, END, WORDS, how)
