@@ -57,7 +57,7 @@ linting=$!
 # kind. Status 5: the arguments choose no test here.
 tests_under_avx2() {
     ATEN_CPU_CAPABILITY=avx2 DNNL_MAX_CPU_ISA=AVX2 tests "$@" \
-        --ignore=tests/experiments --ignore=tests/reproduce --ignore=tests/test_readme.py \
+        --ignore=tests/experiments --ignore=tests/reproduce --ignore=tests/test_evidence.py \
         --ignore=tests/test_docs.py --ignore=tests/test_examples.py \
         --ignore=tests/methods/test_sharding.py --ignore=tests/methods/nn/test_sharding.py ||
         [ $? -eq 5 ]

@@ -1,14 +1,12 @@
 """Tests that what README.md and the pages of docs/ say holds: links, paths, commands, snippets,
-figures."""
+figures of speed. test_evidence.py has those of quality."""
 
 import ast
 import copy
 import importlib.util
 import json
-import math
 import re
 import shlex
-import statistics
 import warnings
 from contextlib import contextmanager
 from functools import cache
@@ -17,7 +15,6 @@ from types import SimpleNamespace
 
 import mkdocs.commands.build
 import mkdocs.config
-import numpy as np
 import pytest
 import torch
 from hydra import compose, initialize_config_module
@@ -28,20 +25,11 @@ from common_kernels import nm_mask
 from experiments.bench.__main__ import parser as bench_parser
 from experiments.exporting import semi_structured
 from experiments.runs.finished import FinishedRun
-from experiments.runs.stats import difference_form, holm, p_value, paired_interval
 from experiments.support.checkpoint import sha256
 from models.gpt2 import GPT, GPTConfig
 from models.vit import ViT, ViTConfig
-from reproduce import judge
 from reproduce.__main__ import COMMANDS, parse
-from reproduce.execute.blocks import BLOCKS, EVIDENCE, read_block
-from reproduce.judge.claims import read_claims
-from reproduce.judge.scale import gap_closed, half_width_gap
-from reproduce.judge.text import worded
-from reproduce.judge.verdicts import differences
-from reproduce.records import read_evidence
-from reproduce.report import page as report_page
-from reproduce.report.gather import shown_blocks
+from reproduce.execute.blocks import BLOCKS
 from reproduce.specs.table import TABLES, read_tables
 from tests.cpu_operators import register_cpu_operators
 
@@ -52,8 +40,6 @@ PAGES = [
     *sorted((ROOT / "docs").glob("*.md")),
 ]
 TOP = {path.name for path in ROOT.iterdir()}
-LOSS = "metrics.val_loss"
-LINEAR, KNN = "metrics.linear_top1", "metrics.knn_top1"
 
 
 @cache
@@ -447,7 +433,29 @@ def test_a_model_of_transformers_is_trained_as_shown(tmp_path):
         assert is_24(stored.model.layers[0].mlp.up_proj.weight)
 
 
+def test_the_loop_of_the_readme_runs_and_ends_sparse():
+    loop, _ = blocks(ROOT / "README.md", "python")  # the other is that of transformers
+    assert len([line for line in loop.splitlines() if line.strip()]) <= 12
+    model = tiny()
+    exec(
+        loop, {"torch": torch, "model": model, "steps": 3, "batches": iter(batch() for _ in "123")}
+    )
+    assert type(model.transformer.h[0].mlp.c_fc) is torch.nn.Linear
+    assert is_24(model.transformer.h[0].mlp.c_fc.weight)
+
+
 # ------------------------------------------------------------------ what is quoted
+
+
+def test_the_tree_names_every_package_and_every_method_has_its_row_and_section():
+    tree = text(ROOT / "CONTRIBUTING.md").split("## The tree")[1].split("```")[1]
+    packages = {path.parent.name for path in ROOT.glob("*/__init__.py")} | {"tests"}
+    assert set(re.findall(r"^(\w+)/", tree, re.M)) == packages
+    table = text(ROOT / "README.md").split("| method | in one line |")[1].split("\n\n")[0]
+    rows = [name for row in re.findall(r"^\| (`.*?) \|", table, re.M) for name in row.split(", ")]
+    assert {"dense"} | {name.strip("`") for name in rows} == set(methods.available())
+    page = text(ROOT / "docs" / "methods.md")
+    assert set(re.findall(r"^## (\w+)$", page, re.M)) == set(methods.available())
 
 
 def test_the_configuration_reference_is_up_to_date():
@@ -533,412 +541,6 @@ def test_step_times_are_those_of_the_record():
         assert {f"step in CUDA graphs ms {graphs}", f"peak MiB {peak}"} <= {*found}
         shown = next(f for f in found if f.startswith("in graphs, times as fast as dense"))
         assert float(shown.split()[-1]) == pytest.approx(float(faster_in_graphs), abs=0.0051)
-
-
-@cache
-def evidence():
-    """The claims' rules and the committed records."""
-    return read_claims(), read_evidence(EVIDENCE)
-
-
-def part(heading):
-    """A part of the page on evidence, in which line breaks are spaces except before a table."""
-    page = text(ROOT / "docs" / "evidence.md").split(f"\n## {heading}\n")[1].split("\n## ")[0]
-    return re.sub(r"\n(?=[^|\n-])", " ", page)
-
-
-def compared(block, variant, against):
-    """The mean difference of two variants as `claims` writes it, with its interval."""
-    found = differences(evidence()[1].values, block, variant, against, LOSS)
-    effect, (low, high) = statistics.fmean(found), paired_interval(found)
-    form = difference_form(effect, low, high)
-    return f"{effect:{form}} [{low:{form}}, {high:{form}}]"
-
-
-def points(block, variant, against, metric):
-    """The mean difference of two variants in points of accuracy, with its interval."""
-    found = differences(evidence()[1].values, block, variant, against, metric)
-    low, high = paired_interval(found)
-    return f"{statistics.fmean(found):+.2f} [{low:+.2f}, {high:+.2f}]"
-
-
-def test_the_differences_and_the_figure_are_those_of_the_records(tmp_path):
-    """If not: the tables of docs/evidence.md by hand, the figure by the command there."""
-    told = part("Measured so far").split("Block c: ")[0]
-    rules, records = evidence()
-    by_name = {s.block.name: s for s in shown_blocks(rules, records, {"claims": []})}
-    main, other = by_name[report_page.MAIN], by_name["b"]
-
-    def cell(row):
-        return f"{row.difference:+.4f} [{row.low:+.4f}, {row.high:+.4f}]"
-
-    def sorted_rows(shown, variants):
-        return sorted((shown.rows[variant] for variant in variants), key=lambda row: row.difference)
-
-    want = []
-    for row in sorted_rows(main, set(main.leading) - {main.baseline}):
-        g = gap_closed(records.values, "a", row.label, main.metric, rules.margin, rules.seeds)
-        share = "1" if row.label == "half" else f"{g.value:.2f} [{g.low:.2f}, {g.high:.2f}]"
-        want.append((row.label, cell(row), share, str(row.pairs)))
-    assert want == re.findall(r"^\| `(\w+)` \| .*? \| (\+.*?) \| (\d.*) \| (\d) \|$", told, re.M)
-    of_b = told.split("Block b: ")[1]
-    found = re.findall(r"^\| `(\w+)` \| [^|]* \| (\+[^|]*) \| (\d) \|$", of_b, re.M)
-    rows = sorted_rows(other, [variant for variant, *_ in found])
-    assert found == [(row.label, cell(row), str(row.pairs)) for row in rows]
-    assert other.baseline == "dense_trained_on" and {"ast", "naive", "gmp"} < {x for x, *_ in found}
-    report_page.write_figure(tmp_path / "figure.svg")
-    figures = ROOT / "reproduce" / "report" / "figure.svg", tmp_path / "figure.svg"
-    kept, drawn = (re.findall(r'aria-label="(.*?)"', text(path)) for path in figures)
-    assert drawn == kept and len(kept) == 1  # coordinates may differ between matplotlib's versions
-    short = text(ROOT / "README.md").split("Measured (")[1].split("\n## ")[0]
-    groups = re.findall(r"((?:`\w+`(?:,? and |, )?)+(?:half the width)?)[\w ]* (0\.\d\d)", short)
-    variants = {"fst": "fst", "one_shot": "naive"}
-    for names, rounded in groups:
-        for name in re.findall(r"`(\w+)`", names) + ["half"] * ("half" in names):
-            variant = variants.get(name, name)
-            row = other.rows[variant] if variant in ("ast", "naive") else main.rows[variant]
-            assert (f"{row.difference:.2f}", row.pairs) == (rounded, 5), name
-    assert len(groups) == 3
-
-
-def test_the_variants_beside_half_the_width_are_where_their_intervals_put_them():
-    rules, records = evidence()
-    shown = shown_blocks(rules, records, {"claims": []})
-    (main,) = (s for s in shown if s.block.name == report_page.MAIN)
-    where = {"better than `half`": set(), "no difference shown": set(), "worse": set()}
-    for variant in set(main.leading) - {"dense", "half", "shallow"}:
-        assert main.rows[variant].low > 0
-        g = gap_closed(records.values, "a", variant, main.metric, rules.margin, rules.seeds)
-        name = (
-            "worse" if g.low > 1 else "better than `half`" if g.high < 1 else "no difference shown"
-        )
-        where[name].add(variant)
-    words = part("What the evidence says")
-    told = re.findall(r"^- (.*?): (`.*)$", words, re.M)
-    assert {name: set(re.findall(r"`(\w+)`", variants)) for name, variants in told} == where
-    variants = sorted(set().union(*where.values()))
-    to_half = [
-        differences(records.values, "a", variant, "half", main.metric) for variant in variants
-    ]
-    adjusted = dict(zip(variants, holm([p_value(found) for found in to_half]), strict=True))
-    left = [variant for variant in variants if adjusted[variant] < rules.level]
-    assert left == ["s_ste", "semi_sparse", "ste"] and len(variants) == 8
-    assert "After Holm's correction for the eight only" in words
-
-
-def test_what_is_said_of_the_claims_is_what_the_records_say():
-    rules, records = evidence()
-    claims = judge.content(rules, records.values)["claims"]
-    told = part("What the evidence says")
-    comparison = re.compile(r"(?:([cd]): )?`(\w+)` - `(\w+)` ([+-][\d.]+ \[[^]]*\])")
-    rows = re.findall(r"^\| (\d+) \| (.*?) \| (.*?) \| ([^|]+) \|$", told, re.M)
-    assert [(int(row[0]), row[-1]) for row in rows] == [(c["id"], worded(c)) for c in claims]
-    assert all(c["without"].endswith(c["verdict"]) for c in claims if c["without"])
-    for claim, (_, words, measured, _) in zip(claims, rows, strict=True):
-        assert not re.search(r"\d\.\d", words)
-        pairs = [(c["block"], c["variant"], c["against"]) for c in claim["contrasts"]]
-        found = comparison.findall(measured)
-        marked = {(b if b in "cd" else "", *pair) for b, *pair in pairs}
-        assert {(mark, variant, against) for mark, variant, against, _ in found} <= marked
-        assert found or not pairs
-        factors = set()
-        for lines in (m["lines"] for m in claim["measured"]):
-            whose = ("effect", "published")
-            ends = [[x[who] for x in lines if x[who] is not None] for who in whose]
-            factors.add(tuple(" to ".join(dict.fromkeys(f"{end:.3f}" for end in (min(x), max(x))))
-                              for x in ends if x))  # fmt: skip
-        read = re.findall(r"\w+: ([\d. to]+), paper ([\d. to]+\d)", measured)
-        assert {*read} <= factors and bool(read) == bool(claim["measured"])
-        assert measured == "-" or len(measured.split("; ")) == len(found) + len(read)
-    for mark, variant, against, effect in comparison.findall(told):
-        block = mark or ("a" if ("a", variant) in records.kept else "b")
-        want = (
-            points("d", variant, against, LINEAR)
-            if block == "d"
-            else compared(block, variant, against)
-        )
-        assert effect == want, (variant, against)
-    (slow,) = ([x for m in c["measured"] for x in m["lines"]] for c in claims if c["id"] == 4)
-    less = [x["label"] for x in slow if x["verdict"] in ("not reproduced", "direction only")]
-    assert {re.search(r"d=(\d+)", label)[1] for label in less} == {"768", "1024"}
-    told = part("Claims")
-    (gap,) = (g for g in judge.content(rules, records.values)["blocks"] if g["block"] == "a")
-    assert f"Block a has {gap['ratio']:.1f} ({gap['other_ratio']:.1f} if" in told
-
-
-def test_what_is_said_of_single_runs_and_fp8_is_what_the_records_say():
-    _, records = evidence()
-    told, values = part("Measured so far"), records.values
-    *others, unstable = (values["a", "fst"][seed]["metrics"]["val_loss"] for seed in range(5))
-    ends = f"{min(others):.3f} to {max(others):.3f}"
-    assert f"ended at {unstable:.3f}; the other four ended at {ends}" in told
-    in_b = {(variant, seed): run for (name, variant), runs in values.items() if name == "b"
-            for seed, run in runs.items()}  # fmt: skip
-    unpaired = {key for key, run in in_b.items() if run["init"] != in_b["ast", key[1]]["init"]}
-    assert unpaired == {("imp", 2), ("ast_as_released", 2)}
-    pairs = [(variant, variant.partition("_fp8")[0]) for block, variant in values if block == "fp8"]
-    fp8 = [
-        differences(values, "fp8", *pair, "metrics.val_loss") for pair in pairs if len({*pair}) > 1
-    ]
-    means = sorted(map(statistics.fmean, fp8))
-    intervals = [paired_interval(found) for found in fp8]
-    low, high = math.floor(100 * means[0]) / 100, math.ceil(100 * means[-1]) / 100
-    assert f"lie between {low:+.2f} and {high:+.2f} nats" in told
-    assert len(fp8) == 10 and {len(found) for found in fp8} == {3}
-    assert all(low < 0 < high for low, high in intervals)
-    reach = sorted((high - low) / 2 for low, high in intervals)
-    assert f"reach {reach[0]:.2f} to {reach[-1]:.2f} to either side" in told
-
-
-def test_what_is_said_of_the_noise_of_block_a_is_what_the_records_say():
-    """A two-way model: what is left of a loss after the means of its variant and of its seed."""
-    _, records = evidence()
-    variants = {variant: runs for (block, variant), runs in records.values.items()
-            if block == "a" and not variant.endswith("as_released")}  # fmt: skip
-
-    def left(of):
-        values = np.array([[of(runs[seed]) for seed in range(5)] for runs in variants.values()])
-        return values - values.mean(1, keepdims=True) - values.mean(0) + values.mean()
-
-    end = left(lambda run: run["metrics"]["val_loss"])
-    early = left(lambda run: dict(map(tuple, run["curves"]["val_loss"]))[1750])
-    shared = math.sqrt((end**2).sum() / (4 * (len(variants) - 1)))
-    told = part("Measured so far")
-    correlation = np.corrcoef(end.ravel(), early.ravel())[0, 1]
-    assert (
-        f"correlates by {correlation:.2f} with that at the end ({len(variants)} variants)" in told
-    )
-    assert f"one two-way model over the block ({shared:.4f} nats)" in told
-    names = ("bi_mask", "s_ste", "sr_ste", "slope", "fst", "ste", "step", "semi_sparse")
-    means = [statistics.fmean(differences(records.values, "a", n, "half", LOSS)) for n in names]
-    ps = [math.erfc(abs(mean) / shared / math.sqrt(2 * 2 / 5)) for mean in means]  # 128 degrees
-    assert [p < 0.05 for p in ps[:5]] == [True] * 3 + [False] * 2
-    assert [p < 0.05 for p in holm(ps)[:5]] == [True] * 2 + [False] * 3
-
-
-def test_what_a_loss_is_worth_is_what_the_records_say():
-    """By the rule in e1.yaml, anew from the records."""
-    from scipy.optimize import curve_fit
-
-    _, records = evidence()
-
-    def losses(block, variant, metric="val_loss"):
-        runs = records.values[block, variant]
-        return np.array([runs[seed]["metrics"][metric] for seed in sorted(runs)])
-
-    widths = {0.25: "width_025", 0.5: "half", 0.75: "width_075", 1.0: "dense"}
-    lengths = {0.5: "tokens_050", 0.71: "tokens_071", 1.0: "dense", 1.41: "tokens_141"}
-    by = [
-        {x: losses("e1" if "_" in variant else "a", variant) for x, variant in variants.items()}
-        for variants in (widths, lengths)
-    ]
-    fixed, share = 4 * 4 * 256**2 + 9 * 256, 4 * 8 * 256**2  # attention and norms; feed-forward
-    sizes = [fixed + share * w for w in widths] + [fixed + share] * 3
-    tokens = [1.0] * 4 + [0.5, 0.71, 1.41]
-    runs = [*by[0].values(), *(by[1][x] for x in tokens[4:])]
-    means = np.array([x.mean() for x in runs])
-    n, d = np.array(sizes) / (fixed + share), np.array(tokens)
-
-    def law(_, e, a, k, b, m):
-        return e + a * n**-k + b * d**-m
-
-    found, _ = curve_fit(law, n, means, (2.2, 0.1, 1, 0.2, 1.3))
-    errors = np.array([x.std(ddof=1) / math.sqrt(5) for x in runs])
-    far = np.abs(law(n, *found) - means) > 2 * errors
-    assert [d[i] for i in np.flatnonzero(far)] == [0.71]
-    told = part("Measured so far").split("Block e1: ")[1].split("Block a_large: ")[0]
-    assert f"exponents ({found[2]:.1f} and {found[4]:.1f})" in told
-    for one in by:
-        *first, last = (f"{x.mean():.3f}" for x in one.values())
-        assert f"{', '.join(first)} and {last}" in told
-
-    def read(known, loss, seeds):
-        points = sorted((float(x[seeds].mean()), -math.log(k)) for k, x in known.items())
-        return math.exp(-np.interp(loss, *zip(*points, strict=True)))
-
-    draws = np.random.default_rng(0).integers(0, 5, (2000, 5))
-    by[0] = {(fixed + share * w) / share: x for w, x in by[0].items()}
-    for variant, *cells in re.findall(r"^\| `(\w+)` \| ([^|]*) \| ([^|]*) \|$", told, re.M):
-        own = losses("a", variant)
-        for known, less, cell in zip(by, (fixed / share, 0), cells, strict=True):
-            value, *many = (read(known, own[s].mean(), s) - less for s in (slice(5), *draws))
-            low, high = np.quantile(many, [0.025, 0.975])
-            assert cell == f"{value:.2f} [{low:.2f}, {high:.2f}]"
-
-    variants = [("", "val_loss"), ("", "ema_val_loss"), ("_zero", "val_loss")]
-    variants += [("_deterministic", "val_loss")]
-    spreads = [
-        (losses("e2", f"half{v}", m) - losses("e2", f"dense{v}", m)).std(ddof=1)
-        for v, m in variants
-    ]
-    pairs = [
-        [losses("e2_again", f"{k}{v}", m) - losses("e2", f"{k}{v}", m) for k in ("dense", "half")]
-        for v, m in variants
-    ]
-    spreads += [np.sqrt(np.mean(np.square(pair))) for pair in pairs[:-1]]
-    assert all(f"{spread:.4f}" in told.split("Block e2")[1] for spread in spreads)
-    assert not np.any(pairs[-1])  # with deterministic kernels
-
-
-def test_what_is_said_of_block_a_large_is_what_the_records_say():
-    rules, records = evidence()
-    told = part("Measured so far").split("Block a_large: ")[1].split("Block b: ")[0]
-    variants = [variant for variant in read_block("a_large").variants if variant != "dense"]
-    assert (
-        variants
-        == [variant for variant in read_block("a").variants if variant != "dense"][: len(variants)]
-    )
-
-    def lost(variant):
-        return differences(records.values, "a_large", variant, "dense", LOSS)
-
-    rows = re.findall(r"^\| `(\w+)` \| ([^|]*) \| ([^|]*) \| (\d) \|$", told, re.M)
-    assert rows == [
-        (
-            variant,
-            *(compared(b, variant, "dense") for b in ("a_large", "a")),
-            str(len(lost(variant))),
-        )
-        for variant in sorted(variants, key=lambda variant: statistics.fmean(lost(variant)))
-    ]
-    flat = " ".join(told.split())
-
-    def against(variant, other):
-        return paired_interval(differences(records.values, "a_large", variant, other, LOSS))
-
-    alike = ("ste", "s_ste", "sr_ste")
-    assert all(low < 0 < high for low, high in (against(variant, "half") for variant in alike))
-    gaps = [differences(records.values, "a_large", variant, "half", LOSS) for variant in alike]
-    most = max(abs(statistics.fmean(gap)) for gap in gaps)
-    assert f"by at most {most:.4f}, with intervals that include zero" in flat
-    assert f"`fst` is worse by {compared('a_large', 'fst', 'half')}" in flat
-    others = [*alike, "fst"]
-    assert all(against("slope", variant)[0] > 0 for variant in others)
-    behind = [differences(records.values, "a_large", "slope", variant, LOSS) for variant in others]
-    behind = [statistics.fmean(each) for each in behind]
-    assert (
-        f"it loses {min(behind):+.4f} to {max(behind):+.4f} to each of the four other methods"
-        in flat
-    )
-    gap = half_width_gap(records.values, "a_large", LOSS, rules.margin)
-    assert f"is {gap['ratio']:.1f} standard deviations of a paired difference" in flat
-    a = half_width_gap(records.values, "a", LOSS, rules.margin)
-    assert 0.3 < gap["gap"] / a["gap"] < 0.37
-
-
-def test_what_is_said_of_block_c_is_what_the_records_say():
-    rules, records = evidence()
-    told, variants = (
-        part("Measured so far"),
-        [variant for variant in read_block("c").variants if variant != "dense"],
-    )
-
-    def lost(variant):
-        return statistics.fmean(differences(records.values, "c", variant, "dense", LOSS))
-
-    want = []
-    for variant in sorted(variants, key=lost):
-        seeds = str(len(records.values["c", variant]))
-        top1 = points("c", variant, "dense", "metrics.val_top1")
-        want.append((variant, compared("c", variant, "dense"), top1, seeds))
-    cells = r"^\| `(\w+)` \| [^|]* \| (\+[^|]*) \| (-[^|]*) \| (\d) \|$"
-    assert re.findall(cells, told, re.M) == want
-    dense = [run["metrics"]["val_top1"] for run in records.values["c", "dense"].values()]
-    assert f"dense reaches {statistics.fmean(dense):.2f} %" in told
-    gap = half_width_gap(records.values, "c", LOSS, rules.margin)
-    words = f"{gap['gap']:.3f} nats, {gap['ratio']:.1f} standard deviations"
-    assert f"half the width costs {words}" in told
-    scale = compared("c", "s_ste_soft", "s_ste_no_mvue")
-    assert f"`s_ste_soft` ends {scale} above `s_ste_no_mvue`" in told
-    to_half = {variant: paired_interval(differences(records.values, "c", variant, "half", LOSS))
-               for variant in ("s_ste", "sr_ste", "fst", "bi_mask", "ste", "step")}  # fmt: skip
-    assert {variant for variant, (low, _) in to_half.items() if low > 0} == {"ste"}
-    assert all(high > 0 for _, high in to_half.values())
-    to_s_ste = {variant: paired_interval(differences(records.values, "c", variant, "s_ste", LOSS))
-                for variant in ("sr_ste", "fst", "bi_mask", "ste")}  # fmt: skip
-    assert [variant for variant, (low, high) in to_s_ste.items() if low < 0 < high] == [
-        "sr_ste",
-        "fst",
-    ]
-
-
-def test_what_is_said_of_block_d_is_what_the_records_say():
-    _, records = evidence()
-    told, variants = (
-        part("Measured so far"),
-        [variant for variant in read_block("d").variants if variant != "dense"],
-    )
-    told = told.split("Block d: ")[1]
-
-    def lost(variant):
-        return differences(records.values, "d", variant, "dense", LINEAR)
-
-    rows = re.findall(r"^\| `(\w+)` \| ([^|]*) \| ([^|]*) \| (\d) \|$", told, re.M)
-    assert rows == [
-        (
-            variant,
-            *(points("d", variant, "dense", metric) for metric in (LINEAR, KNN)),
-            str(len(lost(variant))),
-        )
-        for variant in sorted(variants, key=lambda variant: -statistics.fmean(lost(variant)))
-    ]
-    dense = records.values["d", "dense"].values()
-    linear, knn = (
-        statistics.fmean(run["metrics"][name] for run in dense)
-        for name in ("linear_top1", "knn_top1")
-    )
-    assert f"dense reaches {linear:.2f} % and {knn:.2f} %" in told
-    adjusted = dict(
-        zip(variants, holm([p_value(lost(variant)) for variant in variants]), strict=True)
-    )
-    assert [variant for variant in variants if adjusted[variant] < 0.05] == ["sparse_090"] and len(
-        variants
-    ) == 7
-    words = part("What the evidence says")
-    loss = f"{-statistics.fmean(lost('sparse_090')):.1f} points"
-    assert f"`sparse_090`, which becomes dense after 90 % of the steps, loses {loss}" in words
-    theirs = {
-        cell["row"][:3]: f"{cell['value']:.1f} %"
-        for cell in json.loads(text(ROOT / "reproduce/specs/published.json"))["cells"]
-        if cell["table"] == "DINOv2 ViT-L ImageNet-1k accuracy"
-    }
-    assert f"has the same order: {theirs['90%']} against {theirs['100']}, one run each" in words
-    assert theirs["70%"] == theirs["80%"] == "82.7 %" and "those of 70 and 80 % (82.7 %)" in told
-    by_sparse = differences(records.values, "d", "sparse_090", "sparse_100", LINEAR)
-    assert round(statistics.fmean(by_sparse), 1) == round(statistics.fmean(lost("sparse_090")), 1)
-    assert p_value(by_sparse) < 0.05
-    widths = [f"{width} width 32 slow teacher" for width in ("half", "dense")]
-    small = differences(records.values, "pilot_d_small", *widths, LINEAR)
-    ratio = -statistics.fmean(small) / statistics.stdev(small)
-    found = points("pilot_d_small", *widths, LINEAR)
-    assert f"difference is {found} points, {ratio:.1f} standard deviations" in told
-    dense_run = next(run for run in read_block("d").runs(ROOT) if run.variant == "dense")
-    assert (dense_run.config.model.width, len(small)) == (128, 3)
-
-
-def test_how_much_two_runs_of_one_seed_differ():
-    again = json.loads(text(EVIDENCE / "repeated_a.json"))["val_loss"]
-    records = map(json.loads, text(EVIDENCE / "a.jsonl").splitlines())
-    losses = {(r["variant"], r["seed"]): r["metrics"]["val_loss"] for r in records}
-    for name, (first, _) in again.items():
-        variant, seed = name.split("-seed")
-        assert first == losses[variant, int(seed)]
-    of_methods = [pair for name, pair in again.items() if "as_released" not in name]
-    spread = math.sqrt(statistics.fmean((second - first) ** 2 for first, second in of_methods))
-    variants = {variant for variant, _ in losses if "as_released" not in variant} - {"dense"}
-    seeds = {variant: [seed for name, seed in losses if name == variant] for variant in variants}
-    paired = [
-        [losses[variant, s] - losses["dense", s] for s in seeds[variant]] for variant in variants
-    ]
-    median = statistics.median(map(statistics.stdev, paired))
-    told = " ".join(text(ROOT / "docs" / "evidence.md").split())
-    assert f"{len(again)} runs of block a were made twice" in told
-    assert f'the {len(of_methods)} that are not "as released" the two losses differ by' in told
-    assert f"by {spread:.4f} nats (root mean square)" in told
-    assert f"the same standard deviation, a median of {median:.4f} over the variants" in told
-    launched = json.loads(text(EVIDENCE / "launched_a.json"))["val_loss"]
-    assert len(launched) == 4 and "lowest and the highest of four that were launched" in told
-    assert all(min(launched) < loss < max(launched) for loss in again["dense-seed3"])
 
 
 def test_the_citation_and_the_hooks_are_valid():
