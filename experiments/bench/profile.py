@@ -26,8 +26,9 @@ KINDS = (
 )  # fmt: skip
 
 # The kernels of common_kernels, by their functions' names. One that is missing here would count as
-# elementwise; tests/experiments/test_profile.py checks that none is.
+# elementwise; tests/experiments/test_bench_training.py checks that none is.
 OURS = {
+    PRODUCT24: ("few_tokens",),
     SAMPLING: ("sample", "quantize_and_sample", "lanes", "neighbours"),
     PACKING: (
         "check", "compress", "decay", "double_prune", "exact", "expand", "flips", "greedy", "mask",

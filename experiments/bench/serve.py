@@ -27,7 +27,7 @@ from common_kernels import nm_mask
 from common_kernels.decode import MOST
 from experiments.bench.report import Report, Row
 from experiments.bench.timing import Time, in_turns
-from experiments.support.errors import UserError
+from experiments.bench.variants import agree
 from models.hf import cached
 from models.packed import Limits, PackedProduct, limits_of, pack
 
@@ -143,9 +143,7 @@ def gate(models: Mapping[str, Any], size: Size, report: Report) -> None:
     outputs = {name: model.model(ids).last_hidden_state.float() for name, model in models.items()}
     want = outputs["dense"]
     for name, output in outputs.items():
-        error = float((output - want).norm() / want.norm())
-        if not error <= 2**-4:
-            raise UserError(f"{name} disagrees with dense: relative error {error:.3g}")
+        agree(f"{name} disagrees with dense:", output, want, 2**-4)
     report.note(f"correctness of {size.name}: green")
 
 

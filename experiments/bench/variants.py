@@ -351,8 +351,14 @@ def tolerance(own: Setup, dtype: torch.dtype, summed: int) -> float:
     return unit + (summed / 32 * 2**-14 if own.fp8 and not own.simulated else 0.0)
 
 
-def relative_error(value: Tensor, truth: Tensor) -> float:
-    return ((value.float() - truth).norm() / truth.norm()).item()
+def agree(what: str, value: Tensor, truth: Tensor, allowed: float) -> None:
+    """Raise a `UserError` about `what` unless the relative error in norm is at most `allowed`."""
+    error = ((value.float() - truth).norm() / truth.norm()).item()
+    if not error <= allowed:  # also true for NaN
+        raise UserError(
+            f"{what} off by {error:.2g} (allowed {allowed:.2g}): no time is reported; run `pytest "
+            "tests/common_kernels tests/methods`"
+        )
 
 
 def check(name: str, bench: Bench, layer: nn.Linear, shape: tuple[int, int, int]) -> None:
@@ -365,16 +371,11 @@ def check(name: str, bench: Bench, layer: nn.Linear, shape: tuple[int, int, int]
     assert x.grad is not None and weight.grad is not None
     got = {"fprop": y, "dgrad": x.grad, "wgrad": weight.grad}
     for key, want in expected(layer, x, dy, variant(name).fp8).items():
-        error, allowed = (
-            relative_error(got[key], want),
-            tolerance(variant(name), x.dtype, max(shape)),
+        said = (
+            f"{name} with products by {bench.converted.used} gives {key} for tokens x in x out = "
+            f"{shape}, {x.dtype},"
         )
-        if not error <= allowed:  # also true for NaN
-            raise UserError(
-                f"{name} with products by {bench.converted.used} gives {key} off by {error:.2g} "
-                f"(allowed {allowed:.2g}) for tokens x in x out = {shape}, {x.dtype}: no time is "
-                "reported; run `pytest tests/methods`"
-            )
+        agree(said, got[key], want, tolerance(variant(name), x.dtype, max(shape)))
 
 
 def check_same(

@@ -21,7 +21,6 @@ from common_kernels.pack.operands import pack24_
 from experiments.bench import variants
 from experiments.bench.timing import Call
 from experiments.bench.variants import Bench
-from experiments.support.errors import UserError
 from methods.nn import operands
 from methods.nn.compressed import CompressedLinear
 from methods.nn.operands import Dense, Packed
@@ -87,11 +86,9 @@ def packed_tiles(matrix: Tensor) -> PackedTiles:
 
 def check(got: Tensor, want: Tensor, what: str, config: Layer) -> None:
     """Raise a `UserError` unless two results agree within the rounding of a layer's products."""
-    error = variants.relative_error(got, want.float())
     # Four products one after the other, and the operations between them.
     allowed = 8 * variants.tolerance(variants.variant("slope"), config.dtype, config.ffn)
-    if not error <= allowed:
-        raise UserError(f"{what}: off by {error:.2g} (allowed {allowed:.2g}): no time is reported")
+    variants.agree(f"{what}:", got, want.float(), allowed)
 
 
 @dataclass(frozen=True, kw_only=True)

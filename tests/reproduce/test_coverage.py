@@ -91,5 +91,3 @@ def test_a_block_s_tier_is_measured_by_records_of_that_tier(small, tmp_path, mon
     path.write_text('{"jobs": 7, "done": 3}')
     (_, told) = listing.lines([table], tmp_path, {})
     assert "3 of 7 runs done at the last call; 2 committed records (" in told
-
-

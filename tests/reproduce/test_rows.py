@@ -107,34 +107,5 @@ def test_the_baseline_of_every_script(command, shared, monkeypatch):
         assert rendered.grid.lines and {line["tier"] for line in rendered.summary} == {"smoke"}
 
 
-FULL = ["fst_table2"]  # the others train, which test_full.py looks at
-NANO = [
-    *("model.block_size=32", "model.vocab_size=384"),
-    *("train.dtype=fp32", "impl.device=cpu", "impl.micro_batch=null", "impl.matmul=auto"),
-]
-
-
-@pytest.mark.parametrize("name", FULL)
-def test_full_tiers_train_at_nano_size(name, shared, monkeypatch):
-    """The last row that is trained, which has the method's own settings."""
-    runs, data = shared
-    monkeypatch.setattr(numbers, "SIZES", {"test": 10, "val": 40, "train": 200})
-    [table] = [table for table in TABLES if table.name == name]
-    tier = dataclasses.replace(table.tiers["full"], seeds=[0], measure={})
-    row = [row for row in table.rows_of("full") if not row.not_run][-1]
-    own = " ".join([*tier.overrides, *row.overrides, *row.tiers.get("full", [])])
-    family = "transformer" if "transformer" in own else "gpt2"
-    needed = {"gpt2": ["data=stdlib", *data], "transformer": ["data=numbers", *data[1:]]}[family]
-    window = WINDOW if table.driver == "find_decay" else []
-    extra = [*SHORT, *TINY[family], *needed, *NANO, *window]
-    first = [dataclasses.replace(table.rows[0], label="first")] if table.has_baseline else []
-    tiers = {**_without_rows(table), "full": dataclasses.replace(tier, rows=[])}
-    small = dataclasses.replace(table, rows=[*first, row], tiers=tiers, variants=[])
-    planned, said = plan(overridden(small, "full", extra), "full", runs), []
-    [job] = planned.jobs[len(first) :]
-    execute([job], said.append)
-    assert job.result(), "\n".join(said)
-
-
 def _without_rows(table):
     return {name: dataclasses.replace(tier, rows=[]) for name, tier in table.tiers.items()}
