@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import signal
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -25,7 +24,7 @@ from experiments.images.dataset import load_images
 from experiments.support.checkpoint import is_locked
 from experiments.support.errors import UserError, deferred_stop
 from reproduce.execute.blocks import EVIDENCE, Block, BlockRun
-from reproduce.execute.jobs import clock, lacking, quoted
+from reproduce.execute.jobs import clock, lacking
 from reproduce.execute.processes import Process, terminate, visible_gpus
 
 POLL = 0.2  # seconds
@@ -169,7 +168,9 @@ class Queue:
                 training = ready.pop(0)
                 self.waiting.remove(training)
                 log = training[0].file(self.kept / "logs").with_suffix(".txt")
-                process = Process(command(training[0], self.runs), log, gpu, len(self.places))
+                words = training[0].job.command()
+                assert words is not None  # its source is finished
+                process = Process(words, log, gpu, len(self.places))
                 self.working[place] = Worker(training, process, time.monotonic())
 
     def _collect(self) -> None:
@@ -227,13 +228,6 @@ class Queue:
 def _is_held(training: list[BlockRun]) -> bool:
     """True if another process is making a training."""
     return is_locked(training[0].config.directory())
-
-
-def command(run: BlockRun, runs: Path) -> list[str]:
-    """The command line that makes a run, in words."""
-    module = f"experiments.{run.job.driver}"
-    init = [] if run.source is None else [f"init={quoted(run.source.config.directory())}"]
-    return [sys.executable, "-m", module, *run.job.overrides, f"runs={quoted(runs)}", *init]
 
 
 def _figures(record: dict[str, Any]) -> str:

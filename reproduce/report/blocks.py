@@ -174,7 +174,7 @@ def commands_of(shown: Shown) -> list[tuple[str, str]]:
     runs = Path("runs")  # the drivers' default
     rows = []
     for run in replace(shown.block, seeds=shown.block.seeds[:1]).runs(runs):
-        words = ["python", *command(run, runs)[1:]]
+        words = ["python", *(run.job.command() or [])[1:]]
         rows.append((run.variant, shlex.join(w for w in words if not w.startswith("runs="))))
     return rows
 

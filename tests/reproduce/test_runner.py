@@ -19,6 +19,7 @@ from experiments.support.errors import UserError
 from reproduce.__main__ import main
 from reproduce.execute import blocks, processes, runner
 from reproduce.execute.blocks import Block, BlockSource
+from reproduce.execute.jobs import Job
 from reproduce.execute.runner import run_block
 from tests.faults import check
 
@@ -58,20 +59,21 @@ part.rename(directory / "result.json")  # at once: a clock of the tests looks fo
 def children(make_result, tmp_path, monkeypatch):
     """Stand-ins for trainings: `.do[variant]` says what they do, `.started` which there were."""
 
-    made = SimpleNamespace(do={}, started=[], prepared=[], metrics={})
+    made = SimpleNamespace(do={}, started=[], prepared=[], metrics={}, result={})
 
-    def command(run, runs):
-        made.started.append(str(run.job))
+    def command(job):
+        made.started.append(str(job))
         result = make_result(
-            run.digest(),
-            metrics={"val_loss": 1.0 + run.seed} | made.metrics,
-            init=run.job.config.init_weights(),
+            job.config.digest(),
+            metrics={"val_loss": 1.0 + job.config.seed} | made.metrics,
+            **{"init": job.config.init_weights()} | made.result,
         )
-        do, directory = made.do.get(run.variant, "train"), str(run.job.config.directory())
+        variant = str(job).rpartition(": ")[2].partition(",")[0]
+        do, directory = made.do.get(variant, "train"), str(job.config.directory())
         return [sys.executable, "-S", "-c", CHILD, do, directory, json.dumps(result)]
 
     monkeypatch.chdir(tmp_path)  # where no corpus is, so that results name none
-    monkeypatch.setattr(runner, "command", command)
+    monkeypatch.setattr(Job, "command", command)
     monkeypatch.setattr(runner, "prepare", lambda data: made.prepared.append(data.name))
     monkeypatch.setattr(runner, "POLL", 0.01)
     return made
@@ -185,17 +187,11 @@ def test_a_diverged_run_is_done(start, children):
     assert start(ONE)[0] and children.started == []
 
 
-def test_a_run_without_labels_is_done_when_it_is_probed(start, children, monkeypatch):
+def test_a_run_without_labels_is_done_when_it_is_probed(start, children):
     """A run that is only trained has a result, but not the accuracies that claims are judged by."""
     images = Block("t", "T", ["train.steps=20"], {"dense": ["method=dense"]}, [0], driver="dino")
     digits = load_images(next(images.runs(Path())).job.config.data).fingerprint
-    plain = runner.command
-
-    def command(run, runs):
-        *words, result = plain(run, runs)
-        return [*words, json.dumps(json.loads(result) | {"corpus_hash": digits, "init": None})]
-
-    monkeypatch.setattr(runner, "command", command)
+    children.result = {"corpus_hash": digits, "init": None}
     done, said = start(images)
     assert not done and said[1].startswith("failed: dense, seed 0: ")
     children.metrics = {"knn_top1": 61.25, "linear_top1": 70.5}
@@ -486,7 +482,7 @@ def test_the_command_of_a_run(finish, tmp_path):
         run = next(of.runs(runs))
         if run.source is not None:
             finish(run.source.job.config)
-        python, flag, module, *overrides = runner.command(run, runs)
+        python, flag, module, *overrides = run.job.command()
         assert (python, flag, module) == (sys.executable, "-m", "experiments.pretrain")
         assert load(overrides).digest() == run.digest()
         assert load(overrides).directory() == run.job.config.directory()
