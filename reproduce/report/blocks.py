@@ -13,7 +13,6 @@ from markupsafe import Markup
 
 from experiments.runs.comparison import with_spread
 from experiments.runs.curves import NAMES, Point
-from reproduce.execute.runner import command
 from reproduce.judge.verdicts import verdict
 from reproduce.records import StoredRecord
 from reproduce.render.cells import UNKNOWN, published_cell

@@ -91,7 +91,7 @@ def between(text, start, end):
     return text.partition(f'id="{start}"')[2].partition(f'id="{end}"')[0]
 
 
-def test_it_is_well_formed_and_readers_of_all_kinds_find_their_way(parsed):
+def test_it_is_well_formed_and_readers_of_all_kinds_find_their_way(parsed, text):
     assert parsed.wrong == []
     ids = [given["id"] for _, given in parsed.elements if "id" in given]
     assert len(ids) == len(set(ids))
@@ -106,6 +106,10 @@ def test_it_is_well_formed_and_readers_of_all_kinds_find_their_way(parsed):
     assert all("scope" in given for given in parsed.of("th"))
     pictures = parsed.of("svg")
     assert all(given.get("aria-hidden") == "true" or given["aria-label"] for given in pictures)
+    loading = parsed.of("img", "link", "iframe", "script", "image", "use", "object", "source")
+    sources = [given.get(key, "#") for given in loading for key in ("src", "href", "xlink:href")]
+    assert all(source.startswith("#") for source in sources)  # nothing comes from elsewhere
+    assert "url(" not in text.replace("url(#", "") and "@import" not in text
 
 
 def test_every_claim_table_and_block_is_there_with_links_that_lead_somewhere(made, parsed, text):
@@ -122,13 +126,6 @@ def test_every_claim_table_and_block_is_there_with_links_that_lead_somewhere(mad
     assert {path for path in files if not path.is_file()} == set()
     assert (EVIDENCE / "a.jsonl").resolve() in files
     assert {path.resolve() for path in tables.MEASURED.glob("*/*.csv")} <= files
-
-
-def test_nothing_is_loaded_from_elsewhere(parsed, text):
-    loading = parsed.of("img", "link", "iframe", "script", "image", "use", "object", "source")
-    sources = [given.get(key, "#") for given in loading for key in ("src", "href", "xlink:href")]
-    assert all(source.startswith("#") for source in sources)
-    assert "url(" not in text.replace("url(#", "") and "@import" not in text
 
 
 def test_what_one_s_own_runs_said_is_escaped_and_what_is_left_out_is_told(made, text):
@@ -153,13 +150,11 @@ def test_the_main_figure_as_a_file(tmp_path):
 
 def test_the_variants_of_tables_are_those_of_blocks():
     for table in read_tables():
-        names = {place.split("/")[0] for place in table.block_variants.values()}
-        known = {block: read_block(block) for block in names}
-        assert len(known) <= 1
+        places = {place.split("/")[0]: place for place in table.block_variants.values()}
+        assert len(places) <= 1
         assert table.block_variants.keys() <= {row.label for row in table.rows}, table.name
-        for place in table.block_variants.values():
-            block, variant = place.split("/")
-            assert variant in known[block].variants, f"{table.name}: {place}"
+        for block, variant in (place.split("/") for place in table.block_variants.values()):
+            assert variant in read_block(block).variants, f"{table.name}: {block}/{variant}"
 
 
 def test_each_fp8_variant_is_compared_with_its_method_in_bf16(text):
@@ -261,17 +256,13 @@ def test_tables_that_were_made_here_are_shown_from_their_runs(tmp_path):
     assert mini.has_values and "Nothing is trained for this tier" in "".join(mini.rendered.header)
 
 
-def test_arguments_that_mean_nothing(capsys, tmp_path):
+def test_arguments_that_mean_nothing_and_a_page_without_runs(capsys, tmp_path, monkeypatch):
     for options in (["picture=x"], ["figure="], ["figure=a", "figure=b"]):
         assert reproduce(["report", *options], runs=tmp_path) == 2
         assert "figure=FILE" in capsys.readouterr().err
-
-
-def test_without_any_run_it_says_so(tmp_path, monkeypatch):
     monkeypatch.setattr(page, "EVIDENCE", tmp_path / "none")
     told = page.build(tmp_path / "runs", tmp_path)
-    assert Page(told).wrong == []
-    assert "no runs yet" in told
+    assert Page(told).wrong == [] and "no runs yet" in told
 
 
 # ------------------------------------------------------------------------------ in a browser
@@ -307,13 +298,13 @@ def test_in_a_browser_without_errors_or_sideways_scrolling(text, tmp_path):
     options = ["--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr"]
     options += [f"--user-data-dir={tmp_path / 'profile'}", "--hide-scrollbars", "--dump-dom"]
     options += ["--window-size=1700,1600", "--virtual-time-budget=2000"]
-    done = subprocess.run(
-        [BROWSER, *options, f"--screenshot={tmp_path / 'page.png'}", f"{tmp_path}/frames.html"],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=True,
-    )
+    command = [
+        BROWSER,
+        *options,
+        f"--screenshot={tmp_path / 'page.png'}",
+        f"{tmp_path}/frames.html",
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
     told = [json.loads(given["value"]) for given in Page(done.stdout).of("data")]
     expected = [{"scrollWidth": w, "clientWidth": w, "trouble": []} for w in WIDTHS]
     assert sorted(told, key=lambda found: -found["clientWidth"]) == expected

@@ -271,7 +271,8 @@ def test_the_rows_of_the_csv_file(tmp_path):
                "p_expected": 2 * t_test.pvalue, "p_contrary": 1.0}  # fmt: skip
     assert {key: lower[key] for key in numbers} == pytest.approx(numbers)
     words = {"claim": 1, "claim_verdict": "not reproduced", "judged_by": "block a", "what": "it",
-             "against": "that", "metric": LOSS, "expect": "lower", "verdict": "confirmed"}  # fmt: skip
+             "against": "that", "metric": LOSS, "expect": "lower",
+             "verdict": "confirmed"}  # fmt: skip
     assert words.items() <= lower.items()
     beyond = ttest_1samp([n - 0.04 for n in NOISE], -0.02)
     assert equal["p_contrary"] == pytest.approx(2 * beyond.pvalue)  # two contrasts: Holm
