@@ -30,7 +30,7 @@ class Compressed24:
         rows, columns = shape_of(self.values, self.row_mask, self.column_mask)
         if not outs or len({out.dtype for out in outs}) > 1 or outs[0].dtype.itemsize != 2:
             dtypes = " and ".join(str(out.dtype) for out in outs) or "no type"
-            raise ValueError(f"operands of {dtypes}: give room for one or both, of one 16-bit type")
+            raise ValueError(f"operands of {dtypes}: give one or both, of one 16-bit type")
         for out, shape in (self.packed, (rows, columns)), (self.transposed, (columns, rows)):
             if out is not None and out.shape != shape:
                 raise ValueError(f"an operand has shape {out.shape}, not {shape}")

@@ -371,7 +371,7 @@ def _placed(state: Any, like: Any) -> Any:
     """`state` with each tensor sharded like the tensor at the same place in `like`."""
     if isinstance(state, dict):
         return {key: _placed(x, like.get(key, x)) for key, x in state.items()}
-    return sharding.placed(state, like) if isinstance(state, Tensor) else state
+    return sharding.sharded_like(state, like) if isinstance(state, Tensor) else state
 
 
 def plain_state(

@@ -130,7 +130,7 @@ class Method:
             ValueError: no linear can be converted, a linear that `include` names in full cannot be,
                 or the model is already converted. The model is then unchanged.
         """
-        sharding.check_whole(model)
+        sharding.check_unsharded(model)
         chosen, report = self._choose(model)
         self._check(chosen)
         self.report = replace(report, measured=self.Linear is None)

@@ -164,7 +164,7 @@ class Method(base.Method):
     def convert(self, model: nn.Module, dtype: torch.dtype | None = None) -> base.Report:
         """Keep a copy of the unpruned model as teacher, then convert as the base class does."""
         config = self.config
-        sharding.check_whole(model)  # else it could not be copied
+        sharding.check_unsharded(model)  # else it could not be copied
         if self.teacher is model:
             raise ValueError("the teacher is the model itself; give set_teacher a copy of it")
         compared = _matching(model, config.layer_modules) if config.layer_weight else {}

@@ -329,7 +329,7 @@ class SparseLinear(nn.Linear):
         sharding.shard_layers([self])
         if any(prefix + name in state_dict for name in self._buffers):
             self.was_loaded = True
-        sharding.cut(self, state_dict, prefix)
+        sharding.shard_state(self, state_dict, prefix)
         self._swap_layout(state_dict, prefix)
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
         with torch.no_grad():

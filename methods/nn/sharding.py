@@ -54,7 +54,7 @@ def full(tensor: Any) -> Tensor:
     return tensor.full_tensor() if is_sharded(tensor) else tensor
 
 
-def check_whole(model: nn.Module) -> None:
+def check_unsharded(model: nn.Module) -> None:
     """Raise ValueError if `model` is already sharded, or has no numbers yet."""
     for name, parameter in model.named_parameters():
         if parameter.is_meta and not ranks.is_alone():  # a rank that gets numbers from rank 0
@@ -107,14 +107,14 @@ def _shard(layer: Any, like: Any) -> None:
             "or models.hf.CausalLM"
         )
     _check_products(layer.accelerated)
-    layer.derived, layer.viewed, layer.bits = _set_apart(layer), False, {}
+    layer.derived, layer.viewed, layer.bits = _drop_operands(layer), False, {}
     for name, buffer in layer._buffers.items():
         if buffer is not None and buffer.ndim == 2 and len(buffer) == len(like):
-            layer._buffers[name] = placed(buffer, like)  # on the CPU, with CPU offload
+            layer._buffers[name] = sharded_like(buffer, like)  # on the CPU, with CPU offload
     layer.__class__ = _sharded_class(layer.__class__)
 
 
-def _set_apart(layer: Any) -> dict[str, Tensor]:
+def _drop_operands(layer: Any) -> dict[str, Tensor]:
     """Remove the operands' buffers from a layer, and return their like on the meta device."""
     found = {}
     for name, buffer in layer._buffers.items():
@@ -132,7 +132,7 @@ def device_of(layer: nn.Module) -> torch.device:
     return torch.empty(0, device=parameter.device_mesh.device_type).device
 
 
-def cut(layer: Any, state: dict[str, Any], prefix: str) -> None:
+def shard_state(layer: Any, state: dict[str, Any], prefix: str) -> None:
     """Shard in place the whole tensors of a state dict that belong to sharded buffers of `layer`.
 
     torch does this for parameters, and for buffers that were sharded when it first looked.
@@ -140,10 +140,10 @@ def cut(layer: Any, state: dict[str, Any], prefix: str) -> None:
     for name, buffer in layer._buffers.items():
         key = f"{prefix}{name}"
         if key in state:
-            state[key] = placed(state[key], buffer)
+            state[key] = sharded_like(state[key], buffer)
 
 
-def placed(tensor: Tensor, like: Any) -> Tensor:
+def sharded_like(tensor: Tensor, like: Any) -> Tensor:
     """A whole `tensor`, equal on all ranks, sharded like `like` if that is sharded."""
     if not is_sharded(like) or is_sharded(tensor):
         return tensor
@@ -179,9 +179,9 @@ def _sharded_class(cls: Any) -> type:
 class ShardedLayer:
     """A mixin for converted layers whose parameters are sharded; see the module docstring.
 
-    derived: meta tensors with the shapes and dtypes of the operands' buffers. viewed: True while
-    the layer shows plain tensors, in `rows`, `whole` or the forward pass. bits: the whole masks as
-    bits, by buffer name, each with the mask's version when it was gathered.
+    derived: meta tensors with the shapes and dtypes of the operands' buffers.
+    viewed: True while the layer shows plain tensors, in `rows`, `unsharded` or the forward pass.
+    bits: the gathered masks as bits, by buffer name, each with the mask's version at that time.
     """
 
     derived: dict[str, Tensor]
@@ -192,7 +192,7 @@ class ShardedLayer:
 
     def unsharded(self) -> AbstractContextManager[None]:
         """A context in which the layer's parameters and masks are whole, plain tensors."""
-        return whole(self)
+        return unsharded(self)
 
     def refresh_mask(self) -> None:
         with self._where_it_chooses():
@@ -216,20 +216,20 @@ class ShardedLayer:
         """Do nothing: samples are drawn when they are used."""
 
     def reload(self) -> None:
-        with whole(self):
+        with unsharded(self):
             super().reload()  # type: ignore[misc]
 
     def allocate(self) -> None:
-        """Record which operands are needed, on a layer that is `whole`; none are kept."""
+        """Record which operands are needed, on a layer that is `unsharded`; none are kept."""
         if self.viewed:
             self._buffers.update(self.derived)
             super().allocate()  # type: ignore[misc]
-            self.derived = _set_apart(self)
+            self.derived = _drop_operands(self)
 
     def accelerate(self, products: Any) -> None:
         _check_products(products)
         if products != self.accelerated:  # type: ignore[attr-defined]
-            with whole(self):
+            with unsharded(self):
                 super().accelerate(products)  # type: ignore[misc]
 
     def extra_repr(self) -> str:
@@ -240,8 +240,8 @@ class ShardedLayer:
         weight = next(p for p in self._parameters.values() if p is not None)
         together = self.rows_together  # type: ignore[attr-defined]
         if self.viewed or not together:
-            return whole(self)
-        return whole(self) if chunk_of(weight) % together else rows(self)
+            return unsharded(self)
+        return unsharded(self) if chunk_of(weight) % together else rows(self)
 
     def forward(self, x: Tensor) -> Tensor:
         derive = partial(self._derived, autocast_dtype(x), x.device)
@@ -420,7 +420,7 @@ def rows(layer: Any) -> Iterator[None]:
 
 @contextmanager
 @torch.no_grad()
-def whole(layer: Any) -> Iterator[None]:
+def unsharded(layer: Any) -> Iterator[None]:
     """A context in which sharded tensors of `layer` are plain tensors, gathered from all ranks.
 
     All ranks must make the same changes. In-place changes are kept.

@@ -188,7 +188,7 @@ def test_what_cannot_be_packed_is_refused():
     for changed, said in (
         ({"column_mask": row_mask}, r"column_mask must be uint8 \[64, 8\].*\[64, 16\]"),
         ({"row_mask": row_mask.int()}, r"row_mask must be uint8 \[64, 16\], not torch.int32"),
-        ({"packed": None}, "operands of no type: give room for one or both"),
+        ({"packed": None}, "operands of no type: give one or both"),
         ({"transposed": Packed24.empty((128, 64), torch.float16, DEVICE)}, "bfloat16 and torch.fl"),
         ({"packed": Packed24.empty((64, 128), torch.float8_e5m2, DEVICE)}, "16-bit type"),
         ({"packed": back}, r"has shape \(128, 64\), not \(64, 128\)"),
