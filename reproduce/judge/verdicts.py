@@ -12,7 +12,7 @@ import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TypeVar
+from typing import ClassVar, TypeVar
 
 from experiments.runs.stats import (
     equivalence_p_value,
@@ -56,6 +56,14 @@ class Effect:
     p_contrary: float = math.nan
     verdict: str = NOT_TESTED
     why: str = ""
+    nothing: ClassVar[float] = 0.0  # the effect where there is none
+
+    @property
+    def share(self) -> float | None:
+        """Our effect as a fraction of the paper's, if it gives one."""
+        if self.published in (None, self.nothing):
+            return None
+        return (self.effect - self.nothing) / (self.published - self.nothing)
 
 
 E = TypeVar("E", bound=Effect)
@@ -79,11 +87,6 @@ class Judged(Effect):
     place: str = ""
 
     @property
-    def share(self) -> float | None:
-        """Our effect as a fraction of the paper's."""
-        return self.effect / self.published if self.published else None
-
-    @property
     def where(self) -> str:
         """The place, if the verdict is restricted to it."""
         return self.place if self.verdict == NOT_REPRODUCED else ""
@@ -101,11 +104,7 @@ class Row(Effect):
     """The effect of a row of a measured table: a factor over dense or over another row."""
 
     label: str
-
-    @property
-    def share(self) -> float | None:
-        """Our gain as a fraction of the paper's."""
-        return None if self.published in (None, 1) else (self.effect - 1) / (self.published - 1)
+    nothing: ClassVar[float] = 1.0
 
     @property
     def to_paper(self) -> float | None:
@@ -185,16 +184,15 @@ def differences(values: Values, block: str, variant: str, against: str, metric: 
     trained twice on a GPU differs by 0.01 nats (block pilot_b_decay), which is more than the
     difference between some variants.
     """
-    return list(_by_seed(values, block, variant, against, metric).values())
+    contrast = Contrast(block, variant, against, "lower", metric)
+    return list(_by_seed(values, contrast).values())
 
 
-def _by_seed(
-    values: Values, block: str, variant: str, against: str, metric: str
-) -> dict[int, float]:
-    first, second = values.get((block, variant), {}), values.get((block, against), {})
+def _by_seed(values: Values, c: Contrast) -> dict[int, float]:
+    first, second = values.get((c.block, c.variant), {}), values.get((c.block, c.against), {})
     shared = sorted(first.keys() & second.keys())
     seeds = [s for s in shared if first[s].get("init") == second[s].get("init")]
-    return {s: number(first[s], metric) - number(second[s], metric) for s in seeds}
+    return {s: number(first[s], c.metric) - number(second[s], c.metric) for s in seeds}
 
 
 def judge(claims: Claims, claim: Claim, values: Values) -> list[Judged]:
@@ -212,9 +210,7 @@ def judge(claims: Claims, claim: Claim, values: Values) -> list[Judged]:
     again = _judged(replace(claims, seeds=max(2, claims.seeds - 1)), claim, calm)
     for place, (j, other) in enumerate(zip(found, again, strict=True)):
         if 1 < other.n < j.n:
-            c = j.rule
-            every = _by_seed(values, c.block, c.variant, c.against, c.metric)
-            lost = tuple(sorted(every.keys() - other.by_seed.keys()))
+            lost = tuple(sorted(_by_seed(values, j.rule).keys() - other.by_seed.keys()))
             found[place] = replace(j, without=other, lost=lost)
     return found
 
@@ -242,13 +238,13 @@ def _verdict(j: Judged, certain: int) -> str:
 def _tested(claims: Claims, c: Contrast, values: Values) -> Judged:
     """A contrast with the p-values of its own test, still without a verdict, or with the reason
     why it cannot be tested."""
-    by_seed = _by_seed(values, c.block, c.variant, c.against, c.metric)
+    by_seed = _by_seed(values, c)
     paired, other_data = list(by_seed.values()), _on_other_data(values, c)
     place = f"at {model(values.get((c.block, c.variant), {}).values())}"
     judged = Judged(rule=c, n=len(paired), published=c.published, place=place)
     if len(paired) > 1 and all(map(math.isfinite, paired)) and not other_data:
         judged = _with_effect(judged, by_seed)
-    if why := _untestable(claims, c.variant, c.against, c.metric, paired) or other_data:
+    if why := _untestable(claims, c, paired) or other_data:
         return replace(judged, why=why)
     equality = _tested_for_equality(claims, judged, values)
     if c.expect == "equal":
@@ -266,10 +262,11 @@ def _with_effect(judged: Judged, by_seed: dict[int, float]) -> Judged:
 def _tested_for_equality(claims: Claims, judged: Judged, values: Values) -> Judged:
     """The contrast tested at the seeds that have both the difference and the gap of the margin."""
     c, rule = judged.rule, claims.margin
-    gaps = _by_seed(values, c.margin_of or c.block, rule.upper, rule.lower, c.metric)
+    half = replace(c, block=c.margin_of or c.block, variant=rule.upper, against=rule.lower)
+    gaps = _by_seed(values, half)
     by_seed = {s: difference for s, difference in judged.by_seed.items() if s in gaps}
     paired, gap = list(by_seed.values()), [gaps[s] for s in by_seed]
-    why = _untestable(claims, rule.upper, rule.lower, c.metric, gap)
+    why = _untestable(claims, half, gap)
     if not why and not excludes_zero(*paired_interval(gap, 1 - claims.level)):
         why = f"{rule.upper} does not differ significantly from {rule.lower}"
     if why:  # a share of a gap that may be zero means nothing
@@ -288,15 +285,13 @@ def _tested_for_equality(claims: Claims, judged: Judged, values: Values) -> Judg
     )
 
 
-def _untestable(
-    claims: Claims, variant: str, against: str, metric: str, paired: list[float]
-) -> str:
+def _untestable(claims: Claims, c: Contrast, paired: list[float]) -> str:
     """The reason why pairs cannot be tested, or "". A pair without a finite number prevents the
     test: without it only the runs that went well would be left."""
     if len(paired) < claims.seeds:
-        return f"{len(paired)} of {claims.seeds} seeds of {variant} and {against}"
+        return f"{len(paired)} of {claims.seeds} seeds of {c.variant} and {c.against}"
     if not all(map(math.isfinite, paired)):
-        return f"{variant} or {against} has no finite {metric} at one of the seeds"
+        return f"{c.variant} or {c.against} has no finite {c.metric} at one of the seeds"
     return ""
 
 
