@@ -1,6 +1,6 @@
 """Tests that every method must pass; a new file in methods/ is tested without being named here.
 
-Options that need their own arm are listed in ARMS; a method that is not there runs with its
+Combinations of options are listed in VARIANTS; a method that is not there runs with its
 defaults.
 """
 
@@ -29,7 +29,7 @@ from tests.methods.loop import training_step
 STEPS, SEQUENCES, BLOCK = 6, 8, 16
 TINY = GPTConfig(n_layer=2, n_head=2, n_embd=16, vocab_size=32, block_size=BLOCK, bias=True)
 
-ARMS = {  # each value of an option, most with another option's
+VARIANTS = {  # each value of an option, most with another option's
     "ast": [
         {},
         {"decay_route": "gradient", "alpha": 1e-2, "refresh_every": 2, "metric": "wanda"},
@@ -68,7 +68,7 @@ ARMS = {  # each value of an option, most with another option's
 CASES = [
     pytest.param(name, options, id="-".join([name, *map(str, options.values())]))
     for name in methods.available()
-    for options in ARMS.get(name, [{}])
+    for options in VARIANTS.get(name, [{}])
 ]
 every_method = pytest.mark.parametrize(("name", "options"), CASES)
 
@@ -262,7 +262,7 @@ class OneBlock(Run):
 
 COMPILED = [  # other options change what is derived between steps
     case for case in CASES for name, options in [case.values]
-    if options == ARMS.get(name, [{}])[0] or {"fp8", "adapter_rank", "slorb_k"} & options.keys()
+    if options == VARIANTS.get(name, [{}])[0] or {"fp8", "adapter_rank", "slorb_k"} & options.keys()
 ]  # fmt: skip
 
 

@@ -47,10 +47,12 @@ def test_gradient_is_that_of_the_product_neither_masked_nor_scaled():
 @pytest.mark.parametrize("fused", [False, True])
 def test_any_pattern_is_chosen_kept_and_counted(fused):
     """Also by FusedAdamW, whose own pass knows 2:4 alone."""
-    arms = [("ste", {}), ("sr_ste", {"alpha": 1e-2}), *(
+    variants = [("ste", {}), ("sr_ste", {"alpha": 1e-2}), *(
         ("one_shot", {"metric": metric}) for metric in ("magnitude", "wanda", "sparsegpt")
     )]  # fmt: skip
-    for (name, options), (n, m) in [(arm, p) for arm in arms for p in [(4, 8), (1, 4), (3, 12)]]:
+    for (name, options), (n, m) in [
+        (variant, p) for variant in variants for p in [(4, 8), (1, 4), (3, 12)]
+    ]:
         torch.manual_seed(0)
         model = nn.ModuleDict({"fc": nn.Linear(24, 24)})
         model.forward = lambda x, fc=model["fc"]: (None, fc(x).square().sum())

@@ -33,7 +33,7 @@ TINY = {
     "max_position_embeddings": TOKENS,
 }
 # Phases change after three of the six steps; masks that are kept are chosen every second step.
-ARMS = {
+VARIANTS = {
     "s_ste": {},
     "fst": {"alpha": 1e-2, "refresh_every": 2, "dense_fraction": 0.5},
     "slope": {"adapter_rank": 4, "adapter_fraction": 0.5},
@@ -42,7 +42,7 @@ ARMS = {
     # Its loss, too; the teacher is a copy of the dense model.
     "ast distilling": {"layer_weight": 0.5, "refresh_every": 2, "alpha": 1e-2, "slorb_k": 8},
 }
-every_arm = pytest.mark.parametrize("name", ARMS)
+every_variant = pytest.mark.parametrize("name", VARIANTS)
 
 
 class Ordered(Trainer):
@@ -81,8 +81,8 @@ def sequences():
 def build(name, layers=2, **options):
     torch.manual_seed(0)
     model = LlamaForCausalLM(LlamaConfig(num_hidden_layers=layers, **TINY))
-    arm = {**ARMS.get(name, {}), "include": ["*mlp*"], "total_steps": STEPS, **options}
-    return model, methods.build(name.split()[0], measure_every=1, **arm)
+    variant = {**VARIANTS.get(name, {}), "include": ["*mlp*"], "total_steps": STEPS, **options}
+    return model, methods.build(name.split()[0], measure_every=1, **variant)
 
 
 def optimizer_of(method, model):
@@ -126,7 +126,7 @@ def records(trainer):
 
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory):
-    """A finished training per arm, with a checkpoint after every step; trained when asked for."""
+    """A finished training per variant, with a checkpoint after every step; made when asked for."""
     done = {}
 
     def get(name):
@@ -140,7 +140,7 @@ def uninterrupted(tmp_path_factory):
     return get
 
 
-@every_arm
+@every_variant
 def test_it_is_the_training_of_a_plain_loop(name, uninterrupted):
     """Order of the calls, clipping before the decay, random bits per micro-batch.
 
@@ -182,7 +182,7 @@ def test_it_is_the_training_of_a_plain_loop(name, uninterrupted):
         assert logs[step]["phase"] == method.phase()
 
 
-@every_arm
+@every_variant
 def test_resume_equals_an_uninterrupted_training(name, uninterrupted, tmp_path):
     """Before the change of phase, which the run itself makes, and after it; in another folder."""
     for start in (3, 5):
@@ -209,7 +209,7 @@ def test_a_checkpoint_of_the_same_folder_is_found_by_itself(tmp_path):
         other.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
 
 
-@every_arm
+@every_variant
 def test_a_checkpoint_loads_as_the_plain_model_of_the_same_function(name, uninterrupted):
     """Low-rank terms included. `from_pretrained` would draw at random the weights that it does not
     find."""
@@ -230,7 +230,7 @@ def test_a_checkpoint_loads_as_the_plain_model_of_the_same_function(name, uninte
         assert torch.equal(ours, theirs)
 
 
-@pytest.mark.parametrize("name", sorted({*methods.available()} - {*ARMS}))
+@pytest.mark.parametrize("name", sorted({*methods.available()} - {*VARIANTS}))
 def test_every_other_method_is_resumed_exactly(name, tmp_path):
     """... with the optimizer that the callback makes."""
 

@@ -293,12 +293,12 @@ def test_a_printed_model_shows_method_pattern_and_phase():
     assert repr(model["mlp"][0]) == (
         "Linear(in_features=8, out_features=16, bias=True, method=s_ste, pattern=2:4, phase=sparse)"
     )
-    arms = {
+    variants = {
         "slope": ({"n": 1, "adapter_rank": 2, "adapter_fraction": 1.0}, "1:4, phase=adapters"),
         "fst": ({"dense_fraction": 1.0}, "2:4, phase=dense"),
         "gmp": ({"begin_fraction": 0.0, "end_fraction": 0.01}, "2:4, phase=sparse"),
     }
-    for name, (options, shown) in arms.items():
+    for name, (options, shown) in variants.items():
         model = mlp()
         method = methods.build(name, include="ffn", total_steps=2, **options)
         method.convert(model)
