@@ -81,7 +81,7 @@ def draw(table: Table, tier: str, runs: list[PlacedRun], rendered: Rendered, pat
     if figure.kind == "none":
         return False
     if figure.kind == "curves":
-        drawing = of_curves(runs, figure.quantities)
+        drawing = of_curves([run for run in runs if run.log], figure.quantities)
     elif figure.kind == "blocks":
         drawing = of_blocks(runs)
     elif figure.kind == "scatter":

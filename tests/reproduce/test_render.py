@@ -346,8 +346,9 @@ def test_speed_is_never_set_against_the_papers_device(finished_run, monkeypatch,
     assert bars == [("paper", 1.5), ("ours", 1.25)]
     assert draw(table, "full", [run], rendered, tmp_path / "b.png")
     assert (tmp_path / "b.png").read_bytes().startswith(b"\x89PNG")
-    table.figure = Figure("none")
-    assert not draw(table, "full", [run], rendered, tmp_path / "none.png")
+    for kind in ("none", "curves"):  # a measurement has no log
+        table.figure = Figure(kind)
+        assert not draw(table, "full", [run], rendered, tmp_path / "none.png")
 
 
 def test_curves_and_figure(finished_run, tmp_path):

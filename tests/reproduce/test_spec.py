@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
+import yaml
 
 import experiments
 from experiments.finetuning import glue
@@ -14,6 +15,8 @@ from experiments.support.errors import UserError
 from methods import sr_ste
 from reproduce.execute import jobs
 from reproduce.execute.jobs import Job, plan
+from reproduce.judge.claims import Claim
+from reproduce.specs.reading import build
 from reproduce.specs.table import (
     Figure,
     Measure,
@@ -334,3 +337,16 @@ def test_errors_name_the_file(tmp_path, text, message):
         read_table(path)
     assert str(path) in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_the_examples_of_the_readme_are_a_table_measurements_and_a_claim():
+    text = (Path(jobs.__file__).parents[1] / "README.md").read_text(encoding="utf-8")
+    part = text.split("## Adding a table, a measure or a claim")[1]
+    blocks = re.findall(r"(?:^    .*\n|^\n(?=    ))+", part, re.M)
+    trained, measured, (claim,) = (yaml.safe_load(block) for block in blocks)
+    spec = build(Table, {"name": "w_table3", **trained}, "README")
+    assert spec.command == "table3" and plan(spec, "smoke", Path("runs")).jobs
+    spec = build(Table, {"name": "w_table3", **trained, **measured}, "README")
+    assert {job.config.what for job in plan(spec, "full", Path("runs")).jobs} == {"linear"}
+    claim = build(Claim, claim, "README")
+    assert claim.measured[0].column == spec.columns[0].label
