@@ -43,8 +43,7 @@ class Evidence:
     """The records in some folders.
 
     kept: the records that count, by (block, variant) and seed. If several folders have a record of
-    the
-        same run, it is that of the first folder.
+        the same run, it is that of the first folder.
     outdated: the records that do not count.
     """
 

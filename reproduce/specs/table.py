@@ -107,8 +107,8 @@ class TableRow:
     stage: True if the row is only trained for others to start from, and neither measured nor shown.
     not_run: the reason why only the paper's values are shown; "" if the row is run.
     variant: the row's variant in the block that a tier shows, or `<block>/<variant>` for a variant
-    of the block
-        that it starts from. A row without overrides appears only in tiers that show a block.
+        of the block that it starts from. A row without overrides appears only in tiers that show a
+        block.
     """
 
     label: str
