@@ -341,32 +341,31 @@ def _check_together(config: RunConfig) -> None:
             f"method={config.method} distils from the model as it was, but model="
             f"{config.model_name} has {kind} here; set method.kl_weight=0 method.task_weight=1"
         )
-    if config.dino is not None and config.dino.local_size > config.data.image_size:  # type: ignore[union-attr]
+    train, dino, data = config.train, config.dino, config.data
+    if dino is not None and isinstance(data, ImageConfig) and dino.local_size > data.image_size:
         raise UserError(
-            f"dino.local_size={config.dino.local_size} is above data.image_size="
-            f"{config.data.image_size}, the side of the global crops"  # type: ignore[union-attr]
+            f"dino.local_size={dino.local_size} is above data.image_size={data.image_size}, the "
+            "side of the global crops"
         )
-    if config.train.fp8_samples is not None and not config.build_method().quantizes:
+    if train.fp8_samples is not None and not config.build_method().quantizes:
         raise UserError(
-            f"train.fp8_samples={config.train.fp8_samples}, but method={config.method} has no FP8 "
+            f"train.fp8_samples={train.fp8_samples}, but method={config.method} has no FP8 "
             "products here; set train.fp8_samples=null"
         )
-    for name in ("ema", "average_last"):
-        if config.dino is not None and getattr(config.train, name):
-            raise UserError(
-                f"train.{name} with self-distillation: its teacher is the average; set it to 0"
-            )
-    if config.train.descent_every:
-        unfit = {
-            "self-distillation, whose loss moves with its teacher": config.dino is not None,
-            "impl.cuda_graphs=true": config.impl.cuda_graphs is True,
-            "impl.shard=fsdp2": config.impl.shard == "fsdp2",
-        }
-        for what, there in unfit.items():
-            if there:
-                raise UserError(
-                    f"train.descent_every={config.train.descent_every} needs extra passes, which "
-                    f"do not work with {what}; set train.descent_every=0"
-                )
-    if isinstance(config.data, PairsConfig) and config.train.ramp_batch is not None:
+    if dino is not None and (train.ema or train.average_last):
+        raise UserError(
+            "train.ema or average_last with self-distillation: its teacher is the average; "
+            "set it to 0"
+        )
+    unfit = {
+        "self-distillation, whose loss moves with its teacher": dino is not None,
+        "impl.cuda_graphs=true": config.impl.cuda_graphs is True,
+        "impl.shard=fsdp2": config.impl.shard == "fsdp2",
+    }
+    for what in [what for what, there in unfit.items() if there and train.descent_every]:
+        raise UserError(
+            f"train.descent_every={train.descent_every} needs extra passes, which do not work with "
+            f"{what}; set train.descent_every=0"
+        )
+    if isinstance(data, PairsConfig) and train.ramp_batch is not None:
         raise UserError("train.ramp_batch is not for pairs of sentences; set it to null")

@@ -39,26 +39,17 @@ UNUSED = {
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
     """Settings of a training that change its result. Batches are counted in samples (sequences or
-    images), periods in optimizer steps.
+    images), periods in optimizer steps. conf/train/_common.yaml explains each.
 
-    batch_size: samples per optimizer step, over all ranks and micro-batches.
-    optimizer: `adamw`, `lamb` (You et al., arXiv 1904.00962) or `lion` (arXiv 2302.06675).
-    learning_rate: the peak. schedule: how it falls from there (`experiments.training.schedules`).
-        Before, it rises for `warmup_steps` from `warmup_learning_rate`; in the last
-        `cooldown_steps` it falls from `min_learning_rate` to 0. `sqrt` and `inverse_sqrt` have no
+    schedule: the learning rate rises to its peak in `warmup_steps` from `warmup_learning_rate`,
+        falls as the schedule says (`experiments.training.schedules`), and in the last
+        `cooldown_steps` falls from `min_learning_rate` to 0. `sqrt` and `inverse_sqrt` have no
         minimum and no cooldown, and `triangle` has no warm-up either: these settings must be 0.
-    weight_decay_end: the decay follows a cosine from `weight_decay` to this; null = constant.
-    grad_clip: largest global norm; 0 = off. eval_samples: held-out samples per evaluation.
-    ema: decay factor per step of an averaged copy of the weights; 0 = no copy.
-    average_last, average_every: the averaged copy is instead the mean of the last `average_last`
-        states of the weights, taken every `average_every` steps and ending with the final one;
-        0 = no copy.
+    average_last, average_every: the averaged copy is, instead of `ema`, the mean of the last
+        `average_last` states of the weights, taken every `average_every` steps and ending with the
+        final one; 0 = no copy.
     ramp_batch, ramp_micro_steps: the batch grows linearly from `ramp_batch` to `batch_size` over
         this many micro-steps of `ramp_batch` samples, which are the whole run; null = no ramp.
-    descent_every: steps between two comparisons of the predicted with the measured change of the
-        loss on a step's own batch (experiments/training/descent.py), each of which costs more than
-        a step; 0 = never.
-    dtype: dtype of autocast: `fp32` (none), `bf16` or `fp16` (with a gradient scaler).
     fp8_samples: number of samples over which FP8 scales are taken, which is also the micro-batch of
         a rank; null = the whole batch of a step.
     """
@@ -215,11 +206,8 @@ def fit_warmup(train: dict[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
 @dataclass(frozen=True, kw_only=True)
 class ImplConfig:
     """Settings of a training that change only how fast and where it runs.
+    conf/impl/default.yaml explains each.
 
-    device: `auto`, `cpu` or `cuda`.
-    matmul: backend of products with a 2:4 operand (`Method.accelerate`).
-    repack_backward: pack dgrad's operand in each backward pass instead of keeping it, which takes
-        less memory and a little more time; for `slope`.
     micro_batch: samples per rank and forward pass; null = the whole batch of a step, or with FP8
         `train.fp8_samples`.
     optimizer: `fused` does AdamW's update, masked decay, new masks and packing in one pass over the
@@ -227,18 +215,7 @@ class ImplConfig:
     cuda_graphs: replay forward and backward passes from CUDA graphs instead of launching each
         kernel. It needs one GPU and batches of one shape; `auto` decides
         (`experiments.training.graphs.choose`).
-    shard: what several ranks share: only the batch (`ddp`), or also weights, gradients and moments
-        (`fsdp2`).
-    offload: with `fsdp2`, keep the shards in the host's memory, where the optimizer runs; a block's
-        weights are moved to the GPU for its passes.
-    activation_checkpointing: keep only the input of each transformer block and recompute the block
-        in the backward pass: a third more work, for less memory.
-    deterministic: choose kernels that add in a fixed order, some of which are slower, so that a
-        repetition on the same machine gives the same bits.
-    checkpoint_every: optimizer steps between checkpoints; 0 = never.
     threads: CPU threads; 0 = torch's choice minus the workers.
-    workers: processes per rank that read images; 0 = none besides this one.
-    loggers: `tensorboard` and `wandb`, in addition to the JSONL file.
     """
 
     device: str = "auto"

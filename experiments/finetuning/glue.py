@@ -17,10 +17,9 @@ from __future__ import annotations
 import hashlib
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -147,9 +146,7 @@ def load_tests(task: str, data: str) -> dict[str, list[tuple[str, ...]]]:
     found = {}
     for name, path in paths.items():
         if path.is_file():
-            columns = _columns(path, spec.texts, ())
-            rows = _rows(path, columns, ())
-            found[name] = [tuple(row[columns[text]] for text in spec.texts) for _, row in rows]
+            found[name] = [tuple(row) for _, row in _rows(path, spec.texts)]
     return found
 
 
@@ -219,19 +216,17 @@ def _split_mrpc(spec: Task, folder: Path) -> dict[str, Examples]:
     full, ids = (folder / name for name in _MRPC_FILES)
     if not full.is_file() or not ids.is_file():
         raise UserError(f"{folder} has neither train.tsv nor {full.name} with {ids.name}")
-    in_dev = {tuple(fields[:2]) for _, fields in _lines(ids)}
-    columns = _columns(full, (*spec.texts, spec.label, "#1 ID", "#2 ID"), spec.header)
+    in_dev = {tuple(pair) for _, pair in _rows(ids, ("0", "1"), ("0", "1"))}
     rows: dict[str, list[tuple[int, list[str]]]] = {"train": [], "dev": []}
-    for number, fields in _rows(full, columns, spec.header):
-        pair = fields[columns["#1 ID"]], fields[columns["#2 ID"]]
-        rows["dev" if pair in in_dev else "train"].append((number, fields))
-    return {name: _parse(spec, full, columns, own) for name, own in rows.items()}
+    for number, fields in _rows(full, ("#1 ID", "#2 ID", *spec.texts, spec.label)):
+        pair = fields[0], fields[1]
+        rows["dev" if pair in in_dev else "train"].append((number, fields[2:]))
+    return {name: _parse(spec, full, own) for name, own in rows.items()}
 
 
 def _examples(spec: Task, path: Path, broken_lines: bool = False) -> Examples:
-    columns = _columns(path, (*spec.texts, spec.label), spec.header)
     broken: list[int] | None = [] if broken_lines else None
-    examples = _parse(spec, path, columns, _rows(path, columns, spec.header, broken))
+    examples = _parse(spec, path, _rows(path, (*spec.texts, spec.label), spec.header, broken))
     lines = len(examples) + len(broken or [])
     if broken and len(broken) > MAX_BROKEN * lines:
         raise UserError(
@@ -241,11 +236,12 @@ def _examples(spec: Task, path: Path, broken_lines: bool = False) -> Examples:
     return replace(examples, left_out=len(broken or []))
 
 
-def _parse(spec: Task, path: Path, columns: dict[str, int], rows: Any) -> Examples:
+def _parse(spec: Task, path: Path, rows: Iterable[tuple[int, list[str]]]) -> Examples:
+    """The examples of rows that consist of the texts and the label."""
     texts, labels = [], []
-    for number, fields in rows:
-        texts.append(tuple(fields[columns[name]] for name in spec.texts))
-        labels.append(_label(spec, fields[columns[spec.label]], f"{path}, line {number}"))
+    for number, (*text, label) in rows:
+        texts.append(tuple(text))
+        labels.append(_label(spec, label, f"{path}, line {number}"))
     if not texts:
         raise UserError(f"{path} has no examples")
     return Examples(texts, np.array(labels))
@@ -265,49 +261,41 @@ def _label(spec: Task, text: str, where: str) -> int | float:
     return value
 
 
-def _columns(path: Path, names: Sequence[str], header: Sequence[str]) -> dict[str, int]:
-    """Index of each named column."""
+def _rows(
+    path: Path,
+    names: Sequence[str],
+    header: Sequence[str] = (),
+    broken: list[int] | None = None,
+) -> Iterator[tuple[int, list[str]]]:
+    """Yield the number of each line with an example, and its fields in the columns `names`.
+
+    header: the names of all columns, if the first line does not say them.
+    broken: gets the numbers of short lines; without it they are errors.
+    """
     if not path.is_file():
         raise UserError(f"{path} is missing")
-    found = list(header)
-    if not header:
-        _, found = next(_lines(path), (1, []))
+    try:  # Microsoft's file starts with a byte order mark
+        lines = path.read_bytes().decode("utf-8-sig").removesuffix("\n").split("\n")
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path} is not UTF-8: {error}") from error
+    table = [line.rstrip("\r").split("\t") for line in lines]
+    columns = list(header) or table[0]
     for name in names:
-        if name not in found:
-            raise UserError(f"{path}, line 1: no column {name!r} among {', '.join(found)}")
-    return {name: found.index(name) for name in names}
-
-
-def _rows(
-    path: Path, columns: dict[str, int], header: Sequence[str], broken: list[int] | None = None
-) -> Iterator[tuple[int, list[str]]]:
-    """Number and fields of each line with an example. Fields beyond the header's are ignored.
-
-    The numbers of short lines are appended to `broken`; without it they are errors.
-    """
-    for number, fields in _lines(path):
+        if name not in columns:
+            raise UserError(f"{path}, line 1: no column {name!r} among {', '.join(columns)}")
+    places = [columns.index(name) for name in names]
+    for number, fields in enumerate(table, 1):
         if number == 1 and not header:
             continue
-        if len(fields) <= max(columns.values()):
-            if broken is None:
-                raise UserError(
-                    f"{path}, line {number}: {len(fields)} fields, and column "
-                    f"{max(columns, key=lambda name: columns[name])!r} is number "
-                    f"{max(columns.values()) + 1}"
-                )
+        if len(fields) > max(places):
+            yield number, [fields[place] for place in places]
+        elif broken is not None:
             broken.append(number)
-            continue
-        yield number, fields
-
-
-def _lines(path: Path) -> Iterator[tuple[int, list[str]]]:
-    """Number and fields of each line; Microsoft's file starts with a byte order mark."""
-    with path.open(encoding="utf-8-sig", newline="\n") as file:
-        try:
-            for number, line in enumerate(file, 1):
-                yield number, line.rstrip("\r\n").split("\t")
-        except UnicodeDecodeError as error:
-            raise UserError(f"{path} is not UTF-8: {error}") from error
+        else:
+            raise UserError(
+                f"{path}, line {number}: {len(fields)} fields, and column "
+                f"{columns[max(places)]!r} is number {max(places) + 1}"
+            )
 
 
 def _from_hub(spec: Task, task: str, data: str) -> dict[str, Examples]:

@@ -42,7 +42,9 @@ def test_the_triangle_follows_the_samples():
     assert learning_rate(small, 6) == pytest.approx(0.75)  # half of the samples, not of the steps
 
 
-def test_lines_and_roots():
+def test_curves_lines_and_roots():
+    cosine = [learning_rate(train(), s) for s in (0, 25, 50, 100)]
+    assert cosine == pytest.approx([1, (2 + math.sqrt(2)) / 4, 0.5, 0])
     line = train(schedule="linear", warmup_steps=20, min_learning_rate=0.2)
     assert [learning_rate(line, s) for s in (0, 10, 20, 60, 100)] == pytest.approx(
         [0, 0.5, 1, 0.6, 0.2]
