@@ -33,9 +33,7 @@ def run(out, *more):
 def test_every_variant_that_runs_here_has_its_rows(tmp_path, monkeypatch):
     """The limits, which only a GPU has, are set."""
     pack = serve.pack
-    monkeypatch.setattr(
-        serve, "pack", lambda model, limits: pack(model, limits or Limits(1, 5))
-    )
+    monkeypatch.setattr(serve, "pack", lambda model, limits: pack(model, limits or Limits(1, 5)))
     out = tmp_path / "cpu.json"
     assert run(out) == 0
     record = json.loads(out.read_text())["benchmarks"]["serve"]

@@ -1,6 +1,7 @@
 """Token corpora and mixtures of them: which windows a batch holds, and what is refused before
 training starts."""
 
+import dataclasses
 import json
 import random
 import shlex
@@ -17,6 +18,7 @@ from experiments.data.mlm import MLMConfig
 from experiments.data.order import Order
 from experiments.data.prepare import prepare
 from experiments.data.tokenizer import folder_tokenizer
+from experiments.runs.finished import FinishedRun
 from experiments.support.errors import UserError
 
 
@@ -109,6 +111,9 @@ def test_a_split_in_two_files_gives_the_same_batches_and_changed_files_are_named
     assert two.fingerprint == one.fingerprint and config.identity() == first.identity()
     batches = [corpus.batch("train", 5, range(8), 64)["input"] for corpus in (one, two)]
     assert torch.equal(*batches)
+    config_of_then = {**dataclasses.asdict(config), "shard_tokens": 1500}  # a finished run has it
+    then = {"model": {"name": "gpt2"}, "data": config_of_then}
+    assert FinishedRun(tmp_path, {"config": then}).data == config
     content = path.read_bytes()
     again = r"; delete .*words-v300 and run `.*data\.name=words"
     for damage, said in (

@@ -101,30 +101,24 @@ def test_no_more_tokens_are_predicted_than_the_limit(corpus):
 
 def test_statistics_of_the_masks(corpus):
     """4000 samples of 19 targets: binomial counts within 4 sigma."""
-    own = source(corpus)
-    masked = batch(own, samples=range(4000))
+    masked = batch(source(corpus), samples=range(4000))
     whole, chosen = unmasked(masked), masked["target"] != -1
     special = torch.isin(whole, torch.tensor([PAD, UNK, CLS, SEP, MASK]))
-    assert not torch.any(chosen & special)
+    assert not torch.any(chosen & special) and int(chosen.sum()) == 4000 * 19
     assert torch.equal(masked["input"][~chosen], whole[~chosen])
-    n, after, before = int(chosen.sum()), masked["input"][chosen], whole[chosen]
-    assert n == 4000 * 19
-
-    def near(count, share, n=n):
-        assert abs(int(count) - share * n) < 4 * math.sqrt(n * share * (1 - share)), count
-
-    ordinary = corpus.vocab_size - 5
-    near((after == MASK).sum(), 0.8)
-    near((after == before).sum(), 0.1 + 0.1 / ordinary)  # kept, or replaced by itself
-    replaced = after[(after != MASK) & (after != before)]
-    near(len(replaced), 0.1 * (1 - 1 / ordinary))
-    assert replaced.min() >= 5 and replaced.max() == corpus.vocab_size - 1
-    # Chi-square of the replacements' counts, ordinary - 1 degrees of freedom; within 4 sigma.
-    counts = torch.bincount(replaced - 5, minlength=ordinary)
-    expected = len(replaced) / ordinary
-    chi2 = float(((counts - expected) ** 2 / expected).sum())
+    after, before, ordinary = masked["input"][chosen], whole[chosen], corpus.vocab_size - 5
+    kept = 0.1 + 0.1 / ordinary  # or replaced by itself
+    for found, share in ((after == MASK, 0.8), (after == before, kept)):
+        sigma = math.sqrt(len(after) * share * (1 - share))
+        assert abs(int(found.sum()) - share * len(after)) < 4 * sigma
+    # Every ordinary token replaces as often, and every position is as likely, but for its [SEP]s.
+    replaced = torch.bincount(after[(after != MASK) & (after != before)], minlength=ordinary + 5)[
+        5:
+    ]
+    expected = replaced.sum() / ordinary
+    assert len(replaced) == ordinary  # chi-square with ordinary - 1 degrees of freedom
+    chi2 = float(((replaced - expected) ** 2 / expected).sum())
     assert abs(chi2 - (ordinary - 1)) < 4 * math.sqrt(2 * (ordinary - 1))
-    # Every position is as likely as every other: of 126, two or three are [SEP].
     share = chosen.sum(0)[1:-1] / (~special).sum(0)[1:-1]
     assert torch.all((share - 19 / 123.5).abs() < 5 * math.sqrt(0.15 * 0.85 / 3900))
 

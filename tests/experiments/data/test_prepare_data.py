@@ -115,6 +115,14 @@ def hub_cache(tmp_path, monkeypatch):
 
 
 @pytest.fixture
+def folder(tmp_path):
+    """The folder of a source."""
+    path = tmp_path / "source"
+    path.mkdir()
+    return path
+
+
+@pytest.fixture
 def byte_gpt2(monkeypatch):
     """An encoding with GPT-2's size and end-of-text token, but with bytes as its only tokens."""
     ranks = {bytes([i]): i for i in range(256)}
@@ -168,35 +176,31 @@ def test_every_format_gives_the_same_documents(tmp_path, hub_cache):
         assert corpus.manifest["versions"].keys() == {"python", "tiktoken", "tokenizers"}
 
 
-@pytest.mark.parametrize("name", ["mine", "openwebtext"])
 def test_of_ones_own_text_one_percent_of_the_tokens_is_held_out(
-    tmp_path, hub_cache, byte_gpt2, name
+    tmp_path, folder, hub_cache, byte_gpt2
 ):
     """It takes as many documents from the start of nanoGPT's order as hold it and no more; 144
     files are no OpenWebText, whatever they are called."""
-    folder = tmp_path / "source"
-    folder.mkdir()
     texts = [f"{i}:" + "x" * (i * 37 % 301) for i in range(144)]
     write_txt(folder, texts)
-    config = DataConfig(name, str(folder), str(tmp_path / "data"))
-    prepare(config)
     texts = [texts[int(n)] for n in sorted(f"{i:02d}" for i in range(144))]  # in the files' order
     order = [texts[i] for i in np.random.default_rng(2357).permutation(144)]
     total = sum(len(text) + 1 for text in order)
     count = next(n for n in range(145) if sum(len(t) + 1 for t in order[:n]) >= total / 100)
     assert count > 1
-    tokens = {"val": order[:count], "train": order[count:]}
-    splits = read_manifest(config)["splits"]
-    for split, documents in tokens.items():
-        content = b"".join(text.encode() + b"\xff" for text in documents)
-        found = np.fromfile(config.directory / f"{split}.bin", dtype="<u2")
-        assert np.where(found == 50256, 255, found).astype(np.uint8).tobytes() == content
-        assert (splits[split]["documents"], splits[split]["tokens"]) == (
-            len(documents), len(content)
-        )  # fmt: skip
-        assert splits[split]["text_bytes"] == len(content) - len(documents)
-    load_tokens(config, seed=0)
-    assert not (config.directory / "rest.bin").exists()
+    for name in ("mine", "openwebtext"):
+        config = DataConfig(name, str(folder), str(tmp_path / "data"))
+        prepare(config)
+        splits = read_manifest(config)["splits"]
+        for split, documents in {"val": order[:count], "train": order[count:]}.items():
+            content = b"".join(text.encode() + b"\xff" for text in documents)
+            found = np.fromfile(config.directory / f"{split}.bin", dtype="<u2")
+            assert np.where(found == 50256, 255, found).astype(np.uint8).tobytes() == content
+            record = splits[split]
+            assert (record["documents"], record["tokens"]) == (len(documents), len(content))
+            assert record["text_bytes"] == len(content) - len(documents)
+        load_tokens(config, seed=0)
+        assert not (config.directory / "rest.bin").exists()
 
 
 def test_of_a_single_text_the_end_is_held_out(tmp_path, hub_cache, byte_gpt2):
@@ -213,9 +217,7 @@ def test_of_a_single_text_the_end_is_held_out(tmp_path, hub_cache, byte_gpt2):
         assert train.endswith("\n") == (end == "\n")
 
 
-def test_a_tokenizer_is_not_trained_on_what_is_held_out(tmp_path, hub_cache):
-    folder = tmp_path / "source"
-    folder.mkdir()
+def test_a_tokenizer_is_not_trained_on_what_is_held_out(tmp_path, folder, hub_cache):
     order = np.random.default_rng(2357).permutation(1000)
     texts = ["some words of a text"] * 1000
     for i in order[:3]:
@@ -230,34 +232,35 @@ def test_a_tokenizer_is_not_trained_on_what_is_held_out(tmp_path, hub_cache):
     assert [len(ids) for ids in encoded] == [20, 5]
 
 
-def test_a_source_is_known_by_its_content_and_not_by_its_place(tmp_path, hub_cache, byte_gpt2):
-    folder, root = tmp_path / "source", str(tmp_path / "data")
-    folder.mkdir()
+def test_a_source_is_known_by_its_content_and_not_by_its_place(
+    tmp_path, folder, hub_cache, byte_gpt2
+):
+    def config(place):
+        return DataConfig("mini", str(place), str(tmp_path / "data"))
+
     write_txt(folder, TEXTS)
-    path = prepare(DataConfig("mini", str(folder), root))
-    made_from = read_manifest(DataConfig("mini", str(folder), root))["source"]
+    path = prepare(config(folder))
+    made_from = read_manifest(config(folder))["source"]
     size = sum(len(text.encode()) for text in TEXTS)
     assert (made_from["files"], made_from["bytes"]) == (30, size)
     moved = folder.rename(tmp_path / "moved")
-    assert prepare(DataConfig("mini", str(moved), root)) == path
-    load_tokens(DataConfig("mini", str(folder), root), seed=0)  # complete without its source
+    assert prepare(config(moved)) == path
+    load_tokens(config(folder), seed=0)  # complete without its source
     file = moved / "sub" / "07.txt"
     file.write_text(TEXTS[7].replace("document", "documenT"), encoding="utf-8")  # as many bytes
     with pytest.raises(UserError, match=r"made from .*source, not from .*moved: .* give this"):
-        load_tokens(DataConfig("mini", str(moved), root), seed=0)
+        load_tokens(config(moved), seed=0)
     moved.rename(folder)
     with pytest.raises(UserError, match=r"was made from .*source as it was, which has changed"):
-        prepare(DataConfig("mini", str(folder), root))
+        prepare(config(folder))
 
 
 @pytest.mark.parametrize(("stop", "left"), [(28, 96), (120, 1), (None, 119)])
 def test_a_stopped_preparation_continues_and_gives_the_same_files(
-    tmp_path, hub_cache, byte_gpt2, monkeypatch, stop, left
+    tmp_path, folder, hub_cache, byte_gpt2, monkeypatch, stop, left
 ):
     """In training, where every other batch is saved; in validation; and when documents were moved
     from one to the other. left: documents that are encoded afterwards."""
-    folder = tmp_path / "source"
-    folder.mkdir()
     write_jsonl(folder, [text * (i % 5 + 1) for i, text in enumerate(TEXTS * 4)])
     monkeypatch.setattr(preparing, "_BATCH", 4)
     monkeypatch.setattr(preparing, "_SAVED", 500)
@@ -296,10 +299,8 @@ def interrupted(*_):
 
 
 def test_a_second_process_waits_and_a_changed_text_begins_anew(
-    tmp_path, hub_cache, byte_gpt2, monkeypatch, capsys
+    tmp_path, folder, hub_cache, byte_gpt2, monkeypatch, capsys
 ):
-    folder = tmp_path / "source"
-    folder.mkdir()
     write_jsonl(folder, TEXTS)
     config = DataConfig("mini", str(folder), str(tmp_path / "data"))
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
@@ -317,10 +318,8 @@ def test_a_second_process_waits_and_a_changed_text_begins_anew(
 
 
 def test_an_error_of_the_disk_at_the_end_is_not_swallowed(
-    tmp_path, hub_cache, byte_gpt2, monkeypatch
+    tmp_path, folder, hub_cache, byte_gpt2, monkeypatch
 ):
-    folder = tmp_path / "source"
-    folder.mkdir()
     write_jsonl(folder, TEXTS)
 
     def failing(building, directory):
@@ -332,9 +331,7 @@ def test_an_error_of_the_disk_at_the_end_is_not_swallowed(
         prepare(DataConfig("mini", str(folder), str(tmp_path / "data")))
 
 
-def test_the_command_line(tmp_path, hub_cache, byte_gpt2, monkeypatch, capsys):
-    folder = tmp_path / "source"
-    folder.mkdir()
+def test_the_command_line(tmp_path, folder, hub_cache, byte_gpt2, monkeypatch, capsys):
     write_jsonl(folder, TEXTS)
     monkeypatch.chdir(tmp_path)
     command = ["prepare_data", "data=openwebtext", "data.source=source", "data.root=out"]
