@@ -202,8 +202,7 @@ def test_the_card_says_what_it_is(finished, tmp_path):
         "| all 3 |  | 0.5000 |  | 0 of 704 |",
     ):
         assert line in card.splitlines(), line
-    assert '"include": [' in card
-    assert "| tier | smoke |" in card
+    assert '"include": [' in card and "| tier | smoke |" in card
     run.result["tier"] = "none"
     folder = export.export(run, to=tmp_path / "own", report=quiet)
     assert "| tier |" not in (folder / "README.md").read_text()
@@ -269,8 +268,6 @@ def test_foreign_and_damaged_records(tmp_path):
         b"[]": "was not written by an export of sparse24",
         b'{"format": "sparse24", "version": 9}': "has version 9, and this library reads 1",
         b'{"format": "sparse24", "version": 1, "files": []}': "no tensors or files",
-        b'{"format": "sparse24", "version": 1, "files": {}, "tensors": {"a": {}}}': "at a",
-        b'{"format": "sparse24", "version": 1, "files": {}, "tensors": {"a": 1}}': "at a",
     }.items():
         (tmp_path / export.RECORD).write_bytes(content)
         with pytest.raises(UserError, match=rf"sparse24\.json .*{said}") as caught:

@@ -118,51 +118,38 @@ def test_what_needs_more_is_made_image_by_image(folder):
         assert next(source.batches([(0, range(2))]))["input"].shape == (2, 3, size, size)
 
 
-def ramp(pairs, size=4):
-    """Images whose pixels tell which they are and where, as in a batch."""
-    count = 2 * pairs
-    values = torch.arange(count * size * size, dtype=torch.float32).view(count, 1, size, size)
-    return values.expand(-1, 3, -1, -1), torch.arange(count) % 3
-
-
-def mix(pairs=40, size=4, seed=0, step=5, **settings):
-    """(plain images, mixed ones, targets, weights of a smoothed own label)."""
-    x, labels = ramp(pairs, size)
+def mix(size, **settings):
+    """(80 images whose pixels tell which they are and where, the mixed ones, the neighbours, their
+    one-hot classes, targets)."""
+    x = (
+        torch.arange(80 * size**2, dtype=torch.float32)
+        .view(80, 1, size, size)
+        .expand(-1, 3, -1, -1)
+    )
+    labels, other = torch.arange(80) % 3, torch.arange(80) ^ 1
     config = ImageConfig("mine", "unused", **{**PLAIN, **settings})
-    made, target = mixed(x, labels, 3, config, seed, step, 0)
-    return x, made, target, labels
+    made, target = mixed(x, labels, 3, config, 0, 5, 0)
+    return x, made, x[other], torch.eye(3)[labels], torch.eye(3)[labels[other]], target
 
 
 def test_mixup_is_a_weighted_mean_and_so_is_its_target():
-    x, made, target, labels = mix(mixup=0.8)
-    shares = set()
-    for i in range(0, len(x), 2):
-        share = target[i, labels[i]]  # neighbours have different classes
-        shares.add(round(share.item(), 4))
-        torch.testing.assert_close(target[i, labels[i + 1]], 1 - share)
-        torch.testing.assert_close(target[i + 1, labels[i + 1]], share)
-        torch.testing.assert_close(made[i], share * x[i] + (1 - share) * x[i + 1])
-        torch.testing.assert_close(made[i + 1], share * x[i + 1] + (1 - share) * x[i])
-    assert len(shares) > 30
+    x, made, neighbour, one, other, target = mix(4, mixup=0.8)
+    share = (target * one).sum(1)  # neighbours have different classes
+    assert torch.equal(share[::2], share[1::2]) and len(share.unique()) > 30
+    torch.testing.assert_close(target, share[:, None] * one + (1 - share)[:, None] * other)
+    weight = share[:, None, None, None]
+    torch.testing.assert_close(made, weight * x + (1 - weight) * neighbour)
 
 
 def test_cutmix_exchanges_a_rectangle_and_its_share_is_that_of_the_area():
-    x, made, target, labels = mix(cutmix=1.0, label_smoothing=0.3, size=8)
-    areas = set()
-    for i in range(0, len(x), 2):
-        ours = made[i] == x[i]
-        assert torch.equal(made[i][~ours], x[i + 1][~ours])
-        assert torch.equal(made[i + 1][~ours], x[i][~ours])
-        assert torch.equal(made[i + 1][ours], x[i + 1][ours])
-        rows, columns = (~ours[0]).any(1), (~ours[0]).any(0)
-        assert torch.equal(~ours[0], rows[:, None] & columns)
-        share = ours.double().mean().item()
-        areas.add(share)
-        expected = torch.full((3,), 0.1)
-        expected[labels[i]] += 0.7 * share
-        expected[labels[i + 1]] += 0.7 * (1 - share)
-        torch.testing.assert_close(target[i], expected)
-    assert len(areas) > 5
+    x, made, neighbour, one, other, target = mix(8, cutmix=1.0, label_smoothing=0.3)
+    cut = made != x
+    assert torch.equal(made[cut], neighbour[cut]) and torch.equal(cut[::2], cut[1::2])
+    rows, columns = cut.any(3, keepdim=True), cut.any(2, keepdim=True)
+    assert torch.equal(cut, rows & columns)
+    share = 1 - cut.float().mean((1, 2, 3))[:, None]
+    torch.testing.assert_close(target, 0.1 + 0.7 * (share * one + (1 - share) * other))
+    assert len(share.unique()) > 5
 
 
 # ---- without waiting
