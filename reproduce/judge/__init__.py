@@ -2,7 +2,7 @@
 [N|all]` prints the verdicts and writes them to `runs/report`.
 
 claims.py has the rules, verdicts.py judges one contrast, scale.py says what a difference means in
-a block, and text.py puts it into words; curve.py draws loss over mu for claim 2.
+a block, and text.py puts it into words; curve.py has the loss over mu for claim 2.
 """
 
 from __future__ import annotations
@@ -182,6 +182,7 @@ def main(runs: Path, which: str = "", report: Callable[[str], None] = print) -> 
     folder = runs / "report"
     write_json(folder / "claims.json", judged)
     write_text(folder / "claims.csv", csv_text(table(judged)))
-    drawn = curve.write(claims.curve, evidence.values, folder / "claim2_mu")
-    more = ", claim2_mu.csv, claim2_mu.png" if drawn else ""
-    report(f"written: {folder / 'claims.json'}, claims.csv{more}")
+    factors = curve.factors(claims.curve, evidence.values)
+    if factors:
+        write_text(folder / "claim2_mu.csv", csv_text(factors))
+    report(f"written: {folder / 'claims.json'}, claims.csv{', claim2_mu.csv' if factors else ''}")

@@ -113,14 +113,12 @@ class Curve:
     """The curve of loss over mu, a ratio of flip rates, for several decay factors.
 
     variant: that of the recommended factor in a `block`; the names of the others contain `others`.
-    lines: the variants whose loss is a horizontal line. pilot: the search for the factor, a file of
-    reproduce/evidence.
+    pilot: the search for the factor, a file of reproduce/evidence.
     """
 
     block: str
     variant: str
     others: str
-    lines: list[str]
     pilot: str
 
 

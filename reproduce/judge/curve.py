@@ -1,4 +1,4 @@
-"""Draws the loss over mu, a ratio of flip rates, for several decay factors.
+"""Computes the loss over mu, a ratio of flip rates, for several decay factors.
 
 mu is the flip rate with a decay factor over that of a dense run, both in the last quarter of the
 warm-up (experiments.find_decay). The dense flip rate was measured only in the pilot. For a factor
@@ -10,12 +10,10 @@ cancels.
 from __future__ import annotations
 
 import math
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from experiments.runs.stats import mean, paired_interval, std
-from experiments.support.checkpoint import csv_text, write_atomic, write_text
 from experiments.support.results import number
 from reproduce.execute.blocks import EVIDENCE, read_record
 from reproduce.judge.claims import Curve
@@ -24,7 +22,7 @@ from reproduce.records import Values
 Row = dict[str, Any]
 
 
-def factors(curve: Curve, values: Values, folder: Path = EVIDENCE) -> list[Row]:
+def factors(curve: Curve | None, values: Values, folder: Path = EVIDENCE) -> list[Row]:
     """A row for each decay factor in ascending order of mu; [] without records of the recommended
     one. folder: where the pilot's file is.
 
@@ -32,8 +30,7 @@ def factors(curve: Curve, values: Values, folder: Path = EVIDENCE) -> list[Row]:
     either case. feasible: True if FST calls this mu feasible. val_loss: the mean over n seeds, with
     its standard deviation std and its 95 % interval from low to high.
     """
-    recommended = values.get((curve.block, curve.variant), {})
-    if not recommended:
+    if curve is None or not (recommended := values.get((curve.block, curve.variant))):
         return []
     first = next(iter(recommended.values()))
     rate = {"learning_rate": _option(first, "train.learning_rate")}
@@ -74,43 +71,3 @@ def _flips(record: dict[str, Any], window: list[int]) -> float:
     first, last = window
     inside = [rate for step, rate in record["curves"]["flip_rate"] if first <= step <= last]
     return mean(inside) if inside else math.nan
-
-
-def write(curve: Curve | None, values: Values, stem: Path, folder: Path = EVIDENCE) -> bool:
-    """Write `<stem>.csv` and `<stem>.png`; return False if there are no records to show."""
-    if curve is None or not (rows := factors(curve, values, folder)):
-        return False
-    from experiments.runs.curves import figure
-
-    lines = {}
-    for name in curve.lines:
-        runs = values.get((curve.block, name), {}).values()
-        lines[name] = [number(record, "metrics.val_loss") for record in runs]
-    write_text(stem.with_suffix(".csv"), csv_text(rows))
-    title = f"Loss of FST by its decay factor (block {curve.block})"
-    panels = {"validation loss, nats": partial(draw, rows=rows, lines=lines)}
-    write_atomic(stem.with_suffix(".png"), lambda path: figure(panels, title, path, width=5.0))
-    return True
-
-
-def draw(axes: Any, rows: list[Row], lines: dict[str, list[float]]) -> None:
-    """Draw the mean loss of each factor over its mu, with its 95 % interval and every seed. lines:
-    losses of other variants, whose means are horizontal lines."""
-    from experiments.find_decay import FEASIBLE
-    from experiments.runs.curves import COLOURS
-
-    axes.axvspan(*FEASIBLE, color=COLOURS[3], alpha=0.15, label="mu that FST calls feasible")
-    for style, (name, losses) in zip(("--", ":"), lines.items(), strict=False):
-        if losses and all(map(math.isfinite, losses)):
-            axes.axhline(mean(losses), color=COLOURS[0], linestyle=style, label=f"{name}, mean")
-    shown = [row for row in rows if math.isfinite(row["val_loss"]) and math.isfinite(row["mu"])]
-    mus, means = [row["mu"] for row in shown], [row["val_loss"] for row in shown]
-    ends = [[row["val_loss"] - row["low"] for row in shown]]
-    ends += [[row["high"] - row["val_loss"] for row in shown]]
-    whisker = "FST, mean and 95 % interval"
-    axes.errorbar(mus, means, yerr=ends, marker="o", color=COLOURS[6], capsize=3, label=whisker)
-    seeds = [(row["mu"], row[key]) for row in shown for key in row if key.startswith("seed ")]
-    axes.plot(*zip(*seeds, strict=True), ".", color=COLOURS[0], alpha=0.55, label="one seed")
-    for row in shown:
-        axes.annotate(f"{row['alpha']:g}", (row["mu"], row["high"]), fontsize=8)
-    axes.set_xlabel("mu: flip rate over that of dense training; numbers are decay factors")
