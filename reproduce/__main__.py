@@ -201,7 +201,7 @@ def _do(arguments: list[str], folder: Path, runs: Path) -> int:
         judge.main(runs, "".join(rest))
     elif command == "report":
         options = read_options(rest, "figure=FILE")
-        from reproduce.report import page
+        from reproduce.render.report import page
 
         if options:
             page.write_figure(Path(options["figure"]))

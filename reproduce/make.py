@@ -153,7 +153,7 @@ def make_all(tables: list[Table], tier: str, runs: Path, how: How = HERE) -> boo
     complete. After each table `runs/tables/all-<tier>.md` says how each ended."""
     from experiments.support.checkpoint import write_text
     from reproduce.render.grid import Grid, Line
-    from reproduce.report import page
+    from reproduce.render.report import page
 
     wanted = [table for table in tables if not not_offered(table, tier)]
     ended: dict[str, Made] = {}

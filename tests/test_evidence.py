@@ -17,8 +17,8 @@ from reproduce.judge.scale import gap_closed, half_width_gap
 from reproduce.judge.text import worded
 from reproduce.judge.verdicts import differences
 from reproduce.records import read_evidence
-from reproduce.report import page as report_page
-from reproduce.report.gather import shown_blocks
+from reproduce.render.report import page as report_page
+from reproduce.render.report.gather import shown_blocks
 
 ROOT = Path(__file__).parents[1]
 LOSS, TOP1 = "metrics.val_loss", "metrics.val_top1"
@@ -118,7 +118,7 @@ def test_the_differences_and_the_figure_are_those_of_the_records(tmp_path):
     assert found == [(row.label, cell(row), str(row.pairs)) for row in rows]
     assert other.baseline == "dense_trained_on" and {"ast", "naive", "gmp"} < {x for x, *_ in found}
     report_page.write_figure(tmp_path / "figure.svg")
-    figures = "reproduce/report/figure.svg", tmp_path / "figure.svg"
+    figures = "reproduce/render/report/figure.svg", tmp_path / "figure.svg"
     kept, drawn = (re.findall(r'aria-label="(.*?)"', text(path)) for path in figures)
     assert drawn == kept and len(kept) == 1  # coordinates may differ between matplotlib's versions
     short = text("README.md").split("Measured (")[1].split("\n## ")[0]

@@ -6,7 +6,7 @@ from experiments.support.errors import Terminated
 from reproduce import make
 from reproduce.__main__ import main, parse
 from reproduce.make import Made, make_all
-from reproduce.report import page
+from reproduce.render.report import page
 from reproduce.specs.table import read_tables
 
 NAMES = ["one", "two", "three", "four"]

@@ -21,8 +21,8 @@ from reproduce.__main__ import main as reproduce
 from reproduce.execute.blocks import BLOCKS, EVIDENCE, read_block
 from reproduce.execute.packed import read_packed
 from reproduce.judge.claims import Margin, read_claims
-from reproduce.report import blocks, figures, html, page, tables
-from reproduce.report.gather import Shown
+from reproduce.render.report import blocks, figures, html, page, tables
+from reproduce.render.report.gather import Shown
 from reproduce.specs.table import read_tables
 
 MINUS = figures.MINUS

@@ -26,10 +26,10 @@ from reproduce.judge.scale import ENOUGH
 from reproduce.records import Evidence, read_evidence
 from reproduce.render import listing
 from reproduce.render.header import revision
-from reproduce.report import blocks, tables
-from reproduce.report.figures import factors, standalone, variables
-from reproduce.report.gather import Shown, own_runs, shown_blocks, unfinished
-from reproduce.report.html import HERE, TEMPLATES, link, macros
+from reproduce.render.report import blocks, tables
+from reproduce.render.report.figures import factors, standalone, variables
+from reproduce.render.report.gather import Shown, own_runs, shown_blocks, unfinished
+from reproduce.render.report.html import HERE, TEMPLATES, link, macros
 from reproduce.specs.table import read_tables
 
 OF_BLOCKS = (
@@ -93,7 +93,7 @@ def build(runs: Path, folder: Path) -> str:
         origins=_origins(evidence),
         own=own,
         trouble=trouble,
-        reproduce=HERE.parent,
+        reproduce=HERE.parents[1],
         revision=revision(git_state()),
         row_verdicts=_row_verdicts(judged),
         runs=runs,

@@ -14,11 +14,11 @@ from reproduce.execute.jobs import finished_runs, plan
 from reproduce.render import listing
 from reproduce.render.cells import UNKNOWN
 from reproduce.render.grid import BLANK, OURS, PAPER, SOURCE
+from reproduce.render.report.html import badge
 from reproduce.render.table import Rendered, render, render_measured
-from reproduce.report.html import badge
 from reproduce.specs.table import Table
 
-MEASURED = Path(__file__).parents[1] / "measured"
+MEASURED = Path(__file__).parents[2] / "measured"
 Verdicts = Mapping[tuple[str, str, str], str]  # table, column and row -> verdict
 
 

@@ -12,10 +12,10 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup, escape
 
 from experiments.runs.stats import difference_form
-from reproduce.report.figures import MINUS
+from reproduce.render.report.figures import MINUS
 
 HERE = Path(__file__).parent
-ROOT = HERE.parents[1]
+ROOT = HERE.parents[2]
 
 
 def slug(*words: object) -> str:

@@ -16,9 +16,9 @@ from experiments.runs.curves import NAMES, Point
 from reproduce.judge.verdicts import verdict
 from reproduce.records import StoredRecord
 from reproduce.render.cells import UNKNOWN, published_cell
-from reproduce.report.figures import MINUS, Limits, Panel, curves, forest, span
-from reproduce.report.gather import Shown
-from reproduce.report.html import badge, breakable, interval, signed, slug, unbroken
+from reproduce.render.report.figures import MINUS, Limits, Panel, curves, forest, span
+from reproduce.render.report.gather import Shown
+from reproduce.render.report.html import badge, breakable, interval, signed, slug, unbroken
 from reproduce.specs.table import TIERS, Table
 
 NOTHING = "-"  # a cell without a value
