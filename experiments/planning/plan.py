@@ -299,15 +299,15 @@ def lines(found: dict[str, Any]) -> Iterator[str]:
     else:
         small = speed["factor"] > _SMALLER
         least = "at least " if gpus > 1 or small or speed["taught"] else ""
-        dense = ", because this method was not measured" if speed["as_dense"] else ""
+        dense = " The method itself was not measured." if speed["as_dense"] else ""
         factors = f"{speed['factor']:.3g} for the number of weights"
         factors += ", times 3/4 for a teacher" if speed["taught"] else ""
         factors += f", times {gpus} for the GPUs" if gpus > 1 else ""
         launches = " No model so small was measured; it may wait for the CPU." if small else ""
         yield (
             f"It takes {least}{_duration(found['days'])} at {speed['per_second'] * gpus:,.0f} "
-            f"{speed['unit']}/s: the speed of one H200 on {speed['row']}{dense} ({CONDITIONS}), "
-            f"times {factors}.{speed['unlike']}{launches}"
+            f"{speed['unit']}/s. This is the speed of one H200 on {speed['row']} ({CONDITIONS}), "
+            f"times {factors}.{dense}{speed['unlike']}{launches}"
         )
 
 

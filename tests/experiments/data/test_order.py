@@ -1,7 +1,6 @@
 """Which window each sample of a training in epochs is, and which part of a mixture it is from."""
 
 import numpy as np
-import pytest
 
 from experiments.data.order import BLOCK, Order, Part, keys, permuted
 
@@ -10,9 +9,9 @@ def shuffle(size, seed=0, epoch=0, stream=0):
     return permuted(np.arange(size), size, keys(seed, stream), np.full(size, epoch))
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 7, 10, 16, 17, 99, 100, 101, 5000])
-def test_a_shuffle_is_a_permutation(size):
-    assert sorted(shuffle(size)) == list(range(size))
+def test_a_shuffle_is_a_permutation():
+    for size in (1, 2, 3, 7, 10, 16, 17, 99, 100, 101, 5000):
+        assert sorted(shuffle(size)) == list(range(size))
 
 
 def test_the_order_stays_as_it_is():
