@@ -23,6 +23,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from rich.console import Console
+from rich.progress import MofNCompleteColumn, Progress, TimeElapsedColumn, TimeRemainingColumn
 
 from experiments.data import corpus_source, package_text, parallel
 from experiments.data.corpus_source import EMBEDDED, PACKAGES, Documents, data_files, not_utf8
@@ -59,7 +61,6 @@ from experiments.support.progress import say
 
 if TYPE_CHECKING:
     import tiktoken
-    from rich.progress import Progress
 
 HELD_OUT = 100  # at least one in this many tokens of the user's own text is for validation
 _BATCH = 256  # documents encoded at once
@@ -194,21 +195,11 @@ def _write_splits(
     }
 
 
-@contextmanager
-def _progress_bar() -> Iterator[Progress]:
+def _progress_bar() -> Progress:
     """A progress bar on standard error: documents done, their number, elapsed and remaining
     time."""
-    from rich.console import Console
-    from rich.progress import MofNCompleteColumn, Progress, TimeElapsedColumn, TimeRemainingColumn
-
-    columns = (
-        *Progress.get_default_columns()[:2],
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=Console(stderr=True)) as progress:
-        yield progress
+    columns = (MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+    return Progress(*Progress.get_default_columns()[:2], *columns, console=Console(stderr=True))
 
 
 def _encode(
