@@ -9,7 +9,6 @@ from common_kernels import (
     compress_nm,
     double_prune_bits,
     expand_nm,
-    nm_mask,
     pack_mask,
     unpack_mask,
 )
@@ -29,13 +28,6 @@ def test_packing_by_hand():
     assert bits.dtype == torch.uint8
     assert bits.tolist() == [[1 + 8, 1 + 2], [128, 0]]
     assert torch.equal(unpack_mask(bits, 12), mask)
-
-
-def test_every_byte():
-    masks = torch.cartesian_prod(*[torch.tensor([False, True])] * 8)
-    bits = pack_mask(masks)
-    assert bits.flatten().tolist() == (masks.int() * 2 ** torch.arange(8)).sum(1).tolist()
-    assert torch.equal(unpack_mask(bits, 8), masks)
 
 
 def test_compressed_form_by_hand():
@@ -80,34 +72,6 @@ def test_second_mask_by_hand():
     assert unpack_mask(column_bits, 2).int().tolist() == [[0, 1], [1, 0], [1, 0], [1, 1]]
     zeros = double_prune_bits(torch.zeros(4, 2), pack_mask(mask))
     assert unpack_mask(zeros, 2).int().tolist() == [[1, 1], [1, 1], [0, 0], [0, 1]]
-
-
-def test_errors_name_the_offender():
-    x, bits = torch.ones(4, 8), pack_mask(nm_mask(torch.ones(4, 8)))
-    with pytest.raises(TypeError, match=r"mask must be bool, not torch\.uint8"):
-        pack_mask(bits)
-    with pytest.raises(ValueError, match="at least one dim"):
-        pack_mask(torch.tensor(True))
-    with pytest.raises(TypeError, match=r"bits must be uint8, not torch\.float32"):
-        compress_nm(x, x)
-    with pytest.raises(ValueError, match=r"shape \(4, 20\) has bits of shape \(4, 3\).*\(4, 1\)"):
-        unpack_mask(bits, 20)
-    with pytest.raises(
-        ValueError, match=r"shape \(5, 8\) has bits of shape \(5, 1\), not \(4, 1\)"
-    ):
-        compress_nm(torch.ones(5, 8), bits)
-    with pytest.raises(ValueError, match=r"shape \(4, 6\): 6 entries are no multiple of 4"):
-        compress_nm(torch.ones(4, 6), bits)
-    with pytest.raises(ValueError, match=r"not 4:2"):
-        compress_nm(x, bits, 4, 2)
-    with pytest.raises(ValueError, match=r"not 0:4"):
-        expand_nm(x, bits, 0, 4)
-    with pytest.raises(ValueError, match=r"shape \(4, 16\) has bits of shape \(4, 2\)"):
-        expand_nm(x, bits)
-    with pytest.raises(ValueError, match=r"shape \(3, 4\): 3 entries are no multiple of 4"):
-        double_prune_bits(torch.ones(3, 4), bits[:3])
-    with pytest.raises(TypeError, match=r"values must be.*float64"):
-        expand_nm(x.double(), bits)
 
 
 @each("columns", [8, 12])

@@ -1,7 +1,6 @@
 """The layouts of packed matrices: against torch's own packers, by hand, and what is refused."""
 
 import copy
-import dataclasses
 
 import pytest
 import torch
@@ -243,33 +242,6 @@ def test_what_a_layout_cannot_hold(shape, dtype, layout, message):
     if shape[1] % 4 == 0:
         with pytest.raises(ValueError, match=message):
             convert24(pack24(x, x.bool()), layout)
-
-
-def test_what_cannot_be_packed():
-    x = matrix((4, 8))
-    with pytest.raises(ValueError, match=r"two dims, not shape \(8,\)"):
-        pack24(x[0], x[0] > 0)
-    with pytest.raises(TypeError, match=r"mask must be bool, not torch\.float32"):
-        pack24(x, x)
-    with pytest.raises(ValueError, match=r"\(4, 8\) and \(8, 4\)"):
-        pack24(x, x.t() > 0)
-    with pytest.raises(TypeError, match=r"not torch\.int64"):
-        pack24(x.long(), x > 0)
-    with pytest.raises(ValueError, match="unknown backend 'cuda'"):
-        pack24(x, nm_mask(x), backend="cuda")
-
-
-def test_parts_that_do_not_belong_together():
-    x = matrix((4, 8))
-    packed = pack24(x, nm_mask(x))
-    with pytest.raises(ValueError, match=r"values of a \(4, 16\) matrix.*\(4, 8\), not.*\(4, 4\)"):
-        dataclasses.replace(packed, shape=(4, 16))
-    with pytest.raises(ValueError, match=r"meta of a.*uint8.*not torch\.int8"):
-        dataclasses.replace(packed, parts=(packed.values, packed.meta.view(torch.int8)))
-    with pytest.raises(ValueError, match="contiguous"):
-        dataclasses.replace(packed, parts=(packed.values.t().contiguous().t(), packed.meta))
-    with pytest.raises(ValueError, match=r"buffer of a \(64, 64\).*\(4608,\), not.*\(4096,\)"):
-        Packed24((torch.zeros(4096, dtype=torch.uint8),), (64, 64), torch.bfloat16)
 
 
 # ------------------------------------------------------------------ as operators

@@ -1,4 +1,3 @@
-import pytest
 import torch
 
 import common_kernels as ck
@@ -44,27 +43,16 @@ def test_scale_is_the_largest_code_over_amax(fmt, generator):
     top = FORMATS[fmt][1]
     assert scale.item() == (top / x.abs().max()).item()
     assert codes.flatten()[x.abs().argmax()].float().abs().item() == top
-    again, _ = quantize_fp8(codes.float() / scale, fmt)
-    assert torch.equal(again.float(), codes.float())
 
 
 @both
-def test_zeros_stay_zeros(fmt):
-    for x in (torch.zeros(8), torch.full((8,), -0.0), torch.zeros(8, dtype=torch.float16)):
-        codes, scale = quantize_fp8(x, fmt)
-        assert scale.isfinite() and (codes.float() == 0).all() and (fake_fp8(x, fmt) == 0).all()
-
-
-@both
-def test_subnormal_amax_does_not_overflow(fmt):
-    x = torch.tensor([2.0**-149, -(2.0**-149), 2.0**-140, 0.0])
-    assert fake_fp8(x, fmt).isfinite().all()
-
-
-@both
-@each("bad", [float("nan"), float("inf"), -float("inf")])
-def test_non_finite_values_propagate(fmt, bad):
-    assert not fake_fp8(torch.tensor([1.0, bad, 2.0]), fmt).isfinite().all()
+def test_zeros_subnormals_and_what_is_not_finite(fmt):
+    for zeros in (torch.zeros(8), torch.full((8,), -0.0), torch.zeros(8).half(), torch.zeros(0)):
+        codes, scale = quantize_fp8(zeros, fmt)
+        assert scale.isfinite() and not codes.float().any() and not fake_fp8(zeros, fmt).any()
+    assert fake_fp8(torch.tensor([2.0**-149, -(2.0**-149), 2.0**-140]), fmt).isfinite().all()
+    for bad in (torch.nan, torch.inf, -torch.inf):
+        assert not fake_fp8(torch.tensor([1.0, bad, 2.0]), fmt).isfinite().all()
 
 
 @each(("fmt", "percent"), [("e4m3", 2.64), ("e5m2", 5.26)])
@@ -72,15 +60,6 @@ def test_relative_error_of_a_gaussian(fmt, percent, generator):
     x = torch.randn(1 << 20, generator=generator)
     error = (fake_fp8(x, fmt) - x).square().sum() / x.square().sum()
     assert abs(100 * error.sqrt().item() - percent) < 0.05
-
-
-def test_errors_and_empty_tensors():
-    assert fake_fp8(torch.empty(0, 3), "e4m3").shape == (0, 3)
-    assert quantize_fp8(torch.empty(0, 3), "e4m3")[0].shape == (0, 3)
-    with pytest.raises(ValueError, match=r"'e3m4'.*e4m3, e5m2"):
-        fake_fp8(torch.ones(4), "e3m4")
-    with pytest.raises(TypeError, match="int64"):
-        quantize_fp8(torch.ones(4, dtype=torch.int64), "e4m3")
 
 
 @each("backend", BACKENDS)
@@ -113,18 +92,6 @@ def test_delayed_scaling(operator, dtype, backend):
             sample = codes_of(ck.mvue24(filled, 9, 3200, dim=0), 0.5 * scale, "e5m2")
             assert torch.equal(ck.unpack24(packed).float(), sample.t().float())
         assert torch.equal(codes.float(), want) and used == scale and seen == after
-
-
-def test_delayed_scaling_takes_both_numbers():
-    x, one = torch.ones(4, 4), torch.ones(())
-    for given, match in (
-        ((one,), "seen is None"),
-        ((None, one), "amax is None"),
-        ((one, torch.ones(2)), r"seen is torch\.float32 \(2,\)"),
-        ((one.double(), one), r"amax is torch\.float64"),
-    ):
-        with pytest.raises(ValueError, match=match):
-            ck.quantize_fp8(x, "e4m3", *given)
 
 
 @each("backend", BACKENDS)
@@ -163,5 +130,3 @@ def test_numbers_without_a_scale(backend, number):
         torch.testing.assert_close(got.float(), want, rtol=0, atol=0, equal_nan=True)
     empty = fp8_numbers_and_codes(x[:0], "e4m3", "e5m2", backend=backend)
     assert empty[0].shape == empty[2].shape == (0, 8) and empty[1] == empty[3] == 1
-    with pytest.raises(ValueError, match="unknown format 'e3m4'"):
-        fp8_numbers_and_codes(x, "e4m3", "e3m4")

@@ -105,41 +105,6 @@ def test_torchs_cusparselt_tensor(dtype):
         assert (got.double() - want).norm() < 2**-8 * want.norm()
 
 
-@half_precision
-@every_shape
-def test_xformers(shape, dtype):
-    pytest.importorskip("xformers.ops.sp24", reason="xformers (0.0.35) is not installed")
-    x, mask = sparse(shape, dtype, transposable=True)
-    operators = torch.ops.xformers
-    found = operators.sparse24_sparsify_both_ways(x, "largest_abs_values_greedy", "cutlass")
-    tiles_equal_ours(found, x, mask)
-    grad = torch.randn_like(x)
-    scaled = operators.sparse24_apply_dense_output(grad, found[4], mul0=0.25, mul1=2.0)
-    same(scaled, torch.where(mask, 2 * grad, 0.25 * grad))
-
-
-@hopper
-@pytest.mark.parametrize("shape", [(128, 256), (512, 1024)])
-def test_torchao(shape):
-    """FP8 for CUTLASS on Hopper: the packer, and a product with it."""
-    operators = pytest.importorskip("torchao.ops", reason="torchao (0.18) is not installed")
-    if not hasattr(operators, "to_sparse_semi_structured_cutlass_sm9x_f8"):
-        pytest.skip("this torchao has no 2:4 kernels")
-    w, mask = sparse(shape, FP8)
-    ours = pack24(w, mask, "cutlass_sm90")  # zeros are +0: a -0 counts as a value there
-    values, meta = operators.to_sparse_semi_structured_cutlass_sm9x_f8(w)
-    same(values, ours.values)
-    same(meta.view(torch.uint8).view(ours.meta.shape), ours.meta)
-    x = torch.randn(64, shape[1], device="cuda").to(FP8)
-    x_scale, w_scale = torch.rand(64, device="cuda"), torch.rand(shape[0], device="cuda")
-    y = operators.rowwise_scaled_linear_sparse_cutlass_f8f8(
-        x, x_scale, ours.values, ours.meta, w_scale, None, torch.bfloat16
-    )
-    want = (x.double() * x_scale[:, None]) @ (w.double() * w_scale[:, None]).t()
-    # Hopper adds FP8 products with some 14 bits; bf16 keeps 8.
-    assert (y.double() - want).norm() < 2**-7 * want.norm()
-
-
 @pytest.mark.parametrize("layout", ["neutral", "cutlass_sm80", "cusparselt_sm90"])
 def test_packing_in_a_cuda_graph(layout):
     x, mask = sparse((128, 256), torch.bfloat16)

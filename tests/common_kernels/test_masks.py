@@ -23,9 +23,6 @@ def test_every_tie_pattern_keeps_the_two_lowest_indices_of_the_largest(dtype, ge
         best = sorted(range(4), key=lambda i: (-group[i], i))[:2]
         assert [i for i in range(4) if kept[i]] == sorted(best)
     assert torch.equal(nm_mask(x * mask), mask)  # pruning what is pruned changes nothing
-
-
-def test_signed_zeros_tie():
     assert nm_mask(torch.tensor([-0.0, 0.0, -0.0, 0.0])).tolist() == [True, True, False, False]
 
 
@@ -38,36 +35,10 @@ def test_non_finite_values_never_make_an_illegal_mask():
             assert torch.equal(mask, reference.nm_mask(x))  # NaN > Inf > finite
 
 
-def test_none_of_the_most_entries_is_kept():
-    assert nm_mask(torch.ones(1, 128), 0, 128).sum() == 0
-
-
-def test_errors_name_the_offender():
-    with pytest.raises(ValueError, match=r"dim 1 of shape \(4, 6\).*no multiple of 4"):
-        nm_mask(torch.ones(4, 6))
-    with pytest.raises(ValueError, match=r"dim 0 of shape \(6, 4\)"):
-        nm_mask(torch.ones(6, 4), dim=0)
-    with pytest.raises(TypeError, match=r"float64"):
-        nm_mask(torch.ones(4, dtype=torch.float64))
-    with pytest.raises(ValueError, match=r"n=5 and m=4"):
-        nm_mask(torch.ones(4), n=5)
-    with pytest.raises(IndexError, match=r"dim 2.*\(4, 4\)"):
-        nm_mask(torch.ones(4, 4), dim=2)
-
-
 def test_double_prune_by_hand():
     w = torch.tensor([[3.0, 0, 2, 0], [0, 5, 0, 1], [4, 0, 0, 6], [0, 0, 7, 8]])
     want = [[1, 1, 1, 0], [0, 1, 0, 0], [1, 0, 0, 1], [0, 0, 1, 1]]
     assert double_prune_mask(w).int().tolist() == want
-    with pytest.raises(ValueError, match="two dims"):
-        double_prune_mask(torch.ones(4, 4, 4))
-
-
-def test_double_pruned_weight_is_24_both_ways(generator):
-    w = torch.randn(64, 32, generator=generator)
-    w = w * nm_mask(w)
-    w = w * double_prune_mask(w)
-    assert check24(w) == 0 and check24(w, dim=0) == 0
 
 
 def test_check24_counts_groups():
@@ -75,17 +46,9 @@ def test_check24_counts_groups():
     assert check24(x).item() == 2
     assert check24(x.t().contiguous(), dim=0).item() == 2
     assert check24(torch.tensor([NAN, NAN, NAN, 0.0])).item() == 1
-    assert check24(torch.empty(0, 4)).item() == 0
-    with pytest.raises(ValueError, match="no multiple of 4"):
-        check24(torch.ones(6))
-
-
-def test_check_nm_counts_groups_of_its_own_pattern():
     x = torch.tensor([[1.0, 1, 1, 1, 0, 0, 0, 0], [1, 1, 1, 1, 1, 0, 0, 0]])
     assert check_nm(x, 4, 8).item() == 1 and check_nm(x, 2, 8).item() == 2
     assert check_nm(x, 1, 2).item() == 4 and check_nm(x, 1, 2, dim=0).item() == 4
-    with pytest.raises(ValueError, match="no multiple of 16"):
-        check_nm(x, 2, 16)
 
 
 def test_flip_rate():
@@ -96,8 +59,6 @@ def test_flip_rate():
     assert flip_rate(mask, ~mask).item() == 1
     assert flip_rate(mask, swapped).item() == 2 / 16
     assert flip_rate(mask[:0], mask[:0]).item() == 0
-    with pytest.raises(ValueError, match=r"\(16,\) and \(8,\)"):
-        flip_rate(mask, mask[:8])
 
 
 def test_retained_magnitude_of_a_gaussian(generator):

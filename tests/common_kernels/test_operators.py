@@ -11,7 +11,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import common_kernels as ck
-from common_kernels.backend import HAS_TRITON, resolve
+from common_kernels.backend import HAS_TRITON
 from common_kernels.compressed import reference as compressed
 from common_kernels.decay import reference as decay
 from common_kernels.fp8 import reference as fp8
@@ -558,17 +558,3 @@ def test_opcheck():
                 checked.add(operator.name())
     names = torch._C._dispatch_get_all_op_names()
     assert checked == {name for name in names if name.startswith("sparse24::")}
-
-
-def test_a_gpu_takes_triton_by_default():
-    assert resolve(DEVICE) == ("triton" if DEVICE.type == "cuda" else "cpu")
-
-
-@pytest.mark.parametrize("bad", [1.0, True, "1", None])
-def test_seeds_and_offsets_are_whole_numbers(bad):
-    x = torch.ones(8)
-    for name, arguments in {"seed": (bad,), "offset": (0, bad)}.items():
-        with pytest.raises(TypeError, match=f"{name} must be an int or a 0-dim int64 tensor, not"):
-            ck.mvue24(x, *arguments)
-    with pytest.raises(TypeError, match="seed must be an int"):
-        ck.philox4x32(bad, torch.arange(4))

@@ -22,10 +22,11 @@ from common_kernels.fp8.operands import (
     scaled_linear,
 )
 from common_kernels.pack import BUFFERED, Packed24, unpack24
+from common_kernels.pack.cpu import pack
 from common_kernels.pack.operands import pack24_, pack_both24_, sample_pack24
+from common_kernels.pack.sample_triton import pack_sample
 
 pytest.importorskip("triton", reason="no Triton for this platform")
-from common_kernels.pack import triton
 from tests.each import each
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -125,6 +126,16 @@ def test_a_sample_of_a_gradient(dtype, layout, block, tokens):
     assert torch.equal(packed.buffer, other.buffer)
 
 
+def test_a_sample_of_hard_groups(hard_groups):
+    """A group with one entry kept, or none, is stored as any packer stores it."""
+    for dtype in (torch.bfloat16, torch.float16):
+        groups = hard_groups(256, dtype).nan_to_num(nan=2.0, posinf=torch.inf, neginf=-torch.inf)
+        dy = groups.view(-1, 64, 4).mT.reshape(-1, 64)[-96:].to(DEVICE)
+        sample = mvue24(dy, 77, 16, dim=0).t().contiguous()
+        got = pack_sample(dy, torch.tensor([77, 16], device=DEVICE), dtype)
+        assert torch.equal(got, pack(sample.to(dtype), sample != 0, BUFFERED))
+
+
 @backends
 @masters
 @each(("tokens", "layout"), [(64, BUFFERED), (100, BUFFERED), (100, LAYOUTS[1])])
@@ -198,32 +209,3 @@ def test_a_product_of_codes():
     got = scaled_linear(a, b, sa, sb, bias)
     # bf16 results; the FP8 units of a GPU keep some 14 bits of a sum.
     assert (got.float() - want).abs().max() <= 2**-8 * want.abs().max()
-
-
-def test_what_cannot_be_packed_is_refused():
-    w, bf16 = weight(64, 128), torch.bfloat16
-    out = Packed24.empty((64, 128), bf16, DEVICE)
-    with pytest.raises(ValueError, match=r"\(96, 64\).*rows in multiples of 64"):
-        Packed24.empty((96, 64), bf16, DEVICE)
-    with pytest.raises(ValueError, match=r"\(64, 96\).*both multiples of 64"):
-        pack24_(Packed24.empty((64, 96), bf16, DEVICE), w[:, :96], "magnitude")
-    with pytest.raises(ValueError, match=r"has shape \(128, 64\), not \(64, 128\)"):
-        pack24_(Packed24.empty((128, 64), bf16, DEVICE), w, "magnitude")
-    with pytest.raises(ValueError, match=r"\(64, 64\).*'cutlass_sm90_k128'.*multiples of 128"):
-        Packed24.empty((64, 64), bf16, DEVICE, "cutlass_sm90_k128")
-    with pytest.raises(ValueError, match="'cutlass_sm80' is not written here"):
-        triton.order_of("cutlass_sm80", bf16)
-    with pytest.raises(ValueError, match="unknown source 'best'"):
-        pack24_(out, w, "best")
-    with pytest.raises(ValueError, match="source='mask'"):
-        pack24_(out, w, "mask")
-    with pytest.raises(ValueError, match=r"dense must be torch\.bfloat16"):
-        pack24_(out, w, "magnitude", dense=torch.empty_like(w))
-    with pytest.raises(ValueError, match=r"\(64, 8\) are not those of a mask \(64, 128\)"):
-        pack24_(out, w, "mask", pack_mask(nm_mask(w[:, :64])))
-    with pytest.raises(ValueError, match=r"tokens, a multiple of 64"):
-        sample_pack24(weight(64, 96), torch.tensor([0, 0], device=DEVICE))
-    with pytest.raises(TypeError, match=r"key must be int64 \[2\]"):
-        sample_pack24(w, torch.tensor([0.0, 0.0], device=DEVICE))
-    with pytest.raises(ValueError, match="e3m4"):
-        quantize_both(w, "e3m4", "e5m2")
