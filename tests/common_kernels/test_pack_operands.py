@@ -24,9 +24,9 @@ from common_kernels.fp8.operands import (
 from common_kernels.pack import BUFFERED, Packed24, unpack24
 from common_kernels.pack.cpu import pack
 from common_kernels.pack.operands import pack24_, pack_both24_, sample_pack24
-from common_kernels.pack.sample_triton import pack_sample
 
 pytest.importorskip("triton", reason="no Triton for this platform")
+from common_kernels.pack.sample_triton import pack_sample
 from tests.each import each
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
