@@ -8,6 +8,7 @@ experiment: claims, tables and the page of results leave it out and name it.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -138,10 +139,6 @@ def pack(own: Path, committed: Path, blocks: Path = BLOCKS) -> list[str]:
     return said
 
 
-def _amount(count: int) -> str:
-    return f"{count / 1e6:.4g}M" if count >= 1e6 else f"{count:,}"
-
-
 def model(records: Iterable[dict[str, Any]]) -> str:
     """The name of the model of a variant's runs."""
     overrides = [o.partition("=") for record in records for o in record.get("overrides", [])]
@@ -151,34 +148,31 @@ def model(records: Iterable[dict[str, Any]]) -> str:
 def setting(records: Iterable[dict[str, Any]]) -> str:
     """Model, length of training, data and seeds of runs, in words; "" without runs. Seeds at which
     runs started from different weights, because their first model was trained twice, are named."""
-    texts: dict[str, dict[str, None]] = {}
-    seeds: set[int] = set()
-    starts: dict[tuple[str, int], set[str]] = {}
-    for record in records:
-        chosen = dict(o.split("=", 1) for o in record["overrides"] if "=" in o)
-        name = model([record])
-        # A record counts what a model reads: of an image its patches and the class token.
-        unit = "tokens" if name.startswith(("gpt2", "bert", "hf")) else "image tokens"
-        data = f"data={chosen['data']}" if "data" in chosen else "the default data"
-        told = {
-            "model": name,
-            "length": f"{_amount(record['tokens'])} {unit}",
-            "batch": f"{round(record['tokens'] / max(1, record['steps'])):,} {unit} a step",
-            "data": f"{data} ({record['corpus_hash'][:12]})",
-        }
-        for key, text in told.items():
-            texts.setdefault(key, {})[text] = None
-        seeds.add(record["seed"])
-        if "source" in record:
-            starts.setdefault((record["block"], record["seed"]), set()).add(str(record.get("init")))
-    if not seeds:
+    runs = list(records)
+    if not runs:
         return ""
-    parts = [" or ".join(several) for several in texts.values()]
-    parts.append(f"seeds {', '.join(map(str, sorted(seeds)))}")
-    if unequal := sorted({seed for (_, seed), weights in starts.items() if len(weights) > 1}):
+    parts = [
+        " or ".join(dict.fromkeys(several)) for several in zip(*map(_trained, runs), strict=True)
+    ]
+    parts.append(f"seeds {', '.join(map(str, sorted({run['seed'] for run in runs})))}")
+    starts = {(r["block"], r["seed"], str(r.get("init"))) for r in runs if "source" in r}
+    several = Counter((block, seed) for block, seed, _ in starts)
+    if unequal := sorted({seed for (_, seed), count in several.items() if count > 1}):
         at = ", ".join(map(str, unequal))
         parts.append(f"from different trainings of the first model at seeds {at}")
     return ", ".join(parts)
+
+
+def _trained(record: dict[str, Any]) -> tuple[str, ...]:
+    """Model, length of training, batch and data of a run."""
+    chosen = dict(o.split("=", 1) for o in record["overrides"] if "=" in o)
+    name, tokens = model([record]), record["tokens"]
+    # A record counts what a model reads: of an image its patches and the class token.
+    unit = "tokens" if name.startswith(("gpt2", "bert", "hf")) else "image tokens"
+    length = f"{tokens / 1e6:.4g}M" if tokens >= 1e6 else f"{tokens:,}"
+    data = f"data={chosen['data']}" if "data" in chosen else "the default data"
+    batch = f"{round(tokens / max(1, record['steps'])):,} {unit} a step"
+    return name, f"{length} {unit}", batch, f"{data} ({record['corpus_hash'][:12]})"
 
 
 # --- the records of a table ----------------------------------------------------------------------
