@@ -517,17 +517,6 @@ def test_adapters_that_were_never_trained_leave_a_plain_linear():
     assert list(layer.state_dict()) == ["weight"]
 
 
-def test_loaded_adapters_take_part_at_once():
-    """In evaluation before the first step, and in a run that begins with them."""
-    trained, _ = adapted()
-    fresh, method = converted(24, 16, True, adapter_rank=4, total_steps=100)
-    fresh.load_state_dict(trained.state_dict())
-    x = torch.randn(3, 16)
-    assert torch.equal(fresh(x), trained(x))
-    method.on_step_begin(0)
-    assert torch.equal(fresh(x), trained(x))
-
-
 # ---------------------------------------------------------------- state and memory
 
 
