@@ -24,13 +24,15 @@ from reproduce.specs.table import read_tables
         (["pack", "x"], "error: cannot use 'x'; there are no options"),
         (["claims", "8", "9"], "cannot use 'claims 8 9'; use claims, claims N or claims all"),
         (["table2", "paper=nobody"], "no table2 of paper 'nobody'; there is ast, fst, slope, sste"),
-        (["table2", "paper=s_ste"], "of paper 's_ste'; sste may be meant; there is ast, fst"),
         (["figure6"], "error: figure 6 of paper=fst is not covered: a diagram\n"),
         (["quickstart", "paper=sste"], "it is this project's own"),
         (["quickstart", "tier=huge"], "error: no tier 'huge' of quickstart; choose of smoke"),
         (["table2", "tier="], "error: cannot use 'tier='"),
         (["table2", "tier=smoke", "tier=mini"], "error: cannot use 'tier=mini'"),
         (["quickstart", "train.steps=3"], "error: cannot use 'train.steps=3'"),
+        (["quickstart", "launch=torchrun", "per_gpu=1"], "launch= gives every run all GPUs"),
+        (["quickstart", "per_gpu=0"], "per_gpu=0: it must be a positive number"),
+        (["quickstart", "launch=torchrum -n 2"], "there is no command 'torchrum' here"),
     ],
 )
 def test_arguments_that_mean_nothing(arguments, message, capsys, tmp_path):

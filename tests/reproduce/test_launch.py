@@ -10,13 +10,12 @@ import time
 
 import pytest
 
-from reproduce.__main__ import main, parse
+from reproduce.__main__ import main
 from reproduce.execute import processes
 from reproduce.execute.jobs import Job, execute, plan, quoted
 from reproduce.execute.processes import Launch, commands
 from reproduce.execute.processes import Process as launched
-from reproduce.make import How
-from reproduce.specs.table import TableRow, read_tables
+from reproduce.specs.table import TableRow
 from tests.reproduce.conftest import make_result
 
 CHAIN = [TableRow("dense", ["method=dense"]), TableRow("AST", ["method=ast"], starts_from="dense")]
@@ -94,7 +93,7 @@ def test_an_interrupt_ends_the_children(children, small, tmp_path, monkeypatch):
     assert [process.process.returncode for process in begun] == [-signal.SIGTERM] * len(jobs)
 
 
-def test_commands_are_those_that_are_left(small, tmp_path, fake):
+def test_commands_are_those_that_are_left(small, tmp_path, fake, capsys):
     jobs = plan(small(CHAIN, [0]), "smoke", tmp_path).jobs
     words = ["torchrun", "--nproc_per_node=8"]
     _, dense, _, ast = commands(jobs, words)
@@ -102,32 +101,11 @@ def test_commands_are_those_that_are_left(small, tmp_path, fake):
     assert f"init={quoted(jobs[0].config.directory())}" in shlex.split(ast)
     execute(jobs[:1], lambda message: None, fake)
     assert len(commands(jobs, [])) == 2
+    options = ["quickstart", f"launch={sys.executable} -u", "commands"]
+    assert main(options, runs=tmp_path / "none") == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert sum(line.startswith(f"{sys.executable} -u -m experiments.") for line in lines) >= 6
+    assert not [*(tmp_path / "none").rglob("result.json")]
     # A measurement has one process, whatever starts a training.
     measuring = Job("m", "evaluate", [], tmp_path, jobs[0], "run")
     assert measuring.command(words)[:3] == [sys.executable, "-m", "experiments.evaluate"]
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["launch=torchrun", "per_gpu=1"], "launch= gives every run all GPUs"),
-        (["per_gpu=0"], "per_gpu=0: it must be a positive number"),
-        (["launch=torchrum -n 2"], "there is no command 'torchrum' here"),
-        (["launch='torchrun"], "No closing quotation"),
-        (["commands=yes"], "cannot use 'commands=yes'; use paper=NAME, tier=TIER, launch=COMMAND"),
-    ],
-)
-def test_options_that_mean_nothing(options, message, capsys, tmp_path):
-    assert main(["quickstart", *options], runs=tmp_path) == 2
-    assert message in capsys.readouterr().err
-
-
-def test_options_say_how_runs_are_made(capsys, tmp_path):
-    options = [f"launch={sys.executable} -u", "commands"]
-    assert parse(["quickstart", *options], read_tables()).how == How(
-        (sys.executable, "-u"), None, True
-    )
-    assert main(["quickstart", *options], runs=tmp_path) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert sum(line.startswith(f"{sys.executable} -u -m experiments.") for line in lines) >= 6
-    assert not [*tmp_path.rglob("result.json")]

@@ -65,7 +65,7 @@ def short(table, data):
     """Overrides that make the table's trainings tiny."""
     if table.driver == "bench":
         text = " ".join([*table.tiers["smoke"].overrides, *table.rows[0].overrides])
-        settings = measure.module(re.search(r"what=(\w+)", text)[1]).Settings
+        settings = measure.MEASURES[re.search(r"what=(\w+)", text)[1]]
         return [*BENCH, "batch=1"] if "batch" in settings.__dataclass_fields__ else BENCH
     overrides = [*table.tiers["smoke"].overrides, *table.rows[0].tiers.get("smoke", [])]
     [family] = {o.removeprefix("model=").partition("_")[0] for o in overrides if "model=" in o}
