@@ -1,10 +1,11 @@
-"""Products with few tokens: the fragments hold the matrix as mma.sp reads it, and the kernel, where
-a GPU can run it, multiplies with them."""
+"""Products with few tokens: the fragments hold the matrix as mma.sp reads it, and the kernel
+multiplies with them. A GPU runs the instruction; elsewhere it is executed here, lane by lane."""
 
 import os
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 import torch
 
@@ -39,7 +40,7 @@ def test_fragments_multiply_by_the_definition_of_mma_sp():
 @pytest.mark.gpu
 def test_products_with_few_tokens():
     """One rounding to the dtype, and some of fp32 sums; tensor cores truncate two bits."""
-    shapes = ((64, 64, 1), (48, 192, 3), (2048, 320, 8), (128, 4096, 9), (16, 1024, MOST))
+    shapes = ((64, 64, 1), (48, 192, 3), (2048, 320, 8), (128, 4096, 7), (16, 1024, MOST))
     for rows, columns, tokens in (*shapes, (16, 64, 0)):
         for dtype in (torch.bfloat16, torch.float16):
             w, packed, x = given(rows, columns, tokens, dtype)
@@ -59,12 +60,59 @@ def test_what_has_no_fragments_is_refused():
     with pytest.raises(ValueError, match=r"\(16, 60\) matrix of torch.bfloat16 has no fragments"):
         fragments24(pack24(torch.zeros(16, 60).bfloat16(), mask))
     _, packed, x = given(16, 64, MOST + 1, torch.bfloat16)
-    with pytest.raises(ValueError, match=r"at most 16, 64\], not torch.bfloat16 of \(17, 64\)"):
+    with pytest.raises(ValueError, match=r"at most 8, 64\], not torch.bfloat16 of \(9, 64\)"):
         few_tokens24(packed, x)
 
 
+def entries(registers, dtype):
+    """The 16-bit entries of registers `[...]` of a dtype, as `[..., entries of a register]`."""
+    words = torch.tensor(
+        registers.tolist(), dtype={8: torch.int64, 4: torch.int32}[registers.itemsize]
+    )
+    return words[..., None].view(dtype).double().numpy()
+
+
+def executed(dtype):
+    """The two products of each warp by the definition of the instruction (PTX ISA)."""
+
+    def warp_product(_, *given):
+        registers = [tensor.handle.data.reshape(-1, 8, 4) for tensor in given]  # warp, g, q
+        a = np.stack([entries(r, dtype) for r in registers[:4]], -2)  # ..., product and p, entries
+        words = np.stack([registers[4][..., q].astype(np.int64) for q in range(4)], -1)
+        b = np.stack([entries(r, dtype) for r in registers[5:13]], -2)  # ..., product and i, pair
+        sums = [r.copy() for r in registers[13:]]
+        for warp, g, q in np.ndindex(registers[0].shape):
+            for half, product, p, low in np.ndindex(2, 2, 2, 2):
+                stored, row = 8 * p + 2 * q + low, words[warp, g, 2 * product + p]
+                place = row >> 16 * half + 2 * (stored % 8) & 3
+                column = 4 * (stored // 2) + place  # of the product's 32
+                value = a[warp, g, q, 2 * product + p, 2 * half + low]
+                of = column % 8 // 2, 4 * product + column // 8, column % 2
+                for token in range(8):
+                    x = b[warp, token, of[0], of[1], of[2]]
+                    sums[2 * half + token % 2][warp, g, token // 2] += value * x
+        handle = given[13].handle  # the four sums are one tensor before the first product
+        made = (type(handle)(total.reshape(-1), handle.dtype) for total in sums)
+        return tuple(type(given[13])(total, given[13].type) for total in made)
+
+    return warp_product
+
+
+@pytest.mark.skipif(not HAS_TRITON or DEVICE == "cuda", reason="needs Triton's interpreter")
+def test_the_kernel_multiplies_as_the_instruction_is_defined(monkeypatch):
+    from common_kernels.decode import triton
+
+    for dtype, rows, columns, tokens in ((torch.bfloat16, 32, 576, 3), (torch.float16, 16, 64, 8)):
+        monkeypatch.setattr(triton, "warp_product", executed(dtype))
+        w, packed, x = given(rows, columns, tokens, dtype)
+        bias = torch.linspace(-1, 1, rows).to(dtype)
+        got = triton.few_tokens24(packed.values, packed.meta, x, bias, rows).double()
+        want = x.double() @ w.double().t() + bias.double()
+        assert ((got - want).abs() <= torch.finfo(dtype).eps * (1 + want.abs())).all()
+
+
 COMPILED = """
-import torch, triton
+import re, torch, triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from common_kernels.decode import triton as decode
@@ -72,21 +120,21 @@ types = dict(values="*i64", meta="*i32", x="*i32", bias="*bf16", y="*bf16",
              tokens="i32", rows="i32", parts="i32")
 aligned = {(i,): [["tt.divisibility", 16]] for i in range(7) if i != 5}
 for architecture in (80, 86, 89, 90, 100, 120):
-    for tiles in (1, 2):
-        constants = dict(PRODUCT=decode.PRODUCTS[torch.bfloat16], BIAS=True, TILES=tiles, WARPS=4)
-        signature = types | dict.fromkeys(constants, "constexpr")
-        source = ASTSource(decode.few_tokens_kernel, signature, constants, aligned)
-        target = GPUTarget("cuda", architecture, 32)
-        found = triton.compile(source, target=target, options=dict(num_warps=4, num_stages=1))
-        loop = found.asm["ptx"].rpartition("mma.sp")[0]
-        assert "mma.sp" in loop and "shared" not in loop.partition("entry")[2], architecture
+    constants = dict(PRODUCT=decode.PRODUCTS[torch.bfloat16], BIAS=True, WARPS=4)
+    signature = types | dict.fromkeys(constants, "constexpr")
+    source = ASTSource(decode.few_tokens_kernel, signature, constants, aligned)
+    target = GPUTarget("cuda", architecture, 32)
+    found = triton.compile(source, target=target, options=dict(num_warps=4, num_stages=1)).asm
+    assert "mma.sp" in found["ptx"]
+    (layout,) = set(re.findall("mma.sp.*-> tensor<128xf32, (#\\w+)>", found["ttgir"]))
+    own = "<{sizePerThread = [1], threadsPerWarp = [32], warpsPerCTA = [4], order = [0]}>"
+    assert f"{layout} = #ttg.blocked{own}" in found["ttgir"], architecture
 """
 
 
 @pytest.mark.skipif(not HAS_TRITON, reason="no Triton for this platform")
-def test_the_kernel_compiles_for_all_gpus_and_threads_exchange_nothing_in_its_loop():
-    """Each thread must load the fragments of its own lane; if Triton gave its entries to others, it
-    would exchange them through shared memory before each product."""
+def test_the_kernel_compiles_for_all_gpus_with_an_entry_for_each_thread():
+    """If Triton dealt the entries out in another way, lanes would multiply with those of others."""
     own = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     done = subprocess.run([sys.executable, "-c", COMPILED], env=own, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
