@@ -45,6 +45,7 @@ CASES = [
     ("slope", {"column_refresh": 2, "mask": "magnitude"}, BOTH),
     ("slope", {"n": 1, "m": 4}, DENSE),
     ("slope", {"adapter_rank": 4, "adapter_fraction": 0.5, "total_steps": STEPS}, BOTH),
+    ("released.slope", {}, BOTH),  # which keeps its column masks
     ("gmp", {"total_steps": STEPS}, DENSE),
     ("imp", {"total_steps": STEPS}, DENSE),
     ("one_shot", {}, DENSE),
@@ -54,12 +55,6 @@ every_method = pytest.mark.parametrize(
     ("name", "options", "products"),
     [pytest.param(*case, id="-".join([case[0], *map(str, case[1].values())])) for case in CASES],
 )
-
-
-@pytest.fixture(autouse=True)
-def emulated(monkeypatch):
-    if not CUDA:
-        monkeypatch.setenv("TRITON_INTERPRET", "1")
 
 
 def build(name, options, master=torch.float32, between=nn.GELU):
@@ -88,12 +83,8 @@ def one_step(model, method, optimizer, step, runner=None):
     return {"y": y.detach(), "x": x.grad, **grads}
 
 
-def optimizer_of(model, method):
-    return method.optimizer(model.parameters(), lr=1e-2)
-
-
 def train(model, method, steps=STEPS):
-    optimizer = optimizer_of(model, method)
+    optimizer = method.optimizer(model.parameters(), lr=1e-2)
     for step in range(steps):
         one_step(model, method, optimizer, step)
 
@@ -117,7 +108,7 @@ def same_steps(ours, theirs, runner=None):
     Never two trajectories: a last bit chooses another mask, and training amplifies it.
     """
     (model, method), (reference, reference_method) = ours, theirs
-    optimizers = optimizer_of(*ours), optimizer_of(*theirs)
+    optimizers = [of[1].optimizer(of[0].parameters(), lr=1e-2) for of in (ours, theirs)]
 
     def copy_over():
         reference.load_state_dict(model.state_dict())
@@ -176,39 +167,12 @@ def test_packed_products_are_the_dense_ones(name, options, products, calls):
     assert not any(isinstance(m, SparseLinear) for m in model.modules())
 
 
-def test_a_method_that_keeps_its_column_masks_keeps_them_beside_packed_operands():
-    model, method = build("released.slope", {})
-    method.accelerate(TOKENS, "cusparselt")
-    masks = [layer.column_mask.clone() for layer in model[::2]]
-    operands = [layer.packed.clone() for layer in model[::2]]
-    train(model, method, steps=2)
-    for layer, mask, operand in zip(model[::2], masks, operands, strict=True):
-        assert torch.equal(layer.column_mask, mask) and not torch.equal(layer.packed, operand)
-
-
-def test_compressed_weights_give_up_the_memory_of_packed_operands():
-    model, method = build("slope", {})
-    method.accelerate(TOKENS, "cusparselt")
-    train(model, method, steps=1)
-    operands = [weakref.ref(getattr(model[0], name)) for name in ("packed", "packed_transposed")]
-    method.accelerate(TOKENS, "dense")
-    assert [operand() for operand in operands] == [None, None]
-
-
-def test_fp8_with_other_operands_stays_simulated():
-    for options in ({"gamma": 0.5}, {"mvue_weight": True}):
-        _, method = build("s_ste", {"fp8": "hopper", **options})
-        assert set(method.accelerate(TOKENS, "cusparselt").values()) == {DENSE}
-
-
 @pytest.mark.skipif(CUDA, reason="compiled products on a GPU are timed in `bench train`")
 @pytest.mark.parametrize(
     ("name", "options"),
     [
         ("fst", {"dense_fraction": 0.0}),
-        ("s_ste", {}),
         ("s_ste", {"fp8": "hopper"}),
-        ("s_ste", {"fp8": "paper"}),  # simulated
         ("fst", {"dense_fraction": 0.0, "mvue": "off", "fp8": "hopper"}),
         ("slope", {}),
     ],
@@ -225,6 +189,7 @@ def test_compiled_without_a_graph_break(name, options):
 
 
 def test_operands_that_are_not_needed_are_not_held():
+    """Nor is any of a phase that is over; those of compressed weights are freed."""
     model, method = build("fst", {"dense_fraction": 0.5, "total_steps": STEPS})
     layer = model[0]
     assert layer.operand is not None and layer.packed is None
@@ -239,23 +204,37 @@ def test_operands_that_are_not_needed_are_not_held():
     method.on_step_begin(0)
     assert not layer.is_dense and layer.packed is None and layer.operand is not None
 
-
-def test_packed_operands_follow_a_loaded_state_and_a_copy():
-    model, method = build("s_ste", {})
+    model, method = build("slope", {})
     method.accelerate(TOKENS, "cusparselt")
-    other, other_method = build("s_ste", {})
-    train(other, other_method)
-    assert not any("packed" in key or "operand" in key for key in model.state_dict())
-    model.load_state_dict(other.state_dict())
-    copied = copy.deepcopy(model)
+    train(model, method, steps=1)
+    held = [weakref.ref(getattr(model[0], name)) for name in ("packed", "packed_transposed")]
+    method.accelerate(TOKENS, "dense")
+    assert [operand() for operand in held] == [None, None]
+
+
+def test_operands_follow_a_loaded_state_and_a_copy():
+    """Those of a dense phase, too, and of weights that were written into the model's own."""
+    dense = {"dense_fraction": 0.5, "total_steps": STEPS}
     x = torch.randn(8, 64, device=DEVICE)
-    with torch.no_grad(), torch.autocast(DEVICE, BF16):
-        want = other.eval()(x)
-        same(model.eval()(x), want)
-        same(copied.eval()(x), want)
-        other[0].weight.mul_(2), copied[0].weight.mul_(2)
-        methods.refresh(other), methods.refresh(copied)
-        same(copied(x), other(x))
+    for name, options in (("s_ste", {}), ("fst", dense)):
+        (model, method), (other, other_method) = (build(name, options) for _ in range(2))
+        method.accelerate(TOKENS, "cusparselt")
+        train(other, other_method)
+        assert not any("packed" in key or "operand" in key for key in model.state_dict())
+        written = copy.deepcopy(model)
+        model.load_state_dict(other.state_dict())
+        copied = copy.deepcopy(model)
+        with torch.no_grad():
+            for key, value in other.state_dict().items():
+                written.state_dict()[key].copy_(value)
+        methods.refresh(written)
+        with torch.no_grad(), torch.autocast(DEVICE, BF16):
+            want = other.eval()(x)
+            for each in (model, copied, written):
+                same(each.eval()(x), want)
+            other[0].weight.mul_(2), copied[0].weight.mul_(2)
+            methods.refresh(other), methods.refresh(copied)
+            same(copied(x), other(x))
 
 
 def test_another_dtype_takes_the_dense_operand():
@@ -263,9 +242,8 @@ def test_another_dtype_takes_the_dense_operand():
     model, method = build("fst", {"dense_fraction": 0.0})
     method.accelerate(TOKENS, "cusparselt")
     x = torch.randn(8, 64, device=DEVICE)
-    y = model[0](x)
     want = nn.functional.linear(x, model[0].sparse_weight.float(), model[0].bias)
-    assert y.dtype == torch.float32 and torch.allclose(y, want, atol=1e-5)
+    torch.testing.assert_close(model[0](x), want, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize(("name", "options"), [("fst", {"dense_fraction": 0.0}), ("slope", {})])
@@ -281,13 +259,6 @@ def test_our_own_kernels_take_the_place_of_cusparselt_s(name, options):
     assert layout == layer.accelerated.layouts.fprop and layout.startswith("cutlass_sm90")
     assert ours[1].acceleration.layers["2"]["dgrad"].kernels == "cuda"
     same_steps(ours, theirs)
-
-
-def test_the_environment_chooses(monkeypatch):
-    monkeypatch.setenv("SPARSE24_MATMUL", "cusparselt")
-    _, method = build("ste", {})
-    assert set(method.accelerate(TOKENS).values()) == {Y}
-    assert set(method.accelerate(TOKENS, "dense").values()) == {DENSE}
 
 
 def test_auto_takes_what_was_measured_to_be_faster(monkeypatch):
@@ -312,23 +283,33 @@ def test_auto_takes_what_was_measured_to_be_faster(monkeypatch):
     )  # emulated, it is slower
 
 
-def test_what_cannot_run_sparse_is_refused_by_name(monkeypatch):
+def test_what_runs_is_what_is_asked_for_or_it_is_refused(monkeypatch):
+    method = methods.build("ste", include=("*",))
+    with pytest.raises(ValueError, match="call convert"):
+        method.accelerate(TOKENS)
     _, method = build("ste", {})
-    with pytest.raises(ValueError, match="'cutlass': choose one of auto, cusparselt, cuda, dense"):
-        method.accelerate(TOKENS, "cutlass")
-    with pytest.raises(ValueError, match="tokens=0"):
-        method.accelerate(0)
-    model = nn.Sequential(nn.Linear(72, 128)).to(DEVICE)
-    odd = methods.build("ste", include=("*",))
-    odd.convert(model, BF16)
-    with pytest.raises(RuntimeError, match=r"\[128, 72\] is no multiple of 64.*choose auto"):
-        odd.accelerate(TOKENS, "cusparselt")
-    assert set(odd.accelerate(TOKENS, "auto").values()) == {DENSE}
-    fp32 = methods.build("ste", include=("*",))
+    for tokens, asked, told in (
+        (TOKENS, "cutlass", "'cutlass': choose one of auto, cusparselt, cuda, dense"),
+        (0, None, "tokens=0"),
+    ):
+        with pytest.raises(ValueError, match=told):
+            method.accelerate(tokens, asked)
+    odd, fp32 = (methods.build("ste", include=("*",)) for _ in range(2))
+    odd.convert(nn.Sequential(nn.Linear(72, 128)).to(DEVICE), BF16)
     fp32.convert(nn.Sequential(nn.Linear(64, 64)).to(DEVICE))
-    advice = r"not torch\.float32; convert\(model, dtype=torch\.bfloat16\) gives .* choose auto"
-    with pytest.raises(RuntimeError, match=advice):
-        fp32.accelerate(TOKENS, "cusparselt")
+    for each, told in (
+        (odd, r"\[128, 72\] is no multiple of 64.*choose auto"),
+        (fp32, r"not torch\.float32; convert\(model, dtype=torch\.bfloat16\) gives .* choose auto"),
+    ):
+        with pytest.raises(RuntimeError, match=told):
+            each.accelerate(TOKENS, "cusparselt")
+    assert set(odd.accelerate(TOKENS, "auto").values()) == {DENSE}
+    monkeypatch.setenv("SPARSE24_MATMUL", "cusparselt")
+    assert set(method.accelerate(TOKENS).values()) == {Y}
+    assert set(method.accelerate(TOKENS, "dense").values()) == {DENSE}
+    for options in ({"gamma": 0.5}, {"mvue_weight": True}):  # FP8 stays simulated
+        _, simulated = build("s_ste", {"fp8": "hopper", **options})
+        assert set(simulated.accelerate(TOKENS, "cusparselt").values()) == {DENSE}
     if not CUDA:
         monkeypatch.delenv("TRITON_INTERPRET")
         for one in (method, fp32):  # another dtype would not help
@@ -357,37 +338,21 @@ def test_one_compilation_serves_all_batches(name, options):
 
 
 def test_an_output_may_be_changed_in_place():
-    for name in ("ste", "fst", "s_ste", "slope"):
+    for name, options in (
+        ("ste", {}),
+        ("fst", {"dense_fraction": 0.0}),
+        ("s_ste", {}),
+        ("s_ste", {"fp8": "hopper"}),
+        ("slope", {}),
+    ):
+        model, method = build(name, options)
+        method.accelerate(TOKENS, "cusparselt")
+        method.open_micro_batch()
         for rows in (3, 8):
-            options = {"dense_fraction": 0.0} if name == "fst" else {}
-            for extra in ({}, {"fp8": "hopper"}) if name == "s_ste" else ({},):
-                model, method = build(name, options | extra)
-                method.accelerate(TOKENS, "cusparselt")
-                method.open_micro_batch()
-                x = torch.randn(2, rows, 64, device=DEVICE, requires_grad=True)
-                with torch.autocast(DEVICE, BF16):
-                    nn.functional.relu(model[0](x), inplace=True).sum().backward()
-                assert x.grad.isfinite().all()
-
-
-def test_a_state_of_the_dense_phase_is_dense_wherever_it_is_loaded():
-    options = {"dense_fraction": 0.5, "total_steps": STEPS}
-    trained, method = build("fst", options)
-    train(trained, method)
-    assert trained[0].is_dense
-    fresh, fresh_method = build("fst", options)
-    fresh_method.accelerate(TOKENS, "cusparselt")
-    averaged = copy.deepcopy(fresh)
-    fresh.load_state_dict(trained.state_dict())
-    with torch.no_grad():
-        for key, value in trained.state_dict().items():
-            averaged.state_dict()[key].copy_(value)
-    methods.refresh(averaged)
-    x = torch.randn(8, 64, device=DEVICE)
-    with torch.no_grad(), torch.autocast(DEVICE, BF16):
-        want = trained.eval()(x)
-        same(fresh.eval()(x), want)
-        same(averaged.eval()(x), want)
+            x = torch.randn(2, rows, 64, device=DEVICE, requires_grad=True)
+            with torch.autocast(DEVICE, BF16):
+                nn.functional.relu(model[0](x), inplace=True).sum().backward()
+            assert x.grad.isfinite().all()
 
 
 def test_fp8_is_simulated_again_after_a_change_of_mind():
@@ -395,8 +360,3 @@ def test_fp8_is_simulated_again_after_a_change_of_mind():
     method.accelerate(TOKENS, "cusparselt")
     model[0].accelerate(DENSE), model[2].accelerate(DENSE)
     same_steps((model, method), plain)
-
-
-def test_accelerate_comes_after_convert():
-    with pytest.raises(ValueError, match="call convert"):
-        methods.build("ste").accelerate(TOKENS)

@@ -4,19 +4,24 @@ import copy
 import dataclasses
 import importlib
 
+import peft
 import pytest
+import timm
 import torch
+import transformers as hf
 from torch import nn
+from torch.ao import quantization
 
 import methods
 from common_kernels import check24
 from experiments.config.run import load
-from methods import ast, bi_mask, dense, s_ste, slope, ste
+from methods import ste
 from methods.nn import ranks
 from models.bert import BertConfig, BertLM
 from models.gpt2 import GPT, GPTConfig
 from models.hf import CausalLM
 from models.vit import ViT, ViTConfig
+from tests.methods.loop import training_step
 
 TINY = {
     "hidden_size": 16,
@@ -27,17 +32,19 @@ TINY = {
 }
 
 
-def convert(model, include, exclude=(), method=ste, **options):
-    return method.Method(method.Config(include=include, exclude=exclude, **options)).convert(model)
+def convert(model, include, exclude=(), name="ste", **options):
+    return methods.build(name, include=include, exclude=exclude, **options).convert(model)
+
+
+def linears(**shapes):
+    return nn.ModuleDict({name: nn.Linear(*shape) for name, shape in shapes.items()})
 
 
 # ---------------------------------------------------------------- what cannot be converted
 
 
 def bert_of_two_classes():
-    from transformers import BertConfig, BertForSequenceClassification
-
-    return BertForSequenceClassification(BertConfig(num_labels=2, **TINY))
+    return hf.BertForSequenceClassification(hf.BertConfig(num_labels=2, **TINY))
 
 
 def test_a_head_of_two_classes_is_left_dense():
@@ -57,17 +64,14 @@ def test_a_head_of_two_classes_is_left_dense():
         "  warning: less than a third of the parameters is converted",
         f"  sparse {1024 / total:6.1%}  bert.encoder.layer.*.intermediate.dense (2)",
     ]
-    embedding = "bert.embeddings.position_embeddings: Embedding, no linear"
-    assert lines[9] == f"  dense  {512 * 16 / total:6.1%}  {embedding}"
     assert lines[-1] == f"  dense  {32 / total:6.1%}  classifier: {reason}"
     assert type(model.classifier) is nn.Linear
 
 
 def test_the_report_says_what_is_converted_and_that_dense_converts_nothing():
-    sides = {"up": (8, 16), "down": (16, 8), "head": (8, 8)}
-    model = nn.ModuleDict({name: nn.Linear(*shape) for name, shape in sides.items()})
+    model = linears(up=(8, 16), down=(16, 8), head=(8, 8))
     of, left = "256 of 352 parameters (73%)", "  18.2%  head: not in include"
-    report = convert(model, ["up", "down"], method=dense)
+    report = convert(model, ["up", "down"], name="dense")
     both = "\n  measured  36.4%  up\n  measured  36.4%  down\n  dense   "
     assert str(report) == f"no linear converted; 2 linears measured, {of}{both}{left}"
     report = convert(model, ["up", "down"])
@@ -78,13 +82,13 @@ def test_the_report_says_what_is_converted_and_that_dense_converts_nothing():
 
 def test_a_method_that_needs_its_own_products_leaves_attention_of_torch_and_says_so():
     model = nn.ModuleDict({"attn": nn.MultiheadAttention(8, 2), "fc": nn.Linear(8, 8)})
-    for method, options, why in (
-        (slope, {}, "which this method cannot convert"),
-        (bi_mask, {}, "which this method cannot convert"),
-        (s_ste, {}, "where mvue=exact cannot act; convert it with mvue=off"),
-        (ste, {"fp8": "paper"}, "where fp8=paper cannot act; convert it with fp8=off"),
+    for name, options, why in (
+        ("slope", {}, "which this method cannot convert"),
+        ("bi_mask", {}, "which this method cannot convert"),
+        ("s_ste", {}, "where mvue=exact cannot act; convert it with mvue=off"),
+        ("ste", {"fp8": "paper"}, "where fp8=paper cannot act; convert it with fp8=off"),
     ):
-        report = convert(copy.deepcopy(model), ["*"], method=method, **options)
+        report = convert(copy.deepcopy(model), ["*"], name=name, **options)
         assert report.names == ("fc",)
         kinds = {"in_proj_weight": "MultiheadAttention",
                  "out_proj": "NonDynamicallyQuantizableLinear"}  # fmt: skip
@@ -92,7 +96,7 @@ def test_a_method_that_needs_its_own_products_leaves_attention_of_torch_and_says
             f"attn.{name}": f"multiplied by {kind} itself, {why}" for name, kind in kinds.items()
         }
         with pytest.raises(ValueError, match=r"no linear that matches .* attn\.out_proj"):
-            convert(nn.ModuleDict({"attn": model["attn"]}), ["*"], method=method, **options)
+            convert(nn.ModuleDict({"attn": model["attn"]}), ["*"], name=name, **options)
 
 
 def test_tied_weights_are_left_alone():
@@ -105,73 +109,38 @@ def test_tied_weights_are_left_alone():
     assert model.lm_head.weight is model.transformer.wte.weight
 
 
-def test_a_layer_named_in_full_must_fit():
-    for shape in ((6, 8), (8, 6)):
-        model = nn.ModuleDict({"mlp": nn.Sequential(nn.Linear(8, 8), nn.Linear(*shape))})
-        message = r"mlp\.1 cannot be converted \(weight \[\d, \d\]; .*multiples of 4\); exclude it"
-        with pytest.raises(ValueError, match=message):
-            convert(model, ["mlp.0", "mlp.1"])
-        assert all(type(m) is nn.Linear for m in model["mlp"])
-        assert convert(model, ["mlp.?"]).dense.keys() == {"mlp.1"}
-
-
-def linears(**shapes):
-    return nn.ModuleDict({name: nn.Linear(*shape) for name, shape in shapes.items()})
-
-
-def test_what_is_said_if_nothing_can_be_converted():
-    for model, include, exclude, message in (
-        (
-            nn.Linear(6, 8),
-            ["*"],
-            [],
-            r"can be converted: the model itself \(weight \[8, 6\]; [^;]*$",
-        ),
+def test_what_is_said_of_globs_and_layers_that_do_not_fit():
+    """Nothing is converted then."""
+    block = nn.ModuleDict({"attn": nn.MultiheadAttention(8, 2), "up": nn.Linear(8, 16)})
+    blocks = nn.ModuleDict({"x": nn.ModuleList([block, copy.deepcopy(block)])})
+    some = nn.ModuleDict({"fc1": nn.Linear(8, 8), "layers": nn.ModuleList([linears(up=(8, 8))])})
+    many = linears(**dict.fromkeys("abcdefg", (8, 8)))
+    named = r"cannot be converted \(weight \[\d, \d\]; .*multiples of 4\); exclude it"
+    unknown = r"matches no matrix of the model"
+    for model, include, exclude, told in (
+        (linears(a=(8, 8), b=(8, 6)), ["a", "b"], [], f"b {named}"),
+        (linears(a=(8, 8), b=(6, 8)), ["a", "b"], [], f"b {named}"),
+        (nn.Linear(6, 8), ["*"], [], r"converted: the model itself \(weight \[8, 6\]; [^;]*$"),
         (nn.LayerNorm(8), ["*"], [], r"include=\['\*'\] exclude=\[\]; .* linears are: none$"),
         (linears(a=(6, 8)), "ffn", [], r"include=ffn exclude=\[\]; the model's linears are: a$"),
-        (
-            linears(**dict.fromkeys("abcdefg", (8, 8))),
-            ["a"],
-            ["a"],
-            r"exclude=\['a'\]; .* linears are: a, b, c, d, e, f, \.\.\.; choose from",
-        ),
-        (
-            nn.ModuleDict({"x": nn.ModuleList([linears(up=(8, 8)), linears(up=(8, 8))])}),
-            ["y"],
-            [],
-            r"linears are: x\.\*\.up; choose from include=\['x\.\*\.up'\]$",
-        ),
+        (many, ["a"], ["a"], r"exclude=\['a'\]; .* are: a, b, c, d, e, f, \.\.\.; choose from"),
+        (blocks, ["*.attn.*"], [], r"; choose from include=\['x\.\*\.up'\]$"),  # once for each kind
+        (blocks, "ffn", [], r"; choose from include=\['x\.\*\.up'\]$"),
+        (some, ["fc*", "layrs.*"], [], rf"^include: layrs\.\* {unknown}; .* layers\.\*\.up\?$"),
+        (some, ["*", "qqq"], [], f"^include: qqq {unknown}$"),
+        (some, ["*"], ["fc2"], rf"^exclude: fc2 {unknown}; did you mean fc1\?$"),
     ):
-        with pytest.raises(ValueError, match=message):
-            convert(model, include, exclude)
-
-
-def test_a_glob_that_matches_nothing_beside_others_that_match_is_an_error():
-    model = nn.ModuleDict({"fc1": nn.Linear(8, 8), "layers": nn.ModuleList([linears(up=(8, 8))])})
-    for include, meant in (
-        (
-            ["fc*", "layrs.*"],
-            r"layrs\.\* matches no matrix of the model; did you mean layers\.\*\.up",
-        ),
-        (["fc1", "fc2"], "fc2 matches no matrix of the model; did you mean fc1"),
-        (["*", "qqq"], "qqq matches no matrix of the model$"),
-    ):
-        with pytest.raises(ValueError, match=f"include: {meant}"):
-            convert(model, include)
-    with pytest.raises(ValueError, match=r"^exclude: fc2 matches no .* did you mean fc1\?$"):
-        convert(model, ["*"], ["fc2"])
-    report = convert(model, ["*"], ["fc1", "*head"], method=slope)  # its default
-    assert report.names == ("layers.0.up",)
+        with pytest.raises(ValueError, match=told):
+            convert(model, include, exclude, name="bi_mask" if model is blocks else "ste")
+        assert {type(m) for m in model.modules() if type(m).__name__ == "Linear"} <= {nn.Linear}
+    assert convert(linears(a=(8, 8), b=(8, 6)), ["?"]).dense.keys() == {"b"}
+    assert convert(some, ["*"], ["fc1", "*head"], name="slope").names == ("layers.0.up",)
 
 
 def test_adapters_are_converted_only_if_named_and_routers_never():
-    import peft
-    from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
-
     def adapted():
-        wrapped = ["up_proj", "down_proj"]
-        lora = peft.LoraConfig(r=4, target_modules=wrapped)
-        return peft.get_peft_model(LlamaForCausalLM(LlamaConfig(**TINY)), lora)
+        lora = peft.LoraConfig(r=4, target_modules=["up_proj", "down_proj"])
+        return peft.get_peft_model(hf.LlamaForCausalLM(hf.LlamaConfig(**TINY)), lora)
 
     for include in ("ffn", ["*"]):
         report = convert(adapted(), include)
@@ -182,13 +151,13 @@ def test_adapters_are_converted_only_if_named_and_routers_never():
     one = "base_model.model.model.layers.0.mlp.up_proj.lora_B.default"
     assert convert(adapted(), [one]).names == (one,)
 
+    routers = [f"model.layers.{i}.mlp.gate" for i in range(2)]
+    model = hf.MixtralForCausalLM(hf.MixtralConfig(**TINY, num_local_experts=4))
     for include in (["*"], ["*mlp*"], ["*q_proj", "*gate"]):
-        model = MixtralForCausalLM(MixtralConfig(**TINY, num_local_experts=4))
-        report = convert(model, include)
-        routers = [f"model.layers.{i}.mlp.gate" for i in range(2)]
+        report = convert(copy.deepcopy(model), include)
         assert [report.dense[n] for n in routers] == ["the router of a mixture of experts"] * 2
     with pytest.raises(ValueError, match=r"mlp\.gate cannot be converted \(the router of a mix"):
-        convert(MixtralForCausalLM(MixtralConfig(**TINY)), [routers[0]])
+        convert(model, [routers[0]])
 
 
 def test_every_method_refuses_weights_without_numbers():
@@ -203,23 +172,25 @@ def test_every_method_refuses_weights_without_numbers():
 
 @pytest.mark.filterwarnings("ignore")
 def test_quantisation_aware_training_comes_after_finalize():
-    from torch.ao import quantization
-
     def prepared(model):
         model.qconfig = quantization.get_default_qat_qconfig("x86")
         return quantization.prepare_qat(model.train())
 
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
-    with pytest.raises(ValueError, match=r"a torch\.ao\.\S+\.Linear, no plain nn\.Linear"):
-        convert(prepared(copy.deepcopy(model)), ["*"])
-    method = ste.Method(ste.Config(include=["0"]))
+    for computed in (  # weights that a module computes
+        prepared(copy.deepcopy(model)),
+        nn.Sequential(nn.utils.weight_norm(nn.Linear(8, 8))),
+        nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(8, 8))),
+    ):
+        with pytest.raises(ValueError, match=r"no plain nn\.Linear"):
+            convert(computed, ["*"])
+    method = methods.build("ste", include=["0"])
     method.convert(model)
     trained = prepared(method.finalize(model))
     assert type(trained[0]) is type(trained[1]) is not nn.Linear
     trained(torch.randn(4, 8))
     assert int(check24(trained[0].weight_fake_quant(trained[0].weight))) == 0
-    replaced = nn.Sequential(nn.Linear(8, 8))
-    method = ste.Method(ste.Config(include=["0"]))
+    replaced, method = nn.Sequential(nn.Linear(8, 8)), methods.build("ste", include=["0"])
     method.convert(replaced)
     replaced[0] = nn.Linear(8, 8)  # as torchao does
     with pytest.raises(ValueError, match="linears were replaced"):
@@ -247,67 +218,40 @@ def test_modules_without_a_matrix_are_not_reported():
 # ---------------------------------------------------------------- presets
 
 
-def transformers_models():
-    import transformers as hf
-
+def models():
+    """Name, model of two blocks, and how many linears of a block are of its FFN, and in all."""
     plain = {k: v for k, v in TINY.items() if k != "intermediate_size"}
     tokens = {"vocab_size": 32, "bos_token_id": None, "eos_token_id": None}
-    return {
-        "gpt2": (hf.GPT2Model(hf.GPT2Config(n_embd=16, n_layer=2, n_head=2, **tokens)), 2, 4),
-        "bert": (bert_of_two_classes(), 2, 6),
-        "llama": (hf.LlamaForCausalLM(hf.LlamaConfig(**TINY)), 3, 7),
-        "t5": (
-            hf.T5ForConditionalGeneration(
-                hf.T5Config(d_model=16, d_kv=8, d_ff=32, num_layers=1, num_heads=2, vocab_size=32,
-                            feed_forward_proj="gated-gelu")
-            ),
-            3,
-            9,
-        ),
-        "opt": (hf.OPTForCausalLM(hf.OPTConfig(ffn_dim=32, word_embed_proj_dim=8, **plain)), 2, 6),
-        "vit": (
-            hf.ViTForImageClassification(hf.ViTConfig(image_size=8, patch_size=4, **TINY)), 2, 6
-        ),
-    }  # fmt: skip
-
-
-def other_models():
-    import timm
-
+    t5 = {"d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 1, "num_heads": 2, "vocab_size": 32}
+    image = {"image_size": 8, "patch_size": 4}
     shape = {"n_layer": 2, "n_head": 2, "n_embd": 16}
     text = {"vocab_size": 32, "block_size": 8}
     vit = {"img_size": 8, "patch_size": 4, "embed_dim": 16, "depth": 2, "num_heads": 2}
-    return {
-        "timm": (timm.models.VisionTransformer(**vit), 2, 4),
-        "our gpt2": (GPT(GPTConfig(**shape, **text)), 2, 4),
-        "our bert": (BertLM(BertConfig(**shape, **text)), 2, 4),
-        "our vit": (
-            ViT(ViTConfig(depth=2, heads=2, width=16, image_size=8, patch_size=4, n_classes=4)),
-            2,
-            4,
-        ),
-    }
+    return (
+        ("gpt2", hf.GPT2Model(hf.GPT2Config(n_embd=16, n_layer=2, n_head=2, **tokens)), 2, 4),
+        ("bert", bert_of_two_classes(), 2, 6),
+        ("llama", hf.LlamaForCausalLM(hf.LlamaConfig(**TINY)), 3, 7),
+        ("t5", hf.T5ForConditionalGeneration(
+            hf.T5Config(**t5, feed_forward_proj="gated-gelu")), 3, 9),
+        ("opt", hf.OPTForCausalLM(hf.OPTConfig(ffn_dim=32, word_embed_proj_dim=8, **plain)), 2, 6),
+        ("vit", hf.ViTForImageClassification(hf.ViTConfig(**image, **TINY)), 2, 6),
+        ("timm", timm.models.VisionTransformer(**vit), 2, 4),
+        ("our gpt2", GPT(GPTConfig(**shape, **text)), 2, 4),
+        ("our bert", BertLM(BertConfig(**shape, **text)), 2, 4),
+        ("our vit", ViT(ViTConfig(depth=2, heads=2, width=16, **image, n_classes=4)), 2, 4),
+    )  # fmt: skip
 
 
 def test_presets_take_the_linears_of_the_blocks_and_no_others():
-    for models in (transformers_models, other_models):
-        for name, (model, ffn, everything) in models().items():
-            for preset, count in (("ffn", ffn), ("all", everything)):
-                method = ste.Method(ste.Config(include=preset))
-                chosen = method.matching_linears(model)
-                assert len(chosen) == 2 * count, (name, preset, list(chosen))
-                if name == "t5":  # one block of each stack
-                    continue
+    for name, model, ffn, everything in models():
+        for preset, count in (("ffn", ffn), ("all", everything)):
+            chosen = ste.Method(ste.Config(include=preset)).matching_linears(model)
+            assert len(chosen) == 2 * count, (name, preset, list(chosen))
+            if name != "t5":  # one block of each stack
                 assert all(".0." in n or ".1." in n for n in chosen), name  # of a block
-                assert any("attention" in n or "attn" in n for n in chosen) == (preset == "all"), (
-                    name
-                )
-
-
-def test_layers_of_bert_with_two_digits_are_in_the_preset():
-    from transformers import BertConfig, BertModel
-
-    model = BertModel(BertConfig(**{**TINY, "num_hidden_layers": 11}))
+                attention = any("attention" in n or "attn" in n for n in chosen)
+                assert attention == (preset == "all"), name
+    model = hf.BertModel(hf.BertConfig(**{**TINY, "num_hidden_layers": 11}))  # two digits
     chosen = ste.Method(ste.Config()).matching_linears(model)
     assert len(chosen) == 2 * 11 and "encoder.layer.10.output.dense" in chosen
 
@@ -325,26 +269,14 @@ def test_python_and_yaml_mean_the_same():
 # ---------------------------------------------------------------- Conv1D of transformers
 
 
-def tokens():
-    return torch.randint(0, 320, (2, 16), generator=torch.Generator().manual_seed(3))
-
-
-def step(model, method, loss):
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    method.on_step_begin(0)
-    method.open_micro_batch()
-    value = loss()
-    value.backward()
-    method.on_gradients(0, optimizer)
-    optimizer.step()
-    method.on_step_end(0)
-    return value.detach()
+def inputs():
+    tokens = torch.randint(0, 320, (2, 16), generator=torch.Generator().manual_seed(3))
+    return {"input_ids": tokens, "labels": tokens}
 
 
 def test_check_says_which_matrices_are_sparse(hf_model):
     """Conv1D has its inputs along the rows; a merged adapter makes a weight dense."""
-    model = hf_model("gpt2")
-    method = methods.build("ste", include=["*c_fc"])
+    model, method = hf_model("gpt2"), methods.build("ste", include=["*c_fc"])
     method.convert(model)
     method.finalize(model)
     checked = methods.check(model)
@@ -358,49 +290,42 @@ def test_check_says_which_matrices_are_sparse(hf_model):
         model.transformer.h[1].mlp.c_fc.weight.add_(1e-3)
     assert not methods.check(model)[fc[1]]
     assert methods.check(model, 4, 4)[fc[1]]
-    odd, empty = nn.Linear(6, 4), nn.Linear(8, 4)
-    assert methods.check(odd, 1, 4) == {"": False}
-    empty.weight.data.zero_()
-    checked = methods.check(nn.ModuleDict({"a": empty, "b": odd}))
-    assert str(checked) == "1 2:4: a\n1 not 2:4: b\n1 of the 2:4 all zero: a"
+    small = linears(a=(8, 4), b=(6, 4))
+    assert methods.check(small["b"], 1, 4) == {"": False}
+    small["a"].weight.data.zero_()
+    assert str(methods.check(small)) == "1 2:4: a\n1 not 2:4: b\n1 of the 2:4 all zero: a"
 
 
 @pytest.mark.parametrize("name", ["s_ste", "slope", "fst"])
 def test_a_conv1d_trains_as_the_linear_of_the_same_weight(hf_model, name, tmp_path):
-    """A converted Conv1D trains as the linear of its weight, and leaves a checkpoint that plain
-    transformers loads, bit for bit."""
-    from transformers import GPT2LMHeadModel
-
+    """Bit for bit, and leaves a checkpoint that plain transformers loads."""
     plain, twin = hf_model("gpt2"), CausalLM(hf_model("gpt2"))
     attributes = vars(plain.transformer.h[0].mlp.c_fc).keys() | set()
-    built = [methods.build(name, include="all", total_steps=6, exclude=[]) for _ in range(2)]
-    report = built[0].convert(plain)
-    assert len(report.names) == 8
-    # The same names, and so the same random choices.
-    built[1].convert(twin.model)
-    x = tokens()
-    losses = [
-        step(plain, built[0], lambda: plain(input_ids=x, labels=x).loss),
-        step(twin, built[1], lambda: twin.model(input_ids=x, labels=x).loss),
-    ]
-    assert torch.equal(*losses)
-    for method, model in zip(built, (plain, twin), strict=True):
+    losses = []
+    for model in (plain, twin.model):  # the same names, and so the same random choices
+        method = methods.build(name, include="all", total_steps=6, exclude=[])
+        report = method.convert(model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        with training_step(method, 0, optimizer):
+            method.open_micro_batch()
+            losses.append(model(**inputs()).loss)
+            losses[-1].backward()
         method.finalize(model)
+    assert torch.equal(*losses) and len(report.names) == 8
     for layer in report.names:
         conv, linear = plain.get_submodule(layer), twin.model.get_submodule(layer)
-        assert type(conv).__name__ == "Conv1D"
-        assert vars(conv).keys() == attributes
+        assert type(conv).__name__ == "Conv1D" and vars(conv).keys() == attributes
         assert torch.equal(conv.weight.t(), linear.weight)
         assert int(check24(conv.weight.t())) == 0
     plain.save_pretrained(tmp_path)
-    again = GPT2LMHeadModel.from_pretrained(tmp_path).eval()
+    again = hf.GPT2LMHeadModel.from_pretrained(tmp_path).eval()
     with torch.no_grad():
-        assert torch.equal(again(x).logits, plain.eval()(x).logits)
+        assert torch.equal(again(**inputs()).logits, plain.eval()(**inputs()).logits)
 
 
-def test_the_gradient_of_a_conv1d_goes_with_its_weight(hf_model):
-    model, method = hf_model("gpt2"), ste.Method(ste.Config())
-    model(input_ids=tokens(), labels=tokens()).loss.backward()
+def test_a_conv1d_is_measured_calibrated_and_given_back_along_its_inputs(hf_model):
+    model, method = hf_model("gpt2"), methods.build("ste")
+    model(**inputs()).loss.backward()
     weight = model.transformer.h[0].mlp.c_fc.weight
     gradient = weight.grad.clone()
     method.convert(model)
@@ -408,33 +333,23 @@ def test_the_gradient_of_a_conv1d_goes_with_its_weight(hf_model):
     method.finalize(model)
     assert torch.equal(weight.grad, gradient)
 
-
-def test_the_dense_baseline_measures_a_conv1d_along_its_inputs(hf_model):
-    model = hf_model("gpt2")
+    model, method = hf_model("gpt2"), methods.build("dense")
     types = [type(m) for m in model.modules()]
-    method = dense.Method(dense.Config())
     method.convert(model)
-    assert [type(m) for m in model.modules()] == types
     with torch.no_grad():
         for layer in method.layers.values():
             layer.weight[2::4], layer.weight[3::4] = 0.0, 0.0
     assert method.metrics()["illegal_groups"] == 0
-    method.finalize(model)
-    assert [type(m) for m in model.modules()] == types
+    assert [type(m) for m in method.finalize(model).modules()] == types
 
-
-def test_low_rank_terms_beside_a_conv1d_are_refused(hf_model):
-    for method, options in ((slope, {"adapter_rank": 2}), (ast, {"slorb_k": 4})):
-        with pytest.raises(ValueError, match=r"a Conv1D, which cannot keep low-rank.*CausalLM"):
-            convert(hf_model("gpt2"), "ffn", method=method, total_steps=9, **options)
-
-
-def test_calibration_before_the_conversion_of_a_conv1d(hf_model):
     model = hf_model("gpt2")
     method = methods.build("ast", metric="wanda", kl_weight=0.0, task_weight=1.0, total_steps=4)
-    method.calibrate(model, [{"input_ids": tokens()}])
+    method.calibrate(model, [{"input_ids": inputs()["input_ids"]}])
     assert method.input_norms["transformer.h.0.mlp.c_proj"].shape == (128,)
     assert len(method.convert(model).names) == 4
+    for name, options in (("slope", {"adapter_rank": 2}), ("ast", {"slorb_k": 4})):
+        with pytest.raises(ValueError, match=r"a Conv1D, which cannot keep low-rank.*CausalLM"):
+            convert(hf_model("gpt2"), "ffn", name=name, total_steps=9, **options)
 
 
 def test_a_layer_that_cannot_be_converted_elsewhere_comes_home(monkeypatch):

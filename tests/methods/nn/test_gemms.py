@@ -3,91 +3,69 @@
 import torch
 import torch.nn.functional as F
 
-from common_kernels import mvue24, nm_mask
+from common_kernels import nm_mask
 from methods.nn.gemms import sample_tokens, sparse_linear
 from methods.nn.operands import Dense
 
 KEY = torch.tensor([7, 0])
 
 
-def operands(tokens=24, inputs=16, outputs=12, dtype=torch.float32, seed=0):
-    g = torch.Generator().manual_seed(seed)
-    x = torch.randn(tokens, inputs, generator=g).to(dtype)
-    weight = torch.randn(outputs, inputs, generator=g).to(dtype)
-    bias = torch.randn(outputs, generator=g).to(dtype)
-    dy = torch.randn(tokens, outputs, generator=g).to(dtype)
-    return x, weight, bias, dy
+def operands(tokens=24, inputs=16, outputs=12, dtype=torch.float32):
+    g = torch.Generator().manual_seed(0)
+    shapes = (tokens, inputs), (outputs, inputs), (outputs,), (tokens, outputs)
+    return [torch.randn(*shape, generator=g).to(dtype).requires_grad_() for shape in shapes]
 
 
-def operands_of(matrix):
-    """The operands of fprop and of dgrad, which are the same matrix."""
-    return Dense(matrix), Dense(matrix)
-
-
-def gradients(loss, *tensors):
-    return torch.autograd.grad(loss, tensors)
+def products(x, weight, bias, dy, sparse=None, key=KEY, mvue=None):
+    """y, dX, dW, db; fprop and dgrad multiply by the same matrix."""
+    operand = Dense(weight.detach() if sparse is None else sparse)
+    y = sparse_linear(x, weight, operand, operand, bias, key, mvue=mvue)
+    return y, *torch.autograd.grad(y, (x, weight, bias), dy)
 
 
 def test_without_sampling_equals_masked_dense_autograd():
     for shape in ((24, 16), (2, 12, 16), (2, 3, 4, 16)):
         for dtype in (torch.float32, torch.float64):
             x, weight, bias, dy = operands(dtype=dtype)
-            x, dy = x.reshape(shape), dy.reshape(*shape[:-1], 12)
-            sparse = torch.where(nm_mask(weight.float()), weight, 0.0)
-            for tensor in (x, weight, bias):
-                tensor.requires_grad_()
-            y = sparse_linear(x, weight, *operands_of(sparse), bias, KEY)
-            dx, dw, db = gradients((y * dy).sum(), x, weight, bias)
+            x, dy = x.reshape(shape), dy.reshape(*shape[:-1], 12).detach()
+            sparse = torch.where(nm_mask(weight.float()), weight, 0.0).detach()
+            found = products(x, weight, bias, dy, sparse)
             operand = sparse.clone().requires_grad_()
-            y_ref = F.linear(x, operand, bias)
-            dx_ref, dw_ref, db_ref = gradients((y_ref * dy).sum(), x, operand, bias)
+            y = F.linear(x, operand, bias)
+            expected = y, *torch.autograd.grad(y, (x, operand, bias), dy)  # straight through
             # Sums of at most 24 products, taken in another order.
-            tolerance = {"rtol": 0, "atol": 24 * 16 * torch.finfo(dtype).eps}
-            torch.testing.assert_close(y, y_ref, **tolerance)
-            torch.testing.assert_close(dx, dx_ref, **tolerance)
-            torch.testing.assert_close(dw, dw_ref, **tolerance)  # of the operand: straight through
-            torch.testing.assert_close(db, db_ref, **tolerance)
+            torch.testing.assert_close(
+                found, expected, rtol=0, atol=24 * 16 * torch.finfo(dtype).eps
+            )
 
 
-def test_expanded_scalar_gradient():
-    """`y.sum()` hands back a gradient of strides 0, whose value must not be lost."""
-    for reduce in ("sum", "mean", "scaled"):
-        x, weight, bias, _ = operands()
-        x.requires_grad_()
-        weight.requires_grad_()
-        y = sparse_linear(x, weight, *operands_of(weight.detach()), bias, KEY, mvue="exact")
-        loss = {"sum": y.sum(), "mean": y.mean(), "scaled": 3.0 * y.sum()}[reduce]
-        factor = {"sum": 1.0, "mean": 1.0 / y.numel(), "scaled": 3.0}[reduce]
-        (dx,) = gradients(loss, x)
-        expected = factor * weight.detach().sum(0).expand_as(x)
-        torch.testing.assert_close(dx, expected, rtol=1e-5, atol=1e-5)
+def test_a_gradient_of_strides_zero():
+    """`y.sum()` hands one back, whose value must not be lost."""
+    x, weight, bias, dy = operands()
+    _, dx, *_ = products(x, weight, bias, torch.tensor(3.0).expand_as(dy), mvue="exact")
+    expected = 3.0 * weight.detach().sum(0).expand_as(x)
+    torch.testing.assert_close(dx, expected, rtol=1e-5, atol=1e-5)
 
 
 def test_wgrad_operand_is_24_along_tokens():
-    for tokens in (4, 20, 68):
+    """Tokens that are no multiple of four are filled up with zeros."""
+    for tokens in (4, 22, 68):
         for dtype in (torch.float32, torch.bfloat16, torch.float16):
-            *_, dy = operands(tokens=tokens, dtype=dtype)
+            dy = operands(tokens, dtype=dtype)[-1].detach()
+            padded = F.pad(dy, (0, 0, 0, -tokens % 4))
             for gradient in (dy, dy.t().contiguous().t()):
                 sample = sample_tokens(gradient, KEY, "exact")
-                nonzeros = (sample.reshape(tokens // 4, 4, -1) != 0).sum(1)
                 assert sample.dtype == dtype
+                assert torch.equal(sample, sample_tokens(padded, KEY, "exact")[:tokens])
+                nonzeros = (F.pad(sample, (0, 0, 0, -tokens % 4)).unflatten(0, (-1, 4)) != 0).sum(1)
                 assert int(nonzeros.max()) == 2
-
-
-def test_tokens_that_are_no_multiple_of_four():
-    x, weight, bias, dy = operands(tokens=22)
-    weight.requires_grad_()
-    y = sparse_linear(x, weight, *operands_of(weight.detach()), bias, KEY, mvue="exact")
-    (dw,) = gradients((y * dy).sum(), weight)
-    padded = F.pad(dy, (0, 0, 0, 2))
-    sample = mvue24(padded.t().contiguous(), 7, dim=-1)
-    assert dw.shape == weight.shape
-    # 20 full groups carry other bits there (numbered along the other dim): compare the support.
-    assert (sample.reshape(12, 6, 4) != 0).sum(-1).max() == 2
+        dw = products(*operands(tokens), mvue="exact")[2]
+        x, *_, dy = (tensor.detach() for tensor in operands(tokens))
+        torch.testing.assert_close(dw, sample_tokens(dy, KEY, "exact").t() @ x)
 
 
 def test_bits_do_not_depend_on_how_the_batch_is_cut():
-    *_, dy = operands(tokens=32)
+    dy = operands(tokens=32)[-1].detach()
     whole = sample_tokens(dy, torch.tensor([3, 0]), "exact")
     for parts in (2, 4):
         cut = [
@@ -95,27 +73,19 @@ def test_bits_do_not_depend_on_how_the_batch_is_cut():
             for index, part in enumerate(dy.chunk(parts))
         ]
         assert torch.equal(torch.cat(cut), whole)
-    other_seed = sample_tokens(dy, torch.tensor([4, 0]), "exact")
-    assert not torch.equal(other_seed, whole)
+    assert not torch.equal(sample_tokens(dy, torch.tensor([4, 0]), "exact"), whole)
 
 
 def test_wgrad_is_unbiased_and_the_rest_does_not_see_the_seed():
     """Mean of dW over 4000 seeds within 5 sigma of the dense one; dX and db bitwise equal."""
     x, weight, bias, dy = operands(tokens=16, inputs=8, outputs=4)
-    for tensor in (x, weight, bias):
-        tensor.requires_grad_()
-
-    def backward(seed):
-        y = sparse_linear(
-            x, weight, *operands_of(weight.detach()), bias, torch.tensor([seed, 0]), mvue="exact"
-        )
-        return gradients((y * dy).sum(), x, weight, bias)
-
-    draws = [backward(seed) for seed in range(4000)]
-    dw = torch.stack([d[1].double() for d in draws])
-    expected = dy.double().t() @ x.detach().double()
+    draws = [
+        products(x, weight, bias, dy.detach(), key=torch.tensor([seed, 0]), mvue="exact")
+        for seed in range(4000)
+    ]
+    dw = torch.stack([d[2].double() for d in draws])
     sigma = dw.std(0) / len(draws) ** 0.5
-    assert ((dw.mean(0) - expected).abs() <= 5 * sigma + 1e-6).all()
-    assert sigma.max() > 0
-    assert all(torch.equal(d[0], draws[0][0]) and torch.equal(d[2], draws[0][2]) for d in draws)
-    assert torch.allclose(draws[0][2], dy.sum(0), atol=1e-5)
+    expected = dy.detach().double().t() @ x.detach().double()
+    assert ((dw.mean(0) - expected).abs() <= 5 * sigma + 1e-6).all() and sigma.max() > 0
+    assert all(torch.equal(d[1], draws[0][1]) and torch.equal(d[3], draws[0][3]) for d in draws)
+    assert torch.allclose(draws[0][3], dy.sum(0), atol=1e-5)
