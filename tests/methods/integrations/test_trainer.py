@@ -2,6 +2,7 @@
 
 import copy
 import os
+import shutil
 import sys
 from types import SimpleNamespace
 
@@ -95,12 +96,25 @@ def arguments_for(directory, **settings):
     return TrainingArguments(output_dir=str(directory), logging_steps=1, **settings)
 
 
+def trained(model, method, directory, resume=None, of=Ordered, **settings):
+    """A finished training with the optimizer that the callback makes."""
+    arguments = arguments_for(directory, resume_from_checkpoint=resume, **settings)
+    callback = MethodCallback(method, model, arguments)
+    data = sequences()
+    trainer = of(
+        model, arguments, train_dataset=data, eval_dataset=data[:4], callbacks=[callback],
+        optimizers=callback.optimizers,
+    )  # fmt: skip
+    trainer.train(resume_from_checkpoint=resume)
+    return trainer
+
+
 def trainer_for(name, directory, resume_from=None, **settings):
+    """A trainer of an arm, with a recorder and an optimizer of the test's own."""
     model, method = build(name)
     options = {
         "gradient_accumulation_steps": ACCUMULATION,
         "lr_scheduler_type": "constant",
-        "max_grad_norm": 1.0,
         "save_steps": 1,
         "resume_from_checkpoint": resume_from,
         **settings,
@@ -108,13 +122,11 @@ def trainer_for(name, directory, resume_from=None, **settings):
     arguments = arguments_for(directory, **options)
     callback = MethodCallback(method, model, arguments)
     optimizer = optimizer_of(method, model)
+    callbacks = [callback, Recorder(model, method, optimizer)]
     trainer = Ordered(
-        model,
-        arguments,
-        train_dataset=sequences(),
-        callbacks=[callback, Recorder(model, method, optimizer)],
+        model, arguments, train_dataset=sequences(), callbacks=callbacks,
         optimizers=(optimizer, None),
-    )
+    )  # fmt: skip
     return trainer, method
 
 
@@ -190,23 +202,22 @@ def test_resume_equals_an_uninterrupted_training(name, uninterrupted, tmp_path):
         folder = str(whole.directory / f"checkpoint-{start}")
         trainer, method = trainer_for(name, tmp_path, resume_from=folder)
         trainer.train(resume_from_checkpoint=folder)
-        assert records(trainer) == records(whole.trainer)
+        assert_resumed(trainer, whole.trainer)
         assert method.metrics() == whole.method.metrics()
-        expected = whole.trainer.model.state_dict()
-        for key, value in trainer.model.state_dict().items():
-            assert torch.equal(value, expected[key]), key
 
 
-def test_a_checkpoint_of_the_same_folder_is_found_by_itself(tmp_path):
-    trainer, _ = trainer_for("fst", tmp_path, save_steps=4)
-    trainer.train()
-    again, method = trainer_for("fst", tmp_path, save_steps=4)
-    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
-    assert method.phase() == "dense"
-    assert records(again) == records(trainer)
-    other, _ = trainer_for("s_ste", tmp_path, save_steps=4)
+def assert_resumed(again, whole):
+    assert records(again) == records(whole)
+    expected = whole.model.state_dict()
+    for key, value in again.model.state_dict().items():
+        assert torch.equal(value, expected[key]), key
+
+
+def test_a_checkpoint_of_another_method_does_not_fit(uninterrupted, tmp_path):
+    folder = str(uninterrupted("fst").directory / "checkpoint-4")
+    other, _ = trainer_for("s_ste", tmp_path)
     with pytest.raises(ValueError, match=r"method_state\.pt does not fit .*; resume with"):
-        other.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
+        other.train(resume_from_checkpoint=folder)
 
 
 @every_variant
@@ -233,26 +244,13 @@ def test_a_checkpoint_loads_as_the_plain_model_of_the_same_function(name, uninte
 @pytest.mark.parametrize("name", sorted({*methods.available()} - {*VARIANTS}))
 def test_every_other_method_is_resumed_exactly(name, tmp_path):
     """... with the optimizer that the callback makes."""
-
-    def train(folder, resume=None):
-        model, method = build(name)
-        rates = {"learning_rate": 1e-2, "adam_beta2": 0.95, "weight_decay": 0.1}
-        arguments = arguments_for(folder, save_steps=4, resume_from_checkpoint=resume, **rates)
-        callback = MethodCallback(method, model, arguments)
-        trainer = Ordered(
-            model, arguments, train_dataset=sequences(), callbacks=[callback],
-            optimizers=callback.optimizers,
-        )  # fmt: skip
-        trainer.train(resume_from_checkpoint=resume)
-        return trainer, callback
-
-    whole, callback = train(tmp_path / "whole")
-    again, _ = train(tmp_path / "again", str(tmp_path / "whole/checkpoint-4"))
-    expected = whole.model.state_dict()
-    assert records(again) == records(whole)
-    assert all(torch.equal(v, expected[k]) for k, v in again.model.state_dict().items())
-    decayed, others = callback.optimizers[0].param_groups
-    assert decayed["lr"] == 1e-2 and tuple(decayed["betas"]) == (0.9, 0.95)
+    rates = {"learning_rate": 1e-2, "adam_beta2": 0.95, "weight_decay": 0.1, "save_steps": 4}
+    whole = trained(*build(name), tmp_path / "whole", **rates)
+    resume = str(tmp_path / "whole/checkpoint-4")
+    again = trained(*build(name), tmp_path / "again", resume, **rates)
+    assert_resumed(again, whole)
+    decayed, others = whole.optimizer.param_groups
+    assert decayed["initial_lr"] == 1e-2 and tuple(decayed["betas"]) == (0.9, 0.95)
     assert (decayed["weight_decay"], others["weight_decay"]) == (0.1, 0.0)
 
 
@@ -328,13 +326,10 @@ def test_the_best_model_comes_back_with_what_is_under_its_masks(tmp_path):
             return metrics
 
     model, method = build("fst")
-    arguments = arguments_for(
-        tmp_path, save_steps=1, eval_strategy="steps", eval_steps=1, save_strategy="steps",
+    trained(
+        model, method, tmp_path, of=Falling, save_steps=1, eval_strategy="steps", eval_steps=1,
         load_best_model_at_end=True, metric_for_best_model="eval_loss", greater_is_better=False,
     )  # fmt: skip
-    callback = MethodCallback(method, model, arguments)
-    data = sequences()
-    Falling(model, arguments, train_dataset=data, eval_dataset=data, callbacks=[callback]).train()
     best = torch.load(tmp_path / "checkpoint-4" / STATE, weights_only=True)
     assert method.state_dict()["dense"] == best["dense"]
     for name, layer in method.sparse_layers.items():
@@ -346,34 +341,29 @@ def test_the_best_model_comes_back_with_what_is_under_its_masks(tmp_path):
 
 def test_a_conv1d_is_trained_saved_and_resumed(hf_model, tmp_path):
     """Its weight is [in, out] in every file and [out, in] in the products."""
-    data = sequences()
 
     def train(folder, resume=None):
-        model = hf_model("gpt2", vocab_size=32).train()
         method = methods.build("s_ste", include="all", total_steps=STEPS)
-        arguments = arguments_for(folder, save_steps=3, resume_from_checkpoint=resume)
-        callbacks = [MethodCallback(method, model, arguments)]
-        trainer = Ordered(model, arguments, train_dataset=data, callbacks=callbacks)
-        trainer.train(resume_from_checkpoint=resume)
-        return model, method
+        model = hf_model("gpt2", vocab_size=32).train()
+        return trained(model, method, folder, resume, save_steps=3), method
 
-    whole, method = train(tmp_path / "whole")
+    trainer, method = train(tmp_path / "whole")
     again, _ = train(tmp_path / "again", str(tmp_path / "whole/checkpoint-3"))
+    whole = trainer.model
     expected = whole.state_dict()
-    assert all(torch.equal(value, expected[key]) for key, value in again.state_dict().items())
+    assert all(torch.equal(value, expected[key]) for key, value in again.model.state_dict().items())
     twin = copy.deepcopy(whole)  # which saves its own weights
     with torch.no_grad():
         twin.transformer.h[0].mlp.c_fc.bias.add_(1.0)
+    ids = sequences()[0]["input_ids"][None]
     for model in (whole, twin):
         model.save_pretrained(tmp_path / "end")
         loaded = GPT2LMHeadModel.from_pretrained(tmp_path / "end").eval()
-        ids = data[0]["input_ids"][None]
         with torch.no_grad():
             assert torch.equal(loaded(ids).logits, model.eval()(ids).logits)
-    trained = whole.eval()(ids).logits
+    before = whole.eval()(ids).logits
     # Conv1D takes the bias into its product.
-    ended = method.finalize(whole)(ids).logits
-    torch.testing.assert_close(ended, trained, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(method.finalize(whole)(ids).logits, before, rtol=1e-5, atol=1e-5)
 
 
 def test_a_model_that_is_converted_already(tmp_path):
@@ -393,18 +383,11 @@ def test_a_model_that_is_converted_already(tmp_path):
 def test_our_own_gpt2_from_a_folder(hf_model, tmp_path):
     """Trained, resumed, and written for transformers again."""
     hf_model("gpt2", vocab_size=32).save_pretrained(tmp_path / "start")
-    data = sequences()
 
     def train(folder, resume=None):
-        model = ForTrainer(from_hf(tmp_path / "start"))
         method = methods.build("slope", include="all", exclude=[], total_steps=STEPS)
-        arguments = arguments_for(folder, save_steps=3, resume_from_checkpoint=resume)
-        callbacks = [MethodCallback(method, model, arguments)]
-        trainer = Ordered(
-            model, arguments, train_dataset=data, eval_dataset=data[:4], callbacks=callbacks
-        )
-        trainer.train(resume_from_checkpoint=resume)
-        return trainer, method
+        model = ForTrainer(from_hf(tmp_path / "start"))
+        return trained(model, method, folder, resume, save_steps=3), method
 
     whole, method = train(tmp_path / "whole")
     again, _ = train(tmp_path / "again", str(tmp_path / "whole/checkpoint-3"))
@@ -414,7 +397,7 @@ def test_our_own_gpt2_from_a_folder(hf_model, tmp_path):
     evaluated = whole.evaluate()["eval_loss"]
     to_hf(whole.model.model).save_pretrained(tmp_path / "end")
     loaded = GPT2LMHeadModel.from_pretrained(tmp_path / "end").eval()
-    ids = torch.stack([row["input_ids"] for row in data[:4]])
+    ids = torch.stack([row["input_ids"] for row in sequences()[:4]])
     with torch.no_grad():
         expected = float(loaded(ids, labels=ids).loss)
     assert evaluated == pytest.approx(expected, abs=1e-5)
@@ -437,7 +420,7 @@ def test_the_trainer_says_the_number_of_steps(tmp_path):
             assert {each.config.total_steps for each in said} == {STEPS}
 
 
-def test_what_would_go_wrong_silently_is_refused(tmp_path):
+def test_what_would_go_wrong_silently_is_refused(uninterrupted, tmp_path):
     arguments = arguments_for(tmp_path)
     model, method = build("s_ste")
     method.convert(model)
@@ -453,40 +436,31 @@ def test_what_would_go_wrong_silently_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"total_steps=6.*will take 5 steps"):
         trainer.train()
 
-    trainer, _ = trainer_for("s_ste", tmp_path)
-    trainer.train()
-    (tmp_path / "checkpoint-3" / STATE).unlink()
+    folder = tmp_path / "checkpoint-3"
+    shutil.copytree(uninterrupted("s_ste").directory / "checkpoint-3", folder)
+    (folder / STATE).unlink()
     again, _ = trainer_for("s_ste", tmp_path)
     with pytest.raises(ValueError, match=rf"checkpoint-3/{STATE} is missing"):
-        again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+        again.train(resume_from_checkpoint=str(folder))
 
     trainer, _ = trainer_for("ast distilling", tmp_path / "own", label_smoothing_factor=0.1)
     with pytest.raises(ValueError, match="used another loss than the model's"):
         trainer.train()
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
+def test_settings_that_need_another_machine_are_refused():
+    """Stand-ins for arguments that transformers accepts only on a GPU or under torchrun."""
+    model, method = build("s_ste")
+    callback = MethodCallback(method, model, SimpleNamespace(device="cpu", max_steps=-1))
+    allowed = {"fsdp": "", "deepspeed": None, "world_size": 1, "ddp_broadcast_buffers": None,
+               "fp16": False, "max_grad_norm": 1.0}  # fmt: skip
+    state = SimpleNamespace(global_step=0, max_steps=STEPS)
+    callback.on_train_begin(SimpleNamespace(**allowed), state, None)
+    for settings, message in (
         ({"fsdp": True}, "has not sharded the model"),
         ({"deepspeed": "stage2.json"}, "weights sharded by deepspeed"),
         ({"world_size": 2}, "ddp_broadcast_buffers=False"),
         ({"fp16": True, "max_grad_norm": 0.0}, "set max_grad_norm"),
-    ],
-)
-def test_settings_that_need_another_machine_are_refused(settings, message):
-    """Stand-ins for arguments that transformers accepts only on a GPU or under torchrun."""
-    model, method = build("s_ste")
-    callback = MethodCallback(method, model, SimpleNamespace(device="cpu", max_steps=-1))
-    allowed = {
-        "fsdp": "",
-        "deepspeed": None,
-        "world_size": 1,
-        "ddp_broadcast_buffers": None,
-        "fp16": False,
-        "max_grad_norm": 1.0,
-    }
-    state = SimpleNamespace(global_step=0, max_steps=STEPS)
-    callback.on_train_begin(SimpleNamespace(**allowed), state, None)
-    with pytest.raises(ValueError, match=message):
-        callback.on_train_begin(SimpleNamespace(**{**allowed, **settings}), state, None)
+    ):
+        with pytest.raises(ValueError, match=message):
+            callback.on_train_begin(SimpleNamespace(**allowed | settings), state, None)
