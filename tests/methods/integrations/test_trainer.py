@@ -215,7 +215,7 @@ def assert_resumed(again, whole):
 
 def test_a_checkpoint_of_another_method_does_not_fit(uninterrupted, tmp_path):
     folder = str(uninterrupted("fst").directory / "checkpoint-4")
-    other, _ = trainer_for("s_ste", tmp_path)
+    other, _ = trainer_for("s_ste", tmp_path, resume_from=folder)
     with pytest.raises(ValueError, match=r"method_state\.pt does not fit .*; resume with"):
         other.train(resume_from_checkpoint=folder)
 

@@ -11,6 +11,7 @@ from common_kernels.matmul import unavailable
 from methods.nn.compressed_fp8 import Fp8CompressedLinear
 from methods.nn.fp8_linear import Fp8Linear
 from methods.nn.gemms import DENSE, Products
+from tests.methods.loop import training_step
 
 pytest.importorskip("triton", reason="cuSPARSELt is emulated where Triton's interpreter runs")
 
@@ -31,12 +32,6 @@ CASES = [
 ]
 
 
-@pytest.fixture(autouse=True)
-def emulated(monkeypatch):
-    if not CUDA:
-        monkeypatch.setenv("TRITON_INTERPRET", "1")
-
-
 def converted(name, fp8, **options):
     torch.manual_seed(0)
     layer = nn.Linear(64, 128).to(DEVICE)
@@ -46,28 +41,17 @@ def converted(name, fp8, **options):
     return layer, method
 
 
-def step(layer, method, number=0, tokens=96):
+def step(layer, method, number=0, tokens=96, lr=0.0):
     """y, dX and the gradients of the parameters by name, with the input and dY."""
     generator = torch.Generator().manual_seed(number)
     x, dy = (torch.randn(tokens, n, generator=generator).to(DEVICE) for n in (64, 128))
     x.requires_grad_()
-    method.on_step_begin(number)
-    method.open_micro_batch()
-    y = layer(x)
-    y.backward(dy)
-    grads = {name: p.grad for name, p in layer.named_parameters()}
-    layer.zero_grad()
+    with training_step(method, number, torch.optim.SGD(layer.parameters(), lr=lr)):
+        method.open_micro_batch()
+        y = layer(x)
+        y.backward(dy)
+        grads = {n: p.grad.clone() for n, p in layer.named_parameters() if p.grad is not None}
     return (y.detach(), x.grad, grads), x.detach(), dy
-
-
-def end_step(layer, method, number, grads, optimizer=None):
-    for name, parameter in layer.named_parameters():
-        parameter.grad = grads[name]
-    method.on_gradients(number, optimizer)
-    if optimizer:
-        optimizer.step()
-    method.on_step_end(number)
-    layer.zero_grad()
 
 
 def weights(layer):
@@ -89,8 +73,9 @@ def test_simulated_products_are_those_of_the_quantised_sparse_weight():
             ("hopper", "e5m2" if products.dgrad else "e4m3", "e4m3"),
         ):
             layer, method = converted(name, recipe, **options)
+            weight, other = weights(layer)
             (y, dx, grads), x, dy = step(layer, method)
-            (weight, other), seen = weights(layer), fake_fp8(dy, "e5m2")
+            seen = fake_fp8(dy, "e5m2")
             want = fake_fp8(x, "e4m3") @ fake_fp8(weight, "e4m3").t() + layer.bias.detach()
             # Sums of at most 128 products of order one, in fp32.
             close = {"rtol": 1e-5, "atol": 1e-4}
@@ -135,8 +120,6 @@ def test_products_on_units_are_those_of_the_simulation():
                         if CUDA:  # whose FP8 units keep some 14 bits of a sum
                             unit += 2**-10
                         assert (a - b).abs().max() <= unit * b.abs().max() + 1e-4
-                    end_step(real, method, number, got[2])
-                    end_step(simulated, plain, number, got[2])
 
 
 def test_what_is_packed_are_the_codes_of_the_simulation():
@@ -144,9 +127,8 @@ def test_what_is_packed_are_the_codes_of_the_simulation():
     for name, options, products in CASES:
         (simulated, _), (real, method) = (converted(name, "hopper", **options) for _ in range(2))
         real.accelerate(products)
-        optimizer = torch.optim.SGD(real.parameters(), lr=0.1)
         for number in range(3):
-            end_step(real, method, number, step(real, method, number)[0][2], optimizer)
+            step(real, method, number, lr=0.1)
         simulated.load_state_dict(real.state_dict())
         assert torch.equal(real.code_scales, simulated.code_scales)
         packed = unpack24(Packed24((real.packed,), (128, 64), E4M3))
@@ -158,39 +140,36 @@ def test_what_is_packed_are_the_codes_of_the_simulation():
 
 
 def test_a_dense_phase_has_no_fp8():
-    for accelerated in (False, True):
-        for fp8 in ("paper", "hopper"):
-            layer, method = converted("fst", fp8, dense_fraction=0.5, total_steps=4)
-            if accelerated:
-                layer.accelerate(layer.candidates())
-            for number, dense in ((0, False), (2, True), (1, False)):
-                (y, dx, _), x, dy = step(layer, method, number)
-                assert layer.is_dense is dense
-                if dense:
-                    torch.testing.assert_close(y, nn.functional.linear(x, layer.weight, layer.bias))
-                    torch.testing.assert_close(dx, dy @ layer.weight)
-                    assert layer.packed is None
-                else:
-                    want = fake_fp8(x, "e4m3") @ fake_fp8(layer.effective_weight(), "e4m3").t()
-                    error = (y - layer.bias - want).abs().max()
-                    assert error <= 2**-8 * want.abs().max()
-                    assert (
-                        dx - dy @ layer.effective_weight()
-                    ).abs().max() > 1e-3  # dY is quantised
+    for fp8, accelerated in (("paper", False), ("hopper", False), ("hopper", True)):
+        layer, method = converted("fst", fp8, dense_fraction=0.5, total_steps=4)
+        if accelerated:
+            layer.accelerate(layer.candidates())
+        for number, dense in ((0, False), (2, True), (3, True)):
+            (y, dx, _), x, dy = step(layer, method, number)
+            assert layer.is_dense is dense
+            if dense:
+                torch.testing.assert_close(y, nn.functional.linear(x, layer.weight, layer.bias))
+                torch.testing.assert_close(dx, dy @ layer.weight)
+                assert layer.packed is None
+            else:
+                want = fake_fp8(x, "e4m3") @ fake_fp8(layer.effective_weight(), "e4m3").t()
+                assert (y - layer.bias - want).abs().max() <= 2**-8 * want.abs().max()
+                assert (dx - dy @ layer.effective_weight()).abs().max() > 1e-3  # dY is quantised
 
 
 def test_options_that_do_not_go_together():
-    with pytest.raises(ValueError, match="fp8=hopper needs mode=weight"):
-        methods.build("semi_sparse", mode="activation", fp8="hopper")
-    with pytest.raises(ValueError, match="fp8='e4m3'; choose one of off, paper, hybrid, hopper"):
-        methods.build("ste", fp8="e4m3")
+    for name, options, told in (
+        ("semi_sparse", {"mode": "activation", "fp8": "hopper"}, "fp8=hopper needs mode=weight"),
+        ("ste", {"fp8": "e4m3"}, "fp8='e4m3'; choose one of off, paper, hybrid, hopper"),
+        ("released.slope", {"fp8": "hopper"}, "released.slope has no FP8 products"),
+        ("released.slope_mask", {"fp8": "hopper"}, "released.slope_mask has no FP8 products"),
+    ):
+        with pytest.raises(ValueError, match=told):
+            methods.build(name, **options)
     for name in ("ste", "fst", "semi_sparse", "slope"):
         assert methods.build(name, fp8="paper").quantizes and not methods.build(name).quantizes
     for name in ("ste", "slope"):
         assert converted(name, "paper")[0].candidates() == DENSE  # simulated alone
-    for name in ("released.slope", "released.slope_mask"):
-        with pytest.raises(ValueError, match=rf"fp8=hopper; {name} has no FP8 products"):
-            methods.build(name, fp8="hopper")
 
 
 @pytest.mark.parametrize("mvue", ["exact", "off"])
@@ -225,31 +204,26 @@ def test_our_own_kernels_multiply_codes_as_cusparselt_does(mvue):
 
 def test_adapters_are_not_quantised():
     """Adapters beside a weight of zeros give every value, and each is what it is without FP8."""
+    options = {"adapter_rank": 4, "adapter_fraction": 0.5, "total_steps": 2}
     for sparse in (False, True):
         seen = []
         for fp8 in ("off", "hopper"):
-            options = {"adapter_rank": 4, "adapter_left_sparse": sparse, "total_steps": 2}
-            layer, method = converted("slope", fp8, adapter_fraction=0.5, **options)
+            layer, method = converted("slope", fp8, adapter_left_sparse=sparse, **options)
             with torch.no_grad():
                 layer.values.zero_()
-            assert step(layer, method, 0)[0][2]["left"] is None
-            method.on_gradients(0)
+            assert "left" not in step(layer, method, 0)[0][2]
             right = torch.randn(layer.right.shape, generator=torch.Generator().manual_seed(1))
             with torch.no_grad():
                 layer.right.copy_(right)
-            method.on_step_end(0)
             (y, dx, grads), *_ = step(layer, method, 1)
             assert y.abs().max() > 1 and dx.abs().max() > 1
             seen.append([y, dx, *(grads[name] for name in ("left", "right", "bias"))])
-        for got, want in zip(*seen, strict=True):
-            torch.testing.assert_close(got, want)
+        torch.testing.assert_close(*seen)
 
 
 def test_a_finished_layer_keeps_nothing_of_fp8():
     layer, method = converted("slope", "hopper_delayed")
     step(layer, method)
-    method.on_gradients(0)
-    method.on_step_end(0)
     assert layer.has_history
     weight = layer.effective_weight()
     method.finalize(layer)

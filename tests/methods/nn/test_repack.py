@@ -12,6 +12,7 @@ import methods
 from common_kernels.matmul import unavailable
 from experiments.support.memory import buffer_bytes
 from methods.nn.gemms import Products
+from tests.methods.loop import training_step
 
 pytest.importorskip("triton", reason="cuSPARSELt is emulated where Triton's interpreter runs")
 
@@ -19,12 +20,6 @@ CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"
 TOKENS, BF16 = 48, torch.bfloat16
 REPACKED = Products(fprop=True, dgrad=True, repack=True)
-
-
-@pytest.fixture(autouse=True)
-def emulated(monkeypatch):
-    if not CUDA:
-        monkeypatch.setenv("TRITON_INTERPRET", "1")
 
 
 def build(repack, matmul="cusparselt", name="slope", width=128, **options):
@@ -37,18 +32,15 @@ def build(repack, matmul="cusparselt", name="slope", width=128, **options):
 
 
 def passes(model, seed, run=None, times=1):
-    """Run a micro-batch forward and backward, `times` through the model; returns dX."""
+    """Run a micro-batch forward and backward, `times` through the model; returns dX and the
+    gradients so far."""
     generator = torch.Generator().manual_seed(seed)
     x = inputs = torch.randn(TOKENS, 64, generator=generator).to(DEVICE).requires_grad_()
     with torch.autocast(DEVICE, BF16):
         for _ in range(times):
             x = (run or model)(x)
     x.float().square().mean().backward()
-    return inputs.grad
-
-
-def gradients(model):
-    return [p.grad for p in model.parameters()]
+    return [inputs.grad, *(p.grad.clone() for p in model.parameters())]
 
 
 def equal(ours, theirs):
@@ -64,24 +56,18 @@ def test_training_is_that_with_kept_operands(backend, matmul, width, monkeypatch
     if matmul == "cuda" and (reason := unavailable("cuda", DEVICE, BF16)):
         pytest.skip(reason)
     monkeypatch.setenv("SPARSE24_BACKEND", backend)
-    options = {"width": width, "column_refresh": 2}
-    ours, theirs = (build(repack, matmul, **options) for repack in (True, False))
-    optimizers = [torch.optim.SGD(model.parameters(), lr=0.5) for model, _ in (ours, theirs)]
+    runs = [build(repack, matmul, width=width, column_refresh=2) for repack in (True, False)]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.5) for model, _ in runs]
     masks = []
     for step in range(3):
         grads = []
-        for (model, method), optimizer in zip((ours, theirs), optimizers, strict=True):
-            method.on_step_begin(step)
-            grads.append([passes(model, 2 * step), passes(model, 2 * step + 1), *gradients(model)])
-            method.on_gradients(step, optimizer)
-            grads[-1] = [g.clone() for g in grads[-1]]
-            optimizer.step()
-            optimizer.zero_grad()
-            method.on_step_end(step)
+        for (model, method), optimizer in zip(runs, optimizers, strict=True):
+            with training_step(method, step, optimizer):
+                grads.append(passes(model, 2 * step) + passes(model, 2 * step + 1))
         assert equal(*grads)
-        masks.append(ours[0][0].column_mask.clone())
+        masks.append(runs[0][0][0].column_mask.clone())
     assert [torch.equal(*pair) for pair in pairwise(masks)] == [False, True]
-    states = [model.state_dict() for model, _ in (ours, theirs)]
+    states = [model.state_dict() for model, _ in runs]
     assert list(states[0]) == list(states[1]) and equal(*(state.values() for state in states))
 
 
@@ -105,21 +91,18 @@ def test_what_is_held_has_one_operand_less():
     assert not any(buffer_bytes(layer, "packed") for layer in ours[::2])
 
 
-def saved_by(run):
-    """The tensors of a forward pass that autograd keeps."""
-    saved = []
-    keep = torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t)
-    with keep, torch.autocast(DEVICE, BF16):
-        run(torch.randn(TOKENS, 64, device=DEVICE, requires_grad=True))
-    return saved
-
-
 def test_nothing_packed_waits_for_the_backward_pass():
     model, _ = build(True)
     held = [layer.packed for layer in model[::2]]
     for run in (model, torch.compile(model, backend="aot_eager", fullgraph=True)):
-        packed = [t for t in saved_by(run) if t.shape == held[0].shape]
-        assert {t.data_ptr() for t in packed} <= {t.data_ptr() for t in held}
+        saved = []
+        hooks = torch.autograd.graph.saved_tensors_hooks(
+            lambda t, saved=saved: saved.append(t) or t, lambda t: t
+        )
+        with hooks, torch.autocast(DEVICE, BF16):
+            run(torch.randn(TOKENS, 64, device=DEVICE, requires_grad=True))
+        packed = {t.data_ptr() for t in saved if t.shape == held[0].shape}
+        assert packed <= {t.data_ptr() for t in held}
 
 
 @pytest.mark.skipif(CUDA, reason="compiled products on a GPU are timed in `bench train`")
@@ -130,9 +113,7 @@ def test_compiled_checkpointed_twice_in_a_pass_or_copied():
     recomputed = lambda x: checkpoint(model, x, use_reentrant=False)  # noqa: E731
     for run, of in ((compiled, model), (recomputed, model), (None, copy.deepcopy(model))):
         for times in (1, 2):
-            got = [passes(of, 1, run, times), *gradients(of)]
-            want = [passes(reference, 1, None, times), *gradients(reference)]
-            assert equal(got, want)
+            assert equal(passes(of, 1, run, times), passes(reference, 1, None, times))
             of.zero_grad(), reference.zero_grad()
 
 
@@ -144,7 +125,5 @@ def test_what_cannot_be_packed_so_is_refused():
         ("slope", {"n": 1}),
         ("released.slope", {}),
     ):
-        with pytest.raises(
-            ValueError, match=r"repack_backward=True: no layer .* for slope with 2:4"
-        ):
+        with pytest.raises(ValueError, match=r"repack_backward=True: no layer .* slope with 2:4"):
             build(True, "dense", name, **options)

@@ -70,7 +70,6 @@ def a_step(run, step, parts):
 def _train(rank, store, results):
     """The steps of every case on two ranks, a part of the batch each."""
     torch.set_num_threads(1)
-    os.environ["TRITON_INTERPRET"] = "1"
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=PARTS)
     found = {}
     for index, name in enumerate(CASES):
@@ -91,9 +90,8 @@ def two_ranks(start_ranks, tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_two_ranks_give_what_one_process_gives(name, two_ranks, monkeypatch):
+def test_two_ranks_give_what_one_process_gives(name, two_ranks):
     """To the last bit: the products are the same, and a sum of two parts has one order."""
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
     run = build(name, sharded=False)
     for step in range(STEPS):
         found = {}
