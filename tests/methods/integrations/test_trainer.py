@@ -110,7 +110,7 @@ def trained(model, method, directory, resume=None, of=Ordered, **settings):
 
 
 def trainer_for(name, directory, resume_from=None, **settings):
-    """A trainer of an arm, with a recorder and an optimizer of the test's own."""
+    """A trainer of a variant, with a recorder and an optimizer of the test's own."""
     model, method = build(name)
     options = {
         "gradient_accumulation_steps": ACCUMULATION,
