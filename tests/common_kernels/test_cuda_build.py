@@ -79,21 +79,15 @@ def test_processes_that_start_together_compile_once(toolchain):
 
 
 def test_another_source_or_compiler_makes_another_library(toolchain):
-    before = cuda_build.folder(toolchain)
-    toolchain.write_text("// something else")
-    cuda_build.folder.cache_clear()
-    after = cuda_build.folder(toolchain)
-    assert after != before
-    nvcc = cuda_build.compiler()
-    nvcc.write_text(NVCC.replace("13.2", "13.3"))
-    cuda_build.folder.cache_clear()
-    assert cuda_build.folder(toolchain) not in (before, after)
-
-
-def test_a_compiler_that_does_not_run_is_named(toolchain):
-    cuda_build.compiler().write_text("#!/bin/false")
-    with pytest.raises(cuda_build.BuildError, match=r"nvcc does not run: "):
-        cuda_build.build(toolchain, {"one": {}}, lambda _: None)
+    found = [cuda_build.folder(toolchain)]
+    for path, text in (
+        (toolchain, "// something else"),
+        (cuda_build.compiler(), NVCC.replace("13.2", "13.3")),
+    ):
+        path.write_text(text)
+        cuda_build.folder.cache_clear()
+        found.append(cuda_build.folder(toolchain))
+    assert len(set(found)) == 3
 
 
 def test_memory_that_kernels_cannot_load_is_copied():
@@ -103,10 +97,29 @@ def test_memory_that_kernels_cannot_load_is_copied():
     assert aligned(view).data_ptr() % 16 == 0 and torch.equal(aligned(view), view)
 
 
-def test_an_error_of_the_compiler_is_one_line_and_leaves_nothing(toolchain):
-    with pytest.raises(cuda_build.BuildError, match=r"bad: a\.cu\(3\): error: no such luck$"):
-        cuda_build.build(toolchain, {"bad": {"FAIL": 1}}, lambda _: None)
+def test_a_failure_is_one_line_and_leaves_nothing(toolchain, tmp_path, monkeypatch):
+    """It is a `BuildError`, without which products go on as cuSPARSELt's."""
+
+    def fails(said, **macros):
+        with pytest.raises(cuda_build.BuildError, match=said):
+            cuda_build.build(toolchain, {"bad": macros}, lambda _: None)
+
+    fails(r"bad: a\.cu\(3\): error: no such luck$", FAIL=1)
     assert not list(cuda_build.folder(toolchain).iterdir())
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    forget()
+    fails(r"cannot be kept in .*; set XDG_CACHE_HOME")
+    cuda_build.compiler().write_text("#!/bin/false")
+    forget()
+    fails(r"nvcc does not run: ")
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
+    monkeypatch.setenv("CUTLASS_PATH", str(tmp_path))
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.setattr(cuda_build.importlib.util, "find_spec", lambda _: None)
+    forget()
+    missing = cuda_build.missing()
+    assert "nvidia-cuda-nvcc" in missing and "nvidia-cutlass" in missing
 
 
 def test_kernels_that_cannot_be_compiled_are_tried_once(monkeypatch):
@@ -125,25 +138,6 @@ def test_kernels_that_cannot_be_compiled_are_tried_once(monkeypatch):
             cuda._library(config)
     cuda._built.cache_clear()
     assert tried == [[config.name for config in alike]]
-
-
-def test_a_cache_that_cannot_be_written_is_one_line(toolchain, tmp_path, monkeypatch):
-    """It is a `BuildError`, without which products go on as cuSPARSELt's."""
-    (tmp_path / "file").touch()
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    with pytest.raises(cuda_build.BuildError, match=r"cannot be kept in .*; set XDG_CACHE_HOME"):
-        cuda_build.build(toolchain, {"one": {}}, lambda _: None)
-
-
-def test_what_is_missing_is_named(monkeypatch, tmp_path):
-    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
-    monkeypatch.setenv("CUTLASS_PATH", str(tmp_path))
-    monkeypatch.setenv("PATH", "")
-    monkeypatch.setattr(cuda_build.importlib.util, "find_spec", lambda _: None)
-    forget()
-    missing = cuda_build.missing()
-    forget()
-    assert "nvidia-cuda-nvcc" in missing and "nvidia-cutlass" in missing
 
 
 def test_kernels_are_named_apart_and_their_macros_differ():

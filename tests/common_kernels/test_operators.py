@@ -3,7 +3,7 @@ defines, in every dtype, layout and shape; they are known to torch; their operan
 strides, but lie on one device."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import cycle
 
 import pytest
@@ -355,6 +355,7 @@ def cases():
     values = ck.compress_nm(w, bits)
     columns = ck.double_prune_bits(values, bits)
     packed = ck.pack24(w.to(BF16), mask, "cusparselt_sm90")
+    fragments = ck.fragments24(packed)
     bias, wide_bias = numbers((64,), BF16).to(DEVICE), numbers((128,), BF16).to(DEVICE)
     one, seen, scales = (torch.tensor(n, device=DEVICE) for n in (1.5, 0.5, [0.0, 0.0]))
     key = torch.tensor([3, 4], device=DEVICE)
@@ -425,6 +426,11 @@ def cases():
         "mm24": (
             without_backend(lambda buffer, x: mm24(of(buffer), x)),
             {"buffer": packed.buffer, "x": x},
+        ),
+        "few_tokens24": (
+            lambda backend, values, *o: ck.few_tokens24(
+                replace(fragments, values=values), *o, backend=backend),
+            {"values": fragments.values, "x": x[:5], "bias": wide_bias},
         ),
         "pack24_": (
             in_place(lambda buffer, w, mask, scale, dense, backend: pack24_(
