@@ -11,9 +11,8 @@ from torch import nn
 
 import methods
 from common_kernels import matmul
-from common_kernels.matmul import Measured
 from methods.nn import gemms, operands
-from methods.nn.gemms import DENSE, Layouts, Products
+from methods.nn.gemms import DENSE, Products
 from methods.nn.linear import SparseLinear
 from tests.methods.loop import training_step
 
@@ -259,28 +258,6 @@ def test_our_own_kernels_take_the_place_of_cusparselt_s(name, options):
     assert layout == layer.accelerated.layouts.fprop and layout.startswith("cutlass_sm90")
     assert ours[1].acceleration.layers["2"]["dgrad"].kernels == "cuda"
     same_steps(ours, theirs)
-
-
-def test_auto_takes_what_was_measured_to_be_faster(monkeypatch):
-    monkeypatch.setattr(matmul, "unavailable", lambda *args: None)
-    monkeypatch.setattr("methods.nn.gemms.unavailable", lambda *args: None)
-    asked = []
-
-    def fastest(problem, device):
-        asked.append(problem)
-        return None if problem.biased else Measured("cutlass_sm90", problem.rows / 128, 1.1)
-
-    monkeypatch.setattr("methods.nn.gemms.fastest", fastest)
-    products = gemms.choose_products(
-        Products(True, True, True), (128, 64), True, BF16, torch.device("cuda"), 1000, "auto"
-    )
-    layouts = Layouts(dgrad="cutlass_sm90", wgrad="cutlass_sm90")
-    assert products == Products(dgrad=True, wgrad=True, layouts=layouts)
-    shapes = [(p.rows, p.columns, p.tokens, p.biased) for p in asked]
-    assert shapes == [(128, 64, 1000, True), (64, 128, 1000, False), (128, 1008, 64, False)]
-    assert (
-        gemms.choose_products(Y, (128, 64), True, BF16, torch.device("cpu"), 1000, "auto") == DENSE
-    )  # emulated, it is slower
 
 
 def test_what_runs_is_what_is_asked_for_or_it_is_refused(monkeypatch):

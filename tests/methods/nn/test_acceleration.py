@@ -10,7 +10,7 @@ import methods
 from common_kernels.matmul import Measured
 from methods.nn import acceleration, gemms
 from methods.nn.acceleration import Acceleration, Choice, explain
-from methods.nn.gemms import Products, choose_products
+from methods.nn.gemms import Layouts, Products, choose_products
 
 GPU = torch.device("cuda")  # asked for nothing here
 ALL = Products(True, True, True)
@@ -23,14 +23,17 @@ LAYOUT = "cutlass_sm90"  # in which they were measured to be the fastest
 def gpu(monkeypatch):
     """A GPU with sparse products, of which those with 64 rows are slower than dense ones."""
     monkeypatch.setattr(gemms, "unavailable", lambda *_: None)
+    asked = []
 
     def measured(problem, device, layouts=()):
+        asked.append(problem)
         return Measured(LAYOUT, *TIMES[problem.rows]) if problem.rows in TIMES else None
 
     monkeypatch.setattr(gemms, "fastest", measured)
     monkeypatch.setattr(gemms, "own_layout", lambda *_: LAYOUT)
     monkeypatch.setattr(acceleration, "measured", measured)
     monkeypatch.delenv(gemms.MATMUL_VARIABLE, raising=False)
+    return asked
 
 
 def told(sparse, matmul="auto", shape=(128, 64), device=GPU):
@@ -42,7 +45,12 @@ def told(sparse, matmul="auto", shape=(128, 64), device=GPU):
     return found
 
 
-def test_a_choice_has_its_times_and_its_reason(gpu, monkeypatch):
+def test_a_choice_is_of_what_was_measured_and_has_its_reason(gpu, monkeypatch):
+    chosen = choose_products(ALL, (128, 64), True, torch.bfloat16, GPU, 1000, "auto")
+    layouts = Layouts(fprop=LAYOUT, wgrad=LAYOUT)
+    assert chosen == Products(fprop=True, wgrad=True, layouts=layouts)
+    shapes = [(p.rows, p.columns, p.tokens, p.biased) for p in gpu]
+    assert shapes == [(128, 64, 1000, True), (64, 128, 1000, False), (128, 1008, 64, False)]
     no_operand = "no operand is 2:4 along the dimension that is summed over"
     assert told(Products(fprop=True))["wgrad"] == Choice(False, no_operand)
     for kernels in ("cusparselt", "cuda"):

@@ -41,16 +41,19 @@ def converted(name, fp8, **options):
     return layer, method
 
 
-def step(layer, method, number=0, tokens=96, lr=0.0):
-    """y, dX and the gradients of the parameters by name, with the input and dY."""
+def step(layer, method, number=0, tokens=96, lr=0.0, scale=1.0, size=1.0):
+    """y, dX and the gradients of the parameters by name, with the input and dY; these are `scale`
+    times and `size` times as large as those of another step of this number."""
     generator = torch.Generator().manual_seed(number)
     x, dy = (torch.randn(tokens, n, generator=generator).to(DEVICE) for n in (64, 128))
-    x.requires_grad_()
+    x, dy = (scale * x).requires_grad_(), size * dy
     with training_step(method, number, torch.optim.SGD(layer.parameters(), lr=lr)):
         method.open_micro_batch()
         y = layer(x)
         y.backward(dy)
         grads = {n: p.grad.clone() for n, p in layer.named_parameters() if p.grad is not None}
+        if not lr:
+            layer.zero_grad()  # a gradient that is not finite would reach the weight
     return (y.detach(), x.grad, grads), x.detach(), dy
 
 

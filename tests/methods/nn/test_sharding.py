@@ -85,11 +85,10 @@ def test_derived_operands_do_not_wait_for_the_backward_pass(name, mesh):
         ("fst", {"refresh_every": 3, "total_steps": 6, "dense_fraction": 0.167}, (2, 5)),
     ],
 )
-@pytest.mark.parametrize("backend", ["cpu", "triton"])
-def test_a_fused_optimizer_updates_rows(name, options, due, backend, mesh, monkeypatch):
-    """To rounding as whole weights: where a mask is due, torch's kernel and the method do it."""
-    if backend == "triton":
-        pytest.importorskip("triton", reason="no Triton for this platform")
+def test_a_fused_optimizer_updates_rows(name, options, due, mesh, monkeypatch):
+    """To rounding as whole weights: where a mask is due, torch's kernel and the method do it. The
+    CPU's kernels are those of tests/methods/test_sharding.py."""
+    pytest.importorskip("triton", reason="no Triton for this platform")
     found, taken = [], []
     for over in (None, mesh):
         model, method = converted(name, over, **options)
@@ -99,7 +98,7 @@ def test_a_fused_optimizer_updates_rows(name, options, due, backend, mesh, monke
             method.on_gradients(step, optimizer)
             taken.append(len(method._works))
             with monkeypatch.context() as patch:
-                patch.setenv("SPARSE24_BACKEND", backend if over else "cpu")
+                patch.setenv("SPARSE24_BACKEND", "triton" if over else "cpu")
                 optimizer.step()
             optimizer.zero_grad()
             method.on_step_end(step)
