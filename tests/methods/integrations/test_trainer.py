@@ -296,15 +296,13 @@ def main():
 
 def test_two_ranks_distil_as_one(run_on_two_ranks, monkeypatch, tmp_path):
     """The first step is that of one process, and both ranks end with the same masks."""
-    folders = [tmp_path / "one", tmp_path / "two"]
-    for folder in folders:
-        folder.mkdir()
-    monkeypatch.setattr("sys.argv", ["", str(folders[0])])
+    (tmp_path / "one").mkdir()
+    (tmp_path / "two").mkdir()
+    monkeypatch.setattr("sys.argv", ["", str(tmp_path / "one")])
     main()
-    run_on_two_ranks(__name__, folders[1])
-    (one,), (two, other) = (
-        [torch.load(path) for path in sorted(folder.glob("rank*.pt"))] for folder in folders
-    )
+    run_on_two_ranks(__name__, tmp_path / "two")
+    places = ("one", 0), ("two", 0), ("two", 1)
+    one, two, other = (torch.load(tmp_path / of / f"rank{rank}.pt") for of, rank in places)
     assert all(map(torch.equal, two["masks"], other["masks"]))
     first, shared = one["records"][0], two["records"][0]
     assert first["loss"] == pytest.approx(shared["loss"], abs=1e-4)  # it is logged rounded
@@ -405,19 +403,15 @@ def test_our_own_gpt2_from_a_folder(hf_model, tmp_path):
 
 def test_the_trainer_says_the_number_of_steps(tmp_path):
     for name in ("fst", "semi_sparse", "slope", "step", "gmp"):
-        for steps in (STEPS, -1):
-            options = {"sparse_fraction": 0.5} if name == "semi_sparse" else {}
-            model, method = build(name, total_steps=0, **options)
-            arguments = arguments_for(tmp_path, max_steps=steps)
-            if steps < 0:
-                with pytest.raises(ValueError, match=r"=-1; .* callback reads max_steps$"):
-                    build(name, total_steps=steps)
-                with pytest.raises(ValueError, match=r"max_steps=-1 .* set max_steps$"):
-                    MethodCallback(method, model, arguments)
-                continue
-            MethodCallback(method, model, arguments)
-            said = [method, *method.sparse_layers.values()]
-            assert {each.config.total_steps for each in said} == {STEPS}
+        options = {"sparse_fraction": 0.5} if name == "semi_sparse" else {}
+        model, method = build(name, total_steps=0, **options)
+        with pytest.raises(ValueError, match=r"=-1; .* callback reads max_steps$"):
+            build(name, total_steps=-1)
+        with pytest.raises(ValueError, match=r"max_steps=-1 .* set max_steps$"):
+            MethodCallback(method, model, arguments_for(tmp_path, max_steps=-1))
+        MethodCallback(method, model, arguments_for(tmp_path))
+        said = [method, *method.sparse_layers.values()]
+        assert {each.config.total_steps for each in said} == {STEPS}
 
 
 def test_what_would_go_wrong_silently_is_refused(uninterrupted, tmp_path):

@@ -199,20 +199,15 @@ def test_quantisation_aware_training_comes_after_finalize():
 
 def test_modules_without_a_matrix_are_not_reported():
     class Conv1D(nn.Module):
-        """Has the name of transformers' layer, but holds other weights, or none."""
+        """Has the name of transformers' layer, but holds other weights."""
 
-        def __init__(self, *shapes):
-            super().__init__()
-            for name, shape in zip(("weight", "bias"), shapes, strict=False):
-                self.register_parameter(name, nn.Parameter(torch.zeros(shape)))
-
-    scale = nn.Identity()
+    scale, conv = nn.Identity(), Conv1D()
     scale.weight = 0.5  # not even a tensor
-    own = {"a": Conv1D(), "b": Conv1D((8, 8, 3)), "c": Conv1D((8, 8), (4,))}
-    model = nn.ModuleDict({"fc": nn.Linear(8, 8), "norm": nn.LayerNorm(8), "scale": scale, **own})
-    report = convert(model, ["*"])
+    conv.weight = nn.Parameter(torch.zeros(8, 8, 3))
+    rest = {"norm": nn.LayerNorm(8), "scale": scale, "none": Conv1D(), "conv": conv}
+    report = convert(nn.ModuleDict({"fc": nn.Linear(8, 8), **rest}), ["*"])
     assert report.names == ("fc",)
-    assert report.dense == {"b": "Conv1D, no linear", "c": "Conv1D, no linear"}
+    assert report.dense == {"conv": "Conv1D, no linear"}
 
 
 # ---------------------------------------------------------------- presets

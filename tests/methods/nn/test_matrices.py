@@ -60,9 +60,9 @@ def batch():
 MODELS = [mixtral, Attention]
 
 
-def built(name, model, **options):
+def built(name, model):
     names = [n for n, m, a in conversion.every_matrix(model) if matrices.multiplies(m, a)]
-    method = methods.build(name, include=names, total_steps=6, **METHODS[name], **options)
+    method = methods.build(name, include=names, total_steps=6, **METHODS[name])
     return method, method.convert(model), names
 
 
@@ -138,18 +138,22 @@ def test_gradients_are_those_at_the_weight_in_use():
                     torch.testing.assert_close(layer.weight.grad.view(expected.shape), expected)
 
 
-def test_they_are_multiplied_densely_and_that_is_said():
+def test_what_is_dense_is_told():
     method, _, _ = built("ste", mixtral())
     method.accelerate(64)
     assert str(method.acceleration).endswith("dense in 2 (multiplied by MixtralExperts itself)")
 
-
-def test_a_stack_whose_inputs_are_another_dim_is_left_and_told():
     model = nn.ModuleDict({"mlp": nn.Module(), "fc": nn.Linear(8, 8)})
     model["mlp"].is_transposed = True
     model["mlp"].register_parameter("up", nn.Parameter(torch.zeros(2, 8, 16)))
     report = methods.build("ste", include=["*"]).convert(model)
     assert report.dense == {"mlp.up": "Module, a stack whose inputs may not be its last dim"}
+
+    model = nn.ModuleDict({name: nn.MultiheadAttention(16, 2) for name in "ab"})
+    model["b"].in_proj_weight = model["a"].in_proj_weight
+    report = methods.build("ste", include=["*"]).convert(model)
+    assert set(report.names) == {"a.out_proj", "b.out_proj"}
+    assert report.dense["a.in_proj_weight"] == "shares its weight with b"
 
 
 def test_the_trainer_saves_them_as_transformers_reads_them(tmp_path):
@@ -165,11 +169,3 @@ def test_the_trainer_saves_them_as_transformers_reads_them(tmp_path):
     Trainer(model, arguments, train_dataset=rows, callbacks=[callback]).train()
     saved = MixtralForCausalLM.from_pretrained(tmp_path / "checkpoint-2").state_dict()
     assert all(torch.equal(saved[n], p) for n, p in method.finalize(model).state_dict().items())
-
-
-def test_a_projection_that_two_modules_share_stays_dense():
-    model = nn.ModuleDict({name: nn.MultiheadAttention(16, 2) for name in "ab"})
-    model["b"].in_proj_weight = model["a"].in_proj_weight
-    report = methods.build("ste", include=["*"]).convert(model)
-    assert set(report.names) == {"a.out_proj", "b.out_proj"}
-    assert report.dense["a.in_proj_weight"] == "shares its weight with b"
