@@ -31,13 +31,17 @@ def one_device(**operands: torch.Tensor | None) -> torch.device:
 
     This also catches a `meta` tensor beside a real one, which would give uninitialised results.
     """
-    devices = {name: x.device for name, x in operands.items() if x is not None}
-    (first, device), *others = devices.items()
-    for name, other in others:
-        if other != device:
+    device = None
+    for name, x in operands.items():  # no list of devices: this runs before every product
+        if x is None:
+            continue
+        if device is None:
+            first, device = name, x.device
+        elif x.device != device:
             raise ValueError(
-                f"{first} is on {device} and {name} on {other}: move them to one device"
+                f"{first} is on {device} and {name} on {x.device}: move them to one device"
             )
+    assert device is not None
     return device
 
 

@@ -105,6 +105,17 @@ def custom_op(name: str, *, mutates_args: tuple[str, ...] = ()) -> Callable[[Cal
     return register
 
 
+def default_kernel(name: str) -> Callable[[Callable], None]:
+    """A decorator that makes a function the kernel of the operator `name` of this library on every
+    device that has no kernel of its own."""
+
+    def register(function: Callable) -> None:
+        eval_frame.set_code_exec_strategy(function.__code__, _SKIP)
+        LIBRARY.impl(name, function, "CompositeExplicitAutograd")
+
+    return register
+
+
 def _refuse_to_write(name: str, written: list[torch.Tensor]) -> None:
     for tensor in written:
         if tensor.requires_grad:

@@ -27,8 +27,8 @@ from torch import Tensor
 from common_kernels import backend as backends
 from common_kernels import checks
 from common_kernels.fp8.operands import rescale
-from common_kernels.library import custom_op
-from common_kernels.matmul import cuda, cusparselt, table
+from common_kernels.library import LIBRARY, custom_op, default_kernel
+from common_kernels.matmul import cuda, cusparselt, native, table
 from common_kernels.matmul.choice import (
     LAYOUTS,
     Measured,
@@ -81,7 +81,9 @@ def matmul24(
         raise ValueError(f"bias must have shape ({packed.shape[0]},), not {tuple(bias.shape)}")
     checks.one_device(matrix=packed.parts[0], x=x, bias=bias)
     name = chosen(packed, backend)
-    x2d = x.detach().reshape(-1, x.shape[-1])
+    x2d = x.detach() if x.requires_grad else x
+    if x.ndim != 2:
+        x2d = x2d.reshape(-1, x.shape[-1])
     if name == "cusparselt":
         y = linear24(convert24(packed, BUFFERED), x2d, bias, _out_dtype(x.dtype))
     elif name == "cutlass":
@@ -92,7 +94,7 @@ def matmul24(
     else:
         y = F.linear(*(t.float() if t.element_size() == 1 else t for t in (x2d, unpack24(packed))))
         y = (y if bias is None else y + bias).to(_out_dtype(x.dtype))
-    return y.reshape(*x.shape[:-1], packed.shape[0])
+    return y if x.ndim == 2 else y.reshape(*x.shape[:-1], packed.shape[0])
 
 
 def chosen(packed: Packed24, backend: str | None = None) -> str:
@@ -164,9 +166,9 @@ def linear24(
     x = x.contiguous()
     given = packed.layout, rows, columns, x
     if scale is None or other is None:
-        y = _matmul24(buffer, *given, bias, None, None, True, True, out_dtype or x.dtype)
+        y = _unscaled(buffer, *given, bias, True, True, out_dtype or x.dtype)
     elif packed.layout == BUFFERED:
-        y = _matmul24(buffer, *given, None, None, None, True, True, torch.bfloat16)
+        y = _unscaled(buffer, *given, None, True, True, torch.bfloat16)
         y = rescale(y, scale, other, bias=bias, dtype=out_dtype)
     else:
         bias = None if bias is None else bias.to(torch.bfloat16)
@@ -208,9 +210,9 @@ def mm24(
     _check_fit(packed, x, x.shape[1] if transposed else columns)
     given, fp32 = (packed.layout, rows, columns, x.contiguous(), None), torch.float32
     if scale is None or other is None:
-        return _matmul24(buffer, *given, None, None, transposed, False, out_dtype or x.dtype)
+        return _unscaled(buffer, *given, transposed, False, out_dtype or x.dtype)
     if packed.layout == BUFFERED:
-        product = _matmul24(buffer, *given, None, None, transposed, False, fp32)
+        product = _unscaled(buffer, *given, transposed, False, fp32)
         return rescale(product, scale, other, dtype=out_dtype)
     y = _matmul24(buffer, *given, scale, other, transposed, False, fp32)
     return y if out_dtype in (None, fp32) else y.to(out_dtype)
@@ -246,9 +248,8 @@ def _sample_mm24(
     dy: Tensor, x: Tensor, key: Tensor, stride: int, layout: str, backend: str
 ) -> Tensor:
     buffer = packed_sample(dy, key, stride, dy.dtype, layout, backend)
-    (tokens, rows), columns = dy.shape, x.shape[1]
-    problem = (rows, tokens, columns, x.dtype, x.dtype, False, False, False, layout)
-    return _product(buffer, x, None, None, problem)
+    tokens, rows = dy.shape
+    return _unscaled(buffer, layout, rows, tokens, x, None, False, False, x.dtype)
 
 
 @_sample_mm24.register_fake
@@ -266,6 +267,27 @@ def _check_fit(packed: Packed24, x: Tensor, summed: int) -> None:
 
 def _multiple(x: Tensor) -> int:
     return 16 // x.element_size()
+
+
+def _unscaled(
+    buffer: Tensor,
+    layout: str,
+    rows: int,
+    columns: int,
+    dense: Tensor,
+    bias: Tensor | None,
+    dense_transposed: bool,
+    result_transposed: bool,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    """The product of operands without scales, by the operator that C++ runs where it can."""
+    differentiable = torch.is_grad_enabled() and (
+        dense.requires_grad or (bias is not None and bias.requires_grad)
+    )
+    rest = dense_transposed, result_transposed, out_dtype
+    if layout != BUFFERED or differentiable:
+        return _matmul24(buffer, layout, rows, columns, dense, bias, None, None, *rest)
+    return _by_cusparselt(buffer, rows, columns, dense, bias, *rest)
 
 
 @custom_op("sparse24::matmul24", mutates_args=())
@@ -321,12 +343,53 @@ def _product(
 
 
 @_matmul24.register_fake
-def _(
-    buffer, layout, rows, columns, dense, bias, scale, other, dense_transposed, result_transposed,
-    out_dtype,
-):  # fmt: skip
+def _(buffer, layout, rows, columns, dense, bias, scale, other, *rest):
+    return _fake(buffer, rows, columns, dense, bias, *rest)
+
+
+def _fake(buffer, rows, columns, dense, bias, dense_transposed, result_transposed, out_dtype):
     shape = (rows, dense.shape[0 if dense_transposed else 1])
     return buffer.new_empty(shape[::-1] if result_transposed else shape, dtype=out_dtype)
+
+
+# Autograd passes this operator by, which is quicker; it is called only where no gradient is
+# recorded. On GPUs C++ replaces the kernel (native.py) and calls plan24 for a plan that it lacks.
+LIBRARY.define(
+    "matmul24_cusparselt(Tensor buffer, SymInt rows, SymInt columns, Tensor dense, Tensor? bias, "
+    "bool dense_transposed, bool result_transposed, ScalarType out_dtype) -> Tensor"
+)
+LIBRARY.define(
+    "plan24(int rows, int columns, int tokens, ScalarType dtype, ScalarType out_dtype, "
+    "bool dense_transposed, bool result_transposed, bool biased, int device, int stream) -> int"
+)
+LIBRARY.impl("matmul24_cusparselt", torch.library.fallthrough_kernel, "Autograd")
+_by_cusparselt = torch.ops.sparse24.matmul24_cusparselt.default
+
+
+@default_kernel("matmul24_cusparselt")
+def _(buffer, rows, columns, dense, bias, dense_transposed, result_transposed, out_dtype):
+    if buffer.is_cuda:
+        native.start()  # for the next call
+    tokens = dense.shape[0 if dense_transposed else 1]
+    problem = (
+        rows, columns, tokens, dense.dtype, out_dtype, dense_transposed, result_transposed,
+        bias is not None, BUFFERED,
+    )  # fmt: skip
+    return _product(buffer, dense, bias, None, problem)
+
+
+torch.library.register_fake("sparse24::matmul24_cusparselt", _fake, lib=LIBRARY)
+
+
+@default_kernel("plan24")
+def _(*given):
+    *fields, device, stream = given
+    try:
+        plan = _plan((*fields, BUFFERED), device, stream)
+        assert isinstance(plan, cusparselt.Plan)
+        return native.launch(plan)
+    except Exception as error:  # would be lost on its way through C++
+        return native.failed(error)
 
 
 @functools.cache  # never dropped: a captured graph uses the memory of its plans

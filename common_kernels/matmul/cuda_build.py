@@ -93,10 +93,15 @@ def command(source: Path, defines: Mapping[str, int], to: Path) -> list[str]:
 @functools.cache
 def folder(source: Path) -> Path:
     """The folder for the libraries of a source in its present text, built by this compiler."""
-    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     known = hashlib.sha256(source.read_bytes())
     known.update(repr((FLAGS, _version_of_nvcc(), _version_of_cutlass())).encode())
-    return Path(home) / "sparse24" / "cuda" / known.hexdigest()[:16]
+    return cache() / known.hexdigest()[:16]
+
+
+def cache() -> Path:
+    """The folder for everything that is compiled."""
+    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(home) / "sparse24" / "cuda"
 
 
 def _version_of_nvcc() -> str:
@@ -139,14 +144,17 @@ def build(
         return paths
     try:
         place.mkdir(parents=True, exist_ok=True)
-        with _alone(place.with_suffix(".lock"), say):
+        with alone(place.with_suffix(".lock"), say):
             todo = [name for name, path in paths.items() if not path.is_file()]
             workers = max(1, min(len(todo), os.cpu_count() or 1))
             if todo:
                 say(f"compiling {len(todo)} CUDA kernels, {workers} at a time, into {place}")
             with ThreadPoolExecutor(workers) as pool:
                 jobs = {
-                    name: pool.submit(_compile, source, wanted[name], paths[name]) for name in todo
+                    name: pool.submit(
+                        compiled, functools.partial(command, source, wanted[name]), paths[name]
+                    )
+                    for name in todo
                 }
                 for number, (name, job) in enumerate(jobs.items(), 1):
                     job.result()
@@ -160,7 +168,7 @@ def build(
 
 
 @contextmanager
-def _alone(lock: Path, say: Callable[[str], None]) -> Iterator[None]:
+def alone(lock: Path, say: Callable[[str], None]) -> Iterator[None]:
     """Hold the lock: one process of this machine compiles, and the others use the result."""
     import fcntl  # missing on Windows, where nothing is compiled
 
@@ -173,14 +181,17 @@ def _alone(lock: Path, say: Callable[[str], None]) -> Iterator[None]:
         yield
 
 
-def _compile(source: Path, defines: Mapping[str, int], to: Path) -> None:
-    """Compile to a temporary file and move it to `to`, so that no process sees half a library."""
+def compiled(command: Callable[[Path], list[str]], to: Path) -> None:
+    """Compile to a temporary file, which is given to `command`, and move it to `to`, so that no
+    process sees half a library. Raises BuildError with the compiler's first error."""
     with tempfile.TemporaryDirectory(dir=to.parent) as scratch:
         made = Path(scratch) / to.name
-        done = subprocess.run(command(source, defines, made), capture_output=True, text=True)
+        words = command(made)
+        done = subprocess.run(words, capture_output=True, text=True)
         if done.returncode or not made.is_file():
             lines = f"{done.stderr}\n{done.stdout}".splitlines()
-            words = ("error:", "fatal:", "cannot find")
-            first = next((line for line in lines if any(w in line for w in words)), "no message")
-            raise BuildError(f"nvcc cannot compile {to.stem}: {first.strip()}")
+            signs = ("error:", "fatal:", "cannot find")
+            first = next((line for line in lines if any(s in line for s in signs)), "no message")
+            name = Path(words[0]).name
+            raise BuildError(f"{name} cannot compile {to.stem}: {first.strip()}")
         made.replace(to)

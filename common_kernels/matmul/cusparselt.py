@@ -128,14 +128,16 @@ def version() -> str:
 class Plan:
     """One problem with one algorithm on one device, ready for launches from one stream.
 
-    `algorithms` is the number of algorithms that the library has for the problem.
+    `algorithms` is the number of algorithms that the library has for the problem, `opaque` the
+    library's own plan, `bias` where it reads the bias.
     """
 
     def __init__(self, problem: Problem, algorithm: int, device: int) -> None:
         p, self.problem, self.handle = problem, problem, handle(device)
         self.result_shape, self.out_dtype = p.result_shape, p.out_dtype
+        self.bias: torch.Tensor | None = None
         self._descriptors = [ctypes.create_string_buffer(_OPAQUE) for _ in range(7)]
-        a, b, c, d, matmul, selection, self._plan = self._descriptors
+        a, b, c, d, matmul, selection, self.opaque = self._descriptors
         self._describe("Structured", a, p.rows, p.columns, p.columns, TYPES[p.dtype], _ROW_MAJOR, 0)
         self._describe("Dense", b, *p.dense_shape, p.dense_shape[1], TYPES[p.dtype], _ROW_MAJOR)
         order = _COLUMN_MAJOR if p.result_transposed else _ROW_MAJOR
@@ -150,16 +152,17 @@ class Plan:
         )  # fmt: skip
         if p.biased:
             # A plan keeps one address for the bias, so the bias is copied there before each launch.
-            self._bias = torch.empty(p.rows, dtype=p.out_dtype, device=device)
-            address = ctypes.c_void_p(self._bias.data_ptr())
+            with torch.inference_mode(False):  # else no launch outside of it could write there
+                self.bias = torch.empty(p.rows, dtype=p.out_dtype, device=device)
+            address = ctypes.c_void_p(self.bias.data_ptr())
             self._attribute("MatmulDescSet", matmul, _BIAS_POINTER, address)
         call("cusparseLtMatmulAlgSelectionInit", self.handle, selection, matmul, 0)
         count, chosen, size = ctypes.c_int(), ctypes.c_int(algorithm), ctypes.c_size_t()
         self._attribute("MatmulAlgGet", selection, _CONFIG_MAX_ID, count)
         self._attribute("MatmulAlgSet", selection, _CONFIG_ID, chosen)
-        call("cusparseLtMatmulPlanInit", self.handle, self._plan, matmul, selection)
-        call("cusparseLtMatmulGetWorkspace", self.handle, self._plan, ctypes.byref(size))
-        self.algorithms, self._workspace = count.value, size.value
+        call("cusparseLtMatmulPlanInit", self.handle, self.opaque, matmul, selection)
+        call("cusparseLtMatmulGetWorkspace", self.handle, self.opaque, ctypes.byref(size))
+        self.algorithms, self.workspace = count.value, size.value
 
     def _describe(self, kind: str, descriptor: Any, rows: int, columns: int, lead: int, *rest: int):
         call(
@@ -180,12 +183,12 @@ class Plan:
         bias: torch.Tensor | None = None,
     ) -> None:
         """Launch on the current stream. The caller vouches for shapes, dtypes and contiguity."""
-        if bias is not None:
-            self._bias.copy_(bias)
-        workspace = work_space(self._workspace, out.device)
+        if self.bias is not None and bias is not None:
+            self.bias.copy_(bias)
+        workspace = work_space(self.workspace, out.device)
         stream = ctypes.c_void_p(torch._C._cuda_getCurrentRawStream(out.device.index))
         result, space = out.data_ptr(), None if workspace is None else workspace.data_ptr()
         call(
-            "cusparseLtMatmul", self.handle, self._plan, ctypes.byref(_ONE), buffer.data_ptr(),
+            "cusparseLtMatmul", self.handle, self.opaque, ctypes.byref(_ONE), buffer.data_ptr(),
             dense.data_ptr(), ctypes.byref(_ZERO), result, result, space, ctypes.byref(stream), 1,
         )  # fmt: skip

@@ -1,0 +1,119 @@
+"""The launch of cuSPARSELt's product in C++, which takes the CPU a fraction of the time that Python
+takes.
+
+`csrc/native.cpp` is compiled when a GPU first needs it, by the C++ compiler alone (CXX, else c++).
+Without a compiler, or with SPARSE24_NATIVE=0, Python launches the products.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import torch
+
+from common_kernels.matmul import cusparselt
+from common_kernels.matmul.cuda_build import SOURCES, BuildError, alone, cache, compiled
+
+VARIABLE = "SPARSE24_NATIVE"
+SOURCE = SOURCES / "native.cpp"
+TORCH = Path(torch.__file__).parent
+FLAGS = (
+    "-std=c++17", "-O2", "-shared", "-fPIC", "-fvisibility=hidden",
+    "-DTORCH_TARGET_VERSION=0x020b000000000000",  # torch 2.11
+)  # fmt: skip
+
+
+class Launch(ctypes.Structure):
+    """What C++ needs of a plan, or why there is none. native.cpp has the same fields."""
+
+    _fields_ = (
+        ("failure", ctypes.c_char_p),
+        ("matmul", ctypes.c_void_p),
+        ("error_string", ctypes.c_void_p),
+        ("handle", ctypes.c_void_p),
+        ("plan", ctypes.c_void_p),
+        ("bias", ctypes.c_void_p),
+        ("workspace", ctypes.c_int64),
+    )
+
+
+_kept: dict[object, Launch] = {}  # by plan; C++ has the addresses
+
+
+def launch(plan: cusparselt.Plan) -> int:
+    """The address of the `Launch` of a plan."""
+    library = cusparselt.library()
+    functions = library.cusparseLtMatmul, library.cusparseLtGetErrorString
+    found = Launch(
+        None,
+        *(ctypes.cast(function, ctypes.c_void_p) for function in functions),
+        *map(ctypes.addressof, (plan.handle, plan.opaque)),
+        None if plan.bias is None else plan.bias.data_ptr(),
+        plan.workspace,
+    )
+    _kept[plan] = found
+    return ctypes.addressof(found)
+
+
+def failed(error: Exception) -> int:
+    """The address of a `Launch` that makes C++ raise RuntimeError with this error's message."""
+    _kept[failed] = Launch(str(error).encode())
+    return ctypes.addressof(_kept[failed])
+
+
+@functools.cache
+def start() -> None:
+    """Let C++ run the operator on GPUs from now on, if it can; else say once why not."""
+    if os.environ.get(VARIABLE) == "0":
+        return
+    try:
+        register = load()
+        shim = ctypes.CDLL(str(TORCH / "lib" / "libtorch_cuda.so"))
+        register(b"CUDA", shim.aoti_torch_get_current_cuda_stream)
+    except (BuildError, OSError) as error:
+        warnings.warn(
+            f"{error}: sparse products are launched from Python, which takes the CPU longer "
+            f"({VARIABLE}=0 hides this warning)",
+            stacklevel=2,
+        )
+
+
+def load() -> ctypes._CFuncPtr:  # type: ignore[name-defined]
+    """The function `sparse24_start` of the library, which is compiled now if it is missing."""
+    register = ctypes.CDLL(str(build())).sparse24_start
+    register.restype = ctypes.c_void_p
+    return register
+
+
+def build() -> Path:
+    """The compiled library. Raises BuildError if there is no compiler or it fails."""
+    name = os.environ.get("CXX") or "c++"
+    compiler = shutil.which(name)
+    if compiler is None:
+        raise BuildError(f"the C++ compiler {name!r} cannot be found")
+    version = subprocess.run([compiler, "--version"], capture_output=True, text=True).stdout
+    known = hashlib.sha256(SOURCE.read_bytes() + repr((FLAGS, version)).encode()).hexdigest()
+    path = cache() / f"native-{known[:16]}.so"
+
+    def say(line: str) -> None:
+        print(line, file=sys.stderr, flush=True)
+
+    def command(to: Path) -> list[str]:
+        where = f"-I{TORCH / 'include'}", f"-L{TORCH / 'lib'}"
+        return [compiler, *FLAGS, *where, str(SOURCE), "-ltorch_cpu", "-o", str(to)]
+
+    if not path.is_file():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with alone(path.with_suffix(".lock"), say):
+            if not path.is_file():
+                say(f"compiling the launch of sparse products into {path}")
+                compiled(command, path)
+    return path

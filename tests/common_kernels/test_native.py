@@ -1,0 +1,168 @@
+"""The launch in C++ against that in Python. The library that both call notes its arguments."""
+
+import ctypes
+import itertools
+import shutil
+import subprocess
+
+import pytest
+import torch
+
+from common_kernels import matmul
+from common_kernels.matmul import Problem, cusparselt, linear24, mm24, native
+from common_kernels.pack import Packed24
+from tests.each import each
+
+BF16, STREAMS = torch.bfloat16, itertools.count(4711)
+NAMES = ("handle", "plan", "a", "b", "c", "d", "workspace", "stream", "streams", "alpha", "beta")
+
+# The product begins with the bytes of the dense operand, or of the bias.
+FAKE = r"""
+#include <stddef.h>
+#include <string.h>
+#define OK(name) int cusparseLt##name(void) { return 0; }
+OK(StructuredDescriptorInit) OK(DenseDescriptorInit) OK(MatmulDescriptorInit)
+OK(MatmulAlgSelectionInit) OK(MatmulAlgGetAttribute) OK(MatmulAlgSetAttribute) OK(MatmulPlanInit)
+void *bias, *stream;
+size_t seen[11];
+int status;
+int cusparseLtMatmulDescSetAttribute(void *h, void *d, int what, void **value, size_t size) {
+  bias = *value; return 0; }
+int cusparseLtMatmulGetWorkspace(void *h, void *plan, size_t *size) { *size = 96; return 0; }
+const char *cusparseLtGetErrorString(int status) { return "no such luck"; }
+int cusparseLtMatmul(void *handle, void *plan, float *alpha, void *a, void *b, float *beta, void *c,
+                     void *d, void *space, void **streams, int n) {
+  size_t all[] = {(size_t)handle, (size_t)plan, (size_t)a, (size_t)b, (size_t)c, (size_t)d,
+                  (size_t)space, (size_t)*streams, n, *alpha, *beta};
+  memcpy(seen, all, sizeof all);
+  memcpy(d, b, 1024);
+  if (bias) memcpy(d, bias, 128);
+  return status; }
+int current_stream(int device, void **out) { *out = stream; return 0; }
+"""
+
+
+def seen(fake):
+    """The arguments of the last product."""
+    return dict(zip(NAMES, (ctypes.c_size_t * len(NAMES)).in_dll(fake, "seen"), strict=True))
+
+
+@pytest.fixture
+def fake(monkeypatch, tmp_path, tmp_path_factory):
+    """C++ serves the operator on CPUs, with plans of a fake library, which is returned."""
+    if not shutil.which("c++"):
+        pytest.skip("there is no C++ compiler")
+    command = ["c++", "-x", "c", "-w", "-shared", "-fPIC", "-o", tmp_path / "fake.so", "-"]
+    subprocess.run(command, input=FAKE, text=True, check=True)
+    fake, plans = ctypes.CDLL(str(tmp_path / "fake.so")), {}
+    fake.cusparseLtGetErrorString.restype, fake.plans = ctypes.c_char_p, plans
+    fake.cusparseLtMatmul.argtypes = (*(ctypes.c_void_p,) * 10, ctypes.c_int32)
+
+    def plan(fields, device, stream):
+        return plans.setdefault((fields, stream), cusparselt.Plan(Problem(*fields), 0, "cpu"))
+
+    stream, current = ctypes.c_void_p.in_dll(fake, "stream"), "_cuda_getCurrentRawStream"
+    monkeypatch.setattr(torch._C, current, lambda _: stream.value, raising=False)
+    monkeypatch.setattr(cusparselt, "library", lambda: fake)
+    monkeypatch.setattr(cusparselt, "handle", lambda device: ctypes.create_string_buffer(16))
+    monkeypatch.setattr(matmul, "_plan", plan)
+    # One build serves all tests.
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp()))
+    registration = ctypes.c_void_p(native.load()(b"CPU", fake.current_stream))
+    now(fake)
+    yield fake
+    shim = ctypes.CDLL(str(native.TORCH / "lib/libtorch_cpu.so"))
+    shim.aoti_torch_delete_library_object(registration)
+
+
+def now(fake, stream=None, status=0):
+    """Set the current stream (a new one has no plans) and the status of the next products."""
+    ctypes.c_void_p.in_dll(fake, "stream").value = stream or next(STREAMS)
+    ctypes.c_void_p.in_dll(fake, "bias").value = None
+    ctypes.c_int.in_dll(fake, "status").value = status
+
+
+def operands(dtype=BF16):
+    return Packed24.empty((64, 128), dtype), torch.randn(32, 128).to(dtype), torch.randn(64)
+
+
+@each("dtype", [BF16, torch.float16, torch.float8_e4m3fn])
+@each("form", ["plain", "fp32 bias", "bias", "unaligned", "sum", "transposed sum"])
+def test_the_library_is_called_as_from_python(dtype, form, fake):
+    (packed, x, bias), out = operands(dtype), BF16 if dtype.itemsize == 1 else dtype
+    bias = {"fp32 bias": bias, "bias": bias.to(out)}.get(form)
+    if form == "unaligned":
+        x = torch.cat([x.view(torch.uint8)] * 2).view(dtype).flatten()[1:4097].view(32, 128)
+    now(fake)
+    with torch.inference_mode():  # a plan that is made there serves outside, too
+        if "sum" in form:
+            x = x if form == "transposed sum" else x.view(128, 32)
+            y = mm24(packed, x, out, transposed=form == "transposed sum")
+        else:
+            y = linear24(packed, x, bias, out)
+    got, own = seen(fake), {"a": packed.buffer.data_ptr(), "c": y.data_ptr(), "d": y.data_ptr()}
+    assert got == {**got, **own, "streams": 1, "alpha": 1, "beta": 0} and got["workspace"]
+    assert (got["b"] == x.data_ptr()) == (form != "unaligned") and got["b"] % 16 == 0
+    *_, plan = fake.plans.values()
+    want = torch.zeros(plan.result_shape, dtype=out)
+    plan.run(packed.buffer, x, want, bias)
+    assert torch.equal(*(t.view(torch.uint8).flatten()[:1024] for t in (y, want)))
+    assert (y.shape, y.dtype) == (want.shape, out)
+    other = ("b", "c", "d", "workspace")
+    assert {**seen(fake), **{name: got[name] for name in other}} == got
+
+
+def test_each_stream_has_its_plan_and_makes_it_once(fake):
+    packed, x, _ = operands()
+    for stream in (1, 2, 1, 2):
+        now(fake, stream)
+        linear24(packed, x)
+        assert seen(fake)["stream"] == stream
+    assert not linear24(packed, x[:0]).numel()
+    assert [stream for _, stream in fake.plans] == [1, 2]
+
+
+def test_errors_keep_their_message(fake, monkeypatch):
+    packed, x, _ = operands()
+    now(fake, status=3)
+    with pytest.raises(RuntimeError, match=r"^cusparseLtMatmul: no such luck$"):
+        linear24(packed, x)
+
+    def refuse(*_):
+        raise cusparselt.CuSparseLtError("run it dense")
+
+    now(fake)
+    monkeypatch.setattr(matmul, "_plan", refuse)
+    with pytest.raises(RuntimeError, match=r"^run it dense$"):
+        linear24(packed, x)
+
+
+def test_compiled_and_differentiated_as_before(fake):
+    packed, x, bias = operands()
+    torch._dynamo.reset()
+    with torch.no_grad():
+        compiled = torch.compile(linear24, backend="aot_eager", fullgraph=True, dynamic=True)
+        for given in (x, x[:24].requires_grad_()):
+            y = compiled(packed, given, bias)
+            assert torch.equal(y[0], bias.to(BF16)) and y.shape == (len(given), 64)
+            assert seen(fake)["b"] == given.data_ptr()
+    plans = len(fake.plans)
+    with pytest.raises(RuntimeError, match="autograd"):
+        linear24(packed, x.requires_grad_()).float().sum().backward()
+    assert len(fake.plans) == plans
+
+
+def test_without_a_compiler_python_goes_on_and_says_so(monkeypatch):
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    monkeypatch.delenv("SPARSE24_NATIVE", raising=False)
+    start = native.start.__wrapped__
+    with pytest.warns(UserWarning, match=r"'no-such-compiler' cannot be found.*from Python"):
+        start()
+    monkeypatch.setenv("SPARSE24_NATIVE", "0")
+    start()
+
+
+def test_it_is_compiled_once_and_said_in_one_line(fake, monkeypatch, tmp_path, capfd):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert native.build() == native.build()
+    assert len(capfd.readouterr().err.splitlines()) == 1
