@@ -71,7 +71,7 @@ def few_tokens24(
             f"x must be {weight.dtype} of shape [at most {MOST}, {columns}], not {x.dtype} of "
             f"{tuple(x.shape)}"
         )
-    device = checks.one_device(weight=weight.values, x=x, bias=bias)
+    device = checks.one_device(weight=weight.values, meta=weight.meta, x=x, bias=bias)
     name = backends.resolve(device, backend)
     if backends.interpreted() or (name == "triton" and not serves(device)):
         name = "cpu"

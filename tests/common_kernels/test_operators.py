@@ -356,6 +356,7 @@ def cases():
     columns = ck.double_prune_bits(values, bits)
     packed = ck.pack24(w.to(BF16), mask, "cusparselt_sm90")
     fragments = ck.fragments24(packed)
+    few = ck.fragments24(packed)
     bias, wide_bias = numbers((64,), BF16).to(DEVICE), numbers((128,), BF16).to(DEVICE)
     one, seen, scales = (torch.tensor(n, device=DEVICE) for n in (1.5, 0.5, [0.0, 0.0]))
     key = torch.tensor([3, 4], device=DEVICE)
@@ -365,9 +366,9 @@ def cases():
     codes, other = codes.to(FP8[0]), other.to(FP8[1])
     stored = {"values": values, "row_mask": bits, "column_mask": columns}
 
-    def of(buffer, rows=128, dtype=BF16):
+    def of(buffer, rows=128, dtype=BF16, layout="cusparselt_sm90"):
         """The matrix [rows, 8192 / rows] in these bytes."""
-        return ck.Packed24((buffer,), (rows, 128 * 64 // rows), dtype)
+        return ck.Packed24((buffer,), (rows, 128 * 64 // rows), dtype, layout)
 
     def delayed(function, *more):
         """With an amax and what was seen, which is written."""
@@ -422,6 +423,15 @@ def cases():
         "linear24": (
             without_backend(lambda buffer, *o: linear24(of(buffer), *o)),
             {"buffer": packed.buffer, "x": x, "bias": wide_bias},
+        ),
+        "linear24, our own kernels": (
+            without_backend(lambda buffer, *o: linear24(of(buffer, layout="cutlass_sm90"), *o)),
+            {"buffer": packed.buffer, "x": x, "bias": wide_bias},
+        ),
+        "few_tokens24": (
+            without_backend(lambda values, meta, *o: ck.few_tokens24(
+                ck.Fragments24(values, meta, (128, 64), BF16), *o)),
+            {"values": few.values, "meta": few.meta, "x": x[:5], "bias": wide_bias},
         ),
         "mm24": (
             without_backend(lambda buffer, x: mm24(of(buffer), x)),
@@ -562,5 +572,5 @@ def test_opcheck():
                 ]
                 torch.library.opcheck(operator, args, test_utils=tests[0])
                 checked.add(operator.name())
-    names = torch._C._dispatch_get_all_op_names()
-    assert checked == {name for name in names if name.startswith("sparse24::")}
+    names = {n for n in torch._C._dispatch_get_all_op_names() if n.startswith("sparse24::")}
+    assert checked == names - {"sparse24::plan24"}  # which C++ calls for a plan of cuSPARSELt
