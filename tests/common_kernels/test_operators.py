@@ -356,7 +356,6 @@ def cases():
     columns = ck.double_prune_bits(values, bits)
     packed = ck.pack24(w.to(BF16), mask, "cusparselt_sm90")
     fragments = ck.fragments24(packed)
-    few = ck.fragments24(packed)
     bias, wide_bias = numbers((64,), BF16).to(DEVICE), numbers((128,), BF16).to(DEVICE)
     one, seen, scales = (torch.tensor(n, device=DEVICE) for n in (1.5, 0.5, [0.0, 0.0]))
     key = torch.tensor([3, 4], device=DEVICE)
@@ -427,11 +426,6 @@ def cases():
         "linear24, our own kernels": (
             without_backend(lambda buffer, *o: linear24(of(buffer, layout="cutlass_sm90"), *o)),
             {"buffer": packed.buffer, "x": x, "bias": wide_bias},
-        ),
-        "few_tokens24": (
-            without_backend(lambda values, meta, *o: ck.few_tokens24(
-                ck.Fragments24(values, meta, (128, 64), BF16), *o)),
-            {"values": few.values, "meta": few.meta, "x": x[:5], "bias": wide_bias},
         ),
         "mm24": (
             without_backend(lambda buffer, x: mm24(of(buffer), x)),
