@@ -2,13 +2,11 @@
 
 import pytest
 import torch
-import torch.nn.functional as F
-from torch.sparse import to_sparse_semi_structured
 
 from common_kernels import nm_mask, transposable_mask24
 from common_kernels.pack import convert24, pack24, unpack24
-from common_kernels.pack.interop import cslt_form, to_semi_structured
-from tests.cpu_operators import from_cslt, swizzle_mask
+from common_kernels.pack.interop import cslt_form
+from tests.cpu_operators import swizzle_mask
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
@@ -87,22 +85,6 @@ def test_cusparselts_compressor(shape, dtype):
     if dtype.itemsize == 2:
         eye = torch.eye(shape[1], dtype=dtype, device="cuda")
         same(torch._cslt_sparse_mm(compressed, eye) + 0, x)
-
-
-@hopper
-@half_precision
-def test_torchs_cusparselt_tensor(dtype):
-    w, mask = sparse((256, 512), dtype, transposable=True)
-    packed = pack24(w, mask, "cusparselt_sm90")
-    tensor = to_semi_structured(packed, pack24(w.t(), mask.t(), "cusparselt_sm90"))
-    x, dy = torch.randn(64, 512, device="cuda").to(dtype), torch.randn(64, 256).cuda().to(dtype)
-    same(unpack24(from_cslt(to_sparse_semi_structured(w).packed, 512)), w)
-    for got, want in (
-        (F.linear(x, tensor), x.double() @ w.double().t()),
-        (dy @ tensor, dy.double() @ w.double()),
-    ):
-        # One rounding to 16 bits, of bf16's 8 bits of mantissa or better.
-        assert (got.double() - want).norm() < 2**-8 * want.norm()
 
 
 @pytest.mark.parametrize("layout", ["neutral", "cutlass_sm80", "cusparselt_sm90"])

@@ -247,6 +247,9 @@ class FakePlan:
             out[5, 7] += 40
 
 
+no_library = pytest.mark.skipif(CUDA, reason="a GPU has the real library")
+
+
 @pytest.fixture
 def fake_library(monkeypatch, tmp_path):
     """The table of a GPU that is not there: its kernels are emulated, their times made up."""
@@ -262,7 +265,7 @@ def fake_library(monkeypatch, tmp_path):
     table._table.cache_clear()
 
 
-@pytest.mark.skipif(CUDA, reason="a GPU has the real library")
+@no_library
 def test_a_wrong_algorithm_is_never_chosen(fake_library):
     """Fast as it may be; nor one that is wrong only now and then."""
     found = table.entry(PROBLEM, 0)
@@ -270,7 +273,7 @@ def test_a_wrong_algorithm_is_never_chosen(fake_library):
     assert (found.ms, found.dense_ms) == (3.0, 3.5)
 
 
-@pytest.mark.skipif(CUDA, reason="a GPU has the real library")
+@no_library
 def test_one_measurement_is_kept_and_serves_all_numbers_of_tokens(fake_library, monkeypatch):
     """The times are those of as many more tokens."""
     for wgrad in (False, True):
@@ -296,7 +299,7 @@ def test_one_measurement_is_kept_and_serves_all_numbers_of_tokens(fake_library, 
     assert len(rows) == 2
 
 
-@pytest.mark.skipif(CUDA, reason="a GPU has the real library")
+@no_library
 def test_where_nothing_is_right_can_be_written_or_may_be_measured(
     fake_library, monkeypatch, tmp_path
 ):
@@ -324,17 +327,21 @@ WGRAD = Problem(64, 112, 64, BF16, BF16, False, False)
 
 def test_a_product_is_asked_for_in_the_layouts_that_kernels_take():
     narrow, wide = cuda.LAYOUTS
-    assert in_layout(PROBLEM, narrow) == replace(PROBLEM, layout=narrow)
-    assert in_layout(replace(PROBLEM, columns=192), wide) is None  # no multiple of 128
-    assert in_layout(WGRAD, BUFFERED) == WGRAD
-    assert in_layout(WGRAD, narrow) == replace(WGRAD, layout=narrow, columns=128)  # tokens
-    assert in_layout(WGRAD, wide) is None  # no such kernel
     half = replace(PROBLEM, dtype=torch.float16, out_dtype=torch.float16)
-    assert in_layout(half, BUFFERED) == half and in_layout(half, narrow) is None
     single = replace(PROBLEM, dtype=torch.float32, out_dtype=torch.float32)
-    assert in_layout(single, BUFFERED) is None
-    cpu_device = torch.device("cpu")
-    assert own_layout(PROBLEM, cpu_device) == narrow and own_layout(half, cpu_device) == BUFFERED
+    for problem, layout, found in (
+        (PROBLEM, narrow, replace(PROBLEM, layout=narrow)),
+        (replace(PROBLEM, columns=192), wide, None),  # no multiple of 128
+        (WGRAD, BUFFERED, WGRAD),
+        (WGRAD, narrow, replace(WGRAD, layout=narrow, columns=128)),  # tokens
+        (WGRAD, wide, None),  # no such kernel
+        (half, BUFFERED, half),
+        (half, narrow, None),
+        (single, BUFFERED, None),
+    ):
+        assert in_layout(problem, layout) == found
+    device = torch.device("cpu")
+    assert own_layout(PROBLEM, device) == narrow and own_layout(half, device) == BUFFERED
 
 
 @pytest.fixture
@@ -357,7 +364,8 @@ def gpu_of_tables(monkeypatch):
 
 
 def test_the_layout_that_is_fastest_beside_the_dense_product_is_taken(gpu_of_tables):
-    """The GPU may have run at another clock for each."""
+    """The GPU may have run at another clock for each; tokens are filled up only where every kernel
+    needs more."""
     device, (narrow, wide) = torch.device("cuda", 0), cuda.LAYOUTS
     gpu_of_tables |= {BUFFERED: (2.0, 3.0), narrow: (1.5, 2.0), wide: (1.1, 2.0)}
     assert fastest(PROBLEM, device) == measured(PROBLEM, device) == (wide, 1.1, 2.0)
@@ -366,11 +374,7 @@ def test_the_layout_that_is_fastest_beside_the_dense_product_is_taken(gpu_of_tab
     assert fastest(WGRAD, device).layout == BUFFERED
     assert is_faster(PROBLEM, device) and is_faster(replace(PROBLEM, layout=wide), device)
     assert fastest(WGRAD, device).wins and not fastest(WGRAD, device)._replace(ms=3.0).wins
-
-
-def test_tokens_are_filled_up_only_where_every_kernel_needs_more(gpu_of_tables):
-    device, narrow = torch.device("cuda", 0), cuda.LAYOUTS[0]
-    gpu_of_tables |= {BUFFERED: (2.0, 3.0), narrow: (1.0, 3.0)}
+    gpu_of_tables[narrow] = (1.0, 3.0)
     for tokens, layout in ((112, BUFFERED), (128, narrow), (104, narrow)):  # 104: no multiple of 16
         problem = replace(WGRAD, columns=tokens)
         assert fastest(problem, device).layout == measured(problem, device).layout == layout

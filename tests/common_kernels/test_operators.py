@@ -174,7 +174,7 @@ def test_the_backends_agree_in_every_bit(name):
             "transposable" in name and DEVICE.type == "cpu" and max(shape) > 500
         ):
             continue  # slow under the interpreter
-        for dtype in DTYPES:
+        for dtype in {(16, 700): DTYPES[1:], (4, 1028): DTYPES[:1]}.get(shape, DTYPES):
             layout = next(layouts)
             operands = [layout(t).to(DEVICE) for t in operator.operands(shape, dtype, True)]
             for more in operator.more:
@@ -377,8 +377,8 @@ def cases():
 
     return {
         "nm_mask": (pure(ck.nm_mask), {"x": w}),
-        "transposable": (pure(ck.transposable_mask24), {"w": w}),
-        "greedy": (pure(ck.transposable_mask24, "greedy"), {"w": w}),
+        "transposable": (pure(ck.transposable_mask24), {"w": w[:16]}),
+        "greedy": (pure(ck.transposable_mask24, "greedy"), {"w": w[:16]}),
         "check24": (pure(ck.check24), {"x": w}),
         "flip_rate": (pure(ck.flip_rate), {"old": mask, "new": both}),
         "soft_threshold24": (pure(ck.soft_threshold24), {"x": w}),

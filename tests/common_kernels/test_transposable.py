@@ -45,19 +45,6 @@ def test_sums_near_the_largest_number_do_not_overflow(dtype, backend, generator)
     assert transposable_mask24(w, backend=backend)[1, 60]
 
 
-@each("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_best_of_all_patterns(dtype, generator):
-    w = torch.randn(3, 32, 64, generator=generator).to(dtype)
-    scores = tiles(w.double().abs()) @ all_patterns().t()
-    mask = transposable_mask24(w)
-    assert_24_both_ways(mask)
-    # Three fp32 additions round; only in 16 bits do two patterns come that close here.
-    kept = (tiles(w.double().abs()) * tiles(mask)).sum(1)
-    assert (kept >= scores.amax(1) * (1 - 4 * 2**-24)).all()
-    if dtype == torch.float32:
-        assert torch.equal(tiles(mask).double(), all_patterns()[scores.argmax(1)])
-
-
 def test_ties_go_to_the_first_pattern(generator):
     """Small integers: scores are exact and ties are everywhere."""
     w = torch.randint(-2, 3, (64, 64), generator=generator).float()
@@ -66,11 +53,6 @@ def test_ties_go_to_the_first_pattern(generator):
     for backend in ("cpu", *(["triton"] if HAS_TRITON else [])):
         mask = transposable_mask24(w.to(DEVICE), backend=backend).cpu()
         assert torch.equal(tiles(mask).double(), all_patterns()[first])
-
-
-def test_equal_magnitudes_give_pattern_zero():
-    want = [[1, 1, 0, 0], [1, 1, 0, 0], [0, 0, 1, 1], [0, 0, 1, 1]]
-    assert transposable_mask24(torch.full((4, 4), -3.0)).int().tolist() == want
 
 
 def test_literal_tile():
