@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
 # All checks: `bash tests/run.sh [pytest arguments]`. Needs no GPU, and no network once installed.
-# Every check runs whatever the others say; exit status 0 only if all are clean. `newest` or `oldest` as
-# the first argument: the tests alone, with the newest or the lowest versions that pyproject.toml allows,
-# in an environment of their own.
+# Every check runs whatever the others say; exit status 0 only if all are clean. The first argument may be
+#   all               run the tests whose numbers depend on the CPU again with another instruction set
+#   newest or oldest  the tests alone, with the newest or the lowest versions that pyproject.toml allows,
+#                     in an environment of their own
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/../reproduce/setup.sh"
 # One thread per worker: two workers with two threads each fight for two cores.
@@ -31,6 +32,8 @@ case ${1:-} in
         tests "$@"
         exit
         ;;
+    all) all=1 && shift ;;
+    *) all= ;;
 esac
 use_environment dev importlinter
 
@@ -53,7 +56,7 @@ trap 'rm -f "$said"' EXIT
 linters >"$said" 2>&1 &
 linting=$!
 # The folders whose tests compare numbers run with the sums of another instruction set, too: some
-# minutes. So do tests that the arguments name. Ranks with shards compare with a process of their own
+# minutes. Ranks with shards compare with a process of their own
 # kind. Status 5: the arguments choose no test here.
 tests_under_avx2() {
     ATEN_CPU_CAPABILITY=avx2 DNNL_MAX_CPU_ISA=AVX2 tests "$@" \
@@ -62,8 +65,8 @@ tests_under_avx2() {
         --ignore=tests/methods/test_sharding.py --ignore=tests/methods/nn/test_sharding.py ||
         [ $? -eq 5 ]
 }
-check tests_under_avx2 "$@"
+check tests "$@"
 wait "$linting" || failed+=(linters)
 cat "$said"
-check tests "$@"
+[ -z "$all" ] || check tests_under_avx2 "$@"
 [ ${#failed[@]} -eq 0 ]
