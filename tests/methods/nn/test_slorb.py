@@ -59,14 +59,6 @@ def test_mean_by_hand():
     assert s.tolist() == [[0.0, 0.0]]
 
 
-def test_sum_gives_k_times_the_pruned_part():
-    layer, dense = converted(slorb_init="sum")
-    kept = block_sums(layer.sparse_weight)
-    used = block_sums(layer.sparse_weight + product(layer))
-    expected = kept + 4 * (block_sums(dense) - kept)
-    torch.testing.assert_close(used, expected, rtol=0, atol=1e-5)
-
-
 def test_xavier_starts_as_the_sparse_layer_and_follows_from_the_seed_of_the_method():
     """So every rank draws the same, whatever its own weights were before."""
     layer, _ = converted(slorb_init="xavier")
@@ -84,13 +76,6 @@ def test_xavier_starts_as_the_sparse_layer_and_follows_from_the_seed_of_the_meth
         methods.build("ast", include=["*"], **options).convert(twin)
         assert torch.equal(twin.slorb_x, layer.slorb_x) == (seed == 0)
     assert torch.equal(torch.get_rng_state(), state)
-
-
-def test_the_sums_of_blocks_are_the_product_with_the_indicator():
-    for leading in ((3,), (2, 5)):
-        x, s = torch.randn(*leading, 16), torch.randn(8, 4)
-        expected = x @ slorb.indicator(16, 4).t() @ s.t()
-        torch.testing.assert_close(slorb.boost(x, s, None), expected, rtol=1e-5, atol=1e-5)
 
 
 def test_gradients_reach_both_factors_and_the_dense_weight():
