@@ -14,6 +14,7 @@ from torch import nn
 
 import methods
 from methods import s_ste, ste
+from tests.methods.loop import training_step
 
 
 def mlp():
@@ -149,7 +150,7 @@ def test_flips_count_in_a_layer_that_is_trained_in_part():
     for trained in ("weight", "bias"):
         layer = nn.Linear(4, 4)
         layer.requires_grad_(False).get_parameter(trained).requires_grad_(True)
-        method = ste.Method(ste.Config(include=["*"], measure_every=1))
+        method = methods.build("ste", include=["*"], measure_every=1)
         method.convert(layer)
         step_to(method, layer, [1.0, 2.0, 3.0, 4.0], 0)
         assert step_to(method, layer, [4.0, 3.0, 2.0, 1.0], 1)["flip_rate"] == 1.0
@@ -270,12 +271,6 @@ class Loop:
         self.method.open_micro_batch()
         return self.model["mlp"](torch.ones(4, 8)).square().mean()
 
-    def update(self, step):
-        self.forward().backward()
-        self.method.on_gradients(step, self.optimizer)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-
 
 def test_a_loop_without_its_hooks_is_told_at_its_second_step():
     for name, options in LOOPS:
@@ -289,7 +284,10 @@ def test_a_loop_without_its_hooks_is_told_at_its_second_step():
                 for step in range(2):
                     if hook == "on_step_begin":
                         loop.method.on_step_begin(step)
-                    loop.update(step)
+                    loop.forward().backward()
+                    loop.method.on_gradients(step, loop.optimizer)
+                    loop.optimizer.step()
+                    loop.optimizer.zero_grad()
                     if hook == "on_step_end":
                         loop.method.on_step_end(step)
 
@@ -441,9 +439,8 @@ def test_steps_that_are_counted_anew_in_each_epoch_or_beyond_the_total_are_warne
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for step in range(9):
-            loop.method.on_step_begin(step)
-            loop.update(step)
-            loop.method.on_step_end(step)
+            with training_step(loop.method, step, loop.optimizer):
+                loop.forward().backward()
     with pytest.warns(UserWarning, match=r"^on_step_begin\(9\) with total_steps=9, of which 8 is"):
         loop.method.on_step_begin(9)
     with pytest.warns(UserWarning, match=r"^on_step_begin\(0\) after on_step_end\(8\).*epoch$"):
