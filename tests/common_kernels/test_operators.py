@@ -546,7 +546,8 @@ class Recorded(TorchDispatchMode):
 
 @pytest.mark.skipif(DEVICE.type != "cpu", reason="its CPU side; on a GPU the fakes are the same")
 def test_opcheck():
-    """Schema, fakes and autograd of every registered operator, also of turned and empty tensors."""
+    """Schema, fakes and autograd of every registered operator, also of turned tensors."""
+    schema, fakes, autograd = "test_schema", "test_faketensor", "test_autograd_registration"
     checked = set()
     for call, operands in CASES.values():
         for change in (lambda x: x, turned):
@@ -557,14 +558,13 @@ def test_opcheck():
                 made = operator(*[a.clone() if isinstance(a, torch.Tensor) else a for a in args])
                 # opcheck compares with allclose and multiplies what is mutated: FP8 has neither.
                 codes = any(getattr(t, "dtype", None) in FP8 for t in (*tensors, *results(made)))
-                tests = ("test_autograd_registration", "test_faketensor")
-                options = {"test_utils": tests} if codes else {}
-                torch.library.opcheck(operator, args, **options)
-                args = [
-                    a.requires_grad_() if isinstance(a, torch.Tensor) and a.dtype in DTYPES else a
-                    for a in args
-                ]
-                torch.library.opcheck(operator, args, test_utils=tests[0])
+                tests = [fakes] if codes else [schema, fakes]
+                if change is not turned and not codes:
+                    tests.append("test_aot_dispatch_dynamic")
+                torch.library.opcheck(operator, args, test_utils=tests)
+                for a in tensors:
+                    a.requires_grad_(a.dtype in DTYPES)
+                torch.library.opcheck(operator, args, test_utils=autograd)
                 checked.add(operator.name())
     names = {n for n in torch._C._dispatch_get_all_op_names() if n.startswith("sparse24::")}
     assert checked == names - {"sparse24::plan24"}  # which C++ calls for a plan of cuSPARSELt
