@@ -125,6 +125,12 @@ EXACT = {
         ck.quantize_fp8, fp8.quantize_fp8, (("e4m3",), ("e5m2",)), special=False
     ),
     "fake_fp8": Operator(ck.fake_fp8, fp8.fake_fp8, (("e4m3",), ("e5m2",)), special=False),
+    "fp8_numbers": Operator(fp8_numbers, fp8.quantize_fp8, (("e4m3",),), special=False),
+    "fp8_numbers_and_codes": Operator(
+        fp8_numbers_and_codes,
+        lambda x, fmt, kept: (*fp8.quantize_fp8(x, fmt), *fp8.quantize_fp8(x, kept)),
+        (("e4m3", "e4m3"), ("e4m3", "e5m2")), special=False,
+    ),
 }  # fmt: skip
 
 
