@@ -1,10 +1,8 @@
 import torch
 
-import common_kernels as ck
 from common_kernels import fake_fp8, quantize_fp8
 from common_kernels.backend import HAS_TRITON
 from common_kernels.fp8.cpu import codes_of, scale_from
-from common_kernels.fp8.operands import quantize_and_sample, quantize_both
 from common_kernels.fp8.simulated import fp8_numbers_and_codes
 from tests.each import each
 
@@ -63,8 +61,7 @@ def test_relative_error_of_a_gaussian(fmt, percent, generator):
 
 @each("backend", BACKENDS)
 @each("dtype", [torch.float32, torch.bfloat16])
-@each("operator", ["codes", "both", "sample"])
-def test_delayed_scaling(operator, dtype, backend):
+def test_delayed_scaling(dtype, backend):
     """A scale from elsewhere: what is larger becomes the largest code; the largest is seen."""
     x = torch.randn(100, 64, generator=torch.Generator().manual_seed(0)).to(DEVICE, dtype)
     largest, amax = x.abs().max().float(), torch.tensor(1.5, device=DEVICE)
@@ -73,23 +70,7 @@ def test_delayed_scaling(operator, dtype, backend):
     assert want.abs().max() == 57344 and (x.float().abs() > 1.5).any()
     for before, after in ((0.5, largest), (2 * largest, 2 * largest)):
         seen = torch.tensor(float(before), device=DEVICE)
-        if operator == "codes":
-            codes, used = ck.quantize_fp8(x, "e5m2", amax, seen, backend=backend)
-        elif operator == "both":
-            codes, turned, used, other = quantize_both(
-                x, "e5m2", "e4m3", amax, seen, backend=backend
-            )
-            assert other == 448 / 1.5
-            own = codes_of(x, other, "e4m3").float()
-            assert torch.equal(turned.float()[:, :100], own.t())
-        else:
-            key = torch.tensor([9, 2], device=DEVICE)
-            codes, packed, used = quantize_and_sample(
-                x, key, 1600, "e5m2", amax, seen, backend=backend
-            )
-            filled = torch.cat([x.float(), x.new_zeros(28, 64)])
-            sample = codes_of(ck.mvue24(filled, 9, 3200, dim=0), 0.5 * scale, "e5m2")
-            assert torch.equal(ck.unpack24(packed).float(), sample.t().float())
+        codes, used = quantize_fp8(x, "e5m2", amax, seen, backend=backend)
         assert torch.equal(codes.float(), want) and used == scale and seen == after
 
 

@@ -14,6 +14,7 @@ from common_kernels import (
     soft_threshold24,
     transposable_mask24,
 )
+from common_kernels.fp8.cpu import codes_of, scale_from
 from common_kernels.fp8.operands import (
     project_quantize24_,
     quantize_and_sample,
@@ -44,6 +45,15 @@ def weight(rows, columns, dtype=torch.float32, seed=0):
 
 def codes(t):
     return t.contiguous().view(torch.uint8)
+
+
+BEFORE = None, 0.5, 9.0  # the largest number that was seen; None: the scale is that of x
+
+
+def delayed(before):
+    """A scale from elsewhere: what is larger becomes the largest code; the largest is seen."""
+    numbers = (None, None) if before is None else (1.5, before)
+    return [n if n is None else torch.tensor(n, device=DEVICE) for n in numbers]
 
 
 def all_equal(tensors):
@@ -139,19 +149,23 @@ def test_a_sample_of_hard_groups(hard_groups):
 
 @backends
 @masters
-@each(("tokens", "layout"), [(100, BUFFERED), (64, LAYOUTS[1])])
+@each(("tokens", "layout"), [(64, BUFFERED), (100, LAYOUTS[1])])
 def test_codes_of_a_gradient_and_of_its_sample(backend, master, tokens, layout):
     dy, key = weight(tokens, 64, master), torch.tensor([9, 2], device=DEVICE)
     stride = -(-tokens // 4) * 64
     arguments = {"layout": layout, "backend": backend}
-    own, packed, scale = quantize_and_sample(dy, key, stride, "e5m2", **arguments)
-    want, want_scale = quantize_fp8(dy, "e5m2")
-    assert torch.equal(codes(own), codes(want)) and torch.equal(scale, want_scale)
-    filled = torch.cat([dy.float(), dy.new_zeros(-tokens % 64, 64)])
-    sample = mvue24(filled, 9, 2 * stride, dim=0)
-    assert sample.abs().max() <= 2 * dy.abs().max()  # why half of the scale is enough
-    want = (sample * (0.5 * scale)).to(torch.float8_e5m2)
-    assert torch.equal(unpack24(packed).float(), want.t().float())
+    for before in BEFORE:
+        amax, seen = delayed(before)
+        own, packed, scale = quantize_and_sample(dy, key, stride, "e5m2", amax, seen, **arguments)
+        largest = dy.abs().max().float()
+        assert scale == scale_from(largest if amax is None else amax, "e5m2")
+        assert seen is None or seen == max(before, largest)
+        assert torch.equal(codes(own), codes(codes_of(dy, scale, "e5m2")))
+        filled = torch.cat([dy.float(), dy.new_zeros(-tokens % 64, 64)])
+        sample = mvue24(filled, 9, 2 * stride, dim=0)
+        assert sample.abs().max() <= 2 * largest  # why half of the scale is enough
+        want = codes_of(sample, 0.5 * scale, "e5m2")
+        assert torch.equal(unpack24(packed).float(), want.t().float())
 
 
 @each("known", [False, True])
@@ -179,13 +193,17 @@ def test_codes_of_a_projected_weight(dgrad, layout, master, known):
 @each("second", ["e5m2", "e4m3"])
 def test_codes_of_a_matrix_and_of_its_transpose(backend, master, rows, second):
     x = weight(rows, 72, master)
-    own, transposed, scale, other = quantize_both(x, "e4m3", second, backend=backend)
-    want, want_scale = quantize_fp8(x, "e4m3")
-    assert torch.equal(codes(own), codes(want)) and torch.equal(scale, want_scale)
-    want, want_scale = quantize_fp8(x, second)
-    assert transposed.shape == (72, 128 if rows > 64 else 64)
-    assert torch.equal(codes(transposed[:, :rows]), codes(want.t())) and other == want_scale
-    assert not codes(transposed)[:, rows:].any()
+    for before in BEFORE:
+        amax, seen = delayed(before)
+        own, turned, *scales = quantize_both(x, "e4m3", second, amax, seen, backend=backend)
+        largest = x.abs().max().float()
+        given = largest if amax is None else amax
+        assert scales == [scale_from(given, "e4m3"), scale_from(given, second)]
+        assert seen is None or seen == max(before, largest)
+        assert torch.equal(codes(own), codes(codes_of(x, scales[0], "e4m3")))
+        assert turned.shape == (72, 128 if rows > 64 else 64)
+        assert torch.equal(codes(turned[:, :rows]), codes(codes_of(x, scales[1], second).t()))
+        assert not codes(turned)[:, rows:].any()
 
 
 @backends
