@@ -109,17 +109,12 @@ def test_a_pretrained_model_learns_a_task_and_stays_sparse(runs, family):
     assert result["sparsity"]["illegal_groups"] == 0 < result["sparsity"]["groups"]
     source = read_sealed(run / "result.json")
     assert result["converted"] == source["converted"] and len(source["converted"]) == 4
-    method = {"gpt2": "s_ste", "bert": "sr_ste"}[family]
-    assert result["pretrained"] == {
-        "method": method,
-        "config_hash": source["config_hash"],
-        "weights_hash": own.weights_hash(),
-    }
+    assert result["pretrained"]["config_hash"] == source["config_hash"]
+    assert result["pretrained"]["weights_hash"] == own.weights_hash()
     assert result["examples"] == {"train": 64, "dev": 32} and result["steps"] == 128
     assert own.directory().parent.parent == run / "finetune"
     log = read_metrics(own.directory() / "metrics.jsonl")
     assert [(r["step"], r["epoch"]) for r in log] == [(16 * e, e) for e in range(1, 9)]
-    assert log[-1]["score"] == result["metrics"]["score"]
     assert log[-1]["loss"] < 0.6 * log[0]["loss"]
 
 
@@ -133,7 +128,6 @@ def test_other_data_or_weights_of_the_same_name_are_not_taken_for_done(gpt2, tmp
         config(gpt2, "rte", f"data.source={folder}", "recipe.epochs=1") for folder in folders
     )
     result = finetune.run(one, quiet)
-    assert result["data_hash"] == glue.content_hash(glue.files("rte", str(folders[0])))
     assert one.directory() != other.directory() and one.digest() != other.digest()
     assert finetune.finished(other) is None
     assert finetune.finished(config(gpt2, "rte", "data.source=who/glue", "recipe.epochs=1")) is None
@@ -210,9 +204,6 @@ def test_the_nine_in_one_command_make_a_table(gpt2, monkeypatch):
     qqp = read_sealed(own.single("qqp").directory() / "result.json")
     assert qqp["examples"] == {"train": 48, "dev": 16, "broken_lines": 0}
     assert result["sparsity"]["density"] == 0.5 and result["sparsity"]["illegal_groups"] == 0
-    for task in glue.TASKS:
-        part = read_sealed(own.single(task).directory() / "result.json")
-        assert part["metrics"] == result["tasks"][task] and part["task"] == task
     table = "\n".join(said)
     assert f"mean of 9  {result['metrics']['score']:>5.1f}" in table
     assert "accuracy_mismatched" in table and "spearman" in table and "matthews" in table
@@ -248,8 +239,7 @@ def test_squad_through_the_whole_loop(gpt2):
 
 def test_a_batch_is_padded_on_the_right_to_its_longest_sequence_or_to_the_full_length():
     pair = [
-        Encoded(np.array([5, 6, 7], dtype=np.int32), 2, 1),
-        Encoded(np.array([8], dtype=np.int32), 1, 0),
+        Encoded(np.array(ids, dtype=np.int32), n, n - 1) for ids, n in (([5, 6, 7], 2), ([8], 1))
     ]
     batch = collate(pair, pad=9, length=None)
     assert batch["input"].tolist() == [[5, 6, 7], [8, 9, 9]]
@@ -277,8 +267,16 @@ def batches(trainer):
     return trainer.source.batches(trainer._requests())
 
 
-def test_logits_that_are_not_numbers_end_the_run(gpt2):
-    t = trainer(gpt2)
+def test_what_does_not_fit_is_refused_before_anything_is_written(gpt2, tmp_path):
+    for own, message in [
+        (config(tmp_path, "rte"), "holds no finished run"),
+        (config(gpt2, "rte", f"data.source={tmp_path}"), r"RTE is missing: data\.source="),
+        (config(gpt2, "squad", "recipe.stride=60"), r"lower recipe\.stride"),
+    ]:
+        with pytest.raises(UserError, match=message):
+            finetune.run(own, quiet)
+    assert not (gpt2 / "finetune").exists() and not (tmp_path / "finetune").exists()
+    t = trainer(gpt2)  # as are logits that are not numbers
     t.model.classifier.weight.data[0, 0] = float("nan")
     with pytest.raises(UserError, match=r"logits on dev are NaN after step 0; lower recipe"):
         t.evaluate()
@@ -329,38 +327,20 @@ def test_a_wrong_setting_is_one_line():
     for wrong, named in {
         "task=snli": "task=snli; choose one of cola",
         "weights=dense": "weights=dense with mode=auto",
-        "mode=half": "mode=half; choose one of auto, sparse, masked, dense",
+        "mode=half": "mode=half; choose one of auto",
         "recipe.epochs=0": "recipe.epochs=0",
-        "recipe.epochs={mrcp: 2, default: 1}": "recipe.epochs differs by task, but has mrcp",
         "recipe.epochs={mrpc: 2}": "recipe.epochs differs by task, but has mrpc; it takes def",
-        "recipe.padding=short": "recipe.padding=short; choose one of longest, max_length",
-        "recipe.warmup_fraction=1.5": "recipe.warmup_fraction=1.5",
+        "recipe.padding=short": "recipe.padding=short; choose one of longest",
         "recipe.dropout=1": "recipe.dropout=1.0",
         "recipe.tasks=[rte,rte]": "recipe.tasks=['rte', 'rte']; give a list of different",
-        "recipe.tasks=rte": "recipe.tasks=rte; give a list",
         "model.path=somewhere": "give either run=DIR",
-        "run=null": "give either run=DIR",
         "recipe.betas=[1]": "recipe.betas=[1.0]",
-        "recipe.learning_rate=1e300": "recipe.learning_rate=1e+300",
         "lora.rank=0": "lora.rank=0",
-        "lora.alpha=0": "lora.alpha=0.0",
-        "lora.merge=half": "lora.merge=half; choose one of sparse, dense",
-        "lora.include=some": "lora.include=some; choose one of ffn, all",
+        "lora.merge=half": "lora.merge=half; choose one of sparse",
     }.items():
         with pytest.raises(UserError) as caught:
             finetune.load(["run=nowhere", wrong])
         assert named in str(caught.value) and "\n" not in str(caught.value), wrong
-
-
-def test_what_does_not_fit_is_refused_before_anything_is_written(gpt2, tmp_path):
-    for own, message in [
-        (config(tmp_path, "rte"), "holds no finished run"),
-        (config(gpt2, "rte", f"data.source={tmp_path}"), r"RTE is missing: data\.source="),
-        (config(gpt2, "squad", "recipe.stride=60"), r"lower recipe\.stride"),
-    ]:
-        with pytest.raises(UserError, match=message):
-            finetune.run(own, quiet)
-    assert not (gpt2 / "finetune").exists() and not (tmp_path / "finetune").exists()
 
 
 # ------------------------------------------------------------------ a checkpoint of transformers
@@ -466,8 +446,6 @@ def test_weights_predictions_and_a_submission_are_kept(gpt2, with_tests, tmp_pat
         assert archive.namelist() == names
         found = {name: archive.read(name).decode().splitlines() for name in names}
     assert found["MNLI-m.tsv"] == found["AX.tsv"] and len(found["AX.tsv"]) == 16
-    assert {line.split("\t")[1] for line in found["CoLA.tsv"][1:]} <= {"0", "1"}
-    assert all(0 <= float(line.split("\t")[1]) <= 5 for line in found["STS-B.tsv"][1:])
     # A damaged file is made again.
     (rte.directory() / "predictions/RTE.tsv").write_text("index\n")
     assert finetune.finished(rte) is None and finetune.finished(own) is None
@@ -527,8 +505,7 @@ def test_two_ranks_fine_tune_a_sparse_model_as_one_does(gpt2, run_on_two_ranks):
         for name in single["converted"]:
             # The mask of the start, and of the two it is the same.
             outside = before[f"{name}.weight"] == 0
-            assert not one[f"{name}.weight"][outside].any()
-            assert not two[f"{name}.weight"][outside].any()
+            assert not any(weights[f"{name}.weight"][outside].any() for weights in (one, two))
         assert one.keys() == two.keys()
         for name, weight in one.items():
             # Adam's first step is lr * sign: where a gradient is about 0 its sign may differ.

@@ -17,6 +17,7 @@ from experiments.support.errors import UserError
 from experiments.training import pretraining
 from methods import dense, one_shot, s_ste, slope
 
+ADAPTERS = ["method=slope", "method.adapter_rank=4", "method.adapter_fraction=0.5"]
 TOKENS = torch.arange(32).reshape(2, 16) * 7 % 300
 
 
@@ -58,18 +59,14 @@ def test_sparse_and_dense_weights_of_a_run(finished):
         assert (master != 0).float().mean() > 0.9
     stored = load_file(run.directory / "model.safetensors")
     assert all(torch.equal(p, stored[n]) for n, p in sparse.named_parameters())
-
-
-def test_dense_weights_stand_without_the_low_rank_term_that_repairs_their_pruning(finished):
+    # The master weights stand without the low-rank term that repairs their pruning.
     run = finished("method=ast", "method.slorb_k=8")
     boosted, latent = run.model("sparse"), run.model("dense")
     for name in run.converted:
         assert hasattr(boosted.get_submodule(name), "slorb_s")
         assert set(latent.get_submodule(name).state_dict()) == {"weight"}
         assert (latent.get_parameter(f"{name}.weight") != 0).float().mean() > 0.9
-
-
-def test_a_run_that_ended_dense_has_one_kind_of_weights(finished):
+    # A run that ended dense has one kind of weights.
     run = finished("method=fst", "method.dense_fraction=0.5")
     (run.directory / "latent.safetensors").unlink()  # it has nothing to add
     assert torch.equal(logits(run.model("dense")), logits(run.model("sparse")))
@@ -85,7 +82,7 @@ def test_a_run_that_ended_dense_has_one_kind_of_weights(finished):
         (["method=semi_sparse"], one_shot.Method),
         (["method=semi_sparse", "method.sparse_fraction=0.5"], dense.Method),
         (["method=s_ste", "method.fp8=paper"], s_ste.Method),
-        (["method=slope", "method.adapter_rank=4", "method.adapter_fraction=0.5"], slope.Method),
+        (ADAPTERS, slope.Method),
         (["method=ast", "method.slorb_k=8"], None),
     ],
 )
@@ -118,13 +115,7 @@ def test_each_method_is_fine_tuned_by_its_own_rule_from_the_function_it_ended_wi
                 assert torch.equal(old == 0, new == 0)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        ["method=slope", "method.adapter_rank=4", "method.adapter_fraction=0.5"],
-        ["method=ast", "method.slorb_k=8"],
-    ],
-)
+@pytest.mark.parametrize("options", [ADAPTERS, ["method=ast", "method.slorb_k=8"]])
 def test_dense_fine_tuning_starts_with_the_low_rank_terms_in_the_weights(finished, options):
     run = finished(*options)
     model = run.model()
@@ -160,11 +151,7 @@ def test_what_was_asked_for_instead_of_the_rule(finished):
         (["method=s_ste"], "masked", one_shot.Method),
         (["method=slope", "method.m=8"], "masked", slope.Method),  # no other method keeps 2:8
         (["method=ste", "method.n=4", "method.m=8"], "auto", one_shot.Method),
-        (
-            ["method=slope", "method.adapter_rank=4", "method.adapter_fraction=0.5"],
-            "masked",
-            slope.Method,
-        ),
+        (ADAPTERS, "masked", slope.Method),
     ],
 )
 def test_the_method_of_a_fine_tuning_has_its_length_seed_and_dtype(finished, options, mode, kind):

@@ -19,9 +19,12 @@ def changes(config):
 
 @pytest.mark.parametrize(
     ("method", "own"),
-    [("dense", []), ("ste", []), ("s_ste", []), ("s_ste", ["method.fp8=hopper_delayed"]),
-     ("fst", ["method.refresh_every=2"]), ("ast", ["method.layer_weight=1.0"])],
-)  # fmt: skip
+    [
+        ("s_ste", ["method.fp8=hopper_delayed"]),
+        ("fst", ["method.refresh_every=2"]),
+        ("ast", ["method.layer_weight=1.0"]),
+    ],
+)
 def test_the_training_stays_the_same(method, own, tiny):
     plain, observed = (
         tiny(f"method={method}", *SHORT, *own, *more) for more in ([], ["train.descent_every=2"])
@@ -29,20 +32,13 @@ def test_the_training_stays_the_same(method, own, tiny):
     assert plain.directory() != observed.directory()
     found, log = changes(observed)
     _, want = changes(plain)
-    timed = ("step_seconds",)
-    assert [strip(r, timed) for r in log if "actual_change" not in r] == [
-        strip(r, timed) for r in want
-    ]
+    seen = [r for r in log if "actual_change" not in r]
+    assert [r | {"step_seconds": 0} for r in seen] == [r | {"step_seconds": 0} for r in want]
     assert list(found) == [0, 2, 4]
-    masked = method in ("ste", "fst", "ast")
-    assert all(("old_masks_change" in r) is masked for r in found.values())
+    assert all(("old_masks_change" in r) is (method != "s_ste") for r in found.values())
     # The first step has a learning rate of 0: nothing changes.
     assert all(value == 0.0 for name, value in found[0].items() if name != "step")
     assert found[2]["predicted_change"] < 0
-
-
-def strip(record, names):
-    return {name: value for name, value in record.items() if name not in names}
 
 
 def test_what_is_measured(tiny, monkeypatch):

@@ -13,10 +13,7 @@ def log(config):
     return read_metrics(config.directory() / "metrics.jsonl")
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "fp16"])
-def test_the_decay_is_not_clipped_nor_in_the_norm_nor_scaled_with_the_loss(
-    tiny, monkeypatch, dtype
-):
+def test_the_decay_is_not_clipped_nor_in_the_norm_nor_scaled_with_the_loss(tiny, monkeypatch):
     """The gradients before and after `on_gradients`, in the first step of a clipped run."""
     seen, original = {}, fst.Method.on_gradients
 
@@ -33,14 +30,9 @@ def test_the_decay_is_not_clipped_nor_in_the_norm_nor_scaled_with_the_loss(
     norms = []
     for alpha in (0.0, 100.0):
         config = tiny(
-            "method=fst",
-            f"method.alpha={alpha}",
-            "train.steps=1",
-            "train.warmup_steps=0",
-            "train.grad_clip=0.01",
-            f"train.dtype={dtype}",
-            f"runs={tiny().runs / dtype}",
-        )
+            "method=fst", f"method.alpha={alpha}", "train.steps=1", "train.warmup_steps=0",
+            "train.grad_clip=0.01", "train.dtype=fp16",
+        )  # fmt: skip
         pretraining.run(config, quiet)
         norms += [record["grad_norm"] for record in log(config) if "grad_norm" in record]
     assert norms[0] == norms[1] > 0.01

@@ -47,35 +47,29 @@ def test_graphs_where_nothing_speaks_against_them():
     assert chosen(False) == chosen(False, CPU, 2, one_shape=False) == (False, None)
 
 
-IMPOSSIBLE = {
-    "without a GPU": lambda _: {"device": CPU},
-    "with 2 processes": lambda _: {"ranks": 2},
-    "with a model of transformers": lambda hf: {"model": CausalLM(hf("gpt2"))},
-    "with the head for masked words": lambda _: {"model": BertLM(BertConfig(**SIZES))},
-}
-UNSUITED = {
-    "with a model of transformers": lambda hf: {"model": Classifier(CausalLM(hf("gpt2")), 2)},
-    "with batches of different shapes": lambda _: {"one_shape": False},
-    "with impl.activation_checkpointing=true": lambda _: {"model": recomputed()},
-    "with train.descent_every": lambda _: {"descent_every": 10},
-}
-
-
-@pytest.mark.parametrize("why", IMPOSSIBLE)
-def test_what_graphs_cannot_serve_is_launched_or_refused(why, hf_model):
-    given = IMPOSSIBLE[why](hf_model)
-    replayed, line = chosen("auto", **given)
-    assert not replayed and line.startswith(LAUNCHED + why)
-    with pytest.raises(UserError, match=f"impl.cuda_graphs=true {why}.*set impl.cuda_graphs=false"):
-        chosen(True, **given)
-
-
-@pytest.mark.parametrize("why", UNSUITED)
-def test_what_nobody_asked_graphs_for_is_launched(why, hf_model):
-    given = UNSUITED[why](hf_model)
-    replayed, line = chosen("auto", **given)
-    assert not replayed and line.startswith(LAUNCHED + why)
-    assert chosen(True, **given) == (True, None)
+def test_where_passes_are_launched_instead(hf_model):
+    """What graphs cannot serve is refused where they were asked for; else only `auto` launches."""
+    for impossible, why, given in (
+        (True, "without a GPU", {"device": CPU}),
+        (True, "with 2 processes", {"ranks": 2}),
+        (True, "with a model of transformers", {"model": CausalLM(hf_model("gpt2"))}),
+        (True, "with the head for masked words", {"model": BertLM(BertConfig(**SIZES))}),
+        (
+            False,
+            "with a model of transformers",
+            {"model": Classifier(CausalLM(hf_model("gpt2")), 2)},
+        ),
+        (False, "with batches of different shapes", {"one_shape": False}),
+        (False, "with impl.activation_checkpointing=true", {"model": recomputed()}),
+        (False, "with train.descent_every", {"descent_every": 10}),
+    ):
+        replayed, line = chosen("auto", **given)
+        assert not replayed and line.startswith(LAUNCHED + why)
+        if impossible:
+            with pytest.raises(UserError, match=f"impl.cuda_graphs=true {why}.*_graphs=false"):
+                chosen(True, **given)
+        else:
+            assert chosen(True, **given) == (True, None)
 
 
 def test_the_memory_that_graphs_may_take():
@@ -126,8 +120,7 @@ def test_passes_for_whose_graphs_memory_is_short_are_launched(tiny, tmp_path, mo
         pretraining.run(tiny("impl.cuda_graphs=true", f"runs={tmp_path / 'true'}"), said.append)
 
 
-@pytest.mark.parametrize("name", ["auto", "true"])
-def test_passes_that_wait_for_the_gpu_end_the_run_in_one_line(tiny, tmp_path, monkeypatch, name):
+def test_passes_that_wait_for_the_gpu_end_the_run_in_one_line(tiny, monkeypatch):
     """After such a capture torch's generator takes no launched steps, so they cannot go on."""
 
     def capture(part, pool):
@@ -135,9 +128,10 @@ def test_passes_that_wait_for_the_gpu_end_the_run_in_one_line(tiny, tmp_path, mo
 
     monkeypatch.setattr(graphs, "capture", capture)
     monkeypatch.setattr(graphs, "_impossible", lambda *_: None)
-    config = tiny(f"impl.cuda_graphs={name}", f"runs={tmp_path}")
-    with pytest.raises(UserError, match=r"graph \(operation .* capturing\); .* read back .* set"):
-        pretraining.run(config, lambda _: None)
+    for name in ("auto", "true"):
+        config = tiny(f"impl.cuda_graphs={name}")
+        with pytest.raises(UserError, match=r"\(operation .* capturing\); .* read back .* set"):
+            pretraining.run(config, lambda _: None)
 
 
 class Operators(TorchDispatchMode):

@@ -73,15 +73,10 @@ def test_a_run_writes_what_it_says(tiny):
     config = tiny("method=s_ste", "method.fp8=paper")
     result = pretraining.run(config, quiet)
     directory = config.directory()
-    assert sorted(p.name for p in directory.iterdir()) == [
-        ".lock",
-        "config.json",
-        "latent.safetensors",
-        "metrics.jsonl",
-        "model.safetensors",
-        "result.json",
-        "tokenizer.json",
-    ]
+    assert {p.name for p in directory.iterdir()} == {
+        ".lock", "config.json", "latent.safetensors", "metrics.jsonl", "model.safetensors",
+        "result.json", "tokenizer.json",
+    }  # fmt: skip
     stored = read_sealed(directory / "result.json")
     assert stored == json.loads(json.dumps(result))
     assert stored["steps"] == 12 and stored["tokens"] == 12 * 4 * 16
@@ -98,47 +93,6 @@ def test_a_run_writes_what_it_says(tiny):
     # Near ln(300) at first: nothing is known but the vocabulary; less at the end.
     assert losses(directory)[0] == pytest.approx(math.log(320), abs=0.3)
     assert stored["metrics"]["val_loss"] < losses(directory, "val_loss")[0]
-
-
-# Every step starts from the same weights: where they move, a last bit chooses another mask, and
-# training amplifies it.
-STILL = ["train.learning_rate=0", "train.min_learning_rate=0"]
-
-
-def test_accumulation_gives_the_same_steps(tiny, tmp_path):
-    whole = tiny("method=s_ste", *STILL)
-    cut = tiny("method=s_ste", *STILL, "impl.micro_batch=1", f"runs={tmp_path / 'cut'}")
-    for config in (whole, cut):
-        pretraining.run(config, quiet)
-    # A last bit of dY draws another sample in few groups; other random bits would in half of them.
-    for key, error in {"loss": {"abs": 1e-5}, "grad_norm": {"rel": 1e-2}}.items():
-        a, b = losses(whole.directory(), key), losses(cut.directory(), key)
-        assert len(a) == 12 and b == pytest.approx(a, **error)
-
-
-@pytest.mark.parametrize(("method", "stop"), [("sr_ste", 11), ("s_ste", 5)])
-def test_an_interrupted_run_goes_on_bit_for_bit(tiny, tmp_path, interrupted, method, stop):
-    reference = tiny(f"method={method}")
-    expected = pretraining.run(reference, quiet)
-    config = tiny(f"method={method}", f"runs={tmp_path / 'stopped'}")
-    with interrupted(stop):
-        pretraining.run(config, quiet)
-    assert pretraining.finished(config) is None
-    result = pretraining.run(config, quiet)
-    for key in ("loss", "val_loss", "flip_rate", "grad_norm"):
-        assert losses(config.directory(), key) == losses(reference.directory(), key)
-    assert result["metrics"] == expected["metrics"]
-
-
-def test_a_checkpoint_of_another_config_is_refused(tiny, interrupted):
-    """Also one of a method that differs in its name alone."""
-    config, other = tiny("method=ste"), tiny("method=sr_ste", "method.alpha=0")
-    with interrupted(5):
-        pretraining.run(config, quiet)
-    other.directory().parent.mkdir(parents=True)
-    config.directory().rename(other.directory())
-    with pytest.raises(UserError, match="belongs to another config"):
-        pretraining.run(other, quiet)
 
 
 def test_a_run_lists_its_revisions_and_refuses_checkpoints_of_another_layout(
@@ -164,6 +118,12 @@ def test_a_run_lists_its_revisions_and_refuses_checkpoints_of_another_layout(
         with pytest.raises(UserError, match=unfit.format(why)) as error:
             pretraining.run(config, quiet)
         assert "\n" not in str(error.value)
+    # Nor is that of another config, even of a method that differs in its name alone.
+    other = tiny("method=sr_ste", "method.alpha=0")
+    other.directory().parent.mkdir(parents=True)
+    shutil.copytree(config.directory(), other.directory())
+    with pytest.raises(UserError, match="belongs to another config"):
+        pretraining.run(other, quiet)
     del state["version"], state["revisions"]  # as earlier versions wrote it
     checkpoint.save(folder, state["step"], state)
     monkeypatch.setattr(trainer, "revision", lambda: "third")
@@ -206,17 +166,6 @@ def test_without_a_scaler_a_nan_stops_the_run_and_keeps_the_last_good_state(
     pretraining.run(config, messages.append)  # the cause is gone: it goes on from there
     assert "resumed at step 7 of 12" in messages
     assert losses(config.directory()) == losses(reference.directory())
-
-
-def test_with_a_scaler_a_nan_is_skipped_and_counted(tiny, monkeypatch):
-    config = tiny("method=sr_ste", "train.dtype=fp16")
-    poison(monkeypatch, 7)
-    result = pretraining.run(config, quiet)
-    assert result["metrics"]["skipped_steps"] == 1
-    assert math.isfinite(result["metrics"]["val_loss"])
-    skipped = losses(config.directory(), "skipped_steps")
-    assert [skipped[s] for s in (6, 7, 8)] == [0, 1, 1]
-    assert losses(config.directory())[7] is None  # JSON has no NaN
 
 
 def test_a_training_that_comes_to_nothing_is_not_finished(tiny, tmp_path, monkeypatch):
@@ -262,17 +211,17 @@ def test_metrics_of_a_cut_line_are_dropped(tmp_path):
 
 
 def test_whatever_became_of_the_log_a_resumed_run_has_every_record(tiny, tmp_path, interrupted):
-    reference = tiny("method=ste", "train.steps=6")
-    pretraining.run(reference, quiet)
-    config = tiny("method=ste", "train.steps=6", f"runs={tmp_path / 'stopped'}")
+    reference = tiny("method=s_ste", "train.steps=6")
+    expected = pretraining.run(reference, quiet)
+    config = tiny("method=s_ste", "train.steps=6", f"runs={tmp_path / 'stopped'}")
     with interrupted(5):
         pretraining.run(config, quiet)
     path = config.directory() / "metrics.jsonl"
     path.write_bytes(path.read_bytes()[:99] + bytes(50) + b"\n")  # as a power cut leaves a file
     messages = []
-    pretraining.run(config, messages.append)
+    assert pretraining.run(config, messages.append)["metrics"] == expected["metrics"]
     assert "resumed at step 3 of 6" in messages
-    for key in ("loss", "val_loss"):
+    for key in ("loss", "val_loss", "flip_rate", "grad_norm"):
         assert losses(config.directory(), key) == losses(reference.directory(), key)
     steps = [r["step"] for r in read_metrics(path) if "loss" in r]
     assert steps == list(range(6))

@@ -92,16 +92,12 @@ class Recording(ste.Method):
         super().__init__(config)
         self.calls, self.rates = [], []
 
-    def parameters(self):
-        return [layer.weight.detach().clone() for layer in self.layers.values()]
-
     def note(self, hook):
-        now = self.parameters()
-        moved = any(not torch.equal(a, b) for a, b in zip(self.before, now, strict=True))
-        self.calls.append((hook, self.present, moved))
+        weight = next(iter(self.layers.values())).weight
+        self.calls.append((hook, self.present, not torch.equal(weight, self.before)))
 
     def on_step_begin(self, step):
-        self.before = self.parameters()
+        self.before = next(iter(self.layers.values())).weight.detach().clone()
         self.note("begin")
         super().on_step_begin(step)
 
@@ -152,7 +148,7 @@ def test_the_order_of_a_step(build):
     assert len(set(map(min, trainer.method.rates))) == 3
 
 
-@pytest.mark.parametrize("share", [0.0, 0.1, 0.7, 2.0])
+@pytest.mark.parametrize("share", [0.0, 0.7, 2.0])
 def test_the_method_sees_gradients_unscaled_and_clipped(build, share):
     """fp16 scales the loss by 2^16, and both micro-batches add up before anything is clipped.
     share: of the gradient's norm, the largest that is left; 0 turns clipping off."""
@@ -191,15 +187,9 @@ def test_a_skipped_step_changes_no_weight(build):
             unchanged.append([torch.equal(a, layer.weight) for a, layer in pairs])
 
     unchanged = []
-    trainer = build(
-        "method.decay_on=weights",
-        "method.alpha=0.5",
-        "train.steps=4",
-        "train.warmup_steps=0",
-        "train.dtype=fp16",
-        kind=Watched,
-        nan=(2,),
-    )
+    decay = "method.decay_on=weights", "method.alpha=0.5"
+    short = "train.steps=4", "train.warmup_steps=0", "train.dtype=fp16"
+    trainer = build(*decay, *short, kind=Watched, nan=(2,))
     trainer.fit()
     assert trainer.optimization.skipped == 1
     assert unchanged == [[step == 2] * 2 for step in range(4)]
@@ -210,6 +200,8 @@ def test_only_skipped_steps_in_a_row_stop_the_run(build, tmp_path, monkeypatch):
     spread = build("train.dtype=fp16", nan=(1, 2, 4, 5))
     spread.fit()
     assert (spread.step, spread.optimization.skipped) == (12, 4)
+    shown = {r["step"]: (r["loss"], r["skipped_steps"]) for r in records(spread) if "loss" in r}
+    assert shown[1] == (None, 1) and shown[3][1] == 2  # JSON has no NaN
     stuck = build("train.dtype=fp16", f"runs={tmp_path / 'stuck'}", nan=range(4, 12))
     with pytest.raises(UserError, match="no finite gradient in 3 steps up to step 6"):
         stuck.fit()
@@ -233,8 +225,6 @@ def test_evaluation_is_without_dropout_and_counts_every_sequence_once(build):
         single = [float(trainer.model(**batch)[1]) for batch in trainer.source.eval_batches(6, 1)]
     assert len(single) == 6
     assert first == pytest.approx(sum(single) / 6, rel=1e-6)
-    by_batch = (sum(single[:4]) / 4 + sum(single[4:]) / 2) / 2
-    assert by_batch != pytest.approx(first, rel=1e-5)  # these sequences can tell
 
 
 def test_a_record_holds_the_mean_loss_since_the_last_one(build, tmp_path):
@@ -266,38 +256,28 @@ def whole_and_interrupted(build, tmp_path, *overrides, dies, **options):
     return whole, resumed
 
 
-def test_dropout_goes_on_bit_for_bit(build, tmp_path):
-    """... and so do the averaged weights."""
-    pair = whole_and_interrupted(build, tmp_path, "model.dropout=0.2", "train.ema=0.5", dies=5)
-    assert records(pair[0]) == records(pair[1])
-    assert torch.equal(*(trainer.model.lm_head.weight for trainer in pair))
-
-
-def test_the_loss_scale_goes_on(build, tmp_path, monkeypatch):
-    """With a scale that doubles after four good steps: the checkpoint lies within a count."""
+def test_an_interrupted_run_goes_on_bit_for_bit(build, tmp_path, monkeypatch):
+    """With dropout, averaged weights, a scale that doubles after five good steps, the flip rate of
+    step 5 that is shown in 6, and the loss of both: the checkpoint before 6 must know them all."""
     scaler = torch.amp.GradScaler
 
     def growing(device, enabled):
-        return scaler(device, init_scale=2.0**4, growth_interval=4, enabled=enabled)
+        return scaler(device, init_scale=2.0**4, growth_interval=5, enabled=enabled)
 
     monkeypatch.setattr(torch.amp, "GradScaler", growing)
-    whole, resumed = whole_and_interrupted(build, tmp_path, "train.dtype=fp16", nan=(1,), dies=5)
-    # A skipped step halves the scale and starts the count again: 2^3 at the checkpoint before
-    # step 3, doubled by steps 5 and 9.
+    overrides = [
+        "model.dropout=0.2", "train.ema=0.5", "train.dtype=fp16", "method.measure_every=5",
+        "train.log_every=2", "train.warmup_steps=0",
+    ]  # fmt: skip
+    whole, resumed = whole_and_interrupted(build, tmp_path, *overrides, nan=(1,), dies=8)
+    # The skipped step halves the scale and starts the count again: steps 6 and 11 double 2^3.
     assert whole.optimization.scaler.get_scale() == 2.0**5
     assert resumed.optimization.scaler.state_dict() == whole.optimization.scaler.state_dict()
     assert resumed.optimization.skipped == 1
-    assert records(resumed) == records(whole)
-
-
-def test_figures_between_two_measurements_go_on(build, tmp_path):
-    """The flip rate is measured in steps 0, 5, 10 and shown in 6 as well; the loss of step 5 is
-    shown in 6. A checkpoint before 6 has to know both."""
-    overrides = ["method.measure_every=5", "train.log_every=2", "train.warmup_steps=0"]
-    whole, resumed = whole_and_interrupted(build, tmp_path, *overrides, dies=8)
     (shown,) = [r for r in records(whole) if r["step"] == 6]
     assert shown["flip_rate"] > 0
     assert records(resumed) == records(whole)
+    assert torch.equal(*(trainer.model.lm_head.weight for trainer in (whole, resumed)))
 
 
 def test_steps_in_one_pass_are_the_same_and_go_on(build, tmp_path):
@@ -453,11 +433,8 @@ def test_time_and_skipped_steps_add_up(build):
     first.saver.wait()
     second = build()
     second.resume()
-    assert (second.seconds, second.optimization.skipped, second.optimization.skipped_in_a_row) == (
-        1e6,
-        3,
-        2,
-    )
+    found = second.optimization
+    assert (second.seconds, found.skipped, found.skipped_in_a_row) == (1e6, 3, 2)
     second.fit()
     assert 1e6 < second.seconds < 2e6
 
@@ -481,10 +458,8 @@ def test_averaged_weights_follow_the_recursion_and_leave_training_alone(build, t
     torch.testing.assert_close(trainer.averages[name], expected)
     plain = build(f"runs={tmp_path / 'plain'}", kind=Watched)
     plain.fit()
-    assert all(
-        torch.equal(a, b)
-        for a, b in zip(plain.model.parameters(), trainer.model.parameters(), strict=True)
-    )
+    pairs = zip(plain.model.parameters(), trainer.model.parameters(), strict=True)
+    assert all(torch.equal(a, b) for a, b in pairs)
     assert any("ema_val_loss" in r for r in records(trainer))
     # Inside, the layers compute with the average's own projection; afterwards with what was there.
     layer = trainer.model.get_submodule(name.removesuffix(".weight"))
@@ -510,12 +485,12 @@ def test_a_run_with_averaged_weights_writes_them(tiny):
     assert float(loss) == pytest.approx(result["metrics"]["ema_val_loss"], rel=1e-6)
 
 
-@pytest.mark.parametrize(("name", "kind"), [("lamb", "Lamb"), ("lion", "Lion")])
-def test_other_optimizers(build, name, kind):
+@pytest.mark.parametrize("name", ["lamb", "lion"])
+def test_other_optimizers(build, name):
     overrides = f"train.optimizer={name}", "train.learning_rate=1e-2", "train.betas=[0.8,0.7]"
     trainer = build(*overrides)
     optimizer = trainer.optimization.optimizer
-    assert type(optimizer).__name__ == kind
+    assert type(optimizer).__name__ == name.title()
     assert optimizer.defaults.get("max_grad_norm") is None  # the step clips
     assert [g["weight_decay"] for g in optimizer.param_groups] == [0.1, 0.0]
     assert [tuple(g["betas"]) for g in optimizer.param_groups] == [(0.8, 0.7)] * 2
