@@ -31,25 +31,20 @@ def edit(path, change):
 # ------------------------------------------------------------------ files
 
 
-@pytest.mark.parametrize("task", glue.TASKS)
-def test_every_task_reads_its_own_files(task):
-    splits = load(task, str(GLUE))
-    sizes = {name: len(own) for name, own in splits.items()}
-    expected = {"train": 64, "dev": 32} if task == "sst2" else {"train": 48, "dev": 16}
-    if task == "mnli":
-        expected = {"train": 48, "dev": 15, "dev_mismatched": 15}
-    assert sizes == expected
-    texts = 1 if task in ("cola", "sst2") else 2
-    for own in splits.values():
-        assert all(len(t) == texts and all(t) for t in own.texts)
-        if task != "stsb":
-            assert set(own.labels) == set(range(glue.TASKS[task].n_labels))
-    assert glue.content_hash(glue.files(task, str(GLUE))) != glue.content_hash([])
-
-
-def test_a_quotation_mark_is_a_character_and_quotes_no_tab_or_line():
-    texts = [text for (text,) in load("sst2", str(GLUE))["train"].texts]
-    assert any(text.count('"') == 1 for text in texts)
+def test_every_task_reads_its_own_files():
+    sizes = {"sst2": [64, 32], "mnli": [48, 15, 15]}
+    for task in glue.TASKS:
+        splits = load(task, str(GLUE))
+        assert [*splits][:2] == ["train", "dev"]
+        assert [*map(len, splits.values())] == sizes.get(task, [48, 16])
+        texts = 1 if task in ("cola", "sst2") else 2
+        for own in splits.values():
+            assert all(len(t) == texts and all(t) for t in own.texts)
+            if task != "stsb":
+                assert set(own.labels) == set(range(glue.TASKS[task].n_labels))
+        assert glue.content_hash(glue.files(task, str(GLUE))) != glue.content_hash([])
+    # A quotation mark is a character, and quotes no tab or line.
+    assert any(text.count('"') == 1 for (text,) in load("sst2", str(GLUE))["train"].texts)
 
 
 def test_mrpc_reads_microsofts_file_with_the_ids_of_the_dev_pairs_or_the_split_files(folder):
@@ -76,11 +71,8 @@ def test_mrpc_reads_microsofts_file_with_the_ids_of_the_dev_pairs_or_the_split_f
         ("rte", "RTE/dev.tsv", lambda x: [x[0]], r"RTE/dev\.tsv has no examples"),
         ("cola", "CoLA/dev.tsv", lambda x: [*x[:5], "toy1\t1", *x[6:]],
          r"CoLA/dev\.tsv, line 6: 2 fields, and column 'sentence' is number 4"),
-        ("stsb", "STS-B/dev.tsv", lambda x: [*x[:2], x[2].replace("1.400", "5.5"), *x[3:]],
-         r"STS-B/dev\.tsv, line 3: '5\.5' is no label; it is a number from 0 to 5"),
         ("stsb", "STS-B/dev.tsv", lambda x: [*x[:2], x[2].replace("1.400", "nan"), *x[3:]],
          r"STS-B/dev\.tsv, line 3: 'nan' is no label"),
-        ("mnli", "MNLI/dev_mismatched.tsv", None, r"MNLI/dev_mismatched\.tsv is missing"),
         ("mrpc", "MRPC/dev_ids.tsv", None, r"MRPC has neither train\.tsv nor msr_paraphrase_train"),
     ],
 )  # fmt: skip
@@ -176,22 +168,19 @@ def test_bert_sees_cls_a_sep_b_sep_and_gpt2_a_b(bpe, wordpiece):
     assert inputs.encode(bpe, frame, [("",)], 64) == [([bpe.eot_token], 1)]
 
 
-@pytest.mark.parametrize(
-    ("lengths", "kept"),
-    [((3, 2), (3, 2)), ((9, 3), (5, 3)), ((3, 9), (3, 5)), ((9, 9), (4, 4)), ((9, 4), (4, 4))],
-)
-def test_the_longer_text_gives_way_first(lengths, kept):
+def test_the_longer_text_gives_way_first():
     class Letters:
         eot_token = 0
 
         def encode_ordinary_batch(self, texts):
             return [[ord(c) for c in text] for text in texts]
 
-    texts = ("a" * lengths[0], "b" * lengths[1])
-    encoded = inputs.encode(Letters(), Frame.of(Letters()), [texts], 8)
-    assert encoded == [([97] * kept[0] + [98] * kept[1], kept[0])]
-    framed = inputs.encode(Letters(), Frame((1,), (2,), (2,), 0), [texts], 11)
-    assert framed == [([1, *[97] * kept[0], 2, *[98] * kept[1], 2], kept[0] + 2)]
+    for a, b, kept_a, kept_b in ((3, 2, 3, 2), (9, 3, 5, 3), (3, 9, 3, 5), (9, 9, 4, 4)):
+        texts = ("a" * a, "b" * b)
+        encoded = inputs.encode(Letters(), Frame.of(Letters()), [texts], 8)
+        assert encoded == [([97] * kept_a + [98] * kept_b, kept_a)]
+        framed = inputs.encode(Letters(), Frame((1,), (2,), (2,), 0), [texts], 11)
+        assert framed == [([1, *[97] * kept_a, 2, *[98] * kept_b, 2], kept_a + 2)]
     odd = inputs.encode(Letters(), Frame.of(Letters()), [("a" * 9, "b" * 9)], 7)
     assert odd == [([97] * 4 + [98] * 3, 4)]
     alone = inputs.encode(Letters(), Frame((1,), (2,), (2,), 0), [("aaaa",)], 4)

@@ -62,7 +62,6 @@ def test_accuracy_and_the_mean_of_f1_by_hand():
         ("dev.csv", "review,liked\na,maybe\n", r"dev\.csv, line 2: the liked 'maybe' is not in tr"),
         ("dev.csv", "review,liked\n", r"dev\.csv has no rows"),
         ("dev.csv", "review,liked\na\n", r"dev\.csv, line 2: no 'liked' among review, liked"),
-        ("dev.csv", "review,liked,liked\na,yes,no\n", r"dev\.csv has two columns 'liked'; ren"),
         ("train.csv", "review,liked\na,yes\nb,\n", r"train\.csv, line 3: the liked is empty"),
         ("train.csv", "review,liked\na, b,yes\n", r"train\.csv, line 2 has more values than col"),
         ("train.csv", 'review,liked\na,yes\n"b,no\n', r"train\.csv cannot be read: "),
@@ -93,10 +92,8 @@ def test_settings_and_files_are_asked_for_before_any_work(tmp_path):
 
 def test_predictions_have_the_names_of_the_classes(tmp_path):
     write(tmp_path, ".csv", train=TRAIN, dev=DEV, test=TESTS)
-    config = finetune.load(
-        ["run=nowhere", "task=own", f"data.source={tmp_path}", "data.text=[review]",
-         "data.label=liked"]
-    )  # fmt: skip
+    named = [f"data.source={tmp_path}", "data.text=[review]", "data.label=liked"]
+    config = finetune.load(["run=nowhere", "task=own", *named])
 
     class Letters:
         eot_token = 0

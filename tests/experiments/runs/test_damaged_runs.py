@@ -19,7 +19,7 @@ from experiments.support.checkpoint import read_sealed, sha256
 from experiments.support.errors import UserError
 from experiments.support.results import read_training
 from experiments.training import pretraining
-from tests.experiments.conftest import quiet
+from tests.experiments.conftest import TINY_MODEL, quiet
 
 FILES = ["model.safetensors", "latent.safetensors", "ema.safetensors", "tokenizer.json"]
 CPU = ImplConfig(device="cpu")
@@ -45,10 +45,9 @@ def made(corpus_dir, tmp_path_factory):
     """Overrides of a finished run with averaged weights, in a folder of its own."""
     runs = tmp_path_factory.mktemp("damaged") / "runs"
     overrides = [
-        "model.n_layer=1", "model.n_head=2", "model.n_embd=16", "model.vocab_size=320",
-        "model.block_size=16", "method=ste", "train.steps=3", "train.batch_size=2",
-        "train.warmup_steps=0", "train.eval_samples=4", "train.ema=0.5", "impl.device=cpu",
-        "impl.threads=1", "data.name=words", f"data.source={corpus_dir / 'text'}",
+        *TINY_MODEL, "method=ste", "train.steps=3", "train.batch_size=2", "train.warmup_steps=0",
+        "train.eval_samples=4", "train.ema=0.5", "impl.device=cpu", "impl.threads=1",
+        "data.name=words", f"data.source={corpus_dir / 'text'}",
         f"data.root={corpus_dir}", "data.vocab_size=300", f"runs={runs}",
     ]  # fmt: skip
     pretraining.run(load(overrides), quiet)

@@ -45,6 +45,7 @@ def test_choices_and_errors_of_the_system_go_with_it(sent, tmp_path):
         with pytest.raises(UserError) as caught:
             rank.broadcast_from_rank0(chooses if rank is MAIN else list)
         assert caught.value.choices == ["cola", "sst2"]
+        assert caught.value.elsewhere is (rank is OTHER)  # rank 0 alone prints it
     for rank in (MAIN, OTHER):
         with pytest.raises(FileNotFoundError) as missing:
             rank.broadcast_from_rank0((tmp_path / "there").read_bytes if rank is MAIN else list)

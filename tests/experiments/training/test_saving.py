@@ -134,7 +134,7 @@ def refused(config, folder, here):
     with checkpoint.exclusive(config.directory()) if here.is_main else nullcontext():
         with pytest.raises(UserError) as caught:
             pretraining.run(config, quiet)
-        told.append(str(caught.value))
+        told.append(f"{caught.value.elsewhere} {caught.value}")
 
     def full(*given):
         raise UserError("the disk is full")
@@ -142,7 +142,9 @@ def refused(config, folder, here):
     routine.save_model = full
     with pytest.raises(UserError) as caught:
         pretraining.run(config, quiet)
-    (folder / f"refused{here.rank}").write_text("\n".join([*told, str(caught.value)]))
+    (folder / f"refused{here.rank}").write_text(
+        "\n".join([*told, f"{caught.value.elsewhere} {caught.value}"])
+    )
 
 
 def work(rank, store, stuck, configs, folder):
@@ -224,6 +226,7 @@ def test_what_one_rank_meets_is_said_by_all(killed):
         assert said[1].endswith(f"see step-000000003, which rank 0 sees; {common}")
         assert said[2].startswith(f"{folder / 'said' / '.step-000000009.0'} cannot be written: Not")
         assert len(said) == 3
-    for rank in range(2):
+    for rank, elsewhere in ((0, False), (1, True)):  # who leaves the printing to rank 0
         locked, full = (folder / f"refused{rank}").read_text().splitlines()
-        assert locked.startswith("another process is running in ") and full == "the disk is full"
+        assert locked.startswith(f"{elsewhere} another process is running in ")
+        assert full == f"{elsewhere} the disk is full"
