@@ -71,6 +71,8 @@ def few_tokens24(
             f"x must be {weight.dtype} of shape [at most {MOST}, {columns}], not {x.dtype} of "
             f"{tuple(x.shape)}"
         )
+    if bias is not None and bias.shape != (rows,):
+        raise ValueError(f"bias must have shape ({rows},), not {tuple(bias.shape)}")
     device = checks.one_device(weight=weight.values, meta=weight.meta, x=x, bias=bias)
     name = backends.resolve(device, backend)
     if backends.interpreted() or (name == "triton" and not serves(device)):
@@ -79,8 +81,10 @@ def few_tokens24(
 
 
 def serves(device: torch.device) -> bool:
-    """True if the sparse units of this device can be used: from compute capability 8.0 on."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
+    """True if the sparse units of this device can be used: those of NVIDIA from compute capability
+    8.0 on."""
+    nvidia = device.type == "cuda" and torch.version.hip is None
+    return nvidia and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 _few_tokens24 = operator_of(

@@ -43,11 +43,13 @@ def few_tokens24(
     y = x.new_empty(tokens, rows)
     if tokens == 0:
         return y
+    x = x.contiguous()
+    x = x.clone() if x.storage_offset() % 2 else x  # it is read as pairs
     # Enough warps to have many lines of W on their way, measured on an H100.
     warps = 4 if rows >= 16384 else 16 if columns > 2 * rows else 8
     launch(
         few_tokens_kernel, rows // 16, x.device, values, meta,
-        x.contiguous().view(torch.int32), y if bias is None else bias, y, tokens, rows,
+        x.view(torch.int32), y if bias is None else bias.contiguous(), y, tokens, rows,
         columns // 64, PRODUCT=PRODUCTS[y.dtype], BIAS=bias is not None, WARPS=warps,
         num_warps=warps, num_stages=1,
     )  # fmt: skip

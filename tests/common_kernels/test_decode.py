@@ -62,6 +62,9 @@ def test_what_has_no_fragments_is_refused():
     _, packed, x = given(16, 64, MOST + 1, torch.bfloat16)
     with pytest.raises(ValueError, match=r"at most 8, 64\], not torch.bfloat16 of \(9, 64\)"):
         few_tokens24(packed, x)
+    for wrong in (torch.zeros(1), torch.zeros(17)):
+        with pytest.raises(ValueError, match=r"bias must have shape \(16,\), not"):
+            few_tokens24(packed, x[:1], wrong)
 
 
 def entries(registers, dtype):
@@ -105,7 +108,8 @@ def test_the_kernel_multiplies_as_the_instruction_is_defined(monkeypatch):
     for dtype, rows, columns, tokens in ((torch.bfloat16, 32, 576, 3), (torch.float16, 16, 64, 8)):
         monkeypatch.setattr(triton, "warp_product", executed(dtype))
         w, packed, x = given(rows, columns, tokens, dtype)
-        bias = torch.linspace(-1, 1, rows).to(dtype)
+        x = torch.cat([x.new_zeros(1), x.flatten()])[1:].view(x.shape)  # begins at an odd entry
+        bias = torch.linspace(-1, 1, 2 * rows).to(dtype)[::2]
         got = triton.few_tokens24(packed.values, packed.meta, x, bias, rows).double()
         want = x.double() @ w.double().t() + bias.double()
         assert ((got - want).abs() <= torch.finfo(dtype).eps * (1 + want.abs())).all()
