@@ -94,7 +94,8 @@ class PackedProduct(nn.Module):
         """True if `x`, which has so many tokens, is multiplied with the packed weight."""
         if not tokens or not self.limits.includes(tokens) or x.dtype != self.packed.dtype:
             return False
-        if torch.is_grad_enabled() and (x.requires_grad or self.weight.requires_grad):
+        needed = x.requires_grad or self.weight.requires_grad
+        if torch.is_grad_enabled() and (needed or getattr(self.bias, "requires_grad", False)):
             return False
         if x.device != self.packed.values.device:
             return False
@@ -153,9 +154,9 @@ def pack(
 ) -> dict[str, Limits | None]:
     """Let the 2:4 linears of a model, ours or of transformers, run packed where that is faster.
 
-    This is for inference and changes the model in place: the weights of these linears no longer
-    require a gradient. Names and shapes of parameters stay the same, so the model is saved as
-    before. Linears that are packed already are packed again.
+    This is for inference and changes the model in place: weights and biases of these linears no
+    longer require a gradient. Names and shapes of parameters stay the same, so the model is saved
+    as before. Linears that are packed already are packed again.
 
     Args:
         model: on its device, in bf16 or fp16.
@@ -215,6 +216,7 @@ def pack(
                 _restore(layer)
             else:
                 found[name] = layer.limits = own
+                layer.fragments = layer.fragments if own.few else None  # they take memory
     return found
 
 
@@ -257,7 +259,7 @@ def _packed(module: Any, layout: str) -> PackedProduct:
         shape = tuple(matrix.shape)
         packed = Packed24.empty(shape, weight.dtype, weight.device, layout)
         pack24_(packed, matrix, "mask", matrix != 0)
-    module.weight.requires_grad_(False)
+    module.requires_grad_(False)
     kind: Any = type(module)
     module.__class__ = _class_of(kind)
     module.packed, module.limits = packed, Limits(MOST, 0)
