@@ -11,6 +11,7 @@ import ctypes
 import functools
 import hashlib
 import os
+import platform
 import shutil
 import subprocess
 import sys
@@ -65,8 +66,8 @@ def launch(plan: cusparselt.Plan) -> int:
 
 def failed(error: Exception) -> int:
     """The address of a `Launch` that makes C++ raise RuntimeError with this error's message."""
-    _kept[failed] = Launch(str(error).encode())
-    return ctypes.addressof(_kept[failed])
+    found = _kept[object()] = Launch(str(error).encode())  # another thread may be reading one
+    return ctypes.addressof(found)
 
 
 @functools.cache
@@ -78,7 +79,7 @@ def start() -> None:
         register = load()
         shim = ctypes.CDLL(str(TORCH / "lib" / "libtorch_cuda.so"))
         register(b"CUDA", shim.aoti_torch_get_current_cuda_stream)
-    except (BuildError, OSError) as error:
+    except (OSError, RuntimeError) as error:  # RuntimeError: no compiler, no home directory
         warnings.warn(
             f"{error}: sparse products are launched from Python, which takes the CPU longer "
             f"({VARIABLE}=0 hides this warning)",
@@ -100,7 +101,8 @@ def build() -> Path:
     if compiler is None:
         raise BuildError(f"the C++ compiler {name!r} cannot be found")
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True).stdout
-    known = hashlib.sha256(SOURCE.read_bytes() + repr((FLAGS, version)).encode()).hexdigest()
+    made_with = repr((FLAGS, version, platform.machine())).encode()
+    known = hashlib.sha256(SOURCE.read_bytes() + made_with).hexdigest()
     path = cache() / f"native-{known[:16]}.so"
 
     def say(line: str) -> None:

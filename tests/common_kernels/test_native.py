@@ -4,6 +4,7 @@ import ctypes
 import itertools
 import shutil
 import subprocess
+from pathlib import Path
 
 import pytest
 import torch
@@ -157,6 +158,16 @@ def test_without_a_compiler_python_goes_on_and_says_so(monkeypatch):
     monkeypatch.delenv("SPARSE24_NATIVE", raising=False)
     start = native.start.__wrapped__
     with pytest.warns(UserWarning, match=r"'no-such-compiler' cannot be found.*from Python"):
+        start()
+
+    def homeless():
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("CXX")
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(Path, "home", homeless)
+    monkeypatch.setattr(native.shutil, "which", lambda _: "/bin/true")
+    with pytest.warns(UserWarning, match=r"home directory.*from Python"):
         start()
     monkeypatch.setenv("SPARSE24_NATIVE", "0")
     start()
