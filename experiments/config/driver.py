@@ -207,7 +207,9 @@ def _options(values: dict[str, Any], prefix: str, said: dict[str, str]) -> Itera
             inner = {k.removeprefix(f"{key}."): text for k, text in said.items()}
             yield from _options(value, f"{prefix}{key}.", inner)
             continue
-        option = textwrap.shorten(f"{prefix}{key}={as_typed(value)}", _WIDTH - 2, placeholder="...")
+        option = f"{prefix}{key}={as_typed(value)}"
+        if len(option) > _WIDTH - 2:
+            option = f"{option[: _WIDTH - 5]}..."
         indent = " " * _COLUMN
         text = textwrap.fill(
             said.get(key, ""), _WIDTH, initial_indent=indent, subsequent_indent=indent

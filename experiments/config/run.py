@@ -250,8 +250,11 @@ def build_model(shape: ModelConfig) -> Model:
         ViTConfig: ViT,
     }
     kind: Any = kinds[type(shape)]
-    with torch.device("meta"):
-        needed = sum(parameter.nbytes for parameter in kind(shape).parameters())
+    try:
+        with torch.device("meta"):
+            needed = sum(parameter.nbytes for parameter in kind(shape).parameters())
+    except (OverflowError, RuntimeError, TypeError):  # more than torch can count
+        needed = 2**63
     what = f"the weights of a {kind.__name__} of this shape"
     memory.require(what, needed, torch.device("cpu"), "choose a smaller model.*")
     return kind(shape)

@@ -242,6 +242,8 @@ def test_help_describes_the_driver_and_each_option(capsys, monkeypatch):
     assert re.search(r"^method=released/slope, one of: ast bi_mask dense ", out, re.M)
     assert "\n  method.mask=random          random | magnitude; the mask is chosen once\n" in out
     assert "\n  train.steps=7               number of optimizer steps\n" in out
+    _, out = shown(capsys, monkeypatch, "pretrain", f"data.source=/{99 * 'a'}", "-h")
+    assert f"\n  data.source=/{61 * 'a'}...\n" in out
     with pytest.raises(SystemExit, match=r"there is no method=nothing; there is ast, "):
         shown(capsys, monkeypatch, "pretrain", "method=nothing", "--help")
     _, out = shown(capsys, monkeypatch, "pretrain", "train.steps=7", "--cfg", "job", "--resolve")
