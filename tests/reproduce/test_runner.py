@@ -457,6 +457,10 @@ def test_every_gpu_has_its_share(start, monkeypatch, tmp_path):
            for path in directories(block(), tmp_path).values()]  # fmt: skip
     assert [one["CUDA_VISIBLE_DEVICES"] for one in saw] == ["3", "5", "3", "5"]
     assert {one["OMP_NUM_THREADS"] for one in saw} == {"3"}
+    monkeypatch.delattr(os, "sched_getaffinity")  # as on macOS
+    monkeypatch.setattr(os, "cpu_count", lambda: 7)
+    shown = runner.Process(["printenv", "OMP_NUM_THREADS"], tmp_path / "log", at_once=2)
+    assert shown.process.wait() == 0 and (tmp_path / "log").read_text() == "3\n"
 
 
 def test_the_gpus_are_those_that_this_process_may_use(monkeypatch):
