@@ -168,7 +168,7 @@ def _keep_if_made_of(building: Path, manifest: dict[str, Any]) -> None:
     which has no splits yet."""
     text, path = json.dumps(manifest, indent=2, sort_keys=True) + "\n", building / _SETTINGS
     if not path.is_file() or path.read_text(encoding="utf-8") != text:
-        for left in (*building.glob("*.bin"), *building.glob("*.sizes")):
+        for left in (*building.glob("*.sizes"), *building.glob("*.bin")):  # none without its file
             left.unlink()
         write_text(path, text)
 
