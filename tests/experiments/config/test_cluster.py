@@ -30,10 +30,7 @@ def test_a_run_is_a_job_on_one_gpu():
     assert (asked["nodes"], asked["tasks_per_node"], asked["gpus_per_node"]) == (1, 1, 1)
     assert asked["max_num_timeout"] > 0  # a run goes on from its last checkpoint
     assert launcher("local")["_target_"].endswith(".LocalLauncher")
-
-
-@needs_launcher
-def test_the_cluster_is_no_part_of_a_run():
+    # The cluster is no part of a run.
     assert load(["+cluster=slurm"]).digest() == load([]).digest()
 
 

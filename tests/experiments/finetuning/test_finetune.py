@@ -5,6 +5,7 @@ import json
 import re
 import shutil
 import zipfile
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -24,7 +25,6 @@ from experiments.training import pretraining
 from experiments.training.distributed import World
 from experiments.training.sharding import accelerate
 from experiments.training.tracking import read_metrics
-from experiments.training.trainer import Trainer
 from tests.experiments.conftest import quiet
 
 HERE = Path(__file__).parent
@@ -53,17 +53,13 @@ FAMILIES = {
 }
 
 
-def interrupt(*_):
-    raise KeyboardInterrupt
-
-
 @pytest.fixture(scope="session")
 def runs(tmp_path_factory):
-    """runs("gpt2", ...) -> directory of a finished run on the sentences of the GLUE files."""
+    """runs("gpt2") -> directory of a finished run on the sentences of the GLUE files."""
     from experiments.data.prepare import prepare
 
     root = tmp_path_factory.mktemp("toys")
-    source, made = root / "text", {}
+    source = root / "text"
     source.mkdir()
     splits = [own for task in glue.TASKS for own in glue.load(task, str(GLUE)).values()]
     sentences = [text for own in splits for texts in own.texts for text in texts]
@@ -71,14 +67,12 @@ def runs(tmp_path_factory):
         (source / name).write_text("\n".join(sentences * 2) + "\n", encoding="utf-8")
     data = ["data.name=toys", f"data.source={source}", f"data.root={root}", "data.vocab_size=400"]
 
-    def run(family, *more):
-        if (family, *more) not in made:
-            config = load([*FAMILIES[family], *data, *SHAPE, *CPU, f"runs={root / 'runs'}", *more])
-            if not config.data.directory.exists():
-                prepare(config.data)
-            pretraining.run(config, quiet)
-            made[family, *more] = config.directory()
-        return made[family, *more]
+    @cache
+    def run(family):
+        config = load([*FAMILIES[family], *data, *SHAPE, *CPU, f"runs={root / 'runs'}"])
+        prepare(config.data)
+        pretraining.run(config, quiet)
+        return config.directory()
 
     return run
 
@@ -118,15 +112,17 @@ def test_a_pretrained_model_learns_a_task_and_stays_sparse(runs, family):
     assert log[-1]["loss"] < 0.6 * log[0]["loss"]
 
 
-def test_other_data_or_weights_of_the_same_name_are_not_taken_for_done(gpt2, tmp_path, made_again):
+def test_other_data_or_weights_of_the_same_name_are_not_taken_for_done(
+    gpt2, tmp_path, made_again, interrupted
+):
+    """Nor is a training that began with other weights gone on with."""
     folders = [tmp_path / name / "glue" for name in "ab"]
     for folder in folders:
         shutil.copytree(GLUE, folder)
-    lines = (GLUE / "RTE/dev.tsv").read_text(encoding="utf-8").splitlines()
-    (folders[1] / "RTE/dev.tsv").write_text("\n".join(lines[:-1]) + "\n", encoding="utf-8")
-    one, other = (
-        config(gpt2, "rte", f"data.source={folder}", "recipe.epochs=1") for folder in folders
-    )
+    lines = (GLUE / "RTE/dev.tsv").read_text().splitlines(keepends=True)
+    (folders[1] / "RTE/dev.tsv").write_text("".join(lines[:-1]))
+    short = "recipe.epochs=1", "impl.checkpoint_every=1"
+    one, other = (config(gpt2, "rte", f"data.source={folder}", *short) for folder in folders)
     result = finetune.run(one, quiet)
     assert one.directory() != other.directory() and one.digest() != other.digest()
     assert finetune.finished(other) is None
@@ -137,6 +133,13 @@ def test_other_data_or_weights_of_the_same_name_are_not_taken_for_done(gpt2, tmp
             ask(gone)
     made_again(gpt2, shifted)
     assert finetune.finished(one) is None
+    with interrupted(2):
+        finetune.run(one, quiet)
+    made_again(gpt2, shifted)
+    checkpoints = one.directory() / "checkpoints"
+    with pytest.raises(UserError, match=rf"{checkpoints} belongs to .*other weights.*; remove it"):
+        finetune.run(one, quiet)
+    shutil.rmtree(checkpoints)
     again = finetune.run(one, quiet)
     assert again["pretrained"]["weights_hash"] != result["pretrained"]["weights_hash"]
 
@@ -176,19 +179,6 @@ def test_an_interrupted_one_goes_on_as_if_nothing_had_happened(gpt2, interrupted
     finetune.run(own, said.append)
     assert "resumed at step 4 of 8" in said
     assert read_metrics(own.directory() / "metrics.jsonl") == full
-
-
-def test_a_checkpoint_of_other_weights_is_refused(gpt2, monkeypatch, made_again):
-    own = config(gpt2, "rte", "recipe.epochs=1", "impl.checkpoint_every=1")
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(Trainer, "evaluate", interrupt)
-        finetune.run(own, quiet)
-    made_again(gpt2, shifted)
-    checkpoints = own.directory() / "checkpoints"
-    with pytest.raises(UserError, match=rf"{checkpoints} belongs to .*other weights.*; remove it"):
-        finetune.run(own, quiet)
-    shutil.rmtree(checkpoints)
-    assert finetune.run(own, quiet)["steps"] == 3
 
 
 def test_the_nine_in_one_command_make_a_table(gpt2, monkeypatch):
@@ -346,22 +336,18 @@ def test_a_wrong_setting_is_one_line():
 # ------------------------------------------------------------------ a checkpoint of transformers
 
 
-def checkpoint(model, tokenizer, folder, **names):
-    """The hydra overrides for a checkpoint of transformers in `folder`."""
+def test_a_checkpoint_of_transformers_is_fine_tuned_and_its_zeros_stay(hf_model, runs, tmp_path):
     from transformers import PreTrainedTokenizerFast
 
-    model.save_pretrained(folder)
-    PreTrainedTokenizerFast(tokenizer_file=str(tokenizer), **names).save_pretrained(folder)
-    given = [f"model.path={folder}", f"data.source={GLUE}", f"runs={folder.parent / 'r'}"]
-    return [*given, *QUICK, *CPU, "recipe.max_length=32", "recipe.epochs=1", "task=rte"]
-
-
-def test_a_checkpoint_of_transformers_is_fine_tuned_and_its_zeros_stay(hf_model, runs, tmp_path):
     from experiments.data.tokenizer import END_OF_TEXT
 
     folder, model = tmp_path / "checkpoint", hf_model("gpt2", vocab_size=512)
     [tokenizer] = runs("gpt2").parents[3].glob("toys-v400*/tokenizer.json")
-    given = checkpoint(model, tokenizer, folder, eos_token=END_OF_TEXT)
+    model.save_pretrained(folder)
+    fast = PreTrainedTokenizerFast(tokenizer_file=str(tokenizer), eos_token=END_OF_TEXT)
+    fast.save_pretrained(folder)
+    given = [f"model.path={folder}", "task=rte", f"data.source={GLUE}", f"runs={tmp_path / 'r'}"]
+    given += [*QUICK, *CPU, "recipe.max_length=32", "recipe.epochs=1"]
     for mode, message in (
         ("sparse", r"has no sparse method: set mode=dense"),
         ("masked", r"of the 8 linears of model\.path=.* none is 2:4; set"),
@@ -391,22 +377,19 @@ def test_a_checkpoint_of_transformers_is_fine_tuned_and_its_zeros_stay(hf_model,
 # ------------------------------------------------------------------ what is kept, and on two ranks
 
 
-def without_labels(folder):
+@pytest.fixture
+def with_tests(tmp_path):
     """GLUE's folder with test splits: the texts of the dev splits, under the headers of GLUE."""
+    folder = Path(shutil.copytree(GLUE, tmp_path / "glue"))
     for task in ("rte", "cola", "stsb", "mnli"):
         spec, home = glue.TASKS[task], folder / glue.TASKS[task].folder
-        dev = glue.load(task, str(folder))["dev"]
         lines = ["\t".join(("index", *spec.texts))]
-        lines += ["\t".join((str(i), *texts)) for i, texts in enumerate(dev.texts)]
+        dev = enumerate(glue.load(task, str(folder))["dev"].texts)
+        lines += ["\t".join((str(i), *texts)) for i, texts in dev]
         for file in spec.tests.values():
             (home / file).parent.mkdir(exist_ok=True)
             (home / file).write_text("\n".join(lines) + "\n", encoding="utf-8")
     return folder
-
-
-@pytest.fixture
-def with_tests(tmp_path):
-    return without_labels(Path(shutil.copytree(GLUE, tmp_path / "glue")))
 
 
 def table(path):

@@ -168,13 +168,16 @@ def test_bert_sees_cls_a_sep_b_sep_and_gpt2_a_b(bpe, wordpiece):
     assert inputs.encode(bpe, frame, [("",)], 64) == [([bpe.eot_token], 1)]
 
 
+class Letters:
+    """A tokenizer with a token a letter."""
+
+    eot_token = 0
+
+    def encode_ordinary_batch(self, texts):
+        return [[ord(c) for c in text] for text in texts]
+
+
 def test_the_longer_text_gives_way_first():
-    class Letters:
-        eot_token = 0
-
-        def encode_ordinary_batch(self, texts):
-            return [[ord(c) for c in text] for text in texts]
-
     for a, b, kept_a, kept_b in ((3, 2, 3, 2), (9, 3, 5, 3), (3, 9, 3, 5), (9, 9, 4, 4)):
         texts = ("a" * a, "b" * b)
         encoded = inputs.encode(Letters(), Frame.of(Letters()), [texts], 8)

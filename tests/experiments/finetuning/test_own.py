@@ -9,6 +9,7 @@ import pytest
 from experiments import finetune
 from experiments.finetuning import own, tasks
 from experiments.support.errors import UserError
+from tests.experiments.finetuning.test_glue import Letters
 
 TRAIN = [("good, really", "yes"), ('say "bad"', "no"), ("two\nlines", "yes"), ("", "no")]
 DEV = [("good", "yes"), ("bad", "no"), ("bad\tagain", "no")]
@@ -54,10 +55,8 @@ def test_accuracy_and_the_mean_of_f1_by_hand():
     assert result == pytest.approx(expected)
 
 
-@pytest.mark.parametrize(
-    ("file", "content", "message"),
-    [
-        ("train.json", "[]", r"has train\.csv and train\.json; keep one"),
+def test_what_is_wrong_is_named_with_its_place(tmp_path):
+    for file, content, message in (
         ("dev.csv", "text,liked\na,yes\n", r"dev\.csv, line 2: no 'review' among text, liked; set"),
         ("dev.csv", "review,liked\na,maybe\n", r"dev\.csv, line 2: the liked 'maybe' is not in tr"),
         ("dev.csv", "review,liked\n", r"dev\.csv has no rows"),
@@ -66,13 +65,12 @@ def test_accuracy_and_the_mean_of_f1_by_hand():
         ("train.csv", "review,liked\na, b,yes\n", r"train\.csv, line 2 has more values than col"),
         ("train.csv", 'review,liked\na,yes\n"b,no\n', r"train\.csv cannot be read: "),
         ("train.csv", "review,liked\na,yes\n", r"all rows have the liked 'yes'; it takes two cl"),
-    ],
-)
-def test_what_is_wrong_is_named_with_its_place(tmp_path, file, content, message):
-    write(tmp_path, ".csv", train=TRAIN, dev=DEV)
-    (tmp_path / file).write_text(content)
-    with pytest.raises(UserError, match=message):
-        own.load(str(tmp_path), ("review",), "liked")
+        ("train.json", "[]", r"has train\.csv and train\.json; keep one"),
+    ):
+        write(tmp_path, ".csv", train=TRAIN, dev=DEV)
+        (tmp_path / file).write_text(content)
+        with pytest.raises(UserError, match=message):
+            own.load(str(tmp_path), ("review",), "liked")
 
 
 def test_settings_and_files_are_asked_for_before_any_work(tmp_path):
@@ -94,13 +92,6 @@ def test_predictions_have_the_names_of_the_classes(tmp_path):
     write(tmp_path, ".csv", train=TRAIN, dev=DEV, test=TESTS)
     named = [f"data.source={tmp_path}", "data.text=[review]", "data.label=liked"]
     config = finetune.load(["run=nowhere", "task=own", *named])
-
-    class Letters:
-        eot_token = 0
-
-        def encode_ordinary_batch(self, texts):
-            return [[ord(c) for c in text] for text in texts]
-
     problem = tasks.load_problem(config, Letters())
     assert problem.labels == ("no", "yes") and problem.examples == {"train": 4, "dev": 3}
     no, yes = np.array([1.0, 0.0]), np.array([0.0, 1.0])

@@ -1,8 +1,11 @@
 """Statistics over seeds, against numbers worked out by hand and against scipy.stats."""
 
 import math
+from itertools import combinations
 
+import numpy as np
 import pytest
+from scipy.stats import ttest_1samp, ttest_rel
 
 from experiments.runs.stats import (
     decimals,
@@ -16,9 +19,8 @@ from experiments.runs.stats import (
 )
 
 
-@pytest.mark.parametrize(
-    ("value", "low", "high", "places"),
-    [
+def test_a_value_has_the_decimals_that_its_interval_asks_for():
+    for value, low, high, places in (
         (-0.0350, -0.0463, -0.0238, 4),
         (2.86e-5, 8.0e-6, 4.92e-5, 6),  # four would be +0.0000 [+0.0000, +0.0000]
         (0.00271, 0.0000294, 0.0054, 5),  # four would not tell the lower end from zero
@@ -30,11 +32,9 @@ from experiments.runs.stats import (
         (0.0, math.nan, math.nan, 4),
         (math.nan, math.nan, math.nan, 4),
         (12.0, 0.0, 24.0, 4),
-    ],
-)
-def test_a_value_has_the_decimals_that_its_interval_asks_for(value, low, high, places):
-    assert decimals(value, low, high) == places
-    assert difference_form(value, low, high) == f"+.{places}f"
+    ):
+        assert decimals(value, low, high) == places
+        assert difference_form(value, low, high) == f"+.{places}f"
 
 
 # ------------------------------------------------------------------------------ tests
@@ -50,28 +50,20 @@ PAIRS = [
 def test_paired_t_test_is_scipys():
     for differences in PAIRS:
         for center in [0.0, 0.015, -1.0]:
-            from scipy.stats import ttest_1samp, ttest_rel
-
             ours = [1.0 + 0.5 * i + d for i, d in enumerate(differences)]
             theirs = [1.0 + 0.5 * i + center for i, _ in enumerate(differences)]
-            for side, alternative in (
-                ("both", "two-sided"),
-                ("above", "greater"),
-                ("below", "less"),
-            ):
+            sides = {"both": "two-sided", "above": "greater", "below": "less"}
+            for side, alternative in sides.items():
                 p = p_value(differences, center, side)
                 # Rounding leaves 1e-16 in a difference of 1e-3, and t has five digits more.
-                assert p == pytest.approx(
-                    ttest_rel(ours, theirs, alternative=alternative).pvalue, rel=1e-7
-                )
+                paired = ttest_rel(ours, theirs, alternative=alternative).pvalue
+                assert p == pytest.approx(paired, rel=1e-7)
                 exact = ttest_1samp(differences, center, alternative=alternative).pvalue
                 assert p == pytest.approx(exact, rel=1e-11)
 
 
 def test_interval_is_scipys():
     for differences in PAIRS:
-        from scipy.stats import ttest_1samp
-
         for confidence in (0.9, 0.95):
             expected = ttest_1samp(differences, 0.0).confidence_interval(confidence)
             found = paired_interval(differences, confidence)
@@ -81,8 +73,6 @@ def test_interval_is_scipys():
 def test_equivalence_is_two_one_sided_tests_of_scipy():
     for differences in PAIRS:
         for margin in [0.005, 0.04, 3.0]:
-            from scipy.stats import ttest_1samp
-
             above = ttest_1samp(differences, -margin, alternative="greater").pvalue
             below = ttest_1samp(differences, margin, alternative="less").pvalue
             p = equivalence_p_value(differences, [margin] * len(differences))
@@ -130,10 +120,6 @@ def test_ends_of_the_interval_of_a_quotient_are_just_refused():
 def test_holm_is_bonferroni_on_every_subset():
     """Its closed form: an adjusted value is the largest of Bonferroni's over all sets of hypotheses
     that hold this one, each n times the least of its p-values."""
-    from itertools import combinations
-
-    import numpy as np
-
     for p in np.random.default_rng(1).uniform(0, 0.3, (20, 5)):
         subsets = [s for n in range(1, 6) for s in combinations(range(5), n)]
         closed = [

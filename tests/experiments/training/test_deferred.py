@@ -1,11 +1,9 @@
 """Shared weights: rank 0 alone builds the model, and its numbers come to the ranks by blocks."""
 
-import multiprocessing
 import os
 
 import pytest
 import torch
-import torch.multiprocessing as mp
 
 from experiments import dino
 from experiments.config.run import load
@@ -75,7 +73,7 @@ def work(rank, store, configs, folder):
 
 
 @pytest.fixture(scope="module")
-def said(corpus_dir, tmp_path_factory, hf_model):
+def said(corpus_dir, tmp_path_factory, hf_model, start_ranks):
     """The result of `compare` for each case on each rank."""
     folder = tmp_path_factory.mktemp("deferred")
     data = ["data.name=words", f"data.source={corpus_dir / 'text'}", f"data.root={corpus_dir}"]
@@ -97,10 +95,7 @@ def said(corpus_dir, tmp_path_factory, hf_model):
     for case, config in configs.items():
         model, method, *_ = pretraining._prepare(config, one)
         torch.save(numbers(model, method), folder / f"{case}.pt")
-    modules = ["experiments.training.pretraining", "torch.distributed.fsdp", "hydra", __name__]
-    multiprocessing.set_forkserver_preload(modules)
-    store = (folder / "store").as_uri()
-    mp.start_processes(work, (store, configs, folder), nprocs=2, start_method="forkserver")
+    start_ranks(work, (folder / "store").as_uri(), configs, folder)
     return {(c, r): (folder / f"{c}{r}").read_text() for c in configs for r in range(2)}
 
 

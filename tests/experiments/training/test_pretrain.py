@@ -16,11 +16,7 @@ from experiments.training import pretraining, routine, speed
 from experiments.training.distributed import World
 from experiments.training.trainer import Trainer
 from methods.nn.gemms import DENSE
-from tests.experiments.conftest import quiet
-
-
-class Stop(Exception):
-    """Stands for the end of the process."""
+from tests.experiments.conftest import Interrupted, quiet
 
 
 @pytest.fixture
@@ -53,13 +49,13 @@ def test_dropout_differs_by_seed_and_rank_and_from_the_initial_weights(tiny, mon
 
     def resume(self):
         found.append(torch.initial_seed())
-        raise Stop
+        raise Interrupted
 
     monkeypatch.setattr(Trainer, "resume", resume)
     for seed, rank in ((0, 0), (1, 0), (0, 1)):
         place = World(rank, 1, torch.device("cpu"))
         monkeypatch.setattr(routine, "world", lambda *_, place=place: nullcontext(place))
-        with pytest.raises(Stop):
+        with pytest.raises(Interrupted):
             pretraining.run(tiny("method=dense", f"seed={seed}"), quiet)
     assert len({0, 1, *found}) == 5
 
@@ -91,9 +87,9 @@ def test_a_run_that_another_process_ends_meanwhile_is_not_made_again(tiny, monke
     assert contents(config.directory()) == before
 
 
-def of(corpus, name="text"):
+def of(corpus):
     """Overrides of the corpus in this root."""
-    return f"data.root={corpus}", f"data.source={corpus / name}"
+    return f"data.root={corpus}", f"data.source={corpus / 'text'}"
 
 
 def test_a_run_on_another_corpus_is_refused_and_nothing_changes(
@@ -128,9 +124,9 @@ def test_a_death_before_the_result_costs_the_steps_since_the_last_checkpoint_alo
     config = tiny("method=dense", "train.steps=5", "impl.checkpoint_every=2")
 
     def dying(directory, result):
-        raise Stop
+        raise Interrupted
 
-    with monkeypatch.context() as patch, pytest.raises(Stop):
+    with monkeypatch.context() as patch, pytest.raises(Interrupted):
         patch.setattr(results, "write_result", dying)
         pretraining.run(config, quiet)
     assert (config.directory() / "model.safetensors").exists()
@@ -180,9 +176,9 @@ def test_settings_of_the_process_are_given_back(tiny):
     threads = torch.get_num_threads()
     config = tiny("impl.threads=3", "impl.deterministic=true")
     assert config.digest() == tiny().digest()
-    with pytest.raises(Stop), routine.process_settings(config.impl):
+    with pytest.raises(Interrupted), routine.process_settings(config.impl):
         assert torch.get_num_threads() == 3 and torch.are_deterministic_algorithms_enabled()
-        raise Stop
+        raise Interrupted
     assert torch.get_num_threads() == threads
     assert not torch.are_deterministic_algorithms_enabled()
 

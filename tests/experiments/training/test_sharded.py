@@ -1,13 +1,11 @@
 """Pre-training with `impl.shard=fsdp2`: two and four processes, and what they leave for others."""
 
-import multiprocessing
 import os
 import shutil
 from contextlib import suppress
 
 import pytest
 import torch
-import torch.multiprocessing as mp
 from safetensors.torch import load_file
 
 from experiments import dino
@@ -71,7 +69,7 @@ def _run(rank, ranks, store, runs):
 
 
 @pytest.fixture(scope="module")
-def trained(corpus_dir, tmp_path_factory):
+def trained(corpus_dir, tmp_path_factory, start_ranks):
     """The config of each case by (case, folder): `one` process, `two` ranks, and `moved` from two
     to four to one, but for S-STE begun by one; and what two ranks left of `moved`."""
     folder = tmp_path_factory.mktemp("sharded")
@@ -91,15 +89,10 @@ def trained(corpus_dir, tmp_path_factory):
     two += [(found[case, "two"], LAST) for case in CASES]
     two += [(found[case, "offloaded"], last) for case in ("fst", "ast") for last in (7, LAST)]
     two += [(found[case, "moved"], 7) for case in CASES]
-    # All ranks are forked from one process that has imported everything and done nothing.
-    modules = ["experiments.training.pretraining", "torch.distributed.fsdp", "hydra", __name__]
-    multiprocessing.set_forkserver_preload(modules)
-    store = (folder / "store2").as_uri()
-    mp.start_processes(_run, (2, store, two), nprocs=2, start_method="forkserver")
+    start_ranks(_run, 2, (folder / "store2").as_uri(), two, ranks=2)
     shutil.copytree(folder / "moved", folder / "kept")
     four = [(found[case, "moved"], 10) for case in CASES]
-    store = (folder / "store4").as_uri()
-    mp.start_processes(_run, (4, store, four), nprocs=4, start_method="forkserver")
+    start_ranks(_run, 4, (folder / "store4").as_uri(), four, ranks=4)
     for case in CASES:
         for place in ("one", "moved"):
             pretraining.run(found[case, place], quiet)
