@@ -26,6 +26,7 @@ BENCHMARKS = {
     "linear": "forward and backward of one linear with each method and dense",
     "train": "a whole optimizer step of GPT-2, wide blocks, ViT and SAM's encoder",
     "driver": "a real training with data, logging and evaluation, compared with a bare loop",
+    "decode": "a product with few tokens, 2:4 and dense",
     "serve": "prefill and generation of a LLaMA with packed 2:4 weights and dense ones",
 }
 
@@ -75,7 +76,7 @@ def parser() -> argparse.ArgumentParser:
             command.add_argument(
                 "--size", nargs="+", choices=("1.1B", "7B"), default=["1.1B"], help=sizes
             )
-        elif name != "ops":
+        elif name not in ("ops", "decode"):
             command.add_argument(
                 "--matmul",
                 choices=("dense", "cusparselt", "cuda", "auto"),

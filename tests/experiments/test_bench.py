@@ -55,6 +55,10 @@ def test_ops_writes_a_row_for_every_operator(small, tmp_path, capsys):
     row = rows["nm_mask"]
     assert row["limit_ms"] == pytest.approx(row["peers"]["clone"] * 5 / 8)
     assert "transposable_mask24" in capsys.readouterr().out
+    assert bench("decode", "--only", "4 *", out=out) == 0
+    (row,) = json.loads(out.read_text())["benchmarks"]["decode"]["rows"]
+    assert row["shape"] == "128 -> 64"
+    assert row["limit_ms"] == pytest.approx(row["peers"]["dense"] * 9 / 16)
     assert "| nm_mask | float32 | 48 x 32 | cpu |" in out.with_suffix(".md").read_text()
 
 

@@ -1,0 +1,60 @@
+"""Measure a product with few tokens, as in decoding: `python -m experiments.bench decode`.
+
+The weights of one shape take turns, so that none is read from a cache. The limit is the time of the
+dense product times 9/16, the share of its bytes that a packed 2:4 matrix has.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+import torch
+import torch.nn.functional as F
+
+from common_kernels import few_tokens24, fragments24, nm_mask, pack24
+from common_kernels.decode import MOST
+from experiments.bench import variants
+from experiments.bench.report import Report, Row
+from experiments.bench.timing import Call, in_turns
+
+QUICK_SHAPES = ((64, 128),)  # out, in
+SHAPES = (
+    (4096, 4096), (11008, 4096), (4096, 11008),  # LLaMA 7B
+    (14336, 4096), (4096, 14336),  # 8B
+    (28672, 8192), (8192, 28672),  # 70B
+)  # fmt: skip
+CACHE = 240e6  # bytes of weights in turn, several times those of any GPU's cache
+
+
+@torch.no_grad()
+def bench(options: argparse.Namespace, report: Report) -> None:
+    names = report.chosen(f"{tokens} tokens" for tokens in (1, 4, MOST))
+    small = options.quick or options.device.type == "cpu"
+    for shape in QUICK_SHAPES if small else SHAPES:
+        for name in names:
+            measure(name, shape, options, report)
+
+
+def measure(name: str, shape: tuple[int, int], options: argparse.Namespace, report: Report) -> None:
+    """Add the row of one shape. Raises a `UserError` if the product is wrong."""
+    (rows, columns), on, dtype = shape, options.device, torch.bfloat16
+    count = 2 if on.type == "cpu" else max(2, -int(-CACHE // (2 * rows * columns)))
+    weights = torch.randn(count, rows, columns, device=on, dtype=dtype)
+    x = torch.randn(int(name.split()[0]), columns, device=on, dtype=dtype)
+    packed = []
+    for w in weights:
+        w *= nm_mask(w)
+        packed.append(fragments24(pack24(w, w != 0)))
+    what = f"{name} x {columns} -> {rows}"
+    allowed = variants.tolerance(variants.variant("dense"), dtype, columns)
+    variants.agree(what, few_tokens24(packed[-1], x), F.linear(x.float(), w.float()), allowed)
+    calls: dict[str, Call] = {
+        "dense": lambda i: F.linear(x, weights[i]),
+        "2:4": lambda i: few_tokens24(packed[i], x),
+    }
+    times = in_turns(calls, on, options.repeats, count)
+    dense, used = times["dense"].ms, "triton" if on.type == "cuda" else "cpu"
+    report.add(
+        Row(name, "bfloat16", f"{columns} -> {rows}", used, times["2:4"], {"dense": dense},
+            limit_ms=9 / 16 * dense)
+    )  # fmt: skip
