@@ -5,13 +5,13 @@ import shutil
 
 import pytest
 import torch
-import transformers
 from safetensors.torch import load_file
 
 from common_kernels import check24
 from experiments.config.run import load
 from experiments.data.corpus import load_tokens
 from experiments.data.prepare import prepare
+from experiments.exporting.files import to_transformers
 from experiments.runs.finished import FinishedRun
 from experiments.support.errors import UserError
 from experiments.training import pretraining
@@ -233,27 +233,6 @@ def test_layers_that_are_missing_or_damaged_are_one_line(finished):
 # ------------------------------------------------------------------ checkpoints of transformers
 
 
-def theirs(kind, **settings):
-    torch.manual_seed(3)
-    configs = {
-        "gpt2": (transformers.GPT2LMHeadModel, transformers.GPT2Config, {
-            "vocab_size": 320, "n_positions": 16, "n_embd": 16, "n_layer": 1, "n_head": 2,
-            "embd_pdrop": 0.0, "resid_pdrop": 0.0, "attn_pdrop": 0.0,
-        }),
-        "bert": (transformers.BertForMaskedLM, transformers.BertConfig, {
-            "vocab_size": 128, "max_position_embeddings": 32, "hidden_size": 16,
-            "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32,
-        }),
-        "vit": (transformers.ViTForImageClassification, transformers.ViTConfig, {
-            "image_size": 32, "patch_size": 8, "hidden_size": 16, "num_hidden_layers": 1,
-            "num_attention_heads": 2, "intermediate_size": 32, "num_labels": 10,
-            "hidden_dropout_prob": 0.0, "layer_norm_eps": 1e-6,
-        }),
-    }  # fmt: skip
-    kind, config, common = configs[kind]
-    return kind(config(**common, **settings)).eval()
-
-
 OURS = {
     "gpt2": ["model.n_layer=1", "model.n_head=2", "model.n_embd=16", "model.vocab_size=320",
              "model.block_size=16", "model.bias=true"],
@@ -268,29 +247,24 @@ OURS = {
 
 @pytest.mark.parametrize("kind", OURS)
 def test_a_run_starts_from_the_weights_of_transformers(kind, tmp_path):
-    model = theirs(kind)
-    model.save_pretrained(tmp_path / "theirs")
-    config = load([*OURS[kind], f"init={tmp_path / 'theirs'}", f"runs={tmp_path}"])
-    ours = config.build_model().eval()
-    with torch.no_grad():
-        if kind == "vit":
-            images = torch.randn(2, 3, 32, 32)
-            pair = ours(images)[0], model(pixel_values=images).logits
-        else:
-            tokens = torch.arange(32).view(2, 16) * 5 % 120
-            pair = ours(tokens)[0], model(input_ids=tokens).logits
-    torch.testing.assert_close(*pair, rtol=1e-5, atol=1e-5)
+    source, folder = load(OURS[kind]).build_model(), tmp_path / "theirs"
+    to_transformers(source).save_pretrained(folder)
+    config = load([*OURS[kind], f"init={folder}", f"runs={tmp_path}"])
+    found = config.build_model().state_dict()
+    assert all(torch.equal(found[name], value) for name, value in source.state_dict().items())
     digest = config.digest()
     assert digest != load([*OURS[kind], f"runs={tmp_path}"]).digest()
     with torch.no_grad():
-        next(model.parameters()).add_(1.0)
-    model.save_pretrained(tmp_path / "theirs")
-    assert load([*OURS[kind], f"init={tmp_path / 'theirs'}"]).digest() != digest
+        next(source.parameters()).add_(1.0)
+    to_transformers(source).save_pretrained(folder)
+    assert load([*OURS[kind], f"init={folder}"]).digest() != digest
 
 
 def test_checkpoints_that_do_not_fit_are_one_line(tmp_path, hf_model):
-    theirs("gpt2", scale_attn_by_inverse_layer_idx=True).save_pretrained(tmp_path / "scaled")
-    theirs("gpt2").save_pretrained(tmp_path / "gpt2")
+    model = to_transformers(load(OURS["gpt2"]).build_model())
+    model.save_pretrained(tmp_path / "gpt2")
+    model.config.scale_attn_by_inverse_layer_idx = True
+    model.save_pretrained(tmp_path / "scaled")
     hf_model("opt").save_pretrained(tmp_path / "opt")
     for folder, overrides, message in (
         ("scaled", [], r"scale_attn_by_inverse_layer_idx=True \(needs False\)"),

@@ -1,5 +1,6 @@
 """Schedule, batches, resume, precision and what happens when a gradient is not finite."""
 
+import itertools
 import json
 import math
 import shutil
@@ -17,6 +18,7 @@ from experiments.support.errors import UserError
 from experiments.training import pretraining, trainer
 from experiments.training.optimization import micro_batch_size
 from experiments.training.tracking import MetricsLog, read_metrics
+from methods.nn.base import Method
 from tests.experiments.conftest import quiet
 
 
@@ -131,23 +133,14 @@ def test_a_run_lists_its_revisions_and_refuses_checkpoints_of_another_layout(
 
 
 def poison(monkeypatch, *steps):
-    """Make the loss of these steps NaN."""
-    from methods.nn.base import Method
-
-    original = Method.micro_batch_loss
+    """Make the loss of these steps NaN, each of one micro-batch."""
+    original, count = Method.micro_batch_loss, itertools.count()
 
     def loss(self, model, batch):
         value = original(self, model, batch)
-        return value * math.nan if self.poisoned in steps else value
-
-    begin = Method.on_step_begin
-
-    def on_step_begin(self, current):
-        self.poisoned = current
-        begin(self, current)
+        return value * math.nan if next(count) in steps else value
 
     monkeypatch.setattr(Method, "micro_batch_loss", loss)
-    monkeypatch.setattr(Method, "on_step_begin", on_step_begin)
 
 
 def test_without_a_scaler_a_nan_stops_the_run_and_keeps_the_last_good_state(
