@@ -22,23 +22,20 @@ TOKENS = torch.arange(32).reshape(2, 16) * 7 % 300
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory):
-    """The directories of runs of four steps, by their overrides."""
-    return tmp_path_factory.mktemp("trained"), {}
+def runs(tmp_path_factory):
+    """Where this module's runs of four steps are, each trained once."""
+    return tmp_path_factory.mktemp("trained")
 
 
 @pytest.fixture
-def finished(tiny, trained, tmp_path):
-    """finished("method=ste") -> a copy of that run, which is trained once."""
+def finished(tiny, runs, tmp_path):
+    """finished("method=ste") -> a copy of that run."""
 
     def build(*overrides):
-        runs, known = trained
-        if overrides not in known:
-            config = tiny("train.steps=4", *overrides, f"runs={runs}")
-            pretraining.run(config, lambda message: None)
-            known[overrides] = config.directory()
+        config = tiny("train.steps=4", *overrides, f"runs={runs}")
+        pretraining.run(config, lambda message: None)
         copied = tmp_path / f"copy{len(list(tmp_path.glob('copy*')))}"
-        return FinishedRun.open(shutil.copytree(known[overrides], copied))
+        return FinishedRun.open(shutil.copytree(config.directory(), copied))
 
     return build
 

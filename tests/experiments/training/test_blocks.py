@@ -17,9 +17,7 @@ def test_blocks_are_found_before_and_after_conversion():
     assert list(blocks(model)) == names
     sr_ste.Method(sr_ste.Config()).convert(model)
     assert list(blocks(model)) == names
-
-
-def test_a_teacher_in_the_model_has_blocks_that_are_not_trained():
+    # A teacher in the model has blocks that are not trained.
     shape = ViTConfig(image_size=16, patch_size=4, width=16, depth=2, heads=2, n_classes=0)
     model = DINO(ViT(shape), DinoConfig(total_steps=1, prototypes=8, hidden=8, local_crops=0))
     assert len(blocks(model)) == 4

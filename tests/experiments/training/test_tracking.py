@@ -71,7 +71,8 @@ def test_a_run_that_was_stopped_has_one_chart_and_one_event_file(
     }
 
 
-def test_a_full_disk_is_one_line_and_cuts_no_record_but_the_last(tmp_path, full_disk):
+def test_a_full_disk_and_a_damaged_line_are_one_line(tmp_path, full_disk):
+    """The disk cuts no record but the last."""
     log = MetricsLog(tmp_path, [], (), {})
     record = {"step": 0, "text": "x" * 300}
     with full_disk(1000), pytest.raises(UserError, match=r"metrics\.jsonl cannot be written: File"):
@@ -80,10 +81,6 @@ def test_a_full_disk_is_one_line_and_cuts_no_record_but_the_last(tmp_path, full_
     assert [r["step"] for r in read_metrics(log.path)] == [0, 1, 2]
     MetricsLog(tmp_path, log.lines, (), {}).close()
     assert [r["step"] for r in read_metrics(log.path)] == [0, 1, 2, 3]
-
-
-def test_a_damaged_line_is_named(tmp_path):
-    path = tmp_path / "metrics.jsonl"
-    path.write_bytes(b'{"step": 0}\n\x00\xff\n{"step": 2}\n')
+    log.path.write_bytes(b'{"step": 0}\n\x00\xff\n{"step": 2}\n')
     with pytest.raises(UserError, match=r"line 2 of .*metrics\.jsonl is damaged; remove"):
-        read_metrics(path)
+        read_metrics(log.path)

@@ -44,7 +44,7 @@ def test_micro_batches():
         micro_batch_size(ramp, None, 4)
 
 
-def test_fp8_scales_are_taken_over_what_train_says():
+def test_fp8_scales_are_taken_over_what_train_says(tiny):
     for samples, micro_batch, ranks, expected in [
         (None, None, 1, 16),
         (None, 16, 1, 16),
@@ -62,9 +62,7 @@ def test_fp8_scales_are_taken_over_what_train_says():
         else:
             with pytest.raises(UserError, match=expected):
                 micro_batch_size(train, micro_batch, ranks, quantizes=True)
-
-
-def test_micro_batches_do_not_change_fp8_in_silence(tiny):
+    # A run on other micro-batches is refused, not changed in silence.
     with pytest.raises(UserError, match=r"set train\.fp8_samples=1$"):
         pretraining.run(tiny("method=s_ste", "method.fp8=paper", "impl.micro_batch=1"), quiet)
     with pytest.raises(UserError, match=r"train\.fp8_samples=1, but method=s_ste has no FP8"):
