@@ -38,7 +38,7 @@ struct Launch {
 using Problem = std::array<int64_t, 8>;
 
 AOTITorchError (*current_stream)(int32_t device, void** stream);
-std::mutex mutex;
+std::mutex mutex, launching;
 std::map<Problem, const Launch*> plans;
 
 const Launch& plan_of(const Problem& p) {
@@ -94,7 +94,9 @@ Tensor matmul24(
   const Launch& launch = plan_of(
       {rows, columns, tokens, dtype, result_dtype, flags, device,
        reinterpret_cast<int64_t>(stream)});
+  std::unique_lock<std::mutex> alone(launching, std::defer_lock);
   if (bias) {
+    alone.lock();  // threads on one stream share the plan's place for the bias
     Tensor read = torch::stable::from_blob(launch.bias, {rows}, {1}, dense.device(), out_dtype);
     TORCH_ERROR_CODE_CHECK(aoti_torch_copy_(read.get(), bias->get(), 0));
   }

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import sys
+import threading
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -136,6 +137,7 @@ class Plan:
         p, self.problem, self.handle = problem, problem, handle(device)
         self.result_shape, self.out_dtype = p.result_shape, p.out_dtype
         self.bias: torch.Tensor | None = None
+        self._launching = threading.Lock()
         self._descriptors = [ctypes.create_string_buffer(_OPAQUE) for _ in range(7)]
         a, b, c, d, matmul, selection, self.opaque = self._descriptors
         self._describe("Structured", a, p.rows, p.columns, p.columns, TYPES[p.dtype], _ROW_MAJOR, 0)
@@ -183,12 +185,14 @@ class Plan:
         bias: torch.Tensor | None = None,
     ) -> None:
         """Launch on the current stream. The caller vouches for shapes, dtypes and contiguity."""
-        if self.bias is not None and bias is not None:
-            self.bias.copy_(bias)
         workspace = work_space(self.workspace, out.device)
         stream = ctypes.c_void_p(torch._C._cuda_getCurrentRawStream(out.device.index))
         result, space = out.data_ptr(), None if workspace is None else workspace.data_ptr()
-        call(
-            "cusparseLtMatmul", self.handle, self.opaque, ctypes.byref(_ONE), buffer.data_ptr(),
-            dense.data_ptr(), ctypes.byref(_ZERO), result, result, space, ctypes.byref(stream), 1,
-        )  # fmt: skip
+        with self._launching:  # threads on one stream share the place for the bias
+            if self.bias is not None and bias is not None:
+                self.bias.copy_(bias)
+            call(
+                "cusparseLtMatmul", self.handle, self.opaque, ctypes.byref(_ONE),
+                buffer.data_ptr(), dense.data_ptr(), ctypes.byref(_ZERO), result, result, space,
+                ctypes.byref(stream), 1,
+            )  # fmt: skip

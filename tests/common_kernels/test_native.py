@@ -4,6 +4,7 @@ import ctypes
 import itertools
 import shutil
 import subprocess
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -21,12 +22,13 @@ NAMES = ("handle", "plan", "a", "b", "c", "d", "workspace", "stream", "streams",
 FAKE = r"""
 #include <stddef.h>
 #include <string.h>
+#include <unistd.h>
 #define OK(name) int cusparseLt##name(void) { return 0; }
 OK(StructuredDescriptorInit) OK(DenseDescriptorInit) OK(MatmulDescriptorInit)
 OK(MatmulAlgSelectionInit) OK(MatmulAlgGetAttribute) OK(MatmulAlgSetAttribute) OK(MatmulPlanInit)
 void *bias, *stream;
 size_t seen[11];
-int status;
+int status, slow;
 int cusparseLtMatmulDescSetAttribute(void *h, void *d, int what, void **value, size_t size) {
   bias = *value; return 0; }
 int cusparseLtMatmulGetWorkspace(void *h, void *plan, size_t *size) { *size = 96; return 0; }
@@ -36,6 +38,7 @@ int cusparseLtMatmul(void *handle, void *plan, float *alpha, void *a, void *b, f
   size_t all[] = {(size_t)handle, (size_t)plan, (size_t)a, (size_t)b, (size_t)c, (size_t)d,
                   (size_t)space, (size_t)*streams, n, *alpha, *beta};
   memcpy(seen, all, sizeof all);
+  usleep(slow);
   memcpy(d, b, 1024);
   if (bias) memcpy(d, bias, 128);
   return status; }
@@ -121,6 +124,26 @@ def test_each_stream_has_its_plan_and_makes_it_once(fake):
         assert seen(fake)["stream"] == stream
     assert not linear24(packed, x[:0]).numel()
     assert [stream for _, stream in fake.plans] == [1, 2]
+
+
+def test_threads_on_one_stream_keep_their_bias(fake):
+    packed, x, _ = operands()
+
+    def in_cpp(value):
+        return linear24(packed, x, torch.full((64,), float(value)))[0, 0].item()
+
+    def in_python(value):
+        out = torch.empty(plan.result_shape, dtype=BF16)
+        plan.run(packed.buffer, x, out, torch.full((64,), float(value)))
+        return out.flatten()[0].item()
+
+    now(fake)
+    assert in_cpp(1) == 1  # the plan is there
+    *_, plan = fake.plans.values()
+    ctypes.c_int.in_dll(fake, "slow").value = 2000  # microseconds; the library is this test's own
+    for product in (in_cpp, in_python):
+        with ThreadPoolExecutor(2) as pool:
+            assert [*pool.map(product, range(20))] == [*range(20)]
 
 
 def test_errors_keep_their_message(fake, monkeypatch):
