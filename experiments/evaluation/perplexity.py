@@ -172,7 +172,10 @@ def _parquet_rows(path: Path) -> list[str]:
         raise UserError(f"{path} is not a Parquet file: {reason}") from error
     if "text" not in table.column_names:
         raise UserError(f"{path} has no column text, only {', '.join(table.column_names)}")
-    return table.column("text").to_pylist()
+    rows = table.column("text").to_pylist()
+    if not all(isinstance(row, str) for row in rows):
+        raise UserError(f"the column text of {path} has rows without text; leave them out")
+    return rows
 
 
 def _decoded(data: bytes, name: str) -> str:

@@ -121,3 +121,9 @@ def test_text_that_cannot_be_read_is_one_line(tmp_path):
         with pytest.raises(UserError, match=message) as caught:
             _ = Text(str(tmp_path / name), REVISION).content
         assert "\n" not in str(caught.value)
+    import pyarrow
+    import pyarrow.parquet
+
+    pyarrow.parquet.write_table(pyarrow.table({"text": ["a", None]}), tmp_path / "null.parquet")
+    with pytest.raises(UserError, match=r"column text of .*null\.parquet has rows without text"):
+        _ = Text(str(tmp_path / "null.parquet"), REVISION).content
