@@ -225,18 +225,23 @@ def test_a_run_beside_a_dense_one_tells_what_a_step_gained(tiny):
     )
 
 
-def test_a_signal_ends_the_step_and_leaves_a_checkpoint(tiny, monkeypatch):
-    config = tiny("method=ste", "impl.checkpoint_every=50")
+def signalled(monkeypatch, number):
+    """Let the process receive the signal `number` in step 3."""
     original = Trainer._train_step
 
-    def signalled(self, batches):
+    def train_step(self, batches):
         if self.step == 3:
-            os.kill(os.getpid(), signal.SIGTERM)
+            os.kill(os.getpid(), number)
         return original(self, batches)
 
+    monkeypatch.setattr(Trainer, "_train_step", train_step)
+
+
+def test_a_signal_ends_the_step_and_leaves_a_checkpoint(tiny, monkeypatch):
+    config = tiny("method=ste", "impl.checkpoint_every=50")
     before = signal.getsignal(signal.SIGTERM)
     with monkeypatch.context() as patch, pytest.raises(Terminated):
-        patch.setattr(Trainer, "_train_step", signalled)
+        signalled(patch, signal.SIGTERM)
         pretraining.run(config, quiet)
     assert signal.getsignal(signal.SIGTERM) is before
     said = []
@@ -246,13 +251,7 @@ def test_a_signal_ends_the_step_and_leaves_a_checkpoint(tiny, monkeypatch):
 
 def test_a_run_without_checkpoints_leaves_none_after_a_signal(tiny, monkeypatch, capsys):
     config = tiny("method=ste", "impl.checkpoint_every=0")
-    original = Trainer._train_step
-
-    def signalled(self, batches):
-        os.kill(os.getpid(), signal.SIGINT)
-        return original(self, batches)
-
-    monkeypatch.setattr(Trainer, "_train_step", signalled)
+    signalled(monkeypatch, signal.SIGINT)
     with pytest.raises(KeyboardInterrupt, match=r"begins anew: .*every=0 nothing is saved") as stop:
         pretraining.run(config, quiet)
     with pytest.raises(SystemExit), exit_with_one_line("goes on"):
