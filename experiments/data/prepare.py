@@ -106,6 +106,7 @@ def prepare(config: DataConfig) -> Path:
     with _alone(building), writing(directory):
         if directory.exists():  # another process has prepared it meanwhile
             shutil.rmtree(building, ignore_errors=True)
+            read_manifest(config)  # checks that it was made from this source
             return directory
         path = building / "tokenizer.json"
         tokenizer_file: dict[str, Any] = {"file": None, "sha256": None}

@@ -315,6 +315,15 @@ def test_a_second_process_waits_and_a_changed_text_begins_anew(
     assert "another process is running in" in capsys.readouterr().out
     tokens = np.fromfile(config.directory / "train.bin", dtype="<u2")
     assert tokens.astype(np.uint8).tobytes().count(b"DOCUMENT") == len(TEXTS) - 1
+    # It waits for a corpus of its name that is made from another text.
+    shutil.move(config.directory, tmp_path / "ready")
+    with ExitStack() as other:
+        other.enter_context(exclusive(building))
+        other.callback(shutil.move, tmp_path / "ready", config.directory)
+        (tmp_path / "b").mkdir()
+        write_jsonl(tmp_path / "b", TEXTS)
+        with pytest.raises(UserError, match="made from"):
+            prepare(DataConfig("mini", str(tmp_path / "b"), str(tmp_path / "data")))
 
 
 def test_an_error_of_the_disk_at_the_end_is_not_swallowed(
