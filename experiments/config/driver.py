@@ -89,8 +89,7 @@ def driver(
             # Hydra then raises its errors instead of printing them over several lines.
             os.environ["HYDRA_FULL_ERROR"] = "1"
             sys.argv[1:] = ["--multirun", *arguments.overrides]
-            with one_line_errors():
-                hydra.main("pkg://experiments.conf", config_name, version_base="1.3")(task)()
+            hydra.main("pkg://experiments.conf", config_name, version_base="1.3")(task)()
             if after_sweep and len(returned) > 1 and os.environ.get("RANK", "0") == "0":
                 after_sweep(returned)
             if diverged:
@@ -98,7 +97,7 @@ def driver(
 
         @functools.wraps(main)
         def command() -> None:
-            with exit_with_one_line(after_stop):
+            with exit_with_one_line(after_stop), one_line_errors():
                 arguments = parse(sys.argv[1:], texts)
                 if arguments.help:
                     module, says = main.__globals__["__spec__"].name, main.__globals__["__doc__"]

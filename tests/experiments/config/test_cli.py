@@ -246,6 +246,9 @@ def test_help_describes_the_driver_and_each_option(capsys, monkeypatch):
     assert f"\n  data.source=/{61 * 'a'}...\n" in out
     with pytest.raises(SystemExit, match=r"there is no method=nothing; there is ast, "):
         shown(capsys, monkeypatch, "pretrain", "method=nothing", "--help")
+    for flags in (["-m"], ["--cfg", "job"], ["--help"], []):
+        with pytest.raises(SystemExit, match=r"^error: Could not override 'data'"):
+            shown(capsys, monkeypatch, "finetune", "data=folder", *flags)
     _, out = shown(capsys, monkeypatch, "pretrain", "train.steps=7", "--cfg", "job", "--resolve")
     assert "total_steps: 7\n" in out
 
