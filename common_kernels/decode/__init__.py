@@ -75,7 +75,9 @@ def few_tokens24(
         raise ValueError(f"bias must have shape ({rows},), not {tuple(bias.shape)}")
     device = checks.one_device(weight=weight.values, meta=weight.meta, x=x, bias=bias)
     name = backends.resolve(device, backend)
-    if backends.interpreted() or (name == "triton" and not serves(device)):
+    if name == "triton" and not serves(device):
+        if backend == "triton" and device.type == "cuda":
+            raise RuntimeError(f"{device} has no sparse units for few_tokens24: use backend 'cpu'")
         name = "cpu"
     return _few_tokens24(weight.values, weight.meta, x, bias, rows, name)
 

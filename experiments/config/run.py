@@ -250,9 +250,12 @@ def build_model(shape: ModelConfig) -> Model:
         ViTConfig: ViT,
     }
     kind: Any = kinds[type(shape)]
-    try:
+    depth = "depth" if isinstance(shape, ViTConfig) else "n_layer"
+    try:  # from one and two layers, since a billion take minutes even without memory
         with torch.device("meta"):
-            needed = sum(parameter.nbytes for parameter in kind(shape).parameters())
+            small = (kind(dataclasses.replace(shape, **{depth: n})) for n in (1, 2))
+            one, two = (sum(p.nbytes for p in model.parameters()) for model in small)
+        needed = one + (getattr(shape, depth) - 1) * (two - one)
     except (OverflowError, RuntimeError, TypeError):  # more than torch can count
         needed = 2**63
     what = f"the weights of a {kind.__name__} of this shape"

@@ -282,6 +282,8 @@ def _read(config: DataConfig) -> dict[str, Any]:
         )
     try:
         manifest = read_sealed(path)
+        if not isinstance(manifest, dict):
+            raise ValueError("it is no object")
     except ValueError as error:
         raise UserError(f"{path} is damaged ({error}); delete {path.parent}") from error
     if manifest.get("schema") != SCHEMA:

@@ -159,7 +159,7 @@ def _alone(building: Path) -> Iterator[None]:
                 break
             except UserError as busy:
                 if not attempt:
-                    say(str(busy))
+                    say(f"{str(busy).removesuffix('; wait for it')}; this one waits for it")
                 time.sleep(1)
         yield
 

@@ -113,9 +113,6 @@ class Pretraining(Training):
     def begin(self, trainer: Trainer) -> None:
         method, here = trainer.method, trainer.world
         if here.is_main:
-            # A result that is still here diverged, or its weights are damaged or began with other
-            # ones.
-            (self.directory / results.FILE).unlink(missing_ok=True)
             checkpoint.write_json(self.directory / "config.json", trainer.config)
         self.report(f"{self.config.method}, seed {self.config.seed}: {method.report}")
         self.report(f"in {self.directory}")

@@ -179,6 +179,10 @@ def run(config: Any, kind: Callable[..., Training], report: Callable[[str], None
                 seeds = np.random.SeedSequence([config.seed, here.rank])
                 torch.manual_seed(int(seeds.generate_state(1)[0]))
             trainer.resume()
+            if trainer.world.is_main:
+                # A result that is still here diverged, or its weights are damaged or began with
+                # other ones.
+                (training.directory / results.FILE).unlink(missing_ok=True)
             training.begin(trainer)
             return FinishedRun(run.directory, _train(training, trainer, shards))
 

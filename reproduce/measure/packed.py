@@ -13,7 +13,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from common_kernels import matmul24, nm_mask
-from common_kernels.decode import MOST
 from common_kernels.matmul import is_faster
 from common_kernels.pack import Packed24
 from common_kernels.pack.operands import pack_both24_
@@ -56,7 +55,7 @@ def to_packed(
         packed.layout_for(device, next(model.parameters()).dtype)
     except ValueError:
         return "dense"
-    packed.pack(model, Limits(MOST, 0))
+    packed.pack(model, Limits(0, 0))
     seen: dict[tuple[int, ...], PackedProduct] = {}
     for layer in packed_layers(model):
         seen.setdefault(layer.packed.shape, layer)

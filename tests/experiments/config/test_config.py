@@ -204,6 +204,7 @@ def test_a_run_is_found_by_its_hash_under_any_name(tmp_path):
 def test_a_model_larger_than_the_memory_is_refused_before_it_is_built():
     for override in [
         "n_embd=4000000",
+        "n_layer=1000000000",
         "n_embd=40000000000",  # more than torch can count
         "vocab_size=100000000000 model=bert_nano data=stdlib_mlm",
         "mlp_ratio=1.0e9 model=vit_nano data=digits",
