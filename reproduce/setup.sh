@@ -55,9 +55,6 @@ sys.exit(not all(found) or not pathlib.Path(found[0].origin).parents[1].samefile
 use_environment() {
     local extra=${1:-} active=${VIRTUAL_ENV:-${CONDA_PREFIX:-}} current stamp installed=""
     cd "$root"
-    # Threads that wait for work sleep. Those that spin hold the cores that other programs, or the
-    # threads they wait for, want: small models then train some ten times slower.
-    export OMP_WAIT_POLICY=${OMP_WAIT_POLICY:-passive}
     if [ -n "$active" ] && [ ! "$active" -ef .venv ]; then
         python=$active/bin/python
         ! has "$python" "${2:-}" || return 0

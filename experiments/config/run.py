@@ -250,10 +250,11 @@ def build_model(shape: ModelConfig) -> Model:
         ViTConfig: ViT,
     }
     kind: Any = kinds[type(shape)]
+    any_shape: Any = shape
     depth = "depth" if isinstance(shape, ViTConfig) else "n_layer"
     try:  # from one and two layers, since a billion take minutes even without memory
         with torch.device("meta"):
-            small = (kind(dataclasses.replace(shape, **{depth: n})) for n in (1, 2))
+            small = (kind(dataclasses.replace(any_shape, **{depth: n})) for n in (1, 2))
             one, two = (sum(p.nbytes for p in model.parameters()) for model in small)
         needed = one + (getattr(shape, depth) - 1) * (two - one)
     except (OverflowError, RuntimeError, TypeError):  # more than torch can count

@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from experiments.support.checkpoint import csv_text, write_json, write_text
-from experiments.support.errors import UserError
-from reproduce.execute.blocks import EVIDENCE
+from experiments.support.errors import UserError, suggestion
+from reproduce.execute.blocks import EVIDENCE, read_block
 from reproduce.judge import curve, scale, text
-from reproduce.judge.claims import Claim, Claims, read_claims
+from reproduce.judge.claims import FILE, Claim, Claims, read_claims
 from reproduce.judge.verdicts import (
     CONFIRMED,
     NOT_TESTED,
@@ -163,15 +163,26 @@ def table(judged: Json) -> list[Json]:
     return rows
 
 
+def check_variants(claims: Claims) -> None:
+    """Raise a `UserError` if a contrast names a block or variant that does not exist."""
+    for contrast in (c for claim in claims.claims for c in claim.contrasts):
+        known = read_block(contrast.block).variants
+        for name in (contrast.variant, contrast.against):
+            if name not in known:
+                close = suggestion(name, known)
+                raise UserError(f"{FILE}: block {contrast.block} has no variant {name!r}{close}")
+
+
 def main(runs: Path, which: str = "", report: Callable[[str], None] = print) -> None:
     """Print and write the verdicts by the committed records and those of one's own runs.
 
     Args:
         which: the number of a claim, to print all about it, or `all`; "" = a line for each.
     Raises:
-        UserError: there is no such claim.
+        UserError: there is no such claim, or one names a block or variant that does not exist.
     """
     claims = read_claims()
+    check_variants(claims)
     ids = [str(claim.id) for claim in claims.claims]
     if which not in ("", "all", *ids):
         raise UserError(f"no claim {which!r}; there are {ids[0]} to {ids[-1]}, and all")

@@ -148,6 +148,9 @@ class Claims:
     def __post_init__(self) -> None:
         if self.seeds < 2:
             raise ValueError(f"seeds={self.seeds}; one pair has no spread, so it must be 2 or more")
+        ids = [claim.id for claim in self.claims]
+        if twice := next((i for i in ids if ids.count(i) > 1), None):
+            raise ValueError(f"two claims have id {twice}; each needs its own")
 
     @property
     def metrics(self) -> dict[str, str]:

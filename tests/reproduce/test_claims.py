@@ -327,6 +327,7 @@ def test_a_file_of_claims_that_means_nothing(tmp_path):
     for old, new, message in [
         ("expect: lower", "expect: less", "expect=less; choose one of lower, higher, equal"),
         ("paper: [1, 2]", "paper: [1]", "it takes two values, of it first"),
+        ("claims:", "claims:\n  - {id: 1, paper: w, says: x, number: x}", "two claims have id 1"),
         ("level: 0.05", "level: often", "level: 'often' is not of type float"),
         ("says:", "tells:", "has no key tells"),
         ("kind: step", "kind: guess", "kind=guess; choose one of kernel, step, projected"),
