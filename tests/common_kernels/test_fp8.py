@@ -27,10 +27,12 @@ def test_every_code_and_everything_between(fmt):
     up, down = torch.full((), torch.inf), torch.full((), -torch.inf)
     x = torch.cat((codes, middle, middle.nextafter(up), middle.nextafter(down)))
     x = torch.cat((x, torch.linspace(-top, top, 100001)))
-    got, scale = quantize_fp8(x, fmt)
-    assert scale.item() == 1 and got.dtype == dtype
-    assert torch.equal(got.float(), x.to(dtype).float())
-    assert torch.equal(fake_fp8(x, fmt), x.to(dtype).float())
+    want = x.to(dtype).float()
+    for backend in BACKENDS:
+        got, scale = quantize_fp8(x.to(DEVICE), fmt, backend=backend)
+        assert scale.item() == 1 and got.dtype == dtype
+        assert torch.equal(got.cpu().float(), want)
+        assert torch.equal(fake_fp8(x.to(DEVICE), fmt, backend=backend).cpu(), want)
 
 
 @both
