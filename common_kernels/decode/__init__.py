@@ -50,6 +50,7 @@ def fragments24(packed: Packed24) -> Fragments24:
 
 
 def has_fragments(packed: Packed24) -> bool:
+    """True if `fragments24` takes this dtype and shape."""
     rows, columns = packed.shape
     return packed.dtype in DTYPES and rows % ROWS == 0 and columns % COLUMNS == 0
 

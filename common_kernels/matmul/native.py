@@ -33,7 +33,8 @@ FLAGS = (
 
 
 class Launch(ctypes.Structure):
-    """What C++ needs of a plan, or why there is none. native.cpp has the same fields."""
+    """The parts of a plan that C++ reads, or the reason why there is none. native.cpp has the same
+    fields."""
 
     _fields_ = (
         ("failure", ctypes.c_char_p),

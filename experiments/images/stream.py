@@ -1,4 +1,4 @@
-"""What the sources of image batches share: the random order of training images, seeds for their
+"""The base of the sources of image batches: the random order of training images, seeds for their
 augmentation, and worker processes."""
 
 from __future__ import annotations

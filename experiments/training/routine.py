@@ -40,7 +40,7 @@ from models.dino import DINO
 
 @dataclass
 class Built:
-    """What a training trains, on what, and how it is evaluated.
+    """The model and method of a training, its data and its evaluation.
 
     micro_batch: samples per rank and forward pass. tokens: tokens of the longest micro-batch.
     """
@@ -70,7 +70,7 @@ class Finalized(NamedTuple):
 
 
 class Training:
-    """What pre-training and fine-tuning do differently. `report` prints on rank 0 alone."""
+    """The steps in which pre-training and fine-tuning differ. `report` prints on rank 0 alone."""
 
     group: ClassVar[str] = "train"  # the config group of the training's settings
     reseeds: ClassVar[bool] = True  # draw dropout from other numbers than the initial weights

@@ -1,1 +1,1 @@
-"""What runs are to be made for a table, and how they are made."""
+"""Plans and makes the runs of tables and blocks, and keeps their records."""

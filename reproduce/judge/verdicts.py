@@ -380,7 +380,7 @@ def _judged_row(claims: Claims, speed: Speed, row: Row, certain: int) -> Row:
 
 
 def _gain(speed: Speed, factor: float) -> float:
-    """What a factor gains: over dense the difference to 1, over another row its logarithm."""
+    """The gain of a factor: over dense its difference from 1, over another row its logarithm."""
     return math.log(factor) if speed.than else (1 - factor) if speed.less else factor - 1
 
 

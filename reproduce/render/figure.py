@@ -63,8 +63,9 @@ class Pair:
 
 @dataclass(frozen=True)
 class Drawing:
-    """What a figure shows. data: a line of its CSV file each. suffix: the end of that file's name.
-    panels: functions that draw on axes, by the label of their y axis. width, height: of a panel."""
+    """The content of a figure. data: a line of its CSV file each. suffix: the end of that file's
+    name. panels: functions that draw on axes, by the label of their y axis. width, height: of a
+    panel."""
 
     data: Sequence[Any]
     suffix: str

@@ -1,1 +1,1 @@
-"""What is to be run and shown: the tables of the papers and their published values."""
+"""Reads the specs: tables, blocks and claims, and the papers' published values."""

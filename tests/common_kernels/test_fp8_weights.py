@@ -77,8 +77,8 @@ def agree(first, second, scales, wanted):
     ],
 )  # fmt: skip
 def test_both_directions_are_those_of_separate_passes(own, other, fmt, backend):
-    """Of a weight under a mask, which is not that of the largest entries; and of a compressed one,
-    whose columns are pruned by an older weight and whose largest entry is pruned by columns."""
+    """They are for a weight under a mask that does not keep the largest entries, and for a
+    compressed one whose columns are pruned by an older weight, its largest entry among them."""
     columns = 128 if own == "cutlass" else 192
     w = weight(columns=columns)
     mask = transposable_mask24(weight(columns=columns, seed=1))

@@ -62,7 +62,7 @@ def words_kernel(out, key, OWN: tl.constexpr):
 
 
 def test_random_words():
-    """Of Triton's own function, and of that of the sampling kernels."""
+    """Triton's own function and that of the sampling kernels draw the words of Philox."""
     seed, first = 2**33 + 77, 2**34 + 1  # both halves of the key and of the counter in use
     want = torch.stack(philox4x32(seed, first + torch.arange(8)))
     for own in (False, True):

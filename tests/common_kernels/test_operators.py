@@ -1,4 +1,4 @@
-"""What all operators keep, from a table of them: on every backend they do what `reference.py`
+"""A table of all operators and what holds for each: on every backend they do what `reference.py`
 defines, in every dtype, layout and shape; they are known to torch; their operands may have any
 strides, but lie on one device."""
 

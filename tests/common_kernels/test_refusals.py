@@ -1,4 +1,4 @@
-"""What operators refuse before any work: a call a line."""
+"""Operators refuse wrong arguments before any work: a call a line."""
 
 from dataclasses import replace
 
