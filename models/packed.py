@@ -282,7 +282,7 @@ def _measured(layers: Sequence[PackedProduct], graphs: bool) -> Limits:
         raise ValueError(f"limits cannot be measured on a {device.type}; pass them as limits")
     few = 0
     if layers[0].fragments is not None:
-        few = next((n for n in (MOST, 4, 1) if _faster(layers, graphs, n)), 0)
+        few = next((n for n in (MOST, 8, 4, 1) if _faster(layers, graphs, n)), 0)
     for layer in layers:
         layer.limits = Limits(0, 0)
     return Limits(few, least(functools.partial(_faster, layers, graphs)))

@@ -16,7 +16,7 @@ from common_kernels.library import operator_of
 from common_kernels.pack import Packed24, convert24
 
 DTYPES = (torch.bfloat16, torch.float16)
-MOST = 8  # tokens of a product on the sparse units (mma.sp)
+MOST = 16  # tokens of a product on the sparse units (mma.sp)
 ROWS, COLUMNS = cpu.ROWS, cpu.COLUMNS
 
 

@@ -1,6 +1,7 @@
 """Products with few tokens on the sparse units, in Triton with PTX for the product of a warp.
 
-A program takes 16 rows and its warps take turns along the columns. In the loop all tensors are
+A program takes 16 rows and its warps take turns along the columns; up to 16 tokens are two sets of
+eight, which the same values of W multiply one after the other. In the loop all tensors are
 `[threads]`, so that entry t belongs to thread t: the product is an instruction of all lanes of a
 warp, each with its own part of the operands. (With tensors of two dims Triton may deal the entries
 out in another way; a test looks at what it does.)
@@ -50,8 +51,8 @@ def few_tokens24(
     launch(
         few_tokens_kernel, rows // 16, x.device, values, meta,
         x.view(torch.int32), y if bias is None else bias.contiguous(), y, tokens, rows,
-        columns // 64, PRODUCT=PRODUCTS[y.dtype], BIAS=bias is not None, WARPS=warps,
-        num_warps=warps, num_stages=1,
+        columns // 64, PRODUCT=PRODUCTS[y.dtype], BIAS=bias is not None, TWO=tokens > 8,
+        WARPS=warps, num_warps=warps, num_stages=1,
     )  # fmt: skip
     return y
 
@@ -59,7 +60,7 @@ def few_tokens24(
 @triton.jit(do_not_specialize=["tokens", "parts"])
 def few_tokens_kernel(
     values, meta, x, bias, y, tokens, rows, parts,
-    PRODUCT: tl.constexpr, BIAS: tl.constexpr, WARPS: tl.constexpr,
+    PRODUCT: tl.constexpr, BIAS: tl.constexpr, TWO: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
     thread = tl.arange(0, 32 * WARPS)
     lane, warp = thread % 32, thread // 32
@@ -68,53 +69,69 @@ def few_tokens_kernel(
     at_values = values + row * parts * 8 + (128 * warp + lane)
     at_meta = meta + row * parts * 2 + thread
     at_x = x + group.to(tl.int64) * (32 * parts) + (32 * warp + quarter)
-    s0 = tl.zeros([32 * WARPS], tl.float32)
-    s1, s2, s3 = s0, s0, s0
+    zero = tl.zeros([32 * WARPS], tl.float32)
+    sums, more = (zero, zero, zero, zero), (zero, zero, zero, zero)
     for start in tl.range(0, parts, WARPS, loop_unroll_factor=2):
         inside = start + warp < parts
-        a0 = tl.load(at_values, mask=inside, other=0, eviction_policy="evict_first")
-        a1 = tl.load(at_values + 32, mask=inside, other=0, eviction_policy="evict_first")
-        a2 = tl.load(at_values + 64, mask=inside, other=0, eviction_policy="evict_first")
-        a3 = tl.load(at_values + 96, mask=inside, other=0, eviction_policy="evict_first")
-        positions = tl.load(at_meta, mask=inside, other=0x44444444)  # 0 and 1 in every group
-        here = inside & (group < tokens)
-        b0 = tl.load(at_x, mask=here, other=0)
-        b1 = tl.load(at_x + 4, mask=here, other=0)
-        b2 = tl.load(at_x + 8, mask=here, other=0)
-        b3 = tl.load(at_x + 12, mask=here, other=0)
-        b4 = tl.load(at_x + 16, mask=here, other=0)
-        b5 = tl.load(at_x + 20, mask=here, other=0)
-        b6 = tl.load(at_x + 24, mask=here, other=0)
-        b7 = tl.load(at_x + 28, mask=here, other=0)
-        s0, s1, s2, s3 = warp_product(
-            PRODUCT, a0, a1, a2, a3, positions, b0, b1, b2, b3, b4, b5, b6, b7, s0, s1, s2, s3
+        a = (
+            tl.load(at_values, mask=inside, other=0, eviction_policy="evict_first"),
+            tl.load(at_values + 32, mask=inside, other=0, eviction_policy="evict_first"),
+            tl.load(at_values + 64, mask=inside, other=0, eviction_policy="evict_first"),
+            tl.load(at_values + 96, mask=inside, other=0, eviction_policy="evict_first"),
         )
+        positions = tl.load(at_meta, mask=inside, other=0x44444444)  # 0 and 1 in every group
+        b = pairs(at_x, inside & (group < tokens))
+        if TWO:
+            c = pairs(at_x + 256 * parts, inside & (group + 8 < tokens))
+            more = warp_product(PRODUCT, a, positions, c, more)
+        sums = warp_product(PRODUCT, a, positions, b, sums)
         at_values += 128 * WARPS
         at_meta += 32 * WARPS
         at_x += 32 * WARPS
-    lane = tl.arange(0, 32)
-    row, token = row + lane // 4, 2 * (lane % 4)
-    store(s0, y, bias, token, row, tokens, rows, BIAS, WARPS)
-    store(s1, y, bias, token + 1, row, tokens, rows, BIAS, WARPS)
-    store(s2, y, bias, token, row + 8, tokens, rows, BIAS, WARPS)
-    store(s3, y, bias, token + 1, row + 8, tokens, rows, BIAS, WARPS)
+    store(sums, y, bias, 0, row, tokens, rows, BIAS, WARPS)
+    if TWO:
+        store(more, y, bias, 8, row, tokens, rows, BIAS, WARPS)
 
 
 @triton.jit
-def warp_product(
-    PRODUCT: tl.constexpr,
-    a0, a1, a2, a3, positions, b0, b1, b2, b3, b4, b5, b6, b7, s0, s1, s2, s3,
-):  # fmt: skip
+def pairs(at_x, here):
+    """The eight pairs of entries of x that a lane has in two products."""
+    return (
+        tl.load(at_x, mask=here, other=0),
+        tl.load(at_x + 4, mask=here, other=0),
+        tl.load(at_x + 8, mask=here, other=0),
+        tl.load(at_x + 12, mask=here, other=0),
+        tl.load(at_x + 16, mask=here, other=0),
+        tl.load(at_x + 20, mask=here, other=0),
+        tl.load(at_x + 24, mask=here, other=0),
+        tl.load(at_x + 28, mask=here, other=0),
+    )
+
+
+@triton.jit
+def warp_product(PRODUCT: tl.constexpr, a, positions, b, sums):
     """The sums plus the two products of each warp, from the registers of its lanes."""
     return tl.inline_asm_elementwise(
         PRODUCT, CONSTRAINTS,
-        [a0, a1, a2, a3, positions, b0, b1, b2, b3, b4, b5, b6, b7, s0, s1, s2, s3],
+        [a[0], a[1], a[2], a[3], positions, b[0], b[1], b[2], b[3], b[4], b[5], b[6], b[7],
+         sums[0], sums[1], sums[2], sums[3]],
         dtype=(tl.float32, tl.float32, tl.float32, tl.float32), is_pure=True, pack=1,
     )  # fmt: skip
 
 
 @triton.jit
-def store(sums, y, bias, token, row, tokens, rows, BIAS: tl.constexpr, WARPS: tl.constexpr):
+def store(sums, y, bias, first, row, tokens, rows, BIAS: tl.constexpr, WARPS: tl.constexpr):
+    """Write the sums of the eight tokens from `first` on: two rows of two tokens in each lane."""
+    lane = tl.arange(0, 32)
+    row, token = row + lane // 4, first + 2 * (lane % 4)
+    put(sums[0], y, bias, token, row, tokens, rows, BIAS, WARPS)
+    put(sums[1], y, bias, token + 1, row, tokens, rows, BIAS, WARPS)
+    put(sums[2], y, bias, token, row + 8, tokens, rows, BIAS, WARPS)
+    put(sums[3], y, bias, token + 1, row + 8, tokens, rows, BIAS, WARPS)
+
+
+@triton.jit
+def put(sums, y, bias, token, row, tokens, rows, BIAS: tl.constexpr, WARPS: tl.constexpr):
     """Add up over the warps, add the bias, and write y[token, row]."""
     total = tl.sum(tl.reshape(sums, [WARPS, 32]), axis=0)
     if BIAS:

@@ -28,7 +28,7 @@ CACHE = 240e6  # bytes of weights in turn, several times those of any GPU's cach
 
 @torch.no_grad()
 def bench(options: argparse.Namespace, report: Report) -> None:
-    names = report.chosen(f"{tokens} tokens" for tokens in (1, 4, MOST))
+    names = report.chosen(f"{tokens} tokens" for tokens in (1, 4, 8, MOST))
     small = options.quick or options.device.type == "cpu"
     for shape in QUICK_SHAPES if small else SHAPES:
         for name in names:

@@ -40,7 +40,7 @@ def test_fragments_multiply_by_the_definition_of_mma_sp():
 @pytest.mark.gpu
 def test_products_with_few_tokens():
     """One rounding to the dtype, and some of fp32 sums; tensor cores truncate two bits."""
-    shapes = ((64, 64, 1), (48, 192, 3), (2048, 320, 8), (128, 4096, 7), (16, 1024, MOST))
+    shapes = ((64, 64, 1), (48, 192, 3), (2048, 320, 8), (128, 4096, 9), (16, 1024, MOST))
     for rows, columns, tokens in (*shapes, (16, 64, 0)):
         for dtype in (torch.bfloat16, torch.float16):
             w, packed, x = given(rows, columns, tokens, dtype)
@@ -60,7 +60,7 @@ def test_what_has_no_fragments_is_refused():
     with pytest.raises(ValueError, match=r"\(16, 60\) matrix of torch.bfloat16 has no fragments"):
         fragments24(pack24(torch.zeros(16, 60).bfloat16(), mask))
     _, packed, x = given(16, 64, MOST + 1, torch.bfloat16)
-    with pytest.raises(ValueError, match=r"at most 8, 64\], not torch.bfloat16 of \(9, 64\)"):
+    with pytest.raises(ValueError, match=r"at most 16, 64\], not torch.bfloat16 of \(17, 64\)"):
         few_tokens24(packed, x)
     for wrong in (torch.zeros(1), torch.zeros(17)):
         with pytest.raises(ValueError, match=r"bias must have shape \(16,\), not"):
@@ -78,7 +78,8 @@ def entries(registers, dtype):
 def executed(dtype):
     """The two products of each warp by the definition of the instruction (PTX ISA)."""
 
-    def warp_product(_, *given):
+    def warp_product(_, a, positions, b, sums):
+        given = [*a, positions, *b, *sums]
         registers = [tensor.handle.data.reshape(-1, 8, 4) for tensor in given]  # warp, g, q
         a = np.stack([entries(r, dtype) for r in registers[:4]], -2)  # ..., product and p, entries
         words = np.stack([registers[4][..., q].astype(np.int64) for q in range(4)], -1)
@@ -105,7 +106,7 @@ def executed(dtype):
 def test_the_kernel_multiplies_as_the_instruction_is_defined(monkeypatch):
     from common_kernels.decode import triton
 
-    for dtype, rows, columns, tokens in ((torch.bfloat16, 32, 576, 3), (torch.float16, 16, 64, 8)):
+    for dtype, rows, columns, tokens in ((torch.bfloat16, 32, 576, 3), (torch.float16, 16, 64, 11)):
         monkeypatch.setattr(triton, "warp_product", executed(dtype))
         w, packed, x = given(rows, columns, tokens, dtype)
         x = torch.cat([x.new_zeros(1), x.flatten()])[1:].view(x.shape)  # begins at an odd entry
@@ -123,8 +124,8 @@ from common_kernels.decode import triton as decode
 types = dict(values="*i64", meta="*i32", x="*i32", bias="*bf16", y="*bf16",
              tokens="i32", rows="i32", parts="i32")
 aligned = {(i,): [["tt.divisibility", 16]] for i in range(7) if i != 5}
-for architecture in (80, 86, 89, 90, 100, 120):
-    constants = dict(PRODUCT=decode.PRODUCTS[torch.bfloat16], BIAS=True, WARPS=4)
+for architecture, two in ((80, 1), (86, 0), (89, 0), (90, 0), (90, 1), (100, 1), (120, 1)):
+    constants = dict(PRODUCT=decode.PRODUCTS[torch.bfloat16], BIAS=True, TWO=bool(two), WARPS=4)
     signature = types | dict.fromkeys(constants, "constexpr")
     source = ASTSource(decode.few_tokens_kernel, signature, constants, aligned)
     target = GPUTarget("cuda", architecture, 32)

@@ -1,7 +1,6 @@
 """SLoPe's measures: products by shape, the zeros of its second mask, and a layer with tiles and
 with adapters that have products of their own."""
 
-
 import pytest
 import torch
 
