@@ -12,17 +12,21 @@ of w's gradient, a step removes the fraction lr * alpha / sqrt(v) of w; if it is
 removes lr whatever alpha is, which FST (section 4.2) wants for weights with small gradients.
 `decay_on="weights"` bypasses the optimizer like AdamW's weight decay: w <- w - lr * alpha * w on
 pruned entries. The model ends 2:4 sparse.
+
+Extended SR-STE, which SLoPe's paper compares with (`prune_gradient`), also keeps only the largest n
+of each m consecutive outputs of dY before both products of the backward pass; its decay factor is
+6e-6. The paper does not say along which dim dY is pruned; `out` is the one that dgrad sums over.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from common_kernels import masked_decay_
+from common_kernels import masked_decay_, nm_mask
 from common_kernels.adamw import Rule
 
 from .nn import base
@@ -63,7 +67,31 @@ class Decay(base.Config):
 
 @dataclass(frozen=True, kw_only=True)
 class Config(Decay, base.NMConfig):
-    """Options of SR-STE: those of the decay, and n and m: keep n of m consecutive inputs."""
+    """Options of SR-STE: those of the decay, and
+
+    n, m: keep n of m consecutive inputs.
+    prune_gradient: prune dY, too, as Extended SR-STE does.
+    """
+
+    prune_gradient: bool = False
+
+
+class PruneGradient(torch.autograd.Function):
+    """Returns y [..., out]; its gradient keeps the largest n of each m consecutive entries."""
+
+    @staticmethod
+    def forward(ctx, y, n, m):
+        ctx.pattern = n, m
+        return y.view_as(y)
+
+    @staticmethod
+    def backward(ctx, dy):
+        return torch.where(nm_mask(dy, *ctx.pattern), dy, 0.0), None, None
+
+
+class ExtendedLinear(MaskedLinear):
+    def forward(self, x: Tensor) -> Tensor:
+        return PruneGradient.apply(super().forward(x), *self.pattern)
 
 
 class Method(base.Method):
@@ -71,6 +99,11 @@ class Method(base.Method):
     Linear = MaskedLinear
     changes_only_weights = True
     acts_on_gradients = True
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        if getattr(config, "prune_gradient", False):
+            self.Linear = ExtendedLinear  # type: ignore[misc]
 
     @torch.no_grad()
     def on_gradients(self, step: int, optimizer: Optimizers = None) -> None:

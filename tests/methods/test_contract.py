@@ -50,7 +50,11 @@ VARIANTS = {  # each value of an option, most with another option's
         {"alpha": 1e-2, "refresh_every": 2, "dense_fraction": 0.5},
         {"dense_fraction": 0.0, "mvue": "off", "refresh_every": 1},
     ],
-    "sr_ste": [{"alpha": 1e-2}, {"alpha": 1e-2, "decay_on": "weights"}],
+    "sr_ste": [
+        {"alpha": 1e-2},
+        {"alpha": 1e-2, "decay_on": "weights"},
+        {"alpha": 1e-2, "prune_gradient": True},
+    ],
     "s_ste": [
         {},
         {"fp8": "paper", "mvue_weight": True},

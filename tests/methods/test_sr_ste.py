@@ -95,3 +95,17 @@ def test_loss_scale_does_not_change_the_update(clip):
         return layer.weight.detach()
 
     torch.testing.assert_close(update(1.0), update(2.0**16), rtol=1e-6, atol=1e-7)
+
+
+def test_extended_sr_ste_prunes_the_output_gradient():
+    """Both products of the backward pass take the two largest of four consecutive outputs of dY."""
+    layer, method = converted([4.0, 1.0, 3.0, 2.0], prune_gradient=True, alpha=6e-6)
+    x = torch.tensor([[1.0, 10.0, 100.0, 1000.0], [2.0, 3.0, 5.0, 7.0]], requires_grad=True)
+    dy = torch.tensor([[1.0, -4.0, 3.0, 2.0], [5.0, 5.0, 5.0, 0.0]])
+    kept = torch.tensor([[0.0, -4.0, 3.0, 0.0], [5.0, 5.0, 0.0, 0.0]])
+    method.on_step_begin(0)
+    y = layer(x)
+    assert torch.equal(y, x.detach() @ torch.tensor([4.0, 0.0, 3.0, 0.0]).expand(4, 4).T)
+    y.backward(dy)
+    assert torch.equal(layer.weight.grad, kept.T @ x.detach())
+    assert torch.equal(x.grad, kept @ torch.tensor([4.0, 0.0, 3.0, 0.0]).expand(4, 4))
