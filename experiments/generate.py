@@ -18,9 +18,8 @@ With `sparse=true` (the default), if the device supports it, the 2:4 linears
 then run packed wherever that is faster for the number of tokens
 (models/packed.py), and the tokens per second of both are compared: the median
 of five generations, including the prompt, after one that is not counted.
-Otherwise the reason is printed. These lines go to standard error. Generating
-token by token gives products with only one row, which is rarely enough;
-`python -m experiments.bench serve` shows how many are.
+Otherwise the reason is printed. These lines go to standard error. On a GPU each
+token after the prompt is a replay of a CUDA graph (models/decoding.py).
 """
 
 from __future__ import annotations
@@ -48,8 +47,9 @@ from experiments.support.progress import say
 from experiments.training.distributed import world
 from experiments.training.optimization import DTYPES
 from experiments.training.routine import process_settings
+from models.decoding import Decoder
 from models.gpt2 import GPT
-from models.hf import CausalLM, cached
+from models.hf import CausalLM
 from models.packed import Limits, pack
 
 if TYPE_CHECKING:
@@ -125,17 +125,22 @@ def choose(logits: Tensor, settings: GenerationSettings, generator: torch.Genera
 
 @torch.no_grad()
 def continuation(
-    model: CausalLM, ids: Tensor, settings: GenerationSettings, vocabulary: int
+    decoder: Decoder, ids: Tensor, settings: GenerationSettings, vocabulary: int
 ) -> Iterator[Tensor]:
     """Yield the next `settings.tokens` tokens, each [B], after the rows ids [B, T]. Only the first
     `vocabulary` ids are chosen, since a model may have more ids than its tokenizer."""
     generator = torch.Generator(ids.device).manual_seed(settings.seed)
-    cache = cached(model.model)
-    for _ in range(settings.tokens):
-        output = model.model(input_ids=ids, use_cache=True, logits_to_keep=1, **cache)
-        token = choose(output.logits[:, -1, :vocabulary].float(), settings, generator)
+    logits = decoder.read(ids)
+    for left in reversed(range(settings.tokens)):
+        token = choose(logits[:, :vocabulary].float(), settings, generator)
         yield token
-        ids = token[:, None]
+        if left:
+            logits = decoder.step(token)
+
+
+def decoder_of(model: CausalLM, ids: Tensor, settings: GenerationSettings) -> Decoder:
+    """A decoder for `settings.tokens` tokens after ids [B, T]."""
+    return Decoder(model.model, len(ids), ids.shape[1] + settings.tokens)
 
 
 def text_of(encoding: Encoding, prompt: list[int], tokens: Iterable[int]) -> Iterator[str]:
@@ -173,10 +178,10 @@ def timed(
     model: CausalLM, ids: Tensor, settings: GenerationSettings, vocabulary: int
 ) -> tuple[Tensor, float]:
     """(the tokens generated after ids [B, T], as [B, tokens]; tokens per second over all rows)."""
-    seconds = []
+    seconds, decoder = [], decoder_of(model, ids, settings)
     for _ in range(REPEATS + 1):
         start = time.perf_counter()
-        tokens = torch.stack(list(continuation(model, ids, settings, vocabulary)), 1)
+        tokens = torch.stack(list(continuation(decoder, ids, settings, vocabulary)), 1)
         if ids.is_cuda:
             torch.cuda.synchronize()
         seconds.append(time.perf_counter() - start)
@@ -208,7 +213,8 @@ def run(config: GenerateConfig) -> None:
             settings = replace(settings, tokens=available)
         model = model.to(here.device, DTYPES[settings.dtype] or torch.float32).eval()
         ids = torch.tensor([start], device=here.device)
-        tokens = continuation(model, ids, settings, encoding.n_vocab)
+        decoder = decoder_of(model, ids, settings)
+        tokens = continuation(decoder, ids, settings, encoding.n_vocab)
         show(text_of(encoding, prompt, map(int, tokens)))
         if settings.sparse:
             compare(model, ids, settings, encoding)
@@ -220,7 +226,7 @@ def compare(model: CausalLM, ids: Tensor, settings: GenerationSettings, encoding
     dense, dense_rate = timed(model, ids, settings, encoding.n_vocab)
     say(f"dense products: {dense_rate:.1f} tokens/s", sys.stderr)
     try:
-        found = pack(model)
+        found = pack(model, graphs=ids.is_cuda)
     except ValueError as reason:
         say(f"2:4 products: not run, {reason}", sys.stderr)
         return

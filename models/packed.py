@@ -6,8 +6,8 @@ of which a sparse product has half. The number of tokens from which on that prod
 called the crossover. Both limits are measured for each shape of weight on the present GPU, with the
 layers launched from Python or replayed from a CUDA graph, as they will run.
 
-In between a layer multiplies with its dense weight, so it has it too: each packed form takes 9/16
-of the dense weight's memory in addition. All layers of a shape are packed in the layout of the
+In between a layer multiplies with its dense weight, so it has it too: each packed form in use takes
+9/16 of the dense weight's memory in addition. All layers of a shape are packed in the layout of the
 kernel, cuSPARSELt's or our own, that was fastest with many tokens.
 """
 
@@ -68,7 +68,7 @@ class PackedProduct(nn.Module):
     compiled model no change is: call `pack` again.
     """
 
-    packed: Packed24
+    packed: Packed24  # None without a crossover
     fragments: Fragments24 | None
     limits: Limits
     weight: Tensor
@@ -81,7 +81,8 @@ class PackedProduct(nn.Module):
         if not self.runs_packed(x, tokens):
             return super().forward(x)
         rows = x.reshape(tokens, x.shape[-1])
-        if self.fragments is not None and tokens <= self.limits.few:
+        if tokens <= self.limits.few:
+            assert self.fragments is not None
             return few_tokens24(self.fragments, rows, self.bias).reshape(*x.shape[:-1], -1)
         rows = fill_up(rows, -tokens % (STEP if tokens > STEP else LEAST))
         if self.packed.layout == TORCH:
@@ -92,12 +93,13 @@ class PackedProduct(nn.Module):
 
     def runs_packed(self, x: Tensor, tokens: int) -> bool:
         """True if `x`, which has so many tokens, is multiplied with the packed weight."""
-        if not tokens or not self.limits.includes(tokens) or x.dtype != self.packed.dtype:
+        form: Any = self.fragments if tokens <= self.limits.few else self.packed
+        if not tokens or not self.limits.includes(tokens) or x.dtype != form.dtype:
             return False
         needed = x.requires_grad or self.weight.requires_grad
         if torch.is_grad_enabled() and (needed or getattr(self.bias, "requires_grad", False)):
             return False
-        if x.device != self.packed.values.device:
+        if x.device != form.values.device:
             return False
         if torch.compiler.is_compiling():  # a compiled graph cannot read versions
             return True
@@ -207,6 +209,8 @@ def pack(
             for name in names:
                 layers.append(_packed(model.get_submodule(name), layout))
             own = _measured(layers, graphs) if limits is None else limits
+            if layers[0].fragments is None:
+                own = own._replace(few=0)
         except BaseException:
             for layer in layers:
                 _restore(layer)
@@ -216,7 +220,10 @@ def pack(
                 _restore(layer)
             else:
                 found[name] = layer.limits = own
-                layer.fragments = layer.fragments if own.few else None  # they take memory
+                # What is not used would only take memory.
+                layer.fragments = layer.fragments if own.few else None
+                if own.crossover is None:
+                    layer.packed = None  # type: ignore[assignment]
     return found
 
 

@@ -3,20 +3,23 @@
 A transformers LLaMA with random weights, whose linears except the head are 2:4, runs
 
     dense    unchanged
+    few      with every linear packed for few tokens alone
     packed   with every linear packed, for any number of tokens
-    chosen   as set up by `models.packed.pack`: packed within the measured limits, else dense; they
-             are measured for launched layers, or for layers in a graph
+    chosen   as set up by `models.packed.pack`: packed within the measured limits, else dense; with
+             --thorough, since measuring takes minutes, the first time also to compile kernels
 
-A prefill reads a batch of prompts of up to 2,048 tokens and keeps their cache. A generation step
-reads one token of each sequence after 128 others. Python launches every kernel, as in transformers'
-`generate`; generation steps are also timed in a CUDA graph, as serving engines replay them.
+A text is 128 tokens of one sequence after a prompt, both timed as a whole; each token replays a
+CUDA graph (models/decoding.py). With --thorough its steps are also compiled before. A prefill
+reads a batch of prompts of up to 2,048 tokens and keeps their cache. A generation step reads one
+token of each sequence after 128 others, on a GPU in a CUDA graph, as serving engines replay it.
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
-from collections.abc import Callable, Mapping
+import functools
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,20 +31,32 @@ from common_kernels.decode import MOST
 from experiments.bench.report import Report, Row
 from experiments.bench.timing import Time, in_turns
 from experiments.bench.variants import agree
-from models.hf import cached
+from models.decoding import Decoder
 from models.packed import Limits, PackedProduct, limits_of, pack
 
-PROMPT, CONTEXT = 2048, 128  # tokens
-VARIANTS = ("dense", "packed", "chosen")
-WORK = ("prefill", "generation", "generation in a CUDA graph")
+PROMPT, CONTEXT, NEW = 2048, 128, 128  # tokens
+WORK = {  # the variants of each kind of work
+    "text": ("dense", "few"),
+    "prefill": ("dense", "packed"),
+    "generation": ("dense", "few", "packed"),
+}
+THOROUGH = {
+    "text": ("dense", "few"),
+    "compiled text": ("dense", "few"),
+    "prefill": ("dense", "packed", "chosen"),
+    "generation": ("dense", "few", "packed", "chosen"),
+}
+LIMITS = {"few": Limits(MOST, None), "packed": Limits(MOST, 0), "chosen": None}
 
 
 @dataclass(frozen=True)
 class Size:
-    """A LLaMA, the tokens of a prefill and the sequences of a generation."""
+    """A LLaMA, the tokens of a text's prompt and of a prefill, and the sequences of a
+    generation."""
 
     name: str
     shape: Mapping[str, int]
+    prompts: tuple[int, ...]
     tokens: tuple[int, ...]
     sequences: tuple[int, ...]
 
@@ -51,19 +66,19 @@ SIZES = {
         "LLaMA nano",
         {"vocab_size": 320, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
          "num_attention_heads": 2, "num_key_value_heads": 1},
-        (8, 128), (1, 4),
+        (8,), (8, 128), (1, 4),
     ),
     "1.1B": Size(
         "LLaMA 1.1B",
         {"vocab_size": 32000, "hidden_size": 2048, "intermediate_size": 5632,
          "num_hidden_layers": 22, "num_attention_heads": 32, "num_key_value_heads": 4},
-        (16, 64, 256, 1024, 4096, 16384), (1, 16, 64, 256, 1024),
+        (128, 1024), (256, 4096, 16384), (1, 16, 256, 1024),
     ),
     "7B": Size(
         "LLaMA 7B",
         {"vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 11008,
          "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 32},
-        (64, 256, 1024, 4096), (1, 64, 256),
+        (128, 1024), (1024, 4096), (1, 16, 256),
     ),
 }  # fmt: skip
 
@@ -71,7 +86,8 @@ SIZES = {
 @torch.inference_mode()
 def bench(options: argparse.Namespace, report: Report) -> None:
     on_gpu = options.device.type == "cuda"
-    chosen = report.chosen([f"{work}, {variant}" for work in WORK for variant in VARIANTS])
+    work = THOROUGH if options.thorough else WORK
+    chosen = report.chosen(f"{name}, {own}" for name, variants in work.items() for own in variants)
     for name in options.size if on_gpu and not options.quick else ["nano"]:
         measure(SIZES[name], chosen, options, report)
     if not on_gpu:
@@ -80,60 +96,85 @@ def bench(options: argparse.Namespace, report: Report) -> None:
 
 def measure(size: Size, chosen: list[str], options: argparse.Namespace, report: Report) -> None:
     """Add the rows `chosen` of one model."""
-    models = build(size, options.device, report)
-    gate(models, size, report)
-    if "chosen" in models:
-        add_limits("", models["chosen"], size, report)
-    for work in WORK:
-        graphs = work.endswith("graph")
-        wanted = [name for name in models if f"{work}, {name}" in chosen]
-        if not wanted or (graphs and options.device.type != "cuda"):
+    dense, graphs = build(size, options.device), options.device.type == "cuda"
+    for work in dict.fromkeys(name.partition(", ")[0] for name in chosen):
+        if work == "compiled text" and not graphs:
             continue
-        start = prefill if work == "prefill" else generation
-        if graphs and "chosen" in models:
-            pack(models["chosen"], graphs=True)
-            add_limits(" in a CUDA graph", models["chosen"], size, report)
-        unit = "tokens" if work == "prefill" else "sequences"
-        for count in size.tokens if work == "prefill" else size.sequences:
-            timed = dict.fromkeys(["dense", *wanted])
-            calls = {name: start(models[name], count) for name in timed}
-            times = in_turns(calls, options.device, options.repeats, graphs=graphs)
-            if graphs and any(time.clock != "graph" for time in times.values()):
+        wanted = [name.partition(", ")[2] for name in chosen if name.startswith(f"{work}, ")]
+        in_graphs = graphs and work != "prefill"
+        models = {"dense": dense, **variants_of(dense, wanted, in_graphs, report)}
+        gate(models, size, report)
+        if "chosen" in models:
+            where = " in a CUDA graph" if in_graphs else ""
+            add_limits(where, models["chosen"], size, report)
+        for count, unit, start in works(work, size):
+            calls = {name: start(model, count) for name, model in models.items()}
+            # The calls of a text replay graphs of their own.
+            captured = work == "generation"
+            times = in_turns(calls, options.device, options.repeats, graphs=captured)
+            if captured and graphs and any(time.clock != "graph" for time in times.values()):
                 report.leave_out(f"{work}, {count} sequences: it cannot be captured here")
                 continue
-            for name in wanted:
-                shape = f"{size.name}, {count} {unit}"
-                used = used_by(models[name])
-                report.add(row(f"{work}, {name}", shape, used, times, count))
+            done = NEW if "text" in work else count
+            for name in (name for name in wanted if name in models):
+                shape, used = f"{size.name}, {count} {unit}", used_by(models[name])
+                report.add(row(f"{work}, {name}", shape, used, times, done))
 
 
-def build(size: Size, device: torch.device, report: Report) -> dict[str, nn.Module]:
-    """The variants by name."""
+def works(work: str, size: Size) -> Iterable[tuple[int, str, Callable[[Any, int], Any]]]:
+    """(number, its unit, function that makes the call) of each row of a kind of work."""
+    if work == "prefill":
+        return [(n, "tokens", prefill) for n in size.tokens]
+    if work == "generation":
+        return [(n, "sequences", generation) for n in size.sequences]
+    compiled = work == "compiled text"
+    start = functools.partial(text, compiled=compiled)
+    return [(n, f"tokens and {NEW} new ones", start) for n in size.prompts]
+
+
+def build(size: Size, device: torch.device) -> Any:
+    """The dense model."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
     settings: dict[str, Any] = {**size.shape, "max_position_embeddings": 2 * PROMPT}
-    with device, torch.inference_mode(False), torch.no_grad():
-        dense = LlamaForCausalLM(LlamaConfig(**settings)).bfloat16().eval()
-        for name, parameter in dense.named_parameters():
-            if "_proj" in name:
-                parameter *= nm_mask(parameter)
-        models: dict[str, nn.Module] = {"dense": dense.requires_grad_(False)}
-        for name, limits in (("packed", Limits(MOST, 0)), ("chosen", None)):
-            model = copy.deepcopy(dense)
-            try:
-                pack(model, limits)
-            except ValueError as reason:
-                report.leave_out(f"{name}: {reason}")
-            else:
-                models[name] = model
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with device, torch.inference_mode(False), torch.no_grad():
+            dense = LlamaForCausalLM(LlamaConfig(**settings)).eval()
+            for name, parameter in dense.named_parameters():
+                if "_proj" in name:
+                    parameter *= nm_mask(parameter)
+    finally:
+        torch.set_default_dtype(before)
+    return dense.requires_grad_(False)
+
+
+def variants_of(
+    dense: Any, names: Iterable[str], graphs: bool, report: Report
+) -> dict[str, nn.Module]:
+    """The packed variants of a model by name. They share its weights."""
+    models: dict[str, nn.Module] = {}
+    for name in names:
+        if name == "dense":
+            continue
+        with torch.inference_mode(False):
+            model = copy.deepcopy(dense, {id(p): p for p in dense.parameters()})
+        try:
+            pack(model, LIMITS[name], graphs=graphs)
+        except ValueError as reason:
+            report.leave_out(f"{name}: {reason}")
+        else:
+            models[name] = model
     return models
 
 
 def used_by(model: nn.Module) -> str:
-    """The layouts of a model's packed weights, which show what multiplies them; `dense` if none."""
-    layers = (m for m in model.modules() if isinstance(m, PackedProduct))
-    return ", ".join(sorted({layer.packed.layout for layer in layers})) or "dense"
+    """The layouts of a model's packed weights, which show what multiplies them; `few` if they are
+    packed for few tokens alone, `dense` if none is packed."""
+    forms = [m.packed for m in model.modules() if isinstance(m, PackedProduct)]
+    return ", ".join(sorted({f.layout if f else "few" for f in forms})) or "dense"
 
 
 def gate(models: Mapping[str, Any], size: Size, report: Report) -> None:
@@ -162,19 +203,32 @@ def prefill(model: Any, count: int) -> Callable[[int], Any]:
 
 
 def generation(model: Any, count: int) -> Callable[[int], Any]:
-    """A call that reads the next token of `count` sequences. Their cache keeps its content and its
-    address, from which a graph of the call reads it."""
+    """A call that reads the next token of `count` sequences, always at the same place, so that a
+    graph of the call can be replayed."""
     ids = tokens(model, count, CONTEXT + 1)
-    [(name, cache)] = cached(model).items()
-    model(input_ids=ids[:, :-1], use_cache=True, logits_to_keep=1, **{name: cache})
+    decoder = Decoder(model, count, CONTEXT + 1)
+    decoder.read(ids[:, :-1])
     last = ids[:, -1:].contiguous()
 
     def step(_: int) -> Any:
-        grown = copy.copy(cache)  # only the copy's layers get longer tensors
-        grown.layers = [copy.copy(layer) for layer in cache.layers]
-        return model(input_ids=last, use_cache=True, **{name: grown}).logits
+        decoder.place(CONTEXT)
+        return decoder.logits(model, last)
 
     return step
+
+
+def text(model: Any, prompt: int, compiled: bool) -> Callable[[int], Any]:
+    """A call that generates NEW tokens after a prompt."""
+    ids = tokens(model, 1, prompt)
+    decoder = Decoder(model, 1, prompt + NEW, compiled)
+
+    def generate(_: int) -> Any:
+        logits = decoder.read(ids)
+        for _ in range(NEW - 1):
+            logits = decoder.step(logits.argmax(-1))
+        return logits.argmax(-1)
+
+    return generate
 
 
 def row(name: str, shape: str, used: str, times: Mapping[str, Time], count: int) -> Row:

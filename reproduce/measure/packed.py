@@ -19,6 +19,7 @@ from common_kernels.pack.operands import pack_both24_
 from experiments.bench import variants
 from experiments.bench.timing import Call, Time
 from models import packed
+from models.decoding import Decoder
 from models.gpt2 import MLP, GPTConfig
 from models.packed import Limits, PackedProduct
 from reproduce.measure.base import Layer, MethodLayer, Metrics, Report, Result
@@ -231,43 +232,18 @@ class Decoding:
     """
 
     def __init__(self, model: Any, prompt: int, length: int) -> None:
-        from transformers import StaticCache
-
-        self.model = model.eval()
-        self.cache = StaticCache(
-            config=model.config, max_cache_len=length, max_batch_size=1,
-            device=model.device, dtype=model.dtype,
-        )  # fmt: skip
-        with model.device:
-            self.ids = torch.randint(model.config.vocab_size, (1, length))
-            self.positions = torch.arange(length)
+        self.decoder = Decoder(model.eval(), 1, length)
+        self.ids = torch.randint(model.config.vocab_size, (1, length), device=model.device)
         self.prompt, self.length = prompt, length
-
-    @torch.no_grad()
-    def logits(self, start: int, end: int) -> Tensor:
-        """Logits [V] of the token that follows position end - 1. Reads the tokens from `start` to
-        `end` and stores their keys and values in the cache."""
-        positions = self.positions[start:end]
-        # Where the cache writes. Its layers count since transformers 5.6, and in place, for CUDA
-        # graphs; before, `cache_position` tells them.
-        for layer in getattr(self.cache, "layers", ()):
-            if hasattr(layer, "cumulative_length"):
-                layer.cumulative_length.fill_(start)
-        visible = self.positions[None, None, None, :] <= positions[None, None, :, None]
-        # By position, since transformers renames the cache's argument.
-        output = self.model(
-            self.ids[:, start:end], visible, positions[None], self.cache,
-            use_cache=True, logits_to_keep=1, cache_position=positions,
-        )  # fmt: skip
-        return output.logits[0, -1]
 
     def prefill(self, _: int = 0) -> Tensor:
         """Read the prompt and return the most likely next token."""
-        return self.logits(0, self.prompt).argmax()
+        return self.decoder.read(self.ids[:, : self.prompt])[0].argmax()
 
     def step(self, _: int = 0) -> Tensor:
         """Read one more token and return the most likely next one."""
-        return self.logits(self.length - 1, self.length).argmax()
+        self.decoder.place(self.length - 1)
+        return self.decoder.logits(self.decoder.model, self.ids[:, -1:])[0].argmax()
 
 
 def llama(config: Decode) -> Any:

@@ -20,6 +20,7 @@ def tiny(monkeypatch):
     size = replace(serve.SIZES["nano"], shape=shape, tokens=(8,), sequences=(2,))
     monkeypatch.setitem(serve.SIZES, "nano", size)
     monkeypatch.setattr(serve, "CONTEXT", 4)
+    monkeypatch.setattr(serve, "NEW", 3)
     before = torch.get_num_threads()
     yield
     torch.set_num_threads(before)
@@ -33,18 +34,23 @@ def run(out, *more):
 def test_every_variant_that_runs_here_has_its_rows(tmp_path, monkeypatch):
     """The limits, which only a GPU has, are set."""
     pack = serve.pack
-    monkeypatch.setattr(serve, "pack", lambda model, limits: pack(model, limits or Limits(1, 5)))
+    monkeypatch.setattr(
+        serve, "pack", lambda model, limits, graphs: pack(model, limits or Limits(1, 5))
+    )
     out = tmp_path / "cpu.json"
-    assert run(out) == 0
+    assert run(out, "--thorough") == 0
     record = json.loads(out.read_text())["benchmarks"]["serve"]
     rows = {(row["name"], row["shape"]): row for row in record["rows"]}
-    for work, shape in (("prefill", "8 tokens"), ("generation", "2 sequences")):
-        for variant in serve.VARIANTS:
+    for work, shape, made in (
+        ("text", "8 tokens and 3 new ones", 3), ("prefill", "8 tokens", 8),
+        ("generation", "2 sequences", 2),
+    ):  # fmt: skip
+        for variant in serve.THOROUGH[work]:
             row = rows.pop((f"{work}, {variant}", f"LLaMA nano, {shape}"))
-            assert row["backend"] == ("dense" if variant == "dense" else "cusparselt_sm90")
-            assert row["figures"]["tokens/s"] == pytest.approx(
-                1e3 * int(shape.split()[0]) / row["ms"]
+            assert row["backend"] == {"dense": "dense", "few": "few"}.get(
+                variant, "cusparselt_sm90"
             )
+            assert row["figures"]["tokens/s"] == pytest.approx(1e3 * made / row["ms"])
             assert row["peers"].keys() == {"dense"}
     # 64 -> 32 has too few rows for cuSPARSELt, and stays dense.
     for shape in ("64 -> 64", "64 -> 32", "64 -> 128", "128 -> 64"):
@@ -52,6 +58,7 @@ def test_every_variant_that_runs_here_has_its_rows(tmp_path, monkeypatch):
             figures = rows.pop((name, f"LLaMA nano, {shape}"))["figures"]
             assert figures == ({} if shape == "64 -> 32" else {"tokens": tokens})
     assert not rows
+    assert run(out, "--only", "text*") == 0
 
 
 def test_wrong_products_get_no_time(tmp_path, monkeypatch, capsys):
@@ -73,4 +80,6 @@ def test_a_step_of_generation_leaves_its_cache_as_and_where_it_was():
         with Reads() as reads:
             second = step(0)
     assert not reads.lost()  # a graph of the step reads it again in every replay
-    assert first.shape == (2, 1, 320) and torch.equal(first, second)
+    assert first.shape == (2, 320) and torch.equal(first, second)
+    generate = serve.text(model, 4, False)
+    assert torch.equal(generate(0), generate(1))

@@ -51,7 +51,8 @@ def packed_cpu(monkeypatch):
     """2:4 products on the CPU, emulated, of two tokens and more."""
     if torch.cuda.is_available():
         pytest.skip("products are emulated where there is no GPU")
-    monkeypatch.setattr(generate, "pack", lambda model: packed.pack(model, packed.Limits(0, 2)))
+    limits = packed.Limits(0, 2)
+    monkeypatch.setattr(generate, "pack", lambda model, graphs: packed.pack(model, limits))
 
 
 @pytest.fixture

@@ -1,0 +1,100 @@
+"""Generation by causal models of transformers with a cache of fixed size: each token after the
+prompt is one replay of a CUDA graph."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from models.hf import cached
+
+
+class Decoder:
+    """A model that continues `rows` texts of at most `length` tokens each.
+
+    A model with a sliding window shorter than `length` gets a cache that grows, and no graph.
+
+    Args:
+        model: a causal model of transformers, in evaluation mode and on its device. If its linears
+            are packed or changed later, make a new decoder.
+        compiled: compile the steps with torch.compile, which takes a minute for a large model.
+    """
+
+    def __init__(self, model: Any, rows: int, length: int, compiled: bool = False) -> None:
+        from transformers.cache_utils import Cache, StaticLayer
+
+        window = getattr(model.config, "sliding_window", None)
+        self.fixed = window is None or length <= window
+        self.model = model
+        self.run = torch.compile(model, dynamic=False) if compiled else model
+        self.options = cached(model)
+        if self.fixed:
+            layers: Any = [StaticLayer(length) for _ in range(model.config.num_hidden_layers)]
+            self.options = dict.fromkeys(self.options, Cache(layers=layers))
+        # Since transformers 5.6 the cache counts its tokens, and before it is told where to write.
+        self.told = "cache_position" in inspect.signature(model.forward).parameters
+        with torch.device(model.device):
+            self.positions, self.at = torch.arange(length), torch.zeros(1, dtype=torch.int64)
+            self.tokens = torch.zeros(rows, 1, dtype=torch.int64)
+        self.stream: torch.cuda.Stream | None = None
+        self.graph: torch.cuda.CUDAGraph | None = None
+        self.output = self.tokens
+
+    def place(self, position: int) -> None:
+        """Write the next tokens from this position on; those before it stay."""
+        self.at.fill_(position)
+        [cache] = self.options.values()
+        for layer in cache.layers:
+            if hasattr(layer, "cumulative_length"):
+                layer.cumulative_length.fill_(position)
+
+    @torch.no_grad()
+    def read(self, ids: Tensor) -> Tensor:
+        """Begin with the prompts ids [rows, T]; the logits [rows, V] of the tokens after them."""
+        if self.fixed:
+            self.place(0)
+        else:
+            self.options = cached(self.model)
+        return self.logits(self.model, ids)
+
+    @torch.no_grad()
+    def logits(self, run: Any, ids: Tensor) -> Tensor:
+        """The logits [rows, V] of the tokens after ids [rows, T], which follow those so far."""
+        options: dict[str, Any] = {**self.options, "use_cache": True, "logits_to_keep": 1}
+        if self.fixed:
+            at = self.positions[: ids.shape[1]] + self.at
+            visible = self.positions[None, None, None, :] <= at[None, None, :, None]
+            options |= {"attention_mask": visible, "position_ids": at[None]}
+            if self.told:
+                options["cache_position"] = at
+            self.at += ids.shape[1]
+        return run(input_ids=ids, **options).logits[:, -1]
+
+    def step(self, tokens: Tensor) -> Tensor:
+        """Add one token to each text, tokens [rows]; the logits [rows, V] of the next ones, which
+        the next call may overwrite.
+
+        On a GPU the first call is launched, the second is captured, and later ones replay it.
+        """
+        self.tokens.copy_(tokens[:, None])
+        if not self.fixed or not self.tokens.is_cuda:
+            return self.logits(self.run, self.tokens)
+        if self.graph is None:
+            current, first = torch.cuda.current_stream(), self.stream is None
+            self.stream = self.stream or torch.cuda.Stream()
+            self.stream.wait_stream(current)
+            if first:  # compiles and plans, which cannot be captured
+                with torch.cuda.stream(self.stream):
+                    self.output = self.logits(self.run, self.tokens)
+                current.wait_stream(self.stream)
+                return self.output
+            graph = torch.cuda.CUDAGraph()
+            mode: Any = {"stream": self.stream, "capture_error_mode": "thread_local"}
+            with torch.cuda.graph(graph, **mode):
+                self.output = self.logits(self.run, self.tokens)
+            self.graph = graph
+        self.graph.replay()
+        return self.output

@@ -1,0 +1,71 @@
+"""Generation with a cache of fixed size: the logits are those of the whole text without a cache, in
+all families, again and again, and a step reads nothing back from the device."""
+
+import pytest
+import torch
+import transformers
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from models.decoding import Decoder
+from tests.lifetimes import Reads
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+SIZES = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 320,
+         "max_position_embeddings": 64}  # fmt: skip
+GATED = {**SIZES, "intermediate_size": 128, "num_key_value_heads": 2}
+MODELS = {
+    "llama": ("Llama", GATED),
+    "gpt2": ("GPT2", {"n_embd": 64, "n_layer": 2, "n_head": 2, "vocab_size": 320}),
+    "opt": ("OPT", {**SIZES, "ffn_dim": 128, "word_embed_proj_dim": 64}),
+    "mistral": ("Mistral", GATED),
+    "short window": ("Mistral", {**GATED, "sliding_window": 8}),
+}
+
+
+def built(name):
+    torch.manual_seed(0)
+    family, settings = MODELS[name]
+    kind = getattr(transformers, f"{family}{'LMHeadModel' if family == 'GPT2' else 'ForCausalLM'}")
+    return kind(getattr(transformers, f"{family}Config")(**settings)).eval().to(DEVICE)
+
+
+class ReadBack(TorchDispatchMode):
+    """Fails where a number is read back, for which a CUDA graph cannot wait."""
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        assert "_local_scalar_dense" not in str(function) and "nonzero" not in str(function)
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", list(MODELS))
+@torch.no_grad()
+def test_logits_are_those_of_the_whole_text(name):
+    model = built(name)
+    ids = torch.randint(0, 320, (3, 20), device=DEVICE)
+    decoder = Decoder(model, 3, 20)
+    assert decoder.fixed == (name != "short window")
+    for turn in range(2):
+        want = model(input_ids=ids, use_cache=False).logits
+        found = [decoder.read(ids[:, :12]).clone()]
+        found += [decoder.step(ids[:, at]).clone() for at in range(12, 20)]
+        # fp32 sums in another order, over two layers with logits below 1
+        torch.testing.assert_close(torch.stack(found, 1), want[:, 11:], rtol=0, atol=1e-5)
+        ids = ids.flip(1) if not turn else ids
+    if decoder.fixed:
+        decoder.place(13)
+        torch.testing.assert_close(decoder.step(ids[:, 13]), want[:, 13], rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", [name for name in MODELS if name != "short window"])
+@torch.no_grad()
+def test_a_step_can_be_replayed_from_a_graph(name):
+    """It reads nothing back, and keeps what it reads where it was."""
+    decoder = Decoder(built(name), 2, 8)
+    ids = torch.randint(0, 320, (2, 5), device=DEVICE)
+    decoder.read(ids)
+    with ReadBack():
+        decoder.logits(decoder.model, ids[:, :1])
+    with Reads() as reads:
+        decoder.logits(decoder.model, ids[:, :1])
+    assert not reads.lost()
