@@ -29,12 +29,7 @@ def send(value: Tensor, device: torch.device | str) -> Tensor:
 
 
 class TrainingSource(Protocol):
-    """Training batches of one data set, for one shape of sample.
-
-    A source that may leave out samples also has the attribute `skipped`: a set of int, the indices
-    in the training split of samples that `batches` has left out so far. A trainer keeps them in its
-    checkpoints and merges those of all ranks.
-    """
+    """Training batches of one data set, for one shape of sample."""
 
     @property
     def tokens_per_sample(self) -> int:
@@ -82,5 +77,4 @@ class Source(TrainingSource, Protocol):
         """
 
     def describe(self) -> dict[str, Any]:
-        """The data's entry `corpus` in `result.json`: `name`, `splits`, hashes, and the number of
-        samples left out."""
+        """The data's entry `corpus` in `result.json`: `name`, `splits` and hashes."""

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
-import os
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -16,10 +14,9 @@ from experiments.config.run import digest
 from experiments.config.settings import DTYPES, ImplConfig
 from experiments.evaluation import zero_shot
 from experiments.evaluation.perplexity import Text
-from experiments.images.dataset import SPLITS, Files, ImageConfig, load_images
+from experiments.images.dataset import SPLITS, ImageConfig, load_images
 from experiments.runs.finished import WEIGHTS_OF, FinishedRun
 from experiments.support.errors import UserError
-from experiments.support.hashes import file_hash
 from experiments.support.names import check_choices, check_seed
 
 
@@ -129,17 +126,9 @@ class EvaluateConfig(EvaluationSettings):
 
     @cached_property
     def images_hash(self) -> str:
-        """Hash of names, classes and contents of the validation images and of the data set's
-        fingerprint; the fingerprint alone for images that are not files."""
-        images = load_images(self.image_data, ("val",) if self.images == "val" else SPLITS)
-        if not isinstance(images.val, Files):
-            return images.fingerprint
-        found = hashlib.sha256(images.fingerprint.encode())
-        for index in range(len(images.val.labels)):
-            path = Path(images.val.where(index))
-            line = f"{path.parent.name}/{path.name} {file_hash(path)}\n"
-            found.update(os.fsencode(line))
-        return found.hexdigest()
+        """The fingerprint of the images."""
+        splits = ("val",) if self.images == "val" else SPLITS
+        return load_images(self.image_data, splits).fingerprint
 
     @cached_property
     def files(self) -> dict[str, str]:

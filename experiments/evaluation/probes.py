@@ -11,23 +11,16 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from functools import partial
-from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from experiments.data.source import Batch
-from experiments.images.dataset import ImageConfig, Images, load_images
-from experiments.images.memory import GreyImages, hold
-from experiments.images.source import eval_transform
-from experiments.images.stream import Stream, read_ahead
+from experiments.images.dataset import ImageConfig
+from experiments.images.stream import ImageBatches, epoch_order, read_ahead
 from experiments.support.errors import UserError
 from models.vit import ViT
-
-if TYPE_CHECKING:
-    from experiments.images.source import Transform
 
 # Weight decays of the logistic regression, chosen on a held-out tenth of the training images.
 DECAYS = (1e-7, 1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1)
@@ -43,56 +36,31 @@ def probe(
 ) -> dict[str, float]:
     """Percent of the validation images that are classified correctly, `knn_top1` and `linear_top1`,
     and the chosen weight decay, `linear_decay`. Moves the model to `device`."""
-    images = load_images(config)
+    images = ImageBatches(config, model.config, 0, _BATCH, workers, device)
     model = model.to(device).eval()
-    x, y = features(model, images, "train", config, device, workers)
-    test_x, test_y = features(model, images, "val", config, device, workers)
-    predicted, decay = linear(x, y, test_x, len(images.classes))
+    x, y = features(model, images, "train")
+    test_x, test_y = features(model, images, "val")
+    classes = len(images.images.classes)
+    predicted, decay = linear(x, y, test_x, classes)
     return {
-        "knn_top1": top1(knn(x, y, test_x, len(images.classes)), test_y),
+        "knn_top1": top1(knn(x, y, test_x, classes), test_y),
         "linear_top1": top1(predicted, test_y),
         "linear_decay": decay,
     }
 
 
 @torch.no_grad()
-def features(
-    model: ViT,
-    images: Images,
-    split: str,
-    config: ImageConfig,
-    device: torch.device | str = "cpu",
-    workers: int = 0,
-) -> tuple[Tensor, Tensor]:
-    """(features [N, C] fp32, classes int64 [N]) of all images of a split, in a fixed random order.
-
-    With `config.on_corrupt=skip` the next image replaces a corrupt one of the training split.
-    """
-    skip = split == "train" and config.on_corrupt == "skip"
-    stream = Stream(getattr(images, split), 0, skip)
-    count = len(stream.split.labels)
-    parts = [range(i, min(i + _BATCH, count)) for i in range(0, count, _BATCH)]
-    if held := hold(images, config, device):
-        read, workers = partial(_take, stream, held[split]), 0
-    else:
-        read = partial(_read, stream, eval_transform(config))
-    found: list[tuple[Any, Tensor]] = [
+def features(model: ViT, images: ImageBatches, split: str) -> tuple[Tensor, Tensor]:
+    """(features [N, C] fp32, classes int64 [N]) of all images of a split, in a fixed random
+    order."""
+    count, device = len(images.images.splits[split].labels), next(model.parameters()).device
+    order = epoch_order(count, 0, 0)
+    parts = [order[first : first + _BATCH] for first in range(0, count, _BATCH)]
+    found = [
         (model.features(batch["input"].to(device)).float(), batch["target"].to(device))
-        for batch in read_ahead(read, parts, workers, stream.skipped)
+        for batch in read_ahead(partial(images.plain, split), parts, images.workers)
     ]
     return torch.cat([x for x, _ in found]), torch.cat([y for _, y in found])
-
-
-def _take(stream: Stream, held: GreyImages, numbers: range) -> Batch:
-    """The batch of the images with these numbers, from those in the device's memory."""
-    input, target = held.plain(stream.indices(np.arange(numbers.start, numbers.stop)))
-    return {"input": input, "target": target}
-
-
-def _read(stream: Stream, transform: Transform, numbers: range) -> Batch:
-    opened = [stream.open(number) for number in numbers]
-    inputs = torch.stack([transform(image) for image, _ in opened])
-    return {"input": inputs, "target": torch.tensor([label for _, label in opened])}
 
 
 def knn(x: Tensor, y: Tensor, test_x: Tensor, n_classes: int) -> Tensor:

@@ -11,12 +11,11 @@ branch or tag.
 
 from __future__ import annotations
 
+import gzip
 import hashlib
 import io
-import itertools
 import math
 import os
-import struct
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -25,12 +24,11 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from experiments.images import idx
 from experiments.support import hashes
-from experiments.support.errors import UserError
+from experiments.support.errors import UserError, one_line
 from experiments.support.hub import commits, load_dataset
 from experiments.support.identity import identity_of
-from experiments.support.names import check_name
+from experiments.support.names import check_bounds, check_name
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -41,13 +39,13 @@ SPLITS = ("train", "val")
 # The only Pillow readers that are used, whatever a file's name; some others start external programs
 # (EPS starts Ghostscript).
 FORMATS = ("JPEG", "PNG", "PPM", "BMP", "TIFF", "WEBP", "GIF")
-MAX_NAMES = 1000  # largest number of classes that results list by name
-# The least and the largest value of each number in `ImageConfig`.
-_RANGES = {
-    "image_size": (1, 10_000), "repeats": (1, 1000), "crop_pct": (0.01, 1), "rotate": (0, 180),
-    "color_jitter": (0, 10), "mixup": (0, 1000), "cutmix": (0, 1000),
-    **dict.fromkeys(("flip", "shift", "random_erasing", "label_smoothing"), (0, 1)),
-}  # fmt: skip
+IDX = {split: (f"{name}-images-idx3-ubyte", f"{name}-labels-idx1-ubyte")
+       for split, name in (("train", "train"), ("val", "t10k"))}  # fmt: skip
+# Hashes of both splits of Fashion-MNIST, as `_idx` computes them.
+FASHION = {
+    "train": "6ba2795ebd1931a1643ac1ad7e66168dd73d5f20e4df4779820d98f2344a6045",
+    "val": "eb7d6a637e06928bd180beb02809c9da0dee278decfc7b9eaad5427f5b5585c4",
+}
 
 
 @dataclass(frozen=True)
@@ -71,8 +69,6 @@ class ImageConfig:
         result does not depend on how a batch is split. Batches and micro-batches must be even.
     repeats: how often an image appears in a batch, each time augmented anew (repeated
         augmentation).
-    on_corrupt: `error`, or `skip` to train on the next image instead and count it; a run that
-        ended with the error can be resumed with `skip`.
     """
 
     name: str
@@ -92,39 +88,26 @@ class ImageConfig:
     cutmix: float = 1.0
     label_smoothing: float = 0.1
     repeats: int = 3
-    on_corrupt: str = "error"
 
     def __post_init__(self) -> None:
         check_name("data.name", self.name)
         for name in ("mean", "std", "crop_scale"):  # omegaconf makes lists of them
             if (value := getattr(self, name)) is not None:
                 object.__setattr__(self, name, tuple(value))
-        if self.name == EMBEDDED != self.source:
-            raise ValueError(
-                f"data.source={self.source} is not the embedded digits: use data=imagenet and give "
-                "yours a name, data.name=..."
-            )
-        for name, least in {"mean": -math.inf, "std": 0}.items():
+        for name, least in {"mean": -math.inf, "std": 1e-12}.items():
             values = getattr(self, name)
-            if len(values) != 3 or not all(least < value < math.inf for value in values):
-                kind = "numbers" if name == "mean" else "positive numbers"
-                raise ValueError(f"data.{name}={list(values)}; it must be three {kind}")
-        for name, (least, most) in _RANGES.items():
-            if not least <= getattr(self, name) <= most:
-                value = getattr(self, name)
-                raise ValueError(f"data.{name}={value}; it must lie in [{least}, {most}]")
+            if len(values) != 3 or not all(least <= value < math.inf for value in values):
+                raise ValueError(f"data.{name}={list(values)}; it must be three numbers")
+        share = dict.fromkeys(("flip", "shift", "random_erasing", "label_smoothing"), (0.0, 1.0))
+        check_bounds(
+            self, "data.", image_size=(1, 10_000), repeats=(1, 1000), crop_pct=(0.01, 1),
+            rotate=(0, 180), color_jitter=(0, 10), mixup=(0, 1000), cutmix=(0, 1000), **share,
+        )  # fmt: skip
         scale = self.crop_scale
         if scale is not None and not (len(scale) == 2 and 0 < scale[0] <= scale[1] <= 1):
             raise ValueError(
                 f"data.crop_scale={list(scale)}; it must be two rising shares in (0, 1]"
             )
-        if self.rand_augment is not None and not self.rand_augment.startswith("rand-"):
-            raise ValueError(
-                f"data.rand_augment={self.rand_augment}; it must be a description such as "
-                "rand-m9-mstd0.5-inc1, or null"
-            )
-        if self.on_corrupt not in ("error", "skip"):
-            raise ValueError(f"data.on_corrupt={self.on_corrupt}; choose one of error, skip")
 
     @property
     def mixes(self) -> bool:
@@ -132,12 +115,9 @@ class ImageConfig:
         return self.mixup > 0 or self.cutmix > 0
 
     def identity(self) -> dict[str, Any]:
-        """The settings that a run's hash covers: all but `source` and `on_corrupt`. With
-        on_corrupt=error a run that meets a corrupt image has no result; with `skip` the result
-        counts them."""
+        """The settings that a run's hash covers: all but `source`."""
         identity = identity_of(self)
-        for name in ("source", "on_corrupt"):
-            identity.pop(name, None)
+        identity.pop("source", None)
         return identity
 
     def check_result(self, result: dict[str, Any], directory: Path) -> bool:
@@ -155,10 +135,6 @@ class ImageConfig:
         return load_images(self).fingerprint == result["corpus_hash"]
 
 
-class CorruptImage(UserError):
-    """An image that cannot be decoded: its file and the reason."""
-
-
 class Split(Protocol):
     """The images of one split, in a fixed order."""
 
@@ -167,10 +143,7 @@ class Split(Protocol):
         """Class of each image, int64 [N]."""
 
     def open(self, index: int) -> Image:
-        """The image in RGB. Raises `CorruptImage` if it cannot be decoded."""
-
-    def where(self, index: int) -> str:
-        """The image's file, for messages."""
+        """The image in RGB. Raises a `UserError` that names its file if it cannot be decoded."""
 
 
 @dataclass(frozen=True)
@@ -200,14 +173,9 @@ class Images:
         return self.splits["val"]
 
     def describe(self) -> dict[str, Any]:
-        """The images' entry in `result.json`. `classes` holds their names, or for more than 1000
-        their number and hash; equal values mean the same classes in the same order."""
-        classes: Any = list(self.classes)
-        if len(classes) > MAX_NAMES:
-            names = "\n".join(classes).encode(errors="surrogateescape")
-            classes = {"count": len(classes), "sha256": hashlib.sha256(names).hexdigest()}
+        """The images' entry in `result.json`."""
         return {
-            "classes": classes,
+            "classes": list(self.classes),
             "splits": {name: {"images": len(own.labels)} for name, own in self.splits.items()},
             "sha256": self.fingerprint,
             **({"revisions": [*self.revisions]} if self.revisions else {}),
@@ -226,12 +194,13 @@ def load_images(config: ImageConfig, splits: Sequence[str] = SPLITS) -> Images:
         return _digits(config.image_size, splits)
     path = Path(config.source).expanduser()
     if path.is_dir():
-        return _idx(path, splits, config.name) if idx.in_folder(path) else _folder(path, splits)
+        pairs = any(_find(path, name) for names in IDX.values() for name in names)
+        return _idx(path, splits, config.name) if pairs else _folder(path, splits)
     if path.exists() or path.is_absolute() or config.source.startswith((".", "~")):
-        if config.name in idx.PUBLISHED:
-            raise UserError(f"data.source={config.source} is no folder; {idx.ADVICE}")
-        needed = " and ".join(f"{split}/" for split in splits)
-        raise UserError(f"data.source={config.source} is no folder; give one with {needed}")
+        raise UserError(
+            f"data.source={config.source} is no folder; give one with train/<class>/ and "
+            "val/<class>/, or with idx files (Debian's dataset-fashion-mnist has some)"
+        )
     return _hub(config.source, splits)
 
 
@@ -244,15 +213,11 @@ class Arrays:
 
     pixels: np.ndarray
     labels: np.ndarray
-    name: str
 
     def open(self, index: int) -> Image:
         from PIL import Image
 
         return Image.fromarray(self.pixels[index]).convert("RGB")
-
-    def where(self, index: int) -> str:
-        return f"{self.name} {index}"
 
 
 def _digits(image_size: int, splits: Sequence[str]) -> Images:
@@ -271,36 +236,57 @@ def _digits(image_size: int, splits: Sequence[str]) -> Images:
     large = np.stack(
         [np.asarray(Image.fromarray(x).resize(size, Image.Resampling.BICUBIC)) for x in pixels]
     )
-    both = {
-        "train": Arrays(large[train], labels[train], "training digit"),
-        "val": Arrays(large[val], labels[val], "held-out digit"),
-    }
+    places = {"train": train, "val": val}
     return Images(
         directory=Path(EMBEDDED),
         classes=tuple(str(name) for name in data.target_names),
-        splits={name: both[name] for name in splits},
+        splits={name: Arrays(large[places[name]], labels[places[name]]) for name in splits},
         fingerprint=digest.hexdigest(),
     )
 
 
 def _idx(root: Path, wanted: Sequence[str], name: str) -> Images:
-    read = {split: idx.read(root, split) for split in wanted}
-    for split, published in idx.PUBLISHED.get(name, {}).items():
-        if split in read and read[split].sha256 != published:
+    splits: dict[str, Split] = {}
+    digests = []
+    for split in wanted:
+        pixels, labels = (_values(root, file) for file in IDX[split])
+        if pixels.ndim != 3 or not pixels.size or labels.shape != pixels.shape[:1]:
             raise UserError(
-                f"{read[split].path} and its labels are not those of {name} (sha256 "
-                f"{read[split].sha256[:12]}..., not {published[:12]}...): give yours a name, "
-                f"data.name=..., or get them anew; {idx.ADVICE}"
+                f"{root} holds images of the shape {pixels.shape} and labels of {labels.shape} in "
+                f"{' and '.join(IDX[split])}; get them anew"
             )
-    return Images(
-        directory=root,
-        classes=tuple(map(str, range(1 + max(int(own.labels.max()) for own in read.values())))),
-        splits={
-            split: Arrays(own.pixels, own.labels, f"{own.path}, image")
-            for split, own in read.items()
-        },
-        fingerprint=_joined(wanted, [own.sha256 for own in read.values()]),
-    )
+        shape = " ".join(map(str, pixels.shape)).encode()
+        digest = hashlib.sha256(shape + b"\n" + pixels.tobytes() + labels.tobytes()).hexdigest()
+        if name == "fashion_mnist" and digest != FASHION[split]:
+            raise UserError(
+                f"{root} does not hold the {split} images of Fashion-MNIST: give yours a name, "
+                "data.name=..."
+            )
+        splits[split] = Arrays(pixels, labels.astype(np.int64))
+        digests.append(digest)
+    classes = 1 + max(int(own.labels.max()) for own in splits.values())
+    return Images(root, tuple(map(str, range(classes))), splits, _joined(wanted, digests))
+
+
+def _find(root: Path, name: str) -> Path | None:
+    return next((path for end in ("", ".gz") if (path := root / (name + end)).is_file()), None)
+
+
+def _values(root: Path, name: str) -> np.ndarray:
+    """The uint8 array in MNIST's idx format in the file of this name, gzipped or not: after four
+    bytes, of which the last is the number of dims, the dims as big-endian 32-bit numbers."""
+    if (path := _find(root, name)) is None:
+        raise UserError(f"{root} has no {name}, gzipped (.gz) or not")
+    try:
+        content = path.read_bytes()
+        if path.suffix == ".gz":
+            content = gzip.decompress(content)
+        start = 4 + 4 * content[3]
+        return np.frombuffer(content[start:], np.uint8).reshape(
+            np.frombuffer(content[4:start], ">u4").astype(int)
+        )
+    except (OSError, EOFError, zlib.error, ValueError, IndexError) as error:
+        raise UserError(f"{path} cannot be read ({one_line(error)}); get it anew") from error
 
 
 @dataclass(frozen=True)
@@ -312,68 +298,40 @@ class Files:
     labels: np.ndarray
 
     def open(self, index: int) -> Image:
-        path = self.where(index)
-        try:
-            content = Path(path).read_bytes()
-        except OSError as error:
-            raise UserError(f"{path}: {error.strerror}") from error
-        return decode(content, path)
-
-    def where(self, index: int) -> str:
-        return str(self.directory / os.fsdecode(bytes(self.names[index])))
+        path = self.directory / os.fsdecode(bytes(self.names[index]))
+        return decode(path.read_bytes(), str(path))
 
 
 def _folder(root: Path, wanted: Sequence[str]) -> Images:
-    digests = []
-    classes: dict[str, tuple[str, ...]] = {}
-    splits: dict[str, Split] = {}
-    for split in wanted:
-        directory = root / split
-        if not directory.is_dir():
-            needed = ", ".join(f"{name}/<class>/" for name in wanted)
-            raise UserError(f"{root} has no folder {split}; it needs {needed}")
-        with os.scandir(directory) as entries:
-            names = sorted(e.name for e in entries if e.is_dir() and not e.name.startswith("."))
-        if not names:
-            raise UserError(f"{directory} has no classes; put its images into {directory}/<class>/")
-        classes[split] = tuple(names)
-    for split, other in itertools.permutations(wanted, 2):
-        if missing := sorted(set(classes[other]) - set(classes[split])):
+    from torchvision.datasets import ImageFolder
+
+    try:
+        found = {split: ImageFolder(root / split) for split in wanted}
+    except FileNotFoundError as error:
+        needed = ", ".join(f"{split}/<class>/" for split in wanted)
+        raise UserError(f"data.source={root} needs images in {needed}: {error}") from error
+    classes = found[wanted[0]].classes
+    for split, own in found.items():
+        if differ := sorted({*own.classes} ^ {*classes}):
             raise UserError(
-                f"{root / split / missing[0]} is missing, the class {missing[0]} is only in "
-                f"{other}; {len(missing)} classes differ"
+                f"{root}: the class {differ[0]} is only in one of {wanted[0]} and {split}; "
+                f"{len(differ)} classes differ"
             )
-    for split in wanted:
-        files: list[tuple[str, int]] = []
-        labels: list[int] = []
-        for label, name in enumerate(classes[split]):
-            found = _image_files(root / split / name)
-            files += [(f"{name}/{file}", size) for file, size in found]
-            labels += [label] * len(found)
-        digests.append(hashes.fingerprint(root / split, files))
-        paths = np.array([os.fsencode(name) for name, _ in files])
-        splits[split] = Files(root / split, paths, np.array(labels))
-    return Images(root, classes[wanted[0]], splits, _joined(wanted, digests))
+    splits: dict[str, Split] = {}
+    digests = []
+    for split, own in found.items():
+        start = len(str(root / split)) + 1
+        names = [path[start:] for path, _ in own.samples]
+        sizes = [Path(path).stat().st_size for path, _ in own.samples]
+        digests.append(hashes.fingerprint(root / split, [*zip(names, sizes, strict=True)]))
+        stored = np.array([os.fsencode(name) for name in names])
+        splits[split] = Files(root / split, stored, np.array(own.targets))
+    return Images(root, tuple(classes), splits, _joined(wanted, digests))
 
 
 def _joined(wanted: Sequence[str], digests: list[str]) -> str:
     """One hash of the hashes of the splits."""
     return hashlib.sha256(" ".join([*wanted, *digests]).encode()).hexdigest()
-
-
-def _image_files(directory: Path) -> list[tuple[str, int]]:
-    """(name, bytes) of the images in a class, sorted; a UserError if there are none."""
-    from torchvision.datasets.folder import IMG_EXTENSIONS
-
-    with os.scandir(directory) as entries:
-        found = sorted(
-            (entry.name, entry.stat().st_size)
-            for entry in entries
-            if entry.name.lower().endswith(IMG_EXTENSIONS) and not entry.name.startswith(".")
-        )
-    if not found:
-        raise UserError(f"{directory} holds no image ({', '.join(IMG_EXTENSIONS)})")
-    return found
 
 
 @dataclass(frozen=True)
@@ -386,14 +344,11 @@ class _Rows:
     name: str
 
     def open(self, index: int) -> Image:
-        return decode(self.content(index), self.where(index))
+        return decode(self.content(index), f"{self.name}, row {index}")
 
     def content(self, index: int) -> bytes:
-        cell = self.rows[index][self.column]
+        cell = self.rows[int(index)][self.column]
         return cell["bytes"] if cell["bytes"] is not None else Path(cell["path"]).read_bytes()
-
-    def where(self, index: int) -> str:
-        return f"{self.name}, row {index}"
 
 
 def _hub(source: str, wanted: Sequence[str]) -> Images:
@@ -402,61 +357,46 @@ def _hub(source: str, wanted: Sequence[str]) -> Images:
     hub_id, _, revision = source.partition("@")
     data = load_dataset(hub_id, None, revision or None)
     names = {"train": "train", "val": "validation" if "validation" in data else "test"}
-    if any(names[split] not in data for split in wanted):
-        needed = {"train": "train", "val": "validation or test"}
-        raise UserError(
-            f"{hub_id} has the splits {', '.join(data)}; it needs "
-            f"{', and '.join(needed[split] for split in wanted)}"
-        )
-    features = data[names[wanted[0]]].features
+    first = data[names[wanted[0]]] if all(names[split] in data for split in wanted) else None
+    features = {} if first is None else first.features
     image = [name for name, kind in features.items() if isinstance(kind, datasets.Image)]
     label = [name for name, kind in features.items() if isinstance(kind, datasets.ClassLabel)]
-    if len(image) != 1 or len(label) != 1:
+    if first is None or len(image) != 1 or len(label) != 1:
         raise UserError(
-            f"{hub_id} has the columns {', '.join(features)}; it needs one of images and one of "
-            "class labels"
+            f"{hub_id} has the splits {', '.join(data)} and columns {', '.join(features)}; it "
+            "needs train, and validation or test, with one column of images and one of labels"
         )
     classes = tuple(features[label[0]].names)
     digests = []
     splits: dict[str, Split] = {}
     for split in wanted:
-        name = names[split]
-        rows = data[name].cast_column(image[0], datasets.Image(decode=False))
-        found = [-1 if row is None else row for row in rows[label[0]][:]]
-        labels = np.array(found, dtype=np.int64)
-        if not ((labels >= 0) & (labels < len(classes))).all():
-            raise UserError(
-                f"data.source={source}, {name}: a label is none of 0 to {len(classes) - 1}; the "
-                "labels of hidden tests are kept back"
-            )
-        own = _Rows(rows, image[0], labels, f"{hub_id}, {name}")
-        digest = hashlib.sha256(f"{len(rows)} {rows.info.dataset_size}".encode() + labels.tobytes())
-        small = (rows.info.dataset_size or math.inf) <= hashes.LIMIT
+        rows = data[names[split]].cast_column(image[0], datasets.Image(decode=False))
+        labels = np.array([-1 if row is None else row for row in rows[label[0]][:]], np.int64)
+        if labels.min() < 0:
+            raise UserError(f"data.source={source}, {names[split]}: its labels are kept back")
+        own = _Rows(rows, image[0], labels, f"{hub_id}, {names[split]}")
+        size = rows.info.dataset_size
+        digest = hashlib.sha256(f"{len(rows)} {size}".encode() + labels.tobytes())
+        small = (size or math.inf) <= hashes.LIMIT
         count = len(rows) if small else min(hashes.SAMPLED, len(rows))
         for number in range(count):
             content = own.content(number * len(rows) // count)
             digest.update(hashlib.sha256(content).digest())
         digests.append(digest.hexdigest())
         splits[split] = own
-    revisions = tuple(commits(data[names[wanted[0]]].info.download_checksums or ()))
+    revisions = tuple(commits(first.info.download_checksums or ()))
     return Images(Path(hub_id), classes, splits, _joined(wanted, digests), revisions)
-
-
-# Errors that Pillow's readers of `FORMATS` raise for truncated or malformed files.
-_CORRUPT = (OSError, ValueError, SyntaxError, EOFError, IndexError, struct.error, zlib.error)
 
 
 def decode(content: bytes, where: str) -> Image:
     """The image in an encoded file, in RGB (grey, transparent and CMYK ones are converted).
 
     Raises:
-        CorruptImage: it cannot be decoded; `where` is named.
+        UserError: it cannot be decoded; `where` is named.
     """
-    from PIL import Image, UnidentifiedImageError
+    from PIL import Image
 
     try:
         return Image.open(io.BytesIO(content), formats=FORMATS).convert("RGB")
-    except UnidentifiedImageError as error:
-        raise CorruptImage(f"{where} is no image: it is none of {', '.join(FORMATS)}") from error
-    except (*_CORRUPT, Image.DecompressionBombError) as error:
-        raise CorruptImage(f"{where} is corrupt: {error}") from error
+    except Exception as error:  # Pillow's readers raise many kinds for damaged files
+        raise UserError(f"{where} cannot be read as an image: {one_line(error)}") from error

@@ -1,9 +1,8 @@
 """Crops for self-distillation (DINO, arXiv 2104.14294): two global and n local crops of each image.
 
-The images, their order and the treatment of corrupt files are those of
-`experiments.images.dataset`; labels are not used. `flip`, `rotate` and `shift` come from the data's
-settings (mirrored digits are no digits), the rest of the augmentation from `DinoConfig`. Shapes: B
-images, S = image_size and s = local_size pixels a side.
+The images and their order are those of supervised training; labels are not used. `flip`, `rotate`
+and `shift` come from the data's settings (mirrored digits are no digits), the rest of the
+augmentation from `DinoConfig`. Shapes: B images, S = image_size and s = local_size pixels a side.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from models.vit import ViTConfig
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-    from experiments.images.source import Transform
+    from experiments.images.stream import Transform
 
 _TRAIN, _EVAL = 2, 3  # in the key of a draw; 0 and 1 are those of supervised training
 # Rates of blur and of solarization (as a share of `DinoConfig.solarize`) by kind of crop.
@@ -127,16 +126,15 @@ class MultiCrops(ImageBatches):
 
     def _train_batch(self, request: Request) -> Batch:
         step, samples = request
-        first = step * self.batch_size
+        indices = self.indices(step * self.batch_size + np.arange(samples.start, samples.stop))
         if self.memory:
-            indices = self.stream.indices(first + np.arange(samples.start, samples.stop))
             draws = self._draws(self.batch_size, self.seed, _TRAIN, step)
             return self._cropped("train", indices, draws[samples.start : samples.stop])
         crops = []
         with own_draws() as seed:
-            for index in samples:
-                image, _ = self.stream.open(first + index)
-                seed(self.seed, _TRAIN, step, index)
+            for place, index in zip(samples, indices, strict=True):
+                image = self.images.train.open(index)
+                seed(self.seed, _TRAIN, step, place)
                 crops.append(self._crops(image))
         return _stack(crops)
 

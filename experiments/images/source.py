@@ -5,7 +5,7 @@ Shapes: B images, S = image_size pixels a side, K classes; images are RGB, norma
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -22,8 +22,7 @@ from models.vit import ViTConfig
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-    Transform = Callable[[Image], Tensor]
-
+    from experiments.images.stream import Transform
 
 _AUGMENT, _MIX = range(2)  # a part of a random key: the purpose of the numbers
 _ODD = "{}: mixup and cutmix mix neighbours, so batches and micro-batches must be even"
@@ -79,20 +78,6 @@ def _posterize(image: Image, bits: int, **_: Any) -> Image:
     return ImageOps.posterize(image, bits) if bits else Image.new(image.mode, image.size)
 
 
-def eval_transform(config: ImageConfig) -> Transform:
-    """timm's validation transform: bicubic resize and centre crop, RGB image -> [3, S, S]."""
-    from timm.data import create_transform
-
-    return create_transform(
-        config.image_size,
-        is_training=False,
-        crop_pct=config.crop_pct,
-        interpolation="bicubic",
-        mean=config.mean,
-        std=config.std,
-    )
-
-
 class ImageSource(ImageBatches):
     """Batches of images and classes: `input` [B, 3, S, S] and `target`.
 
@@ -139,7 +124,7 @@ class ImageSource(ImageBatches):
             raise UserError(_ODD.format(f"train.batch_size={batch_size}"))
         repeats = range(config.repeats)
         self.order = np.concatenate([np.arange(i, batch_size, config.repeats) for i in repeats])
-        self.augment, self.prepare = train_transform(config), eval_transform(config)
+        self.augment = train_transform(config)
         self.mix = Mixup(
             config.mixup,
             config.cutmix,
@@ -162,11 +147,11 @@ class ImageSource(ImageBatches):
         if self.config.mixes and (samples.start % 2 or len(samples) % 2):
             raise UserError(_ODD.format(f"a micro-batch of {len(samples)} samples"))
         numbers = (step * self.batch_size + self.order[samples]) // self.config.repeats
+        indices = self.indices(numbers)
         if self.memory:
-            indices = self.stream.indices(numbers)
             input, target = self.memory["train"].augmented(indices, self.seed, step, samples)
         else:
-            input, target = self._read(step, samples, numbers)
+            input, target = self._read(step, samples, indices)
         if self.config.mixes and self.memory:
             classes = len(self.images.classes)
             input, target = mixed(
@@ -180,15 +165,14 @@ class ImageSource(ImageBatches):
             )
         return {"input": input, "target": target}
 
-    def _read(self, step: int, samples: range, numbers: np.ndarray) -> tuple[Tensor, Tensor]:
-        inputs, labels = [], []
+    def _read(self, step: int, samples: range, indices: np.ndarray) -> tuple[Tensor, Tensor]:
+        inputs, train = [], self.images.train
         with own_draws() as seed:
-            for index, number in zip(samples, numbers, strict=True):
-                image, label = self.stream.open(int(number))
-                seed(self.seed, _AUGMENT, step, index)
+            for place, index in zip(samples, indices, strict=True):
+                image = train.open(index)
+                seed(self.seed, _AUGMENT, step, place)
                 inputs.append(self.augment(image))
-                labels.append(label)
-        return torch.stack(inputs), torch.tensor(labels)
+        return torch.stack(inputs), torch.from_numpy(train.labels[indices])
 
     def _mix_pairs(self, input: Tensor, labels: Tensor, step: int, samples: range) -> Tensor:
         """Mix neighbours in place, each pair with its own draw, and return the targets [B, K]."""
@@ -200,11 +184,3 @@ class ImageSource(ImageBatches):
                 input[pair], target = self.mix(input[pair], labels[pair])
                 targets.append(target)
         return torch.cat(targets)
-
-    def _eval_batch(self, indices: np.ndarray) -> Batch:
-        if self.memory:
-            input, target = self.memory["val"].plain(indices)
-            return {"input": input, "target": target}
-        inputs = [self.prepare(self.images.val.open(index)) for index in indices]
-        labels = torch.from_numpy(self.images.val.labels[indices])
-        return {"input": torch.stack(inputs), "target": labels}

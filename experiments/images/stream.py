@@ -7,22 +7,14 @@ import random
 import signal
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
 
 from experiments.data.source import Batch, Request
-from experiments.images.dataset import (
-    SPLITS,
-    CorruptImage,
-    ImageConfig,
-    Images,
-    Split,
-    load_images,
-)
+from experiments.images.dataset import SPLITS, ImageConfig, load_images
 from experiments.images.memory import hold
 from experiments.support.errors import UserError
 from models.vit import ViTConfig
@@ -30,7 +22,7 @@ from models.vit import ViTConfig
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-_MOST_NAMED = 100  # corrupt images that are listed by name
+    Transform = Callable[[Image], torch.Tensor]
 
 
 @lru_cache(maxsize=4)
@@ -65,98 +57,37 @@ def _seed(*key: int) -> None:
     torch.default_generator.manual_seed(word)
 
 
-@dataclass
-class Stream:
-    """The training images as an endless sequence, epoch after epoch, each in its own random order.
-
-    advice: text to add to the message about a corrupt image. skipped: indices in the split of
-    corrupt images, which were replaced by the next image in the epoch's order.
-    """
-
-    split: Split
-    seed: int
-    skip_corrupt: bool = False
-    advice: str = ""
-    skipped: set[int] = field(default_factory=set)
-
-    @classmethod
-    def of_training(cls, images: Images, config: ImageConfig, seed: int) -> Stream:
-        """The stream of a training split, which skips or reports corrupt images as
-        `config` says."""
-        advice = "; set data.on_corrupt=skip to go on without it"
-        return cls(images.train, seed, config.on_corrupt == "skip", advice)
-
-    def open(self, number: int) -> tuple[Image, int]:
-        """(image, label) of image number `number` since the beginning of training."""
-        count = len(self.split.labels)
-        epoch, position = divmod(number, count)
-        order = epoch_order(count, self.seed, epoch)
-        for offset in range(count if self.skip_corrupt else 1):
-            index = int(order[(position + offset) % count])
-            try:
-                return self.split.open(index), int(self.split.labels[index])
-            except CorruptImage as error:
-                if not self.skip_corrupt:
-                    raise CorruptImage(f"{error}{self.advice}") from error
-                self.skipped.add(index)
-        raise UserError(f"none of the {count} training images can be decoded")
-
-    def indices(self, numbers: np.ndarray) -> np.ndarray:
-        """The indices in the split of the images with these numbers, int64 [B]; only for splits in
-        memory, which have no corrupt images."""
-        epochs, positions = np.divmod(numbers, len(self.split.labels))
-        found = np.empty_like(positions)
-        for epoch in np.unique(epochs):
-            of_it = epochs == epoch
-            order = epoch_order(len(self.split.labels), self.seed, int(epoch))
-            found[of_it] = order[positions[of_it]]
-        return found
-
-    def describe(self) -> dict[str, Any]:
-        """The number of corrupt images that were left out, and the first of their names, for
-        `result.json`."""
-        files = [self.split.where(index) for index in sorted(self.skipped)[:_MOST_NAMED]]
-        return {"skipped": len(self.skipped), "skipped_files": files}
-
-
 R = TypeVar("R")
 
 
-def read_ahead(
-    make: Callable[[R], Batch], requests: Iterable[R], workers: int, skipped: set[int]
-) -> Iterator[Batch]:
-    """Yield `make(request)` for each request in order; `workers` processes compute them ahead.
-
-    skipped: the attribute of the `Stream` that `make` reads from; what the processes skip is added.
-    """
+def read_ahead(make: Callable[[R], Batch], requests: Iterable[R], workers: int) -> Iterator[Batch]:
+    """Yield `make(request)` for each request in order; `workers` processes compute them ahead."""
     if not workers:
         yield from map(make, requests)
         return
     loader: Iterable[Any] = torch.utils.data.DataLoader(
-        _Made(make, skipped),
+        _Made(make),
         batch_size=None,
         sampler=requests,
         num_workers=workers,
-        collate_fn=_as_it_is,
         worker_init_fn=_ignore_signals,
         generator=torch.Generator(),  # so that workers do not draw from the global generator
     )
-    for made, seen in loader:
+    for made in loader:
         if isinstance(made, UserError):
             raise made
-        skipped |= seen
         yield made
 
 
 class _Made(torch.utils.data.Dataset):
-    def __init__(self, make: Callable[[Any], Batch], skipped: set[int]) -> None:
-        self.make, self.skipped = make, skipped
+    def __init__(self, make: Callable[[Any], Batch]) -> None:
+        self.make = make
 
-    def __getitem__(self, request: Any) -> tuple[Batch | UserError, set[int]]:
+    def __getitem__(self, request: Any) -> Batch | UserError:
         try:
-            return self.make(request), set(self.skipped)
+            return self.make(request)
         except UserError as error:  # if raised here, the loader would wrap it in a traceback
-            return error, set(self.skipped)
+            return error
 
 
 def _ignore_signals(_: int) -> None:
@@ -166,13 +97,23 @@ def _ignore_signals(_: int) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
-def _as_it_is(made: Any) -> Any:
-    return made
+def eval_transform(config: ImageConfig) -> Transform:
+    """timm's validation transform: bicubic resize and centre crop, RGB image -> [3, S, S]."""
+    from timm.data import create_transform
+
+    return create_transform(
+        config.image_size,
+        is_training=False,
+        crop_pct=config.crop_pct,
+        interpolation="bicubic",
+        mean=config.mean,
+        std=config.std,
+    )
 
 
 class ImageBatches:
     """Base class of the sources of image batches (see experiments/data/source.py). A subclass makes
-    a batch in `_train_batch` and `_eval_batch`.
+    the batches of `_train_batch`.
 
     memory: each split on the model's device if batches can be made there, else {}; workers are not
         used then.
@@ -203,19 +144,31 @@ class ImageBatches:
         self.workers = 0 if self.memory else workers
         self.directory, self.fingerprint = self.images.directory, self.images.fingerprint
         self.tokens_per_sample = shape.tokens
+        self.prepare = eval_transform(config)
 
-    @cached_property
-    def stream(self) -> Stream:
-        """The training images in their random order."""
-        return Stream.of_training(self.images, self.config, self.seed)
+    def plain(self, split: str, indices: np.ndarray) -> Batch:
+        """The images with these indices in a split, without augmentation (`input`), and their
+        classes (`target`)."""
+        if self.memory:
+            input, target = self.memory[split].plain(indices)
+            return {"input": input, "target": target}
+        images = self.images.splits[split]
+        input = torch.stack([self.prepare(images.open(index)) for index in indices])
+        return {"input": input, "target": torch.from_numpy(images.labels[indices])}
 
-    @property
-    def skipped(self) -> set[int]:
-        """Indices in the training split of the corrupt images that were left out."""
-        return self.stream.skipped
+    def indices(self, numbers: np.ndarray) -> np.ndarray:
+        """The indices in the training split, int64 [B], of the images with these numbers since the
+        beginning of training, in which each epoch has its own random order."""
+        count = len(self.images.train.labels)
+        epochs, positions = np.divmod(numbers, count)
+        found = np.empty_like(positions)
+        for epoch in np.unique(epochs):
+            of_it = epochs == epoch
+            found[of_it] = epoch_order(count, self.seed, int(epoch))[positions[of_it]]
+        return found
 
     def batches(self, requests: Iterable[Request]) -> Iterator[Batch]:
-        return read_ahead(self._train_batch, requests, self.workers, self.skipped)
+        return read_ahead(self._train_batch, requests, self.workers)
 
     @property
     def eval_size(self) -> int:
@@ -236,13 +189,13 @@ class ImageBatches:
             )
         indices = np.arange(count) * self.eval_size // count
         parts = [indices[first : first + batch_size] for first in range(0, count, batch_size)]
-        return read_ahead(self._eval_batch, parts, self.workers, set())
+        return read_ahead(self._eval_batch, parts, self.workers)
 
     def describe(self) -> dict[str, Any]:
-        return {"name": self.config.name, **self.images.describe(), **self.stream.describe()}
+        return {"name": self.config.name, **self.images.describe()}
 
     def _train_batch(self, request: Request) -> Batch:
         raise NotImplementedError
 
     def _eval_batch(self, indices: np.ndarray) -> Batch:
-        raise NotImplementedError
+        return self.plain("val", indices)

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
 WEIGHTS_OF = ("sparse", "dense")
 MODES = ("auto", "sparse", "masked", "dense")
+_RETIRED = ("shard_tokens", "on_corrupt")  # keys of `data` in the configs of older runs
 
 
 @dataclass(frozen=True)
@@ -99,7 +100,7 @@ class FinishedRun:
     @cached_property
     def data(self) -> DataConfig | ImageConfig:
         """The data that it was trained on."""
-        data = {k: v for k, v in self.config["data"].items() if k != "shard_tokens"}
+        data = {k: v for k, v in self.config["data"].items() if k not in _RETIRED}
         return self._typed(FAMILIES[self.family][1], "data", data)
 
     @cached_property

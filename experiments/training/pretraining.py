@@ -185,9 +185,6 @@ class Pretraining(Training):
             wrote += save_model(self.averaged, self.directory / AVERAGED)
         if done.latent:
             wrote += tensor_files.save(done.latent, self.directory / LATENT)
-        for path in result["corpus"].get("skipped_files", [])[:1]:
-            count = result["corpus"]["skipped"]
-            self.report(f"left out {count} training images that cannot be read, the first: {path}")
         scores = ", ".join(f"{name} {value:.4f}" for name, value in done.metrics.items())
         self.report(f"{scores}, {trainer.seconds:.0f} s of training")
         if (gained := result["acceleration"]) and (line := speed.summary(gained)):

@@ -169,7 +169,6 @@ class Trainer:
             )
         if self.optimization.replays is not None:
             self.optimization.replays.forget()  # later work may need their memory
-        self._join_skipped()
         self.check()
 
     def log_last(self, means: dict[str, float]) -> None:
@@ -182,13 +181,6 @@ class Trainer:
         """A context that delays a signal to the end of a step. With several ranks, which cannot
         decide this separately, a signal ends the process at once."""
         return deferred_stop() if self.world.size == 1 else nullcontext(Stop())
-
-    def _join_skipped(self) -> list[int]:
-        """The samples that the source has left out on any rank, exchanged between all. Every rank
-        must call it."""
-        skipped: set[int] = getattr(self.source, "skipped", set())
-        skipped.update(*self.world.all_gather(sorted(skipped)))
-        return sorted(skipped)
 
     def _log(self, record: dict[str, Any]) -> None:
         if self.log is not None:
@@ -339,7 +331,7 @@ class Trainer:
         """
         self.check()
         states = self.world.all_gather(own or generators(self.world.device))
-        loss_sum, skipped = self.world.all_reduce_mean(self.loss_sum), self._join_skipped()
+        loss_sum = self.world.all_reduce_mean(self.loss_sum)
         if self.log is not None:
             self.lines = self.log.lines
             self.log.sync()
@@ -355,7 +347,6 @@ class Trainer:
             "loss_sum": loss_sum,
             "loss_count": self.loss_count,
             "averages": self.averages,
-            "skipped_samples": skipped,
             "log": self.lines,
         }
         self.saver.save(self.step, state)
@@ -411,7 +402,6 @@ class Trainer:
         self.loss_count = state["loss_count"]
         for name, average in self.averages.items():
             average.copy_(state["averages"][name])
-        getattr(self.source, "skipped", set()).update(state["skipped_samples"])
         if len(state["generators"]) != self.world.size:
             self.report(
                 f"{len(state['generators'])} processes wrote this checkpoint and {self.world.size} "

@@ -47,6 +47,15 @@ def tiny(tmp_path, monkeypatch):
     return lambda *more: dino.load([*TINY, f"runs={tmp_path}", *more])
 
 
+def test_what_does_not_go_with_self_distillation():
+    for override, message in (
+        ("method=ast", "method=ast distils from the model as it was, but model=vit"),
+        ("train.ema=0.9", "its teacher is the average; set it to 0"),
+    ):
+        with pytest.raises(UserError, match=message):
+            dino.load([*TINY, override])
+
+
 @pytest.mark.parametrize("method", ["dense", "semi_sparse"])
 def test_two_steps_deliver_the_teacher_and_probe_it(tiny, method, monkeypatch):
     config = tiny(f"method={method}")

@@ -9,12 +9,10 @@ from sklearn.neighbors import KNeighborsClassifier
 
 from experiments.evaluation import probes
 from experiments.evaluation.probes import features, knn, linear, logistic_regression
-from experiments.images.dataset import ImageConfig, load_images
-from experiments.images.source import eval_transform
+from experiments.images.dataset import ImageConfig
+from experiments.images.stream import ImageBatches
 from experiments.support.errors import UserError
 from models.vit import ViT, ViTConfig
-
-DATA = ImageConfig("digits", "digits", image_size=8, crop_pct=1.0)
 
 
 @pytest.fixture(scope="module")
@@ -115,39 +113,28 @@ def test_features_of_a_diverged_model_have_no_score(digits):
         linear(x, y, test_x, 10)
 
 
-@pytest.fixture(scope="module")
-def vit():
+def test_features_of_every_image_with_its_class_whether_read_or_in_memory(write_idx, tmp_path):
     torch.manual_seed(0)
-    return ViT(ViTConfig(16, 1, 2, image_size=8, patch_size=4, n_classes=0))
-
-
-def test_features_of_every_image_with_its_class(vit):
-    images = load_images(DATA)
-    x, y = features(vit.eval(), images, "val", DATA)
-    assert x.shape == (400, 16) and x.dtype == torch.float32 and not x.requires_grad
-    assert torch.bincount(y).tolist() == np.bincount(images.val.labels).tolist()
-    transform = eval_transform(DATA)
-    with torch.no_grad():
-        inputs = torch.stack([transform(images.val.open(i)) for i in range(400)])
-        expected = vit.features(inputs)
-    order = np.lexsort(x.double().numpy().T.round(4))
-    same = np.lexsort(expected.double().numpy().T.round(4))
-    torch.testing.assert_close(x[order], expected[same])
-    assert y[order].tolist() == images.val.labels[same].tolist()
-
-
-def test_images_in_memory_are_taken_from_there(vit, write_idx, tmp_path, monkeypatch):
-    """The same features in the same order, without a transform."""
+    model = ViT(ViTConfig(16, 1, 2, image_size=8, patch_size=4, n_classes=0)).eval()
     config = ImageConfig(
         "mine", str(write_idx(tmp_path / "idx")), image_size=8, crop_pct=1.0, crop_scale=None,
         rand_augment=None, color_jitter=0.0, random_erasing=0.0,
     )  # fmt: skip
-    images = load_images(config)
-    with monkeypatch.context() as patch:
-        patch.setattr(probes, "eval_transform", None)
-        held = {split: features(vit.eval(), images, split, config) for split in ("train", "val")}
-    monkeypatch.setattr(probes, "hold", lambda *_: {})
-    for split, (x, y) in held.items():
-        read_x, read_y = features(vit, images, split, config)
-        torch.testing.assert_close(x, read_x)
-        assert y.tolist() == read_y.tolist() and len(y) == len(getattr(images, split).labels)
+    held, read = (ImageBatches(config, model.config, 0, 256, 0, "cpu") for _ in range(2))
+    assert held.memory
+    read.memory = {}
+    for split, count in (("train", 12), ("val", 6)):
+        x, y = features(model, held, split)
+        assert x.shape == (count, 16) and x.dtype == torch.float32 and not x.requires_grad
+        images = held.images.splits[split]
+        pixels = torch.tensor(images.pixels)[:, None].expand(-1, 3, -1, -1) / 255
+        mean, std = (torch.tensor(each)[:, None, None] for each in (config.mean, config.std))
+        with torch.no_grad():
+            expected = model.features((pixels - mean) / std)
+        order = [int((expected - row).abs().sum(1).argmin()) for row in x]
+        assert sorted(order) == list(range(count)) != order
+        torch.testing.assert_close(x, expected[order])
+        assert y.tolist() == images.labels[order].tolist()
+        again_x, again_y = features(model, read, split)
+        torch.testing.assert_close(x, again_x)
+        assert y.tolist() == again_y.tolist()

@@ -362,7 +362,7 @@ def test_an_exported_vit_prepares_images_as_validation_does(exported):
     from PIL import Image
     from transformers import CLIPImageProcessor
 
-    from experiments.images.source import eval_transform
+    from experiments.images.stream import eval_transform
 
     family, run, folder, _ = exported
     if family != "vit":

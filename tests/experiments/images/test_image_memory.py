@@ -62,7 +62,7 @@ def numbered(**settings):
     pixels = np.arange(9, dtype=np.uint8).reshape(1, 3, 3) + np.array([[[1]], [[11]]], np.uint8)
     plain = {"image_size": 3, "mean": (0.0,) * 3, "std": (1.0,) * 3}
     config = ImageConfig("mine", "unused", **{**PLAIN, **plain, **settings})
-    return GreyImages(Arrays(pixels, np.array([4, 5]), "image"), config, "cpu")
+    return GreyImages(Arrays(pixels, np.array([4, 5])), config, "cpu")
 
 
 def pixels_of(images, down, right, mirrored):
