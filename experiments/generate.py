@@ -51,6 +51,7 @@ from models.decoding import Decoder
 from models.gpt2 import GPT
 from models.hf import CausalLM
 from models.packed import Limits, pack
+from models.sparse import add_low_rank
 
 if TYPE_CHECKING:
     from experiments.finetuning.inputs import Encoding
@@ -106,8 +107,15 @@ def generation_model(run: FinishedRun) -> CausalLM:
     model = run.model()
     if not isinstance(model, GPT | CausalLM):
         raise UserError(f"{run.directory} is a {type(model).__name__}, which continues no text")
-    export.merge_low_rank(model)
-    return model if isinstance(model, CausalLM) else CausalLM(files.to_transformers(model))
+    terms = export.split_low_rank(model)
+    if isinstance(model, GPT):
+        model, terms = (
+            CausalLM(files.to_transformers(model)),
+            {f"model.{n}": t for n, t in terms.items()},
+        )
+    for name, (left, right) in terms.items():
+        add_low_rank(model.get_submodule(name), left, right)
+    return model
 
 
 def choose(logits: Tensor, settings: GenerationSettings, generator: torch.Generator) -> Tensor:

@@ -6,6 +6,10 @@ of which a sparse product has half. The number of tokens from which on that prod
 called the crossover. Both limits are measured for each shape of weight on the present GPU, with the
 layers launched from Python or replayed from a CUDA graph, as they will run.
 
+A layer with a low-rank term beside its 2:4 weight, as SLoPe and SLoRB leave it and as an export
+keeps it, has a method `low_rank`: (left [r, in], or None for sums of in / r neighbours; right
+[r, out]; scale). The packed product is then followed by `lowrank_addmm`.
+
 In between a layer multiplies with its dense weight, so it has it too: each packed form in use takes
 9/16 of the dense weight's memory in addition. All layers of a shape are packed in the layout of the
 kernel, cuSPARSELt's or our own, that was fastest with many tokens.
@@ -21,6 +25,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from common_kernels import (
@@ -29,6 +34,7 @@ from common_kernels import (
     check24,
     few_tokens24,
     fragments24,
+    lowrank_addmm,
     matmul24,
     pack24,
 )
@@ -80,16 +86,25 @@ class PackedProduct(nn.Module):
         tokens = x.numel() // x.shape[-1]
         if not self.runs_packed(x, tokens):
             return super().forward(x)
-        rows = x.reshape(tokens, x.shape[-1])
+        rows, low_rank = x.reshape(tokens, x.shape[-1]), getattr(self, "low_rank", None)
+        if low_rank is None:
+            y = self.product(rows, self.bias)
+        else:
+            left, right, scale = low_rank()
+            y2 = reduced(rows, left, len(right))
+            y = lowrank_addmm(self.product(rows, None), y2, right, self.bias, scale)
+        return y.reshape(*x.shape[:-1], -1)
+
+    def product(self, rows: Tensor, bias: Tensor | None) -> Tensor:
+        """rows [tokens, in] -> [tokens, out] with the packed weight."""
+        tokens = len(rows)
         if tokens <= self.limits.few:
             assert self.fragments is not None
-            return few_tokens24(self.fragments, rows, self.bias).reshape(*x.shape[:-1], -1)
+            return few_tokens24(self.fragments, rows, bias)
         rows = fill_up(rows, -tokens % (STEP if tokens > STEP else LEAST))
         if self.packed.layout == TORCH:
-            y = matmul24(self.packed, rows, self.bias, backend="cutlass")
-        else:
-            y = linear24(self.packed, rows, self.bias)
-        return y[:tokens].reshape(*x.shape[:-1], -1)
+            return matmul24(self.packed, rows, bias, backend="cutlass")[:tokens]
+        return linear24(self.packed, rows, bias)[:tokens]
 
     def runs_packed(self, x: Tensor, tokens: int) -> bool:
         """True if `x`, which has so many tokens, is multiplied with the packed weight."""
@@ -115,6 +130,11 @@ class PackedProduct(nn.Module):
         padded, dtype, biased = -(-tokens // step) * step, self.packed.dtype, self.bias is not None
         of = *self.packed.shape, padded, dtype, dtype, True, True, biased
         return Problem(*of, layout=self.packed.layout)
+
+
+def reduced(x: Tensor, left: Tensor | None, rank: int) -> Tensor:
+    """x left^T [..., rank]; without `left` the sums of neighbours."""
+    return x.unflatten(-1, (rank, -1)).sum(-1) if left is None else F.linear(x, left)
 
 
 @functools.cache
@@ -197,7 +217,8 @@ def pack(
         except ValueError as error:
             unfit[name] = f"{name} cannot be packed: {error}"
             continue
-        kind = type(module), weight.shape, module.bias is None, weight.dtype, weight.device
+        shapes = tuple((key, value.shape) for key, value in module.named_parameters())
+        kind = type(module), shapes, weight.dtype, weight.device
         alike.setdefault(kind, []).append(name)
     if len(unfit) == len(linears):
         raise ValueError(next(iter(unfit.values())))
@@ -235,8 +256,8 @@ def limits_of(model: nn.Module) -> dict[str, Limits]:
 
 def _is_conv1d(module: nn.Module) -> bool:
     """True for the linears of transformers' GPT-2, whose weights are [in, out]."""
-    kind = type(module)
-    return kind.__name__ == "Conv1D" and kind.__module__.startswith("transformers.")
+    kinds = type(module).__mro__
+    return any(k.__name__ == "Conv1D" and k.__module__.startswith("transformers.") for k in kinds)
 
 
 def _shape(module: Any) -> tuple[int, int]:
@@ -246,8 +267,9 @@ def _shape(module: Any) -> tuple[int, int]:
 
 
 def _is_24(module: nn.Module) -> bool:
-    """True for a plain linear whose weight is 2:4 along its inputs."""
-    return (type(module) is nn.Linear or _is_conv1d(module)) and _has_24(module)
+    """True for a linear whose weight is 2:4 along its inputs, with or without a low-rank term."""
+    known = type(module) is nn.Linear or _is_conv1d(module) or hasattr(module, "low_rank")
+    return known and _has_24(module)
 
 
 def _has_24(module: nn.Module) -> bool:

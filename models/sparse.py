@@ -8,7 +8,11 @@
                                 stored as X.values [rows, columns / 2] and X.positions, uint8
                                 [rows, columns / 8] with two bits per value
                                 (`common_kernels.Packed24`, layout `neutral`), with groups along the
-                                columns. If `axis` is 0, it is the transpose of X that is stored
+                                columns. If `axis` is 0, it is the transpose of X that is stored.
+                                With a `low_rank` r the linear also adds (x left^T) right, a term of
+                                SLoPe or SLoRB: `right` [r, out] and `left` [r, in] are stored
+                                beside the weight; without `left` the r inputs of `right` are sums
+                                of in / r neighbours
     sparse24/masks.safetensors  only if not compressed: for each sparse tensor uint8 [rows,
                                 columns / 8], with a bit for each weight, the lowest bit first, set
                                 if the weight is not 0. It has a folder of its own because some
@@ -19,6 +23,7 @@ No pickle is loaded, and no remote code is run.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import warnings
@@ -27,10 +32,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from common_kernels import Packed24, unpack24
-from models.packed import pack
+from common_kernels import Packed24, lowrank_addmm, unpack24
+from models.packed import pack, reduced
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -118,6 +123,52 @@ def _expand(stored: Mapping[str, Tensor], described: Mapping[str, Any]) -> dict[
     return dense
 
 
+class LowRankTerm(nn.Module):
+    """A linear, the base class that follows, plus (x left^T) right: left [r, in], or None for sums
+    of in / r neighbours, and right [r, out]."""
+
+    left: nn.Parameter | None
+    right: nn.Parameter
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., in] -> [..., out]."""
+        y = super().forward(x)
+        return lowrank_addmm(y, reduced(x, self.left, len(self.right)), self.right)
+
+    def low_rank(self) -> tuple[Tensor | None, Tensor, float]:
+        """left, right, and the scale of their term."""
+        return self.left, self.right, 1.0
+
+
+@functools.cache
+def _with_low_rank(kind: Any) -> Any:
+    """The class of the linears of class `kind` with a low-rank term."""
+    return type(f"LowRank{kind.__name__}", (LowRankTerm, kind), {})
+
+
+def add_low_rank(layer: Any, left: Tensor | None, right: Tensor) -> None:
+    """Give a linear a low-rank term, in place and in its weight's dtype and device."""
+    layer.__class__ = _with_low_rank(type(layer))
+    for name, factor in (("left", left), ("right", right)):
+        own = None if factor is None else nn.Parameter(factor.to(layer.weight))
+        layer.register_parameter(name, own)
+
+
+def factor_names(weight: str) -> tuple[str, str]:
+    """The names of the stored factors (left, right) of a stored weight."""
+    module = weight.rpartition(".")[0]
+    return f"{module}.left", f"{module}.right"
+
+
+def _linear_of(model: nn.Module, name: str, sha256: str) -> nn.Module:
+    """The module of a stored weight, found by its content if transformers calls it otherwise."""
+    try:
+        return model.get_submodule(name.rpartition(".")[0])
+    except AttributeError:
+        held = ((m, m._parameters.get("weight")) for m in model.modules())
+        return next(m for m, weight in held if weight is not None and sha256_of(weight) == sha256)
+
+
 @torch.inference_mode(False)  # weights made in that mode cannot be packed
 def load(folder: str | Path, device: torch.device | str = "cpu") -> PreTrainedModel:
     """The transformers model in an exported folder, on `device`, in evaluation mode and in the
@@ -151,6 +202,11 @@ def load(folder: str | Path, device: torch.device | str = "cpu") -> PreTrainedMo
         )
     if WEIGHTS in record["files"]:
         state = _read_compressed(folder, record)
+    factors = {
+        name: [(state or {}).pop(part, None) for part in factor_names(name)]
+        for name, told in record["tensors"].items()
+        if "low_rank" in told
+    }
     transformers.utils.logging.disable_progress_bar()
     # transformers 4 loads as fp32 by default.
     release = int(transformers.__version__.split(".")[0])
@@ -172,6 +228,8 @@ def load(folder: str | Path, device: torch.device | str = "cpu") -> PreTrainedMo
         if found := sorted(loading[f"{kind_of}_keys"]):
             first = found[0] if isinstance(found[0], str) else found[0][0]
             raise ValueError(f"{Path(folder) / CONFIG} is of another model: {first} is {kind_of}")
+    for name, (left, right) in factors.items():
+        add_low_rank(_linear_of(model, name, record["tensors"][name]["sha256"]), left, right)
     model.eval().to(device)
     if torch.device(device).type == "cuda":
         try:

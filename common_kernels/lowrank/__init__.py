@@ -1,6 +1,6 @@
 """The second half of a sparse-plus-low-rank product (SLoPe, arXiv 2405.16325).
 
-One product `X [W^T | L]` gives `Y1 = X W^T` and `Y2 = X L`; `lowrank_addmm` combines the two.
+`lowrank_addmm` combines the products `Y1 = X W^T` and `Y2 = X L`.
 """
 
 import torch

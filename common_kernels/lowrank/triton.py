@@ -7,6 +7,7 @@ import triton.language as tl
 from common_kernels.launch import INTERPRETED, cast, launch
 
 ROWS, COLUMNS, DEPTH = 64, 128, 64  # tile of a program; DEPTH is the step along the rank
+FEW = 16, 64  # rows and columns of the tile for at most 16 rows, as in decoding
 
 
 def lowrank_addmm(
@@ -21,12 +22,13 @@ def lowrank_addmm(
         return out
     rank, columns = r.shape
     y1, y2 = y1.reshape(-1, columns), y2.reshape(y1.numel() // columns, rank)
+    tile, across = FEW if len(y1) <= FEW[0] else (ROWS, COLUMNS)
     exact = y2.dtype == r.dtype != torch.float32  # products of 16 bits are exact in fp32
     launch(
-        lowrank_kernel, triton.cdiv(len(y1), ROWS) * triton.cdiv(columns, COLUMNS), y1.device,
+        lowrank_kernel, triton.cdiv(len(y1), tile) * triton.cdiv(columns, across), y1.device,
         y1, y2, r, y1 if bias is None else bias.contiguous(), out,
         len(y1), columns, rank, *y1.stride(), *y2.stride(), *r.stride(), scale,
-        BIAS=bias is not None, EXACT=exact, ROWS=ROWS, COLUMNS=COLUMNS,
+        BIAS=bias is not None, EXACT=exact, ROWS=tile, COLUMNS=across,
         DEPTH=max(16, min(DEPTH, triton.next_power_of_2(rank))),
     )  # fmt: skip
     return out

@@ -96,6 +96,7 @@ def card(
     kind: str,
     rows: list[legality.LinearSparsity],
     merged: bool,
+    split: bool,
     measured: Sequence[Evaluation],
     sizes: Mapping[str, int] | None,
 ) -> str:
@@ -104,6 +105,7 @@ def card(
     Args:
         kind: the model's class in transformers.
         rows: its converted linears before low-rank terms were merged.
+        merged, split: it had low-rank terms, which were merged into its weights, or are kept.
         sizes: the result of `files.compress`; None if the export is not compressed.
     """
     summed = legality.total(rows)
@@ -140,6 +142,7 @@ def card(
         command=" ".join(command),
         options=json.dumps(options, indent=2),
         merged=merged,
+        split=split,
         linears=legality.table(rows),
         record=RECORD,
         masks_file=MASKS,

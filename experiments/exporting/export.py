@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from experiments.config.initial import weight_files
 from experiments.config.run import digest
@@ -95,6 +95,7 @@ def _build(
     model = run.model(form.weights)
     patterns = {name: run.pattern(name) for name in run.converted}
     rows = legality.measure(model, patterns)  # before merging, which destroys the N:M pattern
+    terms = split_low_rank(model) if form.compressed else {}
     merged = merge_low_rank(model)
     dtype = TORCH[form.dtype]
     files.round_weights(model, list(patterns), dtype)
@@ -104,13 +105,22 @@ def _build(
         _image_processor(run.data).save_pretrained(folder)
     described, sizes = files.describe(folder, places, patterns), None
     if form.compressed:
-        sizes = files.compress(folder, described)
+        factors = {}
+        held = files.rows_stored(model, places, folder / ".probe") if terms else {}
+        for name, (linear, _) in places.items():
+            if linear in terms:
+                module, (left, right) = name.rpartition(".")[0], terms[linear]
+                described[name]["low_rank"] = len(right)
+                factors[f"{module}.right"] = right[:, held[name]].to(dtype).contiguous()
+                if left is not None:
+                    factors[f"{module}.left"] = left.to(dtype, copy=True)
+        sizes = files.compress(folder, described, factors)
     else:
         files.write_masks(folder, described)
     for name, content in result_files(measured).items():
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text(content, encoding="utf-8")
-    text = card(run, form, kind, rows, merged, measured, sizes)
+    text = card(run, form, kind, rows, merged, bool(terms), measured, sizes)
     (folder / "README.md").write_text(text, encoding="utf-8")
     paths = sorted(path for path in folder.rglob("*") if path.is_file())
     hashes = {path.relative_to(folder).as_posix(): checkpoint.sha256(path) for path in paths}
@@ -183,6 +193,21 @@ def _image_processor(data: ImageConfig) -> Any:
         image_mean=list(data.mean),
         image_std=list(data.std),
     )
+
+
+@torch.no_grad()
+def split_low_rank(model: nn.Module) -> dict[str, tuple[Tensor | None, Tensor]]:
+    """Take the low-rank terms of SLoRB and SLoPe off a model's linears, in place, and return their
+    factors by linear, as `models.sparse.add_low_rank` takes them."""
+    found = {}
+    for name, layer in model.named_modules():
+        if isinstance(layer, slorb.BoostedLinear | SparsePlusLowRank):
+            left, right, scale = layer.low_rank()
+            found[name] = None if left is None else left.detach(), scale * right.detach()
+            for factor in set(layer._parameters) - {"weight", "bias"}:
+                delattr(layer, factor)
+            layer.__class__ = nn.Linear  # type: ignore[assignment]
+    return found
 
 
 @torch.no_grad()

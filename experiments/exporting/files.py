@@ -94,7 +94,7 @@ def round_weights(model: nn.Module, linears: list[str], dtype: torch.dtype) -> N
 
 def where_stored(model: nn.Module, linears: list[str], scratch: Path) -> dict[str, tuple[str, int]]:
     """(linear, axis of its inputs) of each tensor, by name, that holds the weights of one of
-    `linears`, or a part of them, once `model` is written.
+    `linears`, or some rows of them, once `model` is written.
 
     To be independent of transformers' names, transpositions and splits (of a fused QKV, for
     example), a copy of the model is written in which every weight has the number of its linear, and
@@ -117,6 +117,25 @@ def where_stored(model: nn.Module, linears: list[str], scratch: Path) -> dict[st
             continue
         axis = 1 if bool((tensor[:, 0] > numbers[:, 0]).all()) else 0
         found[name] = linears[int(numbers[0, 0]) - 2], axis
+    shutil.rmtree(scratch)
+    return found
+
+
+def rows_stored(
+    model: nn.Module, places: Mapping[str, tuple[str, int]], scratch: Path
+) -> dict[str, Tensor]:
+    """The rows of its linear that each tensor of `places` holds, found in the same way."""
+    probe = copy.deepcopy(model)
+    with torch.no_grad():
+        for linear, _ in places.values():
+            weight = probe.get_parameter(f"{linear}.weight")
+            weight.copy_(torch.arange(len(weight))[:, None].expand_as(weight))
+    write(probe, scratch)
+    found = {
+        name: tensor.select(places[name][1], 0).long()
+        for name, tensor in tensors(scratch)
+        if name in places
+    }
     shutil.rmtree(scratch)
     return found
 
@@ -154,14 +173,16 @@ def write_masks(folder: Path, names: Mapping[str, Any]) -> None:
     save_file(masks, folder / MASKS, {"format": "pt"})
 
 
-def compress(folder: Path, described: Mapping[str, Any]) -> dict[str, int]:
-    """Replace the weights in a folder by their compressed form; return the bytes of the packed
-    tensors after (`compressed`) and before (`dense`).
+def compress(
+    folder: Path, described: Mapping[str, Any], factors: Mapping[str, Tensor]
+) -> dict[str, int]:
+    """Replace the weights in a folder by their compressed form, and add `factors`, those of their
+    low-rank terms; return the bytes of these tensors after (`compressed`) and before (`dense`).
 
-    Tensors that are not 2:4, for example after merging a low-rank term, stay dense.
+    Tensors that are not 2:4 stay dense.
     """
-    kept: dict[str, Tensor] = {}
-    sizes = {"compressed": 0, "dense": 0}
+    kept: dict[str, Tensor] = dict(factors)
+    sizes = {"compressed": sum(factor.nbytes for factor in factors.values()), "dense": 0}
     for name, tensor in tensors(folder):
         own = described.get(name)
         if own is None or tensor.shape[own["axis"]] % 4 or check_nm(tensor, dim=own["axis"]):

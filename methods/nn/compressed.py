@@ -4,8 +4,8 @@ Shapes: T tokens, X [T, in], `values` [out, in * n / m] (common_kernels.compress
 R [r, out]. W_R is the weight [out, in] expanded by the row mask, W_RC the same without the entries
 that the column mask drops.
 
-    fprop  Y        = X W_R^T + (X L) R / r + b     one dense product X [W_R^T | L], or one with the
-                                                    packed W_R and one with L, then lowrank_addmm
+    fprop  Y        = X W_R^T + (X L) R / r + b     a product with W_R, one with L, then
+                                                    lowrank_addmm
     dgrad  dX       = dY W_RC + dY2 L^T             dY2 = dY R^T / r
     wgrad  dvalues  = the kept entries of dY^T X    a dense product, compressed
            dL^T, dR = dY2^T X, (X L)^T dY / r
@@ -42,19 +42,6 @@ from .linear import SparseLinear
 from .operands import Compressed, Dense, Packed, save, saved
 
 Pattern = tuple[int, int]  # (n, m)
-
-
-def merged_linear(
-    x: Tensor, weight: Tensor, left: Tensor, right: Tensor, bias: Tensor | None
-) -> Tensor:
-    """X W^T + (X L) R / r + b for x [..., in], with one product X [W^T | L].
-
-    Args:
-        weight, left, right: W [out, in], L^T [r, in] and R [r, out] in x's dtype.
-        bias: [out] or None.
-    """
-    y1, y2 = F.linear(x, torch.cat([weight, left])).split([len(weight), len(left)], -1)
-    return lowrank_addmm(y1, y2, right, bias, 1 / len(left))
 
 
 def dense_left(left: Tensor, left_mask: Tensor | None, pattern: Pattern) -> Tensor:
@@ -106,8 +93,6 @@ class _Product(torch.autograd.Function):
         if not adapting:
             return fprop.linear(x, bias)
         dense, right = dense_left(left.to(x.dtype), left_mask, pattern), right.to(x.dtype)
-        if isinstance(fprop, Dense):
-            return merged_linear(x, fprop.matrix, dense, right, bias)
         y1, y2 = fprop.linear(x, None), F.linear(x, dense)
         return lowrank_addmm(y1, y2, right, bias, 1 / len(right))
 
@@ -347,10 +332,16 @@ class SparsePlusLowRank(nn.Linear):
     right: nn.Parameter
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [..., in] -> [..., out]; W and L^T are concatenated in each call."""
+        """x [..., in] -> [..., out]."""
         x = under_autocast(x)
         weight, left, right = (t.to(x.dtype) for t in (self.weight, self.left, self.right))
-        return merged_linear(x, weight, left, right, self.bias)
+        return lowrank_addmm(
+            F.linear(x, weight), F.linear(x, left), right, self.bias, 1 / len(left)
+        )
+
+    def low_rank(self) -> tuple[Tensor, Tensor, float]:
+        """L^T [r, in], R [r, out] and the scale of X L R."""
+        return self.left, self.right, 1 / len(self.left)
 
 
 def attach(model: nn.Module, state: Mapping[str, Tensor]) -> nn.Module:

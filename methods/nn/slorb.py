@@ -78,6 +78,10 @@ class BoostedLinear(nn.Linear):
         """x [..., in] -> [..., out]."""
         return super().forward(x) + boost(x, self.slorb_s, self.slorb_x)
 
+    def low_rank(self) -> tuple[Tensor | None, Tensor, float]:
+        """X [in / k, in] or None for block sums, S^T [in / k, out], and the scale of their term."""
+        return self.slorb_x, self.slorb_s.t(), 1.0
+
     def merged_weight(self) -> Tensor:
         """W~ + S X [out, in], the dense weight that computes the same function."""
         if self.slorb_x is not None:

@@ -452,7 +452,7 @@ def test_adapter_gradients_are_those_of_autograd():
 
 
 def test_the_merged_form_has_the_scale_of_training():
-    """One product X [W^T | L], then Y1 + Y2 R / rank + b: bit for bit as in training."""
+    """Y1 = X W^T and Y2 = X L, then Y1 + Y2 R / rank + b: bit for bit as in training."""
     for left_sparse in (False, True):
         for dtype in (torch.float32, torch.bfloat16, torch.float16):
             layer, method = adapted(left_sparse, dtype)

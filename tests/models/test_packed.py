@@ -12,9 +12,10 @@ from safetensors.torch import load_file
 from torch import nn
 
 from common_kernels import backend, matmul, nm_mask
-from methods.nn.compressed import attach
+from methods.nn import compressed, slorb
 from models import packed
 from models.packed import Limits
+from models.sparse import add_low_rank
 from tests.cpu_operators import register_cpu_operators
 
 CUDA = torch.cuda.is_available()
@@ -286,14 +287,43 @@ def test_what_cannot_be_packed_is_one_line(monkeypatch):
     assert packed.pack(pruned(64, 32, 64), Limits(0, 0)) == {"0": None, "1": (0, 0)}
 
 
-def test_linears_with_adapters_are_2_4_and_not_packed():
-    """As SLoPe's finalized model with adapters: their products have a low-rank part."""
-    model = pruned(64, 128)
-    factors = {"0.left": torch.ones(4, 64), "0.right": torch.ones(4, 128)}
-    attach(model, factors)
-    why = "no plain linear of this model is 2:4: its 2:4 weights are in SparsePlusLowRank, which is"
-    with pytest.raises(ValueError, match=why):
-        packed.pack(model, Limits(0, 0))
+def with_low_rank(kind):
+    """Two 2:4 linears whose low-rank terms have the form of `kind`."""
+    model = pruned(64, 128, 64).requires_grad_(False)
+    for n, layer in enumerate(model):
+        left, right = torch.randn(4, layer.in_features), torch.randn(4, layer.out_features)
+        if kind == "slope":
+            compressed.attach(model, {f"{n}.left": left, f"{n}.right": right})
+            layer.left.data.copy_(left), layer.right.data.copy_(right)
+        elif kind == "export":
+            add_low_rank(layer, left, right)
+        else:
+            state = {f"{n}.slorb_s": right.t()} | ({f"{n}.slorb_x": left} if n else {})
+            slorb.attach(model, state)
+            layer.load_state_dict({k.removeprefix(f"{n}."): v for k, v in state.items()}, False)
+    return model.to(DEVICE, torch.bfloat16)
+
+
+@pytest.mark.parametrize("kind", ["slope", "slorb", "export"])
+@torch.no_grad()
+def test_low_rank_terms_follow_the_packed_product(kind):
+    model = with_low_rank(kind)
+    dense = copy.deepcopy(model)
+    assert packed.pack(model, Limits(4, 8)) == {"0": (4, 8), "1": (4, 8)}
+    for tokens in (1, 4, 6, 8, 70):
+        x = torch.randn(tokens, 64, device=DEVICE).bfloat16()
+        for layer, own in zip(model, dense, strict=True):
+            y = own(x).float()
+            # Y1 and Y2 are rounded to bf16, and so is the sum; terms are up to sqrt(64) in size.
+            torch.testing.assert_close(layer(x).float(), y, rtol=2**-6, atol=2**-4)
+            x = own(x)
+    layer = model[0]
+    left, right, scale = layer.low_rank()
+    spoil(layer)
+    x = torch.randn(2, 64, device=DEVICE).bfloat16()
+    low = x.unflatten(1, (4, 16)).sum(-1) if left is None else x @ left.t()
+    want = low.float() @ right.float() * scale + layer.bias.float()
+    torch.testing.assert_close(layer(x).float(), want, rtol=2**-6, atol=2**-5)
 
 
 @pytest.mark.skipif(not CUDA, reason="needs a GPU")

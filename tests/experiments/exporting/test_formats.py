@@ -8,7 +8,7 @@ import torch
 import yaml
 from safetensors.torch import load_file, save
 
-from common_kernels import nm_mask
+from common_kernels import check24, nm_mask
 from experiments.config.run import load
 from experiments.exporting import export, files
 from experiments.exporting.card import Evaluation, result_files
@@ -19,6 +19,7 @@ from experiments.training import pretraining
 from models import sparse
 from models.gpt2 import GPT, GPTConfig
 from tests.experiments.conftest import quiet
+from tests.experiments.exporting.conftest import FAMILIES
 
 
 @pytest.fixture
@@ -124,6 +125,65 @@ def test_a_model_of_transformers_is_exported_and_compressed(hf_model, overrides,
     assert "# LlamaForCausalLM, trained with ste\n" in (whole / "README.md").read_text()
     for path in (*whole.rglob("*"), *compressed.rglob("*")):
         assert path.is_dir() or str(tmp_path).encode() not in path.read_bytes(), path
+
+
+@pytest.mark.parametrize("options", [
+    ("method=slope", "method.adapter_rank=2", "method.adapter_fraction=0.5"),
+    ("method=ast", "method.slorb_k=8", "method.task_weight=1.0"),
+    ("method=ast", "method.slorb_k=8", "method.slorb_train_x=false"),
+])  # fmt: skip
+def test_low_rank_terms_stay_beside_2_4_weights(tiny, options):
+    """The trained model's evaluation, in fp32, and fewer bytes than the merged export."""
+    config = tiny(*options, "train.steps=4", "train.learning_rate=1e-2")
+    pretraining.run(config, quiet)
+    run = FinishedRun.open(config.directory())
+    model = run.model().eval()
+    whole, folder = (
+        export.export(run, Form(compressed=compressed), report=quiet)
+        for compressed in (False, True)
+    )
+    loaded = sparse.load(folder)
+    ids = torch.arange(12).view(2, 6)
+    with torch.no_grad():
+        expected = model(ids)[0]
+        torch.testing.assert_close(loaded(input_ids=ids).logits, expected, rtol=0, atol=1e-5)
+        terms = [m for m in loaded.modules() if isinstance(m, sparse.LowRankTerm)]
+        assert len(terms) == len(run.converted)
+        for term in terms:
+            assert int(check24(term.weight, dim=0)) == 0  # of GPT-2, [in, out]
+            term.right.zero_()
+        assert (loaded(input_ids=ids).logits - expected).abs().max() > 1e-4
+    told = sparse.read_record(folder)
+    assert {entry["illegal_groups"] for entry in told["tensors"].values()} == {0}
+    dense, kept = whole / "model.safetensors", folder / sparse.WEIGHTS
+    assert (
+        kept.stat().st_size < dense.stat().st_size
+        and told["bytes"]["compressed"] < (told["bytes"]["dense"])
+    )
+    assert "has a low-rank term beside its weight" in (folder / "README.md").read_text()
+    (code,) = (folder / "README.md").read_text().split("```python\n")[1:]
+    assert "from models.sparse import load" in code
+
+
+@pytest.mark.parametrize("family", list(FAMILIES))
+def test_factors_of_split_and_transposed_weights_are_their_own(finished, made_again, family):
+    """A fused linear of ours may be several of transformers', each with its own rows of R."""
+    run, factors = finished(family), {}
+    for name in run.converted:
+        rows, columns = run.model().get_submodule(name).weight.shape
+        factors |= {f"{name}.left": torch.randn(2, columns), f"{name}.right": torch.randn(2, rows)}
+    made_again(run.directory, lambda state: {**state, **factors})
+    run = FinishedRun.open(run.directory)
+    merged, folder = (
+        export.export(run, Form(compressed=packed), report=quiet) for packed in (False, True)
+    )
+    want, found = dict(plain(merged).state_dict()), sparse.load(folder)
+    terms = {n: m for n, m in found.named_modules() if isinstance(m, sparse.LowRankTerm)}
+    assert len(terms) >= len(run.converted) > 0
+    for name, term in terms.items():
+        low = term.right.t() @ term.left
+        low = low.t() if family == "gpt2" else low
+        torch.testing.assert_close(term.weight + low, want[f"{name}.weight"], rtol=0, atol=1e-5)
 
 
 def test_a_dense_model_has_nothing_to_compress(finished, made_again):
