@@ -6,10 +6,10 @@ transformers (a causal model or BERT) instead of a run. It is fine-tuned densely
 under the zeros of its 2:4 linears, or with LoRA.
 
 Writes into `<run>/finetune/<task>-<mode>-<hash>/seed<n>`: `metrics.jsonl`, with the metrics on the
-dev split after each epoch, and at the end `model.safetensors`, `predictions/` and `result.json`;
-for `glue` also `glue.csv` and, if the data have test splits, `submission.zip`. As in the papers,
-the result is that of the last epoch, not of the best. A finished run is not repeated; an
-interrupted one continues from its last checkpoint. Under torchrun the ranks share each batch.
+dev split after each epoch, and at the end `model.safetensors`, `predictions/` and `result.json`. As
+in the papers, the result is that of the last epoch, not of the best. A finished run is not
+repeated; an interrupted one continues from its last checkpoint. Under torchrun the ranks share each
+batch.
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import zipfile
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -14,8 +13,6 @@ from experiments.finetuning.config import FinetuneConfig
 from experiments.support import checkpoint, results
 from experiments.support.progress import say, silent
 from experiments.training.distributed import world
-
-SUBMISSION = "submission.zip"  # for GLUE's server
 
 
 def finished(config: FinetuneConfig) -> dict[str, Any] | None:
@@ -47,8 +44,7 @@ def run(config: FinetuneConfig, report: Callable[[str], None] = say) -> dict[str
             return done
         tuning.open_model(config, config.open())
         for task in config.recipes:  # to find bad files before hours of training
-            for load in (glue.load, glue.load_tests):
-                here.rank0_first(partial(load, task, config.data))
+            here.rank0_first(partial(glue.load, task, config.data))
         parts = {task: tuning.train(config.single(task), report) for task in config.recipes}
         result = here.broadcast_from_rank0(lambda: _write(this, parts))
         for task, (_, part) in parts.items():
@@ -62,7 +58,7 @@ def run(config: FinetuneConfig, report: Callable[[str], None] = say) -> dict[str
 def _write(
     this: Run[FinetuneConfig], parts: dict[str, tuple[Path, dict[str, Any]]]
 ) -> dict[str, Any]:
-    """Write the files of the table. parts: the directory and the result of each task."""
+    """Write `result.json`. parts: the directory and the result of each task."""
     config, found = this.config, {task: result for task, (_, result) in parts.items()}
     scores = {task: part["metrics"]["score"] for task, part in found.items()}
     result = {
@@ -82,24 +78,5 @@ def _write(
         },
         "converted": next(iter(found.values()))["converted"],
     }
-    rows = [
-        {"task": task, "metric": name, "value": value, "dev_examples": part["examples"]["dev"]}
-        for task, part in found.items()
-        for name, value in part["metrics"].items()
-    ]
-    predictions = {
-        f"{name}.tsv": directory / tuning.PREDICTIONS / f"{name}.tsv"
-        for task, (directory, _) in parts.items()
-        for name in glue.TASKS[task].tests
-    }
     with checkpoint.exclusive(this.directory):
-        checkpoint.write_text(this.directory / "glue.csv", checkpoint.csv_text(rows))
-        if there := {name: path for name, path in predictions.items() if path.is_file()}:
-            checkpoint.write_atomic(this.directory / SUBMISSION, partial(_write_zip, there))
         return results.write_result(this.directory, result)
-
-
-def _write_zip(files: dict[str, Path], path: Path) -> None:
-    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
-        for name, file in files.items():
-            archive.write(file, name)

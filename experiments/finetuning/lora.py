@@ -1,16 +1,14 @@
 """Low-rank adapters (LoRA, arXiv 2106.09685) of the library peft on frozen weights.
 
 A linear with weight W computes W x + alpha / rank * B A x, where A [rank, in] and B [out, rank] are
-trained and W is not, so the zeros of a 2:4 base stay. At the end the adapters are merged into W;
-with merge=sparse the sum is masked with W's mask. That changes the trained function, so the loss is
-measured both before and after the merge.
+trained and W is not, so the zeros of a 2:4 base stay. At the end the adapters are merged into W,
+and if W is sparse, the sum is masked with W's mask. That changes the trained function, so the loss
+is measured both before and after the merge.
 """
 
 from __future__ import annotations
 
 import math
-import os
-import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import import_module
@@ -21,33 +19,26 @@ import torch
 from torch import nn
 
 from common_kernels import check_nm
-from experiments.support.checkpoint import publish
 from experiments.support.errors import UserError, check_installed, writing
-from experiments.support.names import check_bounds, check_choices
+from experiments.support.names import check_bounds
 from methods.nn import conversion
 from models.heads import Head
 
 FOLDER = "adapter"  # in the directory of the fine-tuning
 FILES = ("adapter_config.json", "adapter_model.safetensors")
-MERGES = ("sparse", "dense")
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoraConfig:
-    """Settings of mode=lora.
-
-    include: the linears that get adapters: `all`, `ffn` or globs, as for methods.
-    merge: merge into weights under the base's mask (`sparse`), or into `dense` ones.
-    """
+    """Settings of mode=lora. include: the linears that get adapters: `all`, `ffn` or globs, as for
+    methods."""
 
     rank: int
     alpha: float
     include: Any
-    merge: str
 
     def __post_init__(self) -> None:
         check_bounds(self, "lora.", rank=(1, math.inf), alpha=(1e-6, math.inf))
-        check_choices(self, "lora.", {"merge": MERGES})
         if isinstance(self.include, str) and self.include not in conversion.PRESETS:
             words = ", ".join(conversion.PRESETS)
             raise ValueError(f"lora.include={self.include}; choose one of {words}, or list globs")
@@ -62,8 +53,7 @@ class Adapters:
     """Adds adapters to linears of `model` in place; only the adapters and the head are trained.
 
     patterns: the pattern (n, m) of linears that may be sparse, by name; 2:4 for all others. `masks`
-    has the masks of the linears that are sparse, for merging. `notice` is a line about those of
-    `patterns` that are not, which cannot be merged under a mask.
+    has the masks of the linears that are sparse, for merging.
 
     Raises:
         UserError: no linear matches `config.include`.
@@ -73,7 +63,6 @@ class Adapters:
         self, model: Head, config: LoraConfig, patterns: Mapping[str, tuple[int, int]]
     ) -> None:
         peft: Any = import_module("peft")
-        self.config = config
         linears = {
             name: module
             for name, module in conversion.named(model, config.include, ())
@@ -87,14 +76,6 @@ class Adapters:
             for name, linear in linears.items()
             if not int(check_nm(linear.weight, *patterns.get(name, (2, 4))))
         }
-        dense = [name for name in linears if name in patterns and name not in self.masks]
-        self.notice = ""
-        if dense and config.merge == "sparse":
-            self.notice = (
-                f"lora.merge=sparse: {len(dense)} of {len(linears)} linears have no mask, "
-                f"for example {dense[0]}, and end dense: their training ended dense, or low-rank "
-                "terms were added to them"
-            )
         heads = [name for name, child in model.named_children() if [*child.parameters()]]
         self.wrapped: Any = peft.get_peft_model(
             model,
@@ -114,25 +95,15 @@ class Adapters:
         return sum(p.numel() for p in self.model.parameters() if p.requires_grad)
 
     def save(self, folder: Path) -> None:
-        """Write the adapters and the head as peft does.
-
-        Raises:
-            UserError: the disk is full; nothing half-written is left.
-        """
-        building = folder.with_name(f".{folder.name}.{os.getpid()}")
-        try:
-            with writing(folder):
-                self.wrapped.save_pretrained(building, save_embedding_layers=False)
-            (building / "README.md").unlink(missing_ok=True)  # peft's empty template
-            shutil.rmtree(folder, ignore_errors=True)
-            publish(building, folder)
-        finally:
-            shutil.rmtree(building, ignore_errors=True)
+        """Write the adapters and the head as peft does."""
+        with writing(folder):
+            self.wrapped.save_pretrained(folder, save_embedding_layers=False)
+        (folder / "README.md").unlink(missing_ok=True)  # peft's empty template
 
     @torch.no_grad()
     def merge(self) -> None:
-        """Add the adapters to the weights and remove them, so that the model is plain again."""
+        """Add the adapters to the weights, under their masks, and remove them, so that the model is
+        plain again."""
         self.wrapped.merge_and_unload()
-        if self.config.merge == "sparse":
-            for name, mask in self.masks.items():
-                self.model.get_parameter(f"{name}.weight").masked_fill_(~mask, 0.0)
+        for name, mask in self.masks.items():
+            self.model.get_parameter(f"{name}.weight").masked_fill_(~mask, 0.0)

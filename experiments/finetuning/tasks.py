@@ -4,9 +4,9 @@ trainer."""
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -47,19 +47,16 @@ Logits = dict[str, list[np.ndarray]]  # the logits of each sequence, by split
 class Problem:
     """A task: its sequences, its metrics and its head.
 
-    tests: test splits, whose unknown targets are 0.
-    examples: number of examples by split (SQuAD has more sequences, its windows), for QQP also the
-        number of `broken_lines` left out.
+    examples: number of examples by split (SQuAD has more sequences, its windows).
     pad: token id that fills shorter sequences.
     metrics: function from the logits of the dev splits, [..., outputs] per sequence, to metrics.
-    files: function from the logits of dev and test splits to the texts of prediction files by name.
+    files: function from these logits to the texts of prediction files by name.
     head: function that adds the task's head to a pretrained model.
     labels: the names of the head's outputs, if they are classes.
     """
 
     train: list[Encoded]
     dev: dict[str, list[Encoded]]
-    tests: dict[str, list[Encoded]]
     examples: dict[str, int]
     pad: int
     metrics: Callable[[Logits], dict[str, float]]
@@ -74,103 +71,71 @@ def load_problem(config: FinetuneConfig, encoding: inputs.Encoding) -> Problem:
     Raises:
         UserError: files are missing or wrong.
     """
-    make = {SQUAD: _squad, OWN: _own}.get(config.task, _glue)
+    make = _squad if config.task == SQUAD else _classification
     return make(config, encoding, inputs.Frame.of(encoding))
 
 
-def _glue(config: FinetuneConfig, encoding: inputs.Encoding, frame: inputs.Frame) -> Problem:
-    task, recipe = config.task, config.recipe
-    splits = glue.load(task, config.data)
-    encoded = partial(_classified, encoding, frame, recipe.max_length)
-    sequences = {split: encoded(each.texts, each.labels) for split, each in splits.items()}
-    tests = {name: encoded(texts) for name, texts in glue.load_tests(task, config.data).items()}
+def _classification(
+    config: FinetuneConfig, encoding: inputs.Encoding, frame: inputs.Frame
+) -> Problem:
+    """A task of GLUE or the user's own: a class for each example, or a number."""
+    task, recipe, columns = config.task, config.recipe, config.columns
+    if task == OWN:
+        splits, labels = own.load(config.data, columns.text, columns.label)
+    else:
+        splits, labels = glue.load(task, config.data), glue.TASKS[task].labels
+    sequences = {}
+    for split, each in splits.items():
+        encoded = inputs.encode(encoding, frame, each.texts, recipe.max_length)
+        targets = each.labels.tolist()
+        sequences[split] = [_encoded(*e, t) for e, t in zip(encoded, targets, strict=True)]
 
     def predicted(logits: Logits) -> dict[str, np.ndarray]:
-        return {k: glue.predictions(task, np.stack(rows)) for k, rows in logits.items()}
+        return {
+            split: np.stack(rows).argmax(1) if labels else np.stack(rows)[:, 0]
+            for split, rows in logits.items()
+        }
+
+    def metrics(logits: Logits) -> dict[str, float]:
+        if task == OWN:
+            return own.metrics(predicted(logits)["dev"], splits["dev"].labels)
+        return glue.metrics(task, predicted(logits), splits)
 
     def files(logits: Logits) -> dict[str, str]:
         texts = {}
         for split, values in predicted(logits).items():
-            columns = {"prediction": glue.written(task, values)}
-            if split in splits:
-                columns["label"] = glue.written(task, splits[split].labels)
-            texts[f"{split}.tsv"] = _tsv(columns)
+            pairs = zip(values.tolist(), splits[split].labels.tolist(), strict=True)
+            named = [[labels[x] if labels else x for x in pair] for pair in pairs]
+            rows = [{"prediction": value, "label": label} for value, label in named]
+            texts[f"{split}.csv"] = checkpoint.csv_text(rows)
         return texts
 
-    sizes = {split: len(examples) for split, examples in splits.items()}
-    if glue.TASKS[task].broken_lines:
-        sizes["broken_lines"] = splits["train"].left_out
     return Problem(
         train=sequences.pop("train"),
         dev=sequences,
-        tests=tests,
-        examples=sizes,
+        examples={split: len(examples) for split, examples in splits.items()},
         pad=frame.pad,
-        metrics=lambda logits: glue.metrics(task, predicted(logits), splits),
+        metrics=metrics,
         files=files,
-        head=lambda model: Classifier(model, glue.TASKS[task].n_labels, recipe.dropout),
-        labels=glue.TASKS[task].labels,
+        head=lambda model: Classifier(model, len(labels) or 1, recipe.dropout),
+        labels=labels,
     )
-
-
-def _own(config: FinetuneConfig, encoding: inputs.Encoding, frame: inputs.Frame) -> Problem:
-    recipe, columns = config.recipe, config.columns
-    splits, tests, classes = own.load(config.data, columns.text, columns.label)
-    encoded = partial(_classified, encoding, frame, recipe.max_length)
-    labels = splits["dev"].labels
-
-    def files(logits: Logits) -> dict[str, str]:
-        texts = {}
-        for split, rows in logits.items():
-            table = [{"prediction": classes[row.argmax()]} for row in rows]
-            if split == "dev":
-                pairs = zip(table, labels, strict=True)
-                table = [{**row, "label": classes[label]} for row, label in pairs]
-            texts[f"{split}.csv"] = checkpoint.csv_text(table)
-        return texts
-
-    return Problem(
-        train=encoded(splits["train"].texts, splits["train"].labels),
-        dev={"dev": encoded(splits["dev"].texts, labels)},
-        tests={name: encoded(texts) for name, texts in tests.items()},
-        examples={split: len(each) for split, each in splits.items()},
-        pad=frame.pad,
-        metrics=lambda logits: own.metrics(np.stack(logits["dev"]).argmax(1), labels),
-        files=files,
-        head=lambda model: Classifier(model, len(classes), recipe.dropout),
-        labels=classes,
-    )
-
-
-def _classified(
-    encoding: inputs.Encoding,
-    frame: inputs.Frame,
-    max_length: int,
-    texts: Sequence[tuple[str, ...]],
-    labels: np.ndarray | None = None,
-) -> list[Encoded]:
-    """Sequences with their labels, or 0 where these are not known."""
-    found = inputs.encode(encoding, frame, texts, max_length)
-    targets = [0] * len(found) if labels is None else labels.tolist()
-    return [_encoded(*each, target) for each, target in zip(found, targets, strict=True)]
 
 
 def _squad(config: FinetuneConfig, encoding: inputs.Encoding, frame: inputs.Frame) -> Problem:
     recipe, questions = config.recipe, squad.load(config.data)
-
-    def windows(split: str) -> list[squad.Window]:
-        lengths = recipe.max_length, recipe.stride, recipe.stride_is
-        return squad.windows(encoding, frame, questions[split], *lengths)
-
-    dev = windows("dev")
+    lengths = recipe.max_length, recipe.stride, recipe.stride_is
+    windows = {
+        split: squad.windows(encoding, frame, asked, *lengths) for split, asked in questions.items()
+    }
+    train, dev = ([_encoded(w.ids, w.second, w.answer) for w in own] for own in windows.values())
 
     def answers(logits: Logits) -> dict[str, str]:
-        return squad.best_answers(questions["dev"], dev, logits["dev"])
+        return squad.best_answers(questions["dev"], windows["dev"], logits["dev"])
 
     return Problem(
-        train=[_encoded(w.ids, w.second, w.answer) for w in windows("train")],
-        dev={"dev": [_encoded(w.ids, w.second, w.answer) for w in dev]},
-        tests={},
+        train=train,
+        dev={"dev": dev},
         examples={split: len(asked) for split, asked in questions.items()},
         pad=frame.pad,
         metrics=lambda logits: squad.metrics(questions["dev"], answers(logits)),
@@ -179,16 +144,9 @@ def _squad(config: FinetuneConfig, encoding: inputs.Encoding, frame: inputs.Fram
     )
 
 
-def _tsv(columns: dict[str, list[str]]) -> str:
-    """Columns preceded by a running number, in the form that GLUE's server accepts."""
-    rows = enumerate(zip(*columns.values(), strict=True))
-    lines = [("index", *columns), *((str(number), *row) for number, row in rows)]
-    return "".join("\t".join(line) + "\n" for line in lines)
-
-
-def collate(sequences: list[Encoded], pad: int, length: int | None) -> dict[str, Tensor]:
-    """A batch padded on the right to its longest sequence, or to `length`."""
-    length = length or max(len(s.ids) for s in sequences)
+def collate(sequences: list[Encoded], pad: int) -> dict[str, Tensor]:
+    """A batch padded on the right to its longest sequence."""
+    length = max(len(s.ids) for s in sequences)
     ids = np.full((len(sequences), length), pad)
     for row, sequence in zip(ids, sequences, strict=True):
         row[: len(sequence.ids)] = sequence.ids
@@ -207,23 +165,15 @@ class TaskSource:
     """The training sequences of a task, in an order that depends on the seed and the epoch.
 
     data, data_hash: the folder or the hub's id, and the hash of the files in a folder.
-    length: the length to which batches are padded; None: each to its longest sequence.
     """
 
-    unit = "tokens"
+    unit, one_shape = "tokens", False
 
     def __init__(
-        self,
-        problem: Problem,
-        train: EpochConfig,
-        seed: int,
-        data: str,
-        data_hash: str | None,
-        length: int | None,
+        self, problem: Problem, train: EpochConfig, seed: int, data: str, data_hash: str | None
     ) -> None:
-        self.problem, self.train, self.seed, self.length = problem, train, seed, length
+        self.problem, self.train, self.seed = problem, train, seed
         self.directory, self.fingerprint = Path(data), data_hash or data
-        self.one_shape = length is not None
 
     @property
     def tokens_per_sample(self) -> int:
@@ -237,7 +187,7 @@ class TaskSource:
             epoch, within = divmod(step, self.train.epoch_steps)
             order = _order(self.seed, epoch + 1, len(sequences))
             chosen = [sequences[order[within * size + index]] for index in indices]
-            yield collate(chosen, self.problem.pad, self.length)
+            yield collate(chosen, self.problem.pad)
 
 
 @lru_cache(maxsize=1)
@@ -249,35 +199,27 @@ def _order(seed: int, epoch: int, count: int) -> np.ndarray:
 class TaskMetrics:
     """The metrics of a task on its dev splits, as a trainer's `evaluation`. Ranks share the work.
 
-    batch: sequences per forward pass; None: `EVAL_BATCH`. length: as for `TaskSource`. `logits` and
-    `losses` hold those of the last evaluation, by split.
+    batch: sequences per forward pass; None: `EVAL_BATCH`. `losses` and `files` hold the losses by
+    split and the texts of the prediction files of the last evaluation.
     """
 
-    def __init__(self, problem: Problem, batch: int | None, length: int | None) -> None:
-        self.problem, self.batch, self.length = problem, batch or EVAL_BATCH, length
-        self.logits: Logits = {}
+    def __init__(self, problem: Problem, batch: int | None) -> None:
+        self.problem, self.batch = problem, batch or EVAL_BATCH
         self.losses: dict[str, float] = {}
+        self.files: dict[str, str] = {}
 
+    @torch.no_grad()
     def __call__(self, trainer: Trainer) -> dict[str, float]:
         """The metrics of the trainer's model, equal on all ranks.
 
         Raises:
             UserError: logits are NaN.
         """
+        logits: Logits = {}
         for split, sequences in self.problem.dev.items():
-            self.logits[split], self.losses[split] = self._run(trainer, split, sequences)
-        return self.problem.metrics({split: self.logits[split] for split in self.problem.dev})
-
-    @torch.no_grad()
-    def files(self, trainer: Trainer) -> dict[str, str]:
-        """The texts of the prediction files: for dev splits from the last evaluation, for test
-        splits computed now with the same model."""
-        trainer.model.eval()
-        tests = {
-            name: self._run(trainer, name, sequences)[0]
-            for name, sequences in self.problem.tests.items()
-        }
-        return self.problem.files(self.logits | tests)
+            logits[split], self.losses[split] = self._run(trainer, split, sequences)
+        self.files = self.problem.files(logits)
+        return self.problem.metrics(logits)
 
     def _run(
         self, trainer: Trainer, split: str, sequences: list[Encoded]
@@ -290,7 +232,7 @@ class TaskMetrics:
         mine = [min(turn * here.size + here.rank, len(parts) - 1) for turn in range(turns)]
         found: dict[int, tuple[list[np.ndarray], float]] = {}
         for index in mine:
-            batch = collate(parts[index], self.problem.pad, self.length)
+            batch = collate(parts[index], self.problem.pad)
             output, loss, _ = trainer.forward(batch)
             if output.isnan().any():
                 raise UserError(

@@ -146,14 +146,13 @@ class Finetuning(Training):
             run = source if isinstance(source, FinishedRun) else None
             patterns = {name: run.pattern(name) for name in run.converted} if run else {}
             self.adapters = Adapters(model, config.lora, patterns)
-        length = recipe.max_length if recipe.padding == "max_length" else None
         share = -(-recipe.batch_size // here.size)
         micro_batch = min(config.impl.micro_batch or share, share)
-        self.evaluation = TaskMetrics(problem, config.impl.micro_batch, length)
+        self.evaluation = TaskMetrics(problem, config.impl.micro_batch)
         return Built(
             model=model,
             method=method,
-            source=TaskSource(problem, train, config.seed, config.data, self.hashes[1], length),
+            source=TaskSource(problem, train, config.seed, config.data, self.hashes[1]),
             evaluation=self.evaluation,
             train=train,
             micro_batch=micro_batch,
@@ -189,8 +188,6 @@ class Finetuning(Training):
     def begin(self, trainer: Trainer) -> None:
         config = self.config
         self.report(f"{config.task}, {self.kind}, seed {config.seed} -> {self.directory}")
-        if self.adapters is not None and self.adapters.notice:
-            self.report(self.adapters.notice)
 
     def measure(self, trainer: Trainer) -> dict[str, float]:
         """The metrics of the merged model. Adapters are first measured as they are, and saved."""
@@ -198,15 +195,13 @@ class Finetuning(Training):
             self.lora["lora"] = {
                 "trained_parameters": adapters.parameters,
                 "linears": adapters.names,
-                "masked": list(adapters.masks) if self.config.lora.merge == "sparse" else [],
+                "masked": list(adapters.masks),
                 "metrics_before_merging": trainer.evaluate(),
                 "losses_before_merging": dict(self.evaluation.losses),
             }
             trainer.world.broadcast_from_rank0(lambda: adapters.save(self.directory / FOLDER))
             adapters.merge()
-        metrics = trainer.evaluate()
-        self.predictions = self.evaluation.files(trainer)
-        return metrics
+        return trainer.evaluate()
 
     def entries(self, trainer: Trainer, metrics: dict[str, float]) -> dict[str, Any]:
         source, problem, method = self.source, self.problem, trainer.method
@@ -233,8 +228,8 @@ class Finetuning(Training):
         }
 
     def write(self, trainer: Trainer, done: Finalized, result: dict[str, Any]) -> list[str]:
-        for name, text in self.predictions.items():
+        for name, text in self.evaluation.files.items():
             checkpoint.write_text(self.directory / PREDICTIONS / name, text)
         self.report(f"{self.config.task}: {metrics_text(done.metrics)}")
-        wrote = [f"{PREDICTIONS}/{name}" for name in self.predictions]
+        wrote = [f"{PREDICTIONS}/{name}" for name in self.evaluation.files]
         return wrote + ([] if self.adapters is None else [f"{FOLDER}/{name}" for name in FILES])

@@ -1,4 +1,4 @@
-"""LoRA on a sparse model, by peft: trained, kept, merged with and without the mask."""
+"""LoRA on a sparse model, by peft: trained, kept, merged under the mask."""
 
 import copy
 from types import SimpleNamespace
@@ -16,7 +16,7 @@ from experiments.support.errors import UserError
 from models.gpt2 import GPT, GPTConfig
 from models.heads import Classifier
 
-SETTINGS = {"rank": 2, "alpha": 4.0, "include": "all", "merge": "sparse"}
+SETTINGS = {"rank": 2, "alpha": 4.0, "include": "all"}
 
 
 def classifier():
@@ -43,15 +43,12 @@ def test_settings_count_for_this_mode_alone(monkeypatch):
     assert finetune.load(["run=x", "mode=lora"])._settings()["lora"]["rank"] == 8
 
 
-@pytest.mark.parametrize("merge", lora.MERGES)
-def test_adapters_train_alone_and_are_merged(merge, tmp_path):
+def test_adapters_train_alone_and_are_merged(tmp_path):
     peft = pytest.importorskip("peft")
     model = classifier()
     base, tokens = copy.deepcopy(model), torch.arange(16).reshape(2, 8)
     patterns = {f"transformer.h.0.{name}": (2, 4) for name in ("mlp.c_fc", "attn.c_attn")}
-    adapters = Adapters(model, LoraConfig(**{**SETTINGS, "merge": merge}), patterns)
-    told = "1 of 4 linears have no mask, for example transformer.h.0.attn.c_attn, and end dense"
-    assert (told in adapters.notice) == (merge == "sparse") == bool(adapters.notice)
+    adapters = Adapters(model, LoraConfig(**SETTINGS), patterns)
     assert [name for name in adapters.masks if "mlp" in name] == list(adapters.masks) != []
     assert len(adapters.names) == 2 * len(adapters.masks) == 4
     assert torch.equal(model(tokens)[0], base(tokens)[0])  # B begins at zero
@@ -78,12 +75,9 @@ def test_adapters_train_alone_and_are_merged(merge, tmp_path):
     assert dict(model.named_parameters()).keys() == dict(base.named_parameters()).keys()
     for name, total in sums.items():
         weight, own = model.get_parameter(f"{name}.weight"), base.get_parameter(f"{name}.weight")
-        kept = torch.where(own == 0, 0.0, total) if merge == "sparse" and "mlp" in name else total
+        kept = torch.where(own == 0, 0.0, total) if "mlp" in name else total
         torch.testing.assert_close(weight.detach(), kept)
-        legal = "mlp" in name and merge == "sparse"
-        assert (int(check24(weight)) == 0) == legal
-    if merge == "dense":
-        torch.testing.assert_close(model(tokens)[0], trained, rtol=1e-4, atol=1e-5)
+        assert (int(check24(weight)) == 0) == ("mlp" in name)
 
 
 def test_globs_that_match_nothing_are_one_line():

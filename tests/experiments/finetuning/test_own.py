@@ -13,39 +13,31 @@ from tests.experiments.finetuning.test_glue import Letters
 
 TRAIN = [("good, really", "yes"), ('say "bad"', "no"), ("two\nlines", "yes"), ("", "no")]
 DEV = [("good", "yes"), ("bad", "no"), ("bad\tagain", "no")]
-TESTS = [("a", None), ("b", None)]
 
 
-def rows(split, pairs):
-    named = [{"review": text, "liked": label} for text, label in pairs]
-    return [{"review": row["review"]} for row in named] if split == "test" else named
-
-
-def write(folder, ending, **splits):
-    folder.mkdir(parents=True, exist_ok=True)
-    for split, pairs in splits.items():
-        table, path = rows(split, pairs), folder / f"{split}{ending}"
-        if ending == ".csv":
-            with path.open("w", newline="", encoding="utf-8") as file:
+def write(folder, ending=".csv"):
+    for split, pairs in (("train", TRAIN), ("dev", DEV)):
+        table = [{"review": text, "liked": label} for text, label in pairs]
+        with (folder / f"{split}{ending}").open("w", newline="", encoding="utf-8") as file:
+            if ending == ".csv":
                 writer = csv.DictWriter(file, [*table[0]])
                 writer.writeheader()
                 writer.writerows(table)
-        elif ending == ".json":
-            path.write_text(json.dumps(table), encoding="utf-8")
-        else:
-            path.write_text("".join(json.dumps(row) + "\n\n" for row in table), encoding="utf-8")
-    return folder
+            elif ending == ".json":
+                json.dump(table, file)
+            else:
+                file.writelines(json.dumps(row) + "\n\n" for row in table)
 
 
-@pytest.mark.parametrize("ending", own.ENDINGS)
-def test_all_formats_give_the_same(tmp_path, ending):
-    folder = write(tmp_path, ending, train=TRAIN, dev=DEV, test=TESTS)
-    splits, tests, classes = own.load(str(folder), ("review",), "liked")
-    assert classes == ("no", "yes")
-    assert splits["train"].texts == [(text,) for text, _ in TRAIN]
-    assert splits["train"].labels.tolist() == [1, 0, 1, 0]
-    assert splits["dev"].labels.tolist() == [1, 0, 0]
-    assert tests == {"test": [("a",), ("b",)]}
+def test_all_formats_give_the_same(tmp_path):
+    for ending in own.ENDINGS:
+        (folder := tmp_path / ending[1:]).mkdir()
+        write(folder, ending)
+        splits, classes = own.load(str(folder), ("review",), "liked")
+        assert classes == ("no", "yes")
+        assert splits["train"].texts == [(text,) for text, _ in TRAIN]
+        assert splits["train"].labels.tolist() == [1, 0, 1, 0]
+        assert splits["dev"].labels.tolist() == [1, 0, 0]
 
 
 def test_accuracy_and_the_mean_of_f1_by_hand():
@@ -57,47 +49,34 @@ def test_accuracy_and_the_mean_of_f1_by_hand():
 
 def test_what_is_wrong_is_named_with_its_place(tmp_path):
     for file, content, message in (
-        ("dev.csv", "text,liked\na,yes\n", r"dev\.csv, line 2: no 'review' among text, liked; set"),
-        ("dev.csv", "review,liked\na,maybe\n", r"dev\.csv, line 2: the liked 'maybe' is not in tr"),
-        ("dev.csv", "review,liked\n", r"dev\.csv has no rows"),
-        ("dev.csv", "review,liked\na\n", r"dev\.csv, line 2: no 'liked' among review, liked"),
-        ("train.csv", "review,liked\na,yes\nb,\n", r"train\.csv, line 3: the liked is empty"),
-        ("train.csv", "review,liked\na, b,yes\n", r"train\.csv, line 2 has more values than col"),
+        ("dev.csv", "text,liked\na,yes\n", r"dev\.csv, row 1: it must have values for review, l"),
+        ("dev.csv", "review,liked\na\n", r"dev\.csv, row 1: it must have values"),
+        ("train.csv", "review,liked\na,yes\nb,\n", r"train\.csv, row 2: it must have values"),
+        ("train.csv", "review,liked\na, b,yes\n", r"with commas in double quotes"),
+        ("dev.csv", "review,liked\na,maybe\n", "the liked 'maybe' of the dev file is not in the"),
+        ("dev.csv", "review,liked\n", "the dev file must have rows"),
         ("train.csv", 'review,liked\na,yes\n"b,no\n', r"train\.csv cannot be read: "),
-        ("train.csv", "review,liked\na,yes\n", r"all rows have the liked 'yes'; it takes two cl"),
-        ("train.json", "[]", r"has train\.csv and train\.json; keep one"),
+        ("train.csv", "review,liked\na,yes\n", "must name two classes or more .* which has 1"),
+        ("train.json", "[]", "needs a folder with one train and one dev file"),
     ):
-        write(tmp_path, ".csv", train=TRAIN, dev=DEV)
+        write(tmp_path)
         (tmp_path / file).write_text(content)
         with pytest.raises(UserError, match=message):
             own.load(str(tmp_path), ("review",), "liked")
 
 
-def test_settings_and_files_are_asked_for_before_any_work(tmp_path):
+def test_settings_are_checked_first_and_predictions_have_the_names_of_the_classes(tmp_path):
     given = ["run=nowhere", "task=own"]
-    with pytest.raises(UserError, match=r"data\.source=null; task=own needs a folder with train"):
+    with pytest.raises(UserError, match=r"data\.source=null; task=own needs a folder with one tra"):
         finetune.load(given)
-    write(tmp_path, ".csv", train=TRAIN)
+    write(tmp_path)
     given.append(f"data.source={tmp_path}")
-    with pytest.raises(UserError, match=r"has no dev\.csv: each split is one file, out of \.csv"):
-        finetune.load(given)
-    write(tmp_path, ".csv", dev=DEV)
     with pytest.raises(UserError, match=r"data\.text=\[.*\]; give the names of one or two"):
         finetune.load([*given, "data.text=[a,b,c]"])
     config = finetune.load([*given, "data.text=[review]", "data.label=liked"])
-    assert config.columns.text == ("review",) and config.recipe.epochs == 3
-
-
-def test_predictions_have_the_names_of_the_classes(tmp_path):
-    write(tmp_path, ".csv", train=TRAIN, dev=DEV, test=TESTS)
-    named = [f"data.source={tmp_path}", "data.text=[review]", "data.label=liked"]
-    config = finetune.load(["run=nowhere", "task=own", *named])
     problem = tasks.load_problem(config, Letters())
     assert problem.labels == ("no", "yes") and problem.examples == {"train": 4, "dev": 3}
     no, yes = np.array([1.0, 0.0]), np.array([0.0, 1.0])
-    logits = {"dev": [yes, yes, no], "test": [no, yes]}
-    assert problem.metrics({"dev": logits["dev"]})["score"] == pytest.approx(200 / 3)
-    assert problem.files(logits) == {
-        "dev.csv": "prediction,label\nyes,yes\nyes,no\nno,no\n",
-        "test.csv": "prediction\nno\nyes\n",
-    }
+    logits = {"dev": [yes, yes, no]}
+    assert problem.metrics(logits)["score"] == pytest.approx(200 / 3)
+    assert problem.files(logits) == {"dev.csv": "prediction,label\nyes,yes\nyes,no\nno,no\n"}
