@@ -113,14 +113,18 @@ def _expand(stored: Mapping[str, Tensor], described: Mapping[str, Any]) -> dict[
     parts = {f"{name}.{part}": name for name in described for part in (VALUES, POSITIONS)}
     dense = {name: tensor for name, tensor in stored.items() if name not in parts}
     for name in dict.fromkeys(parts[part] for part in stored if part in parts):
-        shape, axis = tuple(described[name]["shape"]), described[name]["axis"]
         values, positions = (stored[f"{name}.{part}"] for part in (VALUES, POSITIONS))
-        rows, columns = shape if axis == 1 else shape[::-1]
-        weight = unpack24(
-            Packed24((values, positions), (rows, columns), values.dtype, layout="neutral")
-        )
-        dense[name] = weight if axis == 1 else weight.t().contiguous()
+        dense[name] = expanded(values, positions, described[name]["axis"])
+        if list(dense[name].shape) != described[name]["shape"]:
+            raise ValueError(f"{name} has another shape than its description")
     return dense
+
+
+def expanded(values: Tensor, positions: Tensor, axis: int) -> Tensor:
+    """The dense tensor of stored values and positions, whose groups run along `axis`."""
+    shape = len(values), 2 * values.shape[-1]
+    weight = unpack24(Packed24((values, positions), shape, values.dtype, layout="neutral"))
+    return weight if axis == 1 else weight.t().contiguous()
 
 
 class LowRankTerm(nn.Module):
@@ -148,7 +152,8 @@ def _with_low_rank(kind: Any) -> Any:
 
 def add_low_rank(layer: Any, left: Tensor | None, right: Tensor) -> None:
     """Give a linear a low-rank term, in place and in its weight's dtype and device."""
-    layer.__class__ = _with_low_rank(type(layer))
+    kind: Any = type(layer)
+    layer.__class__ = _with_low_rank(kind)
     for name, factor in (("left", left), ("right", right)):
         own = None if factor is None else nn.Parameter(factor.to(layer.weight))
         layer.register_parameter(name, own)
@@ -193,7 +198,9 @@ def load(folder: str | Path, device: torch.device | str = "cpu") -> PreTrainedMo
     for file in [CONFIG, *weights]:
         check_file(Path(folder), file, record)
     with one_line(folder, "model"):
-        config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        config: Any = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        if hasattr(config, "quantization_config"):  # it is for `models.auto`
+            del config.quantization_config
     name = (getattr(config, "architectures", None) or [""])[0]
     kind: Any = getattr(transformers, name, None)
     if not isinstance(kind, type) or not issubclass(kind, transformers.PreTrainedModel):
@@ -202,7 +209,7 @@ def load(folder: str | Path, device: torch.device | str = "cpu") -> PreTrainedMo
         )
     if WEIGHTS in record["files"]:
         state = _read_compressed(folder, record)
-    factors = {
+    factors: dict[str, list[Any]] = {
         name: [(state or {}).pop(part, None) for part in factor_names(name)]
         for name, told in record["tensors"].items()
         if "low_rank" in told
@@ -231,9 +238,14 @@ def load(folder: str | Path, device: torch.device | str = "cpu") -> PreTrainedMo
     for name, (left, right) in factors.items():
         add_low_rank(_linear_of(model, name, record["tensors"][name]["sha256"]), left, right)
     model.eval().to(device)
-    if torch.device(device).type == "cuda":
+    pack_on_gpu(model)
+    return model
+
+
+def pack_on_gpu(model: Any) -> None:
+    """Let the 2:4 linears of a model on a GPU run packed; a warning says why if they cannot."""
+    if next(model.parameters()).is_cuda:
         try:
             pack(model)
         except ValueError as reason:
-            warnings.warn(f"{folder} runs dense: {reason}", stacklevel=2)
-    return model
+            warnings.warn(f"{model.config.name_or_path} runs dense: {reason}", stacklevel=3)

@@ -110,7 +110,7 @@ def _build(
         for name, (linear, _) in places.items():
             if linear in terms:
                 module, (left, right) = name.rpartition(".")[0], terms[linear]
-                described[name]["low_rank"] = len(right)
+                described[name] |= {"low_rank": len(right), "left": left is not None}
                 factors[f"{module}.right"] = right[:, held[name]].to(dtype).contiguous()
                 if left is not None:
                     factors[f"{module}.left"] = left.to(dtype, copy=True)

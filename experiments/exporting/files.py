@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import importlib
+import json
 import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -22,7 +23,7 @@ from common_kernels.compressed import pack_mask
 from experiments.support.errors import UserError
 from models.gpt2 import GPT
 from models.hf import CausalLM
-from models.sparse import MASKS, POSITIONS, VALUES, WEIGHTS, sha256_of
+from models.sparse import CONFIG, FORMAT, MASKS, POSITIONS, VALUES, WEIGHTS, sha256_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -196,6 +197,9 @@ def compress(
     if not sizes["dense"]:
         raise UserError("no weight of this model is 2:4, so there is nothing to compress")
     save_file(kept, folder / WEIGHTS, {"format": "pt"})
+    config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+    config["quantization_config"] = {"quant_method": FORMAT}  # by which `models.auto` reads it
+    (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     for path in folder.glob("model*.safetensors*"):  # and the index of several
         path.unlink()
     return sizes

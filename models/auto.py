@@ -1,0 +1,106 @@
+"""Lets transformers (5 and later) load compressed exports: import this module, then call
+`from_pretrained(folder)` of any class that fits.
+
+The loaded model is a plain one with 2:4 weights, which can be trained and saved. On a GPU, with
+`device_map="cuda"`, its 2:4 linears run packed as after `models.sparse.load`.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.core_model_loading import ConversionOps, WeightConverter
+from transformers.quantizers.auto import register_quantization_config, register_quantizer
+from transformers.quantizers.base import HfQuantizer
+from transformers.utils.hub import cached_file
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+from models.sparse import (
+    CONFIG,
+    FORMAT,
+    POSITIONS,
+    RECORD,
+    VALUES,
+    WEIGHTS,
+    add_low_rank,
+    check_file,
+    expanded,
+    pack_on_gpu,
+    read_record,
+)
+
+
+@register_quantization_config(FORMAT)
+class Sparse24Config(QuantizationConfigMixin):
+    """The `quantization_config` of a compressed export."""
+
+    dequantize = True  # the loaded weights are plain tensors
+
+    def __init__(self, **_: Any) -> None:
+        self.quant_method = FORMAT  # type: ignore[assignment]
+
+
+class Expand(ConversionOps):
+    """Makes a dense weight of its values and positions."""
+
+    def __init__(self, described: dict[str, Any]) -> None:
+        self.described = described
+
+    def convert(
+        self, input_dict: dict[str, Any], *_: Any, full_layer_name: str = "", **__: Any
+    ) -> dict[str, Any]:
+        values, positions = (
+            found[0] if isinstance(found, list) else found
+            for found in (input_dict[f"weight.{part}"] for part in (VALUES, POSITIONS))
+        )
+        axis = self.described.get(full_layer_name, {"axis": 1})["axis"]
+        return {"weight": expanded(values, positions, axis)}
+
+
+@register_quantizer(FORMAT)
+class Sparse24Quantizer(HfQuantizer):
+    """Reads a compressed export, whose files it compares with their SHA-256."""
+
+    described: dict[str, Any]  # the sparse tensors in sparse24.json
+
+    def update_attn_implementation(self, config: Any) -> Any:
+        config.transformers_weights = WEIGHTS
+        return config
+
+    def _process_model_before_weight_loading(
+        self, model: Any, checkpoint_files: Any = None, **_: Any
+    ) -> Any:
+        folder, config = Path(checkpoint_files[0]).parent, model.config
+        del config.transformers_weights
+        if not (folder / RECORD).is_file():  # in the hub's cache, whose folders are commits
+            cached_file(config.name_or_path, RECORD, revision=folder.name)
+        record = read_record(folder)
+        for name in (CONFIG, WEIGHTS):
+            check_file(folder, name, record)
+        self.described = record["tensors"]
+        for name, told in self.described.items():
+            if rank := told.get("low_rank"):
+                layer: Any = model.get_submodule(name.rpartition(".")[0])
+                rows, columns = told["shape"] if told["axis"] else told["shape"][::-1]
+                with torch.device("meta"):
+                    left = torch.empty(rank, columns) if told["left"] else None
+                    add_low_rank(layer, left, torch.empty(rank, rows))
+        return model
+
+    def get_weight_conversions(self) -> list[Any]:
+        parts = [f"weight.{part}" for part in (VALUES, POSITIONS)]
+        return [WeightConverter(parts, "weight", [Expand(self.described)])]
+
+    def _process_model_after_weight_loading(self, model: Any, **_: Any) -> nn.Module:
+        pack_on_gpu(model)
+        return model
+
+    def is_serializable(self) -> bool:
+        return True
+
+    @property
+    def is_trainable(self) -> bool:
+        return True
