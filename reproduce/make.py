@@ -7,7 +7,6 @@ import time
 import traceback
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from experiments.support.errors import UserError, one_line
 from reproduce.execute import smoke_tasks
@@ -59,8 +58,8 @@ def make(table: Table, tier: str, runs: Path, how: How = HERE) -> Made:
     # These need torch, whose import takes seconds, so that a refusal above comes at once.
     from experiments.support.checkpoint import csv_text, write_json, write_text
     from reproduce import records
-    from reproduce.execute.jobs import INPUTS, execute, finished_runs, lacking, needs_inputs, plan
-    from reproduce.execute.processes import Launch, commands
+    from reproduce.execute.jobs import INPUTS, finished_runs, needs_inputs, plan
+    from reproduce.execute.queue import Launch, commands, execute, lacking
     from reproduce.render.figure import draw
     from reproduce.render.table import render, render_measured
 
@@ -89,13 +88,12 @@ def make(table: Table, tier: str, runs: Path, how: How = HERE) -> Made:
         if needs_inputs(table, tier):
             smoke_tasks.write(runs / INPUTS)
         if how.commands:
-            print("\n".join(commands(planned.jobs, [*how.launch])))
+            print("\n".join(commands(planned.jobs, how.launch)))
             return Made()
-        options: dict[str, Any] = {}
-        if table.driver != BENCH and how != HERE:  # one that measures has the device for itself
-            launch = Launch([*how.launch], how.per_gpu)
-            options = {"act": launch.run, "at_once": launch.at_once, "stop": launch.stop}
-        waiting = execute(planned.jobs, lambda message: print(message, flush=True), **options)
+        # A job that measures has the device for itself.
+        here = table.driver == BENCH or how == HERE
+        launch = None if here else Launch(how.launch, how.per_gpu)
+        waiting = execute(planned.jobs, lambda message: print(message, flush=True), launch)
         done, jobs = finished_runs(planned), len(planned.jobs)
         if waiting == jobs and lacking(job.config for job in planned.jobs):
             if path := listing.measured_csv(table, tier):

@@ -240,7 +240,7 @@ def content(root):
     """The files below a folder but locks and logs, with their content but times."""
     found = {}
     for path in sorted(root.rglob("*")):
-        if path.is_file() and path.name != LOCK and path.parts[-3] != "logs":
+        if path.is_file() and path.name not in (LOCK, "output.txt"):
             found[path.relative_to(root).as_posix()] = path.read_bytes()
             if path.suffix in (".json", ".jsonl"):
                 text = path.read_text()

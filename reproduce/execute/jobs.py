@@ -1,5 +1,5 @@
-"""Plans the jobs of a table, trainings or benchmarks and then measurements of what was trained;
-runs those that are not finished, and collects the results.
+"""Plans the jobs of a table, trainings or benchmarks and then measurements of what was trained, and
+collects their results.
 
 A job is identified by its config, so that tables, variants and rows share runs, and a second call
 does only what is missing. A job that starts from a finished run, or measures one, has no config
@@ -11,25 +11,19 @@ from __future__ import annotations
 import importlib
 import re
 import sys
-import threading
-import time
-import traceback
-from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from experiments.support.checkpoint import write_text
-from experiments.support.errors import UserError, one_line
+from experiments.support.errors import UserError
 from experiments.training.tracking import read_metrics
 from reproduce.specs.table import BENCH, Table, TableRow, Tier, Variant
 
 Report = Callable[[str], None]  # prints a message on the progress
 SHARED = ("pretrain", "distill", "dino", "translate", "finetune")  # run under torchrun, too
+OUTPUT = "output.txt"  # in the directory of a job: what its process printed
 INPUTS = "smoke_tasks"  # folder below that of the runs, written by smoke_tasks.py
 
 
@@ -88,6 +82,10 @@ class Job:
             elif self.source.result() is not None:
                 self._config = self.compose(self.source.config.directory())
         return self._config
+
+    def run(self, report: Report) -> None:
+        """Run the job by its driver, in this process."""
+        self.module.run(self.config, report)
 
     def result(self) -> dict[str, Any] | None:
         """The content of its `result.json`; None if the job is not finished, the file cannot be
@@ -199,9 +197,6 @@ def quoted(path: Path) -> str:
     return f"'{text}'"
 
 
-# --- running -------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class PlacedRun:
     """A finished training or benchmark, and its place in a table.
@@ -217,99 +212,6 @@ class PlacedRun:
     measures: dict[str, dict[str, Any]]
 
 
-def run_job(job: Job, report: Report) -> Any:
-    """Run a job by its driver; return the result."""
-    return job.module.run(job.config, report)
-
-
-def execute(
-    jobs: list[Job],
-    report: Report,
-    act: Callable[[Job, Report], Any] = run_job,
-    at_once: int = 0,
-    stop: Callable[[], None] = lambda: None,
-) -> int:
-    """Run the jobs that are not finished, in order; return how many they were. The failure of a job
-    is reported in one line, and the others are run.
-
-    Args:
-        at_once: so many jobs run side by side, each by `act` in a thread of its own; 0 = one after
-            the other in this thread.
-        stop: makes the `act` of all threads return, for an interrupt.
-    """
-    waiting = [job for job in jobs if job.result() is None]
-    report(f"{len(jobs)} runs: {len(jobs) - len(waiting)} done already, {len(waiting)} to do")
-    if waiting and (why := lacking(job.config for job in waiting)):
-        report(f"nothing is run: {why}; tier=smoke runs anywhere")
-        return len(waiting)
-    start = time.monotonic()
-    ended = {job: threading.Event() for job in waiting}
-
-    def run(job: Job) -> None:
-        if job.source in ended:  # it was begun before, since it stands before
-            ended[job.source].wait()
-        elapsed, done = time.monotonic() - start, sum(event.is_set() for event in ended.values())
-        rest = elapsed / max(1, done) * (len(waiting) - waiting.index(job))
-        left = f" ({clock(elapsed)} elapsed, about {clock(rest)} left)" if done else ""
-        report(f"[{jobs.index(job) + 1}/{len(jobs)}] {job}{left}")
-        try:
-            _attempt(job, report, act)
-        finally:
-            ended[job].set()
-
-    if not at_once:
-        for job in waiting:
-            run(job)
-        return len(waiting)
-    with ThreadPoolExecutor(at_once) as pool:
-        try:
-            for future in [pool.submit(run, job) for job in waiting]:
-                future.result()
-        except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)
-            stop()
-            raise
-    return len(waiting)
-
-
-def _attempt(job: Job, report: Report, act: Callable[[Job, Report], Any]) -> None:
-    """Run a job; report its failure."""
-    if job.source is not None and job.source.result() is None:
-        report(f"failed: {job}: it needs the finished run of {job.source}")
-        return
-    trace = None
-    try:
-        trace = job.config.directory() / "failure.txt"
-        trace.unlink(missing_ok=True)
-        act(job, lambda message: _report_lines(message, report))
-    except UserError as error:
-        report(f"failed: {job}: {one_line(error)}")
-    except Exception as error:
-        reason = f"{type(error).__name__}: {one_line(error)}"
-        if trace is not None:
-            write_text(trace, traceback.format_exc())
-            reason += f" (see {trace})"
-        report(f"failed: {job}: {reason}")
-
-
-def lacking(configs: Iterable[Any]) -> str:
-    """The needs of a config that this machine lacks, in words; "" if there is everything. A config
-    may be None, that of a job whose source is not finished."""
-    settings = [getattr(config, "impl", config) for config in configs]  # a benchmark has no impl
-    on_gpu = [one for one in settings if getattr(one, "device", None) == "cuda"]
-    if on_gpu and not torch.cuda.is_available():
-        return "a GPU is needed, and torch sees none here"
-    return next((why for one in on_gpu if (why := getattr(one, "no_products", ""))), "")
-
-
-def _report_lines(message: str, report: Report) -> None:
-    """Report a driver's message, indented and without its tables, which the run's own files
-    have."""
-    for line in message.splitlines():
-        if line.strip() and not line.startswith("|"):
-            report(f"  {line}")
-
-
 def finished_runs(plan: Plan) -> list[PlacedRun]:
     """The finished runs of a plan, in the order of the table's places."""
     runs = []
@@ -323,10 +225,3 @@ def finished_runs(plan: Plan) -> list[PlacedRun]:
         finished = {part: content for part, content in results.items() if content is not None}
         runs.append(PlacedRun(place, directory, result, log, finished))
     return runs
-
-
-def clock(seconds: float) -> str:
-    """Seconds as `m:ss`, or as `h:mm:ss` if they are an hour or more."""
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

@@ -7,7 +7,7 @@ import pytest
 
 from experiments.support import results
 from experiments.support.checkpoint import write_json
-from reproduce.execute.jobs import Place, PlacedRun
+from reproduce.execute.jobs import Job, Place, PlacedRun
 from reproduce.specs.table import Column, Table, TableRow, Tier
 
 
@@ -87,7 +87,7 @@ def finished_run(tmp_path):
 
 @pytest.fixture
 def fake(tmp_path, monkeypatch):
-    """An `act` that writes a result at once; `.order` tells what it was asked for."""
+    """Jobs write a result at once; `.order` tells which were run, `.broken` which fail."""
     monkeypatch.chdir(tmp_path)  # where no corpus is, so that results name none
 
     def act(job, report):
@@ -98,6 +98,7 @@ def fake(tmp_path, monkeypatch):
         finish(job.config, init=init)
 
     act.order, act.broken = [], set()
+    monkeypatch.setattr(Job, "run", act)
     return act
 
 

@@ -1,6 +1,8 @@
 """Tests of which jobs are run, in which order, and what becomes of a failure."""
 
 import json
+import shlex
+import sys
 from pathlib import Path
 
 import pytest
@@ -9,7 +11,9 @@ import torch
 from experiments import evaluate, finetune
 from experiments.support import results
 from experiments.support.errors import UserError
-from reproduce.execute.jobs import Place, execute, finished_runs, plan, quoted
+from reproduce.__main__ import main
+from reproduce.execute.jobs import Job, Place, finished_runs, plan, quoted
+from reproduce.execute.queue import commands, execute
 from reproduce.specs.table import Measure, TableRow, Variant, read_tables
 from tests.reproduce.conftest import overridden
 
@@ -23,13 +27,13 @@ def test_order_and_second_call(small, tmp_path, fake):
     planned, said = plan(small(), "smoke", tmp_path), []
     order = ["dense, seed 3", "dense, seed 1", "naive, seed 3", "naive, seed 1"]
     assert names(planned) == order
-    execute(planned.jobs, said.append, fake)
+    execute(planned.jobs, said.append)
     assert fake.order == order
     assert said[0] == "4 runs: 0 done already, 4 to do"
-    assert said[1] == "[1/4] dense, seed 3"
-    assert said[2].startswith("[2/4] dense, seed 1 (0:00 elapsed, about 0:0")
+    assert said[1] == "dense, seed 3 ..."
+    assert said[4].startswith("[2/4] dense, seed 1: val_loss 1.0000, 2000.0 ms a step, 0 s (0:00 ")
     assert [str(run.place) for run in finished_runs(planned)] == order
-    execute(planned.jobs, said.append, fake)
+    execute(planned.jobs, said.append)
     assert said[-1] == "4 runs: 4 done already, 0 to do"
     assert len(fake.order) == 4
 
@@ -37,29 +41,28 @@ def test_order_and_second_call(small, tmp_path, fake):
 def test_a_failure_is_one_line_and_the_rest_go_on(small, tmp_path, fake):
     planned, said = plan(small(), "smoke", tmp_path), []
     fake.broken = {"dense, seed 1"}
-    execute(planned.jobs, said.append, fake)
+    execute(planned.jobs, said.append)
     assert len(fake.order) == 4
-    trace = planned.jobs[1].config.directory() / "failure.txt"
+    trace = planned.jobs[1].config.directory() / "output.txt"
     assert f"failed: dense, seed 1: RuntimeError: out of memory (see {trace})" in said
     assert "Traceback" in trace.read_text(encoding="utf-8")
     assert [run.place.seed for run in finished_runs(planned)] == [3, 3, 1]
 
-    # Mended, the next call runs this one alone and removes the trace.
+    # Mended, the next call runs this one alone.
     fake.order, fake.broken = [], set()
-    execute(planned.jobs, said.append, fake)
+    execute(planned.jobs, said.append)
     assert fake.order == ["dense, seed 1"]
-    assert not trace.exists()
     assert len(finished_runs(planned)) == 4
 
 
 def test_runs_for_a_gpu_are_not_begun_without_one(small, tmp_path, fake, monkeypatch):
     planned, said = plan(overridden(small(), "smoke", ["impl.device=cuda"]), "smoke", tmp_path), []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    execute(planned.jobs, said.append, fake)
+    execute(planned.jobs, said.append)
     assert fake.order == [] and len(said) == 2
     assert said[1].startswith("nothing is run: a GPU is needed")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    execute(planned.jobs, said.append, fake)
+    execute(planned.jobs, said.append)
     assert len(fake.order) == 4
 
 
@@ -77,7 +80,7 @@ def test_no_speed_table_is_made_of_dense_products(
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Toy")
     figure = next(table for table in read_tables() if table.name == name)
     planned, said = plan(figure, "full", tmp_path), []
-    execute(planned.jobs, said.append, fake)
+    execute(planned.jobs, said.append)
     assert bool(fake.order) == (not reason) and reason in said[1]
     assert said[1].startswith("nothing is run: ") == bool(reason)
 
@@ -109,13 +112,12 @@ def test_a_chain_of_training_retraining_and_measurements(small, tmp_path, fake, 
     assert finished_runs(planned) == []
 
     fake.broken, said = {"dense, seed 0"}, []
-    execute(planned.jobs, said.append, fake)
+    execute(planned.jobs, said.append)
     assert fake.order == ["dense, seed 0"]
-    waiting = [line for line in said if "it needs the finished run of" in line]
-    assert len(waiting) == 7
+    assert said[-1] == "left out: 7 runs that start there"
 
     fake.order, fake.broken = [], {"AST, seed 0, text"}
-    execute(planned.jobs, said.append, fake)
+    execute(planned.jobs, said.append)
     assert sorted(fake.order) == sorted(order)
     dense, ast = finished_runs(planned)
     assert sorted(dense.measures) == ["glue.cola", "glue.rte", "text"]
@@ -169,12 +171,13 @@ def test_overrides_come_from_tier_variant_and_row_in_this_order(small, tmp_path)
     assert (own.train.steps, own.train.log_every) == (9, 5)
 
 
-def test_the_users_error_leaves_nothing_behind(small, tmp_path):
+def test_the_users_error_leaves_nothing_behind(small, tmp_path, monkeypatch):
     def refuse(job, report):
         raise UserError("no corpus;\nprepare it")
 
+    monkeypatch.setattr(Job, "run", refuse)
     planned, said = plan(small(), "smoke", tmp_path), []
-    execute(planned.jobs[:1], said.append, refuse)
+    execute(planned.jobs[:1], said.append)
     assert "failed: dense, seed 3: no corpus; prepare it" in said
     assert not planned.jobs[0].config.directory().exists()
 
@@ -201,3 +204,21 @@ def test_paths_may_hold_what_hydra_gives_a_meaning(small, tmp_path):
     assert job.config.runs == odd
     assert quoted(tmp_path / "a'b").endswith("a\\'b'")
     assert [quoted(Path(name)) for name in ("runs", "null", "1e5")] == ["runs", "'null'", "'1e5'"]
+
+
+def test_commands_are_those_that_are_left(small, tmp_path, fake, capsys):
+    jobs = plan(small(CHAIN, [0]), "smoke", tmp_path).jobs
+    words = ["torchrun", "--nproc_per_node=8"]
+    _, dense, _, ast = commands(jobs, words)
+    assert dense.startswith("torchrun --nproc_per_node=8 -m experiments.pretrain train.steps=20 ")
+    assert f"init={quoted(jobs[0].config.directory())}" in shlex.split(ast)
+    execute(jobs[:1], str)
+    assert len(commands(jobs, [])) == 2
+    options = ["quickstart", f"launch={sys.executable} -u", "commands"]
+    assert main(options, runs=tmp_path / "none") == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert sum(line.startswith(f"{sys.executable} -u -m experiments.") for line in lines) >= 6
+    assert not [*(tmp_path / "none").rglob("result.json")]
+    # A measurement has one process, whatever starts a training.
+    measuring = Job("m", "evaluate", [], tmp_path, jobs[0], "run")
+    assert measuring.command(words)[:3] == [sys.executable, "-m", "experiments.evaluate"]

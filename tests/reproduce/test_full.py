@@ -9,7 +9,8 @@ from experiments.data import numbers
 from experiments.data.manifest import DataConfig
 from experiments.data.mlm import MLMConfig
 from experiments.data.prepare import prepare
-from reproduce.execute.jobs import Job, execute, finished_runs, plan
+from reproduce.execute.jobs import Job, finished_runs, plan
+from reproduce.execute.queue import execute
 from reproduce.render.table import render
 from reproduce.specs.table import TRAINING, read_tables
 from tests.reproduce.conftest import overridden

@@ -59,10 +59,9 @@ def made(tmp_path_factory):
     """The page as the command writes it, with runs of one's own beside the committed ones: one that
     said what must be escaped, an outdated one, two trainings, some of block c and a broken one."""
     runs = tmp_path_factory.mktemp("work") / "runs"
-    log = runs / "evidence" / "logs" / "a" / "a_variant_that_failed-seed0.txt"
+    log = runs / "gpt2-stdlib" / "a_variant_that_failed" / "seed0" / "output.txt"
     log.parent.mkdir(parents=True)
     log.write_text("step 1\n<script>alert('&')</script>\n")
-    log.with_name("dense-seed0.txt").write_text("made again, for others to start from\n")
     gone = read_packed(EVIDENCE, "a")["dense", 0][1] | {"variant": "a_variant_that_was"}
     write_json(runs / "evidence" / "a" / "a_variant_that_was-seed0.json", gone)
     for method, loss in (("dense", 3.0), ("<b>", 3.5)):
@@ -132,7 +131,6 @@ def test_what_one_s_own_runs_said_is_escaped_and_what_is_left_out_is_told(made, 
     assert "<script>alert" not in text
     assert "&lt;script&gt;alert(&#39;&amp;&#39;)&lt;/script&gt;" in text
     assert "a_variant_that_was-seed0.json" in text
-    assert "made again, for others to start from" not in text
     assert "+0.5000" in text and "&lt;b&gt;" in text and "m-d/b/seed0/result.json" in text
     assert f"{made.parents[1] / 'broken'}" in text.partition("that cannot be shown")[2]
 

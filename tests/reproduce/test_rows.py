@@ -13,7 +13,8 @@ from experiments.data.mlm import MLMConfig
 from experiments.data.prepare import prepare
 from reproduce import measure
 from reproduce.execute import smoke_tasks
-from reproduce.execute.jobs import INPUTS, execute, finished_runs, plan
+from reproduce.execute.jobs import INPUTS, finished_runs, plan
+from reproduce.execute.queue import execute
 from reproduce.measure import adapters
 from reproduce.render.table import render
 from reproduce.specs.table import read_tables

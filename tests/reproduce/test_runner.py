@@ -17,10 +17,11 @@ from experiments.images.dataset import load_images
 from experiments.support.checkpoint import exclusive, read_sealed, write_text
 from experiments.support.errors import UserError
 from reproduce.__main__ import main
-from reproduce.execute import blocks, processes, runner
+from reproduce.execute import blocks, processes, queue, runner
 from reproduce.execute.blocks import Block, BlockSource
-from reproduce.execute.jobs import Job
+from reproduce.execute.jobs import Job, plan
 from reproduce.execute.runner import run_block
+from reproduce.specs.table import TableRow
 from tests.faults import check
 
 # Arguments: what to do, the run directory, what to write as its result.
@@ -61,7 +62,7 @@ def children(make_result, tmp_path, monkeypatch):
 
     made = SimpleNamespace(do={}, started=[], prepared=[], metrics={}, result={})
 
-    def command(job):
+    def command(job, words=()):
         made.started.append(str(job))
         result = make_result(
             job.config.digest(),
@@ -75,7 +76,7 @@ def children(make_result, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)  # where no corpus is, so that results name none
     monkeypatch.setattr(Job, "command", command)
     monkeypatch.setattr(runner, "prepare", lambda data: made.prepared.append(data.name))
-    monkeypatch.setattr(runner, "POLL", 0.01)
+    monkeypatch.setattr(queue, "POLL", 0.01)
     return made
 
 
@@ -271,7 +272,7 @@ def test_a_failure_is_one_line_and_the_rest_go_on(start, children, tmp_path):
     children.do = {"dense": "fail"}
     done, said = start(block())
     assert not done
-    log = tmp_path / "evidence" / "logs" / "t" / "dense-seed0.txt"
+    log = directories(block(), tmp_path)["dense, seed 0"] / "output.txt"
     assert f"failed: dense, seed 0: error: train.steps does not fit (see {log})" in said
     assert sum(line.startswith("failed: ") for line in said) == 2
     assert said[-1].startswith("[2/4] ste, seed 1: ")  # nothing is left that was not tried
@@ -303,7 +304,7 @@ def test_a_training_of_another_process_is_waited_for(children, tmp_path):
 def test_a_training_that_another_process_takes_at_the_last_moment(start, children, monkeypatch):
     children.do = {"dense": "fail"}
     answers = iter([False, True, True])  # before the first start, after it, and before the second
-    monkeypatch.setattr(runner, "_is_held", lambda training: next(answers, False))
+    monkeypatch.setattr(queue, "_is_held", lambda task: next(answers, False))
     done, said = start(ONE)
     assert not done and children.started == ["dense, seed 0"] * 2
     assert [line.split(":")[0] for line in said[1:]] == ["dense, seed 0", "failed"]
@@ -341,6 +342,25 @@ def test_a_fault_of_the_disk_is_made_up_for_by_the_next_call(children, monkeypat
     root = tmp_path / "runs"
     root.mkdir()
     check(root, lambda: run_block(block([0]), root, report=str, committed=tmp_path / "no"), 6)
+
+
+def test_the_runs_of_a_table_go_side_by_side(children, small, tmp_path, monkeypatch):
+    """By the same queue: each on a GPU, a run that starts from another after it."""
+    monkeypatch.setattr(queue, "visible_gpus", lambda: ["3", "5"])
+    rows = [TableRow("dense", ["method=dense"]), TableRow("AST", ["method=ast"])]
+    rows[1].starts_from = "dense"
+    jobs, said = plan(small(rows, [0, 1]), "smoke", tmp_path).jobs, []
+    launch, children.do = queue.Launch(per_gpu=1), {"dense": "fail"}
+    assert queue.execute(jobs, said.append, launch) == 4
+    assert children.started == ["dense, seed 0", "dense, seed 1"]
+    output = jobs[1].config.directory() / "output.txt"
+    assert f"failed: dense, seed 1: error: train.steps does not fit (see {output})" in said
+    assert said.count("left out: 1 runs that start there") == 2
+    children.do = {}
+    assert queue.execute(jobs, said.append, launch) == 4
+    assert all(job.result() is not None for job in jobs)
+    seen = [json.loads((job.config.directory() / "seen.json").read_text()) for job in jobs]
+    assert sorted(one["CUDA_VISIBLE_DEVICES"] for one in seen) == ["3", "3", "5", "5"]
 
 
 # ------------------------------------------------------------------------------ stops
@@ -449,7 +469,7 @@ def test_the_exit_status_and_arguments_that_mean_nothing(children, monkeypatch, 
 
 
 def test_every_gpu_has_its_share(start, monkeypatch, tmp_path):
-    monkeypatch.setattr(runner, "visible_gpus", lambda: ["3", "5"])
+    monkeypatch.setattr(queue, "visible_gpus", lambda: ["3", "5"])
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(12))
     done, said = start(block(), per_gpu=2)
     assert done and said[0] == "t: 4 runs, 0 done already; 4 at a time"
@@ -459,7 +479,7 @@ def test_every_gpu_has_its_share(start, monkeypatch, tmp_path):
     assert {one["OMP_NUM_THREADS"] for one in saw} == {"3"}
     monkeypatch.delattr(os, "sched_getaffinity")  # as on macOS
     monkeypatch.setattr(os, "cpu_count", lambda: 7)
-    shown = runner.Process(["printenv", "OMP_NUM_THREADS"], tmp_path / "log", at_once=2)
+    shown = processes.Process(["printenv", "OMP_NUM_THREADS"], tmp_path / "log", at_once=2)
     assert shown.process.wait() == 0 and (tmp_path / "log").read_text() == "3\n"
 
 

@@ -15,7 +15,7 @@ from experiments.runs.stats import excludes_zero, mean, paired_interval, std
 from experiments.support.errors import UserError, one_line
 from experiments.support.results import FILE, number
 from reproduce.execute.blocks import Block, read_block
-from reproduce.execute.packed import run_name
+from reproduce.execute.jobs import OUTPUT
 from reproduce.execute.processes import last_line
 from reproduce.judge import Json
 from reproduce.judge.claims import Claims, Margin
@@ -191,25 +191,10 @@ def shown_blocks(claims: Claims, evidence: Evidence, judged: Json) -> list[Shown
     return shown
 
 
-def unfinished(runs: Path, evidence: Evidence) -> list[tuple[Path, str]]:
-    """(file, its last line) of one's own runs that were started but have no result.
-
-    Runs that were repeated so that others could start from them are left out: their record is in
-    another folder.
-    """
-    found = []
-    kept = runs / "evidence"
-    ended = {
-        (block, run_name(variant, seed))
-        for (block, variant), seeds in evidence.kept.items()
-        for seed in seeds
-    }
-    for log in sorted((kept / "logs").glob("*/*.txt")):
-        own = kept / log.parent.name / f"{log.stem}.json"
-        if not own.is_file() and (log.parent.name, log.stem) not in ended:
-            found.append((log, last_line(log)))
-    found += [(trace, last_line(trace)) for trace in sorted(runs.glob("*/*/*/failure.txt"))]
-    return found
+def unfinished(runs: Path) -> list[tuple[Path, str]]:
+    """(output, its last line) of one's own runs that were started but have no result."""
+    logs = sorted(runs.glob(f"*/*/*/{OUTPUT}"))
+    return [(log, last_line(log)) for log in logs if not log.with_name(FILE).is_file()]
 
 
 def own_runs(runs: Path) -> tuple[dict[Path, list[tuple[Summary, list[Path]]]], list[str]]:

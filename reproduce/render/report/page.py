@@ -101,7 +101,7 @@ def build(runs: Path, folder: Path) -> str:
         specs=specs,
         style=variables() + Markup(css),
         tables_made={table.name: tables.found(table, runs) for table in specs},
-        unfinished=unfinished(runs, evidence),
+        unfinished=unfinished(runs),
         with_spread=with_spread,
     )
 

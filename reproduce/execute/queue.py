@@ -1,0 +1,263 @@
+"""Runs the jobs of tables and blocks that are not finished: in this process, or as processes of
+their own, several on each GPU, because one small model does not fill a GPU.
+
+The failure of a job is reported in one line, and the others are run. An interrupt, or the end of
+the time budget, lets running jobs save a checkpoint, from which the next call goes on; so does the
+death of this process (on Linux). A job that another process is running is waited for.
+"""
+
+from __future__ import annotations
+
+import shlex
+import signal
+import statistics
+import time
+import traceback
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from experiments.support.checkpoint import is_locked, write_text
+from experiments.support.errors import Stop, UserError, deferred_stop, one_line
+from reproduce.execute.jobs import OUTPUT, Job, Report
+from reproduce.execute.processes import Process, terminate, visible_gpus
+
+POLL = 0.2  # seconds
+SCORES = ("val_top1", "knn_top1", "linear_top1")  # percent, for runs on images
+
+
+@dataclass(eq=False)
+class Task:
+    """A job to run. result: the result of the job, once it is finished and kept. count: how many
+    runs share it."""
+
+    job: Job
+    label: str
+    result: Callable[[], dict[str, Any] | None]
+    count: int = 1
+
+
+@dataclass(frozen=True)
+class Launch:
+    """How jobs are started as processes. words: the beginning of a training's command, such as
+    torchrun and its options; [] = Python. per_gpu: so many jobs run at once on each GPU, or on the
+    CPU if there is none; None = one after the other, which see all GPUs."""
+
+    words: Sequence[str] = ()
+    per_gpu: int | None = None
+
+    def places(self) -> list[str | None]:
+        """The GPU of each job that runs at the same time; None = all, or the CPU."""
+        return [None] if self.per_gpu is None else (visible_gpus() or [None]) * self.per_gpu
+
+
+def execute(jobs: list[Job], report: Report, launch: Launch | None = None) -> int:
+    """Run the jobs of a table that are not finished, in order; return how many they were. launch:
+    as processes, instead of in this one."""
+    tasks = [Task(job, str(job), job.result) for job in jobs if job.result() is None]
+    report(f"{len(jobs)} runs: {len(jobs) - len(tasks)} done already, {len(tasks)} to do")
+    if tasks and (why := lacking(task.job.config for task in tasks)):
+        report(f"nothing is run: {why}; tier=smoke runs anywhere")
+    else:
+        Queue(tasks, report, launch).work()
+    return len(tasks)
+
+
+class Queue:
+    """The tasks that wait, and those that are running.
+
+    waiting: in the order in which they are to be started; a source stands before what starts from
+    it. todo: the jobs of all tasks that are not done. working: (task, process, time of its start)
+    by place. held: tasks that another process is running. durations: seconds of each finished task.
+    total, done, failed: numbers of runs.
+    """
+
+    def __init__(self, tasks: list[Task], report: Report, launch: Launch | None = None) -> None:
+        self.waiting, self.report, self.launch = [*tasks], report, launch
+        self.todo = {task.job for task in tasks}
+        self.places = [None] if launch is None else launch.places()
+        self.working: dict[int, tuple[Task, Process, float]] = {}
+        self.held: list[Task] = []
+        self.durations: list[float] = []
+        self.total, self.done, self.failed = sum(task.count for task in tasks), 0, 0
+
+    @property
+    def left(self) -> int:
+        """The number of runs that are neither done nor failed."""
+        return self.total - self.done - self.failed
+
+    def work(self, minutes: float | None = None) -> None:
+        """Run until nothing waits; after so many minutes stop what is running."""
+        self.begun = time.monotonic()
+        deadline = self.begun + (minutes * 60 if minutes is not None else float("inf"))
+        try:
+            # An exception in the midst of `Popen.poll` would leave its lock taken, and no later
+            # wait for that process would end. A job in this process handles signals itself.
+            with nullcontext(Stop()) if self.launch is None else deferred_stop(again=False) as stop:
+                while stop.number is None and time.monotonic() < deadline:
+                    begun = self._fill(deadline)
+                    if self.working or self.held:
+                        time.sleep(POLL)
+                    elif not begun:
+                        break
+                    self._collect()
+            if stop.number is not None and stop.kind is not None:
+                signal.raise_signal(stop.number)  # its handler defers a second one
+                raise stop.kind
+        finally:
+            terminate([process for _, process, _ in self.working.values()])
+            for task, _, _ in self.working.values():  # a stopped one may have finished
+                self.done += task.count if task.result() is not None else 0
+
+    def _fill(self, deadline: float) -> bool:
+        """Start a task at every free place, if one as long as the others can end in time; return
+        True if one was started."""
+        expected = statistics.median(self.durations) if self.durations else 0.0
+        ready = [task for task in self.waiting if task.job.source not in self.todo]
+        held = [task for task in ready if _is_held(task)]
+        for task in (task for task in held if task not in self.held):
+            self.report(f"{task.label}: another process is making it; waiting for that")
+        self.held = held
+        ready, begun = [task for task in ready if task not in held], False
+        for place, gpu in enumerate(self.places):
+            started = time.monotonic()
+            if place not in self.working and ready and started + expected < deadline:
+                task = ready.pop(0)
+                self.waiting.remove(task)
+                self._start(task, place, gpu, started)
+                begun = True
+        return begun
+
+    def _start(self, task: Task, place: int, gpu: str | None, started: float) -> None:
+        try:
+            if self.launch is None:
+                self.report(f"{task.label} ...")
+                run_here(task.job, self.report)
+            else:
+                command = task.job.command(self.launch.words)
+                assert command is not None  # its source is finished
+                log = task.job.config.directory() / OUTPUT
+                process = Process(command, log, gpu, len(self.places))
+                self.working[place] = task, process, started
+                return
+        except UserError as error:
+            reason = one_line(error)
+            self._ended(task, lambda: reason, started)
+        else:
+            self._ended(task, lambda: "it has no result", started)
+
+    def _collect(self) -> None:
+        """Report the processes that have ended."""
+        for place in [p for p, (_, process, _) in self.working.items() if process.ended()]:
+            task, process, started = self.working.pop(place)
+            self._ended(task, process.reason, started)
+
+    def _ended(self, task: Task, reason: Callable[[], str], started: float) -> None:
+        result = task.result()
+        if result is not None:
+            self._succeeded(task, result, started)
+        elif _is_held(task):
+            self.waiting.insert(0, task)
+        else:
+            self._failed(task, reason())
+
+    def _succeeded(self, task: Task, result: dict[str, Any], started: float) -> None:
+        now = time.monotonic()
+        self.todo.discard(task.job)
+        self.done += task.count
+        self.durations.append(now - started)
+        elapsed = now - self.begun
+        remaining = elapsed / self.done * self.left
+        told = ", ".join([*_figures(result), f"{self.durations[-1]:.0f} s"])
+        self.report(
+            f"[{self.done}/{self.total}] {task.label}: {told} ({clock(elapsed)} elapsed, about "
+            f"{clock(remaining)} left)"
+        )
+
+    def _failed(self, task: Task, reason: str) -> None:
+        """Report a failure; tasks that need its result are left out."""
+        lost, left_out = {task.job}, []
+        for one in self.waiting:
+            if one.job.source in lost:
+                lost.add(one.job)
+                left_out.append(one)
+        self.waiting = [one for one in self.waiting if one not in left_out]
+        count = sum(one.count for one in left_out)
+        self.failed += task.count + count
+        self.report(f"failed: {task.label}: {reason}")
+        if left_out:
+            self.report(f"left out: {count} runs that start there")
+
+
+def run_here(job: Job, report: Report) -> None:
+    """Run a job by its driver, in this process.
+
+    Raises:
+        UserError: it failed; the traceback of a defect is in the run's `output.txt`.
+    """
+    try:
+        job.run(lambda message: _report_lines(message, report))
+    except UserError:
+        raise
+    except Exception as error:
+        log = job.config.directory() / OUTPUT
+        write_text(log, traceback.format_exc())
+        reason = f"{type(error).__name__}: {one_line(error)} (see {log})"
+        raise UserError(reason) from error
+
+
+def _report_lines(message: str, report: Report) -> None:
+    """Report a driver's message, indented and without its tables, which the run's own files
+    have."""
+    for line in message.splitlines():
+        if line.strip() and not line.startswith("|"):
+            report(f"  {line}")
+
+
+def lacking(configs: Iterable[Any]) -> str:
+    """The needs of a config that this machine lacks, in words; "" if there is everything. A config
+    may be None, that of a job whose source is not finished."""
+    settings = [getattr(config, "impl", config) for config in configs]  # a benchmark has no impl
+    on_gpu = [one for one in settings if getattr(one, "device", None) == "cuda"]
+    if on_gpu and not torch.cuda.is_available():
+        return "a GPU is needed, and torch sees none here"
+    return next((why for one in on_gpu if (why := getattr(one, "no_products", ""))), "")
+
+
+def commands(jobs: list[Job], words: Sequence[str]) -> list[str]:
+    """The lines that run the jobs which are not finished, in a shell."""
+    lines = []
+    for job in (job for job in jobs if job.result() is None):
+        command = job.command(words)
+        later = f"# its command follows from the finished run of {job.source}: ask again then"
+        lines += [f"# {job}", later if command is None else shlex.join(command)]
+    return lines
+
+
+def _is_held(task: Task) -> bool:
+    """True if another process is running a task."""
+    try:
+        return is_locked(task.job.config.directory())
+    except UserError:  # its config is refused, of which its start tells
+        return False
+
+
+def _figures(result: dict[str, Any]) -> list[str]:
+    metrics = result["metrics"]
+    told = [f"{name} {metrics[name]:.2f}" for name in SCORES if name in metrics]
+    if "val_loss" in metrics:
+        loss = metrics["val_loss"]
+        told.insert(0, "val_loss is not finite" if loss is None else f"val_loss {loss:.4f}")
+    if "step_seconds" in result:
+        told.append(f"{result['step_seconds'] * 1e3:.1f} ms a step")
+    return told
+
+
+def clock(seconds: float) -> str:
+    """Seconds as `m:ss`, or as `h:mm:ss` if they are an hour or more."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
