@@ -2,8 +2,8 @@
 
     run=DIR              a finished run, or model.path=FOLDER, a causal model of transformers
     weights=sparse       the method's final weights; dense: the dense weights under the masks
-    ppl=wikitext2        perplexity on the test split of WikiText-2, on a FILE, or on standard input
-                         (-), by the protocol of experiments/evaluation/perplexity.py
+    ppl=wikitext2        perplexity on the test split of WikiText-2 or a FILE, by the protocol of
+                         experiments/evaluation/perplexity.py
     tasks=[arc_easy]     zero-shot tasks of lm-eval (experiments/evaluation/zero_shot.py);
                          ast, slope and slope_glue select the tasks of these papers
     task_folder=FOLDER   your own task files, in lm-eval's format; if they name Python code, that is
@@ -151,11 +151,13 @@ def summary(result: dict[str, Any]) -> str:
 
 
 def _described(config: EvaluateConfig) -> str:
-    if config.finished_run is None:
+    run = config.finished_run
+    if run is None:
         return f"as they are stored in {config.model.path}"
-    if config.finished_run.trained_with.ends_dense:
-        method = config.finished_run.method
-        return f"dense, as trained: the method ({method}) of {config.run} ended with all weights"
+    if run.trained_with.ends_dense:
+        return (
+            f"dense, as trained: the method ({run.method}) of {config.run} ended with all weights"
+        )
     if config.weights == "dense":
         return f"dense, the master weights of {config.run}"
     return f"sparse, as the method of {config.run} ended (weights=dense for the master weights)"
@@ -247,16 +249,11 @@ def _accuracy(
 def _check_classes(config: EvaluateConfig, images: Images) -> None:
     """Raise a `UserError` unless the images have the classes of training, in the same order."""
     assert config.finished_run is not None
-    trained = config.finished_run.result["corpus"]["classes"]
-    found = images.describe()["classes"]
+    trained, found = config.finished_run.result["corpus"]["classes"], list(images.classes)
     if found != trained:
-        differ = f"{len(images.classes)} classes"
-        if isinstance(found, list) and isinstance(trained, list) and len(found) == len(trained):
-            pair = next((a, b) for a, b in zip(found, trained, strict=True) if a != b)
-            differ = f"{pair[0]} in the place of {pair[1]}"
         raise UserError(
-            f"{images.directory} has other classes than those that {config.run} was trained on: "
-            f"{differ}; give a folder with the classes of training"
+            f"{images.directory} has other classes, or in another order, than {config.run} was "
+            f"trained on: {', '.join(found[:20])} for {', '.join(trained[:20])}"
         )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -17,16 +18,14 @@ from experiments.evaluation.perplexity import Text
 from experiments.images.dataset import SPLITS, ImageConfig, load_images
 from experiments.runs.finished import WEIGHTS_OF, FinishedRun
 from experiments.support.errors import UserError
-from experiments.support.names import check_choices, check_seed
+from experiments.support.names import check_bounds, check_choices, check_seed
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelChoice:
-    """A model to evaluate instead of a run. path: folder of a transformers causal model.
-    block_size: tokens per sequence; null = as many as the model takes."""
+    """A model to evaluate instead of a run. path: folder of a transformers causal model."""
 
     path: str | None = None
-    block_size: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,21 +37,18 @@ class DataChoice:
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationSettings:
-    """Settings of an evaluation: the model's weights and what they are measured on.
+    """Settings of an evaluation: the model's weights and what they are measured on
+    (conf/evaluate.yaml explains each).
 
-    runs: root folder of the results for transformers models.
     block_size: tokens of perplexity's windows; null = the model's block size.
     dtype: dtype of autocast, `fp32` for none.
-    revision: revision of WikiText-2 on the hub.
     num_fewshot, limit: see `zero_shot.evaluate`.
-    seed: seed for choosing few-shot examples.
     """
 
     run: str | None
     weights: str
     dtype: str
     ppl: str | None
-    revision: str
     block_size: int | None
     tasks: tuple[str, ...]
     task_folder: str | None
@@ -78,21 +74,18 @@ class EvaluateConfig(EvaluationSettings):
         if (self.run is None) == (self.model.path is None):
             raise ValueError("give one of run=DIR (a finished run) and model.path=FOLDER")
         check_choices(self, "", {"weights": WEIGHTS_OF, "dtype": DTYPES})
-        if self.model.path is not None and self.weights != "sparse":
-            raise ValueError("weights= is for runs: a transformers folder has only its own weights")
-        if self.images not in (None, "val", "features"):
-            raise ValueError(f"images={self.images}; choose one of val, features")
-        if self.images is not None and self.run is None:
-            raise ValueError("images need a ViT, which only a run holds: give run=DIR")
+        if self.images is not None:
+            check_choices(self, "", {"images": ("val", "features")})
+        if self.model.path is not None and (self.weights != "sparse" or self.images is not None):
+            raise ValueError(
+                "weights= and images= are for runs: a transformers folder has only its own weights "
+                "of a language model"
+            )
         if self.data.source is not None and self.images is None:
             raise ValueError("data.source is only for images; add images=val")
         check_seed(self.seed, 32)  # the limit of numpy's generator
-        if self.block_size is not None and self.block_size < 2:
-            raise ValueError(f"block_size={self.block_size}; a window needs at least 2 tokens")
-        if self.num_fewshot is not None and self.num_fewshot < 0:
-            raise ValueError(f"num_fewshot={self.num_fewshot}; it must not be negative")
-        if self.limit is not None and self.limit < 1:
-            raise ValueError(f"limit={self.limit}; it must be at least 1, or null for all")
+        count = (1, math.inf)
+        check_bounds(self, "", block_size=(2, math.inf), num_fewshot=(0, math.inf), limit=count)
 
     @cached_property
     def finished_run(self) -> FinishedRun | None:
@@ -102,12 +95,12 @@ class EvaluateConfig(EvaluationSettings):
     @cached_property
     def hf(self) -> HFConfig | None:
         """The transformers checkpoint that is evaluated; None for a run."""
-        return None if self.model.path is None else HFConfig(self.model.path, self.model.block_size)
+        return None if self.model.path is None else HFConfig(self.model.path)
 
     @cached_property
     def text(self) -> Text | None:
         """The text that perplexity is measured on, or None."""
-        return None if self.ppl is None else Text(self.ppl, self.revision)
+        return None if self.ppl is None else Text(self.ppl)
 
     @cached_property
     def image_data(self) -> ImageConfig:

@@ -21,7 +21,6 @@ import io
 import math
 import sys
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -31,48 +30,50 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from experiments.support.errors import UserError, check_installed
+from experiments.support.errors import UserError, check_installed, first_line
+from experiments.support.hub import load_dataset
 
 WIKITEXT2 = "wikitext2"
-STDIN = "-"
+REVISION = "b08601e04326c79dfdd32d625aee71d232d685c3"  # of WikiText on the hub
 _LARGEST = math.log(sys.float_info.max)  # nats; a larger loss's perplexity overflows
-_HUB = ("Salesforce/wikitext", "wikitext-2-raw-v1/test-00000-of-00001.parquet")
 
 
 @dataclass(frozen=True)
 class Text:
     """A text to measure perplexity on, read on demand.
 
-    source: `wikitext2` (from the hub, at `revision`), `-` (standard input) or a file: WikiText as
-        .parquet with a column `text`, or as .raw, both row by row; any other file is UTF-8 text
-        that is taken as it is.
+    source: `wikitext2` (from the hub) or a file: WikiText as .parquet with a column `text`, or as
+        .raw, both row by row; any other file is UTF-8 text that is taken as it is.
     """
 
     source: str
-    revision: str
 
     @cached_property
     def content(self) -> str:
-        """The text. Raises a `UserError` if it cannot be read or is not UTF-8."""
-        if self.source == WIKITEXT2:
-            return "\n\n".join(_parquet_rows(_download(self.revision)))
-        if self.source == STDIN:
-            return _decoded(sys.stdin.buffer.read(), "standard input")
+        """The text. Raises a `UserError` if it cannot be read."""
         path = Path(self.source)
+        if self.source == WIKITEXT2 or path.suffix == ".parquet":
+            check_installed("datasets", f"ppl={self.source} needs the library datasets", "hf")
+        if self.source == WIKITEXT2:
+            data = load_dataset("Salesforce/wikitext", "wikitext-2-raw-v1", REVISION)
+            return "\n\n".join(data["test"]["text"])
         if not path.is_file():
-            raise UserError(
-                f"ppl={self.source} is no file; give a text file, - for standard input or wikitext2"
-            )
-        if path.suffix == ".parquet":
-            return "\n\n".join(_parquet_rows(path))
-        text = _decoded(path.read_bytes(), self.source)
+            raise UserError(f"ppl={self.source} is no file; give a text file or wikitext2")
+        try:
+            if path.suffix == ".parquet":
+                import pyarrow.parquet
+
+                return "\n\n".join(pyarrow.parquet.read_table(path)["text"].to_pylist())
+            text = path.read_bytes().decode()
+        except Exception as error:  # Parquet's readers raise many kinds
+            raise UserError(f"{path} cannot be read as text: {first_line(error)}") from error
         return "\n\n".join(raw_rows(text)) if path.suffix == ".raw" else text
 
     def identity(self) -> dict[str, str]:
         """Plain values that identify the text: its revision on the hub, or the hash of
         any other."""
         if self.source == WIKITEXT2:
-            return {"name": WIKITEXT2, "revision": self.revision}
+            return {"name": WIKITEXT2, "revision": REVISION}
         return {"sha256": hashlib.sha256(self.content.encode()).hexdigest()}
 
 
@@ -116,7 +117,7 @@ def window_losses(
     losses = []
     for part in stream.split(batch):
         inputs, targets = part[:, :-1].to(device), part[:, 1:].to(device)
-        with _autocast(device, dtype):
+        with torch.autocast(device.type, dtype, enabled=dtype is not None):
             logits, _ = model(inputs)
         for row, target in zip(logits, targets, strict=True):  # fp64 of one window at a time
             losses.append(F.cross_entropy(row.double(), target))
@@ -137,49 +138,3 @@ def perplexity(
         "ppl_tokens": count * (block - 1),
         "ppl_block_size": block,
     }
-
-
-def _autocast(device: torch.device, dtype: torch.dtype | None) -> AbstractContextManager[Any]:
-    return nullcontext() if dtype is None else torch.autocast(device.type, dtype)
-
-
-def _download(revision: str) -> Path:
-    need = "ppl=wikitext2 needs the hub's client, or the test split as a file, ppl=wiki.test.raw"
-    check_installed("huggingface_hub", need, "hf")
-    from huggingface_hub import hf_hub_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-
-    repository, file = _HUB
-    try:
-        path = hf_hub_download(repository, file, repo_type="dataset", revision=revision)
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-        raise UserError(
-            f"{repository} at {revision} could not be downloaded ({type(error).__name__}); give "
-            "the test split as a file: ppl=FILE with wiki.test.raw or the hub's .parquet"
-        ) from error
-    return Path(path)
-
-
-def _parquet_rows(path: Path) -> list[str]:
-    check_installed("pyarrow", f"reading {path} needs pyarrow", "hf")
-    import pyarrow
-    import pyarrow.parquet
-
-    try:
-        table = pyarrow.parquet.read_table(path)
-    except (pyarrow.ArrowException, OSError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise UserError(f"{path} is not a Parquet file: {reason}") from error
-    if "text" not in table.column_names:
-        raise UserError(f"{path} has no column text, only {', '.join(table.column_names)}")
-    rows = table.column("text").to_pylist()
-    if not all(isinstance(row, str) for row in rows):
-        raise UserError(f"the column text of {path} has rows without text; leave them out")
-    return rows
-
-
-def _decoded(data: bytes, name: str) -> str:
-    try:
-        return data.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise UserError(f"{name} is not UTF-8 text (byte {error.start})") from error

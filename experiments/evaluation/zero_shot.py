@@ -7,10 +7,9 @@ from data sets is never run, and Python code that a local task file names only i
 
 from __future__ import annotations
 
-import glob
 import hashlib
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -47,11 +46,11 @@ def identity(
     tasks: Sequence[str], task_folder: str | None, allow_code: bool = False
 ) -> dict[str, Any]:
     """Plain values that, besides the model, determine the scores: tasks, lm-eval's version, and the
-    hashes of local task files and of the local data that they name.
+    hash of the files in a folder of local tasks.
 
     Raises:
-        UserError: lm-eval is not installed, there is no such folder, or without `allow_code` a
-            file in it names Python code, which lm-eval runs.
+        UserError: lm-eval is not installed, there is no such folder, or without `allow_code` a task
+            file names Python code, which lm-eval runs.
     """
     check_installed("lm_eval", "tasks need lm-eval", "hf")
     found: dict[str, Any] = {"tasks": list(tasks), "lm_eval": version("lm_eval")}
@@ -60,60 +59,39 @@ def identity(
         if not folder.is_dir():
             raise UserError(f"task_folder={task_folder} is no folder")
         digest = hashlib.sha256()
-        for path in _files(folder):
+        files = sorted(path for path in folder.rglob("*") if path.is_file())
+        for path in files:
             digest.update(path.relative_to(folder).as_posix().encode() + b"\0")
             digest.update(hashlib.sha256(path.read_bytes()).digest())
-        for name, path in _named_data(folder, allow_code):
-            digest.update(name.encode() + b"\0" + hashlib.sha256(path.read_bytes()).digest())
         found["task_files"] = digest.hexdigest()
+        if not allow_code:
+            _check_code([path for path in files if path.suffix in (".yaml", ".yml")])
     return found
 
 
-def _files(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.rglob("*") if path.is_file())
-
-
-def _named_data(folder: Path, allow_code: bool) -> Iterator[tuple[str, Path]]:
-    """Yield (name as written, path) of the local data that a folder's task files name: files,
-    patterns and folders, relative to the working directory."""
+def _check_code(tasks: list[Path]) -> None:
+    """Raise a UserError if one of these task files, or one that they include, names Python code."""
     import yaml
 
     class Loader(yaml.SafeLoader):
-        """A YAML loader that ignores lm-eval's own tags, which name functions."""
+        """Calls `tag` for lm-eval's own tags, which name functions."""
 
     def tag(loader: Any, suffix: str, node: Any) -> None:
-        if not allow_code:
-            raise UserError(
-                f"{task} has the tag {suffix} {node.value}, with which lm-eval runs Python code; "
-                "if you trust it, add allow_code=true"
-            )
+        raise UserError(
+            f"{task} has the tag {suffix} {node.value}, with which lm-eval runs Python code; if "
+            "you trust it, add allow_code=true"
+        )
 
     Loader.add_multi_constructor("", tag)
-    tasks = [path for path in _files(folder) if path.suffix in (".yaml", ".yml")]
     for task in tasks:  # the list grows by the files that are included
         try:
             content = yaml.load(task.read_text(encoding="utf-8"), Loader)
-        except (yaml.YAMLError, UnicodeDecodeError) as error:
+        except (OSError, yaml.YAMLError, UnicodeDecodeError) as error:
             raise UserError(f"{task} is no task file: {error}") from error
-        if not isinstance(content, dict):
-            continue
-        for name in _strings([content.get("include")]):
+        included = content.get("include", []) if isinstance(content, dict) else []
+        for name in [included] if isinstance(included, str) else included:
             path = Path(name) if Path(name).is_file() else task.parent / name
             tasks += [path] if path not in tasks else []
-        for name in _strings([content.get("dataset_path"), content.get("dataset_kwargs")]):
-            # Path.glob takes no absolute patterns.
-            for place in map(Path, sorted(glob.glob(name, recursive=True))):  # noqa: PTH207
-                for path in [place] if place.is_file() else _files(place):
-                    yield name, path
-
-
-def _strings(value: Any) -> Iterator[str]:
-    """All strings among the values of nested lists and dicts."""
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, dict | list):
-        for part in value.values() if isinstance(value, dict) else value:
-            yield from _strings(part)
 
 
 def evaluate(

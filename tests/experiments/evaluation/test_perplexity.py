@@ -1,6 +1,5 @@
 """The protocol: what the text is, which windows it gives, and what the number means."""
 
-import io
 import math
 import os
 
@@ -12,8 +11,6 @@ from experiments.data.tokenizer import gpt2_encoding
 from experiments.evaluation.perplexity import Text, perplexity, raw_rows, window_losses, windows
 from experiments.support.errors import UserError
 from models.gpt2 import GPT, GPTConfig
-
-REVISION = "0" * 40
 
 
 class Fixed(nn.Module):
@@ -74,7 +71,7 @@ WIKITEXT = os.environ.get("SPARSE24_WIKITEXT2")  # path of wiki.test.raw or of t
 
 @pytest.mark.skipif(WIKITEXT is None, reason="SPARSE24_WIKITEXT2 names no file")
 def test_the_real_wikitext2_has_287644_tokens_of_gpt2():
-    tokens = gpt2_encoding().encode_ordinary(Text(WIKITEXT, REVISION).content)
+    tokens = gpt2_encoding().encode_ordinary(Text(WIKITEXT).content)
     assert len(tokens) == 287_644
     assert windows(tokens, 1024).shape == (280, 1024)
 
@@ -94,36 +91,35 @@ def test_the_raw_file_and_the_hub_s_rows_are_the_same_text(tmp_path):
     pyarrow.parquet.write_table(pyarrow.table({"text": ROWS}), tmp_path / "test.parquet")
     joined = "\n\n = Title = \n\n\n\n\n First line . \n\n\n Second line . \n\n\n"
     for name in ("wiki.test.raw", "test.parquet"):
-        assert Text(str(tmp_path / name), REVISION).content == joined
+        assert Text(str(tmp_path / name)).content == joined
 
 
-def test_any_other_file_and_standard_input_are_taken_as_they_are(tmp_path, monkeypatch):
+def test_any_other_file_is_taken_as_it_is(tmp_path):
     (tmp_path / "a.txt").write_bytes("ein Wort\n\n\nnoch eins; Überschuß".encode())
-    text = Text(str(tmp_path / "a.txt"), REVISION)
-    assert text.content == "ein Wort\n\n\nnoch eins; Überschuß"
+    assert Text(str(tmp_path / "a.txt")).content == "ein Wort\n\n\nnoch eins; Überschuß"
+
+
+def test_the_hub_s_test_split_is_read_at_its_revision(monkeypatch):
+    asked = []
     monkeypatch.setattr(
-        "sys.stdin", io.TextIOWrapper(io.BytesIO((tmp_path / "a.txt").read_bytes()))
+        "experiments.evaluation.perplexity.load_dataset",
+        lambda *given: asked.append(given) or {"test": {"text": ROWS}},
     )
-    piped = Text("-", REVISION)
-    assert piped.content == text.content
-    assert piped.identity() == text.identity()  # by content, wherever it came from
-    assert Text("wikitext2", REVISION).identity() == {"name": "wikitext2", "revision": REVISION}
+    text = Text("wikitext2")
+    assert text.content == "\n\n".join(ROWS)
+    [(name, config, revision)] = asked
+    assert (name, config) == ("Salesforce/wikitext", "wikitext-2-raw-v1") and len(revision) == 40
+    assert text.identity() == {"name": "wikitext2", "revision": revision}
 
 
 def test_text_that_cannot_be_read_is_one_line(tmp_path):
     for name, content, message in (
         ("missing.txt", None, r"ppl=.*missing\.txt is no file"),
-        ("latin.txt", b"caf\xe9", r"latin\.txt is not UTF-8 text \(byte 3\)"),
-        ("no.parquet", b"PAR", r"no\.parquet is not a Parquet file"),
+        ("latin.txt", b"caf\xe9", r"latin\.txt cannot be read as text: UnicodeDecodeError"),
+        ("no.parquet", b"PAR", r"no\.parquet cannot be read as text: ArrowInvalid"),
     ):
         if content is not None:
             (tmp_path / name).write_bytes(content)
         with pytest.raises(UserError, match=message) as caught:
-            _ = Text(str(tmp_path / name), REVISION).content
+            _ = Text(str(tmp_path / name)).content
         assert "\n" not in str(caught.value)
-    import pyarrow
-    import pyarrow.parquet
-
-    pyarrow.parquet.write_table(pyarrow.table({"text": ["a", None]}), tmp_path / "null.parquet")
-    with pytest.raises(UserError, match=r"column text of .*null\.parquet has rows without text"):
-        _ = Text(str(tmp_path / "null.parquet"), REVISION).content

@@ -100,21 +100,13 @@ def test_every_option_is_passed_and_part_of_the_identity(trained, local, recorde
     assert recorded["num_fewshot"] is None and recorded["limit"] is None  # where not asked for
 
 
-def test_tasks_are_known_by_the_data_that_they_name_elsewhere(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    for name in ("tasks", "outside"):
-        (tmp_path / name).mkdir()
-    for kwargs in ("data_files: outside/a.jsonl", "data_files: {test: [outside/*.jsonl]}",
-                   "data_dir: outside"):  # fmt: skip
-        task = f"task: x\ndataset_path: json\ndataset_kwargs: {{{kwargs}}}\n"
-        (tmp_path / "tasks" / "x.yaml").write_text(task + "doc_to_text: !function u.f\n")
-        seen, path = [], tmp_path / "outside" / "a.jsonl"
-        path.unlink(missing_ok=True)
-        for content in (None, "one", "two", "one"):
-            if content is not None:
-                path.write_text(content)
-            seen.append(zero_shot.identity(["x"], "tasks", allow_code=True)["task_files"])
-        assert len(set(seen)) == 3 and seen[1] == seen[3]
+def test_a_task_is_known_by_the_files_of_its_folder(tmp_path):
+    (tmp_path / "x.yaml").write_text("task: x\n")
+    seen = []
+    for content in ("one", "two", "one"):
+        (tmp_path / "data.jsonl").write_text(content)
+        seen.append(zero_shot.identity(["x"], str(tmp_path))["task_files"])
+    assert seen[0] == seen[2] != seen[1]
 
 
 @pytest.mark.parametrize("tag", ["!function u.f", "!%66unction u.f"])
