@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -23,13 +23,21 @@ TABLES = 64  # tables of addresses that are kept, the most recently used ones
 BLOCK = 512  # groups per program: the fastest of 256 to 4096 on an H200 for nearly every kernel
 
 
-def launch(kernel: Any, blocks: int, device: torch.device, *args: Any, **options: Any) -> None:
+class Launched(NamedTuple):
+    """A kernel as Triton has compiled it, and the number of its programs."""
+
+    compiled: Any
+    blocks: int
+
+
+def launch(kernel: Any, blocks: int, device: torch.device, *args: Any, **options: Any) -> Launched:
     """Run `kernel` in `blocks` programs on `device`.
 
     Fused multiply-adds are off: cpu.py has none, and the results must be bitwise equal.
     """
     with backend.current(device):
-        kernel[(blocks,)](*args, **options, enable_fp_fusion=False)
+        compiled = kernel[(blocks,)](*args, **options, enable_fp_fusion=False)
+    return Launched(compiled, blocks)
 
 
 _tables: dict[tuple[Any, ...], torch.Tensor] = {}

@@ -42,8 +42,8 @@ from common_kernels.matmul.choice import (
 )
 from common_kernels.matmul.cusparselt import Problem, aligned
 from common_kernels.matmul.emulation import emulate
-from common_kernels.pack import BUFFERED, Packed24, convert24, meta_bytes, unpack24
-from common_kernels.pack.operands import fill_up, packed_sample, whole_blocks
+from common_kernels.pack import BUFFERED, Buffered, Packed24, convert24, meta_bytes, unpack24
+from common_kernels.pack.operands import TOKENS, fill_up, packed_sample, whole_blocks
 
 __all__ = [
     "LAYOUTS",
@@ -129,7 +129,7 @@ def _out_dtype(dtype: torch.dtype) -> torch.dtype:
 def _cutlass(packed: Packed24, x: Tensor, bias: Tensor | None) -> Tensor:
     """The product by torch's CUTLASS operator, which computes y^T = A x^T."""
     tokens = x.shape[0]
-    x = fill_up(x, -tokens % _multiple(x))
+    x = fill_up(x, -tokens % (16 // x.element_size()))
     if bias is None:
         y = torch.ops.aten._sparse_semi_structured_mm(packed.values, packed.meta, x.t())
     else:
@@ -138,17 +138,17 @@ def _cutlass(packed: Packed24, x: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def linear24(
-    packed: Packed24,
+    packed: Buffered,
     x: Tensor,
     bias: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
     *,
     scales: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """x [tokens, columns] A^T + bias [rows], of shape [tokens, rows]. A's layout decides whether
+    """x [..., columns] A^T + bias [rows], of shape [..., rows]. A's layout decides whether
     cuSPARSELt or our own kernels multiply.
 
-    x is row-major and has A's dtype. The tokens are padded with zero rows as the kernels need.
+    x has A's dtype. The tokens are padded with zero rows as the kernels need.
 
     Args:
         out_dtype: A's dtype (the default), or for FP8 bf16, with cuSPARSELt also fp16 or fp32.
@@ -156,28 +156,28 @@ def linear24(
             Our own kernels divide before they round to bf16; after cuSPARSELt it is a separate
             pass.
     """
-    buffer, (rows, columns) = packed.buffer, packed.shape
-    _check_fit(packed, x, x.shape[1])
-    scale, other = scales or (None, None)
-    checks.one_device(matrix=buffer, x=x, bias=bias, scale=scale, other=other)
-    tokens = x.shape[0]
+    rows, columns = packed.shape
+    _check_fit(packed, x, x.shape[-1])
+    missing = -(x.numel() // columns) % (16 // x.element_size())
+    if missing and packed.layout == BUFFERED:
+        filled = fill_up(x.reshape(-1, columns), missing)
+        y = linear24(packed, filled, bias, out_dtype, scales=scales)
+        # A copy, because a view returned by an autograd Function cannot be changed in place.
+        y = y.narrow_copy(0, 0, len(y) - missing)
+        return torch.ops.aten._unsafe_view(y, [*x.shape[:-1], rows])
+    if scales is None:
+        given = packed.buffer, packed.layout, rows, columns, x, bias
+        return _unscaled(*given, True, True, out_dtype or x.dtype)
+    scale, other = scales
     if packed.layout == BUFFERED:
-        x = fill_up(x, -tokens % _multiple(x))
-    x = x.contiguous()
-    given = packed.layout, rows, columns, x
-    if scale is None or other is None:
-        y = _unscaled(buffer, *given, bias, True, True, out_dtype or x.dtype)
-    elif packed.layout == BUFFERED:
-        y = _unscaled(buffer, *given, None, True, True, torch.bfloat16)
-        y = rescale(y, scale, other, bias=bias, dtype=out_dtype)
-    else:
-        bias = None if bias is None else bias.to(torch.bfloat16)
-        y = _matmul24(buffer, *given, bias, scale, other, True, True, torch.bfloat16)
-        # In torch 2.11 torch.compile silently drops the backward pass of an autograd Function that
-        # returns the result of a `to` that changes nothing.
-        y = y if out_dtype in (None, y.dtype) else y.to(out_dtype)
-    # Copy if rows were padded: a view returned by an autograd Function cannot be changed in place.
-    return y if len(x) == tokens else y.narrow_copy(0, 0, tokens)
+        given = packed.buffer, packed.layout, rows, columns, x, None
+        y = _unscaled(*given, True, True, torch.bfloat16)
+        return rescale(y, scale, other, bias=bias, dtype=out_dtype)
+    bias, given = None if bias is None else bias.to(torch.bfloat16), (packed.layout, rows, columns)
+    y = _matmul24(packed.buffer, *given, x, bias, scale, other, True, True, torch.bfloat16)
+    # In torch 2.11 torch.compile silently drops the backward pass of an autograd Function that
+    # returns the result of a `to` that changes nothing.
+    return y if out_dtype in (None, y.dtype) else y.to(out_dtype)
 
 
 def mm24(
@@ -229,17 +229,21 @@ def sample_mm24(
 ) -> Tensor:
     """S(dY)^T X [out, in] in one operator: mm24(sample_pack24(dy, key, stride, layout=layout), x).
 
-    dy [tokens, out] and x [tokens, in] have one dtype. `mm24` and `sample_pack24` describe the
-    rest.
+    dy [..., out] and x [..., in] have one dtype and equally many tokens. `mm24` and `sample_pack24`
+    describe the rest.
     """
-    if x.ndim != 2 or x.shape[0] != dy.shape[0] or x.dtype != dy.dtype:
+    tokens = dy.numel() // dy.shape[-1]
+    if x.dtype != dy.dtype or x.numel() != tokens * x.shape[-1]:
         raise ValueError(
             f"dy {tuple(dy.shape)} of {dy.dtype} and x {tuple(x.shape)} of {x.dtype} must be "
             "matrices with equally many tokens and one dtype"
         )
+    name = backends.resolve(dy.device, backend)
+    if layout == BUFFERED and name == "triton" and not tokens % TOKENS:
+        return _by_one_sample(dy, x, key, stride)
+    dy, x = dy.reshape(tokens, -1), x.reshape(tokens, -1)
     whole = whole_blocks(dy, key, dy.dtype, layout)
-    name = backends.resolve(checks.one_device(dy=dy, x=x, key=key), backend)
-    x = fill_up(x, whole.shape[0] - x.shape[0]).contiguous()
+    x = fill_up(x, whole.shape[0] - tokens).contiguous()
     return _sample_mm24(whole, x, key, stride, layout, name)
 
 
@@ -247,6 +251,7 @@ def sample_mm24(
 def _sample_mm24(
     dy: Tensor, x: Tensor, key: Tensor, stride: int, layout: str, backend: str
 ) -> Tensor:
+    checks.one_device(dy=dy, x=x, key=key)
     buffer = packed_sample(dy, key, stride, dy.dtype, layout, backend)
     tokens, rows = dy.shape
     return _unscaled(buffer, layout, rows, tokens, x, None, False, False, x.dtype)
@@ -257,16 +262,12 @@ def _(dy, x, key, stride, layout, backend):
     return x.new_empty(dy.shape[1], x.shape[1])
 
 
-def _check_fit(packed: Packed24, x: Tensor, summed: int) -> None:
+def _check_fit(packed: Buffered, x: Tensor, summed: int) -> None:
     if x.dtype != packed.dtype or summed != packed.shape[1]:
         raise ValueError(
             f"x {tuple(x.shape)} of {x.dtype} does not fit a sparse {tuple(packed.shape)} of "
             f"{packed.dtype}"
         )
-
-
-def _multiple(x: Tensor) -> int:
-    return 16 // x.element_size()
 
 
 def _unscaled(
@@ -307,7 +308,7 @@ def _matmul24(
     """The product; our own kernels also divide it by the two scales."""
     scales = None if scale is None or other is None else (scale, other)
     problem = (
-        rows, columns, dense.shape[0 if dense_transposed else 1], dense.dtype, out_dtype,
+        rows, columns, _tokens(dense, columns, dense_transposed), dense.dtype, out_dtype,
         dense_transposed, result_transposed, bias is not None and scales is None, layout,
     )  # fmt: skip
     return _product(buffer, dense, bias, scales, problem)
@@ -320,19 +321,24 @@ def _product(
     scales: tuple[Tensor, Tensor] | None,
     problem: tuple[Any, ...],
 ) -> Tensor:
-    """The product; `problem` holds the fields of a `Problem`. For small layers Python takes as long
-    here as the GPU, so this is kept short."""
-    device = buffer.device
+    """The product; `problem` holds the fields of a `Problem`. If both operands are transposed, the
+    dense one may have several leading dims."""
+    checks.one_device(matrix=buffer, x=dense, bias=bias)
+    device, described = buffer.device, Problem(*problem)
+    shape = described.result_shape
+    if described.dense_transposed and described.result_transposed:
+        shape = (*dense.shape[:-1], described.rows)
+    dense = dense.reshape(described.dense_shape).contiguous()
     if device.type == "cpu":
         with torch.autocast("cpu", enabled=False):
-            return emulate(buffer, dense, bias, scales, Problem(*problem))
+            y = emulate(buffer, dense, bias, scales, described)
+        return torch.ops.aten._unsafe_view(y, shape)
+    out = torch.empty(shape, dtype=described.out_dtype, device=device)
     if not dense.numel():
-        described = Problem(*problem)
-        return torch.zeros(described.result_shape, dtype=described.out_dtype, device=device)
+        return out.zero_()
     with backends.current(device):
         stream = torch._C._cuda_getCurrentRawStream(device.index)
         plan = _plan(problem, device.index, stream)
-        out = torch.empty(plan.result_shape, dtype=plan.out_dtype, device=device)
         given = aligned(buffer), aligned(dense), out
         if isinstance(plan, cuda.Plan):
             own = None if bias is None else aligned(bias.to(out.dtype).contiguous())
@@ -342,18 +348,26 @@ def _product(
     return out
 
 
+def _tokens(dense: Tensor, columns: int, dense_transposed: bool) -> int:
+    """The number of columns of the dense operand, as `Problem.tokens`."""
+    return dense.numel() // columns if dense_transposed else dense.shape[1]
+
+
 @_matmul24.register_fake
 def _(buffer, layout, rows, columns, dense, bias, scale, other, *rest):
     return _fake(buffer, rows, columns, dense, bias, *rest)
 
 
 def _fake(buffer, rows, columns, dense, bias, dense_transposed, result_transposed, out_dtype):
+    if dense_transposed and result_transposed:
+        return buffer.new_empty((*dense.shape[:-1], rows), dtype=out_dtype)
     shape = (rows, dense.shape[0 if dense_transposed else 1])
     return buffer.new_empty(shape[::-1] if result_transposed else shape, dtype=out_dtype)
 
 
-# Autograd passes this operator by, which is quicker; it is called only where no gradient is
-# recorded. On GPUs C++ replaces the kernel (native.py) and calls plan24 for a plan that it lacks.
+# Autograd passes these operators by, which is quicker; they are called only where no gradient is
+# recorded. On GPUs C++ replaces their kernels (native.py) and calls plan24 and sampling24 for what
+# it needs to launch.
 LIBRARY.define(
     "matmul24_cusparselt(Tensor buffer, SymInt rows, SymInt columns, Tensor dense, Tensor? bias, "
     "bool dense_transposed, bool result_transposed, ScalarType out_dtype) -> Tensor"
@@ -362,15 +376,21 @@ LIBRARY.define(
     "plan24(int rows, int columns, int tokens, ScalarType dtype, ScalarType out_dtype, "
     "bool dense_transposed, bool result_transposed, bool biased, int device, int stream) -> int"
 )
-LIBRARY.impl("matmul24_cusparselt", torch.library.fallthrough_kernel, "Autograd")
+LIBRARY.define(
+    "sample_mm24_cusparselt(Tensor dy, Tensor x, Tensor key, SymInt stride) -> Tensor"
+)
+LIBRARY.define("sampling24(Tensor dy, Tensor key, int stride) -> int")
+for _name in ("matmul24_cusparselt", "sample_mm24_cusparselt"):
+    LIBRARY.impl(_name, torch.library.fallthrough_kernel, "Autograd")
 _by_cusparselt = torch.ops.sparse24.matmul24_cusparselt.default
+_by_one_sample = torch.ops.sparse24.sample_mm24_cusparselt.default
 
 
 @default_kernel("matmul24_cusparselt")
 def _(buffer, rows, columns, dense, bias, dense_transposed, result_transposed, out_dtype):
     if buffer.is_cuda:
         native.start()  # for the next call
-    tokens = dense.shape[0 if dense_transposed else 1]
+    tokens = _tokens(dense, columns, dense_transposed)
     problem = (
         rows, columns, tokens, dense.dtype, out_dtype, dense_transposed, result_transposed,
         bias is not None, BUFFERED,
@@ -379,6 +399,31 @@ def _(buffer, rows, columns, dense, bias, dense_transposed, result_transposed, o
 
 
 torch.library.register_fake("sparse24::matmul24_cusparselt", _fake, lib=LIBRARY)
+
+
+@default_kernel("sample_mm24_cusparselt")
+def _(dy, x, key, stride):
+    if dy.is_cuda:
+        native.start()
+    dy, x = dy.reshape(-1, dy.shape[-1]).contiguous(), x.reshape(-1, x.shape[-1])
+    return _sample_mm24(dy, x, key, stride, BUFFERED, "triton")
+
+
+@torch.library.register_fake("sparse24::sample_mm24_cusparselt", lib=LIBRARY)
+def _(dy, x, key, stride):
+    return x.new_empty(dy.shape[-1], x.shape[-1])
+
+
+@default_kernel("sampling24")
+def _(dy, key, stride):
+    from common_kernels.pack import sample_triton
+
+    try:
+        whole = whole_blocks(dy.reshape(-1, dy.shape[-1]), key, dy.dtype, BUFFERED)
+        buffer, launched = sample_triton.launched(whole, key, dy.dtype, stride, BUFFERED)
+        return native.kernel(*launched, len(buffer))
+    except Exception as error:
+        return native.failed(error)
 
 
 @default_kernel("plan24")

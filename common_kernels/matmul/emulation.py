@@ -23,7 +23,7 @@ def emulate(
     if scales is not None:
         product *= 1 / scales[0] / scales[1]
     if bias is not None:
-        product += bias.float()[:, None]
+        product += bias.to(problem.out_dtype).float()[:, None]
     return (
         (product.t() if problem.result_transposed else product).to(problem.out_dtype).contiguous()
     )

@@ -1,5 +1,5 @@
-"""The launch of cuSPARSELt's product in C++, which takes the CPU a fraction of the time that Python
-takes.
+"""The launch of cuSPARSELt's products, and of the sample in one of them, in C++, which takes the CPU
+a fraction of the time that Python takes.
 
 `csrc/native.cpp` is compiled when a GPU first needs it, by the C++ compiler alone (CXX, else c++).
 Without a compiler, or with SPARSE24_NATIVE=0, Python launches the products.
@@ -17,6 +17,7 @@ import subprocess
 import sys
 import warnings
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -47,7 +48,22 @@ class Launch(ctypes.Structure):
     )
 
 
-_kept: dict[object, Launch] = {}  # by plan; C++ has the addresses
+class Kernel(ctypes.Structure):
+    """A kernel of Triton that C++ launches, or the reason why there is none. native.cpp has the
+    same fields."""
+
+    _fields_ = (
+        ("failure", ctypes.c_char_p),
+        ("launch", ctypes.c_void_p),
+        ("function", ctypes.c_void_p),
+        ("blocks", ctypes.c_int32),
+        ("threads", ctypes.c_int32),
+        ("shared", ctypes.c_int32),
+        ("bytes", ctypes.c_int64),
+    )
+
+
+_kept: dict[object, ctypes.Structure] = {}  # by plan; C++ has the addresses
 
 
 def launch(plan: cusparselt.Plan) -> int:
@@ -65,8 +81,24 @@ def launch(plan: cusparselt.Plan) -> int:
     return ctypes.addressof(found)
 
 
+def kernel(compiled: Any, blocks: int, size: int) -> int:
+    """The address of the `Kernel` of a `launch.Launched` that fills a buffer of `size` bytes."""
+    meta = compiled.metadata
+    start = ctypes.cast(driver().cuLaunchKernel, ctypes.c_void_p)
+    threads = 32 * meta.num_warps
+    found = Kernel(None, start, compiled.function, blocks, threads, meta.shared, size)
+    _kept[object()] = found
+    return ctypes.addressof(found)
+
+
+@functools.cache
+def driver() -> ctypes.CDLL:
+    """The driver's library."""
+    return ctypes.CDLL("libcuda.so.1")
+
+
 def failed(error: Exception) -> int:
-    """The address of a `Launch` that makes C++ raise RuntimeError with this error's message."""
+    """The address of a `Launch` or `Kernel` that makes C++ raise RuntimeError with this error's message."""
     found = _kept[object()] = Launch(str(error).encode())  # another thread may be reading one
     return ctypes.addressof(found)
 

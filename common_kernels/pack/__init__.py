@@ -7,6 +7,7 @@ mask, and `interop.py` converts to torch's tensor class.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
@@ -25,6 +26,19 @@ DTYPES = (
     torch.int8,
 )
 BUFFERED = cpu.BUFFERED
+
+
+class Buffered(Protocol):
+    """What a product reads of a `Packed24` in one buffer."""
+
+    @property
+    def buffer(self) -> torch.Tensor: ...
+    @property
+    def shape(self) -> tuple[int, int]: ...
+    @property
+    def dtype(self) -> torch.dtype: ...
+    @property
+    def layout(self) -> str: ...
 
 
 @dataclass(frozen=True, eq=False)

@@ -367,11 +367,16 @@ class Method:
         self.micro_batch += 1
 
     def _set_keys(self, place: int, values: list[int]) -> None:
-        """Set entry `place` of all layers' keys, in two launches."""
-        numbers = [layer.key[place] for layer in self.sparse_layers.values()]
-        if numbers:
-            torch._foreach_zero_(numbers)
-            torch._foreach_add_(numbers, values)
+        """Set entry `place` of all layers' keys, in three launches."""
+        layers = [*self.sparse_layers.values()]
+        if not layers:
+            return
+        keys = [layer.key for layer in layers]
+        numbers = [key[place] for key in keys]
+        torch._foreach_zero_(numbers)
+        torch._foreach_add_(numbers, values)
+        for layer, drawn in zip(layers, torch.stack(keys).unbind(), strict=True):
+            vars(layer)["drawn"] = drawn
 
     def on_gradients(self, step: int, optimizer: Optimizers = None) -> None:
         """Do the method's work on the gradients (masked decay, for example). Call it after

@@ -18,7 +18,9 @@ An operand is `Dense`, `Packed` if it is 2:4 along the summed dim and the sparse
 from __future__ import annotations
 
 import os
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, fields, replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -29,7 +31,7 @@ from common_kernels.matmul import Problem, fastest, own_layout, sample_mm24, una
 from common_kernels.pack import BUFFERED
 from common_kernels.pack.operands import MULTIPLE, TOKENS
 
-from .operands import Dense, Packed, save, saved
+from .operands import Dense, Packed, flat, save, saved
 
 MATMULS = ("auto", "cusparselt", "cuda", "dense")
 MATMUL_VARIABLE = "SPARSE24_MATMUL"
@@ -186,26 +188,34 @@ class _SparseLinear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad_y):
-        with torch.autocast(grad_y.device.type, enabled=False):
-            return _SparseLinear._backward(ctx, grad_y)
-
-    @staticmethod
-    def _backward(ctx, grad_y):
         dgrad, x, key = saved(ctx)
-        dy, x2d = grad_y.reshape(-1, grad_y.shape[-1]), x.reshape(-1, x.shape[-1])
         grad_x = grad_weight = grad_bias = None
-        if ctx.needs_input_grad[0]:
-            grad_x = dgrad.grad(dy).reshape(x.shape)
-        if ctx.needs_input_grad[1]:
-            if ctx.packs_sample:
-                grad_weight = sample_mm24(dy, x2d, key, groups_of(dy), layout=ctx.packs_sample)
-            else:
-                sample = sample_tokens(dy, key, ctx.mvue) if ctx.mvue else dy
-                grad_weight = sample.t() @ x2d
-            grad_weight = grad_weight.to(ctx.weight_dtype)
-        if ctx.needs_input_grad[4]:
-            grad_bias = dy.sum(0).to(ctx.bias_dtype)
+        with without_autocast(grad_y):
+            if ctx.needs_input_grad[0]:
+                grad_x = dgrad.grad(grad_y)
+            if ctx.needs_input_grad[1]:
+                if ctx.packs_sample:
+                    stride = groups_of(grad_y)
+                    grad_weight = sample_mm24(grad_y, x, key, stride, layout=ctx.packs_sample)
+                else:
+                    dy = flat(grad_y)
+                    sample = sample_tokens(dy, key, ctx.mvue) if ctx.mvue else dy
+                    grad_weight = sample.t() @ flat(x)
+                grad_weight = grad_weight.to(ctx.weight_dtype)
+            if ctx.needs_input_grad[4]:
+                grad_bias = flat(grad_y).sum(0).to(ctx.bias_dtype)
         return grad_x, grad_weight, None, None, grad_bias, *(None,) * 3
+
+
+_NOTHING: AbstractContextManager[Any] = nullcontext()
+
+
+def without_autocast(x: Tensor) -> AbstractContextManager[Any]:
+    """A context without autocast on x's device; one that is shared if autocast is off already,
+    since switching takes as long as a launch."""
+    device = x.device.type
+    on = torch.is_autocast_enabled(device)
+    return torch.autocast(device, enabled=False) if on else _NOTHING
 
 
 def autocast_dtype(x: Tensor) -> torch.dtype:
@@ -220,8 +230,8 @@ def under_autocast(x: Tensor) -> Tensor:
 
 
 def groups_of(dy: Tensor) -> int:
-    """The number of groups of four tokens in dY [T, out]; the last one may be partial."""
-    return -(-dy.shape[0] // 4) * dy.shape[1]
+    """The number of groups of four tokens in dY [..., out]; the last one may be partial."""
+    return -(-(dy.numel() // dy.shape[-1]) // 4) * dy.shape[-1]
 
 
 def sample_tokens(dy: Tensor, key: Tensor, design: str) -> Tensor:

@@ -55,6 +55,7 @@ class SparseLinear(nn.Linear):
     packed_transposed: Tensor | None
     accelerated: Products
     key: Tensor
+    drawn: Tensor | None = None  # the numbers of `key`, in a tensor of this micro-batch alone
     conv1d: type[nn.Module] | None = None  # transformers' Conv1D, if the layer was one
     pattern: tuple[int, int]  # n non-zeros in m consecutive inputs
     # `refresh_mask` and `update_buffers` treat each run of this many rows separately; 0: all rows
@@ -299,12 +300,17 @@ class SparseLinear(nn.Linear):
         # checkpointing runs training's forward pass without gradients.
         if not self.training and not torch.is_grad_enabled():
             return fprop.linear(x, self.bias)
-        products, mvue, key, packs_sample = self.products, self.mvue, None, None
-        if mvue:  # copy: the next micro-batch changes the key before this one's backward pass
-            key = self.key.clone()
-        if products.wgrad and x.dtype == self.dtype:
-            packs_sample = products.layouts.wgrad
+        products, mvue = self.products, self.mvue
+        packs_sample = products.layouts.wgrad if products.wgrad and x.dtype == self.dtype else None
+        key = self.key_of_pass() if mvue else None
         return sparse_linear(x, self.weight, fprop, dgrad, self.bias, key, mvue, packs_sample)
+
+    def key_of_pass(self) -> Tensor:
+        """`key` as it is now, for a backward pass that may follow the next micro-batch's forward
+        pass. A compiled or captured pass copies the buffer, whose address never changes."""
+        if torch.compiler.is_compiling() or self.drawn is None or _capturing(self.drawn):
+            return self.key.clone()
+        return self.drawn
 
     def weight_in_use(self) -> Tensor:
         """The weight in use, for a product made elsewhere (matrices.py)."""

@@ -34,8 +34,8 @@ class Dense(NamedTuple):
         return F.linear(x, self.matrix, None if bias is None else bias.to(x.dtype))
 
     def grad(self, dy: Tensor) -> Tensor:
-        """dy [T, out] -> [T, in]."""
-        return dy @ self.matrix
+        """dy [..., out] -> [..., in]."""
+        return (flat(dy) @ self.matrix).view(*dy.shape[:-1], -1)
 
 
 class Packed(NamedTuple):
@@ -53,12 +53,11 @@ class Packed(NamedTuple):
 
     def linear(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """x [..., in] -> [..., out], of one dtype."""
-        bias = None if bias is None else bias.to(x.dtype)
-        return with_leading_dims(linear24(self.matrix, x.reshape(-1, x.shape[-1]), bias), x)
+        return linear24(self, x, bias)  # not `matrix`, whose checks take as long as a launch
 
     def grad(self, dy: Tensor) -> Tensor:
-        """dy [T, out] -> [T, in]."""
-        return linear24(self.matrix, dy)
+        """dy [..., out] -> [..., in]."""
+        return linear24(self, dy)
 
 
 class Compressed(NamedTuple):
@@ -71,9 +70,10 @@ class Compressed(NamedTuple):
     layout: str = BUFFERED
 
     def grad(self, dy: Tensor) -> Tensor:
-        """dy [T, out] -> [T, in]."""
+        """dy [..., out] -> [..., in]."""
         masks = self.row_mask, self.column_mask
-        return twice_pruned_mm24(dy, self.values, *masks, layout=self.layout)
+        dx = twice_pruned_mm24(flat(dy), self.values, *masks, layout=self.layout)
+        return dx.view(*dy.shape[:-1], -1)
 
 
 class Fp8(NamedTuple):
@@ -137,6 +137,11 @@ def saved(ctx: Any) -> tuple[Any, ...]:
         return None, *tensors
     kind, count, rest = ctx.operand
     return kind(*tensors[:count], *rest), *tensors[count:]
+
+
+def flat(x: Tensor) -> Tensor:
+    """x [..., k] as [T, k]."""
+    return x.reshape(-1, x.shape[-1])
 
 
 def exact_product(a: Tensor, b: Tensor) -> Tensor:

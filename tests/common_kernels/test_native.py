@@ -4,6 +4,7 @@ import ctypes
 import itertools
 import shutil
 import subprocess
+import types
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -11,8 +12,8 @@ import pytest
 import torch
 
 from common_kernels import matmul
-from common_kernels.matmul import Problem, cusparselt, linear24, mm24, native
-from common_kernels.pack import Packed24
+from common_kernels.matmul import Problem, cusparselt, linear24, mm24, native, sample_mm24
+from common_kernels.pack import BUFFERED, Packed24
 from tests.each import each
 
 BF16, STREAMS = torch.bfloat16, itertools.count(4711)
@@ -42,6 +43,14 @@ int cusparseLtMatmul(void *handle, void *plan, float *alpha, void *a, void *b, f
   memcpy(d, b, 1024);
   if (bias) memcpy(d, bias, 128);
   return status; }
+size_t taken[12];
+int cuLaunchKernel(void *function, unsigned blocks, unsigned y, unsigned z, unsigned threads,
+                   unsigned ty, unsigned tz, unsigned shared, void *on, void **given, void **more) {
+  size_t all[] = {(size_t)function, blocks, threads, shared, (size_t)on, *(size_t *)given[0],
+                  *(size_t *)given[1], *(size_t *)given[2], *(size_t *)given[3],
+                  *(size_t *)given[4], *(size_t *)given[5], *(size_t *)given[7]};
+  memcpy(taken, all, sizeof all);
+  return y * z * ty * tz == 1 ? status : 7; }
 int current_stream(int device, void **out) { *out = stream; return 0; }
 """
 
@@ -114,6 +123,41 @@ def test_the_library_is_called_as_from_python(dtype, form, fake):
     assert (y.shape, y.dtype) == (want.shape, out)
     other = ("b", "c", "d", "workspace")
     assert {**seen(fake), **{name: got[name] for name in other}} == got
+
+
+@each("tokens", [64, 48])
+def test_a_sample_is_launched_before_its_product(tokens, fake, monkeypatch):
+    """Its kernel is asked for once; the buffer that it fills goes to the library."""
+    launch = pytest.importorskip("common_kernels.launch", reason="no Triton for this platform")
+    from common_kernels.pack import sample_triton
+
+    made = []
+
+    def launched(dy, key, dtype, stride, layout):
+        made.append((dy.shape, stride))
+        metadata = types.SimpleNamespace(num_warps=4, shared=99)
+        compiled = types.SimpleNamespace(function=1234, metadata=metadata)
+        return torch.empty(5000), launch.Launched(compiled, 7)
+
+    monkeypatch.setattr(sample_triton, "launched", launched)
+    monkeypatch.setattr(native, "driver", lambda: fake)
+    dy, x = torch.randn(2, tokens // 2, 192).to(BF16), torch.randn(2, tokens // 2, 128).to(BF16)
+    key = torch.tensor([1, 2])
+    for stream in (5, 6):
+        now(fake, stream + 100 * tokens)
+        dw = sample_mm24(dy, x, key, 12 * tokens, backend="triton")
+        got, values = [*(ctypes.c_size_t * 12).in_dll(fake, "taken")], seen(fake)["a"]
+        assert got[:5] == [1234, 7, 128, 99, stream + 100 * tokens]
+        pointers = [dy.data_ptr(), key.data_ptr(), 12 * tokens, values, values + 192 * tokens]
+        assert got[5:] == [*pointers, tokens, 0]
+        assert seen(fake)["b"] == x.data_ptr() and dw.shape == (192, 128) and dw.dtype == BF16
+    assert made == [((tokens, 192), 12 * tokens)]
+    problem = 192, tokens, 128, BF16, BF16, False, False, False, BUFFERED
+    assert [*fake.plans][-2:] == [(problem, 100 * tokens + stream) for stream in (5, 6)]
+    assert not sample_mm24(dy[:0], x[:0], key, backend="triton").any()
+    now(fake, status=3)
+    with pytest.raises(RuntimeError, match=r"^cuLaunchKernel: error 3$"):
+        sample_mm24(dy, x, key, 12 * tokens, backend="triton")
 
 
 def test_each_stream_has_its_plan_and_makes_it_once(fake):
