@@ -51,7 +51,7 @@ def adamw24_(
     device = checks.one_device(grad_scale=grad_scale, found_inf=found_inf, weight=weights[0].weight)
     kinds: dict[tuple, list[Weight24]] = {}
     for weight in weights:
-        kinds.setdefault(_kind(weight), []).append(weight)
+        kinds.setdefault(weight.kind, []).append(weight)
     for first, *_ in kinds.values():
         _check(first, rule, device)
     if backends.resolve(device, backend) == "triton":
@@ -60,20 +60,6 @@ def adamw24_(
         triton.adamw24_(list(kinds.values()), rates, rule, grad_scale, found_inf)
     else:
         cpu.adamw24_(weights, rates, rule, grad_scale, found_inf)
-
-
-def _kind(given: Weight24) -> tuple:
-    """The properties that must be equal for weights to share one check and one launch."""
-    return (
-        *[
-            None if t is None else (t.shape, t.dtype, t.device, t.is_contiguous())
-            for t in given.tensors.values()
-        ],
-        *[
-            None if p is None else (p.shape, p.dtype, p.layout)
-            for p in (given.packed, given.transposed)
-        ],
-    )
 
 
 def _check(given: Weight24, rule: Rule, device: torch.device) -> None:

@@ -82,9 +82,7 @@ def adamw24_(
     for fitting in launches:
         start(fitting, table, rule, grad_scale, found_inf)
         table = table[len(fitting) :]
-    read = ("grad", "scale")
-    tensors = [t for w in together for n, t in w.tensors.items() if t is not None and n not in read]
-    torch.autograd.graph.increment_version(tensors)
+    torch.autograd.graph.increment_version([t for w in together for t in w.written])
 
 
 def fits(given: Weight24) -> bool:
@@ -140,11 +138,12 @@ def logarithm(beta: float) -> float:
 def addresses(given: Weight24) -> tuple[int, ...]:
     """The table row of a weight: its tensors' addresses in the kernel's order. A missing tensor is
     given the weight's address."""
-    nothing = given.weight.data_ptr()
-    out = [nothing if t is None else t.data_ptr() for t in given.tensors.values()]
+    weight = given.weight.data_ptr()  # not kept: `tensor.data = ...` changes it
+    out = [weight if t is None else t.data_ptr() for t in given.kept]
+    out.insert(1, given.grad.data_ptr())
     values = given.weight.numel() // 2
     for packed, place in (given.packed, 8), (given.transposed, 9):  # the metadata follow the values
-        out.append(nothing if packed is None else out[place] + values * packed.dtype.itemsize)
+        out.append(weight if packed is None else out[place] + values * packed.dtype.itemsize)
     return (*out, *NO_SCALARS)
 
 

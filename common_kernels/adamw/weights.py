@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
+from typing import Any
 
 from torch import Tensor
 
@@ -39,11 +40,42 @@ class Weight24:
     transposed: Packed24 | None = None
     amax: Tensor | None = None
 
-    @cached_property
+    @property
     def tensors(self) -> dict[str, Tensor | None]:
         """Every field by name; a packed matrix is given by its buffer of bytes."""
-        found = vars(self).items()
-        return {n: t.buffer if isinstance(t, Packed24) else t for n, t in found}
+        found = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {n: t.buffer if isinstance(t, Packed24) else t for n, t in found.items()}
+
+    def with_grad(self, grad: Tensor) -> Weight24:
+        """The same weight in another step, in which only the gradient is another tensor."""
+        new = object.__new__(Weight24)
+        vars(new).update(vars(self), grad=grad)  # with what was found out about the others
+        return new
+
+    @cached_property
+    def kept(self) -> tuple[Tensor | None, ...]:
+        """All tensors but the gradient, in the order of the fields."""
+        return tuple(t for name, t in self.tensors.items() if name != "grad")
+
+    @cached_property
+    def written(self) -> list[Tensor]:
+        """The tensors that a step may write."""
+        own = self.tensors.items()
+        return [t for name, t in own if t is not None and name not in ("grad", "scale")]
+
+    @property
+    def kind(self) -> tuple[Any, ...]:
+        """The properties that must be equal for weights to share one check and one launch."""
+        return *_form(self.grad), self._kind
+
+    @cached_property
+    def _kind(self) -> tuple[Any, ...]:
+        packed = [p and (p.shape, p.dtype, p.layout) for p in (self.packed, self.transposed)]
+        return *(t if t is None else _form(t) for t in self.kept), *packed
+
+
+def _form(tensor: Tensor) -> tuple[Any, ...]:
+    return tensor.shape, tensor.dtype, tensor.device, tensor.is_contiguous()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -165,16 +165,15 @@ def linear24(
         # A copy, because a view returned by an autograd Function cannot be changed in place.
         y = y.narrow_copy(0, 0, len(y) - missing)
         return torch.ops.aten._unsafe_view(y, [*x.shape[:-1], rows])
+    given = packed.buffer, packed.layout, rows, columns, x
     if scales is None:
-        given = packed.buffer, packed.layout, rows, columns, x, bias
-        return _unscaled(*given, True, True, out_dtype or x.dtype)
+        return _unscaled(*given, bias, True, True, out_dtype or x.dtype)
     scale, other = scales
     if packed.layout == BUFFERED:
-        given = packed.buffer, packed.layout, rows, columns, x, None
-        y = _unscaled(*given, True, True, torch.bfloat16)
+        y = _unscaled(*given, None, True, True, torch.bfloat16)
         return rescale(y, scale, other, bias=bias, dtype=out_dtype)
-    bias, given = None if bias is None else bias.to(torch.bfloat16), (packed.layout, rows, columns)
-    y = _matmul24(packed.buffer, *given, x, bias, scale, other, True, True, torch.bfloat16)
+    bias = None if bias is None else bias.to(torch.bfloat16)
+    y = _matmul24(*given, bias, scale, other, True, True, torch.bfloat16)
     # In torch 2.11 torch.compile silently drops the backward pass of an autograd Function that
     # returns the result of a `to` that changes nothing.
     return y if out_dtype in (None, y.dtype) else y.to(out_dtype)
@@ -376,9 +375,7 @@ LIBRARY.define(
     "plan24(int rows, int columns, int tokens, ScalarType dtype, ScalarType out_dtype, "
     "bool dense_transposed, bool result_transposed, bool biased, int device, int stream) -> int"
 )
-LIBRARY.define(
-    "sample_mm24_cusparselt(Tensor dy, Tensor x, Tensor key, SymInt stride) -> Tensor"
-)
+LIBRARY.define("sample_mm24_cusparselt(Tensor dy, Tensor x, Tensor key, SymInt stride) -> Tensor")
 LIBRARY.define("sampling24(Tensor dy, Tensor key, int stride) -> int")
 for _name in ("matmul24_cusparselt", "sample_mm24_cusparselt"):
     LIBRARY.impl(_name, torch.library.fallthrough_kernel, "Autograd")

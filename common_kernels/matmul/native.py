@@ -1,5 +1,5 @@
-"""The launch of cuSPARSELt's products, and of the sample in one of them, in C++, which takes the CPU
-a fraction of the time that Python takes.
+"""The launch of cuSPARSELt's products in C++, with the sample of wgrad's, which takes the CPU a
+fraction of the time that Python takes.
 
 `csrc/native.cpp` is compiled when a GPU first needs it, by the C++ compiler alone (CXX, else c++).
 Without a compiler, or with SPARSE24_NATIVE=0, Python launches the products.
@@ -98,7 +98,8 @@ def driver() -> ctypes.CDLL:
 
 
 def failed(error: Exception) -> int:
-    """The address of a `Launch` or `Kernel` that makes C++ raise RuntimeError with this error's message."""
+    """The address of a `Launch` or `Kernel` that makes C++ raise RuntimeError with this error's
+    message."""
     found = _kept[object()] = Launch(str(error).encode())  # another thread may be reading one
     return ctypes.addressof(found)
 

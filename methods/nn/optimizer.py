@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -66,6 +66,10 @@ class StepWork:
     amax: Tensor | None = None
     derives: bool = True
     done: bool = False
+    weight: Any = field(init=False)  # an attribute of a module takes longer to find
+
+    def __post_init__(self) -> None:
+        self.weight = self.layer.weight
 
 
 class FusedAdamW(torch.optim.AdamW):
@@ -104,7 +108,7 @@ class FusedAdamW(torch.optim.AdamW):
         empties its dict before it hands over more.
         """
         groups = {id(p): group for group in self.param_groups for p in group["params"]}
-        weights = {name: id(work.layer.weight) for name, work in works.items()}
+        weights = {name: id(work.weight) for name, work in works.items()}
         layers = Counter(weights.values())
         taken = {
             name: work
@@ -117,7 +121,7 @@ class FusedAdamW(torch.optim.AdamW):
     def step(self, closure: Any = None) -> Any:
         """Update the weights and do the work that `accept` took over."""
         works = [work for taken in self._works for work in taken.values()]
-        self._by_weight = {id(work.layer.weight): work for work in works}
+        self._by_weight = {id(work.weight): work for work in works}
         # torch wraps each class's step to call hooks; unwrap one, so that hooks run once.
         step = inspect.unwrap(torch.optim.AdamW.step, stop=lambda f: not hasattr(f, "hooked"))
         try:
@@ -130,8 +134,9 @@ class FusedAdamW(torch.optim.AdamW):
         work are updated here and removed from the lists."""
         has_complex = super()._init_group(group, *lists)
         params = list(lists[0])
-        for entries in lists:  # DTensors have several times the Python overhead of local tensors
-            entries[:] = map(rows_of, entries)
+        if any(map(is_sharded, params)):
+            for entries in lists:  # DTensors have several times the Python overhead of local ones
+                entries[:] = map(rows_of, entries)
         mine = [i for i, p in enumerate(params) if id(p) in self._by_weight]
         if mine:
             self._update(group, [self._by_weight[id(params[i])] for i in mine])
@@ -143,13 +148,13 @@ class FusedAdamW(torch.optim.AdamW):
     def _update(self, group: dict[str, Any], works: list[StepWork]) -> None:
         launches: dict[tuple[torch.device, Rule], list[StepWork]] = {}
         for work in works:
-            launches.setdefault((work.layer.weight.device, work.rule), []).append(work)
+            launches.setdefault((work.weight.device, work.rule), []).append(work)
         for (device, rule), together in launches.items():
             for work in together:
                 if work.scales:
-                    work.amax = self._amax_buffer(work.layer.weight)
+                    work.amax = self._amax_buffer(work.weight)
             adamw24_(
-                [_tensors(work, self.state[work.layer.weight]) for work in together],
+                [self._tensors(work) for work in together],
                 Rates(
                     lr=_on(device, group["lr"]),
                     betas=(float(group["betas"][0]), float(group["betas"][1])),
@@ -163,6 +168,38 @@ class FusedAdamW(torch.optim.AdamW):
             )
             for work in together:
                 work.done = True
+
+    def _tensors(self, work: StepWork) -> Weight24:
+        """The tensors of a step, most of which are those of the step before."""
+        layer, weight, buffers = work.layer, work.weight, work.layer._buffers
+        state = self.state[weight]
+        assert weight.grad is not None
+        packs = ("operand", "packed", "packed_transposed") if work.derives else ()
+        own = (
+            weight, state["exp_avg"], state["exp_avg_sq"], state["step"], work.mask, work.scale,
+            work.amax, layer.accelerated, *(buffers[name] for name in packs),
+        )  # fmt: skip
+        known = vars(self).setdefault("_given", {})  # a copied optimizer has none
+        before, given = known.get(id(weight), ((), None))
+        if len(before) == len(own) and all(a is b for a, b in zip(before, own, strict=True)):
+            return given.with_grad(rows_of(weight.grad))
+        fprop, dgrad = layer.packed_operands() if work.derives else (None, None)
+        found = Weight24(
+            weight=rows_of(weight),
+            grad=rows_of(weight.grad),
+            exp_avg=rows_of(state["exp_avg"]),
+            exp_avg_sq=rows_of(state["exp_avg_sq"]),
+            step=rows_of(state["step"]),
+            mask=rows_of(work.mask),
+            scale=work.scale,
+            dense=layer.operand if work.derives else None,
+            packed=None if fprop is None else fprop.matrix,
+            transposed=None if dgrad is None else dgrad.matrix,
+            amax=work.amax,
+        )
+        if not is_sharded(weight):  # whose local tensors are other ones each time
+            known[id(weight)] = own, found
+        return found
 
     def _amax_buffer(self, weight: Tensor) -> Tensor:
         """The weight's fp32 [] for amax, the same in each step, so that the kernel's table of
@@ -181,7 +218,7 @@ class FusedAdamW(torch.optim.AdamW):
 
 
 def _can_do(work: StepWork, group: dict[str, Any] | None) -> bool:
-    weight = work.layer.weight
+    weight = work.weight
     return (
         group is not None
         and not group["amsgrad"]
@@ -201,28 +238,6 @@ def _by_rows(work: StepWork, weight: Any) -> bool:
     aligned = weight.grad is not None and int(rows_of(weight.grad).storage_offset()) % 4 == 0
     local = work.rule.choose is None and work.derives and not work.scales
     return in_fours and aligned and local
-
-
-def _tensors(work: StepWork, state: dict[str, Tensor]) -> Weight24:
-    layer = work.layer
-    assert layer.weight.grad is not None
-    operands: dict[str, Any] = {}
-    if work.derives:
-        packed, transposed = layer.packed_operands()
-        operands["dense"] = layer.operand
-        operands["packed"] = None if packed is None else packed.matrix
-        operands["transposed"] = None if transposed is None else transposed.matrix
-    return Weight24(
-        weight=rows_of(layer.weight),
-        grad=rows_of(layer.weight.grad),
-        exp_avg=rows_of(state["exp_avg"]),
-        exp_avg_sq=rows_of(state["exp_avg_sq"]),
-        step=rows_of(state["step"]),
-        mask=rows_of(work.mask),
-        scale=work.scale,
-        amax=work.amax,
-        **operands,
-    )
 
 
 def _on(device: torch.device, value: Any) -> Any:
