@@ -25,6 +25,7 @@ BENCHMARKS = {
     "ops": "every operator, compared with a copy",
     "linear": "forward and backward of one linear with each method and dense",
     "train": "a whole optimizer step of GPT-2, wide blocks, ViT and SAM's encoder",
+    "loop": "a user's own loop with transformers' LLaMA, and the host alone",
     "driver": "a real training with data, logging and evaluation, compared with a bare loop",
     "decode": "a product with few tokens, 2:4 and dense",
     "serve": "prefill and generation of a LLaMA with packed 2:4 weights and dense ones",

@@ -1,0 +1,65 @@
+"""The benchmark of a user's own loop."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+
+from experiments.bench import linear, loop
+from experiments.bench.__main__ import main
+from experiments.support.errors import UserError
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="times a CPU")
+
+
+@pytest.fixture(autouse=True)
+def tiny(monkeypatch):
+    monkeypatch.setattr(loop, "QUICK", replace(loop.QUICK, layers=1, batch=(2, 8)))
+    monkeypatch.setattr(loop, "CALLS", 1)
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def run(out, *more):
+    options = ["--device", "cpu", "--threads", "1", "--repeats", "2", "--out", str(out)]
+    return main(["loop", *options, *more])
+
+
+def test_every_row_that_runs_here_stands_beside_dense(tmp_path):
+    out = tmp_path / "cpu.json"
+    assert run(out) == 0
+    record = json.loads(out.read_text())["benchmarks"]["loop"]
+    rows = {row["name"]: row for row in record["rows"]}
+    assert list(rows) == [*loop.HOSTS, *loop.METHODS]
+    for name, row in rows.items():
+        assert row["peers"].keys() == {"dense"} and row["peers"]["dense"] > 0
+        if name in loop.HOSTS:
+            assert row["shape"] == "64 x 64 -> 64" and row["figures"].keys() == {"F.linear us"}
+        else:
+            assert row["shape"] == "LLaMA, 1 x 64 -> 128, 2 x 8"
+            assert row["figures"]["tokens/s"] == pytest.approx(16e3 / row["ms"])
+    (left_out,) = record["left_out"]
+    assert all(name in left_out for name in loop.NAMES if name.endswith(loop.COMPILED))
+
+
+def test_wrong_products_get_no_time(tmp_path, monkeypatch, capsys):
+    def gate(name, *_):
+        raise UserError(f"{name} is off")
+
+    monkeypatch.setattr(linear, "gate", gate)
+    assert run(tmp_path / "cpu.json", "--only", "s_ste") == 1
+    captured = capsys.readouterr()
+    assert "s_ste is off" in captured.err and " ms" not in captured.out + captured.err
+
+
+def test_a_step_trains_the_model_and_ends_in_the_methods_hooks():
+    own = loop.Loop("fst", loop.QUICK, False, "dense", torch.device("cpu"))
+    before = [p.detach().clone() for p in own.model.parameters()]
+    for _ in range(2):
+        own.step(0)
+    after = [*own.model.parameters()]
+    assert all(not torch.equal(a, b) for a, b in zip(before, after, strict=True))
+    assert own.converted.method._order.ended == 1 and len(own.converted.layers) == 7
+    assert type(own.optimizer) is loop.methods.FusedAdamW
