@@ -166,7 +166,7 @@ def _described(config: EvaluateConfig) -> str:
 def _model(config: EvaluateConfig) -> tuple[nn.Module, dict[str, tuple[int, int]]]:
     """(the model on the CPU, the N:M pattern of each linear whose legality is reported).
 
-    For a folder these are the linears in its mask file or, without one, all linears with 2:4.
+    For a folder these are the linears in its record or, without one, all linears with 2:4.
     """
     if config.finished_run is not None:
         run = config.finished_run
@@ -186,7 +186,7 @@ def _model(config: EvaluateConfig) -> tuple[nn.Module, dict[str, tuple[int, int]
         raise UserError(
             f"{config.hf.folder / export.RECORD} is of another model: this one has no {foreign[0]}"
         )
-    return model, {name: (stored[at]["n"], stored[at]["m"]) for name, at in linears.items()}
+    return model, {name: stored[at] for name, at in linears.items()}
 
 
 def _check_causal(model: nn.Module) -> None:

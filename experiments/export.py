@@ -7,11 +7,8 @@ The folder (`to=FOLDER`; by default `export` in the run directory, or for other 
     tokenizer.json, ...              the tokenizer of the run, if it has one
     preprocessor_config.json         for a ViT: size, mean and standard deviation of its images
     README.md                        the model card: data, loss, method, licence, how to load it
-    .eval_results/                   measurements of these weights by `experiments.evaluate` on data
-                                     of the hub, in the hub's format
     sparse24.json                    pattern, axis, density, illegal groups and SHA-256 of each
                                      sparse tensor; the SHA-256 of every file
-    sparse24/masks.safetensors       the masks as bits
 
 No sparsity or quantisation config is written, because loaders refuse these. The groups of a pattern
 run along a linear's inputs. `nn.Linear` stores [out, in]; transformers' GPT-2 stores its `Conv1D`

@@ -13,10 +13,6 @@
                                 SLoPe or SLoRB: `right` [r, out] and `left` [r, in] are stored
                                 beside the weight; without `left` the r inputs of `right` are sums
                                 of in / r neighbours
-    sparse24/masks.safetensors  only if not compressed: for each sparse tensor uint8 [rows,
-                                columns / 8], with a bit for each weight, the lowest bit first, set
-                                if the weight is not 0. It has a folder of its own because some
-                                engines read every .safetensors file in the folder of config.json
 
 No pickle is loaded, and no remote code is run.
 """
@@ -41,7 +37,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 FORMAT, VERSION = "sparse24", 1
-RECORD, WEIGHTS, MASKS = "sparse24.json", "sparse24.safetensors", "sparse24/masks.safetensors"
+RECORD, WEIGHTS = "sparse24.json", "sparse24.safetensors"
+MASKS = "sparse24/masks.safetensors"  # exports of earlier versions also had the masks
 VALUES, POSITIONS = "values", "positions"
 CONFIG, GENERATION = "config.json", "generation_config.json"
 

@@ -107,8 +107,8 @@ def evaluate(
     dtype: torch.dtype | None = None,
     seed: int = 0,
 ) -> dict[str, dict[str, Any]]:
-    """Results by task or group of tasks: `metrics`, `stderr`, `version`, `n`, `num_fewshot` and
-    `dataset`, its path and configuration as lm-eval loads it (None for a group).
+    """Results by task or group of tasks: `metrics`, `stderr`, `version`, `n` and
+    `num_fewshot`.
 
     Args:
         model: on its device. max_length: tokens that it takes at once.
@@ -176,12 +176,10 @@ def _summary(found: Any, task: str) -> dict[str, Any]:
         into = stderr if metric.endswith("_stderr") else by_metric
         into[name.replace("_stderr", "")] = float(value)
     samples = found["n-samples"].get(task, {})
-    own = found.get("configs", {}).get(task) or {}
     return {
         "metrics": by_metric,
         "stderr": stderr,
         "version": found["versions"].get(task),
         "n": samples.get("effective"),
         "num_fewshot": found["n-shot"].get(task),
-        "dataset": [own["dataset_path"], own.get("dataset_name")] if own else None,
     }

@@ -1,12 +1,11 @@
-"""Writes the model card of an export, and its measurements in the hub's form (.eval_results)."""
+"""Writes the model card of an export."""
 
 from __future__ import annotations
 
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +14,8 @@ from jinja2 import Environment, StrictUndefined
 from experiments.exporting.form import Form
 from experiments.images.dataset import ImageConfig
 from experiments.runs.finished import FinishedRun
-from experiments.support import results
 from experiments.training import legality
-from models.sparse import MASKS, RECORD, WEIGHTS
+from models.sparse import RECORD, WEIGHTS
 
 # The hub's name of the task of each kind of model.
 PIPELINES = {
@@ -27,67 +25,7 @@ PIPELINES = {
     "ForImageClassification": "image-classification",
 }
 _CARD = Path(__file__).with_name("card.md")  # a template of Jinja
-WIKITEXT2 = "wikitext2"  # the `ppl` of `experiments.evaluate`
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
-
-
-@dataclass(frozen=True)
-class Evaluation:
-    """A finished evaluation of the exported weights: its hash, config, metrics and tasks."""
-
-    digest: str
-    config: dict[str, Any]
-    metrics: dict[str, Any]
-    tasks: dict[str, Any]
-
-
-def evaluations(run: FinishedRun, weights: str, source: Mapping[str, str]) -> list[Evaluation]:
-    """The evaluations of a run (`experiments.evaluate`) whose weights have the hashes `source`."""
-    found = []
-    shape = {"config": dict, "weights": str, "files": dict, "metrics": dict, "tasks": dict}
-    for directory in sorted((run.directory / "evaluate").glob("*")):
-        try:
-            result = results.read(directory, shape)
-        except results.NoResult:  # for example one that has not ended
-            continue
-        kind = "dense" if run.trained_with.ends_dense else weights
-        if result["files"] == source and result["weights"] == kind:
-            parts = (result[name] for name in ("config_hash", "config", "metrics", "tasks"))
-            found.append(Evaluation(*parts))
-    return found
-
-
-def result_files(measured: Sequence[Evaluation]) -> dict[str, str]:
-    """The results for the hub's pages, as YAML by path: perplexity on WikiText-2, and lm-eval tasks
-    that were run in full, with accuracies in percent. Other texts are not on the hub."""
-    import yaml
-
-    entries: dict[str, list[dict[str, Any]]] = {}
-
-    def add(name: str, dataset: dict[str, Any], value: float, notes: str) -> None:
-        path = f".eval_results/{name}.yaml"
-        entries.setdefault(path, []).append(
-            {"dataset": dataset, "value": round(value, 4), "notes": notes}
-        )
-
-    for found in measured:
-        config, metrics = found.config, found.metrics
-        if config.get("ppl") == WIKITEXT2 and isinstance(metrics.get("ppl"), float):
-            dataset = {"id": "Salesforce/wikitext", "task_id": "wikitext-2-raw-v1"}
-            block = metrics["ppl_block_size"]
-            notes = f"perplexity, {config['dtype']}, windows of {block} tokens side by side"
-            add(WIKITEXT2, {**dataset, "revision": config["revision"]}, metrics["ppl"], notes)
-        if config.get("task_folder") is not None or config.get("limit") is not None:
-            continue
-        for task, result in found.tasks.items():
-            path, name = result.get("dataset") or (None, None)
-            value = result["metrics"].get("acc")
-            if path is None or not HUB_ID.fullmatch(path) or value is None:
-                continue
-            notes = f"acc in percent, lm-eval task {task}, {result['num_fewshot']}-shot"
-            dataset = {"id": path, "task_id": name or "default"}
-            add(task, dataset, 100 * value, notes)
-    return {path: yaml.safe_dump(rows, sort_keys=False) for path, rows in entries.items()}
 
 
 def card(
@@ -97,7 +35,6 @@ def card(
     rows: list[legality.LinearSparsity],
     merged: bool,
     split: bool,
-    measured: Sequence[Evaluation],
     sizes: Mapping[str, int] | None,
 ) -> str:
     """The text of README.md, from the template `card.md`.
@@ -113,7 +50,7 @@ def card(
         "method": run.method,
         "weights": f"{form.weights}, {form.dtype}",
         "data": _data(run),
-        **_losses(run, form, measured),
+        **_losses(run, form),
         "density of the converted linears": f"{summed['density']:.4f}",
         "illegal groups": f"{summed['illegal_groups']} of {summed['groups']}",
         "licence": form.license or "not stated; ask whoever trained it",
@@ -145,7 +82,6 @@ def card(
         split=split,
         linears=legality.table(rows),
         record=RECORD,
-        masks_file=MASKS,
         weights_file=WEIGHTS,
     )
 
@@ -187,8 +123,8 @@ def _data(run: FinishedRun) -> str:
     return name if found is None else f"{name}, fingerprint {found[:16]}"
 
 
-def _losses(run: FinishedRun, form: Form, measured: Sequence[Evaluation]) -> dict[str, str]:
-    """The run's held-out loss, if it is that of the exported weights, and later evaluations."""
+def _losses(run: FinishedRun, form: Form) -> dict[str, str]:
+    """The run's held-out loss, if it is that of the exported weights."""
     found: dict[str, str] = {}
     metrics = run.result.get("metrics", {})
     if form.weights == "sparse" or run.trained_with.ends_dense:
@@ -198,11 +134,6 @@ def _losses(run: FinishedRun, form: Form, measured: Sequence[Evaluation]) -> dic
                 found["held-out perplexity"] = f"{math.exp(loss):.2f}"
         if isinstance(top1 := metrics.get("val_top1"), float):
             found["held-out top-1"] = f"{top1:.2f} %"
-    for one in measured:
-        texts = {"ppl": "perplexity of " + (Path(str(one.config.get("ppl"))).name)}
-        for name, value in one.metrics.items():
-            if name == "ppl" or name.endswith(("_acc", "top1")):
-                found[texts.get(name, name)] = f"{value:.4f}"
     if found and form.dtype != "fp32":
         found["measured"] = f"before the weights were rounded to {form.dtype}"
     return found

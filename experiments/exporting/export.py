@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from experiments.config.initial import weight_files
 from experiments.config.run import digest
 from experiments.exporting import files
-from experiments.exporting.card import Evaluation, card, evaluations, result_files
+from experiments.exporting.card import card
 from experiments.exporting.form import Form
 from experiments.exporting.tokenizer import tokenizer_of
 from experiments.images.dataset import ImageConfig
@@ -26,7 +26,7 @@ from experiments.support.progress import say
 from experiments.training import legality
 from methods.nn import compressed, slorb
 from methods.nn.compressed import SparsePlusLowRank
-from models.sparse import FORMAT, MASKS, RECORD, VERSION, WEIGHTS, read_record
+from models.sparse import FORMAT, RECORD, VERSION, read_record
 
 TORCH = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -47,27 +47,20 @@ def export(
     """
     form = form or Form()
     check_installed("transformers", "the export needs the transformers library", "hf")
-    own = run.directory / form.folder
-    folder = own if to is None else to
+    folder = run.directory / form.folder if to is None else to
     marks = {"config_hash": run.config_hash, **dataclasses.asdict(form)}
     with checkpoint.exclusive(run.directory):
-        source = weight_files(run.directory, form.weights)
-        measured = evaluations(run, form.weights, source)
-        made_from = {"source": source, "evaluations": [e.digest for e in measured]}
+        source = {"source": weight_files(run.directory, form.weights)}
         found = _record(folder)
-        ours = run.config_hash == found.get("config_hash") and form == _form(found)
-        if ours and made_from.items() <= found.items() and _is_intact(folder, found):
+        ours = marks.items() <= found.items()
+        if ours and source.items() <= found.items() and _is_intact(folder, found):
             report(f"exported already: {folder}")
             return folder
-        made = found or any((folder / name).is_file() for name in (MASKS, WEIGHTS))
-        if folder.exists() and not ours and (folder != own or not made):
-            other = _form(found) if found.get("config_hash") == run.config_hash else None
-            holds = "is no export of this run" if other is None else f"is its {other.kind}"
-            raise UserError(f"{folder} exists and {holds}; give another, to=FOLDER")
-        if ours and (others := _others(folder, found)):
+        if folder.exists() and (not ours or (others := _others(folder, found))):
+            holds = others[0] if ours else "no such export of this run"
             raise UserError(
-                f"{folder} must be written anew, and holds {others[0]}, which is no file of the "
-                "export; move it away, or give another folder, to=FOLDER"
+                f"{folder} must be written anew, and holds {holds}; move it away, or give another "
+                "folder, to=FOLDER"
             )
         folder.parent.mkdir(parents=True, exist_ok=True)
         # The names are unique to this run, which is locked; existing folders are from killed runs.
@@ -77,7 +70,7 @@ def export(
             shutil.rmtree(left, ignore_errors=True)
         try:
             with writing(folder):
-                _build(run, form, building, measured, {**marks, **made_from})
+                _build(run, form, building, {**marks, **source})
             if folder.exists():
                 folder.rename(old)
             checkpoint.publish(building, folder)
@@ -88,9 +81,7 @@ def export(
     return folder
 
 
-def _build(
-    run: FinishedRun, form: Form, folder: Path, measured: list[Evaluation], marks: dict[str, Any]
-) -> None:
+def _build(run: FinishedRun, form: Form, folder: Path, marks: dict[str, Any]) -> None:
     """Write all files of an export, the record last."""
     model = run.model(form.weights)
     patterns = {name: run.pattern(name) for name in run.converted}
@@ -115,12 +106,7 @@ def _build(
                 if left is not None:
                     factors[f"{module}.left"] = left.to(dtype, copy=True)
         sizes = files.compress(folder, described, factors)
-    else:
-        files.write_masks(folder, described)
-    for name, content in result_files(measured).items():
-        (folder / name).parent.mkdir(exist_ok=True)
-        (folder / name).write_text(content, encoding="utf-8")
-    text = card(run, form, kind, rows, merged, bool(terms), measured, sizes)
+    text = card(run, form, kind, rows, merged, bool(terms), sizes)
     (folder / "README.md").write_text(text, encoding="utf-8")
     paths = sorted(path for path in folder.rglob("*") if path.is_file())
     hashes = {path.relative_to(folder).as_posix(): checkpoint.sha256(path) for path in paths}
@@ -131,14 +117,6 @@ def _build(
     record |= {} if sizes is None else {"bytes": sizes}
     record |= {"tensors": described, "files": hashes}
     checkpoint.write_json(folder / RECORD, record)
-
-
-def _form(record: dict[str, Any]) -> Form | None:
-    """The form in a record; None if it has none."""
-    try:
-        return Form(**{field.name: record[field.name] for field in dataclasses.fields(Form)})
-    except (KeyError, TypeError, ValueError, AttributeError):
-        return None
 
 
 def _record(folder: Path) -> dict[str, Any]:
@@ -161,9 +139,9 @@ def _others(folder: Path, record: dict[str, Any]) -> list[str]:
     return [path for path in paths if path not in record["files"] and path != RECORD]
 
 
-def read_patterns(folder: Path) -> dict[str, dict[str, int]]:
-    """The N:M patterns of an exported folder by tensor name, each with `n`, `m` and `dim`; {} for a
-    folder that this project did not export.
+def read_patterns(folder: Path) -> dict[str, tuple[int, int]]:
+    """The pattern (n, m) of each sparse tensor of an exported folder, by name; {} for a folder that
+    this project did not export.
 
     Raises:
         UserError: its record is damaged.
@@ -171,14 +149,11 @@ def read_patterns(folder: Path) -> dict[str, dict[str, int]]:
     if not (folder / RECORD).is_file():
         return {}
     try:
-        record = read_record(folder)
+        told = read_record(folder)["tensors"]
     except ValueError as error:
         raise UserError(str(error)) from error
-    found = {}
-    for name, entry in record["tensors"].items():
-        n, m = map(int, entry["pattern"].split(":"))
-        found[name] = {"n": n, "m": m, "dim": entry["axis"]}
-    return found
+    patterns = {name: entry["pattern"].split(":") for name, entry in told.items()}
+    return {name: (int(n), int(m)) for name, (n, m) in patterns.items()}
 
 
 def _image_processor(data: ImageConfig) -> Any:

@@ -1,7 +1,5 @@
-"""Writes a model's files for transformers and, in addition or instead, in the format of
-`models/sparse.py`: a description of the sparse tensors, their masks as bits, or their compressed
-form.
-"""
+"""Writes a model's files for transformers, a description of the sparse tensors, or their compressed
+form (`models/sparse.py`)."""
 
 from __future__ import annotations
 
@@ -19,11 +17,10 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from common_kernels import check_nm, pack24
-from common_kernels.compressed import pack_mask
 from experiments.support.errors import UserError
 from models.gpt2 import GPT
 from models.hf import CausalLM
-from models.sparse import CONFIG, FORMAT, MASKS, POSITIONS, VALUES, WEIGHTS, sha256_of
+from models.sparse import CONFIG, FORMAT, POSITIONS, VALUES, WEIGHTS, sha256_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -165,13 +162,6 @@ def describe(
             "sha256": sha256_of(tensor),
         }
     return dict(sorted(found.items()))
-
-
-def write_masks(folder: Path, names: Mapping[str, Any]) -> None:
-    """Write the masks of the tensors `names` of a folder as bits."""
-    masks = {name: pack_mask(tensor != 0) for name, tensor in tensors(folder) if name in names}
-    (folder / MASKS).parent.mkdir()
-    save_file(masks, folder / MASKS, {"format": "pt"})
 
 
 def compress(

@@ -40,8 +40,3 @@ class Form:
         parts = [FOLDER] + [self.weights] * (self.weights != "sparse")
         parts += [self.dtype] * (self.dtype != "fp32") + ["compressed"] * self.compressed
         return "-".join(parts)
-
-    @property
-    def kind(self) -> str:
-        """A short name of the form, for messages."""
-        return f"{self.folder.removeprefix(FOLDER).removeprefix('-') or self.weights} export"

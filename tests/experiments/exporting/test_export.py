@@ -11,7 +11,6 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from common_kernels import backend, check_nm, nm_mask
-from common_kernels.compressed import unpack_mask
 from experiments.data.corpus import load_tokens
 from experiments.data.manifest import DataConfig
 from experiments.data.tokenizer import folder_tokenizer
@@ -47,11 +46,10 @@ EXPECTED = {
 
 
 def masks_of(folder):
-    """(the masks as bool tensors, their patterns), both by the name of the tensor."""
-    bits, told = load_file(folder / export.MASKS), export.read_record(folder)["tensors"]
-    masks = {name: unpack_mask(packed, told[name]["shape"][1]) for name, packed in bits.items()}
-    assert all(bits[name].numel() * 8 == mask.numel() for name, mask in masks.items())
-    return masks, export.read_patterns(folder)
+    """(the masks as bool tensors, what is told of them), both by the name of the tensor."""
+    told = export.read_record(folder)["tensors"]
+    stored = load_file(folder / "model.safetensors")
+    return {name: stored[name] != 0 for name in told}, told
 
 
 def tokens(high=100):
@@ -81,20 +79,18 @@ def test_plain_transformers_gives_the_same_outputs(exported):
 def test_the_zeros_and_the_masks_are_those_of_the_run(exported):
     family, run, folder, _ = exported
     stored = load_file(folder / "model.safetensors")
-    masks, patterns = masks_of(folder)
+    masks, told = masks_of(folder)
     if family in EXPECTED:
-        assert {name: found["dim"] for name, found in patterns.items()} == EXPECTED[family]
+        assert {name: found["axis"] for name, found in told.items()} == EXPECTED[family]
     assert len(masks) == {"gpt2": 3, "bert": 5, "vit": 5}[family]
-    assert masks.keys() == patterns.keys()
-    record, kept = export.read_record(folder)["tensors"], 0
+    assert export.read_patterns(folder) == dict.fromkeys(masks, (2, 4))
+    kept = 0
     for name, mask in masks.items():
         found = stored[name]
-        assert mask.dtype == torch.bool and torch.equal(mask, found != 0)
-        assert (patterns[name]["n"], patterns[name]["m"]) == (2, 4)
-        assert int(check_nm(found, 2, 4, dim=patterns[name]["dim"])) == 0
+        assert int(check_nm(found, 2, 4, dim=told[name]["axis"])) == 0
         assert not found.masked_select(~mask).view(torch.uint8).any(), "a zero that is not +0"
-        assert record[name]["sha256"] == sha256_of(found)
-        assert (record[name]["density"], record[name]["illegal_groups"]) == (0.5, 0)
+        assert told[name]["sha256"] == sha256_of(found)
+        assert (told[name]["density"], told[name]["illegal_groups"]) == (0.5, 0)
         kept += int(mask.sum())
     weights = [run.model().get_parameter(f"{name}.weight") for name in run.converted]
     assert kept == sum(int(w.count_nonzero()) for w in weights)
@@ -109,9 +105,9 @@ def test_the_masks_of_a_square_conv1d_are_along_its_inputs(finished):
     config = GPTConfig(n_layer=1, n_head=2, n_embd=16, vocab_size=320, block_size=16, n_inner=16)
     run = finished("gpt2", GPT(config))
     folder = export.export(run, report=quiet)
-    stored, (_, patterns) = load_file(folder / "model.safetensors"), masks_of(folder)
+    stored, (_, told) = load_file(folder / "model.safetensors"), masks_of(folder)
     name = "transformer.h.0.mlp.c_fc.weight"
-    assert patterns[name]["dim"] == 0
+    assert told[name]["axis"] == 0
     assert torch.equal(stored[name], run.model().get_parameter(name).t())
     assert int(check_nm(stored[name], 2, 4, dim=1)) > 0
 
@@ -282,7 +278,7 @@ def test_files_of_others_in_an_export_are_not_lost(finished, tmp_path):
     (folder / ".git" / "HEAD").write_text("keep")
     export.export(run, to=folder, report=quiet)  # it is whole, so nothing is written
     (folder / "config.json").unlink()
-    with pytest.raises(UserError, match=r"out must be written anew, and holds \.git/HEAD, which"):
+    with pytest.raises(UserError, match=r"out must be written anew, and holds \.git/HEAD; move"):
         export.export(run, to=folder, report=quiet)
     (folder / ".git" / "HEAD").rename(tmp_path / "HEAD")
     export.export(run, to=folder, report=quiet)
@@ -353,7 +349,9 @@ def test_a_folder_of_something_else_is_not_overwritten_even_in_the_usual_place(f
     notes = run.directory / "export" / "notes.txt"
     notes.parent.mkdir()
     notes.write_text("mine")
-    with pytest.raises(UserError, match=r"export exists and is no export of this run"):
+    with pytest.raises(
+        UserError, match="export must be written anew, and holds no such export"
+    ):
         export.export(run, report=quiet)
     assert notes.read_text() == "mine"
 

@@ -1,5 +1,5 @@
-"""Tests of what others read of an export: exact zeros, no foreign config, the card's snippet, the
-hub's results, and the compressed form, which holds the same bits in 9/16 of the bytes."""
+"""Tests of what others read of an export: exact zeros, no foreign config, the card's snippet,
+and the compressed form, which holds the same bits in 9/16 of the bytes."""
 
 import json
 import subprocess
@@ -7,13 +7,11 @@ import sys
 
 import pytest
 import torch
-import yaml
 from safetensors.torch import load_file, save
 
 from common_kernels import check24, nm_mask
 from experiments.config.run import load
 from experiments.exporting import export, files
-from experiments.exporting.card import Evaluation, result_files
 from experiments.exporting.export import Form
 from experiments.runs.finished import FinishedRun
 from experiments.support.errors import UserError
@@ -286,75 +284,6 @@ def test_a_damaged_folder_is_one_line_with_the_file(two):
         assert message in str(caught.value) and "\n" not in str(caught.value)
         for f, content in before.items():
             (folder / f).write_bytes(content)
-
-
-# ---------------------------------------------------------------- results on the hub
-
-EVALUATIONS = [
-    Evaluation(
-        "a",
-        {"ppl": "wikitext2", "revision": "b086", "dtype": "fp32", "limit": None},
-        {"ppl": 25.123456, "ppl_block_size": 1024},
-        {},
-    ),
-    Evaluation(
-        "b",
-        {"ppl": "own.txt", "limit": None, "task_folder": None},
-        {"ppl": 3.0, "ppl_block_size": 8},
-        {
-            "arc_easy": {"metrics": {"acc": 0.4375, "acc_norm": 0.5}, "num_fewshot": 0,
-                         "dataset": ["allenai/ai2_arc", "ARC-Easy"]},
-            "piqa": {"metrics": {"acc": 0.5}, "num_fewshot": 0, "dataset": ["baber/piqa", None]},
-            "mmlu": {"metrics": {"acc": 0.25}, "num_fewshot": 0, "dataset": None},
-            "colours": {"metrics": {"acc": 0.25}, "num_fewshot": 0, "dataset": ["json", None]},
-        },
-    ),
-    Evaluation("c", {"limit": 10}, {}, {"piqa": {"metrics": {"acc": 1.0}, "num_fewshot": 0,
-                                                 "dataset": ["baber/piqa", None]}}),
-]  # fmt: skip
-
-
-def test_results_are_in_the_hub_s_form():
-    import huggingface_hub
-
-    parse_eval_result_entries = getattr(huggingface_hub, "parse_eval_result_entries", None)
-    if parse_eval_result_entries is None:
-        pytest.skip("huggingface_hub 1 is the first to read this form")
-    written = result_files(EVALUATIONS)
-    found = {
-        path.removeprefix(".eval_results/"): parse_eval_result_entries(yaml.safe_load(content))
-        for path, content in written.items()
-    }
-    assert {
-        name: [(e.dataset_id, e.task_id, e.value) for e in entries]
-        for name, entries in found.items()
-    } == {
-        "wikitext2.yaml": [("Salesforce/wikitext", "wikitext-2-raw-v1", 25.1235)],
-        "arc_easy.yaml": [("allenai/ai2_arc", "ARC-Easy", 43.75)],
-        "piqa.yaml": [("baber/piqa", "default", 50.0)],
-    }
-    (entry,) = found["wikitext2.yaml"]
-    assert entry.dataset_revision == "b086" and "windows of 1024 tokens" in entry.notes
-    assert found["piqa.yaml"][0].notes == "acc in percent, lm-eval task piqa, 0-shot"
-
-
-def test_an_evaluation_of_these_weights_gets_into_the_export(finished, made_again):
-    run = finished("gpt2")
-    evaluated = run.directory / "evaluate" / "0a1b2c3d"
-    evaluated.mkdir(parents=True)
-    folder = export.export(run, report=quiet)
-    assert not (folder / ".eval_results").exists()
-    result = {"schema": 1, "config_hash": "e" * 16, "weights": "sparse", "tasks": {},
-              "config": EVALUATIONS[0].config, "metrics": EVALUATIONS[0].metrics,
-              "files": sparse.read_record(folder)["source"]}  # fmt: skip
-    (evaluated / "result.json").write_text(json.dumps(result))
-    heard = []
-    export.export(run, report=heard.append)
-    assert heard == [f"exported: {folder}"] and (folder / ".eval_results/wikitext2.yaml").is_file()
-    assert "| perplexity of wikitext2 | 25.1235 |" in (folder / "README.md").read_text()
-    made_again(run.directory, lambda state: {k: 2 * v for k, v in state.items()})
-    export.export(FinishedRun.open(run.directory), report=quiet)
-    assert not (folder / ".eval_results").exists()  # it was of other weights
 
 
 def test_zeros_become_positive_and_nothing_else_changes():
