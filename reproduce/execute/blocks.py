@@ -29,7 +29,6 @@ from reproduce.specs.table import TRAINING
 
 BLOCKS = Path(__file__).parents[1] / "specs" / "blocks"
 EVIDENCE = Path(__file__).parents[1] / "evidence"
-_SINGLE = {**RECORD, "curves": dict}
 POINTS = 100  # greatest number of points of a training curve in a record
 
 
@@ -228,8 +227,8 @@ def _variant_config(driver: str, overrides: tuple[str, ...]) -> RunConfig:
     return config
 
 
-def read_record(path: Path, shape: dict[str, Any] = _SINGLE) -> dict[str, Any]:
-    """The record that `BlockRun.keep` wrote to a file, or another one of this shape (`lacks`).
+def read_record(path: Path) -> dict[str, Any]:
+    """The record that `BlockRun.keep` wrote to a file.
 
     Raises:
         UserError: the file is damaged.
@@ -238,7 +237,7 @@ def read_record(path: Path, shape: dict[str, Any] = _SINGLE) -> dict[str, Any]:
         record = read_sealed(path)
     except ValueError as error:
         raise UserError(f"{path} is damaged ({error}); remove or restore it") from error
-    if (found := lacks(record, shape)) is not None:
+    if (found := lacks(record, {**RECORD, "curves": dict})) is not None:
         raise UserError(f"{path} is damaged (no {found or 'record'} in it); remove or restore it")
     return record
 

@@ -2,7 +2,7 @@
 [N|all]` prints the verdicts and writes them to `runs/report`.
 
 claims.py has the rules, verdicts.py judges one contrast, scale.py says what a difference means in
-a block, and text.py puts it into words; curve.py has the loss over mu for claim 2.
+a block, and text.py puts it into words.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 from experiments.support.checkpoint import csv_text, write_json, write_text
 from experiments.support.errors import UserError, suggestion
 from reproduce.execute.blocks import EVIDENCE, read_block
-from reproduce.judge import curve, scale, text
+from reproduce.judge import scale, text
 from reproduce.judge.claims import FILE, Claim, Claims, read_claims
 from reproduce.judge.verdicts import (
     CONFIRMED,
@@ -193,7 +193,4 @@ def main(runs: Path, which: str = "", report: Callable[[str], None] = print) -> 
     folder = runs / "report"
     write_json(folder / "claims.json", judged)
     write_text(folder / "claims.csv", csv_text(table(judged)))
-    factors = curve.factors(claims.curve, evidence.values)
-    if factors:
-        write_text(folder / "claim2_mu.csv", csv_text(factors))
-    report(f"written: {folder / 'claims.json'}, claims.csv{', claim2_mu.csv' if factors else ''}")
+    report(f"written: {folder / 'claims.json'}, claims.csv")

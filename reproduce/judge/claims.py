@@ -109,20 +109,6 @@ class Claim:
 
 
 @dataclass(frozen=True)
-class Curve:
-    """The curve of loss over mu, a ratio of flip rates, for several decay factors.
-
-    variant: that of the recommended factor in a `block`; the names of the others contain `others`.
-    pilot: the search for the factor, a file of reproduce/evidence.
-    """
-
-    block: str
-    variant: str
-    others: str
-    pilot: str
-
-
-@dataclass(frozen=True)
 class Claims:
     """All claims with the rules that they share.
 
@@ -141,7 +127,6 @@ class Claims:
     released: list[Contrast] = field(default_factory=list)
     diverged: dict[str, str] = field(default_factory=dict)
     rates: dict[str, dict[str, str]] = field(default_factory=dict)
-    curve: Curve | None = None
     legend: str = ""
     papers: dict[str, str] = field(default_factory=dict)
 

@@ -36,10 +36,8 @@ State = dict[str, list[Tensor]]  # of all layers, L^T under `left` and R under `
 @dataclass(frozen=True, kw_only=True)
 class Adapters(Base):
     """Cosine similarity of the adapters after `after` percent of their steps to the final ones, as
-    the mean over the layers: of L (`down`), R (`up`) and their product (`both`).
-
-    A training of `model`.
-    """
+    the mean over the layers: of L (`down`), R (`up`) and their product (`both`), in a training of
+    `model`."""
 
     what: ClassVar[str] = "adapters"
     products: ClassVar[tuple[str, ...]] = ()

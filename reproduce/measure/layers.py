@@ -47,9 +47,7 @@ MICRO_STEPS = 64  # forward and backward passes in one iteration of the logs of 
 
 @dataclass(frozen=True, kw_only=True)
 class Linear(MethodLayer):
-    """Speed of one linear, forward and backward. `prune_ms`: time to choose masks and
-    pack alone.
-    """
+    """Speed of one linear, forward and backward. `prune_ms`: to choose masks and pack alone."""
 
     what: ClassVar[str] = "linear"
 
@@ -58,11 +56,8 @@ class Linear(MethodLayer):
         check_products(self, (self.width, self.ffn))
         of = (shape, self.dtype, self.on, matmul(self), BUFFERS)
         dense, sparse = linear.build("dense", *of), linear.build(self.method, *of)
-        calls = {
-            "dense": dense.forward_backward,
-            "sparse": sparse.whole,
-            "prune": lambda _: sparse.hooks(sparse.converted.searching),
-        }
+        calls: dict[str, Call] = {"dense": dense.forward_backward, "sparse": sparse.whole}
+        calls["prune"] = lambda _: sparse.hooks(sparse.converted.searching)
         times = self.in_turns(calls)
         metrics: Metrics = {f"{name}_ms": time.ms for name, time in times.items()}
         metrics["speedup"] = times["dense"].ms / times["sparse"].ms
@@ -85,9 +80,7 @@ class GPT2Block(MethodLayer):
         shape = GPTConfig(1, self.heads, self.width, vocab_size=1, n_inner=self.inner)
         check_ffn(self)
         built = {
-            "ffn": lambda: nn.Sequential(
-                OrderedDict(mlp=MLP(shape))
-            ),  # a name for the method's globs
+            "ffn": lambda: nn.Sequential(OrderedDict(mlp=MLP(shape))),  # as the globs name it
             "block": lambda: Block(shape),
         }
         pairs: dict[str, tuple[Bench, Bench]] = {}
@@ -123,8 +116,6 @@ class Decoder(MethodLayer):
     Memory is what stays allocated: in training weights, gradients, the moments of AdamW in fp32,
     masks, packed and dense operands; at inference the weights as they are stored. Activations are
     not included.
-
-    A decoder layer.
 
     kv_heads: number of key and value heads of a LLaMA layer; null = a GPT-2 block, which has OPT's
         shapes.
@@ -183,8 +174,7 @@ def stored_bytes(built: Bench) -> int:
 @dataclass(frozen=True, kw_only=True)
 class SlowDown(Layer):
     """Time of a training step of one GPT-2 block under Bi-Mask over that of a dense one, including
-    the choice of masks and the step's share of the search for permutations.
-    """
+    the choice of masks and the step's share of the search for permutations."""
 
     what: ClassVar[str] = "slow_down"
     products: ClassVar[tuple[str, ...]] = ()
@@ -199,21 +189,13 @@ class SlowDown(Layer):
             sparse.forward_backward(i)
             converted.after(number)
 
-        calls: dict[str, Call] = {
-            "dense": dense.forward_backward,
-            "step": step,
-            "step with a search": partial(step, number=0),
-        }
-        times = self.in_turns(calls)
+        calls: dict[str, Call] = {"dense": dense.forward_backward, "step": step}
+        times = self.in_turns(calls | {"step with a search": partial(step, number=0)})
         found = {name: time.ms for name, time in times.items()}
         search = max(0.0, found["step with a search"] - found["step"])
-        metrics = clock_and_power(times) | {
-            "dense_ms": found["dense"],
-            "step_ms": found["step"],
-            "search_ms": search,
-            "slow_down": (found["step"] + search / period) / found["dense"],
-        }
-        return metrics, converted.used
+        metrics = {"dense_ms": found["dense"], "step_ms": found["step"], "search_ms": search}
+        metrics["slow_down"] = (found["step"] + search / period) / found["dense"]
+        return metrics | clock_and_power(times), converted.used
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -223,8 +205,6 @@ class Parts(MethodLayer):
     The parts are the three products, dense and as the method runs them, the sample of dY, and the
     decay, the packing and the mask search, which are done once in a step of `accumulate`
     micro-batches or once in a mask period. `step` and `dense_step` are the sums over a step.
-
-    A linear width -> inner; accumulate: micro-batches per step.
     """
 
     what: ClassVar[str] = "parts"
@@ -330,11 +310,7 @@ class Training(Base):
 
 
 def workload(config: Training) -> Workload:
-    """The model that the config names, with its batch.
-
-    Raises:
-        UserError: there is no such model.
-    """
+    """The model that the config names, with its batch."""
     name, batch, length = config.model, config.batch, config.length
     if name in SIZES:
         return jobs.gpt2(name, batch, length)
@@ -343,8 +319,7 @@ def workload(config: Training) -> Workload:
         return jobs.translation(size, batch, length)
     if name == "deit_base":
         return jobs.vit("deit_base_patch16_224", batch, 768, 196)
-    sizes = ", ".join([*SIZES, *(f"transformer_{s}" for s in transformer.SIZES), "deit_base"])
-    raise UserError(f"model={name}; choose of {sizes}")
+    raise UserError(f"model={name}; it is a size of GPT-2, transformer_SIZE or deit_base")
 
 
 def uncompiled(name: str, job: Workload, config: Training) -> Step:

@@ -15,7 +15,7 @@ from torch import Tensor
 from common_kernels import backend, double_prune_mask, geglu, nm_mask, pack24, transposable_mask24
 from common_kernels.masks import ALGORITHMS
 from common_kernels.matmul import linear24, unavailable
-from common_kernels.pack import BUFFERED, Packed24
+from common_kernels.pack import BUFFERED
 from experiments.bench import dense_fp8, operators, variants
 from experiments.bench.timing import Call
 from experiments.support.errors import UserError
@@ -31,8 +31,6 @@ class Product(MethodLayer):
     """Throughput of the product of two square matrices of `width`, in operations of the dense
     product. One operand is 2:4 unless the method is dense; both are FP8 values if the method
     trains with such.
-
-    Matrices width x width.
     """
 
     what: ClassVar[str] = "product"
@@ -50,7 +48,8 @@ class Product(MethodLayer):
             mask = nm_mask(w.to(self.dtype))
             w = (w.to(self.dtype) * mask).to(w.dtype)
             if unavailable("cusparselt", self.on, w.dtype) is None:
-                call, used = multiply24(pack24(w, mask, layout=BUFFERED)), "cusparselt"
+                packed, used = pack24(w, mask, layout=BUFFERED), "cusparselt"
+                call = lambda x, _, dtype, i: linear24(packed, x[i], out_dtype=dtype)  # noqa: E731
         product = partial(call, x, w, self.dtype)
         allowed, want = variants.tolerance(setup, self.dtype, size), x[0].float() @ w.float().t()
         variants.agree(f"the product of {self.method} is", product(0), want, allowed)
@@ -67,17 +66,10 @@ def multiply(x: list[Tensor], w: Tensor, dtype: torch.dtype, i: int) -> Tensor:
     return dense_fp8.product(x[i], w, (one, one), dtype, fast=True)
 
 
-def multiply24(packed: Packed24) -> Multiply:
-    """A function as `multiply`, with a packed W."""
-    return lambda x, _, dtype, i: linear24(packed, x[i], out_dtype=dtype)
-
-
 @dataclass(frozen=True, kw_only=True)
 class Search(Layer):
     """Throughput of the search for transposable masks of a weight [inner, width], in bytes of the
     weight per second: by algorithm, in the precision of the config and in fp32 (`_fp32`).
-
-    A weight [inner, width].
     """
 
     what: ClassVar[str] = "search"
@@ -135,8 +127,6 @@ class Geglu(Layer):
 
     The inputs [tokens, 2 inner] are column-major, as sparse products return them (`column`), or
     row-major (`row`).
-
-    Inputs [batch * length, 2 inner].
     """
 
     what: ClassVar[str] = "geglu"
@@ -199,9 +189,7 @@ class ImposedZeros(Base):
     first, along the rows.
 
     For a normal weight [width, width] whose first mask is `random` or keeps the largest entries
-    (`magnitude`), and by the formula of the paper's lemma (`closed_form`).
-
-    A weight width x width; pattern: N:M.
+    (`magnitude`), and by the formula of the paper's lemma (`closed_form`). pattern: N:M.
     """
 
     what: ClassVar[str] = "imposed_zeros"

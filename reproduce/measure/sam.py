@@ -56,8 +56,6 @@ class EncoderTraining(Images):
 
     On a GPU the encoder is compiled and runs in a CUDA graph; figures named `launched` are without
     both.
-
-    An encoder under a method.
     """
 
     what: ClassVar[str] = "sam"
@@ -163,8 +161,6 @@ def peak(built: Bench, others: int) -> int:
 class EncoderInference(Images):
     """Images per second of the encoder whose linears in the parts `packed` are 2:4, its speed over
     dense, and the peak memory of a forward pass in MiB.
-
-    An encoder whose linears in the parts `packed` are 2:4.
     """
 
     what: ClassVar[str] = "sam_inference"

@@ -98,8 +98,6 @@ class Shapes(Layer):
 
     `tiled`: a wide weight cut into squares. `setup_ms`: time to choose the mask of a square weight
     and pack it; `multiply_ms`: time of its product.
-
-    Weights of several shapes made from width x width.
     """
 
     what: ClassVar[str] = "shapes"
@@ -134,10 +132,8 @@ class Shapes(Layer):
         for kind in (*shapes, "tiled"):
             dense = found[f"dense {'upsample' if kind == 'tiled' else kind}"]
             metrics[f"{kind}_speedup"] = dense / found[f"sparse {kind}"]
-        for share in SHARES:
-            metrics[f"rank{rank_suffix(share)}_speedup"] = (
-                found["rank full"] / found[f"rank{rank_suffix(share)}"]
-            )
+        for name in (f"rank{rank_suffix(share)}" for share in SHARES):
+            metrics[f"{name}_speedup"] = found["rank full"] / found[name]
         multiply = found["sparse attention"]
         metrics |= {"setup_ms": found["setup"], "multiply_ms": multiply}
         metrics["setup_over_multiply"] = found["setup"] / multiply
@@ -189,9 +185,7 @@ class SlopeLayer(Layer):
     `_fused`: with fused attention. `_tiled`: wide weights are cut into square tiles. `_apart`:
     adapters have products and sums of their own instead of a fused kernel. All products of 2:4
     weights run sparse, even where dense ones are faster. Packing is timed without tiles, because a
-    kernel that writes tiles would take as long.
-
-    A layer of OPT's shapes; ranks: of adapters, in percent of the width.
+    kernel that writes tiles would take as long. ranks: of adapters, in percent of the width.
     """
 
     what: ClassVar[str] = "layer"
@@ -209,7 +203,7 @@ class SlopeLayer(Layer):
         )
         for end in ranks:
             cut(tiled[end])
-            check_equal(whole[end], tiled[end], "tiles", self)
+            check_equal(whole[end], tiled[end], self)
         calls = {
             "dense": attending("plain", dense.forward_backward),
             "dense_fused": attending("fused", dense.forward_backward),
@@ -227,7 +221,7 @@ class SlopeLayer(Layer):
             calls[f"inference sparse_tiled{end}"] = attending("plain", evaluating(tiled[end]))
             if end:
                 calls[f"inference sparse_apart{end}"] = attending("plain", apart(built))
-                check_apart(built, self)
+                check(apart(built)(0), forward(0), "adapters apart", self)
         with sixteen_bit_scores():
             times = self.in_turns(calls)
         found = {name: time.ms for name, time in times.items()}
@@ -341,16 +335,10 @@ def cut(built: Bench) -> None:
         layer.tiles = tiles
 
 
-def check_equal(expected: Bench, found: Bench, what: str, config: SlopeLayer) -> None:
+def check_equal(expected: Bench, found: Bench, config: SlopeLayer) -> None:
     """Raise a `UserError` unless two models of the same weights give the same output and input
     gradient, within the rounding of their products."""
     pairs = [(b.forward_backward(0), b.inputs[0].grad) for b in (expected, found)]
     for want, got in zip(*pairs, strict=True):
         assert want is not None and got is not None
-        check(got, want, what, config)
-
-
-def check_apart(built: Bench, config: SlopeLayer) -> None:
-    """Raise a `UserError` unless adapters with products of their own give the output of fused
-    ones."""
-    check(apart(built)(0), evaluating(built)(0), "adapters apart", config)
+        check(got, want, "tiles", config)

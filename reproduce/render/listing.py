@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -94,37 +93,10 @@ def measured_file(path: Path) -> str:
     return path.with_suffix(".md").relative_to(HERE.parent).as_posix()
 
 
-def records(table: Table, tier: str) -> dict[str, int]:
-    """The number of committed records of each variant of a tier that shows a block."""
-    found = {row.variant: 0 for row in table.rows_of(tier) if row.variant}
-    for variant in found:
-        block, _, name = variant.rpartition("/")
-        path = HERE / "evidence" / f"{block or table.tiers[tier].block}.jsonl"
-        found[variant] = _recorded(path).count((name, f"tier={tier}"))
-    return found
-
-
-@cache
-def _recorded(path: Path) -> list[tuple[str, str]]:
-    """The variant and the tier of each finished run whose record is in a file."""
-    lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
-    return [
-        (record["variant"], override)
-        for record in map(json.loads, lines)
-        for override in record["overrides"]
-        if record["metrics"] and override.startswith("tier=")
-    ]
-
-
-def was_measured(table: Table) -> bool:
-    """True if results are committed for all rows of a tier: of the full tier a measured table, of a
-    tier that shows a block its records."""
-    for name, tier in table.tiers.items():
-        if tier.block and all((counted := records(table, name)).values()) and counted:
-            return True
-        if name == "full" and not tier.unavailable and measured_csv(table, name):
-            return True
-    return False
+def records(block: str) -> int:
+    """The number of committed records of a block."""
+    path = HERE / "evidence" / f"{block}.jsonl"
+    return len(path.read_text(encoding="utf-8").splitlines()) if path.is_file() else 0
 
 
 def lines(tables: list[Table], runs: Path, papers: dict[str, list[Item]]) -> list[str]:
@@ -137,7 +109,7 @@ def lines(tables: list[Table], runs: Path, papers: dict[str, list[Item]]) -> lis
     for table in tables:
         specs.setdefault((table.paper, table.number), []).append(table)
     # The parts of a figure are separate specs: the figure counts if all of its parts do.
-    total = covered = measured = 0
+    total = covered = 0
     for title, listed in papers.items():
         text += ["", f"{title}  (paper={listed[0].paper})"]
         for item in listed:
@@ -148,15 +120,10 @@ def lines(tables: list[Table], runs: Path, papers: dict[str, list[Item]]) -> lis
             text += [f"  {line}" for table in parts for line in _tiers(table, runs)]
             total += item.count
             covered += item.count * bool(parts)
-            measured += item.count * (bool(parts) and all(map(was_measured, parts)))
     if not papers:
         return text
-    return [
-        *text, "",
-        f"{total} numbered tables and figures: {covered} covered by a spec, {total - covered} not, "
-        f"each with its reason; {measured} measured (a committed table of the full tier, or "
-        "committed records of the tier mini, with numbers in all rows)",
-    ]  # fmt: skip
+    said = f"{covered} covered by a spec, {total - covered} not, each with its reason"
+    return [*text, "", f"{total} numbered tables and figures: {said}"]
 
 
 def _tiers(table: Table, runs: Path) -> list[str]:
@@ -167,8 +134,8 @@ def _tiers(table: Table, runs: Path) -> list[str]:
         parts = []
         if made := read_progress(table, name, runs):
             parts.append(f"{made['done']} of {made['jobs']} runs done at the last call")
-        if tier.block and (committed := sum(records(table, name).values())):
-            parts.append(f"{committed} committed records")
+        if tier.block and (committed := records(tier.block)):
+            parts.append(f"{committed} committed records of block {tier.block}")
         if path := measured_csv(table, name):
             parts.append(f"measured: {measured_file(path)}")
         state = "; ".join(parts) or "not made"

@@ -1,6 +1,5 @@
 """`--list`: every table of every paper, covered or not, without torch."""
 
-import json
 import subprocess
 import sys
 
@@ -52,42 +51,21 @@ def test_the_list_is_complete_and_needs_no_torch(tmp_path):
             assert not tier.needs or f"needs {tier.needs}" in done.stdout
 
 
-def test_a_table_is_measured_by_its_numbers_not_by_its_files(small, tmp_path, monkeypatch):
+def test_a_tier_says_what_there_is_of_it(small, tmp_path, monkeypatch):
+    """A table counts as measured if all rows have numbers."""
     monkeypatch.setattr(listing, "HERE", tmp_path / "reproduce")
-    table = small(tiers={"full": Tier(seeds=[0])})
-    first, *others = (row.label for row in table.rows)
-    assert others and not listing.was_measured(table)
+    rows = [TableRow("dense", ["method=dense"], variant="dense"), TableRow("STE", variant="ste")]
+    table = small(rows=rows, tiers={"mini": Tier(block="a"), "full": Tier(seeds=[0])})
+    table.rows[1].overrides = ["method=ste"]
+    evidence = tmp_path / "reproduce" / "evidence" / "a.jsonl"
     path = tmp_path / "reproduce" / "measured" / "gpu" / f"{table.name}-full.csv"
-    path.parent.mkdir(parents=True)
-
-    def measured(*lines):
-        path.write_text("method,tier,x: mean,x: n\n" + "".join(f"{line}\n" for line in lines))
-        return listing.was_measured(table)
-
-    assert measured(*(f"{row.label},full,1.5,1" for row in table.rows))
-    told = f"measured: reproduce/measured/gpu/{table.name}-full.md"
-    assert listing.lines([table], tmp_path, {})[1].endswith(told)
-    assert not measured(f"{first},full,1.5,1")  # a row is missing
-    assert not measured(f"{first},full,1.5,1", *(f"{label},full,,0" for label in others))
-
-
-def test_a_block_s_tier_is_measured_by_records_of_that_tier(small, tmp_path, monkeypatch):
-    monkeypatch.setattr(listing, "HERE", tmp_path)
-    rows = [TableRow("dense", ["method=dense"], variant="dense"), TableRow("STE", variant="b/ste")]
-    table = small(rows=rows, tiers={"mini": Tier(block="a")})
-    for folder, name in (("a", "dense"), ("b", "ste")):
-        assert not listing.was_measured(table)
-        path = tmp_path / "evidence" / f"{folder}.jsonl"
-        path.parent.mkdir(exist_ok=True)
-        record = {"variant": name, "seed": 0, "metrics": {"val_loss": 2.5}}
-        for tier in ("smoke", "mini"):
-            listing._recorded.cache_clear()
-            assert not listing.was_measured(table)
-            path.write_text(json.dumps(record | {"overrides": [f"tier={tier}"]}))
-        listing._recorded.cache_clear()
-    assert listing.was_measured(table)
-    path = listing.stem(table, "mini", tmp_path).with_suffix(".json")
-    path.parent.mkdir()
-    path.write_text('{"jobs": 7, "done": 3}')
-    (_, told) = listing.lines([table], tmp_path, {})
-    assert "3 of 7 runs done at the last call; 2 committed records (" in told
+    for one in (evidence, path, listing.stem(table, "mini", tmp_path)):
+        one.parent.mkdir(parents=True)
+    evidence.write_text("{}\n{}\n")
+    listing.stem(table, "mini", tmp_path).with_suffix(".json").write_text('{"jobs": 7, "done": 3}')
+    for last, complete in (("STE,full,1.5,1", True), ("STE,full,,0", False), ("", False)):
+        path.write_text(f"method,tier,x: mean,x: n\ndense,full,1.5,1\n{last}\n")
+        _, mini, full = listing.lines([table], tmp_path, {})
+        assert "3 of 7 runs done at the last call; 2 committed records of block a (" in mini
+        told = f"measured: reproduce/measured/gpu/{table.name}-full.md"
+        assert full.endswith(told if complete else "not made")

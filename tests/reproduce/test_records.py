@@ -7,8 +7,6 @@ from experiments.support.errors import UserError
 from reproduce.__main__ import main
 from reproduce.execute.blocks import EVIDENCE, read_block
 from reproduce.execute.packed import read_packed, write_packed
-from reproduce.judge import curve
-from reproduce.judge.claims import read_claims
 from reproduce.records import pack, read_evidence
 from tests.faults import check
 
@@ -127,12 +125,6 @@ def test_committed_records_have_hashes_and_claims_stops_at_a_changed_digit(
         assert main(["claims"], runs=tmp_path / "runs") == 1
         said = capsys.readouterr().err
         assert said.startswith(f"error: {tmp_path}/{message}") and said.count("\n") == 1
-    _, record = read_packed(EVIDENCE, "a")["bi_mask", 0]
-    rule = read_claims().curve
-    pilot = (EVIDENCE / rule.pilot).read_text()
-    (tmp_path / rule.pilot).write_text(pilot.replace("0.", "1.", 1))
-    with pytest.raises(UserError, match=r"pilot_decay\.json is damaged \(its content does not fit"):
-        curve.factors(rule, {("a", rule.variant): {0: record}}, tmp_path)
     assert not (tmp_path / "runs").exists()
 
 

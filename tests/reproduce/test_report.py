@@ -1,11 +1,8 @@
 """The page of all results: complete, well formed, traceable, nothing in it from elsewhere."""
 
 import itertools
-import json
 import math
 import re
-import shutil
-import subprocess
 from html.parser import HTMLParser
 from types import SimpleNamespace
 from xml.etree import ElementTree
@@ -261,49 +258,3 @@ def test_arguments_that_mean_nothing_and_a_page_without_runs(capsys, tmp_path, m
     monkeypatch.setattr(page, "EVIDENCE", tmp_path / "none")
     told = page.build(tmp_path / "runs", tmp_path)
     assert Page(told).wrong == [] and "no runs yet" in told
-
-
-# ------------------------------------------------------------------------------ in a browser
-
-BROWSER = next(
-    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
-)
-WATCH = """<script>
-const trouble = [];
-addEventListener("error", event => trouble.push(event.message));
-for (const kind of ["error", "warn"]) console[kind] = (...said) => trouble.push(said.join(" "));
-addEventListener("load", () => {
-  for (const folded of document.querySelectorAll("details")) folded.open = true;
-  const { scrollWidth, clientWidth } = document.documentElement;
-  parent.postMessage({ scrollWidth, clientWidth, trouble }, "*");
-});
-</script>"""
-# A window cannot be as narrow as a phone, a frame in it can.
-FRAMES = """<!doctype html><script>
-addEventListener("message", event => {
-  document.body.appendChild(document.createElement("data")).value = JSON.stringify(event.data);
-});
-</script><body style="margin: 0">"""
-WIDTHS = (1280, 390)
-
-
-@pytest.mark.skipif(BROWSER is None, reason="no chromium is installed")
-def test_in_a_browser_without_errors_or_sideways_scrolling(text, tmp_path):
-    """With everything unfolded. The picture is there to be looked at: pytest --basetemp=DIR."""
-    (tmp_path / "page.html").write_text(text.replace("<head>", f"<head>{WATCH}", 1))
-    frame = '<iframe src="page.html" style="border: 0; height: 1600px; width: {}px"></iframe>'
-    (tmp_path / "frames.html").write_text(FRAMES + "".join(map(frame.format, WIDTHS)))
-    options = ["--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr"]
-    options += [f"--user-data-dir={tmp_path / 'profile'}", "--hide-scrollbars", "--dump-dom"]
-    options += ["--window-size=1700,1600", "--virtual-time-budget=2000"]
-    command = [
-        BROWSER,
-        *options,
-        f"--screenshot={tmp_path / 'page.png'}",
-        f"{tmp_path}/frames.html",
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
-    told = [json.loads(given["value"]) for given in Page(done.stdout).of("data")]
-    expected = [{"scrollWidth": w, "clientWidth": w, "trouble": []} for w in WIDTHS]
-    assert sorted(told, key=lambda found: -found["clientWidth"]) == expected
-    assert [line for line in done.stderr.splitlines() if "CONSOLE" in line] == []

@@ -1,4 +1,4 @@
-"""What is written of the claims, from made-up records: text, JSON, CSV and the loss over mu."""
+"""What is written of the claims, from made-up records: text, JSON and CSV."""
 
 import csv
 import json
@@ -12,9 +12,8 @@ from experiments.runs.stats import paired_interval, ratio_interval, std
 from experiments.support.checkpoint import write_json
 from reproduce import judge
 from reproduce.__main__ import main
-from reproduce.execute.blocks import EVIDENCE, read_block
-from reproduce.judge import content, curve, scale, text
-from reproduce.judge.claims import Claim, Claims, Contrast, Curve, Margin, Speed, read_claims
+from reproduce.judge import content, scale, text
+from reproduce.judge.claims import Claim, Claims, Contrast, Margin, Speed
 from reproduce.records import setting
 from tests.reproduce.conftest import BASE, NOISE, shifted
 
@@ -306,51 +305,3 @@ def test_the_command_prints_and_writes_a_verdict_for_each(tmp_path, capsys, monk
     with (tmp_path / "report" / "claims.csv").open(encoding="utf-8", newline="") as file:
         rows = {(row["claim"], row["what"]): row for row in csv.DictReader(file)}
     assert rows["1", "fst"]["verdict"] == "not tested" and rows["14", "2:4 MLP weights"]["device"]
-
-
-# ------------------------------------------------------------------------------ loss against mu
-
-CURVE = Curve("a", "fst", "fst_alpha_", "pilot.json")
-
-
-def decayed(variant, alpha, flips, losses):
-    overrides = [f"method.alpha={alpha}", "train.learning_rate=0.004"]
-    curve = [[70, 9.0], [150, flips], [190, 9.0]]  # the warm-up's last quarter: 113 to 150
-    return {
-        s: record(variant, s, loss, overrides=overrides, curves={"flip_rate": curve})
-        for s, loss in enumerate(losses)
-    }
-
-
-def test_loss_against_mu(tmp_path):
-    """For factors that the pilot did not try, mu is computed from the flip rates beside FST's."""
-    search = {"method": "fst", "decay_on": "gradients", "learning_rate": 0.004,
-              "window": [113, 150], "feasible_mu": [0.6, 0.95],
-              "candidates": [{"alpha": 3e-4, "mu": 0.8}, {"alpha": 1e-4, "mu": 0.9}]}  # fmt: skip
-    other = search | {"learning_rate": 0.008, "candidates": []}
-    write_json(tmp_path / "pilot.json", {"searches": {"other": other, "it": search}})
-    variants = {
-        ("a", "fst"): decayed("fst", 3e-4, 0.004, [2.0, 2.2]),
-        ("a", "fst_alpha_third"): decayed("fst_alpha_third", 1e-4, 0.0044, [2.5]),
-        ("a", "fst_alpha_10"): decayed("fst_alpha_10", 3e-3, 0.001, [3.0, 3.0]),
-        ("a", "fst_no_end"): decayed("fst_no_end", 3e-4, 0.004, [9.0]),
-    }
-    rows = curve.factors(CURVE, variants, tmp_path)
-    assert [(row["variant"], row["mu_from"], row["feasible"], row["n"]) for row in rows] == [
-        ("fst_alpha_10", "records", False, 2),
-        ("fst", "pilot", True, 2),
-        ("fst_alpha_third", "pilot", True, 1),
-    ]
-    for key, expected in (("mu", [0.2, 0.8, 0.9]), ("mu_records", [0.2, 0.8, 0.88]),
-                          ("val_loss", [3.0, 2.1, 2.5])):  # fmt: skip
-        assert [row[key] for row in rows] == pytest.approx(expected)
-    assert [row.get("seed 1") for row in rows] == [3.0, 2.2, None]
-    assert (rows[1]["low"], rows[1]["high"]) == pytest.approx(paired_interval([2.0, 2.2]))
-    assert curve.factors(CURVE, {}, tmp_path) == []
-
-
-def test_the_pilot_knows_the_factor_of_block_a():
-    (run,) = [r for r in read_block("a").runs(EVIDENCE) if (r.variant, r.seed) == ("fst", 0)]
-    own = record("fst", 0, 2.0, overrides=run.job.overrides, curves={"flip_rate": [[150, 0.004]]})
-    (found,) = curve.factors(read_claims().curve, {("a", "fst"): {0: own}})
-    assert found["mu_from"] == "pilot" and found["feasible"]
