@@ -4,6 +4,7 @@ prompt is one replay of a CUDA graph."""
 from __future__ import annotations
 
 import inspect
+import math
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ class Decoder:
 
         window = getattr(model.config, "sliding_window", None)
         self.fixed = window is None or length <= window
+        length += -length % 8  # as attention wants its mask
         self.model = model
         self.run = torch.compile(model, dynamic=False) if compiled else model
         self.options = cached(model)
@@ -66,8 +68,10 @@ class Decoder:
         options: dict[str, Any] = {**self.options, "use_cache": True, "logits_to_keep": 1}
         if self.fixed:
             at = self.positions[: ids.shape[1]] + self.at
-            visible = self.positions[None, None, None, :] <= at[None, None, :, None]
-            options |= {"attention_mask": visible, "position_ids": at[None]}
+            hidden = self.positions[None, None, None, :] > at[None, None, :, None]
+            # In the form that attention adds to the scores; each layer would make one of a bool.
+            mask = torch.zeros_like(hidden, dtype=self.model.dtype).masked_fill_(hidden, -math.inf)
+            options |= {"attention_mask": mask, "position_ids": at[None]}
             if self.told:
                 options["cache_position"] = at
             self.at += ids.shape[1]
