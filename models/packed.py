@@ -39,9 +39,9 @@ from common_kernels import (
     pack24,
 )
 from common_kernels.decode import MOST, has_fragments, serves
-from common_kernels.matmul import fastest, is_faster, linear24, unavailable
+from common_kernels.matmul import fastest, is_faster, library_layout, linear24, unavailable
 from common_kernels.matmul.cusparselt import Problem
-from common_kernels.pack import BUFFERED, check_form
+from common_kernels.pack import IN_ONE_BUFFER, VENDOR, check_form
 from common_kernels.pack.operands import fill_up, pack24_
 
 COUNTS = (1, 8, 64, 256, 1024, 4096, 16384)  # numbers of tokens for which products are measured
@@ -50,7 +50,6 @@ COUNTS = (1, 8, 64, 256, 1024, 4096, 16384)  # numbers of tokens for which produ
 STEP, LEAST = 64, 8
 MANY = 4096  # the number of tokens for which the kernels of a shape are compared
 TORCH = "cutlass_sm80"  # the layout of torch's own products
-LAYOUTS = {"cusparselt": BUFFERED, "cutlass": TORCH}  # by backend
 
 
 class Limits(NamedTuple):
@@ -149,11 +148,10 @@ def layout_for(device: torch.device, dtype: torch.dtype) -> str:
     Raises:
         ValueError: the device has no 2:4 products for this dtype; the reasons are named.
     """
-    reasons = {name: unavailable(name, device, dtype) for name in LAYOUTS}
-    for name, layout in LAYOUTS.items():
-        if reasons[name] is None:
-            return layout
-    raise ValueError(f"no 2:4 products here: {'; '.join(map(str, reasons.values()))}")
+    reasons = [unavailable(name, device, dtype) for name in ("cusparselt", "cutlass")]
+    if None in reasons:
+        return library_layout(device) if reasons[1] else TORCH
+    raise ValueError(f"no 2:4 products here: {'; '.join(map(str, reasons))}")
 
 
 def _layout_of(module: Any, measures: bool) -> str:
@@ -282,7 +280,7 @@ def _packed(module: Any, layout: str) -> PackedProduct:
     """The module itself with its weight packed, to be used with any number of tokens."""
     weight = module.weight.detach()
     matrix = weight.t().contiguous() if _is_conv1d(module) else weight
-    if layout in LAYOUTS.values():
+    if layout in (TORCH, *IN_ONE_BUFFER):
         packed = pack24(matrix, matrix != 0, layout)
     else:
         shape = tuple(matrix.shape)
@@ -293,7 +291,10 @@ def _packed(module: Any, layout: str) -> PackedProduct:
     module.__class__ = _class_of(kind)
     module.packed, module.limits = packed, Limits(MOST, 0)
     served = matrix.is_cpu or serves(matrix.device)
-    module.fragments = fragments24(packed) if served and has_fragments(packed) else None
+    module.fragments = None
+    if served and has_fragments(packed):
+        readable = pack24(matrix, matrix != 0) if layout == VENDOR else packed
+        module.fragments = fragments24(readable)
     module.source = weakref.ref(module.weight), module.weight._version
     return module
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import chain
 
 import torch
@@ -22,7 +23,8 @@ from common_kernels.adamw import cpu
 from common_kernels.adamw.weights import Rates, Rule, Weight24
 from common_kernels.launch import cast, keep24, launch, magnitude, pointer, table_of, vectors
 from common_kernels.masks.triton import best_place, greedy_bits, network, row_word, row_words
-from common_kernels.pack import Packed24
+from common_kernels.pack import VENDOR, Packed24
+from common_kernels.pack.cpu import by_library
 from common_kernels.pack.triton import entries_stored, order_of, stack, store_tiles
 from common_kernels.soft_threshold.triton import shrink
 
@@ -52,6 +54,10 @@ def adamw24_(
     others: list[Weight24] = []
     for of_a_kind in kinds:
         if of_a_kind[0].weight.numel() == 0:
+            continue
+        if packed_by_library(of_a_kind[0]):
+            for given in of_a_kind:
+                step_then_pack(given, rates, rule, grad_scale, found_inf)
             continue
         fitting, can = [], fits(of_a_kind[0])
         for given in of_a_kind:
@@ -83,6 +89,30 @@ def adamw24_(
         start(fitting, table, rule, grad_scale, found_inf)
         table = table[len(fitting) :]
     torch.autograd.graph.increment_version([t for w in together for t in w.written])
+
+
+def packed_by_library(given: Weight24) -> bool:
+    """True if cuSPARSELt packs the operands."""
+    return any(p is not None and p.layout == VENDOR for p in (given.packed, given.transposed))
+
+
+def step_then_pack(
+    given: Weight24,
+    rates: Rates,
+    rule: Rule,
+    grad_scale: Tensor | None,
+    found_inf: Tensor | None,
+) -> None:
+    """Step one weight, whose operands cuSPARSELt packs from the dense one."""
+    out, dense = given.packed or given.transposed, given.dense
+    assert out is not None
+    if dense is None:
+        dense = torch.empty_like(given.weight, dtype=out.dtype)
+    stepped = replace(given, dense=dense, packed=None, transposed=None)
+    adamw24_([[stepped]], rates, rule, grad_scale, found_inf)
+    for packed, matrix in (given.packed, dense), (given.transposed, dense.t()):
+        if packed is not None:
+            torch.autograd.graph.increment_version(by_library(matrix, packed.buffer))
 
 
 def fits(given: Weight24) -> bool:

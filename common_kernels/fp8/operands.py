@@ -137,7 +137,7 @@ def _project_quantize24_(
     backend: str,
 ) -> None:
     # Triton's interpreter cannot store FP8 codes.
-    if backend == "triton" and not backends.interpreted():
+    if backend == "triton" and layout != cpu.VENDOR and not backends.interpreted():
         from common_kernels.fp8 import operands_triton
 
         with row_major(codes) as own, row_major(transposed) as other:
@@ -231,7 +231,7 @@ def _and_sample(
     layout: str,
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    if backend == "triton" and dy.numel():
+    if backend == "triton" and layout != cpu.VENDOR and dy.numel():
         from common_kernels.fp8 import operands_triton
 
         return operands_triton.quantize_and_sample(

@@ -121,7 +121,7 @@ def _quantize24_(
     amax: Tensor | None,
     backend: str,
 ) -> None:
-    if backend == "triton" and _fits(*w.shape):
+    if backend == "triton" and _fits(*w.shape, own_layout, other_layout):
         from common_kernels.fp8 import weights_triton
 
         mask = None if mask is None else mask.contiguous()
@@ -157,7 +157,7 @@ def _quantize_compressed24_(
     backend: str,
 ) -> None:
     rows, columns = values.shape[0], values.shape[1] * m // n
-    if backend == "triton" and (n, m) == (2, 4) and _fits(rows, columns):
+    if backend == "triton" and (n, m) == (2, 4) and _fits(rows, columns, own_layout, other_layout):
         from common_kernels.fp8 import weights_triton
 
         with (
@@ -185,8 +185,9 @@ def _quantize_compressed24_(
     _write(other, other_dtype, other_layout, scales[1], twice.t(), both)
 
 
-def _fits(rows: int, columns: int) -> bool:
-    return rows * columns > 0 and rows % TILE == 0 and columns % TILE == 0
+def _fits(rows: int, columns: int, *layouts: str) -> bool:
+    whole = rows % TILE == 0 and columns % TILE == 0
+    return rows * columns > 0 and whole and cpu.VENDOR not in layouts
 
 
 def _scales(x: Tensor, *dtypes: torch.dtype, amax: Tensor | None = None) -> Tensor:

@@ -4,15 +4,16 @@ Backends:
 
     dense        expands A and multiplies: any device; all other backends must agree with it
     cutlass      torch's CUTLASS kernels: compute capability 8.x, 16-bit types
-    cusparselt   cuSPARSELt: compute capability 9.0, 16-bit and FP8 types; plans and the chosen
-                 algorithm are cached (table.py)
+    cusparselt   cuSPARSELt: compute capability 8.0 and later, 16-bit types, from 8.9 on also FP8;
+                 plans and the chosen algorithm are cached (table.py)
     cuda         our own kernels: compute capability 9.0, bf16 and FP8, compiled when first needed
                  (cuda.py)
 
-cuSPARSELt takes layout `cusparselt_sm90`, our own kernels `cutlass_sm90` and `cutlass_sm90_k128`,
-each in one buffer, as `common_kernels.pack.operands` writes them. On a CPU under Triton's
-interpreter the products of both are emulated (emulation.py). The fastest correct algorithm, kernel
-and layout of a product is found by measurement (choice.py, table.py).
+cuSPARSELt takes layout `cusparselt_sm90` on compute capability 9.0, where our packers know its
+order, and on any GPU `cusparselt`, which it packs itself. Our own kernels take `cutlass_sm90` and
+`cutlass_sm90_k128`. All are in one buffer, as `common_kernels.pack.operands` writes them. On a CPU
+under Triton's interpreter the products are emulated (emulation.py). The fastest correct algorithm,
+kernel and layout of a product is found by measurement (choice.py, table.py).
 """
 
 from __future__ import annotations
@@ -30,29 +31,40 @@ from common_kernels.fp8.operands import rescale
 from common_kernels.library import LIBRARY, custom_op, default_kernel
 from common_kernels.matmul import cuda, cusparselt, native, table
 from common_kernels.matmul.choice import (
-    LAYOUTS,
     Measured,
     check_available,
     fastest,
     in_layout,
     is_faster,
+    layouts_on,
+    library_layout,
     measured,
     own_layout,
     unavailable,
 )
 from common_kernels.matmul.cusparselt import Problem, aligned
 from common_kernels.matmul.emulation import emulate
-from common_kernels.pack import BUFFERED, Buffered, Packed24, convert24, meta_bytes, unpack24
+from common_kernels.pack import (
+    BUFFERED,
+    IN_ONE_BUFFER,
+    VENDOR,
+    Buffered,
+    Packed24,
+    convert24,
+    meta_bytes,
+    unpack24,
+)
 from common_kernels.pack.operands import TOKENS, fill_up, packed_sample, whole_blocks
 
 __all__ = [
-    "LAYOUTS",
     "Measured",
     "Problem",
     "chosen",
     "fastest",
     "in_layout",
     "is_faster",
+    "layouts_on",
+    "library_layout",
     "linear24",
     "matmul24",
     "measured",
@@ -85,7 +97,10 @@ def matmul24(
     if x.ndim != 2:
         x2d = x2d.reshape(-1, x.shape[-1])
     if name == "cusparselt":
-        y = linear24(convert24(packed, BUFFERED), x2d, bias, _out_dtype(x.dtype))
+        own = packed
+        if packed.layout != VENDOR:
+            own = convert24(packed, library_layout(x.device))
+        y = linear24(own, x2d, bias, _out_dtype(x.dtype))
     elif name == "cutlass":
         y = _cutlass(convert24(packed, "cutlass_sm80"), x2d, bias)
     elif name == "cuda":
@@ -104,8 +119,8 @@ def chosen(packed: Packed24, backend: str | None = None) -> str:
     """
     device, dtype = packed.parts[0].device, packed.dtype
     if backend is None:
-        native = {"cutlass_sm80": "cutlass", BUFFERED: "cusparselt", "cutlass_sm90": "cuda"}
-        native["cutlass_sm90_k128"] = "cuda"
+        native = dict.fromkeys(cuda.LAYOUTS, "cuda") | {"cutlass_sm80": "cutlass"}
+        native |= dict.fromkeys((library_layout(device), VENDOR), "cusparselt")
         name = native.get(packed.layout, "dense")
         return "dense" if unavailable(name, device, dtype) else name
     reason = unavailable(backend, device, dtype)
@@ -159,7 +174,7 @@ def linear24(
     rows, columns = packed.shape
     _check_fit(packed, x, x.shape[-1])
     missing = -(x.numel() // columns) % (16 // x.element_size())
-    if missing and packed.layout == BUFFERED:
+    if missing and packed.layout in IN_ONE_BUFFER:
         filled = fill_up(x.reshape(-1, columns), missing)
         y = linear24(packed, filled, bias, out_dtype, scales=scales)
         # A copy, because a view returned by an autograd Function cannot be changed in place.
@@ -169,7 +184,7 @@ def linear24(
     if scales is None:
         return _unscaled(*given, bias, True, True, out_dtype or x.dtype)
     scale, other = scales
-    if packed.layout == BUFFERED:
+    if packed.layout in IN_ONE_BUFFER:
         y = _unscaled(*given, None, True, True, torch.bfloat16)
         return rescale(y, scale, other, bias=bias, dtype=out_dtype)
     bias = None if bias is None else bias.to(torch.bfloat16)
@@ -210,7 +225,7 @@ def mm24(
     given, fp32 = (packed.layout, rows, columns, x.contiguous(), None), torch.float32
     if scale is None or other is None:
         return _unscaled(buffer, *given, transposed, False, out_dtype or x.dtype)
-    if packed.layout == BUFFERED:
+    if packed.layout in IN_ONE_BUFFER:
         product = _unscaled(buffer, *given, transposed, False, fp32)
         return rescale(product, scale, other, dtype=out_dtype)
     y = _matmul24(buffer, *given, scale, other, transposed, False, fp32)
@@ -238,7 +253,8 @@ def sample_mm24(
             "matrices with equally many tokens and one dtype"
         )
     name = backends.resolve(dy.device, backend)
-    if layout == BUFFERED and name == "triton" and not tokens % TOKENS:
+    ours = layout == BUFFERED == library_layout(dy.device)
+    if ours and name == "triton" and not tokens % TOKENS:
         return _by_one_sample(dy, x, key, stride)
     dy, x = dy.reshape(tokens, -1), x.reshape(tokens, -1)
     whole = whole_blocks(dy, key, dy.dtype, layout)
@@ -285,7 +301,7 @@ def _unscaled(
         dense.requires_grad or (bias is not None and bias.requires_grad)
     )
     rest = dense_transposed, result_transposed, out_dtype
-    if layout != BUFFERED or differentiable:
+    if layout != library_layout(buffer.device) or differentiable:
         return _matmul24(buffer, layout, rows, columns, dense, bias, None, None, *rest)
     return _by_cusparselt(buffer, rows, columns, dense, bias, *rest)
 
@@ -390,7 +406,7 @@ def _(buffer, rows, columns, dense, bias, dense_transposed, result_transposed, o
     tokens = _tokens(dense, columns, dense_transposed)
     problem = (
         rows, columns, tokens, dense.dtype, out_dtype, dense_transposed, result_transposed,
-        bias is not None, BUFFERED,
+        bias is not None, library_layout(buffer.device),
     )  # fmt: skip
     return _product(buffer, dense, bias, None, problem)
 
@@ -427,7 +443,8 @@ def _(dy, key, stride):
 def _(*given):
     *fields, device, stream = given
     try:
-        plan = _plan((*fields, BUFFERED), device, stream)
+        layout = library_layout(table.device_of(device))
+        plan = _plan((*fields, layout), device, stream)
         assert isinstance(plan, cusparselt.Plan)
         return native.launch(plan)
     except Exception as error:  # would be lost on its way through C++

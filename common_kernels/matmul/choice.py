@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import warnings
 from collections.abc import Sequence
 from dataclasses import replace
@@ -13,15 +14,37 @@ import torch
 from common_kernels import backend as backends
 from common_kernels.matmul import cuda, cuda_build, cusparselt, table
 from common_kernels.matmul.cusparselt import Problem
-from common_kernels.pack import BUFFERED, check_form
+from common_kernels.pack import BUFFERED, VENDOR, check_form
 
 BACKENDS = ("dense", "cutlass", "cusparselt", "cuda")
-LAYOUTS = (BUFFERED, *cuda.LAYOUTS)  # the layouts that the products of training take
 NEEDS = {  # the major compute capability that a backend needs, with words for its message
     "cutlass": ("torch's CUTLASS products need", 8),
-    "cusparselt": ("cuSPARSELt needs", 9),  # the order of its metadata is known for 9.0 alone
     "cuda": ("our own products need", 9),
 }
+PACKER_VARIABLE = "SPARSE24_PACKER"  # `cusparselt`: the library packs on every device, for tests
+
+
+@torch.compiler.assume_constant_result
+def library_layout(device: torch.device) -> str:
+    """The layout of the matrices that cuSPARSELt multiplies on `device`: the one that our packers
+    write where the order of its metadata is known, else the library's own."""
+    return _library_layout(device)
+
+
+@functools.cache  # every product asks
+def _library_layout(device: torch.device) -> str:
+    forced = os.environ.get(PACKER_VARIABLE) == "cusparselt"
+    return BUFFERED if _order_is_known(device) and not forced else VENDOR
+
+
+def _order_is_known(device: torch.device) -> bool:
+    return device.type != "cuda" or torch.cuda.get_device_capability(device) == (9, 0)
+
+
+def layouts_on(device: torch.device) -> tuple[str, ...]:
+    """The layouts that the products of training take on `device`."""
+    layout = library_layout(device)
+    return (layout,) if layout == VENDOR else (layout, *cuda.LAYOUTS)
 
 
 def unavailable(backend: str, device: torch.device | str, dtype: torch.dtype) -> str | None:
@@ -35,24 +58,37 @@ def unavailable(backend: str, device: torch.device | str, dtype: torch.dtype) ->
     if backend == "dense":
         return None
     emulated = backend != "cutlass" and device.type == "cpu" and backends.interpreted()
+    if backend == "cusparselt":
+        if not emulated and (reason := _without_library(device, dtype)):
+            return reason
+        known = dtype in cusparselt.TYPES
+        return None if known else f"cuSPARSELt takes bf16, fp16 and FP8 here, not {dtype}"
     if not emulated and (reason := _wrong_device(device, *NEEDS[backend])):
         return reason
     if backend == "cutlass":
         if dtype not in (torch.bfloat16, torch.float16):
             return f"torch's CUTLASS products take bf16 and fp16 here, not {dtype}"
-    elif backend == "cuda":
-        if dtype not in cuda.TYPES:
-            return f"our own products take bf16 and FP8, not {dtype}"
-        if not emulated:
-            return cuda_build.missing()
-    else:
-        if dtype not in cusparselt.TYPES:
-            return f"cuSPARSELt takes bf16, fp16 and FP8 here, not {dtype}"
-        if not emulated:
-            try:
-                cusparselt.library()
-            except cusparselt.CuSparseLtError as error:
-                return str(error)
+    elif dtype not in cuda.TYPES:
+        return f"our own products take bf16 and FP8, not {dtype}"
+    elif not emulated:
+        return cuda_build.missing()
+    return None
+
+
+def _without_library(device: torch.device, dtype: torch.dtype) -> str | None:
+    """The reason why cuSPARSELt cannot multiply matrices of `dtype` on `device`, if it cannot."""
+    kind, least = ("FP8", (8, 9)) if dtype.itemsize == 1 else ("cuSPARSELt", (8, 0))
+    needs = f"{kind} needs a GPU of compute capability {least[0]}.{least[1]} or later"
+    if device.type != "cuda":
+        return f"{needs}, not a {device.type}"
+    if (found := torch.cuda.get_device_capability(device)) < least:
+        return f"{needs}, this GPU has {found}"
+    try:
+        cusparselt.library()
+        if found != (9, 0):  # does this version of the library know the GPU?
+            cusparselt.handle(device.index or 0)
+    except cusparselt.CuSparseLtError as error:
+        return str(error)
     return None
 
 
@@ -66,8 +102,10 @@ def _wrong_device(device: torch.device, needs: str, major: int) -> str | None:
 
 
 def check_available(problem: Problem, device: torch.device) -> None:
-    name = "cusparselt" if problem.layout == BUFFERED else "cuda"
+    name = "cuda" if problem.layout in cuda.LAYOUTS else "cusparselt"
     reason = unavailable(name, device, problem.dtype)
+    if not reason and problem.layout == BUFFERED and not _order_is_known(device):
+        reason = f"layout {BUFFERED!r} is for compute capability 9.0; pack in {VENDOR!r}"
     if reason:
         raise RuntimeError(f"matmul backend {name!r} cannot serve: {reason}")
 
@@ -109,7 +147,7 @@ def in_layout(problem: Problem, layout: str) -> Problem | None:
     except ValueError:
         return None
     moved = replace(problem, layout=layout, columns=columns)
-    return moved if layout == BUFFERED or cuda.configs(moved) else None
+    return moved if layout not in cuda.LAYOUTS or cuda.configs(moved) else None
 
 
 def _served(problem: Problem, layouts: Sequence[str]) -> list[Problem]:
@@ -120,15 +158,16 @@ def _served(problem: Problem, layouts: Sequence[str]) -> list[Problem]:
 
 
 def fastest(
-    problem: Problem, device: torch.device, layouts: Sequence[str] = LAYOUTS
+    problem: Problem, device: torch.device, layouts: Sequence[str] | None = None
 ) -> Measured | None:
     """The layout in which the product is fastest relative to the dense one, with its times; None if
-    no layout serves it. Products that the table lacks are measured now.
+    no layout serves it. Products that the table lacks are measured now. Without `layouts` all are
+    considered that the device takes.
 
     If our own kernels cannot be compiled, only cuSPARSELt's are considered, with one warning.
     """
     index = torch.cuda.current_device() if device.index is None else device.index
-    found = []
+    found, layouts = [], layouts or layouts_on(device)
     with torch.autocast(device.type, enabled=False), torch.cuda.device(index):
         for moved in _served(problem, layouts):
             layout = moved.layout
@@ -153,25 +192,25 @@ def is_faster(problem: Problem, device: torch.device) -> bool:
 
 
 def own_layout(problem: Problem, device: torch.device) -> str:
-    """The layout of our own fastest kernel for a product; cuSPARSELt's layout if none serves it.
+    """The layout of our own fastest kernel for a product; cuSPARSELt's if none serves it.
 
     On a CPU, where products are emulated, it is the first layout that serves it.
     """
     served = [layout for layout in cuda.LAYOUTS if in_layout(problem, layout)]
     if device.type == "cpu" or not served:
-        return served[0] if served else BUFFERED
+        return served[0] if served else library_layout(device)
     best = fastest(problem, device, served)
-    return BUFFERED if best is None else best.layout
+    return library_layout(device) if best is None else best.layout
 
 
 def measured(
-    problem: Problem, device: torch.device, layouts: Sequence[str] = LAYOUTS
+    problem: Problem, device: torch.device, layouts: Sequence[str] | None = None
 ) -> Measured | None:
     """The result of `fastest` from existing measurements only; None without any, or on a CPU."""
     if device.type != "cuda":
         return None
     index, found = torch.cuda.current_device() if device.index is None else device.index, []
-    for moved in _served(problem, layouts):
+    for moved in _served(problem, layouts or layouts_on(device)):
         try:
             entry = table.known(moved, index)
         except (cuda_build.BuildError, cusparselt.CuSparseLtError):

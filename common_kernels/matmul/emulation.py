@@ -4,7 +4,7 @@ from torch import Tensor
 
 from common_kernels.matmul.choice import check_available
 from common_kernels.matmul.cusparselt import Problem
-from common_kernels.pack import Packed24, unpack24
+from common_kernels.pack import BUFFERED, VENDOR, Packed24, cpu, unpack24
 
 
 def emulate(
@@ -16,8 +16,10 @@ def emulate(
 ) -> Tensor:
     """The product by plain PyTorch, in fp32 and rounded once."""
     check_available(problem, buffer.device)
-    shape = problem.rows, problem.columns
-    a = unpack24(Packed24((buffer,), shape, problem.dtype, problem.layout)).float()
+    shape, layout = (problem.rows, problem.columns), problem.layout
+    if layout == VENDOR:  # emulated with the order of BUFFERED
+        layout, buffer = BUFFERED, buffer[: cpu.buffer_bytes(*shape, problem.dtype)]
+    a = unpack24(Packed24((buffer,), shape, problem.dtype, layout)).float()
     b = dense.float().t() if problem.dense_transposed else dense.float()
     product = a @ b
     if scales is not None:

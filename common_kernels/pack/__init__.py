@@ -1,8 +1,9 @@
 """Packed 2:4 matrices: half of the values, and two bits per value for its position.
 
-`cpu.py` defines the layouts. `triton.py` prunes and packs in one read for compute capability 9.0,
-and `sample_triton.py` does so for samples of gradients. `bitmask.py` writes a format that stores a
-mask, and `interop.py` converts to torch's tensor class.
+`cpu.py` defines the layouts, of which cuSPARSELt writes one itself (`cusparselt.py`). `triton.py`
+prunes and packs in one read for compute capability 9.0, and `sample_triton.py` does so for samples
+of gradients. `bitmask.py` writes a format that stores a mask, and `interop.py` converts to torch's
+tensor class.
 """
 
 from collections.abc import Sequence
@@ -25,7 +26,8 @@ DTYPES = (
     torch.float8_e5m2,
     torch.int8,
 )
-BUFFERED = cpu.BUFFERED
+BUFFERED, VENDOR = cpu.BUFFERED, cpu.VENDOR
+IN_ONE_BUFFER = (BUFFERED, VENDOR)
 
 
 class Buffered(Protocol):
@@ -45,8 +47,8 @@ class Buffered(Protocol):
 class Packed24:
     """A 2:4 matrix of `shape` [rows, columns] with values of `dtype`, compressed along its rows.
 
-    parts: (values, meta), or (buffer,), the bytes of both one after the other as uint8. Layout
-        `cusparselt_sm90` always has one buffer.
+    parts: (values, meta), or (buffer,), the bytes of both one after the other as uint8. Layouts
+        `cusparselt_sm90` and `cusparselt` always have one buffer.
 
     A group with fewer than two kept entries also stores zeros, at positions that the packer chooses
     (ours: `cpu.choose`). Matrices of different packers are therefore compared unpacked. Raises
@@ -60,9 +62,9 @@ class Packed24:
 
     def __post_init__(self) -> None:
         form, (rows, columns) = check_form(self.shape, self.dtype, self.layout), self.shape
-        if self.layout == BUFFERED or len(self.parts) == 1:
+        if self.layout in IN_ONE_BUFFER or len(self.parts) == 1:
             (buffer,) = self.parts
-            size = rows * (columns // 2 * self.dtype.itemsize + form.row_bytes(columns))
+            size = cpu.buffer_bytes(rows, columns, self.dtype, self.layout)
             self._check("buffer", buffer, (size,), torch.uint8)
             return
         values, meta = self.parts
@@ -126,7 +128,10 @@ class Packed24:
         CUTLASS operators (int16, for one-byte types int32); `cutlass_sm90` and
         `cutlass_sm90_k128`, of CUTLASS for Hopper, for kernels that take 64 or 128 columns at a
         time (uint8); `cusparselt_sm90`, of cuSPARSELt for Hopper, one and two-byte types (uint8).
+        Raises ValueError for `cusparselt`, which cuSPARSELt alone packs and reads, on any GPU.
         """
+        if self.layout == VENDOR:
+            raise ValueError(f"layout {VENDOR!r} is read by cuSPARSELt's products alone")
         if len(self.parts) == 2:
             return self.parts[1]
         rows, columns = self.shape
@@ -168,13 +173,17 @@ def unpack24(packed: Packed24) -> torch.Tensor:
 def convert24(packed: Packed24, layout: str) -> Packed24:
     """The same matrix in another layout; `packed` itself if it has that layout.
 
-    The values are shared with `packed`, except in layout `cusparselt_sm90`, which keeps values and
-    metadata in one buffer. Raises ValueError for a shape or dtype that the layout cannot hold.
+    The values are shared with `packed`, except in layouts `cusparselt_sm90` and `cusparselt`, which
+    keep values and metadata in one buffer. Raises ValueError for a shape or dtype that the layout
+    cannot hold.
     """
     shape, dtype = packed.shape, packed.dtype
     check_form(shape, dtype, layout)
     if layout == packed.layout:
         return packed
+    if layout == VENDOR:
+        matrix = unpack24(packed)
+        return pack24(matrix, matrix.view(cpu.INTEGERS[dtype.itemsize]) != 0, layout)
     values = packed.values
     meta = _reorder_meta(meta_bytes(packed), *shape, dtype.itemsize, packed.layout, layout)
     if layout == BUFFERED:
@@ -222,8 +231,8 @@ def _wrap(
 ) -> Packed24:
     """The packed matrix in `buffer`, which holds the bytes of the values and then of the
     metadata."""
-    if layout == BUFFERED:
-        return Packed24((buffer,), shape, dtype)
+    if layout in IN_ONE_BUFFER:
+        return Packed24((buffer,), shape, dtype, layout)
     rows, columns = shape
     end = rows * (columns // 2) * dtype.itemsize
     values = buffer[:end].view(dtype).view(rows, columns // 2)

@@ -60,7 +60,7 @@ def packed_transposed(
 ) -> Tensor:
     """The packed bytes of (W * A * B)^T in `dtype`, as `prune_and_pack24_` writes them, for use
     inside another operator. The tensors are those of a `Compressed24`."""
-    if backend == "triton":
+    if backend == "triton" and layout != cpu.VENDOR:
         from common_kernels.pack import compressed_triton as triton
 
         if triton.in_blocks(values):

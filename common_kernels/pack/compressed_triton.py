@@ -20,6 +20,7 @@ import triton
 import triton.language as tl
 
 from common_kernels.launch import cast, launch, magnitude, pointer, table_of, vectors
+from common_kernels.pack.cpu import VENDOR
 from common_kernels.pack.triton import (
     CUSPARSELT,
     CUTLASS,
@@ -89,9 +90,11 @@ def in_blocks(values: torch.Tensor) -> bool:
 
 
 def fits(weight: Compressed24, addresses: list[int]) -> bool:
-    """True if the kernel can address the weight: whole blocks, row-major, aligned to 16 bytes."""
+    """True if the kernel can write the weight's operands, and address it: whole blocks, row-major,
+    aligned to 16 bytes."""
     return (
         in_blocks(weight.values)
+        and all(out is None or out.layout != VENDOR for out in weight.operands)
         and all(address % 16 == 0 for address in (addresses[0], *addresses[3:]))
         and weight.values.is_contiguous()
         and weight.row_mask.is_contiguous()

@@ -14,7 +14,14 @@ from typing import NamedTuple
 
 import torch
 
+from common_kernels.pack import cusparselt
+
 BUFFERED = "cusparselt_sm90"  # cuSPARSELt's layout, always in one buffer
+# The layout of cuSPARSELt's own compressor, whatever that is on a device: nothing else writes or
+# reads it, and its size has room for what the library pads. On a CPU, where it is emulated, the
+# order is that of BUFFERED.
+VENDOR = "cusparselt"
+ROOM = 256  # rows and columns whose metadata are counted whole in VENDOR
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -198,11 +205,15 @@ LAYOUTS = {
         missing=0b1110,  # that of an empty group
     ),
 }
+LAYOUTS[VENDOR] = LAYOUTS[BUFFERED]
 
 
 def buffer_bytes(rows: int, columns: int, dtype: torch.dtype, layout: str = BUFFERED) -> int:
     """The number of bytes of a matrix's values and metadata."""
     form = LAYOUTS[layout].forms[dtype.itemsize]
+    if layout == VENDOR:
+        blocks = ((rows + ROOM - 1) // ROOM) * ((columns + ROOM - 1) // ROOM)
+        return rows * (columns // 2) * dtype.itemsize + blocks * (ROOM * ROOM // 8)
     return rows * (columns // 2 * dtype.itemsize + form.row_bytes(columns))
 
 
@@ -223,6 +234,23 @@ def gather(meta: torch.Tensor, rows: int, columns: int, layout: str, itemsize: i
 
 def pack(x: torch.Tensor, mask: torch.Tensor, layout: str) -> torch.Tensor:
     """One buffer of bytes: the packed values of x [rows, columns], then the metadata."""
+    if layout == VENDOR:
+        kept = x.view(INTEGERS[x.element_size()]).masked_fill(~mask, 0)
+        return by_library(kept.view(x.dtype))
     values, nibbles = compress(x, mask)
     meta = scatter(nibbles, layout, x.element_size())
     return torch.cat([values.flatten().view(torch.uint8), meta])
+
+
+def by_library(x: torch.Tensor, buffer: torch.Tensor | None = None) -> torch.Tensor:
+    """The buffer in layout VENDOR, a new one if none is given, of a matrix x [rows, columns] that
+    is 2:4 along its rows."""
+    if buffer is None:
+        size = buffer_bytes(x.shape[0], x.shape[1], x.dtype, VENDOR)
+        buffer = torch.empty(size, dtype=torch.uint8, device=x.device)
+    if x.is_cuda:
+        cusparselt.compress(x, buffer)
+    else:
+        packed = pack(x, x.view(INTEGERS[x.element_size()]) != 0, BUFFERED)
+        buffer[: len(packed)] = packed
+    return buffer

@@ -1,9 +1,10 @@
 """Operands of the products of training, pruned and packed in place in one read.
 
 They are packed in one buffer (`Packed24.empty`), in layout `cusparselt_sm90`, `cutlass_sm90` or
-`cutlass_sm90_k128`. Rows and columns are multiples of 64 and of what the layout needs. The results
-equal, bit for bit, those of the operators on dense tensors followed by `pack24`, which is also how
-the PyTorch path computes them. Nothing waits for a GPU, so masks are not checked to be 2:4.
+`cutlass_sm90_k128`; for layout `cusparselt` they are pruned, and then the library packs them. Rows
+and columns are multiples of 64 and of what the layout needs. The results equal, bit for bit, those
+of the operators on dense tensors followed by `pack24`, which is also how the PyTorch path computes
+them. Nothing waits for a GPU, so masks are not checked to be 2:4.
 """
 
 from collections.abc import Iterator
@@ -19,7 +20,7 @@ from common_kernels import checks, compressed
 from common_kernels.library import custom_op
 from common_kernels.masks import nm_mask, transposable_mask24
 from common_kernels.mvue import mvue24
-from common_kernels.pack import BUFFERED, Packed24, check_form, cpu
+from common_kernels.pack import BUFFERED, VENDOR, Packed24, check_form, cpu
 from common_kernels.soft_threshold import soft_threshold24
 
 Out = TypeVar("Out", Tensor, Tensor | None)
@@ -75,7 +76,7 @@ def _pack24_(
     dense: Tensor | None,
     backend: str,
 ) -> None:
-    if backend == "triton":
+    if backend == "triton" and layout != VENDOR:
         from common_kernels.pack import triton
 
         mask = None if mask is None else mask.contiguous()
@@ -130,7 +131,7 @@ def _pack_both24_(
     mask: Tensor | None,
     backend: str,
 ) -> None:
-    if backend == "triton":
+    if backend == "triton" and VENDOR not in (layout, layout_transposed):
         from common_kernels.pack import triton
 
         mask = None if mask is None else mask.contiguous()
@@ -194,11 +195,13 @@ def packed_sample(
     dy: Tensor, key: Tensor, stride: int, dtype: torch.dtype, layout: str, backend: str
 ) -> Tensor:
     """The bytes of `sample_pack24` for a dY that is already padded, for use inside an operator."""
-    if backend == "triton":
+    if backend == "triton" and layout != VENDOR:
         from common_kernels.pack import sample_triton
 
         return sample_triton.pack_sample(dy, key.contiguous(), dtype, stride, layout)
     sample = mvue24(dy, key[0], key[1] * stride, dim=0).t().contiguous()
+    if layout == VENDOR:
+        return cpu.by_library(sample.to(dtype))
     return cpu.pack(sample.to(dtype), sample != 0, layout)
 
 

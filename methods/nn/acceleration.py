@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from common_kernels.matmul import LAYOUTS, measured
+from common_kernels.matmul import measured
 
 from .gemms import Products, asked_for, problems, refused
 
@@ -136,7 +136,7 @@ def explain(
     for name, problem in problems(sparse, shape, biased, dtype, tokens).items():
         kernels, ms, dense_ms, reason = chosen.kernels(name), None, None, ""
         if getattr(sparse, name):
-            layouts = (getattr(chosen.layouts, name),) if kernels else LAYOUTS
+            layouts = (getattr(chosen.layouts, name),) if kernels else None
             times = measured(problem, device, layouts)
             if times is not None:
                 ms, dense_ms = None if math.isinf(times.ms) else times.ms, times.dense_ms

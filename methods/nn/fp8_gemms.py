@@ -13,8 +13,8 @@ Simulated FP8 (all recipes, any device): bf16 represents every code exactly, so 
 are multiplied as bf16, with accumulation and result in fp32. This gives FP8's numerics but saves no
 time.
 
-FP8 units (compute capability 9.0) serve `hopper`, whose formats they can multiply: in dense
-products at most one operand may be e5m2, and in sparse products both operands have the same format.
+FP8 units (compute capability 8.9 and later) serve `hopper`, whose formats they can multiply: in
+dense products at most one operand may be e5m2, and in sparse products both have the same format.
 
     fprop  sparse (cuSPARSELt), or dense if faster                  result in bf16
     dgrad  dense (cuBLAS); with e5m2 sparse, or codes as bf16       result in bf16

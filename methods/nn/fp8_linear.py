@@ -106,13 +106,15 @@ class Fp8Linear(SparseLinear):
                 return held
             return torch.empty(shape, dtype=dtype, device=device)
 
-        def packed(held: Tensor | None, dtype: torch.dtype) -> Tensor:
-            return buffer_for(held, torch.uint8, buffer_bytes(rows, columns, dtype))
+        def packed(held: Tensor | None, dtype: torch.dtype, layout: str) -> Tensor:
+            return buffer_for(held, torch.uint8, buffer_bytes(rows, columns, dtype, layout))
 
-        fprop, dgrad = FORMATS[fp8.fprop], FORMATS[fp8.dgrad]
-        self.packed = packed(self.packed, fprop) if products.fprop else None
+        fprop, dgrad, layouts = FORMATS[fp8.fprop], FORMATS[fp8.dgrad], products.layouts
+        self.packed = packed(self.packed, fprop, layouts.fprop) if products.fprop else None
         self.codes = None if products.fprop else buffer_for(self.codes, fprop, rows, columns)
-        self.packed_transposed = packed(self.packed_transposed, dgrad) if products.dgrad else None
+        self.packed_transposed = (
+            packed(self.packed_transposed, dgrad, layouts.dgrad) if products.dgrad else None
+        )
         shape = (columns, rows) if self._dgrad_on_units else (rows, columns)
         self.codes_dgrad = None if products.dgrad else buffer_for(self.codes_dgrad, dgrad, *shape)
         self.code_scales = buffer_for(self.code_scales, torch.float32, 2)

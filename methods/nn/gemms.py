@@ -27,7 +27,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from common_kernels import mvue24
-from common_kernels.matmul import Problem, fastest, own_layout, sample_mm24, unavailable
+from common_kernels.matmul import (
+    Problem,
+    cuda,
+    fastest,
+    library_layout,
+    own_layout,
+    sample_mm24,
+    unavailable,
+)
 from common_kernels.pack import BUFFERED
 from common_kernels.pack.operands import MULTIPLE, TOKENS
 
@@ -77,7 +85,7 @@ class Products(_Brief):
         """The kernels that run a product: `cusparselt`, `cuda` (our own), or empty if dense."""
         if not getattr(self, name):
             return ""
-        return "cusparselt" if getattr(self.layouts, name) == BUFFERED else "cuda"
+        return "cuda" if getattr(self.layouts, name) in cuda.LAYOUTS else "cusparselt"
 
 
 DENSE = Products()
@@ -115,7 +123,7 @@ def choose_products(
     if reason:
         return DENSE
     if matmul == "cusparselt":
-        return sparse
+        return replace(sparse, layouts=Layouts(*[library_layout(device)] * 3))
     asked = {
         name: problem
         for name, problem in problems(sparse, shape, biased, dtype, tokens).items()

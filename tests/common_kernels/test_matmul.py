@@ -35,7 +35,8 @@ from common_kernels.matmul import (
 from common_kernels.matmul.compressed import twice_pruned_mm24
 from common_kernels.matmul.emulation import emulate
 from common_kernels.matmul.table import Entry
-from common_kernels.pack import BUFFERED, Packed24, cpu, pack24
+from common_kernels.pack import BUFFERED, VENDOR, Packed24, cpu, pack24
+from common_kernels.pack import cusparselt as loader
 from common_kernels.pack.compressed import Compressed24, prune_and_pack24_
 from common_kernels.pack.operands import sample_pack24
 from tests.each import each
@@ -114,7 +115,7 @@ def test_cusparselt_is_that_of_torch_or_of_nvidia_s_wheel(wheel, monkeypatch, tm
         loaded.append(path)
         return SimpleNamespace(cusparseLtGetErrorString=load, cusparseLtMatmul=SimpleNamespace())
 
-    monkeypatch.setattr(cusparselt.ctypes, "CDLL", load)
+    monkeypatch.setattr(loader.ctypes, "CDLL", load)
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
     library = cusparselt.library.__wrapped__
     loads_by_name = False
@@ -136,15 +137,43 @@ def test_a_backend_that_cannot_serve_says_why(monkeypatch):
     assert "8.x, not a cpu" in str(unavailable("cutlass", "cpu", BF16))
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     for backend, dtype in product(("cusparselt", "cuda"), (BF16, torch.float32)):
-        assert str(unavailable(backend, "cpu", dtype)).endswith("9.x, not a cpu")
+        least = "8.0 or later" if backend == "cusparselt" else "9.x"
+        assert str(unavailable(backend, "cpu", dtype)).endswith(f"{least}, not a cpu")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
     assert "CUTLASS products take bf16 and fp16" in str(unavailable("cutlass", "cuda", torch.float))
     for dtype in (BF16, torch.float32):  # of two reasons the device's
-        assert "this GPU has (8, 6)" in str(unavailable("cusparselt", "cuda", dtype))
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+        assert "this GPU has (8, 6)" in str(unavailable("cuda", "cuda", dtype))
+
+
+def test_cusparselt_serves_every_gpu_that_the_library_knows(monkeypatch):
+    def knows(index):
+        if capability == (11, 0):
+            raise cusparselt.CuSparseLtError("cusparseLtInit: architecture mismatch")
+
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(cusparselt, "library", lambda: None)
-    assert unavailable("cusparselt", "cuda", BF16) is None
-    assert "this GPU has (9, 0)" in str(unavailable("cutlass", "cuda", BF16))
+    monkeypatch.setattr(cusparselt, "handle", knows)
+    for capability, bf16, fp8 in (
+        ((7, 5), "8.0 or later, this GPU has (7, 5)", "8.9 or later, this GPU has (7, 5)"),
+        ((8, 0), "", "FP8 needs a GPU of compute capability 8.9 or later, this GPU has (8, 0)"),
+        ((8, 6), "", "8.9 or later"), ((8, 9), "", ""), ((9, 0), "", ""), ((12, 0), "", ""),
+        ((11, 0), "architecture mismatch", "architecture mismatch"),
+    ):  # fmt: skip
+        for dtype, reason in ((BF16, bf16), (torch.float16, bf16), (E4M3, fp8), (E5M2, fp8)):
+            found = unavailable("cusparselt", "cuda", dtype)
+            assert found is None if not reason else reason in found
+        assert "9.x" in unavailable("cuda", "cuda", BF16) or capability == (9, 0)
+        choice._library_layout.cache_clear()
+        known = capability == (9, 0)
+        assert choice.library_layout(torch.device("cuda")) == (BUFFERED if known else VENDOR)
+        if bf16:
+            continue
+        assert choice.layouts_on(torch.device("cuda"))[1:] == (cuda.LAYOUTS if known else ())
+        with contextlib.nullcontext() if known else pytest.raises(RuntimeError, match="for comp"):
+            choice.check_available(PROBLEM, torch.device("cuda"))  # whose layout is that of 9.0
+        choice.check_available(replace(PROBLEM, layout=VENDOR), torch.device("cuda"))
+    choice._library_layout.cache_clear()
 
 
 sparse_gpu = pytest.mark.skipif(CUDA and not HOPPER, reason="the layout is for 9.0")
@@ -357,6 +386,7 @@ def gpu_of_tables(monkeypatch):
     monkeypatch.setattr(table, "entry", entry)
     monkeypatch.setattr(table, "known", lambda problem, index: entry(problem, index))
     monkeypatch.setattr(choice, "unavailable", lambda *_: None)
+    monkeypatch.setattr(choice, "library_layout", lambda device: BUFFERED)
     monkeypatch.setattr(torch.cuda, "device", lambda index: contextlib.nullcontext())
     choice._do_without.cache_clear()
     yield times

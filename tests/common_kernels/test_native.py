@@ -12,8 +12,9 @@ import pytest
 import torch
 
 from common_kernels import matmul
-from common_kernels.matmul import Problem, cusparselt, linear24, mm24, native, sample_mm24
+from common_kernels.matmul import Problem, cusparselt, linear24, mm24, native, sample_mm24, table
 from common_kernels.pack import BUFFERED, Packed24
+from common_kernels.pack import cusparselt as loader
 from tests.each import each
 
 BF16, STREAMS = torch.bfloat16, itertools.count(4711)
@@ -76,9 +77,11 @@ def fake(monkeypatch, tmp_path, tmp_path_factory):
 
     stream, current = ctypes.c_void_p.in_dll(fake, "stream"), "_cuda_getCurrentRawStream"
     monkeypatch.setattr(torch._C, current, lambda _: stream.value, raising=False)
-    monkeypatch.setattr(cusparselt, "library", lambda: fake)
-    monkeypatch.setattr(cusparselt, "handle", lambda device: ctypes.create_string_buffer(16))
+    for module in (cusparselt, loader):
+        monkeypatch.setattr(module, "library", lambda: fake)
+        monkeypatch.setattr(module, "handle", lambda device: ctypes.create_string_buffer(16))
     monkeypatch.setattr(matmul, "_plan", plan)
+    monkeypatch.setattr(table, "device_of", lambda index: torch.device("cpu"))
     # One build serves all tests.
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp()))
     registration = ctypes.c_void_p(native.load()(b"CPU", fake.current_stream))

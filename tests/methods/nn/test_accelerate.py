@@ -11,6 +11,8 @@ from torch import nn
 
 import methods
 from common_kernels import matmul
+from common_kernels.matmul import choice
+from common_kernels.pack import VENDOR
 from methods.nn import gemms, operands
 from methods.nn.gemms import DENSE, Products
 from methods.nn.linear import SparseLinear
@@ -164,6 +166,33 @@ def test_packed_products_are_the_dense_ones(name, options, products, calls):
     assert calls.count("sample") == steps * layers * on.wgrad
     method.finalize(model)
     assert not any(isinstance(m, SparseLinear) for m in model.modules())
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("fst", {"dense_fraction": 0.0}),
+        ("fst", {"dense_fraction": 0.0, "fp8": "hopper"}),
+        ("s_ste", {"fp8": "hopper"}),
+        ("slope", {}),
+    ],
+)
+def test_where_the_library_packs_products_are_the_same(name, options, calls, monkeypatch):
+    """As on GPUs whose order of the metadata is not known."""
+    theirs = build(name, options)
+    theirs[1].accelerate(TOKENS, "cusparselt")
+    monkeypatch.setenv(choice.PACKER_VARIABLE, "cusparselt")
+    choice._library_layout.cache_clear()
+    try:
+        ours = build(name, options)
+        (chosen,) = set(ours[1].accelerate(TOKENS, "cusparselt").values())
+        assert chosen.layouts == gemms.Layouts(*[VENDOR] * 3) and chosen.kernels("fprop")
+        layer = ours[0][0]
+        held = (layer.packed, layer.packed_transposed)
+        same_steps(ours, theirs)
+        assert (layer.packed, layer.packed_transposed) == held  # written in place
+    finally:
+        choice._library_layout.cache_clear()
 
 
 @pytest.mark.skipif(CUDA, reason="compiled products on a GPU are timed in `bench train`")

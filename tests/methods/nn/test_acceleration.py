@@ -31,6 +31,7 @@ def gpu(monkeypatch):
 
     monkeypatch.setattr(gemms, "fastest", measured)
     monkeypatch.setattr(gemms, "own_layout", lambda *_: LAYOUT)
+    monkeypatch.setattr(gemms, "library_layout", lambda *_: "cusparselt_sm90")
     monkeypatch.setattr(acceleration, "measured", measured)
     monkeypatch.delenv(gemms.MATMUL_VARIABLE, raising=False)
     return asked
