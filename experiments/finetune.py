@@ -1,7 +1,8 @@
 """Fine-tune a pre-trained GPT-2 or BERT: `python -m experiments.finetune run=DIR task=cola`.
 
-`task` is one of GLUE's nine tasks, `squad`, `own` (your own texts and labels), or `glue` (the tasks
-that the recipe lists, one after the other, in one table). `model.path=FOLDER` uses a checkpoint of
+`task` is one of GLUE's nine tasks, `squad`, or `own` (your own texts and labels). `-m
+task=cola,rte,...` takes several, one after the other, and prints a table.
+`model.path=FOLDER` uses a checkpoint of
 transformers (a causal model or BERT) instead of a run. It is fine-tuned densely, with mode=masked
 under the zeros of its 2:4 linears, or with LoRA.
 
@@ -19,15 +20,15 @@ from collections.abc import Callable
 from typing import Any
 
 from experiments.config.driver import driver
-from experiments.finetuning import glue_table, tuning
-from experiments.finetuning.config import GLUE, FinetuneConfig, freeze_finetuning
+from experiments.finetuning import tuning
+from experiments.finetuning.config import FinetuneConfig, freeze_finetuning
 from experiments.finetuning.config import load as load
 from experiments.support.progress import say
 
 
 def finished(config: FinetuneConfig) -> dict[str, Any] | None:
     """The result of exactly this fine-tuning, if it was run to the end."""
-    return (glue_table if config.task == GLUE else tuning).finished(config)
+    return tuning.finished(config)
 
 
 def run(config: FinetuneConfig, report: Callable[[str], None] = say) -> dict[str, Any]:
@@ -36,10 +37,25 @@ def run(config: FinetuneConfig, report: Callable[[str], None] = say) -> dict[str
     Raises:
         UserError: before anything is written, if run, data and recipe do not fit together.
     """
-    return (glue_table if config.task == GLUE else tuning).run(config, report)
+    return tuning.train(config, report)[1]
 
 
-main = driver("finetune", freeze_finetuning, worst=-math.inf)(run)
+def table(results: list[dict[str, Any]]) -> str:
+    """The metrics of several fine-tunings, and the mean of their scores."""
+    scores = [result["metrics"]["score"] for result in results]
+    lines = [
+        f"{result['task']:<10} {score:>5.1f}  {tuning.metrics_text(result['metrics'])}"
+        for result, score in zip(results, scores, strict=True)
+    ]
+    return "\n".join([*lines, f"{f'mean of {len(scores)}':<10} {sum(scores) / len(scores):>5.1f}"])
+
+
+main = driver(
+    "finetune",
+    freeze_finetuning,
+    after_sweep=lambda results: print(table(results)),
+    worst=-math.inf,
+)(run)
 
 
 if __name__ == "__main__":

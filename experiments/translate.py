@@ -101,22 +101,16 @@ def train(config: TranslateConfig, report: Callable[[str], None] = say) -> Finis
     corpus = load_tokens(config.data, config.seed)
     model.eval().to("cuda" if gpu else "cpu")
     with routine.process_settings(config.impl):
-        validation = bleu.score(*translations(model, corpus, "val", config.search))
+        validation, _ = bleu.score(*translations(model, corpus, "val", config.search))
         found, references = translations(model, corpus, "test", config.search)
-    scores = bleu.score(found, references)
+    scores, signature = bleu.score(found, references)
     write_text(done.directory / FILE, "".join(f"{line}\n" for line in found))
-    metrics = {
-        "bleu": scores.bleu,
-        "bleu_tokenized": scores.bleu_tokenized,
-        "exact_match": scores.exact_match,
-        "val_bleu": validation.bleu,
-        "val_bleu_tokenized": validation.bleu_tokenized,
-    }
+    of_val = {f"val_{name}": validation[name] for name in ("bleu", "bleu_tokenized")}
     search = dataclasses.asdict(config.search)
-    done.extend(metrics, search=search, bleu_signature=scores.signature)
+    done.extend({**scores, **of_val}, search=search, bleu_signature=signature)
     report(
-        f"BLEU {scores.bleu:.2f}, tokenised {scores.bleu_tokenized:.2f}, exact match "
-        f"{scores.exact_match:.1f} % of {len(found)} sentences -> {done.directory / FILE}"
+        f"BLEU {scores['bleu']:.2f}, tokenised {scores['bleu_tokenized']:.2f}, exact match "
+        f"{scores['exact_match']:.1f} % of {len(found)} sentences -> {done.directory / FILE}"
     )
     return done
 

@@ -16,38 +16,29 @@ from itertools import count, islice
 LIMIT = 10**6
 SIZES = {"test": 500, "val": 500, "train": 20_000}  # the splits are filled in this order
 
-_GERMAN = (
-    *("null", "eins", "zwei", "drei", "vier", "fünf", "sechs", "sieben", "acht", "neun", "zehn"),
-    *("elf", "zwölf", "dreizehn", "vierzehn", "fünfzehn", "sechzehn", "siebzehn", "achtzehn"),
-    "neunzehn",
-)
-_GERMAN_TENS = (
-    *("", "", "zwanzig", "dreißig", "vierzig", "fünfzig", "sechzig", "siebzig", "achtzig"),
-    "neunzig",
-)
-_ENGLISH = (
-    *("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"),
-    *("eleven", "twelve", "thirteen", "fourteen", "fifteen", "sixteen", "seventeen", "eighteen"),
-    "nineteen",
-)
-_ENGLISH_TENS = (
-    *("", "", "twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty"),
-    "ninety",
+_GERMAN, _GERMAN_TENS, _ENGLISH, _ENGLISH_TENS = (
+    words.split()
+    for words in (
+        "null eins zwei drei vier fünf sechs sieben acht neun zehn elf zwölf dreizehn vierzehn "
+        "fünfzehn sechzehn siebzehn achtzehn neunzehn",
+        "zwanzig dreißig vierzig fünfzig sechzig siebzig achtzig neunzig",
+        "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen "
+        "fifteen sixteen seventeen eighteen nineteen",
+        "twenty thirty forty fifty sixty seventy eighty ninety",
+    )
 )
 
 
 def german(number: int) -> str:
     """The German words of a number from 0 to 999,999, written as one."""
-    thousands, rest = divmod(number, 1000)
-    if thousands:
-        return f"{_german_before(thousands)}tausend{german(rest) if rest else ''}"
-    hundreds, rest = divmod(number, 100)
-    if hundreds:
-        return f"{_german_before(hundreds)}hundert{german(rest) if rest else ''}"
+    for unit, word in ((1000, "tausend"), (100, "hundert")):
+        many, rest = divmod(number, unit)
+        if many:
+            return f"{_german_before(many)}{word}{german(rest) if rest else ''}"
     if number < 20:
         return _GERMAN[number]
     tens, ones = divmod(number, 10)
-    return f"{_german_before(ones)}und{_GERMAN_TENS[tens]}" if ones else _GERMAN_TENS[tens]
+    return f"{_german_before(ones)}und" * (ones > 0) + _GERMAN_TENS[tens - 2]
 
 
 def _german_before(number: int) -> str:
@@ -58,32 +49,28 @@ def _german_before(number: int) -> str:
 
 def english(number: int) -> str:
     """The English words of a number from 0 to 999,999, without "and"."""
-    thousands, rest = divmod(number, 1000)
-    if thousands:
-        return f"{english(thousands)} thousand{' ' + english(rest) if rest else ''}"
-    hundreds, rest = divmod(number, 100)
-    if hundreds:
-        return f"{_ENGLISH[hundreds]} hundred{' ' + english(rest) if rest else ''}"
+    for unit, word in ((1000, "thousand"), (100, "hundred")):
+        many, rest = divmod(number, unit)
+        if many:
+            return f"{english(many)} {word}{' ' + english(rest) if rest else ''}"
     if number < 20:
         return _ENGLISH[number]
     tens, ones = divmod(number, 10)
-    return f"{_ENGLISH_TENS[tens]}-{_ENGLISH[ones]}" if ones else _ENGLISH_TENS[tens]
+    return _ENGLISH_TENS[tens - 2] + f"-{_ENGLISH[ones]}" * (ones > 0)
 
 
 def numbers(split: str) -> list[int]:
     """The numbers of a split, all different and in none of the others."""
-    every = _chosen()
-    for name, size in SIZES.items():
-        found = list(islice(every, size))
-        if name == split:
-            return found
-    raise KeyError(split)
+    words = (hashlib.sha256(str(i).encode()).digest() for i in count())
+    drawn = (int.from_bytes(word, "big") % LIMIT for word in words)
+    total = list(islice(_different(drawn), sum(SIZES.values())))
+    first = sum(SIZES[name] for name in list(SIZES)[: list(SIZES).index(split)])
+    return total[first : first + SIZES[split]]
 
 
-def _chosen() -> Iterator[int]:
+def _different(drawn: Iterator[int]) -> Iterator[int]:
     seen: set[int] = set()
-    for i in count():
-        number = int.from_bytes(hashlib.sha256(str(i).encode()).digest(), "big") % LIMIT
+    for number in drawn:
         if number not in seen:
             seen.add(number)
             yield number

@@ -24,7 +24,7 @@ from experiments.support.errors import UserError
 from experiments.support.names import check_bounds, check_choices, check_seed
 from methods import Method, dense, one_shot
 
-GLUE, SQUAD, OWN = "glue", "squad", "own"
+SQUAD, OWN = "squad", "own"
 TASKS = (*glue.TASKS, OWN, SQUAD)
 LORA = "lora"  # a mode
 
@@ -149,14 +149,12 @@ class Columns:
 
 @dataclass(frozen=True)
 class FinetuneConfig(Resolved):
-    """A fine-tuning on one task, or with `task="glue"` on all tasks that the recipe lists.
+    """A fine-tuning on one task.
 
     source: directory of a finished run, or a transformers checkpoint.
     weights: the weights to fine-tune, `sparse` or `dense`.
-    recipes: the recipe of each task. data: a folder, or an id on the hub.
+    data: a folder, or an id on the hub.
     columns: for `task="own"`. lora: for `mode="lora"`.
-    longest: tokens that the model takes, to which `recipe.max_length` is lowered; it follows from
-        the source and is therefore not part of the identity.
     """
 
     seed: int
@@ -169,19 +167,8 @@ class FinetuneConfig(Resolved):
     data: str
     columns: Columns
     lora: LoraConfig
-    recipes: dict[str, Recipe]
+    recipe: Recipe
     impl: ImplConfig
-    longest: int | None = None
-
-    @property
-    def recipe(self) -> Recipe:
-        own = self.recipes[self.task]
-        length = min(own.max_length, self.longest or own.max_length)
-        return dataclasses.replace(own, max_length=length)
-
-    def single(self, task: str) -> FinetuneConfig:
-        """The same config for one of its tasks."""
-        return dataclasses.replace(self, task=task, recipes={task: self.recipes[task]})
 
     def open(self) -> FinishedRun | Checkpoint:
         """The finished run or the checkpoint that is fine-tuned.
@@ -194,18 +181,15 @@ class FinetuneConfig(Resolved):
         return FinishedRun.open(self.source)
 
     def data_hash(self) -> str | None:
-        """Hash of the tasks' files in a folder; None for data of the hub.
-
-        Raises:
-            UserError: the folder is missing, or that of a task in it.
-        """
+        """Hash of the task's files in a folder; None for data of the hub. Raises a `UserError` if
+        they are missing."""
         if self.task == OWN:
             return glue.content_hash([*own.files(self.data).values()])
         if not glue.is_folder(self.data):
             return None
         if self.task == SQUAD:
             return glue.content_hash(squad.files(self.data))
-        return glue.content_hash([path for t in self.recipes for path in glue.files(t, self.data)])
+        return glue.content_hash(glue.files(self.task, self.data))
 
     def weights_hash(self) -> str:
         """Hash of the weights that are fine-tuned."""
@@ -221,7 +205,7 @@ class FinetuneConfig(Resolved):
             "mode": self.mode,
             "weights": self.weights,
             "data": self.data_hash() or self.data,
-            "recipe": {task: dataclasses.asdict(r) for task, r in self.recipes.items()},
+            "recipe": {self.task: dataclasses.asdict(self.recipe)},
         }
 
     def identity(self) -> dict[str, Any]:
@@ -273,7 +257,7 @@ class _Top:
 
     def __post_init__(self) -> None:
         check_seed(self.seed)
-        known = {"task": (*TASKS, GLUE), "mode": (*MODES, LORA), "weights": WEIGHTS_OF}
+        known = {"task": TASKS, "mode": (*MODES, LORA), "weights": WEIGHTS_OF}
         check_choices(self, "", known)
         if self.weights == "dense" and self.mode != "dense":
             raise ValueError(
@@ -307,10 +291,6 @@ def freeze_finetuning(composed: Any) -> FinetuneConfig:
         own.files(data.source)
     if top.mode == LORA:
         require_peft()
-    recipe = dict(groups["recipe"])
-    listed = _listed(recipe.pop("tasks"))
-    names = listed if top.task == GLUE else (top.task,)
-    values = {task: _for_task(recipe, task) for task in names}
     return FinetuneConfig(
         seed=top.seed,
         tier=top.tier,
@@ -322,22 +302,12 @@ def freeze_finetuning(composed: Any) -> FinetuneConfig:
         data=data.source or _HUBS.get(top.task, glue.HUB),
         columns=Columns(text=data.text, label=data.label),
         lora=typed(LoraConfig, "lora", groups["lora"]),
-        recipes={task: typed(Recipe, "recipe", own) for task, own in values.items()},
+        recipe=typed(Recipe, "recipe", _for_task(groups["recipe"], top.task)),
         impl=typed(ImplConfig, "impl", groups["impl"]),
     )
 
 
 _HUBS = {SQUAD: squad.HUB, OWN: ""}
-
-
-def _listed(tasks: Any) -> tuple[str, ...]:
-    """The tasks that `task=glue` stands for."""
-    names = tuple(tasks) if isinstance(tasks, list) else ()
-    if not names or len({*names}) < len(names) or not {*names} <= {*glue.TASKS}:
-        raise UserError(
-            f"recipe.tasks={tasks}; give a list of different ones of {', '.join(glue.TASKS)}"
-        )
-    return names
 
 
 def _for_task(recipe: dict[str, Any], task: str) -> dict[str, Any]:

@@ -46,11 +46,6 @@ def finished(config: FinetuneConfig) -> dict[str, Any] | None:
     return result if why is None else None
 
 
-def run(config: FinetuneConfig, report: Callable[[str], None] = say) -> dict[str, Any]:
-    """`train`, for the content of `result.json` alone."""
-    return train(config, report)[1]
-
-
 def train(
     config: FinetuneConfig, report: Callable[[str], None] = say
 ) -> tuple[Path, dict[str, Any]]:
@@ -109,16 +104,16 @@ class Finetuning(Training):
         config = self.config
         self.source = source = config.open()
         pretrained = open_model(config, source)
-        asked, longest = config.recipe.max_length, Head(pretrained).block_size
-        self.config = config = replace(config, longest=min(longest, source.longest or longest))
-        recipe = config.recipe
-        if asked > recipe.max_length:
+        asked, takes = config.recipe.max_length, Head(pretrained).block_size
+        longest = min(asked, takes, source.longest or takes)
+        recipe = replace(config.recipe, max_length=longest)
+        if longest < asked:
             self.report(
                 f"recipe.max_length={asked} does not fit the model of {config.source}: it is "
-                f"{config.longest} here"
+                f"{longest} here"
             )
-        encoding = source.tokenizer()
-        self.problem = problem = here.rank0_first(lambda: load_problem(config, encoding))
+        encoding, lowered = source.tokenizer(), replace(config, recipe=recipe)
+        self.problem = problem = here.rank0_first(lambda: load_problem(lowered, encoding))
         if config.mode == LORA and shards_weights(config.impl, here):
             raise UserError(
                 "impl.shard=fsdp2 with mode=lora: adapters need whole weights; set impl.shard=ddp"

@@ -349,9 +349,7 @@ def test_a_folder_of_something_else_is_not_overwritten_even_in_the_usual_place(f
     notes = run.directory / "export" / "notes.txt"
     notes.parent.mkdir()
     notes.write_text("mine")
-    with pytest.raises(
-        UserError, match="export must be written anew, and holds no such export"
-    ):
+    with pytest.raises(UserError, match="export must be written anew, and holds no such export"):
         export.export(run, report=quiet)
     assert notes.read_text() == "mine"
 
