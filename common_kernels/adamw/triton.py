@@ -21,7 +21,7 @@ from torch import Tensor
 
 from common_kernels.adamw import cpu
 from common_kernels.adamw.weights import Rates, Rule, Weight24
-from common_kernels.launch import cast, keep24, launch, magnitude, pointer, table_of, vectors
+from common_kernels.launch import by_triton, cast, keep24, magnitude, pointer, table_of, vectors
 from common_kernels.masks.triton import best_place, greedy_bits, network, row_word, row_words
 from common_kernels.pack import VENDOR, Packed24
 from common_kernels.pack.cpu import by_library
@@ -79,7 +79,7 @@ def adamw24_(
     device = together[0].weight.device
     table = table_of(device, list(chain.from_iterable(rows))).view(-1, ROW.value)
     beta1, beta2 = rates.betas
-    launch(
+    by_triton(
         scalars_kernel, len(together), device,
         table, rates.lr, 1 - beta1, beta2, 1 - beta2, logarithm(beta1), logarithm(beta2), rates.eps,
         rates.weight_decay, table if found_inf is None else found_inf,
@@ -136,7 +136,7 @@ def start(
     operands = [t for t in (first.dense, first.packed, first.transposed) if t is not None]
     blocks = len(weights) * triton.cdiv(rows, TILE) * triton.cdiv(columns, TILE)
     words = row_words(first.weight.device) if rule.choose == "exact" else first.weight
-    launch(
+    by_triton(
         adamw_kernel, blocks, first.weight.device,
         table, rows, columns, rule.alpha,
         first.weight if grad_scale is None else grad_scale,

@@ -1,5 +1,5 @@
-// The operators sparse24::matmul24_cusparselt and sample_mm24_cusparselt without Python: they look
-// up what a product needs and launch it. Plans and kernels are made in Python (matmul/native.py),
+// The operators sparse24::matmul24_cusparselt, sample_mm24_cusparselt and launch24 without Python:
+// they look up what is launched and launch it. Plans and kernels are made in Python (matmul/native.py),
 // once for each product and stream. Only LibTorch's stable ABI is used, so that one binary serves
 // every torch from 2.11 on.
 
@@ -44,8 +44,15 @@ struct Kernel {
       void* function, unsigned blocks, unsigned, unsigned, unsigned threads, unsigned, unsigned,
       unsigned shared, void* stream, void** arguments, void** extra);
   void* function;
-  int32_t blocks, threads, shared;
+  int32_t blocks, threads, shared, device;
   int64_t bytes;  // of the buffer that it fills
+
+  void run(void* stream, void** arguments) const {
+    if (!blocks) return;
+    const int status =
+        launch(function, blocks, 1, 1, threads, 1, 1, shared, stream, arguments, nullptr);
+    if (status) throw std::runtime_error("cuLaunchKernel: error " + std::to_string(status));
+  }
 };
 
 AOTITorchError (*current_stream)(int32_t device, void** stream);
@@ -194,16 +201,26 @@ Tensor sample_mm24(
   Tensor buffer = empty({kernel.bytes}, aoti_torch_dtype_uint8(), dy);
   void *read = of.data_ptr(), *drawn = with.data_ptr(), *values = buffer.data_ptr();
   void *meta = static_cast<char*>(values) + rows * tokens / 2 * dy.element_size();
-  void* none = nullptr;  // Triton's own two arguments
+  void* none = nullptr;  // for Triton's own two arguments
   void* arguments[] = {&read, &drawn, &stride, &values, &meta, &tokens, &none, &none};
-  const int status = kernel.launch(
-      kernel.function, kernel.blocks, 1, 1, kernel.threads, 1, 1, kernel.shared, stream_of(dy),
-      arguments, nullptr);
-  if (status) throw std::runtime_error("cuLaunchKernel: error " + std::to_string(status));
+  kernel.run(stream_of(dy), arguments);
   multiply(
       buffer, rows, tokens, columns, x, std::nullopt, false, false,
       to<ScalarType>(from(dtype)), out);
   return out;
+}
+
+// Runs one of Triton's kernels on the current stream. arguments: addresses, whole numbers, and the
+// bits of fp32 numbers.
+void launch24(int64_t kernel, std::vector<int64_t> arguments) {
+  const auto& known = *reinterpret_cast<const Kernel*>(kernel);
+  std::vector<void*> given;
+  int64_t none = 0;
+  for (auto& argument : arguments) given.push_back(&argument);
+  given.insert(given.end(), 2, &none);  // Triton's own
+  void* stream;
+  TORCH_ERROR_CODE_CHECK(current_stream(known.device, &stream));
+  known.run(stream, given.data());
 }
 
 }  // namespace
@@ -214,11 +231,16 @@ extern "C" __attribute__((visibility("default"))) void* sparse24_start(
     const char* key, AOTITorchError (*stream)(int32_t, void**)) {
   current_stream = stream;
   TorchLibraryHandle library;
+  static TorchLibraryHandle without_tensors;  // kept as long as the process
   TORCH_ERROR_CODE_CHECK(
       aoti_torch_library_init_impl("sparse24", key, __FILE__, __LINE__, &library));
   TORCH_ERROR_CODE_CHECK(torch_library_impl(
       library, "matmul24_cusparselt", TORCH_BOX(&matmul24), TORCH_ABI_VERSION));
   TORCH_ERROR_CODE_CHECK(torch_library_impl(
       library, "sample_mm24_cusparselt", TORCH_BOX(&sample_mm24), TORCH_ABI_VERSION));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_library_init_impl(
+      "sparse24", "CompositeExplicitAutograd", __FILE__, __LINE__, &without_tensors));
+  TORCH_ERROR_CODE_CHECK(torch_library_impl(
+      without_tensors, "launch24", TORCH_BOX(&launch24), TORCH_ABI_VERSION));
   return library;
 }

@@ -15,7 +15,7 @@ from common_kernels.fp8 import check_delayed
 from common_kernels.fp8 import cpu as fp8
 from common_kernels.library import custom_op
 from common_kernels.masks import nm_mask
-from common_kernels.mvue import mvue24
+from common_kernels.mvue import sampled24
 from common_kernels.pack import BUFFERED, Packed24, cpu
 from common_kernels.pack.operands import MULTIPLE, fill_up, row_major, tokens_multiple
 from common_kernels.soft_threshold import soft_threshold24
@@ -240,7 +240,7 @@ def _and_sample(
         )  # fmt: skip
     codes, scale = fp8.quantize_fp8(dy.contiguous(), fmt, amax, seen)
     filled = fill_up(dy, _filled_up(dy, layout) - len(dy))
-    sample = mvue24(filled.float(), key[0], key[1] * stride, dim=0)
+    sample = sampled24(filled.float(), key, stride, dim=0)
     top = torch.finfo(fp8.FORMATS[fmt]).max
     sample = sample.t().contiguous()
     own = (sample * (0.5 * scale)).clamp_(-top, top).to(codes.dtype)

@@ -1,6 +1,8 @@
 """Per-tensor FP8 quantisation in Triton, bit for bit that of cpu.py. x is read once for its largest
 magnitude and once for the codes."""
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
@@ -72,6 +74,7 @@ def quantize(
     )  # fmt: skip
 
 
+@functools.cache
 def constants(fmt: str) -> tuple[float, int, int]:
     """The format's largest code, the bits of its smallest normal number, and the integer that
     `rounded` adds to the bits of a power of two to get the rounding constant."""

@@ -434,7 +434,7 @@ def _(dy, key, stride):
     try:
         whole = whole_blocks(dy.reshape(-1, dy.shape[-1]), key, dy.dtype, BUFFERED)
         buffer, launched = sample_triton.launched(whole, key, dy.dtype, stride, BUFFERED)
-        return native.kernel(*launched, len(buffer))
+        return native.kernel(*launched, dy.get_device(), len(buffer))
     except Exception as error:
         return native.failed(error)
 

@@ -21,6 +21,8 @@ from typing import Any
 
 import torch
 
+from common_kernels.backend import HAS_TRITON
+from common_kernels.library import LIBRARY
 from common_kernels.matmul import cusparselt
 from common_kernels.matmul.cuda_build import SOURCES, BuildError, alone, cache, compiled
 
@@ -59,10 +61,12 @@ class Kernel(ctypes.Structure):
         ("blocks", ctypes.c_int32),
         ("threads", ctypes.c_int32),
         ("shared", ctypes.c_int32),
+        ("device", ctypes.c_int32),
         ("bytes", ctypes.c_int64),
     )
 
 
+LIBRARY.define("launch24(int kernel, int[] arguments) -> ()")
 _kept: dict[object, ctypes.Structure] = {}  # by plan; C++ has the addresses
 
 
@@ -81,12 +85,14 @@ def launch(plan: cusparselt.Plan) -> int:
     return ctypes.addressof(found)
 
 
-def kernel(compiled: Any, blocks: int, size: int) -> int:
-    """The address of the `Kernel` of a `launch.Launched` that fills a buffer of `size` bytes."""
+def kernel(compiled: Any, blocks: int, device: int, size: int = 0) -> int:
+    """The address of the `Kernel` of a `launch.Launched`; `size` is that of the buffer that it
+    fills, if C++ allocates it."""
     meta = compiled.metadata
     start = ctypes.cast(driver().cuLaunchKernel, ctypes.c_void_p)
     threads = 32 * meta.num_warps
-    found = Kernel(None, start, compiled.function, blocks, threads, meta.shared, size)
+    sizes = blocks, threads, meta.shared, device, size
+    found = Kernel(None, start, compiled.function, *sizes)
     _kept[object()] = found
     return ctypes.addressof(found)
 
@@ -113,12 +119,22 @@ def start() -> None:
         register = load()
         shim = ctypes.CDLL(str(TORCH / "lib" / "libtorch_cuda.so"))
         register(b"CUDA", shim.aoti_torch_get_current_cuda_stream)
+        if HAS_TRITON:
+            let_launch()
     except (OSError, RuntimeError) as error:  # RuntimeError: no compiler, no home directory
         warnings.warn(
             f"{error}: sparse products are launched from Python, which takes the CPU longer "
             f"({VARIABLE}=0 hides this warning)",
             stacklevel=2,
         )
+
+
+def let_launch() -> None:
+    """Let C++ launch Triton's kernels from now on."""
+    from common_kernels import launch
+
+    launch.start = torch.ops.sparse24.launch24.default
+    launch.prepare = kernel
 
 
 def load() -> ctypes._CFuncPtr:  # type: ignore[name-defined]

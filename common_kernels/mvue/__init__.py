@@ -34,12 +34,28 @@ def mvue24(
     the overflow of a sum of three magnitudes in fp32. No gradient is defined; the caller supplies a
     straight-through rule.
     """
+    key = [_scalar(seed, "seed", x), _scalar(offset, "offset", x)]
+    key = [t.to(x.device, non_blocking=True) for t in key]
+    return sampled24(x, torch.stack(key), 1, design, dim, backend=backend)
+
+
+def sampled24(
+    x: torch.Tensor,
+    key: torch.Tensor,
+    stride: int,
+    design: str = "exact",
+    dim: int = -1,
+    *,
+    backend: str | None = None,
+) -> torch.Tensor:
+    """mvue24(x, key[0], key[1] * stride, design, dim) for an int64 key [2] on x's device, in one
+    launch."""
     checks.float_tensor(x)
     if design not in DESIGNS:
         raise ValueError(f"unknown design {design!r}: choose one of {', '.join(DESIGNS)}")
     dim = checks.group_dim(x, 4, dim)
-    name = backends.resolve(x.device, backend)
-    return _mvue24(x, _scalar(seed, "seed", x), _scalar(offset, "offset", x), design, dim, name)
+    name = backends.resolve(checks.one_device(x=x, key=key), backend)
+    return _mvue24(x, key, stride, design, dim, name)
 
 
 def _scalar(value: int | torch.Tensor, name: str, x: torch.Tensor) -> torch.Tensor:
@@ -54,4 +70,4 @@ def _scalar(value: int | torch.Tensor, name: str, x: torch.Tensor) -> torch.Tens
     return torch.tensor(value, dtype=torch.int64)
 
 
-_mvue24 = operator_of(cpu.mvue24, lambda x, seed, offset, design, dim: torch.empty_like(x))
+_mvue24 = operator_of(cpu.mvue24, lambda x, *_: torch.empty_like(x))

@@ -8,17 +8,16 @@ Scalar = int | torch.Tensor
 PIECE = 1 << 15  # groups that are sampled at once
 
 
-def mvue24(
-    x: torch.Tensor, seed: torch.Tensor, offset: torch.Tensor, design: str, dim: int
-) -> torch.Tensor:
+def mvue24(x: torch.Tensor, key: torch.Tensor, stride: int, design: str, dim: int) -> torch.Tensor:
     out = torch.empty_like(x)
     if x.numel() == 0:
         return out
     # Use plain ints if that needs no device synchronisation; they are faster to work with.
-    key, first = (int(t) if t.device.type == "cpu" else t for t in (seed, offset))
+    numbers = key[0], key[1] * stride
+    seed, first = (int(t) if t.device.type == "cpu" else t for t in numbers)
     draw, sample = {"exact": (one_uniform, exact), "sequential": (two_uniforms, sequential)}[design]
     groups, results = (t.unflatten(dim, (-1, 4)).movedim(dim + 1, 0) for t in (x, out))
-    u = draw(key, first, x.numel() // 4, x.device).view(-1, *groups.shape[1:])
+    u = draw(seed, first, x.numel() // 4, x.device).view(-1, *groups.shape[1:])
     rows = max(1, PIECE // groups[0, 0].numel())  # a piece fits into the CPU's cache
     pieces = (t.split(rows, 1) for t in (groups, results, u))
     for piece, result, random in zip(*pieces, strict=True):

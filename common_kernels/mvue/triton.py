@@ -14,37 +14,36 @@ PTX_BF16, PTX_F16 = tl.constexpr(ptx.sample("bf16")), tl.constexpr(ptx.sample("f
 CONSTRAINTS = tl.constexpr(ptx.CONSTRAINTS)
 
 
-def mvue24(
-    x: torch.Tensor, seed: torch.Tensor, offset: torch.Tensor, design: str, dim: int
-) -> torch.Tensor:
+def mvue24(x: torch.Tensor, key: torch.Tensor, stride: int, design: str, dim: int) -> torch.Tensor:
     if design == "sequential":  # a test variant without a kernel of its own
-        return cpu.mvue24(x, seed, offset, design, dim)
+        return cpu.mvue24(x, key, stride, design, dim)
     out = torch.empty_like(x)
     if x.numel() == 0:
         return out
     if not x.is_contiguous():  # the groups are numbered in row-major order
-        return out.copy_(mvue24(x.contiguous(), seed, offset, design, dim))
+        return out.copy_(mvue24(x.contiguous(), key, stride, design, dim))
     groups, results = layout.as_groups(x, dim, 4), layout.as_groups(out, dim, 4)
     rows, _, lanes = groups.shape
-    key = torch.stack([t.to(x.device, non_blocking=True) for t in (seed, offset)])
+    key = key.contiguous()
     if lanes == 1:
         launch(
             neighbours_kernel, triton.cdiv(rows, BLOCK), x.device,
-            groups, results, key, rows, BLOCK=BLOCK,
+            groups, results, key, stride, rows, BLOCK=BLOCK,
         )  # fmt: skip
     else:
         height, width = tile(lanes, BLOCK)
         launch(
             lanes_kernel, triton.cdiv(rows, height) * triton.cdiv(lanes, width), x.device,
-            groups, results, key, rows, lanes, ROWS=height, LANES=width, SHARED=lanes % 4 == 0,
+            groups, results, key, stride, rows, lanes,
+            ROWS=height, LANES=width, SHARED=lanes % 4 == 0,
         )  # fmt: skip
     return out
 
 
 @triton.jit
-def neighbours_kernel(x, out, key, count, BLOCK: tl.constexpr):
+def neighbours_kernel(x, out, key, stride, count, BLOCK: tl.constexpr):
     """Sample groups whose entries are neighbours in memory."""
-    seed, offset = tl.load(key), tl.load(key + 1)
+    seed, offset = tl.load(key), tl.load(key + 1) * stride
     start = tl.program_id(0).to(tl.int64) * BLOCK
     u = uniform(words(seed, (offset + start) >> 2, offset & 3, 1, BLOCK))
     x0, x1, x2, x3 = load_groups(x, start, count, 1, BLOCK, True)
@@ -57,10 +56,10 @@ def neighbours_kernel(x, out, key, count, BLOCK: tl.constexpr):
 
 @triton.jit
 def lanes_kernel(
-    x, out, key, rows, lanes, ROWS: tl.constexpr, LANES: tl.constexpr, SHARED: tl.constexpr
+    x, out, key, stride, rows, lanes, ROWS: tl.constexpr, LANES: tl.constexpr, SHARED: tl.constexpr
 ):
     """Sample `[rows, 4, lanes]`: groups whose entries lie `lanes` apart."""
-    seed, offset = tl.load(key), tl.load(key + 1)
+    seed, offset = tl.load(key), tl.load(key + 1) * stride
     across = tl.cdiv(lanes, LANES)
     row = (tl.program_id(0) // across).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     first = tl.program_id(0) % across * LANES

@@ -19,7 +19,7 @@ from common_kernels import backend as backends
 from common_kernels import checks, compressed
 from common_kernels.library import custom_op
 from common_kernels.masks import nm_mask, transposable_mask24
-from common_kernels.mvue import mvue24
+from common_kernels.mvue import sampled24
 from common_kernels.pack import BUFFERED, VENDOR, Packed24, check_form, cpu
 from common_kernels.soft_threshold import soft_threshold24
 
@@ -199,7 +199,7 @@ def packed_sample(
         from common_kernels.pack import sample_triton
 
         return sample_triton.pack_sample(dy, key.contiguous(), dtype, stride, layout)
-    sample = mvue24(dy, key[0], key[1] * stride, dim=0).t().contiguous()
+    sample = sampled24(dy, key, stride, dim=0).t().contiguous()
     if layout == VENDOR:
         return cpu.by_library(sample.to(dtype))
     return cpu.pack(sample.to(dtype), sample != 0, layout)

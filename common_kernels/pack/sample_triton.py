@@ -4,7 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
-from common_kernels.launch import Launched, launch
+from common_kernels.launch import Launched, by_triton
 from common_kernels.mvue.triton import philox, sample_pairs
 from common_kernels.pack.cpu import BUFFERED
 from common_kernels.pack.triton import (
@@ -48,7 +48,7 @@ def launched(
     if dtype.itemsize != 2:
         raise ValueError(f"{dtype} has {dtype.itemsize} bytes; a sample needs a 2-byte dtype")
     buffer = new_buffer(out, tokens, dtype, dy.device, layout)
-    kernel = launch(
+    kernel = by_triton(
         sample_kernel, triton.cdiv(tokens, 4 * GROUPS) * (out // 64), dy.device,
         dy, key, stride, *split(buffer, dy.numel(), dtype), tokens, out,
         ORDER=order_of(layout, dtype), GROUPS=GROUPS, num_warps=4,

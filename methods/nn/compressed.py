@@ -36,7 +36,7 @@ from common_kernels import (
 )
 from common_kernels.pack.compressed import Compressed24, prune_and_pack24_
 
-from .gemms import DENSE, Products, under_autocast
+from .gemms import DENSE, Products, under_autocast, without_autocast
 from .keys import layer_seed
 from .linear import SparseLinear
 from .operands import Compressed, Dense, Packed, save, saved
@@ -98,7 +98,7 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad_y):
-        with torch.autocast(grad_y.device.type, enabled=False):
+        with without_autocast(grad_y):
             return _Product._backward(ctx, grad_y)
 
     @staticmethod

@@ -24,6 +24,7 @@ from . import delayed
 from .compressed import CompressedLinear, adapter_gradients, dense_left
 from .fp8_gemms import quantized_gradient, quantized_input, weight_gradient
 from .fp8_linear import Fp8Linear
+from .gemms import without_autocast
 from .operands import save, saved, with_leading_dims
 
 
@@ -37,7 +38,7 @@ class _Fp8Product(torch.autograd.Function):
         ctx.shape, ctx.on_units = x.shape, fprop.on_units
         ctx.dtypes = values.dtype, None if bias is None else bias.dtype
         ctx.seen = seen  # not saved by autograd: it changes before the backward pass
-        with torch.autocast(x.device.type, enabled=False):
+        with without_autocast(x):
             x2d = x.reshape(-1, x.shape[-1])
             codes, kept, scale = quantized_input(x2d, formats, ctx.on_units, amax, seen)
             adapters = (x2d, left, right, left_mask) if adapting else (None,) * 4
@@ -50,7 +51,7 @@ class _Fp8Product(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad_y):
-        with torch.autocast(grad_y.device.type, enabled=False):
+        with without_autocast(grad_y):
             return _Fp8Product._backward(ctx, grad_y)
 
     @staticmethod

@@ -47,7 +47,7 @@ from common_kernels.fp8.simulated import fp8_numbers, fp8_numbers_and_codes
 from common_kernels.matmul import mm24
 
 from . import delayed
-from .gemms import groups_of, sample_tokens
+from .gemms import groups_of, sample_tokens, without_autocast
 from .operands import Fp8, exact_product, save, saved, with_leading_dims
 
 
@@ -141,7 +141,7 @@ class _Fp8Linear(torch.autograd.Function):
         ctx.mvue, ctx.formats, ctx.packs_sample = mvue, formats, packs_sample
         ctx.shape, ctx.on_units = x.shape, fprop.on_units
         ctx.weight_dtype, ctx.bias_dtype = weight.dtype, None if bias is None else bias.dtype
-        with torch.autocast(x.device.type, enabled=False):
+        with without_autocast(x):
             x2d = x.reshape(-1, x.shape[-1])
             codes, kept, scale = quantized_input(x2d, formats, ctx.on_units, amax, seen)
             ctx.seen = seen  # not saved by autograd: it changes before the backward pass
@@ -150,7 +150,7 @@ class _Fp8Linear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad_y):
-        with torch.autocast(grad_y.device.type, enabled=False):
+        with without_autocast(grad_y):
             return _Fp8Linear._backward(ctx, grad_y)
 
     @staticmethod
@@ -199,7 +199,7 @@ def fp8_linear(
     fprop: Fp8,
     dgrad: Fp8,
     bias: Tensor | None,
-    key: Tensor,
+    key: Tensor | None,
     mvue: str | None,
     formats: Fp8Formats,
     packs_sample: str | None = None,

@@ -172,9 +172,8 @@ class Fp8Linear(SparseLinear):
         fp8, operands, products = self.fp8, self.operands(x.dtype), self.products
         wgrad = products.layouts.wgrad if products.wgrad else None
         amax = delayed.of(self) if fp8.delayed else delayed.NONE
-        return fp8_linear(
-            x, self.weight, *operands, self.bias, self.key.clone(), self.mvue, fp8, wgrad, amax
-        )
+        key = self.key_of_pass() if self.mvue else None
+        return fp8_linear(x, self.weight, *operands, self.bias, key, self.mvue, fp8, wgrad, amax)
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         super()._apply(*args, **kwargs)

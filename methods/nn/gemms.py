@@ -26,7 +26,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from common_kernels import mvue24
 from common_kernels.matmul import (
     Problem,
     cuda,
@@ -36,6 +35,7 @@ from common_kernels.matmul import (
     sample_mm24,
     unavailable,
 )
+from common_kernels.mvue import sampled24
 from common_kernels.pack import BUFFERED
 from common_kernels.pack.operands import MULTIPLE, TOKENS
 
@@ -254,7 +254,7 @@ def sample_tokens(dy: Tensor, key: Tensor, design: str) -> Tensor:
     tokens = len(dy)
     if tokens % 4:
         dy = F.pad(dy, (0, 0, 0, -tokens % 4))
-    return mvue24(dy, key[0], key[1] * groups_of(dy), design=design, dim=0)[:tokens]
+    return sampled24(dy, key, groups_of(dy), design, 0)[:tokens]
 
 
 def sparse_linear(

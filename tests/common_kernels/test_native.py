@@ -49,7 +49,8 @@ int cuLaunchKernel(void *function, unsigned blocks, unsigned y, unsigned z, unsi
                    unsigned ty, unsigned tz, unsigned shared, void *on, void **given, void **more) {
   size_t all[] = {(size_t)function, blocks, threads, shared, (size_t)on, *(size_t *)given[0],
                   *(size_t *)given[1], *(size_t *)given[2], *(size_t *)given[3],
-                  *(size_t *)given[4], *(size_t *)given[5], *(size_t *)given[7]};
+                  *(size_t *)given[4], shared == 99 ? *(size_t *)given[5] : 0,
+                  shared == 99 ? *(size_t *)given[7] : 0};
   memcpy(taken, all, sizeof all);
   return y * z * ty * tz == 1 ? status : 7; }
 int current_stream(int device, void **out) { *out = stream; return 0; }
@@ -161,6 +162,47 @@ def test_a_sample_is_launched_before_its_product(tokens, fake, monkeypatch):
     now(fake, status=3)
     with pytest.raises(RuntimeError, match=r"^cuLaunchKernel: error 3$"):
         sample_mm24(dy, x, key, 12 * tokens, backend="triton")
+
+
+def test_kernels_of_triton_are_launched_with_their_own_arguments(fake, monkeypatch):
+    """Constants are left out, as is a 1, which Triton compiles in; each other launch is prepared
+    once. Without C++ Triton launches."""
+    launch = pytest.importorskip("common_kernels.launch", reason="no Triton for this platform")
+    signature = {"x": "*bf16", "size": "i32", "TOP": "constexpr", "one": "constexpr", "f": "fp32"}
+    metadata = types.SimpleNamespace(num_warps=8, shared=5)
+    compiled = types.SimpleNamespace(
+        function=99, metadata=metadata, src=types.SimpleNamespace(signature=signature)
+    )
+    by_triton = []
+
+    def start(kernel, blocks, device, *args, **options):
+        by_triton.append(args)
+        return launch.Launched(compiled, blocks)
+
+    def run(x, top, f=0.5):
+        ctypes.memset(ctypes.addressof(ctypes.c_char.in_dll(fake, "taken")), 0, 96)
+        launch.launch("kernel", 3, device, x, 1000, top, 1, f, BLOCK=2)
+        return [*(ctypes.c_size_t * 12).in_dll(fake, "taken")]
+
+    monkeypatch.setattr(launch, "by_triton", start)
+    monkeypatch.setattr(native, "driver", lambda: fake)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    device, x = torch.device("cuda", 0), torch.randn(64).to(BF16)
+    run(x, 448.0)
+    run(x, 448.0)
+    assert len(by_triton) == 2
+    monkeypatch.setattr(launch, "start", torch.ops.sparse24.launch24.default)
+    monkeypatch.setattr(launch, "prepare", native.kernel)
+    now(fake, 77)
+    half = 0x3F000000
+    for count, (own, top) in enumerate(((x, 448.0), (x, 57344.0), (x[1:], 448.0), (x.half(), 1.0))):
+        run(own, top)
+        assert len(by_triton) == 3 + count
+        assert run(own, top)[:8] == [99, 3, 256, 5, 77, own.data_ptr(), 1000, half]
+        assert len(by_triton) == 3 + count
+    now(fake, status=2)
+    with pytest.raises(RuntimeError, match="cuLaunchKernel: error 2"):
+        run(x, 448.0)
 
 
 def test_each_stream_has_its_plan_and_makes_it_once(fake):
