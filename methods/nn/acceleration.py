@@ -1,8 +1,9 @@
-"""The record of the products that `Method.accelerate` runs sparse, the reasons, and the savings."""
+"""The choice of the products that `Method.accelerate` runs sparse, with reasons and savings."""
 
 from __future__ import annotations
 
 import math
+import os
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -10,10 +11,20 @@ from typing import Any
 
 import torch
 
-from common_kernels.matmul import measured
+from common_kernels.matmul import (
+    Problem,
+    fastest,
+    library_layout,
+    measured,
+    own_layout,
+    unavailable,
+)
+from common_kernels.pack.operands import MULTIPLE, TOKENS
 
-from .gemms import Products, asked_for, problems, refused
+from .gemms import DENSE, Layouts, Products, kernels_of
 
+MATMULS = ("auto", "cusparselt", "cuda", "dense")
+MATMUL_VARIABLE = "SPARSE24_MATMUL"
 NAMES = ("fprop", "dgrad", "wgrad")
 
 
@@ -120,8 +131,7 @@ def _kind(reason: str) -> str:
     return reason.partition(": ")[0]
 
 
-def explain(
-    chosen: Products,
+def choose(
     sparse: Products,
     shape: tuple[int, int],
     biased: bool,
@@ -129,40 +139,88 @@ def explain(
     device: torch.device,
     tokens: int,
     matmul: str | None,
-) -> dict[str, Choice]:
-    """The choices and reasons for one layer, given the `chosen` products that
-    `gemms.choose_products` returned for the other arguments."""
+) -> tuple[Products, dict[str, Choice]]:
+    """The products that will run sparse, out of those that have a 2:4 operand according to
+    `sparse`, and the decision for each product by name.
+
+    With `sparse.fp8` they run on FP8 units if there are any, whatever `matmul` says, because the
+    arithmetic of FP8 units is not only a matter of speed.
+
+    Arguments and errors are those of `base.Method.accelerate`; shape (out, in), bias, dtype and
+    device describe one layer.
+    """
+    matmul = matmul or os.environ.get(MATMUL_VARIABLE) or "auto"
+    if matmul not in MATMULS:
+        raise ValueError(f"matmul={matmul!r}: choose one of {', '.join(MATMULS)}")
+    if tokens < 1:
+        raise ValueError(f"tokens={tokens}; give the number of tokens in a micro-batch")
+    refusal, forced = refused(sparse, shape, dtype, device, matmul), matmul in MATMULS[1:3]
+    if refusal and forced and sparse != DENSE:
+        advice = ""
+        if refused(sparse, shape, torch.bfloat16, device, matmul) != refusal:
+            advice = "convert(model, dtype=torch.bfloat16) gives products a dtype; or "
+        raise RuntimeError(f"matmul={matmul!r}: {refusal}; {advice}choose auto or dense")
+    if not refusal and not forced and device.type != "cuda":
+        refusal = "sparse products are emulated here"
+    layouts: dict[str, str] = {}
     found = {}
     for name, problem in problems(sparse, shape, biased, dtype, tokens).items():
-        kernels, ms, dense_ms, reason = chosen.kernels(name), None, None, ""
-        if getattr(sparse, name):
-            layouts = (getattr(chosen.layouts, name),) if kernels else None
-            times = measured(problem, device, layouts)
-            if times is not None:
-                ms, dense_ms = None if math.isinf(times.ms) else times.ms, times.dense_ms
-        if not kernels:
-            reason = _why_dense(name, sparse, shape, dtype, device, asked_for(matmul))
-            if not reason and ms is None:
+        if not getattr(sparse, name):
+            found[name] = Choice(False, "no operand is 2:4 along the dimension that is summed over")
+            continue
+        reason = "matmul=dense" if matmul == "dense" else refusal or ""
+        if reason:
+            best = measured(problem, device)
+        elif forced:
+            library = matmul == "cusparselt"
+            layouts[name] = library_layout(device) if library else own_layout(problem, device)
+            best = measured(problem, device, (layouts[name],))
+        else:
+            best = fastest(problem, device)
+            if best is not None and best.wins:
+                layouts[name] = best.layout
+            elif best is None or math.isinf(best.ms):
                 reason = "no sparse kernel gives the right product"
-            elif not reason:
-                reason = f"measured to be slower: {ms:.3g} ms, dense {dense_ms:.3g} ms"
-        found[name] = Choice(bool(kernels), reason, ms, dense_ms, kernels)
-    return found
+            else:
+                reason = f"measured to be slower: {best.ms:.3g} ms, dense {best.dense_ms:.3g} ms"
+        ms, dense_ms = (None, None) if best is None else (best.ms, best.dense_ms)
+        ms = None if ms is None or math.isinf(ms) else ms
+        found[name] = Choice(not reason, reason, ms, dense_ms, kernels_of(layouts.get(name)))
+    runs = {name: name in layouts for name in NAMES}
+    fp8 = sparse.fp8 and not refusal
+    return Products(**runs, fp8=fp8, layouts=Layouts(**layouts)), found
 
 
-def _why_dense(
-    name: str,
+def refused(
     sparse: Products,
     shape: tuple[int, int],
     dtype: torch.dtype,
     device: torch.device,
     matmul: str,
-) -> str:
-    """The reason why a product is dense; empty if it was measured to be slower."""
-    if not getattr(sparse, name):
-        return "no operand is 2:4 along the dimension that is summed over"
-    if matmul == "dense":
-        return "matmul=dense"
-    if reason := refused(sparse, shape, dtype, device, matmul):
-        return reason
-    return "" if device.type == "cuda" else "sparse products are emulated here"
+) -> str | None:
+    """The reason why no product of such a layer can run sparse; None if products can."""
+    rows, columns = shape
+    backend = "cuda" if matmul == "cuda" else "cusparselt"
+    reason = unavailable(backend, device, torch.float8_e4m3fn if sparse.fp8 else dtype)
+    if reason is None and (rows % MULTIPLE or columns % MULTIPLE):
+        reason = f"a weight [{rows}, {columns}] is no multiple of {MULTIPLE} in both dims"
+    return reason
+
+
+def problems(
+    sparse: Products, shape: tuple[int, int], biased: bool, dtype: torch.dtype, tokens: int
+) -> dict[str, Problem]:
+    """The three products of a layer by name, as problems to be measured."""
+    rows, columns = shape
+    forward = backward = result = out_dtype = dtype
+    if sparse.fp8:
+        forward, backward = torch.float8_e4m3fn, torch.float8_e5m2
+        result, out_dtype = torch.bfloat16, torch.float32
+    multiples = (16, MULTIPLE) if sparse.fp8 else (8, TOKENS)
+    linear, summed = (-(-tokens // multiple) * multiple for multiple in multiples)
+    biased = biased and not sparse.fp8
+    return {
+        "fprop": Problem(rows, columns, linear, forward, result, True, True, biased),
+        "dgrad": Problem(columns, rows, linear, backward, result, True, True),
+        "wgrad": Problem(rows, summed, columns, backward, out_dtype, sparse.fp8, False),
+    }

@@ -37,13 +37,13 @@ from torch import Tensor, nn
 from common_kernels import check_nm, flip_rate, nm_mask
 
 from . import conversion, matrices, ranks, sharding
-from .acceleration import NAMES, Acceleration, Choice, explain
+from .acceleration import NAMES, Acceleration, Choice, choose
 from .config import Config
 from .config import NMConfig as NMConfig
 from .config import check_choice as check_choice
 from .config import check_pattern as check_pattern
 from .conversion import Report, weight_of
-from .gemms import DENSE, Products, choose_products
+from .gemms import DENSE, Products
 from .keys import layer_seed
 from .linear import SparseLinear
 from .optimizer import FusedAdamW, Optimizers, StepWork, each
@@ -242,7 +242,7 @@ class Method:
                 chosen[name] = DENSE
                 why[name] = dict.fromkeys(NAMES, Choice(False, f"multiplied by {kind} itself"))
                 continue
-            of = (
+            chosen[name], why[name] = choose(
                 layer.candidates(),
                 (layer.out_features, layer.in_features),
                 layer.bias is not None,
@@ -251,8 +251,6 @@ class Method:
                 tokens,
                 matmul,
             )
-            chosen[name] = choose_products(*of)
-            why[name] = explain(chosen[name], *of)
         return chosen, why
 
     @property

@@ -17,32 +17,19 @@ An operand is `Dense`, `Packed` if it is 2:4 along the summed dim and the sparse
 
 from __future__ import annotations
 
-import os
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from common_kernels.matmul import (
-    Problem,
-    cuda,
-    fastest,
-    library_layout,
-    own_layout,
-    sample_mm24,
-    unavailable,
-)
+from common_kernels.matmul import cuda, sample_mm24
 from common_kernels.mvue import sampled24
 from common_kernels.pack import BUFFERED
-from common_kernels.pack.operands import MULTIPLE, TOKENS
 
 from .operands import Dense, Packed, flat, save, saved
-
-MATMULS = ("auto", "cusparselt", "cuda", "dense")
-MATMUL_VARIABLE = "SPARSE24_MATMUL"
 
 
 class _Brief:
@@ -83,107 +70,17 @@ class Products(_Brief):
 
     def kernels(self, name: str) -> str:
         """The kernels that run a product: `cusparselt`, `cuda` (our own), or empty if dense."""
-        if not getattr(self, name):
-            return ""
-        return "cuda" if getattr(self.layouts, name) in cuda.LAYOUTS else "cusparselt"
+        return kernels_of(getattr(self.layouts, name) if getattr(self, name) else None)
 
 
 DENSE = Products()
 
 
-def choose_products(
-    sparse: Products,
-    shape: tuple[int, int],
-    biased: bool,
-    dtype: torch.dtype,
-    device: torch.device,
-    tokens: int,
-    matmul: str | None,
-) -> Products:
-    """The products that will run sparse, out of those that have a 2:4 operand according to
-    `sparse`.
-
-    With `sparse.fp8` they run on FP8 units if there are any, whatever `matmul` says, because the
-    arithmetic of FP8 units is not only a matter of speed.
-
-    Arguments and errors are those of `base.Method.accelerate`; shape (out, in), bias, dtype and
-    device describe one layer.
-    """
-    matmul = asked_for(matmul)
-    if tokens < 1:
-        raise ValueError(f"tokens={tokens}; give the number of tokens in a micro-batch")
-    if sparse == DENSE or (matmul == "dense" and not sparse.fp8):
-        return DENSE
-    reason = refused(sparse, shape, dtype, device, matmul)
-    if reason and matmul in ("cusparselt", "cuda"):
-        advice = ""
-        if refused(sparse, shape, torch.bfloat16, device, matmul) != reason:
-            advice = "convert(model, dtype=torch.bfloat16) gives products a dtype; or "
-        raise RuntimeError(f"matmul={matmul!r}: {reason}; {advice}choose auto or dense")
-    if reason:
-        return DENSE
-    if matmul == "cusparselt":
-        return replace(sparse, layouts=Layouts(*[library_layout(device)] * 3))
-    asked = {
-        name: problem
-        for name, problem in problems(sparse, shape, biased, dtype, tokens).items()
-        if getattr(sparse, name)
-    }
-    if matmul == "cuda":
-        own = {name: own_layout(problem, device) for name, problem in asked.items()}
-        return replace(sparse, layouts=Layouts(**own))
-    if device.type != "cuda":
-        return DENSE  # an emulated product is slower
-    if matmul == "dense":
-        return Products(fp8=True)
-    found = {name: fastest(problem, device) for name, problem in asked.items()}
-    layouts = {n: best.layout for n, best in found.items() if best is not None and best.wins}
-    faster = {name: name in layouts for name in found}
-    return replace(sparse, **faster, layouts=Layouts(**layouts))
-
-
-def asked_for(matmul: str | None) -> str:
-    """The value of the argument `matmul`, or else of the environment variable, or else `auto`.
-    Raises ValueError if it is unknown."""
-    matmul = matmul or os.environ.get(MATMUL_VARIABLE) or "auto"
-    if matmul not in MATMULS:
-        raise ValueError(f"matmul={matmul!r}: choose one of {', '.join(MATMULS)}")
-    return matmul
-
-
-def refused(
-    sparse: Products,
-    shape: tuple[int, int],
-    dtype: torch.dtype,
-    device: torch.device,
-    matmul: str,
-) -> str | None:
-    """The reason why no product of such a layer can run sparse; None if products can."""
-    rows, columns = shape
-    backend = "cuda" if matmul == "cuda" else "cusparselt"
-    reason = unavailable(backend, device, torch.float8_e4m3fn if sparse.fp8 else dtype)
-    if reason is None and (rows % MULTIPLE or columns % MULTIPLE):
-        reason = f"a weight [{rows}, {columns}] is no multiple of {MULTIPLE} in both dims"
-    return reason
-
-
-def problems(
-    sparse: Products, shape: tuple[int, int], biased: bool, dtype: torch.dtype, tokens: int
-) -> dict[str, Problem]:
-    """The three products of a layer by name, as problems to be measured."""
-    rows, columns = shape
-    forward = backward = result = out_dtype = dtype
-    if sparse.fp8:
-        forward, backward = torch.float8_e4m3fn, torch.float8_e5m2
-        result, out_dtype = torch.bfloat16, torch.float32
-    multiples = (16, MULTIPLE) if sparse.fp8 else (8, TOKENS)
-    linear, summed = (-(-tokens // multiple) * multiple for multiple in multiples)
-    biased = biased and not sparse.fp8
-    return {
-        "fprop": Problem(rows, columns, linear, forward, result, True, True, biased),
-        "dgrad": Problem(columns, rows, linear, backward, result, True, True),
-        "wgrad": Problem(rows, summed, columns, backward, out_dtype, sparse.fp8, False),
-    }
+def kernels_of(layout: str | None) -> str:
+    """The kernels that take a packed matrix in this layout; empty for None, a dense matrix."""
+    if layout is None:
+        return ""
+    return "cuda" if layout in cuda.LAYOUTS else "cusparselt"
 
 
 class _SparseLinear(torch.autograd.Function):

@@ -8,9 +8,9 @@ from torch import nn
 
 import methods
 from common_kernels.matmul import Measured
-from methods.nn import acceleration, gemms
-from methods.nn.acceleration import Acceleration, Choice, explain
-from methods.nn.gemms import Layouts, Products, choose_products
+from methods.nn import acceleration
+from methods.nn.acceleration import Acceleration, Choice, choose
+from methods.nn.gemms import Layouts, Products
 
 GPU = torch.device("cuda")  # asked for nothing here
 ALL = Products(True, True, True)
@@ -22,32 +22,30 @@ LAYOUT = "cutlass_sm90"  # in which they were measured to be the fastest
 @pytest.fixture
 def gpu(monkeypatch):
     """A GPU with sparse products, of which those with 64 rows are slower than dense ones."""
-    monkeypatch.setattr(gemms, "unavailable", lambda *_: None)
+    monkeypatch.setattr(acceleration, "unavailable", lambda *_: None)
     asked = []
 
     def measured(problem, device, layouts=()):
         asked.append(problem)
         return Measured(LAYOUT, *TIMES[problem.rows]) if problem.rows in TIMES else None
 
-    monkeypatch.setattr(gemms, "fastest", measured)
-    monkeypatch.setattr(gemms, "own_layout", lambda *_: LAYOUT)
-    monkeypatch.setattr(gemms, "library_layout", lambda *_: "cusparselt_sm90")
+    monkeypatch.setattr(acceleration, "fastest", measured)
+    monkeypatch.setattr(acceleration, "own_layout", lambda *_: LAYOUT)
     monkeypatch.setattr(acceleration, "measured", measured)
-    monkeypatch.delenv(gemms.MATMUL_VARIABLE, raising=False)
+    monkeypatch.setattr(acceleration, "library_layout", lambda *_: "cusparselt_sm90")
+    monkeypatch.delenv(acceleration.MATMUL_VARIABLE, raising=False)
     return asked
 
 
 def told(sparse, matmul="auto", shape=(128, 64), device=GPU):
-    of = (sparse, shape, False, torch.bfloat16, device, 256, matmul)
-    chosen = choose_products(*of)
-    found = explain(chosen, *of)
+    chosen, found = choose(sparse, shape, False, torch.bfloat16, device, 256, matmul)
     for name, choice in found.items():  # what is told is what runs
         assert choice.sparse == getattr(chosen, name) == (not choice.reason)
     return found
 
 
 def test_a_choice_is_of_what_was_measured_and_has_its_reason(gpu, monkeypatch):
-    chosen = choose_products(ALL, (128, 64), True, torch.bfloat16, GPU, 1000, "auto")
+    chosen, _ = choose(ALL, (128, 64), True, torch.bfloat16, GPU, 1000, "auto")
     layouts = Layouts(fprop=LAYOUT, wgrad=LAYOUT)
     assert chosen == Products(fprop=True, wgrad=True, layouts=layouts)
     shapes = [(p.rows, p.columns, p.tokens, p.biased) for p in gpu]
@@ -63,7 +61,7 @@ def test_a_choice_is_of_what_was_measured_and_has_its_reason(gpu, monkeypatch):
     ):
         assert {c.reason for c in told(ALL, **options).values()} == {reason}
     for sparse in (Products(True, False, True), Products(fp8=True)):
-        for matmul in gemms.MATMULS:
+        for matmul in acceleration.MATMULS:
             told(sparse, matmul)
     monkeypatch.setitem(TIMES, 128, (float("inf"), 0.7))
     found = told(ALL)["fprop"]

@@ -12,9 +12,10 @@ from torch import nn
 import methods
 from common_kernels import fake_fp8, mvue24, quantize_fp8
 from common_kernels.matmul import Measured
-from methods.nn import gemms
+from methods.nn import acceleration
+from methods.nn.acceleration import choose
 from methods.nn.fp8_gemms import FP8, fp8_linear
-from methods.nn.gemms import DENSE, Products, choose_products
+from methods.nn.gemms import DENSE, Products
 from methods.nn.operands import Fp8
 
 KEY = torch.tensor([7, 0])
@@ -95,10 +96,12 @@ def test_scales_beyond_each_other_do_not_overflow():
 @pytest.fixture
 def gpu(monkeypatch):
     """A device with FP8 units, on which every sparse product is the faster one."""
-    monkeypatch.setattr(gemms, "unavailable", lambda *_: None)
-    monkeypatch.setattr(gemms, "fastest", lambda *_: Measured("cusparselt_sm90", 1.0, 2.0))
-    monkeypatch.setattr(gemms, "own_layout", lambda *_: "cusparselt_sm90")
-    monkeypatch.delenv(gemms.MATMUL_VARIABLE, raising=False)
+    monkeypatch.setattr(acceleration, "unavailable", lambda *_: None)
+    monkeypatch.setattr(acceleration, "fastest", lambda *_: Measured("cusparselt_sm90", 1.0, 2.0))
+    monkeypatch.setattr(acceleration, "measured", lambda *_: None)
+    monkeypatch.setattr(acceleration, "library_layout", lambda *_: "cusparselt_sm90")
+    monkeypatch.setattr(acceleration, "own_layout", lambda *_: "cusparselt_sm90")
+    monkeypatch.delenv(acceleration.MATMUL_VARIABLE, raising=False)
     return torch.device("cuda")
 
 
@@ -106,21 +109,21 @@ def chosen(device, matmul, **options):
     layer = nn.Linear(64, 128)
     method = methods.build("s_ste", include=["*"], **options)
     method.convert(layer, dtype=torch.bfloat16)
-    return choose_products(layer.candidates(), (128, 64), True, torch.bfloat16, device, 256, matmul)
+    return choose(layer.candidates(), (128, 64), True, torch.bfloat16, device, 256, matmul)[0]
 
 
 def test_hopper_alone_runs_on_fp8_units_and_wherever_there_are_any(gpu, monkeypatch):
     """`matmul` says which of its products run sparse: that is about speed."""
-    for matmul in gemms.MATMULS:
+    for matmul in acceleration.MATMULS:
         for recipe in ("paper", "hybrid"):
             assert chosen(gpu, matmul, fp8=recipe) == DENSE
         assert not chosen(gpu, matmul).fp8
         sparse = matmul != "dense"
         want = Products(fprop=sparse, wgrad=sparse, fp8=True)
         assert chosen(gpu, matmul, fp8="hopper") == want
-    monkeypatch.setattr(gemms, "fastest", lambda *_: Measured("cusparselt_sm90", 2.0, 1.0))
+    monkeypatch.setattr(acceleration, "fastest", lambda *_: Measured("cusparselt_sm90", 2.0, 1.0))
     assert chosen(gpu, "auto", fp8="hopper") == Products(fp8=True)
-    monkeypatch.setattr(gemms, "unavailable", lambda *_: "no FP8 units")
+    monkeypatch.setattr(acceleration, "unavailable", lambda *_: "no FP8 units")
     for matmul in ("auto", "dense"):
         assert chosen(gpu, matmul, fp8="hopper") == DENSE  # simulated
 
@@ -128,7 +131,8 @@ def test_hopper_alone_runs_on_fp8_units_and_wherever_there_are_any(gpu, monkeypa
 def _choose_differently(rank, meeting_point, queue):
     """Two ranks of which each finds other products to be faster."""
     dist.init_process_group("gloo", init_method=meeting_point, rank=rank, world_size=2)
-    methods.nn.base.choose_products = lambda *_: Products(fprop=rank == 0, wgrad=rank == 1)
+    found = Products(fprop=rank == 0, wgrad=rank == 1), {}
+    methods.nn.base.choose = lambda *_: found
     layer = nn.Linear(64, 128)
     method = methods.build("s_ste", include=["*"])
     method.convert(layer, dtype=torch.bfloat16)
@@ -137,7 +141,7 @@ def _choose_differently(rank, meeting_point, queue):
     def refuse(*_):
         raise RuntimeError(f"rank {rank} cannot")
 
-    methods.nn.base.choose_products = refuse
+    methods.nn.base.choose = refuse
     try:
         method.accelerate(256)
     except RuntimeError as error:
