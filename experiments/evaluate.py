@@ -35,7 +35,7 @@ from experiments.evaluation.perplexity import perplexity, windows
 from experiments.evaluation.probes import probe
 from experiments.exporting import export, files
 from experiments.exporting.tokenizer import tokenizer_of
-from experiments.images.dataset import Images, load_images
+from experiments.images.dataset import load_images
 from experiments.images.source import ImageSource
 from experiments.support import checkpoint, results
 from experiments.support.errors import UserError
@@ -88,14 +88,9 @@ def _evaluate(
 ) -> dict[str, Any]:
     config = run.config
     model, patterns = _model(config)
-    if config.ppl is not None or config.tasks:
-        _check_causal(model)
-    if config.images is not None:
-        _check_vit(model, config.images)
+    _check(config, model)
     tokenizer = _tokenizer(config, model) if config.tasks else None
     stream = _windows(config, model)
-    if config.images == "val":
-        _check_classes(config, load_images(config.image_data, ("val",)))
     rows = legality.measure(model, patterns)
     report(f"WEIGHTS: {_described(config)}")
     report(legality.text(rows, dense=config.kind == "dense"))
@@ -155,9 +150,7 @@ def _described(config: EvaluateConfig) -> str:
     if run is None:
         return f"as they are stored in {config.model.path}"
     if run.trained_with.ends_dense:
-        return (
-            f"dense, as trained: the method ({run.method}) of {config.run} ended with all weights"
-        )
+        return f"dense, as the method ({run.method}) of {config.run} ended"
     if config.weights == "dense":
         return f"dense, the master weights of {config.run}"
     return f"sparse, as the method of {config.run} ended (weights=dense for the master weights)"
@@ -189,17 +182,26 @@ def _model(config: EvaluateConfig) -> tuple[nn.Module, dict[str, tuple[int, int]
     return model, {name: stored[at] for name, at in linears.items()}
 
 
-def _check_causal(model: nn.Module) -> None:
-    if not isinstance(model, GPT | CausalLM):
+def _check(config: EvaluateConfig, model: Any) -> None:
+    """Raise a `UserError` unless the model can be measured so, on images with the classes of
+    training in the same order."""
+    if (config.ppl is not None or config.tasks) and not isinstance(model, GPT | CausalLM):
         raise UserError(
             f"ppl and tasks need a causal language model, this one is a {type(model).__name__}"
         )
-
-
-def _check_vit(model: Any, images: str) -> None:
-    if images == "val" and not model.config.n_classes:
+    if config.images != "val":
+        return
+    images = load_images(config.image_data, ("val",))
+    if not model.config.n_classes:
         raise UserError(
             "images=val needs a ViT with classes, this one ends in its features: images=features"
+        )
+    assert config.finished_run is not None
+    trained, found = config.finished_run.result["corpus"]["classes"], list(images.classes)
+    if found != trained:
+        raise UserError(
+            f"{images.directory} has other classes, or in another order, than {config.run} was "
+            f"trained on: {', '.join(found[:20])} for {', '.join(trained[:20])}"
         )
 
 
@@ -208,14 +210,14 @@ def _windows(config: EvaluateConfig, model: Any) -> torch.Tensor | None:
     if config.text is None:
         return None
     shape = getattr(model, "config", model)
-    longest = shape.block_size
-    block = config.block_size or longest
-    if block > longest:
-        raise UserError(f"block_size={block}, but the model takes at most {longest} tokens")
-    content = config.text.content
+    block = config.block_size or shape.block_size
+    if block > shape.block_size:
+        raise UserError(
+            f"block_size={block}, but the model takes at most {shape.block_size} tokens"
+        )
     run, hf = config.finished_run, config.hf
     encoding = run.tokenizer() if run is not None else folder_tokenizer(str(hf and hf.folder))
-    stream = windows(encoding.encode_ordinary_batch([content])[0], block)
+    stream = windows(encoding.encode_ordinary_batch([config.text.content])[0], block)
     check_vocabulary(int(stream.max()), shape.vocab_size)
     return stream
 
@@ -246,27 +248,12 @@ def _accuracy(
     return {f"val_{name}": value / count for name, value in sums.items()} | {"val_images": count}
 
 
-def _check_classes(config: EvaluateConfig, images: Images) -> None:
-    """Raise a `UserError` unless the images have the classes of training, in the same order."""
-    assert config.finished_run is not None
-    trained, found = config.finished_run.result["corpus"]["classes"], list(images.classes)
-    if found != trained:
-        raise UserError(
-            f"{images.directory} has other classes, or in another order, than {config.run} was "
-            f"trained on: {', '.join(found[:20])} for {', '.join(trained[:20])}"
-        )
-
-
 def _tokenizer(config: EvaluateConfig, model: nn.Module) -> PreTrainedTokenizerBase:
     """The tokenizer in transformers' form, which lm-eval takes."""
-    tokenizer: PreTrainedTokenizerBase | None
-    if config.finished_run is not None:
-        tokenizer = tokenizer_of(config.finished_run, model)
-        if tokenizer is None:
-            raise UserError(f"{config.run} came without a tokenizer, which tasks need")
-    else:
-        assert config.hf is not None
-        tokenizer = pretrained_tokenizer(str(config.hf.folder))
+    run, hf = config.finished_run, config.hf
+    tokenizer = tokenizer_of(run, model) if run else pretrained_tokenizer(str(hf and hf.folder))
+    if tokenizer is None:
+        raise UserError(f"{config.run} came without a tokenizer, which tasks need")
     size: Any = getattr(model, "config", model).vocab_size
     check_vocabulary(max(tokenizer.get_vocab().values()), size)
     return tokenizer
@@ -280,13 +267,12 @@ def _tasks(
     dtype: torch.dtype | None,
 ) -> dict[str, Any]:
     device = next(model.parameters()).device
-    longest = getattr(model, "config", model).block_size
     export.merge_low_rank(model)
     return zero_shot.evaluate(
         files.to_transformers(model).to(device),
         tokenizer,
         config.tasks,
-        longest,
+        getattr(model, "config", model).block_size,
         task_folder=config.task_folder,
         num_fewshot=config.num_fewshot,
         limit=config.limit,

@@ -147,23 +147,40 @@ class Columns:
             raise ValueError(f"data.text={list(self.text)}; give the names of one or two columns")
 
 
-@dataclass(frozen=True)
-class FinetuneConfig(Resolved):
-    """A fine-tuning on one task.
-
-    source: directory of a finished run, or a transformers checkpoint.
-    weights: the weights to fine-tune, `sparse` or `dense`.
-    data: a folder, or an id on the hub.
-    columns: for `task="own"`. lora: for `mode="lora"`.
-    """
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """The settings of a fine-tuning outside of groups. run: directory of a finished run; null for a
+    checkpoint. weights: the weights to fine-tune, `sparse` or `dense`."""
 
     seed: int
     tier: str
     runs: Path
-    source: Path | HFConfig
+    run: str | None
     task: str
     mode: str
     weights: str
+
+    def __post_init__(self) -> None:
+        check_seed(self.seed)
+        known = {"task": TASKS, "mode": (*MODES, LORA), "weights": WEIGHTS_OF}
+        check_choices(self, "", known)
+        if self.weights == "dense" and self.mode != "dense":
+            raise ValueError(
+                f"weights=dense with mode={self.mode}: the dense weights under the masks can only "
+                "be fine-tuned densely; set mode=dense"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class FinetuneConfig(Settings, Resolved):
+    """A fine-tuning on one task.
+
+    source: directory of a finished run, or a transformers checkpoint.
+    data: a folder, or an id on the hub.
+    columns: for `task="own"`. lora: for `mode="lora"`.
+    """
+
+    source: Path | HFConfig
     data: str
     columns: Columns
     lora: LoraConfig
@@ -230,10 +247,9 @@ class FinetuneConfig(Resolved):
 
     def as_dict(self) -> dict[str, Any]:
         """The whole resolved config as plain values."""
-        hf = isinstance(self.source, HFConfig)
         return {
             **self.identity(),
-            "run": None if hf else str(self.source),
+            "run": self.run,
             "model": {"path": self.source.pinned if isinstance(self.source, HFConfig) else None},
             "data": {"source": self.data, **dataclasses.asdict(self.columns)},
             "tier": self.tier,
@@ -243,27 +259,6 @@ class FinetuneConfig(Resolved):
 
 
 # ------------------------------------------------------------------ configuration
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Top:
-    seed: int
-    tier: str
-    runs: str
-    run: str | None
-    task: str
-    mode: str
-    weights: str
-
-    def __post_init__(self) -> None:
-        check_seed(self.seed)
-        known = {"task": TASKS, "mode": (*MODES, LORA), "weights": WEIGHTS_OF}
-        check_choices(self, "", known)
-        if self.weights == "dense" and self.mode != "dense":
-            raise ValueError(
-                f"weights=dense with mode={self.mode}: the dense weights under the masks can only "
-                "be fine-tuned densely; set mode=dense"
-            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -278,9 +273,9 @@ def load(overrides: list[str] | None = None) -> FinetuneConfig:
 
 def freeze_finetuning(composed: Any) -> FinetuneConfig:
     """The `FinetuneConfig` of a composed `DictConfig`."""
-    fields = [f.name for f in dataclasses.fields(_Top)]
+    fields = [f.name for f in dataclasses.fields(Settings)]
     groups = plain(composed, "data", "impl", "lora", "model", "recipe", *fields)
-    top = typed(_Top, "the config", {key: groups[key] for key in fields})
+    top = typed(Settings, "the config", {key: groups[key] for key in fields})
     path, data = groups["model"]["path"], typed(_Data, "data", groups["data"])
     if (top.run is None) == (path is None):
         raise UserError(
@@ -292,13 +287,8 @@ def freeze_finetuning(composed: Any) -> FinetuneConfig:
     if top.mode == LORA:
         require_peft()
     return FinetuneConfig(
-        seed=top.seed,
-        tier=top.tier,
-        runs=Path(top.runs),
-        source=Path(top.run) if path is None else typed(HFConfig, "model", groups["model"]),
-        task=top.task,
-        mode=top.mode,
-        weights=top.weights,
+        **vars(top),
+        source=Path(top.run or "") if path is None else typed(HFConfig, "model", groups["model"]),
         data=data.source or _HUBS.get(top.task, glue.HUB),
         columns=Columns(text=data.text, label=data.label),
         lora=typed(LoraConfig, "lora", groups["lora"]),

@@ -94,10 +94,6 @@ class ImageConfig:
         for name in ("mean", "std", "crop_scale"):  # omegaconf makes lists of them
             if (value := getattr(self, name)) is not None:
                 object.__setattr__(self, name, tuple(value))
-        for name, least in {"mean": -math.inf, "std": 1e-12}.items():
-            values = getattr(self, name)
-            if len(values) != 3 or not all(least <= value < math.inf for value in values):
-                raise ValueError(f"data.{name}={list(values)}; it must be three numbers")
         share = dict.fromkeys(("flip", "shift", "random_erasing", "label_smoothing"), (0.0, 1.0))
         check_bounds(
             self, "data.", image_size=(1, 10_000), repeats=(1, 1000), crop_pct=(0.01, 1),

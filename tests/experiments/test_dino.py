@@ -22,23 +22,11 @@ from models.vit import ViT, ViTConfig
 from tests.experiments.conftest import quiet
 
 TINY = [
-    "model.width=16",
-    "model.depth=1",
-    "model.heads=2",
-    "dino.prototypes=8",
-    "dino.hidden=16",
-    "dino.bottleneck=8",
-    "dino.local_crops=1",
-    "dino.local_size=16",
-    "train.steps=2",
-    "train.warmup_steps=1",
-    "train.batch_size=4",
-    "train.log_every=1",
-    "train.eval_every=2",
-    "train.eval_samples=4",
-    "impl.device=cpu",
-    "impl.threads=1",
-]
+    "model.width=16", "model.depth=1", "model.heads=2", "dino.prototypes=8", "dino.hidden=16",
+    "dino.bottleneck=8", "dino.local_crops=1", "dino.local_size=16", "train.steps=2",
+    "train.warmup_steps=1", "train.batch_size=4", "train.log_every=1", "train.eval_every=2",
+    "train.eval_samples=4", "impl.device=cpu", "impl.threads=1",
+]  # fmt: skip
 
 
 @pytest.fixture

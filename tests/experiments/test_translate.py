@@ -19,24 +19,12 @@ from experiments.training.tracking import read_metrics
 from tests.experiments.conftest import quiet
 
 TINY = [
-    "model.n_layer=1",
-    "model.n_head=2",
-    "model.n_embd=16",
-    "model.n_inner=32",
-    "data.batch_tokens=256",
-    "train.steps=6",
-    "train.batch_size=2",
-    "train.warmup_steps=2",
-    "train.average_every=2",
-    "train.log_every=1",
-    "train.eval_every=4",
-    "train.eval_samples=2",
-    "impl.device=cpu",
-    "impl.threads=1",
-    "impl.checkpoint_every=2",
-    "search.longer=2",
+    "model.n_layer=1", "model.n_head=2", "model.n_embd=16", "model.n_inner=32",
+    "data.batch_tokens=256", "train.steps=6", "train.batch_size=2", "train.warmup_steps=2",
+    "train.average_every=2", "train.log_every=1", "train.eval_every=4", "train.eval_samples=2",
+    "impl.device=cpu", "impl.threads=1", "impl.checkpoint_every=2", "search.longer=2",
     "search.beam=2",
-]
+]  # fmt: skip
 
 
 @pytest.fixture

@@ -3,8 +3,6 @@
 import dataclasses
 import json
 import shutil
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -263,20 +261,6 @@ def test_bad_input_is_one_line_and_leaves_nothing(trained, text, tmp_path):
             evaluate.run(configure(*overrides), quiet)
         assert "\n" not in str(caught.value)
     assert sorted(trained.directory.rglob("*")) == before
-
-
-def test_a_folder_of_runs_lists_them(trained, tmp_path, monkeypatch):
-    """The files of a run itself, such as an evaluation of it, are not among them."""
-    inside = Path("words", "gpt2", "seed0")
-    shutil.copytree(trained.directory, tmp_path / inside)
-    (tmp_path / inside.parent / "seed9").mkdir()
-    (tmp_path / inside.parent / "seed9/result.json").write_text("[]")
-    monkeypatch.setattr(sys, "argv", ["evaluate", f"run={tmp_path}"])
-    with pytest.raises(SystemExit) as caught:
-        evaluate.main()
-    said = str(caught.value.code)
-    assert f"{tmp_path} holds no finished run itself, but 1 below" in said
-    assert f"{inside}  ste, seed 0, val_loss" in said
 
 
 def test_sentences_are_wrapped_at_the_width_of_a_terminal_and_paths_are_not_cut(

@@ -15,6 +15,7 @@ from experiments.data.corpus import load_tokens
 from experiments.data.manifest import DataConfig
 from experiments.data.tokenizer import folder_tokenizer
 from experiments.exporting import export, files, semi_structured
+from experiments.exporting import tokenizer as tokenizer_module
 from experiments.exporting.export import Form
 from experiments.runs.finished import FinishedRun
 from experiments.support.errors import UserError
@@ -167,7 +168,10 @@ def test_the_tokenizer_is_the_run_s(exported, data):
         manifest = load_tokens(DataConfig(**data["gpt2"]), 0).directory / "tokenizer.json"
         own = json.loads(manifest.read_text())["model"]["merges"]
         written = json.loads((folder / "tokenizer.json").read_text())["model"]["merges"]
-        assert written == own  # as they were learnt, recovered from ranks alone
+        assert written == own  # as they were learnt
+        converted = tokenizer_module._converted(encoding)  # as GPT-2's own, which has no such file
+        assert converted.encode(text).ids == ids and converted.decode(ids) == text
+        assert converted.encode("<|endoftext|>").ids == [encoding.eot_token]
     else:
         assert tokenizer.cls_token == "[CLS]" and tokenizer.mask_token == "[MASK]"
         assert tokenizer.eos_token is None

@@ -28,20 +28,11 @@ from tests.experiments.conftest import quiet
 HERE = Path(__file__).parent
 GLUE, SQUAD = HERE / "glue", HERE / "squad"
 SHAPE = [
-    "model.n_layer=2",
-    "model.n_head=2",
-    "model.n_embd=32",
-    "model.vocab_size=512",
-    "model.block_size=64",
-    "train.steps=60",
-    "train.batch_size=16",
-    "train.warmup_steps=5",
-    "train.learning_rate=3e-3",
-    "train.min_learning_rate=0",
-    "train.log_every=60",
-    "train.eval_every=60",
-    "train.eval_samples=4",
-]
+    "model.n_layer=2", "model.n_head=2", "model.n_embd=32", "model.vocab_size=512",
+    "model.block_size=64", "train.steps=60", "train.batch_size=16", "train.warmup_steps=5",
+    "train.learning_rate=3e-3", "train.min_learning_rate=0", "train.log_every=60",
+    "train.eval_every=60", "train.eval_samples=4",
+]  # fmt: skip
 CPU = ["impl.device=cpu", "impl.threads=1"]
 # What a model of this size learns with in seconds.
 QUICK = ["recipe.max_length=64", "recipe.learning_rate=3e-3", "recipe.batch_size=16"]
