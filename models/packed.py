@@ -10,6 +10,9 @@ A layer with a low-rank term beside its 2:4 weight, as SLoPe and SLoRB leave it 
 keeps it, has a method `low_rank`: (left [r, in], or None for sums of in / r neighbours; right
 [r, out]; scale). The packed product is then followed by `lowrank_addmm`.
 
+Linears without bias that transformers calls one after the other with the same input (TOGETHER) run
+as one product with few tokens: a long matrix is read faster than several short ones.
+
 In between a layer multiplies with its dense weight, so it has it too: each packed form in use takes
 9/16 of the dense weight's memory in addition. All layers of a shape are packed in the layout of the
 kernel, cuSPARSELt's or our own, that was fastest with many tokens.
@@ -49,6 +52,7 @@ COUNTS = (1, 8, 64, 256, 1024, 4096, 16384)  # numbers of tokens for which produ
 # to multiples: of STEP if there are more, else of LEAST, which it needs for 16-bit types.
 STEP, LEAST = 64, 8
 MANY = 4096  # the number of tokens for which the kernels of a shape are compared
+TOGETHER = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")  # in the order of their calls
 TORCH = "cutlass_sm80"  # the layout of torch's own products
 
 
@@ -61,6 +65,35 @@ class Limits(NamedTuple):
 
     def includes(self, tokens: int) -> bool:
         return tokens <= self.few or (self.crossover is not None and tokens >= self.crossover)
+
+
+class Joined:
+    """Linears with the same input, whose product with few tokens is made by the first of them."""
+
+    def __init__(self, layers: Sequence[PackedProduct]) -> None:
+        forms = [layer.fragments for layer in layers if layer.fragments is not None]
+        self.rows = [form.shape[0] for form in forms]
+        first, values, meta = forms[0], [f.values for f in forms], [f.meta for f in forms]
+        shape = sum(self.rows), first.shape[1]
+        self.fragments = Fragments24(torch.cat(values), torch.cat(meta), shape, first.dtype)
+        parts = (
+            whole.split([len(own) for own in each])
+            for whole, each in ((self.fragments.values, values), (self.fragments.meta, meta))
+        )
+        for place, (layer, *own) in enumerate(zip(layers, *parts, strict=True)):
+            # Views of the whole, to free the memory that the parts had.
+            layer.fragments = Fragments24(*own, forms[place].shape, first.dtype)
+            layer.joined = self, place
+        self.made: tuple[Tensor, tuple[Tensor, ...]] | None = None
+
+    def product(self, place: int, x: Tensor, rows: Tensor) -> Tensor:
+        """The product of one layer. x: its input as it is, by which a product made for another
+        layer is recognised. rows: the same as [tokens, in]."""
+        made = self.made  # read once, since other threads may use the model
+        if made is None or made[0] is not x:
+            made = x, few_tokens24(self.fragments, rows).split(self.rows, -1)
+        self.made = made if place + 1 < len(self.rows) else None
+        return made[1][place]
 
 
 class PackedProduct(nn.Module):
@@ -76,6 +109,7 @@ class PackedProduct(nn.Module):
     packed: Packed24  # None without a crossover
     fragments: Fragments24 | None
     limits: Limits
+    joined: tuple[Joined, int] | None  # and the layer's place in it
     weight: Tensor
     bias: Tensor | None
     source: tuple[weakref.ref[Tensor], int]  # the weight that was packed, and its version then
@@ -87,17 +121,20 @@ class PackedProduct(nn.Module):
             return super().forward(x)
         rows, low_rank = x.reshape(tokens, x.shape[-1]), getattr(self, "low_rank", None)
         if low_rank is None:
-            y = self.product(rows, self.bias)
+            y = self.product(x, rows, self.bias)
         else:
             left, right, scale = low_rank()
             y2 = reduced(rows, left, len(right))
-            y = lowrank_addmm(self.product(rows, None), y2, right, self.bias, scale)
+            y = lowrank_addmm(self.product(x, rows, None), y2, right, self.bias, scale)
         return y.reshape(*x.shape[:-1], -1)
 
-    def product(self, rows: Tensor, bias: Tensor | None) -> Tensor:
-        """rows [tokens, in] -> [tokens, out] with the packed weight."""
+    def product(self, x: Tensor, rows: Tensor, bias: Tensor | None) -> Tensor:
+        """rows [tokens, in], those of x -> [tokens, out] with the packed weight."""
         tokens = len(rows)
         if tokens <= self.limits.few:
+            if self.joined is not None:
+                joined, place = self.joined
+                return joined.product(place, x, rows)
             assert self.fragments is not None
             return few_tokens24(self.fragments, rows, bias)
         rows = fill_up(rows, -tokens % (STEP if tokens > STEP else LEAST))
@@ -243,7 +280,18 @@ def pack(
                 layer.fragments = layer.fragments if own.few else None
                 if own.crossover is None:
                     layer.packed = None  # type: ignore[assignment]
+    for module in model.modules():
+        for group in TOGETHER:
+            _join([getattr(module, name, None) for name in group])
     return found
+
+
+def _join(layers: Sequence[Any]) -> None:
+    """Let the layers run as one product with few tokens, if all are packed for as many of them."""
+    if all(isinstance(x, PackedProduct) and x.fragments and x.bias is None for x in layers):
+        kinds = {(x.limits.few, x.fragments.shape[1], x.fragments.dtype) for x in layers}
+        if len(kinds) == 1:
+            Joined(layers)
 
 
 def limits_of(model: nn.Module) -> dict[str, Limits]:
@@ -290,6 +338,7 @@ def _packed(module: Any, layout: str) -> PackedProduct:
     kind: Any = type(module)
     module.__class__ = _class_of(kind)
     module.packed, module.limits = packed, Limits(MOST, 0)
+    module.joined = None
     served = matrix.is_cpu or serves(matrix.device)
     module.fragments = None
     if served and has_fragments(packed):
@@ -302,7 +351,7 @@ def _packed(module: Any, layout: str) -> PackedProduct:
 def _restore(module: Any) -> None:
     """Turn a packed module back into the linear that it was."""
     module.__class__ = type(module).__mro__[2]
-    del module.packed, module.fragments, module.limits, module.source
+    del module.packed, module.fragments, module.limits, module.joined, module.source
 
 
 def _measured(layers: Sequence[PackedProduct], graphs: bool) -> Limits:

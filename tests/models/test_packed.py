@@ -287,6 +287,45 @@ def test_what_cannot_be_packed_is_one_line(monkeypatch):
     assert packed.pack(pruned(64, 32, 64), Limits(0, 0)) == {"0": None, "1": (0, 0)}
 
 
+class Gated(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.gate_proj, self.up_proj = (nn.Linear(64, n, bias=False) for n in (128, 64))
+
+    def forward(self, x):
+        return torch.cat([self.gate_proj(x).sigmoid(), self.up_proj(x)], -1)
+
+
+@torch.no_grad()
+def test_linears_with_one_input_run_as_one_product(monkeypatch):
+    torch.manual_seed(0)
+    model = Gated().to(DEVICE, torch.bfloat16)
+    for layer in model.children():
+        layer.weight *= nm_mask(layer.weight)
+    dense, calls, few = copy.deepcopy(model), [], packed.few_tokens24
+    monkeypatch.setattr(packed, "few_tokens24", lambda w, *o: calls.append(w.shape) or few(w, *o))
+    packed.pack(model, Limits(4, None))
+    x, other = torch.randn(2, 2, 2, 64, device=DEVICE).bfloat16()
+    for given in (x, other, x, other.clone()):
+        torch.testing.assert_close(model(given), dense(given), rtol=2**-6, atol=2**-6)
+    assert calls == [(192, 64)] * 4
+    both, _ = model.gate_proj.joined
+    assert both.made is None and model.up_proj.joined == (both, 1)
+    own, whole = model.up_proj.fragments.values, both.fragments.values
+    assert own.data_ptr() == whole[-len(own) :].data_ptr()
+    # In any order, and after one weight has changed.
+    for order in (("up_proj", "gate_proj"), ("gate_proj", "gate_proj"), ("up_proj", "up_proj")):
+        for name, given in zip(order, (x, other), strict=True):
+            found, want = (getattr(m, name)(given) for m in (model, dense))
+            torch.testing.assert_close(found, want, rtol=2**-6, atol=2**-6)
+    for changed in (model, dense):
+        changed.gate_proj.weight.mul_(2)
+    torch.testing.assert_close(model(x), dense(x), rtol=2**-6, atol=2**-6)
+    packed.pack(model, Limits(4, None))
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True, dynamic=False)
+    assert torch.equal(compiled(x), model(x)) and model.gate_proj.joined[0].made is None
+
+
 def with_low_rank(kind):
     """Two 2:4 linears whose low-rank terms have the form of `kind`."""
     model = pruned(64, 128, 64).requires_grad_(False)
