@@ -1,7 +1,8 @@
 """Products with few tokens on the sparse units, in Triton with PTX for the product of a warp.
 
 A program takes 16 rows and its warps take turns along the columns; up to 16 tokens are two sets of
-eight, which the same values of W multiply one after the other. In the loop all tensors are
+eight, which the same values of W multiply one after the other. As x has as many bytes as the rows
+then, a program takes 32 rows with more than eight tokens. In the loop all tensors are
 `[threads]`, so that entry t belongs to thread t: the product is an instruction of all lanes of a
 warp, each with its own part of the operands. (With tensors of two dims Triton may deal the entries
 out in another way; a test looks at what it does.)
@@ -46,13 +47,18 @@ def few_tokens24(
         return y
     x = x.contiguous()
     x = x.clone() if x.storage_offset() % 2 else x  # it is read as pairs
+    two = tokens > 8
+    tiles = 2 if two and rows % 32 == 0 else 1
     # Enough warps to have many lines of W on their way, measured on an H100.
-    warps = 4 if rows >= 16384 else 16 if columns > 2 * rows else 8
+    if two:
+        warps = 4 if rows > 8192 else 8
+    else:
+        warps = 4 if rows >= 16384 else 16 if rows <= 4096 or columns > 2 * rows else 8
     launch(
-        few_tokens_kernel, rows // 16, x.device, values, meta,
+        few_tokens_kernel, rows // (16 * tiles), x.device, values, meta,
         x.view(torch.int32), y if bias is None else bias.contiguous(), y, tokens, rows,
-        columns // 64, PRODUCT=PRODUCTS[y.dtype], BIAS=bias is not None, TWO=tokens > 8,
-        WARPS=warps, num_warps=warps, num_stages=1,
+        columns // 64, PRODUCT=PRODUCTS[y.dtype], BIAS=bias is not None, TWO=two, TILES=tiles,
+        UNROLL=1 if two else 2, WARPS=warps, num_warps=warps, num_stages=1,
     )  # fmt: skip
     return y
 
@@ -60,37 +66,55 @@ def few_tokens24(
 @triton.jit(do_not_specialize=["tokens", "parts"])
 def few_tokens_kernel(
     values, meta, x, bias, y, tokens, rows, parts,
-    PRODUCT: tl.constexpr, BIAS: tl.constexpr, TWO: tl.constexpr, WARPS: tl.constexpr,
+    PRODUCT: tl.constexpr, BIAS: tl.constexpr, TWO: tl.constexpr, TILES: tl.constexpr,
+    UNROLL: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
     thread = tl.arange(0, 32 * WARPS)
     lane, warp = thread % 32, thread // 32
     group, quarter = lane // 4, lane % 4
-    row = tl.program_id(0).to(tl.int64) * 16
+    row = tl.program_id(0).to(tl.int64) * (16 * TILES)
     at_values = values + row * parts * 8 + (128 * warp + lane)
     at_meta = meta + row * parts * 2 + thread
     at_x = x + group.to(tl.int64) * (32 * parts) + (32 * warp + quarter)
     zero = tl.zeros([32 * WARPS], tl.float32)
     sums, more = (zero, zero, zero, zero), (zero, zero, zero, zero)
-    for start in tl.range(0, parts, WARPS, loop_unroll_factor=2):
+    lower, lower_more = sums, more  # of the second 16 rows
+    for start in tl.range(0, parts, WARPS, loop_unroll_factor=UNROLL):
         inside = start + warp < parts
-        a = (
-            tl.load(at_values, mask=inside, other=0, eviction_policy="evict_first"),
-            tl.load(at_values + 32, mask=inside, other=0, eviction_policy="evict_first"),
-            tl.load(at_values + 64, mask=inside, other=0, eviction_policy="evict_first"),
-            tl.load(at_values + 96, mask=inside, other=0, eviction_policy="evict_first"),
-        )
-        positions = tl.load(at_meta, mask=inside, other=0x44444444)  # 0 and 1 in every group
+        a = part(at_values, at_meta, inside)
+        if TILES == 2:
+            low = part(at_values + 128 * parts, at_meta + 32 * parts, inside)
         b = pairs(at_x, inside & (group < tokens))
         if TWO:
             c = pairs(at_x + 256 * parts, inside & (group + 8 < tokens))
-            more = warp_product(PRODUCT, a, positions, c, more)
-        sums = warp_product(PRODUCT, a, positions, b, sums)
+            more = warp_product(PRODUCT, a, c, more)
+            if TILES == 2:
+                lower_more = warp_product(PRODUCT, low, c, lower_more)
+        sums = warp_product(PRODUCT, a, b, sums)
+        if TILES == 2:
+            lower = warp_product(PRODUCT, low, b, lower)
         at_values += 128 * WARPS
         at_meta += 32 * WARPS
         at_x += 32 * WARPS
     store(sums, y, bias, 0, row, tokens, rows, BIAS, WARPS)
     if TWO:
         store(more, y, bias, 8, row, tokens, rows, BIAS, WARPS)
+    if TILES == 2:
+        store(lower, y, bias, 0, row + 16, tokens, rows, BIAS, WARPS)
+        if TWO:
+            store(lower_more, y, bias, 8, row + 16, tokens, rows, BIAS, WARPS)
+
+
+@triton.jit
+def part(at_values, at_meta, inside):
+    """The values and the positions of 16 x 64 entries of W that a lane has in two products."""
+    return (
+        tl.load(at_values, mask=inside, other=0, eviction_policy="evict_first"),
+        tl.load(at_values + 32, mask=inside, other=0, eviction_policy="evict_first"),
+        tl.load(at_values + 64, mask=inside, other=0, eviction_policy="evict_first"),
+        tl.load(at_values + 96, mask=inside, other=0, eviction_policy="evict_first"),
+        tl.load(at_meta, mask=inside, other=0x44444444),  # 0 and 1 in every group
+    )
 
 
 @triton.jit
@@ -109,11 +133,11 @@ def pairs(at_x, here):
 
 
 @triton.jit
-def warp_product(PRODUCT: tl.constexpr, a, positions, b, sums):
+def warp_product(PRODUCT: tl.constexpr, a, b, sums):
     """The sums plus the two products of each warp, from the registers of its lanes."""
     return tl.inline_asm_elementwise(
         PRODUCT, CONSTRAINTS,
-        [a[0], a[1], a[2], a[3], positions, b[0], b[1], b[2], b[3], b[4], b[5], b[6], b[7],
+        [a[0], a[1], a[2], a[3], a[4], b[0], b[1], b[2], b[3], b[4], b[5], b[6], b[7],
          sums[0], sums[1], sums[2], sums[3]],
         dtype=(tl.float32, tl.float32, tl.float32, tl.float32), is_pure=True, pack=1,
     )  # fmt: skip

@@ -78,8 +78,8 @@ def entries(registers, dtype):
 def executed(dtype):
     """The two products of each warp by the definition of the instruction (PTX ISA)."""
 
-    def warp_product(_, a, positions, b, sums):
-        given = [*a, positions, *b, *sums]
+    def warp_product(_, a, b, sums):
+        given = [*a, *b, *sums]
         registers = [tensor.handle.data.reshape(-1, 8, 4) for tensor in given]  # warp, g, q
         a = np.stack([entries(r, dtype) for r in registers[:4]], -2)  # ..., product and p, entries
         words = np.stack([registers[4][..., q].astype(np.int64) for q in range(4)], -1)
@@ -106,7 +106,9 @@ def executed(dtype):
 def test_the_kernel_multiplies_as_the_instruction_is_defined(monkeypatch):
     from common_kernels.decode import triton
 
-    for dtype, rows, columns, tokens in ((torch.bfloat16, 32, 576, 3), (torch.float16, 16, 64, 11)):
+    for dtype, rows, columns, tokens in (
+        (torch.bfloat16, 32, 576, 3), (torch.float16, 16, 64, 11), (torch.bfloat16, 64, 64, 16),
+    ):  # fmt: skip
         monkeypatch.setattr(triton, "warp_product", executed(dtype))
         w, packed, x = given(rows, columns, tokens, dtype)
         x = torch.cat([x.new_zeros(1), x.flatten()])[1:].view(x.shape)  # begins at an odd entry
@@ -125,7 +127,8 @@ types = dict(values="*i64", meta="*i32", x="*i32", bias="*bf16", y="*bf16",
              tokens="i32", rows="i32", parts="i32")
 aligned = {(i,): [["tt.divisibility", 16]] for i in range(7) if i != 5}
 for architecture, two in ((80, 1), (86, 0), (89, 0), (90, 0), (90, 1), (100, 1), (120, 1)):
-    constants = dict(PRODUCT=decode.PRODUCTS[torch.bfloat16], BIAS=True, TWO=bool(two), WARPS=4)
+    constants = dict(PRODUCT=decode.PRODUCTS[torch.bfloat16], BIAS=True, TWO=bool(two),
+                     TILES=1 + two, UNROLL=2 - two, WARPS=4)
     signature = types | dict.fromkeys(constants, "constexpr")
     source = ASTSource(decode.few_tokens_kernel, signature, constants, aligned)
     target = GPUTarget("cuda", architecture, 32)
