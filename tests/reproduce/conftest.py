@@ -5,8 +5,12 @@ import json
 
 import pytest
 
+from experiments.data.manifest import DataConfig
+from experiments.data.mlm import MLMConfig
+from experiments.data.prepare import prepare
 from experiments.support import results
 from experiments.support.checkpoint import write_json
+from reproduce.execute.blocks import read_block
 from reproduce.execute.jobs import Job, Place, PlacedRun
 from reproduce.specs.table import Column, Table, TableRow, Tier
 
@@ -50,6 +54,21 @@ def make_result(config_hash="0" * 16, **changed):
             "threads": 2,
         },
     } | changed
+
+
+@pytest.fixture(scope="session")
+def corpora(tmp_path_factory):
+    """A folder with a small text and its corpora `words` and `masked`; the overrides of the two,
+    but for the name and the size of the vocabulary."""
+    root = tmp_path_factory.mktemp("text")
+    (root / "text").mkdir()
+    line = "keep two of four weights in every group, drop the others\n"
+    for part in ("a", "b"):
+        (root / "text" / f"{part}.txt").write_text(line * 300, encoding="utf-8")
+    settings = {"source": str(root / "text"), "root": str(root)}
+    prepare(DataConfig("words", **settings, tokenizer="bpe", vocab_size=280))
+    prepare(MLMConfig("masked", **settings, tokenizer="wordpiece", vocab_size=100))
+    return root, [f"data.{key}={value}" for key, value in settings.items()]
 
 
 @pytest.fixture(name="make_result")
@@ -100,6 +119,22 @@ def fake(tmp_path, monkeypatch):
     act.order, act.broken = [], set()
     monkeypatch.setattr(Job, "run", act)
     return act
+
+
+def keep_record(folder, blocks, block, variant, seed, loss, /, **changed):
+    """A record of a run of a block, as `BlockRun.keep` writes it; returns its file."""
+    runs = read_block(block, blocks).runs(folder)
+    (run,) = [run for run in runs if (run.variant, run.seed) == (variant, seed)]
+    record = {
+        "block": block, "variant": variant, "seed": seed, **run.setup, "config_hash": run.digest(),
+        "corpus_hash": "abcdef0123456789", "steps": 10, "tokens": 640, "backend": "cpu",
+        "metrics": {"val_loss": loss, "flip_rate": 0.5}, "sparsity": {"density": 0.5},
+        "environment": {"device": "toy", "git_revision": "c0ffee", "git_dirty": False,
+                        "versions": {"torch": "2.0"}},
+        "curves": {"val_loss": [[0, 9.0], [10, loss]], "loss": [[4, 5.0], [10, 4.0]]},
+    }  # fmt: skip
+    write_json(run.file(folder), record | changed)
+    return run.file(folder)
 
 
 def overridden(table, tier, overrides):

@@ -15,6 +15,7 @@ from reproduce.execute.blocks import read_block
 from reproduce.records import collect
 from reproduce.render.table import render
 from reproduce.specs.table import Column, Table, TableRow, Tier, read_tables
+from tests.reproduce.conftest import keep_record
 
 TABLES = read_tables()
 SHOWN = [(table, name) for table in TABLES for name, tier in table.tiers.items() if tier.block]
@@ -86,21 +87,9 @@ def folders(tmp_path):
 
 
 def keep(folders, block, variant, seed, loss, where="committed"):
-    """A record of a run of a block, as `BlockRun.keep` writes it, in the folder of committed ones
-    or in one's own."""
-    runs = read_block(block, folders["blocks"]).runs(folders["runs"])
-    (run,) = [run for run in runs if (run.variant, run.seed) == (variant, seed)]
+    """A record of a run of a block, in the folder of committed ones or in one's own."""
     folder = folders["committed"] if where == "committed" else folders["runs"] / "evidence"
-    record = {
-        "block": block, "variant": variant, "seed": seed, **run.setup, "config_hash": run.digest(),
-        "corpus_hash": "abcdef0123456789", "steps": 10, "tokens": 640, "backend": "cpu",
-        "metrics": {"val_loss": loss, "flip_rate": 0.5}, "sparsity": {"density": 0.5},
-        "environment": {"device": "toy", "git_revision": "c0ffee", "git_dirty": False,
-                        "versions": {"torch": "2.0"}},
-        "curves": {"val_loss": [[0, 9.0], [10, loss]], "loss": [[4, 5.0], [10, 4.0]]},
-    }  # fmt: skip
-    write_json(run.file(folder), record)
-    return run.file(folder)
+    return keep_record(folder, folders["blocks"], block, variant, seed, loss)
 
 
 def table(block="t", rows=None, **columns):

@@ -6,9 +6,6 @@ import pytest
 
 from experiments import dino
 from experiments.data import numbers
-from experiments.data.manifest import DataConfig
-from experiments.data.mlm import MLMConfig
-from experiments.data.prepare import prepare
 from reproduce.execute.jobs import Job, finished_runs, plan
 from reproduce.execute.queue import execute
 from reproduce.render.table import render
@@ -23,13 +20,8 @@ TABLES = {
 SHORT = [
     *("train.steps=2", "train.warmup_steps=1", "train.batch_size=2", "train.dtype=fp32"),
     *("train.log_every=1", "train.eval_every=2", "train.eval_samples=4", "impl.device=cpu"),
-    *(
-        "impl.micro_batch=null",
-        "train.fp8_samples=null",
-        "impl.threads=1",
-        "impl.workers=0",
-        "impl.checkpoint_every=0",
-    ),
+    *("impl.micro_batch=null", "train.fp8_samples=null", "impl.threads=1", "impl.workers=0"),
+    "impl.checkpoint_every=0",
 ]
 BLOCKS = ["model.n_layer=2", "model.n_head=2", "model.n_embd=32", "model.block_size=32"]
 VIT = ["model.depth=1", "model.heads=2", "model.width=16"]
@@ -44,10 +36,7 @@ TINY = {
     "hf": ["model.block_size=32", "train.cooldown_steps=0"],
     "bert": [*BERT, "data.sequence_length=32", "data.max_predictions=4"],
     "cramming": [
-        *BERT,
-        "train.warmup_steps=0",
-        "train.ramp_batch=null",
-        "train.ramp_micro_steps=null",
+        *(*BERT, "train.warmup_steps=0", "train.ramp_batch=null", "train.ramp_micro_steps=null")
     ],
     "transformer": [*BLOCKS, "model.n_inner=64"],
     "deit": [*VIT, *DIGITS, "model.n_classes=10"],
@@ -67,31 +56,21 @@ def family(table):
 
 
 @pytest.fixture(scope="module")
-def data(tmp_path_factory, hf_model):
+def data(corpora, hf_model):
     """Overrides, by family, of a small text of our own in the place of what is downloaded."""
-    root = tmp_path_factory.mktemp("text")
-    (root / "text").mkdir()
-    for part in ("a", "b"):
-        line = "keep two of four weights in every group, drop the others\n"
-        (root / "text" / f"{part}.txt").write_text(line * 200, encoding="utf-8")
-    source = {"source": str(root / "text"), "root": str(root)}
-    words = {"name": "words", **source, "tokenizer": "bpe", "vocab_size": 280}
-    masked = {"name": "masked", **source, "tokenizer": "wordpiece", "vocab_size": 100}
-    prepare(DataConfig(**words))
-    prepare(MLMConfig(**masked))
-    model = root / "model"
-    hf_model("gpt2", vocab_size=320).save_pretrained(model)
-    text = [f"data.{key}={value}" for key, value in words.items()]
-    of_masked = [f"data.{key}={value}" for key, value in masked.items()]
+    root, source = corpora
+    hf_model("gpt2", vocab_size=320).save_pretrained(root / "model")
+    text = [*source, "data.name=words", "data.tokenizer=bpe", "data.vocab_size=280"]
+    masked = [*source, "data.name=masked", "data.tokenizer=wordpiece", "data.vocab_size=100"]
     pairs = {
         "name": "numbers", "source": "numbers", "root": str(root), "vocab_size": 384,
         "source_language": "de", "target_language": "en", "batch_tokens": 256, "max_tokens": "null",
     }  # fmt: skip
     return {
         "gpt2": text,
-        "hf": [*text, f"model.path={model}"],
-        "bert": of_masked,
-        "cramming": of_masked,
+        "hf": [*text, f"model.path={root / 'model'}"],
+        "bert": masked,
+        "cramming": masked,
         "transformer": [f"data.{key}={value}" for key, value in pairs.items()],
     }
 

@@ -9,6 +9,7 @@ from reproduce.execute.blocks import EVIDENCE, read_block
 from reproduce.execute.packed import read_packed, write_packed
 from reproduce.records import pack, read_evidence
 from tests.faults import check
+from tests.reproduce.conftest import keep_record
 
 BLOCK = """
 title: T
@@ -35,16 +36,7 @@ def folder(tmp_path):
 
 
 def keep(where, folder, block, variant, /, seed=0, loss=1.0, **changed):
-    """A record of a run of a block, with what of it is to be otherwise; returns its file."""
-    (run,) = [
-        r for r in read_block(block, folder).runs(where) if (r.variant, r.seed) == (variant, seed)
-    ]
-    record = {
-        "block": block, "variant": variant, "seed": seed, **run.setup, "config_hash": run.digest(),
-        "metrics": {"val_loss": loss}, "curves": {},
-    }  # fmt: skip
-    write_json(run.file(where), record | changed)
-    return run.file(where)
+    return keep_record(where, folder, block, variant, seed, loss, **{"curves": {}} | changed)
 
 
 def losses(evidence):

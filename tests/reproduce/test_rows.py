@@ -8,9 +8,6 @@ import pytest
 
 from experiments import dino
 from experiments.data import numbers
-from experiments.data.manifest import DataConfig
-from experiments.data.mlm import MLMConfig
-from experiments.data.prepare import prepare
 from reproduce import measure
 from reproduce.execute import smoke_tasks
 from reproduce.execute.jobs import INPUTS, finished_runs, plan
@@ -44,22 +41,15 @@ BENCH = ["repeats=2", "threads=1"]
 
 
 @pytest.fixture(scope="module")
-def shared(tmp_path_factory):
+def shared(tmp_path_factory, corpora):
     """(folder of all runs, overrides of the data), with small inputs for what is measured."""
-    root = tmp_path_factory.mktemp("rows")
-    (root / "text").mkdir()
-    for name in ("a", "b"):
-        line = "keep two of four weights in every group, drop the others\n"
-        (root / "text" / f"{name}.txt").write_text(line * 300)
+    root, (_, data) = tmp_path_factory.mktemp("rows"), corpora
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(smoke_tasks, "SIZES", {"train": 32, "dev": 16})
         smoke_tasks.write(root / "runs" / INPUTS)
-    settings = {"source": str(root / "text"), "root": str(root)}
-    prepare(DataConfig("words", **settings, tokenizer="bpe", vocab_size=280))
-    prepare(MLMConfig("masked", **settings, tokenizer="wordpiece", vocab_size=100))
     text = root / "runs" / INPUTS / "text.txt"
     text.write_text(text.read_text(encoding="utf-8")[:2000], encoding="utf-8")
-    return root / "runs", [f"data.source={root / 'text'}", f"data.root={root}"]
+    return root / "runs", data
 
 
 def short(table, data):

@@ -64,12 +64,6 @@ def test_blocks_compile_whole_and_are_checked(monkeypatch):
         sam.compile_blocks("x", built, how)
 
 
-def test_peak_memory_is_that_of_one_encoder(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: None)
-    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 1000)
-    assert sam.peak(made("dense"), others=300) == 700
-
-
 def test_the_cell_of_a_table(tmp_path):
     config = sam.EncoderTraining(
         method="semi_sparse", model="samvit_large_patch16", image=32, width=32, heads=2,

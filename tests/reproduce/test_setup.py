@@ -1,4 +1,4 @@
-"""The shell scripts: they parse, and install once per pyproject.toml, constraints.txt and extra."""
+"""The shell scripts: they install once per pyproject.toml, constraints.txt and extra."""
 
 import shutil
 import subprocess
@@ -10,12 +10,6 @@ import pytest
 from reproduce.specs.table import read_tables
 
 ROOT = Path(__file__).resolve().parents[2]
-SCRIPTS = [*sorted((ROOT / "reproduce").glob("*.sh")), ROOT / "tests" / "run.sh"]
-
-
-@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
-def test_scripts_parse(script):
-    subprocess.run(["bash", "-n", script], check=True)
 
 
 @pytest.fixture
