@@ -64,8 +64,7 @@ def test_usage_errors_come_before_torch():
 
 
 @pytest.mark.parametrize(
-    "command",
-    ["reproduce --help", "reproduce --list", "experiments.compare --help"],
+    "command", ["reproduce --help", "reproduce --list", "experiments.compare --help"]
 )
 def test_a_reader_who_has_left_is_no_error(command):
     """`python -m reproduce --list | head -3` has such a reader. Output that fits into one buffer is

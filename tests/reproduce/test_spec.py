@@ -17,15 +17,7 @@ from reproduce.execute import jobs
 from reproduce.execute.jobs import Job, plan
 from reproduce.judge.claims import Claim
 from reproduce.specs.reading import build
-from reproduce.specs.table import (
-    Figure,
-    Measure,
-    Table,
-    TableRow,
-    Tier,
-    read_table,
-    read_tables,
-)
+from reproduce.specs.table import Figure, Measure, Table, TableRow, Tier, read_table, read_tables
 
 TABLES = {table.name: table for table in read_tables()}
 OFFERED = [
