@@ -275,16 +275,23 @@ def test_foreign_and_damaged_records(tmp_path):
         assert "\n" not in str(caught.value)
 
 
-def test_files_of_others_in_an_export_are_not_lost(finished, tmp_path):
+def test_files_of_others_are_not_lost(finished, tmp_path):
     run, folder = finished("gpt2"), tmp_path / "out"
+    notes = run.directory / "export" / "notes.txt"  # even in the usual place
+    notes.parent.mkdir()
+    notes.write_text("mine")
+    with pytest.raises(UserError, match="export must be written anew, and holds no such export"):
+        export.export(run, report=quiet)
+    assert notes.read_text() == "mine"
     export.export(run, to=folder, report=quiet)
-    (folder / ".git").mkdir()
-    (folder / ".git" / "HEAD").write_text("keep")
+    notes.rename(folder / "notes.txt")
     export.export(run, to=folder, report=quiet)  # it is whole, so nothing is written
     (folder / "config.json").unlink()
-    with pytest.raises(UserError, match=r"out must be written anew, and holds \.git/HEAD; move"):
+    with pytest.raises(UserError, match=r"out must be written anew, and holds notes\.txt; move"):
         export.export(run, to=folder, report=quiet)
-    (folder / ".git" / "HEAD").rename(tmp_path / "HEAD")
+    with pytest.raises(UserError, match="out must be written anew, and holds no such export"):
+        export.export(run, Form(dtype="bf16"), to=folder, report=quiet)
+    (folder / "notes.txt").unlink()
     export.export(run, to=folder, report=quiet)
     assert (folder / "config.json").is_file()
 
@@ -346,16 +353,6 @@ def test_a_model_that_cannot_be_packed_says_why(monkeypatch):
     ):
         with pytest.raises((UserError, ValueError), match=said):
             semi_structured.to_semi_structured(model, layout)
-
-
-def test_a_folder_of_something_else_is_not_overwritten_even_in_the_usual_place(finished):
-    run = finished("gpt2")
-    notes = run.directory / "export" / "notes.txt"
-    notes.parent.mkdir()
-    notes.write_text("mine")
-    with pytest.raises(UserError, match="export must be written anew, and holds no such export"):
-        export.export(run, report=quiet)
-    assert notes.read_text() == "mine"
 
 
 def test_an_exported_vit_prepares_images_as_validation_does(exported):

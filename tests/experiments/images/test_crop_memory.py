@@ -38,15 +38,12 @@ def crop(recipe, images, **values):
     return recipe.of(images, draws(**values))[:, 0]
 
 
-def test_the_whole_image_and_its_mirror_image(images):
+def test_the_whole_image_its_mirror_image_and_a_quarter(images):
     torch.testing.assert_close(crop(PLAIN, images), images, **CLOSE)
     flipped = replace(PLAIN, flip=0.6)
     torch.testing.assert_close(crop(flipped, images), images.flip(-1), **CLOSE)
     torch.testing.assert_close(crop(flipped, images, flip=0.6), images, **CLOSE)
-
-
-def test_a_quarter_of_an_image(images):
-    """Half as wide and as high, in as many pixels: nothing is interpolated."""
+    # Half as wide and as high, in as many pixels: nothing is interpolated.
     quarter = replace(PLAIN, size=4, scale=(0.25, 0.25))
     for left, top in ((0.0, 0.0), (1.0, 0.0), (0.5, 1.0)):
         x, y = int(4 * left), int(4 * top)
@@ -67,20 +64,18 @@ def test_crops_have_their_area_and_shape_and_lie_inside():
         assert (place.abs() + side).max() <= 1 + eps and side.max() <= 1 + eps
 
 
-def test_brightness_and_contrast_are_torchvision_s(images):
-    jittered = replace(PLAIN, jitter=0.4)
-    found = crop(jittered, images, jitter=0.79, brightness=1.0, contrast=0.25)  # 1.4 and 0.8
-    expected = TF.adjust_contrast(TF.adjust_brightness(images[:, None], 1.4), 0.8)[:, 0]
-    torch.testing.assert_close(found, expected, **CLOSE)
-    left_out = crop(jittered, images, jitter=0.8, brightness=1.0, contrast=0.25)
-    torch.testing.assert_close(left_out, images, **CLOSE)
-
-
-def test_solarization_is_torchvision_s(images):
-    solarized = replace(PLAIN, solarize=(0.2,))
-    found = crop(solarized, images, solarize=0.19)
-    torch.testing.assert_close(found, TF.solarize(images[:, None], 128 / 255)[:, 0], **CLOSE)
-    torch.testing.assert_close(crop(solarized, images, solarize=0.2), images, **CLOSE)
+def test_jitter_and_solarization_are_torchvision_s(images):
+    jittered, solarized = replace(PLAIN, jitter=0.4), replace(PLAIN, solarize=(0.2,))
+    drawn = {"brightness": 1.0, "contrast": 0.25}  # 1.4 and 0.8
+    jitter = TF.adjust_contrast(TF.adjust_brightness(images[:, None], 1.4), 0.8)[:, 0]
+    solar = TF.solarize(images[:, None], 128 / 255)[:, 0]
+    for recipe, values, expected in (
+        (jittered, {"jitter": 0.79, **drawn}, jitter),
+        (jittered, {"jitter": 0.8, **drawn}, images),
+        (solarized, {"solarize": 0.19}, solar),
+        (solarized, {"solarize": 0.2}, images),
+    ):
+        torch.testing.assert_close(crop(recipe, images, **values), expected, **CLOSE)
 
 
 def test_a_blurred_point_is_a_gaussian_and_a_constant_stays():
