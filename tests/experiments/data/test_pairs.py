@@ -75,11 +75,8 @@ def test_a_prepared_corpus_gives_back_every_sentence(corpus):
         patch.setattr(numbers, "SIZES", {"test": 20, "val": 40, "train": 400})
         assert list(zip(test[::2], test[1::2], strict=True)) == list(numbers.pairs("test"))
     splits = corpus.manifest["splits"]
-    assert {name: record["documents"] for name, record in splits.items()} == {
-        "train": 800,
-        "val": 80,
-        "test": 40,
-    }
+    documents = {name: record["documents"] for name, record in splits.items()}
+    assert documents == {"train": 800, "val": 80, "test": 40}
     assert corpus.manifest["source"]["languages"] == ["de", "en"]
 
 
@@ -108,12 +105,8 @@ def write_parquet(folder):
 
 
 def file_config(folder, **changes):
-    return PairsConfig(
-        "own",
-        str(folder),
-        str(folder / "data"),
-        **({"tokenizer": "bpe", "vocab_size": 280} | changes),
-    )
+    options = {"tokenizer": "bpe", "vocab_size": 280} | changes
+    return PairsConfig("own", str(folder), str(folder / "data"), **options)
 
 
 def test_files_of_both_kinds(monkeypatch, tmp_path):

@@ -15,6 +15,7 @@ from experiments.support.errors import UserError
 from tests.experiments.conftest import quiet
 
 TASK = Path(__file__).parent / "lm_eval_task"
+KEYS = ("n-samples", "versions", "n-shot")  # of lm-eval's answer
 
 
 @pytest.fixture
@@ -71,13 +72,10 @@ def recorded(monkeypatch):
     import lm_eval.models.huggingface
 
     asked = {}
-    answer = {"results": {"colours": {"acc,none": 0.5}}, "n-samples": {}, "versions": {},
-              "n-shot": {}}  # fmt: skip
+    answer = {"results": {"colours": {"acc,none": 0.5}}, **{k: {} for k in KEYS}}
+    monkeypatch.setattr(lm_eval.models.huggingface, "HFLM", lambda **given: asked.update(given))
     monkeypatch.setattr(
-        lm_eval.models.huggingface, "HFLM", lambda **keywords: asked.update(keywords)
-    )
-    monkeypatch.setattr(
-        lm_eval, "simple_evaluate", lambda _, **keywords: asked.update(keywords) or answer
+        lm_eval, "simple_evaluate", lambda _, **given: asked.update(given) or answer
     )
     return asked
 

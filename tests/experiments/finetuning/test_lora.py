@@ -30,13 +30,10 @@ def classifier():
     return model
 
 
-def test_without_peft_the_extra_is_named(monkeypatch):
+def test_settings_count_for_this_mode_alone_and_without_peft_the_extra_is_named(monkeypatch):
     monkeypatch.setattr(errors, "find_spec", lambda _: None)
     with pytest.raises(UserError, match=r"mode=lora needs .* -c constraints.txt -e '.\[lora\]' in"):
         finetune.load(["run=nowhere", "mode=lora"])
-
-
-def test_settings_count_for_this_mode_alone(monkeypatch):
     monkeypatch.setattr(errors, "find_spec", lambda _: SimpleNamespace())
     plain, other = ({**finetune.load(["run=x", *o])._settings()} for o in ([], ["lora.rank=2"]))
     assert plain == other and "lora" not in plain

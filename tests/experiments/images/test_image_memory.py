@@ -32,29 +32,20 @@ def source_of(folder, batch_size=6, seed=0, **settings):
     return ImageSource(config, SHAPE, seed, batch_size)
 
 
-def read(folder, requests, **settings):
-    batches = list(source_of(folder, **settings).batches(requests))
-    return {key: torch.cat([batch[key] for batch in batches]) for key in batches[0]}
-
-
 def same(a, b):
     return a.keys() == b.keys() and all(torch.equal(a[key], b[key]) for key in a)
 
 
-def image_by_image(source):
-    """The same source with its transforms instead."""
-    assert source.memory
-    source.memory = {}
-    return source
-
-
 def test_without_augmentation_the_batches_are_those_of_the_transforms(folder):
+    held, read = source_of(folder), source_of(folder)
+    assert held.memory
+    read.memory = {}
     requests = [(step, range(6)) for step in range(5)]  # 2.5 epochs
-    held = read(folder, requests)
-    other = image_by_image(source_of(folder))
-    assert same(held, {k: torch.cat([b[k] for b in other.batches(requests)]) for k in held})
-    ours, theirs = (list(s.eval_batches(5, 2)) for s in (source_of(folder), other))
-    assert len(ours) == 3 and all(map(same, ours, theirs))
+    for ours, theirs in (
+        (held.batches(requests), read.batches(requests)),
+        (held.eval_batches(5, 2), read.eval_batches(5, 2)),
+    ):
+        assert all(same(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
 def numbered(**settings):
