@@ -259,15 +259,13 @@ def of_values(figure: Figure, data: list[Value], units: dict[str, str]) -> Drawi
 
     units: of the table's columns, by label.
     """
-    lines = figure.kind == "lines"
-    ranges = limits(data, units, from_zero=not lines)
-
-    def draw_panel(axes: Any, quantity: str) -> None:
-        draw_values(axes, [entry for entry in data if entry.quantity == quantity], lines)
-        axes.set_ylim(*ranges[quantity])
-
-    panels = {axis(quantity, units[quantity]): partial(draw_panel, quantity=quantity)
-              for quantity in ranges}  # fmt: skip
+    own: dict[str, list[Value]] = {}
+    for entry in data:
+        own.setdefault(entry.quantity, []).append(entry)
+    panels = {
+        axis(quantity, units[quantity]): partial(draw_values, data=of, lines=figure.kind == "lines")
+        for quantity, of in own.items()
+    }
     note = INTERVAL if any(entry.low is not None for entry in data) else ""
     # Wide enough that no label covers another, and high enough for the longest one.
     labels = {entry.method for entry in data}
@@ -280,29 +278,6 @@ def axis(label: str, unit: str) -> str:
     """The title of an axis: a column's label with its unit."""
     words = "x dense" if unit == "x" else unit
     return f"{label} ({words})" if words else label
-
-
-def limits(
-    data: list[Value], units: dict[str, str], from_zero: bool
-) -> dict[str, tuple[float, float]]:
-    """The range of the y axis by quantity.
-
-    It is the same for all quantities with the same unit, so that panels can be compared. A quantity
-    whose values would all lie in the lowest twentieth has a range of its own.
-    """
-    ranges = {}
-    ends: dict[str, list[float]] = {}
-    for entry in data:
-        found = (entry.low, entry.value, entry.high)
-        ends.setdefault(entry.quantity, []).extend(end for end in found if end is not None)
-    for quantity, own in ends.items():
-        alike = [seen for other, seen in ends.items() if units[other] == units[quantity]]
-        large = [seen for seen in alike if max(seen) >= max(map(max, alike)) / 20]
-        of_panel = [end for seen in large for end in seen] if own in large else own
-        low, high = 0.0 if from_zero else min(of_panel), max(of_panel)
-        margin = 0.05 * (high - low)
-        ranges[quantity] = low if from_zero else low - margin, high + margin
-    return ranges
 
 
 def draw_values(axes: Any, data: list[Value], lines: bool) -> None:

@@ -25,7 +25,7 @@ from reproduce.render.cells import (
 from reproduce.render.grid import BLANK, OURS, PAPER, SOURCE, STUBS, WIDTH, Grid, Line
 from reproduce.render.header import Facts, facts, header
 from reproduce.specs.reading import read_rows
-from reproduce.specs.table import BENCH, Column, Table, TableRow, Variant
+from reproduce.specs.table import BENCH, Column, Table, TableRow
 
 NOT_OFFERED = "not offered"  # the text of a cell whose row is not run, or not for its variant
 Key = tuple[str, str, str]  # labels of variant, row and column
@@ -102,7 +102,7 @@ def _rendered(
     table: Table, tier: str, ours_of: CellOf, known: Facts, per_run: list[Numbers]
 ) -> Rendered:
     """The table of these cells of ours, with the paper's. known: the facts on the runs."""
-    units = units_of(table, tier)
+    units = {column.label: _unit(table, tier, column) for column in table.columns}
     mine, papers = _cells(table, tier, ours_of, units)
     confirmed = {column for (*_, column), (cell, _) in papers.items() if "paper" in cell.numbers}
     shown = [c for c in table.columns if measured(table, tier, c) or c.label in confirmed]
@@ -226,18 +226,11 @@ def _key(place: dict[str, str]) -> Key:
     return place["variant"], place["row"], place["column"]
 
 
-def units_of(table: Table, tier: str) -> dict[str, str]:
-    """The units of a table's columns by their labels."""
-    variants, rows = table.variants_of(tier), table.rows_of(tier)
-    return {column.label: _unit(table, variants, rows, column) for column in table.columns}
-
-
-def _unit(table: Table, variants: list[Variant], rows: list[TableRow], column: Column) -> str:
+def _unit(table: Table, tier: str, column: Column) -> str:
     """The unit that a column's spec gives, or else that of its published values."""
-    if column.unit:
-        return column.unit
-    cells = (published_cell(table, variant, row, column) for variant in variants for row in rows)
-    return next((cell.unit for cell in cells if cell is not None), "")
+    places = product(table.variants_of(tier), table.rows_of(tier))
+    cells = (published_cell(table, variant, row, column) for variant, row in places)
+    return column.unit or next((cell.unit for cell in cells if cell is not None), "")
 
 
 def _per_run(table: Table, tier: str, run: PlacedRun) -> Numbers:

@@ -15,7 +15,6 @@ from reproduce.render.figure import (
     draw,
     draw_values,
     inner,
-    limits,
     of_blocks,
     of_steps,
     values,
@@ -434,23 +433,6 @@ def test_the_figure_of_two_quantities_of_a_step(finished_run, tmp_path):
     )
     low, high = inner([-1.0, -2.0, -3.0])
     assert (low, high) == pytest.approx((-3.15, 0.15))  # 0 is always shown
-
-
-def test_panels_of_a_unit_have_one_axis_unless_all_would_lie_at_its_foot():
-    data = [
-        Value("dense", "a", "paper", 9.0, 8.0, 10.0),
-        Value("dense", "a", "ours", 99.0, 98.0, 100.0),
-        *(Value("2:4", "a", source, n) for source, n in (("paper", 20.0), ("ours", 40.0))),
-        *(Value("packing", "a", source, n) for source, n in (("paper", 1.0), ("ours", 4.9))),
-        Value("speed", "a", "ours", 1.5),
-    ]
-    units = {"dense": "ms", "2:4": "ms", "packing": "ms", "speed": "x"}
-    found = limits(data, units, from_zero=True)
-    assert found["dense"] == found["2:4"] == (0.0, pytest.approx(105.0))
-    assert found["packing"] == (0.0, pytest.approx(1.05 * 4.9))
-    assert found["speed"] == (0.0, pytest.approx(1.05 * 1.5))
-    low, high = limits(data, units, from_zero=False)["2:4"]
-    assert (low, high) == (pytest.approx(8 - 4.6), pytest.approx(100 + 4.6))
 
 
 @pytest.mark.parametrize("lines", [False, True])

@@ -11,7 +11,6 @@ import pytest
 from markupsafe import escape
 
 from experiments.runs.comparison import Summary
-from experiments.runs.curves import Point
 from experiments.runs.stats import mean, paired_interval
 from experiments.support.checkpoint import write_json
 from reproduce.__main__ import main as reproduce
@@ -194,16 +193,6 @@ def test_the_best_variant_is_on_top_and_a_gap_that_may_be_zero_has_no_half_width
     assert re.findall(r">(best|half|worst)</text>", drawn) == ["best", "half", "worst"]
     assert (shown.gap == pytest.approx(-2.0)) if half else math.isnan(shown.gap)
     assert ("is the half-width baseline" in drawn) is bool(half)
-
-
-def test_a_curve_is_drawn_where_the_axes_are():
-    points = [Point("loss", "s_ste", step, 4.0 - step, 0.1, 3) for step in range(4)]
-    panel = figures.Panel("a loss, minus dense", [("base", points), (5, [])], (0.5, 3.5))
-    drawn = figures.curves([panel, figures.Panel("rate", [], (0.1, 1.0), log=True)], (0, 2))
-    assert 'aria-label="a loss, minus dense. s_ste: 3 at step 1, 2 at step 2 rate.' in drawn
-    assert "nothing to draw" in drawn
-    named = figures.curves([panel], (0, 2), named=True)
-    assert ">s_ste</text>" in named and ">s_ste</text>" not in drawn
 
 
 def test_the_shape_of_tables(text):
