@@ -203,9 +203,6 @@ def test_the_card_says_what_it_is(finished, tmp_path):
     ):
         assert line in card.splitlines(), line
     assert '"include": [' in card and "| tier | smoke |" in card
-    run.result["tier"] = "none"
-    folder = export.export(run, to=tmp_path / "own", report=quiet)
-    assert "| tier |" not in (folder / "README.md").read_text()
 
 
 def test_legality_by_hand():
