@@ -126,6 +126,11 @@ def test_a_model_of_transformers_is_exported_and_compressed(hf_model, overrides,
     whole, compressed = (export.export(run, form, report=quiet) for form in forms)
     loaded = plain(whole, dtype="auto")  # transformers 4 loads fp32 otherwise
     same(dict(loaded.state_dict()), dict(sparse.load(compressed).state_dict()))
+    read = plain(compressed, dtype="auto")
+    same(dict(loaded.state_dict()), dict(read.state_dict()))
+    ids = torch.arange(4)[None]
+    texts = [m.generate(ids, max_new_tokens=4, do_sample=False) for m in (loaded, read)]
+    assert torch.equal(*texts)
     assert {told["axis"] for told in sparse.read_record(whole)["tensors"].values()} == {1}
     assert "# LlamaForCausalLM, trained with ste\n" in (whole / "README.md").read_text()
     for path in (*whole.rglob("*"), *compressed.rglob("*")):
