@@ -35,6 +35,7 @@ struct Launch {
   const void* plan;
   void* bias;  // where the kernel reads it
   int64_t workspace;  // bytes
+  void* space;  // the workspace; null if it is allocated in each launch
 };
 
 // `native.Kernel` has the same fields.
@@ -148,12 +149,16 @@ void multiply(
     TORCH_ERROR_CODE_CHECK(aoti_torch_copy_(read.get(), bias->get(), 0));
   }
   std::optional<Tensor> workspace;
-  if (launch.workspace) workspace = empty({launch.workspace}, aoti_torch_dtype_uint8(), dense);
+  void* space = launch.space;
+  if (launch.workspace && !space) {
+    workspace = empty({launch.workspace}, aoti_torch_dtype_uint8(), dense);
+    space = workspace->data_ptr();
+  }
   const Tensor a = readable(buffer), b = readable(dense);
   const float one = 1, zero = 0;
   const int status = launch.matmul(
       launch.handle, launch.plan, &one, a.data_ptr(), b.data_ptr(), &zero, out.data_ptr(),
-      out.data_ptr(), workspace ? workspace->data_ptr() : nullptr, &stream, 1);
+      out.data_ptr(), space, &stream, 1);
   if (status) {
     throw std::runtime_error(std::string("cusparseLtMatmul: ") + launch.error_string(status));
   }

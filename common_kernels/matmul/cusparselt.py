@@ -88,13 +88,16 @@ class Plan:
     """One problem with one algorithm on one device, ready for launches from one stream.
 
     `algorithms` is the number of algorithms that the library has for the problem, `opaque` the
-    library's own plan, `bias` where it reads the bias.
+    library's own plan, `bias` where it reads the bias, `space` a workspace that C++ uses.
     """
+
+    bias: torch.Tensor | None
+    space: torch.Tensor | None
 
     def __init__(self, problem: Problem, algorithm: int, device: int) -> None:
         p, self.problem, self.handle = problem, problem, handle(device)
         self.result_shape, self.out_dtype = p.result_shape, p.out_dtype
-        self.bias: torch.Tensor | None = None
+        self.device, self.bias, self.space = device, None, None
         self._launching = threading.Lock()
         self._descriptors = [ctypes.create_string_buffer(OPAQUE) for _ in range(7)]
         a, b, c, d, matmul, selection, self.opaque = self._descriptors

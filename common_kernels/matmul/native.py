@@ -47,6 +47,7 @@ class Launch(ctypes.Structure):
         ("plan", ctypes.c_void_p),
         ("bias", ctypes.c_void_p),
         ("workspace", ctypes.c_int64),
+        ("space", ctypes.c_void_p),
     )
 
 
@@ -67,6 +68,7 @@ class Kernel(ctypes.Structure):
 
 
 LIBRARY.define("launch24(int kernel, int[] arguments) -> ()")
+SMALL = 4 << 20  # bytes of a workspace that a plan keeps; a larger one is allocated in each launch
 _kept: dict[object, ctypes.Structure] = {}  # by plan; C++ has the addresses
 
 
@@ -74,12 +76,17 @@ def launch(plan: cusparselt.Plan) -> int:
     """The address of the `Launch` of a plan."""
     library = cusparselt.library()
     functions = library.cusparseLtMatmul, library.cusparseLtGetErrorString
+    if 0 < plan.workspace <= SMALL:
+        # As for the bias, the stream's next launch may use the same memory: it runs later.
+        with torch.inference_mode(False):
+            plan.space = torch.empty(plan.workspace, dtype=torch.uint8, device=plan.device)
     found = Launch(
         None,
         *(ctypes.cast(function, ctypes.c_void_p) for function in functions),
         *map(ctypes.addressof, (plan.handle, plan.opaque)),
         None if plan.bias is None else plan.bias.data_ptr(),
         plan.workspace,
+        None if plan.space is None else plan.space.data_ptr(),
     )
     _kept[plan] = found
     return ctypes.addressof(found)

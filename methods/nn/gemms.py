@@ -131,7 +131,8 @@ def autocast_dtype(x: Tensor) -> torch.dtype:
 
 def under_autocast(x: Tensor) -> Tensor:
     """x, cast to autocast's dtype if autocast is enabled."""
-    return x.to(autocast_dtype(x))
+    dtype = autocast_dtype(x)
+    return x if x.dtype == dtype else x.to(dtype)
 
 
 def groups_of(dy: Tensor) -> int:

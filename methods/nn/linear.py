@@ -146,11 +146,12 @@ class SparseLinear(nn.Linear):
 
     def packed_operands(self) -> tuple[Packed | None, Packed | None]:
         """The packed operands of fprop and of dgrad; None for one that is not held."""
-        rows, columns = self.out_features, self.in_features
-        fprop, dgrad, layouts = self.packed, self.packed_transposed, self.accelerated.layouts
+        buffers, layouts = self._buffers, self.accelerated.layouts  # quicker than attributes
+        rows, columns, dtype = self.out_features, self.in_features, self.dtype
+        fprop, dgrad = buffers["packed"], buffers["packed_transposed"]
         return (
-            None if fprop is None else Packed(fprop, (rows, columns), self.dtype, layouts.fprop),
-            None if dgrad is None else Packed(dgrad, (columns, rows), self.dtype, layouts.dgrad),
+            None if fprop is None else Packed(fprop, (rows, columns), dtype, layouts.fprop),
+            None if dgrad is None else Packed(dgrad, (columns, rows), dtype, layouts.dgrad),
         )
 
     def both_packed(self) -> tuple[Packed24, Packed24]:
