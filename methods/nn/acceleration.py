@@ -162,7 +162,8 @@ def choose(
         raise RuntimeError(f"matmul={matmul!r}: {refusal}; {advice}choose auto or dense")
     if not refusal and not forced and device.type != "cuda":
         refusal = "sparse products are emulated here"
-    layouts: dict[str, str] = {}
+    library = matmul == "cusparselt" and sparse != DENSE
+    layouts = dict.fromkeys(NAMES, library_layout(device)) if library else {}
     found = {}
     for name, problem in problems(sparse, shape, biased, dtype, tokens).items():
         if not getattr(sparse, name):
@@ -172,8 +173,8 @@ def choose(
         if reason:
             best = measured(problem, device)
         elif forced:
-            library = matmul == "cusparselt"
-            layouts[name] = library_layout(device) if library else own_layout(problem, device)
+            if matmul == "cuda":
+                layouts[name] = own_layout(problem, device)
             best = measured(problem, device, (layouts[name],))
         else:
             best = fastest(problem, device)
@@ -185,8 +186,9 @@ def choose(
                 reason = f"measured to be slower: {best.ms:.3g} ms, dense {best.dense_ms:.3g} ms"
         ms, dense_ms = (None, None) if best is None else (best.ms, best.dense_ms)
         ms = None if ms is None or math.isinf(ms) else ms
-        found[name] = Choice(not reason, reason, ms, dense_ms, kernels_of(layouts.get(name)))
-    runs = {name: name in layouts for name in NAMES}
+        kernels = "" if reason else kernels_of(layouts[name])
+        found[name] = Choice(not reason, reason, ms, dense_ms, kernels)
+    runs = {name: choice.sparse for name, choice in found.items()}
     fp8 = sparse.fp8 and not refusal
     return Products(**runs, fp8=fp8, layouts=Layouts(**layouts)), found
 

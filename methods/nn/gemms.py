@@ -70,16 +70,14 @@ class Products(_Brief):
 
     def kernels(self, name: str) -> str:
         """The kernels that run a product: `cusparselt`, `cuda` (our own), or empty if dense."""
-        return kernels_of(getattr(self.layouts, name) if getattr(self, name) else None)
+        return kernels_of(getattr(self.layouts, name)) if getattr(self, name) else ""
 
 
 DENSE = Products()
 
 
-def kernels_of(layout: str | None) -> str:
-    """The kernels that take a packed matrix in this layout; empty for None, a dense matrix."""
-    if layout is None:
-        return ""
+def kernels_of(layout: str) -> str:
+    """The kernels that take a packed matrix in this layout."""
     return "cuda" if layout in cuda.LAYOUTS else "cusparselt"
 
 
