@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +15,7 @@ sys.path.insert(0, str(ROOT))
 import methods  # noqa: E402
 from experiments.config.initial import HFConfig  # noqa: E402
 from experiments.config.settings import ImplConfig, TrainConfig  # noqa: E402
-from experiments.config.yaml_files import CONF, as_typed, comments  # noqa: E402
+from experiments.config.yaml_files import CONF, as_typed, named  # noqa: E402
 from experiments.data.corpus import DataConfig  # noqa: E402
 from experiments.data.mlm import MLMConfig  # noqa: E402
 from experiments.data.parallel import PairsConfig  # noqa: E402
@@ -55,6 +56,34 @@ GROUPS: list[tuple[str, type, list[str]]] = [
     ("dino", DinoConfig, ["dino/nano"]),
     ("recipe, of finetune", Recipe, ["recipe/nano"]),
 ]
+
+
+def comments(path: Path) -> dict[str, str]:
+    """The comments after the options of a yaml file and of the files in its defaults list, by
+    dotted key."""
+    if not path.is_file():
+        return {}
+    from omegaconf import OmegaConf
+
+    found: dict[str, str] = {}
+    content: Any = OmegaConf.load(path)
+    for name in content.get("defaults", []):
+        if isinstance(name, str):
+            found |= comments(named(name, path))
+    parents: list[str] = []
+    last = None
+    for line in path.read_text(encoding="utf-8").splitlines():
+        if option := re.match(r"( *)(\w+):(.*?)(?:\s+# *(.*))?$", line):
+            del parents[len(option[1]) // 2 :]
+            parents.append(option[2])
+            last = ".".join(parents) if option[4] else None
+            if last is not None:
+                found[last] = option[4]
+        elif last is not None and (more := re.match(r" +# *(.*)", line)):
+            found[last] += f" {more[1]}"
+        else:
+            last = None
+    return found
 
 
 def default(field: dataclasses.Field[Any]) -> str:

@@ -10,13 +10,12 @@ swept), or where there is none the best one; the table says which.
                    first), or one group by its name in the table or the folder
                    of its runs (ste-steps_60-8cdc4f70)
     metric=PATH    number in result.json (default: metrics.val_loss)
-    out=FOLDER     folder for compare.md, .csv, -runs.csv, -curves.csv and .png
-                   (default: runs/compare)
+    out=FOLDER     folder for compare.md, compare.csv (a row for each run) and
+                   compare.png with the curves (default: runs/compare)
 """
 
 from __future__ import annotations
 
-import dataclasses
 import sys
 from functools import partial
 from pathlib import Path
@@ -37,7 +36,6 @@ def compare(paths: list[Path], baseline: str, metric: str, out: Path) -> None:
     runs, unfinished = comparison.find(paths)
     variants = comparison.variants(runs)
     baselines = comparison.choose(variants, baseline or None)
-    rows = comparison.table(variants, baselines, metric)
     text = comparison.text(variants, baselines, metric)
     print(text)
     for directory in unfinished:
@@ -45,32 +43,26 @@ def compare(paths: list[Path], baseline: str, metric: str, out: Path) -> None:
     stem = out / "compare"
     write_text(stem.with_suffix(".md"), text)
     keys = comparison.differing(variants)
-    configs = {
-        variant.label: {key: variant.config.get(key, "") for key in keys} for variant in variants
-    }
-    summary = [{**dataclasses.asdict(row), **configs[row.label]} for row in rows]
-    write_text(stem.with_suffix(".csv"), csv_text(summary))
     single = [
         {
             "label": variant.label,
             "seed": seed,
             metric: found,
+            **{key: variant.config.get(key, "") for key in keys},
             "directory": variant.runs[seed].directory,
         }
         for variant in variants
         for seed, found in variant.numbers(metric).items()
     ]
-    write_text(out / "compare-runs.csv", csv_text(single))
+    write_text(stem.with_suffix(".csv"), csv_text(single))
     points = comparison.curves(variants, baselines)
-    looks = comparison.looks(variants, baselines)
-    write_text(out / "compare-curves.csv", csv_text([dataclasses.asdict(p) for p in points]))
     panels = {
-        curves.NAMES[quantity]: partial(curves.draw, quantity=quantity, data=points, looks=looks)
+        curves.NAMES[quantity]: partial(curves.draw, quantity=quantity, data=points)
         for quantity in dict.fromkeys(point.quantity for point in points)
     }
     if panels:  # there are none if every run diverged at once
         write_atomic(stem.with_suffix(".png"), lambda p: curves.figure(panels, curves.SPREAD, p))
-    say(f"written: {stem}.md, .csv, -runs.csv, -curves.csv, .png")
+    say(f"written: {stem}.md, .csv, .png")
 
 
 def expand(arguments: list[str]) -> list[Path]:

@@ -93,7 +93,7 @@ def _evaluate(
     stream = _windows(config, model)
     rows = legality.measure(model, patterns)
     report(f"WEIGHTS: {_described(config)}")
-    report(legality.text(rows, dense=config.kind == "dense"))
+    report(legality.table(rows, dense=config.kind == "dense"))
     with checkpoint.exclusive(run.directory):
         if (done := _find(run)) is not None:  # another process may have finished it meanwhile
             return done

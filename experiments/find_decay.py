@@ -14,7 +14,7 @@ method's own kind, because transposable masks flip more often than row-wise ones
 updates.
 
 The runs and their files are those of `experiments.pretrain`: finished ones are not repeated,
-interrupted ones continue. The comparison, `decay.json`, `decay.md` and `decay.png`, is written to
+interrupted ones continue. The comparison, `decay.json`, is written to
 `runs/<model>-<data>/find_decay/<method>-<hash>`.
 """
 
@@ -26,16 +26,14 @@ import math
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from experiments.config.compose import composed, plain
 from experiments.config.driver import driver
 from experiments.config.run import Resolved, RunConfig, freeze
-from experiments.runs import curves
 from experiments.support import results
-from experiments.support.checkpoint import write_atomic, write_json, write_text
+from experiments.support.checkpoint import write_json
 from experiments.support.errors import UserError
 from experiments.support.progress import say, silent
 from experiments.support.results import read_metrics
@@ -63,14 +61,10 @@ class DecaySearch(Resolved):
             )
         if not self.candidates:
             raise UserError("candidates=[]; name at least one decay factor")
-        for alpha in self.candidates:
-            if not 0 <= alpha < math.inf:
-                raise UserError(f"candidates has {alpha:g}; a decay factor must be finite and >= 0")
+        if not all(0 <= alpha < math.inf for alpha in self.candidates):
+            raise UserError("candidates: a decay factor must be finite and >= 0")
         if self.config.train.ramp_batch is not None:
-            raise UserError(
-                f"train.ramp_batch={self.config.train.ramp_batch}: flip rates can only be compared "
-                "at one batch size; set train.ramp_batch=null train.ramp_micro_steps=null"
-            )
+            raise UserError("train.ramp_batch: flip rates are compared at one batch size; set null")
         if self.config.train.warmup_steps < 4:
             raise UserError(
                 f"train.warmup_steps={self.config.train.warmup_steps}; the flip rates are compared "
@@ -142,23 +136,22 @@ def run(search: DecaySearch, report: Callable[[str], None] = say) -> dict[str, A
     with world(impl.device, impl.offload) as here:  # one process group for all the runs
         report = report if here.is_main else silent
         this = here.broadcast_from_rank0(search.resolve)
-        alphas, runs, rates, entries = (None, *search.candidates), [], [], []
+        alphas, runs, entries = (None, *search.candidates), [], []
         for number, alpha in enumerate(alphas, 1):
             report(f"[{number}/{len(alphas)}] {_label(alpha)}")
             done = pretraining.train(search.training(alpha), report)
             runs.append(done)
             log = read_metrics(done.directory / "metrics.jsonl")
-            rates.append({r["step"]: r["flip_rate"] for r in log if "flip_rate" in r})
+            rates = {r["step"]: r["flip_rate"] for r in log if "flip_rate" in r}
             entries.append(
                 {
-                    "flip_rate": statistics.fmean(rates[-1][step] for step in search.window),
+                    "flip_rate": statistics.fmean(rates[step] for step in search.window),
                     "val_loss": done.result["metrics"]["val_loss"],
                     "directory": str(done.directory),
                 }
             )
         record = compared(search, entries)
-        text = markdown(record)
-        report(f"\n{text}")
+        report(f"\n{markdown(record)}")
         good = [entry for entry in record["candidates"] if entry["feasible"]]
         best = record["recommended"]
         feasible_alphas = [entry["alpha"] for entry in good] or [None]
@@ -179,12 +172,10 @@ def run(search: DecaySearch, report: Callable[[str], None] = say) -> dict[str, A
 
         def write() -> dict[str, Any]:
             write_json(this.directory / "decay.json", record)
-            write_text(this.directory / "decay.md", text)
-            write_atomic(this.directory / "decay.png", lambda p: _draw(search, rates, p))
             return results.write_result(this.directory, result)
 
         written = here.broadcast_from_rank0(write)
-        report(f"written: {this.directory}/decay.json, .md, .png")
+        report(f"written: {this.directory}/decay.json")
         return written
 
 
@@ -226,7 +217,7 @@ def feasible(mu: float) -> bool:
 
 def recommend(pairs: list[tuple[float, float]]) -> dict[str, Any]:
     """`recommended`, the feasible candidate farthest from both bounds, or None, and `advice`, a
-    sentence that names it or says in which direction to search.
+    sentence that names it or says where to search.
 
     Args:
         pairs: (alpha, mu), alphas in ascending order.
@@ -236,57 +227,29 @@ def recommend(pairs: list[tuple[float, float]]) -> dict[str, Any]:
         best, mu = min(good, key=lambda pair: abs(pair[1] - sum(FEASIBLE) / 2))
         advice = f"alpha={best:g} (mu={mu:.2f}), the feasible one farthest from both bounds"
         return {"recommended": best, "advice": advice}
-    small = [alpha for alpha, mu in pairs if mu > FEASIBLE[1]]  # the masks oscillate
-    large = [alpha for alpha, mu in pairs if mu < FEASIBLE[0]]  # the masks are frozen
-    if not large:
-        advice = f"no candidate is feasible: try some above {max(small):g}"
-    elif small and max(small) > min(large):
-        advice = (
-            "no candidate is feasible, and mu does not fall with alpha: take a longer "
-            "train.warmup_steps, or other seeds"
-        )
-    elif not small:
-        advice = f"no candidate is feasible: try some below {min(large):g}"
-    else:
-        advice = f"no candidate is feasible: try some between {max(small):g} and {min(large):g}"
+    advice = (
+        "no candidate is feasible: try larger ones where mu is above, smaller where it is below"
+    )
     return {"recommended": None, "advice": advice}
 
 
 def markdown(record: dict[str, Any]) -> str:
     """The search's results as a Markdown table."""
     (first, stop), (low, high) = record["window"], record["feasible_mu"]
-    named = [("dense", "", {"mu": 1.0, **record["dense"]})]
-    for e in record["candidates"]:
-        named.append((f"{e['alpha']:g}", "yes" if e["feasible"] else "no", e))
-    rows = [
-        f"| {name} | {e['flip_rate']:.2e} | {e['mu']:.3f} | {mark} | {e['val_loss']:.4f} |"
-        for name, mark, e in named
-    ]
     lines = [
-        f"# Decay factors for {record['method']}",
-        "",
         f"Flip rates per step, mean of steps {first} to {stop - 1}, the end of the warm-up; "
         f"feasible: {low:.2f} <= mu <= {high:.2f}.",
         "",
         "| alpha | flip rate | mu | feasible | validation loss |",
         "|---|---|---|---|---|",
-        *rows,
-        "",
-        f"Recommended: {record['advice']}.",
     ]
-    return "\n".join(lines) + "\n"
-
-
-def _draw(search: DecaySearch, rates: list[dict[int, float]], path: Path) -> None:
-    """Draw the flip rates against the step, without the first, whose learning rate is 0."""
-    data = [
-        curves.Point("flip_rate", _label(alpha), step, rate, None, 1)
-        for alpha, of in zip((None, *search.candidates), rates, strict=True)
-        for step, rate in of.items()
-        if step > 0
+    named = [("dense", "", {"mu": 1.0, **record["dense"]})]
+    named += [(f"{e['alpha']:g}", ["no", "yes"][e["feasible"]], e) for e in record["candidates"]]
+    lines += [
+        f"| {name} | {e['flip_rate']:.2e} | {e['mu']:.3f} | {mark} | {e['val_loss']:.4f} |"
+        for name, mark, e in named
     ]
-    panel = {curves.NAMES["flip_rate"]: partial(curves.draw, quantity="flip_rate", data=data)}
-    curves.figure(panel, f"Decay factors for {search.config.method}", path)
+    return "\n".join([*lines, "", f"Recommended: {record['advice']}."])
 
 
 def freeze_search(composed: Any) -> DecaySearch:

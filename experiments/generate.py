@@ -15,19 +15,16 @@ temperature it is random:
     temperature=0.8 top_k=50 seed=1
 
 With `sparse=true` (the default), if the device supports it, the 2:4 linears
-then run packed wherever that is faster for the number of tokens
-(models/packed.py), and the tokens per second of both are compared: the median
-of five generations, including the prompt, after one that is not counted.
-Otherwise the reason is printed. These lines go to standard error. On a GPU each
-token after the prompt is a replay of a CUDA graph (models/decoding.py).
+run packed wherever that is faster for the number of tokens (models/packed.py);
+a line on standard error says how many. `experiments.bench serve` times both.
+On a GPU each token after the prompt is a replay of a CUDA graph
+(models/decoding.py).
 """
 
 from __future__ import annotations
 
 import math
-import statistics
 import sys
-import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -50,13 +47,11 @@ from experiments.training.routine import process_settings
 from models.decoding import Decoder
 from models.gpt2 import GPT
 from models.hf import CausalLM
-from models.packed import Limits, pack
+from models.packed import pack
 from models.sparse import add_low_rank
 
 if TYPE_CHECKING:
     from experiments.finetuning.inputs import Encoding
-
-REPEATS = 5  # timed generations
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,11 +141,6 @@ def continuation(
             logits = decoder.step(token)
 
 
-def decoder_of(model: CausalLM, ids: Tensor, settings: GenerationSettings) -> Decoder:
-    """A decoder for `settings.tokens` tokens after ids [B, T]."""
-    return Decoder(model.model, len(ids), ids.shape[1] + settings.tokens)
-
-
 def text_of(encoding: Encoding, prompt: list[int], tokens: Iterable[int]) -> Iterator[str]:
     """Yield the text of the prompt, then the text of the tokens piece by piece until the
     end-of-text token.
@@ -182,20 +172,6 @@ def show(pieces: Iterable[str]) -> None:
         print("".join(pieces))
 
 
-def timed(
-    model: CausalLM, ids: Tensor, settings: GenerationSettings, vocabulary: int
-) -> tuple[Tensor, float]:
-    """(the tokens generated after ids [B, T], as [B, tokens]; tokens per second over all rows)."""
-    seconds, decoder = [], decoder_of(model, ids, settings)
-    for _ in range(REPEATS + 1):
-        start = time.perf_counter()
-        tokens = torch.stack(list(continuation(decoder, ids, settings, vocabulary)), 1)
-        if ids.is_cuda:
-            torch.cuda.synchronize()
-        seconds.append(time.perf_counter() - start)
-    return tokens, tokens.numel() / statistics.median(seconds[1:])
-
-
 def run(config: GenerateConfig) -> None:
     """Generate a text and print it.
 
@@ -221,46 +197,23 @@ def run(config: GenerateConfig) -> None:
             settings = replace(settings, tokens=available)
         model = model.to(here.device, DTYPES[settings.dtype] or torch.float32).eval()
         ids = torch.tensor([start], device=here.device)
-        decoder = decoder_of(model, ids, settings)
+        if settings.sparse:
+            pack_where_faster(model, ids.is_cuda)
+        decoder = Decoder(model.model, 1, len(start) + settings.tokens)
         tokens = continuation(decoder, ids, settings, encoding.n_vocab)
         show(text_of(encoding, prompt, map(int, tokens)))
-        if settings.sparse:
-            compare(model, ids, settings, encoding)
 
 
-def compare(model: CausalLM, ids: Tensor, settings: GenerationSettings, encoding: Encoding) -> None:
-    """Print to standard error how many tokens per second dense and 2:4 products give, and whether
-    the tokens are the same."""
-    dense, dense_rate = timed(model, ids, settings, encoding.n_vocab)
-    say(f"dense products: {dense_rate:.1f} tokens/s", sys.stderr)
+def pack_where_faster(model: CausalLM, graphs: bool) -> None:
+    """Pack the 2:4 linears of the model wherever that is faster, and say on standard error how many
+    were packed, or why none."""
     try:
-        found = pack(model, graphs=ids.is_cuda)
+        found = pack(model, graphs=graphs)
     except ValueError as reason:
-        say(f"2:4 products: not run, {reason}", sys.stderr)
+        say(f"dense products: {reason}", sys.stderr)
         return
-    limits = {own for own in found.values() if own is not None}
-    if not limits:
-        say(f"2:4 products: not run, in {len(found)} linears dense ones are faster", sys.stderr)
-        return
-    sparse, rate = timed(model, ids, settings, encoding.n_vocab)
-    equal = int((dense[0] == sparse[0]).long().cumprod(0).sum())
-    say(
-        f"2:4 products in {sum(map(bool, found.values()))} of {len(found)} linears "
-        f"({', '.join(sorted(map(words, limits)))}): {rate:.1f} tokens/s, "
-        f"{rate / dense_rate:.2f} of dense; the first {equal} of {settings.tokens} tokens are the "
-        "same",
-        sys.stderr,
-    )
-    if equal < settings.tokens:  # sums in another order can change a close decision
-        text = "".join(text_of(encoding, ids[0].tolist(), sparse[0].tolist()))
-        print(f"with 2:4 products:\n{printable(text)}", file=sys.stderr)
-
-
-def words(limits: Limits) -> str:
-    """The numbers of tokens at once with which a linear runs packed, in words."""
-    few, crossover = limits
-    parts = [f"up to {few}"] * (few > 0) + [f"{crossover} or more"] * (crossover is not None)
-    return f"{' or '.join(parts)} tokens at once"
+    packed = sum(limits is not None for limits in found.values())
+    say(f"2:4 products in {packed} of {len(found)} linears", sys.stderr)
 
 
 def read_prompt(prompt: str | None) -> str:

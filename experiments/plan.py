@@ -1,21 +1,19 @@
 """Predict what a training needs: `python -m experiments.plan experiment=...`.
 
-Prints the memory of a GPU by purpose, the number of GPUs that have enough, steps, tokens, and days
-at the measured speed of the most similar model. Takes the settings of `experiments.pretrain` and,
-through their experiment files, those of `distill` and `dino`. Needs no GPU, data or weights.
+Prints the memory of a GPU by purpose, and the number of GPUs that have enough. Takes the settings
+of `experiments.pretrain` and, through their experiment files, those of `distill` and `dino`. Needs
+no GPU, data or weights.
 """
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 from experiments.config.compose import plain, typed
 from experiments.config.driver import driver
 from experiments.config.run import freeze
-from experiments.planning.plan import Options, Planned, lines, plan
+from experiments.planning.plan import Options, Planned, lines
 from experiments.planning.shapes import stand_in, transformers_config
-from experiments.support.checkpoint import write_json
 
 
 def freeze_plan(composed: Any) -> Planned:
@@ -27,16 +25,12 @@ def freeze_plan(composed: Any) -> Planned:
     hf = transformers_config(path)
     with stand_in(hf) as folder:
         composed.model.path = folder
-        return Planned(freeze(composed), options, hf, str(path))
+        return Planned(freeze(composed), options, hf)
 
 
 @driver("plan", freeze_plan)
-def main(planned: Planned) -> dict[str, Any]:
-    found = plan(planned)
-    print("\n".join(lines(found)))
-    if planned.options.json is not None:
-        write_json(Path(planned.options.json), found)
-    return found
+def main(planned: Planned) -> None:
+    print("\n".join(lines(planned)))
 
 
 if __name__ == "__main__":

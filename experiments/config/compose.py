@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import itertools
 import re
 import shlex
 from collections.abc import Callable, Iterator, Sequence
@@ -15,7 +14,7 @@ from typing import Any, TypeVar
 
 from experiments.config import yaml_files
 from experiments.config.yaml_files import CONF
-from experiments.support.errors import UserError, closest, installing, interruption, suggestion
+from experiments.support.errors import UserError, installing, interruption, suggestion
 
 T = TypeVar("T")
 
@@ -30,21 +29,6 @@ def composed(config_name: str, typed: Callable[[Any], T], overrides: Sequence[st
         line = shlex.join(["python", "-m", f"experiments.{config_name}", *overrides])
         return config.with_command(line)
     return config
-
-
-def check_sweep(config_name: str, overrides: Sequence[str]) -> None:
-    """Raise a `UserError` if an override of a sweep does not fit, in any choice of files."""
-    runs: list[list[str]] = []
-    for text in overrides:
-        override, key = _parsed(config_name, text), text.partition("=")[0]
-        runs.append([text])
-        if override.is_sweep_override():  # of a glob or interval, only the sweeper knows the values
-            known = override.is_choice_sweep() or override.is_range_sweep()
-            values = override.sweep_string_iterator() if known else ["null"]
-            one = [f"{key}={value}" for value in values]
-            runs[-1] = one if (CONF / key).is_dir() else one[:1]
-    for choices in itertools.product(*runs):
-        compose(config_name, choices)
 
 
 def compose(config_name: str, overrides: Sequence[str]) -> Any:
@@ -134,19 +118,8 @@ def _merged(config_name: str, files: tuple[str, ...]) -> Any:
 
 
 def _unknown(key: str, config: Any) -> str:
-    """Says that a config has no `key`, and what key or other choice of a file may be meant."""
-    group, _, name = key.rpartition(".")
-    said, keys = f"there is no {key} here", [known.rpartition(".") for known in _keys(config, "")]
-    files = yaml_files.values_of(group) if group and (CONF / group).is_dir() else {}
-    if not any(name in options for options in files.values()):
-        for among in ([known for known in keys if known[0] == group], keys):
-            near = closest(name, (last for *_, last in among))
-            if found := ["".join(known) for known in among if known[2] == near]:
-                return f"{said}; {' or '.join(found)} may be meant"
-    near = closest(name, itertools.chain(*files.values()))
-    having = [file for file, options in files.items() if near in options and "." not in file]
-    shown = ", ".join(having[:6]) + (", ..." if len(having) > 6 else "")
-    return f"{said}; {group}.{near} is an option of {group}={shown}" if having else said
+    """Says that a config has no `key`, and which other may be meant."""
+    return f"there is no {key} here{suggestion(key, _keys(config, ''))}"
 
 
 def _keys(node: Any, prefix: str) -> Iterator[str]:

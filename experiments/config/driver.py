@@ -9,15 +9,14 @@ import math
 import os
 import re
 import sys
-import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
 
-from experiments.config.compose import check_sweep, compose, composed, one_line_errors
+from experiments.config.compose import compose, composed, one_line_errors
 from experiments.config.run import freeze
-from experiments.config.yaml_files import CONF, as_typed, comments, values_of
+from experiments.config.yaml_files import CONF, text_of, values_of
 from experiments.support import memory
 from experiments.support.errors import (
     Diverged,
@@ -29,8 +28,6 @@ from experiments.support.errors import (
     raise_on_sigterm,
 )
 
-_WIDTH = 79
-_COLUMN = 30  # the column in which the descriptions of options begin
 _LAST = """\
 `GROUP=CHOICE --help` shows the options of that choice. -m sweeps over
 `key=1,2`, --cfg job prints the config."""
@@ -85,7 +82,6 @@ def driver(
                         return worst
                     return objective(returned[-1])
 
-            check_sweep(config_name, arguments.overrides)
             # Hydra then raises its errors instead of printing them over several lines.
             os.environ["HYDRA_FULL_ERROR"] = "1"
             sys.argv[1:] = ["--multirun", *arguments.overrides]
@@ -155,68 +151,25 @@ def parse(arguments: Sequence[str], texts: Sequence[str] = ()) -> argparse.Names
 def help_text(
     module: str, docstring: str, config_name: str, overrides: list[str], groups: Sequence[str] = ()
 ) -> str:
-    """The text of `--help`: the driver's docstring, then its options with their present values and
-    the comments on them in conf/.
-
-    Args:
-        docstring: the driver's; its first line has the form "What it does: `example`.".
-        groups: the config groups that the driver reads; () = its whole config.
-    """
+    """The text of `--help`: the driver's docstring, then the file of its options and that of each
+    chosen group, which explain them. groups: the groups that it reads; () = its whole config."""
     import hydra
-    from omegaconf import OmegaConf, open_dict
 
     compose(config_name, overrides)  # says in one line what does not fit
     with hydra.initialize_config_module("experiments.conf", version_base="1.3"):
         composition = hydra.compose(config_name, overrides, return_hydra_config=True)
     found = composition.hydra.runtime.choices.items()
     choices = {group.partition("@")[0]: file for group, file in found if group[:6] != "hydra/"}
-    with open_dict(composition):
-        del composition["hydra"]
-    values: Any = OmegaConf.to_container(composition, resolve=True)
-    does, _, example = docstring.partition("\n")[0].partition(": `")
-    _, *blocks = docstring.strip().split("\n\n")
-    parts = [
-        f"usage:   python -m {module} [KEY=VALUE ...] [GROUP=CHOICE ...]\n"
-        f"example: {example.rstrip('`.')}",
-        f"{does}.",
-        *(block if block.startswith(" ") else textwrap.fill(block, _WIDTH) for block in blocks),
-    ]
-    if own := {key: values[key] for key in values if key not in choices and not groups}:
-        lines = _options(own, "", comments(CONF / f"{config_name}.yaml"))
-        parts.append("\n".join(["options:", *lines]))
-    # Groups without values of their own, such as experiment, come last.
-    for group in groups or sorted(choices, key=[*values, *choices].index):
+    parts = [f"usage: python -m {module} [KEY=VALUE ...] [GROUP=CHOICE ...]\n\n{docstring.strip()}"]
+    if not groups:
+        parts.append(f"options:\n{text_of(CONF / f'{config_name}.yaml')}")
+    for group in groups or choices:
         known = " ".join(sorted(name for name in values_of(group) if "." not in name))
         chosen = choices[group] or "null"
-        line = textwrap.fill(
-            f"{group}={chosen}, one of: {known}",
-            _WIDTH,
-            subsequent_indent="  ",
-            break_on_hyphens=False,
-        )
-        said = comments(CONF / group / f"{chosen}.yaml")
-        parts.append("\n".join([line, *_options(values.get(group) or {}, f"{group}.", said)]))
-    return "\n\n".join([*parts, _LAST])
-
-
-def _options(values: dict[str, Any], prefix: str, said: dict[str, str]) -> Iterator[str]:
-    """Yields the lines of `--help` on each option of a group and of its subgroups."""
-    for key, value in values.items():
-        if isinstance(value, dict) and value:
-            inner = {k.removeprefix(f"{key}."): text for k, text in said.items()}
-            yield from _options(value, f"{prefix}{key}.", inner)
-            continue
-        option = f"{prefix}{key}={as_typed(value)}"
-        if len(option) > _WIDTH - 2:
-            option = f"{option[: _WIDTH - 5]}..."
-        indent = " " * _COLUMN
-        text = textwrap.fill(
-            said.get(key, ""), _WIDTH, initial_indent=indent, subsequent_indent=indent
-        )
-        if len(option) > _COLUMN - 4:
-            yield f"  {option}"
-            option = ""
-        yield f"  {option:<{_COLUMN - 2}}{text[_COLUMN:]}".rstrip()
+        path = CONF / group / f"{chosen}.yaml"
+        said = f"{text_of(path)}" if path.is_file() else ""
+        parts.append(f"{group}={chosen}, one of: {known}\n{said}")
+    return "\n\n".join([*(part.rstrip() for part in parts), _LAST])
 
 
 def objective(returned: Any) -> float | None:
@@ -254,7 +207,7 @@ def exit_with_one_line(after_stop: str) -> Iterator[None]:
     except UserError as error:
         if error.elsewhere:
             sys.exit(1)
-        sys.exit("\n  ".join([f"error: {one_line(error)}", *map(printable, error.choices)]))
+        sys.exit(f"error: {one_line(error)}")
     except BrokenPipeError:
         sys.exit(after_broken_pipe())
     except OSError as error:

@@ -36,7 +36,6 @@ from experiments.data.text import CausalText
 from experiments.images.dataset import ImageConfig
 from experiments.images.multicrop import MultiCrops
 from experiments.images.source import ImageSource
-from experiments.support import memory
 from experiments.support.errors import UserError
 from experiments.support.identity import identity_of
 from experiments.support.names import check_name, check_seed
@@ -60,6 +59,10 @@ FAMILIES: dict[str, tuple[type, type, str]] = {
     "vit": (ViTConfig, ImageConfig, "images: data=digits, fashion_mnist or imagenet"),
     "hf": (HFConfig, DataConfig, "causal text: data=stdlib or openwebtext"),
 }
+
+KINDS: dict[type, Any] = {
+    GPTConfig: GPT, BertConfig: BertLM, TransformerConfig: Transformer, ViTConfig: ViT
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -226,7 +229,7 @@ class RunConfig(Resolved):
                 return ImageSource(self.data, self.model, self.seed, batch, workers, device)
             return MultiCrops(self.data, self.dino, self.model, self.seed, batch, workers, device)
         shape: Any = model if isinstance(self.model, HFConfig) else self.model
-        corpus = load_tokens(self.data, self.seed, self.train.samples_before)
+        corpus = load_tokens(self.data, self.seed)
         if isinstance(self.data, MLMConfig):
             return MaskedText(corpus, self.data, shape)
         if isinstance(self.data, PairsConfig):
@@ -236,32 +239,8 @@ class RunConfig(Resolved):
 
 
 def build_model(shape: ModelConfig) -> Model:
-    """A plain model of this shape, with random weights or those of its checkpoint.
-
-    Raises:
-        UserError: the weights do not fit into memory.
-    """
-    if isinstance(shape, HFConfig):
-        return shape.build()
-    kinds: dict[type, type[Model]] = {
-        GPTConfig: GPT,
-        BertConfig: BertLM,
-        TransformerConfig: Transformer,
-        ViTConfig: ViT,
-    }
-    kind: Any = kinds[type(shape)]
-    any_shape: Any = shape
-    depth = "depth" if isinstance(shape, ViTConfig) else "n_layer"
-    try:  # from one and two layers, since a billion take minutes even without memory
-        with torch.device("meta"):
-            small = (kind(dataclasses.replace(any_shape, **{depth: n})) for n in (1, 2))
-            one, two = (sum(p.nbytes for p in model.parameters()) for model in small)
-        needed = one + (getattr(shape, depth) - 1) * (two - one)
-    except (OverflowError, RuntimeError, TypeError):  # more than torch can count
-        needed = 2**63
-    what = f"the weights of a {kind.__name__} of this shape"
-    memory.require(what, needed, torch.device("cpu"), "choose a smaller model.*")
-    return kind(shape)
+    """A plain model of this shape, with random weights or those of its checkpoint."""
+    return shape.build() if isinstance(shape, HFConfig) else KINDS[type(shape)](shape)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,10 +1,9 @@
-"""Reads the yaml files of conf/: their values, and the comments that explain them."""
+"""Reads the yaml files of conf/: their values, and their texts, which explain them."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import re
 from pathlib import Path
 from typing import Any
 
@@ -13,35 +12,17 @@ import methods
 CONF = Path(__file__).parents[1] / "conf"
 
 
-def comments(path: Path) -> dict[str, str]:
-    """The comments after the options of a yaml file and of the files in its defaults list, by
-    dotted key."""
-    if not path.is_file():
-        return {}
+def text_of(path: Path) -> str:
+    """The text of a yaml file, with its comments, after those of the files in its defaults list."""
     from omegaconf import OmegaConf
 
-    found: dict[str, str] = {}
     content: Any = OmegaConf.load(path)
-    for name in content.get("defaults", []):
-        if isinstance(name, str):
-            found |= comments(_named(name, path))
-    parents: list[str] = []
-    last = None
-    for line in path.read_text(encoding="utf-8").splitlines():
-        if option := re.match(r"( *)(\w+):(.*?)(?:\s+# *(.*))?$", line):
-            del parents[len(option[1]) // 2 :]
-            parents.append(option[2])
-            last = ".".join(parents) if option[4] else None
-            if last is not None:
-                found[last] = option[4]
-        elif last is not None and (more := re.match(r" +# *(.*)", line)):
-            found[last] += f" {more[1]}"
-        else:
-            last = None
-    return found
+    parts = [name for name in content.get("defaults", []) if isinstance(name, str)]
+    texts = [text_of(named(name, path)) for name in parts if name != "_self_"]
+    return "\n".join([*texts, path.read_text(encoding="utf-8")])
 
 
-def _named(default: str, path: Path) -> Path:
+def named(default: str, path: Path) -> Path:
     """The path of the file that the entry `default` in the defaults list of `path` refers to."""
     folder = CONF if default.startswith("/") else path.parent
     return folder / f"{default.removesuffix('@_here_').lstrip('/')}.yaml"
@@ -76,7 +57,7 @@ def _read(path: Path) -> dict[str, Any]:
     values: dict[str, Any] = {}
     for part in content.pop("defaults", []):
         if isinstance(part, str) and part != "_self_":
-            values |= _read(_named(part, path))
+            values |= _read(named(part, path))
     return values | content
 
 

@@ -28,7 +28,6 @@ from experiments.data.manifest import (
     read_manifest,
     token_type,
 )
-from experiments.data.order import Order, Part
 from experiments.data.prepare import prepare
 from experiments.data.tokenizer import HFTokenizer
 from experiments.support.errors import UserError
@@ -39,37 +38,14 @@ if TYPE_CHECKING:
 CALIBRATION = 2**40  # the step number of calibration samples, which training never reaches
 
 
-class TokenFiles:
-    """Several arrays read as if concatenated: `files[first:last]` is a slice of all of them."""
-
-    def __init__(self, arrays: Sequence[np.ndarray]) -> None:
-        self.arrays = arrays
-        self.ends = np.cumsum([len(part) for part in arrays])
-
-    def __len__(self) -> int:
-        return int(self.ends[-1])
-
-    def __getitem__(self, entries: slice) -> np.ndarray:
-        first, last, _ = entries.indices(len(self))
-        pieces = [self.arrays[0][:0]]
-        for index in range(int(np.searchsorted(self.ends, first, side="right")), len(self.ends)):
-            begin = int(self.ends[index]) - len(self.arrays[index])
-            if begin >= last:
-                break
-            pieces.append(self.arrays[index][max(0, first - begin) : last - begin])
-        return pieces[1] if len(pieces) == 2 else np.concatenate(pieces)
-
-
 @dataclass(frozen=True)
 class Corpus:
-    """A prepared corpus, or a mixture of several, memory-mapped. `seed` only chooses the training
-    windows. order: the order of the training windows; None = drawn with replacement."""
+    """A prepared corpus, memory-mapped. `seed` only chooses the training windows."""
 
     directory: Path
     manifest: dict[str, Any]
-    tokens: Mapping[str, np.ndarray | TokenFiles]  # split -> [tokens] uint16 or uint32
+    tokens: Mapping[str, np.ndarray]  # split -> [tokens] uint16 or uint32
     seed: int
-    order: Order | None = None
 
     @property
     def vocab_size(self) -> int:
@@ -92,17 +68,14 @@ class Corpus:
         """Windows of `block` tokens: {"input": [B, T], "target": [B, T]}, int64, where the targets
         are shifted by one.
 
-        Training windows follow `order`. Without an order, and for calibration, they are drawn
-        uniformly with replacement. `sequences` are indices into the global batch of the optimizer
-        step. A window's position depends only on (seed, split, step, index), so ranks,
-        micro-batches and a resumed run that ask for parts of the batch get what one process would
-        get.
+        Windows are drawn uniformly with replacement. `sequences` are indices into the global batch
+        of the optimizer step. A window's position depends only on (seed, split, step, index), so
+        ranks, micro-batches and a resumed run that ask for parts of the batch get what one process
+        would get.
         """
         if isinstance(sequences, slice):
             sequences = range(sequences.start or 0, sequences.stop, sequences.step or 1)
         indices = np.asarray(sequences, dtype=np.int64)
-        if self.order is not None and split == "train" and step < self.order.steps:
-            return self.windows(split, self.order.starts(step, indices, block), block)
         positions = len(self.tokens[split]) - block
         words = np.random.Philox(
             key=np.array([self.seed, SPLITS.index(split)], dtype=np.uint64),
@@ -110,12 +83,6 @@ class Corpus:
         ).random_raw(int(indices.max()) + 1)
         # 64 bits against at most 2^34 positions: the bias of the remainder is below 2^-30.
         return self.windows(split, (words[indices] % np.uint64(positions)).astype(np.int64), block)
-
-    def describe(self, block: int) -> dict[str, Any]:
-        """The manifest and, for training in epochs, the number of epochs of each part."""
-        if self.order is None:
-            return self.manifest
-        return {**self.manifest, "epochs": self.order.epochs(block)}
 
     def eval_size(self, block: int) -> int:
         """Number of non-overlapping windows of `block` tokens in the validation split."""
@@ -151,44 +118,24 @@ class Corpus:
         return {"input": windows[:, :-1].contiguous(), "target": windows[:, 1:].contiguous()}
 
 
-def load_tokens(config: DataConfig, seed: int, before: np.ndarray | None = None) -> Corpus:
-    """The corpus of `config`, or the concatenated parts of a mixture, memory-mapped. The files are
-    first checked against their manifests (`check_files`).
+def load_tokens(config: DataConfig, seed: int) -> Corpus:
+    """The corpus of `config`, memory-mapped. Its files are first checked against its manifest.
 
     The embedded corpus is prepared if it is missing, which takes some seconds; if several processes
     do so at once, the first to finish wins.
-
-    Args:
-        before: samples before each step and in total, [steps + 1], for a training in epochs.
     """
     if seed < 0:
         raise UserError(f"seed={seed} must not be negative")
-    for corpus in config.corpora:
-        if corpus.source in (EMBEDDED, NUMBERS) and not corpus.directory.exists():
-            prepare(corpus)
+    if config.source in (EMBEDDED, NUMBERS) and not config.directory.exists():
+        prepare(config)
     manifest = read_manifest(config)
-    files: dict[str, list[np.ndarray]] = {split: [] for split in manifest["splits"]}
-    parts: list[Part] = []
-    weights = config.weights or (1.0,)
-    for corpus, weight in zip(config.corpora, weights, strict=True):
-        own = read_manifest(corpus)
-        check_files(corpus, own)
-        dtype = token_type(own["tokenizer"]["vocab_size"])
-        for split in files:
-            record = own["splits"][split]
-            files[split] += [
-                np.memmap(corpus.directory / shard["file"], dtype=dtype, mode="r")
-                for shard in record.get("shards", [record])
-            ]
-        first = sum(part.tokens for part in parts)
-        parts.append(Part(corpus.name, first, sum(map(len, files["train"])) - first, weight))
+    check_files(config, manifest)
+    dtype = token_type(manifest["tokenizer"]["vocab_size"])
     tokens = {
-        s: arrays[0] if len(arrays) == 1 else TokenFiles(arrays) for s, arrays in files.items()
+        split: np.memmap(config.directory / record["file"], dtype=dtype, mode="r")
+        for split, record in manifest["splits"].items()
     }
-    order = None
-    if before is not None and config.order == "epochs":
-        order = Order(seed, parts, before)
-    return Corpus(config.directory, manifest, tokens, seed, order)
+    return Corpus(config.directory, manifest, tokens, seed)
 
 
 def check_fits(corpus: Corpus, vocab_size: int, block_size: int) -> None:
@@ -207,10 +154,4 @@ def check_fits(corpus: Corpus, vocab_size: int, block_size: int) -> None:
                 f"the {split} split of {corpus.directory} has {len(corpus.tokens[split])} tokens, "
                 f"a window needs {block_size + 1}: use a larger corpus or a smaller "
                 "model.block_size"
-            )
-    for part in corpus.order.parts if corpus.order is not None else ():
-        if not part.windows(block_size):
-            raise UserError(
-                f"{part.name} has {part.tokens} tokens for training, a window needs "
-                f"{block_size + 1}: leave it out of the mixture"
             )

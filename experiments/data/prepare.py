@@ -81,9 +81,6 @@ def prepare(config: DataConfig) -> Path:
     Other processes that prepare the same corpus wait. Documents are read and encoded 256 at a time,
     so that it needs little memory.
     """
-    if config.parts:
-        read_manifest(config)  # its parts are prepared separately
-        return config.directory
     directory = config.directory
     if directory.exists():
         read_manifest(config)  # checks that it was made from this source

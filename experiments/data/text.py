@@ -52,4 +52,4 @@ class CausalText:
         return {"loss": loss * targets}, targets
 
     def describe(self) -> dict[str, Any]:
-        return self.corpus.describe(self.block)
+        return self.corpus.manifest

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from experiments.support import hub
-from experiments.support.checkpoint import read_sealed, sha256
 from experiments.support.errors import UserError
 
 if TYPE_CHECKING:
@@ -232,21 +231,10 @@ def _local(folder: str) -> Path:
 
 @cache
 def folder_tokenizer(folder: str) -> HFTokenizer:
-    """The `pretrained_tokenizer` of a checkpoint as an `HFTokenizer`, or the tokenizer of the
-    prepared corpus in this folder.
+    """The `pretrained_tokenizer` of a checkpoint as an `HFTokenizer`.
 
     Documents end with its end-of-text token, or with [SEP] if it has none.
     """
-    prepared, file = Path(folder, "manifest.json"), Path(folder, "tokenizer.json")
-    if prepared.is_file() and file.is_file():
-        try:
-            record = read_sealed(prepared)["tokenizer"]
-            end, matches = record["end_of_text"], record["sha256"] == sha256(file)
-        except (ValueError, KeyError, TypeError):
-            matches = False
-        if not matches:
-            raise UserError(f"{prepared} and {file.name} do not belong together; prepare it again")
-        return HFTokenizer(file.read_text(encoding="utf-8"), end)
     tokenizer: Any = pretrained_tokenizer(folder)
     end = tokenizer.sep_token_id if tokenizer.eos_token_id is None else tokenizer.eos_token_id
     if not tokenizer.is_fast or end is None:

@@ -97,7 +97,9 @@ def footprint(
     """
     with torch.device("meta"):
         model = build()
-    with FakeTensorMode(allow_non_fake_inputs=True), _Watch() as watch, _quiet():
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    with fake, _Watch() as watch, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of operators about fake tensors
         parameters = sum(p.numel() for p in model.parameters() if p.requires_grad)
         _on_cpu(model)
         method.convert(model, dtype)
@@ -222,14 +224,6 @@ class _Watch(TorchDispatchMode):
             self.alive[made._cdata] = StorageWeakRef(made), made.nbytes()
             self.alive = {k: v for k, v in self.alive.items() if not v[0].expired()}
             self.most = max(self.most, sum(size for _, size in self.alive.values()))
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """A context without the warnings of operators about fake tensors."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
 
 
 class _Saved:

@@ -14,7 +14,7 @@ from typing import Any
 
 from experiments.config.yaml_files import as_typed
 from experiments.runs.curves import Point, points
-from experiments.runs.finished import FinishedRun
+from experiments.runs.finished import RETIRED, FinishedRun
 from experiments.runs.stats import decimals, difference_form, mean, paired_interval, std
 from experiments.support.errors import UserError
 from experiments.support.results import (
@@ -32,6 +32,7 @@ QUANTITIES = ("val_loss", "loss", "flip_rate")  # shown as curves
 _SHAPE = {"config": {"seed": int, "train": {"steps": int}}, "metrics": dict}
 # Keys that do not distinguish variants: they do not change the result, or differ between seeds.
 _APART = {"seed", "runs", "tier", "impl", "data.root", "data.source", "model.path", "method.seed"}
+_APART |= {f"data.{key}" for key in RETIRED}
 
 
 @dataclass(frozen=True)
@@ -208,7 +209,7 @@ def choose(found: list[Variant], baseline: str | None) -> list[Variant]:
         if of_method := [variant for variant in found if variant.config["method.name"] == method]:
             return of_method
     choices = dict.fromkeys(variant.folder for variant in found)
-    raise UserError(f"baseline={baseline} is none of the runs; name one of these:", [*choices])
+    raise UserError(f"baseline={baseline} is none of the runs; choose one of {', '.join(choices)}")
 
 
 def table(found: list[Variant], baselines: list[Variant], metric: str = METRIC) -> list[Summary]:
@@ -354,20 +355,6 @@ def curves(found: list[Variant], baselines: list[Variant]) -> list[Point]:
         for run in variant.runs.values()
     ]
     return points(logs, QUANTITIES)
-
-
-def looks(found: list[Variant], baselines: list[Variant]) -> dict[str, tuple[int, int]]:
-    """By label, the number of the method, for a curve's colour, and that of what else is swept, for
-    its line style; {} unless there are several of both."""
-    keys = _swept(found)
-    of = {
-        variant.label: (variant.config["method.name"], tuple(map(variant.config.get, keys)))
-        for variant in [*baselines, *found]
-    }
-    methods, settings = (list(dict.fromkeys(each)) for each in zip(*of.values(), strict=True))
-    if len(methods) < 2 or len(settings) < 2:
-        return {}
-    return {label: (methods.index(one), settings.index(two)) for label, (one, two) in of.items()}
 
 
 def text(found: list[Variant], baselines: list[Variant], metric: str = METRIC) -> str:

@@ -90,24 +90,16 @@ def look(number: int) -> tuple[str, str]:
 
 
 def draw(
-    axes: Any,
-    quantity: str,
-    data: list[Point],
-    labels: Collection[str] | None = None,
-    looks: Mapping[str, tuple[int, int]] | None = None,
+    axes: Any, quantity: str, data: list[Point], labels: Collection[str] | None = None
 ) -> None:
     """Draw the curves of one quantity, one line for each label, or for those in `labels`. A label
-    looks the same in every panel, even if some panels lack it. looks: the numbers of its colour and
-    of its line style and marker, by label; the default makes each label look different."""
+    looks the same in every panel, even if some panels lack it."""
     for number, label in enumerate(dict.fromkeys(point.method for point in data)):
         shown = [p for p in data if (p.quantity, p.method) == (quantity, label)]
         if not shown or (labels is not None and label not in labels):
             continue
         steps, means = [p.step for p in shown], [p.mean for p in shown]
         colour, style = look(number)
-        hue, mark = looks[label] if looks else (number, number)
-        if looks:
-            colour, style = COLOURS[hue % len(COLOURS)], STYLES[mark % len(STYLES)]
         axes.plot(
             steps,
             means,
@@ -115,8 +107,8 @@ def draw(
             color=colour,
             linestyle=style,
             # Later lines are thinner, so that a curve below another one remains visible.
-            linewidth=max(1.0, 2.6 - 0.4 * hue),
-            marker=MARKERS[mark % len(MARKERS)] if quantity in EVALUATED else None,
+            linewidth=max(1.0, 2.6 - 0.4 * number),
+            marker=MARKERS[number % len(MARKERS)] if quantity in EVALUATED else None,
             markersize=4,
         )
         low = [p.mean - (p.std or 0.0) for p in shown]

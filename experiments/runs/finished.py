@@ -32,7 +32,8 @@ if TYPE_CHECKING:
 
 WEIGHTS_OF = ("sparse", "dense")
 MODES = ("auto", "sparse", "masked", "dense")
-_RETIRED = ("shard_tokens", "on_corrupt")  # keys of `data` in the configs of older runs
+# Keys of `data` in the configs of older runs.
+RETIRED = ("shard_tokens", "on_corrupt", "order", "parts", "weights")
 
 
 @dataclass(frozen=True)
@@ -100,7 +101,7 @@ class FinishedRun:
     @cached_property
     def data(self) -> DataConfig | ImageConfig:
         """The data that it was trained on."""
-        data = {k: v for k, v in self.config["data"].items() if k not in _RETIRED}
+        data = {k: v for k, v in self.config["data"].items() if k not in RETIRED}
         return self._typed(FAMILIES[self.family][1], "data", data)
 
     @cached_property

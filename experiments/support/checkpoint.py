@@ -1,10 +1,4 @@
-"""Atomic checkpoints with checksums: if the process is killed, the previous one stays intact.
-
-A checkpoint is one `torch.save` file of tensors and plain values, read with `weights_only=True`
-(nothing is unpickled), and a sidecar file with its size and SHA-256. The file is written under a
-temporary name, synced and renamed; the sidecar follows. The two newest are kept. A checkpoint that
-several ranks write is a folder instead (training/sharded_checkpoint.py).
-"""
+"""Files that are written atomically or hashed, JSON in them, and the lock of a run's directory."""
 
 from __future__ import annotations
 
@@ -16,7 +10,6 @@ import io
 import json
 import math
 import os
-import pickle
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,11 +18,8 @@ from pathlib import Path
 from types import UnionType
 from typing import IO, Any
 
-import torch
-
 from experiments.support.errors import UserError, writing
 
-KEPT = 2
 METRICS = {...: int | float | None}  # for `lacks`; None stands for nan
 LOCK = ".lock"
 _GLANCE = 0.2  # seconds; `is_locked` holds a lock for much less
@@ -190,75 +180,12 @@ def finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def save(directory: Path, step: int, state: dict[str, Any]) -> Path:
-    """Write the state before optimizer step `step` as `directory/step-<step>.pt`.
-
-    Raises:
-        UserError: the disk is full; nothing of this checkpoint is left.
-    """
-    path = directory / f"step-{step:09d}.pt"
-    if _sidecar(path).is_dir():  # it cannot be replaced, and is none
-        remove(_sidecar(path))
-    write_atomic(path, lambda p: write(state, p))
-    try:
-        write_json(_sidecar(path), record_of(path))
-    except UserError:
-        path.unlink()  # without its sidecar it is useless and takes space
-        raise
-    remove_others(path)
-    return path
-
-
-def remove_others(path: Path) -> None:
-    """Remove the checkpoints beside `path`, except the newest ones before it."""
-    there = found(path.parent)
-    before = [p for p in there if p.stem < path.stem]
-    for other in there:
-        # Later checkpoints must be damaged, or this run would have resumed from them.
-        if other in (path, *before[1 - KEPT :]):
-            continue
-        if not other.is_dir():
-            remove(_sidecar(other))
-        remove(other)
-
-
 def remove(path: Path) -> None:
     """Remove a file or a folder, if it is there."""
     if path.is_dir():
         shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)
-
-
-def found(directory: Path) -> list[Path]:
-    """The checkpoints in `directory`, files and folders, the oldest first."""
-    return sorted(p for p in directory.glob("step-*") if p.suffix == (".pt" if p.is_file() else ""))
-
-
-def load_latest(
-    paths: Sequence[Path],
-    warn: Callable[[str], None],
-    load: Callable[[Path], dict[str, Any]] | None = None,
-) -> dict[str, Any] | None:
-    """The newest intact checkpoint, on the CPU, or None.
-
-    Args:
-        paths: the result of `found`.
-        warn: called with a line about each damaged checkpoint.
-        load: reads a checkpoint, or raises `Damaged`.
-    """
-    damaged: dict[Path, str] = {}
-    state, instead = None, "none is whole, so the run begins anew"
-    for path in reversed(paths):
-        try:
-            state = (load or load_file)(path)
-            instead = f"{path.name}, the one before it, is used"
-            break
-        except Damaged as error:
-            damaged[path] = str(error)
-    for path, damage in damaged.items():
-        warn(f"checkpoint {path} is damaged ({damage}); {instead}")
-    return state
 
 
 @contextmanager
@@ -298,72 +225,7 @@ def _try_lock(lock: IO[str], how: int) -> bool:
     return True
 
 
-def _sidecar(path: Path) -> Path:
-    return path.with_suffix(".json")
-
-
 def sha256(path: Path) -> str:
     """SHA-256 of a file's content, 64 hex digits."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-class Damaged(Exception):
-    """A checkpoint that cannot be used, and why."""
-
-
-def load_file(path: Path) -> dict[str, Any]:
-    """The checkpoint in `path`. Raises `Damaged` if its size, checksum or content is wrong."""
-    check(path, read_record(_sidecar(path)))
-    return read(path)
-
-
-def record_of(path: Path) -> dict[str, Any]:
-    """The size and SHA-256 of a file, for `check`."""
-    return {"bytes": path.stat().st_size, "sha256": sha256(path)}
-
-
-def read_record(path: Path) -> Any:
-    """The content of a JSON file with records of other files. Raises `Damaged` if it is missing or
-    cannot be read."""
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        # The process ended between the two writes: the file is complete, but unverified.
-        raise Damaged("its checksum file is missing") from error
-    except (OSError, ValueError) as error:
-        raise Damaged("its checksum file is damaged") from error
-
-
-def check(path: Path, record: Any) -> None:
-    """Raise `Damaged` if the file differs from `record`, an earlier result of `record_of`."""
-    try:
-        length, digest = record["bytes"], record["sha256"]
-    except (KeyError, TypeError) as error:
-        raise Damaged("its checksum file is damaged") from error
-    if not path.is_file():
-        raise Damaged(f"{path.name} is missing")
-    size = path.stat().st_size
-    if size != length:
-        raise Damaged(f"{size} bytes instead of {length}")
-    if sha256(path) != digest:
-        raise Damaged("its SHA-256 does not match")
-
-
-def write(state: dict[str, Any], path: Path) -> None:
-    """Write a tree of tensors and plain values."""
-    # Given a path, torch.save does not say why it failed.
-    with path.open("wb") as file:
-        torch.save(state, file)
-
-
-def read(path: Path) -> dict[str, Any]:
-    """The tree of tensors and plain values in `path`, on the CPU. Raises `Damaged` for anything
-    else."""
-    try:
-        state = torch.load(path, map_location="cpu", weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError, ValueError, EOFError) as error:
-        raise Damaged("it is no file of tensors and plain values") from error
-    if not isinstance(state, dict):
-        raise Damaged(f"it holds a {type(state).__name__}")
-    return state

@@ -7,7 +7,7 @@ import re
 import signal
 import sys
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
@@ -22,15 +22,10 @@ class UserError(Exception):
     """An error that the user can fix; its one-line message says what is wrong, with which value,
     and what to do.
 
-    choices: what to choose from, one line each, if that does not fit into one line.
     elsewhere: True if another rank has the same error and prints it.
     """
 
     elsewhere = False
-
-    def __init__(self, message: str, choices: Sequence[str] = ()) -> None:
-        super().__init__(message)
-        self.choices = choices
 
 
 class Diverged(UserError):
@@ -44,17 +39,8 @@ class Diverged(UserError):
 def suggestion(word: str, known: Iterable[str]) -> str:
     """The end of a sentence that suggests the one of `known` that is closest to `word`; "" without
     one."""
-    found = closest(word, known)
-    return f"; {found} may be meant" if found else ""
-
-
-def closest(word: str, known: Iterable[str]) -> str:
-    """The one of `known` that `word` is the initials of or closest to; "" if none is close."""
-    known = [*known]
-    for name in known:
-        if len(word) > 1 and word == "".join(part[:1] for part in name.split("_")):
-            return name
-    return next(iter(difflib.get_close_matches(word, known, 1, 0.66)), "")
+    found = difflib.get_close_matches(word, known, 1, 0.66)
+    return f"; {found[0]} may be meant" if found else ""
 
 
 def check_installed(module: str, what: str, extra: str) -> None:

@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import json
 import os
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Sequence
 from pathlib import Path
 
-from experiments.support.checkpoint import sha256, write_json
-from experiments.support.errors import UserError
+from experiments.support.checkpoint import sha256
 
-VERIFIED = "verified.json"
 LIMIT = 256 * 2**20  # bytes; a data set up to this size is hashed whole
 SAMPLED, END = 512, 2**16  # of a larger data set: number of files, and bytes at each end of a file
 _SETTLED = 2 * 10**9  # nanoseconds; a younger file may change without a new modification time
@@ -26,30 +22,6 @@ def file_hash(path: Path) -> str:
     if time.time_ns() - status.st_ctime_ns < _SETTLED:
         return sha256(path)
     return _remembered(path.absolute(), status.st_ino, status.st_size, status.st_ctime_ns)
-
-
-def first_changed(directory: Path, expected: Mapping[str, str]) -> tuple[str, str] | None:
-    """(name, SHA-256) of the first file in `directory` that has not its expected SHA-256, or None.
-
-    Every byte is hashed. Of more than 256 MiB, files that were right are not read again until they
-    are written to; `verified.json` there keeps their sizes and times of change.
-    """
-    note, right = directory / VERIFIED, []
-    states = {name: (directory / name).stat() for name in expected}
-    large = sum(status.st_size for status in states.values()) > LIMIT
-    known: set[str] = set()
-    if large:
-        with suppress(OSError, ValueError, TypeError):  # a note that cannot be read says nothing
-            known = {*json.loads(note.read_text())}
-    for name, status in states.items():
-        mark = f"{expected[name]} {status.st_size} {status.st_ctime_ns}"
-        if mark not in known and (found := file_hash(directory / name)) != expected[name]:
-            return name, found
-        right += [mark] * (time.time_ns() - status.st_ctime_ns >= _SETTLED)
-    if large and not known.issuperset(right):
-        with suppress(OSError, UserError):  # where others keep corpora
-            write_json(note, right)
-    return None
 
 
 @functools.cache

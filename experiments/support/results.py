@@ -10,7 +10,6 @@ import platform
 import resource
 import subprocess
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,6 @@ FILE = "result.json"
 
 # Kinds of entries that not every result has.
 _IF_THERE = {"metrics": METRICS, "seed": is_count, "steps": is_count, "tokens": is_count}
-MOST_LISTED = 50  # finished runs
 # Entries of a training's result that fine-tuning, evaluation and export need, for checkpoint.lacks.
 TRAINING: dict[str, Any] = {
     "config_hash": str,
@@ -48,8 +46,8 @@ class NoResult(UserError):
     schema or kind of run) or `damaged`.
     """
 
-    def __init__(self, why: str, message: str, choices: Sequence[str] = ()) -> None:
-        super().__init__(message, choices)
+    def __init__(self, why: str, message: str) -> None:
+        super().__init__(message)
         self.why = why
 
 
@@ -142,43 +140,14 @@ def read_training(directory: Path, *, diverged: bool = False) -> dict[str, Any]:
     """`read` for the result of a training. diverged: also that of one that diverged.
 
     Raises:
-        NoResult: there is none (finished trainings below the folder are listed), it is not the
-            result of a training, or it is damaged.
+        NoResult: there is none, it is not the result of a training, or it is damaged.
     """
-    try:
-        result = read(directory, {"config": dict}, diverged=diverged)
-    except NoResult as reason:
-        if reason.why == "missing" and (below := runs_below(directory)):
-            raise NoResult(
-                "missing",
-                f"{directory} holds no finished run itself, but {len(below)} below; give the path "
-                "of one of them:",
-                below[:MOST_LISTED] + ["..."] * (len(below) > MOST_LISTED),
-            ) from reason
-        raise
+    result = read(directory, {"config": dict}, diverged=diverged)
     if not {"model", "data", "method"} <= result["config"].keys():
         path = directory / FILE
         raise NoResult("other", f"{path} is not the result of a training, whose config it lacks")
     check_shape(directory, result, TRAINING)
     return result
-
-
-def runs_below(directory: Path) -> list[str]:
-    """One line for each finished training below a folder: relative path, method, seed and loss."""
-    shape = {"config": {"method": {"name": str}}, "seed": int, "metrics": dict}
-    lines = []
-    for path in sorted(p for depth in ("*", "*/*", "*/*/*") for p in directory.glob(depth)):
-        try:
-            result = read(path, shape, diverged=True)
-        except NoResult:  # an evaluation, say
-            continue
-        if "val_loss" not in result["metrics"]:
-            continue
-        loss = result["metrics"]["val_loss"]
-        shown = "not finite" if loss is None else f"{loss:.4f}"
-        name, inside = result["config"]["method"]["name"], path.relative_to(directory)
-        lines.append(f"{inside}  {name}, seed {result['seed']}, val_loss {shown}")
-    return lines
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:

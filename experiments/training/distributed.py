@@ -43,7 +43,7 @@ class World:
             try:
                 answer[0] = work()
             except UserError as reason:
-                answer[1] = UserError(str(reason), reason.choices)
+                answer[1] = UserError(str(reason))
             except OSError as reason:  # for example a folder without write permission
                 if reason.errno is None:
                     raise

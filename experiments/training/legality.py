@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -75,31 +74,6 @@ def total(rows: Sequence[LinearSparsity]) -> dict[str, Any]:
 
 def table(rows: Sequence[LinearSparsity], dense: bool = False) -> str:
     """A Markdown table of the rows, their sum last. dense: leave the patterns out."""
-    names, *lines = _cells(rows, dense)
-    ruled = [names, ["---"] * len(names), *lines]
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in ruled)
-
-
-def text(rows: Sequence[LinearSparsity], dense: bool = False) -> str:
-    """The table as text as wide as the terminal (or 80); long names continue on a second line."""
-    import rich.console
-    import rich.table
-
-    names, *lines = _cells(rows, dense)
-    drawn = rich.table.Table(box=None, pad_edge=False)
-    drawn.add_column(names[0], overflow="fold")
-    for name in names[1:]:
-        drawn.add_column(name, justify="right", no_wrap=True)
-    for cells in lines:
-        drawn.add_row(*cells)
-    console = rich.console.Console(file=io.StringIO(), color_system=None)
-    with console.capture() as capture:
-        console.print(drawn)
-    return "\n".join(line.rstrip() for line in capture.get().splitlines())
-
-
-def _cells(rows: Sequence[LinearSparsity], dense: bool) -> list[list[str]]:
-    """The cells of `table`: the heads of the columns, a line for each row, and their sum."""
     summed = total(rows)
     lines = [["linear", "shape", "density"] + ([] if dense else ["N:M", "illegal groups"])]
     for row in rows:
@@ -111,4 +85,5 @@ def _cells(rows: Sequence[LinearSparsity], dense: bool) -> list[list[str]]:
     last = [f"all {len(rows)}", "", f"{summed['density']:.4f}"]
     if not dense:
         last += ["", f"{summed['illegal_groups']} of {summed['groups']}"]
-    return [*lines, last]
+    lines = [lines[0], ["---"] * len(last), *lines[1:], last]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)

@@ -12,12 +12,11 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from experiments.config.settings import TrainConfig
 from experiments.data.source import Batch, send
-from experiments.support import memory
 from experiments.support.errors import Diverged, UserError
 from experiments.training.graphs import Replays
 from experiments.training.schedules import learning_rate, weight_decay
@@ -114,15 +113,6 @@ def make_optimizer(
     )
 
 
-def _training_bytes(model: nn.Module, optimizer: str) -> int:
-    """Bytes of weights, gradients and moments, which a step needs besides activations."""
-    copies = 3 if optimizer == "lion" else 4  # weights, gradients, and one or two moments
-    parameters = sum(
-        sharding.rows_of(p).nbytes * (copies if p.requires_grad else 1) for p in model.parameters()
-    )
-    return parameters + sum(sharding.rows_of(buffer).nbytes for buffer in model.buffers())
-
-
 class Optimization:
     """Optimizer steps of `model`, which `method` has converted and which is on its device, sharded
     or whole.
@@ -135,8 +125,6 @@ class Optimization:
         report: called if graphs cannot be used after all; None: that is an error (graphs.Replays).
         ranks: number of processes that share each step's samples.
         group: the name of the config group of `train`, for messages.
-    Raises:
-        UserError: the memory is too small.
     """
 
     def __init__(
@@ -155,12 +143,6 @@ class Optimization:
     ) -> None:
         self.model, self.method, self.train = model, method, train
         self.device, self.dtype, self.group = device, DTYPES[train.dtype], group
-        memory.require(
-            "weights, gradients and moments",
-            _training_bytes(model, train.optimizer),
-            next(model.parameters()).device,  # with CPU offload not the device of its passes
-            "choose a smaller model",
-        )
         self.optimizer = make_optimizer(method, model, train, fused)
         # Remember indices, because loading a checkpoint replaces the groups.
         decayed = model.param_groups(1.0)

@@ -178,7 +178,6 @@ class Pretraining(Training):
             trainer.method.acceleration,
             1e3 * result["step_seconds"],
             -(-trainer.train.batch_size // (trainer.micro_batch * trainer.world.size)),
-            speed.of_dense(self.directory, result["config"], results.device_name()),
         )
         wrote = keep_tokenizer(result["corpus"], self.source.directory, self.directory)
         if self.averaged is not None:

@@ -1,14 +1,13 @@
 """Writes checkpoints in the background while training continues.
 
-`Saver.save` copies the state to the host's memory and returns. A thread writes the copy, as one
-file (support/checkpoint.py) or, for sharded weights, as a folder to which every rank adds its rows
-(training/sharded_checkpoint.py). The thread does not communicate: between steps the ranks exchange
-whether their files are written, and once all are, rank 0 turns the folder into a checkpoint.
+`Saver.save` copies the state to the host's memory and returns. A thread writes the copy
+(training/checkpoints.py); with sharded weights every rank adds its rows. The thread does not
+communicate: between steps the ranks exchange whether their files are written, and once all are,
+rank 0 turns the folder into a checkpoint.
 """
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from concurrent import futures
 from functools import partial
@@ -17,9 +16,8 @@ from typing import Any
 
 from torch import Tensor
 
-from experiments.support import checkpoint
 from experiments.support.errors import UserError
-from experiments.training import sharded_checkpoint
+from experiments.training import checkpoints
 from experiments.training.distributed import World
 
 Work = Callable[[], Any]  # done in the thread; returns what other ranks must know, if anything
@@ -44,17 +42,17 @@ class Saver:
             UserError: see `poll`.
         """
         self.wait()
-        main, place = self.world.is_main, (self.directory, step)
-        work: Work = dict  # nothing to do
-        if sharded_checkpoint.is_sharded(state):
-            plain, rows = sharded_checkpoint.split(state)
-            copied = to_cpu(plain, {}) if main else None
-            work = partial(sharded_checkpoint.write, *place, self.world.rank, rows, copied)
-            self.finish = partial(sharded_checkpoint.finish, *place, self.world.size)
-            self.abandon = partial(sharded_checkpoint.abandon, *place)
-        elif main:
-            work = partial(checkpoint.save, *place, to_cpu(state, {}))
-        self.pending = self.thread.submit(work)
+        place, rank = (self.directory, step), self.world.rank
+        rows: dict[str, Tensor] = {}
+        copied = checkpoints.on_host(state, self.world.is_main, rows, {})
+        self.abandon = partial(checkpoints.abandon, *place)
+        write = partial(checkpoints.write, *place, rank, rows, copied)
+        if rows:
+            self.finish = partial(checkpoints.finish, *place)
+            self.pending = self.thread.submit(write)
+        else:  # rank 0 alone writes
+            work: Work = (lambda: checkpoints.finish(*place, write())) if rank == 0 else dict
+            self.pending = self.thread.submit(work)
 
     def poll(self) -> None:
         """Check whether the files are written, and complete the checkpoint; call it between steps.
@@ -88,7 +86,7 @@ class Saver:
         self.pending, finish, self.finish = None, self.finish, None
         if finish is not None:
             files = {name: record for _, own, _ in results for name, record in own.items()}
-            work: Work = partial(finish, files) if self.world.is_main else dict
+            work: Work = partial(finish, files) if self.world.is_main else dict  # nothing to do
             self.pending = self.thread.submit(work)
 
     def wait(self) -> None:
@@ -100,22 +98,3 @@ class Saver:
     def close(self) -> None:
         """Let the thread finish writing, and end it."""
         self.thread.shutdown()
-
-
-def to_cpu(value: Any, copies: dict[Any, Tensor]) -> Any:
-    """A copy of a tree of dicts, lists, tensors and plain values, with its tensors in the host's
-    memory. copies: earlier copies by tensor, so that tied tensors stay tied."""
-    if isinstance(value, Tensor):
-        value = value.detach()
-        key = (value.device, value.data_ptr(), value.dtype, value.shape, value.stride())
-        if key not in copies:
-            copies[key] = value.to("cpu", copy=True)
-        return copies[key]
-    if isinstance(value, dict):
-        copied = copy.copy(value)  # of the same class, with the attributes of a state dict
-        for name, part in value.items():
-            copied[name] = to_cpu(part, copies)
-        return copied
-    if isinstance(value, list | tuple):
-        return type(value)(to_cpu(part, copies) for part in value)
-    return value

@@ -23,7 +23,7 @@ from experiments.support import memory
 from experiments.support.errors import Diverged, Stop, UserError, deferred_stop, first_line
 from experiments.support.progress import Progress, say
 from experiments.support.results import revision
-from experiments.training import averages, sharded_checkpoint
+from experiments.training import averages, checkpoints
 from experiments.training.descent import Descent
 from experiments.training.distributed import World
 from experiments.training.graphs import choose
@@ -358,7 +358,7 @@ class Trainer:
             UserError: it belongs to another config, other initial weights or other data, some ranks
                 do not see it, or it was written by another version of the code.
         """
-        state = sharded_checkpoint.load_latest(self.checkpoints, self.report, self.world)
+        state = checkpoints.load_latest(self.checkpoints, self.report, self.world)
         if state is None:
             return
         revisions = state.get("revisions", ["unknown"])
@@ -393,7 +393,7 @@ class Trainer:
 
     def _load(self, state: dict[str, Any]) -> None:
         like = {**self.optimization.places(), "averages": self.averages}
-        state = sharded_checkpoint.placed(state, like)
+        state = checkpoints.placed(state, like)
         self.optimization.load_state_dict(state)
         self.step = state["step"]
         self.seconds = state["seconds"]

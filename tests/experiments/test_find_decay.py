@@ -29,14 +29,10 @@ def search(tiny):
 
 
 def test_recommendation():
-    none = "no candidate is feasible"
     for pairs, recommended, advice in [
         ([(0.0, 1.05), (1e-4, 0.94), (1e-3, 0.8), (1e-2, 0.3)], 1e-3, "alpha=0.001 (mu=0.80)"),
         ([(1e-4, 0.95), (1e-3, 0.5)], 1e-4, "alpha=0.0001 (mu=0.95)"),
-        ([(1e-4, 1.1), (1e-3, 1.0)], None, f"{none}: try some above 0.001"),
-        ([(1e-4, 0.5), (1e-3, 0.4)], None, f"{none}: try some below 0.0001"),
-        ([(1e-4, 0.5), (1e-3, 1.0)], None, "mu does not fall with alpha"),
-        ([(1e-4, 1.0), (1e-3, 0.5)], None, "try some between 0.0001 and 0.001"),
+        ([(1e-4, 1.0), (1e-3, 0.5)], None, "no candidate is feasible: try larger ones where"),
     ]:
         result = recommend(pairs)
         assert result["recommended"] == recommended and advice in result["advice"]
@@ -69,9 +65,7 @@ def test_the_search_of_fst(search, monkeypatch):
     result = find_decay.run(wanted, heard.append)
     folder = wanted.directory()
     record = json.loads((folder / "decay.json").read_text())
-    assert (folder / "decay.png").read_bytes().startswith(b"\x89PNG")
-    text = (folder / "decay.md").read_text()
-    assert any(text in line for line in heard)
+    text = next(line for line in heard if "| alpha |" in line)
     zero, one = record["candidates"]
     assert (zero["alpha"], one["alpha"]) == (0.0, 1.0)
     # A decay of 1 outweighs every gradient: what is pruned stays pruned.
@@ -122,14 +116,11 @@ def test_defaults():
 def test_bad_input_is_one_line():
     for override, message in [
         ("candidates=[]", "candidates=[]; name at least one decay factor"),
-        ("candidates=[-1e-5]", "candidates has -1e-05; a decay factor must be finite and >= 0"),
+        ("candidates=[-1e-5]", "candidates: a decay factor must be finite and >= 0"),
         ("candidates=[many]", "candidates=['many']; it must be a list of numbers"),
         ("method=ste", "method=ste has no masked decay; choose sr_ste, fst or bi_mask"),
         ("train.warmup_steps=2", "train.warmup_steps=2; the flip rates are compared"),
-        (
-            "train.ramp_batch=16 train.ramp_micro_steps=200",
-            "train.ramp_batch=16: flip rates can only be compared at one batch size; set",
-        ),
+        ("train.ramp_batch=16 train.ramp_micro_steps=200", "train.ramp_batch: flip rates are"),
     ]:
         with pytest.raises(UserError) as caught:
             find_decay.load(override.split(" "))

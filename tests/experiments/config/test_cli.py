@@ -12,12 +12,11 @@ from pathlib import Path
 
 import hydra._internal.core_plugins.basic_launcher as basic_launcher
 import pytest
-from omegaconf import OmegaConf
 
 from experiments import pretrain
 from experiments.config.driver import objective, parse
 from experiments.config.run import load
-from experiments.config.yaml_files import CONF, comments
+from experiments.config.yaml_files import CONF
 from experiments.runs.finished import FinishedRun
 from experiments.support.errors import Diverged, UserError
 from experiments.training.tracking import read_metrics
@@ -226,24 +225,14 @@ def shown(capsys, monkeypatch, driver, *arguments):
 def test_help_describes_the_driver_and_each_option(capsys, monkeypatch):
     for driver, groups in DRIVERS.items():
         module, out = shown(capsys, monkeypatch, driver, "--help")
-        usage, example, _, does = out.splitlines()[:4]
-        assert usage.startswith(f"usage:   python -m experiments.{driver} [KEY=VALUE ...]")
-        assert example.startswith(f"example: python -m experiments.{driver}")
-        assert module.__doc__.startswith(does.removesuffix("."))
+        assert out.startswith(f"usage: python -m experiments.{driver} [KEY=VALUE ...]")
+        assert module.__doc__.strip() in out
         assert set(re.findall(r"^(\w+)=\w+, one of: ", out, re.M)) == groups
         if driver != "prepare_data":
-            # Each option of its own file is there, and says what it is.
-            own = OmegaConf.load(CONF / f"{driver}.yaml")
-            for key in own.keys() - groups - {"defaults", "hydra"}:
-                for name in own[key] if OmegaConf.is_dict(own[key]) else [""]:
-                    option = re.escape(f"{key}.{name}".removesuffix("."))
-                    assert re.search(rf"^  {option}=\S*\s+\w", out, re.M), option
+            assert (CONF / f"{driver}.yaml").read_text().strip() in out
     _, out = shown(capsys, monkeypatch, "pretrain", "method=released/slope", "train.steps=7", "-h")
     assert re.search(r"^method=released/slope, one of: ast bi_mask dense ", out, re.M)
-    assert "\n  method.mask=random          random | magnitude; the mask is chosen once\n" in out
-    assert "\n  train.steps=7               number of optimizer steps\n" in out
-    _, out = shown(capsys, monkeypatch, "pretrain", f"data.source=/{99 * 'a'}", "-h")
-    assert f"\n  data.source=/{61 * 'a'}...\n" in out
+    assert re.search(r"^mask: random +# random \| magnitude; the mask is chosen once$", out, re.M)
     with pytest.raises(SystemExit, match=r"there is no method=nothing; there is ast, "):
         shown(capsys, monkeypatch, "pretrain", "method=nothing", "--help")
     for flags in (["-m"], ["--cfg", "job"], ["--help"], []):
@@ -259,16 +248,6 @@ def test_a_reader_that_has_enough_of_the_help_is_told_nothing():
         f"({command}; echo $? >&2) | true", shell=True, capture_output=True, text=True, check=False
     )
     assert done.stderr == "141\n"
-
-
-def test_comments_of_nested_and_inherited_options(tmp_path):
-    (tmp_path / "base.yaml").write_text("a: 1  # one\nb: 2  # two\n")
-    (tmp_path / "file.yaml").write_text(
-        "# of the file\ndefaults: [base, /other@x: y, _self_]\n"
-        "b: 3  # three, and\n      # more\nc:\n  d: '#'  # four\n  e: 5\n# alone\n"
-    )
-    found = comments(tmp_path / "file.yaml")
-    assert found == {"a": "one", "b": "three, and more", "c.d": "four"}
 
 
 def test_texts_are_taken_out_as_they_are():

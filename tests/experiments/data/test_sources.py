@@ -121,23 +121,13 @@ def test_evaluation_batches_are_fixed_by_the_data(sources, name):
 MINE = {"name": "mine", "source": "text", "tokenizer": "bpe", "vocab_size": 300}
 PIECES = {**MINE, "tokenizer": "wordpiece"}
 PETS = {"name": "pets", "source": "pets"}
-MIX = {**MINE, "source": "mixture", "order": "epochs"}
 
 
 def test_settings_that_cannot_be_are_refused_by_name():
-    two = ("left", "right")
     for kind, base, wrong, named in (
         (DataConfig, MINE, {"tokenizer": "words"}, "tokenizer=words"),
         (DataConfig, MINE, {"tokenizer": "gpt2", "vocab_size": 2048}, "vocab_size=2048"),
         (DataConfig, MINE, {"vocab_size": 2**32 + 1}, "4294967297"),
-        (DataConfig, MINE, {"order": "shuffled"}, "data.order=shuffled"),
-        (DataConfig, MIX, {}, "needs parts"),
-        (DataConfig, MIX, {"parts": two, "weights": (0.5, 0.6)}, "must sum to 1"),
-        (DataConfig, MIX, {"parts": two, "weights": (1.5, -0.5)}, "a weight above 0"),
-        (DataConfig, MIX, {"parts": two, "weights": (float("nan"), 0.5)}, "above 0"),
-        (DataConfig, MIX, {"parts": two, "weights": (1.0,)}, "each part a weight above 0"),
-        (DataConfig, MIX, {"parts": ("a", "a"), "weights": (0.5, 0.5)}, "a part twice"),
-        (DataConfig, MIX, {"parts": ("a",), "weights": (1.0,), "order": "drawn"}, "order=drawn"),
         (MLMConfig, PIECES, {"max_predictions": 0}, "data.max_predictions=0"),
         (MLMConfig, PIECES, {"mask_probability": 1.0}, "data.mask_probability=1.0"),
         (MLMConfig, PIECES, {"sequence_length": 4}, "data.sequence_length=4"),
@@ -145,7 +135,6 @@ def test_settings_that_cannot_be_are_refused_by_name():
         (PairsConfig, MINE, {"objective": "mlm"}, "data.objective=mlm"),
         (PairsConfig, MINE, {"tokenizer": "wordpiece"}, "data.tokenizer=wordpiece"),
         (PairsConfig, MINE, {"source_language": "de"}, "are both de"),
-        (PairsConfig, MINE, {"order": "epochs"}, "data.order is not for pairs"),
         (PairsConfig, MINE, {"batch_tokens": 4}, "data.batch_tokens=4"),
         (PairsConfig, MINE, {"max_tokens": 5000}, "data.max_tokens=5000"),
         (PairsConfig, MINE, {"source": "numbers", "target_language": "fr"}, "in de and en"),

@@ -3,7 +3,6 @@
 import pytest
 
 from experiments.support import hashes
-from experiments.support.checkpoint import sha256
 
 
 @pytest.fixture
@@ -64,26 +63,3 @@ def test_a_file_is_read_once_as_long_as_it_is_left_alone(tmp_path, monkeypatch):
     (tmp_path / "new").write_bytes(b"b")
     (tmp_path / "new").replace(path)
     assert hashes.file_hash(path) != first and len(read) == 4
-
-
-def test_every_byte_of_a_large_folder_is_checked_and_once_as_long_as_it_is_unchanged(
-    folder, monkeypatch
-):
-    expected = {path.name: hashes.file_hash(path) for path in folder.iterdir()}
-    read = []
-    monkeypatch.setattr(hashes, "file_hash", lambda path: read.append(path) or sha256(path))
-    for limit, settled, count in ((10**6, 0, 16), (500, 10**12, 16), (500, 0, 8)):
-        monkeypatch.setattr(hashes, "LIMIT", limit)  # above it, and of files that are not new
-        monkeypatch.setattr(hashes, "_SETTLED", settled)
-        assert hashes.first_changed(folder, expected) is None
-        assert hashes.first_changed(folder, expected) is None
-        assert len(read) == count, limit
-        read.clear()
-    for damage in ("", "[[]]", "3"):
-        (folder / hashes.VERIFIED).write_text(damage)
-        assert hashes.first_changed(folder, expected) is None and len(read) == 8
-        read.clear()
-    flip(folder / "5.bin", 50)
-    assert hashes.first_changed(folder, expected) == ("5.bin", sha256(folder / "5.bin"))
-    flip(folder / "5.bin", 50)
-    assert hashes.first_changed(folder, {**expected, "3.bin": "0"})[0] == "3.bin"

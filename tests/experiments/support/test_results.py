@@ -10,7 +10,6 @@ from experiments.support.results import (
     read,
     read_finished,
     read_training,
-    runs_below,
     write_result,
 )
 
@@ -72,14 +71,3 @@ def test_a_changed_digit_is_noticed_and_a_result_of_an_earlier_version_is_read(t
     assert error.value.why == "damaged"
     path.write_text("".join(line for line in text.splitlines() if '"sha256"' not in line))
     assert read(tmp_path, SHAPE)["metrics"] == {"val_loss": 1.25}
-
-
-def test_runs_below_leave_out_what_is_no_training(tmp_path):
-    run = {"config_hash": "0", "config": {"method": {"name": "ste"}}, "seed": 3}
-    write_result(tmp_path / "a/seed3", {**run, "metrics": {"val_loss": None}})
-    write_result(tmp_path / "a/bench", {"config_hash": "0", "config": {"method": "ste"}})
-    write_result(tmp_path / "a/tuned", {**run, "metrics": {"score": 1.0}})
-    assert runs_below(tmp_path) == ["a/seed3  ste, seed 3, val_loss not finite"]
-    with pytest.raises(NoResult, match="holds no finished run itself, but 1 below") as caught:
-        read_training(tmp_path)
-    assert caught.value.choices == ["a/seed3  ste, seed 3, val_loss not finite"]

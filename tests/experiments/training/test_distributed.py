@@ -37,14 +37,13 @@ def test_all_work_after_rank_0_and_nothing_large_is_sent(sent):
     assert OTHER.rank0_first(lambda: "as large") == "as large"
 
 
-def test_choices_and_errors_of_the_system_go_with_it(sent, tmp_path):
+def test_errors_go_with_it(sent, tmp_path):
     def chooses():
-        raise UserError("no such task", ["cola", "sst2"])
+        raise UserError("no such task")
 
     for rank in (MAIN, OTHER):
-        with pytest.raises(UserError) as caught:
+        with pytest.raises(UserError, match="no such task") as caught:
             rank.broadcast_from_rank0(chooses if rank is MAIN else list)
-        assert caught.value.choices == ["cola", "sst2"]
         assert caught.value.elsewhere is (rank is OTHER)  # rank 0 alone prints it
     for rank in (MAIN, OTHER):
         with pytest.raises(FileNotFoundError) as missing:

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from experiments.config.run import load
 from experiments.support import checkpoint
 from experiments.support.errors import UserError
-from experiments.training import pretraining, routine, sharded_checkpoint
+from experiments.training import checkpoints, pretraining, routine
 from experiments.training.distributed import World, world
 from experiments.training.saving import Saver
 from experiments.training.tracking import read_metrics
@@ -27,13 +27,13 @@ ALONE = World(0, 1, torch.device("cpu"))
 @pytest.fixture
 def gate(monkeypatch):
     """An event that the writing of a file waits for."""
-    opened, write = threading.Event(), checkpoint.write
+    opened, write = threading.Event(), checkpoints.write
 
-    def waiting(state, path):
+    def waiting(*arguments):
         assert opened.wait(60)
-        write(state, path)
+        return write(*arguments)
 
-    monkeypatch.setattr(checkpoint, "write", waiting)
+    monkeypatch.setattr(checkpoints, "write", waiting)
     yield opened
     opened.set()
 
@@ -47,11 +47,10 @@ def test_what_changes_after_the_call_is_not_in_the_file(tmp_path, gate):
     first = module.weight.detach().clone()
     weight.zero_(), lines.append("b"), module.weight.data.zero_()
     saver.poll()
-    assert checkpoint.found(tmp_path) == []  # it waits for the gate, the training does not
+    assert checkpoints.found(tmp_path) == []  # it waits for the gate, the training does not
     gate.set()
     saver.wait()
-    [path] = checkpoint.found(tmp_path)
-    found = checkpoint.load_file(path)
+    found = checkpoints.load_latest(tmp_path, quiet, ALONE)
     assert torch.equal(found["a"], torch.arange(1000.0)) and found["log"] == ["a"]
     assert found["a"].data_ptr() == found["tied"].data_ptr()
     assert torch.equal(found["model"]["weight"], first)
@@ -68,9 +67,10 @@ def test_a_checkpoint_waits_for_the_one_before(tmp_path, gate):
     assert second.is_alive()
     gate.set()
     second.join()
-    assert [path.stem for path in checkpoint.found(tmp_path)][:1] == ["step-000000001"]
-    saver.close()  # what has begun is written
-    assert checkpoint.load_latest(checkpoint.found(tmp_path), quiet) == {"step": 2}
+    assert [path.name for path in checkpoints.found(tmp_path)] == ["step-000000001"]
+    saver.wait()
+    assert checkpoints.load_latest(tmp_path, quiet, ALONE) == {"step": 2}
+    saver.close()
 
 
 def test_an_error_of_the_writer_is_that_of_the_next_step(tmp_path, full_disk, gate):
@@ -80,7 +80,7 @@ def test_an_error_of_the_writer_is_that_of_the_next_step(tmp_path, full_disk, ga
         saver.poll()
         gate.set()
         saver.close()
-    with pytest.raises(UserError, match=r"step-000000001\.pt cannot be written: File too large"):
+    with pytest.raises(UserError, match=r"state\.pt cannot be written: File too large"):
         saver.poll()
     assert list(tmp_path.iterdir()) == []
 
@@ -104,14 +104,14 @@ def get_stuck():
 
 def unshared(folder, rank, here):
     """Write to a file the errors that a rank raises whose folder is not that of the others."""
-    sharded_checkpoint.PATIENCE = 0.1
+    checkpoints.PATIENCE = 0.1
     own, told = folder / f"node{rank}", []
     mesh = torch.distributed.init_device_mesh("cpu", (here.size,))
     rows = torch.distributed.tensor.distribute_tensor(torch.arange(8.0), mesh)
     saver = Saver(own, here)
     saver.save(3, {"w": rows, "step": 3})
     seen = folder / "kept" if here.is_main else own
-    for attempt in (saver.wait, lambda: sharded_checkpoint.load_latest(seen, quiet, here)):
+    for attempt in (saver.wait, lambda: checkpoints.load_latest(seen, quiet, here)):
         try:
             attempt()
         except UserError as error:

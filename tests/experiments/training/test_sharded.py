@@ -11,9 +11,8 @@ from safetensors.torch import load_file
 from experiments import dino
 from experiments.config.run import load
 from experiments.config.settings import ImplConfig, TrainConfig
-from experiments.support import checkpoint
 from experiments.support.errors import UserError
-from experiments.training import pretraining, sharded_checkpoint, sharding
+from experiments.training import checkpoints, pretraining, sharding
 from experiments.training.distributed import World, world
 from experiments.training.tracking import read_metrics
 from experiments.training.trainer import Trainer
@@ -155,26 +154,13 @@ ALONE = World(0, 1, torch.device("cpu"))
 
 def newest(folder, messages):
     """The newest checkpoint in `folder`, whole, read by one process."""
-    state = sharded_checkpoint.load_latest(folder, messages.append, ALONE)
-    return sharded_checkpoint.placed(state, None)
-
-
-@pytest.fixture
-def two_checkpoints(tmp_path):
-    """The folder of checkpoints before steps 3 and 6, each written by two ranks."""
-    folder, w = tmp_path / "checkpoints", torch.arange(14.0).view(7, 2)
-    for step in (3, 6):
-        placeholder = {sharded_checkpoint._NOTE: "/model/w", "shape": (7, 2)}
-        plain = {"model": {"w": placeholder}, "step": step}
-        files = sharded_checkpoint.write(folder, step, 0, {"/model/w": w[:4]}, plain)
-        files |= sharded_checkpoint.write(folder, step, 1, {"/model/w": w[4:].clone()}, None)
-        sharded_checkpoint.finish(folder, step, 2, files)
-    return folder
+    state = checkpoints.load_latest(folder, messages.append, ALONE)
+    return checkpoints.placed(state, None)
 
 
 def test_a_checkpoint_is_split_by_ranks_and_holds_no_pickle(trained):
     [two_checkpoints] = trained[1].glob("*/s_ste*/seed0/checkpoints")
-    names = [p.name for p in checkpoint.found(two_checkpoints)]
+    names = [p.name for p in checkpoints.found(two_checkpoints)]
     assert names == ["step-000000003", "step-000000006"]
     folder = two_checkpoints / "step-000000006"
     assert {p.name for p in folder.iterdir()} == {
@@ -188,37 +174,6 @@ def test_a_checkpoint_is_split_by_ranks_and_holds_no_pickle(trained):
     # What is tied is there once.
     assert sum("wte" in name or "lm_head" in name for name in parts[0] if "model" in name) == 1
     assert state["step"] == 6 and len(state["generators"]) == 2
-
-
-def test_a_damaged_part_is_reported_and_the_one_before_is_used(two_checkpoints):
-    for file in ("rank-1.safetensors", "state.pt", "index.json"):
-        path = two_checkpoints / "step-000000006" / file
-        content = path.read_bytes()
-        other = b"{}" if file == "index.json" else content[:-1] + bytes([content[-1] ^ 1])
-        for damage in (None, content[:-2], other):
-            path.unlink(missing_ok=True)
-            if damage is not None:
-                path.write_bytes(damage)
-            messages = []
-            assert newest(two_checkpoints, messages)["step"] == 3
-            [message] = messages
-            assert "damaged" in message
-            assert message.endswith("step-000000003, the one before it, is used")
-        path.write_bytes(content)
-
-
-def test_rows_are_read_by_any_number_of_ranks(tmp_path):
-    """Rows of a tensor whose first dim no number of ranks divides."""
-    whole = torch.arange(14.0).view(7, 2)
-    files = tuple(tmp_path / f"{rank}.safetensors" for rank in range(2))
-    for file, part in zip(files, (whole[:4], whole[4:]), strict=True):
-        sharded_checkpoint.save_file({"w": part.contiguous()}, file)
-    rows = sharded_checkpoint.Rows(files, "w", (7, 2))
-    assert torch.equal(rows.read(), whole)
-    for ranks in (1, 2, 3, 5, 8):
-        chunk = -(-7 // ranks)
-        read = [rows.read(min(7, i * chunk), min(7, (i + 1) * chunk)) for i in range(ranks)]
-        assert torch.equal(torch.cat(read), whole)
 
 
 def train(**more):

@@ -12,14 +12,15 @@ from safetensors.torch import load_file
 from common_kernels import check24
 from experiments.config.settings import TrainConfig
 from experiments.runs.finished import FinishedRun
-from experiments.support import checkpoint, results
+from experiments.support import results
 from experiments.support.checkpoint import read_sealed
 from experiments.support.errors import UserError
-from experiments.training import pretraining, trainer
+from experiments.training import checkpoints, pretraining, trainer
 from experiments.training.optimization import micro_batch_size
 from experiments.training.tracking import MetricsLog, read_metrics
 from methods.nn.base import Method
 from tests.experiments.conftest import quiet
+from tests.experiments.training.test_checkpoints import ALONE, save
 
 
 def losses(directory, key="loss"):
@@ -104,8 +105,7 @@ def test_a_run_lists_its_revisions_and_refuses_checkpoints_of_another_layout(
         with interrupted(step):
             pretraining.run(config, quiet)
     folder = config.directory() / "checkpoints"
-    path = checkpoint.found(folder)[-1]
-    state = checkpoint.load_file(path)
+    state = checkpoints.load_latest(folder, quiet, ALONE)
     assert state["revisions"] == ["first", "second"]
     unfit = r"checkpoints does not fit this version of the code \({}\); .* revision second, or"
     for changed, why in (
@@ -114,7 +114,7 @@ def test_a_run_lists_its_revisions_and_refuses_checkpoints_of_another_layout(
         ({"optimizer": {}}, "KeyError: .*"),
         ({"generators": 5}, "TypeError: .*"),
     ):
-        checkpoint.save(folder, state["step"], state | changed)
+        save(folder, state["step"], state | changed)
         with pytest.raises(UserError, match=unfit.format(why)) as error:
             pretraining.run(config, quiet)
         assert "\n" not in str(error.value)
@@ -125,7 +125,7 @@ def test_a_run_lists_its_revisions_and_refuses_checkpoints_of_another_layout(
     with pytest.raises(UserError, match="belongs to another config"):
         pretraining.run(other, quiet)
     del state["version"], state["revisions"]  # as earlier versions wrote it
-    checkpoint.save(folder, state["step"], state)
+    save(folder, state["step"], state)
     monkeypatch.setattr(trainer, "revision", lambda: "third")
     assert pretraining.run(config, quiet)["revisions"] == ["unknown", "third"]
 

@@ -1,0 +1,307 @@
+"""Atomic checkpoints with checksums: if the process is killed, the previous one stays intact.
+
+A checkpoint is a folder `step-<step>`:
+
+    state.pt                the state as tensors and plain values
+    rank-<r>.safetensors    with sharded weights: the rows of rank r of every sharded tensor, for
+                            which state.pt has a placeholder
+    index.json              size and SHA-256 of the other files
+
+It is written as a hidden folder, synced, and renamed once it is complete; the two newest are kept.
+`state.pt` is read with `weights_only=True`, so nothing is unpickled. Nothing is gathered, so no
+rank needs memory for more than its part. Any number of ranks, also a single process without FSDP2,
+can read a checkpoint from a folder that all of them see. torch.distributed.checkpoint is not used
+because its format contains pickles.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import pickle
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from experiments.support import checkpoint
+from experiments.support.errors import UserError
+from experiments.training.distributed import World
+from methods.nn import sharding
+
+KEPT = 2
+STATE, INDEX = "state.pt", "index.json"
+PATIENCE = 60.0  # seconds for which NFS may cache a folder's content
+_NOTE = "sharded tensor"  # the key of a placeholder
+
+
+class Damaged(Exception):
+    """A checkpoint that cannot be used, and why."""
+
+
+class Rows(NamedTuple):
+    """A tensor in the files of a checkpoint, split along dim 0 as FSDP2 does."""
+
+    files: tuple[Path, ...]
+    name: str
+    shape: tuple[int, ...]
+
+    def read(self, first: int = 0, end: int | None = None) -> Tensor:
+        """Rows `first` to `end`, on the CPU."""
+        end = self.shape[0] if end is None else end
+        chunk = -(-self.shape[0] // len(self.files))  # the last files may have fewer, or none
+        parts = []
+        for number, path in enumerate(self.files):
+            before = number * chunk
+            start, stop = max(first - before, 0), min(end - before, chunk)
+            if start < stop or number == 0:  # the first file gives the dtype even without rows
+                with safe_open(path, "pt") as file:
+                    parts.append(file.get_slice(self.name)[start : max(start, stop)])
+        return torch.cat(parts)
+
+
+# ------------------------------------------------------------------ writing
+
+
+def on_host(
+    value: Any, main: bool, rows: dict[str, Tensor], copies: dict[Any, Any], name: str = ""
+) -> Any:
+    """A copy of a tree of dicts, lists, tensors and plain values in the host's memory, with a
+    placeholder for each sharded tensor.
+
+    Args:
+        main: copy unsharded tensors; other ranks than 0 do not write them.
+        rows: gets this rank's rows of the sharded tensors.
+        copies: earlier copies and names, so that tied tensors stay tied.
+        name: of the value in the tree.
+    """
+    if sharding.is_sharded(value):
+        own = value.to_local().detach()
+        if own.numel():  # empty tensors have no distinct address
+            name = copies.setdefault(own.data_ptr(), name)
+        if name not in rows:
+            rows[name] = own.contiguous().to("cpu", copy=True)
+        return {_NOTE: name, "shape": tuple(value.shape)}
+    if isinstance(value, Tensor):
+        value = value.detach()
+        key = (value.device, value.data_ptr(), value.dtype, value.shape, value.stride())
+        if main and key not in copies:
+            copies[key] = value.to("cpu", copy=True)
+        return copies.get(key)
+    if isinstance(value, dict):
+        copied = copy.copy(value)  # of the same class, with the attributes of a state dict
+        for key, part in value.items():
+            copied[key] = on_host(part, main, rows, copies, f"{name}/{key}")
+        return copied
+    if isinstance(value, list | tuple):
+        return type(value)(on_host(part, main, rows, copies, name) for part in value)
+    return value
+
+
+def _places(directory: Path, step: int) -> tuple[Path, Path]:
+    """The final and the temporary folder of the checkpoint before `step`."""
+    path = directory / f"step-{step:09d}"
+    return path, directory / f".{path.name}.0"
+
+
+def write(
+    directory: Path, step: int, rank: int, rows: dict[str, Tensor], state: dict[str, Any]
+) -> dict[str, Any]:
+    """Write the rows of a rank, if there are any, and on rank 0 the state; return the entries of
+    the files for `index.json`.
+
+    Raises:
+        UserError: the disk is full.
+    """
+    hidden, files = _places(directory, step)[1], {}
+    if rank == 0:
+        files[STATE] = _record(hidden / STATE, lambda path: _save(state, path))
+    if rows:
+        name = f"rank-{rank}.safetensors"
+        files[name] = _record(hidden / name, lambda path: save_file(rows, path))
+    return files
+
+
+def _record(path: Path, write: Callable[[Path], Any]) -> dict[str, Any]:
+    checkpoint.write_atomic(path, write)
+    return {"bytes": path.stat().st_size, "sha256": checkpoint.sha256(path)}
+
+
+def _save(state: dict[str, Any], path: Path) -> None:
+    with path.open("wb") as file:  # given a path, torch.save does not say why it failed
+        torch.save(state, file)
+
+
+def finish(directory: Path, step: int, files: dict[str, Any]) -> None:
+    """Complete a checkpoint from the files of all ranks, the results of `write`.
+
+    Raises:
+        UserError: the files of other ranks are not visible here.
+    """
+    path, hidden = _places(directory, step)
+    if missing := _not_visible(hidden, list(files)):
+        raise UserError(
+            f"{directory}: {', '.join(missing)} of step {step}, which other ranks wrote there, "
+            "cannot be seen by rank 0; runs= must lie on storage that all nodes share"
+        )
+    checkpoint.write_json(hidden / INDEX, {"files": files})
+    if path.exists():  # damaged, or the same state
+        shutil.rmtree(path)
+    checkpoint.publish(hidden, path)
+    there = found(directory)
+    before = [other for other in there if other.name < path.name]
+    for other in there:
+        # Later checkpoints must be damaged, or this run would have resumed from them.
+        if other not in (path, *before[1 - KEPT :]):
+            shutil.rmtree(other)
+
+
+def abandon(directory: Path, step: int) -> None:
+    """Remove the files of a checkpoint that cannot be completed."""
+    shutil.rmtree(_places(directory, step)[1], ignore_errors=True)
+
+
+def _not_visible(directory: Path, names: list[str]) -> list[str]:
+    """The `names` that do not appear in `directory` within the time that a network file system may
+    need to show another node's files."""
+    deadline = time.monotonic() + PATIENCE
+    while True:
+        # List the folder: a network file system may cache that a name is missing, but not listings.
+        there = {path.name for path in directory.iterdir()} if directory.is_dir() else set()
+        missing = [name for name in names if name not in there]
+        if not missing or time.monotonic() >= deadline:
+            return missing
+        time.sleep(min(0.5, PATIENCE))
+
+
+# ------------------------------------------------------------------ reading
+
+
+def found(directory: Path) -> list[Path]:
+    """The checkpoints in `directory`, the oldest first."""
+    return sorted(directory.glob("step-*"))
+
+
+def load_latest(
+    directory: Path, warn: Callable[[str], None], world: World
+) -> dict[str, Any] | None:
+    """The newest intact checkpoint that rank 0 sees, on the CPU, with `Rows` for sharded tensors;
+    or None. Every rank must call it, and all get the same step.
+
+    warn: called with a line about each damaged checkpoint.
+
+    Raises:
+        UserError: on every rank, if one of them does not see what rank 0 sees.
+    """
+    names = world.all_gather([path.name for path in found(directory)])[0]
+    for rank, missing in enumerate(world.all_gather(_not_visible(directory, names))):
+        if missing:
+            raise UserError(
+                f"{directory}: rank {rank} does not see {', '.join(missing)}, which rank 0 sees; "
+                "runs= must lie on storage that all nodes share"
+            )
+    damaged: dict[str, str] = {}
+    state, instead = None, "none is whole, so the run begins anew"
+    for name in reversed(names):
+        try:
+            state = _load(directory / name, world)
+            instead = f"{name}, the one before it, is used"
+            break
+        except Damaged as error:
+            damaged[name] = str(error)
+    for name, damage in damaged.items():
+        warn(f"checkpoint {directory / name} is damaged ({damage}); {instead}")
+    return state
+
+
+def _load(path: Path, world: World) -> dict[str, Any]:
+    """The checkpoint in `path`. Every rank must call it; each checks some of the files.
+
+    Raises:
+        Damaged: on every rank.
+    """
+    state: dict[str, Any] = {}
+    problem = None
+    try:
+        state = _load_folder(path, world)
+    except Damaged as error:
+        problem = str(error)
+    for message in world.all_gather(problem):
+        if message is not None:
+            raise Damaged(message)
+    return state
+
+
+def _load_folder(path: Path, world: World) -> dict[str, Any]:
+    try:
+        records = json.loads((path / INDEX).read_text(encoding="utf-8"))["files"]
+        sizes = {name: (int(own["bytes"]), str(own["sha256"])) for name, own in records.items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise Damaged(f"{INDEX} is missing or damaged") from error
+    parts = sorted(sizes.keys() - {STATE}, key=lambda name: (len(name), name))
+    for number, name in enumerate((STATE, *parts)):
+        if number % world.size == world.rank:
+            _check(path / name, *sizes.get(name, (0, "")))
+    try:
+        state = torch.load(path / STATE, map_location="cpu", weights_only=True)
+    except (pickle.UnpicklingError, RuntimeError, ValueError, EOFError, OSError) as error:
+        raise Damaged("it is no file of tensors and plain values") from error
+    if not isinstance(state, dict):
+        raise Damaged(f"it holds a {type(state).__name__}")
+    return _with_rows(state, tuple(path / name for name in parts))
+
+
+def _check(path: Path, length: int, digest: str) -> None:
+    """Raise `Damaged` unless a file has this size and SHA-256."""
+    if not path.is_file():
+        raise Damaged(f"{path.name} is missing")
+    if path.stat().st_size != length:
+        raise Damaged(f"{path.name} has {path.stat().st_size} bytes instead of {length}")
+    if checkpoint.sha256(path) != digest:
+        raise Damaged(f"the SHA-256 of {path.name} does not match")
+
+
+def _with_rows(state: Any, files: tuple[Path, ...]) -> Any:
+    """The state with `Rows` in the place of placeholders."""
+    if not isinstance(state, dict):
+        return state
+    if _NOTE in state:
+        return Rows(files, state[_NOTE], tuple(state["shape"]))
+    for key, value in state.items():
+        state[key] = _with_rows(value, files)
+    return state
+
+
+def placed(state: Any, like: Any) -> Any:
+    """`state` with every tensor placed like the tensor at the same place in `like`, sharded or
+    whole, if their shapes agree. A tensor in `like` may stand for a whole dict."""
+    if isinstance(state, dict):
+        return {
+            key: placed(value, like.get(key) if isinstance(like, dict) else like)
+            for key, value in state.items()
+        }
+    if not isinstance(state, Rows | Tensor):
+        return state
+    if not sharding.is_sharded(like) or tuple(state.shape) != tuple(like.shape):
+        return state.read() if isinstance(state, Rows) else state
+    from torch.distributed.tensor import DTensor
+
+    mesh, chunk = like.device_mesh, sharding.chunk_of(like)
+    first = mesh.get_coordinate()[sharding.shard_dim(like)] * chunk
+    first, end = min(first, len(like)), min(first + chunk, len(like))
+    own = state.read(first, end) if isinstance(state, Rows) else state[first:end].clone()
+    there = DTensor.from_local(
+        own.to(mesh.device_type),
+        mesh,
+        like.placements,
+        run_check=False,
+        shape=like.shape,
+        stride=like.stride(),
+    )
+    return there.to(like.device)  # the CPU, with CPU offload
