@@ -6,6 +6,7 @@ kernel (the baselines `two_approx` and `sequential`, groups of more than 32) run
 even then. Asking for a backend that cannot serve a device is an error.
 """
 
+import functools
 import importlib.util
 import os
 from contextlib import AbstractContextManager, nullcontext
@@ -45,6 +46,18 @@ def resolve(device: torch.device | str, backend: str | None = None) -> str:
             f"unset {ENVIRONMENT_VARIABLE} or choose 'cpu'"
         )
     return name
+
+
+def resolve_fp8(device: torch.device, backend: str | None = None) -> str:
+    """`resolve` for operators that write FP8 codes: plain PyTorch on GPUs before compute capability
+    8.9, for which Triton has no cast to e4m3."""
+    name = resolve(device, backend)
+    return "cpu" if device.type == "cuda" and not _casts_to_fp8(device) else name
+
+
+@functools.cache
+def _casts_to_fp8(device: torch.device) -> bool:
+    return torch.cuda.get_device_capability(device) >= (8, 9)
 
 
 def current(device: torch.device) -> AbstractContextManager[Any]:

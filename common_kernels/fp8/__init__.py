@@ -60,7 +60,7 @@ def check(x: torch.Tensor, fmt: str, backend: str | None) -> str:
     checks.float_tensor(x)
     if fmt not in cpu.FORMATS:
         raise ValueError(f"unknown format {fmt!r}: choose one of {', '.join(cpu.FORMATS)}")
-    return backends.resolve(x.device, backend)
+    return backends.resolve_fp8(x.device, backend)
 
 
 @custom_op("sparse24::quantize_fp8", mutates_args=())

@@ -41,7 +41,7 @@ def quantize_both(
             raise ValueError(f"unknown format {name!r}: choose one of {', '.join(fp8.FORMATS)}")
     if x.ndim != 2:
         raise ValueError(f"x must have two dims, not shape {tuple(x.shape)}")
-    name = backends.resolve(x.device, backend)
+    name = backends.resolve_fp8(x.device, backend)
     if amax is None and seen is None:
         codes, transposed, scales = _quantize_both(x, fmt, fmt_transposed, name)
     else:
@@ -117,7 +117,7 @@ def project_quantize24_(
     device = checks.one_device(
         w=w, beta=beta, out=buffer, codes=codes, transposed=transposed, scales=scales, amax=amax
     )
-    name = backends.resolve(device, backend)
+    name = backends.resolve_fp8(device, backend)
     _project_quantize24_(buffer, dtype, layout, codes, transposed, scales, w, beta, amax, name)
 
 
@@ -182,7 +182,7 @@ def quantize_and_sample(
     checks.float_tensor(dy, "dy")
     if dy.ndim != 2 or dy.shape[1] % MULTIPLE:
         raise ValueError(f"dy must be [tokens, a multiple of {MULTIPLE}], not {tuple(dy.shape)}")
-    name = backends.resolve(checks.one_device(dy=dy, key=key), backend)
+    name = backends.resolve_fp8(checks.one_device(dy=dy, key=key), backend)
     if amax is None and seen is None:
         codes, buffer, scale = _quantize_and_sample(dy, key, stride, fmt, layout, name)
     else:

@@ -49,7 +49,7 @@ def quantize24_(
     rows, columns = w.shape
     first, second = _bytes(own, rows, columns), _bytes(other, columns, rows)
     device = checks.one_device(w=w, mask=mask, scales=scales, amax=amax, own=first, other=second)
-    name = backends.resolve(device, backend)
+    name = backends.resolve_fp8(device, backend)
     kinds = own.dtype, _layout(own), other.dtype, _layout(other)
     _quantize24_(first, second, *kinds, scales, w, mask, amax, name)
 
@@ -83,7 +83,7 @@ def quantize_compressed24_(
         values=values, row_mask=row_mask, column_mask=column_mask, scales=scales, own=first,
         other=second,
     )  # fmt: skip
-    name = backends.resolve(device, backend)
+    name = backends.resolve_fp8(device, backend)
     kinds = own.dtype, _layout(own), other.dtype, _layout(other)
     _quantize_compressed24_(
         first, second, *kinds, scales, values, row_mask, column_mask, n, m, name

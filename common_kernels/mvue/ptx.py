@@ -3,7 +3,8 @@ triton.sample_stored in two thirds of the instructions that Triton compiles it t
 
 It saves instructions in three ways: entries are selected and stored as 16-bit values by moving
 bytes; conditions are floats, 1.0 or 0.0, because a GPU adds floats faster than it combines bits;
-and only the comparisons that a packed group needs are made. It needs compute capability 8.6.
+and only the comparisons that a packed group needs are made. Compute capability 8.0 lacks one of
+the instructions and takes four in its place.
 """
 
 # Operands of the inline assembly: the stored pairs of both groups, their nibbles, then entries 0 to
@@ -11,8 +12,9 @@ and only the comparisons that a packed group needs are made. It needs compute ca
 CONSTRAINTS = "=&r,=&r,=&f,=&f,r,r,r,r,r,r"
 
 
-def sample(kind: str) -> str:
-    """The code for entries of a kind, "bf16" or "f16".
+def sample(kind: str, xorsign: bool = True) -> str:
+    """The code for entries of a kind, "bf16" or "f16"; `xorsign`: for compute capability 8.6 and
+    later.
 
     For each group it returns the two stored entries, the first in the lower half, and as a float
     the nibble of their positions minus 4: i + 4 (j - 1), with i = 0, 1, 2 and j = 1, 2, 3.
@@ -24,13 +26,19 @@ def sample(kind: str) -> str:
 .reg .pred d01, d2;
 mov.b32 one, {one};
 mov.b32 zero, 0;
-{group(kind, 0)}{group(kind, 1)}}}"""
+{group(kind, 0, xorsign)}{group(kind, 1, xorsign)}}}"""
 
 
-def group(kind: str, number: int) -> str:
+def group(kind: str, number: int, xorsign: bool) -> str:
     """The code for one of the two groups."""
     stored, nibble, word = f"${number}", f"${2 + number}", f"${8 + number}"
     half = ("0x5410", "0x7632")[number]
+    larger = f"max.NaN.xorsign.abs.{kind}x2 pair, pair, p;"
+    if not xorsign:
+        larger = f"""and.b32 i, pair, 0x80008000;
+and.b32 pair, pair, 0x7fff7fff;
+max.NaN.{kind}x2 pair, pair, p;
+or.b32 pair, pair, i;"""
     entries = "".join(widened(kind, f"a{i}", f"${4 + i}", number) for i in range(4))
     return f"""{entries}
 // H, as in cpu.exact: the others of the larger of 0 and 1 have the lesser sum, in floats, too.
@@ -103,7 +111,7 @@ prmt.b32 pair, pair, p, t;
 // max(|x|, H) with the sign of x: to round H first is the same, for x is rounded. Then -0 is made
 // +0, and a lone entry's neighbour: its bytes are 0x4410, the first of the zero's.
 cvt.rn.{kind}x2.f32 p, h, h;
-max.NaN.xorsign.abs.{kind}x2 pair, pair, p;
+{larger}
 fma.rn.{kind}x2 pair, pair, one, zero;
 fma.rn.f32 t, lone, 0f45900000, 0f4B003210; // 0x1200, 2^23 + 0x3210
 prmt.b32 {stored}, pair, zero, t;

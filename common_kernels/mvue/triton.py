@@ -11,6 +11,8 @@ from common_kernels.mvue import cpu, ptx
 
 BLOCK = 512  # groups per program; four of them share a counter of the random generator
 PTX_BF16, PTX_F16 = tl.constexpr(ptx.sample("bf16")), tl.constexpr(ptx.sample("f16"))
+PTX_BF16_80 = tl.constexpr(ptx.sample("bf16", xorsign=False))
+PTX_F16_80 = tl.constexpr(ptx.sample("f16", xorsign=False))
 CONSTRAINTS = tl.constexpr(ptx.CONSTRAINTS)
 
 
@@ -166,9 +168,14 @@ def sample_pairs(x0, x1, x2, x3, words, dtype: tl.constexpr):
     """Return what `sample_stored` does, from one random word per group: the two entries in the
     16-bit `dtype` as one int32, the first in the lower half, and the nibble minus 4 as a float."""
     if x0.dtype == dtype and not INTERPRETED:
+        bf16: tl.constexpr = dtype == tl.bfloat16
+        if tl.target_info.cuda_capability_geq(8, 6):
+            code: tl.constexpr = PTX_BF16 if bf16 else PTX_F16
+        else:
+            code: tl.constexpr = PTX_BF16_80 if bf16 else PTX_F16_80
         return tl.inline_asm_elementwise(
-            PTX_BF16 if dtype == tl.bfloat16 else PTX_F16, CONSTRAINTS, [x0, x1, x2, x3, words],
-            dtype=(tl.int32, tl.float32), is_pure=True, pack=2,
+            code, CONSTRAINTS, [x0, x1, x2, x3, words], dtype=(tl.int32, tl.float32), is_pure=True,
+            pack=2,
         )  # fmt: skip
     else:
         one, other, nibble = sample_stored(

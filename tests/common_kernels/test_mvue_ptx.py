@@ -70,6 +70,7 @@ INSTRUCTIONS = {
     "shl.b32": lambda a, n: a << n,
     "shr.u32": lambda a, n: a >> n,
     "and.b32": lambda a, b: a & b,
+    "or.b32": lambda a, b: a | b,
     "add.u32": lambda a, b: a + b,
     "min.u32": np.minimum,
     "prmt.b32": prmt,
@@ -98,6 +99,7 @@ for _kind in DTYPES:
             half(k, a.view(np.float32)) << 16 | half(k, b.view(np.float32))
         ),
         f"max.NaN.xorsign.abs.{_kind}x2": halves(_kind, larger_with_both_signs),
+        f"max.NaN.{_kind}x2": halves(_kind, np.maximum),
         f"fma.rn.{_kind}x2": halves(_kind, lambda a, b, c: a * b + c),
     }  # fmt: skip
 
@@ -127,14 +129,14 @@ def run(code, registers):
     return registers
 
 
-def sampled(kind, x, words):
+def sampled(kind, xorsign, x, words):
     """The stored entries `[n, 2]` and the nibbles `[n]` of groups `[n, 4]`, n even."""
     entries = x.contiguous().view(torch.int16).numpy().view(np.uint16).astype(np.uint32)
     pairs = (entries[::2] | entries[1::2] << 16).T.copy()
     two = words.numpy().astype(np.uint32).reshape(-1, 2).T.copy()
     registers = {f"${4 + i}": pairs[i] for i in range(4)} | {"$8": two[0], "$9": two[1]}
     with np.errstate(all="ignore"):
-        run(ptx.sample(kind), registers)
+        run(ptx.sample(kind, xorsign), registers)
     stored = np.stack([registers["$0"], registers["$1"]], 1)
     stored = torch.from_numpy(stored.view(np.int32).reshape(-1)).view(DTYPES[kind]).view(-1, 2)
     less_4 = np.stack([registers["$2"], registers["$3"]], 1).view(np.float32).reshape(-1)
@@ -158,10 +160,11 @@ def groups(kind, hard_groups, generator):
 
 
 @each("kind", ["bf16", "f16"])
-def test_the_ptx_samples_as_cpu_does(kind, hard_groups, generator):
+@each("xorsign", [True, False])
+def test_the_ptx_samples_as_cpu_does(kind, xorsign, hard_groups, generator):
     """A NaN stays, and its group is legal."""
     x, words = groups(kind, hard_groups, generator)
-    stored, nibbles = sampled(kind, x, words)
+    stored, nibbles = sampled(kind, xorsign, x, words)
     a = x.float()
     sample = cpu.exact(a.T.contiguous(), cpu.uniform(words)[None])
     sample = sample.T.contiguous()
