@@ -76,13 +76,11 @@ class Joined:
         first, values, meta = forms[0], [f.values for f in forms], [f.meta for f in forms]
         shape = sum(self.rows), first.shape[1]
         self.fragments = Fragments24(torch.cat(values), torch.cat(meta), shape, first.dtype)
-        parts = (
-            whole.split([len(own) for own in each])
-            for whole, each in ((self.fragments.values, values), (self.fragments.meta, meta))
-        )
-        for place, (layer, *own) in enumerate(zip(layers, *parts, strict=True)):
-            # Views of the whole, to free the memory that the parts had.
-            layer.fragments = Fragments24(*own, forms[place].shape, first.dtype)
+        # Views of the whole, to free the memory that the parts had.
+        own_values = self.fragments.values.split([len(own) for own in values])
+        own_meta = self.fragments.meta.split([len(own) for own in meta])
+        for place, (layer, form) in enumerate(zip(layers, forms, strict=True)):
+            layer.fragments = Fragments24(own_values[place], own_meta[place], form.shape, form.dtype)
             layer.joined = self, place
         self.made: tuple[Tensor, tuple[Tensor, ...]] | None = None
 
