@@ -206,7 +206,7 @@ def test_what_is_said_of_single_runs_and_fp8_is_what_the_records_say():
 def test_what_is_said_of_the_noise_of_block_a_is_what_the_records_say():
     """A two-way model: what is left of a loss after the means of its variant and of its seed."""
     variants = [runs for (block, variant), runs in values().items()
-                if block == "a" and not variant.endswith("as_released")]  # fmt: skip
+                if block == "a" and not variant.endswith(("as_released", "_all_16"))]  # fmt: skip
 
     def left(of):
         found = np.array([[of(runs[seed]) for seed in range(5)] for runs in variants])
@@ -217,7 +217,7 @@ def test_what_is_said_of_the_noise_of_block_a_is_what_the_records_say():
     shared = math.sqrt((end**2).sum() / (4 * (len(variants) - 1)))
     told, count = part("Measured so far"), len(variants)
     correlation = np.corrcoef(end.ravel(), early.ravel())[0, 1]
-    assert f"correlates by {correlation:.2f} with that at the end ({count} variants)" in told
+    assert f"correlates by {correlation:.2f} with that at the end ({count} variants; all but `sr_ste_all_16`)" in told
     assert f"one two-way model over the block ({shared:.4f} nats)" in told
     names = ("bi_mask", "s_ste", "sr_ste", "slope", "fst", "ste", "step", "semi_sparse")
     means = [fmean(lost("a", name, "half")) for name in names]
