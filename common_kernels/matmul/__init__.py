@@ -274,6 +274,7 @@ def _sample_mm24(
 
 @_sample_mm24.register_fake
 def _(dy, x, key, stride, layout, backend):
+    checks.one_device(dy=dy, x=x, key=key)
     return x.new_empty(dy.shape[1], x.shape[1])
 
 
@@ -374,6 +375,7 @@ def _(buffer, layout, rows, columns, dense, bias, scale, other, *rest):
 
 
 def _fake(buffer, rows, columns, dense, bias, dense_transposed, result_transposed, out_dtype):
+    checks.one_device(matrix=buffer, x=dense, bias=bias)
     if dense_transposed and result_transposed:
         return buffer.new_empty((*dense.shape[:-1], rows), dtype=out_dtype)
     shape = (rows, dense.shape[0 if dense_transposed else 1])
@@ -424,6 +426,7 @@ def _(dy, x, key, stride):
 
 @torch.library.register_fake("sparse24::sample_mm24_cusparselt", lib=LIBRARY)
 def _(dy, x, key, stride):
+    checks.one_device(dy=dy, x=x, key=key)
     return x.new_empty(dy.shape[-1], x.shape[-1])
 
 

@@ -24,11 +24,14 @@ NEEDS = {  # the major compute capability that a backend needs, with words for i
 PACKER_VARIABLE = "SPARSE24_PACKER"  # `cusparselt`: the library packs on every device, for tests
 
 
-@torch.compiler.assume_constant_result
 def library_layout(device: torch.device) -> str:
     """The layout of the matrices that cuSPARSELt multiplies on `device`: the one that our packers
     write where the order of its metadata is known, else the library's own."""
     return _library_layout(device)
+
+
+# torch.compiler.assume_constant_result without the import of torch._dynamo, which takes a second.
+library_layout._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 @functools.cache  # every product asks

@@ -323,6 +323,7 @@ class SparseLinear(nn.Linear):
         self.weight.copy_(self.effective_weight())
         for name in [*self._buffers, "config", "dtype", "accelerated", "pattern"]:
             delattr(self, name)
+        vars(self).pop("drawn", None)
         self.__class__ = nn.Linear  # type: ignore[assignment]
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:

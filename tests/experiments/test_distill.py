@@ -211,7 +211,7 @@ def test_a_checkpoint_brings_its_own_tokenizer(retrain, with_tokenizer, tmp_path
     config = retrain(with_tokenizer, f"data.root={tmp_path / 'data'}", "train.steps=2",
                      "train.warmup_steps=0")  # fmt: skip
     assert config.identity()["data"]["tokenizer"] == "hf"
-    with pytest.raises(UserError, match=rf"prepare_data .*data\.tokenizer={with_tokenizer} "):
+    with pytest.raises(UserError, match="prepare_data` with the same model= and data"):
         distill.run(config, quiet)
     prepare(config.data)
     distill.run(config, quiet)

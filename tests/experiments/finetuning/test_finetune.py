@@ -449,4 +449,4 @@ def test_a_mask_that_changes_is_not_saved(gpt2):
     layer.refresh()
     with pytest.raises(RuntimeError, match="1 groups have too many non-zeros"):
         t.save()
-    assert len([*(t.directory / "checkpoints").glob("*.pt")]) == 1 and own.mode == "masked"
+    assert len([*(t.directory / "checkpoints").iterdir()]) == 1 and own.mode == "masked"

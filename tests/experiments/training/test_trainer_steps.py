@@ -21,6 +21,7 @@ from experiments.training.schedules import learning_rate
 from experiments.training.tracking import read_metrics
 from experiments.training.trainer import Trainer
 from methods import FusedAdamW, fst, s_ste, sr_ste, ste
+from methods.nn import linear
 from models.gpt2 import GPT
 from tests.experiments.conftest import Interrupted
 from tests.lifetimes import Reads
@@ -295,7 +296,8 @@ def capture_by_calling(model_of):
         fresh = [p for p in parameters if p.grad is None]
         own = [(p.grad, p.grad.clone()) for p in parameters if p.grad is not None]
         before = torch.get_rng_state()
-        with Reads() as reads:
+        with Reads() as reads, pytest.MonkeyPatch.context() as patch:
+            patch.setattr(linear, "_capturing", lambda _: True)
             result = part()
         torch.set_rng_state(before)
         for gradient, value in own:
