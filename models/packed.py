@@ -80,7 +80,8 @@ class Joined:
         own_values = self.fragments.values.split([len(own) for own in values])
         own_meta = self.fragments.meta.split([len(own) for own in meta])
         for place, (layer, form) in enumerate(zip(layers, forms, strict=True)):
-            layer.fragments = Fragments24(own_values[place], own_meta[place], form.shape, form.dtype)
+            own = own_values[place], own_meta[place]
+            layer.fragments = Fragments24(*own, form.shape, form.dtype)
             layer.joined = self, place
         self.made: tuple[Tensor, tuple[Tensor, ...]] | None = None
 
