@@ -184,8 +184,8 @@ def _not_visible(directory: Path, names: list[str]) -> list[str]:
 
 
 def found(directory: Path) -> list[Path]:
-    """The checkpoints in `directory`, the oldest first."""
-    return sorted(directory.glob("step-*"))
+    """The checkpoints in `directory`, the oldest first; files are those of earlier versions."""
+    return sorted(path for path in directory.glob("step-*") if path.is_dir())
 
 
 def load_latest(

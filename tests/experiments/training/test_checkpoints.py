@@ -69,6 +69,13 @@ def test_a_damaged_checkpoint_is_reported_and_the_one_before_is_used(tmp_path, f
     assert len(list(tmp_path.iterdir())) == 2
 
 
+def test_files_of_earlier_versions_are_left_alone(tmp_path):
+    (tmp_path / "step-000000001.pt").touch()
+    for step in (5, 10, 15):
+        save(tmp_path, step, {"step": step})
+    assert heard(tmp_path) == ({"step": 15}, []) and (tmp_path / "step-000000001.pt").is_file()
+
+
 def test_after_damage_the_new_ones_are_kept_and_the_damaged_ones_go(tmp_path):
     """A run that begins anew before damaged checkpoints must not take them for its newest."""
     for step in (6, 9):
