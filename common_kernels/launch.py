@@ -54,7 +54,7 @@ def launch(kernel: Any, blocks: int, device: torch.device, *args: Any, **options
             key += value.dtype, numbers[-1] % 16  # Triton compiles a kernel for aligned addresses
         else:
             numbers.append(value)
-            key += type(value), value  # 1 and 1.0 are one key
+            key += type(value), value  # 1 == 1.0, but a kernel takes other bits
     known = _known.get(tuple(key))
     if known is None:
         launched = by_triton(kernel, blocks, device, *args, **options)

@@ -87,9 +87,10 @@ class Joined:
 
     def product(self, place: int, x: Tensor, rows: Tensor) -> Tensor:
         """The product of one layer. x: its input as it is, by which a product made for another
-        layer is recognised. rows: the same as [tokens, in]."""
+        layer is recognised; the first layer's is made anew, since x may have been overwritten.
+        rows: the same as [tokens, in]."""
         made = self.made  # read once, since other threads may use the model
-        if made is None or made[0] is not x:
+        if place == 0 or made is None or made[0] is not x:
             made = x, few_tokens24(self.fragments, rows).split(self.rows, -1)
         self.made = made if place + 1 < len(self.rows) else None
         return made[1][place]

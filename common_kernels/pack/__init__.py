@@ -31,7 +31,7 @@ IN_ONE_BUFFER = (BUFFERED, VENDOR)
 
 
 class Buffered(Protocol):
-    """What a product reads of a `Packed24` in one buffer."""
+    """The attributes of a `Packed24` in one buffer that a product reads."""
 
     @property
     def buffer(self) -> torch.Tensor: ...

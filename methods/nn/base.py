@@ -365,16 +365,17 @@ class Method:
         self.micro_batch += 1
 
     def _set_keys(self, place: int, values: list[int]) -> None:
-        """Set entry `place` of all layers' keys, in three launches."""
-        layers = [*self.sparse_layers.values()]
-        if not layers:
-            return
-        keys = [layer.key for layer in layers]
-        numbers = [key[place] for key in keys]
-        torch._foreach_zero_(numbers)
-        torch._foreach_add_(numbers, values)
-        for layer, drawn in zip(layers, torch.stack(keys).unbind(), strict=True):
-            vars(layer)["drawn"] = drawn
+        """Set entry `place` of all layers' keys, in three launches on each device."""
+        on: dict[torch.device, list[tuple[SparseLinear, int]]] = {}
+        for layer, value in zip(self.sparse_layers.values(), values, strict=True):
+            on.setdefault(layer.key.device, []).append((layer, value))
+        for given in on.values():
+            keys = [layer.key for layer, _ in given]
+            numbers = [key[place] for key in keys]
+            torch._foreach_zero_(numbers)
+            torch._foreach_add_(numbers, [value for _, value in given])
+            for (layer, _), drawn in zip(given, torch.stack(keys).unbind(), strict=True):
+                vars(layer)["drawn"] = drawn
 
     def on_gradients(self, step: int, optimizer: Optimizers = None) -> None:
         """Do the method's work on the gradients (masked decay, for example). Call it after

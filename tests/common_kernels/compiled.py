@@ -33,7 +33,7 @@ CASTS_TO_FP8 = 89  # on others `backend.resolve_fp8` takes the plain path
 
 
 class Driver:
-    """What compiling asks of a GPU's driver."""
+    """Answers what compiling asks of a GPU's driver."""
 
     architecture = 80
 

@@ -49,8 +49,8 @@ def product(packed):
 
 
 def both(make, backend, other=None if CUDA else "cpu"):
-    """What `make(layout, backend)` writes, in both layouts; checks their products and returns the
-    first. On a CPU the `other` packer is that in plain PyTorch, which takes less time."""
+    """Return what `make(layout, backend)` writes in the library's layout, after comparing its
+    products with those in ours. On a CPU ours is packed by plain PyTorch, which takes less time."""
     found, want = make(VENDOR, backend), make(BUFFERED, other or backend)
     for one, other in zip(found, want, strict=True):
         assert (one.layout, one.shape, one.dtype) == (VENDOR, other.shape, other.dtype)

@@ -318,6 +318,11 @@ def test_linears_with_one_input_run_as_one_product(monkeypatch):
         for name, given in zip(order, (x, other), strict=True):
             found, want = (getattr(m, name)(given) for m in (model, dense))
             torch.testing.assert_close(found, want, rtol=2**-6, atol=2**-6)
+    static = x.clone()  # overwritten as a graph's input is
+    for value in (x, other):
+        static.copy_(value)
+        found, want = model.gate_proj(static), dense.gate_proj(static)
+        torch.testing.assert_close(found, want, rtol=2**-6, atol=2**-6)
     for changed in (model, dense):
         changed.gate_proj.weight.mul_(2)
     torch.testing.assert_close(model(x), dense(x), rtol=2**-6, atol=2**-6)

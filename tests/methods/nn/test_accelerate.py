@@ -178,7 +178,7 @@ def test_packed_products_are_the_dense_ones(name, options, products, calls):
     ],
 )
 def test_where_the_library_packs_products_are_the_same(name, options, calls, monkeypatch):
-    """As on GPUs whose order of the metadata is not known."""
+    """The library packs on GPUs whose order of the metadata is not known."""
     theirs = build(name, options)
     theirs[1].accelerate(TOKENS, "cusparselt")
     monkeypatch.setenv(choice.PACKER_VARIABLE, "cusparselt")
@@ -241,7 +241,7 @@ def test_operands_that_are_not_needed_are_not_held():
 
 
 def test_operands_follow_a_loaded_state_and_a_copy():
-    """Those of a dense phase, too, and of weights that were written into the model's own."""
+    """This holds in a dense phase, too, and for weights written into the model's own."""
     dense = {"dense_fraction": 0.5, "total_steps": STEPS}
     x = torch.randn(8, 64, device=DEVICE)
     for name, options in (("s_ste", {}), ("fst", dense)):

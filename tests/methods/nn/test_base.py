@@ -186,6 +186,17 @@ def test_the_first_choice_at_or_after_a_multiple_is_measured():
         assert {step for step in range(12) if method._measures(step)} == measured
 
 
+def test_keys_are_set_on_several_devices():
+    """A model may be spread over GPUs; here one of its layers is on `meta`."""
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8))
+    method = s_ste.Method(s_ste.Config(include=["*"], total_steps=4))
+    method.convert(model)
+    model[1].key = model[1].key.to("meta")
+    method._set_keys(0, [5, 6, 7])
+    assert [int(layer.drawn[0]) for layer in (model[0], model[2])] == [5, 7]
+    assert [int(layer.key[0]) for layer in (model[0], model[2])] == [5, 7]
+
+
 def test_keys_differ_by_layer_step_seed_and_micro_batch():
     keys = []
     for seed, step, micro in (*itertools.product((0, 1), repeat=3), (1, 1, 1)):
