@@ -83,7 +83,8 @@ def test_the_site_is_built_without_a_warning(tmp_path):
     mkdocs = pytest.importorskip("mkdocs.config")
     from mkdocs.commands.build import build
 
-    build(mkdocs.load_config(str(ROOT / "mkdocs.yml"), site_dir=str(tmp_path)))  # strict: a warning ends it
+    # The configuration is strict: a warning ends it.
+    build(mkdocs.load_config(str(ROOT / "mkdocs.yml"), site_dir=str(tmp_path)))
     assert 'id="common_kernels.pack24"' in text(tmp_path / "api" / "index.html")
 
 

@@ -513,7 +513,8 @@ def turned(x):
 
 @every_case
 def test_strides_make_no_difference(name):
-    if "our own" in name and DEVICE.type == "cuda" and (lacking := unavailable("cuda", DEVICE, BF16)):
+    lacking = "our own" in name and DEVICE.type == "cuda" and unavailable("cuda", DEVICE, BF16)
+    if lacking:
         pytest.skip(lacking)
     call, operands = CASES[name]
     for backend in BACKENDS:
