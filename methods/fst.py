@@ -55,7 +55,7 @@ class Config(sr_ste.Decay):
         fewer than two entries in a row or column.
     mvue: sample dY for wgrad: `exact` (minimum variance), `sequential` (the released code's design)
         or `off`.
-    dense_fraction: fraction of `total_steps` that is dense.
+    dense_fraction: fraction of `total_steps` that is dense; above 0, at least one step.
     dense_phase: position of the dense steps: at the `end`, or at the `start` as in the paper's
         comparison (section 4.3), in which case the model ends 2:4 sparse.
     fp8: FP8 products in the sparse phase: `off`, `paper`, `hybrid`, `hopper` or `hopper_delayed`,
@@ -117,7 +117,7 @@ class Method(Fp8Method, SwitchedMethod, sr_ste.Method):
     def dense_steps(self) -> tuple[float, float]:
         """The first dense step, and the first one after the dense phase."""
         total, fraction = self.config.total_steps, self.config.dense_fraction
-        dense = round(fraction * total)
+        dense = max(1, round(fraction * total)) if fraction else 0
         if self.config.dense_phase == "start" and dense < total:
             return 0, dense
         return total - dense if fraction else math.inf, math.inf

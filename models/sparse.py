@@ -67,6 +67,9 @@ def read_record(folder: str | Path) -> dict[str, Any]:
     tensors, files = record.get("tensors"), record.get("files")
     if not isinstance(tensors, dict) or not isinstance(files, dict):
         raise ValueError(f"{path} is damaged (no tensors or files in it); export the run again")
+    for name, own in tensors.items():
+        if not isinstance(own, dict) or not {"axis", "shape", "sha256"} <= own.keys():
+            raise ValueError(f"{path} is damaged (tensors.{name}); export the run again")
     return record
 
 

@@ -23,7 +23,7 @@ import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from safetensors import safe_open
@@ -39,6 +39,8 @@ KEPT = 2
 STATE, INDEX = "state.pt", "index.json"
 PATIENCE = 60.0  # seconds for which NFS may cache a folder's content
 _NOTE = "sharded tensor"  # the key of a placeholder
+
+T = TypeVar("T")
 
 
 class Damaged(Exception):
@@ -151,9 +153,11 @@ def finish(directory: Path, step: int, files: dict[str, Any]) -> None:
             "cannot be seen by rank 0; runs= must lie on storage that all nodes share"
         )
     checkpoint.write_json(hidden / INDEX, {"files": files})
-    if path.exists():  # damaged, or the same state
-        shutil.rmtree(path)
-    checkpoint.publish(hidden, path)
+    if path.exists() and _is_intact(path):  # the same state, from which this run resumed
+        shutil.rmtree(hidden)
+    else:
+        shutil.rmtree(path, ignore_errors=True)
+        checkpoint.publish(hidden, path)
     there = found(directory)
     before = [other for other in there if other.name < path.name]
     for other in there:
@@ -221,24 +225,44 @@ def load_latest(
 
 
 def _load(path: Path, world: World) -> dict[str, Any]:
-    """The checkpoint in `path`. Every rank must call it; each checks some of the files.
+    """The checkpoint in `path`. Every rank must call it; each checks some of the files, before
+    any rank reads one.
 
     Raises:
         Damaged: on every rank.
     """
-    state: dict[str, Any] = {}
+    parts = _agreed(world, lambda: _checked(path, world.rank, world.size))
+    return _agreed(world, lambda: _read(path, parts))
+
+
+def _agreed(world: World, work: Callable[[], T]) -> T:
+    """The result of `work()`; if it raises `Damaged` on one rank, it is raised on every rank."""
+    results: list[T] = []
     problem = None
     try:
-        state = _load_folder(path, world)
+        results.append(work())
     except Damaged as error:
         problem = str(error)
     for message in world.all_gather(problem):
         if message is not None:
             raise Damaged(message)
-    return state
+    return results[0]
 
 
-def _load_folder(path: Path, world: World) -> dict[str, Any]:
+def _is_intact(path: Path) -> bool:
+    try:
+        _read(path, _checked(path))
+    except Damaged:
+        return False
+    return True
+
+
+def _checked(path: Path, rank: int = 0, ranks: int = 1) -> tuple[Path, ...]:
+    """The files of sharded tensors of a checkpoint, in order; each rank checks some of the files.
+
+    Raises:
+        Damaged: the index cannot be read, or a file is not as it says.
+    """
     try:
         records = json.loads((path / INDEX).read_text(encoding="utf-8"))["files"]
         sizes = {name: (int(own["bytes"]), str(own["sha256"])) for name, own in records.items()}
@@ -246,15 +270,19 @@ def _load_folder(path: Path, world: World) -> dict[str, Any]:
         raise Damaged(f"{INDEX} is missing or damaged") from error
     parts = sorted(sizes.keys() - {STATE}, key=lambda name: (len(name), name))
     for number, name in enumerate((STATE, *parts)):
-        if number % world.size == world.rank:
+        if number % ranks == rank:
             _check(path / name, *sizes.get(name, (0, "")))
+    return tuple(path / name for name in parts)
+
+
+def _read(path: Path, parts: tuple[Path, ...]) -> dict[str, Any]:
     try:
         state = torch.load(path / STATE, map_location="cpu", weights_only=True)
     except (pickle.UnpicklingError, RuntimeError, ValueError, EOFError, OSError) as error:
         raise Damaged("it is no file of tensors and plain values") from error
     if not isinstance(state, dict):
         raise Damaged(f"it holds a {type(state).__name__}")
-    return _with_rows(state, tuple(path / name for name in parts))
+    return _with_rows(state, parts)
 
 
 def _check(path: Path, length: int, digest: str) -> None:

@@ -143,7 +143,7 @@ class Queue:
                 process = Process(command, log, gpu, len(self.places))
                 self.working[place] = task, process, started
                 return
-        except UserError as error:
+        except (UserError, OSError) as error:  # a command that the system refuses
             reason = one_line(error)
             self._ended(task, lambda: reason, started)
         else:
@@ -168,6 +168,7 @@ class Queue:
         now = time.monotonic()
         self.todo.discard(task.job)
         self.done += task.count
+        left_out = self._leave_out(task.job) if task.job.result() is None else 0
         self.durations.append(now - started)
         elapsed = now - self.begun
         remaining = elapsed / self.done * self.left
@@ -176,20 +177,27 @@ class Queue:
             f"[{self.done}/{self.total}] {task.label}: {told} ({clock(elapsed)} elapsed, about "
             f"{clock(remaining)} left)"
         )
+        if left_out:  # it diverged, which is a result, but has no weights
+            self.report(f"left out: {left_out} runs that start there")
 
     def _failed(self, task: Task, reason: str) -> None:
         """Report a failure; tasks that need its result are left out."""
-        lost, left_out = {task.job}, []
+        self.failed += task.count
+        self.report(f"failed: {task.label}: {reason}")
+        if left_out := self._leave_out(task.job):
+            self.report(f"left out: {left_out} runs that start there")
+
+    def _leave_out(self, job: Job) -> int:
+        """Give up the tasks that need the weights of a job; return the number of their runs."""
+        lost, left_out = {job}, []
         for one in self.waiting:
             if one.job.source in lost:
                 lost.add(one.job)
                 left_out.append(one)
         self.waiting = [one for one in self.waiting if one not in left_out]
         count = sum(one.count for one in left_out)
-        self.failed += task.count + count
-        self.report(f"failed: {task.label}: {reason}")
-        if left_out:
-            self.report(f"left out: {count} runs that start there")
+        self.failed += count
+        return count
 
 
 def run_here(job: Job, report: Report) -> None:

@@ -63,7 +63,8 @@ def _missing(every: list[BlockRun], folders: tuple[Path, Path]) -> list[list[Blo
     for run in every:
         if run.record(*folders) is None and run.keep(folders[1]) is None:
             if run.source is not None and _kept([run.source], folders) is None:
-                trainings.setdefault(run.source.digest(), [run.source])
+                first, *_ = trainings.setdefault(run.source.digest(), [run.source])
+                run.job.source = first.job  # for which the queue lets this run wait
             trainings.setdefault(run.digest(), []).append(run)
     return list(trainings.values())
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from experiments.support.errors import UserError
 from reproduce.specs.reading import read_rows, read_yaml
 from reproduce.specs.table import Table
 
@@ -100,7 +101,15 @@ def records(block: str) -> int:
 
 
 def lines(tables: list[Table], runs: Path, papers: dict[str, list[Item]]) -> list[str]:
-    """The lines that `--list` prints."""
+    """The lines that `--list` prints.
+
+    Raises:
+        UserError: `papers` lacks one of the tables.
+    """
+    listed_as = {(item.paper, item.number) for listed in papers.values() for item in listed}
+    for table in tables:
+        if table.paper and (table.paper, table.number) not in listed_as:
+            raise UserError(f"{FILE} does not name {table.command} of paper={table.paper}")
     text = []
     for table in tables:
         if table.paper is None:

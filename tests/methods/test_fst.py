@@ -130,20 +130,21 @@ def test_dense_start():
         (10, 0.25, 8),
         (10, 0.28, 7),
         (10, 1.0, 0),
+        (3, 1 / 6, 2),
         (10, 0.0, None),
     ):
         method = method_of(total_steps=steps, dense_fraction=fraction)
-        asked = (0, 7, 8, 9, 10, 11, 249_999, 250_000, 300_000)
+        asked = (0, 1, 2, 7, 8, 9, 10, 11, 249_999, 250_000, 300_000)
         dense_steps = [s for s in asked if method.dense_at(s)]
         expected = [s for s in asked if start is not None and s >= start]
         assert dense_steps == expected
 
 
 def test_the_order_and_the_end_of_the_phases():
-    """0.01 of 12 steps is none."""
+    """A dense phase has at least one step, also where 0.01 of 12 rounds to 0."""
     for fraction, at, dense_steps in (
         (1 / 12, "end", [11]), (0.25, "end", [9, 10, 11]), (0.25, "start", [0, 1, 2]),
-        (0.01, "end", []), (0.01, "start", []), (0.0, "end", []),
+        (0.01, "end", [11]), (0.01, "start", [0]), (0.0, "end", []),
     ):  # fmt: skip
         options = {"dense_fraction": fraction, "dense_phase": at, "total_steps": 12}
         layer, method = converted(alpha=0.1, refresh_every=3, **options)

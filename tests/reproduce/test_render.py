@@ -195,6 +195,8 @@ def test_a_smaller_tier_is_not_set_against_the_paper(beside, runs):
     told = "This tier is not the paper's setting, so no difference to the paper is computed."
     assert told in rendered.header
     assert "The paper: Big thing." in rendered.header
+    beside.published_setting = ""
+    assert not any(line.startswith("The paper:") for line in render(beside, "smoke", runs).header)
     assert [line for line in rendered.header if "rows cannot be ranked: after so few st" in line]
     beside.tiers["smoke"].rows = ["dense"]
     assert "This tier leaves out the rows S-STE." in render(beside, "smoke", runs).header

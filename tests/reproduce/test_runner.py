@@ -255,6 +255,22 @@ def test_places_wait_for_no_source_where_another_can_begin(start, children):
     assert len(children.started) == 6
 
 
+def test_equal_sources_are_one_job_for_the_queue(tmp_path):
+    """A run waits for the training of its source, whoever planned that."""
+    every = [run for _ in range(2) for run in second().runs(tmp_path)]
+    every[-1].job.overrides.append("train.eval_every=5")
+    trainings = runner._missing(every, (tmp_path, tmp_path))
+    jobs = {training[0].job for training in trainings}
+    assert all(run.job.source in jobs for run in every)
+
+
+def test_what_starts_from_a_diverged_run_is_left_out(start, children):
+    children.metrics = {"val_loss": None}
+    done, said = start(second())
+    assert not done and len(said) == 6 and said[3] == "left out: 2 runs that start there"
+    assert children.started == ["t: dense, seed 0", "t: dense, seed 1"]
+
+
 def test_what_starts_from_a_failed_run_is_left_out(start, children):
     children.do = {"dense": "fail"}
     done, said = start(second())
@@ -357,6 +373,10 @@ def test_the_runs_of_a_table_go_side_by_side(children, small, tmp_path, monkeypa
     assert f"failed: dense, seed 1: error: train.steps does not fit (see {output})" in said
     assert said.count("left out: 1 runs that start there") == 2
     children.do = {}
+    with monkeypatch.context() as patch:
+        patch.setattr(Job, "command", lambda job, words: [str(tmp_path)])  # no program
+        queue.execute(jobs[:1], said.append, launch)
+    assert said[-1].startswith("failed: dense, seed 0: [Errno 13] Permission denied")
     assert queue.execute(jobs, said.append, launch) == 4
     assert all(job.result() is not None for job in jobs)
     seen = [json.loads((job.config.directory() / "seen.json").read_text()) for job in jobs]

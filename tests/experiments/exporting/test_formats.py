@@ -258,6 +258,8 @@ def test_a_damaged_folder_is_one_line_with_the_file(two):
     for folder, file, change, rehashed, message in (
         (compressed, sparse.RECORD, None, False, "no export of sparse24 in"),
         (compressed, sparse.RECORD, lambda c: c[:-9], False, "sparse24.json is damaged"),
+        (compressed, sparse.RECORD, lambda c: c.replace(b'"axis"', b'"axes"'), False,
+         "sparse24.json is damaged (tensors.transformer.h.0."),
         (compressed, sparse.WEIGHTS, None, False, "sparse24.safetensors: No such file"),
         (compressed, sparse.WEIGHTS, lambda c: c[:-9], False, "safetensors is damaged or of"),
         (whole, "model.safetensors", lambda c: c[:-1] + b"x", False, "is damaged or of another"),

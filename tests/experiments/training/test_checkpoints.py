@@ -91,6 +91,35 @@ def test_after_damage_the_new_ones_are_kept_and_the_damaged_ones_go(tmp_path):
     assert heard(tmp_path)[0] == {"step": 1}
 
 
+def test_an_intact_checkpoint_is_never_removed_before_the_same_step_is_written(tmp_path):
+    """A run that resumes and stops at once saves the step that it resumed from."""
+    path = save(tmp_path, 3, {"step": 3})
+    inode = path.stat().st_ino
+    save(tmp_path, 3, {"step": 3})
+    assert path.stat().st_ino == inode and [*tmp_path.iterdir()] == [path]
+    (path / STATE).write_bytes(b"")  # a damaged one is replaced
+    save(tmp_path, 3, {"step": 3})
+    assert heard(tmp_path) == ({"step": 3}, []) and [*tmp_path.iterdir()] == [path]
+
+
+def test_no_rank_reads_a_file_before_another_has_checked_it(tmp_path, monkeypatch):
+    path = save_sharded(tmp_path, 5)
+    (path / STATE).write_bytes(b"")
+    ranks, reads = [World(rank, 2, torch.device("cpu")) for rank in (0, 1)], []
+    monkeypatch.setattr(checkpoints, "_read", lambda *_: reads.append(0))
+    told = []
+    for rank in ranks:  # one after the other; the second hears what the first said
+
+        def all_gather(self, value):
+            told.append(value)
+            return [told[0], value]
+
+        monkeypatch.setattr(World, "all_gather", all_gather)
+        with pytest.raises(checkpoints.Damaged, match="state.pt has 0 bytes"):
+            checkpoints._load(path, rank)
+    assert not reads
+
+
 def test_nothing_is_unpickled(tmp_path, capsys):
     """A file that would run code on a plain `torch.load` is refused."""
 
