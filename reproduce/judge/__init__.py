@@ -28,6 +28,7 @@ from reproduce.judge.verdicts import (
     judge,
     judge_speed,
     verdict,
+    with_planned,
 )
 from reproduce.records import Values, read_evidence, setting
 from reproduce.specs.reading import MEASURED
@@ -77,6 +78,7 @@ def plain(value: Any) -> Any:
 
 
 def _claim(claims: Claims, claim: Claim, values: Values, folder: Path) -> Json:
+    claim = with_planned(claims, claim, values)
     judged = judge(claims, claim, values)
     measured = [judge_speed(claims, speed, folder) for speed in claim.measured]
     parts: list[Judged | Measured] = [*judged, *measured]
@@ -165,7 +167,7 @@ def table(judged: Json) -> list[Json]:
 
 def check_variants(claims: Claims) -> None:
     """Raise a `UserError` if a contrast names a block or variant that does not exist."""
-    for contrast in (c for claim in claims.claims for c in claim.contrasts):
+    for contrast in claims.contrasts:
         known = read_block(contrast.block).variants
         for name in (contrast.variant, contrast.against):
             if name not in known:

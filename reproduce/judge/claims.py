@@ -91,9 +91,10 @@ class Speed:
 class Claim:
     """One claim, judged by contrasts of runs or of measured times and bytes.
 
-    says: the claim in words; short: in a few. number: what the paper measured. regime: why the
-    runs are not in the paper's regime, so that the claim is not tested whatever they show. note:
-    what else has to be known of the verdict. settles: what would decide the claim.
+    says: the claim in words; short: in a few. number: what the paper measured. planned: contrasts
+    that join the others once their runs are complete. regime: why the runs are not in the paper's
+    regime, so that the claim is not tested whatever they show. note: what else has to be known of
+    the verdict. settles: what would decide the claim.
     """
 
     id: int
@@ -101,6 +102,7 @@ class Claim:
     says: str
     number: str
     contrasts: list[Contrast] = field(default_factory=list)
+    planned: list[Contrast] = field(default_factory=list)
     regime: str = ""
     note: str = ""
     settles: str = ""
@@ -138,19 +140,28 @@ class Claims:
             raise ValueError(f"two claims have id {twice}; each needs its own")
 
     @property
+    def contrasts(self) -> list[Contrast]:
+        """The contrasts of all claims, and those that are planned."""
+        return [c for claim in self.claims for c in (*claim.contrasts, *claim.planned)]
+
+    @property
     def metrics(self) -> dict[str, str]:
         """The main metric of each block that judges a claim, a loss or an accuracy: that of its
         first contrast."""
         found: dict[str, str] = {}
-        for contrast in (c for claim in self.claims for c in claim.contrasts):
+        for contrast in self.contrasts:
             found.setdefault(contrast.block, contrast.metric)
         return found
 
     @property
     def blocks(self) -> set[str]:
         """Names of the blocks whose records judge a claim or show a defect of released code."""
-        contrasts = [*self.released, *(c for claim in self.claims for c in claim.contrasts)]
-        return {name for c in contrasts for name in (c.block, c.margin_of) if name is not None}
+        return {
+            name
+            for c in [*self.released, *self.contrasts]
+            for name in (c.block, c.margin_of)
+            if name is not None
+        }
 
 
 def read_claims(path: Path = FILE) -> Claims:

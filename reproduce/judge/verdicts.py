@@ -195,6 +195,12 @@ def _by_seed(values: Values, c: Contrast) -> dict[int, float]:
     return {s: number(first[s], c.metric) - number(second[s], c.metric) for s in seeds}
 
 
+def with_planned(claims: Claims, claim: Claim, values: Values) -> Claim:
+    """The claim, with those planned contrasts of which both variants have their seeds."""
+    ready = [c for c in claim.planned if len(_by_seed(values, c)) >= claims.seeds]
+    return replace(claim, contrasts=[*claim.contrasts, *ready])
+
+
 def judge(claims: Claims, claim: Claim, values: Values) -> list[Judged]:
     """The contrasts of a claim with their verdicts; p-values are corrected by Holm's method for
     their number. Those with a run that diverged have the result without it, too."""

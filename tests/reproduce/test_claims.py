@@ -294,7 +294,7 @@ def test_contrasts_name_variants_that_are_run_and_defects_are_all_listed():
     """claims.yaml lists every variant `*_as_released` of the blocks, beside a variant that differs
     from it in nothing but the method."""
     found = read_claims()
-    for c in [c for claim in found.claims for c in claim.contrasts]:
+    for c in found.contrasts:
         assert {c.variant, c.against} <= read_block(c.block).variants.keys()
         if c.expect == "equal":
             ends = {found.margin.lower, found.margin.upper}

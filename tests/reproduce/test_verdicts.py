@@ -189,6 +189,13 @@ def test_more_seeds_are_asked_for_where_the_interval_is_wide():
     assert told[0].endswith("-0.0130; more seeds are needed") and told[1].endswith("-0.0230")
 
 
+def test_a_planned_contrast_counts_once_its_runs_are_complete():
+    rules = of(planned=[Contrast("a", "it", "dense", "lower")])
+    for seeds, found in ((4, "not tested"), (5, "confirmed")):
+        (claim,) = content(rules, values(dense=BASE, it=shifted(-0.03)[:seeds]))["claims"]
+        assert (claim["verdict"], len(claim["contrasts"])) == (found, seeds - 4)
+
+
 def test_defects_are_told_without_a_verdict():
     """Two seeds are enough for it."""
     names = ("bad", "two", "blown", "new", "none")
