@@ -107,6 +107,7 @@ def test_a_run_lists_its_revisions_and_refuses_checkpoints_of_another_layout(
     folder = config.directory() / "checkpoints"
     state = checkpoints.load_latest(folder, quiet, ALONE)
     assert state["revisions"] == ["first", "second"]
+    newest = folder / f"step-{state['step']:09d}"
     unfit = r"checkpoints does not fit this version of the code \({}\); .* revision second, or"
     for changed, why in (
         ({"version": 9}, "its layout has version 9, not 1"),
@@ -114,6 +115,7 @@ def test_a_run_lists_its_revisions_and_refuses_checkpoints_of_another_layout(
         ({"optimizer": {}}, "KeyError: .*"),
         ({"generators": 5}, "TypeError: .*"),
     ):
+        shutil.rmtree(newest)  # an intact one stays
         save(folder, state["step"], state | changed)
         with pytest.raises(UserError, match=unfit.format(why)) as error:
             pretraining.run(config, quiet)
@@ -125,6 +127,7 @@ def test_a_run_lists_its_revisions_and_refuses_checkpoints_of_another_layout(
     with pytest.raises(UserError, match="belongs to another config"):
         pretraining.run(other, quiet)
     del state["version"], state["revisions"]  # as earlier versions wrote it
+    shutil.rmtree(newest)
     save(folder, state["step"], state)
     monkeypatch.setattr(trainer, "revision", lambda: "third")
     assert pretraining.run(config, quiet)["revisions"] == ["unknown", "third"]
