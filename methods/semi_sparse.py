@@ -40,16 +40,16 @@ from fnmatch import fnmatchcase
 from typing import Any, ClassVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from common_kernels import nm_mask, transposable_mask24
+from common_kernels import nm_mask
 
 from .nn import base
+from .nn.at_run_time import linear_of_pruned_input, linear_of_pruned_weight, of_input, pair_of
 from .nn.conversion import some_names, weight_of
 from .nn.fp8_gemms import FP8
 from .nn.fp8_linear import Fp8Method
-from .nn.gemms import DENSE, Products
+from .nn.gemms import Products, under_autocast
 from .nn.linear import SparseLinear
 from .nn.optimizer import StepWork
 from .nn.phases import SwitchedLinear, SwitchedMethod
@@ -93,39 +93,6 @@ class Config(base.Config):
             raise ValueError(f"sparse_fraction={self.sparse_fraction}; it must lie in [0, 1]")
 
 
-class _Prune(torch.autograd.Function):
-    """Returns x where the mask is True, else 0; the gradient passes straight through."""
-
-    @staticmethod
-    def forward(ctx, x, mask):
-        return torch.where(mask, x, 0.0)
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad, None
-
-
-def prune_weight(weight: Tensor, algorithm: str) -> Tensor:
-    """`weight` [out, in] under its transposable mask; the gradient passes straight through."""
-    return _Prune.apply(weight, transposable_mask24(weight.detach(), algorithm))
-
-
-def prune_input(x: Tensor, algorithm: str) -> Tensor:
-    """`x` [..., in] under the mask of its tokens; the gradient passes straight through.
-
-    Four tokens that are consecutive in memory are the rows of a tile; the last tile is padded with
-    zeros.
-    """
-    values = x.detach().reshape(-1, x.shape[-1])
-    if algorithm == "rows":
-        mask = nm_mask(values)
-    else:
-        tokens = values.shape[0]
-        padded = F.pad(values, (0, 0, 0, -tokens % 4))
-        mask = transposable_mask24(padded, algorithm)[:tokens]
-    return _Prune.apply(x, mask.reshape(x.shape))
-
-
 class ActivationLinear(SwitchedLinear):
     """A layer that prunes its input. Its weight has no mask; the flip rate is that of a virtual
     one."""
@@ -137,7 +104,10 @@ class ActivationLinear(SwitchedLinear):
         del self.mask
 
     def sparse_products(self) -> Products:
-        return DENSE
+        return of_input(self.config.algorithm)
+
+    def _hold_packed(self, products: Products) -> None:
+        """Do nothing: no weight is packed."""
 
     def current_mask(self) -> Tensor:
         return nm_mask(self.weight.detach())
@@ -150,7 +120,12 @@ class ActivationLinear(SwitchedLinear):
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., in] -> [..., out]."""
-        return super().forward(x if self.is_dense else prune_input(x, self.config.algorithm))
+        if self.is_dense:
+            return super().forward(x)
+        x = self.checked_input(x)
+        weight, algorithm = self.sparse_weight.to(x.dtype), self.config.algorithm
+        layouts = pair_of(self.products) if x.dtype == self.dtype else ("", "")
+        return linear_of_pruned_input(x, self.weight, weight, self.bias, algorithm, layouts)
 
 
 class Method(Fp8Method, SwitchedMethod):
@@ -203,25 +178,29 @@ class SemiSparseLinear(nn.Linear):
     """A linear that prunes its weight in every forward pass.
 
     It has only the state of `nn.Linear`, so the weight may change by any means, also in compiled
-    and sharded (FSDP2) models. The cost is a mask search in every micro-batch; `Method` needs one
-    per optimizer step.
+    and sharded (FSDP2) models. The cost is a mask search and packing in every micro-batch; `Method`
+    needs them once per optimizer step. Products run sparse where the GPU has sparse products and
+    they were measured to be faster.
     """
 
     algorithm: ClassVar[str] = "greedy"
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., in] -> [..., out]."""
-        return F.linear(x, prune_weight(self.weight, self.algorithm), self.bias)
+        return linear_of_pruned_weight(under_autocast(x), self.weight, self.bias, self.algorithm)
 
 
 class SemiSparseActivationLinear(nn.Linear):
-    """A linear that prunes its input; four tokens share a tile (see the module docstring)."""
+    """A linear that prunes its input; four tokens share a tile (see the module docstring). Products
+    run sparse as for `SemiSparseLinear`."""
 
     algorithm: ClassVar[str] = "greedy"
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., in] -> [..., out]."""
-        return F.linear(prune_input(x, self.algorithm), self.weight, self.bias)
+        x = under_autocast(x)
+        weight = self.weight.detach().to(x.dtype)
+        return linear_of_pruned_input(x, self.weight, weight, self.bias, self.algorithm)
 
 
 def swap_linear_with_semi_sparse_linear(

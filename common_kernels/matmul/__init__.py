@@ -200,6 +200,7 @@ def mm24(
     out_dtype: torch.dtype | None = None,
     *,
     transposed: bool = False,
+    result_transposed: bool = False,
     scales: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
     """A [rows, columns] x [columns, n], of shape [rows, n]. A's layout decides whether cuSPARSELt
@@ -209,6 +210,7 @@ def mm24(
 
     Args:
         transposed: x is given as [n, columns]; FP8 needs this form.
+        result_transposed: the result is [n, rows]; not with scales.
         scales: as for `linear24`; the product is kept in fp32 until it is divided by them.
     """
     buffer, (rows, columns) = packed.buffer, packed.shape
@@ -224,7 +226,7 @@ def mm24(
     _check_fit(packed, x, x.shape[1] if transposed else columns)
     given, fp32 = (packed.layout, rows, columns, x.contiguous(), None), torch.float32
     if scale is None or other is None:
-        return _unscaled(buffer, *given, transposed, False, out_dtype or x.dtype)
+        return _unscaled(buffer, *given, transposed, result_transposed, out_dtype or x.dtype)
     if packed.layout in IN_ONE_BUFFER:
         product = _unscaled(buffer, *given, transposed, False, fp32)
         return rescale(product, scale, other, dtype=out_dtype)

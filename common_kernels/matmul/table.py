@@ -101,9 +101,14 @@ def _nearest(problem: Problem, known: dict[Problem, Entry], within: float) -> En
     """The entry of a product that differs only in the number of tokens, with its times scaled to
     this number; None if no number is within a factor of `within`.
 
-    In wgrad, whose result is not transposed, the tokens are the columns of the sparse matrix.
+    In wgrad, whose result is not transposed, the tokens are the columns of the sparse matrix. A
+    sparse input has them as its rows, and as columns where it is transposed.
     """
-    name = "tokens" if problem.result_transposed else "columns"
+    if problem.dense_transposed and problem.result_transposed:
+        name = "tokens"
+    else:
+        of_input = problem.dense_transposed and problem.dtype.itemsize == 2
+        name = "rows" if of_input else "columns"
 
     def factor(other: Problem) -> float:
         a, b = getattr(problem, name), getattr(other, name)

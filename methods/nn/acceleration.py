@@ -190,7 +190,8 @@ def choose(
         found[name] = Choice(not reason, reason, ms, dense_ms, kernels)
     runs = {name: choice.sparse for name, choice in found.items()}
     fp8 = sparse.fp8 and not refusal
-    return Products(**runs, fp8=fp8, layouts=Layouts(**layouts)), found
+    of_input = sparse.of_input and any(runs.values())
+    return Products(**runs, fp8=fp8, layouts=Layouts(**layouts), of_input=of_input), found
 
 
 def refused(
@@ -221,8 +222,16 @@ def problems(
     multiples = (16, MULTIPLE) if sparse.fp8 else (8, TOKENS)
     linear, summed = (-(-tokens // multiple) * multiple for multiple in multiples)
     biased = biased and not sparse.fp8
+    dgrad = Problem(columns, rows, linear, backward, result, True, True)
+    if sparse.of_input:
+        blocks = -(-tokens // MULTIPLE) * MULTIPLE
+        return {
+            "fprop": Problem(blocks, columns, rows, dtype, dtype, True, False),
+            "dgrad": dgrad,
+            "wgrad": Problem(columns, blocks, rows, dtype, dtype, False, True),
+        }
     return {
         "fprop": Problem(rows, columns, linear, forward, result, True, True, biased),
-        "dgrad": Problem(columns, rows, linear, backward, result, True, True),
+        "dgrad": dgrad,
         "wgrad": Problem(rows, summed, columns, backward, out_dtype, sparse.fp8, False),
     }

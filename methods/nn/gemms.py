@@ -58,7 +58,8 @@ class Products(_Brief):
     fprop: Wf is packed. dgrad: Wb^T is packed. wgrad: the transposed sample of dY is packed. fp8:
     the operands are codes, and FP8 units multiply them (fp8_gemms.py). layouts: the layouts of the
     packed operands, which decide between cuSPARSELt and our own kernels. repack: dgrad's operand is
-    packed in each backward pass instead of kept from step to step.
+    packed in each backward pass instead of kept from step to step. of_input: X is 2:4 instead of W,
+    in fprop along `in`, in wgrad along the tokens.
     """
 
     fprop: bool = False
@@ -67,6 +68,7 @@ class Products(_Brief):
     fp8: bool = False
     layouts: Layouts = field(default_factory=Layouts)
     repack: bool = False
+    of_input: bool = False
 
     def kernels(self, name: str) -> str:
         """The kernels that run a product: `cusparselt`, `cuda` (our own), or empty if dense."""

@@ -3,6 +3,7 @@
 import copy
 import multiprocessing
 import os
+import warnings
 
 import pytest
 import torch
@@ -14,9 +15,12 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import methods
-from common_kernels import check24
-from methods import semi_sparse
-from methods.nn import transposable
+from common_kernels import check24, transposable_mask24
+from common_kernels.matmul import choice, linear24
+from common_kernels.pack import BUFFERED, VENDOR
+from methods.nn import at_run_time, operands, transposable
+from methods.nn.acceleration import Choice
+from methods.nn.gemms import DENSE
 from methods.semi_sparse import (
     SemiSparseActivationLinear,
     SemiSparseLinear,
@@ -294,10 +298,74 @@ def test_every_change_of_the_weight_is_seen():
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
     for values in (SIGNED, SIGNED.flip(1), SIGNED.t() * 2):
         layer.weight.data.copy_(values)  # leaves the version counter alone
-        mask = semi_sparse.transposable_mask24(values, "greedy")
+        mask = transposable_mask24(values, "greedy")
         for module in (layer, compiled, copy.deepcopy(layer)):
             assert torch.equal(module(torch.eye(4)), torch.where(mask, values, 0.0).t())
     torch._dynamo.reset()
+
+
+@pytest.fixture
+def made(monkeypatch):
+    """The layouts of the products on packed matrices so far, as which all that can be are run."""
+    found, product = [], at_run_time.mm24
+    monkeypatch.setenv("SPARSE24_MATMUL", "cusparselt")
+    monkeypatch.setattr(
+        at_run_time, "mm24", lambda *a, **k: found.append(a[0].layout) or product(*a, **k)
+    )
+    monkeypatch.setattr(
+        operands, "linear24", lambda *a, **k: found.append(a[0].layout) or linear24(*a, **k)
+    )
+    at_run_time._chosen.cache_clear()
+    yield found
+    at_run_time._chosen.cache_clear()
+
+
+@pytest.mark.parametrize("packer", ["", "cusparselt"])
+def test_products_run_sparse_without_a_further_call(made, monkeypatch, packer):
+    """With biases, few tokens, and either packer; on a CPU the library is emulated."""
+    monkeypatch.setenv(choice.PACKER_VARIABLE, packer)
+    choice._library_layout.cache_clear()
+    for cls, algorithm, each in (
+        (SemiSparseLinear, "greedy", 2),
+        (SemiSparseLinear, "exact", 2),
+        (SemiSparseActivationLinear, "greedy", 2),
+        (SemiSparseActivationLinear, "rows", 1),
+    ):
+        kind = type("Kind", (cls,), {"algorithm": algorithm})
+        torch.manual_seed(0)
+        model = nn.Linear(64, 128, bias=each == 2).bfloat16()
+        plain = copy.deepcopy(model)
+        for one in (model, plain):
+            swap_linear_with_semi_sparse_linear(one, {"": kind})
+        made.clear()
+        x, y, gradients = torch.randn(3, 7, 64).bfloat16(), [], []
+        for one, matmul in ((model, "cusparselt"), (plain, "dense")):
+            monkeypatch.setenv("SPARSE24_MATMUL", matmul)
+            given = x.clone().requires_grad_()
+            y.append(one(given))
+            y[-1].float().square().mean().backward()
+            gradients.append([given.grad, *(p.grad for p in one.parameters())])
+        layout = VENDOR if packer else BUFFERED
+        assert made == [layout] * each
+        for got, want in zip([y[0], *gradients[0]], [y[1], *gradients[1]], strict=True):
+            assert (got - want).float().norm() <= 2**-7 * want.float().norm()  # bf16's last bit
+        monkeypatch.setenv("SPARSE24_MATMUL", "cusparselt")
+        with torch.no_grad():
+            assert torch.equal(model(x), y[0])
+    choice._library_layout.cache_clear()
+
+
+def test_a_linear_that_a_gpu_multiplies_dense_says_so_once(monkeypatch):
+    why = dict.fromkeys(("fprop", "dgrad", "wgrad"), Choice(False, "too old: 7.5"))
+    monkeypatch.setattr(at_run_time, "choose", lambda *_: (DENSE, why))
+    given = at_run_time.OF_WEIGHT, (64, 64), torch.bfloat16
+    with pytest.warns(UserWarning, match=r"\[64, 64\] is multiplied dense: too old$"):
+        at_run_time._chosen(*given, torch.device("cuda"), 1, None)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        at_run_time._chosen(*given, torch.device("cuda"), 1, None)
+        at_run_time._chosen(*given, torch.device("cpu"), 1, None)
+    at_run_time._chosen.cache_clear()
 
 
 def test_autocast_with_fp32_weights():
