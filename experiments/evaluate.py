@@ -149,7 +149,7 @@ def _described(config: EvaluateConfig) -> str:
     run = config.finished_run
     if run is None:
         return f"as they are stored in {config.model.path}"
-    if run.trained_with.ends_dense:
+    if run.trained_with.capabilities.ends_dense:
         return f"dense, as the method ({run.method}) of {config.run} ended"
     if config.weights == "dense":
         return f"dense, the master weights of {config.run}"

@@ -21,7 +21,7 @@ here is lambda's final value. The KL has temperature 2 in the released code and 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -154,13 +154,19 @@ class Method(distillation.Method):
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
-        self.mask_period = config.refresh_every or 1  # with 0 the mask never changes
         self.input_norms: dict[str, Tensor] = {}
-        self.acts_on_gradients = config.alpha > 0 or self.needs_adamw
 
     @property
-    def calibration_sequences(self) -> int:
-        return self.config.calibration_sequences if self.config.metric == "wanda" else 0
+    def capabilities(self) -> base.Capabilities:
+        config = self.config
+        own_rule = config.decay_route == "decoupled_first_moment"
+        return replace(
+            super().capabilities,
+            mask_period=config.refresh_every or 1,  # with 0 the mask never changes
+            acts_on_gradients=config.alpha > 0 or own_rule,
+            needs_adamw=own_rule,
+            calibration_sequences=config.calibration_sequences * (config.metric == "wanda"),
+        )
 
     def calibrate(self, model: nn.Module, batches: Iterable[Mapping[str, Any]]) -> None:
         """Measure the input norms of the linears to be converted, for the Wanda metric.
@@ -212,12 +218,8 @@ class Method(distillation.Method):
             length = round(config.ramp_fraction * config.total_steps)
         return config.alpha * min(1.0, step / length) if length else config.alpha
 
-    @property
-    def needs_adamw(self) -> bool:
-        return self.config.decay_route == "decoupled_first_moment"
-
     def optimizer(self, groups: Any, **options: Any) -> torch.optim.Optimizer:
-        if not self.needs_adamw:
+        if not self.capabilities.needs_adamw:
             return super().optimizer(groups, **options)
         options.pop("fused", None)  # it changes only the speed
         return AdamW(groups, **options)

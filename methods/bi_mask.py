@@ -24,7 +24,7 @@ their iterations and so search in every forward pass.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -33,6 +33,7 @@ from torch import Tensor
 from common_kernels import nm_mask, philox4x32
 
 from . import sr_ste
+from .nn import base
 from .nn.keys import layer_seed
 from .nn.linear import MaskedLinear, SparseLinear
 from .nn.operands import Dense
@@ -108,7 +109,10 @@ def weights_in_both_masks(mask: Tensor, permutation: Tensor) -> Tensor:
 class Method(sr_ste.Method):
     Config = Config
     Linear = Linear
-    changes_only_weights = False  # dgrad's weight is another
+
+    @property
+    def capabilities(self) -> base.Capabilities:  # dgrad's weight is another
+        return replace(super().capabilities, changes_only_weights=False)
 
     def step_work(self, layer: SparseLinear, step: int) -> StepWork | None:
         """None: the optimizer's pass cannot derive dgrad's permuted operand."""

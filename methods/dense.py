@@ -12,6 +12,8 @@ The model is not changed. On the linears that a sparse method with the same glob
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from .nn import base
 
 
@@ -26,5 +28,5 @@ class Method(base.Method):
         return "dense"
 
     @property
-    def ends_dense(self) -> bool:
-        return True
+    def capabilities(self) -> base.Capabilities:
+        return replace(super().capabilities, ends_dense=True)

@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import nn
@@ -101,9 +101,14 @@ class Method(Fp8Method, SwitchedMethod, sr_ste.Method):
     Config = Config
     Linear = Linear
 
-    def __init__(self, config: Any) -> None:
-        super().__init__(config)
-        self.mask_period = config.refresh_every
+    @property
+    def capabilities(self) -> base.Capabilities:
+        total = self.config.total_steps
+        return replace(
+            super().capabilities,
+            mask_period=self.config.refresh_every,
+            ends_dense=bool(total) and self.dense_at(total - 1),
+        )
 
     def convert(self, model: nn.Module, dtype: torch.dtype | None = None) -> base.Report:
         if self.config.dense_fraction and not self.config.total_steps:
@@ -125,10 +130,6 @@ class Method(Fp8Method, SwitchedMethod, sr_ste.Method):
     def dense_at(self, step: int) -> bool:
         start, stop = self.dense_steps
         return start <= step < stop
-
-    @property
-    def ends_dense(self) -> bool:
-        return bool(self.config.total_steps) and self.dense_at(self.config.total_steps - 1)
 
     def alpha(self, step: int) -> float:
         return 0.0 if self.dense_at(step) else super().alpha(step)

@@ -18,7 +18,7 @@ return. AST (arXiv 2407.20584, Table 1) retrains this baseline with distillation
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -81,7 +81,6 @@ class Method(distillation.Method):
 
     Config = Config
     Linear = one_shot.Linear
-    changes_only_weights = True
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
@@ -91,6 +90,10 @@ class Method(distillation.Method):
         if not self.config.total_steps:
             raise ValueError("the pruning schedule is a fraction of total_steps; set total_steps")
         return super().convert(model, dtype)
+
+    @property
+    def capabilities(self) -> base.Capabilities:
+        return replace(super().capabilities, changes_only_weights=True)
 
     def share(self, step: int) -> float:
         """The share that should be pruned at optimizer step `step`."""

@@ -19,7 +19,7 @@ before any of its layers is pruned; here every layer is measured separately.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -110,15 +110,16 @@ class Linear(MaskedLinear):
 class Method(distillation.Method):
     Config = Config
     Linear = Linear
-    changes_only_weights = True
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
         self._batches: list[Mapping[str, Any]] = []
 
     @property
-    def calibration_sequences(self) -> int:
-        return 0 if self.config.metric == "magnitude" else self.config.calibration_sequences
+    def capabilities(self) -> base.Capabilities:
+        wanted = 0 if self.config.metric == "magnitude" else self.config.calibration_sequences
+        given = super().capabilities
+        return replace(given, changes_only_weights=True, calibration_sequences=wanted)
 
     def calibrate(self, model: nn.Module, batches: Iterable[Mapping[str, Any]]) -> None:
         """Keep the batches for `convert`, which runs the model on them once per layer.
@@ -130,7 +131,7 @@ class Method(distillation.Method):
 
     @torch.no_grad()
     def convert(self, model: nn.Module, dtype: torch.dtype | None = None) -> base.Report:
-        if self.calibration_sequences and not self._batches:
+        if self.capabilities.calibration_sequences and not self._batches:
             raise ValueError(
                 f"metric={self.config.metric} needs inputs: call method.calibrate(model, batches) "
                 "before convert, or choose metric=magnitude"

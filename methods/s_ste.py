@@ -199,7 +199,10 @@ class Linear(Fp8Linear):
 class Method(Fp8Method):
     Config = Config
     Linear = Linear
-    changes_only_weights = True
+
+    @property
+    def capabilities(self) -> base.Capabilities:
+        return replace(super().capabilities, changes_only_weights=True)
 
     def step_work(self, layer: SparseLinear, step: int) -> StepWork | None:
         config = self.config

@@ -35,7 +35,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any, ClassVar
 
@@ -135,8 +135,17 @@ class Method(Fp8Method, SwitchedMethod):
         super().__init__(config)
         weights = config.mode == "weight"
         self.Linear = TransposableLinear if weights else ActivationLinear  # type: ignore[misc]
-        self.changes_only_weights = weights
-        self.mask_period = config.refresh_every
+
+    @property
+    def capabilities(self) -> base.Capabilities:
+        weights = self.config.mode == "weight"
+        return replace(
+            super().capabilities,
+            mask_period=self.config.refresh_every,
+            changes_only_weights=weights,
+            # as the weights always are with pruned activations
+            ends_dense=not weights or self.dense_start < self.config.total_steps,
+        )
 
     def convert(self, model: nn.Module, dtype: torch.dtype | None = None) -> base.Report:
         if self.config.sparse_fraction < 1.0 and not self.config.total_steps:
@@ -164,11 +173,6 @@ class Method(Fp8Method, SwitchedMethod):
     def step_work(self, layer: SparseLinear, step: int) -> StepWork | None:
         chooses = self._chooses(step)
         return layer.step_work(0.0, chooses) if isinstance(layer, TransposableLinear) else None
-
-    @property
-    def ends_dense(self) -> bool:
-        """True if the trained weights are dense, as they always are with pruned activations."""
-        return self.config.mode == "activation" or self.dense_start < self.config.total_steps
 
 
 # ---------------------------------------------------------------------- torchao's names

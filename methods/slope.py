@@ -138,10 +138,10 @@ class Method(Fp8Method):
     Config = Config
     Linear: ClassVar[type[CompressedLinear]] = Fp8CompressedLinear
 
-    def __init__(self, config: Any) -> None:
-        super().__init__(config)
+    @property
+    def capabilities(self) -> base.Capabilities:
         # Adapters must get no gradients, of DDP for example, before their phase.
-        self.acts_on_gradients |= config.adapter_rank > 0
+        return replace(super().capabilities, acts_on_gradients=self.config.adapter_rank > 0)
 
     @property
     def adapter_start(self) -> int:

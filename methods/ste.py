@@ -12,7 +12,7 @@ the products are in FP8 (nn/fp8_gemms.py); only fprop is sparse.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from common_kernels.adamw import Rule
 
@@ -48,7 +48,10 @@ class Linear(Fp8Linear, MaskedLinear):
 class Method(Fp8Method):
     Config = Config
     Linear = Linear
-    changes_only_weights = True
+
+    @property
+    def capabilities(self) -> base.Capabilities:
+        return replace(super().capabilities, changes_only_weights=True)
 
     def step_work(self, layer: SparseLinear, step: int) -> StepWork | None:
         assert isinstance(layer, Linear)

@@ -27,7 +27,7 @@ window is rounded down (999 steps for beta2 = 0.999), and phase 1 may last one s
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -72,8 +72,6 @@ class Method(SwitchedMethod):
 
     Config = Config
     Linear = SwitchedLinear
-    changes_only_weights = True
-    acts_on_gradients = True
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
@@ -88,8 +86,13 @@ class Method(SwitchedMethod):
         return super().convert(model, dtype)
 
     @property
-    def needs_adamw(self) -> bool:
-        return True
+    def capabilities(self) -> base.Capabilities:
+        return replace(
+            super().capabilities,
+            acts_on_gradients=True,
+            changes_only_weights=True,
+            needs_adamw=True,
+        )
 
     def dense_at(self, step: int) -> bool:
         return self.start is None or step < self.start

@@ -146,7 +146,7 @@ def _bare_loop(config: RunConfig, options: argparse.Namespace) -> Loop:
     dtype = DTYPES[train.dtype]
     method.convert(model, dtype=dtype)
     source = config.open_source(model)
-    size = micro_batch_size(train, config.impl.micro_batch, 1, method.quantizes)
+    size = micro_batch_size(train, config.impl.micro_batch, 1, method.capabilities.quantizes)
     sparse = accelerate(method, size * source.tokens_per_sample, config.impl)
     used = sorted({variants.used_by(products) for products in sparse.values()} or {"dense"})
     graphed, one_shape = config.impl.cuda_graphs, source.one_shape

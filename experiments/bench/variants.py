@@ -95,7 +95,7 @@ def others(report: Report) -> list[str]:
     found = [name for name in methods.available() if name in report.only and name not in VARIANTS]
     for name in found:
         own = variant(name)
-        if methods.build(own.method, **own.options).needs_adamw:
+        if methods.build(own.method, **own.options).capabilities.needs_adamw:
             raise UserError(f"--only {name}: it needs AdamW, and this benchmark has no optimizer")
     return found
 
@@ -142,7 +142,7 @@ class Converted:
     @property
     def searching(self) -> int:
         """The number of a step after which all masks are chosen anew."""
-        return self.method.mask_period - 1
+        return self.method.capabilities.mask_period - 1
 
 
 def convert(

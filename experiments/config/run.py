@@ -333,7 +333,7 @@ def _check_together(config: RunConfig) -> None:
             f"dino.local_size={dino.local_size} is above data.image_size={data.image_size}, the "
             "side of the global crops"
         )
-    if train.fp8_samples is not None and not config.build_method().quantizes:
+    if train.fp8_samples is not None and not config.build_method().capabilities.quantizes:
         raise UserError(
             f"train.fp8_samples={train.fp8_samples}, but method={config.method} has no FP8 "
             "products here; set train.fp8_samples=null"

@@ -135,7 +135,7 @@ class EvaluateConfig(EvaluationSettings):
         """The kind of weights: `sparse`, `dense`, or `stored` for those of a folder."""
         if self.finished_run is None:
             return "stored"
-        return "dense" if self.finished_run.trained_with.ends_dense else self.weights
+        return "dense" if self.finished_run.trained_with.capabilities.ends_dense else self.weights
 
     def identity(self) -> dict[str, Any]:
         """Everything that the result depends on, as plain values.

@@ -48,7 +48,7 @@ def card(
     base = _on_hub(run.config["model"].get("path", "").partition("@")[0])
     data = source or run.config["data"].get("name", "unnamed")
     metrics = run.result.get("metrics", {})
-    if form.weights == "dense" and not run.trained_with.ends_dense:
+    if form.weights == "dense" and not run.trained_with.capabilities.ends_dense:
         metrics = {}  # those of other weights
     summed = legality.total(rows)
     facts = {

@@ -66,7 +66,7 @@ class Planned:
         Raises:
             UserError: the batch cannot be divided among them.
         """
-        run, quantizes = self.run, self.run.build_method().quantizes
+        run, quantizes = self.run, self.run.build_method().capabilities.quantizes
         return micro_batch_size(run.train, run.impl.micro_batch, gpus, quantizes)
 
     @cache  # noqa: B019

@@ -164,7 +164,7 @@ class FinishedRun:
             raise UserError(f"weights={weights}; choose one of {', '.join(WEIGHTS_OF)}")
         model = build_model(self.shape)
         load_weights(model, self.directory)
-        if weights == "dense" and not self.trained_with.ends_dense:
+        if weights == "dense" and not self.trained_with.capabilities.ends_dense:
             masters = [f"{name}.weight" for name in self.converted]
             if absent := [name for name in masters if name not in self.latent]:
                 raise UserError(
@@ -228,7 +228,7 @@ class FinishedRun:
         if mode not in MODES:
             raise UserError(f"mode={mode}; choose one of {', '.join(MODES)}")
         trained = self.trained_with
-        if mode in ("sparse", "masked") and trained.ends_dense:
+        if mode in ("sparse", "masked") and trained.capabilities.ends_dense:
             raise UserError(
                 f"mode={mode}, but {self.directory} ends with dense weights; use mode=auto or dense"
             )
@@ -237,7 +237,7 @@ class FinishedRun:
         modules = dict(model.named_modules())
         names = tuple(name for name in self.converted if name in modules)
         common: dict[str, Any] = {"include": names, "exclude": (), "seed": seed}
-        if mode == "dense" or trained.ends_dense:
+        if mode == "dense" or trained.capabilities.ends_dense:
             method: methods.Method = dense.Method(dense.Config(**common))
             compressed.merge(slorb.merge(model))
             method.convert(model, dtype)

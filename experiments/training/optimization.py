@@ -48,7 +48,7 @@ def micro_batch_size(
     """The number of samples per rank and micro-batch.
 
     Args:
-        quantizes: the method takes its FP8 scales over a micro-batch (`Method.quantizes`), whose
+        quantizes: the method takes its FP8 scales over a micro-batch (`Capabilities`), whose
             size must then be `train.fp8_samples`, or the whole batch.
     Raises:
         UserError: the ranks or the micro-batch do not divide the batch (in a ramp, its first size),
@@ -95,10 +95,10 @@ def make_optimizer(
     groups = model.param_groups(train.weight_decay)
     if train.optimizer == "adamw":
         options: dict[str, Any] = {"lr": train.learning_rate, "betas": train.betas}
-        if fused and not method.needs_adamw:
+        if fused and not method.capabilities.needs_adamw:
             return FusedAdamW(groups, eps=train.eps, **options)
         return method.optimizer(groups, eps=train.eps, fused=True, **options)
-    if method.needs_adamw:
+    if method.capabilities.needs_adamw:
         raise UserError(
             f"train.optimizer={train.optimizer}, but the update rule of this method is a "
             "variant of AdamW; set train.optimizer=adamw"

@@ -95,7 +95,7 @@ class Pretraining(Training):
     def build(self, here: World) -> Built:
         config = self.config
         # Every rank would raise the same error; let rank 0 report it.
-        quantizes = config.build_method().quantizes
+        quantizes = config.build_method().capabilities.quantizes
         micro_batch = here.broadcast_from_rank0(
             lambda: micro_batch_size(config.train, config.impl.micro_batch, here.size, quantizes)
         )
@@ -221,7 +221,7 @@ def _prepare(config: RunConfig, here: World) -> tuple[Model, Method, Source]:
     method = config.build_method()
     check_shardable(method, config.impl, config.train, here)
     # A model to be sharded is built on rank 0 in the host's memory, and on the others on `meta`.
-    sharded = shards_weights(config.impl, here) and not method.calibration_sequences
+    sharded = shards_weights(config.impl, here) and not method.capabilities.calibration_sequences
 
     def build() -> Model:
         torch.manual_seed(config.seed)
@@ -242,7 +242,7 @@ def _prepare(config: RunConfig, here: World) -> tuple[Model, Method, Source]:
 
     try:
         backend.resolve(here.device)
-        if count := method.calibration_sequences:
+        if count := method.capabilities.calibration_sequences:
             firsts = range(0, count, CALIBRATION_BATCH)
             parts = (range(count)[i : i + CALIBRATION_BATCH] for i in firsts)
             batches = open_source().batches((CALIBRATION, part) for part in parts)

@@ -74,7 +74,8 @@ def shard_model(
 def accelerate(method: Method, tokens: int, impl: ImplConfig) -> dict[str, Products]:
     """Call `Method.accelerate` with the settings of `impl`, after `shard_model`, and return its
     products. Raises `UserError` for its errors."""
-    if impl.repack_backward and method.layers and not method.repacks:
+    repacks = any(layer.repacks for layer in method.sparse_layers.values())
+    if impl.repack_backward and method.layers and not repacks:
         raise UserError(
             "impl.repack_backward=true: no layer here has an operand that can be packed in the "
             "backward pass; it is for slope with 2:4 weights and without FP8, set it to false"

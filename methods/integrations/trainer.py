@@ -176,7 +176,7 @@ class MethodCallback(TrainerCallback):
     ) -> None:
         _check_sharding(args)
         self._check(args, state)
-        if self.method.needs_adamw:
+        if self.method.capabilities.needs_adamw:
             own, given = type(self.optimizers[0]), each(kwargs["optimizer"])[0]
             if type(given) is not own:
                 raise ValueError(

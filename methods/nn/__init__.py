@@ -1,6 +1,8 @@
 """Code that the methods share: the base classes, sparse layers and their products.
 
 base            `Method`: the hooks of every method, with defaults
+capabilities    what drivers must know of a method
+metrics         flip rates, densities and illegal groups
 config          `Config`: the options that every method takes
 conversion      the choice of the linears to convert, and the report about it
 matrices        matrices of a model that are no linear's, converted as if they were
@@ -21,6 +23,6 @@ meta            copies of modules on the meta device
 calibration     statistics of layer inputs
 sparsegpt       pruning with these statistics
 sharding        sparse layers under FSDP2
-keys, ranks     random choices, and choices that must be equal on all ranks
+keys, ranks     random choices, and what must be equal on all ranks
 order           a check that the training loop calls every hook
 """

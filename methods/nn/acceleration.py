@@ -6,7 +6,7 @@ import math
 import os
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,7 +21,9 @@ from common_kernels.matmul import (
 )
 from common_kernels.pack.operands import MULTIPLE, TOKENS
 
+from . import matrices, sharding
 from .gemms import DENSE, Layouts, Products, kernels_of
+from .linear import SparseLinear
 
 MATMULS = ("auto", "cusparselt", "cuda", "dense")
 MATMUL_VARIABLE = "SPARSE24_MATMUL"
@@ -32,18 +34,26 @@ NAMES = ("fprop", "dgrad", "wgrad")
 class Choice:
     """The decision whether one product of a layer runs sparse.
 
-    reason: why it is dense; empty if it is sparse.
-    kernels: the kernels that run it if it is sparse: `cusparselt`, or `cuda` for our own.
+    layout: that of the packed operand if it does; it decides between cuSPARSELt and our kernels.
+    reason: why the product is dense; empty if it is sparse.
     ms, dense_ms: measured times of the sparse and of the dense product by themselves, in a
         micro-batch; an FP8 product is compared with dense FP8 if cuBLAS has it. None if the times
         were not needed.
     """
 
-    sparse: bool
+    layout: str = ""
     reason: str = ""
     ms: float | None = None
     dense_ms: float | None = None
-    kernels: str = ""
+
+    @property
+    def sparse(self) -> bool:
+        return bool(self.layout)
+
+    @property
+    def kernels(self) -> str:
+        """The kernels that run it if it is sparse: `cusparselt`, or `cuda` for our own."""
+        return kernels_of(self.layout) if self.layout else ""
 
     @property
     def saved_ms(self) -> float:
@@ -51,6 +61,14 @@ class Choice:
         if not self.sparse or self.ms is None or self.dense_ms is None:
             return 0.0
         return self.dense_ms - self.ms
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """What was decided for a layer: the `products` that run sparse, and why, by product."""
+
+    products: Products
+    choices: Mapping[str, Choice]
 
 
 @dataclass(frozen=True)
@@ -88,8 +106,12 @@ class Acceleration:
 
     def as_dict(self) -> dict[str, Any]:
         """The record as plain values for a JSON file."""
+        fields = "sparse", "reason", "ms", "dense_ms", "kernels"
         layers = {
-            name: {product: asdict(choice) for product, choice in choices.items()}
+            name: {
+                product: {field: getattr(choice, field) for field in fields}
+                for product, choice in choices.items()
+            }
             for name, choices in self.layers.items()
         }
         gains = {"saved_ms": self.saved_ms, "gains": self.gains()}
@@ -131,6 +153,23 @@ def _kind(reason: str) -> str:
     return reason.partition(": ")[0]
 
 
+def choose_all(
+    layers: Mapping[str, SparseLinear], tokens: int, matmul: str | None
+) -> dict[str, Chosen]:
+    """`choose` for each layer by name; a matrix that its module multiplies itself stays dense."""
+    found = {}
+    for name, layer in layers.items():
+        if matrices.is_placed(layer):
+            why = Choice(reason=f"multiplied by {type(vars(layer)['place'][0]).__name__} itself")
+            found[name] = Chosen(DENSE, dict.fromkeys(NAMES, why))
+        else:
+            shape, biased = (layer.out_features, layer.in_features), layer.bias is not None
+            device = sharding.device_of(layer)
+            sparse = layer.candidates()
+            found[name] = choose(sparse, shape, biased, layer.dtype, device, tokens, matmul)
+    return found
+
+
 def choose(
     sparse: Products,
     shape: tuple[int, int],
@@ -139,15 +178,15 @@ def choose(
     device: torch.device,
     tokens: int,
     matmul: str | None,
-) -> tuple[Products, dict[str, Choice]]:
-    """The products that will run sparse, out of those that have a 2:4 operand according to
-    `sparse`, and the decision for each product by name.
+) -> Chosen:
+    """The products of a layer that run sparse, out of those that have a 2:4 operand according to
+    `sparse`, with the decision for each.
 
     With `sparse.fp8` they run on FP8 units if there are any, whatever `matmul` says, because the
     arithmetic of FP8 units is not only a matter of speed.
 
     Arguments and errors are those of `base.Method.accelerate`; shape (out, in), bias, dtype and
-    device describe one layer.
+    device describe the layer.
     """
     matmul = matmul or os.environ.get(MATMUL_VARIABLE) or "auto"
     if matmul not in MATMULS:
@@ -164,34 +203,35 @@ def choose(
         refusal = "sparse products are emulated here"
     library = matmul == "cusparselt" and sparse != DENSE
     layouts = dict.fromkeys(NAMES, library_layout(device)) if library else {}
-    found = {}
+    choices = {}
     for name, problem in problems(sparse, shape, biased, dtype, tokens).items():
+        reason, layout = "matmul=dense" if matmul == "dense" else refusal or "", ""
         if not getattr(sparse, name):
-            found[name] = Choice(False, "no operand is 2:4 along the dimension that is summed over")
+            reason = "no operand is 2:4 along the dimension that is summed over"
+            choices[name] = Choice(reason=reason)
             continue
-        reason = "matmul=dense" if matmul == "dense" else refusal or ""
         if reason:
             best = measured(problem, device)
         elif forced:
-            if matmul == "cuda":
-                layouts[name] = own_layout(problem, device)
-            best = measured(problem, device, (layouts[name],))
+            layout = layouts[name] if library else own_layout(problem, device)
+            best = measured(problem, device, (layout,))
         else:
             best = fastest(problem, device)
             if best is not None and best.wins:
-                layouts[name] = best.layout
+                layout = best.layout
             elif best is None or math.isinf(best.ms):
                 reason = "no sparse kernel gives the right product"
             else:
                 reason = f"measured to be slower: {best.ms:.3g} ms, dense {best.dense_ms:.3g} ms"
         ms, dense_ms = (None, None) if best is None else (best.ms, best.dense_ms)
         ms = None if ms is None or math.isinf(ms) else ms
-        kernels = "" if reason else kernels_of(layouts[name])
-        found[name] = Choice(not reason, reason, ms, dense_ms, kernels)
-    runs = {name: choice.sparse for name, choice in found.items()}
+        choices[name] = Choice(layout, reason, ms, dense_ms)
+    layouts |= {name: choice.layout for name, choice in choices.items() if choice.sparse}
+    runs = {name: choice.sparse for name, choice in choices.items()}
     fp8 = sparse.fp8 and not refusal
     of_input = sparse.of_input and any(runs.values())
-    return Products(**runs, fp8=fp8, layouts=Layouts(**layouts), of_input=of_input), found
+    products = Products(**runs, fp8=fp8, layouts=Layouts(**layouts), of_input=of_input)
+    return Chosen(products, choices)
 
 
 def refused(

@@ -72,11 +72,11 @@ def _chosen(
     tokens: int,
     matmul: str | None,
 ) -> Products:
-    products, why = choose(sparse, shape, False, dtype, device, tokens, matmul)
-    if device.type == "cuda" and not products.fprop:
-        reason = why["fprop"].reason.partition(": ")[0]
+    chosen = choose(sparse, shape, False, dtype, device, tokens, matmul)
+    if device.type == "cuda" and not chosen.products.fprop:
+        reason = chosen.choices["fprop"].reason.partition(": ")[0]
         warnings.warn(f"a pruned linear {list(shape)} is multiplied dense: {reason}", stacklevel=5)
-    return products
+    return chosen.products
 
 
 @torch.no_grad()

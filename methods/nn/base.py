@@ -31,19 +31,17 @@ from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
-from common_kernels import check_nm, flip_rate, nm_mask
-
-from . import conversion, matrices, ranks, sharding
-from .acceleration import NAMES, Acceleration, Choice, choose
+from . import acceleration, conversion, metrics, ranks, sharding
+from .acceleration import Acceleration
+from .capabilities import Capabilities as Capabilities
 from .config import Config
 from .config import NMConfig as NMConfig
 from .config import check_choice as check_choice
 from .config import check_pattern as check_pattern
 from .conversion import Report, weight_of
-from .gemms import DENSE, Products
+from .gemms import Products
 from .keys import layer_seed
 from .linear import SparseLinear
 from .optimizer import FusedAdamW, Optimizers, StepWork, each
@@ -53,11 +51,8 @@ from .order import CallOrder, no_micro_batch
 class Method:
     """A training method; see the module docstring for the order of calls.
 
-    Subclasses set `Config` and `Linear` and override the hooks they need. `mask_period` is the
-    number of optimizer steps between two choices of the masks; `acts_on_gradients` is True where a
-    training without `on_gradients` would be another method's. Both may depend on the options.
-    `changes_only_weights` is True if the method needs no products of its own, but for options that
-    `check_matrix` knows.
+    Subclasses set `Config` and `Linear`, say in `capabilities` what drivers must know, and override
+    the hooks that they need.
 
     Raises:
         TypeError: `config` is not of this method's `Config`.
@@ -65,9 +60,6 @@ class Method:
 
     Config: ClassVar[type[Config]] = Config
     Linear: ClassVar[type[SparseLinear] | None] = None
-    mask_period: int = 1
-    acts_on_gradients: bool = False
-    changes_only_weights: bool = False
 
     def __init__(self, config: Any) -> None:
         given = type(config)
@@ -78,26 +70,23 @@ class Method:
             )
         self.config = config
         self.layers: dict[str, nn.Linear] = {}
+        self.sparse_layers: dict[str, SparseLinear] = {}  # the converted layers by name
         self._model: nn.Module | None = None  # the model that holds the layers
         self._fast: list[tuple[nn.Module, str, Any]] = []  # flags that finalize sets again
         self.report: Report | None = None
         self.acceleration: Acceleration | None = None
         self.micro_batch = 0
-        self.flips_per_step = 0.0
-        self.flips_per_refresh = 0.0
-        self.flips_of_layers: dict[str, float] = {}  # per step
-        self._masks_before: list[tuple[nn.Module, Tensor]] | None = None
+        self.flips = metrics.FlipRates()
         self._order = CallOrder()
         self._had_gradients = False  # True once on_gradients was called
         self._works: dict[str, StepWork] = {}  # work that the optimizer has taken over, by layer
 
-    # ------------------------------------------------------------------ conversion
-
     @property
-    def calibration_sequences(self) -> int:
-        """The number of sequences that `calibrate` needs before `convert`; 0 if it is not
-        needed."""
-        return 0
+    def capabilities(self) -> Capabilities:
+        """What a driver must know of this method and its options."""
+        return Capabilities(quantizes=getattr(self.config, "fp8", "off") != "off")
+
+    # ------------------------------------------------------------------ conversion
 
     def calibrate(self, model: nn.Module, batches: Iterable[Mapping[str, Any]]) -> None:
         """Measure what `convert` needs to know about the layers' inputs; by default nothing.
@@ -138,15 +127,14 @@ class Method:
             with torch.no_grad():
                 for name, module in chosen.items():
                     conversion.to_linear(module)
-                    if ranks.are_together():
-                        # DDP broadcasts weights later, but scales are measured from them now.
-                        dist.broadcast(module.weight.detach(), src=0)
+                    # DDP broadcasts weights later, but scales are measured from them now.
+                    ranks.take_from_rank_0([module.weight])
                     with ranks.visiting(module):
                         module.__class__ = self.Linear
-                        assert isinstance(module, SparseLinear)
                         module.setup(name, self.config, dtype)
                         module.refresh_mask()
                         module.refresh()
+            self.sparse_layers = {**chosen}
             self._fast = conversion.leave_fast_path(model)
         self.layers, self._model = chosen, model
         return self.report
@@ -176,7 +164,7 @@ class Method:
     def check_matrix(self, kind: str) -> None:
         """Raise ValueError with the reason if the method cannot convert a matrix that modules of
         this type multiply themselves (matrices.py)."""
-        if not self.changes_only_weights:
+        if not self.capabilities.changes_only_weights:
             raise ValueError(f"multiplied by {kind} itself, which this method cannot convert")
         for option, off in (
             ("fp8", "off"), ("mvue", "off"), ("mvue_weight", False), ("metric", "magnitude")
@@ -213,66 +201,30 @@ class Method:
             raise ValueError("nothing is converted: call convert(model) before accelerate")
         if repack_backward:
             self.check_repacks()
-        sharding.shard_layers(self.layers.values(), self._model)
-        chosen, why = ranks.of_rank_0(lambda: self._chosen(tokens, matmul))
-        for name, products in chosen.items():
-            layer = self.sparse_layers[name]
-            if repack_backward and products.dgrad and layer.repacks:
-                chosen[name] = replace(products, repack=True)
-            layer.accelerate(chosen[name])
-        in_vain = repack_backward and not any(products.repack for products in chosen.values())
-        self.acceleration = Acceleration(tokens, why, in_vain)
-        return chosen
+        self._shard()
+        layers = self.sparse_layers
+        found = ranks.of_rank_0(lambda: acceleration.choose_all(layers, tokens, matmul))
+        products = {}
+        for name, chosen in found.items():
+            repack = repack_backward and chosen.products.dgrad and layers[name].repacks
+            products[name] = replace(chosen.products, repack=repack)
+            layers[name].accelerate(products[name])
+        in_vain = repack_backward and not any(of_layer.repack for of_layer in products.values())
+        choices = {name: chosen.choices for name, chosen in found.items()}
+        self.acceleration = Acceleration(tokens, choices, in_vain)
+        return products
 
     def check_repacks(self) -> None:
         """Raise ValueError if no converted layer supports `repack_backward` of `accelerate`."""
-        if not self.repacks:
+        if not any(layer.repacks for layer in self.sparse_layers.values()):
             raise ValueError(
                 "repack_backward=True: no layer here has an operand that can be packed in the "
                 "backward pass; it is for slope with 2:4 weights and without FP8, set it to False"
             )
 
-    def _chosen(
-        self, tokens: int, matmul: str | None
-    ) -> tuple[dict[str, Products], dict[str, dict[str, Choice]]]:
-        chosen, why = {}, {}
-        for name, layer in self.sparse_layers.items():
-            if matrices.is_placed(layer):
-                kind = type(vars(layer)["place"][0]).__name__
-                chosen[name] = DENSE
-                why[name] = dict.fromkeys(NAMES, Choice(False, f"multiplied by {kind} itself"))
-                continue
-            chosen[name], why[name] = choose(
-                layer.candidates(),
-                (layer.out_features, layer.in_features),
-                layer.bias is not None,
-                layer.dtype,
-                sharding.device_of(layer),
-                tokens,
-                matmul,
-            )
-        return chosen, why
-
-    @property
-    def repacks(self) -> bool:
-        """True if a converted layer can pack dgrad's operand in the backward pass."""
-        return any(layer.repacks for layer in self.sparse_layers.values())
-
-    @property
-    def quantizes(self) -> bool:
-        """True if operands are quantised with one scale per micro-batch, so that the size of a
-        micro-batch changes the result."""
-        return False
-
     def pattern(self, name: str) -> tuple[int, int]:
         """(n, m) of the converted linear of this name: n non-zeros in m consecutive inputs."""
         return getattr(self.layers.get(name), "pattern", self.config.pattern(name))
-
-    @property
-    def needs_adamw(self) -> bool:
-        """True if the method works only with AdamW or its own variant of it, as `optimizer`
-        returns, because it has its own update rule or reads AdamW's moments."""
-        return False
 
     def optimizer(self, groups: Any, **options: Any) -> torch.optim.Optimizer:
         """The optimizer that drivers use: AdamW, unless the method has its own update rule.
@@ -283,11 +235,6 @@ class Method:
             groups, options: as for `torch.optim.AdamW`.
         """
         return torch.optim.AdamW(groups, **options)
-
-    @property
-    def sparse_layers(self) -> dict[str, SparseLinear]:
-        """The converted layers by name."""
-        return {n: m for n, m in self.layers.items() if isinstance(m, SparseLinear)}
 
     # ------------------------------------------------------------------ one optimizer step
 
@@ -300,11 +247,11 @@ class Method:
         for layer in layers.values():
             layer.sample()
         if self._measures(step):
-            self._masks_before = [(layer, mask.clone()) for layer, mask in self._masks()]
+            self.flips.begin(self.layers)
         self._remember(step)
 
     def _begin(self, step: int) -> None:
-        sharding.shard_layers(self.layers.values(), self._model)
+        self._shard()
         # Loops that count from 1 have not trained before that step.
         if step > 1 and self._order.new and any(m.was_loaded for m in self.sparse_layers.values()):
             self._check_state(step)
@@ -326,9 +273,9 @@ class Method:
             self._order.check_step_begun(self._trained())
 
     def _end(self, step: int) -> None:
-        sharding.shard_layers(self.layers.values(), self._model)
+        self._shard()
         self._order.check_begun(self._trained(), step)
-        if self.acts_on_gradients and not self._had_gradients:
+        if self.capabilities.acts_on_gradients and not self._had_gradients:
             self._order.check_on_gradients(self._trained(), step)
 
     def loss(self, model: nn.Module, batch: dict[str, Any]) -> Tensor:
@@ -360,7 +307,7 @@ class Method:
     def open_micro_batch(self) -> None:
         """Select new random bits for the next forward and backward pass."""
         self._check_step_begun()
-        rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        rank, size = ranks.place()
         self._set_keys(1, [self.micro_batch * size + rank] * len(self.sparse_layers))
         self.micro_batch += 1
 
@@ -416,33 +363,8 @@ class Method:
             elif not work.derives:
                 layer.refresh(work.amax)
         self._works.clear()
-        if self._masks_before is not None:
-            self._count_flips(self._masks_before)
-            self._masks_before = None
+        self.flips.count(self.layers, self.capabilities.mask_period, self.config.flips_by_layer)
         self._remember(None)
-
-    def _count_flips(self, before: list[tuple[nn.Module, Tensor]]) -> None:
-        """Count the bits in which the masks differ from those `before`."""
-        pairs = zip(before, self._masks(), strict=True)
-        flips = [
-            (layer, float(flip_rate(old, new)) * new.numel(), new.numel())
-            for (_, old), (layer, new) in pairs
-        ]
-        # One entry for each layer, so that one sum over the ranks serves all.
-        count = len(flips)
-        sums = sharding.total(
-            (layer, [n if i == j else 0 for n in numbers for j in range(count)])
-            for i, (layer, *numbers) in enumerate(flips)
-        )
-        changed, entries = sums[:count], sums[count:]
-        self.flips_per_refresh = sum(changed) / max(1, sum(entries))
-        self.flips_per_step = self.flips_per_refresh / self.mask_period
-        if self.config.flips_by_layer:
-            names = {id(layer): name for name, layer in self.layers.items()}
-            self.flips_of_layers = {
-                names[id(layer)]: changed[i] / max(1, entries[i]) / self.mask_period
-                for i, (layer, *_) in enumerate(flips)
-            }
 
     def _remember(self, begun: int | None) -> None:
         """Remember the weights' versions, so that later changes count as an optimizer step.
@@ -459,24 +381,12 @@ class Method:
 
     def _chooses(self, step: int) -> bool:
         """True if masks are chosen at the end of this step."""
-        return (step + 1) % self.mask_period == 0
+        return (step + 1) % self.capabilities.mask_period == 0
 
     def _measures(self, step: int) -> bool:
         every = self.config.measure_every
         # True if a multiple of `every` lies among the steps since the last choice.
-        return every > 0 and self._chooses(step) and step % every < self.mask_period
-
-    def _masks(self) -> Iterator[tuple[nn.Module, Tensor]]:
-        """Yield each trained layer and its mask; for sharded layers this rank's rows."""
-        for layer in self.layers.values():
-            if not any(p.requires_grad for p in layer.parameters()):
-                continue
-            with sharding.rows(layer):
-                if isinstance(layer, SparseLinear):
-                    mask = layer.current_mask()
-                else:
-                    mask = nm_mask(weight_of(layer).detach())
-            yield layer, mask
+        return every > 0 and self._chooses(step) and step % every < self.capabilities.mask_period
 
     def phase(self) -> str:
         """The name of the current training phase."""
@@ -487,11 +397,6 @@ class Method:
     @property
     def unfinished(self) -> bool:
         """True if a phase that `total_steps` leads to has not begun yet."""
-        return False
-
-    @property
-    def ends_dense(self) -> bool:
-        """True if the trained model is dense; it is then also fine-tuned densely."""
         return False
 
     def finetuning(self, total_steps: int) -> Any | None:
@@ -519,19 +424,14 @@ class Method:
                 "there are no converted layers to measure: call metrics() after convert(model) and "
                 "before finalize(model)"
             )
-        sharding.shard_layers(self.layers.values(), self._model)
-        counts = []
-        for name, layer in self.layers.items():
-            with sharding.rows(layer):  # one at a time: the weight may be computed on demand
-                own = layer.sparse_weight if isinstance(layer, SparseLinear) else None
-                weight = weight_of(layer) if own is None else own
-                bad = int(check_nm(weight, *self.pattern(name)))
-                counts.append((layer, [int(weight.count_nonzero()), bad, weight.numel()]))
-        nonzeros, illegal, entries = map(int, sharding.total(counts))
+        self._shard()
+        patterns = {name: self.pattern(name) for name in self.layers}
+        nonzeros, illegal, entries = metrics.weights(self.layers, patterns)
+        of_layers = {f"flip_rate.{name}": rate for name, rate in self.flips.of_layers.items()}
         return {
-            "flip_rate": self.flips_per_step,
-            "flip_rate_refresh": self.flips_per_refresh,
-            **{f"flip_rate.{name}": rate for name, rate in self.flips_of_layers.items()},
+            "flip_rate": self.flips.per_step,
+            "flip_rate_refresh": self.flips.per_refresh,
+            **of_layers,
             "density": nonzeros / max(1, entries),
             "illegal_groups": illegal,
             "phase": self.phase(),
@@ -555,7 +455,7 @@ class Method:
                 "of the optimizer's steps, not of micro-batches",
                 stacklevel=3,
             )
-        sharding.shard_layers(self.layers.values(), self._model)
+        self._shard()
         own, there = set(self.layers.values()), set(model.modules())
         if not own <= there or any(isinstance(m, SparseLinear) for m in there - own):
             raise ValueError(
@@ -571,19 +471,16 @@ class Method:
             conversion.from_linear(layer)
         for module, flag, value in self._fast:
             setattr(module, flag, value)
-        self.layers, self._model = {}, None
+        self.layers, self.sparse_layers, self._model = {}, {}, None
         return model
 
     def state_dict(self) -> dict[str, Any]:
         """The method's state that is not in the model's parameters or buffers, as plain values."""
-        return {
-            "flips_per_step": self.flips_per_step,
-            "flips_per_refresh": self.flips_per_refresh,
-            "flips_of_layers": self.flips_of_layers,
-        }
+        return self.flips.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._order = CallOrder(resumed=True)
-        self.flips_per_step = state["flips_per_step"]
-        self.flips_per_refresh = state["flips_per_refresh"]
-        self.flips_of_layers = state.get("flips_of_layers", {})
+        self.flips.load_state_dict(state)
+
+    def _shard(self) -> None:
+        sharding.shard_layers(self.layers.values(), self._model)

@@ -20,7 +20,6 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -171,9 +170,7 @@ class Method(base.Method):
         teacher = self.teacher
         if teacher is None and (config.kl_weight or config.layer_weight):
             teacher = _frozen(copy.deepcopy(model))
-            if ranks.are_together():
-                for tensor in itertools.chain(teacher.parameters(), teacher.buffers()):
-                    dist.broadcast(tensor, src=0)
+            ranks.take_from_rank_0(itertools.chain(teacher.parameters(), teacher.buffers()))
         report = super().convert(model, dtype)
         self.teacher, self.compared = teacher, compared
         return report

@@ -192,10 +192,6 @@ class Fp8Linear(SparseLinear):
 class Fp8Method(base.Method):
     """A method with the option `fp8`."""
 
-    @property
-    def quantizes(self) -> bool:
-        return self.config.fp8 != "off"
-
     @torch.no_grad()
     def on_step_end(self, step: int) -> None:
         super().on_step_end(step)

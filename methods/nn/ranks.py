@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 _place: ContextVar[torch.device | None] = ContextVar("place", default=None)
 
@@ -30,9 +30,17 @@ def is_alone() -> bool:
     return _place.get() is not None
 
 
-def are_together() -> bool:
-    """True if this is a rank of a process group in which all ranks convert the model together."""
-    return dist.is_initialized() and not is_alone()
+def take_from_rank_0(tensors: Iterable[Tensor]) -> None:
+    """Overwrite these tensors with rank 0's, if this is a rank of a process group in which all
+    convert the model together."""
+    if dist.is_initialized() and not is_alone():
+        for tensor in tensors:
+            dist.broadcast(tensor.detach(), src=0)
+
+
+def place() -> tuple[int, int]:
+    """This process's rank and the number of ranks."""
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
 
 @contextmanager

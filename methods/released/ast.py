@@ -30,7 +30,7 @@ class AdamW(ast.AdamW):
 class Method(ast.Method):
     def __init__(self, config: Any) -> None:
         super().__init__(config)
-        if not self.needs_adamw:
+        if not self.capabilities.needs_adamw:
             raise ValueError(
                 f"decay_route={config.decay_route}; released.ast is about the optimizer of "
                 "decay_route=decoupled_first_moment"

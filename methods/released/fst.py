@@ -48,4 +48,4 @@ class Method(fst.Method):
     def _chooses(self, step: int) -> bool:
         stop = int(self.dense_steps[1])
         begun = stop if step >= stop else 0
-        return (step + 1 - begun) % self.mask_period == 0
+        return (step + 1 - begun) % self.capabilities.mask_period == 0

@@ -11,14 +11,19 @@ Everything sparse is as in `methods.slope`.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from .. import slope
+from ..nn.capabilities import Capabilities
 from ..nn.optimizer import Optimizers, each
 
 Config = slope.Config
 
 
 class Method(slope.Method):
-    acts_on_gradients = True
+    @property
+    def capabilities(self) -> Capabilities:
+        return replace(super().capabilities, acts_on_gradients=True)
 
     def on_gradients(self, step: int, optimizer: Optimizers = None) -> None:
         super().on_gradients(step, optimizer)

@@ -250,7 +250,7 @@ class Parts(MethodLayer):
         times = self.in_turns(calls)
         ms = {name: time.ms for name, time in times.items()}
         products = sum(ms[name] for name in ("fprop", "dgrad", "wgrad", "sample"))
-        once = ms["decay"] + ms["pack"] + ms["search"] / method.mask_period
+        once = ms["decay"] + ms["pack"] + ms["search"] / method.capabilities.mask_period
         step = self.accumulate * products + once
         dense_step = self.accumulate * sum(ms[f"dense_{n}"] for n in ("fprop", "dgrad", "wgrad"))
         metrics = clock_and_power(times) | {f"{name}_ms": figure for name, figure in ms.items()}

@@ -160,7 +160,7 @@ def text(table: Table, tier: str, column: Column, numbers: Numbers, unit: str = 
 def _ends_dense(run: PlacedRun) -> bool:
     if "config" not in run.result:  # the record of a block does not say it
         return False
-    return FinishedRun(run.directory, run.result).trained_with.ends_dense
+    return FinishedRun(run.directory, run.result).trained_with.capabilities.ends_dense
 
 
 def _values(

@@ -384,4 +384,4 @@ def test_fine_tuning_trains_the_low_rank_terms_under_the_last_masks_by_the_task_
     expected = {"total_steps": 20, "slorb_train_x": False, **masks_and_decay, **loss, **options}
     expected |= {"include": ("*mlp*",), "exclude": ("*c_fc",)}
     assert {name: getattr(tuned, name) for name in expected} == expected
-    assert not ast.Method(tuned).needs_adamw
+    assert not ast.Method(tuned).capabilities.needs_adamw

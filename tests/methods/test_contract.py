@@ -121,7 +121,7 @@ class Run:
 def build(name, model, **options):
     """The method, with calibration data if it asks for some."""
     method = methods.build(name, include="ffn", total_steps=STEPS, **options)
-    if getattr(method, "calibration_sequences", 0):
+    if method.capabilities.calibration_sequences:
         method.calibrate(model, [{"input": batch(99)[:, :-1]}])
     return method
 
@@ -223,7 +223,7 @@ def assert_same_step(loss, gradients, expected, run):
 def test_a_step_in_one_pass_changes_no_bit(name, options):
     """`FusedAdamW` with the hooks, beside torch's and the same hooks, over refreshes and phases."""
     runs = [Run(name, options) for _ in range(2)]
-    if any(run.method.needs_adamw and name != "step" for run in runs):
+    if any(run.method.capabilities.needs_adamw and name != "step" for run in runs):
         return  # an update rule of its own
     makers = methods.FusedAdamW, partial(torch.optim.AdamW, fused=True)
     for run, make in zip(runs, makers, strict=True):

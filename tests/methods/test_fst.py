@@ -153,8 +153,8 @@ def test_the_order_and_the_end_of_the_phases():
             step_of(method, layer, step)
             phases.append(method.phase())
         assert [step for step in range(12) if phases[step] == "dense"] == dense_steps
-        assert method.ends_dense == (11 in dense_steps) and not method.unfinished
-        assert method.metrics()["density"] == (1.0 if method.ends_dense else 0.5)
+        assert method.capabilities.ends_dense == (11 in dense_steps) and not method.unfinished
+        assert method.metrics()["density"] == (1.0 if method.capabilities.ends_dense else 0.5)
         weight = layer.weight.detach().clone()
         method.finalize(layer)
         if 11 in dense_steps:

@@ -166,11 +166,11 @@ def test_calibration_is_asked_for_before_anything_is_touched():
     model = Net()
     for metric in ("wanda", "sparsegpt"):
         method = build(metric)
-        assert method.calibration_sequences == 128
+        assert method.capabilities.calibration_sequences == 128
         with pytest.raises(ValueError, match=rf"metric={metric} needs inputs: call method\.calib"):
             method.convert(model)
         assert type(model.mlp[0]) is nn.Linear
-    assert build("magnitude").calibration_sequences == 0
+    assert build("magnitude").capabilities.calibration_sequences == 0
 
 
 def test_sparsegpt_does_not_depend_on_the_scale_of_the_inputs():

@@ -122,7 +122,8 @@ def test_fst_is_sparse_again_after_a_new_start():
             changed.append(step)
     assert_same(fresh[0].state_dict(), released[0].state_dict())
     assert changed == [15, 18]  # not 19, as the right method's number of the step would have it
-    assert right[1].ends_dense and not released[1].ends_dense
+    assert right[1].capabilities.ends_dense
+    assert not released[1].capabilities.ends_dense
     assert released[1].metrics()["illegal_groups"] == 0
 
 

@@ -189,7 +189,7 @@ def test_a_weight_without_a_gradient_is_left_alone():
 
 def test_optimizers_without_adams_moments_are_refused_in_the_first_step():
     model, method, _ = converted()
-    assert method.needs_adamw  # drivers ask this before any work starts
+    assert method.capabilities.needs_adamw  # drivers ask this before any work starts
     model[0].weight.grad = torch.ones(8, 8)
     weights = list(model.parameters())
     for optimizer, message in (

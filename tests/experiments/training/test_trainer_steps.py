@@ -62,7 +62,9 @@ def build(tiny):
             identity=config.digest(),
             directory=config.directory(),
             world=World(0, 1, torch.device("cpu")),
-            micro_batch=micro_batch_size(config.train, micro_batch, 1, method.quantizes),
+            micro_batch=micro_batch_size(
+                config.train, micro_batch, 1, method.capabilities.quantizes
+            ),
             impl=config.impl,
             report=lambda message: None,
         )

@@ -38,20 +38,21 @@ def gpu(monkeypatch):
 
 
 def told(sparse, matmul="auto", shape=(128, 64), device=GPU):
-    chosen, found = choose(sparse, shape, False, torch.bfloat16, device, 256, matmul)
-    for name, choice in found.items():  # what is told is what runs
-        assert choice.sparse == getattr(chosen, name) == (not choice.reason)
-    return found
+    chosen = choose(sparse, shape, False, torch.bfloat16, device, 256, matmul)
+    for name, choice in chosen.choices.items():  # what is told is what runs
+        assert choice.sparse == getattr(chosen.products, name) == (not choice.reason)
+        assert not choice.sparse or choice.layout == getattr(chosen.products.layouts, name)
+    return chosen.choices
 
 
 def test_a_choice_is_of_what_was_measured_and_has_its_reason(gpu, monkeypatch):
-    chosen, _ = choose(ALL, (128, 64), True, torch.bfloat16, GPU, 1000, "auto")
+    chosen = choose(ALL, (128, 64), True, torch.bfloat16, GPU, 1000, "auto").products
     layouts = Layouts(fprop=LAYOUT, wgrad=LAYOUT)
     assert chosen == Products(fprop=True, wgrad=True, layouts=layouts)
     shapes = [(p.rows, p.columns, p.tokens, p.biased) for p in gpu]
     assert shapes == [(128, 64, 1000, True), (64, 128, 1000, False), (128, 1008, 64, False)]
     no_operand = "no operand is 2:4 along the dimension that is summed over"
-    assert told(Products(fprop=True))["wgrad"] == Choice(False, no_operand)
+    assert told(Products(fprop=True))["wgrad"] == Choice(reason=no_operand)
     for kernels in ("cusparselt", "cuda"):
         assert {(c.sparse, c.kernels) for c in told(ALL, kernels).values()} == {(True, kernels)}
     for options, reason in (
@@ -65,16 +66,16 @@ def test_a_choice_is_of_what_was_measured_and_has_its_reason(gpu, monkeypatch):
             told(sparse, matmul)
     monkeypatch.setitem(TIMES, 128, (float("inf"), 0.7))
     found = told(ALL)["fprop"]
-    assert found == Choice(False, "no sparse kernel gives the right product", None, 0.7)
+    assert found == Choice("", "no sparse kernel gives the right product", None, 0.7)
     assert found.saved_ms == 0
 
 
 def test_the_gain_of_a_step_is_that_of_its_products(gpu):
     of_a = told(ALL)
     assert of_a == {
-        "fprop": Choice(True, "", 0.5, 0.7, "cuda"),
-        "dgrad": Choice(False, "measured to be slower: 0.4 ms, dense 0.3 ms", 0.4, 0.3),
-        "wgrad": Choice(True, "", 0.5, 0.7, "cuda"),
+        "fprop": Choice(LAYOUT, "", 0.5, 0.7),
+        "dgrad": Choice("", "measured to be slower: 0.4 ms, dense 0.3 ms", 0.4, 0.3),
+        "wgrad": Choice(LAYOUT, "", 0.5, 0.7),
     }
     found = Acceleration(256, {"a": of_a, "b": told(Products(fprop=True))})
     assert found.saved_ms == pytest.approx(0.6)

@@ -109,7 +109,7 @@ def chosen(device, matmul, **options):
     layer = nn.Linear(64, 128)
     method = methods.build("s_ste", include=["*"], **options)
     method.convert(layer, dtype=torch.bfloat16)
-    return choose(layer.candidates(), (128, 64), True, torch.bfloat16, device, 256, matmul)[0]
+    return choose(layer.candidates(), (128, 64), True, torch.bfloat16, device, 256, matmul).products
 
 
 def test_hopper_alone_runs_on_fp8_units_and_wherever_there_are_any(gpu, monkeypatch):
@@ -131,8 +131,8 @@ def test_hopper_alone_runs_on_fp8_units_and_wherever_there_are_any(gpu, monkeypa
 def _choose_differently(rank, meeting_point, queue):
     """Two ranks of which each finds other products to be faster."""
     dist.init_process_group("gloo", init_method=meeting_point, rank=rank, world_size=2)
-    found = Products(fprop=rank == 0, wgrad=rank == 1), {}
-    methods.nn.base.choose = lambda *_: found
+    found = acceleration.Chosen(Products(fprop=rank == 0, wgrad=rank == 1), {})
+    acceleration.choose = lambda *_: found
     layer = nn.Linear(64, 128)
     method = methods.build("s_ste", include=["*"])
     method.convert(layer, dtype=torch.bfloat16)
@@ -141,7 +141,7 @@ def _choose_differently(rank, meeting_point, queue):
     def refuse(*_):
         raise RuntimeError(f"rank {rank} cannot")
 
-    methods.nn.base.choose = refuse
+    acceleration.choose = refuse
     try:
         method.accelerate(256)
     except RuntimeError as error:

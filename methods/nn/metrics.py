@@ -1,0 +1,92 @@
+"""What a method measures of its layers: how fast masks change, how many weights are left."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from common_kernels import check_nm, flip_rate, nm_mask
+
+from . import sharding
+from .conversion import weight_of
+from .linear import SparseLinear
+
+
+class FlipRates:
+    """The fractions of mask bits that changed at the last measured choice of masks.
+
+    per_refresh: over all layers. per_step, of_layers: the same, of all and of each layer by name,
+    divided by the number of steps between two choices.
+    """
+
+    def __init__(self) -> None:
+        self.per_step = self.per_refresh = 0.0
+        self.of_layers: dict[str, float] = {}
+        self._before: list[tuple[str, Tensor]] | None = None
+
+    def begin(self, layers: Mapping[str, nn.Module]) -> None:
+        """Remember the masks before a choice that is measured."""
+        self._before = [(name, mask.clone()) for name, mask in masks(layers)]
+
+    def count(self, layers: Mapping[str, nn.Module], period: int, by_layer: bool) -> None:
+        """Count the bits in which the masks differ from those at `begin`, if it was called."""
+        if self._before is None:
+            return
+        pairs = zip(self._before, masks(layers), strict=True)
+        flips = [
+            (name, float(flip_rate(old, new)) * new.numel(), new.numel())
+            for (_, old), (name, new) in pairs
+        ]
+        self._before = None
+        # One entry for each layer, so that one sum over the ranks serves all.
+        count = len(flips)
+        sums = sharding.total(
+            (layers[name], [n if i == j else 0 for n in numbers for j in range(count)])
+            for i, (name, *numbers) in enumerate(flips)
+        )
+        changed, entries = sums[:count], sums[count:]
+        self.per_refresh = sum(changed) / max(1, sum(entries))
+        self.per_step = self.per_refresh / period
+        if by_layer:
+            self.of_layers = {
+                name: changed[i] / max(1, entries[i]) / period
+                for i, (name, *_) in enumerate(flips)
+            }
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "flips_per_step": self.per_step,
+            "flips_per_refresh": self.per_refresh,
+            "flips_of_layers": self.of_layers,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.per_step, self.per_refresh = state["flips_per_step"], state["flips_per_refresh"]
+        self.of_layers = state.get("flips_of_layers", {})
+
+
+def masks(layers: Mapping[str, nn.Module]) -> Iterator[tuple[str, Tensor]]:
+    """Yield the name and the mask of each trained layer; of sharded layers this rank's rows."""
+    for name, layer in layers.items():
+        if not any(p.requires_grad for p in layer.parameters()):
+            continue
+        with sharding.rows(layer):
+            if isinstance(layer, SparseLinear):
+                mask = layer.current_mask()
+            else:
+                mask = nm_mask(weight_of(layer).detach())
+        yield name, mask
+
+
+def weights(layers: Mapping[str, nn.Module], patterns: Mapping[str, tuple[int, int]]) -> list[int]:
+    """The numbers of non-zeros, of illegal groups and of entries in the weights in use."""
+    counts = []
+    for name, layer in layers.items():
+        with sharding.rows(layer):  # one at a time: the weight may be computed on demand
+            own = layer.sparse_weight if isinstance(layer, SparseLinear) else None
+            weight = weight_of(layer) if own is None else own
+            bad = int(check_nm(weight, *patterns[name]))
+            counts.append((layer, [int(weight.count_nonzero()), bad, weight.numel()]))
+    return [*map(int, sharding.total(counts))]
