@@ -51,8 +51,7 @@ class FlipRates:
         self.per_step = self.per_refresh / period
         if by_layer:
             self.of_layers = {
-                name: changed[i] / max(1, entries[i]) / period
-                for i, (name, *_) in enumerate(flips)
+                name: changed[i] / max(1, entries[i]) / period for i, (name, *_) in enumerate(flips)
             }
 
     def state_dict(self) -> dict[str, Any]:

@@ -194,7 +194,8 @@ def milliseconds(found: dict[str, Time], sparse: Bench) -> dict[str, float]:
     mask search."""
     times = {name: time.ms for name, time in found.items()}
     search = times.get("hooks, masks chosen", times["hooks"]) - times["hooks"]
-    times["step"] = times["whole"] + max(0.0, search) / sparse.converted.method.capabilities.mask_period
+    period = sparse.converted.method.capabilities.mask_period
+    times["step"] = times["whole"] + max(0.0, search) / period
     return times
 
 

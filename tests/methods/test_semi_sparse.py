@@ -19,7 +19,7 @@ from common_kernels import check24, transposable_mask24
 from common_kernels.matmul import choice, linear24
 from common_kernels.pack import BUFFERED, VENDOR
 from methods.nn import at_run_time, operands, transposable
-from methods.nn.acceleration import Choice
+from methods.nn.acceleration import Choice, Chosen
 from methods.nn.gemms import DENSE
 from methods.semi_sparse import (
     SemiSparseActivationLinear,
@@ -356,8 +356,8 @@ def test_products_run_sparse_without_a_further_call(made, monkeypatch, packer):
 
 
 def test_a_linear_that_a_gpu_multiplies_dense_says_so_once(monkeypatch):
-    why = dict.fromkeys(("fprop", "dgrad", "wgrad"), Choice(False, "too old: 7.5"))
-    monkeypatch.setattr(at_run_time, "choose", lambda *_: (DENSE, why))
+    why = dict.fromkeys(("fprop", "dgrad", "wgrad"), Choice(reason="too old: 7.5"))
+    monkeypatch.setattr(at_run_time, "choose", lambda *_: Chosen(DENSE, why))
     given = at_run_time.OF_WEIGHT, (64, 64), torch.bfloat16
     with pytest.warns(UserWarning, match=r"\[64, 64\] is multiplied dense: too old$"):
         at_run_time._chosen(*given, torch.device("cuda"), 1, None)
