@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import os
 import struct
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -33,17 +35,19 @@ class Launched(NamedTuple):
 
 # Set by matmul/native.py where C++ can launch kernels: a function that prepares what Triton has
 # launched on a device, and the operator that takes the result and the kernel's arguments.
-prepare: Callable[[Any, int, int], int] | None = None
+prepare: Callable[[Launched, int], int] | None = None
 start: Any = None
 KNOWN = 4096  # launches that are kept
 _known: dict[tuple[Any, ...], tuple[int, list[int]]] = {}
+_notes = threading.local()  # `launched`: what `noted` has yielded, in this thread
 
 
 def launch(kernel: Any, blocks: int, device: torch.device, *args: Any, **options: Any) -> None:
     """Run `kernel` in `blocks` programs on `device`; from the second time on by C++ if it can,
     which takes the CPU a fraction of the time that Triton takes. Only constants of the kernel may
     be given by name."""
-    if prepare is None or device.index != torch.cuda.current_device():
+    noting = getattr(_notes, "launched", None) is not None
+    if prepare is None or noting or device.index != torch.cuda.current_device():
         by_triton(kernel, blocks, device, *args, **options)
         return
     numbers: list[Any] = []
@@ -62,7 +66,7 @@ def launch(kernel: Any, blocks: int, device: torch.device, *args: Any, **options
             _known.clear()
         kinds = enumerate(launched.compiled.src.signature.values())
         _known[tuple(key)] = (
-            prepare(*launched, device.index), [i for i, kind in kinds if kind != "constexpr"]
+            prepare(launched, device.index), [i for i, kind in kinds if kind != "constexpr"]
         )  # fmt: skip
         return
     given = [numbers[i] for i in known[1]]
@@ -77,8 +81,20 @@ def by_triton(
     Fused multiply-adds are off: cpu.py has none, and the results must be bitwise equal.
     """
     with backend.current(device):
-        compiled = kernel[(blocks,)](*args, **options, enable_fp_fusion=False)
-    return Launched(compiled, blocks)
+        launched = Launched(kernel[(blocks,)](*args, **options, enable_fp_fusion=False), blocks)
+    if (notes := getattr(_notes, "launched", None)) is not None:
+        notes.append(launched)
+    return launched
+
+
+@contextmanager
+def noted() -> Iterator[list[Launched]]:
+    """Yield a list that receives all that Triton launches meanwhile in this thread."""
+    _notes.launched = found = []
+    try:
+        yield found
+    finally:
+        _notes.launched = None
 
 
 _FP32, _INT32 = struct.Struct("f"), struct.Struct("i")

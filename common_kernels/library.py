@@ -3,7 +3,6 @@
 import functools
 import importlib
 import inspect
-import operator
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -14,11 +13,12 @@ from torch._C._dynamo import eval_frame
 from torch._library.autograd import make_autograd_impl
 
 LIBRARY = torch.library.Library("sparse24", "FRAGMENT")
+KERNELS: dict[str, Callable[..., torch.Tensor | None]] = {}  # see `kernels_of`
 
 # A call whose dispatch keys are all in this set goes straight to the function: strided tensors on
 # a CPU or a GPU, and no active mode that must see the call.
 _DIRECT = functools.reduce(
-    operator.or_,
+    int.__or__,
     (
         DispatchKeySet(key).raw_repr()
         for key in (
@@ -105,13 +105,33 @@ def custom_op(name: str, *, mutates_args: tuple[str, ...] = ()) -> Callable[[Cal
     return register
 
 
-def default_kernel(name: str) -> Callable[[Callable], None]:
-    """A decorator that makes a function the kernel of the operator `name` of this library on every
-    device that has no kernel of its own."""
+def launched_by_cpp(schema: str, fake: Callable | None = None) -> Callable[[Callable], Any]:
+    """A decorator that makes a function the operator of this schema, until C++ takes it over on
+    GPUs (matmul/native.py). Autograd passes it by, which is quicker: it is called only where no
+    gradient is recorded. `fake` returns what fake tensors shall become; None for an operator that
+    C++ calls."""
+    name = schema.partition("(")[0]
 
-    def register(function: Callable) -> None:
+    def register(function: Callable) -> Any:
+        LIBRARY.define(schema)
         eval_frame.set_code_exec_strategy(function.__code__, _SKIP)
         LIBRARY.impl(name, function, "CompositeExplicitAutograd")
+        if fake is not None:
+            LIBRARY.impl(name, torch.library.fallthrough_kernel, "Autograd")
+            torch.library.register_fake(f"sparse24::{name}", fake, lib=LIBRARY)
+        return getattr(torch.ops.sparse24, name).default
+
+    return register
+
+
+def kernels_of(name: str) -> Callable[[Callable], Callable]:
+    """A decorator for the function that launches, in Python, the kernels that C++ asks for by this
+    name to launch them itself from then on. It takes whole numbers, then tensors, and returns the
+    packed buffer that they fill, if any."""
+
+    def register(function: Callable) -> Callable:
+        KERNELS[name] = function
+        return function
 
     return register
 

@@ -1,7 +1,6 @@
-// The operators sparse24::matmul24_cusparselt, sample_mm24_cusparselt and launch24 without Python:
-// they look up what is launched and launch it. Plans and kernels are made in Python (matmul/native.py),
-// once for each product and stream. Only LibTorch's stable ABI is used, so that one binary serves
-// every torch from 2.11 on.
+// Operators of sparse24 without Python: they look up what is launched and launch it. Plans and
+// kernels are made in Python (matmul/native.py), once for each product and stream. Only LibTorch's
+// stable ABI is used, so that one binary serves every torch from 2.11 on.
 
 #include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/library.h>
@@ -14,6 +13,7 @@
 #include <optional>
 #include <stdexcept>
 #include <string>
+#include <tuple>
 #include <vector>
 
 namespace {
@@ -47,23 +47,30 @@ struct Kernel {
   void* function;
   int32_t blocks, threads, shared, device;
   int64_t bytes;  // of the buffer that it fills
+  int64_t ones;  // bit i: argument i is 1, which Triton has compiled in
 
-  void run(void* stream, void** arguments) const {
+  // arguments: addresses, whole numbers, and the bits of fp32 numbers.
+  void run(void* stream, const Shape& arguments, int64_t without = 0) const {
     if (!blocks) return;
+    std::vector<void*> given;
+    int64_t none = 0;
+    for (size_t i = 0; i < arguments.size(); ++i)
+      if (!(without >> i & 1)) given.push_back(const_cast<int64_t*>(&arguments[i]));
+    given.insert(given.end(), 2, &none);  // Triton's own
     const int status =
-        launch(function, blocks, 1, 1, threads, 1, 1, shared, stream, arguments, nullptr);
+        launch(function, blocks, 1, 1, threads, 1, 1, shared, stream, given.data(), nullptr);
     if (status) throw std::runtime_error("cuLaunchKernel: error " + std::to_string(status));
   }
+  void operator()(void* stream, const Shape& arguments) const { run(stream, arguments, ones); }
 };
 
 AOTITorchError (*current_stream)(int32_t device, void** stream);
 std::mutex mutex, launching;
 
 // What `operation`, an operator of Python, makes of `arguments()`, kept by `key`.
-template <typename Made, size_t N, typename Arguments>
-const Made& made_once(
-    const std::array<int64_t, N>& key, const char* operation, const Arguments& arguments) {
-  static std::map<std::array<int64_t, N>, const Made*> known;
+template <typename Made, typename Arguments>
+const Made& made_once(const Shape& key, const char* operation, const Arguments& arguments) {
+  static std::map<Shape, const Made*> known;
   {
     std::lock_guard<std::mutex> alone(mutex);
     auto found = known.find(key);
@@ -90,6 +97,8 @@ void* stream_of(const Tensor& x) {
   return stream;
 }
 
+int64_t address(const Tensor& x) { return reinterpret_cast<int64_t>(x.data_ptr()); }
+
 std::optional<torch::stable::accelerator::DeviceGuard> on_device_of(const Tensor& x) {
   if (!x.is_cuda()) return std::nullopt;
   return std::optional<torch::stable::accelerator::DeviceGuard>(
@@ -111,7 +120,22 @@ Tensor empty(const Shape& shape, int32_t dtype, const Tensor& like) {
 // The tensor itself if it is as GPU kernels need it, contiguous and aligned, else a copy.
 Tensor readable(const Tensor& x) {
   Tensor y = x.is_contiguous() ? x : torch::stable::contiguous(x);
-  return reinterpret_cast<uintptr_t>(y.data_ptr()) % 16 ? torch::stable::clone(y) : y;
+  return address(y) % 16 ? torch::stable::clone(y) : y;
+}
+
+// The kernels that Python launches by this name for such numbers and tensors. `sizes`: what else
+// they depend on.
+const Kernel* kernels(
+    const char* name, const Shape& numbers, const std::vector<Tensor>& tensors, Shape key) {
+  key.insert(key.end(), numbers.begin(), numbers.end());
+  for (const Tensor& x : tensors) {  // Triton compiles a kernel for aligned addresses
+    key.push_back(dtype_of(x) << 1 | (address(x) % 16 == 0));
+  }
+  key.push_back(tensors[0].get_device_index());
+  key.push_back(reinterpret_cast<int64_t>(name));
+  return &made_once<Kernel>(key, "sparse24::kernels24", [&] {
+    return std::array<StableIValue, 3>{from(std::string(name)), from(numbers), from(tensors)};
+  });
 }
 
 void check(bool holds, const char* message) {
@@ -135,7 +159,7 @@ void multiply(
   const auto number = reinterpret_cast<int64_t>(stream);
   const int64_t flags = dense_transposed | result_transposed << 1 | bias.has_value() << 2;
   const auto& launch = made_once<Launch>(
-      std::array<int64_t, 8>{rows, columns, tokens, dtype, result_dtype, flags, device, number},
+      Shape{rows, columns, tokens, dtype, result_dtype, flags, device, number},
       "sparse24::plan24", [&] {
         return std::array<StableIValue, 10>{
             from(rows), from(columns), from(tokens), from(dtype), from(result_dtype),
@@ -195,37 +219,156 @@ Tensor sample_mm24(
   const auto guard = on_device_of(dy);
   const int64_t rows = dy.size(dy.dim() - 1), columns = x.size(x.dim() - 1);
   int64_t tokens = rows ? dy.numel() / rows : 0;
-  const int32_t dtype = dtype_of(dy), device = dy.get_device_index();
+  const int32_t dtype = dtype_of(dy);
   check(dtype == dtype_of(x) && x.numel() == tokens * columns, "the operands' shapes do not fit");
   Tensor out = empty({rows, columns}, dtype, x);
   if (!dy.numel() || !x.numel()) return torch::stable::zero_(out);
   Tensor of = readable(dy), with = readable(key);
-  const auto& kernel = made_once<Kernel>(
-      std::array<int64_t, 5>{rows, tokens, dtype, stride, device}, "sparse24::sampling24",
-      [&] { return std::array<StableIValue, 3>{from(of), from(with), from(stride)}; });
+  const Kernel& kernel = *kernels("sample24", {stride}, {of, with}, {rows, tokens});
   Tensor buffer = empty({kernel.bytes}, aoti_torch_dtype_uint8(), dy);
-  void *read = of.data_ptr(), *drawn = with.data_ptr(), *values = buffer.data_ptr();
-  void *meta = static_cast<char*>(values) + rows * tokens / 2 * dy.element_size();
-  void* none = nullptr;  // for Triton's own two arguments
-  void* arguments[] = {&read, &drawn, &stride, &values, &meta, &tokens, &none, &none};
-  kernel.run(stream_of(dy), arguments);
+  const int64_t values = address(buffer), meta = values + rows * tokens / 2 * dy.element_size();
+  kernel(stream_of(dy), {address(of), address(with), stride, values, meta, tokens});
   multiply(
       buffer, rows, tokens, columns, x, std::nullopt, false, false,
       to<ScalarType>(from(dtype)), out);
   return out;
 }
 
-// Runs one of Triton's kernels on the current stream. arguments: addresses, whole numbers, and the
-// bits of fp32 numbers.
-void launch24(int64_t kernel, std::vector<int64_t> arguments) {
+// --- FP8 ----------------------------------------------------------------------------------------
+
+constexpr int64_t TILE = 64;  // tokens that a program of the quantising kernels takes
+
+Shape shape_of(const Tensor& x, int64_t last) {
+  Shape shape;
+  for (int64_t i = 0; i + 1 < x.dim(); ++i) shape.push_back(x.size(i));
+  shape.push_back(last);
+  return shape;
+}
+
+int32_t format(int64_t number) {
+  return number ? aoti_torch_dtype_float8_e5m2() : aoti_torch_dtype_float8_e4m3fn();
+}
+
+Tensor number_on(const Tensor& like) { return empty({}, aoti_torch_dtype_float32(), like); }
+
+// The largest magnitude of x, as bits.
+Tensor largest(const Tensor& x, const Kernel& kernel, void* stream) {
+  Tensor bits = empty({}, aoti_torch_dtype_int32(), x);
+  torch::stable::zero_(bits);
+  kernel(stream, {address(x), address(bits), x.numel()});
+  return bits;
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor> quantize_both24(
+    const Tensor& given, int64_t fmt, int64_t fmt_transposed) {
+  const auto guard = on_device_of(given);
+  const Tensor x = readable(given);
+  const int64_t columns = x.size(x.dim() - 1), rows = columns ? x.numel() / columns : 0;
+  const int64_t padded = (rows + TILE - 1) / TILE * TILE;
+  Tensor codes = empty(shape_of(x, columns), format(fmt), x);
+  Tensor turned = empty({columns, padded}, format(fmt_transposed), x);
+  Tensor scale = number_on(x), scale_turned = number_on(x);
+  if (!x.numel()) {
+    torch::stable::fill_(scale, 1);
+    torch::stable::fill_(scale_turned, 1);
+    return {codes, turned, scale, scale_turned};
+  }
+  const auto* found = kernels("quantize_both24", {fmt, fmt_transposed}, {x}, {rows, columns});
+  void* stream = stream_of(x);
+  const Tensor bits = largest(x, found[0], stream);
+  for (int i = 1; i <= 1 + (fmt == fmt_transposed); ++i) {
+    found[i](
+        stream, {address(x), address(codes), address(turned), address(bits), address(scale),
+                 address(scale_turned), address(scale), rows, columns, padded});
+  }
+  return {codes, turned, scale, scale_turned};
+}
+
+std::tuple<Tensor, Tensor, Tensor> quantize_and_sample24(
+    const Tensor& given, const Tensor& key, int64_t stride, int64_t fmt) {
+  check_together(given, key);
+  const auto guard = on_device_of(given);
+  const Tensor dy = readable(given), drawn = readable(key);
+  const int64_t out = dy.size(dy.dim() - 1), tokens = out ? dy.numel() / out : 0;
+  Tensor codes = empty(shape_of(dy, out), format(fmt), dy), scale = number_on(dy);
+  if (!dy.numel()) {
+    torch::stable::fill_(scale, 1);
+    return {codes, empty({0}, aoti_torch_dtype_uint8(), dy), scale};
+  }
+  const auto* found = kernels("quantize_and_sample24", {stride, fmt}, {dy, drawn}, {tokens, out});
+  Tensor buffer = empty({found[1].bytes}, aoti_torch_dtype_uint8(), dy);
+  const int64_t padded = found[1].blocks / (out / TILE) * TILE, values = address(buffer);
+  void* stream = stream_of(dy);
+  const Tensor bits = largest(dy, found[0], stream);
+  found[1](
+      stream, {address(dy), address(drawn), stride, address(codes), values,
+               values + out * padded / 2, address(bits), address(scale), address(scale), tokens,
+               padded, out});
+  return {codes, buffer, scale};
+}
+
+// The product of codes by cuSPARSELt, times factor / (scale * other), plus the bias.
+Tensor scaled24(
+    const Tensor& buffer, int64_t rows, int64_t columns, const Tensor& dense,
+    const std::optional<Tensor>& bias, const Tensor& scale, const Tensor& other, int64_t factor,
+    bool linear, ScalarType out_dtype) {
+  const int32_t dtype = linear ? aoti_torch_dtype_bfloat16() : aoti_torch_dtype_float32();
+  const Tensor y = matmul24(
+      buffer, rows, columns, dense, std::nullopt, true, linear, to<ScalarType>(from(dtype)));
+  const auto guard = on_device_of(y);
+  const int32_t result = to<int32_t>(from(out_dtype));
+  const int64_t last = y.size(y.dim() - 1);
+  Tensor out = result == dtype ? y : empty(shape_of(y, last), result, y);
+  if (!y.numel()) return out;
+  std::vector<Tensor> tensors{y, out, scale, other};
+  if (bias) {
+    check_together(*bias, y);
+    tensors.push_back(readable(*bias));
+  }
+  Shape arguments;
+  for (const Tensor& x : tensors) arguments.push_back(address(x));
+  if (!bias) arguments.push_back(address(y));
+  arguments.insert(arguments.end(), {y.numel(), last});
+  kernels("rescale", {factor}, tensors, {y.numel(), last})[0](stream_of(y), arguments);
+  return out;
+}
+
+// The product of codes by cuBLAS, which takes the reciprocals of the scales.
+Tensor scaled_linear24(
+    const Tensor& x, const Tensor& w, const Tensor& x_scale, const Tensor& w_scale,
+    const std::optional<Tensor>& bias, ScalarType dtype) {
+  check_together(x, w);
+  const auto guard = on_device_of(x);
+  const Tensor inverse = number_on(x), other = number_on(x);
+  kernels("inverse", {}, {x_scale, w_scale}, {})[0](
+      stream_of(x),
+      {address(x_scale), address(w_scale), address(inverse), address(other)});
+  const int64_t last = x.size(x.dim() - 1);
+  const Tensor a = readable(x), b = torch::stable::transpose(readable(w), 0, 1);
+  const bool fast = dtype_of(x) == format(0) && dtype_of(w) == format(0);
+  std::optional<Tensor> added;
+  if (bias) {
+    const int32_t bf16 = aoti_torch_dtype_bfloat16();
+    added = readable(torch::stable::to(*bias, to<ScalarType>(from(bf16))));
+  }
+  std::array<StableIValue, 8> stack{
+      from(torch::stable::view(a, {last ? a.numel() / last : 0, last})), from(b), from(inverse),
+      from(other), from(added), from(std::optional<Tensor>()), from(std::optional(dtype)),
+      from(fast)};
+  TORCH_ERROR_CODE_CHECK(
+      torch_call_dispatcher("aten::_scaled_mm", "", stack.data(), TORCH_ABI_VERSION));
+  std::array<StableIValue, 2> shaped{stack[0], from(shape_of(x, w.size(0)))};
+  TORCH_ERROR_CODE_CHECK(
+      torch_call_dispatcher("aten::_unsafe_view", "", shaped.data(), TORCH_ABI_VERSION));
+  return to<Tensor>(shaped[0]);
+}
+
+// Runs one of Triton's kernels on the current stream, with the arguments that it takes.
+void launch24(int64_t kernel, Shape arguments) {
   const auto& known = *reinterpret_cast<const Kernel*>(kernel);
-  std::vector<void*> given;
-  int64_t none = 0;
-  for (auto& argument : arguments) given.push_back(&argument);
-  given.insert(given.end(), 2, &none);  // Triton's own
   void* stream;
   TORCH_ERROR_CODE_CHECK(current_stream(known.device, &stream));
-  known.run(stream, given.data());
+  known.run(stream, arguments);
 }
 
 }  // namespace
@@ -239,10 +382,15 @@ extern "C" __attribute__((visibility("default"))) void* sparse24_start(
   static TorchLibraryHandle without_tensors;  // kept as long as the process
   TORCH_ERROR_CODE_CHECK(
       aoti_torch_library_init_impl("sparse24", key, __FILE__, __LINE__, &library));
-  TORCH_ERROR_CODE_CHECK(torch_library_impl(
-      library, "matmul24_cusparselt", TORCH_BOX(&matmul24), TORCH_ABI_VERSION));
-  TORCH_ERROR_CODE_CHECK(torch_library_impl(
-      library, "sample_mm24_cusparselt", TORCH_BOX(&sample_mm24), TORCH_ABI_VERSION));
+  const auto add = [&](const char* name, auto* boxed) {
+    TORCH_ERROR_CODE_CHECK(torch_library_impl(library, name, boxed, TORCH_ABI_VERSION));
+  };
+  add("matmul24_cusparselt", TORCH_BOX(&matmul24));
+  add("sample_mm24_cusparselt", TORCH_BOX(&sample_mm24));
+  add("matmul24_of_codes", TORCH_BOX(&scaled24));
+  add("scaled_linear24", TORCH_BOX(&scaled_linear24));
+  add("quantize_both24", TORCH_BOX(&quantize_both24));
+  add("quantize_and_sample24", TORCH_BOX(&quantize_and_sample24));
   TORCH_ERROR_CODE_CHECK(aoti_torch_library_init_impl(
       "sparse24", "CompositeExplicitAutograd", __FILE__, __LINE__, &without_tensors));
   TORCH_ERROR_CODE_CHECK(torch_library_impl(

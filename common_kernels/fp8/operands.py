@@ -13,7 +13,7 @@ from common_kernels import backend as backends
 from common_kernels import checks
 from common_kernels.fp8 import check_delayed
 from common_kernels.fp8 import cpu as fp8
-from common_kernels.library import custom_op
+from common_kernels.library import custom_op, kernels_of, launched_by_cpp
 from common_kernels.masks import nm_mask
 from common_kernels.mvue import sampled24
 from common_kernels.pack import BUFFERED, Packed24, cpu
@@ -30,62 +30,56 @@ def quantize_both(
     *,
     backend: str | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Quantise x [n, k] and x^T after one search for the largest magnitude, in one more read of x.
+    """Quantise x [..., k] with n rows in all, and x^T, after one search for the largest magnitude,
+    in one more read of x.
 
     Returns the codes of x in `fmt`, the codes of x^T [k, n rounded up to a multiple of 64] in
     `fmt_transposed`, padded with zeros, and the scale of each. amax, seen: as for `quantize_fp8`.
     """
     checks.float_tensor(x)
     for name in (fmt, fmt_transposed):
-        if name not in fp8.FORMATS:
-            raise ValueError(f"unknown format {name!r}: choose one of {', '.join(fp8.FORMATS)}")
-    if x.ndim != 2:
-        raise ValueError(f"x must have two dims, not shape {tuple(x.shape)}")
+        if name not in FORMATS:
+            raise ValueError(f"unknown format {name!r}: choose one of {', '.join(FORMATS)}")
+    if x.ndim < 2:
+        raise ValueError(f"x must have at least two dims, not shape {tuple(x.shape)}")
     name = backends.resolve_fp8(x.device, backend)
-    if amax is None and seen is None:
-        codes, transposed, scales = _quantize_both(x, fmt, fmt_transposed, name)
-    else:
-        delayed = check_delayed(x, amax, seen)
-        codes, transposed, scales = _quantize_both_delayed(x, fmt, fmt_transposed, *delayed, name)
-    return codes, transposed, *scales.unbind()
+    if amax is not None or seen is not None:
+        amax, seen = check_delayed(x, amax, seen)
+    elif name == "triton":
+        return _both_at_once(x, FORMATS.index(fmt), FORMATS.index(fmt_transposed))
+    return _quantize_both(x, fmt, fmt_transposed, amax, seen, name)
 
 
-@custom_op("sparse24::quantize_both", mutates_args=())
+@custom_op("sparse24::quantize_both", mutates_args=("seen",))
 def _quantize_both(
-    x: Tensor, fmt: str, fmt_transposed: str, backend: str
-) -> tuple[Tensor, Tensor, Tensor]:
-    return _both(x, fmt, fmt_transposed, None, None, backend)
-
-
-@custom_op("sparse24::quantize_both_delayed", mutates_args=("seen",))
-def _quantize_both_delayed(
-    x: Tensor, fmt: str, fmt_transposed: str, amax: Tensor, seen: Tensor, backend: str
-) -> tuple[Tensor, Tensor, Tensor]:
-    return _both(x, fmt, fmt_transposed, amax, seen, backend)
-
-
-def _both(
-    x: Tensor, fmt: str, fmt_transposed: str, amax: Tensor | None, seen: Tensor | None, backend: str
-) -> tuple[Tensor, Tensor, Tensor]:
+    x: Tensor,
+    fmt: str,
+    fmt_transposed: str,
+    amax: Tensor | None,
+    seen: Tensor | None,
+    backend: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     if backend == "triton" and x.numel():
         from common_kernels.fp8 import operands_triton
 
         return operands_triton.quantize_both(x.contiguous(), fmt, fmt_transposed, amax, seen)
     codes, scale = fp8.quantize_fp8(x.contiguous(), fmt, amax, seen)
-    transposed, scale_transposed = fp8.quantize_fp8(x, fmt_transposed, amax)
-    transposed = fill_up(transposed, -len(x) % MULTIPLE).t().contiguous()
-    scales = torch.stack([scale, scale_transposed])
-    return codes, transposed, scales
+    x = x.reshape(-1, x.shape[-1])
+    turned, scale_turned = fp8.quantize_fp8(x, fmt_transposed, amax)
+    return codes, fill_up(turned, -len(x) % MULTIPLE).t().contiguous(), scale, scale_turned
 
 
 @_quantize_both.register_fake
-@_quantize_both_delayed.register_fake
-def _both_like(x: Tensor, fmt: str, fmt_transposed: str, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
-    rows = (x.shape[0] + MULTIPLE - 1) // MULTIPLE * MULTIPLE
+def _both_like(
+    x: Tensor, fmt: str, fmt_transposed: str, *_: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    rows = (x.numel() // x.shape[-1] + MULTIPLE - 1) // MULTIPLE * MULTIPLE
+    scale = x.new_empty((), dtype=torch.float32)
     return (
         x.new_empty(x.shape, dtype=fp8.FORMATS[fmt]),
-        x.new_empty((x.shape[1], rows), dtype=fp8.FORMATS[fmt_transposed]),
-        x.new_empty(2, dtype=torch.float32),
+        x.new_empty((x.shape[-1], rows), dtype=fp8.FORMATS[fmt_transposed]),
+        scale,
+        torch.empty_like(scale),
     )
 
 
@@ -168,7 +162,7 @@ def quantize_and_sample(
     layout: str = BUFFERED,
     backend: str | None = None,
 ) -> tuple[Tensor, Packed24, Tensor]:
-    """Quantise dy [tokens, out] and a packed, transposed 2:4 sample of it.
+    """Quantise dy [..., out] and a packed, transposed 2:4 sample of it along its tokens.
 
     Returns the codes of dy, the packed codes of the transposed sample, and the scale of dy. The
     sample is mvue24(dy, key[0], key[1] * stride, dim=0), its tokens padded with zeros to a multiple
@@ -180,48 +174,27 @@ def quantize_and_sample(
         amax, seen: as for `quantize_fp8`.
     """
     checks.float_tensor(dy, "dy")
-    if dy.ndim != 2 or dy.shape[1] % MULTIPLE:
-        raise ValueError(f"dy must be [tokens, a multiple of {MULTIPLE}], not {tuple(dy.shape)}")
+    if dy.ndim < 2 or dy.shape[-1] % MULTIPLE:
+        raise ValueError(f"dy must be [..., a multiple of {MULTIPLE}], not {tuple(dy.shape)}")
     name = backends.resolve_fp8(checks.one_device(dy=dy, key=key), backend)
-    if amax is None and seen is None:
-        codes, buffer, scale = _quantize_and_sample(dy, key, stride, fmt, layout, name)
-    else:
+    if amax is not None or seen is not None:
         amax, seen = check_delayed(dy, amax, seen)
-        codes, buffer, scale = _quantize_and_sample_delayed(
-            dy, key, stride, fmt, amax, seen, layout, name
-        )
-    shape = dy.shape[1], _filled_up(dy, layout)
+    if seen is None and name == "triton" and layout == BUFFERED:
+        codes, buffer, scale = _sample_at_once(dy, key, stride, FORMATS.index(fmt))
+    else:
+        codes, buffer, scale = _quantize_and_sample(dy, key, stride, fmt, amax, seen, layout, name)
+    shape = dy.shape[-1], _filled_up(dy, layout)
     return codes, Packed24((buffer,), shape, codes.dtype, layout), scale
 
 
 def _filled_up(dy: Tensor, layout: str) -> int:
-    """The number of tokens of dy [tokens, out], rounded up to what a layout of codes needs."""
+    """The number of tokens of dy [..., out], rounded up to what a layout of codes needs."""
     multiple = tokens_multiple(layout, torch.float8_e5m2)
-    return (dy.shape[0] + multiple - 1) // multiple * multiple
+    return (dy.numel() // dy.shape[-1] + multiple - 1) // multiple * multiple
 
 
-@custom_op("sparse24::quantize_and_sample", mutates_args=())
+@custom_op("sparse24::quantize_and_sample", mutates_args=("seen",))
 def _quantize_and_sample(
-    dy: Tensor, key: Tensor, stride: int, fmt: str, layout: str, backend: str
-) -> tuple[Tensor, Tensor, Tensor]:
-    return _and_sample(dy, key, stride, fmt, None, None, layout, backend)
-
-
-@custom_op("sparse24::quantize_and_sample_delayed", mutates_args=("seen",))
-def _quantize_and_sample_delayed(
-    dy: Tensor,
-    key: Tensor,
-    stride: int,
-    fmt: str,
-    amax: Tensor,
-    seen: Tensor,
-    layout: str,
-    backend: str,
-) -> tuple[Tensor, Tensor, Tensor]:
-    return _and_sample(dy, key, stride, fmt, amax, seen, layout, backend)
-
-
-def _and_sample(
     dy: Tensor,
     key: Tensor,
     stride: int,
@@ -239,6 +212,7 @@ def _and_sample(
             seen,
         )  # fmt: skip
     codes, scale = fp8.quantize_fp8(dy.contiguous(), fmt, amax, seen)
+    dy = dy.reshape(-1, dy.shape[-1])
     filled = fill_up(dy, _filled_up(dy, layout) - len(dy))
     sample = sampled24(filled.float(), key, stride, dim=0)
     top = torch.finfo(fp8.FORMATS[fmt]).max
@@ -248,17 +222,60 @@ def _and_sample(
 
 
 @_quantize_and_sample.register_fake
-@_quantize_and_sample_delayed.register_fake
-def _and_sample_like(
+def _sample_like(
     dy: Tensor, key: Tensor, stride: int, fmt: str, *more: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     dtype, layout = fp8.FORMATS[fmt], more[-2]
-    size = cpu.buffer_bytes(dy.shape[1], _filled_up(dy, layout), dtype, layout)
+    size = cpu.buffer_bytes(dy.shape[-1], _filled_up(dy, layout), dtype, layout)
     return (
         dy.new_empty(dy.shape, dtype=dtype),
         dy.new_empty(size, dtype=torch.uint8),
         dy.new_empty((), dtype=torch.float32),
     )
+
+
+# The same without delayed scaling, for GPUs, where C++ replaces the kernels (matmul/native.py).
+# Formats are indices into FORMATS. Nothing is written to, so torch.compile quantises an input of
+# several layers once.
+FORMATS = tuple(fp8.FORMATS)
+_both_at_once = launched_by_cpp(
+    "quantize_both24(Tensor x, int fmt, int fmt_transposed) -> (Tensor, Tensor, Tensor, Tensor)",
+    lambda x, fmt, other: _both_like(x, FORMATS[fmt], FORMATS[other]),
+)(lambda x, fmt, other: _quantize_both(x, FORMATS[fmt], FORMATS[other], None, None, "triton"))
+_sample_at_once = launched_by_cpp(
+    "quantize_and_sample24(Tensor dy, Tensor key, SymInt stride, int fmt) -> "
+    "(Tensor, Tensor, Tensor)",
+    lambda dy, key, stride, fmt: _sample_like(dy, key, stride, FORMATS[fmt], BUFFERED, ""),
+)(
+    lambda dy, key, stride, fmt: _quantize_and_sample(
+        dy, key, stride, FORMATS[fmt], None, None, BUFFERED, "triton"
+    )
+)
+
+
+@kernels_of("rescale")
+def _(factor: int, y: Tensor, out: Tensor, *scales_and_bias: Tensor) -> None:
+    from common_kernels.fp8 import operands_triton
+
+    scale, other, *bias = scales_and_bias
+    operands_triton.rescale(y, out, scale, other, float(factor), bias[0] if bias else None)
+
+
+@kernels_of("inverse")
+def _(*scales: Tensor) -> None:
+    from common_kernels.fp8 import operands_triton
+
+    operands_triton.inverse(*scales)
+
+
+@kernels_of("quantize_both24")
+def _(fmt: int, other: int, x: Tensor) -> None:
+    _quantize_both(x, FORMATS[fmt], FORMATS[other], None, None, "triton")
+
+
+@kernels_of("quantize_and_sample24")
+def _(stride: int, fmt: int, dy: Tensor, key: Tensor) -> Tensor:
+    return _quantize_and_sample(dy, key, stride, FORMATS[fmt], None, None, BUFFERED, "triton")[1]
 
 
 def rescale(
@@ -313,19 +330,36 @@ def scaled_linear(
     bias: Tensor | None = None,
     dtype: torch.dtype = torch.bfloat16,
 ) -> Tensor:
-    """The product of FP8 codes: x [n, k] w^T [k, m] / (x_scale * w_scale) + bias [m], in `dtype`.
+    """The product of FP8 codes: x [..., k] w^T [k, m] / (x_scale * w_scale) + bias [m], in `dtype`.
 
     On a GPU cuBLAS multiplies: at most one operand may be e5m2, the bias may not be fp32, and k and
-    m must be multiples of 16 (n is padded). On a CPU the codes are multiplied in fp32.
+    m must be multiples of 16 (the rows of x are padded). On a CPU the codes are multiplied in fp32.
     """
     checks.one_device(x=x, w=w, x_scale=x_scale, w_scale=w_scale, bias=bias)
+    rows = x.numel() // x.shape[-1]
+    if not rows % 16:
+        return _scaled_linear(x, w, x_scale, w_scale, bias, dtype)
+    filled = fill_up(x.reshape(rows, -1), -rows % 16)
+    y = _scaled_linear(filled, w, x_scale, w_scale, bias, dtype).narrow_copy(0, 0, rows)
+    return torch.ops.aten._unsafe_view(y, [*x.shape[:-1], len(w)])
+
+
+@launched_by_cpp(
+    "scaled_linear24(Tensor x, Tensor w, Tensor x_scale, Tensor w_scale, Tensor? bias, "
+    "ScalarType dtype) -> Tensor",
+    lambda x, w, x_scale, w_scale, bias, dtype: x.new_empty(
+        (*x.shape[:-1], w.shape[0]), dtype=dtype
+    ),
+)
+def _scaled_linear(
+    x: Tensor, w: Tensor, x_scale: Tensor, w_scale: Tensor, bias: Tensor | None, dtype: torch.dtype
+) -> Tensor:
     if x.device.type == "cpu":
         with torch.autocast("cpu", enabled=False):
             y = x.float() @ w.float().t() / x_scale / w_scale  # x_scale * w_scale may overflow
         return (y if bias is None else y + bias).to(dtype)
-    rows = len(x)
     y = torch._scaled_mm(
-        fill_up(x, -rows % 16).contiguous(),
+        x.reshape(-1, x.shape[-1]).contiguous(),
         w.contiguous().t(),
         x_scale.reciprocal(),
         w_scale.reciprocal(),
@@ -333,4 +367,4 @@ def scaled_linear(
         out_dtype=dtype,
         use_fast_accum=torch.float8_e5m2 not in (x.dtype, w.dtype),
     )
-    return y[:rows]
+    return torch.ops.aten._unsafe_view(y, [*x.shape[:-1], w.shape[0]])

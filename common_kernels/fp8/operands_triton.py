@@ -36,24 +36,25 @@ def quantize_both(
     fmt_transposed: str,
     amax: torch.Tensor | None = None,
     seen: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    rows, columns = x.shape
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    columns = x.shape[-1]
+    rows = x.numel() // columns
     padded = triton.cdiv(rows, TILE) * TILE
-    codes = codes_like((rows, columns), fmt, x.device)
+    codes = codes_like(x.shape, fmt, x.device)
     transposed = codes_like((columns, padded), fmt_transposed, x.device)
-    scales = torch.empty(2, device=x.device)
+    scales = torch.empty((), device=x.device), torch.empty((), device=x.device)
     bits = largest(x) if amax is None else amax.view(torch.int32)
     # Codes of one format are written in two launches, for the reason given in project_quantize24_.
     parts = ((True, True),) if fmt != fmt_transposed else ((True, False), (False, True))
     for own, other in parts:
         launch(
             quantize_both_kernel, padded // TILE * triton.cdiv(columns, TILE), x.device,
-            x, codes, transposed, bits, scales,
-            scales if seen is None else seen.view(torch.int32), rows, columns, padded,
+            x, codes, transposed, bits, *scales,
+            scales[0] if seen is None else seen.view(torch.int32), rows, columns, padded,
             *constants(fmt), *constants(fmt_transposed), OWN=own, TRANSPOSED=other,
             SEEN=seen is not None, TILE=TILE,
         )  # fmt: skip
-    return codes.to(FORMATS[fmt]), transposed.to(FORMATS[fmt_transposed]), scales
+    return codes.to(FORMATS[fmt]), transposed.to(FORMATS[fmt_transposed]), *scales
 
 
 @triton.jit
@@ -69,7 +70,7 @@ def encode(y, TOP: tl.constexpr, SMALLEST: tl.constexpr, LIFT: tl.constexpr):
 
 @triton.jit
 def quantize_both_kernel(
-    x, codes, transposed, amax, scales, seen, rows, columns, padded,
+    x, codes, transposed, amax, own_scale, other_scale, seen, rows, columns, padded,
     TOP: tl.constexpr, SMALLEST: tl.constexpr, LIFT: tl.constexpr,
     TOP_T: tl.constexpr, SMALLEST_T: tl.constexpr, LIFT_T: tl.constexpr,
     OWN: tl.constexpr, TRANSPOSED: tl.constexpr, SEEN: tl.constexpr, TILE: tl.constexpr,
@@ -77,8 +78,8 @@ def quantize_both_kernel(
     bits = tl.load(amax)
     scale, scale_t = scale_from(bits, TOP), scale_from(bits, TOP_T)
     if tl.program_id(0) == 0:
-        tl.store(scales, scale)
-        tl.store(scales + 1, scale_t)
+        tl.store(own_scale, scale)
+        tl.store(other_scale, scale_t)
     across = tl.cdiv(columns, TILE)
     r = (tl.program_id(0) // across).to(tl.int64) * TILE + tl.arange(0, TILE)
     c = (tl.program_id(0) % across).to(tl.int64) * TILE + tl.arange(0, TILE)
@@ -220,8 +221,9 @@ def quantize_and_sample(
     seen: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """See operands.quantize_and_sample. padded: tokens of the sample, a multiple of 64."""
-    tokens, out = dy.shape
-    codes = codes_like((tokens, out), fmt, dy.device)
+    out = dy.shape[-1]
+    tokens = dy.numel() // out
+    codes = codes_like(dy.shape, fmt, dy.device)
     buffer = new_buffer(out, padded, FORMATS[fmt], dy.device, layout)
     stored, meta = split(buffer, out * padded, FORMATS[fmt])
     values = codes_like(stored.shape, fmt, dy.device) if backend.interpreted() else stored
@@ -301,6 +303,20 @@ def rescale(
         y if bias is None else bias, y.numel(), y.shape[-1],
         FACTOR=factor, BIASED=bias is not None, BLOCK=2048,
     )  # fmt: skip
+
+
+def inverse(*scales: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The reciprocals of two fp32 numbers, in one launch."""
+    found = tuple(torch.empty_like(scale) for scale in scales)
+    launch(inverse_kernel, 1, found[0].device, *scales, *found)
+    return found
+
+
+@triton.jit
+def inverse_kernel(a, b, inverse, other):
+    one = tl.full([], 1.0, tl.float32)
+    tl.store(inverse, tl.div_rn(one, tl.load(a)))
+    tl.store(other, tl.div_rn(one, tl.load(b)))
 
 
 @triton.jit

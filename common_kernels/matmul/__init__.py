@@ -28,7 +28,7 @@ from torch import Tensor
 from common_kernels import backend as backends
 from common_kernels import checks
 from common_kernels.fp8.operands import rescale
-from common_kernels.library import LIBRARY, custom_op, default_kernel
+from common_kernels.library import custom_op, kernels_of, launched_by_cpp
 from common_kernels.matmul import cuda, cusparselt, native, table
 from common_kernels.matmul.choice import (
     Measured,
@@ -185,8 +185,7 @@ def linear24(
         return _unscaled(*given, bias, True, True, out_dtype or x.dtype)
     scale, other = scales
     if packed.layout in IN_ONE_BUFFER:
-        y = _unscaled(*given, None, True, True, torch.bfloat16)
-        return rescale(y, scale, other, bias=bias, dtype=out_dtype)
+        return _rescaled(*given, bias, scale, other, 1, True, out_dtype or torch.bfloat16)
     bias = None if bias is None else bias.to(torch.bfloat16)
     y = _matmul24(*given, bias, scale, other, True, True, torch.bfloat16)
     # In torch 2.11 torch.compile silently drops the backward pass of an autograd Function that
@@ -202,6 +201,7 @@ def mm24(
     transposed: bool = False,
     result_transposed: bool = False,
     scales: tuple[Tensor, Tensor] | None = None,
+    factor: int = 1,
 ) -> Tensor:
     """A [rows, columns] x [columns, n], of shape [rows, n]. A's layout decides whether cuSPARSELt
     or our own kernels multiply.
@@ -211,7 +211,8 @@ def mm24(
     Args:
         transposed: x is given as [n, columns]; FP8 needs this form.
         result_transposed: the result is [n, rows]; not with scales.
-        scales: as for `linear24`; the product is kept in fp32 until it is divided by them.
+        scales: as for `linear24`; the product is kept in fp32 until it is divided by them and
+            multiplied by `factor`.
     """
     buffer, (rows, columns) = packed.buffer, packed.shape
     scale, other = scales or (None, None)
@@ -224,13 +225,12 @@ def mm24(
     elif missing:
         x = fill_up(x, missing)
     _check_fit(packed, x, x.shape[1] if transposed else columns)
-    given, fp32 = (packed.layout, rows, columns, x.contiguous(), None), torch.float32
+    given, fp32 = (buffer, packed.layout, rows, columns, x.contiguous(), None), torch.float32
     if scale is None or other is None:
-        return _unscaled(buffer, *given, transposed, result_transposed, out_dtype or x.dtype)
+        return _unscaled(*given, transposed, result_transposed, out_dtype or x.dtype)
     if packed.layout in IN_ONE_BUFFER:
-        product = _unscaled(buffer, *given, transposed, False, fp32)
-        return rescale(product, scale, other, dtype=out_dtype)
-    y = _matmul24(buffer, *given, scale, other, transposed, False, fp32)
+        return _rescaled(*given, scale, other, factor, False, out_dtype or fp32)
+    y = _matmul24(*given, scale / factor, other, transposed, False, fp32)
     return y if out_dtype in (None, fp32) else y.to(out_dtype)
 
 
@@ -300,13 +300,36 @@ def _unscaled(
     out_dtype: torch.dtype,
 ) -> Tensor:
     """The product of operands without scales, by the operator that C++ runs where it can."""
+    rest = dense_transposed, result_transposed, out_dtype
     differentiable = torch.is_grad_enabled() and (
         dense.requires_grad or (bias is not None and bias.requires_grad)
     )
-    rest = dense_transposed, result_transposed, out_dtype
     if layout != library_layout(buffer.device) or differentiable:
         return _matmul24(buffer, layout, rows, columns, dense, bias, None, None, *rest)
     return _by_cusparselt(buffer, rows, columns, dense, bias, *rest)
+
+
+def _rescaled(
+    buffer: Tensor,
+    layout: str,
+    rows: int,
+    columns: int,
+    dense: Tensor,
+    bias: Tensor | None,
+    scale: Tensor,
+    other: Tensor,
+    factor: int,
+    linear: bool,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    """The product by cuSPARSELt of codes, the dense ones given as [..., columns], times factor /
+    (scale * other). linear: it is [..., rows], computed in bf16; else [rows, ...] in fp32."""
+    given = rows, columns, dense
+    if layout == library_layout(buffer.device):
+        return _scaled(buffer, *given, bias, scale, other, factor, linear, out_dtype)
+    dtype = torch.bfloat16 if linear else torch.float32
+    y = _unscaled(buffer, layout, *given, None, True, linear, dtype)
+    return rescale(y, scale, other, factor, bias, out_dtype)
 
 
 @custom_op("sparse24::matmul24", mutates_args=())
@@ -384,30 +407,16 @@ def _fake(buffer, rows, columns, dense, bias, dense_transposed, result_transpose
     return buffer.new_empty(shape[::-1] if result_transposed else shape, dtype=out_dtype)
 
 
-# Autograd passes these operators by, which is quicker; they are called only where no gradient is
-# recorded. On GPUs C++ replaces their kernels (native.py) and calls plan24 and sampling24 for what
-# it needs to launch.
-LIBRARY.define(
+@launched_by_cpp(
     "matmul24_cusparselt(Tensor buffer, SymInt rows, SymInt columns, Tensor dense, Tensor? bias, "
-    "bool dense_transposed, bool result_transposed, ScalarType out_dtype) -> Tensor"
+    "bool dense_transposed, bool result_transposed, ScalarType out_dtype) -> Tensor",
+    _fake,
 )
-LIBRARY.define(
-    "plan24(int rows, int columns, int tokens, ScalarType dtype, ScalarType out_dtype, "
-    "bool dense_transposed, bool result_transposed, bool biased, int device, int stream) -> int"
-)
-LIBRARY.define("sample_mm24_cusparselt(Tensor dy, Tensor x, Tensor key, SymInt stride) -> Tensor")
-LIBRARY.define("sampling24(Tensor dy, Tensor key, int stride) -> int")
-for _name in ("matmul24_cusparselt", "sample_mm24_cusparselt"):
-    LIBRARY.impl(_name, torch.library.fallthrough_kernel, "Autograd")
-_by_cusparselt = torch.ops.sparse24.matmul24_cusparselt.default
-_by_one_sample = torch.ops.sparse24.sample_mm24_cusparselt.default
-
-
-@default_kernel("matmul24_cusparselt")
-def _(buffer, rows, columns, dense, bias, dense_transposed, result_transposed, out_dtype):
+def _by_cusparselt(buffer, rows, columns, dense, bias, dense_transposed, *rest):
     if buffer.is_cuda:
         native.start()  # for the next call
     tokens = _tokens(dense, columns, dense_transposed)
+    result_transposed, out_dtype = rest
     problem = (
         rows, columns, tokens, dense.dtype, out_dtype, dense_transposed, result_transposed,
         bias is not None, library_layout(buffer.device),
@@ -415,36 +424,40 @@ def _(buffer, rows, columns, dense, bias, dense_transposed, result_transposed, o
     return _product(buffer, dense, bias, None, problem)
 
 
-torch.library.register_fake("sparse24::matmul24_cusparselt", _fake, lib=LIBRARY)
+@launched_by_cpp(
+    "matmul24_of_codes(Tensor buffer, SymInt rows, SymInt columns, Tensor dense, Tensor? bias, "
+    "Tensor scale, Tensor other, int factor, bool linear, ScalarType out_dtype) -> Tensor",
+    lambda buffer, rows, columns, dense, bias, scale, other, factor, linear, out_dtype: _fake(
+        buffer, rows, columns, dense, bias, True, linear, out_dtype
+    ),
+)
+def _scaled(buffer, rows, columns, dense, bias, scale, other, factor, linear, out_dtype):
+    dtype = torch.bfloat16 if linear else torch.float32
+    y = _by_cusparselt(buffer, rows, columns, dense, None, True, linear, dtype)
+    return rescale(y, scale, other, factor, bias, out_dtype)
 
 
-@default_kernel("sample_mm24_cusparselt")
-def _(dy, x, key, stride):
+@launched_by_cpp(
+    "sample_mm24_cusparselt(Tensor dy, Tensor x, Tensor key, SymInt stride) -> Tensor",
+    lambda dy, x, key, stride: x.new_empty(dy.shape[-1], x.shape[-1]),
+)
+def _by_one_sample(dy, x, key, stride):
     if dy.is_cuda:
         native.start()
     dy, x = dy.reshape(-1, dy.shape[-1]).contiguous(), x.reshape(-1, x.shape[-1])
     return _sample_mm24(dy, x, key, stride, BUFFERED, "triton")
 
 
-@torch.library.register_fake("sparse24::sample_mm24_cusparselt", lib=LIBRARY)
-def _(dy, x, key, stride):
-    checks.one_device(dy=dy, x=x, key=key)
-    return x.new_empty(dy.shape[-1], x.shape[-1])
+@kernels_of("sample24")
+def _(stride, dy, key):
+    whole = whole_blocks(dy.reshape(-1, dy.shape[-1]), key, dy.dtype, BUFFERED)
+    return packed_sample(whole, key, stride, dy.dtype, BUFFERED, "triton")
 
 
-@default_kernel("sampling24")
-def _(dy, key, stride):
-    from common_kernels.pack import sample_triton
-
-    try:
-        whole = whole_blocks(dy.reshape(-1, dy.shape[-1]), key, dy.dtype, BUFFERED)
-        buffer, launched = sample_triton.launched(whole, key, dy.dtype, stride, BUFFERED)
-        return native.kernel(*launched, dy.get_device(), len(buffer))
-    except Exception as error:
-        return native.failed(error)
-
-
-@default_kernel("plan24")
+@launched_by_cpp(
+    "plan24(int rows, int columns, int tokens, ScalarType dtype, ScalarType out_dtype, "
+    "bool dense_transposed, bool result_transposed, bool biased, int device, int stream) -> int"
+)
 def _(*given):
     *fields, device, stream = given
     try:

@@ -16,15 +16,19 @@ import shutil
 import subprocess
 import sys
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from common_kernels.backend import HAS_TRITON
-from common_kernels.library import LIBRARY
+from common_kernels.library import KERNELS, LIBRARY, launched_by_cpp
 from common_kernels.matmul import cusparselt
 from common_kernels.matmul.cuda_build import SOURCES, BuildError, alone, cache, compiled
+
+if TYPE_CHECKING:
+    from common_kernels.launch import Launched
 
 VARIABLE = "SPARSE24_NATIVE"
 SOURCE = SOURCES / "native.cpp"
@@ -64,12 +68,13 @@ class Kernel(ctypes.Structure):
         ("shared", ctypes.c_int32),
         ("device", ctypes.c_int32),
         ("bytes", ctypes.c_int64),
+        ("ones", ctypes.c_int64),
     )
 
 
 LIBRARY.define("launch24(int kernel, int[] arguments) -> ()")
 SMALL = 4 << 20  # bytes of a workspace that a plan keeps; a larger one is allocated in each launch
-_kept: dict[object, ctypes.Structure] = {}  # by plan; C++ has the addresses
+_kept: dict[object, Any] = {}  # by plan; C++ has the addresses
 
 
 def launch(plan: cusparselt.Plan) -> int:
@@ -92,16 +97,39 @@ def launch(plan: cusparselt.Plan) -> int:
     return ctypes.addressof(found)
 
 
-def kernel(compiled: Any, blocks: int, device: int, size: int = 0) -> int:
-    """The address of the `Kernel` of a `launch.Launched`; `size` is that of the buffer that it
-    fills, if C++ allocates it."""
-    meta = compiled.metadata
+def kernel(launched: Launched, device: int) -> int:
+    """The address of the `Kernel` that C++ launches for one that Triton has launched."""
+    return kernels([launched], device)
+
+
+def kernels(launched: Sequence[Launched], device: int, size: int = 0) -> int:
+    """The address of the first of several, which lie side by side; `size` is that of the buffer
+    that they fill, if C++ allocates it."""
     start = ctypes.cast(driver().cuLaunchKernel, ctypes.c_void_p)
-    threads = 32 * meta.num_warps
-    sizes = blocks, threads, meta.shared, device, size
-    found = Kernel(None, start, compiled.function, *sizes)
+    made = []
+    for of, blocks in launched:
+        meta, kinds = of.metadata, of.src.signature
+        own = [p.name for p in of.src.fn.params if not p.is_constexpr]
+        # Triton compiles an argument in that is 1.
+        ones = sum(1 << i for i, name in enumerate(own) if kinds[name] == "constexpr")
+        sizes = blocks, 32 * meta.num_warps, meta.shared, device, size
+        made.append(Kernel(None, start, of.function, *sizes, ones))
+    found = (Kernel * len(made))(*made)
     _kept[object()] = found
     return ctypes.addressof(found)
+
+
+@launched_by_cpp("kernels24(str name, int[] numbers, Tensor[] tensors) -> int")
+def _(name: str, numbers: list[int], tensors: list[torch.Tensor]) -> int:
+    from common_kernels import launch
+
+    try:
+        with launch.noted() as launched:
+            buffer = KERNELS[name](*numbers, *tensors)
+        size = 0 if buffer is None else len(buffer)
+        return kernels(launched, tensors[0].get_device(), size)
+    except Exception as error:  # would be lost on its way through C++
+        return failed(error)
 
 
 @functools.cache

@@ -4,7 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
-from common_kernels.launch import Launched, by_triton
+from common_kernels.launch import by_triton
 from common_kernels.mvue.triton import philox, sample_pairs
 from common_kernels.pack.cpu import BUFFERED
 from common_kernels.pack.triton import (
@@ -35,25 +35,18 @@ def pack_sample(
     device, (seed, offset / stride); the offset must be a multiple of 4, as it is if it counts whole
     micro-batches. dtype: 16-bit.
     """
-    return launched(dy, key, dtype, stride, layout)[0]
-
-
-def launched(
-    dy: torch.Tensor, key: torch.Tensor, dtype: torch.dtype, stride: int, layout: str
-) -> tuple[torch.Tensor, Launched]:
-    """The result of `pack_sample`, and what was launched."""
     tokens, out = dy.shape
     if tokens % 16 or out % 64:
         raise ValueError(f"dy has shape {tuple(dy.shape)}; it must be [16 a, 64 b]")
     if dtype.itemsize != 2:
         raise ValueError(f"{dtype} has {dtype.itemsize} bytes; a sample needs a 2-byte dtype")
     buffer = new_buffer(out, tokens, dtype, dy.device, layout)
-    kernel = by_triton(
+    by_triton(
         sample_kernel, triton.cdiv(tokens, 4 * GROUPS) * (out // 64), dy.device,
         dy, key, stride, *split(buffer, dy.numel(), dtype), tokens, out,
         ORDER=order_of(layout, dtype), GROUPS=GROUPS, num_warps=4,
     )  # fmt: skip
-    return buffer, kernel
+    return buffer
 
 
 @triton.jit

@@ -35,7 +35,7 @@ OURS = {
         "mask24", "pack", "pack_both", "pack_mask", "pack_transposed", "project", "projected_amax",
         "prune_and_pack", "quantize24", "soft", "unpack_mask", "weight_amax",
     ),
-    QUANTISING: ("amax", "fp8", "numbers", "quantize_both", "rescale"),
+    QUANTISING: ("amax", "fp8", "inverse", "numbers", "quantize_both", "rescale"),
     OPTIMIZER: ("adamw", "scalars"),
     ELEMENTWISE: ("glu", "glu_backward"),
     DENSE: ("lowrank",),

@@ -25,7 +25,7 @@ from .compressed import CompressedLinear, adapter_gradients, dense_left
 from .fp8_gemms import quantized_gradient, quantized_input, weight_gradient
 from .fp8_linear import Fp8Linear
 from .gemms import without_autocast
-from .operands import save, saved, with_leading_dims
+from .operands import flat, save, saved
 
 
 class _Fp8Product(torch.autograd.Function):
@@ -35,45 +35,39 @@ class _Fp8Product(torch.autograd.Function):
         formats, amax, seen,
     ):  # fmt: skip
         ctx.pattern, ctx.adapting, ctx.formats = pattern, adapting, formats
-        ctx.shape, ctx.on_units = x.shape, fprop.on_units
+        ctx.on_units = fprop.on_units
         ctx.dtypes = values.dtype, None if bias is None else bias.dtype
         ctx.seen = seen  # not saved by autograd: it changes before the backward pass
         with without_autocast(x):
-            x2d = x.reshape(-1, x.shape[-1])
-            codes, kept, scale = quantized_input(x2d, formats, ctx.on_units, amax, seen)
-            adapters = (x2d, left, right, left_mask) if adapting else (None,) * 4
+            codes, kept, scale = quantized_input(x, formats, fprop.on_units, amax, seen)
+            adapters = (x, left, right, left_mask) if adapting else (None,) * 4
             save(ctx, dgrad, kept, scale, amax, row_mask, *adapters)
             y = fprop.linear(codes, None if adapting else bias, x.dtype)
             if adapting:
-                y2 = F.linear(x2d, dense_left(left.to(x.dtype), left_mask, pattern))
+                y2 = F.linear(x, dense_left(left.to(x.dtype), left_mask, pattern))
                 y = lowrank_addmm(y, y2, right.to(x.dtype), bias, 1 / len(right))
-            return with_leading_dims(y, x)
+            return y
 
     @staticmethod
-    def backward(ctx, grad_y):
-        with without_autocast(grad_y):
-            return _Fp8Product._backward(ctx, grad_y)
-
-    @staticmethod
-    def _backward(ctx, grad_y):
-        dgrad, x, x_scale, amax, row_mask, x2d, left, right, left_mask = saved(ctx)
-        dy, on_units = grad_y.reshape(-1, grad_y.shape[-1]), ctx.on_units
+    def backward(ctx, dy):
+        dgrad, x, x_scale, amax, row_mask, given, left, right, left_mask = saved(ctx)
         grad_x = grad_values = grad_left = grad_right = grad_bias = None
-        codes, turned = quantized_gradient(dy, ctx.formats, on_units, amax, ctx.seen)
-        if ctx.needs_input_grad[0]:
-            grad_x = dgrad.grad(codes, grad_y.dtype)
-        if ctx.needs_input_grad[1]:
-            product = weight_gradient(codes, turned, x, x_scale, on_units, torch.float32)
-            grad_values = compress_nm(product, row_mask, *ctx.pattern, dtype=ctx.dtypes[0])
-            del product
-        if ctx.adapting:
-            grad_left, grad_right = adapter_gradients(
-                dy, x2d, left, right, left_mask, ctx.pattern, grad_x
-            )
-        if grad_x is not None:
-            grad_x = grad_x.reshape(ctx.shape)
-        if ctx.needs_input_grad[4]:
-            grad_bias = dy.sum(0).to(ctx.dtypes[1])
+        with without_autocast(dy):
+            codes, turned = quantized_gradient(dy, ctx.formats, ctx.on_units, amax, ctx.seen)
+            if ctx.needs_input_grad[0]:
+                grad_x = dgrad.grad(codes, dy.dtype)
+            if ctx.needs_input_grad[1]:
+                fp32 = torch.float32
+                product = weight_gradient(codes, turned, x, x_scale, ctx.on_units, fp32)
+                grad_values = compress_nm(product, row_mask, *ctx.pattern, dtype=ctx.dtypes[0])
+                del product
+            if ctx.adapting:
+                to = None if grad_x is None else flat(grad_x)
+                grad_left, grad_right = adapter_gradients(
+                    flat(dy), flat(given), left, right, left_mask, ctx.pattern, to
+                )
+            if ctx.needs_input_grad[4]:
+                grad_bias = flat(dy).sum(0).to(ctx.dtypes[1])
         return grad_x, grad_values, grad_left, grad_right, grad_bias, *(None,) * 9
 
 

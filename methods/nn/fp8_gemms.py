@@ -47,8 +47,8 @@ from common_kernels.fp8.simulated import fp8_numbers, fp8_numbers_and_codes
 from common_kernels.matmul import mm24
 
 from . import delayed
-from .gemms import groups_of, sample_tokens, without_autocast
-from .operands import Fp8, exact_product, save, saved, with_leading_dims
+from .gemms import NOTHING, groups_of, sample_tokens, without_autocast
+from .operands import Fp8, exact_product, flat, save, saved
 
 
 @dataclass(frozen=True)
@@ -94,26 +94,28 @@ def recipe(name: str, both_ways: bool, samples: bool) -> Fp8Formats | None:
 def quantized_input(
     x: Tensor, formats: Fp8Formats, on_units: bool, amax: Tensor | None, seen: Tensor | None
 ) -> tuple[Fp8, Tensor, Tensor]:
-    """X [T, in] quantised for fprop, and for wgrad its codes (of X^T on FP8 units) and their scale.
+    """X [..., in] quantised for fprop, and for wgrad its codes [T, in] (of X^T on FP8 units) and
+    their scale.
 
     amax, seen: the fields of `delayed.Amax`.
     """
     given = delayed.given(0, x, amax, seen)
     if on_units:
         codes, kept, scale, kept_scale = quantize_both(x, formats.fprop, formats.wgrad, *given)
-    elif not given:
+        return Fp8(codes, scale), kept, kept_scale
+    if not given:
         codes, scale, kept, kept_scale = fp8_numbers_and_codes(x, formats.fprop, formats.wgrad)
     else:
         codes, scale = kept, kept_scale = quantize_fp8(x, formats.fprop, *given)
         if formats.wgrad != formats.fprop:
             kept, kept_scale = quantize_fp8(x, formats.wgrad, *given)
-    return Fp8(codes, scale), kept, kept_scale
+    return Fp8(codes, scale), flat(kept), kept_scale
 
 
 def quantized_gradient(
     dy: Tensor, formats: Fp8Formats, on_units: bool, amax: Tensor | None, seen: Tensor | None
 ) -> tuple[Fp8, Tensor | None]:
-    """dY [T, out] quantised for dgrad, and the codes of its transpose if wgrad is a dense product
+    """dY [..., out] quantised for dgrad, and the codes of its transpose if wgrad is a dense product
     on FP8 units (else None)."""
     given = delayed.given(1, dy, amax, seen)
     if on_units and formats.wgrad == "e4m3":
@@ -131,7 +133,8 @@ def weight_gradient(
     `quantized_input`."""
     if turned is not None:
         return scaled_linear(turned, x, dy.scale, x_scale, dtype=torch.float32).to(dtype)
-    product = exact_product(dy.codes.t(), x.t()[: len(dy.codes)] if on_units else x)
+    codes = flat(dy.codes)
+    product = exact_product(codes.t(), x.t()[: len(codes)] if on_units else x)
     return rescale(product, dy.scale, x_scale, dtype=dtype)
 
 
@@ -139,46 +142,40 @@ class _Fp8Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, fprop, dgrad, bias, key, mvue, formats, packs_sample, amax, seen):
         ctx.mvue, ctx.formats, ctx.packs_sample = mvue, formats, packs_sample
-        ctx.shape, ctx.on_units = x.shape, fprop.on_units
-        ctx.weight_dtype, ctx.bias_dtype = weight.dtype, None if bias is None else bias.dtype
-        with without_autocast(x):
-            x2d = x.reshape(-1, x.shape[-1])
-            codes, kept, scale = quantized_input(x2d, formats, ctx.on_units, amax, seen)
+        ctx.dtypes = weight.dtype, None if bias is None else bias.dtype
+        ctx.on_units = fprop.on_units
+        with NOTHING if fprop.on_units else without_autocast(x):  # no other operator is cast
+            codes, kept, scale = quantized_input(x, formats, fprop.on_units, amax, seen)
             ctx.seen = seen  # not saved by autograd: it changes before the backward pass
             save(ctx, dgrad, kept, scale, key, amax)
-            return with_leading_dims(fprop.linear(codes, bias, x.dtype), x)
+            return fprop.linear(codes, bias, x.dtype)
 
     @staticmethod
-    def backward(ctx, grad_y):
-        with without_autocast(grad_y):
-            return _Fp8Linear._backward(ctx, grad_y)
-
-    @staticmethod
-    def _backward(ctx, grad_y):
+    def backward(ctx, dy):
         dgrad, x, x_scale, key, amax = saved(ctx)
-        formats = ctx.formats
+        formats, (dtype, bias_dtype) = ctx.formats, ctx.dtypes
         packs_sample = ctx.packs_sample if ctx.needs_input_grad[1] else None
-        dy = grad_y.reshape(-1, grad_y.shape[-1])
         grad_x = grad_weight = grad_bias = turned = None
-        if packs_sample:
-            given = delayed.given(1, dy, amax, ctx.seen)
-            own, sample, scale = quantize_and_sample(
-                dy, key, groups_of(dy), formats.gradient, *given, layout=packs_sample
-            )
-            codes = Fp8(own, scale)
-        else:
-            codes, turned = quantized_gradient(dy, formats, ctx.on_units, amax, ctx.seen)
-        if ctx.needs_input_grad[0]:
-            grad_x = dgrad.grad(codes, grad_y.dtype).reshape(ctx.shape)
-        if ctx.needs_input_grad[1] and packs_sample:
-            scales = 0.5 * scale, x_scale
-            grad_weight = mm24(sample, x, ctx.weight_dtype, transposed=True, scales=scales)
-        elif ctx.needs_input_grad[1]:
-            if ctx.mvue:
-                codes = quantized_sample(dy, codes.scale, key, ctx.mvue, formats)
-            grad_weight = weight_gradient(codes, turned, x, x_scale, ctx.on_units, ctx.weight_dtype)
-        if ctx.needs_input_grad[4]:
-            grad_bias = dy.sum(0).to(ctx.bias_dtype)
+        with without_autocast(dy):
+            if packs_sample:
+                given = delayed.given(1, dy, amax, ctx.seen)
+                own, sample, scale = quantize_and_sample(
+                    dy, key, groups_of(dy), formats.gradient, *given, layout=packs_sample
+                )
+                codes = Fp8(own, scale)
+            else:
+                codes, turned = quantized_gradient(dy, formats, ctx.on_units, amax, ctx.seen)
+            if ctx.needs_input_grad[0]:
+                grad_x = dgrad.grad(codes, dy.dtype)
+            if packs_sample:  # the sample has half of dY's scale
+                scales = codes.scale, x_scale
+                grad_weight = mm24(sample, x, dtype, transposed=True, scales=scales, factor=2)
+            elif ctx.needs_input_grad[1]:
+                if ctx.mvue:
+                    codes = quantized_sample(flat(dy), codes.scale, key, ctx.mvue, formats)
+                grad_weight = weight_gradient(codes, turned, x, x_scale, ctx.on_units, dtype)
+            if ctx.needs_input_grad[4]:
+                grad_bias = flat(dy).sum(0).to(bias_dtype)
         return grad_x, grad_weight, None, None, grad_bias, *(None,) * 6
 
 

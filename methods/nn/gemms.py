@@ -112,7 +112,7 @@ class _SparseLinear(torch.autograd.Function):
         return grad_x, grad_weight, None, None, grad_bias, *(None,) * 3
 
 
-_NOTHING: AbstractContextManager[Any] = nullcontext()
+NOTHING: AbstractContextManager[Any] = nullcontext()
 
 
 def without_autocast(x: Tensor) -> AbstractContextManager[Any]:
@@ -120,7 +120,7 @@ def without_autocast(x: Tensor) -> AbstractContextManager[Any]:
     since switching takes as long as a launch."""
     device = x.device.type
     on = torch.is_autocast_enabled(device)
-    return torch.autocast(device, enabled=False) if on else _NOTHING
+    return torch.autocast(device, enabled=False) if on else NOTHING
 
 
 def autocast_dtype(x: Tensor) -> torch.dtype:

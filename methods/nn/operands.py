@@ -92,21 +92,22 @@ class Fp8(NamedTuple):
     layout: str = BUFFERED
 
     def linear(self, x: Fp8, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-        """x [T, in] -> [T, out] in `dtype`."""
+        """x [..., in] -> [..., out] in `dtype`."""
         if self.on_units:
             return self._on_units(x, bias, dtype)
-        y = exact_product(x.codes, self.codes.t())
-        return rescale(y, x.scale, self.scale, bias=bias, dtype=dtype)
+        y = exact_product(flat(x.codes), self.codes.t())
+        return with_leading_dims(rescale(y, x.scale, self.scale, 1.0, bias, dtype), x.codes)
 
     def grad(self, dy: Fp8, dtype: torch.dtype) -> Tensor:
-        """dy [T, out] -> [T, in] in `dtype`."""
+        """dy [..., out] -> [..., in] in `dtype`."""
         if self.on_units:
             return self._on_units(dy, None, dtype)
-        return rescale(exact_product(dy.codes, self.codes), dy.scale, self.scale, dtype=dtype)
+        dx = exact_product(flat(dy.codes), self.codes)
+        return with_leading_dims(rescale(dx, dy.scale, self.scale, dtype=dtype), dy.codes)
 
     def _on_units(self, x: Fp8, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
         if self.shape is not None:
-            packed = Packed24((self.codes,), self.shape, x.codes.dtype, self.layout)
+            packed = Packed(self.codes, self.shape, x.codes.dtype, self.layout)
             return linear24(packed, x.codes, bias, dtype, scales=(x.scale, self.scale))
         y = scaled_linear(x.codes, self.codes, x.scale, self.scale, bias)
         # In torch 2.11 torch.compile silently drops the backward pass of an autograd Function that

@@ -23,6 +23,7 @@ from common_kernels import backend
 from common_kernels.adamw import Rates, Rule, Weight24
 from common_kernels.adamw import triton as adamw
 from common_kernels.decode import triton as decode
+from common_kernels.fp8 import operands_triton
 from common_kernels.masks import triton as masks
 from common_kernels.mvue import triton as mvue
 from common_kernels.pack import Packed24
@@ -107,6 +108,7 @@ def compile_instead_of_launch(done, failed, shared):
 def others():
     """Calls for the kernels that no operator of the table launches."""
     x, bf16 = torch.randn(64, 64), torch.bfloat16
+    operands_triton.inverse(x[0, 0], x[0, 1])
     masks.nm_mask(x, 2, 8, 1)
     masks.nm_mask(x, 2, 4, 0)
     mvue.mvue24(x, torch.tensor([1, 4]), 1, "exact", 0)

@@ -1,6 +1,7 @@
 """The launch in C++ against that in Python. The library that both call notes its arguments."""
 
 import ctypes
+import inspect
 import itertools
 import shutil
 import subprocess
@@ -12,6 +13,7 @@ import pytest
 import torch
 
 from common_kernels import matmul
+from common_kernels.fp8.operands import quantize_and_sample, quantize_both
 from common_kernels.matmul import Problem, cusparselt, linear24, mm24, native, sample_mm24, table
 from common_kernels.pack import BUFFERED, Packed24
 from common_kernels.pack import cusparselt as loader
@@ -99,6 +101,77 @@ def now(fake, stream=None, status=0):
     ctypes.c_int.in_dll(fake, "status").value = status
 
 
+FORMATS = {448.0: torch.float8_e4m3fn, 57344.0: torch.float8_e5m2}  # by their largest code
+NOTED, RAN, KEPT = [], [], []  # C++ keeps kernels as long as the process
+
+
+def interpret(monkeypatch):
+    """What C++ launches runs in Triton's interpreter; returns the names of the kernels that ran.
+
+    Kernels have no compiled form here: one is known by its place among those that were asked for.
+    """
+    launch = pytest.importorskip("common_kernels.launch", reason="no Triton for this platform")
+    constant = launch.tl.constexpr
+    kind = ctypes.CFUNCTYPE(
+        ctypes.c_int, ctypes.c_size_t, *(ctypes.c_uint,) * 7, ctypes.c_void_p,
+        ctypes.POINTER(ctypes.POINTER(ctypes.c_int64)), ctypes.c_void_p,
+    )  # fmt: skip
+
+    def note(kernel, blocks, device, *args, num_warps=4, **options):
+        names = inspect.signature(kernel.fn).parameters
+        given = dict(zip(names, args, strict=False)) | options
+        left_out = {
+            name for name, value in given.items()
+            if names[name].annotation is constant or (type(value) is int and value == 1)
+        }  # fmt: skip
+        NOTED.append((kernel, given, left_out))
+        parts = [
+            types.SimpleNamespace(name=n, is_constexpr=p.annotation is constant)
+            for n, p in names.items()
+        ]
+        source = types.SimpleNamespace(
+            signature={n: "constexpr" if n in left_out else "i32" for n in names},
+            fn=types.SimpleNamespace(params=parts),
+        )
+        metadata = types.SimpleNamespace(num_warps=num_warps, shared=0)
+        compiled = types.SimpleNamespace(function=len(NOTED), metadata=metadata, src=source)
+        launch._notes.launched.append(launch.Launched(compiled, blocks))
+
+    @kind
+    def start(function, blocks, y, z, threads, ty, tz, shared, stream, arguments, extra):
+        kernel, given, left_out = NOTED[function - 1]
+        numbers, written, values = iter(arguments), [], dict(given)
+        for name in (n for n in given if n not in left_out):
+            number = next(numbers)[0]
+            values[name] = number
+            if not isinstance(given[name], torch.Tensor):
+                assert number == given[name]
+                continue
+            shape, dtype = given[name].shape, given[name].dtype
+            code = name in ("codes", "transposed", "values") and dtype == torch.float32
+            if code:  # the interpreter writes codes in fp32
+                dtype = FORMATS[given["TOP_T" if name == "transposed" else "TOP"]]
+            size = max(1, shape.numel()) * dtype.itemsize
+            memory = torch.frombuffer(
+                (ctypes.c_char * size).from_address(number), dtype=torch.uint8
+            )
+            values[name] = memory.view(dtype).view(shape)
+            if code:
+                written.append((values[name], values[name].float()))
+                values[name] = written[-1][1]
+        kernel[(blocks,)](**values)
+        for to, codes in written:
+            to.copy_(codes)
+        RAN.append(kernel.fn.__name__)
+        return 0
+
+    KEPT.append(start)
+    RAN.clear()
+    monkeypatch.setattr(launch, "by_triton", note)
+    monkeypatch.setattr(native, "driver", lambda: types.SimpleNamespace(cuLaunchKernel=start))
+    return RAN
+
+
 def operands(dtype=BF16):
     return Packed24.empty((64, 128), dtype), torch.randn(32, 128).to(dtype), torch.randn(64)
 
@@ -129,39 +202,72 @@ def test_the_library_is_called_as_from_python(dtype, form, fake):
     assert {**seen(fake), **{name: got[name] for name in other}} == got
 
 
+def bits(*tensors):
+    return [t.contiguous().view(torch.uint8) if t.ndim else t for t in tensors]
+
+
+def same(found, wanted):
+    pairs = [*zip(bits(*found), bits(*wanted), strict=True)]
+    return all(torch.equal(a, b) and a.shape == b.shape for a, b in pairs)
+
+
 @each("tokens", [64, 48])
 def test_a_sample_is_launched_before_its_product(tokens, fake, monkeypatch):
     """Its kernel is asked for once; the buffer that it fills goes to the library."""
-    launch = pytest.importorskip("common_kernels.launch", reason="no Triton for this platform")
-    from common_kernels.pack import sample_triton
-
-    made = []
-
-    def launched(dy, key, dtype, stride, layout):
-        made.append((dy.shape, stride))
-        metadata = types.SimpleNamespace(num_warps=4, shared=99)
-        compiled = types.SimpleNamespace(function=1234, metadata=metadata)
-        return torch.empty(5000), launch.Launched(compiled, 7)
-
-    monkeypatch.setattr(sample_triton, "launched", launched)
-    monkeypatch.setattr(native, "driver", lambda: fake)
     dy, x = torch.randn(2, tokens // 2, 192).to(BF16), torch.randn(2, tokens // 2, 128).to(BF16)
     key = torch.tensor([1, 2])
+    ran = interpret(monkeypatch)
     for stream in (5, 6):
         now(fake, stream + 100 * tokens)
-        dw = sample_mm24(dy, x, key, 12 * tokens, backend="triton")
-        got, values = [*(ctypes.c_size_t * 12).in_dll(fake, "taken")], seen(fake)["a"]
-        assert got[:5] == [1234, 7, 128, 99, stream + 100 * tokens]
-        pointers = [dy.data_ptr(), key.data_ptr(), 12 * tokens, values, values + 192 * tokens]
-        assert got[5:] == [*pointers, tokens, 0]
+        dw = sample_mm24(dy, x, key, 12, backend="triton")
         assert seen(fake)["b"] == x.data_ptr() and dw.shape == (192, 128) and dw.dtype == BF16
-    assert made == [((tokens, 192), 12 * tokens)]
+    assert ran == 2 * ["sample_kernel"]
     problem = 192, tokens, 128, BF16, BF16, False, False, False, BUFFERED
     assert [*fake.plans][-2:] == [(problem, 100 * tokens + stream) for stream in (5, 6)]
     assert not sample_mm24(dy[:0], x[:0], key, backend="triton").any()
-    now(fake, status=3)
-    with pytest.raises(RuntimeError, match=r"^cuLaunchKernel: error 3$"):
-        sample_mm24(dy, x, key, 12 * tokens, backend="triton")
+
+
+@each("dtype", [BF16, torch.float32])
+@each("formats", [("e4m3", "e5m2"), ("e5m2", "e5m2")])
+def test_codes_are_those_of_python(dtype, formats, fake, monkeypatch):
+    """Of a matrix and its transpose, and of a gradient and its sample; also of views, and of
+    nothing."""
+    x, key = torch.randn(2, 50, 128).to(dtype), torch.tensor([3, 4])
+    given = x, x[:, 3:20], x[..., 64:], x[:0], x[:1, :1]
+    wanted = [(quantize_both(t, *formats), quantize_and_sample(t, key, 8, "e5m2")) for t in given]
+    ran = interpret(monkeypatch)
+    for _ in range(2):
+        for t, (both, (codes, packed, scale)) in zip(given, wanted, strict=True):
+            assert same(quantize_both(t, *formats, backend="triton"), both)
+            got = quantize_and_sample(t, key, 8, "e5m2", backend="triton")
+            assert same((got[0], got[2]), (codes, scale)) and got[1].shape == packed.shape
+            assert torch.equal(got[1].buffer, packed.buffer)
+    assert {*ran} == {"amax_kernel", "quantize_both_kernel", "quantize_and_sample_kernel"}
+
+
+@each("linear", [True, False])
+def test_a_product_of_codes_is_rescaled_as_in_python(linear, fake, monkeypatch):
+    from common_kernels.fp8.operands import rescale
+
+    shape, tokens = ((64, 128), 8) if linear else ((64, 256), 4)  # a product of 1024 bytes
+    packed = Packed24.empty(shape, torch.float8_e5m2)
+    dense = torch.randn(tokens, shape[1] // 2).to(BF16).view(torch.float8_e5m2)
+    scales, dtype = torch.tensor([3.0, 0.7]).unbind(), BF16 if linear else torch.float32
+    given = packed.buffer, *shape, dense
+    now(fake)
+    y = torch.ops.sparse24.matmul24_cusparselt(*given, None, True, linear, dtype)
+    assert y.nbytes == 1024
+    ran, bias = interpret(monkeypatch), torch.randn(64)
+    for out, b in (
+        (dtype, None),
+        (torch.float16, None),
+        *[(dtype, bias), (BF16, bias.half())] * linear,
+    ):
+        for factor in (1, 2):
+            got = torch.ops.sparse24.matmul24_of_codes(*given, b, *scales, factor, linear, out)
+            want = rescale(y, *scales, float(factor), b, out, backend="cpu")
+            torch.testing.assert_close(got, want, rtol=torch.finfo(out).eps, atol=0)
+    assert {*ran} == {"rescale_kernel"} and len(ran) == (8 if linear else 4)
 
 
 def test_kernels_of_triton_are_launched_with_their_own_arguments(fake, monkeypatch):
@@ -169,10 +275,9 @@ def test_kernels_of_triton_are_launched_with_their_own_arguments(fake, monkeypat
     once. Without C++ Triton launches."""
     launch = pytest.importorskip("common_kernels.launch", reason="no Triton for this platform")
     signature = {"x": "*bf16", "size": "i32", "TOP": "constexpr", "one": "constexpr", "f": "fp32"}
+    source = types.SimpleNamespace(signature=signature, fn=types.SimpleNamespace(params=[]))
     metadata = types.SimpleNamespace(num_warps=8, shared=5)
-    compiled = types.SimpleNamespace(
-        function=99, metadata=metadata, src=types.SimpleNamespace(signature=signature)
-    )
+    compiled = types.SimpleNamespace(function=99, metadata=metadata, src=source)
     by_triton = []
 
     def start(kernel, blocks, device, *args, **options):

@@ -577,5 +577,8 @@ def test_opcheck():
                 checked.add(operator.name())
     names = {n for n in torch._C._dispatch_get_all_op_names() if n.startswith("sparse24::")}
     # What C++ calls to make a plan or a kernel, and what it calls alone.
-    others = {"plan24", "sampling24", "launch24", "sample_mm24_cusparselt"}
+    others = {
+        "plan24", "kernels24", "launch24", "sample_mm24_cusparselt", "quantize_both24",
+        "quantize_and_sample24",
+    }  # fmt: skip
     assert checked == names - {f"sparse24::{name}" for name in others}
