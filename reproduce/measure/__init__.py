@@ -70,6 +70,8 @@ def run(config: Base, report: Report = print) -> dict[str, Any]:
     if config.device == "cuda" and config.on.type != "cuda":
         raise UserError("device=cuda, but torch sees no GPU here; tier=smoke runs on a CPU")
     memory.free(config.on)  # a measurement that failed still used its memory at its end
+    if config.on.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
     threads = torch.get_num_threads()
     torch.set_num_threads(config.threads)
     try:

@@ -225,7 +225,8 @@ class Parts(MethodLayer):
 
         def sample(i: int) -> Packed24 | Tensor:
             if layer.products.wgrad:
-                return sample_pack24(dys[i], layer.key, groups_of(dys[i]))
+                layout = layer.products.layouts.wgrad
+                return sample_pack24(dys[i], layer.key, groups_of(dys[i]), layout=layout)
             return sample_tokens(dys[i], layer.key, layer.mvue) if layer.mvue else dys[i]
 
         once_sampled = sample(0)

@@ -14,8 +14,7 @@ from torch import Tensor
 
 from common_kernels import backend, double_prune_mask, geglu, nm_mask, pack24, transposable_mask24
 from common_kernels.masks import ALGORITHMS
-from common_kernels.matmul import linear24, unavailable
-from common_kernels.pack import BUFFERED
+from common_kernels.matmul import library_layout, linear24, unavailable
 from experiments.bench import dense_fp8, operators, variants
 from experiments.bench.timing import Call
 from experiments.support.errors import UserError
@@ -48,7 +47,7 @@ class Product(MethodLayer):
             mask = nm_mask(w.to(self.dtype))
             w = (w.to(self.dtype) * mask).to(w.dtype)
             if unavailable("cusparselt", self.on, w.dtype) is None:
-                packed, used = pack24(w, mask, layout=BUFFERED), "cusparselt"
+                packed, used = pack24(w, mask, layout=library_layout(self.on)), "cusparselt"
                 call = lambda x, _, dtype, i: linear24(packed, x[i], out_dtype=dtype)  # noqa: E731
         product = partial(call, x, w, self.dtype)
         allowed, want = variants.tolerance(setup, self.dtype, size), x[0].float() @ w.float().t()

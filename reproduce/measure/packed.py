@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from common_kernels import matmul24, nm_mask
-from common_kernels.matmul import is_faster
+from common_kernels.matmul import is_faster, library_layout
 from common_kernels.pack import Packed24
 from common_kernels.pack.operands import pack_both24_
 from experiments.bench import variants
@@ -94,8 +94,9 @@ def packing(matrices: list[Tensor]) -> dict[str, Call]:
     packs = first.dtype.itemsize == 2  # other types have no packed form
     calls: dict[str, Call] = {"copy": lambda i: matrices[i].clone()}
     if packs:
-        out = Packed24.empty(tuple(first.shape), first.dtype, first.device)
-        transposed = Packed24.empty(tuple(first.shape[::-1]), first.dtype, first.device)
+        rest = first.dtype, first.device, library_layout(first.device)
+        out = Packed24.empty(tuple(first.shape), *rest)
+        transposed = Packed24.empty(tuple(first.shape[::-1]), *rest)
         calls["pack"] = lambda i: pack_both24_(out, transposed, matrices[i])
     if packs and first.is_cuda:
         pruned = [w * nm_mask(w) for w in matrices]

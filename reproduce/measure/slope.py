@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from common_kernels import nm_mask, pack24
-from common_kernels.matmul import unavailable
-from common_kernels.pack import BUFFERED, Packed24
+from common_kernels.matmul import library_layout, unavailable
+from common_kernels.pack import Packed24
 from common_kernels.pack.operands import pack24_
 from experiments.bench import variants
 from experiments.bench.timing import Call
@@ -65,7 +65,8 @@ class PackedTiles(Packed):
 
     def linear(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """x [..., in] -> [..., tiles * in]."""
-        tiles = [Packed(buffer, self.shape, self.dtype) for buffer in self.buffer]
+        rest = self.shape, self.dtype, self.layout
+        tiles = [Packed(buffer, *rest) for buffer in self.buffer]
         y = torch.cat([tile.linear(x, None) for tile in tiles], -1)
         return y if bias is None else y + bias.to(y.dtype)
 
@@ -79,9 +80,9 @@ operands.TENSORS |= {DenseTiles: 1, PackedTiles: 1}
 
 def packed_tiles(matrix: Tensor) -> PackedTiles:
     """A 2:4 matrix [k * size, size] cut into k packed tiles."""
-    size = matrix.shape[1]
-    buffers = [pack24(tile, tile != 0, BUFFERED).buffer for tile in matrix.split(size)]
-    return PackedTiles(torch.stack(buffers), (size, size), matrix.dtype)
+    size, layout = matrix.shape[1], library_layout(matrix.device)
+    buffers = [pack24(tile, tile != 0, layout).buffer for tile in matrix.split(size)]
+    return PackedTiles(torch.stack(buffers), (size, size), matrix.dtype, layout)
 
 
 def check(got: Tensor, want: Tensor, what: str, config: Layer) -> None:
@@ -144,8 +145,8 @@ def whole(pruned: Tensor, packed: bool) -> Dense | Packed:
     """The operand of a 2:4 matrix, packed or dense, in one piece."""
     if not packed:
         return Dense(pruned)
-    matrix = pack24(pruned, pruned != 0, BUFFERED)
-    return Packed(matrix.buffer, matrix.shape, matrix.dtype)
+    matrix = pack24(pruned, pruned != 0, library_layout(pruned.device))
+    return Packed(matrix.buffer, matrix.shape, matrix.dtype, matrix.layout)
 
 
 def product(operand: Any, x: list[Tensor], i: int) -> Tensor:
@@ -157,7 +158,8 @@ def setup(w: Tensor, packed: bool) -> Call:
     """A call that chooses the 2:4 mask of a weight and packs it."""
     if not packed:
         return lambda _: pack24(w, nm_mask(w))
-    out = Packed24.empty((w.shape[0], w.shape[1]), w.dtype, w.device)
+    shape, layout = (w.shape[0], w.shape[1]), library_layout(w.device)
+    out = Packed24.empty(shape, w.dtype, w.device, layout)
     return lambda _: pack24_(out, w, "magnitude")
 
 

@@ -16,6 +16,7 @@ from reproduce.specs.table import BENCH, Column, Measure, Table, TableRow, Varia
 ILLEGAL = "sparsity.illegal_groups"
 MARK = "*"  # printed after our value if the paper's lies outside the interval of ours
 OTHER = "†"  # printed after a comparison with another row than the first
+DENSE = "‡"  # printed after a figure of a method whose products were all dense
 UNKNOWN = "not available"  # printed for a value of the paper that nobody confirmed
 
 Values = dict[int, float]  # by seed

@@ -14,11 +14,19 @@ from jinja2 import Environment, StrictUndefined, Template
 from experiments.bench.timing import load_text
 from reproduce.execute.jobs import PlacedRun
 from reproduce.records import setting
-from reproduce.render.cells import MARK, OTHER, measured, published_cell
+from reproduce.render.cells import DENSE, MARK, OTHER, measured, published_cell
 from reproduce.specs.table import BENCH, Table
 
 Facts = dict[str, Any]  # on the runs of a table, as `facts` gives them
-NAMED = ("Corpus", "Device", "Code", "Products", "Clocks")  # the facts that have lines
+NAMED = (
+    "Corpus",
+    "Device",
+    "Peak memory",
+    "Code",
+    "Products",
+    "Dense",
+    "Clocks",
+)  # the facts that have lines
 
 
 @cache
@@ -94,7 +102,21 @@ def facts(table: Table, tier: str, runs: list[PlacedRun]) -> Facts:
             metrics = [run.result["metrics"] for run in runs]
             mhz, watts = ([values[name] for values in metrics] for name in ("sm_mhz", "watts"))
             known["Clocks"] = load_text(mhz, watts)
+            peak = max(run.result["environment"].get("peak_memory_bytes", 0) for run in runs)
+            known["Peak memory"] = f"{peak / 1e9:.1f} GB" if peak else ""
+            if rows := dict.fromkeys(run.place.row for run in runs if all_dense(run.result)):
+                known["Dense"] = (
+                    f"{'; '.join(rows)}: no 2:4 product was measured to be faster, so the products "
+                    f"are dense ones of a pruned weight (marked {DENSE})"
+                )
     return known
+
+
+def all_dense(result: dict[str, Any]) -> bool:
+    """True if a method was measured on a GPU without any sparse product."""
+    config, used = result["config"], result.get("backend", "").partition(",")[0]
+    on_gpu = config.get("sustained_s") is not None
+    return on_gpu and used == "dense" and config.get("method", "dense") != "dense"
 
 
 def _common(fact: Callable[[dict[str, Any]], str], runs: list[PlacedRun]) -> str:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from reproduce.execute.jobs import PlacedRun
 from reproduce.render.cells import (
+    DENSE,
     OTHER,
     Cell,
     Numbers,
@@ -23,7 +24,7 @@ from reproduce.render.cells import (
     value,
 )
 from reproduce.render.grid import BLANK, OURS, PAPER, SOURCE, STUBS, WIDTH, Grid, Line
-from reproduce.render.header import Facts, facts, header
+from reproduce.render.header import Facts, all_dense, facts, header
 from reproduce.specs.reading import read_rows
 from reproduce.specs.table import BENCH, Column, Table, TableRow
 
@@ -74,7 +75,8 @@ def render(table: Table, tier: str, runs: list[PlacedRun]) -> Rendered:
         made = ours(table, tier, column, own, baseline, unit)
         if row.against and column.show == "paired" and made.numbers.get("n"):
             return Cell(made.text + OTHER, {**made.numbers, "against": row.against})
-        return made
+        dense = made.numbers.get("n") and any(all_dense(run.result) for run in own)
+        return Cell(made.text + DENSE, made.numbers) if dense else made
 
     per_run = [_per_run(table, tier, run) for run in runs]
     return _rendered(table, tier, cell, facts(table, tier, runs), per_run)

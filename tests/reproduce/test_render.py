@@ -341,6 +341,12 @@ def test_speed_is_never_set_against_the_papers_device(finished_run, monkeypatch,
         "Code: not the same for all runs: revision c0ffeec0ffee with uncommitted changes (1 of a); "
         "revision c0ffeec0ffee (the other 2)."
     ) in header
+    run.result["environment"]["peak_memory_bytes"] = 12_340_000_000
+    run.result["config"]["method"], run.result["backend"] = "s_ste", "dense, in a CUDA graph"
+    marked = render(table, "full", [run])
+    assert body(marked)[1] == "| | ours | 1.250x‡ |"
+    assert "Peak memory: 12.3 GB." in marked.header
+    assert any(line.startswith("Dense: a: no 2:4 product was") for line in marked.header)
     run.result["config"]["sustained_s"] = None  # a CPU
     assert "sustained" not in "".join(render(table, "full", [run]).header)
     bars = [(v.source, v.value) for v in values(table, rendered.summary)]
