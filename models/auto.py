@@ -30,6 +30,7 @@ from models.sparse import (
     expanded,
     pack_on_gpu,
     read_record,
+    save_merged,
 )
 
 
@@ -75,14 +76,20 @@ class Sparse24Quantizer(HfQuantizer):
     ) -> Any:
         folder, config = Path(checkpoint_files[0]).parent, model.config
         del config.transformers_weights
-        if not (folder / RECORD).is_file():  # in the hub's cache, whose folders are commits
+        if not (folder / RECORD).is_file() and not Path(config.name_or_path).is_dir():
+            # In the hub's cache, whose folders are commits.
             cached_file(config.name_or_path, RECORD, revision=folder.name)
         record = read_record(folder)
         for name in (CONFIG, WEIGHTS):
             check_file(folder, name, record)
-        self.described = record["tensors"]
+        # By the names that this model has: a model without a head lacks the first part.
+        own, first = {n for n, _ in model.named_parameters()}, f"{model.base_model_prefix}."
+        self.described = {
+            next((n for n in (name, name.removeprefix(first)) if n in own), name): told
+            for name, told in record["tensors"].items()
+        }
         for name, told in self.described.items():
-            if rank := told.get("low_rank"):
+            if name in own and (rank := told.get("low_rank")):
                 layer: Any = model.get_submodule(name.rpartition(".")[0])
                 rows, columns = told["shape"] if told["axis"] else told["shape"][::-1]
                 with torch.device("meta"):
@@ -95,6 +102,7 @@ class Sparse24Quantizer(HfQuantizer):
         return [WeightConverter(parts, "weight", [Expand(self.described)])]
 
     def _process_model_after_weight_loading(self, model: Any, **_: Any) -> nn.Module:
+        save_merged(model)
         pack_on_gpu(model)
         return model
 

@@ -300,7 +300,7 @@ def limits_of(model: nn.Module) -> dict[str, Limits]:
     return {name: layer.limits for name, layer in layers if isinstance(layer, PackedProduct)}
 
 
-def _is_conv1d(module: nn.Module) -> bool:
+def is_conv1d(module: nn.Module) -> bool:
     """True for the linears of transformers' GPT-2, whose weights are [in, out]."""
     kinds = type(module).__mro__
     return any(k.__name__ == "Conv1D" and k.__module__.startswith("transformers.") for k in kinds)
@@ -309,25 +309,25 @@ def _is_conv1d(module: nn.Module) -> bool:
 def _shape(module: Any) -> tuple[int, int]:
     """(outputs, inputs) of a linear."""
     shape = tuple(module.weight.shape)
-    return shape[::-1] if _is_conv1d(module) else shape
+    return shape[::-1] if is_conv1d(module) else shape
 
 
 def _is_24(module: nn.Module) -> bool:
     """True for a linear whose weight is 2:4 along its inputs, with or without a low-rank term."""
-    known = type(module) is nn.Linear or _is_conv1d(module) or hasattr(module, "low_rank")
+    known = type(module) is nn.Linear or is_conv1d(module) or hasattr(module, "low_rank")
     return known and _has_24(module)
 
 
 def _has_24(module: nn.Module) -> bool:
     weight: Any = module.weight
-    along = 0 if _is_conv1d(module) else 1
+    along = 0 if is_conv1d(module) else 1
     return weight.shape[along] % 4 == 0 and not int(check24(weight, dim=along))
 
 
 def _packed(module: Any, layout: str) -> PackedProduct:
     """The module itself with its weight packed, to be used with any number of tokens."""
     weight = module.weight.detach()
-    matrix = weight.t().contiguous() if _is_conv1d(module) else weight
+    matrix = weight.t().contiguous() if is_conv1d(module) else weight
     if layout in (TORCH, *IN_ONE_BUFFER):
         packed = pack24(matrix, matrix != 0, layout)
     else:

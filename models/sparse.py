@@ -22,6 +22,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
+import types
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -31,7 +32,7 @@ import torch
 from torch import Tensor, nn
 
 from common_kernels import Packed24, lowrank_addmm, unpack24
-from models.packed import pack, reduced
+from models.packed import is_conv1d, pack, reduced
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -159,6 +160,32 @@ def add_low_rank(layer: Any, left: Tensor | None, right: Tensor) -> None:
         layer.register_parameter(name, own)
 
 
+def save_merged(model: Any) -> None:
+    """Let `model.save_pretrained` write its low-rank terms merged into their weights, because no
+    loader would read them from a plain folder. The model itself is not changed."""
+    if any(isinstance(module, LowRankTerm) for module in model.modules()):
+        model.save_pretrained = types.MethodType(_save_merged, model)
+
+
+@torch.no_grad()
+def _save_merged(
+    self: Any, folder: str | Path, *args: Any, state_dict: Any = None, **options: Any
+) -> Any:
+    state = dict(self.state_dict() if state_dict is None else state_dict)
+    for name, module in self.named_modules():
+        weight, left, right = (state.get(f"{name}.{part}") for part in ("weight", "left", "right"))
+        if right is None or not isinstance(module, LowRankTerm):
+            continue
+        kept = is_conv1d(module)  # [in, out]
+        inputs = weight.shape[0 if kept else 1]
+        eye = torch.eye(inputs, device=weight.device)
+        term = reduced(eye, None if left is None else left.float(), len(right)) @ right.float()
+        state[f"{name}.weight"] = (weight.float() + (term if kept else term.t())).to(weight.dtype)
+        for part in ("left", "right"):
+            state.pop(f"{name}.{part}", None)
+    return type(self).save_pretrained(self, folder, *args, state_dict=state, **options)
+
+
 def factor_names(weight: str) -> tuple[str, str]:
     """The names of the stored factors (left, right) of a stored weight."""
     module = weight.rpartition(".")[0]
@@ -237,6 +264,7 @@ def load(folder: str | Path, device: torch.device | str = "cpu") -> PreTrainedMo
             raise ValueError(f"{Path(folder) / CONFIG} is of another model: {first} is {kind_of}")
     for name, (left, right) in factors.items():
         add_low_rank(_linear_of(model, name, record["tensors"][name]["sha256"]), left, right)
+    save_merged(model)
     model.eval().to(device)
     pack_on_gpu(model)
     return model

@@ -1,6 +1,7 @@
 """Tests of what others read of an export: exact zeros, no foreign config, the card's snippet,
 and the compressed form, which holds the same bits in 9/16 of the bytes."""
 
+import copy
 import json
 import subprocess
 import sys
@@ -152,6 +153,8 @@ def test_transformers_alone_loads_a_compressed_folder_after_one_import(two, tmp_
     model, loading = read(compressed, dtype="auto", output_loading_info=True)
     assert not any(loading.values()) and model.dtype == torch.bfloat16
     same(dict(model.state_dict()), expected)
+    headless = transformers.AutoModel.from_pretrained(compressed, dtype="auto")
+    same(dict(headless.state_dict()), dict(model.transformer.state_dict()))
     assert all(p.requires_grad for p in model.parameters())
     model.save_pretrained(tmp_path / "again")
     same(dict(plain(tmp_path / "again", dtype="auto").state_dict()), expected)
@@ -161,6 +164,9 @@ def test_transformers_alone_loads_a_compressed_folder_after_one_import(two, tmp_
         with pytest.raises(ValueError, match=f"{file} is damaged or of another export"):
             read(compressed)
         (compressed / file).write_bytes(content)
+    (compressed / sparse.RECORD).unlink()
+    with pytest.raises(ValueError, match="no export of sparse24 in .*No such file"):
+        read(compressed)
 
 
 @pytest.mark.parametrize("options", [
@@ -168,8 +174,11 @@ def test_transformers_alone_loads_a_compressed_folder_after_one_import(two, tmp_
     ("method=ast", "method.slorb_k=8", "method.task_weight=1.0"),
     ("method=ast", "method.slorb_k=8", "method.slorb_train_x=false"),
 ])  # fmt: skip
-def test_low_rank_terms_stay_beside_2_4_weights(tiny, options):
-    """The trained model's evaluation, in fp32, and fewer bytes than the merged export."""
+def test_low_rank_terms_stay_beside_2_4_weights(tiny, options, tmp_path):
+    """The trained model's evaluation, in fp32, and fewer bytes than the merged export. Saved again,
+    as `Trainer` does, the terms are merged; a model without head has them, too."""
+    import transformers
+
     config = tiny(*options, "train.steps=4", "train.learning_rate=1e-2")
     pretraining.run(config, quiet)
     run = FinishedRun.open(config.directory())
@@ -184,6 +193,12 @@ def test_low_rank_terms_stay_beside_2_4_weights(tiny, options):
         assert torch.equal(alone(input_ids=ids).logits, loaded(input_ids=ids).logits)
         expected = model(ids)[0]
         torch.testing.assert_close(loaded(input_ids=ids).logits, expected, rtol=0, atol=1e-5)
+        for saved, state in ((copy.deepcopy(loaded), None), (alone, alone.state_dict())):
+            saved.save_pretrained(tmp_path, state_dict=state)
+            again = plain(tmp_path)(input_ids=ids).logits
+            torch.testing.assert_close(again, expected, rtol=0, atol=1e-5)
+        headless = transformers.AutoModel.from_pretrained(folder)
+        same(dict(headless.state_dict()), dict(alone.transformer.state_dict()))
         terms = [m for m in loaded.modules() if isinstance(m, sparse.LowRankTerm)]
         assert len(terms) == len(run.converted)
         for term in terms:
