@@ -29,6 +29,7 @@ class Decoder:
 
         window = getattr(model.config, "sliding_window", None)
         self.fixed = window is None or length <= window
+        self.most, self.used = length, 0
         length += -length % 8  # as attention wants its mask
         self.model = model
         self.run = torch.compile(model, dynamic=False) if compiled else model
@@ -47,11 +48,17 @@ class Decoder:
 
     def place(self, position: int) -> None:
         """Write the next tokens from this position on; those before it stay."""
+        self.used = position
         self.at.fill_(position)
         [cache] = self.options.values()
         for layer in cache.layers:
             if hasattr(layer, "cumulative_length"):
                 layer.cumulative_length.fill_(position)
+
+    def count(self, tokens: int) -> None:
+        self.used += tokens
+        if self.fixed and self.used > self.most:
+            raise ValueError(f"{self.used} tokens do not fit into a decoder for {self.most}")
 
     @torch.no_grad()
     def read(self, ids: Tensor) -> Tensor:
@@ -60,6 +67,7 @@ class Decoder:
             self.place(0)
         else:
             self.options = cached(self.model)
+        self.count(ids.shape[1])
         return self.logits(self.model, ids)
 
     @torch.no_grad()
@@ -82,10 +90,18 @@ class Decoder:
         the next call may overwrite.
 
         On a GPU the first call is launched, the second is captured, and later ones replay it.
+
+        Raises:
+            ValueError: the texts have `length` tokens already.
         """
+        self.count(1)
         self.tokens.copy_(tokens[:, None])
         if not self.fixed or not self.tokens.is_cuda:
             return self.logits(self.run, self.tokens)
+        with torch.cuda.device_of(self.tokens):
+            return self._replayed()
+
+    def _replayed(self) -> Tensor:
         if self.graph is None:
             current, first = torch.cuda.current_stream(), self.stream is None
             self.stream = self.stream or torch.cuda.Stream()

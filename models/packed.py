@@ -23,6 +23,7 @@ from __future__ import annotations
 import functools
 import statistics
 import time
+import types
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -101,9 +102,9 @@ class PackedProduct(nn.Module):
     `fragments` with few tokens and `packed` with many.
 
     It multiplies dense if a gradient is needed, if the input has another dtype or device than the
-    packed copy, in a copy of the layer, and after the weight was changed or replaced. Changes that
-    bypass autograd are not noticed (`weight.data += ...`, as peft merges adapters), and in a
-    compiled model no change is: call `pack` again.
+    packed copy, in a copy of the layer, and after the weight was changed, replaced, cast or moved.
+    Changes that bypass autograd are not noticed (`weight.data += ...`, as peft merges adapters),
+    and in a compiled model no change is: call `pack` again.
     """
 
     packed: Packed24  # None without a crossover
@@ -127,6 +128,14 @@ class PackedProduct(nn.Module):
             y2 = reduced(rows, left, len(right))
             y = lowrank_addmm(self.product(x, rows, None), y2, right, self.bias, scale)
         return y.reshape(*x.shape[:-1], -1)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        """Moved or cast, the layer is the linear that it was: its packed copies do not follow."""
+        before = self.weight.data_ptr()
+        super()._apply(fn, recurse)
+        if self.weight.data_ptr() != before:
+            _restore(self)
+        return self
 
     def product(self, x: Tensor, rows: Tensor, bias: Tensor | None) -> Tensor:
         """rows [tokens, in], those of x -> [tokens, out] with the packed weight."""
@@ -264,7 +273,8 @@ def pack(
         try:
             for name in names:
                 layers.append(_packed(model.get_submodule(name), layout))
-            own = _measured(layers, graphs) if limits is None else limits
+            with torch.cuda.device_of(layers[0].weight):
+                own = _measured(layers, graphs) if limits is None else limits
             if layers[0].fragments is None:
                 own = own._replace(few=0)
         except BaseException:
@@ -336,7 +346,7 @@ def _packed(module: Any, layout: str) -> PackedProduct:
         pack24_(packed, matrix, "mask", matrix != 0)
     module.requires_grad_(False)
     kind: Any = type(module)
-    module.__class__ = _class_of(kind)
+    _become(module, _class_of(kind))
     module.packed, module.limits = packed, Limits(MOST, 0)
     module.joined = None
     served = matrix.is_cpu or serves(matrix.device)
@@ -350,8 +360,14 @@ def _packed(module: Any, layout: str) -> PackedProduct:
 
 def _restore(module: Any) -> None:
     """Turn a packed module back into the linear that it was."""
-    module.__class__ = type(module).__mro__[2]
+    _become(module, type(module).__mro__[2])
     del module.packed, module.fragments, module.limits, module.joined, module.source
+
+
+def _become(module: Any, kind: Any) -> None:
+    module.__class__ = kind
+    if "_old_forward" in vars(module):  # accelerate's hooks call that of the former class
+        module._old_forward = types.MethodType(kind.forward, module)
 
 
 def _measured(layers: Sequence[PackedProduct], graphs: bool) -> Limits:

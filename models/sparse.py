@@ -173,7 +173,8 @@ def _save_merged(
 ) -> Any:
     state = dict(self.state_dict() if state_dict is None else state_dict)
     for name, module in self.named_modules():
-        weight, left, right = (state.get(f"{name}.{part}") for part in ("weight", "left", "right"))
+        parts: Any = (state.get(f"{name}.{part}") for part in ("weight", "left", "right"))
+        weight, left, right = parts
         if right is None or not isinstance(module, LowRankTerm):
             continue
         kept = is_conv1d(module)  # [in, out]

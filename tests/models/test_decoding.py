@@ -57,6 +57,20 @@ def test_logits_are_those_of_the_whole_text(name):
         torch.testing.assert_close(decoder.step(ids[:, 13]), want[:, 13], rtol=0, atol=1e-5)
 
 
+@torch.no_grad()
+def test_a_text_that_is_too_long_is_refused():
+    """On a GPU an index beyond the cache would end the process."""
+    decoder, ids = Decoder(built("llama"), 1, 9), torch.zeros(1, 10, dtype=torch.int64).to(DEVICE)
+    with pytest.raises(ValueError, match="^10 tokens do not fit into a decoder for 9$"):
+        decoder.read(ids)
+    decoder.read(ids[:, :8])
+    decoder.step(ids[:, 0])
+    with pytest.raises(ValueError, match="10 tokens"):
+        decoder.step(ids[:, 0])
+    decoder.place(8)
+    decoder.step(ids[:, 0])
+
+
 @pytest.mark.parametrize("name", [name for name in MODELS if name != "short window"])
 @torch.no_grad()
 def test_a_step_can_be_replayed_from_a_graph(name):

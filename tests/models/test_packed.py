@@ -73,6 +73,7 @@ def test_it_is_dense_where_the_packed_copy_would_be_wrong():
         lambda model, x: (model.requires_grad_(), x),
         lambda model, x: (model[0].bias.requires_grad_() is None or model, x),
         lambda model, x: (model.float(), x.float()),
+        lambda model, x: (model.to(torch.float8_e5m2).bfloat16(), x),
         lambda model, x: (model.load_state_dict(model.state_dict()) and model, x),
         lambda model, x: (model[0].weight.mul_(2) is None or model, x),
         lambda model, x: (copy.deepcopy(model[0].weight.mul_(2) is None or model), x),
@@ -104,6 +105,21 @@ def test_parameters_stay_inference_mode_changes_nothing_and_a_model_is_packed_an
     assert packed.pack(model, Limits(0, 3)) == {"0": (0, 3)} == packed.limits_of(model)
     want = nn.functional.linear(x, model[0].weight, model[0].bias)
     torch.testing.assert_close(model(x), want, rtol=2**-7, atol=2**-7)
+
+
+@torch.no_grad()
+def test_accelerate_s_hooks_call_the_packed_product_and_a_moved_layer_is_a_linear_again():
+    """Loaded with `device_map`, each layer has a hook, which keeps the forward of its class."""
+    hooks = pytest.importorskip("accelerate.hooks")
+    model, x = pruned(64, 128), torch.randn(8, 64, device=DEVICE).bfloat16()
+    hooks.add_hook_to_module(model[0], hooks.AlignDevicesHook(execution_device=DEVICE))
+    want = model(x)
+    packed.pack(model, Limits(0, 1))
+    assert type(model.to(DEVICE)[0]) is not nn.Linear
+    spoil(model[0])
+    assert torch.equal(model(x), model[0].bias.expand(8, -1))
+    assert type(model.half()[0]) is nn.Linear and not hasattr(model[0], "packed")
+    torch.testing.assert_close(model(x.half()), want.half(), rtol=2**-7, atol=2**-7)
 
 
 @torch.no_grad()
