@@ -45,7 +45,7 @@ from common_kernels import (
 from common_kernels.decode import MOST, has_fragments, serves
 from common_kernels.matmul import fastest, is_faster, library_layout, linear24, unavailable
 from common_kernels.matmul.cusparselt import Problem
-from common_kernels.pack import IN_ONE_BUFFER, VENDOR, check_form
+from common_kernels.pack import VENDOR, check_form, of_library
 from common_kernels.pack.operands import fill_up, pack24_
 
 COUNTS = (1, 8, 64, 256, 1024, 4096, 16384)  # numbers of tokens for which products are measured
@@ -338,7 +338,7 @@ def _packed(module: Any, layout: str) -> PackedProduct:
     """The module itself with its weight packed, to be used with any number of tokens."""
     weight = module.weight.detach()
     matrix = weight.t().contiguous() if is_conv1d(module) else weight
-    if layout in (TORCH, *IN_ONE_BUFFER):
+    if layout == TORCH or of_library(layout):
         packed = pack24(matrix, matrix != 0, layout)
     else:
         shape = tuple(matrix.shape)

@@ -154,8 +154,8 @@ def start(
     )  # fmt: skip
 
 
-def order(packed: Packed24 | None) -> int:
-    return -1 if packed is None else order_of(packed.layout, packed.dtype)
+def order(packed: Packed24 | None) -> str:
+    return "" if packed is None else order_of(packed.layout, packed.dtype)
 
 
 def logarithm(beta: float) -> float:

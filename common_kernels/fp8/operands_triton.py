@@ -118,7 +118,7 @@ def project_quantize24_(
         )  # fmt: skip
     else:
         bits = amax.view(torch.int32)
-    values, meta, order = scales, scales, 0  # not written to
+    values, meta, order = scales, scales, ""  # not written to
     if buffer is not None:
         assert dtype is not None
         values, meta = split(buffer, w.numel(), dtype)

@@ -38,7 +38,7 @@ class Target(NamedTuple):
 
     out: torch.Tensor
     meta: torch.Tensor | None
-    order: int = -1  # number of the metadata's order (pack.triton.order_of)
+    order: str = ""  # of the metadata
 
     @property
     def fmt(self) -> str:

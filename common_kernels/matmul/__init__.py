@@ -38,6 +38,7 @@ from common_kernels.matmul.choice import (
     is_faster,
     layouts_on,
     library_layout,
+    library_layout_for,
     measured,
     own_layout,
     unavailable,
@@ -46,15 +47,15 @@ from common_kernels.matmul.cusparselt import Problem, aligned
 from common_kernels.matmul.emulation import emulate
 from common_kernels.pack import (
     BUFFERED,
-    IN_ONE_BUFFER,
     VENDOR,
     Buffered,
     Packed24,
     convert24,
     meta_bytes,
+    of_library,
     unpack24,
 )
-from common_kernels.pack.operands import TOKENS, fill_up, packed_sample, whole_blocks
+from common_kernels.pack.operands import fill_up, packed_sample, tokens_multiple, whole_blocks
 
 __all__ = [
     "Measured",
@@ -65,6 +66,7 @@ __all__ = [
     "is_faster",
     "layouts_on",
     "library_layout",
+    "library_layout_for",
     "linear24",
     "matmul24",
     "measured",
@@ -174,7 +176,7 @@ def linear24(
     rows, columns = packed.shape
     _check_fit(packed, x, x.shape[-1])
     missing = -(x.numel() // columns) % (16 // x.element_size())
-    if missing and packed.layout in IN_ONE_BUFFER:
+    if missing and of_library(packed.layout):
         filled = fill_up(x.reshape(-1, columns), missing)
         y = linear24(packed, filled, bias, out_dtype, scales=scales)
         # A copy, because a view returned by an autograd Function cannot be changed in place.
@@ -184,7 +186,7 @@ def linear24(
     if scales is None:
         return _unscaled(*given, bias, True, True, out_dtype or x.dtype)
     scale, other = scales
-    if packed.layout in IN_ONE_BUFFER:
+    if of_library(packed.layout):
         return _rescaled(*given, bias, scale, other, 1, True, out_dtype or torch.bfloat16)
     bias = None if bias is None else bias.to(torch.bfloat16)
     y = _matmul24(*given, bias, scale, other, True, True, torch.bfloat16)
@@ -228,7 +230,7 @@ def mm24(
     given, fp32 = (buffer, packed.layout, rows, columns, x.contiguous(), None), torch.float32
     if scale is None or other is None:
         return _unscaled(*given, transposed, result_transposed, out_dtype or x.dtype)
-    if packed.layout in IN_ONE_BUFFER:
+    if of_library(packed.layout):
         return _rescaled(*given, scale, other, factor, False, out_dtype or fp32)
     y = _matmul24(*given, scale / factor, other, transposed, False, fp32)
     return y if out_dtype in (None, fp32) else y.to(out_dtype)
@@ -255,8 +257,8 @@ def sample_mm24(
             "matrices with equally many tokens and one dtype"
         )
     name = backends.resolve(dy.device, backend)
-    ours = layout == BUFFERED == library_layout(dy.device)
-    if ours and name == "triton" and not tokens % TOKENS:
+    ours = layout == library_layout(dy.device) and layout != VENDOR
+    if ours and name == "triton" and not tokens % tokens_multiple(layout, dy.dtype):
         return _by_one_sample(dy, x, key, stride)
     dy, x = dy.reshape(tokens, -1), x.reshape(tokens, -1)
     whole = whole_blocks(dy, key, dy.dtype, layout)
@@ -445,13 +447,14 @@ def _by_one_sample(dy, x, key, stride):
     if dy.is_cuda:
         native.start()
     dy, x = dy.reshape(-1, dy.shape[-1]).contiguous(), x.reshape(-1, x.shape[-1])
-    return _sample_mm24(dy, x, key, stride, BUFFERED, "triton")
+    return _sample_mm24(dy, x, key, stride, library_layout(dy.device), "triton")
 
 
 @kernels_of("sample24")
 def _(stride, dy, key):
-    whole = whole_blocks(dy.reshape(-1, dy.shape[-1]), key, dy.dtype, BUFFERED)
-    return packed_sample(whole, key, stride, dy.dtype, BUFFERED, "triton")
+    layout = library_layout(dy.device)
+    whole = whole_blocks(dy.reshape(-1, dy.shape[-1]), key, dy.dtype, layout)
+    return packed_sample(whole, key, stride, dy.dtype, layout, "triton")
 
 
 @launched_by_cpp(

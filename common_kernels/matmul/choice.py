@@ -14,19 +14,21 @@ import torch
 from common_kernels import backend as backends
 from common_kernels.matmul import cuda, cuda_build, cusparselt, table
 from common_kernels.matmul.cusparselt import Problem
-from common_kernels.pack import BUFFERED, VENDOR, check_form
+from common_kernels.pack import BUFFERED, VENDOR, check_form, learn
 
 BACKENDS = ("dense", "cutlass", "cusparselt", "cuda")
 NEEDS = {  # the major compute capability that a backend needs, with words for its message
     "cutlass": ("torch's CUTLASS products need", 8),
     "cuda": ("our own products need", 9),
 }
-PACKER_VARIABLE = "SPARSE24_PACKER"  # `cusparselt`: the library packs on every device, for tests
+# For tests on GPUs whose order of the metadata is known: `learnt`, it is learnt all the same;
+# `cusparselt`, the library packs. It does so, too, where no order can be learnt.
+PACKER_VARIABLE = "SPARSE24_PACKER"
 
 
 def library_layout(device: torch.device) -> str:
     """The layout of the matrices that cuSPARSELt multiplies on `device`: the one that our packers
-    write where the order of its metadata is known, else the library's own."""
+    write where the order of its metadata is known or can be learnt, else the library's own."""
     return _library_layout(device)
 
 
@@ -36,8 +38,35 @@ library_layout._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 @functools.cache  # every product asks
 def _library_layout(device: torch.device) -> str:
-    forced = os.environ.get(PACKER_VARIABLE) == "cusparselt"
-    return BUFFERED if _order_is_known(device) and not forced else VENDOR
+    asked = os.environ.get(PACKER_VARIABLE)
+    if _order_is_known(device) and not asked:
+        return BUFFERED
+    return (None if asked == "cusparselt" else learn.layout_on(device)) or VENDOR
+
+
+def library_layout_for(problem: Problem, device: torch.device) -> str:
+    """As `library_layout`, for one matrix: where the library packs it in another way than was
+    learnt, it packs it itself, and a warning says so."""
+    layout = library_layout(device)
+    if layout in (BUFFERED, VENDOR):
+        return layout
+    moved = in_layout(problem, layout)
+    given = () if moved is None else (layout, moved.rows, moved.columns, moved.dtype, device)
+    return layout if given and _as_learnt(*given) else VENDOR
+
+
+@functools.cache  # so that it warns once
+def _as_learnt(
+    layout: str, rows: int, columns: int, dtype: torch.dtype, device: torch.device
+) -> bool:
+    agrees = learn.agrees(layout, rows, columns, dtype, device)
+    if not agrees:
+        warnings.warn(
+            f"cuSPARSELt packs {dtype} [{rows}, {columns}] in another way than was learnt on this "
+            "GPU, so it packs such matrices itself, which takes longer",
+            stacklevel=2,
+        )
+    return agrees
 
 
 def _order_is_known(device: torch.device) -> bool:
@@ -47,7 +76,7 @@ def _order_is_known(device: torch.device) -> bool:
 def layouts_on(device: torch.device) -> tuple[str, ...]:
     """The layouts that the products of training take on `device`."""
     layout = library_layout(device)
-    return (layout,) if layout == VENDOR else (layout, *cuda.LAYOUTS)
+    return (layout, *cuda.LAYOUTS) if layout == BUFFERED else (layout,)
 
 
 def unavailable(backend: str, device: torch.device | str, dtype: torch.dtype) -> str | None:
@@ -153,10 +182,12 @@ def in_layout(problem: Problem, layout: str) -> Problem | None:
     return moved if layout not in cuda.LAYOUTS or cuda.configs(moved) else None
 
 
-def _served(problem: Problem, layouts: Sequence[str]) -> list[Problem]:
+def _served(problem: Problem, layouts: Sequence[str], device: torch.device) -> list[Problem]:
     """The product in each layout that kernels serve. A layout that needs more tokens is left out
     unless all do: padded copies of dY and X cost more than another kernel gains."""
-    found = [moved for layout in layouts if (moved := in_layout(problem, layout))]
+    common = library_layout(device)
+    named = (library_layout_for(problem, device) if x == common else x for x in layouts)
+    found = [moved for layout in named if (moved := in_layout(problem, layout))]
     return [moved for moved in found if moved.columns == problem.columns] or found
 
 
@@ -172,7 +203,7 @@ def fastest(
     index = torch.cuda.current_device() if device.index is None else device.index
     found, layouts = [], layouts or layouts_on(device)
     with torch.autocast(device.type, enabled=False), torch.cuda.device(index):
-        for moved in _served(problem, layouts):
+        for moved in _served(problem, layouts, device):
             layout = moved.layout
             if layout in cuda.LAYOUTS and not _compiles(device, problem.dtype):
                 continue
@@ -213,7 +244,7 @@ def measured(
     if device.type != "cuda":
         return None
     index, found = torch.cuda.current_device() if device.index is None else device.index, []
-    for moved in _served(problem, layouts or layouts_on(device)):
+    for moved in _served(problem, layouts or layouts_on(device), device):
         try:
             entry = table.known(moved, index)
         except (cuda_build.BuildError, cusparselt.CuSparseLtError):

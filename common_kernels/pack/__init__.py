@@ -27,7 +27,12 @@ DTYPES = (
     torch.int8,
 )
 BUFFERED, VENDOR = cpu.BUFFERED, cpu.VENDOR
-IN_ONE_BUFFER = (BUFFERED, VENDOR)
+
+
+def of_library(layout: str) -> bool:
+    """True for cuSPARSELt's layouts: the known one, those that were learnt, and its own. They keep
+    values and metadata in one buffer."""
+    return layout.startswith(VENDOR)
 
 
 class Buffered(Protocol):
@@ -62,7 +67,7 @@ class Packed24:
 
     def __post_init__(self) -> None:
         form, (rows, columns) = check_form(self.shape, self.dtype, self.layout), self.shape
-        if self.layout in IN_ONE_BUFFER or len(self.parts) == 1:
+        if of_library(self.layout) or len(self.parts) == 1:
             (buffer,) = self.parts
             size = cpu.buffer_bytes(rows, columns, self.dtype, self.layout)
             self._check("buffer", buffer, (size,), torch.uint8)
@@ -186,9 +191,9 @@ def convert24(packed: Packed24, layout: str) -> Packed24:
         return pack24(matrix, matrix.view(cpu.INTEGERS[dtype.itemsize]) != 0, layout)
     values = packed.values
     meta = _reorder_meta(meta_bytes(packed), *shape, dtype.itemsize, packed.layout, layout)
-    if layout == BUFFERED:
+    if of_library(layout):
         meta = torch.cat([values.view(-1).view(torch.uint8), meta])
-        return Packed24((meta,), shape, dtype)
+        return Packed24((meta,), shape, dtype, layout)
     return Packed24((values, _words(meta, shape, dtype, layout)), shape, dtype, layout)
 
 
@@ -231,7 +236,7 @@ def _wrap(
 ) -> Packed24:
     """The packed matrix in `buffer`, which holds the bytes of the values and then of the
     metadata."""
-    if layout in IN_ONE_BUFFER:
+    if of_library(layout):
         return Packed24((buffer,), shape, dtype, layout)
     rows, columns = shape
     end = rows * (columns // 2) * dtype.itemsize
@@ -261,7 +266,7 @@ def _pack24(x: torch.Tensor, mask: torch.Tensor, layout: str, backend: str) -> t
     if backend == "triton" and fits and x.shape[0] % 64 == 0:
         from common_kernels.pack import triton
 
-        if (layout, x.element_size()) in triton.ORDERS:
+        if layout != VENDOR:
             return triton.pack(x.contiguous(), mask.contiguous(), "mask", x.dtype, layout=layout)
     return cpu.pack(x, mask, layout)
 

@@ -22,22 +22,20 @@ import triton.language as tl
 from common_kernels.launch import cast, launch, magnitude, pointer, table_of, vectors
 from common_kernels.pack.cpu import VENDOR
 from common_kernels.pack.triton import (
-    CUSPARSELT,
-    CUTLASS,
-    CUTLASS_K128,
+    join_words,
     new_buffer,
     order_of,
     split,
+    store_meta,
     store_words,
 )
 from common_kernels.pack.weight import Compressed24
 
 ROW = tl.constexpr(8)  # int64 per row of the table of addresses: 64 bytes
 # Most registers per thread, the fastest on an H200: with fewer registers more blocks run at a time.
-# REGISTERS is for all results in one pass (9 to 14 % faster), the other, by order of the metadata,
-# for the transposed operand by itself.
-REGISTERS = 96
-REGISTERS_TRANSPOSED = {CUSPARSELT.value: 80, CUTLASS.value: None, CUTLASS_K128.value: 96}
+# REGISTERS is for all results in one pass (9 to 14 % faster), the other for the transposed operand
+# by itself.
+REGISTERS, REGISTERS_TRANSPOSED = 96, 80
 DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
@@ -58,7 +56,7 @@ def prune_and_pack(weights: Sequence[Compressed24], choose: bool) -> list[Compre
         launch(
             prune_and_pack_kernel, len(together) * (rows // 64) * (columns // 64), device,
             table, rows, columns, VALUES=DTYPES[source], OPERAND=DTYPES[dtype], CHOOSE=choose,
-            PACKED=order >= 0, TRANSPOSED=order_t >= 0, ORDER=order, ORDER_T=order_t, num_warps=2,
+            PACKED=order != "", TRANSPOSED=order_t != "", ORDER=order, ORDER_T=order_t, num_warps=2,
             maxnreg=REGISTERS,
         )  # fmt: skip
     return rest
@@ -79,7 +77,7 @@ def pack_transposed(
     launch(
         pack_transposed_kernel, rows // 64 * (columns // 64), values.device,
         values, row_mask, column_mask, *split(buffer, rows * columns, dtype), rows, columns,
-        ORDER=order, num_warps=2, maxnreg=REGISTERS_TRANSPOSED[order],
+        ORDER=order, num_warps=2, maxnreg=REGISTERS_TRANSPOSED,
     )  # fmt: skip
     return buffer
 
@@ -104,9 +102,9 @@ def fits(weight: Compressed24, addresses: list[int]) -> bool:
 
 def kind(weight: Compressed24) -> tuple:
     """The properties that are equal within a launch: shape, dtypes and the orders of the metadata,
-    -1 for a missing operand."""
+    empty for a missing operand."""
     outs = weight.operands
-    orders = (-1 if out is None else order_of(out.layout, out.dtype) for out in outs)
+    orders = ("" if out is None else order_of(out.layout, out.dtype) for out in outs)
     return tuple(weight.values.shape), weight.values.dtype, weight.dtype, *orders
 
 
@@ -261,32 +259,14 @@ def prune_and_pack_block(
                 four_of = tl.permute(tl.join(pairs[0][w][j], pairs[1][w][j]), 0, 2, 1)
                 at = (8 * across + 4 * w + j) * (rows // 2) + 4 * down
                 tl.store(packed_t + at[:, None] + four, tl.reshape(four_of, [64, 4]))
-                low, high = words[0][w] >> 8 * j & 15, words[1][w] >> 8 * j & 15
-                if ORDER_T == CUSPARSELT:
-                    nibbles = (low | high << 16) << 8 * (down // 2 % 2) + 4 * (across % 2)
-                    parts = tl.reshape(nibbles, [2, 2, 2, 4, 2])  # tile, g2, g1, r4 r5, r3
-                    parts = tl.permute(tl.sum(tl.sum(parts, 4), 1), 2, 0, 1)
-                else:
-                    nibbles = (low | high << 4) << 8 * (down % 2) + 16 * (across % 2)
-                    parts = tl.reshape(nibbles, [2, 2, 2, 4, 2])
-                    parts = tl.permute(tl.sum(tl.sum(parts, 4), 2), 2, 1, 0)  # r4 r5, g2, tile
-                found += (parts,)
-        store_column_meta(meta_t, found, top, left, rows, columns, ORDER_T)
-
-
-@triton.jit
-def store_column_meta(meta, found, top, left, rows, columns, ORDER: tl.constexpr):
-    """Store the metadata of (W * A * B)^T. found: the words of a thread's eight columns."""
-    joined = tl.join(
-        tl.join(tl.join(found[0], found[4]), tl.join(found[2], found[6])),
-        tl.join(tl.join(found[1], found[5]), tl.join(found[3], found[7])),
-    )  # [.., r2, r1, r0]
-    if ORDER == CUSPARSELT:
-        words = tl.permute(joined, 0, 3, 4, 5, 1, 2)
-        words = tl.reshape(words, [4, 8, 2, 2])  # r4 r5, r2 r1 r0, tile, g1
-    else:
-        words = tl.reshape(tl.permute(joined, 0, 1, 3, 4, 5, 2), [64, 2])
-    store_words(meta, words, left // 64, top // 4, columns, rows, ORDER, 16, True)
+                found += (tl.join(words[0][w] >> 8 * j & 15, words[1][w] >> 8 * j & 15),)
+        nibbles = tl.join(
+            tl.join(tl.join(found[0], found[4]), tl.join(found[2], found[6])),
+            tl.join(tl.join(found[1], found[5]), tl.join(found[3], found[7])),
+        )  # [64, g0, r2, r1, r0]
+        nibbles = tl.permute(tl.reshape(nibbles, [8, 8, 2, 8]), 1, 3, 0, 2)
+        nibbles = tl.reshape(nibbles, [64, 16])
+        store_meta(meta_t, nibbles, left // 64, top // 4, columns, rows, ORDER_T, 16)
 
 
 @triton.jit
@@ -301,25 +281,11 @@ def positions(k):
 @triton.jit
 def store_row_meta(meta, row_mask, top, left, rows, columns, ORDER: tl.constexpr):
     """Store the metadata of W * A: the bits of A in the order of the words, as positions."""
-    width = columns // 8
-    if ORDER == CUSPARSELT:
-        r = 16 * tl.arange(0, 4)[:, None, None, None] + tl.arange(0, 8)[None, :, None, None]
-        byte = 4 * tl.arange(0, 2)[None, None, :, None] + tl.arange(0, 2)[None, None, None, :]
-        at = r * width + byte
-        a = tl.load(row_mask + at).to(tl.int32) | tl.load(row_mask + at + 2).to(tl.int32) << 8
-        at += 8 * width
-        b = tl.load(row_mask + at).to(tl.int32) | tl.load(row_mask + at + 2).to(tl.int32) << 8
-        k = (a & 0x0F0F) | (b & 0x0F0F) << 4 | (a & 0xF0F0) << 12 | (b & 0xF0F0) << 16
-    else:
-        n = tl.arange(0, 64)[:, None]
-        r, byte = 16 * (n // 16) + n % 8, 4 * tl.arange(0, 2)[None, :] + 2 * (n // 8 % 2)
-        at = r * width + byte
-        a = tl.load(row_mask + at).to(tl.int32) | tl.load(row_mask + at + 1).to(tl.int32) << 8
-        at += 8 * width
-        b = tl.load(row_mask + at).to(tl.int32) | tl.load(row_mask + at + 1).to(tl.int32) << 8
-        k = a | b << 16
-    words = positions(k)
-    store_words(meta, words, top // 64, left // 4, rows, columns, ORDER, 16, True)
+    at = tl.arange(0, 64)[:, None] * (columns // 8) + tl.arange(0, 8)[None, :]
+    byte = tl.load(row_mask + at).to(tl.int32)
+    bits = tl.reshape(tl.join(byte & 15, byte >> 4), [64, 16])
+    words = positions(join_words(bits, ORDER, 16))
+    store_words(meta, words, top // 64, left // 4, rows, columns, ORDER, 16)
 
 
 @triton.jit

@@ -2,14 +2,13 @@
 
 A 2:4 matrix [rows, columns] keeps two entries i0 < i1 of each group of four along a row. Its values
 are stored row-major, `[rows, columns / 2]`; the positions of a group are the nibble i0 | i1 << 2.
-Layouts differ only in the order of the nibbles. Each is a function from a group to the address of
-its nibble: packing scatters by it and unpacking gathers. Address 2b is the low half of byte b, and
-2b + 1 the high half; words are little-endian.
+Layouts differ only in the order of the nibbles: the address of a nibble consists of the binary
+digits of its row and group in another order. Packing scatters by it and unpacking gathers. Address
+2b is the low half of byte b, and 2b + 1 the high half; words are little-endian.
 
 Entries are moved as integers, so that all their bits survive, even signs of zeros and NaN payloads.
 """
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -78,130 +77,78 @@ def as_groups(x: torch.Tensor) -> torch.Tensor:
 
 # --- the order of the metadata ------------------------------------------------------------------
 
-
-def grid(rows: int, columns: int, device: torch.device | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """The index r of each row, `[rows, 1]`, and g of each group, `[columns / 4]`."""
-    return (
-        torch.arange(rows, device=device)[:, None],
-        torch.arange(columns // 4, device=device),
-    )
-
-
-def neutral_order(
-    rows: int, columns: int, itemsize: int, device: torch.device | None = None
-) -> torch.Tensor:
-    """The address of each group's nibble, `[rows, columns / 4]`: row by row, in whole bytes.
-
-    Read as words of any length, this is TileLang's row-major metadata.
-    """
-    r, g = grid(rows, columns, device)
-    return -(-columns // 8) * 2 * r + g
-
-
-def cutlass_sm80_order(
-    rows: int, columns: int, itemsize: int, device: torch.device | None = None
-) -> torch.Tensor:
-    """The addresses for CUTLASS on compute capability 8.x, as in torch's own 2:4 operators.
-
-    Words of 16 bits (32 for one-byte types) hold consecutive groups of a row. Pairs of columns of
-    words are stored one after the other; within a pair, 32 (16) rows at a time.
-    """
-    r, g = grid(rows, columns, device)
-    groups = 8 // itemsize  # groups in a word
-    c = g // groups
-    word = 2 * rows * (c // 2) + 2 * (c % 2) + r // 8 % 2
-    if itemsize == 2:
-        word = word + 8 * (r % 8) + 4 * (r // 16 % 2) + 64 * (r // 32)
-    else:
-        word = word + 4 * (r % 8) + 32 * (r // 16)
-    return groups * word + g % groups
-
-
-def cutlass_sm90_order(
-    rows: int, columns: int, itemsize: int, device: torch.device | None = None
-) -> torch.Tensor:
-    """The addresses for CUTLASS on compute capability 9.0, for kernels that take 64 columns at a
-    time, or 128 or more of a one-byte type.
-
-    One-byte types: 128 columns (16 bytes) of all rows, then the next 128 columns.
-    """
-    if itemsize == 2:
-        return _cutlass_sm90_blocks(rows, columns, 2, device)
-    r, g = grid(rows, columns, device)
-    return 32 * (r + rows * (g // 32)) + g % 32
-
-
-def cutlass_sm90_k128_order(
-    rows: int, columns: int, itemsize: int, device: torch.device | None = None
-) -> torch.Tensor:
-    """The addresses for CUTLASS' 9.0 kernels that take 128 columns of a two-byte type at a time."""
-    return _cutlass_sm90_blocks(rows, columns, 4, device)
-
-
-def _cutlass_sm90_blocks(
-    rows: int, columns: int, tiles: int, device: torch.device | None
-) -> torch.Tensor:
-    """The addresses in blocks of 64 rows by `tiles` * 32 columns, ordered along the rows first, as
-    in CUTLASS' `Sm90GemmSparseConfig` for two-byte types."""
-    r, g = grid(rows, columns, device)
-    inside = g % 4 + 4 * (r // 8 % 2) + 8 * (g // 8 % tiles)
-    inside = inside + 8 * tiles * (r % 8 + 8 * (g // 4 % 2) + 16 * (r // 16 % 4))
-    return inside + 512 * tiles * (r // 64 + rows // 64 * (g // (8 * tiles)))
-
-
-def cusparselt_sm90_order(
-    rows: int, columns: int, itemsize: int, device: torch.device | None = None
-) -> torch.Tensor:
-    """The addresses for cuSPARSELt on compute capability 9.0: blocks of 64 rows by 32 columns (64
-    for one-byte types), ordered along the columns first; the last block may be partial.
-
-    NVIDIA does not document this order. It was determined on an H200 with cuSPARSELt 0.8.0
-    (docs/cusparselt.md).
-    """
-    r, g = grid(rows, columns, device)
-    if itemsize == 2:
-        inside = 4 * (g % 2) + 8 * (g // 2 % 2) + 2 * (g // 4 % 2) + 512 * (g // 8)
-        inside = inside + 16 * (r % 8) + r // 8 % 2 + 128 * (r // 16 % 4)
-        stripe = 512 * -(-columns // 32)
-    else:
-        inside = g % 2 + 8 * (g // 2 % 4) + 4 * (g // 8 % 2) + 1024 * (g // 16)
-        inside = inside + 32 * (r % 8) + 2 * (r // 8 % 2) + 256 * (r // 16 % 4)
-        stripe = 1024 * -(-columns // 64)
-    return inside + stripe * (r // 64)
+# By layout and the bytes of a value, the digits of a nibble's address, the highest first: r3 is
+# bit 3 of the row's index, g0 bit 0 of the group's; r and g count the tiles that the digits after
+# them span, each of which is stored whole.
+ORDERS = {
+    # Row by row, in whole bytes. Read as words of any length: TileLang's row-major metadata.
+    "neutral": dict.fromkeys(INTEGERS, "r g g0"),
+    # CUTLASS on compute capability 8.x, as in torch's own 2:4 operators.
+    "cutlass_sm80": {1: "g r r2 r1 r0 g3 r3 g2 g1 g0", 2: "g r r2 r1 r0 r4 g2 r3 g1 g0"},
+    # CUTLASS' `Sm90GemmSparseConfig`, for kernels that take 64 columns at a time (128 or more of a
+    # one-byte type), and for those that take 128 of a two-byte type.
+    "cutlass_sm90": {1: "g r g4 g3 g2 g1 g0", 2: "g r r5 r4 g2 r2 r1 r0 g3 r3 g1 g0"},
+    "cutlass_sm90_k128": {2: "g r r5 r4 g2 r2 r1 r0 g4 g3 r3 g1 g0"},
+    # cuSPARSELt on compute capability 9.0. NVIDIA does not document this order; it was determined
+    # on an H200 with cuSPARSELt 0.8.0 (docs/cusparselt.md).
+    BUFFERED: {1: "r g r5 r4 r2 r1 r0 g2 g1 g3 r3 g0", 2: "r g r5 r4 r2 r1 r0 g1 g0 g2 r3"},
+}
 
 
 class Form(NamedTuple):
-    """The requirements of a layout on a matrix, and the words of its metadata."""
+    """The order of a layout's metadata for values of one size, and what it needs."""
 
     rows: int  # the matrix's rows and columns must be multiples of these
     columns: int
-    word: torch.dtype
-    block: int  # columns per block of metadata; the last block is stored whole
+    word: torch.dtype  # of the metadata
+    order: str
 
     def row_bytes(self, columns: int) -> int:
-        """The bytes of metadata per row."""
-        return (columns + self.block - 1) // self.block * self.block // 8
+        """The bytes of metadata per row, of whole tiles."""
+        block = 4 * tile(self.order)[1]
+        return (columns + block - 1) // block * block // 8
 
 
 class Layout(NamedTuple):
-    order: Callable[..., torch.Tensor]
     forms: dict[int, Form]  # by the bytes of a value; other sizes are not supported
     missing: int = 0  # the nibble for groups beyond the matrix
 
 
+def tile(order: str) -> tuple[int, int]:
+    """The rows and groups of a tile."""
+    digits = order.split()[2:]
+    return 1 << sum(d[0] == "r" for d in digits), 1 << sum(d[0] == "g" for d in digits)
+
+
+def addresses(
+    order: str, rows: int, columns: int, device: torch.device | None = None
+) -> torch.Tensor:
+    """The address of each group's nibble, `[rows, columns / 4]`."""
+    outer, inner, *digits = order.split()
+    index = {
+        "r": torch.arange(rows, device=device)[:, None],
+        "g": torch.arange(columns // 4, device=device),
+    }
+    size = dict(zip("rg", tile(order), strict=True))
+    across = -(-(rows if inner == "r" else columns // 4) // size[inner])
+    found = index[outer] // size[outer] * across + index[inner] // size[inner]
+    for digit in digits:
+        found = 2 * found + (index[digit[0]] >> int(digit[1:]) & 1)
+    return found
+
+
+def _forms(layout: str, *needs: tuple[int, int, torch.dtype]) -> dict[int, Form]:
+    given = zip(ORDERS[layout].items(), needs, strict=True)
+    return {size: Form(*need, order) for (size, order), need in given}
+
+
 LAYOUTS = {
-    "neutral": Layout(neutral_order, dict.fromkeys(INTEGERS, Form(1, 4, torch.uint8, 8))),
-    "cutlass_sm80": Layout(
-        cutlass_sm80_order, {1: Form(16, 128, torch.int32, 128), 2: Form(32, 64, torch.int16, 64)}
-    ),
-    "cutlass_sm90": Layout(
-        cutlass_sm90_order,
-        {1: Form(64, 128, torch.uint8, 128), 2: Form(64, 64, torch.uint8, 64)},
-    ),
-    "cutlass_sm90_k128": Layout(cutlass_sm90_k128_order, {2: Form(64, 128, torch.uint8, 128)}),
-    "cusparselt_sm90": Layout(
-        cusparselt_sm90_order,
-        {1: Form(64, 64, torch.uint8, 64), 2: Form(64, 16, torch.uint8, 32)},
+    "neutral": Layout(_forms("neutral", *[(1, 4, torch.uint8)] * len(INTEGERS))),
+    "cutlass_sm80": Layout(_forms("cutlass_sm80", (16, 128, torch.int32), (32, 64, torch.int16))),
+    "cutlass_sm90": Layout(_forms("cutlass_sm90", (64, 128, torch.uint8), (64, 64, torch.uint8))),
+    "cutlass_sm90_k128": Layout(_forms("cutlass_sm90_k128", (64, 128, torch.uint8))),
+    BUFFERED: Layout(
+        _forms(BUFFERED, (64, 64, torch.uint8), (64, 16, torch.uint8)),
         missing=0b1110,  # that of an empty group
     ),
 }
@@ -220,16 +167,18 @@ def buffer_bytes(rows: int, columns: int, dtype: torch.dtype, layout: str = BUFF
 def scatter(nibbles: torch.Tensor, layout: str, itemsize: int) -> torch.Tensor:
     """The flat metadata bytes of nibbles `[rows, columns / 4]`."""
     rows, columns = nibbles.shape[0], 4 * nibbles.shape[1]
-    order, forms, missing = LAYOUTS[layout]
-    meta = nibbles.new_full((2 * rows * forms[itemsize].row_bytes(columns),), missing)
-    meta[order(rows, columns, itemsize, nibbles.device).flatten()] = nibbles.flatten()
+    forms, missing = LAYOUTS[layout]
+    form = forms[itemsize]
+    meta = nibbles.new_full((2 * rows * form.row_bytes(columns),), missing)
+    meta[addresses(form.order, rows, columns, nibbles.device).flatten()] = nibbles.flatten()
     return meta[::2] | meta[1::2] << 4
 
 
 def gather(meta: torch.Tensor, rows: int, columns: int, layout: str, itemsize: int) -> torch.Tensor:
     """The nibbles `[rows, columns / 4]` in flat metadata bytes."""
-    order = LAYOUTS[layout].order(rows, columns, itemsize, meta.device)
-    return torch.stack([meta & 15, meta >> 4], -1).flatten()[order]
+    order = LAYOUTS[layout].forms[itemsize].order
+    at = addresses(order, rows, columns, meta.device)
+    return torch.stack([meta & 15, meta >> 4], -1).flatten()[at]
 
 
 def pack(x: torch.Tensor, mask: torch.Tensor, layout: str) -> torch.Tensor:

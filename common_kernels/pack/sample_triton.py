@@ -7,14 +7,7 @@ import triton.language as tl
 from common_kernels.launch import by_triton
 from common_kernels.mvue.triton import philox, sample_pairs
 from common_kernels.pack.cpu import BUFFERED
-from common_kernels.pack.triton import (
-    CUSPARSELT,
-    join_bits,
-    new_buffer,
-    order_of,
-    split,
-    store_words,
-)
+from common_kernels.pack.triton import join_words, new_buffer, order_of, split, store_words
 
 # Groups of each of 64 features per program: with four warps, a thread has four groups of four
 # features. Twice as many double the code's length and take 12 % longer on an H200.
@@ -67,9 +60,7 @@ def sample_kernel(
     q = tl.arange(0, QUARTER)[:, None]
     pairs, nibbles = (), ()
     for t in tl.static_range(4):
-        # t is the bits g2 g0 of a group's index for cuSPARSELt, else g1 g0.
-        apart = q // 2 * 8 + t // 2 * 4 + q % 2 * 2 + t % 2
-        group = apart if ORDER == CUSPARSELT else 4 * q + t
+        group = 4 * q + t
         rows, inside = at + 4 * group * OUT, group < count
         x0 = tl.load(rows, mask=inside, other=0)
         x1 = tl.load(rows + OUT, mask=inside, other=0)
@@ -82,32 +73,12 @@ def sample_kernel(
         pairs += (pair,)
         nibbles += (nibble,)
     pair = tl.join(tl.join(pairs[0], pairs[2]), tl.join(pairs[1], pairs[3]))
-    if ORDER == CUSPARSELT:
-        pair = tl.permute(tl.reshape(pair, [QUARTER // 2, 2, 64, 2, 2]), 2, 0, 3, 1, 4)
-    else:
-        pair = tl.permute(pair, 1, 0, 2, 3)
+    pair = tl.permute(pair, 1, 0, 2, 3)
     place = tl.arange(0, GROUPS)[None, :]
     row = stripe * 16 * tokens + tl.arange(0, 64)[:, None] * (tokens // 4)
     both = values.to(tl.pointer_type(tl.int32))
     tl.store(both + (row + first_group) + place, tl.reshape(pair, [64, GROUPS]), mask=place < count)
-    # Join the nibbles (minus 4) to words by fused multiply-adds, the fastest instructions; all are
-    # exact.
-    if ORDER == CUSPARSELT:
-        low = bits_of(tl.fma(nibbles[2], 256.0, nibbles[0]), 0x0404)
-        part = low | bits_of(tl.fma(nibbles[3], 256.0, nibbles[1]), 0x0404) << 16
-        part = tl.permute(tl.reshape(part, [QUARTER // 2, 2, 4, 2, 8]), 2, 4, 0, 1, 3)
-        words = join_bits(part, 4)
-    else:
-        low = tl.fma(nibbles[1], 16.0, nibbles[0])
-        part = bits_of(tl.fma(tl.fma(nibbles[3], 16.0, nibbles[2]), 256.0, low), 0x4444)
-        part = tl.permute(tl.reshape(part, [QUARTER // 2, 2, 4, 2, 8]), 2, 1, 4, 0, 3)
-        words = join_bits(part, 16)
-    blocks = tl.cdiv(tokens, 32) * 32
-    store_words(meta, words, stripe, first_group, OUT, blocks, ORDER, GROUPS)
-
-
-@triton.jit
-def bits_of(a, more: tl.constexpr):
-    """a + more as int32, where a is a float holding an integer below 2^16: adding 2^23 moves it to
-    the low bits."""
-    return (a + (8388608.0 + more)).to(tl.int32, bitcast=True) & 0xFFFF
+    nibble = tl.join(tl.join(nibbles[0], nibbles[2]), tl.join(nibbles[1], nibbles[3]))
+    nibble = tl.reshape(tl.permute(nibble, 1, 0, 2, 3), [64, GROUPS]).to(tl.int32) + 4
+    words = join_words(nibble, ORDER, GROUPS)
+    store_words(meta, words, stripe, first_group, OUT, tokens, ORDER, GROUPS, False)

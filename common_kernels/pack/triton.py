@@ -1,17 +1,5 @@
-"""Pruning and packing in Triton, in one read of the matrix. Values and metadata are in the order of
-cuSPARSELt or of CUTLASS for compute capability 9.0.
-
-A word of the metadata holds the nibbles of eight groups. In the table r stands for the bits of a
-row's index and g for those of a group's, the highest first:
-
-    layout                bytes of a value   a word collects   and lies in its block at
-    cusparselt_sm90       2                  g0 g2 r3          r5 r4 r2 r1 r0 g1
-                          1                  g3 r3 g0          r5 r4 r2 r1 r0 g2 g1
-    cutlass_sm90          2                  r3 g1 g0          r5 r4 g2 r2 r1 r0 g3
-    cutlass_sm90_k128     2                  r3 g1 g0          r5 r4 g2 r2 r1 r0 g4 g3
-    cutlass_sm90          1                  g2 g1 g0          all rows, g4 g3
-
-cpu.py defines these orders.
+"""Pruning and packing in Triton, in one read of the matrix. The metadata may have any order of
+`cpu.py` in which the eight nibbles of a word lie in one block of 64 rows by 8 or 16 groups.
 """
 
 import functools
@@ -23,31 +11,66 @@ import triton.language as tl
 from common_kernels.launch import cast, launch, magnitude
 from common_kernels.masks.cpu import four_rows
 from common_kernels.masks.triton import best_place
-from common_kernels.pack.cpu import BUFFERED, buffer_bytes, choose
+from common_kernels.pack.cpu import BUFFERED, LAYOUTS, buffer_bytes, choose
 from common_kernels.soft_threshold.triton import less, threshold
 
 SOURCES = {"magnitude": 0, "soft": 1, "mask": 2}
 BITS = 3  # the source is a mask given as its bits
-CUSPARSELT = tl.constexpr(0)
-CUSPARSELT_8 = tl.constexpr(1)
-CUTLASS = tl.constexpr(2)
-CUTLASS_K128 = tl.constexpr(3)
-CUTLASS_8 = tl.constexpr(4)
-# The number of the metadata's order, by layout and bytes of a value.
-ORDERS = {
-    ("cusparselt_sm90", 2): CUSPARSELT.value,
-    ("cusparselt_sm90", 1): CUSPARSELT_8.value,
-    ("cutlass_sm90", 2): CUTLASS.value,
-    ("cutlass_sm90_k128", 2): CUTLASS_K128.value,
-    ("cutlass_sm90", 1): CUTLASS_8.value,
-}
 
 
-def order_of(layout: str, dtype: torch.dtype) -> int:
-    """The kernels' number of a layout's order; raises ValueError if they do not write it."""
-    if (layout, dtype.itemsize) not in ORDERS:
+@triton.constexpr_function
+def words_of(order, groups):
+    """How the nibbles of a block of 64 rows by `groups` groups become words of metadata; None if
+    the eight nibbles of a word do not lie in one block.
+
+    The digits of a nibble's place in the block are named as in `cpu.ORDERS`. As dims of a tensor,
+    each of size 2, they are r5 .. r0 and then the group's. Returns
+        dims: a permutation; first the digits of a word's place, then those inside a word;
+        shifts: by which the second half of each of the last dims is shifted, the last first;
+        runs: digits of a word's number that lie side by side in its address, as the lowest, their
+            count, and what one adds, in words and in outer tiles;
+        block: digits of the block's own place in a tile, as whether it is a group's, how far up,
+            and what one adds;
+        rows, columns: the digits of a row and of a group in a tile;
+        by_rows: whether tiles follow one another along the columns first.
+    """
+    outer, _, *digits = order.split()
+    count = {"r": 6, "g": groups.bit_length() - 1}
+    inside = {name: sum(digit[0] == name for digit in digits) for name in count}
+    weight = {digit: (1 << place, 0) for place, digit in enumerate(reversed(digits))}
+    for name in count:
+        for i in range(inside[name], count[name]):
+            tiles = 1 << i - inside[name]
+            weight[f"{name}{i}"] = (0, tiles) if name == outer else (tiles << len(digits), 0)
+    names = [f"{name}{i}" for name in count for i in reversed(range(count[name]))]
+    # A thread has neighbouring groups of a row, so digits of the group are joined first.
+    within = [name for name in names if weight[name] in ((1, 0), (2, 0), (4, 0))]
+    if len(within) < 3:
+        return None
+    of_words = sorted(set(names) - set(within), key=lambda name: weight[name][::-1])
+    runs = []
+    for i, name in enumerate(of_words):
+        step, far = weight[name][0] // 8, weight[name][1]
+        if runs and (runs[-1][2] << runs[-1][1], runs[-1][3] << runs[-1][1]) == (step, far):
+            runs[-1] = (runs[-1][0], runs[-1][1] + 1, *runs[-1][2:])
+        else:
+            runs.append((i, 1, step, far))
+    dims = tuple(names.index(name) for name in (*reversed(of_words), *within))
+    shifts = tuple(4 * weight[name][0] for name in reversed(within))
+    block = tuple(
+        (digit[0] == "g", int(digit[1:]) - count[digit[0]], weight[digit][0] // 8)
+        for digit in digits
+        if int(digit[1:]) >= count[digit[0]]
+    )
+    return dims, shifts, sum(runs, ()), sum(block, ()), inside["r"], inside["g"], outer == "r"
+
+
+def order_of(layout: str, dtype: torch.dtype) -> str:
+    """The order of a layout's metadata; raises ValueError if the kernels do not write it."""
+    form = LAYOUTS[layout].forms.get(dtype.itemsize)
+    if form is None or words_of(form.order, 16) is None:
         raise ValueError(f"layout {layout!r} is not written here for {dtype}; use convert24")
-    return ORDERS[layout, dtype.itemsize]
+    return form.order
 
 
 def new_buffer(
@@ -109,7 +132,7 @@ def pack(
     order, kind = order_of(layout, dtype), BITS if is_bits(mask) else SOURCES[source]
     # Groups of a program and its warps: the smallest whole blocks of metadata are the fastest on an
     # H200.
-    block, warps = (8, 4) if order == CUSPARSELT.value else (16, 8)
+    block, warps = (8, 4) if dtype.itemsize == 2 and words_of(order, 8) else (16, 8)
     launch(
         pack_kernel, rows // 64 * (columns // (4 * block)), x.device,
         x, x if mask is None else mask.view(torch.uint8), values, meta,
@@ -167,11 +190,24 @@ def join_bits(parts, SHIFT: tl.constexpr):
     return low | high << SHIFT
 
 
+@triton.constexpr_function
+def part(order, groups, i):
+    return words_of(order, groups)[i]
+
+
+@triton.constexpr_function
+def twos(groups):
+    return [2] * (5 + groups.bit_length())
+
+
 @triton.jit
-def join_words(nibbles, LAST: tl.constexpr, MIDDLE: tl.constexpr, FIRST: tl.constexpr):
-    """Join eight nibbles `[..., 2, 2, 2]` to a word. LAST, MIDDLE and FIRST are the bits by which
-    the second half of each dim is shifted."""
-    return join_bits(join_bits(join_bits(nibbles, LAST), MIDDLE), FIRST)
+def join_words(nibbles, ORDER: tl.constexpr, GROUPS: tl.constexpr):
+    """Join the nibbles `[64, GROUPS]` of a block to words `[8 GROUPS]`, in the order of memory."""
+    SHIFTS: tl.constexpr = part(ORDER, GROUPS, 1)
+    words = tl.permute(tl.reshape(nibbles, twos(GROUPS)), part(ORDER, GROUPS, 0))
+    for i in tl.static_range(3):
+        words = join_bits(words, SHIFTS[i])
+    return tl.reshape(words, [8 * GROUPS])
 
 
 @triton.jit
@@ -180,65 +216,44 @@ def store_meta(
 ):
     """Store the metadata words of 64 rows (a stripe) and GROUPS groups from `first_group` on.
 
-    nibbles: `[64, GROUPS]`. rows, columns: the matrix's size, rounded up to whole blocks.
+    nibbles: `[64, GROUPS]`. rows, columns: the matrix's size.
     """
-    if ORDER == CUTLASS_8:
-        words = join_words(tl.reshape(nibbles, [64, GROUPS // 8, 2, 2, 2]), 4, 8, 16)
-        word = first_group // 8 + tl.arange(0, GROUPS // 8)[None, :]
-        row = stripe * 64 + tl.arange(0, 64)[:, None]
-        tl.store(meta + 4 * (row + word // 4 * rows) + word % 4, words)
-    elif ORDER == CUSPARSELT_8:
-        parts = tl.reshape(nibbles, [4, 2, 8, GROUPS // 16, 2, 4, 2])
-        parts = tl.permute(parts, 0, 2, 3, 5, 4, 1, 6)  # g3, r3 and g0 last
-        words = join_words(parts, 4, 8, 16)  # [r4 r5, r0 r1 r2, block, g1 g2]
-        inside = tl.reshape(
-            32 * tl.arange(0, 4)[:, None, None, None] + 4 * tl.arange(0, 8)[None, :, None, None]
-            + 128 * tl.arange(0, GROUPS // 16)[None, None, :, None]
-            + tl.arange(0, 4)[None, None, None, :], [4, 8, GROUPS // 16, 4],
-        )  # fmt: skip
-        start = stripe * (columns // 64) * 128 + first_group // 16 * 128
-        there = (first_group // 16 + tl.arange(0, GROUPS // 16))[None, None, :, None]
-        there = there < columns // 64
-        tl.store(meta + start + inside, words, mask=there)
-    elif ORDER == CUSPARSELT:
-        parts = tl.reshape(nibbles, [4, 2, 8, GROUPS // 8, 2, 2, 2])
-        parts = tl.permute(parts, 0, 2, 3, 5, 1, 4, 6)  # r3, g2 and g0 last
-        words = join_words(parts, 16, 8, 4)
-        store_words(meta, words, stripe, first_group, rows, columns, ORDER, GROUPS)
-    else:
-        parts = tl.reshape(nibbles, [4, 2, 8, GROUPS // 8, 2, 2, 2])
-        words = join_words(tl.permute(parts, 0, 4, 2, 3, 1, 5, 6), 4, 8, 16)  # r3, g1 and g0 last
-        store_words(meta, words, stripe, first_group, rows, columns, ORDER, GROUPS)
+    words = join_words(nibbles, ORDER, GROUPS)
+    store_words(meta, words, stripe, first_group, rows, columns, ORDER, GROUPS)
 
 
 @triton.jit
 def store_words(
     meta, words, stripe, first_group, rows, columns, ORDER: tl.constexpr, GROUPS: tl.constexpr,
-    WHOLE: tl.constexpr = False,
+    WHOLE: tl.constexpr = True,
 ):  # fmt: skip
-    """Store the metadata words of 16-bit values; the other arguments are those of `store_meta`.
-
-    words: [r4 r5, r0 r1 r2, block, g1] for cuSPARSELt, [r5 r4, g2, r2 r1 r0, tile] for CUTLASS.
-    WHOLE: all GROUPS groups lie inside the matrix.
-    """
-    if ORDER == CUSPARSELT:
-        inside = (
-            16 * tl.arange(0, 4)[:, None, None, None] + 2 * tl.arange(0, 8)[None, :, None, None]
-            + 64 * tl.arange(0, GROUPS // 8)[None, None, :, None]
-            + tl.arange(0, 2)[None, None, None, :]
-        )  # fmt: skip
-        start = stripe * (columns // 32) * 64 + first_group // 8 * 64
-        there = (first_group // 8 + tl.arange(0, GROUPS // 8))[None, None, :, None]
-        there = None if WHOLE else there < columns // 32
-        tl.store(meta + start + inside, words, mask=there)
+    """Store the words that `join_words` returns; the other arguments are those of `store_meta`.
+    Without WHOLE, groups may lie beyond the matrix."""
+    RUNS: tl.constexpr = part(ORDER, GROUPS, 2)
+    BLOCK: tl.constexpr = part(ORDER, GROUPS, 3)
+    ROWS: tl.constexpr = part(ORDER, GROUPS, 4)
+    BITS: tl.constexpr = part(ORDER, GROUPS, 5)
+    down, across = stripe * 64 >> ROWS, first_group >> BITS
+    wide = columns // 4 + (1 << BITS) - 1 >> BITS
+    if part(ORDER, GROUPS, 6):
+        outer, inner, distance = down, across, wide
     else:
-        TILES: tl.constexpr = 2 if ORDER == CUTLASS else 4  # tiles of 32 columns per block
-        tile = first_group // 8 + tl.arange(0, GROUPS // 8)[None, :]
-        block = stripe + tile // TILES * (rows // 64)
-        inside = TILES * tl.arange(0, 64)[:, None] + tile % TILES
-        words = tl.reshape(words, [64, GROUPS // 8])
-        there = None if WHOLE else tile < columns // 32
-        tl.store(meta + 64 * TILES * block + inside, words, mask=there)
+        outer, inner, distance = across, down, rows + (1 << ROWS) - 1 >> ROWS
+    distance = (distance << ROWS + BITS) // 8
+    near = (inner << ROWS + BITS) // 8
+    for i in tl.static_range(0, len(BLOCK), 3):
+        place = first_group // GROUPS if BLOCK[i] else stripe
+        near += (place >> BLOCK[i + 1] & 1) * BLOCK[i + 2]
+    word = tl.arange(0, 8 * GROUPS)
+    at, tile = tl.zeros([8 * GROUPS], tl.int32), tl.zeros([8 * GROUPS], tl.int32)
+    for i in tl.static_range(0, len(RUNS), 4):
+        digits = word // (1 << RUNS[i]) % (1 << RUNS[i + 1])
+        at += digits * RUNS[i + 2]
+        tile += digits * RUNS[i + 3]
+    there = None
+    if not WHOLE:
+        there = near + at < distance if part(ORDER, GROUPS, 6) else outer + tile < wide
+    tl.store(meta + (outer * distance + near) + (at + tile * distance), words, mask=there)
 
 
 @triton.jit

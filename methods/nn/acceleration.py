@@ -15,6 +15,7 @@ from common_kernels.matmul import (
     Problem,
     fastest,
     library_layout,
+    library_layout_for,
     measured,
     own_layout,
     unavailable,
@@ -213,7 +214,8 @@ def choose(
         if reason:
             best = measured(problem, device)
         elif forced:
-            layout = layouts[name] if library else own_layout(problem, device)
+            of = library_layout_for if library else own_layout
+            layout = of(problem, device)
             best = measured(problem, device, (layout,))
         else:
             best = fastest(problem, device)

@@ -233,7 +233,8 @@ def test_a_kernel_reads_metadata_where_the_packer_writes_them(config):
     alone = {config.name: config.macros()}
     library = cuda._load(cuda_build.build(cuda.SOURCE, alone)[config.name])
     rows, columns = 128, 256
-    order = cpu.LAYOUTS[config.layout].order(rows, columns, config.dtype.itemsize)
+    form = cpu.LAYOUTS[config.layout].forms[config.dtype.itemsize]
+    order = cpu.addresses(form.order, rows, columns)
     for row in range(0, rows, 3):
         for group in range(columns // 4):
             assert library.metadata_place(rows, columns, row, 4 * group) == order[row, group]

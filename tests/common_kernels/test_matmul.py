@@ -154,6 +154,7 @@ def test_cusparselt_serves_every_gpu_that_the_library_knows(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(cusparselt, "library", lambda: None)
     monkeypatch.setattr(cusparselt, "handle", knows)
+    monkeypatch.setattr(choice.learn, "layout_on", lambda device: None)  # no order is learnt
     for capability, bf16, fp8 in (
         ((7, 5), "8.0 or later, this GPU has (7, 5)", "8.9 or later, this GPU has (7, 5)"),
         ((8, 0), "", "FP8 needs a GPU of compute capability 8.9 or later, this GPU has (8, 0)"),

@@ -12,7 +12,7 @@ from torch import nn
 import methods
 from common_kernels import matmul
 from common_kernels.matmul import choice
-from common_kernels.pack import VENDOR
+from common_kernels.pack import VENDOR, cpu
 from methods.nn import at_run_time, gemms, operands
 from methods.nn.gemms import DENSE, Products
 from methods.nn.linear import SparseLinear
@@ -178,6 +178,7 @@ def test_packed_products_are_the_dense_ones(name, options, products, calls):
     assert not any(isinstance(m, SparseLinear) for m in model.modules())
 
 
+@pytest.mark.parametrize("packer", ["learnt", "cusparselt"])
 @pytest.mark.parametrize(
     ("name", "options"),
     [
@@ -187,16 +188,20 @@ def test_packed_products_are_the_dense_ones(name, options, products, calls):
         ("slope", {}),
     ],
 )
-def test_where_the_library_packs_products_are_the_same(name, options, calls, monkeypatch):
-    """The library packs on GPUs whose order of the metadata is not known."""
+def test_where_the_order_is_not_known_products_are_the_same(
+    name, options, packer, calls, monkeypatch
+):
+    """There it is learnt, or the library packs."""
     theirs = build(name, options)
     theirs[1].accelerate(TOKENS, "cusparselt")
-    monkeypatch.setenv(choice.PACKER_VARIABLE, "cusparselt")
+    monkeypatch.setenv(choice.PACKER_VARIABLE, packer)
     choice._library_layout.cache_clear()
     try:
         ours = build(name, options)
         (chosen,) = set(ours[1].accelerate(TOKENS, "cusparselt").values())
-        assert chosen.layouts == gemms.Layouts(*[VENDOR] * 3) and chosen.kernels("fprop")
+        layout = choice.library_layout(next(theirs[0].parameters()).device)
+        assert layout not in cpu.ORDERS and (layout == VENDOR) == (packer == "cusparselt")
+        assert chosen.layouts == gemms.Layouts(*[layout] * 3) and chosen.kernels("fprop")
         layer = ours[0][0]
         held = (layer.packed, layer.packed_transposed)
         same_steps(ours, theirs)
