@@ -62,6 +62,9 @@ def parser() -> argparse.ArgumentParser:
         command.add_argument("--out", type=Path, help="record; default: runs/bench/DEVICE.json")
         command.add_argument("--revision", help="revision of the code, if this is no git checkout")
         command.add_argument("--quick", action="store_true", help="tiny shapes, as a quick check")
+        if name == "loop":
+            missing = "only rows that the record does not have yet from this revision of the code"
+            command.add_argument("--missing", action="store_true", help=missing)
         if name == "train":
             globs = "globs on the shapes of rows"
             command.add_argument("--shapes", nargs="+", default=["*"], help=globs)
@@ -108,7 +111,7 @@ def run(options: argparse.Namespace) -> None:
         name = "cpu" if options.device.type == "cpu" else re.sub(r"\W+", "-", device.lower())
         options.out = Path("runs", "bench", f"{name}.json")
     parts = [*options.only, *(getattr(options, "shapes", []))]
-    whole = set(parts) == {"*"}
+    whole = set(parts) == {"*"} and not getattr(options, "missing", False)
     report = Report(
         options.benchmark, options.device, options.out, options.only, options.revision, whole
     )

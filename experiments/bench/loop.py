@@ -1,63 +1,72 @@
 """A user's own loop, as in docs/own_loop.md: `python -m experiments.bench loop`.
 
-A transformers LLaMA with random weights, fp32 with bf16 autocast on a GPU, whose linears are all
-converted, trains step by step from Python: hooks, loss, clipping, optimizer. Each method takes
-turns with the dense model in the same loop. The rows `host, METHOD` time the host alone, which
-often decides: one layer's forward and backward pass with few tokens, and `nn.Linear`'s, without
-waiting for the device.
+A transformers LLaMA with random weights, whose linears are all converted, or timm's ViT-L/16, whose
+MLPs are, trains step by step from Python, without CUDA graphs, in fp32 with bf16 autocast on a GPU:
+hooks, loss, clipping, optimizer. Each method takes turns with the dense model in the same loop, and
+`transformers.Trainer` with the callback takes turns with the own loop of the same method. The rows
+`host, METHOD` time the host alone, which often decides: one layer's forward and backward pass with
+few tokens, and `nn.Linear`'s, without waiting for the device.
 """
 
 from __future__ import annotations
 
 import argparse
-import itertools
 import statistics
+import tempfile
 import time
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-import methods
 from common_kernels.matmul import linear24
 from experiments.bench import linear, variants
+from experiments.bench.jobs import Built, Workload, mlp, vit
 from experiments.bench.report import Report, Row
-from experiments.bench.timing import Call, in_turns, quantiles
-from experiments.bench.variants import Converted
-from experiments.support import memory
+from experiments.bench.step import Step
+from experiments.bench.timing import (
+    SETTLE_LIMIT_S,
+    SUSTAINED_S,
+    Time,
+    in_turns,
+    quantiles,
+    settled,
+)
 from methods.nn.linear import SparseLinear
 from methods.nn.operands import Packed
 
-COMPILED, ADAMW = ", compiled", ", torch's AdamW"
+COMPILED, ADAMW, TRAINER = ", compiled", ", torch's AdamW", ", Trainer"
+WIDE, IMAGES = "wide, ", "ViT-L, "  # rows of other models than the first LLaMA
 METHODS = ("fst", "s_ste", "slope")
-# The rows by name; a row without ADAMW has methods.FusedAdamW.
+FP8 = tuple(f"{name}, fp8{COMPILED}" for name in ("s_ste", "fst"))
+# The rows by name. A row without ADAMW has methods.FusedAdamW, and dense torch's fused AdamW.
 NAMES = (
     *(name + COMPILED for name in METHODS),
     *METHODS,
-    *(f"{name}, fp8{COMPILED}" for name in ("s_ste", "fst")),
+    *FP8,
     f"fst{ADAMW}{COMPILED}",
+    f"fst{TRAINER}{COMPILED}",
+    *(WIDE + name for name in (f"fst{COMPILED}", *FP8)),
+    *(f"{IMAGES}{name}{COMPILED}" for name in ("fst", "slope")),
 )
 HOSTS = tuple(f"host, {name}" for name in (*METHODS, "s_ste, fp8"))
 TOKENS, CALLS = 64, 20  # of the rows of the host
+BLOCK = 4  # steps in a sample of the Trainer
 
 
 @dataclass(frozen=True)
-class Size:
-    """A LLaMA and its batch, and the width of the layers of the host's rows."""
+class Llama:
+    """A LLaMA and its batch."""
 
     layers: int
     hidden: int
     intermediate: int
     vocabulary: int
     batch: tuple[int, int]
-    host: int
-
-    @property
-    def tokens(self) -> int:
-        return self.batch[0] * self.batch[1]
 
     @property
     def shape(self) -> str:
@@ -65,105 +74,156 @@ class Size:
         widths = f"{self.hidden} -> {self.intermediate}"
         return f"LLaMA, {self.layers} x {widths}, {sequences} x {length}"
 
+    @property
+    def job(self) -> Workload:
+        tokens, linears = self.batch[0] * self.batch[1], mlp(self.hidden, self.intermediate)
+        return Workload(self.build, tokens, tokens, "tokens", linears, include="all")
 
-QUICK = Size(2, 64, 128, 320, (2, 32), 64)
-LARGE = Size(12, 2048, 8192, 32000, (8, 1024), 4096)
+    def build(self) -> Built:
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        config = LlamaConfig(
+            vocab_size=self.vocabulary, hidden_size=self.hidden, num_hidden_layers=self.layers,
+            intermediate_size=self.intermediate, num_attention_heads=max(2, self.hidden // 128),
+            use_cache=False,
+        )  # fmt: skip
+        model: Any = LlamaForCausalLM(config)
+        ids = torch.randint(self.vocabulary, self.batch)
+        return model, lambda: model(input_ids=ids, labels=ids).loss, list(model.model.layers)
+
+
+QUICK = {"": Llama(2, 64, 128, 320, (2, 32)), WIDE: Llama(1, 128, 256, 320, (2, 32))}
+LARGE = {
+    "": Llama(12, 2048, 8192, 32000, (8, 1024)),
+    WIDE: Llama(4, 4096, 14336, 32000, (8, 1024)),
+}
 
 
 def bench(options: argparse.Namespace, report: Report) -> None:
-    on_gpu, matmul = options.device.type == "cuda", variants.default_matmul(options)
-    size = LARGE if on_gpu and not options.quick else QUICK
-    chosen = report.chosen([*HOSTS, *NAMES])
+    on_gpu = options.device.type == "cuda"
+    small = options.quick or not on_gpu
+    llamas = QUICK if small else LARGE
+    matmul, chosen = variants.default_matmul(options), report.chosen([*HOSTS, *NAMES])
+    if options.missing:
+        chosen = report.lacking(chosen)
     for name in [name for name in HOSTS if name in chosen]:
-        report.add(host(name, size.host, matmul, options))
-    for compiled in (False, True):
-        names = [n for n in NAMES if n in chosen and n.endswith(COMPILED) is compiled]
+        report.add(host(name, 64 if small else 4096, matmul, options))
+    jobs = {kind: (llama.shape, llama.job) for kind, llama in llamas.items()}
+    jobs[IMAGES] = "ViT-L/16, 64 images", vit("vit_large_patch16_224", 64, 1024, 196)
+    groups: dict[tuple[str, bool], list[str]] = {}
+    for name in [name for name in NAMES if name in chosen]:
+        kind = next((kind for kind in (WIDE, IMAGES) if name.startswith(kind)), "")
+        groups.setdefault((kind, name.endswith(COMPILED)), []).append(name)
+    for (kind, compiled), names in groups.items():
         if compiled and not on_gpu:
             report.leave_out(f"without a GPU: {', '.join(names)}")
-        elif names:
-            dense = Loop("dense", size, compiled, matmul, options.device)
-            for name in names:
-                measure(name, size, dense, matmul, options, report)
+            continue
+        loop, dense = partial(Loop, *jobs[kind], compiled, matmul, options.device), None
+        for name in names:
+            if TRAINER in name:
+                report.add(in_the_trainer(loop(name), loop(name), llamas[kind].batch, options))
+                continue
+            dense = dense or loop("dense")
+            report.add(beside_dense(loop(name), dense, options))
+        if dense:
             dense.close()
 
 
-class Loop:
-    """A model in the loop of docs/own_loop.md, with the setup of a row."""
+class Loop(Step):
+    """A model in the loop of docs/own_loop.md, with the setup of a row.
+
+    Raises a `UserError` if the products of its layers are wrong.
+    """
 
     def __init__(
-        self, name: str, size: Size, compiled: bool, matmul: str, device: torch.device
+        self, shape: str, job: Workload, compiled: bool, matmul: str, device: torch.device, row: str
     ) -> None:
-        from transformers import LlamaConfig, LlamaForCausalLM
+        setup = row.removeprefix(WIDE).removeprefix(IMAGES).removesuffix(COMPILED)
+        setup = setup.removesuffix(ADAMW).removesuffix(TRAINER)
+        for widths in job.linears if setup != "dense" else ():
+            linear.gate(setup, (job.tokens, *widths), dtype_of(device), device, matmul)
+        super().__init__(setup, job, device, matmul, fused=setup != "dense" and ADAMW not in row)
+        self.shape, self.job, self.row = shape, job, row
+        self.compiling = variants.compiling if compiled else nullcontext
+        for block in self.blocks if compiled else ():
+            block.compile()
 
-        torch.manual_seed(0)
-        self.compiled, self.device = compiled, device
-        config = LlamaConfig(
-            vocab_size=size.vocabulary, hidden_size=size.hidden, num_hidden_layers=size.layers,
-            intermediate_size=size.intermediate, num_attention_heads=max(2, size.hidden // 128),
-            use_cache=False,
+    def step(self, _: int = 0) -> None:
+        self.run(next(self.numbers))
+
+    def result(self, own: Time, peers: dict[str, float]) -> Row:
+        """The row; then the model's memory is freed."""
+        found, used = self.converted.method.acceleration, self.converted.used
+        figures = {
+            f"{self.job.unit}/s": 1e3 * self.job.items / own.ms,
+            "promised saving ms": found.saved_ms if found else 0.0,
+        }
+        self.close()
+        return Row(self.row, precision(self.device), self.shape, used, own, peers, figures=figures)
+
+
+def beside_dense(own: Loop, dense: Loop, options: argparse.Namespace) -> Row:
+    """The row of a method, in turns with dense."""
+    calls = {"own": own.step, "dense": dense.step}
+    with own.compiling():
+        times = in_turns(calls, options.device, options.repeats, graphs=False, steps=True)
+    return own.result(times["own"], {"dense": times["dense"].ms})
+
+
+def in_the_trainer(
+    own: Loop, plain: Loop, batch: tuple[int, int], options: argparse.Namespace
+) -> Row:
+    """The row of the Trainer with the model of `own`, in turns with the loop of `plain`."""
+    from transformers import Trainer, TrainerCallback, TrainingArguments
+
+    from methods.integrations.trainer import MethodCallback
+
+    on_gpu = own.device.type == "cuda"
+    turns: list[tuple[float, float]] = []  # milliseconds of a step, in the Trainer and in the loop
+    warm: dict[str, Any] = {}
+
+    def milliseconds(start: float) -> float:
+        if on_gpu:
+            torch.cuda.synchronize()
+        return 1e3 * (time.perf_counter() - start) / BLOCK
+
+    class Turns(TrainerCallback):
+        """Runs BLOCK steps of the loop after each BLOCK of the Trainer, until there are enough."""
+
+        begun = started = time.perf_counter()
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            if state.global_step % BLOCK:
+                return
+            trained, start = milliseconds(self.started), time.perf_counter()
+            for _step in range(BLOCK):
+                plain.step()
+            turns.append((trained, milliseconds(start)))
+            seconds = time.perf_counter() - self.begun
+            steady = settled([sum(turn) for turn in turns])
+            limit = seconds >= SETTLE_LIMIT_S
+            if not warm and (not on_gpu or limit or (steady and seconds >= SUSTAINED_S)):
+                warm.update(warm_s=seconds, settled=steady)
+                turns.clear()
+            control.should_training_stop = bool(warm) and len(turns) == options.repeats
+            self.started = time.perf_counter()
+
+    (sequences, _), model = batch, own.model
+    rows = [{"input_ids": ids, "labels": ids} for ids in torch.randint(300, batch)]
+    with tempfile.TemporaryDirectory() as folder, own.compiling():
+        arguments = TrainingArguments(
+            folder, max_steps=10_000, per_device_train_batch_size=sequences, learning_rate=1e-4,
+            lr_scheduler_type="constant", bf16=on_gpu, use_cpu=not on_gpu, report_to=[],
+            logging_strategy="no", save_strategy="no", disable_tqdm=True,
         )  # fmt: skip
-        with device:
-            self.model: Any = LlamaForCausalLM(config)
-            ids = torch.randint(size.vocabulary, size.batch)
-        self.batch = {"input_ids": ids, "labels": ids}
-        setup, dtype = name.removesuffix(COMPILED).removesuffix(ADAMW), dtype_of(device)
-        self.converted: Converted = variants.convert(
-            setup, self.model, "all", dtype, size.tokens, matmul
-        )
-        parameters, fused = self.model.parameters(), setup != "dense" and ADAMW not in name
-        kind: Any = methods.FusedAdamW if fused else torch.optim.AdamW
-        self.optimizer = kind(parameters, lr=1e-4, **({} if fused else {"fused": True}))
-        if compiled:
-            for block in self.model.model.layers:
-                block.compile()
-        self.numbers = itertools.count()
-
-    def step(self, _: int) -> None:
-        method, number = self.converted.method, next(self.numbers)
-        method.on_step_begin(number)
-        with autocast(self.device):
-            loss = method.loss(self.model, self.batch)
-        loss.backward()
-        nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
-        method.on_gradients(number, self.optimizer)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        method.on_step_end(number)
-
-    def close(self) -> None:
-        """Free the model's memory."""
-        del self.model, self.converted, self.optimizer
-        memory.free(self.device)
-
-
-def measure(
-    name: str,
-    size: Size,
-    dense: Loop,
-    matmul: str,
-    options: argparse.Namespace,
-    report: Report,
-) -> None:
-    """Add a row, once the products of its layers are found right."""
-    setup, on = name.removesuffix(COMPILED).removesuffix(ADAMW), options.device
-    for widths in ((size.hidden, size.intermediate), (size.intermediate, size.hidden)):
-        linear.gate(setup, (size.tokens, *widths), dtype_of(on), on, matmul)
-    loop = Loop(name, size, dense.compiled, matmul, on)
-    with variants.compiling() if dense.compiled else nullcontext():
-        calls: dict[str, Call] = {name: loop.step, "dense": dense.step}
-        times = in_turns(calls, on, options.repeats, graphs=False, steps=True)
-    acceleration = loop.converted.method.acceleration
-    promised = acceleration.saved_ms if acceleration else 0.0
-    report.add(
-        Row(
-            name, precision(on), size.shape, loop.converted.used, times[name],
-            {"dense": times["dense"].ms},
-            figures={
-                "tokens/s": 1e3 * size.tokens / times[name].ms, "promised saving ms": promised
-            },
-        )
-    )  # fmt: skip
-    loop.close()
+        callbacks = [MethodCallback(own.converted.method, model, arguments), Turns()]
+        optimizers = own.optimizer, None
+        data: Any = rows * 1000
+        given: Any = {"train_dataset": data, "callbacks": callbacks, "optimizers": optimizers}
+        Trainer(model, arguments, **given).train()
+    plain.close()
+    mine, loop = zip(*turns, strict=True)
+    return own.result(quantiles(list(mine), **warm), {"own loop": statistics.median(loop)})
 
 
 # --- the host alone ------------------------------------------------------------------------------

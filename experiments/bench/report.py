@@ -132,6 +132,12 @@ class Report:
             raise UserError(f"--only {' '.join(self.only)} matches none of: {'; '.join(names)}")
         return found
 
+    def lacking(self, names: list[str]) -> list[str]:
+        """The names without a row of this revision of the code in the record."""
+        mine = self.environment["revision"]
+        there = {row["name"] for row in self.earlier if row["revision"] == mine}
+        return [name for name in names if name not in there]
+
     def note(self, text: str) -> None:
         """Print a line of progress."""
         self.console.print(text, highlight=False, markup=False)
