@@ -13,7 +13,7 @@ import torch
 from common_kernels import backend as backends
 from common_kernels import checks
 from common_kernels.compressed import cpu
-from common_kernels.library import operator_of
+from common_kernels.library import kernels_of, launched_by_cpp, operator_of
 
 
 def pack_mask(mask: torch.Tensor, *, backend: str | None = None) -> torch.Tensor:
@@ -65,14 +65,29 @@ def compress_nm(
     _check_pattern(n, m)
     checks.group_dim(x, m, -1)
     _check_bits(bits, x.shape)
-    name = backends.resolve(checks.one_device(x=x, bits=bits), backend)
-    return _compress_nm(x, bits, n, m, dtype or x.dtype, name)
+    name, dtype = backends.resolve(checks.one_device(x=x, bits=bits), backend), dtype or x.dtype
+    widens = dtype == torch.float32 and x.dtype.itemsize == 2
+    differentiable = x.requires_grad and torch.is_grad_enabled()
+    if name == "triton" and m <= 32 and (widens or dtype == x.dtype) and not differentiable:
+        return _by_one_kernel(x, bits, n, m, dtype)
+    return _compress_nm(x, bits, n, m, dtype, name)
 
 
-_compress_nm = operator_of(
-    cpu.compress_nm,
-    lambda x, bits, n, m, dtype: x.new_empty(cpu.compressed_shape(x, n, m), dtype=dtype),
-)
+def _compressed_like(
+    x: torch.Tensor, bits: torch.Tensor, n: int, m: int, dtype: torch.dtype
+) -> torch.Tensor:
+    return x.new_empty(cpu.compressed_shape(x, n, m), dtype=dtype)
+
+
+_compress_nm = operator_of(cpu.compress_nm, _compressed_like)
+_by_one_kernel = launched_by_cpp(
+    "compress24(Tensor x, Tensor bits, int n, int m, ScalarType dtype) -> Tensor", _compressed_like
+)(lambda *given: _compress_nm(*given, "triton"))
+
+
+@kernels_of("compress24")
+def _(n: int, m: int, x: torch.Tensor, bits: torch.Tensor, values: torch.Tensor) -> None:
+    _compress_nm(x, bits, n, m, values.dtype, "triton")
 
 
 def expand_nm(

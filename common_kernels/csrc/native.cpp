@@ -234,16 +234,32 @@ Tensor sample_mm24(
   return out;
 }
 
-// --- FP8 ----------------------------------------------------------------------------------------
-
-constexpr int64_t TILE = 64;  // tokens that a program of the quantising kernels takes
-
 Shape shape_of(const Tensor& x, int64_t last) {
   Shape shape;
   for (int64_t i = 0; i + 1 < x.dim(); ++i) shape.push_back(x.size(i));
   shape.push_back(last);
   return shape;
 }
+
+Tensor compress24(
+    const Tensor& given, const Tensor& bits, int64_t n, int64_t m, ScalarType dtype) {
+  check_together(given, bits);
+  const auto guard = on_device_of(given);
+  const Tensor x = readable(given), mask = readable(bits);
+  const int64_t columns = x.size(x.dim() - 1);
+  Tensor values = empty(shape_of(x, columns / m * n), to<int32_t>(from(dtype)), x);
+  if (x.numel()) {
+    const auto* found = kernels("compress24", {n, m}, {x, mask, values}, {x.numel(), columns});
+    found[0](
+        stream_of(x),
+        {address(x), address(values), address(mask), x.numel() / m, columns / m});
+  }
+  return values;
+}
+
+// --- FP8 ----------------------------------------------------------------------------------------
+
+constexpr int64_t TILE = 64;  // tokens that a program of the quantising kernels takes
 
 int32_t format(int64_t number) {
   return number ? aoti_torch_dtype_float8_e5m2() : aoti_torch_dtype_float8_e4m3fn();
@@ -388,6 +404,7 @@ extern "C" __attribute__((visibility("default"))) void* sparse24_start(
   add("matmul24_cusparselt", TORCH_BOX(&matmul24));
   add("sample_mm24_cusparselt", TORCH_BOX(&sample_mm24));
   add("matmul24_of_codes", TORCH_BOX(&scaled24));
+  add("compress24", TORCH_BOX(&compress24));
   add("scaled_linear24", TORCH_BOX(&scaled_linear24));
   add("quantize_both24", TORCH_BOX(&quantize_both24));
   add("quantize_and_sample24", TORCH_BOX(&quantize_and_sample24));

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from common_kernels import matmul
+from common_kernels import compress_nm, matmul, nm_mask, pack_mask
 from common_kernels.fp8.operands import quantize_and_sample, quantize_both
 from common_kernels.matmul import Problem, cusparselt, linear24, mm24, native, sample_mm24, table
 from common_kernels.pack import BUFFERED, Packed24
@@ -148,7 +148,7 @@ def interpret(monkeypatch):
                 assert number == given[name]
                 continue
             shape, dtype = given[name].shape, given[name].dtype
-            code = name in ("codes", "transposed", "values") and dtype == torch.float32
+            code = "TOP" in given and name in ("codes", "transposed", "values")
             if code:  # the interpreter writes codes in fp32
                 dtype = FORMATS[given["TOP_T" if name == "transposed" else "TOP"]]
             size = max(1, shape.numel()) * dtype.itemsize
@@ -243,6 +243,18 @@ def test_codes_are_those_of_python(dtype, formats, fake, monkeypatch):
             assert same((got[0], got[2]), (codes, scale)) and got[1].shape == packed.shape
             assert torch.equal(got[1].buffer, packed.buffer)
     assert {*ran} == {"amax_kernel", "quantize_both_kernel", "quantize_and_sample_kernel"}
+
+
+@each(("n", "m"), [(2, 4), (1, 4), (2, 8)])
+def test_kept_entries_are_those_of_python(n, m, fake, monkeypatch):
+    x = torch.randn(3, 5, 64)
+    bits = pack_mask(nm_mask(x, n, m))
+    given = [(x.to(a), b) for a, b in ((BF16, torch.float32), (BF16, BF16), (torch.float32,) * 2)]
+    wanted = [compress_nm(t, bits, n, m, dtype=dtype) for t, dtype in given]
+    ran = interpret(monkeypatch)
+    for (t, dtype), want in zip(given, wanted, strict=True):
+        assert same([compress_nm(t, bits, n, m, dtype=dtype, backend="triton")], [want])
+    assert ran == 3 * ["compress_kernel"]
 
 
 @each("linear", [True, False])
