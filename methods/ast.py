@@ -118,22 +118,23 @@ class Linear(MaskedLinear):
         """Choose the first mask, and initialise S and X for it."""
         if input_norm is not None:
             self.input_norm.copy_(input_norm)
-        self.choose_mask()
+        self.mask.copy_(self.best_mask())
         self.refresh()
         if self.slorb_s is not None:
             generator = torch.Generator().manual_seed(layer_seed(self.config.seed, name, 0))
             init = self.config.slorb_init
             slorb.initialize(self.weight, self.mask, self.slorb_s, self.slorb_x, init, generator)
 
-    def choose_mask(self) -> None:
+    def best_mask(self) -> Tensor:
+        """The mask that keeps the highest scores now."""
         scores = self.weight.detach()
         if self.config.metric == "wanda":
             scores = scores * self.input_norm  # in fp32
-        self.mask.copy_(nm_mask(scores))
+        return nm_mask(scores)
 
-    def refresh_mask(self) -> None:
+    def choose_mask(self) -> None:
         if self.config.refresh_every:
-            self.choose_mask()
+            self.mask.copy_(self.best_mask())
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., in] -> [..., out]."""

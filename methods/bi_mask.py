@@ -89,8 +89,8 @@ class Linear(MaskedLinear):
         left = torch.stack([weights_in_both_masks(mask, rows) for rows in candidates])
         self.permutation.copy_(candidates[left.argmax()])
 
-    def update_operands(self, amax: Tensor | None = None) -> None:
-        super().update_operands(amax)
+    def derive(self, amax: Tensor | None = None) -> None:
+        super().derive(amax)
         permuted = self.effective_weight()[self.permutation]
         kept = torch.where(nm_mask(permuted, dim=0), permuted, 0.0)
         self.operand_dgrad.index_copy_(0, self.permutation, kept.to(self.operand_dgrad.dtype))

@@ -81,7 +81,7 @@ class Linear(MaskedLinear):
     def sparse_products(self) -> Products:
         return DENSE
 
-    def refresh_mask(self) -> None:
+    def choose_mask(self) -> None:
         """Do nothing: the mask does not follow the weights."""
 
     @torch.no_grad()

@@ -134,8 +134,8 @@ class Linear(Fp8Linear):
             projected = soft_threshold24(weight, self.config.gamma)
             self.scale.copy_(projection_scale(weight, projected, self.config.beta))
 
-    def update_operands(self, amax: Tensor | None = None) -> None:
-        super().update_operands(amax)
+    def derive(self, amax: Tensor | None = None) -> None:
+        super().derive(amax)
         if self.operand_dgrad is not None:
             self.operand_dgrad.copy_(self.sparse_weight)
 
@@ -181,7 +181,7 @@ class Linear(Fp8Linear):
         return fprop, dgrad if own is None else Dense(own.to(dtype))
 
     @torch.no_grad()
-    def sample(self) -> None:
+    def draw(self) -> None:
         """Draw a new sample of the weight for dgrad, which all micro-batches of a step share."""
         if not self.config.mvue_weight:
             return

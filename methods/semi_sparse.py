@@ -112,7 +112,7 @@ class ActivationLinear(SwitchedLinear):
     def current_mask(self) -> Tensor:
         return nm_mask(self.weight.detach())
 
-    def refresh_mask(self) -> None:
+    def choose_mask(self) -> None:
         """Do nothing: inputs are masked in the forward pass."""
 
     def effective_weight(self) -> Tensor:

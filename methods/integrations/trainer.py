@@ -386,7 +386,7 @@ def plain_state(
         if isinstance(layer, kinds):
             # accelerate wraps blocks with activation checkpointing.
             name = name.replace("_checkpoint_wrapped_module.", "")
-            if shapes and isinstance(layer, sharding.ShardedLayer):
+            if shapes and getattr(layer, "shards", None) is not None:
                 twin: nn.Module = copy.deepcopy(shapes[name])
                 fill(twin, {key: state[f"{name}.{key}"] for key in twin.state_dict()})
             else:

@@ -467,7 +467,8 @@ class Method:
         for layer in self.sparse_layers.values():
             layer.check_fresh()
         for layer in self.sparse_layers.values():
-            layer.restore()
+            with sharding.rows(layer):
+                layer.restore()
             conversion.from_linear(layer)
         for module, flag, value in self._fast:
             setattr(module, flag, value)

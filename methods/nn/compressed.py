@@ -214,7 +214,7 @@ class CompressedLinear(SparseLinear):
     def current_mask(self) -> Tensor:
         return unpack_mask(self.row_mask, self.in_features)
 
-    def refresh_mask(self) -> None:
+    def choose_mask(self) -> None:
         """Choose the column mask: n of m along `out`, by magnitude, among the kept weights."""
         bits = double_prune_bits(self.values.detach(), self.row_mask, *self.pattern)
         self.column_mask.copy_(bits)
@@ -228,7 +228,7 @@ class CompressedLinear(SparseLinear):
         right = self.right
         self.adapting = right is not None and not right.is_meta and bool(right.any())
 
-    def update_operands(self, amax: Tensor | None = None) -> None:
+    def derive(self, amax: Tensor | None = None) -> None:
         self.pack()
 
     def sparse_products(self) -> Products:
@@ -241,7 +241,7 @@ class CompressedLinear(SparseLinear):
         return sparse.dgrad and not sparse.fp8  # FP8 codes of both operands are made together
 
     @torch.no_grad()
-    def allocate(self) -> None:
+    def hold(self) -> None:
         self._stored = None  # it would keep the memory of operands that are freed
         self._hold_packed(self.accelerated)
         self.update_operands()
@@ -304,6 +304,12 @@ class CompressedLinear(SparseLinear):
     def restore(self) -> None:
         """Turn this module into a plain `nn.Linear` with explicit zeros, or, with trained adapters,
         into a `SparsePlusLowRank`."""
+        if self.shards is not None:
+            raise ValueError(
+                "finalize cannot give sharded layers another parameter: load the whole state dict "
+                "(get_model_state_dict with full_state_dict=True) into a plain model that this "
+                "method has converted, and finalize that one"
+            )
         self.refresh()
         adapted, weight, bias, right = self.adapting, self.weight, self.bias, self.right
         trained = self.values.requires_grad

@@ -65,8 +65,8 @@ class Fp8Linear(SparseLinear):
         if self.recipe and self.recipe.delayed:
             delayed.setup(self, next(self.parameters()).device)
 
-    def reload(self) -> None:
-        super().reload()
+    def restart(self) -> None:
+        super().restart()
         if self.recipe and self.recipe.delayed:
             delayed.reload(self)
 
@@ -84,11 +84,11 @@ class Fp8Linear(SparseLinear):
             return sparse
         return replace(sparse, fp8=True) if self.recipe.on_units else DENSE  # simulated only
 
-    def allocate(self) -> None:
+    def hold(self) -> None:
         if self.recipe:
             self._hold_codes()
         if not self.products.fp8:
-            super().allocate()
+            super().hold()
             return
         self.operand = None
         self.refresh()
@@ -119,9 +119,9 @@ class Fp8Linear(SparseLinear):
         self.codes_dgrad = None if products.dgrad else buffer_for(self.codes_dgrad, dgrad, *shape)
         self.code_scales = buffer_for(self.code_scales, torch.float32, 2)
 
-    def update_operands(self, amax: Tensor | None = None) -> None:
+    def derive(self, amax: Tensor | None = None) -> None:
         if not self.products.fp8:
-            super().update_operands(amax)
+            super().derive(amax)
         # A sharded layer holds no codes (sharding.py).
         if self.fp8 and self._buffers["code_scales"] is not None:
             self.quantize(amax)

@@ -74,6 +74,7 @@ class SparseLinear(nn.Linear):
     # True if the mask may be given as bits (`pack_mask`) while operands are derived with a packed
     # fprop operand: only `pack` reads it then.
     packs_bits: bool = False
+    shards: sharding.Shards | None = None  # while its parameters are sharded
 
     def setup(self, name: str, config: Any, dtype: torch.dtype | None) -> None:
         """Turn this module, an `nn.Linear` until now, into a sparse one.
@@ -113,12 +114,24 @@ class SparseLinear(nn.Linear):
 
     def accelerate(self, products: Products) -> None:
         """Run these products sparse from now on."""
-        self.accelerated = products
-        self.allocate()
+        if self.shards is not None:
+            sharding.check_products(products)
+            if products == self.accelerated:
+                return
+        with self.unsharded():
+            self.accelerated = products
+            self.allocate()
+
+    def allocate(self) -> None:
+        """`hold` the operands; a sharded layer only records which."""
+        if self.shards is None:
+            self.hold()
+        else:
+            self.shards.hold(self)
 
     @torch.no_grad()
-    def allocate(self) -> None:
-        """Allocate the operands that `products` needs, and free all others."""
+    def hold(self) -> None:
+        """Allocate the operands that `products` needs, free all others, and derive them."""
         products = self.products
         self._hold_packed(products)
         if products.fprop and products.dgrad:
@@ -181,7 +194,9 @@ class SparseLinear(nn.Linear):
 
     def extra_repr(self) -> str:
         method, (n, m) = type(self.config).__module__.rpartition(".")[2], self.pattern
-        return f"{super().extra_repr()}, method={method}, pattern={n}:{m}, phase={self.phase}"
+        with sharding.rows(self):  # gather nothing, because rank 0 alone may print a model
+            phase = self.phase
+        return f"{super().extra_repr()}, method={method}, pattern={n}:{m}, phase={phase}"
 
     def effective_weight(self) -> Tensor:
         """The sparse weight [out, in] in the master weight's dtype, which evaluation and export
@@ -193,7 +208,12 @@ class SparseLinear(nn.Linear):
         return nm_mask(self.weight.detach())
 
     def refresh_mask(self) -> None:
-        """Choose a new mask from the weights; does nothing for layers without a mask."""
+        """Choose a new mask from the weights."""
+        with sharding.where_it_chooses(self):
+            self.choose_mask()
+
+    def choose_mask(self) -> None:
+        """Choose a mask from the rows that the layer shows; by default it has none."""
 
     def update_buffers(self) -> None:
         """Update the saved buffers other than the mask, and the weight itself if the method
@@ -202,11 +222,14 @@ class SparseLinear(nn.Linear):
     def refresh(self, amax: Tensor | None = None) -> None:
         """Update the saved buffers, then the operands from weight, mask and scale. amax: as for
         `update_operands`."""
-        self.update_buffers()
+        with sharding.where_it_chooses(self):
+            self.update_buffers()
         self.update_operands(amax)
         vars(self)["seen"] = self._stamp()
 
     def _stamp(self) -> tuple[int, int]:
+        if self.shards is not None:
+            return 0, 0  # a forward pass shows the layer other parameters than a hook does
         weight = next(iter(self._parameters.values()))
         assert weight is not None
         return id(weight), 0 if weight.is_inference() else weight._version
@@ -256,6 +279,14 @@ class SparseLinear(nn.Linear):
         self.mark_fresh()  # a copy has parameters of its own
 
     def update_operands(self, amax: Tensor | None = None) -> None:
+        """`derive` the operands; those of a sharded layer only when they are used, from masks that
+        are gathered here."""
+        if self.shards is None:
+            self.derive(amax)
+        else:
+            self.shards.gather_masks(self)
+
+    def derive(self, amax: Tensor | None = None) -> None:
         """Write the operands that the layer holds. amax: the largest magnitude of the weight in use
         if the step has computed it, for layers that scale by it."""
         if self.packed is not None or self.packed_transposed is not None:
@@ -264,16 +295,26 @@ class SparseLinear(nn.Linear):
             self.operand.copy_(self.effective_weight())
 
     def sample(self) -> None:
+        """`draw`; a sharded layer does so when samples are used."""
+        if self.shards is None:
+            self.draw()
+
+    def draw(self) -> None:
         """Draw new samples for operands that are samples, after `key` was set for a step."""
 
     def reload(self) -> None:
         """Derive all other state from parameters and saved buffers, after these were loaded."""
+        with self.unsharded():
+            self.restart()
+
+    def restart(self) -> None:
+        """`reload` on whole tensors."""
         self.refresh()
 
     def unsharded(self) -> AbstractContextManager[None]:
         """A context in which weight and masks are whole, even if the layer is sharded
         (sharding.py)."""
-        return nullcontext()
+        return nullcontext() if self.shards is None else sharding.unsharded(self)
 
     def pack(self) -> None:
         """Write the packed operands that the layer holds, and `operand` if it is held."""
@@ -323,7 +364,8 @@ class SparseLinear(nn.Linear):
         self.weight.copy_(self.effective_weight())
         for name in [*self._buffers, "config", "dtype", "accelerated", "pattern"]:
             delattr(self, name)
-        vars(self).pop("drawn", None)
+        for name in ("drawn", "shards", "forward"):
+            vars(self).pop(name, None)
         self.__class__ = nn.Linear  # type: ignore[assignment]
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
@@ -371,7 +413,7 @@ class MaskedLinear(SparseLinear):
     def current_mask(self) -> Tensor:
         return self.mask
 
-    def refresh_mask(self) -> None:
+    def choose_mask(self) -> None:
         self.mask.copy_(nm_mask(self.weight.detach(), *self.pattern))
 
     def effective_weight(self) -> Tensor:

@@ -16,7 +16,7 @@ class SwitchedLinear(MaskedLinear):
     """A `MaskedLinear` that computes with the whole weight in its dense phase.
 
     State besides `MaskedLinear`'s: `dense` (bool [], saved), the phase. `is_dense` is a Python copy
-    of it to branch on, which only `reload` reads from the buffer, because a forward pass must not
+    of it to branch on, which only `restart` reads from the buffer, because a forward pass must not
     wait for the device.
     """
 
@@ -36,7 +36,7 @@ class SwitchedLinear(MaskedLinear):
     def products(self) -> Products:
         return DENSE if self.is_dense else self.accelerated
 
-    def reload(self) -> None:
+    def restart(self) -> None:
         if not self.dense.is_meta:  # a meta tensor cannot be read
             self.is_dense = bool(self.dense)
         self.allocate()

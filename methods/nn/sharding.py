@@ -15,15 +15,17 @@ for that of the next block's weights, which runs at the same time, and the produ
 
 A method's hooks see the DTensors and work on them entry by entry (decay, update rules). A layer
 makes choices from its weight on the local rows if each group of `rows_together` rows is on one
-rank; otherwise from whole tensors, which are gathered for one layer at a time. A layer switches to
-this behaviour when a hook first finds it sharded (`shard_layers`).
+rank; otherwise from whole tensors, which are gathered for one layer at a time. A layer gets its
+`Shards` when a hook first finds it sharded (`shard_layers`).
 """
 
 from __future__ import annotations
 
 import sys
+import types
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import Any
 
@@ -82,12 +84,12 @@ def shard_layers(layers: Iterable[nn.Module], model: nn.Module | None = None) ->
             module.reshard()
     for layer in layers:
         own = [p for p in layer._parameters.values() if is_sharded(p)]
-        if own and hasattr(layer, "update_buffers") and not isinstance(layer, ShardedLayer):
+        if own and getattr(layer, "shards", own) is None:
             _shard(layer, own[0])
 
 
 def _shard(layer: Any, like: Any) -> None:
-    """Turn a converted layer into a `ShardedLayer`. like: one of its sharded parameters."""
+    """Give a converted layer its `Shards`. like: one of its sharded parameters."""
     from torch.distributed.tensor import Shard
 
     cut = [p for p in like.placements if not p.is_replicate()]
@@ -106,12 +108,12 @@ def _shard(layer: Any, like: Any) -> None:
             "a Conv1D of transformers cannot be sharded; load the model with models.gpt2.from_hf "
             "or models.hf.CausalLM"
         )
-    _check_products(layer.accelerated)
-    layer.derived, layer.viewed, layer.bits = _drop_operands(layer), False, {}
+    check_products(layer.accelerated)
+    layer.shards = Shards(_drop_operands(layer))
     for name, buffer in layer._buffers.items():
         if buffer is not None and buffer.ndim == 2 and len(buffer) == len(like):
             layer._buffers[name] = sharded_like(buffer, like)  # on the CPU, with CPU offload
-    layer.__class__ = _sharded_class(layer.__class__)
+    vars(layer)["forward"] = types.MethodType(_forward(), layer)
 
 
 def _drop_operands(layer: Any) -> dict[str, Tensor]:
@@ -154,7 +156,8 @@ def sharded_like(tensor: Tensor, like: Any) -> Tensor:
     return distribute_tensor(there, mesh, like.placements, src_data_rank=None).to(like.device)
 
 
-def _check_products(products: Any) -> None:
+def check_products(products: Any) -> None:
+    """Raise ValueError if sharded weights cannot serve these products."""
     if products.fp8:
         raise ValueError(
             "FP8 units need whole weights; under FSDP2 do not call accelerate, or set fp8='paper', "
@@ -167,17 +170,9 @@ def _check_products(products: Any) -> None:
         )
 
 
-@cache
-def _sharded_class(cls: Any) -> type:
-    # Not compiled, although the rest of a model may be. `forward` is not decorated where it is
-    # defined, because that imports torch's compiler, which takes as long as importing torch.
-    forward = torch.compiler.disable(ShardedLayer.forward)
-    own = {"__doc__": cls.__doc__, "forward": forward}
-    return type(f"Sharded{cls.__name__}", (ShardedLayer, cls), own)
-
-
-class ShardedLayer:
-    """A mixin for converted layers whose parameters are sharded; see the module docstring.
+@dataclass(eq=False)
+class Shards:
+    """What a converted layer remembers while its parameters are sharded; see the module docstring.
 
     derived: meta tensors with the shapes and dtypes of the operands' buffers.
     viewed: True while the layer shows plain tensors, in `rows`, `unsharded` or the forward pass.
@@ -185,117 +180,25 @@ class ShardedLayer:
     """
 
     derived: dict[str, Tensor]
-    viewed: bool
-    bits: dict[str, tuple[Any, Tensor]]
-    _buffers: dict[str, Any]
-    _parameters: dict[str, Any]
+    viewed: bool = False
+    bits: dict[str, tuple[Any, Tensor]] = field(default_factory=dict)
 
-    def unsharded(self) -> AbstractContextManager[None]:
-        """A context in which the layer's parameters and masks are whole, plain tensors."""
-        return unsharded(self)
-
-    def refresh_mask(self) -> None:
-        with self._where_it_chooses():
-            super().refresh_mask()  # type: ignore[misc]
-
-    def refresh(self, amax: Tensor | None = None) -> None:
-        with self._where_it_chooses():
-            self.update_buffers()  # type: ignore[attr-defined]
-        self.update_operands(amax)
-
-    def update_operands(self, amax: Tensor | None = None) -> None:
-        """Gather masks that have changed; operands are derived only when they are used."""
-        for name, buffer in self._buffers.items():
-            if is_sharded(buffer) and _is_mask(buffer):
-                self._bits_of(name)
-
-    def _stamp(self) -> tuple[int, int]:
-        return 0, 0  # a forward pass shows the layer other parameters than a hook does
-
-    def sample(self) -> None:
-        """Do nothing: samples are drawn when they are used."""
-
-    def reload(self) -> None:
-        with unsharded(self):
-            super().reload()  # type: ignore[misc]
-
-    def allocate(self) -> None:
-        """Record which operands are needed, on a layer that is `unsharded`; none are kept."""
+    def hold(self, layer: Any) -> None:
+        """Record which operands `layer` needs if it shows whole tensors; none are kept."""
         if self.viewed:
-            self._buffers.update(self.derived)
-            super().allocate()  # type: ignore[misc]
-            self.derived = _drop_operands(self)
+            layer._buffers.update(self.derived)
+            layer.hold()
+            self.derived = _drop_operands(layer)
 
-    def accelerate(self, products: Any) -> None:
-        _check_products(products)
-        if products != self.accelerated:  # type: ignore[attr-defined]
-            with unsharded(self):
-                super().accelerate(products)  # type: ignore[misc]
+    def gather_masks(self, layer: Any) -> None:
+        """Gather the masks of `layer` that have changed."""
+        for name, buffer in layer._buffers.items():
+            if is_sharded(buffer) and _is_mask(buffer):
+                self.bits_of(name, buffer)
 
-    def extra_repr(self) -> str:
-        with rows(self):  # gather nothing, because rank 0 alone may print a model
-            return super().extra_repr()  # type: ignore[misc]
-
-    def _where_it_chooses(self) -> AbstractContextManager[None]:
-        weight = next(p for p in self._parameters.values() if p is not None)
-        together = self.rows_together  # type: ignore[attr-defined]
-        if self.viewed or not together:
-            return unsharded(self)
-        return unsharded(self) if chunk_of(weight) % together else rows(self)
-
-    def forward(self, x: Tensor) -> Tensor:
-        derive = partial(self._derived, autocast_dtype(x), x.device)
-        derived = derive()
-        with _showing(self, derived):
-            # If other saved-tensor hooks are active (activation checkpointing), leave it to them;
-            # the operands then live only as long as a block's recomputed forward pass.
-            others = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
-            with nullcontext() if others else _not_saved(derived, derive):
-                return super().forward(x)  # type: ignore[misc]
-
-    @torch.no_grad()
-    def _derived(self, dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
-        """Whole masks and operands for inputs of `dtype`, by buffer name; the weight must be whole.
-        Masks are bits if that is enough."""
-        layer: Any = self
-        serves = {
-            name: own
-            for name, own in self.derived.items()
-            if own.dtype != torch.uint8 or dtype == layer.dtype  # packed operands have one dtype
-        }
-        as_bits = layer.packs_bits and "packed" in serves
-        found = {
-            name: self._gathered(name, buffer, device, as_bits)
-            for name, buffer in self._buffers.items()
-            if is_sharded(buffer)
-        }
-        dense = []
-        for name, own in serves.items():
-            # torch's empty_like is slow for meta tensors: it is written in Python.
-            found[name] = torch.empty(own.shape, dtype=own.dtype, device=device)
-            if own.dtype == layer.dtype and own.ndim == 2:
-                dense.append(name)
-        with _showing(self, found):
-            super().update_operands()  # type: ignore[misc]
-            super().sample()  # type: ignore[misc]
-        for name in dense:  # they were rounded to the layer's dtype first, as without sharding
-            found[name] = found[name].to(dtype)
-        vars(self).pop("_stored", None)  # a `CompressedLinear`'s cache of these buffers
-        return found
-
-    def _gathered(self, name: str, buffer: Any, device: torch.device, as_bits: bool) -> Tensor:
-        """The whole of a sharded buffer; a mask as bits if `as_bits`."""
-        if not _is_mask(buffer):
-            return gathered(buffer.to_local().to(device), buffer)
-        bits = self._bits_of(name)
-        unpacked = buffer.dtype == torch.bool and not as_bits
-        return unpack_mask(bits, buffer.shape[1]) if unpacked else bits
-
-    def _bits_of(self, name: str) -> Tensor:
+    def bits_of(self, name: str, buffer: Any) -> Tensor:
         """The whole of a sharded mask as bits on the mesh's device, gathered if it has changed."""
-        buffer = self._buffers[name]
-        local = buffer.to_local()
-        kept = self.bits.get(name)
+        local, kept = buffer.to_local(), self.bits.get(name)
         # Hooks change the local rows and loading changes the DTensor; each has its own version.
         # All ranks change their rows at the same time, so either all gather or none.
         versions = buffer._version, local._version
@@ -306,16 +209,70 @@ class ShardedLayer:
             self.bits[name] = kept = state, gathered(bits, buffer)
         return kept[1]
 
-    def restore(self) -> None:
-        if "weight" not in self._parameters:
-            raise ValueError(
-                "finalize cannot give sharded layers another parameter: load the whole state dict "
-                "(get_model_state_dict with full_state_dict=True) into a plain model that this "
-                "method has converted, and finalize that one"
-            )
-        with rows(self):
-            super().restore()  # type: ignore[misc]
-        del self.viewed, self.derived, self.bits
+    @torch.no_grad()
+    def derive(self, layer: Any, dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
+        """Whole masks and operands for inputs of `dtype`, by buffer name; the weight must be whole.
+        Masks are bits if that is enough."""
+        serves = {
+            name: own
+            for name, own in self.derived.items()
+            if own.dtype != torch.uint8 or dtype == layer.dtype  # packed operands have one dtype
+        }
+        as_bits = layer.packs_bits and "packed" in serves
+        found = {}
+        for name, buffer in layer._buffers.items():
+            if not is_sharded(buffer):
+                continue
+            if not _is_mask(buffer):
+                found[name] = gathered(buffer.to_local().to(device), buffer)
+                continue
+            bits = self.bits_of(name, buffer)
+            unpacked = buffer.dtype == torch.bool and not as_bits
+            found[name] = unpack_mask(bits, buffer.shape[1]) if unpacked else bits
+        dense = []
+        for name, own in serves.items():
+            # torch's empty_like is slow for meta tensors: it is written in Python.
+            found[name] = torch.empty(own.shape, dtype=own.dtype, device=device)
+            if own.dtype == layer.dtype and own.ndim == 2:
+                dense.append(name)
+        with _showing(layer, found):
+            layer.derive()
+            layer.draw()
+        for name in dense:  # they were rounded to the layer's dtype first, as without sharding
+            found[name] = found[name].to(dtype)
+        vars(layer).pop("_stored", None)  # a `CompressedLinear`'s cache of these buffers
+        return found
+
+
+@cache
+def _forward() -> Any:
+    """The forward pass of a sharded layer. It is not compiled, although the rest of a model may be;
+    to say so imports torch's compiler, which takes as long as importing torch."""
+
+    @torch.compiler.disable
+    def forward(layer: Any, x: Tensor) -> Tensor:
+        derive = partial(layer.shards.derive, layer, autocast_dtype(x), x.device)
+        derived = derive()
+        with _showing(layer, derived):
+            # If other saved-tensor hooks are active (activation checkpointing), leave it to them;
+            # the operands then live only as long as a block's recomputed forward pass.
+            others = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+            with nullcontext() if others else _not_saved(derived, derive):
+                return type(layer).forward(layer, x)
+
+    return forward
+
+
+def where_it_chooses(layer: Any) -> AbstractContextManager[None]:
+    """A context in which a layer has all rows from which it chooses masks and scales: its own ones,
+    or the whole tensors."""
+    if layer.shards is None:
+        return nullcontext()
+    weight = next(p for p in layer._parameters.values() if p is not None)
+    together = layer.rows_together
+    if layer.shards.viewed or not together or chunk_of(weight) % together:
+        return unsharded(layer)
+    return rows(layer)
 
 
 def shard_dim(tensor: Any) -> int:
@@ -370,24 +327,25 @@ def _showing(layer: Any, tensors: dict[str, Any]) -> Iterator[None]:
     """A context in which `layer` has these parameters and buffers in place of its own."""
     homes = {n: layer._parameters if n in layer._parameters else layer._buffers for n in tensors}
     own = {n: home[n] for n, home in homes.items()}
-    attributes = vars(layer)  # nn.Module's own way to set one takes several times as long
-    viewed = attributes.get("viewed")
+    shards = vars(layer).get("shards")
+    viewed = shards is not None and shards.viewed
     for name, home in homes.items():
         home[name] = tensors[name]
-    if viewed is not None:
-        attributes["viewed"] = True
+    if shards is not None:
+        shards.viewed = True
     try:
         yield
     finally:
-        if viewed is not None:
-            attributes["viewed"] = viewed
+        if shards is not None:
+            shards.viewed = viewed
         for name, home in homes.items():
             if name in home:  # if not, `restore` has removed it
                 home[name] = own[name]
 
 
 def _sharded_tensors(layer: Any) -> dict[str, Any]:
-    if getattr(layer, "viewed", False):
+    shards = vars(layer).get("shards")
+    if shards is not None and shards.viewed:
         return {}
     return {
         name: tensor

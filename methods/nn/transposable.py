@@ -31,7 +31,7 @@ class TransposableLinear(Fp8Linear, SwitchedLinear):
     def sparse_products(self) -> Products:
         return replace(super().sparse_products(), dgrad=True)
 
-    def refresh_mask(self) -> None:
+    def choose_mask(self) -> None:
         self.mask.copy_(transposable_mask24(self.weight.detach(), self.config.algorithm))
 
     def pack(self) -> None:

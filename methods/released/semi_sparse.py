@@ -33,7 +33,7 @@ def ranks(weight: Tensor) -> Tensor:
 
 
 class Linear(TransposableLinear):
-    def refresh_mask(self) -> None:
+    def choose_mask(self) -> None:
         self.mask.copy_(transposable_mask24(ranks(self.weight.detach()), self.config.algorithm))
 
 

@@ -52,11 +52,11 @@ class Linear(CompressedLinear):
 
     def setup(self, name: str, config: Any, dtype: torch.dtype | None) -> None:
         super().setup(name, config, dtype)
-        super().refresh_mask()
+        super().choose_mask()
         kept = unpack_mask(self.column_mask, self.values.shape[-1])
         self.register_buffer("first", torch.where(kept, self.values.detach(), 0.0))
 
-    def refresh_mask(self) -> None:
+    def choose_mask(self) -> None:
         """Do nothing: the column mask is never updated, either."""
 
     def sparse_products(self) -> Products:
