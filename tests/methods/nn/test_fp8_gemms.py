@@ -100,7 +100,8 @@ def gpu(monkeypatch):
     monkeypatch.setattr(acceleration, "fastest", lambda *_: Measured("cusparselt_sm90", 1.0, 2.0))
     monkeypatch.setattr(acceleration, "measured", lambda *_: None)
     monkeypatch.setattr(acceleration, "library_layout", lambda *_: "cusparselt_sm90")
-    monkeypatch.setattr(acceleration, "own_layout", lambda *_: "cusparselt_sm90")
+    for name in ("own_layout", "library_layout_for"):
+        monkeypatch.setattr(acceleration, name, lambda *_: "cusparselt_sm90")
     monkeypatch.delenv(acceleration.MATMUL_VARIABLE, raising=False)
     return torch.device("cuda")
 
