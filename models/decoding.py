@@ -3,6 +3,7 @@ prompt is one replay of a CUDA graph."""
 
 from __future__ import annotations
 
+import functools
 import inspect
 import math
 from typing import Any
@@ -11,6 +12,33 @@ import torch
 from torch import Tensor
 
 from models.hf import cached
+
+
+@functools.cache
+def _fixed_layer() -> Any:
+    from transformers.cache_utils import StaticLayer
+
+    class FixedLayer(StaticLayer):
+        """Keys and values [B, heads, length, C], written at positions that all layers share;
+        transformers' own layers launch three kernels each to count them."""
+
+        at: Tensor
+
+        def update(self, keys: Tensor, values: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+            if not self.is_initialized:
+                self.keys, self.values = (
+                    x.new_zeros(*x.shape[:2], self.max_cache_len, x.shape[3])
+                    for x in (keys, values)
+                )
+                self.is_initialized = True
+            self.keys.index_copy_(2, self.at, keys)
+            self.values.index_copy_(2, self.at, values)
+            return self.keys, self.values
+
+        def get_seq_length(self, *_: Any) -> Any:
+            return self.at[0] if self.is_initialized else 0
+
+    return FixedLayer
 
 
 class Decoder:
@@ -25,7 +53,7 @@ class Decoder:
     """
 
     def __init__(self, model: Any, rows: int, length: int, compiled: bool = False) -> None:
-        from transformers.cache_utils import Cache, StaticLayer
+        from transformers.cache_utils import Cache
 
         window = getattr(model.config, "sliding_window", None)
         self.fixed = window is None or length <= window
@@ -35,9 +63,9 @@ class Decoder:
         self.run = torch.compile(model, dynamic=False) if compiled else model
         self.options = cached(model)
         if self.fixed:
-            layers: Any = [StaticLayer(length) for _ in range(model.config.num_hidden_layers)]
-            self.options = dict.fromkeys(self.options, Cache(layers=layers))
-        # Since transformers 5.6 the cache counts its tokens, and before it is told where to write.
+            own: Any = [_fixed_layer()(length) for _ in range(model.config.num_hidden_layers)]
+            self.layers, self.options = own, dict.fromkeys(self.options, Cache(layers=own))
+        # Before transformers 5.6 models want these positions, too.
         self.told = "cache_position" in inspect.signature(model.forward).parameters
         with torch.device(model.device):
             self.positions, self.at = torch.arange(length), torch.zeros(1, dtype=torch.int64)
@@ -50,10 +78,6 @@ class Decoder:
         """Write the next tokens from this position on; those before it stay."""
         self.used = position
         self.at.fill_(position)
-        [cache] = self.options.values()
-        for layer in cache.layers:
-            if hasattr(layer, "cumulative_length"):
-                layer.cumulative_length.fill_(position)
 
     def count(self, tokens: int) -> None:
         self.used += tokens
@@ -83,6 +107,8 @@ class Decoder:
             if self.told:
                 options["cache_position"] = at
             self.at += ids.shape[1]
+            for layer in self.layers:
+                layer.at = at
         return run(input_ids=ids, **options).logits[:, -1]
 
     def step(self, tokens: Tensor) -> Tensor:

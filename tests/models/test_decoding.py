@@ -61,7 +61,7 @@ def test_logits_are_those_of_the_whole_text(name):
 def test_a_text_that_is_too_long_is_refused():
     """On a GPU an index beyond the cache would end the process."""
     decoder, ids = Decoder(built("llama"), 1, 9), torch.zeros(1, 10, dtype=torch.int64).to(DEVICE)
-    with pytest.raises(ValueError, match="^10 tokens do not fit into a decoder for 9$"):
+    with pytest.raises(ValueError, match=r"^10 tokens do not fit into a decoder for 9$"):
         decoder.read(ids)
     decoder.read(ids[:, :8])
     decoder.step(ids[:, 0])

@@ -165,7 +165,7 @@ def test_transformers_alone_loads_a_compressed_folder_after_one_import(two, tmp_
             read(compressed)
         (compressed / file).write_bytes(content)
     (compressed / sparse.RECORD).unlink()
-    with pytest.raises(ValueError, match="no export of sparse24 in .*No such file"):
+    with pytest.raises(ValueError, match=r"no export of sparse24 in .*No such file"):
         read(compressed)
 
 
