@@ -80,7 +80,7 @@ def parser() -> argparse.ArgumentParser:
             command.add_argument(
                 "--size", nargs="+", choices=("1.1B", "7B"), default=["1.1B"], help=sizes
             )
-            more = "also measured limits and compiled texts, which takes minutes"
+            more = "also measured limits, which takes minutes"
             command.add_argument("--thorough", action="store_true", help=more)
         elif name not in ("ops", "decode"):
             command.add_argument(

@@ -1,9 +1,12 @@
 """Generation with a cache of fixed size: the logits are those of the whole text without a cache, in
 all families, again and again, and a step reads nothing back from the device."""
 
+import functools
+
 import pytest
 import torch
 import transformers
+from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from models.decoding import Decoder
@@ -57,6 +60,23 @@ def test_logits_are_those_of_the_whole_text(name):
         torch.testing.assert_close(decoder.step(ids[:, 13]), want[:, 13], rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize("name", ["llama", "gpt2", "opt"])
+@torch.no_grad()
+def test_one_graph_serves_all_blocks(name, monkeypatch):
+    model, ids = built(name), torch.randint(0, 320, (2, 12), device=DEVICE)
+    compiles, eager = torch.compile, functools.partial(torch.compile, backend="aot_eager")
+    torch._dynamo.reset()
+    counters.clear()
+    monkeypatch.setattr(torch, "compile", eager if DEVICE.type == "cpu" else compiles)
+    plain, compiled = Decoder(model, 2, 12), Decoder(model, 2, 12, compiled=True)
+    torch.testing.assert_close(compiled.read(ids[:, :8]), plain.read(ids[:, :8]))
+    for at in range(8, 12):
+        found, want = (decoder.step(ids[:, at]) for decoder in (compiled, plain))
+        torch.testing.assert_close(found, want, rtol=0, atol=1e-5)
+    assert counters["stats"]["unique_graphs"] == 1 and not counters["graph_break"]
+    assert not any("forward" in vars(module) for module in model.modules())
+
+
 @torch.no_grad()
 def test_a_text_that_is_too_long_is_refused():
     """On a GPU an index beyond the cache would end the process."""
@@ -79,7 +99,7 @@ def test_a_step_can_be_replayed_from_a_graph(name):
     ids = torch.randint(0, 320, (2, 5), device=DEVICE)
     decoder.read(ids)
     with ReadBack():
-        decoder.logits(decoder.model, ids[:, :1])
+        decoder.logits(ids[:, :1])
     with Reads() as reads:
-        decoder.logits(decoder.model, ids[:, :1])
+        decoder.logits(ids[:, :1])
     assert not reads.lost()
