@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from common_kernels import matmul24, nm_mask
+from common_kernels.decode import MOST
 from common_kernels.matmul import is_faster, library_layout
 from common_kernels.pack import Packed24
 from common_kernels.pack.operands import pack_both24_
@@ -37,7 +38,11 @@ SERVED = ("cusparselt", "cutlass")  # torch's own products, those of Ampere, are
 
 @torch.no_grad()
 def to_packed(
-    model: nn.Module, chosen: Callable[[str], bool], tokens: Iterable[int], device: torch.device
+    model: nn.Module,
+    chosen: Callable[[str], bool],
+    tokens: Iterable[int],
+    device: torch.device,
+    few: int = 0,
 ) -> str:
     """Prune the chosen linears of `model` to 2:4 by magnitude and pack them, in place; return the
     name of the packed layout. Where the device has no sparse products, they are pruned but multiply
@@ -46,6 +51,8 @@ def to_packed(
     Args:
         chosen: True for the names of linears to pack.
         tokens: numbers of tokens that will be multiplied; the fastest product for each is searched.
+        few: up to so many tokens are multiplied by `few_tokens24`, and more run packed only where
+            that is faster; the name then begins with `few`.
     Raises:
         UserError: a packed product differs from that of the masked weight.
     """
@@ -56,14 +63,17 @@ def to_packed(
         packed.layout_for(device, next(model.parameters()).dtype)
     except ValueError:
         return "dense"
-    packed.pack(model, Limits(0, 0))
-    seen: dict[tuple[int, ...], PackedProduct] = {}
+    packed.pack(model, Limits(few, 0))
+    seen: dict[tuple[int, ...], list[PackedProduct]] = {}
     for layer in packed_layers(model):
-        seen.setdefault(layer.packed.shape, layer)
-    for layer in seen.values():
-        for count in tokens:
-            check(layer, count, device)
-    return ", ".join(sorted({layer.packed.layout for layer in seen.values()}))
+        seen.setdefault(layer.packed.shape, []).append(layer)
+    for layers in seen.values():
+        faster = [check(layers[0], count, device) for count in tokens]
+        for layer in layers if few and not all(faster) else ():
+            layer.limits = layer.limits._replace(crossover=None)
+    packs = [one for one in packed_layers(model) if one.limits.crossover is not None]
+    used = sorted({layer.packed.layout for layer in packs}) or ["dense"]
+    return ", ".join([*(["few"] if few else []), *used])
 
 
 def packed_layers(model: nn.Module) -> list[PackedProduct]:
@@ -71,17 +81,18 @@ def packed_layers(model: nn.Module) -> list[PackedProduct]:
     return [module for module in model.modules() if isinstance(module, PackedProduct)]
 
 
-def check(layer: PackedProduct, tokens: int, device: torch.device) -> None:
-    """Search the fastest sparse product for this number of tokens, and raise a `UserError` if it is
-    wrong."""
+def check(layer: PackedProduct, tokens: int, device: torch.device) -> bool:
+    """True if the sparse product is faster with this number of tokens, as far as that can be
+    measured; the fastest is searched. Raises a `UserError` if it is wrong."""
     (rows, columns), dtype, bias = layer.packed.shape, layer.packed.dtype, layer.bias
-    if (problem := layer.problem(tokens)) is not None:
-        is_faster(problem, device)  # for its search: the answer is not needed
+    problem = layer.problem(tokens) if tokens > layer.limits.few else None
+    faster = problem is None or is_faster(problem, device)
     x = torch.randn(tokens, columns, dtype=dtype, device=device)
     want = F.linear(x.float(), layer.weight.float(), None if bias is None else bias.float())
     allowed = variants.tolerance(variants.variant("dense"), dtype, columns)
     said = f"the packed product {tokens} x {columns} -> {rows} is"
     variants.agree(said, layer(x), want, allowed)
+    return faster
 
 
 def packing(matrices: list[Tensor]) -> dict[str, Call]:
@@ -194,7 +205,8 @@ class Decode(Layer):
         length = self.length + self.new // 2
         dense = llama(self)
         sparse = copy.deepcopy(dense)
-        layout = to_packed(sparse, lambda name: ".layers." in name, (1, self.length), self.on)
+        linears, tokens = (lambda name: ".layers." in name), (1, self.length)
+        layout = to_packed(sparse, linears, tokens, self.on, few=MOST)
         built = {"dense": dense, "sparse": sparse}
         runs = {name: Decoding(model, self.length, length) for name, model in built.items()}
         for run in runs.values():

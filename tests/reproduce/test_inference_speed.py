@@ -21,8 +21,9 @@ TINY = {"width": 64, "inner": 96, "heads": 4, "repeats": 2, "threads": 1}
 def packing(monkeypatch):
     """Packed products on a CPU, emulated; the numbers of tokens that they were chosen for."""
     asked = []
-    note = lambda problem, device: asked.append(problem.tokens)  # noqa: E731
-    monkeypatch.setattr(packing_, "is_faster", note)
+    monkeypatch.setattr(
+        packing_, "is_faster", lambda problem, _: asked.append(problem.tokens) or problem.rows > 64
+    )
     return asked
 
 
@@ -60,6 +61,14 @@ def test_chosen_linears_are_packed_and_the_rest_stays(packing):
     with torch.no_grad():
         assert layer.runs_packed(x, 3)
         torch.testing.assert_close(layer(x), nn.functional.linear(x, layer.weight, layer.bias))
+
+
+def test_few_tokens_have_a_product_of_their_own_and_many_run_packed_where_that_is_faster(packing):
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"up": nn.Linear(64, 128), "down": nn.Linear(128, 64)}).bfloat16()
+    used = to_packed(model, lambda _: True, (1, 20), torch.device("cpu"), few=16)
+    assert used == f"few, {BUFFERED}" and packing == [24, 24]
+    assert (model["up"].limits, model["down"].limits) == ((16, 0), (16, None))
 
 
 def test_a_wrong_packed_product_is_not_timed(packing, monkeypatch):
