@@ -134,7 +134,7 @@ def test_the_differences_and_the_figure_are_those_of_the_records(tmp_path):
 def test_the_variants_beside_half_the_width_are_where_their_intervals_put_them():
     main, words = blocks()[report_page.MAIN], part("What the evidence says")
     where = {"better than `half`": set(), "no difference shown": set(), "worse": set()}
-    for variant in set(main.leading) - {"dense", "half", "shallow"}:
+    for variant in set(main.leading) - {"dense", "half", "shallow", "dense_narrow"}:
         assert main.rows[variant].low > 0
         g = gap_closed(values(), "a", variant, main.metric, rules().margin, rules().seeds)
         better = "better than `half`" if g.high < 1 else "no difference shown"
@@ -184,6 +184,8 @@ def test_what_is_said_of_the_claims_is_what_the_records_say():
 
 def test_what_is_said_of_single_runs_and_fp8_is_what_the_records_say():
     told = part("Measured so far")
+    narrow = compared("a", "slope", "dense_narrow")
+    assert f"ends above it: `slope` - `dense_narrow` {narrow}." in told
     *others, unstable = losses("a", "fst")
     ends = f"{min(others):.3f} to {max(others):.3f}"
     assert f"ended at {unstable:.3f}; the other four ended at {ends}" in told

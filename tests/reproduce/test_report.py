@@ -205,7 +205,9 @@ def test_the_shape_of_tables(text):
     assert [one.partition(" ")[0] for one in re.findall(head, part)[:6]] == [
         "variant", "ours", "minus", "share", "verdict", "source",
     ]  # fmt: skip
-    assert "missing runs:" not in part  # block a is complete
+    main = read_block("a")
+    left = len(main.variants) * len(main.seeds) - len(read_packed(EVIDENCE, "a"))
+    assert re.findall(r"make the (\d+) missing runs:", part) == [str(left)] * bool(left)
     assert "Without a curve on this scale: sparsegpt, wanda, ast_as_released." in text
     assert "<strong>ast_<wbr>boosted</strong>" in text and "<strong>wanda</strong>" not in text
     part = between(text, "table-slope-table1", "table-slope-table2")
