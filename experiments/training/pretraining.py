@@ -100,6 +100,7 @@ class Pretraining(Training):
             lambda: micro_batch_size(config.train, config.impl.micro_batch, here.size, quantizes)
         )
         model, method, self.source = _prepare(config, here)
+        self.other = here.rank0_first(lambda: config.open_other(self.source.tokens_per_sample))
         return Built(
             model=model,
             method=method,
@@ -144,7 +145,11 @@ class Pretraining(Training):
         self.means = trainer.evaluate_averages()
 
     def measure(self, trainer: Trainer) -> dict[str, float]:
-        return trainer.evaluate_weights() | self.means
+        metrics = trainer.evaluate_weights() | self.means
+        if self.other is not None:
+            trainer.evaluation = HeldOut(self.other, self.config.train.eval_samples)
+            metrics["other_val_loss"] = trainer.evaluate_weights()["val_loss"]
+        return metrics
 
     def entries(self, trainer: Trainer, metrics: dict[str, float]) -> dict[str, Any]:
         config, source = self.config, self.source

@@ -94,5 +94,7 @@ def _prepare(block: Block, configs: list[Any]) -> None:
     for data in {config.data for config in configs}:
         if isinstance(data, DataConfig):
             prepare(data)
+            if data.other_corpus is not None:
+                prepare(data.other_corpus)
         else:
             load_images(data)  # raises an error if they are missing

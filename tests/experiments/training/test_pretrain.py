@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import shutil
 import signal
 from contextlib import nullcontext
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 from experiments.config.driver import exit_with_one_line
+from experiments.data.prepare import prepare
 from experiments.support import checkpoint, results
 from experiments.support.errors import Terminated, UserError, deferred_stop
 from experiments.training import checkpoints, pretraining, routine
@@ -120,6 +122,18 @@ def test_a_run_on_another_corpus_is_refused_and_nothing_changes(
             pretraining.run(tiny("method=dense", *data), quiet)
         assert "\n" not in str(caught.value)
     assert contents(config.directory()) == before
+
+
+def test_a_trained_model_is_evaluated_on_the_other_corpus_too(
+    tiny, corpus_dir, other_corpus, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    for name, root, same in (("again", corpus_dir, True), ("others", other_corpus, False)):
+        shutil.copytree(root / "text", name)
+        config = tiny("method=dense", "train.steps=2", f"data.other={name}")
+        prepare(config.data.other_corpus)
+        metrics = pretraining.run(config, quiet)["metrics"]
+        assert (metrics["other_val_loss"] == metrics["val_loss"]) is same
 
 
 def test_a_death_before_the_result_costs_the_steps_since_the_last_checkpoint_alone(
