@@ -91,8 +91,8 @@ def _by_hash(folder: Path, wanted: dict[str, str]) -> dict[str, Path]:
 
 
 def read(wheels: list[Path], part: str = PACKAGES) -> list[str]:
-    """The text files in the wheels, or what they have of a part, without duplicates. They are ordered by a hash of their names,
-    so that the first ones are a sample of all packages."""
+    """The text files in the wheels, or what they have of a part, without duplicates. They are
+    ordered by a hash of their names, so that the first ones are a sample of all packages."""
     texts: dict[bytes, tuple[bytes, str]] = {}
     for wheel in wheels:
         package = wheel.name.partition("-")[0]
