@@ -26,9 +26,7 @@ from torch import Tensor
 
 from common_kernels import mvue24, quantize_fp8, soft_threshold24
 from common_kernels.adamw import Rule
-from common_kernels.fp8.cpu import FORMATS
-from common_kernels.fp8.operands import project_quantize24_
-from common_kernels.pack import Packed24
+from common_kernels.fp8.weights import quantize24_
 from common_kernels.pack.operands import pack24_
 
 from .nn import base
@@ -149,23 +147,11 @@ class Linear(Fp8Linear):
             pack24_(fprop.matrix, weight, "soft", scale=self.scale, dense=dense)
 
     def quantize(self, amax: Tensor | None = None) -> None:
-        if not self.products.fp8:
+        if self.config.gamma:
             super().quantize(amax)
             return
-        assert self.fp8 and self.codes_dgrad is not None
-        packed, shape = None, (self.out_features, self.in_features)
-        if self.packed is not None:
-            dtype, layout = FORMATS[self.fp8.fprop], self.accelerated.layouts.fprop
-            packed = Packed24((self.packed,), shape, dtype, layout)
-        project_quantize24_(
-            packed,
-            self.codes,
-            self.codes_dgrad,
-            self.code_scales,
-            self.weight.detach(),
-            self.scale,
-            amax,
-        )
+        room, weight = self._room_for_codes(), self.weight.detach()
+        quantize24_(*room, self.code_scales, weight, amax=amax, beta=self.scale)
 
     def sparse_products(self) -> Products:
         return replace(super().sparse_products(), fprop=True)

@@ -14,11 +14,9 @@ from common_kernels import checks
 from common_kernels.fp8 import check_delayed
 from common_kernels.fp8 import cpu as fp8
 from common_kernels.library import custom_op, kernels_of, launched_by_cpp
-from common_kernels.masks import nm_mask
 from common_kernels.mvue import sampled24
 from common_kernels.pack import BUFFERED, Packed24, cpu
-from common_kernels.pack.operands import MULTIPLE, fill_up, row_major, tokens_multiple
-from common_kernels.soft_threshold import soft_threshold24
+from common_kernels.pack.operands import MULTIPLE, fill_up, tokens_multiple
 
 
 def quantize_both(
@@ -81,74 +79,6 @@ def _both_like(
         scale,
         torch.empty_like(scale),
     )
-
-
-def project_quantize24_(
-    out: Packed24 | None,
-    codes: Tensor | None,
-    transposed: Tensor,
-    scales: Tensor,
-    w: Tensor,
-    beta: Tensor,
-    amax: Tensor | None = None,
-    *,
-    backend: str | None = None,
-) -> None:
-    """Write the FP8 codes of P = beta * soft_threshold24(w) and of P^T, for w [rows, columns].
-
-    Args:
-        out: receives the packed codes of P, or None.
-        codes: [rows, columns] of the same dtype, receives the dense codes of P, or None.
-        transposed: [columns, rows] of any FP8 dtype, receives the dense codes of P^T.
-        scales: fp32 [2], receives the scales of P and of P^T.
-        beta: fp32 [].
-        amax: fp32 [], the largest magnitude of P if it is known.
-    """
-    checks.float_tensor(w, "w")
-    buffer, dtype, layout = None, None, BUFFERED
-    if out is not None:
-        buffer, dtype, layout = out.buffer, out.dtype, out.layout
-    device = checks.one_device(
-        w=w, beta=beta, out=buffer, codes=codes, transposed=transposed, scales=scales, amax=amax
-    )
-    name = backends.resolve_fp8(device, backend)
-    _project_quantize24_(buffer, dtype, layout, codes, transposed, scales, w, beta, amax, name)
-
-
-@custom_op(
-    "sparse24::project_quantize24_", mutates_args=("buffer", "codes", "transposed", "scales")
-)
-def _project_quantize24_(
-    buffer: Tensor | None,
-    dtype: torch.dtype | None,
-    layout: str,
-    codes: Tensor | None,
-    transposed: Tensor,
-    scales: Tensor,
-    w: Tensor,
-    beta: Tensor,
-    amax: Tensor | None,
-    backend: str,
-) -> None:
-    # Triton's interpreter cannot store FP8 codes.
-    if backend == "triton" and layout != cpu.VENDOR and not backends.interpreted():
-        from common_kernels.fp8 import operands_triton
-
-        with row_major(codes) as own, row_major(transposed) as other:
-            operands_triton.project_quantize24_(
-                buffer, dtype, layout, own, other, scales, w.contiguous(), beta, amax
-            )
-        return
-    projected = soft_threshold24(w).float() * beta
-    dtype = dtype if codes is None else codes.dtype
-    if dtype is not None:
-        own, scales[0] = fp8.quantize_fp8(projected, fp8.NAMES[dtype], amax)
-        if codes is not None:
-            codes.copy_(own)
-        if buffer is not None:
-            buffer.copy_(cpu.pack(own, nm_mask(w), layout))
-    other, scales[1] = fp8.quantize_fp8(projected, fp8.NAMES[transposed.dtype], amax)
-    transposed.copy_(other.t())
 
 
 def quantize_and_sample(

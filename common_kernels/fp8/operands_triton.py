@@ -7,18 +7,15 @@ import triton.language as tl
 
 from common_kernels import backend
 from common_kernels.fp8.cpu import FORMATS
-from common_kernels.fp8.triton import BLOCK, coded, constants, largest, scale_from
-from common_kernels.launch import INTERPRETED, cast, launch, load_groups, magnitude
+from common_kernels.fp8.triton import coded, constants, largest, scale_from
+from common_kernels.launch import INTERPRETED, cast, launch, magnitude
 from common_kernels.mvue.triton import philox, sample_stored, uniform
 from common_kernels.pack.triton import (
-    largest_two,
     new_buffer,
     order_of,
     split,
-    split_fours,
     store_meta,
 )
-from common_kernels.soft_threshold.triton import less, threshold
 
 TILE = 64
 
@@ -44,7 +41,7 @@ def quantize_both(
     transposed = codes_like((columns, padded), fmt_transposed, x.device)
     scales = torch.empty((), device=x.device), torch.empty((), device=x.device)
     bits = largest(x) if amax is None else amax.view(torch.int32)
-    # Codes of one format are written in two launches, for the reason given in project_quantize24_.
+    # Codes of one format are written in two launches: in one, Triton 3.6 drops some of the stores.
     parts = ((True, True),) if fmt != fmt_transposed else ((True, False), (False, True))
     for own, other in parts:
         launch(
@@ -95,119 +92,6 @@ def quantize_both_kernel(
         code = tl.trans(encode(values * scale_t, TOP_T, SMALLEST_T, LIFT_T))
         at = c[:, None] * padded + r[None, :]
         tl.store(transposed + at, code.to(transposed.dtype.element_ty), mask=(c < columns)[:, None])
-
-
-def project_quantize24_(
-    buffer: torch.Tensor | None,
-    dtype: torch.dtype | None,
-    layout: str,
-    codes: torch.Tensor | None,
-    transposed: torch.Tensor,
-    scales: torch.Tensor,
-    w: torch.Tensor,
-    beta: torch.Tensor,
-    amax: torch.Tensor | None,
-) -> None:
-    rows, columns = w.shape
-    if amax is None:
-        bits = torch.zeros((), dtype=torch.int32, device=w.device)
-        size = w.numel() // 4
-        launch(
-            projected_amax_kernel, triton.cdiv(size, BLOCK // 4), w.device, w, beta, bits, size,
-            BLOCK=BLOCK // 4,
-        )  # fmt: skip
-    else:
-        bits = amax.view(torch.int32)
-    values, meta, order = scales, scales, ""  # not written to
-    if buffer is not None:
-        assert dtype is not None
-        values, meta = split(buffer, w.numel(), dtype)
-        order = order_of(layout, dtype)
-    formats = {dtype: name for name, dtype in FORMATS.items()}
-
-    def run(own: torch.Tensor, **outputs: bool) -> None:
-        launch(
-            project_kernel, rows // TILE * (columns // TILE), w.device,
-            w, beta, bits, values, meta, own, transposed, scales, rows, columns,
-            *constants(formats[own.dtype]), *constants(formats[transposed.dtype]),
-            **outputs, ORDER=order, num_warps=8,
-        )  # fmt: skip
-
-    packed = buffer is not None
-    run(values if packed else transposed, PACKED=packed, CODES=False, TRANSPOSED=True)
-    if codes is not None:
-        # A launch of its own: if it also writes the transpose in the same format, Triton 3.6 drops
-        # some of the stores.
-        run(codes, PACKED=False, CODES=True, TRANSPOSED=False)
-
-
-@triton.jit
-def project(a0, a1, a2, a3, beta, dtype: tl.constexpr):
-    """beta * soft_threshold24 of four entries, each step rounded as the separate operators do."""
-    m0, m1, m2, m3 = magnitude(a0), magnitude(a1), magnitude(a2), magnitude(a3)
-    t = threshold(m0, m1, m2, m3, 0.0, False)
-    return (
-        cast(less(a0, t), dtype).to(tl.float32) * beta,
-        cast(less(a1, t), dtype).to(tl.float32) * beta,
-        cast(less(a2, t), dtype).to(tl.float32) * beta,
-        cast(less(a3, t), dtype).to(tl.float32) * beta,
-    )
-
-
-@triton.jit
-def projected_amax_kernel(w, beta, amax, size, BLOCK: tl.constexpr):
-    start = tl.program_id(0).to(tl.int64) * BLOCK
-    a0, a1, a2, a3 = load_groups(w, start, size, 1, BLOCK, True)
-    p0, p1, p2, p3 = project(
-        a0.to(tl.float32), a1.to(tl.float32), a2.to(tl.float32), a3.to(tl.float32),
-        tl.load(beta), w.dtype.element_ty,
-    )  # fmt: skip
-    bits = tl.maximum(
-        tl.maximum(magnitude(p0), magnitude(p1)), tl.maximum(magnitude(p2), magnitude(p3))
-    )
-    tl.atomic_max(amax, tl.max(bits, 0))
-
-
-@triton.jit
-def project_kernel(
-    w, beta, amax, values, meta, codes, transposed, scales, rows, columns,
-    TOP: tl.constexpr, SMALLEST: tl.constexpr, LIFT: tl.constexpr,
-    TOP_T: tl.constexpr, SMALLEST_T: tl.constexpr, LIFT_T: tl.constexpr,
-    PACKED: tl.constexpr, CODES: tl.constexpr, TRANSPOSED: tl.constexpr, ORDER: tl.constexpr,
-):  # fmt: skip
-    """Write the codes of a 64 x 64 block of the projected weight."""
-    bits = tl.load(amax)
-    s, s_t = scale_from(bits, TOP), scale_from(bits, TOP_T)
-    if tl.program_id(0) == 0:
-        if PACKED or CODES:
-            tl.store(scales, s)
-        if TRANSPOSED:
-            tl.store(scales + 1, s_t)
-    across = columns // 64
-    top = (tl.program_id(0) // across).to(tl.int64) * 64
-    left = (tl.program_id(0) % across).to(tl.int64) * 64
-    r, c = top + tl.arange(0, 64), left + tl.arange(0, 64)
-    at = r[:, None] * columns + c[None, :]
-    a0, a1, a2, a3 = split_fours(tl.load(w + at), 64, 16)
-    a0, a1, a2, a3 = a0.to(tl.float32), a1.to(tl.float32), a2.to(tl.float32), a3.to(tl.float32)
-    p0, p1, p2, p3 = project(a0, a1, a2, a3, tl.load(beta), w.dtype.element_ty)
-    if PACKED:
-        m0, m1, m2, m3 = magnitude(a0), magnitude(a1), magnitude(a2), magnitude(a3)
-        one, other, nibbles = largest_two(p0, p1, p2, p3, m0, m1, m2, m3)
-        pairs = encode(tl.join(one, other) * s, TOP, SMALLEST, LIFT)
-        pairs = tl.reshape(pairs, [64, 32])
-        place = left // 2 + tl.arange(0, 32)
-        tl.store(
-            values + r[:, None] * (columns // 2) + place[None, :],
-            pairs.to(values.dtype.element_ty),
-        )
-        store_meta(meta, nibbles, top // 64, left // 4, rows, columns, ORDER, 16)
-    p = tl.reshape(tl.join(tl.join(p0, p2), tl.join(p1, p3)), [64, 64])
-    if CODES:
-        tl.store(codes + at, encode(p * s, TOP, SMALLEST, LIFT).to(codes.dtype.element_ty))
-    if TRANSPOSED:
-        code = tl.trans(encode(p * s_t, TOP_T, SMALLEST_T, LIFT_T))
-        tl.store(transposed + c[:, None] * rows + r[None, :], code.to(transposed.dtype.element_ty))
 
 
 def quantize_and_sample(

@@ -12,7 +12,9 @@ from common_kernels import checks
 from common_kernels.compressed import expand_nm, unpack_mask
 from common_kernels.fp8 import cpu as fp8
 from common_kernels.library import custom_op
+from common_kernels.masks import nm_mask
 from common_kernels.pack import BUFFERED, Packed24, cpu
+from common_kernels.soft_threshold import soft_threshold24
 
 TILE = 64  # the kernel needs multiples of this; other shapes run as plain PyTorch
 
@@ -25,10 +27,11 @@ def quantize24_(
     mask: Tensor | None = None,
     amax: Tensor | None = None,
     *,
+    beta: Tensor | None = None,
     backend: str | None = None,
 ) -> None:
-    """Write the FP8 codes of w [rows, columns] under `mask` into `own`, and those of its transpose
-    into `other`.
+    """Write the FP8 codes of w [rows, columns] under `mask`, or of beta * soft_threshold24(w), into
+    `own`, and those of its transpose into `other`.
 
     Args:
         own: [rows, columns], packed or dense in an FP8 dtype.
@@ -37,21 +40,24 @@ def quantize24_(
         mask: bool [rows, columns]. It must keep at most two of four along each row if `own` is
             packed and along each column if `other` is; this is not checked. None keeps all of w,
             which then cannot be packed.
-        amax: fp32 [], the largest magnitude of the masked w if it is known; else it is searched.
+        amax: fp32 [], the largest magnitude of the result if it is known; else it is searched.
+        beta: fp32 [], in the place of a mask; only `own` may then be packed.
     """
     checks.float_tensor(w, "w")
     if w.ndim != 2:
         raise ValueError(f"w must have two dims, not shape {tuple(w.shape)}")
     if mask is not None:
         checks.same_shape(w, mask, "w and mask")
-    elif isinstance(own, Packed24) or isinstance(other, Packed24):
+    elif (isinstance(own, Packed24) and beta is None) or isinstance(other, Packed24):
         raise ValueError("packed codes need a mask: give one, or a dense tensor for the codes")
     rows, columns = w.shape
     first, second = _bytes(own, rows, columns), _bytes(other, columns, rows)
-    device = checks.one_device(w=w, mask=mask, scales=scales, amax=amax, own=first, other=second)
+    device = checks.one_device(
+        w=w, mask=mask, scales=scales, amax=amax, beta=beta, own=first, other=second
+    )
     name = backends.resolve_fp8(device, backend)
     kinds = own.dtype, _layout(own), other.dtype, _layout(other)
-    _quantize24_(first, second, *kinds, scales, w, mask, amax, name)
+    _quantize24_(first, second, *kinds, scales, w, mask, beta, amax, name)
 
 
 def quantize_compressed24_(
@@ -118,6 +124,7 @@ def _quantize24_(
     scales: Tensor,
     w: Tensor,
     mask: Tensor | None,
+    beta: Tensor | None,
     amax: Tensor | None,
     backend: str,
 ) -> None:
@@ -131,9 +138,12 @@ def _quantize24_(
                 other, other_dtype, other_layout, w.numel(), turned=True
             ) as second,
         ):
-            weights_triton.quantize24_(first, second, scales, w.contiguous(), mask, amax)
+            weights_triton.quantize24_(first, second, scales, w.contiguous(), mask, beta, amax)
         return
-    pruned = w if mask is None else torch.where(mask, w, 0.0)
+    if beta is not None:
+        pruned, mask = soft_threshold24(w).float() * beta, nm_mask(w)
+    else:
+        pruned = w if mask is None else torch.where(mask, w, 0.0)
     scales.copy_(_scales(pruned, own_dtype, other_dtype, amax=amax))
     _write(own, own_dtype, own_layout, scales[0], pruned, mask)
     turned = None if mask is None else mask.t()

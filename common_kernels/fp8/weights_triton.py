@@ -16,7 +16,7 @@ from common_kernels import backend
 from common_kernels.fp8.cpu import NAMES
 from common_kernels.fp8.operands_triton import codes_like, encode
 from common_kernels.fp8.triton import constants, scale_from
-from common_kernels.launch import launch, magnitude
+from common_kernels.launch import cast, keep24, launch, load_groups, magnitude
 from common_kernels.pack.operands import row_major
 from common_kernels.pack.triton import (
     bools,
@@ -27,10 +27,12 @@ from common_kernels.pack.triton import (
     stack,
     store_meta,
 )
+from common_kernels.soft_threshold.triton import less, threshold
 
 TILE = 64
 BLOCK = 2048  # entries in a program of weight_amax_kernel
-WHOLE, MASK, BITS = 0, 1, 2  # how a weight is given: without a mask, under bools, or compressed
+# How a weight is given: without a mask, under bools, compressed, or to be projected.
+WHOLE, MASK, BITS, SOFT = 0, 1, 2, 3
 
 
 class Target(NamedTuple):
@@ -69,10 +71,13 @@ def quantize24_(
     scales: torch.Tensor,
     w: torch.Tensor,
     mask: torch.Tensor | None,
+    beta: torch.Tensor | None,
     amax: torch.Tensor | None,
 ) -> None:
     """weights.quantize24_ for row-major w [64 a, 64 b] and mask."""
     masked, kind = (w, WHOLE) if mask is None else (mask.view(torch.uint8), MASK)
+    if beta is not None:
+        masked, kind = beta, SOFT
     if amax is None:
         bits = torch.zeros((), dtype=torch.int32, device=w.device)
         launch(
@@ -117,7 +122,7 @@ def start(
     forms = [1 if t.meta is not None else 2 if t.out.is_contiguous() else 3 for t in (own, other)]
     parts = [forms]
     if forms == [2, 2] and own.fmt == other.fmt:
-        # Two launches, for the reason given in operands_triton.project_quantize24_.
+        # Two launches: in one, Triton 3.6 drops some of the stores.
         parts = [[2, 0], [0, 2]]
     device, interpreted = scales.device, backend.interpreted()
     written = own.out, other.out
@@ -143,8 +148,17 @@ def start(
 
 @triton.jit
 def weight_amax_kernel(x, mask, amax, size, KIND: tl.constexpr, BLOCK: tl.constexpr):
-    """Raise `amax` to the largest magnitudes as fp32 bits: of the (masked) entries, or for KIND
-    BITS of all values and of those whose bit is set."""
+    """Raise `amax` to the largest magnitudes as fp32 bits: of the (masked) entries, for KIND BITS
+    of all values and of those whose bit is set, for KIND SOFT of the projected ones."""
+    if KIND == 3:
+        start = tl.program_id(0).to(tl.int64) * (BLOCK // 4)
+        a0, a1, a2, a3 = load_groups(x, start, size // 4, 1, BLOCK // 4, True)
+        p0, p1, p2, p3 = project(a0, a1, a2, a3, tl.load(mask))
+        bits = tl.maximum(
+            tl.maximum(magnitude(p0), magnitude(p1)), tl.maximum(magnitude(p2), magnitude(p3))
+        )
+        tl.atomic_max(amax, tl.max(bits, 0))
+        return
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < size
     bits = magnitude(tl.load(x + at, mask=inside, other=0).to(tl.float32))
@@ -154,6 +168,19 @@ def weight_amax_kernel(x, mask, amax, size, KIND: tl.constexpr, BLOCK: tl.conste
     if KIND == 2:
         kept = tl.load(mask + at // 8, mask=inside, other=0) >> (at % 8).to(tl.uint8) & 1 != 0
         tl.atomic_max(amax + 1, tl.max(tl.where(kept, bits, 0), 0))
+
+
+@triton.jit
+def project(a0, a1, a2, a3, beta):
+    """beta * soft_threshold24 of four entries, each step rounded as the separate operators do."""
+    f0, f1, f2, f3 = a0.to(tl.float32), a1.to(tl.float32), a2.to(tl.float32), a3.to(tl.float32)
+    t = threshold(magnitude(f0), magnitude(f1), magnitude(f2), magnitude(f3), 0.0, False)
+    return (
+        cast(less(f0, t), a0.dtype).to(tl.float32) * beta,
+        cast(less(f1, t), a1.dtype).to(tl.float32) * beta,
+        cast(less(f2, t), a2.dtype).to(tl.float32) * beta,
+        cast(less(f3, t), a3.dtype).to(tl.float32) * beta,
+    )
 
 
 @triton.jit
@@ -207,12 +234,16 @@ def quantize24_kernel(
             row, kept = expanded(one, two, places, keeps_one, keeps_two)
         else:
             row = load_row(x, top + i, columns, left)
+            true = tl.full([256], True, tl.int1)
+            kept = true, true, true, true
             if KIND == 1:
-                places = bools(load_row(mask, top + i, columns, left))
-            else:
-                true = tl.full([256], True, tl.int1)
-                places = true, true, true, true
-            kept = places
+                kept = bools(load_row(mask, top + i, columns, left))
+            places = kept
+            if KIND == 3:
+                r0, r1, r2, r3 = row
+                if OWN == 1:
+                    places = keep24(magnitude(r0), magnitude(r1), magnitude(r2), magnitude(r3))
+                row = project(r0, r1, r2, r3, tl.load(mask))
         a += (row,)
         k += (places,)
         b += (kept,)

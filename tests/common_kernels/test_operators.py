@@ -16,7 +16,6 @@ from common_kernels.compressed import reference as compressed
 from common_kernels.decay import reference as decay
 from common_kernels.fp8 import reference as fp8
 from common_kernels.fp8.operands import (
-    project_quantize24_,
     quantize_and_sample,
     quantize_both,
     rescale,
@@ -472,11 +471,10 @@ def cases():
             delayed(quantize_and_sample, 1, "e5m2"),
             {"dy": w, "key": key, "amax": one, "seen": seen},
         ),
-        "project_quantize24_": (
-            in_place(lambda buffer, *o, backend: project_quantize24_(
-                of(buffer, dtype=FP8[0]), *o, backend=backend)),
-            {"buffer": room, "codes": codes, "transposed_codes": other, "scales": scales, "w": w,
-             "beta": one},
+        "quantize24_, soft": (
+            in_place(lambda buffer, codes, scales, w, beta, backend: quantize24_(
+                of(buffer, dtype=FP8[0]), codes, scales, w, beta=beta, backend=backend)),
+            {"buffer": room, "codes": other, "scales": scales, "w": w, "beta": one},
         ),
         "quantize24_": (
             in_place(lambda buffer, *o, backend: quantize24_(
