@@ -256,7 +256,7 @@ class Decoding:
     def step(self, _: int = 0) -> Tensor:
         """Read one more token and return the most likely next one."""
         self.decoder.place(self.length - 1)
-        return self.decoder.logits(self.decoder.model, self.ids[:, -1:])[0].argmax()
+        return self.decoder.logits(self.ids[:, -1:])[0].argmax()
 
 
 def llama(config: Decode) -> Any:

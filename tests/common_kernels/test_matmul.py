@@ -288,6 +288,7 @@ def fake_library(monkeypatch, tmp_path):
     monkeypatch.setattr(table, "_key", lambda device, layout: f"a GPU, {layout}")
     monkeypatch.setattr(table, "device_of", lambda index: torch.device("cpu"))
     monkeypatch.setattr(table.Trial, "sparse_ms", lambda self, algorithm: 1.0 + algorithm)
+    monkeypatch.setattr(table.Trial, "once_ms", lambda self, algorithm: 0.1)
     monkeypatch.setattr(table.Trial, "dense_ms", lambda self: 3.5)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     table._table.cache_clear()
@@ -301,6 +302,17 @@ def test_a_wrong_algorithm_is_never_chosen(fake_library):
     found = table.entry(PROBLEM, 0)
     assert found.algorithm == 2 and found.wrong == (0, 1, 3)
     assert (found.ms, found.dense_ms) == (3.0, 3.5)
+
+
+@no_library
+def test_algorithms_that_are_far_slower_once_are_not_timed_on(fake_library, monkeypatch):
+    once, timed = {0: 0.5, 1: 0.55, 2: 0.6}, []
+    monkeypatch.setattr(table.Trial, "is_right", lambda self, algorithm: algorithm < 3)
+    monkeypatch.setattr(table.Trial, "once_ms", lambda self, algorithm: once[algorithm])
+    monkeypatch.setattr(
+        table.Trial, "sparse_ms", lambda self, algorithm: timed.append(algorithm) or 2.0 - algorithm
+    )
+    assert table.measure(PROBLEM, 0).algorithm == 1 and timed == [0, 1]
 
 
 @no_library
