@@ -64,7 +64,7 @@ def all_equal(tensors):
     ("master", "dtype", "layout"),
     [
         (torch.float32, torch.bfloat16, BUFFERED), (torch.bfloat16, torch.bfloat16, BUFFERED),
-        (torch.float32, torch.float16, BUFFERED), (torch.float32, torch.bfloat16, LAYOUTS[1]),
+        (torch.float32, torch.float16, BUFFERED), (torch.float32, torch.bfloat16, "cutlass_sm80"),
         (torch.bfloat16, torch.bfloat16, LAYOUTS[2]),
     ],
 )  # fmt: skip
@@ -97,7 +97,7 @@ def test_a_pruned_weight(master, dtype, layout):
         (torch.float32, torch.bfloat16, (BUFFERED, BUFFERED)),
         (torch.bfloat16, torch.bfloat16, LAYOUTS[1:]),
         (torch.float32, torch.bfloat16, LAYOUTS[:0:-1]),
-        (torch.float32, torch.bfloat16, LAYOUTS[:2]),
+        (torch.float32, torch.bfloat16, ("cutlass_sm80", BUFFERED)),
     ],
 )
 def test_a_weight_both_ways(master, dtype, layouts):
