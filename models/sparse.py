@@ -123,8 +123,7 @@ def _expand(stored: Mapping[str, Tensor], described: Mapping[str, Any]) -> dict[
 
 def expanded(values: Tensor, positions: Tensor, axis: int) -> Tensor:
     """The dense tensor of stored values and positions, whose groups run along `axis`."""
-    shape = len(values), 2 * values.shape[-1]
-    weight = unpack24(Packed24((values, positions), shape, values.dtype, layout="neutral"))
+    weight = unpack24(Packed24.of(values, positions, "neutral"))
     return weight if axis == 1 else weight.t().contiguous()
 
 

@@ -156,7 +156,7 @@ def cutlass_dense(values: Tensor, meta: Tensor) -> Tensor:
     rows, columns = values.shape[0], 2 * values.shape[1]
     if meta.ndim == 3:
         meta = meta.as_strided((rows, columns // 16), (columns // 16, 1))
-    return unpack24(Packed24((values, meta), (rows, columns), values.dtype, "cutlass_sm80"))
+    return unpack24(Packed24.of(values, meta, "cutlass_sm80"))
 
 
 def product(
@@ -200,9 +200,8 @@ def unswizzle_mask(bits: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
 
 def from_cslt(compressed: torch.Tensor, columns: int) -> Packed24:
     """The packed matrix [rows, columns] of a result of `torch._cslt_compress`, sharing memory."""
-    return Packed24(
-        (compressed.view(-1).view(torch.uint8),), (len(compressed), columns), compressed.dtype
-    )
+    shape = len(compressed), columns
+    return Packed24(compressed.view(-1).view(torch.uint8), shape, compressed.dtype)
 
 
 OPERATORS: tuple[Any, ...] = (

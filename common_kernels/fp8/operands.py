@@ -114,7 +114,7 @@ def quantize_and_sample(
     else:
         codes, buffer, scale = _quantize_and_sample(dy, key, stride, fmt, amax, seen, layout, name)
     shape = dy.shape[-1], _filled_up(dy, layout)
-    return codes, Packed24((buffer,), shape, codes.dtype, layout), scale
+    return codes, Packed24(buffer, shape, codes.dtype, layout), scale
 
 
 def _filled_up(dy: Tensor, layout: str) -> int:

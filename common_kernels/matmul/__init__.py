@@ -51,7 +51,6 @@ from common_kernels.pack import (
     Buffered,
     Packed24,
     convert24,
-    meta_bytes,
     of_library,
     unpack24,
 )
@@ -93,7 +92,7 @@ def matmul24(
     _check_fit(packed, x, x.shape[-1])
     if bias is not None and bias.shape != (packed.shape[0],):
         raise ValueError(f"bias must have shape ({packed.shape[0]},), not {tuple(bias.shape)}")
-    checks.one_device(matrix=packed.parts[0], x=x, bias=bias)
+    checks.one_device(matrix=packed.buffer, x=x, bias=bias)
     name = chosen(packed, backend)
     x2d = x.detach() if x.requires_grad else x
     if x.ndim != 2:
@@ -107,7 +106,7 @@ def matmul24(
         y = _cutlass(convert24(packed, "cutlass_sm80"), x2d, bias)
     elif name == "cuda":
         own = packed if packed.layout in cuda.LAYOUTS else convert24(packed, cuda.LAYOUTS[0])
-        y = linear24(_in_one_buffer(own), x2d, bias, _out_dtype(x.dtype))
+        y = linear24(own, x2d, bias, _out_dtype(x.dtype))
     else:
         y = F.linear(*(t.float() if t.element_size() == 1 else t for t in (x2d, unpack24(packed))))
         y = (y if bias is None else y + bias).to(_out_dtype(x.dtype))
@@ -119,7 +118,7 @@ def chosen(packed: Packed24, backend: str | None = None) -> str:
 
     Raises RuntimeError if the given backend cannot serve.
     """
-    device, dtype = packed.parts[0].device, packed.dtype
+    device, dtype = packed.buffer.device, packed.dtype
     if backend is None:
         native = dict.fromkeys(cuda.LAYOUTS, "cuda") | {"cutlass_sm80": "cutlass"}
         native |= dict.fromkeys((library_layout(device), VENDOR), "cusparselt")
@@ -129,14 +128,6 @@ def chosen(packed: Packed24, backend: str | None = None) -> str:
     if reason:
         raise RuntimeError(f"matmul backend {backend!r} cannot serve {str(device)!r}: {reason}")
     return backend
-
-
-def _in_one_buffer(packed: Packed24) -> Packed24:
-    """The same matrix in one buffer, copied unless it is in one already."""
-    if len(packed.parts) == 1:
-        return packed
-    buffer = torch.cat([packed.values.view(-1).view(torch.uint8), meta_bytes(packed)])
-    return Packed24((buffer,), packed.shape, packed.dtype, packed.layout)
 
 
 def _out_dtype(dtype: torch.dtype) -> torch.dtype:

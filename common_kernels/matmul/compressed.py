@@ -51,7 +51,7 @@ def _twice_pruned_mm24(
 ) -> Tensor:
     shape = 2 * values.shape[1], values.shape[0]
     buffer = packed_transposed(values, row_mask, column_mask, x.dtype, layout, backend)
-    return linear24(Packed24((buffer,), shape, x.dtype, layout), x)
+    return linear24(Packed24(buffer, shape, x.dtype, layout), x)
 
 
 @_twice_pruned_mm24.register_fake

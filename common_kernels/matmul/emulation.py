@@ -19,7 +19,7 @@ def emulate(
     shape, layout = (problem.rows, problem.columns), problem.layout
     if layout == VENDOR:  # emulated with the order of BUFFERED
         layout, buffer = BUFFERED, buffer[: cpu.buffer_bytes(*shape, problem.dtype)]
-    a = unpack24(Packed24((buffer,), shape, problem.dtype, layout)).float()
+    a = unpack24(Packed24(buffer, shape, problem.dtype, layout)).float()
     b = dense.float().t() if problem.dense_transposed else dense.float()
     product = a @ b
     if scales is not None:

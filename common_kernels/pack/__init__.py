@@ -30,13 +30,12 @@ BUFFERED, VENDOR = cpu.BUFFERED, cpu.VENDOR
 
 
 def of_library(layout: str) -> bool:
-    """True for cuSPARSELt's layouts: the known one, those that were learnt, and its own. They keep
-    values and metadata in one buffer."""
+    """True for cuSPARSELt's layouts: the known one, those that were learnt, and its own."""
     return layout.startswith(VENDOR)
 
 
 class Buffered(Protocol):
-    """The attributes of a `Packed24` in one buffer that a product reads."""
+    """The attributes of a `Packed24` that a product reads."""
 
     @property
     def buffer(self) -> torch.Tensor: ...
@@ -52,43 +51,36 @@ class Buffered(Protocol):
 class Packed24:
     """A 2:4 matrix of `shape` [rows, columns] with values of `dtype`, compressed along its rows.
 
-    parts: (values, meta), or (buffer,), the bytes of both one after the other as uint8. Layouts
-        `cusparselt_sm90` and `cusparselt` always have one buffer.
+    buffer: the bytes of the values and, after them, of the metadata, as uint8.
 
     A group with fewer than two kept entries also stores zeros, at positions that the packer chooses
     (ours: `cpu.choose`). Matrices of different packers are therefore compared unpacked. Raises
-    ValueError if the parts do not fit together.
+    ValueError if the buffer does not fit.
     """
 
-    parts: tuple[torch.Tensor, ...]
+    buffer: torch.Tensor
     shape: tuple[int, int]
     dtype: torch.dtype
     layout: str = BUFFERED
 
     def __post_init__(self) -> None:
-        form, (rows, columns) = check_form(self.shape, self.dtype, self.layout), self.shape
-        if of_library(self.layout) or len(self.parts) == 1:
-            (buffer,) = self.parts
-            size = cpu.buffer_bytes(rows, columns, self.dtype, self.layout)
-            self._check("buffer", buffer, (size,), torch.uint8)
-            return
-        values, meta = self.parts
-        checks.one_device(values=values, meta=meta)
-        self._check("values", values, (rows, columns // 2), self.dtype)
-        self._check("meta", meta, (rows, form.row_bytes(columns) // form.word.itemsize), form.word)
-
-    def _check(
-        self, name: str, part: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype
-    ) -> None:
+        check_form(self.shape, self.dtype, self.layout)
+        buffer, size = self.buffer, cpu.buffer_bytes(*self.shape, self.dtype, self.layout)
         # Asking for strides makes torch.compile trace a backward pass another way, and then take
         # autocast for disabled in all that follows.
-        lies_in_rows = torch.compiler.is_compiling() or part.is_contiguous()
-        if part.shape != shape or part.dtype != dtype or not lies_in_rows:
+        lies_in_rows = torch.compiler.is_compiling() or buffer.is_contiguous()
+        if buffer.shape != (size,) or buffer.dtype != torch.uint8 or not lies_in_rows:
             raise ValueError(
-                f"{name} of a {tuple(self.shape)} matrix of {self.dtype} in layout {self.layout!r} "
-                f"must be contiguous {dtype} of shape {shape}, not {part.dtype} of "
-                f"{tuple(part.shape)} with strides {part.stride()}"
+                f"a {tuple(self.shape)} matrix of {self.dtype} in layout {self.layout!r} needs a "
+                f"contiguous buffer of {size} torch.uint8, not {buffer.dtype} of "
+                f"{tuple(buffer.shape)} with strides {buffer.stride()}"
             )
+
+    @staticmethod
+    def of(values: torch.Tensor, meta: torch.Tensor, layout: str) -> "Packed24":
+        """The matrix of separate values `[rows, columns / 2]` and metadata, which are copied."""
+        parts = [part.contiguous().view(-1).view(torch.uint8) for part in (values, meta)]
+        return Packed24(torch.cat(parts), (len(values), 2 * values.shape[-1]), values.dtype, layout)
 
     @staticmethod
     def empty(
@@ -97,32 +89,20 @@ class Packed24:
         device: torch.device | None = None,
         layout: str = BUFFERED,
     ) -> "Packed24":
-        """An uninitialised packed matrix in one buffer."""
+        """An uninitialised packed matrix."""
         rows, columns = shape
         check_form((rows, columns), dtype, layout)
         size = cpu.buffer_bytes(rows, columns, dtype, layout)
         buffer = torch.empty(size, dtype=torch.uint8, device=device)
-        return Packed24((buffer,), (rows, columns), dtype, layout)
-
-    @property
-    def buffer(self) -> torch.Tensor:
-        """The flat bytes of values and metadata; raises ValueError if they are separate tensors."""
-        if len(self.parts) == 2:
-            raise ValueError(
-                f"layout {self.layout!r} has no buffer here; convert24(packed, {BUFFERED!r}) has, "
-                "and Packed24.empty in any layout"
-            )
-        return self.parts[0]
+        return Packed24(buffer, (rows, columns), dtype, layout)
 
     @property
     def values(self) -> torch.Tensor:
         """The values `[rows, columns / 2]`: two of each group of four, in ascending column
         order."""
-        if len(self.parts) == 2:
-            return self.parts[0]
         rows, columns = self.shape
         end = rows * (columns // 2) * self.dtype.itemsize
-        return self.parts[0][:end].view(self.dtype).view(rows, columns // 2)
+        return self.buffer[:end].view(self.dtype).view(rows, columns // 2)
 
     @property
     def meta(self) -> torch.Tensor:
@@ -137,11 +117,10 @@ class Packed24:
         """
         if self.layout == VENDOR:
             raise ValueError(f"layout {VENDOR!r} is read by cuSPARSELt's products alone")
-        if len(self.parts) == 2:
-            return self.parts[1]
         rows, columns = self.shape
-        end = rows * (columns // 2) * self.dtype.itemsize
-        return _words(self.parts[0][end:], self.shape, self.dtype, self.layout)
+        form = cpu.LAYOUTS[self.layout].forms[self.dtype.itemsize]
+        words = self.buffer[rows * (columns // 2) * self.dtype.itemsize :].view(form.word)
+        return words.view(rows, form.row_bytes(columns) // form.word.itemsize)
 
 
 def pack24(
@@ -167,7 +146,7 @@ def pack24(
     shape = (x.shape[0], x.shape[1])
     check_form(shape, x.dtype, layout)
     name = backends.resolve(checks.one_device(x=x, mask=mask), backend)
-    return _wrap(_pack24(x, mask, layout, name), shape, x.dtype, layout)
+    return Packed24(_pack24(x, mask, layout, name), shape, x.dtype, layout)
 
 
 def unpack24(packed: Packed24) -> torch.Tensor:
@@ -178,9 +157,7 @@ def unpack24(packed: Packed24) -> torch.Tensor:
 def convert24(packed: Packed24, layout: str) -> Packed24:
     """The same matrix in another layout; `packed` itself if it has that layout.
 
-    The values are shared with `packed`, except in layouts `cusparselt_sm90` and `cusparselt`, which
-    keep values and metadata in one buffer. Raises ValueError for a shape or dtype that the layout
-    cannot hold.
+    Raises ValueError for a shape or dtype that the layout cannot hold.
     """
     shape, dtype = packed.shape, packed.dtype
     check_form(shape, dtype, layout)
@@ -189,12 +166,8 @@ def convert24(packed: Packed24, layout: str) -> Packed24:
     if layout == VENDOR:
         matrix = unpack24(packed)
         return pack24(matrix, matrix.view(cpu.INTEGERS[dtype.itemsize]) != 0, layout)
-    values = packed.values
     meta = _reorder_meta(meta_bytes(packed), *shape, dtype.itemsize, packed.layout, layout)
-    if of_library(layout):
-        meta = torch.cat([values.view(-1).view(torch.uint8), meta])
-        return Packed24((meta,), shape, dtype, layout)
-    return Packed24((values, _words(meta, shape, dtype, layout)), shape, dtype, layout)
+    return Packed24.of(packed.values, meta, layout)
 
 
 def check_form(shape: tuple[int, int], dtype: torch.dtype, layout: str) -> cpu.Form:
@@ -229,27 +202,6 @@ def check_mask(mask: torch.Tensor) -> None:
             f"the mask is not 2:4: it keeps {int(kept[row, group])} of columns {4 * group}.."
             f"{4 * group + 3} in row {row}, at most 2 can be packed; make it with nm_mask"
         )
-
-
-def _wrap(
-    buffer: torch.Tensor, shape: tuple[int, int], dtype: torch.dtype, layout: str
-) -> Packed24:
-    """The packed matrix in `buffer`, which holds the bytes of the values and then of the
-    metadata."""
-    if of_library(layout):
-        return Packed24((buffer,), shape, dtype, layout)
-    rows, columns = shape
-    end = rows * (columns // 2) * dtype.itemsize
-    values = buffer[:end].view(dtype).view(rows, columns // 2)
-    return Packed24((values, _words(buffer[end:], shape, dtype, layout)), shape, dtype, layout)
-
-
-def _words(
-    meta: torch.Tensor, shape: tuple[int, int], dtype: torch.dtype, layout: str
-) -> torch.Tensor:
-    """Flat metadata bytes viewed as the layout's words, `[rows, ...]`."""
-    form = cpu.LAYOUTS[layout].forms[dtype.itemsize]
-    return meta.view(form.word).view(shape[0], form.row_bytes(shape[1]) // form.word.itemsize)
 
 
 def meta_bytes(packed: Packed24) -> torch.Tensor:

@@ -165,7 +165,7 @@ def sample_pack24(
     dy = whole_blocks(dy, key, dtype, layout)
     name = backends.resolve(checks.one_device(dy=dy, key=key), backend)
     buffer = _sample_pack24(dy, key, stride, dtype, layout, name)
-    return Packed24((buffer,), (dy.shape[1], dy.shape[0]), dtype, layout)
+    return Packed24(buffer, (dy.shape[1], dy.shape[0]), dtype, layout)
 
 
 def whole_blocks(dy: Tensor, key: Tensor, dtype: torch.dtype, layout: str) -> Tensor:

@@ -165,7 +165,7 @@ class _OfPrunedInput(torch.autograd.Function):
             if ctx.needs_input_grad[1]:
                 if ctx.layout:
                     shape = ctx.shape[::-1]
-                    packed = Packed24((kept,), shape, dy.dtype, ctx.layout)
+                    packed = Packed24(kept, shape, dy.dtype, ctx.layout)
                     dw = mm24(packed, grad, result_transposed=True)
                 else:
                     dw = grad.t() @ kept[: len(grad)]

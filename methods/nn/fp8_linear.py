@@ -138,10 +138,10 @@ class Fp8Linear(SparseLinear):
         dgrad: Any = self.codes_dgrad
         if self.packed is not None:
             layout = self.accelerated.layouts.fprop
-            fprop = Packed24((self.packed,), (rows, columns), FORMATS[fp8.fprop], layout)
+            fprop = Packed24(self.packed, (rows, columns), FORMATS[fp8.fprop], layout)
         if self.packed_transposed is not None:
             dtype, layout = FORMATS[fp8.dgrad], self.accelerated.layouts.dgrad
-            dgrad = Packed24((self.packed_transposed,), (columns, rows), dtype, layout)
+            dgrad = Packed24(self.packed_transposed, (columns, rows), dtype, layout)
         elif not self._dgrad_on_units:
             dgrad = dgrad.t()
         return fprop, dgrad

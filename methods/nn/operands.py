@@ -49,7 +49,7 @@ class Packed(NamedTuple):
 
     @property
     def matrix(self) -> Packed24:
-        return Packed24((self.buffer,), self.shape, self.dtype, self.layout)
+        return Packed24(self.buffer, self.shape, self.dtype, self.layout)
 
     def linear(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """x [..., in] -> [..., out], of one dtype."""

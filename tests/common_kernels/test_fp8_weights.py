@@ -58,7 +58,7 @@ def expected(form, w, mask, fmt):
     codes, scale = quantize_fp8(torch.where(mask, w, 0.0).contiguous(), fmt)
     if form in LAYOUTS:
         layout, mask = LAYOUTS[form], mask.contiguous()
-        codes = Packed24((pack(codes, mask, layout),), tuple(w.shape), codes.dtype, layout)
+        codes = Packed24(pack(codes, mask, layout), tuple(w.shape), codes.dtype, layout)
     return written(codes), scale
 
 

@@ -63,7 +63,7 @@ CUTLASS = "cutlass_sm90"
 
 def packed(a, mask, layout=BUFFERED):
     """In one buffer."""
-    return Packed24((cpu.pack(a, mask, layout),), tuple(a.shape), a.dtype, layout)
+    return Packed24(cpu.pack(a, mask, layout), tuple(a.shape), a.dtype, layout)
 
 
 def close(got, want, dtype):

@@ -372,7 +372,7 @@ def cases():
 
     def of(buffer, rows=128, dtype=BF16, layout="cusparselt_sm90"):
         """The matrix [rows, 8192 / rows] in these bytes."""
-        return ck.Packed24((buffer,), (rows, 128 * 64 // rows), dtype, layout)
+        return ck.Packed24(buffer, (rows, 128 * 64 // rows), dtype, layout)
 
     def delayed(function, *more):
         """With an amax and what was seen, which is written."""

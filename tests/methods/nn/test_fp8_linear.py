@@ -134,11 +134,11 @@ def test_what_is_packed_are_the_codes_of_the_simulation():
             step(real, method, number, lr=0.1)
         simulated.load_state_dict(real.state_dict())
         assert torch.equal(real.code_scales, simulated.code_scales)
-        packed = unpack24(Packed24((real.packed,), (128, 64), E4M3))
+        packed = unpack24(Packed24(real.packed, (128, 64), E4M3))
         assert torch.equal(packed.float(), simulated.codes.float())
         dgrad = real.codes_dgrad
         if products.dgrad:
-            dgrad = unpack24(Packed24((real.packed_transposed,), (64, 128), E5M2))
+            dgrad = unpack24(Packed24(real.packed_transposed, (64, 128), E5M2))
         assert torch.equal(dgrad.t().float(), simulated.codes_dgrad.float())
 
 
