@@ -331,6 +331,8 @@ def _is_24(module: nn.Module) -> bool:
 def _has_24(module: nn.Module) -> bool:
     weight: Any = module.weight
     along = 0 if is_conv1d(module) else 1
+    if weight.is_meta:  # accelerate keeps it on the CPU or on disk
+        return False
     return weight.shape[along] % 4 == 0 and not int(check24(weight, dim=along))
 
 

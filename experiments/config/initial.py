@@ -67,8 +67,8 @@ class HFConfig:
             folder = hub.download(self.path, _CHECKPOINT_FILES, "model.path")
         if [path.name for path in folder.glob("*.safetensors")] == [sparse.WEIGHTS]:
             raise UserError(
-                f"model.path={self.path} is a compressed export, which only models.sparse.load "
-                "reads; export the run without compressed=true"
+                f"model.path={self.path} is a compressed export, which models.sparse.load and "
+                "models.auto read, and no command; export the run without compressed=true"
             )
         if not (folder / "config.json").is_file() or not any(folder.glob("*.safetensors")):
             raise UserError(

@@ -301,6 +301,9 @@ def test_what_cannot_be_packed_is_one_line(monkeypatch):
     with pytest.raises(ValueError, match=r"^0 cannot be packed: shape \(32, 64\): .* rows"):
         packed.pack(pruned(64, 32), Limits(0, 0))
     assert packed.pack(pruned(64, 32, 64), Limits(0, 0)) == {"0": None, "1": (0, 0)}
+    model = pruned(64, 64, 64)
+    model[0].to("meta")  # as accelerate leaves what does not fit
+    assert packed.pack(model, Limits(0, 0)) == {"1": (0, 0)}
 
 
 class Gated(nn.Module):
