@@ -1,18 +1,24 @@
 """Measure a product with few tokens, as in decoding: `python -m experiments.bench decode`.
 
 The weights of one shape take turns, so that none is read from a cache. The limit is the time of the
-dense product times 9/16, the share of its bytes that a packed 2:4 matrix has.
+dense product times 9/16, the share of its bytes that a packed 2:4 matrix has. More tokens than
+`few_tokens24` takes are multiplied, on a GPU, by the product for many tokens.
 """
 
 from __future__ import annotations
 
 import argparse
+from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from common_kernels import few_tokens24, fragments24, nm_mask, pack24
 from common_kernels.decode import MOST
+from common_kernels.matmul import Problem, fastest, library_layout, linear24
+from common_kernels.pack import Packed24
+from common_kernels.pack.operands import pack24_
 from experiments.bench import variants
 from experiments.bench.report import Report, Row
 from experiments.bench.timing import Call, in_turns
@@ -28,9 +34,10 @@ CACHE = 240e6  # bytes of weights in turn, several times those of any GPU's cach
 
 @torch.no_grad()
 def bench(options: argparse.Namespace, report: Report) -> None:
-    names = report.chosen(f"{tokens} tokens" for tokens in (1, 4, 8, MOST))
-    small = options.quick or options.device.type == "cpu"
-    for shape in QUICK_SHAPES if small else SHAPES:
+    on_gpu = options.device.type == "cuda"
+    counts = 1, 4, 8, MOST, *((32, 64) if on_gpu else ())
+    names = report.chosen(f"{tokens} tokens" for tokens in counts)
+    for shape in QUICK_SHAPES if options.quick or not on_gpu else SHAPES:
         for name in names:
             measure(name, shape, options, report)
 
@@ -41,20 +48,31 @@ def measure(name: str, shape: tuple[int, int], options: argparse.Namespace, repo
     count = 2 if on.type == "cpu" else max(2, -int(-CACHE // (2 * rows * columns)))
     weights = torch.randn(count, rows, columns, device=on, dtype=dtype)
     x = torch.randn(int(name.split()[0]), columns, device=on, dtype=dtype)
-    packed = []
+    used, product = "triton" if on.type == "cuda" else "cpu", few_tokens24
+    packed: list[Any] = []
+    if len(x) > MOST:
+        found = fastest(Problem(rows, columns, len(x), dtype, dtype, True, True), on)
+        used, product = found.layout if found else library_layout(on), linear24  # type: ignore
     for w in weights:
         w *= nm_mask(w)
-        packed.append(fragments24(pack24(w, w != 0)))
+        packed.append(fragments24(pack24(w, w != 0)) if len(x) <= MOST else for_many(w, used))
     what = f"{name} x {columns} -> {rows}"
     allowed = variants.tolerance(variants.variant("dense"), dtype, columns)
-    variants.agree(what, few_tokens24(packed[-1], x), F.linear(x.float(), w.float()), allowed)
+    variants.agree(what, product(packed[-1], x), F.linear(x.float(), w.float()), allowed)
     calls: dict[str, Call] = {
         "dense": lambda i: F.linear(x, weights[i]),
-        "2:4": lambda i: few_tokens24(packed[i], x),
+        "2:4": lambda i: product(packed[i], x),
     }
     times = in_turns(calls, on, options.repeats, count)
-    dense, used = times["dense"].ms, "triton" if on.type == "cuda" else "cpu"
+    dense = times["dense"].ms
     report.add(
         Row(name, "bfloat16", f"{columns} -> {rows}", used, times["2:4"], {"dense": dense},
             limit_ms=9 / 16 * dense)
     )  # fmt: skip
+
+
+def for_many(w: Tensor, layout: str) -> Packed24:
+    """A 2:4 matrix as the product for many tokens takes it."""
+    packed = Packed24.empty(w.shape, w.dtype, w.device, layout)
+    pack24_(packed, w, "magnitude")
+    return packed

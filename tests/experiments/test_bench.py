@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from experiments.bench import operators, ops, passes, report, serve, timing
+from experiments.bench import decode, operators, ops, passes, report, serve, timing
 from experiments.bench.__main__ import main
 from experiments.bench.operators import OPS
 from experiments.bench.report import Report, Row
@@ -37,7 +37,7 @@ def bench(*arguments, out):
 # --- operators -----------------------------------------------------------------------------------
 
 
-def test_ops_writes_a_row_for_every_operator(small, tmp_path, capsys):
+def test_ops_writes_a_row_for_every_operator(small, tmp_path, capsys, monkeypatch):
     out = tmp_path / "deep" / "cpu.json"
     assert bench("ops", out=out) == 0 and main(["report", str(out)]) == 0
     record = json.loads(out.read_text())
@@ -59,6 +59,11 @@ def test_ops_writes_a_row_for_every_operator(small, tmp_path, capsys):
     (row,) = json.loads(out.read_text())["benchmarks"]["decode"]["rows"]
     assert row["shape"] == "128 -> 64"
     assert row["limit_ms"] == pytest.approx(row["peers"]["dense"] * 9 / 16)
+    monkeypatch.setattr(decode, "MOST", 2)  # so that four tokens are many
+    monkeypatch.setattr(decode, "fastest", lambda *_: None)
+    assert bench("decode", "--only", "4 *", out=out) == 0
+    row = json.loads(out.read_text())["benchmarks"]["decode"]["rows"][-1]
+    assert row["backend"] == "cusparselt_sm90"
     assert "| nm_mask | float32 | 48 x 32 | cpu |" in out.with_suffix(".md").read_text()
 
 
