@@ -8,6 +8,7 @@
 #include <torch/csrc/stable/tensor.h>
 
 #include <array>
+#include <functional>
 #include <map>
 #include <mutex>
 #include <optional>
@@ -123,18 +124,18 @@ Tensor readable(const Tensor& x) {
   return address(y) % 16 ? torch::stable::clone(y) : y;
 }
 
-// The kernels that Python launches by this name for such numbers and tensors. `sizes`: what else
+// The kernels that Python launches by this name for such numbers and tensors; `key` holds what else
 // they depend on.
 const Kernel* kernels(
-    const char* name, const Shape& numbers, const std::vector<Tensor>& tensors, Shape key) {
+    const std::string& name, const Shape& numbers, const std::vector<Tensor>& tensors, Shape key) {
   key.insert(key.end(), numbers.begin(), numbers.end());
   for (const Tensor& x : tensors) {  // Triton compiles a kernel for aligned addresses
     key.push_back(dtype_of(x) << 1 | (address(x) % 16 == 0));
   }
   key.push_back(tensors[0].get_device_index());
-  key.push_back(reinterpret_cast<int64_t>(name));
+  key.push_back(std::hash<std::string>{}(name));
   return &made_once<Kernel>(key, "sparse24::kernels24", [&] {
-    return std::array<StableIValue, 3>{from(std::string(name)), from(numbers), from(tensors)};
+    return std::array<StableIValue, 3>{from(name), from(numbers), from(tensors)};
   });
 }
 
@@ -301,7 +302,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> quantize_both24(
 }
 
 std::tuple<Tensor, Tensor, Tensor> quantize_and_sample24(
-    const Tensor& given, const Tensor& key, int64_t stride, int64_t fmt) {
+    const Tensor& given, const Tensor& key, int64_t stride, int64_t fmt, std::string layout) {
   check_together(given, key);
   const auto guard = on_device_of(given);
   const Tensor dy = readable(given), drawn = readable(key);
@@ -311,7 +312,8 @@ std::tuple<Tensor, Tensor, Tensor> quantize_and_sample24(
     torch::stable::fill_(scale, 1);
     return {codes, empty({0}, aoti_torch_dtype_uint8(), dy), scale};
   }
-  const auto* found = kernels("quantize_and_sample24", {stride, fmt}, {dy, drawn}, {tokens, out});
+  const auto* found = kernels(
+      "quantize_and_sample24 " + layout, {stride, fmt}, {dy, drawn}, {tokens, out});
   Tensor buffer = empty({found[1].bytes}, aoti_torch_dtype_uint8(), dy);
   const int64_t padded = found[1].blocks / (out / TILE) * TILE, values = address(buffer);
   void* stream = stream_of(dy);

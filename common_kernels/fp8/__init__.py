@@ -28,9 +28,9 @@ def quantize_fp8(
             code. seen is raised in place to x's largest magnitude if that is larger.
     """
     name = check(x, fmt, backend)
-    if amax is None and seen is None:
-        return _quantize_fp8(x, fmt, name)
-    return _quantize_fp8_delayed(x, fmt, *check_delayed(x, amax, seen), name)
+    if amax is not None or seen is not None:
+        amax, seen = check_delayed(x, amax, seen)
+    return _quantize_fp8(x, fmt, amax, seen, name)
 
 
 def fake_fp8(x: torch.Tensor, fmt: str, *, backend: str | None = None) -> torch.Tensor:
@@ -63,18 +63,13 @@ def check(x: torch.Tensor, fmt: str, backend: str | None) -> str:
     return backends.resolve_fp8(x.device, backend)
 
 
-@custom_op("sparse24::quantize_fp8", mutates_args=())
-def _quantize_fp8(x: torch.Tensor, fmt: str, backend: str) -> tuple[torch.Tensor, torch.Tensor]:
-    if backend == "triton":
-        from common_kernels.fp8 import triton
-
-        return triton.quantize_fp8(x, fmt)
-    return cpu.quantize_fp8(x, fmt)
-
-
-@custom_op("sparse24::quantize_fp8_delayed", mutates_args=("seen",))
-def _quantize_fp8_delayed(
-    x: torch.Tensor, fmt: str, amax: torch.Tensor, seen: torch.Tensor, backend: str
+@custom_op("sparse24::quantize_fp8", mutates_args=("seen",))
+def _quantize_fp8(
+    x: torch.Tensor,
+    fmt: str,
+    amax: torch.Tensor | None,
+    seen: torch.Tensor | None,
+    backend: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     if backend == "triton":
         from common_kernels.fp8 import triton
@@ -83,12 +78,9 @@ def _quantize_fp8_delayed(
     return cpu.quantize_fp8(x, fmt, amax, seen)
 
 
-for _operator in (_quantize_fp8, _quantize_fp8_delayed):
-    _operator.register_fake(
-        lambda x, fmt, *_: (
-            torch.empty_like(x, dtype=cpu.FORMATS[fmt]),
-            x.new_empty((), dtype=torch.float32),
-        )
-    )
+@_quantize_fp8.register_fake
+def _(x, fmt, amax, seen, backend):
+    return torch.empty_like(x, dtype=cpu.FORMATS[fmt]), x.new_empty((), dtype=torch.float32)
+
 
 _fake_fp8 = operator_of(cpu.fake_fp8, lambda x, fmt: torch.empty_like(x))

@@ -109,8 +109,8 @@ def quantize_and_sample(
     name = backends.resolve_fp8(checks.one_device(dy=dy, key=key), backend)
     if amax is not None or seen is not None:
         amax, seen = check_delayed(dy, amax, seen)
-    if seen is None and name == "triton" and layout == BUFFERED:
-        codes, buffer, scale = _sample_at_once(dy, key, stride, FORMATS.index(fmt))
+    if seen is None and name == "triton" and layout != cpu.VENDOR:
+        codes, buffer, scale = _sample_at_once(dy, key, stride, FORMATS.index(fmt), layout)
     else:
         codes, buffer, scale = _quantize_and_sample(dy, key, stride, fmt, amax, seen, layout, name)
     shape = dy.shape[-1], _filled_up(dy, layout)
@@ -173,14 +173,24 @@ _both_at_once = launched_by_cpp(
     lambda x, fmt, other: _both_like(x, FORMATS[fmt], FORMATS[other]),
 )(lambda x, fmt, other: _quantize_both(x, FORMATS[fmt], FORMATS[other], None, None, "triton"))
 _sample_at_once = launched_by_cpp(
-    "quantize_and_sample24(Tensor dy, Tensor key, SymInt stride, int fmt) -> "
+    "quantize_and_sample24(Tensor dy, Tensor key, SymInt stride, int fmt, str layout) -> "
     "(Tensor, Tensor, Tensor)",
-    lambda dy, key, stride, fmt: _sample_like(dy, key, stride, FORMATS[fmt], BUFFERED, ""),
+    lambda dy, key, stride, fmt, layout: _sample_like(dy, key, stride, FORMATS[fmt], layout, ""),
 )(
-    lambda dy, key, stride, fmt: _quantize_and_sample(
-        dy, key, stride, FORMATS[fmt], None, None, BUFFERED, "triton"
+    lambda dy, key, stride, fmt, layout: _quantize_and_sample(
+        dy, key, stride, FORMATS[fmt], None, None, layout, "triton"
     )
 )
+
+
+@kernels_of("quantize_both24")
+def _(fmt: int, other: int, x: Tensor) -> None:
+    _quantize_both(x, FORMATS[fmt], FORMATS[other], None, None, "triton")
+
+
+@kernels_of("quantize_and_sample24")
+def _(layout: str, stride: int, fmt: int, dy: Tensor, key: Tensor) -> Tensor:
+    return _quantize_and_sample(dy, key, stride, FORMATS[fmt], None, None, layout, "triton")[1]
 
 
 @kernels_of("rescale")
@@ -196,16 +206,6 @@ def _(*scales: Tensor) -> None:
     from common_kernels.fp8 import operands_triton
 
     operands_triton.inverse(*scales)
-
-
-@kernels_of("quantize_both24")
-def _(fmt: int, other: int, x: Tensor) -> None:
-    _quantize_both(x, FORMATS[fmt], FORMATS[other], None, None, "triton")
-
-
-@kernels_of("quantize_and_sample24")
-def _(stride: int, fmt: int, dy: Tensor, key: Tensor) -> Tensor:
-    return _quantize_and_sample(dy, key, stride, FORMATS[fmt], None, None, BUFFERED, "triton")[1]
 
 
 def rescale(

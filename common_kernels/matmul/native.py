@@ -125,7 +125,8 @@ def _(name: str, numbers: list[int], tensors: list[torch.Tensor]) -> int:
 
     try:
         with launch.noted() as launched:
-            buffer = KERNELS[name](*numbers, *tensors)
+            name, *words = name.split()
+            buffer = KERNELS[name](*words, *numbers, *tensors)
         size = 0 if buffer is None else len(buffer)
         return kernels(launched, tensors[0].get_device(), size)
     except Exception as error:  # would be lost on its way through C++

@@ -1,6 +1,7 @@
 """The launch in C++ against that in Python. The library that both call notes its arguments."""
 
 import ctypes
+import functools
 import inspect
 import itertools
 import shutil
@@ -228,18 +229,19 @@ def test_a_sample_is_launched_before_its_product(tokens, fake, monkeypatch):
 
 
 @each("dtype", [BF16, torch.float32])
-@each("formats", [("e4m3", "e5m2"), ("e5m2", "e5m2")])
-def test_codes_are_those_of_python(dtype, formats, fake, monkeypatch):
+@each(("formats", "layout"), [(("e4m3", "e5m2"), BUFFERED), (("e5m2", "e5m2"), "cutlass_sm90")])
+def test_codes_are_those_of_python(dtype, formats, layout, fake, monkeypatch):
     """Of a matrix and its transpose, and of a gradient and its sample; also of views, and of
     nothing."""
     x, key = torch.randn(2, 50, 128).to(dtype), torch.tensor([3, 4])
     given = x, x[:, 3:20], x[..., 64:], x[:0], x[:1, :1]
-    wanted = [(quantize_both(t, *formats), quantize_and_sample(t, key, 8, "e5m2")) for t in given]
+    sample = functools.partial(quantize_and_sample, key=key, stride=8, fmt="e5m2", layout=layout)
+    wanted = [(quantize_both(t, *formats), sample(t)) for t in given]
     ran = interpret(monkeypatch)
     for _ in range(2):
         for t, (both, (codes, packed, scale)) in zip(given, wanted, strict=True):
             assert same(quantize_both(t, *formats, backend="triton"), both)
-            got = quantize_and_sample(t, key, 8, "e5m2", backend="triton")
+            got = sample(t, backend="triton")
             assert same((got[0], got[2]), (codes, scale)) and got[1].shape == packed.shape
             assert torch.equal(got[1].buffer, packed.buffer)
     assert {*ran} == {"amax_kernel", "quantize_both_kernel", "quantize_and_sample_kernel"}

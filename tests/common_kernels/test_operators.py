@@ -432,6 +432,11 @@ def cases():
             without_backend(lambda buffer, *o: linear24(of(buffer, layout="cutlass_sm90"), *o)),
             {"buffer": packed.buffer, "x": x, "bias": wide_bias},
         ),
+        "mm24 of codes": (
+            without_backend(lambda buffer, x, *scales: mm24(
+                of(buffer, dtype=FP8[0]), x, transposed=True, scales=scales, factor=2)),
+            {"buffer": room, "x": w[:32].to(FP8[0]), "scale": one, "other": one},
+        ),
         "mm24": (
             without_backend(lambda buffer, x: mm24(of(buffer), x)),
             {"buffer": packed.buffer, "x": x},
