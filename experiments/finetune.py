@@ -1,10 +1,9 @@
 """Fine-tune a pre-trained GPT-2 or BERT: `python -m experiments.finetune run=DIR task=cola`.
 
-`task` is one of GLUE's nine tasks, `squad`, or `own` (your own texts and labels). `-m
-task=cola,rte,...` takes several, one after the other, and prints a table.
-`model.path=FOLDER` uses a checkpoint of
-transformers (a causal model or BERT) instead of a run. It is fine-tuned densely, with mode=masked
-under the zeros of its 2:4 linears, or with LoRA.
+`task` is one of GLUE's nine tasks or `squad`. `-m task=cola,rte,...` takes several, one after the
+other, and prints a table. `model.path=FOLDER` uses a checkpoint of transformers (a causal model or
+BERT) instead of a run. It is fine-tuned densely or, with mode=masked, under the zeros of its 2:4
+linears.
 
 Writes into `<run>/finetune/<task>-<mode>-<hash>/seed<n>`: `metrics.jsonl`, with the metrics on the
 dev split after each epoch, and at the end `model.safetensors`, `predictions/` and `result.json`. As

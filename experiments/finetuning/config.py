@@ -17,16 +17,14 @@ from experiments.config.initial import HFConfig, weight_files
 from experiments.config.run import Resolved, digest
 from experiments.config.settings import DTYPES, EpochConfig, ImplConfig
 from experiments.data.tokenizer import folder_tokenizer
-from experiments.finetuning import glue, inputs, own, squad
-from experiments.finetuning.lora import LoraConfig, require_peft
+from experiments.finetuning import glue, inputs, squad
 from experiments.runs.finished import MODES, WEIGHTS_OF, FinishedRun
 from experiments.support.errors import UserError
 from experiments.support.names import check_bounds, check_choices, check_seed
 from methods import Method, dense, one_shot
 
-SQUAD, OWN = "squad", "own"
-TASKS = (*glue.TASKS, OWN, SQUAD)
-LORA = "lora"  # a mode
+SQUAD = "squad"
+TASKS = (*glue.TASKS, SQUAD)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,19 +133,6 @@ class Checkpoint:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Columns:
-    """The column names in the user's own files: one or two with texts, one with the label."""
-
-    text: tuple[str, ...]
-    label: str
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "text", tuple(self.text))
-        if len(self.text) not in (1, 2):
-            raise ValueError(f"data.text={list(self.text)}; give the names of one or two columns")
-
-
-@dataclass(frozen=True, kw_only=True)
 class Settings:
     """The settings of a fine-tuning outside of groups. run: directory of a finished run; null for a
     checkpoint. weights: the weights to fine-tune, `sparse` or `dense`."""
@@ -162,7 +147,7 @@ class Settings:
 
     def __post_init__(self) -> None:
         check_seed(self.seed)
-        known = {"task": TASKS, "mode": (*MODES, LORA), "weights": WEIGHTS_OF}
+        known = {"task": TASKS, "mode": MODES, "weights": WEIGHTS_OF}
         check_choices(self, "", known)
         if self.weights == "dense" and self.mode != "dense":
             raise ValueError(
@@ -177,13 +162,10 @@ class FinetuneConfig(Settings, Resolved):
 
     source: directory of a finished run, or a transformers checkpoint.
     data: a folder, or an id on the hub.
-    columns: for `task="own"`. lora: for `mode="lora"`.
     """
 
     source: Path | HFConfig
     data: str
-    columns: Columns
-    lora: LoraConfig
     recipe: Recipe
     impl: ImplConfig
 
@@ -200,8 +182,6 @@ class FinetuneConfig(Settings, Resolved):
     def data_hash(self) -> str | None:
         """Hash of the task's files in a folder; None for data of the hub. Raises a `UserError` if
         they are missing."""
-        if self.task == OWN:
-            return glue.content_hash([*own.files(self.data).values()])
         if not glue.is_folder(self.data):
             return None
         if self.task == SQUAD:
@@ -216,8 +196,6 @@ class FinetuneConfig(Settings, Resolved):
 
     def _settings(self) -> dict[str, Any]:
         return {
-            **({"columns": dataclasses.asdict(self.columns)} if self.task == OWN else {}),
-            **({"lora": dataclasses.asdict(self.lora)} if self.mode == LORA else {}),
             "task": self.task,
             "mode": self.mode,
             "weights": self.weights,
@@ -251,7 +229,7 @@ class FinetuneConfig(Settings, Resolved):
             **self.identity(),
             "run": self.run,
             "model": {"path": self.source.pinned if isinstance(self.source, HFConfig) else None},
-            "data": {"source": self.data, **dataclasses.asdict(self.columns)},
+            "data": {"source": self.data},
             "tier": self.tier,
             "runs": str(self.runs),
             "impl": dataclasses.asdict(self.impl),
@@ -262,7 +240,7 @@ class FinetuneConfig(Settings, Resolved):
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Data(Columns):
+class _Data:
     source: str | None
 
 
@@ -274,7 +252,7 @@ def load(overrides: list[str] | None = None) -> FinetuneConfig:
 def freeze_finetuning(composed: Any) -> FinetuneConfig:
     """The `FinetuneConfig` of a composed `DictConfig`."""
     fields = [f.name for f in dataclasses.fields(Settings)]
-    groups = plain(composed, "data", "impl", "lora", "model", "recipe", *fields)
+    groups = plain(composed, "data", "impl", "model", "recipe", *fields)
     top = typed(Settings, "the config", {key: groups[key] for key in fields})
     path, data = groups["model"]["path"], typed(_Data, "data", groups["data"])
     if (top.run is None) == (path is None):
@@ -282,22 +260,13 @@ def freeze_finetuning(composed: Any) -> FinetuneConfig:
             "give either run=DIR, the directory of a finished run, or model.path=FOLDER, a "
             "checkpoint of transformers"
         )
-    if top.task == OWN:
-        own.files(data.source)
-    if top.mode == LORA:
-        require_peft()
     return FinetuneConfig(
         **vars(top),
         source=Path(top.run or "") if path is None else typed(HFConfig, "model", groups["model"]),
-        data=data.source or _HUBS.get(top.task, glue.HUB),
-        columns=Columns(text=data.text, label=data.label),
-        lora=typed(LoraConfig, "lora", groups["lora"]),
+        data=data.source or (squad.HUB if top.task == SQUAD else glue.HUB),
         recipe=typed(Recipe, "recipe", _for_task(groups["recipe"], top.task)),
         impl=typed(ImplConfig, "impl", groups["impl"]),
     )
-
-
-_HUBS = {SQUAD: squad.HUB, OWN: ""}
 
 
 def _for_task(recipe: dict[str, Any], task: str) -> dict[str, Any]:

@@ -1,5 +1,4 @@
-"""GLUE, SQuAD and the user's own tasks as sequences with targets, heads and metrics for a
-trainer."""
+"""GLUE and SQuAD as sequences with targets, heads and metrics for a trainer."""
 
 from __future__ import annotations
 
@@ -16,8 +15,8 @@ from torch import Tensor
 
 from experiments.config.settings import EpochConfig
 from experiments.data.source import Batch, Request
-from experiments.finetuning import glue, inputs, own, squad
-from experiments.finetuning.config import OWN, SQUAD, FinetuneConfig
+from experiments.finetuning import glue, inputs, squad
+from experiments.finetuning.config import SQUAD, FinetuneConfig
 from experiments.support import checkpoint
 from experiments.support.errors import UserError
 from experiments.training.trainer import Trainer
@@ -78,12 +77,9 @@ def load_problem(config: FinetuneConfig, encoding: inputs.Encoding) -> Problem:
 def _classification(
     config: FinetuneConfig, encoding: inputs.Encoding, frame: inputs.Frame
 ) -> Problem:
-    """A task of GLUE or the user's own: a class for each example, or a number."""
-    task, recipe, columns = config.task, config.recipe, config.columns
-    if task == OWN:
-        splits, labels = own.load(config.data, columns.text, columns.label)
-    else:
-        splits, labels = glue.load(task, config.data), glue.TASKS[task].labels
+    """A task of GLUE: a class for each example, or a number."""
+    task, recipe = config.task, config.recipe
+    splits, labels = glue.load(task, config.data), glue.TASKS[task].labels
     sequences = {}
     for split, each in splits.items():
         encoded = inputs.encode(encoding, frame, each.texts, recipe.max_length)
@@ -95,11 +91,6 @@ def _classification(
             split: np.stack(rows).argmax(1) if labels else np.stack(rows)[:, 0]
             for split, rows in logits.items()
         }
-
-    def metrics(logits: Logits) -> dict[str, float]:
-        if task == OWN:
-            return own.metrics(predicted(logits)["dev"], splits["dev"].labels)
-        return glue.metrics(task, predicted(logits), splits)
 
     def files(logits: Logits) -> dict[str, str]:
         texts = {}
@@ -115,7 +106,7 @@ def _classification(
         dev=sequences,
         examples={split: len(examples) for split, examples in splits.items()},
         pad=frame.pad,
-        metrics=metrics,
+        metrics=lambda logits: glue.metrics(task, predicted(logits), splits),
         files=files,
         head=lambda model: Classifier(model, len(labels) or 1, recipe.dropout),
         labels=labels,

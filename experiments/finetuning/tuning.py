@@ -12,8 +12,7 @@ import torch
 from common_kernels import backend
 from experiments.config.initial import damage
 from experiments.data.tokenizer import check_vocabulary
-from experiments.finetuning.config import LORA, Checkpoint, FinetuneConfig
-from experiments.finetuning.lora import FILES, FOLDER, Adapters
+from experiments.finetuning.config import Checkpoint, FinetuneConfig
 from experiments.finetuning.tasks import TaskMetrics, TaskSource, load_problem
 from experiments.runs.finished import FinishedRun
 from experiments.support import checkpoint, results
@@ -23,7 +22,7 @@ from experiments.training import routine
 from experiments.training.distributed import World
 from experiments.training.optimization import DTYPES
 from experiments.training.routine import Built, Finalized, Training
-from experiments.training.sharding import check_shardable, shards_weights
+from experiments.training.sharding import check_shardable
 from experiments.training.trainer import Trainer
 from methods import dense
 from methods.nn import sharding
@@ -114,10 +113,6 @@ class Finetuning(Training):
             )
         encoding, lowered = source.tokenizer(), replace(config, recipe=recipe)
         self.problem = problem = here.rank0_first(lambda: load_problem(lowered, encoding))
-        if config.mode == LORA and shards_weights(config.impl, here):
-            raise UserError(
-                "impl.shard=fsdp2 with mode=lora: adapters need whole weights; set impl.shard=ddp"
-            )
         splits = (problem.train, *problem.dev.values())
         vocabulary: Any = getattr(pretrained, "config", pretrained).vocab_size
         check_vocabulary(max(max(s.ids) for split in splits for s in split), vocabulary)
@@ -127,20 +122,12 @@ class Finetuning(Training):
         train = recipe.train(len(problem.train))
         try:
             backend.resolve(here.device)
-            mode = "dense" if config.mode == LORA else config.mode
             dtype = DTYPES[recipe.dtype]
-            method = source.method_for(model, mode, train.steps, config.seed, dtype)
+            method = source.method_for(model, config.mode, train.steps, config.seed, dtype)
             check_shardable(method, config.impl, train, here)
         except (ValueError, RuntimeError) as error:
             raise UserError(str(error)) from error
-        dense_kind = isinstance(method, dense.Method)
-        self.kind = LORA if config.mode == LORA else "dense" if dense_kind else "sparse"
-        self.adapters: Adapters | None = None
-        self.lora: dict[str, Any] = {}
-        if config.mode == LORA:  # after the conversion, because adapters rename linears
-            run = source if isinstance(source, FinishedRun) else None
-            patterns = {name: run.pattern(name) for name in run.converted} if run else {}
-            self.adapters = Adapters(model, config.lora, patterns)
+        self.kind = "dense" if isinstance(method, dense.Method) else "sparse"
         share = -(-recipe.batch_size // here.size)
         micro_batch = min(config.impl.micro_batch or share, share)
         self.evaluation = TaskMetrics(problem, config.impl.micro_batch)
@@ -184,20 +171,6 @@ class Finetuning(Training):
         config = self.config
         self.report(f"{config.task}, {self.kind}, seed {config.seed} -> {self.directory}")
 
-    def measure(self, trainer: Trainer) -> dict[str, float]:
-        """The metrics of the merged model. Adapters are first measured as they are, and saved."""
-        if (adapters := self.adapters) is not None:
-            self.lora["lora"] = {
-                "trained_parameters": adapters.parameters,
-                "linears": adapters.names,
-                "masked": list(adapters.masks),
-                "metrics_before_merging": trainer.evaluate(),
-                "losses_before_merging": dict(self.evaluation.losses),
-            }
-            trainer.world.broadcast_from_rank0(lambda: adapters.save(self.directory / FOLDER))
-            adapters.merge()
-        return trainer.evaluate()
-
     def entries(self, trainer: Trainer, metrics: dict[str, float]) -> dict[str, Any]:
         source, problem, method = self.source, self.problem, trainer.method
         return {
@@ -218,7 +191,6 @@ class Finetuning(Training):
                 **{split: len(own) for split, own in problem.dev.items()},
             },
             "losses": self.evaluation.losses,
-            **self.lora,
             "acceleration": method.acceleration.as_dict() if method.acceleration else None,
         }
 
@@ -226,5 +198,4 @@ class Finetuning(Training):
         for name, text in self.evaluation.files.items():
             checkpoint.write_text(self.directory / PREDICTIONS / name, text)
         self.report(f"{self.config.task}: {metrics_text(done.metrics)}")
-        wrote = [f"{PREDICTIONS}/{name}" for name in self.evaluation.files]
-        return wrote + ([] if self.adapters is None else [f"{FOLDER}/{name}" for name in FILES])
+        return [f"{PREDICTIONS}/{name}" for name in self.evaluation.files]

@@ -287,7 +287,6 @@ def test_a_wrong_setting_is_one_line():
         "recipe.epochs={mrpc: 2}": "recipe.epochs differs by task, but has mrpc; it takes def",
         "recipe.dropout=1": "recipe.dropout=1.0",
         "model.path=somewhere": "give either run=DIR",
-        "lora.rank=0": "lora.rank=0",
     }.items():
         with pytest.raises(UserError) as caught:
             finetune.load(["run=nowhere", wrong])
@@ -365,34 +364,6 @@ def test_weights_and_predictions_are_kept(gpt2, tmp_path, monkeypatch):
     # A damaged file is made again.
     (own.directory() / path).write_text("prediction\n")
     assert finetune.finished(own) is None
-
-
-def test_adapters_on_a_sparse_model_are_kept_and_merged_under_its_mask(gpt2, interrupted):
-    """What merging changes is told."""
-    pytest.importorskip("peft")
-    own = config(
-        gpt2, "rte", "mode=lora", "recipe.epochs=2", "impl.checkpoint_every=2", "lora.rank=2"
-    )
-    with interrupted(3):
-        finetune.run(own, quiet)
-    said = []
-    result = finetune.run(own, said.append)
-    assert "resumed at step 2 of 6" in said and result["tuned"] == "lora"
-    adapter = {f"adapter/adapter_{n}" for n in ("config.json", "model.safetensors")}
-    assert adapter <= {*result["files"]}
-    before = load_file(gpt2 / "model.safetensors")
-    weights = load_file(own.directory() / "model.safetensors")
-    for name in result["converted"]:
-        assert not weights[f"{name}.weight"][before[f"{name}.weight"] == 0].any()
-    head = {name for name in weights if name.startswith("classifier")}
-    assert weights.keys() - before.keys() == head
-    assert result["sparsity"]["illegal_groups"] == 0
-    assert result["lora"]["masked"] == result["converted"]
-    [was] = result["lora"]["losses_before_merging"].values()
-    assert abs(result["losses"]["dev"] - was) > 1e-4
-    # Two blocks of four linears: A and B of rank 2, and the head.
-    ranks = 2 * 2 * (32 + 96 + 32 + 32 + 32 + 128 + 128 + 32)
-    assert result["lora"]["trained_parameters"] == ranks + 2 * 32
 
 
 def test_two_ranks_fine_tune_a_sparse_model_as_one_does(gpt2, run_on_two_ranks):
