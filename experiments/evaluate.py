@@ -9,8 +9,6 @@
     task_folder=FOLDER   your own task files, in lm-eval's format; if they name Python code, that is
                          refused without allow_code=true
     images=val           top-1 and top-5 on the validation images of the run, or of data.source
-    images=features      k-NN and logistic regression on frozen features
-                         (experiments/evaluation/probes.py)
 
 Density and illegal groups of every converted linear are always measured. Computation is in fp32
 unless `dtype` says otherwise. `result.json` is written to `<run>/evaluate/<hash>`, or for a folder
@@ -32,7 +30,6 @@ from experiments.evaluation import zero_shot
 from experiments.evaluation.config import EvaluateConfig, freeze_evaluation
 from experiments.evaluation.config import load as load
 from experiments.evaluation.perplexity import perplexity, windows
-from experiments.evaluation.probes import probe
 from experiments.exporting import export, files
 from experiments.exporting.tokenizer import tokenizer_of
 from experiments.images.dataset import load_images
@@ -46,7 +43,6 @@ from experiments.training.optimization import DTYPES
 from experiments.training.routine import process_settings
 from models.gpt2 import GPT
 from models.hf import CausalLM
-from models.vit import ViT
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -103,11 +99,8 @@ def _evaluate(
         batch, dtype = config.impl.micro_batch or BATCH, DTYPES[config.dtype]
         if stream is not None:
             metrics |= perplexity(model, stream, batch, dtype)
-        if config.images == "val":
+        if config.images is not None:
             metrics |= _accuracy(config, model, batch, dtype)
-        if config.images == "features":
-            assert isinstance(model, ViT)
-            metrics |= probe(model, config.image_data, here.device, config.impl.workers)
         if tokenizer is not None:  # tasks come last, because they may change the model
             details = _tasks(config, model, tokenizer, batch, dtype)
             for task, found in details.items():
@@ -189,13 +182,11 @@ def _check(config: EvaluateConfig, model: Any) -> None:
         raise UserError(
             f"ppl and tasks need a causal language model, this one is a {type(model).__name__}"
         )
-    if config.images != "val":
+    if config.images is None:
         return
     images = load_images(config.image_data, ("val",))
     if not model.config.n_classes:
-        raise UserError(
-            "images=val needs a ViT with classes, this one ends in its features: images=features"
-        )
+        raise UserError("images=val needs a ViT with classes, this one ends in its features")
     assert config.finished_run is not None
     trained, found = config.finished_run.result["corpus"]["classes"], list(images.classes)
     if found != trained:

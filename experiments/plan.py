@@ -1,8 +1,8 @@
 """Predict what a training needs: `python -m experiments.plan experiment=...`.
 
-Prints the memory of a GPU by purpose, and the number of GPUs that have enough. Takes the settings
-of `experiments.pretrain` and, through their experiment files, those of `distill` and `dino`. Needs
-no GPU, data or weights.
+Prints the memory of each of `plan.gpus` GPUs by purpose. Takes the settings of
+`experiments.pretrain` and, through their experiment files, those of `distill` and `dino`. Needs no
+GPU, data or weights.
 """
 
 from __future__ import annotations

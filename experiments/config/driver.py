@@ -37,7 +37,6 @@ def driver(
     config_name: str,
     typed: Callable[..., Any] = freeze,
     after_stop: str = "goes on from the last checkpoint, if there is one",
-    texts: tuple[str, ...] = (),
     groups: tuple[str, ...] = (),
     after_sweep: Callable[[list[Any]], None] | None = None,
     worst: float = math.inf,
@@ -45,10 +44,9 @@ def driver(
     """Make `main(config)` a command line: hydra overrides, `-m` sweeps, errors in one line.
 
     Args:
-        typed: makes the config of `main` from the composed one; it also gets the `texts` by name.
+        typed: makes the config of `main` from the composed one.
         after_stop: what the same command will do after an interrupt, for the message, unless the
             interrupt's own arguments say it.
-        texts: arguments that are taken as typed and never parsed by hydra.
         groups: the config groups that `main` reads and `--help` shows; () = the whole config.
         after_sweep: called on rank 0 with the results of `main` for the runs of a sweep that
             succeeded.
@@ -56,9 +54,8 @@ def driver(
     """
 
     def decorate(main: Callable[[Any], Any]) -> Callable[[], None]:
-        def run(arguments: argparse.Namespace, overrides: Sequence[str]) -> Any:
-            values = {name: getattr(arguments, name) for name in texts}
-            config = composed(config_name, functools.partial(typed, **values), overrides)
+        def run(overrides: Sequence[str]) -> Any:
+            config = composed(config_name, typed, overrides)
             try:
                 return main(config)
             except ValueError as error:  # a defect of ours, not a wrong argument
@@ -75,7 +72,7 @@ def driver(
             def task(_: Any) -> float | None:
                 with exit_with_one_line(after_stop):
                     try:
-                        returned.append(run(arguments, HydraConfig.get().overrides.task))
+                        returned.append(run(HydraConfig.get().overrides.task))
                     except Diverged as error:
                         diverged.append(error)
                         print(f"error: {one_line(error)}", file=sys.stderr)
@@ -94,7 +91,7 @@ def driver(
         @functools.wraps(main)
         def command() -> None:
             with exit_with_one_line(after_stop), one_line_errors():
-                arguments = parse(sys.argv[1:], texts)
+                arguments = parse(sys.argv[1:])
                 if arguments.help:
                     module, says = main.__globals__["__spec__"].name, main.__globals__["__doc__"]
                     print(help_text(module, says, config_name, arguments.overrides, groups))
@@ -106,7 +103,7 @@ def driver(
                 elif arguments.multirun:
                     sweep(arguments)
                 else:
-                    run(arguments, arguments.overrides)
+                    run(arguments.overrides)
             if int(os.environ.get("WORLD_SIZE", "1")) > 1:
                 end_rank()
 

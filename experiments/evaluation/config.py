@@ -15,7 +15,7 @@ from experiments.config.run import digest
 from experiments.config.settings import DTYPES, ImplConfig
 from experiments.evaluation import zero_shot
 from experiments.evaluation.perplexity import Text
-from experiments.images.dataset import SPLITS, ImageConfig, load_images
+from experiments.images.dataset import ImageConfig, load_images
 from experiments.runs.finished import WEIGHTS_OF, FinishedRun
 from experiments.support.errors import UserError
 from experiments.support.names import check_bounds, check_choices, check_seed
@@ -75,7 +75,7 @@ class EvaluateConfig(EvaluationSettings):
             raise ValueError("give one of run=DIR (a finished run) and model.path=FOLDER")
         check_choices(self, "", {"weights": WEIGHTS_OF, "dtype": DTYPES})
         if self.images is not None:
-            check_choices(self, "", {"images": ("val", "features")})
+            check_choices(self, "", {"images": ("val",)})
         if self.model.path is not None and (self.weights != "sparse" or self.images is not None):
             raise ValueError(
                 "weights= and images= are for runs: a transformers folder has only its own weights "
@@ -120,8 +120,7 @@ class EvaluateConfig(EvaluationSettings):
     @cached_property
     def images_hash(self) -> str:
         """The fingerprint of the images."""
-        splits = ("val",) if self.images == "val" else SPLITS
-        return load_images(self.image_data, splits).fingerprint
+        return load_images(self.image_data, ("val",)).fingerprint
 
     @cached_property
     def files(self) -> dict[str, str]:

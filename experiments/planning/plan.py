@@ -1,4 +1,4 @@
-"""Predicts the memory and the number of GPUs that a training needs.
+"""Predicts the memory that a training needs on each GPU.
 
 `footprint` counts the memory of a training step on one GPU, and `per_gpu` divides it among GPUs.
 With `ddp` every GPU holds everything, and a second copy of the gradients in the buckets that are
@@ -32,9 +32,7 @@ from experiments.training import averages, sharding
 from experiments.training.distributed import World
 from experiments.training.optimization import DTYPES, micro_batch_size
 
-SHARDS = ("ddp", "fsdp2")
 MIB, GIB = 2**20, 2**30
-_MOST = 1024  # GPUs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +47,7 @@ class Options:
     gpu_memory: float = 139.0
 
     def __post_init__(self) -> None:
-        check_bounds(self, "plan.", gpus=(1, _MOST), gpu_memory=(1, 10**6))
+        check_bounds(self, "plan.", gpus=(1, 1024), gpu_memory=(1, 10**6))
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,14 +58,14 @@ class Planned:
     options: Options
     hf: Any = None
 
-    def micro_batch(self, gpus: int) -> int:
-        """The number of samples in a micro-batch on each of `gpus` GPUs.
+    def micro_batch(self) -> int:
+        """The number of samples in a micro-batch on each GPU.
 
         Raises:
             UserError: the batch cannot be divided among them.
         """
         run, quantizes = self.run, self.run.build_method().capabilities.quantizes
-        return micro_batch_size(run.train, run.impl.micro_batch, gpus, quantizes)
+        return micro_batch_size(run.train, run.impl.micro_batch, self.options.gpus, quantizes)
 
     @cache  # noqa: B019
     def footprint(self, samples: int) -> Footprint:
@@ -87,40 +85,25 @@ class Planned:
         except ValueError as error:
             raise UserError(str(error)) from error
 
-    def memory(self, gpus: int, shard: str) -> dict[str, int]:
+    def memory(self) -> dict[str, int]:
         """Bytes on one GPU by purpose, and their `peak`.
 
         Raises:
             UserError: the training cannot be divided among the GPUs in this way.
         """
-        run, train = self.run, self.run.train
-        impl = dataclasses.replace(run.impl, shard=shard, offload=False)
+        run, train, gpus = self.run, self.run.train, self.options.gpus
+        impl = dataclasses.replace(run.impl, offload=False)
         world = World(0, gpus, torch.device("cuda"))
         sharding.check_shardable(run.build_method(), impl, train, world)
-        samples = self.micro_batch(gpus)
+        samples = self.micro_batch()
         return per_gpu(
             self.footprint(samples),
             gpus,
-            shard,
+            impl.shard,
             accumulates=train.batch_size > samples * gpus,
             checkpointing=impl.activation_checkpointing,
             averaged=averages.is_kept(train),
         )
-
-    def needed(self) -> tuple[int, str] | None:
-        """The smallest power of two of GPUs with enough memory, and how they share the training;
-        None if 1024 GPUs do not suffice."""
-        gpus = 1
-        while gpus <= _MOST:
-            for shard in SHARDS[: 1 if gpus == 1 else 2]:
-                try:
-                    peak = self.memory(gpus, shard)["peak"]
-                except UserError:
-                    continue  # the batch cannot be shared by so many
-                if peak <= self.options.gpu_memory * GIB:
-                    return gpus, shard
-            gpus *= 2
-        return None
 
 
 def per_gpu(
@@ -175,8 +158,8 @@ def lines(planned: Planned) -> Iterator[str]:
         UserError: the GPUs cannot share the batch, or the method does not fit the model.
     """
     run, gpus, memory = planned.run, planned.options.gpus, planned.options.gpu_memory
-    samples = planned.micro_batch(gpus)
-    found = planned.memory(gpus, run.impl.shard)
+    samples = planned.micro_batch()
+    found = planned.memory()
     parameters, parts = (
         planned.footprint(samples).parameters,
         run.train.batch_size // samples // gpus,
@@ -189,7 +172,3 @@ def lines(planned: Planned) -> Iterator[str]:
             yield f"  {name:<24}{size / MIB:>12,.0f} MiB"
     does = "fits" if found["peak"] <= memory * GIB else "does not fit"
     yield f"This {does} into the {memory:,.0f} GiB of a GPU."
-    if (needed := planned.needed()) is None:
-        yield f"No number of GPUs up to {_MOST} has the memory; lower impl.micro_batch."
-    else:
-        yield f"GPUs needed: {needed[0]}{f', with {needed[1]}' if needed[0] > 1 else ''}"

@@ -155,11 +155,9 @@ class BlockRun:
         Raises:
             UserError: its overrides do not fit together.
         """
+        source = None if self.source is None else self.source.digest()
         with self._named():
-            own = _variant_config(self.job.driver, self.overrides).with_seed(self.seed)
-        if self.source is None:
-            return own.digest()
-        return digest({**own.identity(), "init": self.source.digest()})
+            return _digest(self.job.driver, self.overrides, self.seed, source)
 
     @contextmanager
     def _named(self) -> Iterator[None]:
@@ -225,6 +223,13 @@ def _variant_config(driver: str, overrides: tuple[str, ...]) -> RunConfig:
     it takes 0.02 s, and the hash of every variant and seed is needed to read records."""
     config: RunConfig = Job("", driver, [*overrides, "seed=0"], Path()).config
     return config
+
+
+@cache
+def _digest(driver: str, overrides: tuple[str, ...], seed: int, source: str | None) -> str:
+    """The hash of a run's config. source: that of the run it starts from."""
+    own = _variant_config(driver, overrides).with_seed(seed)
+    return own.digest() if source is None else digest({**own.identity(), "init": source})
 
 
 def read_record(path: Path) -> dict[str, Any]:

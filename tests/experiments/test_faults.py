@@ -31,7 +31,7 @@ def test_the_preparation_of_a_corpus(corpus_dir, tmp_path, monkeypatch):
 def test_a_training_and_its_exports(overrides, tmp_path):
     root = tmp_path / "runs"
     root.mkdir()
-    short = ["train.steps=4", "train.eval_every=2", "impl.checkpoint_every=1"]
+    short = ["train.steps=2", "train.eval_every=1", "impl.checkpoint_every=1"]
     config = load([*overrides, *short, "method=ste"])
     check(root, partial(pretraining.run, config, quiet), 8)
     run = FinishedRun.open(config.directory())

@@ -53,20 +53,13 @@ class Page(HTMLParser):
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
     """The page as the command writes it, with runs of one's own beside the committed ones: one that
-    said what must be escaped, an outdated one, two trainings, some of block c and a broken one."""
+    said what must be escaped, and an outdated one."""
     runs = tmp_path_factory.mktemp("work") / "runs"
     log = runs / "gpt2-stdlib" / "a_variant_that_failed" / "seed0" / "output.txt"
     log.parent.mkdir(parents=True)
     log.write_text("step 1\n<script>alert('&')</script>\n")
     gone = read_packed(EVIDENCE, "a")["dense", 0][1] | {"variant": "a_variant_that_was"}
     write_json(runs / "evidence" / "a" / "a_variant_that_was-seed0.json", gone)
-    for method, loss in (("dense", 3.0), ("<b>", 3.5)):
-        config = {"seed": 0, "train": {"steps": 1}, "method": {"name": method}}
-        config |= {"model": {"name": "m"}, "data": {"name": "d", "source": "d"}}
-        result = {"config": config, "metrics": {"val_loss": loss}, "config_hash": method}
-        result |= {"schema": 1, "converted": [], "steps": 1, "tokens": 1, "corpus_hash": "c"}
-        write_json(runs / "m-d" / method.strip("<>") / "seed0" / "result.json", result)
-    write_json(runs / "broken" / "x" / "seed0" / "result.json", {})
     assert reproduce(["report"], runs=runs) == 0
     return runs / "report" / "index.html"
 
@@ -123,12 +116,10 @@ def test_every_claim_table_and_block_is_there_with_links_that_lead_somewhere(mad
     assert {path.resolve() for path in tables.MEASURED.glob("*/*.csv")} <= files
 
 
-def test_what_one_s_own_runs_said_is_escaped_and_what_is_left_out_is_told(made, text):
+def test_what_one_s_own_runs_said_is_escaped_and_what_is_left_out_is_told(text):
     assert "<script>alert" not in text
     assert "&lt;script&gt;alert(&#39;&amp;&#39;)&lt;/script&gt;" in text
     assert "a_variant_that_was-seed0.json" in text
-    assert "+0.5000" in text and "&lt;b&gt;" in text and "m-d/b/seed0/result.json" in text
-    assert f"{made.parents[1] / 'broken'}" in text.partition("that cannot be shown")[2]
 
 
 def test_the_main_figure_as_a_file(tmp_path):
@@ -160,7 +151,6 @@ def test_each_fp8_variant_is_compared_with_its_method_in_bf16(text):
     part = between(text, "block-fp8", "variant-fp8-ste-fp8-delayed")
     assert told.replace("-", MINUS) in part
     assert "share of the gap, g" not in part  # a column that would be empty
-    assert f"ste_fp8 {MINUS} ste</text>" in text
 
 
 def test_an_interval_beyond_the_axis_ends_there_and_a_value_beyond_it_is_an_arrow():
@@ -170,7 +160,8 @@ def test_an_interval_beyond_the_axis_ends_there_and_a_value_beyond_it_is_an_arro
     assert -0.1 < low < 0 < 0.2 < high < 0.3
     drawn = figures.forest(rows, {}, "dense", "a", 0.1, 0.25, "val_loss")
     assert "c +0.2000 [-9.0000, +9.4000] (n=3)" in drawn and "share of the gap" in drawn
-    assert "share of the gap" not in figures.forest(rows, {}, "", "", math.nan, 0.25, "val_loss")
+    flat = figures.forest(rows, {}, "dense", "a", math.nan, 0.25, "val_loss")
+    assert "share of the gap" not in flat
 
 
 @pytest.mark.parametrize("half", [0.0, 2.0])
@@ -187,9 +178,10 @@ def test_the_best_variant_is_on_top_and_a_gap_that_may_be_zero_has_no_half_width
         }
         for variant, lost in cost.items()
     }
-    block = SimpleNamespace(name="x", against={}, variants={"dense": ["method=dense"]})
+    methods = {variant: [f"method={variant}"] for variant in ("dense", "half", "worst", "best")}
+    block = SimpleNamespace(name="x", against={}, variants=methods)
     shown = Shown(block, "metrics.top1", Margin(0.25, "dense", "half"), variants)
-    drawn = blocks.difference_figure(shown, ["half", "worst", "best"])
+    drawn = blocks.difference_figure(shown)
     assert re.findall(r">(best|half|worst)</text>", drawn) == ["best", "half", "worst"]
     assert (shown.gap == pytest.approx(-2.0)) if half else math.isnan(shown.gap)
     assert ("is the half-width baseline" in drawn) is bool(half)
@@ -197,7 +189,7 @@ def test_the_best_variant_is_on_top_and_a_gap_that_may_be_zero_has_no_half_width
 
 def test_the_shape_of_tables(text):
     """What is the same for all variants is said once; a paper's table has the paper's row above
-    ours, whose cells have the verdicts, or the losses of small models; and no column is empty."""
+    ours, whose cells have the verdicts; and no column is empty."""
     part = between(text, "block-a", "block-a-large")
     cards = "NVIDIA H200, NVIDIA H100 80GB HBM3"
     assert f"<span>Variants of block a (tier mini, on {cards})</span>" in part
@@ -208,30 +200,21 @@ def test_the_shape_of_tables(text):
     main = read_block("a")
     left = len(main.variants) * len(main.seeds) - len(read_packed(EVIDENCE, "a"))
     assert re.findall(r"make the (\d+) missing runs:", part) == [str(left)] * bool(left)
-    assert "Without a curve on this scale: sparsegpt, wanda, ast_as_released." in text
-    assert "<strong>ast_<wbr>boosted</strong>" in text and "<strong>wanda</strong>" not in text
     part = between(text, "table-slope-table1", "table-slope-table2")
     heads = ["method", "source", "training", "inference", "inference, r=1.56%"]
     assert re.findall(head, part)[:5] == heads
     theirs, ours = re.findall(r"<tr><th scope=\"row\">OPT-66B / SLoPe</th>.*?</tr>", part)
     assert "paper" in theirs and "1.20x" in theirs and "verdict" not in theirs
     assert "1.26 [1.26, 1.27]x" in ours and "confirmed" in ours
-    part = between(text, "table-slope-table4", "table-slope-table5")
-    assert "by block a" in part and "paper: SQuAD F1" in part and "90.44" in part
-    assert "#files-a-slope-rank-16" in part
-    part = between(text, "table-fst-table10", "table-fst-table11")  # nobody knows its values
-    assert "by block a" in part and "<td>not available" not in part.replace(' class="number"', "")
-    assert "The paper's values are not available." in part
-    assert "the values of the paper are unknown" in part
-    assert "FST, Figure 7: FFN speedup" in between(text, "speed", "own")
+    part = between(text, "table-slope-table4", "table-slope-table5")  # by the records of a block
+    assert "made: tier mini" in part and "evidence/a.jsonl" in part
 
 
 def test_tables_that_were_made_here_are_shown_from_their_runs(tmp_path):
     """One from the records of a block, one without a finished run yet."""
     specs = {table.name: table for table in read_tables()}
     (tmp_path / "tables").mkdir()
-    for name in ("sste_table4-mini", "sste_table4-smoke"):
-        write_json(tmp_path / "tables" / f"{name}.json", {"jobs": 1, "done": 0})
+    write_json(tmp_path / "tables" / "sste_table4-smoke.json", {"jobs": 1, "done": 0})
     smoke, mini = tables.found(specs["sste_table4"], tmp_path)
     assert (smoke.tier, smoke.device, smoke.revisions, smoke.where) == (
         "smoke",

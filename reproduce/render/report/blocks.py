@@ -1,10 +1,10 @@
-"""Makes the figures and tables of blocks for the page."""
+"""Makes the main figure and the tables of blocks for the page."""
 
 from __future__ import annotations
 
 import math
 import shlex
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,53 +12,29 @@ from typing import Any
 from markupsafe import Markup
 
 from experiments.runs.comparison import with_spread
-from experiments.runs.curves import NAMES, Point
 from reproduce.judge.verdicts import verdict
 from reproduce.records import StoredRecord
-from reproduce.render.cells import UNKNOWN, published_cell
-from reproduce.render.report.figures import MINUS, Limits, Panel, curves, forest, span
+from reproduce.render.report.figures import forest
 from reproduce.render.report.gather import Shown
 from reproduce.render.report.html import badge, breakable, interval, signed, slug, unbroken
-from reproduce.specs.table import TIERS, Table
 
 NOTHING = "-"  # a cell without a value
-WORDS = ("variant", "method", "compared with", "verdict", "source")  # columns that have no numbers
-LOSSES = ("val_loss", "loss")  # the first of them that a block has is drawn
-FROM = 0.15  # share of the steps left out, in which all curves fall from the same height
+WORDS = ("variant", "compared with", "verdict", "source")  # columns that have no numbers
 Cells = dict[str, Any]  # those of a row that have a value, by the heading of their column
 
 
-def difference_figure(shown: Shown, variants: Iterable[str]) -> Markup:
-    """The figure of the differences of some variants of a block to the baseline, best first. If the
-    block compares them with other variants, each label names both."""
+def difference_figure(shown: Shown) -> Markup:
+    """The figure of the differences of a block's leading variants to the baseline, best first."""
     rows = sorted(
-        (shown.rows[variant] for variant in variants if shown.rows[variant].pairs),
+        (shown.rows[variant] for variant in shown.leading if shown.rows[variant].pairs),
         key=lambda row: row.difference,
         reverse=not shown.lower_is_better,
     )
-    by_seed, share = shown.by_seed, shown.margin.share
-    if {shown.against(row.label) for row in rows} == {shown.baseline}:
-        ends = shown.baseline, shown.half
-        return forest(rows, by_seed, *ends, shown.gap, share, shown.quantity)
-    names = {row.label: f"{row.label} {MINUS} {shown.against(row.label)}" for row in rows}
-    rows = [replace(row, label=names[row.label]) for row in rows]
-    named = {name: by_seed[variant] for variant, name in names.items()}
-    return forest(rows, named, "", "", math.nan, share, shown.quantity)
+    ends = shown.baseline, shown.half
+    return forest(rows, shown.by_seed, *ends, shown.gap, shown.margin.share, shown.quantity)
 
 
 # ----------------------------------------------------------------------------- tables
-
-
-def across(shown: Sequence[Shown]) -> dict[str, Any]:
-    """The table of g by variant and block, for variants in more than one."""
-    known = {f"block {s.block.name}, {s.quantity}": s for s in shown if math.isfinite(s.gap)}
-    known = {head: s for head, s in known.items() if not s.pilot}
-    rows = [
-        {"variant": name} | {head: _g(s, name) for head, s in known.items() if name in s.variants}
-        for name in dict.fromkeys(name for s in known.values() for name in s.variants)
-    ]
-    caption = "Share of the gap from dense to half, g [95 %], by block"
-    return _table(caption, ["variant", *known], [row for row in rows if len(row) > 2])
 
 
 def table_of_variants(shown: Shown) -> dict[str, Any]:
@@ -69,24 +45,6 @@ def table_of_variants(shown: Shown) -> dict[str, Any]:
     for variant, row in zip(variants, rows, strict=True):
         row["variant"] = anchor.format(slug("variant", name, variant), breakable(variant))
     return _table(f"Variants of block {name} ({_made(shown)})", ["variant", *heads], rows)
-
-
-def small_models(shown: Sequence[Shown], table: Table) -> dict[str, Any] | None:
-    """The rows of a paper's table that have a variant in a block, with the paper's values; None if
-    no such variant was run. block, published: the block, and whether those values are known."""
-    places = {label: place.split("/") for label, place in table.block_variants.items()}
-    blocks = {block for block, _ in places.values()}
-    known = [s for s in shown if s.block.name in blocks]
-    if len(known) != 1 or not any(v in known[0].variants for _, v in places.values()):
-        return None
-    (one,) = known
-    column, papers = _published(table)
-    heads, rows = _rows(one, [variant for _, variant in places.values()])
-    for label, row in zip(places, rows, strict=True):
-        row |= {"method": label} | ({column: papers.get(label, UNKNOWN)} if papers else {})
-    caption = f"{table.title}, by block {one.block.name} ({_made(one)})"
-    found = _table(caption, ["method", column, *heads], rows)
-    return found | {"block": one.block, "published": bool(papers)}
 
 
 def _table(caption: str, heads: list[str], rows: list[Cells]) -> dict[str, Any]:
@@ -155,19 +113,6 @@ def _made(shown: Shown) -> str:
     return f"tier mini, on {', '.join(devices)}"
 
 
-def _published(table: Table) -> tuple[str, dict[str, str]]:
-    """(heading, values by row) of the first column with published values, for the first variant of
-    the smallest tier."""
-    variant = table.variants_of(TIERS[0])[0]
-    for column in table.columns:
-        cells = {row.label: published_cell(table, variant, row, column) for row in table.rows}
-        papers = {label: cell.text(column.format) for label, cell in cells.items() if cell}
-        if papers:
-            size = f", {variant.published}" if variant.published else ""
-            return f"paper: {column.label}{size}", papers
-    return "", {}
-
-
 def commands_of(shown: Shown) -> list[tuple[str, str]]:
     """(variant, the command that trains it) for the first seed."""
     runs = Path("runs")  # the drivers' default
@@ -184,69 +129,3 @@ def revision_of(stored: StoredRecord) -> str:
     environment = stored.record["environment"]
     short = (environment["git_revision"] or "unknown")[:7]
     return short + ("+" if environment["git_dirty"] else "")
-
-
-# ----------------------------------------------------------------------------- curves
-
-
-def curves_of(shown: Shown) -> dict[str, Any]:
-    """The figures of a block's curves.
-
-    losses: of the leading variants; None without any. panels: by variant, its loss minus that of
-    the variant that it is compared with, and its flip rate. absent: variants that are off the
-    scale. quantity, against, first: what is drawn, minus which variant, and from which step on.
-    """
-    last = max(k.record["steps"] for seeds in shown.variants.values() for k in seeds.values())
-    first, half, anyone = FROM * last, shown.half, next(iter(shown.variants))
-    name = next((n for n in LOSSES if shown.curve(anyone, n)), LOSSES[0])
-    base = {variant: shown.against(variant) for variant in shown.variants if shown.against(variant)}
-    over = {variant: shown.curve(variant, name, other) for variant, other in base.items()}
-    flips = {variant: shown.curve(variant, "flip_rate") for variant in shown.variants}
-    y = _bulk(sorted(p.mean for points in over.values() for p in points if p.step > first))
-    rates = [p.mean for points in flips.values() for p in points if p.step >= first and p.mean > 0]
-    log = _decades(rates) if rates else None
-    panels, absent = {}, []
-    for variant, points in over.items():
-        if not any(p.step > first and y[0] <= p.mean <= y[1] for p in points):
-            absent.append(variant)
-            continue
-        lines: list[tuple[str | int, Sequence[Point]]] = [("other", over.get(half, []))]
-        lines += [(0, points)] if variant != half else []
-        drawn = [Panel(f"{variant}: {NAMES[name]}, minus {base[variant]}", lines, y)]
-        if log is not None and any(p.mean for p in flips[variant]):
-            drawn.append(Panel(f"{variant}: flip rate", [(0, flips[variant])], log, log=True))
-        panels[variant] = curves(drawn, (first, last))
-    one = {*base.values()} == {shown.baseline}
-    against = shown.baseline if one else "the variant compared with"
-    found = {"quantity": NAMES[name], "against": against, "first": first, "absent": absent}
-    return found | {"losses": _losses(shown, name, last), "panels": panels}
-
-
-def _bulk(values: list[float]) -> Limits:
-    """The ends of an axis for about nine tenths of these sorted differences. Most are usually
-    positive, so the axis reaches less far below 0 unless many are negative."""
-    if not any(values):
-        return -0.25, 1.0
-    last = len(values) - 1
-    most = 1.3 * (sorted(map(abs, values))[int(0.9 * last)] or max(map(abs, values)))
-    return -most if values[int(0.1 * last)] < -0.25 * most else -0.25 * most, most
-
-
-def _decades(rates: list[float]) -> Limits:
-    """The ends of a logarithmic axis for these rates."""
-    low, high = math.log10(max(min(rates), 1e-6)), math.log10(max(rates))
-    return 10.0 ** math.floor(low), 10.0 ** math.ceil(high)
-
-
-def _losses(shown: Shown, quantity: str, last: float) -> Markup | None:
-    """The figure of losses in absolute terms, in the second half of the steps: dense, half the
-    width and the leading methods."""
-    names = [variant for variant in shown.leading if variant not in (shown.baseline, shown.half)]
-    looks: list[tuple[str | int, str]] = [*enumerate(names)]
-    looks += [("other", shown.half), ("base", shown.baseline)]
-    lines = [(look, shown.curve(variant, quantity)) for look, variant in looks]
-    inside = [p.mean for _, points in lines for p in points if p.step >= last / 2]
-    if not inside:
-        return None
-    panel = Panel(f"{NAMES[quantity]} of the leading variants", lines, span(inside))
-    return curves([panel], (last / 2, last), named=True)

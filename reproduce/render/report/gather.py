@@ -1,5 +1,4 @@
-"""Collects what the page shows of the blocks and of one's own runs: values, differences, curves,
-and what is missing."""
+"""Collects what the page shows of the blocks: values, differences, and what is missing."""
 
 from __future__ import annotations
 
@@ -8,11 +7,8 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 
-from experiments.runs import comparison
 from experiments.runs.comparison import Summary
-from experiments.runs.curves import Point
 from experiments.runs.stats import excludes_zero, mean, paired_interval, std
-from experiments.support.errors import UserError, one_line
 from experiments.support.results import FILE, number
 from reproduce.execute.blocks import Block, read_block
 from reproduce.execute.jobs import OUTPUT
@@ -150,24 +146,6 @@ class Shown:
         every = [stored for seeds in self.variants.values() for stored in seeds.values()]
         return [s for s in every if not math.isfinite(number(s.record, self.metric))]
 
-    def curve(self, variant: str, quantity: str, minus: str | None = None) -> list[Point]:
-        """The curve of a quantity as a mean over a variant's seeds; with `minus`, of the difference
-        to that variant at the same seeds."""
-        found: dict[int, list[float]] = {}
-        for seed, kept in self.variants.get(variant, {}).items():
-            other: dict[int, float] | None = None
-            if minus is not None:
-                if seed not in self.variants.get(minus, {}):
-                    continue
-                other = dict(self.variants[minus][seed].record["curves"].get(quantity, []))
-            for step, value in kept.record["curves"].get(quantity, []):
-                if step > 0 and (other is None or step in other):
-                    found.setdefault(step, []).append(value - (other[step] if other else 0.0))
-        return [
-            Point(quantity, variant, step, mean(v), std(v) if len(v) > 1 else None, len(v))
-            for step, v in sorted(found.items())
-        ]
-
 
 def _method(overrides: list[str]) -> str:
     named = [o.removeprefix("method=") for o in overrides if o.startswith("method=")]
@@ -195,19 +173,3 @@ def unfinished(runs: Path) -> list[tuple[Path, str]]:
     """(output, its last line) of one's own runs that were started but have no result."""
     logs = sorted(runs.glob(f"*/*/*/{OUTPUT}"))
     return [(log, last_line(log)) for log in logs if not log.with_name(FILE).is_file()]
-
-
-def own_runs(runs: Path) -> tuple[dict[Path, list[tuple[Summary, list[Path]]]], list[str]]:
-    """One's own finished trainings below `runs`: (by folder, the rows that `experiments.compare`
-    shows, each with the paths of its results; why some folders cannot be shown)."""
-    rows, trouble = {}, []
-    for folder in sorted({path.parents[2] for path in runs.glob(f"*/*/*/{FILE}")}):
-        try:
-            finished, _ = comparison.find([folder])
-            variants = comparison.variants(finished)
-            found = comparison.table(variants, comparison.choose(variants, None))
-            files = {v.label: [r.directory / FILE for r in v.runs.values()] for v in variants}
-            rows[folder] = [(row, files[row.label]) for row in found]
-        except UserError as error:
-            trouble.append(f"{folder}: {one_line(error)}")
-    return rows, trouble

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from reproduce import records
+from reproduce.execute.blocks import EVIDENCE
 from reproduce.execute.jobs import finished_runs, plan
 from reproduce.render import listing
 from reproduce.render.cells import UNKNOWN
@@ -86,9 +87,15 @@ def found(table: Table, runs: Path) -> list[Made]:
     for tier in table.tiers:
         for path in sorted(MEASURED.glob(f"*/{table.name}-{tier}.csv")):
             made.append(_of(tier, render_measured(table, tier, path), path.with_suffix("")))
-    for tier in table.tiers:
-        if listing.read_progress(table, tier, runs) is not None:
-            made.append(_of(tier, _own(table, tier, runs), listing.stem(table, tier, runs)))
+    for tier, one in table.tiers.items():
+        if one.block:
+            collected = records.collect(table, tier, runs)
+            path = EVIDENCE / f"{one.block}.jsonl"
+            if collected.runs and path.is_file():
+                made.append(Made(tier, render(collected.table, tier, collected.runs), [path]))
+        elif listing.read_progress(table, tier, runs) is not None:
+            rendered = render(table, tier, finished_runs(plan(table, tier, runs)))
+            made.append(_of(tier, rendered, listing.stem(table, tier, runs)))
     if made:
         return made
     tier = [name for name, one in table.tiers.items() if not one.unavailable][-1]
@@ -102,11 +109,3 @@ def found(table: Table, runs: Path) -> list[Made]:
 def _of(tier: str, rendered: Rendered, stem: Path) -> Made:
     files = [stem.with_name(stem.name + end) for end in (".md", ".csv", "-runs.csv")]
     return Made(tier, rendered, [path for path in files if path.is_file()])
-
-
-def _own(table: Table, tier: str, runs: Path) -> Rendered:
-    """A table that was made here, rendered from its runs."""
-    if table.tiers[tier].block:
-        collected = records.collect(table, tier, runs)
-        return render(collected.table, tier, collected.runs)
-    return render(table, tier, finished_runs(plan(table, tier, runs)))

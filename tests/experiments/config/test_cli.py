@@ -208,7 +208,6 @@ DRIVERS = {
     "prepare_data": {"data"},
     "finetune": {"recipe", "impl"},
     "evaluate": {"impl"},
-    "generate": {"impl"},
     "export": set(),
 }
 

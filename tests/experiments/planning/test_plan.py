@@ -238,17 +238,6 @@ def planned(*overrides):
     return composed("plan", driver.freeze_plan, list(overrides))
 
 
-HEADERS = ("ast_naive_llama2_7b", "s_ste_gpt2_1558m", "slope_opt_2b7", "slope_opt_66b")
-
-
-@pytest.mark.parametrize("name", HEADERS)
-def test_an_experiment_file_names_the_gpus_it_needs(name):
-    gpus, shard = planned(f"experiment={name}").needed()
-    said = (CONF / "experiment" / f"{name}.yaml").read_text()
-    text = "1 H200" if gpus == 1 else f"{gpus} H200s with {shard.upper()}"
-    assert f"# By `python -m experiments.plan experiment={name}`: {text}.\n" in said
-
-
 @each(
     ("name", "parameters"),
     [
@@ -262,8 +251,8 @@ def test_an_experiment_file_names_the_gpus_it_needs(name):
 def test_every_family_has_a_plan(name, parameters):
     run = planned(f"experiment={name}")
     said = "\n".join(lines(run))
-    assert run.footprint(run.micro_batch(1)).parameters == pytest.approx(parameters, rel=0.01)
-    assert "This fits into the 139 GiB of a GPU.\nGPUs needed: 1" in said
+    assert run.footprint(run.micro_batch()).parameters == pytest.approx(parameters, rel=0.01)
+    assert "This fits into the 139 GiB of a GPU." in said
 
 
 def test_the_command_line(monkeypatch, capsys):

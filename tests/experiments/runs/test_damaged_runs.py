@@ -8,10 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from experiments import evaluate, finetune, generate
+from experiments import evaluate, finetune
 from experiments.config import initial
 from experiments.config.run import load
-from experiments.config.settings import ImplConfig
 from experiments.evaluation.config import load as load_evaluation
 from experiments.exporting import export
 from experiments.finetuning.config import load as load_tuning
@@ -23,15 +22,11 @@ from experiments.training import pretraining
 from tests.experiments.conftest import TINY_MODEL, quiet
 
 FILES = ["model.safetensors", "latent.safetensors", "ema.safetensors", "tokenizer.json"]
-CPU = ImplConfig(device="cpu")
 READERS = {
     "evaluate": lambda run, text: evaluate.run(
         load_evaluation([f"run={run}", f"ppl={text}", "block_size=8", "impl.device=cpu"]), quiet
     ),
     "export": lambda run, _: export.export(FinishedRun.open(run), report=quiet),
-    "generate": lambda run, _: generate.run(
-        generate.GenerateConfig(generate.GenerationSettings(run=str(run), prompt="a"), CPU)
-    ),
     "finetune": lambda run, _: finetune.run(
         load_tuning([f"run={run}", "task=rte", "impl.device=cpu", "data.source=who/glue"]), quiet
     ),
