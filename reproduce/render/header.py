@@ -114,7 +114,8 @@ def facts(table: Table, tier: str, runs: list[PlacedRun]) -> Facts:
 
 def all_dense(result: dict[str, Any]) -> bool:
     """True if a method was measured on a GPU without any sparse product."""
-    config, used = result["config"], result.get("backend", "").partition(",")[0]
+    config = result.get("config", {})  # the record of a block has none
+    used = result.get("backend", "").partition(",")[0]
     on_gpu = config.get("sustained_s") is not None
     return on_gpu and used == "dense" and config.get("method", "dense") != "dense"
 
