@@ -52,7 +52,8 @@ def compare(config, here, expected):
         return f"{max(held)} bytes are whole at once, the largest part has {largest}"
     found = {name: shards.full(tensor) for name, tensor in numbers(model, method).items()}
     # Derived where they are used.
-    derived = {f"{n}.{d}" for n, layer in method.sparse_layers.items() for d in layer.shards.derived}
+    layers = method.sparse_layers.items()
+    derived = {f"{name}.{d}" for name, layer in layers for d in layer.shards.derived}
     expected = {name: tensor for name, tensor in expected.items() if name not in derived}
     if found.keys() != expected.keys():
         return f"not the same tensors: {found.keys() ^ expected.keys()}"
