@@ -191,8 +191,8 @@ def join_bits(parts, SHIFT: tl.constexpr):
 
 
 @triton.constexpr_function
-def part(order, groups, i):
-    return words_of(order, groups)[i]
+def parts(order, groups):
+    return words_of(order, groups)
 
 
 @triton.constexpr_function
@@ -203,8 +203,8 @@ def twos(groups):
 @triton.jit
 def join_words(nibbles, ORDER: tl.constexpr, GROUPS: tl.constexpr):
     """Join the nibbles `[64, GROUPS]` of a block to words `[8 GROUPS]`, in the order of memory."""
-    SHIFTS: tl.constexpr = part(ORDER, GROUPS, 1)
-    words = tl.permute(tl.reshape(nibbles, twos(GROUPS)), part(ORDER, GROUPS, 0))
+    SHIFTS: tl.constexpr = parts(ORDER, GROUPS)[1]
+    words = tl.permute(tl.reshape(nibbles, twos(GROUPS)), parts(ORDER, GROUPS)[0])
     for i in tl.static_range(3):
         words = join_bits(words, SHIFTS[i])
     return tl.reshape(words, [8 * GROUPS])
@@ -229,13 +229,13 @@ def store_words(
 ):  # fmt: skip
     """Store the words that `join_words` returns; the other arguments are those of `store_meta`.
     Without WHOLE, groups may lie beyond the matrix."""
-    RUNS: tl.constexpr = part(ORDER, GROUPS, 2)
-    BLOCK: tl.constexpr = part(ORDER, GROUPS, 3)
-    ROWS: tl.constexpr = part(ORDER, GROUPS, 4)
-    BITS: tl.constexpr = part(ORDER, GROUPS, 5)
+    RUNS: tl.constexpr = parts(ORDER, GROUPS)[2]
+    BLOCK: tl.constexpr = parts(ORDER, GROUPS)[3]
+    ROWS: tl.constexpr = parts(ORDER, GROUPS)[4]
+    BITS: tl.constexpr = parts(ORDER, GROUPS)[5]
     down, across = stripe * 64 >> ROWS, first_group >> BITS
     wide = columns // 4 + (1 << BITS) - 1 >> BITS
-    if part(ORDER, GROUPS, 6):
+    if parts(ORDER, GROUPS)[6]:
         outer, inner, distance = down, across, wide
     else:
         outer, inner, distance = across, down, rows + (1 << ROWS) - 1 >> ROWS
@@ -252,7 +252,7 @@ def store_words(
         tile += digits * RUNS[i + 3]
     there = None
     if not WHOLE:
-        there = near + at < distance if part(ORDER, GROUPS, 6) else outer + tile < wide
+        there = near + at < distance if parts(ORDER, GROUPS)[6] else outer + tile < wide
     tl.store(meta + (outer * distance + near) + (at + tile * distance), words, mask=there)
 
 
