@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from common_kernels import compress_nm, matmul, nm_mask, pack_mask
-from common_kernels.fp8.operands import quantize_and_sample, quantize_both
+from common_kernels.fp8.operands import quantize_and_sample, quantize_both, scaled_linear
 from common_kernels.matmul import Problem, cusparselt, linear24, mm24, native, sample_mm24, table
 from common_kernels.pack import BUFFERED, Packed24
 from common_kernels.pack import cusparselt as loader
@@ -282,6 +282,16 @@ def test_a_product_of_codes_is_rescaled_as_in_python(linear, fake, monkeypatch):
             want = rescale(y, *scales, float(factor), b, out, backend="cpu")
             torch.testing.assert_close(got, want, rtol=torch.finfo(out).eps, atol=0)
     assert {*ran} == {"rescale_kernel"} and len(ran) == (8 if linear else 4)
+
+
+def test_a_dense_product_of_codes_takes_the_reciprocals_of_both_scales(fake, monkeypatch):
+    x, w = torch.randn(2, 16, 64).to(torch.float8_e5m2), torch.randn(32, 64)
+    w, (scale, other) = w.to(torch.float8_e4m3fn), torch.tensor([3.0, 0.7]).unbind()
+    ran = interpret(monkeypatch)
+    got = scaled_linear(x, w, scale, other)
+    inverse = scale.reciprocal(), other.reciprocal()
+    want = torch._scaled_mm(x.view(32, 64), w.t(), *inverse, out_dtype=BF16)
+    assert torch.equal(got, want.view(2, 16, 32)) and ran == ["inverse_kernel"]
 
 
 def test_kernels_of_triton_are_launched_with_their_own_arguments(fake, monkeypatch):
