@@ -52,15 +52,17 @@ def layouts_for(sparse: Products, x: Tensor, weight: Tensor) -> Pair:
     if not torch.compiler.is_compiling():
         tokens = 1 << max(x.numel() // x.shape[-1] - 1, 0).bit_length()
     given = sparse, tuple(weight.shape), x.dtype, x.device, tokens
-    return _layout(0, *given), _layout(1, *given)
+    along, across = _layouts(*given).split()
+    return along.strip("-"), across.strip("-")
 
 
-def _layout(place: int, *given: Any) -> str:
-    return pair_of(_chosen(*given, os.environ.get(MATMUL_VARIABLE)))[place]
+def _layouts(*given: Any) -> str:
+    """Both layouts in one string, which torch.compile takes for a constant; `-` for none."""
+    return " ".join(one or "-" for one in pair_of(_chosen(*given, os.environ.get(MATMUL_VARIABLE))))
 
 
 # torch.compiler.assume_constant_result without the import of torch._dynamo, which takes a second.
-_layout._dynamo_marked_constant = True  # type: ignore[attr-defined]
+_layouts._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 @functools.cache
