@@ -1,8 +1,9 @@
 """Lets transformers (5 and later) load compressed exports: import this module, then call
 `from_pretrained(folder)` of any class that fits.
 
-The loaded model is a plain one with 2:4 weights, which can be trained and saved. On a GPU, with
-`device_map="cuda"`, its 2:4 linears run packed as after `models.sparse.load`.
+The loaded model is a plain one with 2:4 weights, which can be trained and saved. With
+`device_map="cuda"` its 2:4 linears run packed as after `models.sparse.load`, and their weights do
+not require gradients; to train, load it on the CPU and move it.
 """
 
 from __future__ import annotations

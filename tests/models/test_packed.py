@@ -13,7 +13,7 @@ from torch import nn
 
 from common_kernels import backend, matmul, nm_mask
 from methods.nn import compressed, slorb
-from models import packed
+from models import limits, packed
 from models.packed import Limits
 from models.sparse import add_low_rank
 from tests.cpu_operators import register_cpu_operators
@@ -188,10 +188,10 @@ def test_the_least_number_of_tokens_is_found():
         (513, 1024), (2049, 4096), (16384, 16384), (16385, None),
     ):  # fmt: skip
         asked = []
-        assert packed.least(lambda tokens: asked.append(tokens) or tokens >= first) == expected  # noqa: B023
-        assert len(asked) == len(set(asked)) <= len(packed.COUNTS) + 1
+        assert limits.least(lambda tokens: asked.append(tokens) or tokens >= first) == expected  # noqa: B023
+        assert len(asked) == len(set(asked)) <= len(limits.COUNTS) + 1
     # A number at which dense is faster again counts.
-    assert packed.least(lambda tokens: tokens in (8, 64, 4096, 16384)) == 4096
+    assert limits.least(lambda tokens: tokens in (8, 64, 4096, 16384)) == 4096
 
 
 @torch.no_grad()
@@ -203,7 +203,7 @@ def test_each_shape_has_its_own_and_dense_ones_stay_linears(monkeypatch):
         asked.append([layer.packed.shape for layer in layers])
         return {128: Limits(0, 256), 64: Limits(0, None)}[layers[0].packed.shape[0]]
 
-    monkeypatch.setattr(packed, "_measured", measured)
+    monkeypatch.setattr(packed, "measured", measured)
     assert packed.pack(model) == {"0": (0, 256), "1": None, "2": (0, 256)}
     assert asked == [[(128, 64), (128, 64)], [(64, 128)]]
     assert [type(m).__name__ for m in model] == ["PackedLinear", "Linear", "PackedLinear"]
@@ -216,7 +216,7 @@ def test_both_times_are_of_the_same_layers_and_inputs(monkeypatch):
     layers = [pruned(64, 128)[0] for _ in range(2)]
     packed.pack(nn.Sequential(*layers), Limits(0, 1))
     seen = []
-    monkeypatch.setattr(packed, "is_faster", lambda problem, device: problem.tokens >= 64)
+    monkeypatch.setattr(limits, "is_faster", lambda problem, device: problem.tokens >= 64)
 
     def timed(variants, graphs):
         (dense, _), (sparse, _) = variants
@@ -225,11 +225,11 @@ def test_both_times_are_of_the_same_layers_and_inputs(monkeypatch):
         seen.append(len(a))
         return [1.0, 0.5 if len(a) >= 128 else 2.0]
 
-    monkeypatch.setattr(packed, "times_ms", timed)
-    found = [packed._faster(layers, False, n) for n in (8, 56, 64, 127, 128)]
+    monkeypatch.setattr(limits, "times_ms", timed)
+    found = [limits._faster(layers, False, n) for n in (8, 56, 64, 127, 128)]
     assert found == [False] * 4 + [True] and seen == [64, 127, 128]
     # In a graph the table's verdict does not count.
-    assert [packed._faster(layers, True, n) for n in (8, 128)] == [False, True]
+    assert [limits._faster(layers, True, n) for n in (8, 128)] == [False, True]
     assert seen[3:] == [8, 128]
 
 
