@@ -18,7 +18,7 @@ SOURCES = {"magnitude": 0, "soft": 1, "mask": 2}
 BITS = 3  # the source is a mask given as its bits
 
 
-@triton.constexpr_function
+@functools.cache  # each launch asks
 def words_of(order, groups):
     """How the nibbles of a block of 64 rows by `groups` groups become words of metadata; None if
     the eight nibbles of a word do not lie in one block.
@@ -65,6 +65,7 @@ def words_of(order, groups):
     return dims, shifts, sum(runs, ()), sum(block, ()), inside["r"], inside["g"], outer == "r"
 
 
+@functools.cache
 def order_of(layout: str, dtype: torch.dtype) -> str:
     """The order of a layout's metadata; raises ValueError if the kernels do not write it."""
     form = LAYOUTS[layout].forms.get(dtype.itemsize)
