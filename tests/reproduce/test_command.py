@@ -63,9 +63,7 @@ def test_usage_errors_come_before_torch():
     assert subprocess.run([sys.executable, "-c", code], capture_output=True).returncode == 2
 
 
-@pytest.mark.parametrize(
-    "command", ["reproduce --help", "reproduce --list", "experiments.compare --help"]
-)
+@pytest.mark.parametrize("command", ["reproduce --help", "reproduce --list"])
 def test_a_reader_who_has_left_is_no_error(command):
     """`python -m reproduce --list | head -3` has such a reader. Output that fits into one buffer is
     written only at the end."""

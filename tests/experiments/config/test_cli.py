@@ -40,11 +40,13 @@ def losses(directory, key="loss"):
     return {r["step"]: r[key] for r in read_metrics(directory / "metrics.jsonl") if key in r}
 
 
-def test_a_sweep_makes_one_directory_per_run(overrides, tmp_path):
+def test_a_sweep_makes_one_directory_per_run(overrides, tmp_path, monkeypatch, capsys):
     """... says that two of its methods convert different linears, and compares them."""
     shorter = changed(overrides, "train.steps=2")
-    done = python(*PRETRAIN, "-m", "method=ste,slope", "seed=0,1", *shorter)
-    assert done.returncode == 0, done.stderr
+    arguments = ["pretrain", "-m", "method=ste,slope", "seed=0,1", *shorter]
+    monkeypatch.setattr("sys.argv", arguments)
+    pretrain.main()
+    said = capsys.readouterr().out
     expected = {
         load([*shorter, f"method={method}", f"seed={seed}"]).directory() / "result.json"
         for method in ("slope", "ste")
@@ -52,9 +54,9 @@ def test_a_sweep_makes_one_directory_per_run(overrides, tmp_path):
     }
     assert {*(tmp_path / "runs").glob("*/*/*/result.json")} == expected and len(expected) == 4
     heading = "| run | val_loss | seeds | minus ste | 95 % interval | pairs |"
-    assert f"{heading}\n" in done.stdout
-    assert "\nwith curves: python -m experiments.compare " in done.stdout
-    [line] = [line for line in done.stdout.splitlines() if "different linears" in line]
+    assert f"{heading}\n" in said
+    assert "\nwith curves: python -m experiments.compare " in said
+    [line] = [line for line in said.splitlines() if "different linears" in line]
     assert line.endswith("(ste 2, slope 3); method.include=ffn makes them alike")
 
 
@@ -187,14 +189,19 @@ def test_a_rank_that_is_killed_is_started_anew(overrides, run_on_two_ranks, tmp_
         assert found == losses(load(whole).directory(), key) and len(found) == 90
 
 
-def test_several_nodes_that_are_to_start_ranks_anew_need_stores_of_their_own(overrides):
-    two = os.environ | {
+def test_several_nodes_that_are_to_start_ranks_anew_need_stores_of_their_own(
+    overrides, monkeypatch
+):
+    two = {
         "WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0", "GROUP_WORLD_SIZE": "2",
         "TORCHELASTIC_MAX_RESTARTS": "3", "MASTER_ADDR": "localhost", "MASTER_PORT": "1",
     }  # fmt: skip
-    done = python(*PRETRAIN, *overrides, env=two)
-    assert done.returncode == 1
-    [line] = done.stderr.splitlines()
+    for name, value in two.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("sys.argv", ["pretrain", *overrides])
+    with pytest.raises(SystemExit) as stop:
+        pretrain.main()
+    line = stop.value.code
     assert line.startswith("error: --max-restarts=3 on 2 nodes: ranks that are started anew would")
     assert line.endswith("set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 on every node before torchrun")
 
