@@ -103,7 +103,13 @@ columns:
 """
 
 
-def test_a_table_from_nothing(tmp_path, capsys):
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    """The folder in which the first of these tests prepares the embedded corpus."""
+    return tmp_path_factory.mktemp("data")
+
+
+def test_a_table_from_nothing(corpus, tmp_path, capsys):
     """Real trainings on the embedded corpus, with every column that the quickstart shows."""
     folder, runs = tmp_path / "tables", tmp_path / "runs"
     folder.mkdir()
@@ -112,7 +118,7 @@ def test_a_table_from_nothing(tmp_path, capsys):
         f"  - {{label: {c.label}, value: {c.value}, show: {c.show}, format: '{c.format}'}}\n"
         for c in quickstart.columns
     ]
-    text = SPEC.format(root=tmp_path / "data") + "".join(columns)
+    text = SPEC.format(root=corpus) + "".join(columns)
     (folder / "tiny.yaml").write_text(text, encoding="utf-8")
 
     assert main(["--list"], folder, runs) == 0
@@ -156,10 +162,10 @@ def refuse():
     raise UserError("it does\nnot fit")
 
 
-def test_a_table_with_a_hole_exits_with_1(tmp_path, capsys):
+def test_a_table_with_a_hole_exits_with_1(corpus, tmp_path, capsys):
     """A row that no training can do: half a batch for each of the sequences."""
     (tmp_path / "tiny.yaml").write_text(
-        SPEC.format(root=tmp_path / "data").replace("impl.threads=1", "impl.micro_batch=3")
+        SPEC.format(root=corpus).replace("impl.threads=1", "impl.micro_batch=3")
         + "  - {label: loss, value: metrics.val_loss}\n",
         encoding="utf-8",
     )
