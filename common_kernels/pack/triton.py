@@ -18,7 +18,7 @@ SOURCES = {"magnitude": 0, "soft": 1, "mask": 2}
 BITS = 3  # the source is a mask given as its bits
 
 
-@functools.cache  # each launch asks
+@triton.constexpr_function
 def words_of(order, groups):
     """How the nibbles of a block of 64 rows by `groups` groups become words of metadata; None if
     the eight nibbles of a word do not lie in one block.
@@ -65,11 +65,16 @@ def words_of(order, groups):
     return dims, shifts, sum(runs, ()), sum(block, ()), inside["r"], inside["g"], outer == "r"
 
 
-@functools.cache
+@functools.cache  # each launch asks
+def is_written(order: str, groups: int) -> bool:
+    """True if the kernels write an order of metadata in blocks of 64 rows by `groups` groups."""
+    return words_of(order, groups) is not None
+
+
 def order_of(layout: str, dtype: torch.dtype) -> str:
     """The order of a layout's metadata; raises ValueError if the kernels do not write it."""
     form = LAYOUTS[layout].forms.get(dtype.itemsize)
-    if form is None or words_of(form.order, 16) is None:
+    if form is None or not is_written(form.order, 16):
         raise ValueError(f"layout {layout!r} is not written here for {dtype}; use convert24")
     return form.order
 
@@ -133,7 +138,7 @@ def pack(
     order, kind = order_of(layout, dtype), BITS if is_bits(mask) else SOURCES[source]
     # Groups of a program and its warps: the smallest whole blocks of metadata are the fastest on an
     # H200.
-    block, warps = (8, 4) if dtype.itemsize == 2 and words_of(order, 8) else (16, 8)
+    block, warps = (8, 4) if dtype.itemsize == 2 and is_written(order, 8) else (16, 8)
     launch(
         pack_kernel, rows // 64 * (columns // (4 * block)), x.device,
         x, x if mask is None else mask.view(torch.uint8), values, meta,
