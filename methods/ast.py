@@ -10,7 +10,7 @@ steps. Pruned weights decay by lambda(t), which rises linearly and then stays co
 SR-STE"). The loss is a mix of the task's loss and the KL divergence from the dense model
 (nn/distillation.py). SLoRB (nn/slorb.py) adds a low-rank term; its S and X are ordinary parameters,
 so the optimizer's weight decay acts on them unless they are in a parameter group without it. The
-model ends 2:4 sparse; layers with SLoRB end as `slorb.BoostedLinear`.
+model ends 2:4 sparse; layers with SLoRB end as `lowrank.BoostedLinear`.
 
 Paper and released code differ. The released GPT-2 code complements an integer mask, so that its
 "decay" makes all weights grow, and its LLaMA code adds the decay to the gradient. Here masks are
@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from common_kernels import masked_decay_, nm_mask
 
 from . import sr_ste
-from .nn import base, calibration, distillation, slorb
+from .nn import base, calibration, distillation, lowrank, slorb
 from .nn.conversion import check_low_rank, weight_of
 from .nn.keys import layer_seed
 from .nn.linear import MaskedLinear
@@ -146,7 +146,7 @@ class Linear(MaskedLinear):
         if self.slorb_s is None:
             del self.slorb_s, self.slorb_x
         else:
-            self.__class__ = slorb.BoostedLinear  # type: ignore[assignment]
+            self.__class__ = lowrank.BoostedLinear  # type: ignore[assignment]
 
 
 class Method(distillation.Method):

@@ -37,7 +37,6 @@ from common_kernels.masks import ALGORITHMS
 from . import sr_ste
 from .nn import base
 from .nn.fp8_gemms import FP8
-from .nn.fp8_linear import Fp8Method
 from .nn.gemms import Products
 from .nn.linear import SparseLinear
 from .nn.optimizer import StepWork
@@ -97,7 +96,7 @@ class Linear(TransposableLinear):
         return None if self.is_dense or self.config.mvue == "off" else self.config.mvue
 
 
-class Method(Fp8Method, SwitchedMethod, sr_ste.Method):
+class Method(SwitchedMethod, sr_ste.Method):
     Config = Config
     Linear = Linear
 

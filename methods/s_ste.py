@@ -31,7 +31,6 @@ from common_kernels.pack.operands import pack24_
 
 from .nn import base
 from .nn.fp8_gemms import FP8
-from .nn.fp8_linear import Fp8Linear, Fp8Method
 from .nn.gemms import DENSE, Products
 from .nn.linear import SparseLinear
 from .nn.operands import Dense
@@ -88,7 +87,7 @@ def projection_scale(weight: Tensor, projected: Tensor, recipe: str) -> Tensor:
     return torch.where(denominator > 0, numerator / denominator, 1.0)
 
 
-class Linear(Fp8Linear):
+class Linear(SparseLinear):
     """A linear that computes with beta * S(W).
 
     State besides the base class's: `scale` (beta, fp32, saved); with `mvue_weight` and without FP8
@@ -146,18 +145,19 @@ class Linear(Fp8Linear):
         else:
             pack24_(fprop.matrix, weight, "soft", scale=self.scale, dense=dense)
 
-    def quantize(self, amax: Tensor | None = None) -> None:
+    def quantize(self, amax: Tensor | None) -> None:
         if self.config.gamma:
             super().quantize(amax)
             return
-        room, weight = self._room_for_codes(), self.weight.detach()
+        assert self.precision is not None
+        room, weight = self.precision.room(self), self.weight.detach()
         quantize24_(*room, self.code_scales, weight, amax=amax, beta=self.scale)
 
     def sparse_products(self) -> Products:
         return replace(super().sparse_products(), fprop=True)
 
     def candidates(self) -> Products:
-        if self.recipe and (self.config.gamma or self.config.mvue_weight):
+        if self.precision and (self.config.gamma or self.config.mvue_weight):
             return DENSE  # simulated only
         return super().candidates()
 
@@ -182,7 +182,7 @@ class Linear(Fp8Linear):
             self.operand_dgrad.copy_(sample)
 
 
-class Method(Fp8Method):
+class Method(base.Method):
     Config = Config
     Linear = Linear
 
@@ -197,8 +197,7 @@ class Method(Fp8Method):
         if config.beta == "mse_dynamic":  # the scale needs a sum over the whole weight first
             return None
         assert isinstance(layer, Linear)
-        rule, fp8 = Rule(source="soft"), layer.recipe is not None
-        return StepWork(layer=layer, rule=rule, scale=layer.scale, scales=fp8, derives=not fp8)
+        return StepWork(layer=layer, rule=Rule(source="soft"), scale=layer.scale)
 
     def finetuning(self, total_steps: int) -> base.Config:
         """The config that keeps projecting the weights with the scale of training, in full

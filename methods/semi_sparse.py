@@ -48,7 +48,6 @@ from .nn import base
 from .nn.at_run_time import linear_of_pruned_input, linear_of_pruned_weight, of_input, pair_of
 from .nn.conversion import some_names, weight_of
 from .nn.fp8_gemms import FP8
-from .nn.fp8_linear import Fp8Method
 from .nn.gemms import Products, under_autocast
 from .nn.linear import SparseLinear
 from .nn.optimizer import StepWork
@@ -128,7 +127,7 @@ class ActivationLinear(SwitchedLinear):
         return linear_of_pruned_input(x, self.weight, weight, self.bias, algorithm, layouts)
 
 
-class Method(Fp8Method, SwitchedMethod):
+class Method(SwitchedMethod):
     Config = Config
 
     def __init__(self, config: Any) -> None:

@@ -12,11 +12,10 @@ stored, in an ordinary Parameter `values` [out, in * N / M], so that its gradien
 moments, clipping, DDP buckets and checkpoints are compressed as well. Dense operands are expanded
 for a product and not kept. The model ends N:M sparse.
 
-In the last `adapter_fraction` of the steps Y gains X L R / rank (nn/compressed.py), where L is
-random and R is zero until then. Both are parameters from the start, but get no gradient before
+In the last `adapter_fraction` of the steps Y gains X L R / rank (nn/compressed_gemms.py), where L
+is random and R is zero until then. Both are parameters from the start, but get no gradient before
 their phase, so the optimizer creates their moments only then. A model with trained adapters ends
-with `compressed.SparsePlusLowRank` layers. With `fp8` all three products are in FP8
-(nn/compressed_fp8.py).
+with `lowrank.SparsePlusLowRank` layers. With `fp8` all three products are in FP8.
 
 In the released training code the mask is inverted, the copy of W^T is never updated, dense
 parameters never move, and the merged form omits the scale. The accuracy experiments (separate code)
@@ -38,10 +37,8 @@ from common_kernels.pack.compressed import prune_and_pack24_
 
 from .nn import base, delayed
 from .nn.compressed import CompressedLinear
-from .nn.compressed_fp8 import Fp8CompressedLinear
 from .nn.conversion import check_low_rank, weight_of
 from .nn.fp8_gemms import FP8
-from .nn.fp8_linear import Fp8Method
 from .nn.optimizer import Optimizers, each
 
 # The paper leaves the heads and the first linear after the input dense. These are the first block's
@@ -134,9 +131,9 @@ def check_no_fp8(config: Config, name: str) -> None:
         raise ValueError(f"fp8={config.fp8}; {name} has no FP8 products, set it to off")
 
 
-class Method(Fp8Method):
+class Method(base.Method):
     Config = Config
-    Linear: ClassVar[type[CompressedLinear]] = Fp8CompressedLinear
+    Linear: ClassVar[type[CompressedLinear]] = CompressedLinear
 
     @property
     def capabilities(self) -> base.Capabilities:

@@ -18,7 +18,6 @@ from common_kernels.adamw import Rule
 
 from .nn import base
 from .nn.fp8_gemms import FP8
-from .nn.fp8_linear import Fp8Linear, Fp8Method
 from .nn.linear import MaskedLinear, SparseLinear
 from .nn.optimizer import StepWork
 
@@ -41,20 +40,14 @@ class Config(base.NMConfig):
             raise ValueError(f"fp8={self.fp8} needs the pattern 2:4, not {self.n}:{self.m}")
 
 
-class Linear(Fp8Linear, MaskedLinear):
-    """`MaskedLinear` with the option of FP8."""
-
-
-class Method(Fp8Method):
+class Method(base.Method):
     Config = Config
-    Linear = Linear
+    Linear = MaskedLinear
 
     @property
     def capabilities(self) -> base.Capabilities:
         return replace(super().capabilities, changes_only_weights=True)
 
     def step_work(self, layer: SparseLinear, step: int) -> StepWork | None:
-        assert isinstance(layer, Linear)
-        rule = Rule(choose="rows")
-        fp8 = layer.recipe is not None
-        return StepWork(layer=layer, rule=rule, mask=layer.mask, scales=fp8, derives=not fp8)
+        assert isinstance(layer, MaskedLinear)
+        return StepWork(layer=layer, rule=Rule(choose="rows"), mask=layer.mask)

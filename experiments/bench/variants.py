@@ -20,7 +20,6 @@ from experiments.bench.timing import Call
 from experiments.support.errors import UserError
 from experiments.support.memory import buffer_bytes
 from methods.nn.compressed import CompressedLinear
-from methods.nn.fp8_linear import Fp8Linear
 from methods.nn.gemms import Products, sample_tokens
 from methods.nn.linear import SparseLinear
 
@@ -297,7 +296,7 @@ def expected(layer: nn.Linear, x: Tensor, dy: Tensor, fp8: str = "") -> dict[str
     of_forward = of_backward = x
     if fp8:
         fprop, gradient, dgrad, wgrad = FORMATS[fp8]
-        if isinstance(layer, Fp8Linear) and layer.fp8:
+        if isinstance(layer, SparseLinear) and layer.fp8:
             # e5m2 for both operands if one is 2:4, since they must share a format
             dgrad, wgrad = layer.fp8.dgrad, layer.fp8.wgrad
         forward, backward = fake_fp8(forward, fprop), fake_fp8(backward, dgrad)
@@ -325,7 +324,7 @@ def weights(layer: nn.Linear) -> tuple[Tensor, Tensor]:
         values, pattern = layer.values.detach(), layer.pattern
         kept = torch.where(unpack_mask(layer.column_mask, values.shape[-1]), values, 0.0)
         return layer.effective_weight().float(), expand_nm(kept, layer.row_mask, *pattern).float()
-    if isinstance(layer, Fp8Linear) and layer.fp8:
+    if isinstance(layer, SparseLinear) and layer.fp8:
         weight = layer.exact_weight().float()
     elif isinstance(layer, SparseLinear):
         weight = layer.effective_weight().float()

@@ -27,7 +27,7 @@ from experiments.support.errors import UserError, one_line
 from experiments.support.hashes import file_hash
 from experiments.support.results import FILE as RESULT
 from experiments.support.results import read_training
-from methods.nn import compressed, slorb
+from methods.nn import lowrank
 from models import bert, gpt2, sparse, vit
 from models.bert import BertLM
 from models.gpt2 import GPT
@@ -276,6 +276,5 @@ def _of_run(model: nn.Module, directory: Path, file: str) -> dict[str, Tensor]:
         state = tensor_files.load(path, next(model.parameters()).device)
     except SafetensorError as error:
         raise UserError(f"{path} is damaged ({error}); run it again") from error
-    slorb.attach(model, state)
-    compressed.attach(model, state)
+    lowrank.attach(model, state)
     return state

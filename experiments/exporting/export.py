@@ -24,8 +24,7 @@ from experiments.support import checkpoint
 from experiments.support.errors import UserError, check_installed, writing
 from experiments.support.progress import say
 from experiments.training import legality
-from methods.nn import compressed, slorb
-from methods.nn.compressed import SparsePlusLowRank
+from methods.nn import lowrank
 from models.sparse import FORMAT, RECORD, VERSION, read_record
 
 TORCH = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -176,7 +175,7 @@ def split_low_rank(model: nn.Module) -> dict[str, tuple[Tensor | None, Tensor]]:
     factors by linear, as `models.sparse.add_low_rank` takes them."""
     found = {}
     for name, layer in model.named_modules():
-        if isinstance(layer, slorb.BoostedLinear | SparsePlusLowRank):
+        if isinstance(layer, lowrank.LowRankLinear):
             left, right, scale = layer.low_rank()
             found[name] = None if left is None else left.detach(), scale * right.detach()
             for factor in set(layer._parameters) - {"weight", "bias"}:
@@ -191,6 +190,6 @@ def merge_low_rank(model: nn.Module) -> bool:
 
     The model computes the same, but loses its N:M pattern.
     """
-    found = any(isinstance(m, slorb.BoostedLinear | SparsePlusLowRank) for m in model.modules())
-    compressed.merge(slorb.merge(model))
+    found = any(isinstance(m, lowrank.LowRankLinear) for m in model.modules())
+    lowrank.merge(model)
     return found

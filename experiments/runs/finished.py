@@ -22,7 +22,7 @@ from experiments.support.checkpoint import lacks, write_sealed
 from experiments.support.errors import UserError
 from experiments.support.results import FILE, read_training
 from methods import dense, one_shot
-from methods.nn import compressed, slorb
+from methods.nn import lowrank
 from models.bert import BertConfig
 
 if TYPE_CHECKING:
@@ -239,7 +239,7 @@ class FinishedRun:
         common: dict[str, Any] = {"include": names, "exclude": (), "seed": seed}
         if mode == "dense" or trained.capabilities.ends_dense:
             method: methods.Method = dense.Method(dense.Config(**common))
-            compressed.merge(slorb.merge(model))
+            lowrank.merge(model)
             method.convert(model, dtype)
             return method
         own = trained.finetuning(total_steps)

@@ -257,7 +257,9 @@ def _rounded(model: nn.Module) -> Iterator[nn.Parameter]:
         for parameter in module._parameters.values():
             everywhere[id(parameter)] = everywhere.get(id(parameter), 0) + 1
     for module in model.modules():
-        if type(module) is nn.Linear or (isinstance(module, SparseLinear) and module.rounds_first):
+        if type(module) is nn.Linear or (
+            isinstance(module, SparseLinear) and module.rounds_first and not module.precision
+        ):
             for parameter in module._parameters.values():
                 # A weight tied to an embedding is also used in fp32.
                 if parameter is not None and everywhere[id(parameter)] == 1:

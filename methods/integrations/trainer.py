@@ -49,7 +49,7 @@ from transformers import (
     TrainingArguments,
 )
 
-from ..nn import base, compressed, conversion, distillation, matrices, sharding, slorb
+from ..nn import base, conversion, distillation, lowrank, matrices, sharding
 from ..nn.linear import SparseLinear
 from ..nn.meta import fill, without_numbers
 from ..nn.optimizer import all_finite, each
@@ -382,7 +382,7 @@ def plain_state(
     shapes: meta-device copies of the sparse layers, needed for those that are sharded.
     """
     for name, layer in model.named_modules():
-        kinds = SparseLinear | compressed.SparsePlusLowRank | slorb.BoostedLinear
+        kinds = SparseLinear | lowrank.LowRankLinear
         if isinstance(layer, kinds):
             # accelerate wraps blocks with activation checkpointing.
             name = name.replace("_checkpoint_wrapped_module.", "")
@@ -394,7 +394,7 @@ def plain_state(
             if isinstance(twin, SparseLinear):
                 with torch.no_grad():
                     twin.restore()
-            compressed.merge(slorb.merge(twin))
+            lowrank.merge(twin)
             conversion.from_linear(twin)
             for key in [key for key in state if key.rpartition(".")[0] == name]:
                 del state[key]

@@ -12,10 +12,13 @@ linear          the sparse layer, and the masked layer
 phases          layers and methods that are dense for a part of the training
 transposable    the layer whose mask is 2:4 along both dims
 compressed      the layer that stores only the kept values, and low-rank adapters;
-                compressed_fp8: in FP8
+                compressed_gemms: its products
+precision       FP8 as the precision of a layer's products
+lowrank         sparse linears with a low-rank term, as trained layers end
+at_run_time     linears whose weight or input is pruned in each forward pass
 optimizer       AdamW that also does a method's work on the sparse weights
 slorb           the low-rank term of AST
-gemms           the three products of a layer, dense or 2:4; fp8_gemms, fp8_linear: in FP8
+gemms           the three products of a layer, dense or 2:4; fp8_gemms: in FP8
 operands        the operands of these products
 delayed         FP8 scales from the magnitudes of earlier steps
 distillation    methods whose loss includes a dense teacher

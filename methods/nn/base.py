@@ -33,7 +33,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from . import acceleration, conversion, metrics, ranks, sharding
+from . import acceleration, conversion, delayed, metrics, ranks, sharding
 from .acceleration import Acceleration
 from .capabilities import Capabilities as Capabilities
 from .config import Config
@@ -363,6 +363,7 @@ class Method:
             elif not work.derives:
                 layer.refresh(work.amax)
         self._works.clear()
+        delayed.update(self.sparse_layers.values())
         self.flips.count(self.layers, self.capabilities.mask_period, self.config.flips_by_layer)
         self._remember(None)
 

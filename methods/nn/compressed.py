@@ -1,27 +1,15 @@
 """A linear layer whose N:M weight is stored compressed, with or without low-rank adapters.
 
-Shapes: T tokens, X [T, in], `values` [out, in * n / m] (common_kernels.compressed), L^T [r, in],
-R [r, out]. W_R is the weight [out, in] expanded by the row mask, W_RC the same without the entries
-that the column mask drops.
-
-    fprop  Y        = X W_R^T + (X L) R / r + b     a product with W_R, one with L, then
-                                                    lowrank_addmm
-    dgrad  dX       = dY W_RC + dY2 L^T             dY2 = dY R^T / r
-    wgrad  dvalues  = the kept entries of dY^T X    a dense product, compressed
-           dL^T, dR = dY2^T X, (X L)^T dY / r
-
-The adapters have the scale 1 / r in training, in evaluation, and in `SparsePlusLowRank`, the module
-that a layer with trained adapters becomes at the end.
+The adapters have the scale 1 / r in training, in evaluation, and in `lowrank.SparsePlusLowRank`,
+which a layer with trained adapters becomes at the end.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from common_kernels import (
@@ -29,102 +17,20 @@ from common_kernels import (
     compress_nm,
     double_prune_bits,
     expand_nm,
-    lowrank_addmm,
     nm_mask,
     pack_mask,
     unpack_mask,
 )
+from common_kernels.fp8.weights import quantize_compressed24_
 from common_kernels.pack.compressed import Compressed24, prune_and_pack24_
 
-from .gemms import DENSE, Products, under_autocast, without_autocast
+from .compressed_gemms import Fp8Product, Pattern, Product, dense_left
+from .gemms import DENSE, Products
 from .keys import layer_seed
 from .linear import SparseLinear
-from .operands import Compressed, Dense, Packed, save, saved
-
-Pattern = tuple[int, int]  # (n, m)
-
-
-def dense_left(left: Tensor, left_mask: Tensor | None, pattern: Pattern) -> Tensor:
-    """The dense L^T [r, in] of an adapter, which is stored compressed if it has a mask."""
-    return left if left_mask is None else expand_nm(left, left_mask, *pattern)
-
-
-def adapter_gradients(
-    dy: Tensor,
-    x: Tensor,
-    left: Tensor,
-    right: Tensor,
-    left_mask: Tensor | None,
-    pattern: Pattern,
-    grad_x: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    """The gradients of `left` and `right`. The adapters' part of dX is added to `grad_x` in place.
-
-    Args:
-        dy, x: [T, out] and [T, in].
-        grad_x: [T, in], or None if x needs no gradient.
-    """
-    dense = dense_left(left.to(x.dtype), left_mask, pattern)
-    dy2 = dy @ right.to(x.dtype).t() / len(right)
-    grad_left = dy2.t() @ x
-    if left_mask is not None:
-        grad_left = compress_nm(grad_left, left_mask, *pattern)
-    grad_right = (x @ dense.t()).t() @ dy / len(right)
-    if grad_x is not None:
-        grad_x.addmm_(dy2, dense)
-    return grad_left.to(left.dtype), grad_right.to(right.dtype)
-
-
-class _Product(torch.autograd.Function):
-    """The products of the module docstring. Only compressed operands are saved for the backward
-    pass; dense ones would be held for all layers at once.
-    """
-
-    @staticmethod
-    def forward(
-        ctx, x, values, left, right, bias, row_mask, column_mask, left_mask, fprop, dgrad, pattern,
-        adapting,
-    ):  # fmt: skip
-        ctx.pattern, ctx.adapting = pattern, adapting
-        ctx.bias_dtype = None if bias is None else bias.dtype
-        save(ctx, dgrad, x, values, left, right, row_mask, column_mask, left_mask)
-        if fprop is None:
-            fprop = Dense(expand_nm(values.to(x.dtype), row_mask, *pattern))
-        if not adapting:
-            return fprop.linear(x, bias)
-        dense, right = dense_left(left.to(x.dtype), left_mask, pattern), right.to(x.dtype)
-        y1, y2 = fprop.linear(x, None), F.linear(x, dense)
-        return lowrank_addmm(y1, y2, right, bias, 1 / len(right))
-
-    @staticmethod
-    def backward(ctx, grad_y):
-        with without_autocast(grad_y):
-            return _Product._backward(ctx, grad_y)
-
-    @staticmethod
-    def _backward(ctx, grad_y):
-        dgrad, x, values, left, right, row_mask, column_mask, left_mask = saved(ctx)
-        dy, x2d = grad_y.reshape(-1, grad_y.shape[-1]), x.reshape(-1, x.shape[-1])
-        grad_x = grad_values = grad_left = grad_right = grad_bias = None
-        if ctx.needs_input_grad[0]:
-            if dgrad is None:
-                kept = unpack_mask(column_mask, values.shape[-1])
-                twice_pruned = torch.where(kept, values, 0.0).to(x.dtype)
-                dgrad = Dense(expand_nm(twice_pruned, row_mask, *ctx.pattern))
-            grad_x = dgrad.grad(dy)
-        if ctx.needs_input_grad[1]:
-            grad_values = compress_nm(dy.t() @ x2d, row_mask, *ctx.pattern, dtype=values.dtype)
-        # Adapters are inputs even before their phase, when they get no gradient: DDP waits for
-        # every parameter that it knows.
-        if ctx.adapting:
-            grad_left, grad_right = adapter_gradients(
-                dy, x2d, left, right, left_mask, ctx.pattern, grad_x
-            )
-        if grad_x is not None:
-            grad_x = grad_x.reshape(x.shape)
-        if ctx.needs_input_grad[4]:
-            grad_bias = dy.sum(0).to(ctx.bias_dtype)
-        return grad_x, grad_values, grad_left, grad_right, grad_bias, *(None,) * 7
+from .lowrank import SparsePlusLowRank
+from .operands import Compressed, Packed
+from .precision import Precision
 
 
 class CompressedLinear(SparseLinear):
@@ -148,6 +54,7 @@ class CompressedLinear(SparseLinear):
     left_mask: Tensor | None
     pattern: Pattern
     adapting: bool  # True if the adapters are in use; until then R is zero
+    both_ways = True
     _stored: tuple[Any, Compressed24] | None = None  # the last `stored`, with the tensors it holds
 
     def setup(self, name: str, config: Any, dtype: torch.dtype | None) -> None:
@@ -184,6 +91,7 @@ class CompressedLinear(SparseLinear):
         self.register_parameter("left", left)
         self.register_parameter("right", right)
         self.register_buffer("left_mask", left_mask)
+        self._set_precision()
 
     def _choose_mask(self, x: Tensor, name: str, purpose: str) -> Tensor:
         """The packed N:M mask of x along its last dim, by the rule of the option `mask`."""
@@ -229,7 +137,17 @@ class CompressedLinear(SparseLinear):
         self.adapting = right is not None and not right.is_meta and bool(right.any())
 
     def derive(self, amax: Tensor | None = None) -> None:
-        self.pack()
+        if self.precision is None:
+            self.pack()
+        elif self._buffers["code_scales"] is not None:  # a sharded layer holds no codes
+            self.quantize(amax)
+
+    def quantize(self, amax: Tensor | None) -> None:
+        assert self.precision is not None
+        quantize_compressed24_(
+            *self.precision.room(self), self.code_scales, self.values.detach(), self.row_mask,
+            self.column_mask, *self.pattern,
+        )  # fmt: skip
 
     def sparse_products(self) -> Products:
         sparse = self.pattern == (2, 4)
@@ -243,7 +161,10 @@ class CompressedLinear(SparseLinear):
     @torch.no_grad()
     def hold(self) -> None:
         self._stored = None  # it would keep the memory of operands that are freed
-        self._hold_packed(self.accelerated)
+        if self.precision is not None:
+            self.precision.hold(self)
+        else:
+            self._hold_packed(self.accelerated)
         self.update_operands()
 
     @torch.no_grad()
@@ -253,7 +174,9 @@ class CompressedLinear(SparseLinear):
             prune_and_pack24_([stored], choose=False)
 
     def stored(self) -> Compressed24 | None:
-        """The weight with its packed operands; None if it has none."""
+        """The weight with its packed operands; None if it has none, or their codes."""
+        if self.precision is not None:
+            return None
         buffers = self._buffers
         own = (
             self._parameters["values"], buffers["row_mask"], buffers["column_mask"],
@@ -285,17 +208,25 @@ class CompressedLinear(SparseLinear):
         return fprop, Compressed(self.values, *masks, products.layouts.dgrad)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [..., in] -> [..., out], the same in training and in evaluation."""
-        return self.forward_with(x)
-
-    def forward_with(self, x: Tensor, operands: tuple[None, None] | None = None) -> Tensor:
-        """`forward` with these operands; dense ones are made for those that are None."""
+        """x [..., in] -> [..., out], the same in training and in evaluation but for FP8."""
         x = self.checked_input(x)
-        adapters, masks = (self.left, self.right), (self.row_mask, self.column_mask, self.left_mask)
-        taken = operands or self.operands(x.dtype)
-        return _Product.apply(
-            x, self.values, *adapters, self.bias, *masks, *taken, self.pattern, self.adapting
-        )
+        if self.precision is None:
+            operands = self.operands(x.dtype)
+        elif self.training or torch.is_grad_enabled():
+            return self.forward_in_fp8(x, self.precision)
+        else:
+            operands = None, None  # dense ones are made
+        own, masks = self._parameters, self._buffers  # quicker than attributes
+        return Product.apply(
+            x, own["values"], own["left"], own["right"], own["bias"], masks["row_mask"],
+            masks["column_mask"], masks["left_mask"], *operands, self.pattern, self.adapting,
+        )  # fmt: skip
+
+    def forward_in_fp8(self, x: Tensor, own: Precision) -> Tensor:
+        return Fp8Product.apply(
+            x, self.values, self.left, self.right, self.bias, self.row_mask, self.left_mask,
+            *own.operands(self), self.pattern, self.adapting, own.formats, *own.amax(self),
+        )  # fmt: skip
 
     @property
     def phase(self) -> str:
@@ -316,67 +247,11 @@ class CompressedLinear(SparseLinear):
         if adapted:
             assert self.left is not None
             left = dense_left(self.left.detach(), self.left_mask, self.pattern)
-        plain = ("config", "pattern", "adapting", "dtype", "accelerated")
-        for name in [*self._parameters, *self._buffers, *plain]:
+        for name in [*self._parameters, *self._buffers]:
             delattr(self, name)
-        vars(self).pop("_stored", None)
+        self._forget()
         self.__class__ = SparsePlusLowRank if adapted else nn.Linear  # type: ignore[assignment]
         self.register_parameter("weight", nn.Parameter(weight, requires_grad=trained))
         self.register_parameter("bias", bias)
         if adapted:
             self.left, self.right = nn.Parameter(left), right
-
-
-class SparsePlusLowRank(nn.Linear):
-    """An N:M sparse linear with low-rank adapters, as plain tensors without masks.
-
-    Parameters, under these names in a state dict: `weight` [out, in] with explicit zeros, `bias`,
-    `left` = L^T [r, in] and `right` = R [r, out].
-    """
-
-    left: nn.Parameter
-    right: nn.Parameter
-
-    def forward(self, x: Tensor) -> Tensor:
-        """x [..., in] -> [..., out]."""
-        x = under_autocast(x)
-        weight, left, right = (t.to(x.dtype) for t in (self.weight, self.left, self.right))
-        return lowrank_addmm(
-            F.linear(x, weight), F.linear(x, left), right, self.bias, 1 / len(left)
-        )
-
-    def low_rank(self) -> tuple[Tensor, Tensor, float]:
-        """L^T [r, in], R [r, out] and the scale of X L R."""
-        return self.left, self.right, 1 / len(self.left)
-
-
-def attach(model: nn.Module, state: Mapping[str, Tensor]) -> nn.Module:
-    """Add to the linears of a plain `model`, in place, the adapters that `state` has for them.
-
-    `state` is the state dict of a finalized model with adapters; afterwards `model` can load it.
-    """
-    modules = dict(model.named_modules())
-    for key in state:
-        name, _, last = key.rpartition(".")
-        layer = modules.get(name)
-        if last != "left" or type(layer) is not nn.Linear:
-            continue  # another architecture: loading `state` will raise the error
-        layer.__class__ = SparsePlusLowRank
-        for factor in ("left", "right"):
-            empty = torch.empty_like(state[f"{name}.{factor}"], device=layer.weight.device)
-            setattr(layer, factor, nn.Parameter(empty))
-    return model
-
-
-@torch.no_grad()
-def merge(model: nn.Module) -> nn.Module:
-    """Turn every `SparsePlusLowRank` into a dense `nn.Linear` that computes the same, in place.
-
-    The N:M pattern is lost. This is for tools that support only plain linears.
-    """
-    for layer in model.modules():
-        if isinstance(layer, SparsePlusLowRank):
-            layer.weight.addmm_(layer.right.t(), layer.left, alpha=1 / len(layer.left))
-            del layer.left, layer.right
-            layer.__class__ = nn.Linear  # type: ignore[assignment]
-    return model

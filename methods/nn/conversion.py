@@ -339,9 +339,7 @@ def to_linear(layer: Any) -> None:
 
 
 def from_linear(layer: Any) -> None:
-    """Undo `to_linear` on a plain `nn.Linear`, and forget what a sparse one remembers."""
-    for name in ("was_loaded", "seen", "begun"):
-        vars(layer).pop(name, None)
+    """Undo `to_linear` on a plain `nn.Linear`."""
     if matrices.is_placed(layer):
         matrices.detach(layer)
     elif "conv1d" in vars(layer):

@@ -80,7 +80,7 @@ def update(layers: Iterable[nn.Module]) -> None:
     serves all layers.
     """
     # Layers in a dense phase have recorded nothing.
-    delayed: list[Any] = [m for m in layers if hasattr(m, "has_history") and m.fp8]
+    delayed: list[Any] = [m for m in layers if "has_history" in vars(m) and m.fp8]
     if not delayed:
         return
     seen = torch.stack([layer.amax_seen for layer in delayed])

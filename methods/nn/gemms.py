@@ -131,7 +131,10 @@ def autocast_dtype(x: Tensor) -> torch.dtype:
 
 def under_autocast(x: Tensor) -> Tensor:
     """x, cast to autocast's dtype if autocast is enabled."""
-    dtype = autocast_dtype(x)
+    device = x.device.type
+    if not torch.is_autocast_enabled(device):
+        return x
+    dtype = torch.get_autocast_dtype(device)
     return x if x.dtype == dtype else x.to(dtype)
 
 

@@ -4,18 +4,27 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from common_kernels import nm_mask
+from common_kernels.fp8.weights import quantize24_
 from common_kernels.pack import Packed24
 from common_kernels.pack.operands import pack24_
 
 from . import sharding
+from .fp8_gemms import Fp8Formats, fp8_linear
 from .gemms import DENSE, Products, sparse_linear, under_autocast
 from .operands import Dense, Packed
+from .precision import Precision, precision_of
+
+# Attributes of a converted layer, besides parameters and buffers.
+OWN = (
+    "config", "pattern", "dtype", "accelerated", "precision", "has_history", "shards", "forward",
+    "drawn", "was_loaded", "seen", "begun", "is_dense", "adapting", "_stored",
+)  # fmt: skip
 
 
 class InPlaceOf(torch.autograd.Function):
@@ -54,6 +63,10 @@ class SparseLinear(nn.Linear):
     packed: Tensor | None
     packed_transposed: Tensor | None
     accelerated: Products
+    codes: Tensor | None  # with FP8 (precision.py)
+    codes_dgrad: Tensor | None
+    code_scales: Tensor
+    has_history: bool  # with delayed scaling (delayed.py)
     key: Tensor
     drawn: Tensor | None = None  # the numbers of `key`, in a tensor of this micro-batch alone
     conv1d: type[nn.Module] | None = None  # transformers' Conv1D, if the layer was one
@@ -75,6 +88,8 @@ class SparseLinear(nn.Linear):
     # fprop operand: only `pack` reads it then.
     packs_bits: bool = False
     shards: sharding.Shards | None = None  # while its parameters are sharded
+    precision: Precision | None = None  # FP8; None for products in `dtype`
+    both_ways: ClassVar[bool] = False  # True if the weight is 2:4 along `out` as well
 
     def setup(self, name: str, config: Any, dtype: torch.dtype | None) -> None:
         """Turn this module, an `nn.Linear` until now, into a sparse one.
@@ -92,6 +107,17 @@ class SparseLinear(nn.Linear):
             self.register_buffer(packed, None, persistent=False)
         key = torch.zeros(2, dtype=torch.int64, device=weight.device)
         self.register_buffer("key", key, persistent=False)
+        self._set_precision()
+
+    def _set_precision(self) -> None:
+        if found := precision_of(self.config, self.both_ways):
+            self.precision = found
+            found.setup(self)
+
+    @property
+    def fp8(self) -> Fp8Formats | None:
+        """The formats of the products in the current phase; None without FP8."""
+        return None if self.precision is None else self.precision.formats
 
     def sparse_products(self) -> Products:
         """The products with a 2:4 operand: fprop's along `in`, dgrad's along `out`, and for wgrad
@@ -100,7 +126,8 @@ class SparseLinear(nn.Linear):
 
     def candidates(self) -> Products:
         """The products that `Method.accelerate` may choose."""
-        return self.sparse_products()
+        sparse = self.sparse_products()
+        return sparse if self.precision is None else self.precision.candidates(sparse)
 
     @property
     def repacks(self) -> bool:
@@ -133,8 +160,11 @@ class SparseLinear(nn.Linear):
     def hold(self) -> None:
         """Allocate the operands that `products` needs, free all others, and derive them."""
         products = self.products
-        self._hold_packed(products)
-        if products.fprop and products.dgrad:
+        if self.precision is not None:
+            self.precision.hold(self)
+        else:
+            self._hold_packed(products)
+        if products.fp8 or (products.fprop and products.dgrad):
             self.operand = None
         elif self.operand is None:
             self.operand = self.weight.to(self.dtype, copy=True)
@@ -202,6 +232,14 @@ class SparseLinear(nn.Linear):
         """The sparse weight [out, in] in the master weight's dtype, which evaluation and export
         use."""
         raise NotImplementedError(f"{type(self).__name__} does not say which weight it uses")
+
+    def exact_weight(self) -> Tensor:
+        """`effective_weight` before it is rounded to the master weight's dtype."""
+        return self.effective_weight()
+
+    def quantized_weight(self) -> tuple[Tensor, Tensor | None]:
+        """The weight that is quantised and its mask; None for no mask."""
+        return self.weight.detach(), self.current_mask()
 
     def current_mask(self) -> Tensor:
         """The 2:4 mask, bool [out, in], whose changes the flip rate counts."""
@@ -289,10 +327,20 @@ class SparseLinear(nn.Linear):
     def derive(self, amax: Tensor | None = None) -> None:
         """Write the operands that the layer holds. amax: the largest magnitude of the weight in use
         if the step has computed it, for layers that scale by it."""
-        if self.packed is not None or self.packed_transposed is not None:
+        packed = self.packed is not None or self.packed_transposed is not None
+        if packed and self.precision is None:
             self.pack()
         elif self.operand is not None:
             self.operand.copy_(self.effective_weight())
+        # A sharded layer holds no codes (sharding.py).
+        if self.fp8 and self._buffers["code_scales"] is not None:
+            self.quantize(amax)
+
+    def quantize(self, amax: Tensor | None) -> None:
+        """Derive the codes of both operands, dense or packed."""
+        assert self.precision is not None
+        room = self.precision.room(self)
+        quantize24_(*room, self.code_scales, *self.quantized_weight(), amax)
 
     def sample(self) -> None:
         """`draw`; a sharded layer does so when samples are used."""
@@ -306,10 +354,19 @@ class SparseLinear(nn.Linear):
         """Derive all other state from parameters and saved buffers, after these were loaded."""
         with self.unsharded():
             self.restart()
+            if self.precision is not None:
+                self.precision.reload(self)
 
     def restart(self) -> None:
         """`reload` on whole tensors."""
         self.refresh()
+
+    def _apply(self, *args: Any, **kwargs: Any) -> Any:
+        super()._apply(*args, **kwargs)
+        if self.precision is not None:  # a cast would treat codes and scales as ordinary numbers
+            self.allocate()
+            self.precision.reload(self)
+        return self
 
     def unsharded(self) -> AbstractContextManager[None]:
         """A context in which weight and masks are whole, even if the layer is sharded
@@ -325,27 +382,47 @@ class SparseLinear(nn.Linear):
 
         Packed operands have one dtype and serve only inputs of that dtype.
         """
+        if self.precision is not None and self.fp8:
+            return self.precision.operands(self)
         fprop = dgrad = None
         products = self.products
         if dtype == self.dtype and (products.fprop or products.dgrad):
             fprop, dgrad = self.packed_operands()
-        if fprop is None or dgrad is None:
-            dense = Dense(self.sparse_weight.to(dtype))
-            return fprop or dense, dgrad or dense
-        return fprop, dgrad
+            if fprop is not None and dgrad is not None:
+                return fprop, dgrad
+        weight = self.sparse_weight
+        dense = Dense(weight if weight.dtype == dtype else weight.to(dtype))
+        return fprop or dense, dgrad or dense
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [..., in] -> [..., out]."""
+        """x [..., in] -> [..., out]; in evaluation without FP8."""
         x = self.checked_input(x)
+        if self.precision is not None and self.fp8:
+            return self.forward_in_fp8(x, self.precision)
         fprop, dgrad = self.operands(x.dtype)
+        parameters = self._parameters  # quicker than attributes
+        weight, bias = parameters["weight"], parameters["bias"]
+        assert weight is not None
         # Only both together mean evaluation: some recipes pre-train in eval mode, and activation
         # checkpointing runs training's forward pass without gradients.
         if not self.training and not torch.is_grad_enabled():
-            return fprop.linear(x, self.bias)
-        products, mvue = self.products, self.mvue
+            return fprop.linear(x, bias)
+        mvue = self.mvue
+        if mvue is None:
+            return sparse_linear(x, weight, fprop, dgrad, bias, None)
+        products, key = self.products, self.key_of_pass()
         packs_sample = products.layouts.wgrad if products.wgrad and x.dtype == self.dtype else None
-        key = self.key_of_pass() if mvue else None
-        return sparse_linear(x, self.weight, fprop, dgrad, self.bias, key, mvue, packs_sample)
+        return sparse_linear(x, weight, fprop, dgrad, bias, key, mvue, packs_sample)
+
+    def forward_in_fp8(self, x: Tensor, own: Precision) -> Tensor:
+        """`forward` in FP8, for an x in the dtype of the products."""
+        if not self.training and not torch.is_grad_enabled():
+            return Dense(self.sparse_weight.to(x.dtype)).linear(x, self.bias)
+        products, mvue, operands = self.products, self.mvue, own.operands(self)
+        wgrad = products.layouts.wgrad if products.wgrad else None
+        amax, key = own.amax(self), self.key_of_pass() if mvue else None
+        weight, bias, formats = self.weight, self.bias, own.formats
+        return fp8_linear(x, weight, *operands, bias, key, mvue, formats, wgrad, amax)
 
     def key_of_pass(self) -> Tensor:
         """`key` as it is now, for a backward pass that may follow the next micro-batch's forward
@@ -362,11 +439,15 @@ class SparseLinear(nn.Linear):
     def restore(self) -> None:
         """Turn this module back into a plain `nn.Linear` whose weight is the one in use."""
         self.weight.copy_(self.effective_weight())
-        for name in [*self._buffers, "config", "dtype", "accelerated", "pattern"]:
+        for name in [*self._buffers]:
             delattr(self, name)
-        for name in ("drawn", "shards", "forward"):
-            vars(self).pop(name, None)
+        self._forget()
         self.__class__ = nn.Linear  # type: ignore[assignment]
+
+    def _forget(self) -> None:
+        """Remove what a plain linear does not have."""
+        for name in OWN:
+            vars(self).pop(name, None)
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         sharding.shard_layers([self])

@@ -62,14 +62,16 @@ class StepWork:
     rule: Rule
     mask: Tensor | None = None
     scale: Tensor | None = None
-    scales: bool = False
     amax: Tensor | None = None
-    derives: bool = True
     done: bool = False
+    scales: bool = field(init=False)
+    derives: bool = field(init=False)
     weight: Any = field(init=False)  # an attribute of a module takes longer to find
 
     def __post_init__(self) -> None:
-        self.weight = self.layer.weight
+        layer = self.layer
+        self.scales, self.derives = layer.fp8 is not None, layer.precision is None
+        self.weight = layer.weight
 
 
 class FusedAdamW(torch.optim.AdamW):

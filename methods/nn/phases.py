@@ -21,12 +21,11 @@ class SwitchedLinear(MaskedLinear):
     """
 
     dense: Tensor
-    is_dense: bool
+    is_dense: bool = False
 
     def setup(self, name: str, config: Any, dtype: torch.dtype | None) -> None:
         super().setup(name, config, dtype)
         self.register_buffer("dense", torch.zeros_like(self.mask[0, 0]))
-        self.is_dense = False
 
     @property
     def phase(self) -> str:
@@ -48,10 +47,6 @@ class SwitchedLinear(MaskedLinear):
 
     def effective_weight(self) -> Tensor:
         return torch.where(self.mask | self.dense, self.weight.detach(), 0.0)
-
-    def restore(self) -> None:
-        super().restore()
-        del self.is_dense
 
 
 class SwitchedMethod(base.Method):

@@ -4,14 +4,12 @@
 
 X starts as the indicator of blocks of k consecutive inputs, so that x X^T holds the block sums of
 x. If X is trained it becomes dense; a fixed X is neither stored nor multiplied. Merging S X into W~
-would lose the 2:4 pattern, so a trained layer ends as a `BoostedLinear`.
+would lose the 2:4 pattern, so a trained layer ends as a `lowrank.BoostedLinear`.
 
 A state dict has, besides `weight` and `bias`, `slorb_s`, and `slorb_x` if X was trained.
 """
 
 from __future__ import annotations
-
-from collections.abc import Mapping
 
 import torch
 import torch.nn.functional as F
@@ -66,60 +64,3 @@ def initialize(
         return
     pruned = torch.where(mask, 0.0, weight.float()).unflatten(1, (blocks, k)).sum(-1)
     s.copy_(pruned if init == "sum" else pruned / k)
-
-
-class BoostedLinear(nn.Linear):
-    """A sparse linear with a low-rank term, in plain PyTorch; a trained SLoRB layer becomes one."""
-
-    slorb_s: nn.Parameter
-    slorb_x: nn.Parameter | None
-
-    def forward(self, x: Tensor) -> Tensor:
-        """x [..., in] -> [..., out]."""
-        return super().forward(x) + boost(x, self.slorb_s, self.slorb_x)
-
-    def low_rank(self) -> tuple[Tensor | None, Tensor, float]:
-        """X [in / k, in] or None for block sums, S^T [in / k, out], and the scale of their term."""
-        return self.slorb_x, self.slorb_s.t(), 1.0
-
-    def merged_weight(self) -> Tensor:
-        """W~ + S X [out, in], the dense weight that computes the same function."""
-        if self.slorb_x is not None:
-            return self.weight + self.slorb_s @ self.slorb_x
-        k = self.in_features // self.slorb_s.shape[1]
-        return self.weight + self.slorb_s.repeat_interleave(k, dim=1)
-
-
-def attach(model: nn.Module, state: Mapping[str, Tensor]) -> nn.Module:
-    """Add to the linears of a plain `model`, in place, the low-rank terms that `state` has for
-    them.
-
-    `state` is the state dict of a finalized model with SLoRB; afterwards `model` can load it.
-    """
-    modules = dict(model.named_modules())
-    for key in state:
-        if key.endswith(".slorb_s"):
-            name = key.removesuffix(".slorb_s")
-            layer = modules.get(name)
-            if type(layer) is not nn.Linear:
-                continue  # another architecture: loading `state` will raise the error
-            layer.__class__ = BoostedLinear
-            layer.slorb_s = nn.Parameter(torch.zeros_like(state[key]))
-            projection = state.get(f"{name}.slorb_x")
-            zeros = None if projection is None else nn.Parameter(torch.zeros_like(projection))
-            layer.register_parameter("slorb_x", zeros)
-    return model
-
-
-@torch.no_grad()
-def merge(model: nn.Module) -> nn.Module:
-    """Turn every `BoostedLinear` into a dense `nn.Linear` that computes the same, in place.
-
-    The 2:4 pattern is lost. This is for tools that support only plain linears.
-    """
-    for layer in model.modules():
-        if isinstance(layer, BoostedLinear):
-            layer.weight.copy_(layer.merged_weight())
-            del layer.slorb_s, layer.slorb_x
-            layer.__class__ = nn.Linear  # type: ignore[assignment]
-    return model

@@ -10,13 +10,12 @@ from common_kernels.adamw.weights import CHOICES, Rule
 from common_kernels.pack.operands import pack_both24_
 
 from .fp8_gemms import Fp8Formats
-from .fp8_linear import Fp8Linear
 from .gemms import Products
 from .optimizer import StepWork
 from .phases import SwitchedLinear
 
 
-class TransposableLinear(Fp8Linear, SwitchedLinear):
+class TransposableLinear(SwitchedLinear):
     """A layer with a transposable mask, so that dgrad's operand is 2:4 along `out` as well. FP8 is
     used only in the sparse phase."""
 
@@ -26,7 +25,8 @@ class TransposableLinear(Fp8Linear, SwitchedLinear):
 
     @property
     def fp8(self) -> Fp8Formats | None:
-        return None if self.is_dense else self.recipe
+        own = self.precision  # not super().fp8, which torch.compile mistakes
+        return None if self.is_dense or own is None else own.formats
 
     def sparse_products(self) -> Products:
         return replace(super().sparse_products(), dgrad=True)
@@ -55,5 +55,4 @@ class TransposableLinear(Fp8Linear, SwitchedLinear):
         if self.is_dense:
             source = "whole"
         rule = Rule(alpha=alpha, choose=choose, source=source)
-        scales, derives = self.fp8 is not None, not self.recipe
-        return StepWork(layer=self, rule=rule, mask=self.mask, scales=scales, derives=derives)
+        return StepWork(layer=self, rule=rule, mask=self.mask)

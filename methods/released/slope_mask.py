@@ -19,7 +19,8 @@ from torch import Tensor
 from common_kernels import compress_nm
 
 from .. import slope
-from ..nn.compressed import CompressedLinear, _Product
+from ..nn.compressed import CompressedLinear
+from ..nn.compressed_gemms import Product
 from ..nn.gemms import DENSE, Products
 
 Config = slope.Config
@@ -50,7 +51,7 @@ class Linear(CompressedLinear):
         """x [..., in] -> [..., out]."""
         x, pattern = self.checked_input(x), self.pattern
         masks, none = (self.row_mask, self.column_mask), (None, None)
-        y = _Product.apply(
+        y = Product.apply(
             x, self.values.detach(), *none, self.bias, *masks, None, *none, pattern, False
         )
         return _WeightGradient.apply(y, x.detach(), self.values, ~self.row_mask, pattern)

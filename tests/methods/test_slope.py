@@ -10,7 +10,7 @@ from torch import nn
 from common_kernels import check24, double_prune_mask, expand_nm, nm_mask, unpack_mask
 from methods import slope
 from methods.nn import ranks
-from methods.nn.compressed import SparsePlusLowRank, attach, merge
+from methods.nn.lowrank import SparsePlusLowRank, attach, merge
 from models.gpt2 import GPT, GPTConfig
 from tests.methods.loop import training_step
 

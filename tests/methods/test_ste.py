@@ -7,6 +7,7 @@ from torch import nn
 import methods
 from common_kernels import check_nm
 from methods import s_ste, ste
+from methods.nn.linear import MaskedLinear
 
 
 def converted(method, values=None):
@@ -82,7 +83,7 @@ def test_any_pattern_is_chosen_kept_and_counted(fused):
 def test_illegal_groups_are_counted_by_the_layers_own_pattern():
     """As `docs/extending.md` says for a method of one's own: nothing else has to be overridden."""
 
-    class Own(ste.Linear):
+    class Own(MaskedLinear):
         def setup(self, name, config, dtype):
             super().setup(name, config, dtype)
             self.pattern = 4, 8

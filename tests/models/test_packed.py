@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from common_kernels import backend, matmul, nm_mask
-from methods.nn import compressed, slorb
+from methods.nn import lowrank
 from models import limits, packed
 from models.packed import Limits
 from models.sparse import add_low_rank
@@ -356,13 +356,13 @@ def with_low_rank(kind):
     for n, layer in enumerate(model):
         left, right = torch.randn(4, layer.in_features), torch.randn(4, layer.out_features)
         if kind == "slope":
-            compressed.attach(model, {f"{n}.left": left, f"{n}.right": right})
+            lowrank.attach(model, {f"{n}.left": left, f"{n}.right": right})
             layer.left.data.copy_(left), layer.right.data.copy_(right)
         elif kind == "export":
             add_low_rank(layer, left, right)
         else:
             state = {f"{n}.slorb_s": right.t()} | ({f"{n}.slorb_x": left} if n else {})
-            slorb.attach(model, state)
+            lowrank.attach(model, state)
             layer.load_state_dict({k.removeprefix(f"{n}."): v for k, v in state.items()}, False)
     return model.to(DEVICE, torch.bfloat16)
 

@@ -8,8 +8,7 @@ from torch import nn
 import methods
 from common_kernels import Packed24, compress_nm, expand_nm, fake_fp8, unpack24, unpack_mask
 from common_kernels.matmul import unavailable
-from methods.nn.compressed_fp8 import Fp8CompressedLinear
-from methods.nn.fp8_linear import Fp8Linear
+from methods.nn.compressed import CompressedLinear
 from methods.nn.gemms import DENSE, Products
 from tests.methods.loop import training_step
 
@@ -37,7 +36,7 @@ def converted(name, fp8, **options):
     layer = nn.Linear(64, 128).to(DEVICE)
     method = methods.build(name, include=("*",), fp8=fp8, **options)
     method.convert(layer)
-    assert fp8 == "off" or isinstance(layer, Fp8Linear | Fp8CompressedLinear)
+    assert (layer.precision is None) == (fp8 == "off")
     return layer, method
 
 
@@ -60,7 +59,7 @@ def step(layer, method, number=0, tokens=96, lr=0.0, scale=1.0, size=1.0):
 def weights(layer):
     """The weights of fprop and of dgrad."""
     weight = layer.effective_weight()
-    if not isinstance(layer, Fp8CompressedLinear):
+    if not isinstance(layer, CompressedLinear):
         return weight, weight
     kept = unpack_mask(layer.column_mask, layer.values.shape[1])
     values = torch.where(kept, layer.values.detach(), 0.0)
@@ -232,4 +231,4 @@ def test_a_finished_layer_keeps_nothing_of_fp8():
     weight = layer.effective_weight()
     method.finalize(layer)
     assert type(layer) is nn.Linear and torch.equal(layer.weight, weight)
-    assert not {"recipe", "has_history", "operand"} & set(vars(layer))
+    assert not {"precision", "has_history", "operand"} & set(vars(layer))

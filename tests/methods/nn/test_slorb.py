@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import methods
-from methods.nn import slorb
+from methods.nn import lowrank, slorb
 from models.gpt2 import GPT, GPTConfig
 
 
@@ -124,14 +124,14 @@ def test_the_end_is_saved_and_comes_back_without_the_method():
         assert own == {f"{layer}.{n}" for layer in layers for n in names}
         assert state.keys() - own == GPT(TINY).state_dict().keys()
         layer = model.transformer.h[0].mlp.c_fc
-        assert type(layer) is slorb.BoostedLinear
+        assert type(layer) is lowrank.BoostedLinear
         assert layer.weight.count_nonzero() == layer.weight.numel() // 2
 
-        fresh = slorb.attach(GPT(TINY), state)
+        fresh = lowrank.attach(GPT(TINY), state)
         fresh.load_state_dict(state)
         with torch.no_grad():
             assert torch.equal(fresh.eval()(idx)[0], before)
-            merged = slorb.merge(copy.deepcopy(fresh))
+            merged = lowrank.merge(copy.deepcopy(fresh))
             assert merged.state_dict().keys() == GPT(TINY).state_dict().keys()
             torch.testing.assert_close(merged(idx)[0], before, rtol=1e-5, atol=1e-6)
 

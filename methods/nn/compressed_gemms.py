@@ -1,0 +1,163 @@
+"""The products of a layer whose N:M weight is stored compressed, with or without low-rank adapters,
+in the dtype of the run and in FP8.
+
+Shapes: T tokens, X [T, in], `values` [out, in * n / m] (common_kernels.compressed), L^T [r, in],
+R [r, out]. W_R is the weight [out, in] expanded by the row mask, W_RC the same without the entries
+that the column mask drops.
+
+    fprop  Y        = X W_R^T + (X L) R / r + b     a product with W_R, one with L, then
+                                                    lowrank_addmm
+    dgrad  dX       = dY W_RC + dY2 L^T             dY2 = dY R^T / r
+    wgrad  dvalues  = the kept entries of dY^T X    a dense product, compressed
+           dL^T, dR = dY2^T X, (X L)^T dY / r
+
+In FP8 (fp8_gemms.py) the formats are
+
+    fprop    X, W_R      e4m3, e4m3; on FP8 units a sparse product of packed codes
+    dgrad    dY, W_RC    e5m2, the recipe's format; on FP8 units sparse as well
+    wgrad    dY, X       e5m2, the recipe's format
+
+and adapters compute in the dtype of the run; while they are in use, X is also kept unquantised.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from common_kernels import compress_nm, expand_nm, lowrank_addmm, unpack_mask
+
+from .fp8_gemms import quantized_gradient, quantized_input, weight_gradient
+from .gemms import without_autocast
+from .operands import Dense, flat, save, saved
+
+Pattern = tuple[int, int]  # (n, m)
+
+
+def dense_left(left: Tensor, left_mask: Tensor | None, pattern: Pattern) -> Tensor:
+    """The dense L^T [r, in] of an adapter, which is stored compressed if it has a mask."""
+    return left if left_mask is None else expand_nm(left, left_mask, *pattern)
+
+
+def adapter_gradients(
+    dy: Tensor,
+    x: Tensor,
+    left: Tensor,
+    right: Tensor,
+    left_mask: Tensor | None,
+    pattern: Pattern,
+    grad_x: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """The gradients of `left` and `right`. The adapters' part of dX is added to `grad_x` in place.
+
+    Args:
+        dy, x: [T, out] and [T, in].
+        grad_x: [T, in], or None if x needs no gradient.
+    """
+    dense = dense_left(left.to(x.dtype), left_mask, pattern)
+    dy2 = dy @ right.to(x.dtype).t() / len(right)
+    grad_left = dy2.t() @ x
+    if left_mask is not None:
+        grad_left = compress_nm(grad_left, left_mask, *pattern)
+    grad_right = (x @ dense.t()).t() @ dy / len(right)
+    if grad_x is not None:
+        grad_x.addmm_(dy2, dense)
+    return grad_left.to(left.dtype), grad_right.to(right.dtype)
+
+
+class Product(torch.autograd.Function):
+    """The products of the module docstring. Only compressed operands are saved for the backward
+    pass; dense ones would be held for all layers at once.
+    """
+
+    @staticmethod
+    def forward(
+        ctx, x, values, left, right, bias, row_mask, column_mask, left_mask, fprop, dgrad, pattern,
+        adapting,
+    ):  # fmt: skip
+        ctx.pattern, ctx.adapting = pattern, adapting
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        save(ctx, dgrad, x, values, left, right, row_mask, column_mask, left_mask)
+        if fprop is None:
+            fprop = Dense(expand_nm(values.to(x.dtype), row_mask, *pattern))
+        if not adapting:
+            return fprop.linear(x, bias)
+        dense, right = dense_left(left.to(x.dtype), left_mask, pattern), right.to(x.dtype)
+        y1, y2 = fprop.linear(x, None), F.linear(x, dense)
+        return lowrank_addmm(y1, y2, right, bias, 1 / len(right))
+
+    @staticmethod
+    def backward(ctx, grad_y):
+        with without_autocast(grad_y):
+            return Product._backward(ctx, grad_y)
+
+    @staticmethod
+    def _backward(ctx, grad_y):
+        dgrad, x, values, left, right, row_mask, column_mask, left_mask = saved(ctx)
+        dy, x2d = grad_y.reshape(-1, grad_y.shape[-1]), x.reshape(-1, x.shape[-1])
+        grad_x = grad_values = grad_left = grad_right = grad_bias = None
+        if ctx.needs_input_grad[0]:
+            if dgrad is None:
+                kept = unpack_mask(column_mask, values.shape[-1])
+                twice_pruned = torch.where(kept, values, 0.0).to(x.dtype)
+                dgrad = Dense(expand_nm(twice_pruned, row_mask, *ctx.pattern))
+            grad_x = dgrad.grad(dy)
+        if ctx.needs_input_grad[1]:
+            grad_values = compress_nm(dy.t() @ x2d, row_mask, *ctx.pattern, dtype=values.dtype)
+        # Adapters are inputs even before their phase, when they get no gradient: DDP waits for
+        # every parameter that it knows.
+        if ctx.adapting:
+            grad_left, grad_right = adapter_gradients(
+                dy, x2d, left, right, left_mask, ctx.pattern, grad_x
+            )
+        if grad_x is not None:
+            grad_x = grad_x.reshape(x.shape)
+        if ctx.needs_input_grad[4]:
+            grad_bias = dy.sum(0).to(ctx.bias_dtype)
+        return grad_x, grad_values, grad_left, grad_right, grad_bias, *(None,) * 7
+
+
+class Fp8Product(torch.autograd.Function):
+    """The same in FP8."""
+
+    @staticmethod
+    def forward(
+        ctx, x, values, left, right, bias, row_mask, left_mask, fprop, dgrad, pattern, adapting,
+        formats, amax, seen,
+    ):  # fmt: skip
+        ctx.pattern, ctx.adapting, ctx.formats = pattern, adapting, formats
+        ctx.on_units = fprop.on_units
+        ctx.dtypes = values.dtype, None if bias is None else bias.dtype
+        ctx.seen = seen  # not saved by autograd: it changes before the backward pass
+        with without_autocast(x):
+            codes, kept, scale = quantized_input(x, formats, fprop.on_units, amax, seen)
+            adapters = (x, left, right, left_mask) if adapting else (None,) * 4
+            save(ctx, dgrad, kept, scale, amax, row_mask, *adapters)
+            y = fprop.linear(codes, None if adapting else bias, x.dtype)
+            if adapting:
+                y2 = F.linear(x, dense_left(left.to(x.dtype), left_mask, pattern))
+                y = lowrank_addmm(y, y2, right.to(x.dtype), bias, 1 / len(right))
+            return y
+
+    @staticmethod
+    def backward(ctx, dy):
+        dgrad, x, x_scale, amax, row_mask, given, left, right, left_mask = saved(ctx)
+        grad_x = grad_values = grad_left = grad_right = grad_bias = None
+        with without_autocast(dy):
+            codes, turned = quantized_gradient(dy, ctx.formats, ctx.on_units, amax, ctx.seen)
+            if ctx.needs_input_grad[0]:
+                grad_x = dgrad.grad(codes, dy.dtype)
+            if ctx.needs_input_grad[1]:
+                fp32 = torch.float32
+                product = weight_gradient(codes, turned, x, x_scale, ctx.on_units, fp32)
+                grad_values = compress_nm(product, row_mask, *ctx.pattern, dtype=ctx.dtypes[0])
+                del product
+            if ctx.adapting:
+                to = None if grad_x is None else flat(grad_x)
+                grad_left, grad_right = adapter_gradients(
+                    flat(dy), flat(given), left, right, left_mask, ctx.pattern, to
+                )
+            if ctx.needs_input_grad[4]:
+                grad_bias = flat(dy).sum(0).to(ctx.dtypes[1])
+        return grad_x, grad_values, grad_left, grad_right, grad_bias, *(None,) * 9

@@ -1,0 +1,120 @@
+"""FP8 as the precision of a layer's products; without it they are in the layer's own dtype."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from common_kernels.fp8.cpu import FORMATS
+from common_kernels.pack import Packed24
+from common_kernels.pack.cpu import buffer_bytes
+
+from . import delayed
+from .fp8_gemms import Fp8Formats, recipe
+from .gemms import DENSE, Products
+from .operands import Fp8
+
+
+@dataclass(frozen=True)
+class Precision:
+    """What a layer with the option `fp8` has more than others.
+
+    Additional buffers, not saved: the codes of the operands of fprop and dgrad, `codes` and
+    `codes_dgrad`, and their `code_scales` (fp32 [2]). On FP8 units (`Products.fp8`) a product that
+    runs sparse uses packed codes in `packed` or `packed_transposed` instead, and there is no
+    `operand`. With delayed scaling also those of delayed.py.
+    """
+
+    formats: Fp8Formats
+
+    def setup(self, layer: Any) -> None:
+        """Register the buffers."""
+        for codes in ("codes", "codes_dgrad", "code_scales"):
+            layer.register_buffer(codes, None, persistent=False)
+        self.hold(layer)
+        if self.formats.delayed:
+            delayed.setup(layer, layer.code_scales.device)
+
+    def candidates(self, sparse: Products) -> Products:
+        """The products that may run sparse, or on FP8 units, out of those with a 2:4 operand."""
+        return replace(sparse, fp8=True) if self.formats.on_units else DENSE  # simulated only
+
+    def dgrad_on_units(self, layer: Any) -> bool:
+        """True if dgrad's codes are kept as [in, out] for FP8 units: packed, or dense in a format
+        that cuBLAS can multiply with dY's e5m2."""
+        products, fp8 = layer.products, layer.fp8
+        return products.fp8 and (products.dgrad or (fp8 is not None and fp8.dgrad == "e4m3"))
+
+    @torch.no_grad()
+    def hold(self, layer: Any) -> None:
+        """Allocate the codes that the FP8 products take; in a phase without FP8, those of the
+        simulation."""
+        products, layouts = layer.products, layer.products.layouts
+        rows, columns = layer.out_features, layer.in_features
+        device = next(layer.parameters()).device
+
+        def hold(name: str, dtype: torch.dtype, *shape: int) -> None:
+            held = getattr(layer, name)
+            if held is None or (held.dtype, held.shape) != (dtype, shape):
+                setattr(layer, name, torch.empty(shape, dtype=dtype, device=device))
+
+        turned = (columns, rows) if self.dgrad_on_units(layer) else (rows, columns)
+        for product, packed, codes, shape in (
+            ("fprop", "packed", "codes", (rows, columns)),
+            ("dgrad", "packed_transposed", "codes_dgrad", turned),
+        ):
+            dtype = FORMATS[getattr(self.formats, product)]
+            if getattr(products, product):
+                size = buffer_bytes(rows, columns, dtype, getattr(layouts, product))
+                hold(packed, torch.uint8, size)
+                setattr(layer, codes, None)
+            else:
+                hold(codes, dtype, *shape)
+                setattr(layer, packed, None)
+        hold("code_scales", torch.float32, 2)
+
+    def room(self, layer: Any) -> tuple[Packed24 | Tensor, Packed24 | Tensor]:
+        """The tensors that receive the codes of the weight [out, in] and of its transpose."""
+        rows, columns, layouts = layer.out_features, layer.in_features, layer.accelerated.layouts
+        fprop, dgrad = layer.codes, layer.codes_dgrad
+        if layer.packed is not None:
+            dtype = FORMATS[self.formats.fprop]
+            fprop = Packed24(layer.packed, (rows, columns), dtype, layouts.fprop)
+        if layer.packed_transposed is not None:
+            dtype = FORMATS[self.formats.dgrad]
+            dgrad = Packed24(layer.packed_transposed, (columns, rows), dtype, layouts.dgrad)
+        elif not self.dgrad_on_units(layer):
+            dgrad = dgrad.t()
+        return fprop, dgrad
+
+    def operands(self, layer: Any) -> tuple[Fp8, Fp8]:
+        """The operands of fprop and of dgrad."""
+        scale, scale_dgrad = layer.code_scales.unbind()
+        rows, columns, layouts = layer.out_features, layer.in_features, layer.accelerated.layouts
+        if layer.packed is None:
+            fprop = Fp8(layer.codes, scale, layer.products.fp8)
+        else:
+            fprop = Fp8(layer.packed, scale, True, (rows, columns), layouts.fprop)
+        if layer.packed_transposed is None:
+            return fprop, Fp8(layer.codes_dgrad, scale_dgrad, self.dgrad_on_units(layer))
+        shape = columns, rows
+        return fprop, Fp8(layer.packed_transposed, scale_dgrad, True, shape, layouts.dgrad)
+
+    def reload(self, layer: Any) -> None:
+        """Read the history of delayed scaling, after it was loaded or cast."""
+        if self.formats.delayed:
+            delayed.reload(layer)
+
+    def amax(self, layer: Any) -> delayed.Amax:
+        """The state of delayed scaling for a pass."""
+        return delayed.of(layer) if self.formats.delayed else delayed.NONE
+
+
+def precision_of(config: Any, both_ways: bool) -> Precision | None:
+    """The precision of a layer by the options `fp8` and `mvue`; None for the layer's dtype."""
+    samples = getattr(config, "mvue", "off") != "off"
+    formats = recipe(getattr(config, "fp8", "off"), both_ways, samples)
+    return None if formats is None else Precision(formats)
