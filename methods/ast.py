@@ -191,7 +191,6 @@ class Method(distillation.Method):
         report = super().convert(model, dtype)
         with torch.no_grad():
             for name, layer in self.sparse_layers.items():
-                assert isinstance(layer, Linear)
                 layer.begin(name, self.input_norms.get(name))
         self.input_norms = {}
         return report
@@ -248,7 +247,7 @@ class Method(distillation.Method):
     def on_gradients(self, step: int, optimizer: Optimizers = None) -> None:
         super().on_gradients(step, optimizer)
         route, decay = self.config.decay_route, self.decay(step)
-        layers = [m for m in self.layers.values() if isinstance(m, Linear)]
+        layers = self.layers.values()
         if route == "decoupled_first_moment":
             optimizers = each(optimizer)
             for own in {group_of(optimizers, m.weight)[0] for m in layers}:

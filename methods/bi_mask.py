@@ -35,7 +35,7 @@ from common_kernels import nm_mask, philox4x32
 from . import sr_ste
 from .nn import base
 from .nn.keys import layer_seed
-from .nn.linear import MaskedLinear, SparseLinear
+from .nn.linear import MaskedLinear
 from .nn.operands import Dense
 from .nn.optimizer import StepWork
 
@@ -114,7 +114,7 @@ class Method(sr_ste.Method):
     def capabilities(self) -> base.Capabilities:  # dgrad's weight is another
         return replace(super().capabilities, changes_only_weights=False)
 
-    def step_work(self, layer: SparseLinear, step: int) -> StepWork | None:
+    def step_work(self, layer: Any, step: int) -> StepWork | None:
         """None: the optimizer's pass cannot derive dgrad's permuted operand."""
         return None
 
@@ -123,7 +123,6 @@ class Method(sr_ste.Method):
         super().on_step_begin(step)
         if step % self.config.permute_every == 0:
             for name, layer in self.sparse_layers.items():
-                assert isinstance(layer, Linear)
                 with layer.unsharded():
                     layer.search_permutation(layer_seed(self.config.seed, name, step))
                 layer.refresh()

@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -38,7 +38,6 @@ from . import sr_ste
 from .nn import base
 from .nn.fp8_gemms import FP8
 from .nn.gemms import Products
-from .nn.linear import SparseLinear
 from .nn.optimizer import StepWork
 from .nn.phases import SwitchedMethod
 from .nn.transposable import TransposableLinear
@@ -133,6 +132,5 @@ class Method(SwitchedMethod, sr_ste.Method):
     def alpha(self, step: int) -> float:
         return 0.0 if self.dense_at(step) else super().alpha(step)
 
-    def step_work(self, layer: SparseLinear, step: int) -> StepWork | None:
-        assert isinstance(layer, Linear)
+    def step_work(self, layer: Any, step: int) -> StepWork | None:
         return layer.step_work(self.decay_of_gradient(step), self._chooses(step))

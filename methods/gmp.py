@@ -114,7 +114,6 @@ class Method(distillation.Method):
         if share > self.pruned:
             self.pruned = share
             for layer in self.layers.values():
-                assert isinstance(layer, one_shot.Linear)
                 with layer.unsharded():
                     layer.prune(prune_towards24(layer.weight, layer.mask, share))
             self._remember(step)  # so that pruning is not taken for an optimizer step

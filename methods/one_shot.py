@@ -139,7 +139,6 @@ class Method(distillation.Method):
         # The operands get their dtype last: calibration must not see rounded weights.
         report = super().convert(model)
         for name, layer in self.layers.items():
-            assert isinstance(layer, Linear)
             layer.prune(self._mask(model, name, layer))
         for layer in self.sparse_layers.values():
             layer.dtype = dtype or layer.weight.dtype

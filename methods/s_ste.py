@@ -190,13 +190,12 @@ class Method(base.Method):
     def capabilities(self) -> base.Capabilities:
         return replace(super().capabilities, changes_only_weights=True)
 
-    def step_work(self, layer: SparseLinear, step: int) -> StepWork | None:
+    def step_work(self, layer: Any, step: int) -> StepWork | None:
         config = self.config
         if config.gamma or config.mvue_weight:
             return None
         if config.beta == "mse_dynamic":  # the scale needs a sum over the whole weight first
             return None
-        assert isinstance(layer, Linear)
         return StepWork(layer=layer, rule=Rule(source="soft"), scale=layer.scale)
 
     def finetuning(self, total_steps: int) -> base.Config:

@@ -49,7 +49,6 @@ from .nn.at_run_time import linear_of_pruned_input, linear_of_pruned_weight, of_
 from .nn.conversion import some_names, weight_of
 from .nn.fp8_gemms import FP8
 from .nn.gemms import Products, under_autocast
-from .nn.linear import SparseLinear
 from .nn.optimizer import StepWork
 from .nn.phases import SwitchedLinear, SwitchedMethod
 from .nn.transposable import TransposableLinear
@@ -169,7 +168,7 @@ class Method(SwitchedMethod):
     def dense_at(self, step: int) -> bool:
         return step >= self.dense_start
 
-    def step_work(self, layer: SparseLinear, step: int) -> StepWork | None:
+    def step_work(self, layer: Any, step: int) -> StepWork | None:
         chooses = self._chooses(step)
         return layer.step_work(0.0, chooses) if isinstance(layer, TransposableLinear) else None
 

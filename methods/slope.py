@@ -25,7 +25,6 @@ refresh B in every backward pass (`column_refresh=1`), the released package ever
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any, ClassVar
@@ -167,14 +166,14 @@ class Method(base.Method):
     def on_step_begin(self, step: int) -> None:
         self._begin(step)
         if self.config.adapter_rank and step >= self.adapter_start:
-            for layer in self._layers():
+            for layer in self.layers.values():
                 layer.adapting = True  # never reset: trained adapters are part of the layer
         self._remember(step)
 
     @property
     def unfinished(self) -> bool:
         """True if the adapters are still to be trained."""
-        return self.config.adapter_rank > 0 and not all(m.adapting for m in self._layers())
+        return self.config.adapter_rank > 0 and not all(m.adapting for m in self.layers.values())
 
     def open_micro_batch(self) -> None:
         """Check the order of calls; no random bits are drawn."""
@@ -186,7 +185,7 @@ class Method(base.Method):
         if optimizers:
             self._check_optimizers(optimizers)
         # DDP sets missing gradients to zero; optimizers would then count steps and apply decay.
-        for layer in self._layers():
+        for layer in self.layers.values():
             for adapter in (layer.left, layer.right):
                 if adapter is None:
                     continue
@@ -204,7 +203,6 @@ class Method(base.Method):
             id(p): own for own in optimizers for group in own.param_groups for p in group["params"]
         }
         for name, layer in self.layers.items():
-            assert isinstance(layer, CompressedLinear)
             if layer.values.requires_grad and id(layer.values) not in held:
                 raise ValueError(
                     f"the optimizer does not hold {name}.values, which replaced {name}.weight: "
@@ -221,7 +219,7 @@ class Method(base.Method):
         self._end(step)
         # The row masks do not change, so there are no flips to measure.
         due, together = self._chooses(step), []
-        for layer in self._layers():
+        for layer in self.layers.values():
             if (stored := layer.stored()) is not None:
                 together.append(stored)
                 continue
@@ -236,13 +234,8 @@ class Method(base.Method):
         period = self.config.column_refresh
         return period > 0 and (step + 1) % period == 0
 
-    def _layers(self) -> Iterator[CompressedLinear]:
-        for layer in self.layers.values():
-            assert isinstance(layer, CompressedLinear)
-            yield layer
-
     def phase(self) -> str:
-        return "adapters" if any(layer.adapting for layer in self._layers()) else "sparse"
+        return "adapters" if any(layer.adapting for layer in self.layers.values()) else "sparse"
 
     def finetuning(self, total_steps: int) -> base.Config:
         """The config that keeps the masks and trains the adapters, if any, from the first step."""

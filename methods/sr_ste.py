@@ -30,7 +30,7 @@ from common_kernels import masked_decay_, nm_mask
 from common_kernels.adamw import Rule
 
 from .nn import base
-from .nn.linear import MaskedLinear, SparseLinear
+from .nn.linear import MaskedLinear
 from .nn.optimizer import Optimizers, StepWork, each, group_of
 
 # On the weights alpha is multiplied only by the learning rate, and 2e-4 has no effect: it removes
@@ -114,7 +114,6 @@ class Method(base.Method):
         if not alpha:
             return
         for name, layer in self.layers.items():
-            assert isinstance(layer, MaskedLinear)
             if self.config.decay_on == "weights":
                 # Before the optimizer's own step, as AdamW applies its weight decay.
                 shrink = 1.0 - learning_rate_of(optimizer, layer.weight) * alpha
@@ -130,8 +129,7 @@ class Method(base.Method):
         """The decay factor on the gradient: 0 if the decay acts on the weights."""
         return self.alpha(step) if self.config.decay_on == "gradients" else 0.0
 
-    def step_work(self, layer: SparseLinear, step: int) -> StepWork | None:
-        assert isinstance(layer, MaskedLinear)
+    def step_work(self, layer: Any, step: int) -> StepWork | None:
         return StepWork(
             layer=layer,
             rule=Rule(alpha=self.decay_of_gradient(step), choose="rows"),

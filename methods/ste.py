@@ -13,12 +13,13 @@ the products are in FP8 (nn/fp8_gemms.py); only fprop is sparse.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 from common_kernels.adamw import Rule
 
 from .nn import base
 from .nn.fp8_gemms import FP8
-from .nn.linear import MaskedLinear, SparseLinear
+from .nn.linear import MaskedLinear
 from .nn.optimizer import StepWork
 
 
@@ -48,6 +49,5 @@ class Method(base.Method):
     def capabilities(self) -> base.Capabilities:
         return replace(super().capabilities, changes_only_weights=True)
 
-    def step_work(self, layer: SparseLinear, step: int) -> StepWork | None:
-        assert isinstance(layer, MaskedLinear)
+    def step_work(self, layer: Any, step: int) -> StepWork | None:
         return StepWork(layer=layer, rule=Rule(choose="rows"), mask=layer.mask)

@@ -41,13 +41,7 @@ import torch
 from accelerate.state import AcceleratorState
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
-from transformers import (
-    PreTrainedModel,
-    TrainerCallback,
-    TrainerControl,
-    TrainerState,
-    TrainingArguments,
-)
+from transformers import PreTrainedModel, TrainerCallback, TrainerState, TrainingArguments
 
 from ..nn import base, conversion, distillation, lowrank, matrices, sharding
 from ..nn.linear import SparseLinear
@@ -166,14 +160,10 @@ class MethodCallback(TrainerCallback):
         # A bound method, so that a copy of the model gets its own.
         model.forward = types.MethodType(forward, model)
 
-    def on_init_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         _check_sharding(args)
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         _check_sharding(args)
         self._check(args, state)
         if self.method.capabilities.needs_adamw:
@@ -193,29 +183,21 @@ class MethodCallback(TrainerCallback):
                 )
             self._load(path)
 
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Called after the Trainer has loaded the plain weights of the best model, if requested."""
         if args.load_best_model_at_end and state.best_model_checkpoint:
             self._load(Path(state.best_model_checkpoint) / STATE)
 
-    def on_step_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._distilled = 0
         self.method.on_step_begin(state.global_step)
         self.method.open_micro_batch()
 
-    def on_substep_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Called between two micro-batches of a step."""
         self.method.open_micro_batch()
 
-    def on_pre_optimizer_step(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Called after clipping, which unscales."""
         if getattr(self.method, "teacher", None) is not None and not self._distilled:
             raise ValueError(
@@ -226,37 +208,27 @@ class MethodCallback(TrainerCallback):
             return  # the scaler will skip this step
         self.method.on_gradients(state.global_step, kwargs["optimizer"])
 
-    def on_optimizer_step(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Called before `state.global_step` is raised."""
         self.method.on_step_end(state.global_step)
 
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Called before a checkpoint is saved."""
         if self._mesh() is not None:
             _give_states(getattr(kwargs["optimizer"], "optimizer", kwargs["optimizer"]))
 
-    def on_log(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         logs = kwargs["logs"]
         if "loss" in logs:  # a training log, not that of an evaluation or of the end
             metrics: Any = self.method.metrics()
             logs.update(metrics)
             state.log_history[-1].update(metrics)
 
-    def on_save(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        found = self.method.state_dict()
-        if self._mesh() is not None:
-            found = _gathered(found, state.is_world_process_zero)  # by all ranks
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        layers = self.method.sparse_layers.items()
+        found = _gathered(self.method.state_dict(), state.is_world_process_zero)  # by all ranks
         if state.is_world_process_zero:
             if self._mesh() is None:  # if sharded, they are in the Trainer's own files
-                layers = self.method.sparse_layers.items()
                 found["layers"] = {name: layer.state_dict() for name, layer in layers}
             path = self._folder(args, state) / STATE
             torch.save(found, path.with_suffix(".new"))

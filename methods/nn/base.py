@@ -69,8 +69,9 @@ class Method:
                 f"{given.__module__}.{given.__qualname__}"
             )
         self.config = config
-        self.layers: dict[str, nn.Linear] = {}
-        self.sparse_layers: dict[str, SparseLinear] = {}  # the converted layers by name
+        # The linears by name, and the converted ones of them, of the method's own class.
+        self.layers: dict[str, Any] = {}
+        self.sparse_layers: dict[str, Any] = {}
         self._model: nn.Module | None = None  # the model that holds the layers
         self._fast: list[tuple[nn.Module, str, Any]] = []  # flags that finalize sets again
         self.report: Report | None = None
@@ -340,7 +341,7 @@ class Method:
             works = {n: self.step_work(layer, step) for n, layer in self.sparse_layers.items()}
             self._works = fused.accept({n: work for n, work in works.items() if work})
 
-    def step_work(self, layer: SparseLinear, step: int) -> StepWork | None:
+    def step_work(self, layer: Any, step: int) -> StepWork | None:
         """The work of `on_gradients` and `on_step_end` on the weight of `layer` in this step, for
         an optimizer that can do it in its own pass; None if only those hooks can do it.
 

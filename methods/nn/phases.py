@@ -70,7 +70,6 @@ class SwitchedMethod(base.Method):
     @torch.no_grad()
     def _switch(self, dense: bool) -> None:
         for layer in self.sparse_layers.values():
-            assert isinstance(layer, SwitchedLinear)
             layer.switch(dense)
 
     def on_step_begin(self, step: int) -> None:

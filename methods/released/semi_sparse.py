@@ -17,7 +17,6 @@ from torch import Tensor
 from common_kernels import transposable_mask24
 
 from .. import semi_sparse
-from ..nn.linear import SparseLinear
 from ..nn.optimizer import StepWork
 from ..nn.transposable import TransposableLinear
 
@@ -47,6 +46,6 @@ class Method(semi_sparse.Method):
             )
         self.Linear = Linear  # type: ignore[misc]
 
-    def step_work(self, layer: SparseLinear, step: int) -> StepWork | None:
+    def step_work(self, layer: Any, step: int) -> StepWork | None:
         """None: an optimizer would choose the masks by magnitude."""
         return None

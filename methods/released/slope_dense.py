@@ -31,7 +31,7 @@ class Method(slope.Method):
             raise ValueError(
                 "released.slope_dense needs the optimizer: on_gradients(step, optimizer)"
             )
-        sparse = {id(layer.values) for layer in self._layers()}
+        sparse = {id(layer.values) for layer in self.layers.values()}
         for group in (group for own in each(optimizer) for group in own.param_groups):
             for parameter in group["params"]:
                 if id(parameter) not in sparse:
