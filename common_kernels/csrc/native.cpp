@@ -66,6 +66,7 @@ struct Kernel {
 };
 
 AOTITorchError (*current_stream)(int32_t device, void** stream);
+int (*memset32)(void* where, unsigned value, size_t count, void* stream);  // the driver's
 std::mutex mutex, launching;
 
 // What `operation`, an operator of Python, makes of `arguments()`, kept by `key`.
@@ -268,13 +269,24 @@ int32_t format(int64_t number) {
 
 Tensor number_on(const Tensor& like) { return empty({}, aoti_torch_dtype_float32(), like); }
 
-// The largest magnitude of x, as bits.
-Tensor largest(const Tensor& x, const Kernel& kernel, void* stream) {
-  Tensor bits = empty({}, aoti_torch_dtype_int32(), x);
-  torch::stable::zero_(bits);
-  kernel(stream, {address(x), address(bits), x.numel()});
-  return bits;
-}
+// Searches x for its largest magnitude and gives the address of its bits, which the stream's next
+// launches may read until the lock is released: like a plan's bias, they have one place a stream.
+struct Largest {
+  std::lock_guard<std::mutex> alone{launching};
+  int64_t bits;
+
+  Largest(const Kernel& kernel, const Shape& given, const Tensor& x, void* stream) {
+    static auto& places = *new std::map<std::pair<int32_t, void*>, Tensor>;  // to the end
+    auto [found, is_new] = places.try_emplace({x.get_device_index(), stream});
+    if (is_new) found->second = empty({}, aoti_torch_dtype_int32(), x);
+    bits = address(found->second);
+    const int status = memset32(found->second.data_ptr(), 0, 1, stream);
+    if (status) throw std::runtime_error("cuMemsetD32Async: error " + std::to_string(status));
+    Shape arguments = given;
+    arguments.insert(arguments.end(), {bits, x.numel()});
+    kernel(stream, arguments);
+  }
+};
 
 std::tuple<Tensor, Tensor, Tensor, Tensor> quantize_both24(
     const Tensor& given, int64_t fmt, int64_t fmt_transposed) {
@@ -292,10 +304,10 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> quantize_both24(
   }
   const auto* found = kernels("quantize_both24", {fmt, fmt_transposed}, {x}, {rows, columns});
   void* stream = stream_of(x);
-  const Tensor bits = largest(x, found[0], stream);
+  const Largest amax(found[0], {address(x)}, x, stream);
   for (int i = 1; i <= 1 + (fmt == fmt_transposed); ++i) {
     found[i](
-        stream, {address(x), address(codes), address(turned), address(bits), address(scale),
+        stream, {address(x), address(codes), address(turned), amax.bits, address(scale),
                  address(scale_turned), address(scale), rows, columns, padded});
   }
   return {codes, turned, scale, scale_turned};
@@ -317,12 +329,41 @@ std::tuple<Tensor, Tensor, Tensor> quantize_and_sample24(
   Tensor buffer = empty({found[1].bytes}, aoti_torch_dtype_uint8(), dy);
   const int64_t padded = found[1].blocks / (out / TILE) * TILE, values = address(buffer);
   void* stream = stream_of(dy);
-  const Tensor bits = largest(dy, found[0], stream);
+  const Largest amax(found[0], {address(dy)}, dy, stream);
   found[1](
       stream, {address(dy), address(drawn), stride, address(codes), values,
-               values + out * padded / 2, address(bits), address(scale), address(scale), tokens,
+               values + out * padded / 2, amax.bits, address(scale), address(scale), tokens,
                padded, out});
   return {codes, buffer, scale};
+}
+
+// Writes the codes of a weight and of its transpose; a packed one is a buffer of bytes.
+void quantize_weight24(
+    std::string kinds, const Tensor& own, const Tensor& other, const Tensor& scales,
+    const Tensor& w, const std::optional<Tensor>& mask, const std::optional<Tensor>& beta,
+    const std::optional<Tensor>& amax) {
+  const auto guard = on_device_of(w);
+  void* stream = stream_of(w);
+  const bool dense = dtype_of(own) == dtype_of(other) &&
+      dtype_of(own) != aoti_torch_dtype_uint8() && other.is_contiguous();
+  std::vector<Tensor> tensors{own, other, scales, w};
+  if (mask || beta) tensors.push_back(mask ? *mask : *beta);
+  if (amax) tensors.push_back(*amax);
+  const auto* found = kernels(
+      "quantize_weight24_ " + kinds, {mask ? 1 : beta ? 3 : 0}, tensors,
+      {w.size(0), w.size(1), other.is_contiguous(), amax.has_value()});
+  const int64_t under = address(mask ? *mask : beta ? *beta : w), values = w.numel() / 2;
+  std::optional<Largest> searched;
+  if (!amax) searched.emplace(*found++, Shape{address(w), under}, w, stream);
+  const int64_t bits = amax ? address(*amax) : searched->bits;
+  const auto meta = [&](const Tensor& x) {
+    return address(x) + (dtype_of(x) == aoti_torch_dtype_uint8() ? values : 0);
+  };
+  for (int i = 0; i <= dense; ++i) {  // as weights_triton.start
+    found[i](
+        stream, {address(w), under, address(w), bits, bits, address(scales),
+                 address(own), meta(own), address(other), meta(other), w.size(0), w.size(1)});
+  }
 }
 
 // The product of codes by cuSPARSELt, times factor / (scale * other), plus the bias.
@@ -392,10 +433,12 @@ void launch24(int64_t kernel, Shape arguments) {
 }  // namespace
 
 // Makes these the operators' kernels for a dispatch key, and returns the registration. `stream` is
-// the shim's function that gives the current stream of a device.
+// the shim's function that gives the current stream of a device, `memset` cuMemsetD32Async.
 extern "C" __attribute__((visibility("default"))) void* sparse24_start(
-    const char* key, AOTITorchError (*stream)(int32_t, void**)) {
+    const char* key, AOTITorchError (*stream)(int32_t, void**),
+    int (*memset)(void*, unsigned, size_t, void*)) {
   current_stream = stream;
+  memset32 = memset;
   TorchLibraryHandle library;
   static TorchLibraryHandle without_tensors;  // kept as long as the process
   TORCH_ERROR_CODE_CHECK(
@@ -409,6 +452,7 @@ extern "C" __attribute__((visibility("default"))) void* sparse24_start(
   add("compress24", TORCH_BOX(&compress24));
   add("scaled_linear24", TORCH_BOX(&scaled_linear24));
   add("quantize_both24", TORCH_BOX(&quantize_both24));
+  add("quantize_weight24_", TORCH_BOX(&quantize_weight24));
   add("quantize_and_sample24", TORCH_BOX(&quantize_and_sample24));
   TORCH_ERROR_CODE_CHECK(aoti_torch_library_init_impl(
       "sparse24", "CompositeExplicitAutograd", __FILE__, __LINE__, &without_tensors));

@@ -4,6 +4,8 @@ The result equals, bit for bit, that of `quantize_fp8` and `pack24` applied to t
 to its transpose.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -11,7 +13,7 @@ from common_kernels import backend as backends
 from common_kernels import checks
 from common_kernels.compressed import expand_nm, unpack_mask
 from common_kernels.fp8 import cpu as fp8
-from common_kernels.library import custom_op
+from common_kernels.library import custom_op, kernels_of, launched_by_cpp
 from common_kernels.masks import nm_mask
 from common_kernels.pack import BUFFERED, Packed24, cpu
 from common_kernels.soft_threshold import soft_threshold24
@@ -57,7 +59,16 @@ def quantize24_(
     )
     name = backends.resolve_fp8(device, backend)
     kinds = own.dtype, _layout(own), other.dtype, _layout(other)
-    _quantize24_(first, second, *kinds, scales, w, mask, beta, amax, name)
+    given = scales, w, mask, beta, amax
+    written = first.is_contiguous() and (second.is_contiguous() or second.t().is_contiguous())
+    read = w.is_contiguous() and (mask is None or mask.is_contiguous()) and not w.requires_grad
+    if name == "triton" and written and read and _fits(*w.shape, kinds[1], kinds[3]):
+        formats = fp8.NAMES[own.dtype], fp8.NAMES[other.dtype]
+        _by_one_kernel_(f"{formats[0]} {kinds[1]} {formats[1]} {kinds[3]}", first, second, *given)
+        changed = [t for t in (first, second, scales) if not t.is_inference()]
+        torch.autograd.graph.increment_version(changed)  # as any operator that writes
+    else:
+        _quantize24_(first, second, *kinds, *given, name)
 
 
 def quantize_compressed24_(
@@ -148,6 +159,31 @@ def _quantize24_(
     _write(own, own_dtype, own_layout, scales[0], pruned, mask)
     turned = None if mask is None else mask.t()
     _write(other, other_dtype, other_layout, scales[1], pruned.t(), turned)
+
+
+@launched_by_cpp(
+    "quantize_weight24_(str kinds, Tensor(a!) own, Tensor(b!) other, Tensor(c!) scales, Tensor w, "
+    "Tensor? mask, Tensor? beta, Tensor? amax) -> ()",
+    lambda *_: None,
+)
+def _by_one_kernel_(kinds: str, own: Tensor, other: Tensor, *given: Tensor | None) -> None:
+    _from_python(kinds, own, other, *given)
+
+
+def _from_python(kinds: str, own: Tensor, other: Tensor, *given: Tensor | None) -> None:
+    """`_quantize24_` for tensors that a kernel reads and writes as they are. kinds: the formats and
+    layouts of own and of other."""
+    fmt, layout, other_fmt, other_layout = kinds.split()
+    dtypes = fp8.FORMATS[fmt], fp8.FORMATS[other_fmt]
+    _quantize24_(own, other, dtypes[0], layout, dtypes[1], other_layout, *given, "triton")
+
+
+@kernels_of("quantize_weight24_")
+def _(*given: Any) -> None:
+    (*kinds, kind), (own, other, scales, w, *rest) = given[:5], given[5:]
+    mask, beta = (rest.pop(0) if kind == its else None for its in (1, 3))
+    amax = rest.pop() if rest else None
+    _from_python(" ".join(kinds), own, other, scales, w, mask, beta, amax)
 
 
 @custom_op("sparse24::quantize_compressed24_", mutates_args=("own", "other", "scales"))

@@ -154,7 +154,8 @@ def start() -> None:
     try:
         register = load()
         shim = ctypes.CDLL(str(TORCH / "lib" / "libtorch_cuda.so"))
-        register(b"CUDA", shim.aoti_torch_get_current_cuda_stream)
+        stream = shim.aoti_torch_get_current_cuda_stream
+        register(b"CUDA", stream, driver().cuMemsetD32Async)
         if HAS_TRITON:
             let_launch()
     except (OSError, RuntimeError) as error:  # RuntimeError: no compiler, no home directory

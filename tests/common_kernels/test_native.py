@@ -13,8 +13,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from common_kernels import compress_nm, matmul, nm_mask, pack_mask
+from common_kernels import compress_nm, matmul, nm_mask, pack_mask, transposable_mask24
 from common_kernels.fp8.operands import quantize_and_sample, quantize_both, scaled_linear
+from common_kernels.fp8.weights import quantize24_
 from common_kernels.matmul import Problem, cusparselt, linear24, mm24, native, sample_mm24, table
 from common_kernels.pack import BUFFERED, Packed24
 from common_kernels.pack import cusparselt as loader
@@ -56,6 +57,9 @@ int cuLaunchKernel(void *function, unsigned blocks, unsigned y, unsigned z, unsi
                   shared == 99 ? *(size_t *)given[7] : 0};
   memcpy(taken, all, sizeof all);
   return y * z * ty * tz == 1 ? status : 7; }
+int cuMemsetD32Async(int *where, unsigned value, size_t count, void *on) {
+  while (count--) *where++ = value;
+  return 0; }
 int current_stream(int device, void **out) { *out = stream; return 0; }
 """
 
@@ -88,7 +92,8 @@ def fake(monkeypatch, tmp_path, tmp_path_factory):
     monkeypatch.setattr(table, "device_of", lambda index: torch.device("cpu"))
     # One build serves all tests.
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp()))
-    registration = ctypes.c_void_p(native.load()(b"CPU", fake.current_stream))
+    own = fake.current_stream, fake.cuMemsetD32Async
+    registration = ctypes.c_void_p(native.load()(b"CPU", *own))
     now(fake)
     yield fake
     shim = ctypes.CDLL(str(native.TORCH / "lib/libtorch_cpu.so"))
@@ -103,6 +108,9 @@ def now(fake, stream=None, status=0):
 
 
 FORMATS = {448.0: torch.float8_e4m3fn, 57344.0: torch.float8_e5m2}  # by their largest code
+CODES = dict.fromkeys(("codes", "values", "own"), "TOP") | dict.fromkeys(
+    ("transposed", "other"), "TOP_T"
+)
 NOTED, RAN, KEPT = [], [], []  # C++ keeps kernels as long as the process
 
 
@@ -112,7 +120,7 @@ def interpret(monkeypatch):
     Kernels have no compiled form here: one is known by its place among those that were asked for.
     """
     launch = pytest.importorskip("common_kernels.launch", reason="no Triton for this platform")
-    constant = launch.tl.constexpr
+    constant = launch.tl.constexpr, "tl.constexpr"
     kind = ctypes.CFUNCTYPE(
         ctypes.c_int, ctypes.c_size_t, *(ctypes.c_uint,) * 7, ctypes.c_void_p,
         ctypes.POINTER(ctypes.POINTER(ctypes.c_int64)), ctypes.c_void_p,
@@ -123,11 +131,11 @@ def interpret(monkeypatch):
         given = dict(zip(names, args, strict=False)) | options
         left_out = {
             name for name, value in given.items()
-            if names[name].annotation is constant or (type(value) is int and value == 1)
+            if names[name].annotation in constant or (type(value) is int and value == 1)
         }  # fmt: skip
         NOTED.append((kernel, given, left_out))
         parts = [
-            types.SimpleNamespace(name=n, is_constexpr=p.annotation is constant)
+            types.SimpleNamespace(name=n, is_constexpr=p.annotation in constant)
             for n, p in names.items()
         ]
         source = types.SimpleNamespace(
@@ -149,9 +157,12 @@ def interpret(monkeypatch):
                 assert number == given[name]
                 continue
             shape, dtype = given[name].shape, given[name].dtype
-            code = "TOP" in given and name in ("codes", "transposed", "values")
+            if name.startswith("meta") and dtype == torch.float32:  # not written to
+                values[name] = torch.zeros(1)
+                continue
+            code = "TOP" in given and name in CODES
             if code:  # the interpreter writes codes in fp32
-                dtype = FORMATS[given["TOP_T" if name == "transposed" else "TOP"]]
+                dtype = FORMATS[given[CODES[name]]]
             size = max(1, shape.numel()) * dtype.itemsize
             memory = torch.frombuffer(
                 (ctypes.c_char * size).from_address(number), dtype=torch.uint8
@@ -282,6 +293,31 @@ def test_a_product_of_codes_is_rescaled_as_in_python(linear, fake, monkeypatch):
             want = rescale(y, *scales, float(factor), b, out, backend="cpu")
             torch.testing.assert_close(got, want, rtol=torch.finfo(out).eps, atol=0)
     assert {*ran} == {"rescale_kernel"} and len(ran) == (8 if linear else 4)
+
+
+@each("layout", ["", BUFFERED])
+@each("kind", ["soft", "mask", "whole"])
+@each("known", [True, False])
+def test_codes_of_a_weight_are_those_of_python(layout, kind, known, fake, monkeypatch):
+    w, beta, amax = torch.randn(64, 128), torch.tensor(1.5), torch.tensor(4.0) if known else None
+    mask, dtypes = transposable_mask24(w), (torch.float8_e4m3fn, torch.float8_e5m2)
+    packs = layout if kind != "whole" else ""
+
+    def written(backend, other):
+        own = Packed24.empty((64, 128), dtypes[0], layout=packs) if packs else torch.empty(
+            64, 128, dtype=dtypes[0])  # fmt: skip
+        turned = torch.empty(128, 64, dtype=dtypes[other])
+        if not other:
+            turned = torch.empty(64, 128, dtype=dtypes[1]).t() if known else turned
+        scales = torch.empty(2)
+        how = {"mask": mask} if kind == "mask" else {"beta": beta} if kind == "soft" else {}
+        quantize24_(own, turned, scales, w, amax=amax, backend=backend, **how)
+        return (own.buffer if packs else own), turned, scales
+
+    wanted = [written("cpu", other) for other in (0, 1)]
+    interpret(monkeypatch)
+    for other in (0, 1, 0, 1):
+        assert same(written("triton", other), wanted[other])
 
 
 def test_a_dense_product_of_codes_takes_the_reciprocals_of_both_scales(fake, monkeypatch):

@@ -582,6 +582,6 @@ def test_opcheck():
     # What C++ calls to make a plan or a kernel, and what it calls alone.
     others = {
         "plan24", "kernels24", "launch24", "sample_mm24_cusparselt", "quantize_both24",
-        "quantize_and_sample24", "compress24",
+        "quantize_and_sample24", "compress24", "quantize_weight24_",
     }  # fmt: skip
     assert checked == names - {f"sparse24::{name}" for name in others}
