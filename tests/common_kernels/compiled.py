@@ -31,6 +31,7 @@ from tests.common_kernels.test_operators import cases
 
 ARCHITECTURES = (80, 86, 89, 90, 100, 120)
 CASTS_TO_FP8 = 89  # on others `backend.resolve_fp8` takes the plain path
+ALIKE = {86: 80, 120: 100}  # in LLVM's language, for kernels that every architecture shares
 
 
 class Driver:
@@ -50,16 +51,18 @@ class Driver:
 
 class Shared:
     """Stages of Triton's compiler that, once a kernel is in the GPU dialect for one architecture,
-    start from there for the next. Kernels with products or with PTX of their own, which may choose
+    start from there for the next, and from LLVM's language for one that is alike. Kernels with products or with PTX of their own, which may choose
     by the architecture, are compiled from their source each time."""
 
     def __init__(self, folder):
         self.path, self.known = Path(folder, "kernel.ttgir"), None
         self.make_ir, self.make_ttir = ASTSource.make_ir, CUDABackend.make_ttir
-        self.make_ttgir = CUDABackend.make_ttgir
+        self.make_ttgir, self.make_llir = CUDABackend.make_ttgir, CUDABackend.make_llir
+        self.low = {}
         ASTSource.make_ir = lambda *arguments, **named: self.ir(*arguments, **named)
         CUDABackend.make_ttir = staticmethod(self.ttir)
         CUDABackend.make_ttgir = staticmethod(self.ttgir)
+        CUDABackend.make_llir = lambda *arguments: self.llir(*arguments)
 
     def ir(self, source, target, options, codegen_fns, module_map, context):
         if self.known is None:
@@ -83,6 +86,15 @@ class Shared:
             self.known = text, dict(metadata), capability
         return made
 
+    def llir(self, backend, module, metadata, options, capability):
+        like = ALIKE.get(capability)
+        if not self.known or like not in self.low:
+            made = self.make_llir(backend, module, metadata, options, capability)
+            self.low[capability] = made, dict(metadata)
+        made, more = self.low[like if self.known and like in self.low else capability]
+        metadata.update((k, v) for k, v in more.items() if k not in metadata)
+        return made
+
 
 def compile_instead_of_launch(done, failed, shared):
     """Replace Triton's launch. done: the kernels that were compiled; failed: the reasons of those
@@ -96,6 +108,7 @@ def compile_instead_of_launch(done, failed, shared):
             return
         done.add(name)
         shared.known = None
+        shared.low.clear()
         for fake.architecture in ARCHITECTURES:
             try:
                 run(kernel, *args, grid=grid, warmup=True, **options)
