@@ -1,9 +1,9 @@
 """Packed 2:4 matrices: half of the values, and two bits per value for its position.
 
-`cpu.py` defines the layouts, of which cuSPARSELt writes one itself (`cusparselt.py`). `triton.py`
-prunes and packs in one read for compute capability 9.0, and `sample_triton.py` does so for samples
-of gradients. `bitmask.py` writes a format that stores a mask, and `interop.py` converts to torch's
-tensor class.
+`cpu.py` defines the layouts, of which cuSPARSELt writes one itself (`cusparselt.py`), and
+`learn.py` learns its order. `triton.py` prunes and packs in one read, and `sample_triton.py` does
+so for samples of gradients. `bitmask.py` writes a format that stores a mask, and `interop.py`
+converts to torch's tensor class.
 """
 
 from collections.abc import Sequence
@@ -215,11 +215,10 @@ def _pack24(x: torch.Tensor, mask: torch.Tensor, layout: str, backend: str) -> t
         check_mask(mask)
     # The kernel takes 64 columns at a time and converts entries to fp32 and back.
     fits = x.shape[1] % 64 == 0 and x.dtype in (torch.bfloat16, torch.float16)
-    if backend == "triton" and fits and x.shape[0] % 64 == 0:
+    if backend == "triton" and fits and x.shape[0] % 64 == 0 and layout not in (VENDOR, "neutral"):
         from common_kernels.pack import triton
 
-        if layout != VENDOR:
-            return triton.pack(x.contiguous(), mask.contiguous(), "mask", x.dtype, layout=layout)
+        return triton.pack(x.contiguous(), mask.contiguous(), "mask", x.dtype, layout=layout)
     return cpu.pack(x, mask, layout)
 
 

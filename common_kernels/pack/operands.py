@@ -1,10 +1,9 @@
 """Operands of the products of training, pruned and packed in place in one read.
 
-They are packed in one buffer (`Packed24.empty`), in layout `cusparselt_sm90`, `cutlass_sm90` or
-`cutlass_sm90_k128`; for layout `cusparselt` they are pruned, and then the library packs them. Rows
-and columns are multiples of 64 and of what the layout needs. The results equal, bit for bit, those
-of the operators on dense tensors followed by `pack24`, which is also how the PyTorch path computes
-them. Nothing waits for a GPU, so masks are not checked to be 2:4.
+They are packed in any layout; for layout `cusparselt` they are pruned, and then the library packs
+them. Rows and columns are multiples of 64 and of what the layout needs. The results equal, bit for
+bit, those of the operators on dense tensors followed by `pack24`, which is also how the PyTorch
+path computes them. Nothing waits for a GPU, so masks are not checked to be 2:4.
 """
 
 from collections.abc import Iterator

@@ -74,7 +74,7 @@ def is_written(order: str, groups: int) -> bool:
 def order_of(layout: str, dtype: torch.dtype) -> str:
     """The order of a layout's metadata; raises ValueError if the kernels do not write it."""
     form = LAYOUTS[layout].forms.get(dtype.itemsize)
-    if form is None or not is_written(form.order, 16):
+    if form is None or dtype.itemsize > 2 or not is_written(form.order, 16):
         raise ValueError(f"layout {layout!r} is not written here for {dtype}; use convert24")
     return form.order
 
@@ -96,25 +96,6 @@ def split(
     return buffer[:end].view(dtype), buffer[end:].view(torch.int32)
 
 
-def check(
-    x: torch.Tensor, mask: torch.Tensor | None, dtype: torch.dtype, itemsizes: tuple[int, ...]
-) -> None:
-    """Raise ValueError unless x [64 a, 64 b] and mask are row-major and `dtype` has one of
-    `itemsizes` bytes."""
-    if x.ndim != 2 or x.shape[0] % 64 or x.shape[1] % 64:
-        raise ValueError(f"shape {tuple(x.shape)}: both dims must be multiples of 64; pad it")
-    if mask is not None:
-        rows, columns = x.shape
-        shape = (rows, columns // 8) if mask.dtype == torch.uint8 else (rows, columns)
-        if mask.shape != shape or mask.dtype not in (torch.bool, torch.uint8):
-            raise ValueError(f"the mask must be bool of shape {tuple(x.shape)}, or its bits")
-    if not x.is_contiguous() or not (mask is None or mask.is_contiguous()):
-        raise ValueError("the matrix and its mask must be contiguous; call .contiguous() first")
-    if dtype.itemsize not in itemsizes:
-        allowed = " or ".join(map(str, itemsizes))
-        raise ValueError(f"{dtype} has {dtype.itemsize} bytes; this form is for {allowed}")
-
-
 def pack(
     x: torch.Tensor,
     mask: torch.Tensor | None,
@@ -130,7 +111,6 @@ def pack(
 
     dense: [64 a, 64 b] of `dtype`; also receives the pruned matrix as a dense one.
     """
-    check(x, mask, dtype, (1, 2))
     rows, columns = x.shape
     if buffer is None:
         buffer = new_buffer(rows, columns, dtype, x.device, layout)
@@ -314,15 +294,12 @@ def pack_both(
     w: torch.Tensor,
     mask: torch.Tensor | None,
     dtype: torch.dtype,
-    buffers: tuple[torch.Tensor, torch.Tensor] | None = None,
-    layouts: tuple[str, str] = (BUFFERED, BUFFERED),
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Pack w [64 a, 64 b] and its transpose under a transposable mask (the given one, else the
-    best) in one read, and return their buffers. dtype: 16-bit."""
-    check(w, mask, dtype, (2,))
+    buffers: tuple[torch.Tensor, torch.Tensor],
+    layouts: tuple[str, str],
+) -> None:
+    """Pack w [64 a, 64 b] and its transpose into two buffers under a transposable mask, the given
+    one, else the best, in one read. dtype: 16-bit."""
     rows, columns = w.shape
-    if buffers is None:  # both have the same size
-        buffers = tuple(new_buffer(rows, columns, dtype, w.device) for _ in range(2))
     orders = [order_of(layout, dtype) for layout in layouts]
     parts = [split(buffer, w.numel(), dtype) for buffer in buffers]
     launch(
@@ -333,7 +310,6 @@ def pack_both(
         SEARCH=mask is None, BITS=is_bits(mask), ORDER=orders[0], ORDER_T=orders[1],
         num_warps=8 if mask is not None else 2 if w.element_size() == 4 else 4,
     )  # fmt: skip
-    return buffers
 
 
 @functools.cache

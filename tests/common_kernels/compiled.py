@@ -51,8 +51,9 @@ class Driver:
 
 class Shared:
     """Stages of Triton's compiler that, once a kernel is in the GPU dialect for one architecture,
-    start from there for the next, and from LLVM's language for one that is alike. Kernels with products or with PTX of their own, which may choose
-    by the architecture, are compiled from their source each time."""
+    start from there for the next, and from LLVM's language for one that is alike. Kernels with
+    products or with PTX of their own, which may choose by the architecture, are compiled from their
+    source each time."""
 
     def __init__(self, folder):
         self.path, self.known = Path(folder, "kernel.ttgir"), None

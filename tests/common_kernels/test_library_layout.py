@@ -37,15 +37,16 @@ DEVICE = torch.device("cuda", 0) if CUDA else torch.device("cpu")
 HOPPER = CUDA and torch.cuda.get_device_capability() == (9, 0)
 BF16, E4M3, E5M2 = torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2
 pytestmark = pytest.mark.skipif(CUDA and not HOPPER, reason="BUFFERED is for 9.0")
-if CUDA:
-    LEARNT = learn.layout_on(DEVICE) if HOPPER else VENDOR
-else:
-    LEARNT = "cusparselt_learnt_invented"
-    ORDERS = {1: "g r r5 r1 g3 r4 r0 g2 g0 r2 g1 r3", 2: "g r g3 r5 r2 r1 r0 r4 g2 r3 g1 g0"}
-    cpu.LAYOUTS[LEARNT] = cpu.Layout(
-        {size: cpu.Form(64, 64, torch.uint8, order) for size, order in ORDERS.items()}
-    )
+LEARNT = learn.layout_on(DEVICE) if HOPPER else "cusparselt_learnt_invented"
+ORDERS = {1: "g r r5 r1 g3 r4 r0 g2 g0 r2 g1 r3", 2: "g r g3 r5 r2 r1 r0 r4 g2 r3 g1 g0"}
+FORMS = {size: cpu.Form(64, 64, torch.uint8, order) for size, order in ORDERS.items()}
 ways = each(("backend", "own"), [("cpu", VENDOR), ("triton", VENDOR), ("triton", LEARNT)])
+
+
+@pytest.fixture(autouse=True)
+def invented(monkeypatch):
+    if not HOPPER:
+        monkeypatch.setitem(cpu.LAYOUTS, LEARNT, cpu.Layout(FORMS))
 
 
 def numbers(*shape, seed=0, dtype=torch.float32):
