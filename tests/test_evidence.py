@@ -1,4 +1,5 @@
-"""Tests that what docs/evidence.md and the README say of measurements is what the records say."""
+"""Tests that what docs/evidence.md, the README and the notes of blocks say of measurements is what
+the records say."""
 
 import json
 import math
@@ -21,8 +22,8 @@ from reproduce.render.report import page as report_page
 from reproduce.render.report.gather import shown_blocks
 
 ROOT = Path(__file__).parents[1]
-LOSS, TOP1 = "metrics.val_loss", "metrics.val_top1"
-LINEAR, KNN = "metrics.linear_top1", "metrics.knn_top1"
+LOSS = "metrics.val_loss"
+LINEAR = "metrics.linear_top1"
 
 
 @cache
@@ -46,12 +47,14 @@ def blocks():
     return {one.block.name: one for one in shown}
 
 
-def part(heading, begin=None, end="\0"):
-    """A part of the page on evidence, in which line breaks are spaces except before a table; of it
-    what is between `begin` and `end`."""
+def part(heading):
+    """A part of the page on evidence, in which line breaks are spaces except before a table."""
     page = text("docs/evidence.md").split(f"\n## {heading}\n")[1].split("\n## ")[0]
-    page = re.sub(r"\n(?=[^|\n-])", " ", page)
-    return (page.split(begin)[1] if begin else page).split(end)[0]
+    return re.sub(r"\n *(?=[^|\n -])", " ", page)
+
+
+def notes(block):
+    return " ".join(read_block(block).notes)
 
 
 def losses(block, variant, metric="val_loss"):
@@ -78,26 +81,10 @@ def compared(block, variant, against="dense", metric=LOSS):
     return f"{effect:{form}} [{low:{form}}, {high:{form}}]"
 
 
-def check_table(told, block, *cells, metric=LOSS, sign=1):
-    """The table of a block's variants, from the best on; return the variants.
-
-    cells: pairs of a block and a metric, compared with dense.
-    """
-    variants = [variant for variant in read_block(block).variants if variant != "dense"]
-    rows = re.findall(r"^\| `(\w+)` \|(.*)\|$", told, re.M)
-    found = [
-        (name, *(cell.strip() for cell in row.split("|")[-len(cells) - 1 :])) for name, row in rows
-    ]
-    assert found == [
-        (v, *(compared(b, v, metric=m) for b, m in cells), str(len(lost(block, v, metric=metric))))
-        for v in sorted(variants, key=lambda v: sign * fmean(lost(block, v, metric=metric)))
-    ]
-    return variants
-
-
 def test_the_differences_and_the_figure_are_those_of_the_records(tmp_path):
-    """If not: the tables of docs/evidence.md by hand, the figure by the command there."""
-    told = part("Measured so far", end="Block c: ")
+    """If not: the page's table by hand, the figure by `python -m reproduce report figure=FILE`."""
+    told = part("Measured so far")
+    assert len(text("docs/evidence.md").split()) <= 1500
     main, other = blocks()[report_page.MAIN], blocks()["b"]
 
     def cell(row):
@@ -110,15 +97,16 @@ def test_the_differences_and_the_figure_are_those_of_the_records(tmp_path):
     for row in sorted_rows(main, set(main.leading) - {main.baseline}):
         g = gap_closed(values(), "a", row.label, main.metric, rules().margin, rules().seeds)
         share = "1" if row.label == "half" else f"{g.value:.2f} [{g.low:.2f}, {g.high:.2f}]"
-        want.append((row.label, cell(row), share, str(row.pairs)))
-    assert want == re.findall(r"^\| `(\w+)` \| .*? \| (\+.*?) \| (\d.*) \| (\d) \|$", told, re.M)
-    of_b = told.split("Block b: ")[1]
-    found = re.findall(r"^\| `(\w+)` \| [^|]* \| (\+[^|]*) \| (\d) \|$", of_b, re.M)
-    rows = sorted_rows(other, [variant for variant, *_ in found])
-    assert found == [(row.label, cell(row), str(row.pairs)) for row in rows]
-    assert other.baseline == "dense_trained_on" and {"ast", "naive", "gmp"} < {x for x, *_ in found}
+        assert row.pairs == 5
+        want.append((row.label, cell(row), share))
+    assert want == re.findall(r"^\| `(\w+)` \| (\+.*?) \| (\d.*?) \| ", told, re.M)
+    alike = re.search(r"retrained on 33M tokens. (.*) lie within 0.01 nats", part("Blocks"))[1]
+    ends = [losses("b", name).mean() for name in re.findall(r"`(\w+)`", alike)]
+    assert max(ends) - min(ends) < 0.01 and len(ends) == 4
+    lost_by = f"ends {other.rows['sparsegpt'].difference:.2f} above further dense training"
+    assert other.baseline == "dense_trained_on" and lost_by in part("Blocks")
     report_page.write_figure(tmp_path / "figure.svg")
-    figures = "reproduce/render/report/figure.svg", tmp_path / "figure.svg"
+    figures = "docs/figure.svg", tmp_path / "figure.svg"
     kept, drawn = (re.findall(r'aria-label="(.*?)"', text(path)) for path in figures)
     assert drawn == kept and len(kept) == 1  # coordinates may differ between matplotlib's versions
     short = text("README.md").split("Measured (")[1].split("\n## ")[0]
@@ -132,7 +120,7 @@ def test_the_differences_and_the_figure_are_those_of_the_records(tmp_path):
 
 
 def test_the_variants_beside_half_the_width_are_where_their_intervals_put_them():
-    main, words = blocks()[report_page.MAIN], part("What the evidence says")
+    main, words = blocks()[report_page.MAIN], part("Measured so far")
     where = {"better than `half`": set(), "no difference shown": set(), "worse": set()}
     for variant in set(main.leading) - {"dense", "half", "shallow", "dense_narrow"}:
         assert main.rows[variant].low > 0
@@ -149,46 +137,60 @@ def test_the_variants_beside_half_the_width_are_where_their_intervals_put_them()
 
 
 def test_what_is_said_of_the_claims_is_what_the_records_say():
-    content, told = judge.content(rules(), values()), part("What the evidence says")
+    content, told = judge.content(rules(), values()), text("docs/evidence.md")
     claims = content["claims"]
-    comparison = re.compile(r"(?:([cd]): )?`(\w+)` - `(\w+)` ([+-][\d.]+ \[[^]]*\])")
-    rows = re.findall(r"^\| (\d+) \| (.*?) \| (.*?) \| ([^|]+) \|$", told, re.M)
-    assert [(int(row[0]), row[-1]) for row in rows] == [(c["id"], worded(c)) for c in claims]
+    comparison = re.compile(r"(?:([cd]): )?`(\w+)` - `(\w+)`\s([+-][\d.]+\s\[[^]]*\])")
+    rows = re.findall(r"^\| (\d+): " + r"(.*?) \| " * 5 + r"(.*?) \|$", told, re.M)
+    assert [(int(row[0]), row[5]) for row in rows] == [(c["id"], worded(c)) for c in claims]
     assert all(c["without"].endswith(c["verdict"]) for c in claims if c["without"])
-    for claim, (_, words, measured, _) in zip(claims, rows, strict=True):
-        assert not re.search(r"\d\.\d", words)
-        pairs = [(c["block"], c["variant"], c["against"]) for c in claim["contrasts"]]
-        found = comparison.findall(measured)
-        marked = {(b if b in "cd" else "", *pair) for b, *pair in pairs}
-        assert {(mark, variant, against) for mark, variant, against, _ in found} <= marked
-        assert found or not pairs
-        factors = set()
-        for lines in (m["lines"] for m in claim["measured"]):
-            whose = ("effect", "published")
-            ends = [[x[who] for x in lines if x[who] is not None] for who in whose]
-            factors.add(tuple(" to ".join(dict.fromkeys(f"{end:.3f}" for end in (min(x), max(x))))
-                              for x in ends if x))  # fmt: skip
-        read = re.findall(r"\w+: ([\d. to]+), paper ([\d. to]+\d)", measured)
-        assert {*read} <= factors and bool(read) == bool(claim["measured"])
-        assert measured == "-" or len(measured.split("; ")) == len(found) + len(read)
+    for claim, (_, words, paper, ours, ratio, _, objection) in zip(claims, rows, strict=True):
+        assert not re.search(r"\d\.\d", words + objection)
+        if claim["measured"]:
+            cells = (paper, ours, ratio)
+            named = [re.findall(r"(\w+) (-?[\d.]+(?: to -?[\d.]+)?)(?:; |$)", x) for x in cells]
+            (labels,) = {tuple(label for label, _ in one) for one in named}
+            assert len(labels) == 2 + (claim["id"] == 12)
+            ranges = set(zip(*([found for _, found in one] for one in named), strict=True))
+            assert ranges <= {measured_range(m["lines"]) for m in claim["measured"]}
+            continue
+        judged = {(c["block"], c["variant"], c["against"]): c for c in claim["contrasts"]}
+        found = [
+            judged[mark or claim["contrasts"][0]["block"], variant, against]
+            for mark, variant, against, _ in comparison.findall(ours)
+        ]
+        assert len(found) == len(ours.split("; ")) > 0
+        effects = "+.2f" if claim["id"] == 13 else "+.4f"
+        for cell, key, form in ((paper, "published", effects), (ratio, "share", ".2f")):
+            known = [f"{c[key]:{form}}" for c in found if c[key] is not None]
+            assert cell == ("; ".join(known) or "-")
     for mark, variant, against, effect in comparison.findall(told):
         block = mark or ("a" if ("a", variant) in values() else "b")
         want = compared(block, variant, against, LINEAR if block == "d" else LOSS)
-        assert effect == want, (variant, against)
+        assert " ".join(effect.split()) == want, (variant, against)
     (slow,) = ([x for m in c["measured"] for x in m["lines"]] for c in claims if c["id"] == 4)
     less = [x["label"] for x in slow if x["verdict"] in ("not reproduced", "direction only")]
     assert {re.search(r"d=(\d+)", label)[1] for label in less} == {"768", "1024"}
-    (gap,) = (g for g in content["blocks"] if g["block"] == "a")
-    assert f"Block a has {gap['ratio']:.1f} ({gap['other_ratio']:.1f} if" in part("Claims")
+
+
+def measured_range(lines):
+    """(the paper's factors, ours, the ratios) of measured rows, each as `lowest to highest`."""
+    found = []
+    for key, form in (("published", ".3f"), ("effect", ".3f"), ("share", ".2f")):
+        each = [line[key] for line in lines if line[key] is not None] or [math.nan]
+        found.append(" to ".join(dict.fromkeys(f"{x:{form}}" for x in (min(each), max(each)))))
+    return tuple(found)
 
 
 def test_what_is_said_of_single_runs_and_fp8_is_what_the_records_say():
-    told = part("Measured so far")
-    narrow = compared("a", "slope", "dense_narrow")
-    assert f"ends above it: `slope` - `dense_narrow` {narrow}." in told
+    told = notes("a")
     *others, unstable = losses("a", "fst")
     ends = f"{min(others):.3f} to {max(others):.3f}"
     assert f"ended at {unstable:.3f}; the other four ended at {ends}" in told
+    *_, unstable = sorted(others := losses("a", "sr_ste_all_16"))
+    rest = sorted(others)[:-1]
+    assert f"({unstable:.3f}; the others {rest[0]:.3f} to {rest[-1]:.3f})" in told
+    last = [compared("a", f"slope_rank_16{end}", "slope") for end in ("", "_05", "_20")]
+    assert f"they end at {last[0]}, {last[1]} and {last[2]} of slope" in told
     in_b = {variant: runs for (block, variant), runs in values().items() if block == "b"}
     starts = {(v, seed): run["init"] for v, runs in in_b.items() for seed, run in runs.items()}
     unpaired = {key for key, init in starts.items() if init != starts["ast", key[1]]}
@@ -197,6 +199,7 @@ def test_what_is_said_of_single_runs_and_fp8_is_what_the_records_say():
     pairs = [("fp8", name, name.partition("_fp8")[0]) for name in names]
     means = sorted(fmean(lost(*pair)) for pair in pairs)
     low, high = math.floor(100 * means[0]) / 100, math.ceil(100 * means[-1]) / 100
+    told = notes("fp8")
     assert f"lie between {low:+.2f} and {high:+.2f} nats" in told
     assert len(pairs) == 10 and {len(lost(*pair)) for pair in pairs} == {3}
     intervals = [interval(*pair) for pair in pairs]
@@ -217,7 +220,7 @@ def test_what_is_said_of_the_noise_of_block_a_is_what_the_records_say():
     end = left(lambda run: run["metrics"]["val_loss"])
     early = left(lambda run: dict(map(tuple, run["curves"]["val_loss"]))[1750])
     shared = math.sqrt((end**2).sum() / (4 * (len(variants) - 1)))
-    told, count = part("Measured so far"), len(variants)
+    told, count = notes("a"), len(variants)
     correlation = np.corrcoef(end.ravel(), early.ravel())[0, 1]
     assert f"correlates by {correlation:.2f} with that at the end ({count} variants;" in told
     assert f"one two-way model over the block ({shared:.4f} nats)" in told
@@ -252,7 +255,7 @@ def test_what_a_loss_is_worth_is_what_the_records_say():
     errors = np.array([x.std(ddof=1) / math.sqrt(5) for x in runs])
     far = np.abs(law(n, *found) - means) > 2 * errors
     assert [d[i] for i in np.flatnonzero(far)] == [0.71]
-    told = part("Measured so far", "Block e1: ", "Block a_large: ")
+    told = notes("e1")
     assert f"exponents ({found[2]:.1f} and {found[4]:.1f})" in told
     for one in by:
         *first, last = (f"{x.mean():.3f}" for x in one.values())
@@ -262,9 +265,10 @@ def test_what_a_loss_is_worth_is_what_the_records_say():
         points = sorted((float(x[seeds].mean()), -math.log(k)) for k, x in known.items())
         return math.exp(-np.interp(loss, *zip(*points, strict=True)))
 
+    row = r"^\| `(\w+)` \| [^|]* \| [^|]* \| (\d[^|]*) \| ([^|]*) \|$"
     draws = np.random.default_rng(0).integers(0, 5, (2000, 5))
     by[0] = {(fixed + share * w) / share: x for w, x in by[0].items()}
-    for variant, *cells in re.findall(r"^\| `(\w+)` \| ([^|]*) \| ([^|]*) \|$", told, re.M):
+    for variant, *cells in re.findall(row, part("Measured so far"), re.M):
         own = losses("a", variant)
         for known, less, cell in zip(by, (fixed / share, 0), cells, strict=True):
             value, *many = (read(known, own[s].mean(), s) - less for s in (slice(5), *draws))
@@ -280,20 +284,17 @@ def test_what_a_loss_is_worth_is_what_the_records_say():
         spreads.append((half - dense).std(ddof=1))
         pairs.append(np.array([again[0] - dense, again[1] - half]))
     spreads += [np.sqrt(np.mean(np.square(pair))) for pair in pairs[:-1]]
-    assert all(f"{spread:.4f}" in told.split("Block e2")[1] for spread in spreads)
+    assert all(f"{spread:.4f}" in notes("e2") for spread in spreads)
     assert not np.any(pairs[-1])  # with deterministic kernels
 
 
 def test_what_is_said_of_block_a_large_is_what_the_records_say():
-    told = part("Measured so far", "Block a_large: ", "Block b: ")
-    variants = check_table(told, "a_large", ("a_large", LOSS), ("a", LOSS))
-    assert variants == [v for v in read_block("a").variants if v != "dense"][: len(variants)]
-    flat, alike = " ".join(told.split()), ("ste", "s_ste", "sr_ste")
+    flat, alike = notes("a_large"), ("ste", "s_ste", "sr_ste")
     for low, high in (interval("a_large", variant, "half") for variant in alike):
         assert low < 0 < high
     most = max(abs(fmean(lost("a_large", variant, "half"))) for variant in alike)
     assert f"by at most {most:.4f}, with intervals that include zero" in flat
-    assert f"`fst` is worse by {compared('a_large', 'fst', 'half')}" in flat
+    assert f"fst is worse by {compared('a_large', 'fst', 'half')}" in flat
     others = [*alike, "fst"]
     assert all(interval("a_large", "slope", variant)[0] > 0 for variant in others)
     behind = [fmean(lost("a_large", "slope", variant)) for variant in others]
@@ -305,14 +306,13 @@ def test_what_is_said_of_block_a_large_is_what_the_records_say():
 
 
 def test_what_is_said_of_block_c_is_what_the_records_say():
-    told = part("Measured so far", "Block c: ", "Block d: ")
-    check_table(told, "c", ("c", LOSS), ("c", TOP1))
+    told = notes("c")
     assert f"dense reaches {losses('c', 'dense', 'val_top1').mean():.2f} %" in told
     gap = half_width_gap(values(), "c", LOSS, rules().margin)
     words = f"{gap['gap']:.3f} nats, {gap['ratio']:.1f} standard deviations"
     assert f"half the width costs {words}" in told
     scale = compared("c", "s_ste_soft", "s_ste_no_mvue")
-    assert f"`s_ste_soft` ends {scale} above `s_ste_no_mvue`" in told
+    assert f"s_ste_soft ends {scale} above s_ste_no_mvue" in told
     names = ("s_ste", "sr_ste", "fst", "bi_mask", "ste", "step")
     to_half = {name: interval("c", name, "half") for name in names}
     assert {name for name, (low, _) in to_half.items() if low > 0} == {"ste"}
@@ -322,29 +322,31 @@ def test_what_is_said_of_block_c_is_what_the_records_say():
 
 
 def test_what_is_said_of_block_d_is_what_the_records_say():
-    told, words = part("Measured so far", "Block d: "), part("What the evidence says")
-    variants = check_table(told, "d", ("d", LINEAR), ("d", KNN), metric=LINEAR, sign=-1)
+    told = notes("d")
+    variants = [variant for variant in read_block("d").variants if variant != "dense"]
     linear, knn = (losses("d", "dense", f"{name}_top1").mean() for name in ("linear", "knn"))
     assert f"dense reaches {linear:.2f} % and {knn:.2f} %" in told
     adjusted = holm([p_value(lost("d", variant, metric=LINEAR)) for variant in variants])
     left = [variant for variant, p in zip(variants, adjusted, strict=True) if p < 0.05]
     assert left == ["sparse_090"] and len(variants) == 7
     mean = fmean(lost("d", "sparse_090", metric=LINEAR))
-    loses = f"loses {-mean:.1f} points"
-    assert f"`sparse_090`, which becomes dense after 90 % of the steps, {loses}" in words
+    assert f"sparse_090 loses {-mean:.1f} points" in told
+    assert f"a dense end after 90 % costs {-mean:.1f} points" in part("Blocks")
+    shown = [interval("d", variant, "dense", LINEAR) for variant in ("half", "sparse_100")]
+    assert all(low < 0 < high for low, high in shown)
     theirs = {
         cell["row"][:3]: f"{cell['value']:.1f} %"
         for cell in json.loads(text("reproduce/specs/published.json"))["cells"]
         if cell["table"] == "DINOv2 ViT-L ImageNet-1k accuracy"
     }
-    assert f"has the same order: {theirs['90%']} against {theirs['100']}, one run each" in words
+    assert f"has the same order: {theirs['90%']} against {theirs['100']}, one run each" in told
     assert theirs["70%"] == theirs["80%"] == "82.7 %" and "those of 70 and 80 % (82.7 %)" in told
     by_sparse = lost("d", "sparse_090", "sparse_100", LINEAR)
     assert round(fmean(by_sparse), 1) == round(mean, 1) and p_value(by_sparse) < 0.05
     widths = [f"{width} width 32 slow teacher" for width in ("half", "dense")]
     small = lost("pilot_d_small", *widths, LINEAR)
     ratio, found = -fmean(small) / stdev(small), compared("pilot_d_small", *widths, LINEAR)
-    assert f"difference is {found} points, {ratio:.1f} standard deviations" in told
+    assert f"of half the width is {found} points, {ratio:.1f} standard deviations" in told
     dense_run = next(run for run in read_block("d").runs(ROOT) if run.variant == "dense")
     assert (dense_run.config.model.width, len(small)) == (128, 3)
 
@@ -358,10 +360,11 @@ def test_how_much_two_runs_of_one_seed_differ():
     spread = math.sqrt(fmean((second - first) ** 2 for first, second in of_methods))
     variants = {v for b, v in values() if b == "a" and "as_released" not in v} - {"dense"}
     middle = median(stdev(lost("a", variant)) for variant in variants)
-    told = " ".join(text("docs/evidence.md").split())
-    assert f"{len(again)} runs of block a were made twice" in told
+    told, page = notes("a"), " ".join(text("docs/evidence.md").split())
+    for said in (told, page):
+        assert f"{len(again)} runs were made twice" in said
+        assert f"by {spread:.4f} nats (root mean square)" in said
     assert f'the {len(of_methods)} that are not "as released" the two losses differ by' in told
-    assert f"by {spread:.4f} nats (root mean square)" in told
     assert f"the same standard deviation, a median of {middle:.4f} over the variants" in told
     launched = json.loads((EVIDENCE / "launched_a.json").read_text())["val_loss"]
     assert len(launched) == 4 and "lowest and the highest of four that were launched" in told

@@ -32,9 +32,8 @@ class Contrast:
     compared, a dotted path into a record. margin_of: the block whose gap in loss gives the margin,
     if it is not `block`. paper: the paper's values of the two, perplexities or accuracies.
     own_setting: the runs are in the paper's setting, or in one that it says its claim holds for.
-    defect: of released
-    code that `variant` has and `against` does not have; the effect is shown but not judged, because
-    no paper claims anything about it.
+    defect: of released code that `variant` has and `against` does not have; the effect is shown but
+    not judged, because no paper claims anything about it.
     """
 
     block: str
