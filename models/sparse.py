@@ -143,6 +143,13 @@ class LowRankTerm(nn.Module):
         """left, right, and the scale of their term."""
         return self.left, self.right, 1.0
 
+    def _load_from_state_dict(self, state: dict[str, Any], prefix: str, *rest: Any) -> None:
+        """A state without the term, as `save_pretrained` writes it, has it in the weight."""
+        if f"{prefix}weight" in state and f"{prefix}right" not in state:
+            own = {name: getattr(self, name) for name in ("left", "right")}
+            state |= {prefix + k: torch.zeros_like(x) for k, x in own.items() if x is not None}
+        super()._load_from_state_dict(state, prefix, *rest)
+
 
 @functools.cache
 def _with_low_rank(kind: Any) -> Any:

@@ -197,6 +197,10 @@ def test_low_rank_terms_stay_beside_2_4_weights(tiny, options, tmp_path):
             saved.save_pretrained(tmp_path, state_dict=state)
             again = plain(tmp_path)(input_ids=ids).logits
             torch.testing.assert_close(again, expected, rtol=0, atol=1e-5)
+        resumed = copy.deepcopy(loaded)  # as Trainer does
+        assert not resumed.load_state_dict(load_file(tmp_path / "model.safetensors"), False)[1]
+        again = resumed(input_ids=ids).logits
+        torch.testing.assert_close(again, expected, rtol=0, atol=1e-5)
         headless = transformers.AutoModel.from_pretrained(folder)
         same(dict(headless.state_dict()), dict(alone.transformer.state_dict()))
         terms = [m for m in loaded.modules() if isinstance(m, sparse.LowRankTerm)]
