@@ -36,6 +36,7 @@ from experiments.bench.timing import (
     quantiles,
     settled,
 )
+from experiments.support.errors import UserError
 from methods.nn.linear import SparseLinear
 from methods.nn.operands import Packed
 
@@ -120,11 +121,15 @@ def bench(options: argparse.Namespace, report: Report) -> None:
             continue
         loop, dense = partial(Loop, *jobs[kind], compiled, matmul, options.device), None
         for name in names:
-            if TRAINER in name:
-                report.add(in_the_trainer(loop(name), loop(name), llamas[kind].batch, options))
-                continue
-            dense = dense or loop("dense")
-            report.add(beside_dense(loop(name), dense, options))
+            try:
+                if TRAINER in name:
+                    report.add(in_the_trainer(loop(name), loop(name), llamas[kind].batch, options))
+                    continue
+                own = loop(name)
+                dense = dense or loop("dense")
+                report.add(beside_dense(own, dense, options))
+            except UserError as error:  # its products are wrong; the others are measured
+                report.refuse(str(error))
         if dense:
             dense.close()
 
