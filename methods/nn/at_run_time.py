@@ -7,6 +7,7 @@ measured to be faster (acceleration.py); else the pruned matrix is dense.
 from __future__ import annotations
 
 import functools
+import math
 import os
 import warnings
 from typing import Any
@@ -17,8 +18,14 @@ from torch import Tensor
 
 from common_kernels import nm_mask, transposable_mask24
 from common_kernels.matmul import mm24
-from common_kernels.pack import Packed24
-from common_kernels.pack.operands import MULTIPLE, fill_up, pack24_, pack_both24_
+from common_kernels.pack import BUFFERED, VENDOR, Packed24, check_form
+from common_kernels.pack.operands import (
+    MULTIPLE,
+    fill_up,
+    pack24_,
+    pack_both24_,
+    tokens_multiple,
+)
 
 from .acceleration import MATMUL_VARIABLE, choose
 from .gemms import Products, sparse_linear, without_autocast
@@ -95,7 +102,8 @@ def prune(
     (along, across), shape = layouts, (matrix.shape[0], matrix.shape[1])
     packed = transposed = mask = None
     if along or across:  # a transpose is packed together with the matrix
-        packed = Packed24.empty(shape, dtype, matrix.device, along or across)
+        unused = VENDOR if across == VENDOR else BUFFERED  # serves any shape
+        packed = Packed24.empty(shape, dtype, matrix.device, along or unused)
     if across:
         transposed = Packed24.empty(shape[::-1], dtype, matrix.device, across)
     if algorithm == "rows":
@@ -138,6 +146,10 @@ class _OfPrunedInput(torch.autograd.Function):
         along, across = layouts if trains else (layouts[0], "")
         given = flat(x)
         tokens, multiple = len(given), MULTIPLE if along or across else 4
+        if along:
+            multiple = math.lcm(multiple, check_form((0, 0), x.dtype, along).rows)
+        if across:
+            multiple = math.lcm(multiple, tokens_multiple(across, x.dtype))
         dense = not along or (trains and not across)
         given = fill_up(given, -tokens % multiple)
         packed, transposed, pruned = prune(given, x.dtype, algorithm, (along, across), dense)

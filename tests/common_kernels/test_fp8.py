@@ -1,9 +1,11 @@
+import pytest
 import torch
 
 from common_kernels import fake_fp8, quantize_fp8
 from common_kernels.backend import HAS_TRITON
 from common_kernels.fp8.cpu import codes_of, scale_from
 from common_kernels.fp8.simulated import fp8_numbers_and_codes
+from common_kernels.library import KERNELS
 from tests.each import each
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -87,3 +89,12 @@ def test_numbers_without_a_scale(backend, number):
         torch.testing.assert_close(got.float(), want, rtol=0, atol=0, equal_nan=True)
     empty = fp8_numbers_and_codes(x[:0], "e4m3", "e5m2", backend=backend)
     assert empty[0].shape == empty[2].shape == (0, 8) and empty[1] == empty[3] == 1
+
+
+@pytest.mark.skipif(not HAS_TRITON, reason="no Triton for this platform")
+def test_the_first_launch_of_a_kernel_for_cpp_leaves_its_operands():
+    """C++ launches it again: the first product of each shape was rescaled twice."""
+    y = torch.randn(64, 64, device=DEVICE)
+    before, scale = y.clone(), torch.tensor(8.0, device=DEVICE)
+    KERNELS["rescale"](1, y, y, scale, scale)
+    assert torch.equal(y, before)
