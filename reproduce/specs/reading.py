@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import csv
 import dataclasses
+import functools
 import hashlib
 import io
 import types
@@ -76,6 +77,9 @@ def errors_in(path: Path) -> Iterator[None]:
         raise UserError(f"{path}: {one_line(error)}") from error
 
 
+_hints = functools.cache(typing.get_type_hints)  # most of the time otherwise
+
+
 def build(kind: Any, given: Any, where: str) -> Any:
     """The plain value `given` converted to the type `kind`, which may be a dataclass.
 
@@ -86,7 +90,7 @@ def build(kind: Any, given: Any, where: str) -> Any:
     """
     origin, inside = typing.get_origin(kind), typing.get_args(kind)
     if dataclasses.is_dataclass(kind) and isinstance(given, dict):
-        hints = typing.get_type_hints(kind)
+        hints = _hints(kind)
         fields = {field.name: field for field in dataclasses.fields(kind)}
         if unknown := sorted(str(key) for key in given.keys() - fields.keys()):
             known = ", ".join(fields)
