@@ -9,7 +9,7 @@ import re
 import shlex
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any, TypeVar
 
 from experiments.config import yaml_files
@@ -163,12 +163,20 @@ def typed(schema: type, group: str, values: Any) -> Any:
             f"{group} has no key {', '.join(unknown)}; it takes {', '.join(sorted(known))}"
         )
     try:
-        return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(schema), values))
+        return OmegaConf.to_object(OmegaConf.merge(_structured(schema), values))
     except OmegaConfBaseException as error:
         key, reason = f"{group}.{error.full_key}", _first_line(error)
         if "is not a ListConfig" in reason:
             raise UserError(f"{key} must be a list, as in '{key}=[VALUE]'") from error
         raise UserError(f"{key}: {reason}") from error
+
+
+@cache
+def _structured(schema: type) -> Any:
+    """The config of a dataclass, which `OmegaConf.merge` copies; it takes long to make."""
+    from omegaconf import OmegaConf
+
+    return OmegaConf.structured(schema)
 
 
 @contextmanager
