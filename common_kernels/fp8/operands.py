@@ -198,6 +198,7 @@ def _(factor: int, y: Tensor, out: Tensor, *scales_and_bias: Tensor) -> None:
     from common_kernels.fp8 import operands_triton
 
     scale, other, *bias = scales_and_bias
+    out = torch.empty_like(out)  # it may be y, which C++ rescales next
     operands_triton.rescale(y, out, scale, other, float(factor), bias[0] if bias else None)
 
 
