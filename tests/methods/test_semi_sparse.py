@@ -355,6 +355,24 @@ def test_products_run_sparse_without_a_further_call(made, monkeypatch, packer):
     choice._library_layout.cache_clear()
 
 
+def test_any_number_of_tokens_fits_the_layout_chosen_for_another():
+    """Layouts are chosen for one number of tokens; the last batch of an epoch has fewer."""
+    kernel = "cutlass_sm90_k128"  # it takes 128 tokens, or 128 inputs, at a time
+    torch.manual_seed(0)
+    weight = torch.randn(64, 192).bfloat16().requires_grad_()
+    for tokens in (64, 130):
+        for layouts in (("", kernel), (BUFFERED, kernel)):
+            found = []
+            for own in (layouts, ("", "")):
+                x = torch.linspace(-1, 1, tokens * 192).view(tokens, 192).cos()
+                x = x.bfloat16().requires_grad_()
+                given = x, weight, weight.detach(), None, "exact", own
+                y = at_run_time.linear_of_pruned_input(*given)
+                found.append([y, *torch.autograd.grad(y.float().square().sum(), (x, weight))])
+            for got, want in zip(*found, strict=True):
+                assert (got - want).float().norm() <= 2**-7 * want.float().norm()
+
+
 def test_a_linear_that_a_gpu_multiplies_dense_says_so_once(monkeypatch):
     why = dict.fromkeys(("fprop", "dgrad", "wgrad"), Choice(reason="too old: 7.5"))
     monkeypatch.setattr(at_run_time, "choose", lambda *_: Chosen(DENSE, why))
