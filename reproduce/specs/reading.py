@@ -90,7 +90,8 @@ def build(kind: Any, given: Any, where: str) -> Any:
     """
     origin, inside = typing.get_origin(kind), typing.get_args(kind)
     if dataclasses.is_dataclass(kind) and isinstance(given, dict):
-        hints = _hints(kind)
+        constructor: Any = kind
+        hints = _hints(constructor)
         fields = {field.name: field for field in dataclasses.fields(kind)}
         if unknown := sorted(str(key) for key in given.keys() - fields.keys()):
             known = ", ".join(fields)
@@ -100,7 +101,6 @@ def build(kind: Any, given: Any, where: str) -> Any:
             required = field.default is field.default_factory  # both are MISSING
             if required and name not in given:
                 raise ValueError(f"{where}: {name} is missing")
-        constructor: Any = kind
         return constructor(**values)
     if origin is list and isinstance(given, list):
         return [build(inside[0], v, f"{where}[{n}]") for n, v in enumerate(given)]
