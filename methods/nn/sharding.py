@@ -361,43 +361,36 @@ def _plain(own: Any, tensor: Tensor) -> Tensor:
     return tensor
 
 
-@contextmanager
-@torch.no_grad()
-def rows(layer: Any) -> Iterator[None]:
+def rows(layer: Any) -> AbstractContextManager[None]:
     """A context in which sharded tensors of `layer` are plain tensors on the mesh's device: this
     rank's rows. In-place changes are kept."""
-    own = _sharded_tensors(layer)
-    shown = {n: _plain(t, t.to_local().to(t.device_mesh.device_type)) for n, t in own.items()}
-    versions = {n: t._version for n, t in shown.items()}
-    with _showing(layer, shown):
-        yield
-    for name, tensor in own.items():
-        if shown[name].device != tensor.device and shown[name]._version != versions[name]:
-            tensor.to_local().copy_(shown[name])
+    return _plain_tensors(layer, whole=False)
 
 
-@contextmanager
-@torch.no_grad()
-def unsharded(layer: Any) -> Iterator[None]:
+def unsharded(layer: Any) -> AbstractContextManager[None]:
     """A context in which sharded tensors of `layer` are plain tensors, gathered from all ranks.
 
     All ranks must make the same changes. In-place changes are kept.
     """
-    from torch.distributed.tensor import distribute_tensor
+    return _plain_tensors(layer, whole=True)
 
-    own = _sharded_tensors(layer)
-    shown = {}
+
+@contextmanager
+@torch.no_grad()
+def _plain_tensors(layer: Any, whole: bool) -> Iterator[None]:
+    own, shown = _sharded_tensors(layer), {}
     for name, tensor in own.items():
-        shown[name] = _plain(tensor, tensor.full_tensor().to(tensor.device_mesh.device_type))
+        plain = tensor.full_tensor() if whole else tensor.to_local()
+        shown[name] = _plain(tensor, plain.to(tensor.device_mesh.device_type))
     versions = {n: t._version for n, t in shown.items()}
     with _showing(layer, shown):
         yield
     for name, tensor in own.items():
-        if shown[name]._version != versions[name]:
-            changed = distribute_tensor(
-                shown[name].detach(), tensor.device_mesh, tensor.placements, src_data_rank=None
-            )
-            tensor.to_local().copy_(changed.to_local())
+        changed = shown[name].detach()
+        if shown[name]._version != versions[name] and (whole or changed.device != tensor.device):
+            if whole:
+                changed = rows_of(sharded_like(changed, tensor))
+            tensor.to_local().copy_(changed)
 
 
 def summed(x: Tensor) -> Tensor:
