@@ -48,8 +48,8 @@ class DataConfig:
         .json.gz or .txt files, or a pattern of such files on the hub (`hf://datasets/...`).
     root: the folder in which prepared corpora are kept.
     tokenizer: "gpt2"; "bpe" or "wordpiece" with `vocab_size` tokens, trained on the corpus; or a
-        transformers checkpoint, as a folder or an `owner/name` on the hub, whose tokenizer sets
-        `vocab_size`.
+        prepared corpus or a transformers checkpoint, as a folder or an `owner/name` on the hub,
+        whose tokenizer sets `vocab_size`.
     other: another source, prepared with the same options, on whose held-out text a training is
         evaluated at its end, as `other_val_loss`.
     """

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from experiments.support import hub
+from experiments.support.checkpoint import read_sealed
 from experiments.support.errors import UserError
 
 if TYPE_CHECKING:
@@ -231,10 +232,16 @@ def _local(folder: str) -> Path:
 
 @cache
 def folder_tokenizer(folder: str) -> HFTokenizer:
-    """The `pretrained_tokenizer` of a checkpoint as an `HFTokenizer`.
+    """The `pretrained_tokenizer` of a checkpoint as an `HFTokenizer`, or the tokenizer file of a
+    prepared corpus.
 
     Documents end with its end-of-text token, or with [SEP] if it has none.
     """
+    if (manifest := Path(folder, "manifest.json")).is_file():
+        record = read_sealed(manifest)["tokenizer"]
+        if record["file"] is not None:
+            text = Path(folder, record["file"]).read_text(encoding="utf-8")
+            return HFTokenizer(text, record["end_of_text"])
     tokenizer: Any = pretrained_tokenizer(folder)
     end = tokenizer.sep_token_id if tokenizer.eos_token_id is None else tokenizer.eos_token_id
     if not tokenizer.is_fast or end is None:

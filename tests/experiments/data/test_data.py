@@ -11,6 +11,7 @@ import torch
 
 from experiments.data.corpus import check_fits, load_tokens
 from experiments.data.manifest import DataConfig, file_record
+from experiments.data.prepare import prepare
 from experiments.runs.finished import FinishedRun
 from experiments.support.errors import UserError
 
@@ -130,3 +131,15 @@ def test_check_fits(corpus):
         check_fits(corpus, vocab_size=6999, block_size=999)
     with pytest.raises(UserError, match=r"val split .* has 1000 tokens, a window needs 1001"):
         check_fits(corpus, vocab_size=7000, block_size=1000)
+
+
+def test_the_tokenizer_of_a_prepared_corpus_gives_another_its_tokens(corpus_dir, tmp_path):
+    own = DataConfig("words", str(corpus_dir / "text"), str(corpus_dir), "bpe", 300)
+    same = DataConfig("same", str(corpus_dir / "text"), str(tmp_path), str(own.directory))
+    prepare(same)
+    first, second = load_tokens(own, 0), load_tokens(same, 0)
+    assert (same.vocab_size, second.encoding.eot_token) == (
+        first.vocab_size,
+        first.encoding.eot_token,
+    )
+    assert second.tokens["train"].tolist() == first.tokens["train"].tolist()
