@@ -99,8 +99,9 @@ def matmul24(
         x2d = x2d.reshape(-1, x.shape[-1])
     if name == "cusparselt":
         own = packed
-        if packed.layout != VENDOR:
-            own = convert24(packed, library_layout(x.device))
+        if packed.layout not in (VENDOR, library_layout(x.device)):
+            of = *packed.shape, len(x2d), packed.dtype, packed.dtype, True, True
+            own = convert24(packed, library_layout_for(Problem(*of), x.device))
         y = linear24(own, x2d, bias, _out_dtype(x.dtype))
     elif name == "cutlass":
         y = _cutlass(convert24(packed, "cutlass_sm80"), x2d, bias)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from common_kernels import nm_mask
-from common_kernels.matmul import Problem, choice
+from common_kernels.matmul import Problem, choice, matmul24
 from common_kernels.pack import BUFFERED, VENDOR, check_form, cpu, learn, pack24
 from common_kernels.pack.cusparselt import CuSparseLtError
 
@@ -139,6 +139,21 @@ def test_a_shape_that_is_packed_otherwise_is_left_to_the_library(library, monkey
             warnings.simplefilter("always")
             assert choice.library_layout_for(problem, DEVICE) == layout
         assert len(said) == warned and all("[512, 256]" in str(w.message) for w in said)
+
+
+@emulated
+def test_a_product_of_any_layout_and_shape(monkeypatch):
+    """The library packs what does not fill whole blocks of our packers."""
+    monkeypatch.setenv(choice.PACKER_VARIABLE, "learnt")
+    choice._library_layout.cache_clear()
+    try:
+        for rows, columns in ((64, 80), (128, 192)):
+            x = torch.randn(rows, columns, generator=torch.Generator().manual_seed(0)).to(BF16)
+            packed = pack24(x, nm_mask(x))
+            found = matmul24(packed, x[:8], backend="cusparselt")
+            assert torch.equal(found, matmul24(packed, x[:8], backend="dense"))
+    finally:
+        choice._library_layout.cache_clear()
 
 
 @emulated
