@@ -31,7 +31,7 @@ from common_kernels import masked_decay_, nm_mask
 
 from . import sr_ste
 from .nn import base, calibration, distillation, lowrank, slorb
-from .nn.conversion import check_low_rank, weight_of
+from .nn.conversion import become, check_low_rank, weight_of
 from .nn.keys import layer_seed
 from .nn.linear import MaskedLinear
 from .nn.optimizer import Optimizers, each, group_of
@@ -146,7 +146,7 @@ class Linear(MaskedLinear):
         if self.slorb_s is None:
             del self.slorb_s, self.slorb_x
         else:
-            self.__class__ = lowrank.BoostedLinear  # type: ignore[assignment]
+            become(self, lowrank.BoostedLinear)
 
 
 class Method(distillation.Method):

@@ -46,7 +46,7 @@ from common_kernels import nm_mask
 
 from .nn import base
 from .nn.at_run_time import linear_of_pruned_input, linear_of_pruned_weight, of_input, pair_of
-from .nn.conversion import some_names, weight_of
+from .nn.conversion import become, some_names, weight_of
 from .nn.fp8_gemms import FP8
 from .nn.gemms import Products, under_autocast
 from .nn.optimizer import StepWork
@@ -240,7 +240,7 @@ def swap_linear_with_semi_sparse_linear(
         except ValueError as error:
             raise ValueError(f"{name} cannot be swapped: {error}") from error
     for name, cls in chosen.items():
-        linears[name].__class__ = cls
+        become(linears[name], cls)
 
 
 def swap_semi_sparse_linear_with_linear(
@@ -256,7 +256,7 @@ def swap_semi_sparse_linear_with_linear(
         if isinstance(module, SemiSparseLinear | SemiSparseActivationLinear) and any(
             fnmatchcase(name, glob) for glob in include
         ):
-            module.__class__ = nn.Linear  # type: ignore[assignment]
+            become(module, nn.Linear)
 
 
 def _named(model: nn.Module, current: str) -> Iterator[tuple[str, nn.Module]]:

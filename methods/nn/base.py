@@ -131,7 +131,7 @@ class Method:
                     # DDP broadcasts weights later, but scales are measured from them now.
                     ranks.take_from_rank_0([module.weight])
                     with ranks.visiting(module):
-                        module.__class__ = self.Linear
+                        conversion.become(module, self.Linear)
                         module.setup(name, self.config, dtype)
                         module.refresh_mask()
                         module.refresh()

@@ -25,6 +25,7 @@ from common_kernels.fp8.weights import quantize_compressed24_
 from common_kernels.pack.compressed import Compressed24, prune_and_pack24_
 
 from .compressed_gemms import Fp8Product, Pattern, Product, dense_left
+from .conversion import become
 from .gemms import DENSE, Products
 from .keys import layer_seed
 from .linear import SparseLinear
@@ -250,7 +251,7 @@ class CompressedLinear(SparseLinear):
         for name in [*self._parameters, *self._buffers]:
             delattr(self, name)
         self._forget()
-        self.__class__ = SparsePlusLowRank if adapted else nn.Linear  # type: ignore[assignment]
+        become(self, SparsePlusLowRank if adapted else nn.Linear)
         self.register_parameter("weight", nn.Parameter(weight, requires_grad=trained))
         self.register_parameter("bias", bias)
         if adapted:

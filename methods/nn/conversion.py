@@ -12,6 +12,7 @@ transformers, and `finalize` turns it back into a `Conv1D`, so that `save_pretra
 from __future__ import annotations
 
 import re
+import types
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -327,6 +328,13 @@ def transpose_(layer: nn.Module) -> None:
         weight.grad = weight.grad.t().contiguous()
 
 
+def become(layer: Any, kind: Any) -> None:
+    """Give a linear the class `kind`."""
+    layer.__class__ = kind
+    if "_old_forward" in vars(layer):  # accelerate's hooks call that of the former class
+        layer._old_forward = types.MethodType(kind.forward, layer)
+
+
 def to_linear(layer: Any) -> None:
     """Give a `Conv1D`, or a matrix that its module multiplies, the layout of an `nn.Linear`, so
     that it can become one."""
@@ -344,5 +352,5 @@ def from_linear(layer: Any) -> None:
         matrices.detach(layer)
     elif "conv1d" in vars(layer):
         transpose_(layer)
-        layer.__class__ = layer.conv1d
+        become(layer, layer.conv1d)
         del layer.conv1d, layer.out_features, layer.in_features

@@ -15,6 +15,7 @@ from common_kernels.pack import Packed24
 from common_kernels.pack.operands import pack24_
 
 from . import sharding
+from .conversion import become
 from .fp8_gemms import Fp8Formats, fp8_linear
 from .gemms import DENSE, Products, sparse_linear, under_autocast
 from .operands import Dense, Packed
@@ -22,8 +23,8 @@ from .precision import Precision, precision_of
 
 # Attributes of a converted layer, besides parameters and buffers.
 OWN = (
-    "config", "pattern", "dtype", "accelerated", "precision", "has_history", "shards", "forward",
-    "drawn", "was_loaded", "seen", "begun", "is_dense", "adapting", "_stored",
+    "config", "pattern", "dtype", "accelerated", "precision", "has_history", "shards", "drawn",
+    "was_loaded", "seen", "begun", "is_dense", "adapting", "_stored",
 )  # fmt: skip
 
 
@@ -442,10 +443,12 @@ class SparseLinear(nn.Linear):
         for name in [*self._buffers]:
             delattr(self, name)
         self._forget()
-        self.__class__ = nn.Linear  # type: ignore[assignment]
+        become(self, nn.Linear)
 
     def _forget(self) -> None:
         """Remove what a plain linear does not have."""
+        if self.shards is not None:
+            del self.forward
         for name in OWN:
             vars(self).pop(name, None)
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from common_kernels import lowrank_addmm
 
 from . import slorb
+from .conversion import become
 from .gemms import under_autocast
 
 
@@ -86,7 +87,7 @@ def attach(model: nn.Module, state: Mapping[str, Tensor]) -> nn.Module:
         kinds = [kind for kind in (SparsePlusLowRank, BoostedLinear) if last == kind.factors[0]]
         if not kinds or type(layer) is not nn.Linear:
             continue  # another architecture: loading `state` will raise the error
-        layer.__class__ = kinds[0]
+        become(layer, kinds[0])
         for factor in kinds[0].factors:
             own = state.get(f"{name}.{factor}")
             if own is not None:
@@ -107,5 +108,5 @@ def merge(model: nn.Module) -> nn.Module:
             layer.add_term_()
             for name in layer.factors:
                 delattr(layer, name)
-            layer.__class__ = nn.Linear  # type: ignore[assignment]
+            become(layer, nn.Linear)
     return model

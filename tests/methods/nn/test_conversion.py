@@ -359,3 +359,22 @@ def test_a_layer_that_cannot_be_converted_elsewhere_comes_home(monkeypatch):
     with pytest.raises(MemoryError), ranks.alone(elsewhere):
         convert(model, include=["*"])
     assert went == [elsewhere, torch.device("cpu")]
+
+
+def test_hooks_of_accelerate_call_the_converted_layer():
+    """Of a model that `device_map` spreads: they keep the forward pass of the class they saw."""
+    hooks = pytest.importorskip("accelerate.hooks")
+    x = torch.randn(4, 16)
+    for name in ("ste", "slope", "semi_sparse"):
+        layer = nn.Linear(16, 8)
+        hooks.add_hook_to_module(layer, hooks.AlignDevicesHook(io_same_device=True))
+        method = methods.build(name, include=["*"])
+        method.convert(layer)
+        weight = layer.sparse_weight.clone()
+        y = layer(x)
+        torch.testing.assert_close(y, nn.functional.linear(x, weight, layer.bias))
+        y.sum().backward()
+        assert all(p.grad is not None for p in layer.parameters())
+        method.finalize(layer)
+        assert "forward" in vars(layer)  # the hook is still there
+        torch.testing.assert_close(layer(x), y)
