@@ -269,9 +269,9 @@ def _sample_mm24(
 
 
 @_sample_mm24.register_fake
-def _(dy, x, key, stride, layout, backend):
+def _fake_sample_mm24(dy, x, key, *_):
     checks.one_device(dy=dy, x=x, key=key)
-    return x.new_empty(dy.shape[1], x.shape[1])
+    return x.new_empty(dy.shape[-1], x.shape[-1])
 
 
 def _check_fit(packed: Buffered, x: Tensor, summed: int) -> None:
@@ -433,7 +433,7 @@ def _scaled(buffer, rows, columns, dense, bias, scale, other, factor, linear, ou
 
 @launched_by_cpp(
     "sample_mm24_cusparselt(Tensor dy, Tensor x, Tensor key, SymInt stride) -> Tensor",
-    lambda dy, x, key, stride: x.new_empty(dy.shape[-1], x.shape[-1]),
+    _fake_sample_mm24,
 )
 def _by_one_sample(dy, x, key, stride):
     if dy.is_cuda:

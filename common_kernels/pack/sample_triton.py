@@ -4,7 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
-from common_kernels.launch import by_triton
+from common_kernels import launch
 from common_kernels.mvue.triton import philox, sample_pairs
 from common_kernels.pack.cpu import BUFFERED
 from common_kernels.pack.triton import join_words, new_buffer, order_of, split, store_words
@@ -34,7 +34,7 @@ def pack_sample(
     if dtype.itemsize != 2:
         raise ValueError(f"{dtype} has {dtype.itemsize} bytes; a sample needs a 2-byte dtype")
     buffer = new_buffer(out, tokens, dtype, dy.device, layout)
-    by_triton(
+    launch.by_triton(
         sample_kernel, triton.cdiv(tokens, 4 * GROUPS) * (out // 64), dy.device,
         dy, key, stride, *split(buffer, dy.numel(), dtype), tokens, out,
         ORDER=order_of(layout, dtype), GROUPS=GROUPS, num_warps=4,

@@ -32,7 +32,7 @@ OURS = {
     SAMPLING: ("sample", "quantize_and_sample", "lanes", "neighbours"),
     PACKING: (
         "check", "compress", "decay", "double_prune", "exact", "expand", "flips", "greedy", "mask",
-        "mask24", "pack", "pack_both", "pack_mask", "pack_transposed", "project", "projected_amax",
+        "mask24", "pack", "pack_both", "pack_mask", "pack_transposed",
         "prune_and_pack", "quantize24", "soft", "unpack_mask", "weight_amax",
     ),
     QUANTISING: ("amax", "fp8", "inverse", "numbers", "quantize_both", "rescale"),

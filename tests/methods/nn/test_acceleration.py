@@ -32,7 +32,8 @@ def gpu(monkeypatch):
     monkeypatch.setattr(acceleration, "fastest", measured)
     monkeypatch.setattr(acceleration, "own_layout", lambda *_: LAYOUT)
     monkeypatch.setattr(acceleration, "measured", measured)
-    monkeypatch.setattr(acceleration, "library_layout", lambda *_: "cusparselt_sm90")
+    for name in ("library_layout", "library_layout_for"):
+        monkeypatch.setattr(acceleration, name, lambda *_: "cusparselt_sm90")
     monkeypatch.delenv(acceleration.MATMUL_VARIABLE, raising=False)
     return asked
 
