@@ -38,8 +38,6 @@ def quantize_both(
     for name in (fmt, fmt_transposed):
         if name not in FORMATS:
             raise ValueError(f"unknown format {name!r}: choose one of {', '.join(FORMATS)}")
-    if x.ndim < 2:
-        raise ValueError(f"x must have at least two dims, not shape {tuple(x.shape)}")
     name = backends.resolve_fp8(x.device, backend)
     if amax is not None or seen is not None:
         amax, seen = check_delayed(x, amax, seen)
@@ -104,7 +102,7 @@ def quantize_and_sample(
         amax, seen: as for `quantize_fp8`.
     """
     checks.float_tensor(dy, "dy")
-    if dy.ndim < 2 or dy.shape[-1] % MULTIPLE:
+    if dy.shape[-1] % MULTIPLE:
         raise ValueError(f"dy must be [..., a multiple of {MULTIPLE}], not {tuple(dy.shape)}")
     name = backends.resolve_fp8(checks.one_device(dy=dy, key=key), backend)
     if amax is not None or seen is not None:
@@ -267,6 +265,8 @@ def scaled_linear(
     m must be multiples of 16 (the rows of x are padded). On a CPU the codes are multiplied in fp32.
     """
     checks.one_device(x=x, w=w, x_scale=x_scale, w_scale=w_scale, bias=bias)
+    if not x.numel():  # no tokens, which wgrad sums over
+        return x.new_zeros((*x.shape[:-1], len(w)), dtype=dtype)
     rows = x.numel() // x.shape[-1]
     if not rows % 16:
         return _scaled_linear(x, w, x_scale, w_scale, bias, dtype)

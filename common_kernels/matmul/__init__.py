@@ -220,6 +220,10 @@ def mm24(
         x = fill_up(x, missing)
     _check_fit(packed, x, x.shape[1] if transposed else columns)
     given, fp32 = (buffer, packed.layout, rows, columns, x.contiguous(), None), torch.float32
+    if not columns:  # no tokens, which wgrad sums over
+        shape = rows, x.shape[0 if transposed else 1]
+        dtype = out_dtype or (fp32 if scales else x.dtype)
+        return x.new_zeros(shape[::-1] if result_transposed else shape, dtype=dtype)
     if scale is None or other is None:
         return _unscaled(*given, transposed, result_transposed, out_dtype or x.dtype)
     if of_library(packed.layout):
@@ -252,7 +256,7 @@ def sample_mm24(
     ours = layout == library_layout(dy.device) and layout != VENDOR
     if ours and name == "triton" and not tokens % tokens_multiple(layout, dy.dtype):
         return _by_one_sample(dy, x, key, stride)
-    dy, x = dy.reshape(tokens, -1), x.reshape(tokens, -1)
+    dy, x = dy.reshape(tokens, dy.shape[-1]), x.reshape(tokens, x.shape[-1])
     whole = whole_blocks(dy, key, dy.dtype, layout)
     x = fill_up(x, whole.shape[0] - tokens).contiguous()
     return _sample_mm24(whole, x, key, stride, layout, name)

@@ -35,7 +35,7 @@ class Dense(NamedTuple):
 
     def grad(self, dy: Tensor) -> Tensor:
         """dy [..., out] -> [..., in]."""
-        return (flat(dy) @ self.matrix).view(*dy.shape[:-1], -1)
+        return (flat(dy) @ self.matrix).view(*dy.shape[:-1], self.matrix.shape[1])
 
 
 class Packed(NamedTuple):
@@ -73,7 +73,7 @@ class Compressed(NamedTuple):
         """dy [..., out] -> [..., in]."""
         masks = self.row_mask, self.column_mask
         dx = twice_pruned_mm24(flat(dy), self.values, *masks, layout=self.layout)
-        return dx.view(*dy.shape[:-1], -1)
+        return dx.view(*dy.shape[:-1], dx.shape[-1])
 
 
 class Fp8(NamedTuple):

@@ -62,13 +62,13 @@ class Precision:
                 setattr(layer, name, torch.empty(shape, dtype=dtype, device=device))
 
         turned = (columns, rows) if self.dgrad_on_units(layer) else (rows, columns)
-        for product, packed, codes, shape in (
-            ("fprop", "packed", "codes", (rows, columns)),
-            ("dgrad", "packed_transposed", "codes_dgrad", turned),
+        for product, packed, codes, matrix, shape in (
+            ("fprop", "packed", "codes", (rows, columns), (rows, columns)),
+            ("dgrad", "packed_transposed", "codes_dgrad", (columns, rows), turned),
         ):
             dtype = FORMATS[getattr(self.formats, product)]
             if getattr(products, product):
-                size = buffer_bytes(rows, columns, dtype, getattr(layouts, product))
+                size = buffer_bytes(*matrix, dtype, getattr(layouts, product))
                 hold(packed, torch.uint8, size)
                 setattr(layer, codes, None)
             else:

@@ -41,7 +41,7 @@ class _InputGradient(torch.autograd.Function):
         values, row_mask = ctx.saved_tensors
         weight = expand_nm(values.to(grad_y.dtype), row_mask, *ctx.pattern)
         grad_x = grad_y.reshape(-1, grad_y.shape[-1]) @ weight
-        return grad_x.reshape(*grad_y.shape[:-1], -1), grad_y, None, None, None
+        return grad_x.reshape(*grad_y.shape[:-1], weight.shape[1]), grad_y, None, None, None
 
 
 class Linear(CompressedLinear):

@@ -381,3 +381,38 @@ def test_fp8_is_simulated_again_after_a_change_of_mind():
     method.accelerate(TOKENS, "cusparselt")
     model[0].accelerate(DENSE), model[2].accelerate(DENSE)
     same_steps((model, method), plain)
+
+
+FP8 = [(n, {"fp8": "hopper"}) for n in ("ste", "fst", "s_ste", "slope", "semi_sparse")]
+
+
+@pytest.mark.parametrize("matmul", ["cusparselt", "cuda"])
+def test_no_tokens_and_one_token_without_leading_dims(matmul):
+    """As an expert without tokens sees them. Weights that no product takes get zeros, as DDP
+    needs."""
+    for name, options in [case[:2] for case in CASES[5:21]] + FP8:
+        model, method = build(name, {"total_steps": STEPS} | options, BF16)
+        if not options.get("n"):
+            method.accelerate(64, matmul)
+        method.on_step_begin(0)
+        for shape in ((0, 64), (2, 0, 64), (64,)):
+            model.zero_grad()
+            x = torch.randn(shape, device=DEVICE, dtype=BF16, requires_grad=True)
+            method.open_micro_batch()
+            y = model(x)
+            assert y.shape == shape, (name, options)
+            y.sum().backward()
+            grads = [p.grad for p in model.parameters() if p.grad is not None]
+            assert grads and all(bool(g.any()) == bool(x.numel()) for g in grads), (name, options)
+            assert x.grad.shape == shape and x.grad.isfinite().all()
+
+
+def test_fp8_codes_of_each_operand_have_their_own_room():
+    """In a layout that fills columns up, a matrix and its transpose differ in size."""
+    torch.manual_seed(0)
+    model = nn.Linear(192, 128).to(DEVICE, BF16)
+    method = methods.build("slope", include=("*",), exclude=(), fp8="hopper")
+    method.convert(model)
+    layout, size = "cutlass_sm90", cpu.buffer_bytes
+    model.accelerate(Products(dgrad=True, fp8=True, layouts=gemms.Layouts(dgrad=layout)))
+    assert len(model.packed_transposed) == size(192, 128, torch.float8_e5m2, layout)
