@@ -10,7 +10,7 @@ from __future__ import annotations
 import shlex
 import shutil
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from experiments.support.errors import (
@@ -21,17 +21,18 @@ from experiments.support.errors import (
     raise_on_sigterm,
     suggestion,
 )
-from reproduce.make import How, attempt, make_all
+from reproduce.make import HERE, How, attempt, make_all
 from reproduce.render import listing
 from reproduce.specs.table import TABLES, TIERS, Table, read_tables
 
 RUNS = Path("runs")
 ALL = "all"
 OPTIONS = ("paper=NAME", "tier=TIER", "launch=COMMAND", "per_gpu=N", "commands")  # of a table
+QUICKSTART = "quickstart"
 COMMANDS = (ALL, "run", "claims", "report", "pack")
 USAGE = """\
-python -m reproduce quickstart
-    compare seven methods with dense training, on a CPU
+python -m reproduce quickstart [rows=all]
+    compare two methods, or all, with dense training, on a CPU
 python -m reproduce table2 [paper=NAME] [tier=smoke|mini|full]
     make Table 2 of every paper that has one, or of one paper; likewise table1,
     figure7 and all others that --list names. smoke takes minutes on a CPU, mini
@@ -113,7 +114,13 @@ def parse(arguments: list[str], tables: list[Table]) -> Request:
             f"no table or command {command!r}{close}; python -m reproduce --list names the tables, "
             "--help the commands"
         )
-    given = read_options(options, *OPTIONS)
+    rows = ["rows=all"] * (command == QUICKSTART)
+    given = read_options(options, *OPTIONS, *rows)
+    if "rows" in given:
+        if given["rows"] != "all":
+            raise UsageError(f"rows={given['rows']}: it must be all")
+        tiers = {name: replace(tier, rows=[]) for name, tier in chosen[0].tiers.items()}
+        chosen = [replace(chosen[0], tiers=tiers)]
     if "paper" in given:
         papers = dict.fromkeys(table.paper for table in chosen if table.paper)
         chosen = [table for table in chosen if table.paper == given["paper"]]
@@ -219,6 +226,10 @@ def _do(arguments: list[str], folder: Path, runs: Path) -> int:
         request = parse(arguments, read_tables(folder))
         if command == ALL and not request.how.commands:
             return 0 if make_all(request.tables, request.tier, runs, request.how) else 1
+        if command == QUICKSTART and request.how == HERE:
+            from reproduce import quickstart
+
+            return 0 if quickstart.main(request.tables[0], runs) else 1
         made = [attempt(table, request.tier, runs, request.how) for table in request.tables]
         return 0 if request.how.commands or all(one.complete for one in made) else 1
     return 0

@@ -7,11 +7,16 @@ import time
 import traceback
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from experiments.support.errors import UserError, one_line
 from reproduce.execute import smoke_tasks
 from reproduce.render import listing
 from reproduce.specs.table import BENCH, Table
+
+if TYPE_CHECKING:  # they import torch
+    from reproduce.execute.jobs import PlacedRun
+    from reproduce.render.table import Rendered
 
 NAMED = 5  # so many missing runs are named in the printed line
 
@@ -56,12 +61,11 @@ def make(table: Table, tier: str, runs: Path, how: How = HERE) -> Made:
         print(f"{table.name}, tier {tier}, is not offered: {reason}", file=sys.stderr)
         return Made(reason=f"not offered: {reason}")
     # These need torch, whose import takes seconds, so that a refusal above comes at once.
-    from experiments.support.checkpoint import csv_text, write_json, write_text
     from reproduce import records
     from reproduce.execute.jobs import INPUTS, finished_runs, needs_inputs, plan
     from reproduce.execute.queue import Launch, commands, execute, lacking
     from reproduce.render.figure import draw
-    from reproduce.render.table import render, render_measured
+    from reproduce.render.table import render_measured
 
     print(f"{table.title}, tier {tier}", flush=True)
     stem = listing.stem(table, tier, runs)
@@ -103,22 +107,36 @@ def make(table: Table, tier: str, runs: Path, how: How = HERE) -> Made:
             return Made(jobs)
         missing = [str(job) for job in planned.jobs if job.result() is None]
         made = Made(jobs, jobs - len(missing))
-    rendered = render(table, tier, done)
-    text = rendered.markdown()
-    for suffix, content in {
-        ".md": text,
-        ".csv": csv_text(rendered.summary),
-        "-runs.csv": csv_text(rendered.per_run),
-    }.items():
-        write_text(stem.with_name(stem.name + suffix), content)
-    drawn = draw(table, tier, done, rendered, picture)
-    state = {"jobs": made.jobs, "done": made.done, "facts": rendered.facts}
-    write_json(stem.with_name(f"{stem.name}.json"), state)
-    print(f"\n{text}\nwritten: {stem}.md, .csv, -runs.csv" + (", .png" if drawn else ""))
+    rendered, stem, drawn = write(table, tier, done, made, runs)
+    files = f"{stem}.md, .csv, -runs.csv" + (", .png" if drawn else "")
+    print(f"\n{rendered.markdown()}\nwritten: {files}")
     if missing:
         remedy = f" (python -m reproduce run {block})" if block else ""
         print(f"missing: {abbreviated(missing)}{remedy}", file=sys.stderr)
     return made
+
+
+def write(
+    table: Table, tier: str, done: list[PlacedRun], made: Made, runs: Path
+) -> tuple[Rendered, Path, bool]:
+    """Write a table of these finished runs; return it, the path of its files without their ends,
+    and whether it has a figure."""
+    from experiments.support.checkpoint import csv_text, write_json, write_text
+    from reproduce.render.figure import draw
+    from reproduce.render.table import render
+
+    stem = listing.stem(table, tier, runs)
+    rendered = render(table, tier, done)
+    for suffix, content in {
+        ".md": rendered.markdown(),
+        ".csv": csv_text(rendered.summary),
+        "-runs.csv": csv_text(rendered.per_run),
+    }.items():
+        write_text(stem.with_name(stem.name + suffix), content)
+    drawn = draw(table, tier, done, rendered, stem.with_name(f"{stem.name}.png"))
+    state = {"jobs": made.jobs, "done": made.done, "facts": rendered.facts}
+    write_json(stem.with_name(f"{stem.name}.json"), state)
+    return rendered, stem, drawn
 
 
 def abbreviated(missing: list[str]) -> str:

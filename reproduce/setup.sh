@@ -32,12 +32,27 @@ create_venv() { # FOLDER PYTHON...
         "the packages python3 and python3-venv)"
 }
 
+cpu_torch() { # PyTorch's CPU build where there is no NVIDIA GPU, if the reader wants it
+    local build=${SPARSE24_TORCH:-} answer
+    if [ "$(uname -s)" != Linux ] || [ -e /dev/nvidiactl ] || command -v nvidia-smi >/dev/null ||
+        "$python" -c "import importlib.util as u, sys; sys.exit(not u.find_spec('torch'))"; then
+        return 0
+    fi
+    if [ -z "$build" ] && [ -t 0 ]; then
+        read -rp "no NVIDIA GPU here: install PyTorch's CPU build, 1 GB instead of 6? [Y/n] " answer
+        case $answer in [nN]*) ;; *) build=cpu ;; esac
+    fi
+    [ "$build" != cpu ] || "$python" -m pip install --quiet --disable-pip-version-check --no-compile \
+        --index-url https://download.pytorch.org/whl/cpu -c constraints.txt torch torchvision ||
+        echo "PyTorch's CPU build cannot be had from download.pytorch.org; the ordinary one follows"
+}
+
 install() { # EXTRA OPTION...: into the environment of $python, with these options of pip
     local extra=$1
     shift
-    echo "installing sparse24${extra:+[$extra]}; PyTorch alone is gigabytes, so the first time takes" \
-        "minutes"
+    echo "installing sparse24${extra:+[$extra]}, which takes minutes the first time"
     "$python" -m pip --version >/dev/null 2>&1 || "$python" -m ensurepip
+    cpu_torch
     # Python compiles a module when it is first imported; pip would compile the tens of thousands that
     # never are, too.
     "$python" -m pip install --quiet --disable-pip-version-check --no-compile "$@" \

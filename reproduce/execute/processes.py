@@ -31,7 +31,7 @@ class Process:
     ) -> None:
         self.log = log
         log.parent.mkdir(parents=True, exist_ok=True)
-        threads = max(1, _cores() // at_once)
+        threads = max(1, cores() // at_once)
         environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
         if gpu is not None:
             environment["CUDA_VISIBLE_DEVICES"] = gpu
@@ -61,7 +61,7 @@ class Process:
         return f"{last_line(self.log, self.begin)} (see {self.log})"
 
 
-def _cores() -> int:
+def cores() -> int:
     """The number of cores that this process may use; macOS tells only of all."""
     mine = getattr(os, "sched_getaffinity", None)
     return len(mine(0)) if mine is not None else os.cpu_count() or 1
