@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import pkgutil
+from difflib import get_close_matches
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 from types import ModuleType
@@ -105,7 +106,12 @@ def module(name: str) -> ModuleType:
         return own()[name]
     if (new := name.replace("t_sr_ste", "fst")) != name:
         raise ValueError(f"the method {name} is called {new} now")
-    raise ValueError(f"no method {name!r}; choose one of {', '.join(available())}")
+    raise ValueError(f"no method {name!r}; {_choose(name, available(), 'choose one of')}")
+
+
+def _choose(given: str, names: list[str], words: str) -> str:
+    near = get_close_matches(given.replace("-", "_"), names, 1)
+    return f"{f'did you mean {near[0]}? ' if near else ''}{words} {', '.join(names)}"
 
 
 def __getattr__(name: str) -> ModuleType:
@@ -125,5 +131,6 @@ def build(name: str, **options: Any) -> Method:
     fields = [f.name for f in dataclasses.fields(file.Config)]
     unknown = sorted(set(options) - set(fields))
     if unknown:
-        raise ValueError(f"{name} has no option {', '.join(unknown)}; it takes {', '.join(fields)}")
+        choices = _choose(unknown[0], fields, "it takes")
+        raise ValueError(f"{name} has no option {', '.join(unknown)}; {choices}")
     return file.Method(file.Config(**options))

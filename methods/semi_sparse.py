@@ -160,6 +160,10 @@ class Method(SwitchedMethod):
             raise ValueError(f"{inputs} inputs; 2:4 needs a multiple of 4")
 
     @property
+    def holds_pattern(self) -> bool:
+        return self.config.mode == "weight" and super().holds_pattern
+
+    @property
     def dense_start(self) -> float:
         """The first dense step."""
         fraction = self.config.sparse_fraction

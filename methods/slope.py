@@ -164,20 +164,18 @@ class Method(base.Method):
             check_low_rank(module)
 
     def on_step_begin(self, step: int) -> None:
-        self._begin(step)
+        super().on_step_begin(step)
         if self.config.adapter_rank and step >= self.adapter_start:
             for layer in self.layers.values():
                 layer.adapting = True  # never reset: trained adapters are part of the layer
-        self._remember(step)
+
+    def _measures(self, step: int) -> bool:
+        return False  # the row masks do not change
 
     @property
     def unfinished(self) -> bool:
         """True if the adapters are still to be trained."""
         return self.config.adapter_rank > 0 and not all(m.adapting for m in self.layers.values())
-
-    def open_micro_batch(self) -> None:
-        """Check the order of calls; no random bits are drawn."""
-        self._check_step_begun()
 
     def on_gradients(self, step: int, optimizer: Optimizers = None) -> None:
         super().on_gradients(step, optimizer)
@@ -217,7 +215,6 @@ class Method(base.Method):
     @torch.no_grad()
     def on_step_end(self, step: int) -> None:
         self._end(step)
-        # The row masks do not change, so there are no flips to measure.
         due, together = self._chooses(step), []
         for layer in self.layers.values():
             if (stored := layer.stored()) is not None:

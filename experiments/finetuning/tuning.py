@@ -155,7 +155,7 @@ class Finetuning(Training):
         def check() -> None:
             if not trainer.method.sparse_layers:
                 return
-            illegal = trainer.method.metrics()["illegal_groups"]
+            illegal = trainer.method.metrics().get("illegal_groups", 0)
             now = dict(trainer.model.named_buffers())
             changed = [n for n, mask in masks.items() if not torch.equal(rows(mask), rows(now[n]))]
             if illegal or changed:

@@ -30,7 +30,6 @@ hold the layers, and `trainer.save_model()` writes the plain model without `fina
 
 from __future__ import annotations
 
-import copy
 import functools
 import types
 from dataclasses import replace
@@ -41,11 +40,10 @@ import torch
 from accelerate.state import AcceleratorState
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
-from transformers import PreTrainedModel, TrainerCallback, TrainerState, TrainingArguments
+from transformers import TrainerCallback, TrainerState, TrainingArguments
 
-from ..nn import base, conversion, distillation, lowrank, matrices, sharding
+from ..nn import base, distillation, matrices, ranks, sharding
 from ..nn.linear import SparseLinear
-from ..nn.meta import fill, without_numbers
 from ..nn.optimizer import all_finite, each
 
 STATE = "method_state.pt"
@@ -54,9 +52,10 @@ STATE = "method_state.pt"
 class MethodCallback(TrainerCallback):
     """Calls the hooks of `method` in the Trainer's loop, and saves and loads its state.
 
-    The method's metrics are added to the Trainer's training logs, both printed and in
-    `trainer.state.log_history`. Loggers given as `report_to` get a log before any other callback
-    does, and therefore do not see them.
+    The report on the conversion is printed once, on rank 0. The method's metrics are added to the
+    Trainer's training logs, both printed and in `trainer.state.log_history`; there `loss_is` says
+    of what the loss of a distilling method is the sum. Loggers given as `report_to` get a log
+    before any other callback does, and therefore do not see them.
     """
 
     def __init__(
@@ -82,11 +81,6 @@ class MethodCallback(TrainerCallback):
         if any(modules.get(name) is not layer for name, layer in method.layers.items()):
             raise ValueError("the method has converted another model; build a new one")
         self.report = method.report if method.layers else self._convert(dtype)
-        if isinstance(model, PreTrainedModel):
-            layers = method.sparse_layers.items()
-            save = functools.partial(_save_plain, {n: without_numbers(x, x) for n, x in layers})
-            # A bound method, so that a copy of the model gets its own.
-            model.save_pretrained = types.MethodType(save, model)  # type: ignore[method-assign]
         # It stays, for trainings that follow; on a finalized model it does nothing.
         model.register_load_state_dict_post_hook(_expect_plain)
         self._distilled = 0  # forward passes of this step
@@ -99,7 +93,7 @@ class MethodCallback(TrainerCallback):
         if not method.config.total_steps and steps > 0:
             method.config = replace(method.config, total_steps=steps)
         try:
-            return method.convert(self.model, dtype)
+            report = method.convert(self.model, dtype)
         except ValueError as error:
             if steps > 0 or "total_steps" not in str(error):
                 raise
@@ -107,6 +101,9 @@ class MethodCallback(TrainerCallback):
                 f"max_steps={steps} in the TrainingArguments, and the method needs the number of "
                 "steps before the Trainer counts those of its epochs: set max_steps"
             ) from error
+        if ranks.place()[0] == 0:
+            print(report)
+        return report
 
     @property
     def optimizers(self) -> tuple[torch.optim.Optimizer, None]:
@@ -221,6 +218,8 @@ class MethodCallback(TrainerCallback):
         logs = kwargs["logs"]
         if "loss" in logs:  # a training log, not that of an evaluation or of the end
             metrics: Any = self.method.metrics()
+            if self._distilled and isinstance(self.method, distillation.Method):
+                metrics["loss_is"] = self.method.loss_name
             logs.update(metrics)
             state.log_history[-1].update(metrics)
 
@@ -237,6 +236,7 @@ class MethodCallback(TrainerCallback):
     def _load(self, path: Path) -> None:
         found = torch.load(path, map_location="cpu", weights_only=True)
         layers = found.pop("layers", {})
+        self.method.check_state(found)
         if self._mesh() is None:
             if layers.keys() != self.method.sparse_layers.keys():
                 raise ValueError(
@@ -247,8 +247,8 @@ class MethodCallback(TrainerCallback):
                     layer.load_state_dict(layers[name])
                 except RuntimeError as error:
                     raise ValueError(
-                        f"{path} does not fit {name}; resume with the method, options and model "
-                        "that it was saved with"
+                        f"{path} does not fit {name}; resume with the options and model that it "
+                        "was saved with"
                     ) from error
         self.method.load_state_dict(_placed(found, self.method.state_dict()))
 
@@ -344,49 +344,6 @@ def _placed(state: Any, like: Any) -> Any:
     if isinstance(state, dict):
         return {key: _placed(x, like.get(key, x)) for key, x in state.items()}
     return sharding.sharded_like(state, like) if isinstance(state, Tensor) else state
-
-
-def plain_state(
-    model: nn.Module, state: dict[str, Tensor], shapes: dict[str, SparseLinear] | None = None
-) -> dict[str, Tensor]:
-    """The state dict of the equivalent plain model, made from `state`, the state dict of `model`.
-
-    shapes: meta-device copies of the sparse layers, needed for those that are sharded.
-    """
-    for name, layer in model.named_modules():
-        kinds = SparseLinear | lowrank.LowRankLinear
-        if isinstance(layer, kinds):
-            # accelerate wraps blocks with activation checkpointing.
-            name = name.replace("_checkpoint_wrapped_module.", "")
-            if shapes and getattr(layer, "shards", None) is not None:
-                twin: nn.Module = copy.deepcopy(shapes[name])
-                fill(twin, {key: state[f"{name}.{key}"] for key in twin.state_dict()})
-            else:
-                twin = copy.deepcopy(layer)
-            if isinstance(twin, SparseLinear):
-                with torch.no_grad():
-                    twin.restore()
-            lowrank.merge(twin)
-            conversion.from_linear(twin)
-            for key in [key for key in state if key.rpartition(".")[0] == name]:
-                del state[key]
-            for key, value in twin.state_dict().items():
-                state[matrices.plain_key(layer, name, key)] = value.cpu()
-    return state
-
-
-def _save_plain(
-    shapes: dict[str, SparseLinear],
-    self: PreTrainedModel,
-    save_directory: Any,
-    is_main_process: bool = True,
-    state_dict: dict[str, Tensor] | None = None,
-    **options: Any,
-) -> Any:
-    """`PreTrainedModel.save_pretrained` with plain weights instead of converted ones."""
-    own = self.state_dict() if state_dict is None else state_dict
-    state = plain_state(self, {name: sharding.full(x) for name, x in own.items()}, shapes)
-    return type(self).save_pretrained(self, save_directory, is_main_process, state, **options)
 
 
 def _expect_plain(model: nn.Module, incompatible: Any) -> None:

@@ -33,7 +33,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from . import acceleration, conversion, delayed, metrics, ranks, sharding
+from . import acceleration, conversion, delayed, metrics, plain, ranks, sharding
 from .acceleration import Acceleration
 from .capabilities import Capabilities as Capabilities
 from .config import Config
@@ -137,6 +137,7 @@ class Method:
                         module.refresh()
             self.sparse_layers = {**chosen}
             self._fast = conversion.leave_fast_path(model)
+            plain.save_plain(model)
         self.layers, self._model = chosen, model
         return self.report
 
@@ -243,9 +244,8 @@ class Method:
         """Prepare optimizer step `step`; call it before the step's first micro-batch."""
         self._begin(step)
         self.micro_batch = 0
-        layers = self.sparse_layers
-        self._set_keys(0, [layer_seed(self.config.seed, name, step) for name in layers])
-        for layer in layers.values():
+        self._set_keys(0, [layer_seed(self.config.seed, name, step) for name in self._keyed()])
+        for layer in self.sparse_layers.values():
             layer.sample()
         if self._measures(step):
             self.flips.begin(self.layers)
@@ -309,13 +309,17 @@ class Method:
         """Select new random bits for the next forward and backward pass."""
         self._check_step_begun()
         rank, size = ranks.place()
-        self._set_keys(1, [self.micro_batch * size + rank] * len(self.sparse_layers))
+        self._set_keys(1, [self.micro_batch * size + rank] * len(self._keyed()))
         self.micro_batch += 1
+
+    def _keyed(self) -> dict[str, SparseLinear]:
+        """The layers that draw random bits."""
+        return {name: m for name, m in self.sparse_layers.items() if "key" in m._buffers}
 
     def _set_keys(self, place: int, values: list[int]) -> None:
         """Set entry `place` of all layers' keys, in three launches on each device."""
         on: dict[torch.device, list[tuple[SparseLinear, int]]] = {}
-        for layer, value in zip(self.sparse_layers.values(), values, strict=True):
+        for layer, value in zip(self._keyed().values(), values, strict=True):
             on.setdefault(layer.key.device, []).append((layer, value))
         for given in on.values():
             keys = [layer.key for layer, _ in given]
@@ -333,6 +337,7 @@ class Method:
         learning rate, and by `FusedAdamW`, which takes over work of the method.
         """
         self._had_gradients = True
+        self._order.check_step_begun((), changing=self.micro_batch > 0)
         if not self.micro_batch and any(layer.mvue for layer in self.sparse_layers.values()):
             raise RuntimeError(no_micro_batch(step))
         self._works.clear()
@@ -401,6 +406,11 @@ class Method:
         """True if a phase that `total_steps` leads to has not begun yet."""
         return False
 
+    @property
+    def holds_pattern(self) -> bool:
+        """True if the weights in use are meant to be n:m now."""
+        return self.Linear is not None and self.phase() not in ("dense", "pruning")
+
     def finetuning(self, total_steps: int) -> Any | None:
         """The config with which this method continues in a fine-tuning of `total_steps` steps, from
         the layers as training left them. None if it has nothing to continue; a 2:4 model is then
@@ -411,12 +421,13 @@ class Method:
     def metrics(self) -> dict[str, float | int | str]:
         """The current metrics over all layers of the method.
 
-        flip_rate_refresh: fraction of mask bits that changed at the last measured choice of masks.
+        flip_rate_refresh: fraction of mask bits that changed at the last measured choice of masks;
+            it stays as it is between two measurements (`measure_every`).
         flip_rate: the same divided by the number of steps between two choices; with
             `flips_by_layer`, `flip_rate.<name>` is that of one layer.
         density: fraction of non-zeros in the weights in use.
         illegal_groups: number of groups of m inputs with more than n non-zeros, where n:m is the
-            layer's pattern.
+            layer's pattern; left out while the weights are not meant to have it.
 
         Raises:
             ValueError: the model is not converted, or already finalized.
@@ -435,7 +446,7 @@ class Method:
             "flip_rate_refresh": self.flips.per_refresh,
             **of_layers,
             "density": nonzeros / max(1, entries),
-            "illegal_groups": illegal,
+            **({"illegal_groups": illegal} if self.holds_pattern else {}),
             "phase": self.phase(),
         }
 
@@ -479,9 +490,19 @@ class Method:
 
     def state_dict(self) -> dict[str, Any]:
         """The method's state that is not in the model's parameters or buffers, as plain values."""
-        return self.flips.state_dict()
+        return {"method": type(self).__module__, **self.flips.state_dict()}
+
+    def check_state(self, state: dict[str, Any]) -> None:
+        """Raise ValueError if the state is that of another method."""
+        saved, own = state.get("method"), type(self).__module__
+        if saved not in (None, own):  # None: of an older version
+            raise ValueError(
+                f"this state was saved by {saved} and cannot continue with {own}: build the method "
+                "that it was saved with"
+            )
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.check_state(state)
         self._order = CallOrder(resumed=True)
         self.flips.load_state_dict(state)
 

@@ -26,8 +26,9 @@ class Check(dict[str, bool]):
         kinds = {self.pattern: holding, f"not {self.pattern}": others}
         if self.all_zero:
             kinds[f"of the {self.pattern} all zero"] = [*self.all_zero]
+        mixed = {*as_globs(holding)} & {*as_globs(others)}  # say nothing; their names do
         return "\n".join(
-            f"{len(names)} {kind}: {some_names(as_globs(names)) or 'none'}"
+            f"{len(names)} {kind}: {some_names(as_globs(names, mixed)) or 'none'}"
             for kind, names in kinds.items()
         )
 

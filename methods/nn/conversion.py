@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import re
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
@@ -278,9 +278,11 @@ def _nothing(
     )
 
 
-def as_globs(names: list[str]) -> list[str]:
-    """Globs for these names, one for those that differ in the number of a block alone."""
-    return list(dict.fromkeys(re.sub(r"(?<=[._])\d+(?=\.)", "*", name) for name in names))
+def as_globs(names: list[str], but: Container[str] = ()) -> list[str]:
+    """Globs for these names, one for those that differ in the number of a block alone; the names
+    themselves for the globs in `but`."""
+    found = {name: re.sub(r"(?<=[._])\d+(?=\.)", "*", name) for name in names}
+    return list(dict.fromkeys(name if glob in but else glob for name, glob in found.items()))
 
 
 def leave_fast_path(model: nn.Module) -> list[tuple[nn.Module, str, Any]]:

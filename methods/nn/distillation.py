@@ -175,6 +175,12 @@ class Method(base.Method):
         self.teacher, self.compared = teacher, compared
         return report
 
+    @property
+    def loss_name(self) -> str:
+        """What the loss is the sum of, as `0.33 task + 0.67 kl`."""
+        weights = {n: getattr(self.config, f"{n}_weight") for n in ("task", "kl", "layer")}
+        return " + ".join(f"{weight:g} {name}" for name, weight in weights.items() if weight)
+
     def micro_batch_loss(self, model: nn.Module, batch: dict[str, Any]) -> Tensor:
         """The weighted sum of the module docstring on one micro-batch.
 

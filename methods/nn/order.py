@@ -53,18 +53,19 @@ class CallOrder:
                 stacklevel=4,
             )
 
-    def check_step_begun(self, weights: Iterable[Tensor]) -> None:
-        """Raise RuntimeError if the weights are trained and the method was told of no step."""
+    def check_step_begun(self, weights: Iterable[Tensor], changing: bool = False) -> None:
+        """Raise RuntimeError if the weights changed, or `changing`: are about to, and the method
+        was told of no step."""
         if self._begun is not None:
             return
-        if not self._versions:
-            self.remember(weights, None)
-        elif self._moved(weights):
+        if changing or self._moved(weights):
             raise RuntimeError(
-                "the weights changed and no step has begun: masks and operands are stale; call "
+                "no step has begun, on which phases, masks and random bits depend: call "
                 "on_step_begin(step) before the first micro-batch of every step and "
                 "on_step_end(step) after optimizer.step()"
             )
+        if not self._versions:
+            self.remember(weights, None)
 
     def check_on_gradients(self, weights: Iterable[Tensor], step: int) -> None:
         """Raise RuntimeError if the weights changed in this step without `on_gradients`."""

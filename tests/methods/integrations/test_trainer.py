@@ -132,8 +132,9 @@ def trainer_for(name, directory, resume_from=None, **settings):
 
 def records(trainer):
     """The training logs without what a clock or the reader's own steps decide."""
-    kept = ("step", "loss", "grad_norm", "flip_rate", "density", "illegal_groups", "phase")
-    return [{k: log[k] for k in kept} for log in trainer.state.log_history if "loss" in log]
+    kept = ["step", "loss", "grad_norm", "flip_rate", "density", "illegal_groups", "phase"]
+    logs = (log for log in trainer.state.log_history if "loss" in log)
+    return [{k: log.get(k) for k in [*kept, "loss_is"]} for log in logs]
 
 
 @pytest.fixture(scope="module")
@@ -192,6 +193,8 @@ def test_it_is_the_training_of_a_plain_loop(name, uninterrupted):
         optimizer.zero_grad()
         method.on_step_end(step)
         assert logs[step]["phase"] == method.phase()
+        said = "0.33 task + 0.67 kl + 0.5 layer" if name == "ast distilling" else None
+        assert logs[step]["loss_is"] == said
 
 
 @every_variant
@@ -214,10 +217,37 @@ def assert_resumed(again, whole):
 
 
 def test_a_checkpoint_of_another_method_does_not_fit(uninterrupted, tmp_path):
+    """Not even one that has the same buffers."""
     folder = str(uninterrupted("fst").directory / "checkpoint-4")
-    other, _ = trainer_for("s_ste", tmp_path, resume_from=folder)
-    with pytest.raises(ValueError, match=r"method_state\.pt does not fit .*; resume with"):
-        other.train(resume_from_checkpoint=folder)
+    for name in ("s_ste", "semi_sparse"):
+        other, _ = trainer_for(name, tmp_path, resume_from=folder)
+        told = rf"^this state was saved by methods\.fst and cannot continue with methods\.{name}:"
+        with pytest.raises(ValueError, match=told):
+            other.train(resume_from_checkpoint=folder)
+
+
+@pytest.mark.parametrize("name", ["fst", "slope", "ast distilling"])
+def test_save_pretrained_before_finalize_writes_the_plain_model(name, tmp_path):
+    """Without the Trainer, and of a copy and a model that went through a file as well."""
+    model, method = build(name)
+    method.convert(model)
+    for adapter in (getattr(layer, "right", None) for layer in method.layers.values()):
+        if adapter is not None:
+            nn.init.normal_(adapter)
+    methods.refresh(model)
+    torch.save(model, tmp_path / "model.pt")
+    ids = sequences()[0]["input_ids"][None]
+    for own in (model, copy.deepcopy(model), torch.load(tmp_path / "model.pt", weights_only=False)):
+        with torch.no_grad():
+            own.model.embed_tokens.weight.mul_(2.0)
+        own.save_pretrained(tmp_path / "plain")
+        loaded, found = LlamaForCausalLM.from_pretrained(
+            tmp_path / "plain", output_loading_info=True
+        )
+        assert not any(found[k] for k in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+        with torch.no_grad():
+            expected = own.eval()(ids).logits
+            torch.testing.assert_close(loaded.eval()(ids).logits, expected, rtol=1e-4, atol=1e-4)
 
 
 @every_variant
@@ -364,12 +394,15 @@ def test_a_conv1d_is_trained_saved_and_resumed(hf_model, tmp_path):
     torch.testing.assert_close(method.finalize(whole)(ids).logits, before, rtol=1e-5, atol=1e-5)
 
 
-def test_a_model_that_is_converted_already(tmp_path):
+def test_a_model_that_is_converted_already(tmp_path, capsys):
     arguments = arguments_for(tmp_path)
     model, method = build("s_ste")
     report = method.convert(model)
     layers = dict(method.layers)
     assert MethodCallback(method, model, arguments).report is report
+    assert not capsys.readouterr().out  # it is printed with the conversion
+    MethodCallback(build("s_ste")[1], build("s_ste")[0], arguments)
+    assert capsys.readouterr().out == f"{report}\n"
     assert method.layers == layers
     other, _ = build("s_ste")
     with pytest.raises(ValueError, match="has converted another model"):

@@ -15,6 +15,7 @@ from torch import nn
 
 import methods
 from methods import s_ste, ste
+from methods.nn import metrics
 from tests.methods.loop import training_step
 
 
@@ -36,8 +37,9 @@ def converted(name, **options):
 
 def test_what_is_no_method_option_or_model_of_it_is_refused():
     for name, options, error, told in (
-        ("sste", {}, ValueError, r"no method 'sste'; choose one of .*s_ste"),
-        ("ste", {"alpha": 1.0}, ValueError, "ste has no option alpha; it takes include"),
+        ("s-ste", {}, ValueError, r"no method 's-ste'; did you mean s_ste\? choose one of ast, "),
+        ("lora", {}, ValueError, r"no method 'lora'; choose one of .*s_ste"),
+        ("fst", {"alfa": 1.0}, ValueError, r"no option alfa; did you mean alpha\? it takes inc"),
         ("s_ste", {"beta": "max"}, ValueError, "beta='max'; choose one of none, keep_l1"),
         ("ste", {"include": "mlp"}, ValueError, "list of globs"),
         *(
@@ -171,8 +173,10 @@ def test_flips_count_in_a_layer_that_is_trained_in_part():
 
 def test_groups_with_three_non_zeros_are_illegal():
     for values, illegal in (([2.0, 0.0, 1.0, 0.0], 0), ([2.0, 0.0, 1.0, 3.0], 4), ([1.0] * 4, 4)):
-        found = one_group(values, "dense")[1].metrics()
-        assert found["illegal_groups"] == illegal
+        layer, method = one_group(values, "dense")
+        assert metrics.weights({"": layer}, {"": (2, 4)})[1] == illegal
+        found = method.metrics()
+        assert "illegal_groups" not in found  # where none is to be legal
         assert found["density"] == sum(value != 0 for value in values) / 4
 
 
@@ -296,14 +300,14 @@ class Loop:
         return self.model["mlp"](torch.ones(4, 8)).square().mean()
 
 
-def test_a_loop_without_its_hooks_is_told_at_its_second_step():
+def test_a_loop_without_its_hooks_is_told_as_soon_as_it_is_certain():
     for name, options in LOOPS:
         for hook, told in (
             ("on_step_begin", r"step 0 and on_step_end\(0\) was not called"),
-            ("on_step_end", r"on_step_end\(1\) without on_step_begin\(1\)"),
-            ("", r"no step has begun: .*call on_step_begin\(step\)"),
+            ("on_step_end", "^no step has begun, "),
+            ("", r"^no step has begun, .*call on_step_begin\(step\)"),
         ):
-            loop = Loop(name, options)
+            loop, step = Loop(name, options), 0
             with pytest.raises(RuntimeError, match=told):
                 for step in range(2):
                     if hook == "on_step_begin":
@@ -314,6 +318,7 @@ def test_a_loop_without_its_hooks_is_told_at_its_second_step():
                     loop.optimizer.zero_grad()
                     if hook == "on_step_end":
                         loop.method.on_step_end(step)
+            assert step == (hook == "on_step_begin")
 
 
 @pytest.mark.parametrize("compiled", [False, True])

@@ -289,6 +289,10 @@ def test_check_says_which_matrices_are_sparse(hf_model):
     assert methods.check(small["b"], 1, 4) == {"": False}
     small["a"].weight.data.zero_()
     assert str(methods.check(small)) == "1 2:4: a\n1 not 2:4: b\n1 of the 2:4 all zero: a"
+    blocks = nn.ModuleDict({"h": nn.ModuleList([linears(fc=(8, 4)), linears(fc=(8, 4))])})
+    with torch.no_grad():
+        blocks["h"][0]["fc"].weight[:, ::2] = 0.0
+    assert str(methods.check(blocks)) == "1 2:4: h.0.fc\n1 not 2:4: h.1.fc"
 
 
 @pytest.mark.parametrize("name", ["s_ste", "slope", "fst"])

@@ -41,28 +41,6 @@ def test_divergences_by_hand():
         assert reverse_kl(student, teacher, t).item() == pytest.approx(expected, abs=1e-6)
 
 
-def test_properties_of_the_divergences():
-    for divergence in (forward_kl, reverse_kl):
-        student, teacher = logits(2, 3, 9, seed=0), logits(2, 3, 9, seed=1)
-        value = divergence(student, teacher, 2.0)
-        assert value > 0
-        same = teacher.clone().requires_grad_()
-        zero = divergence(same, teacher, 2.0)
-        zero.backward()
-        assert zero.item() == pytest.approx(0, abs=1e-6)
-        torch.testing.assert_close(same.grad, torch.zeros_like(same), rtol=0, atol=1e-7)
-        shifted = divergence(student + logits(2, 3, 1, seed=2), teacher + 5.0, 2.0)
-        torch.testing.assert_close(shifted, value, rtol=1e-5, atol=1e-6)
-        twice = divergence(student.repeat(2, 1, 1), teacher.repeat(2, 1, 1), 2.0)
-        torch.testing.assert_close(twice, value, rtol=1e-6, atol=0)  # a mean over tokens
-    student, teacher = (logits(4, 64, 512, seed=s).bfloat16() for s in (0, 1))
-    value = forward_kl(student, teacher, 2.0)
-    assert value.dtype == torch.float32
-    exact = forward_kl(student.double(), teacher.double(), 2.0)
-    # fp32 over 512 terms; a bf16 log-softmax alone would be off by about 2^-8.
-    assert value.item() == pytest.approx(exact.item(), rel=1e-5)
-
-
 def test_layer_losses_by_hand():
     student, teacher = torch.zeros(1, 2), torch.tensor([[1.0, 3.0]])
     assert tinybert(student, teacher).item() == 5.0

@@ -1,0 +1,73 @@
+"""The plain model that a converted one would end as, for `save_pretrained` before `finalize`."""
+
+from __future__ import annotations
+
+import copy
+import sys
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from . import conversion, lowrank, matrices, sharding
+from .linear import SparseLinear
+from .meta import fill, without_numbers
+
+
+def save_plain(model: nn.Module) -> None:
+    """Let a transformers model write explicit zeros, with low-rank terms in the weights, so that
+    `from_pretrained` reads a model that computes the same."""
+    transformers = sys.modules.get("transformers")
+    if transformers is not None and isinstance(model, transformers.PreTrainedModel):
+        layers = {n: m for n, m in model.named_modules() if isinstance(m, SparseLinear)}
+        shapes = {name: without_numbers(layer, layer) for name, layer in layers.items()}
+        vars(model)["save_pretrained"] = _Save(model, shapes)
+
+
+class _Save:
+    """`PreTrainedModel.save_pretrained` of `model`, with the state of the plain model. An object,
+    so that models can be pickled and a copy of a model saves its own weights."""
+
+    def __init__(self, model: Any, shapes: dict[str, SparseLinear]) -> None:
+        self.model, self.shapes = model, shapes
+
+    def __call__(
+        self,
+        save_directory: Any,
+        is_main_process: bool = True,
+        state_dict: dict[str, Tensor] | None = None,
+        **options: Any,
+    ) -> Any:
+        own = self.model.state_dict() if state_dict is None else state_dict
+        whole = {name: sharding.full(x) for name, x in own.items()}
+        state = plain_state(self.model, whole, self.shapes)
+        kind = type(self.model)
+        return kind.save_pretrained(self.model, save_directory, is_main_process, state, **options)
+
+
+def plain_state(
+    model: nn.Module, state: dict[str, Tensor], shapes: dict[str, SparseLinear]
+) -> dict[str, Tensor]:
+    """The state dict of the equivalent plain model, made from `state`, the state dict of `model`.
+
+    shapes: meta-device copies of the sparse layers, needed for those that are sharded.
+    """
+    for name, layer in model.named_modules():
+        if isinstance(layer, SparseLinear | lowrank.LowRankLinear):
+            # accelerate wraps blocks with activation checkpointing.
+            name = name.replace("_checkpoint_wrapped_module.", "")
+            if getattr(layer, "shards", None) is not None:
+                twin: nn.Module = copy.deepcopy(shapes[name])
+                fill(twin, {key: state[f"{name}.{key}"] for key in twin.state_dict()})
+            else:
+                twin = copy.deepcopy(layer)
+            if isinstance(twin, SparseLinear):
+                with torch.no_grad():
+                    twin.restore()
+            lowrank.merge(twin)
+            conversion.from_linear(twin)
+            for key in [key for key in state if key.rpartition(".")[0] == name]:
+                del state[key]
+            for key, value in twin.state_dict().items():
+                state[matrices.plain_key(layer, name, key)] = value.cpu()
+    return state
