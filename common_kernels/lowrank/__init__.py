@@ -3,6 +3,8 @@
 `lowrank_addmm` combines the products `Y1 = X W^T` and `Y2 = X L`.
 """
 
+from typing import Any
+
 import torch
 
 from common_kernels import backend as backends
@@ -23,7 +25,7 @@ def lowrank_addmm(
     """y1 [..., out] + scale * (y2 [..., rank] @ r [rank, out]) + bias [out], as a new contiguous
     tensor.
 
-    It is accumulated in fp32 and rounded once, to y1's dtype. The operands may have any float dtype
+    It is accumulated in fp32 and rounded once, to y1's dtype, and differentiable. The operands may have any float dtype
     and any strides; usually y1 and y2 are slices of one tensor.
     """
     tensors = {"y1": y1, "y2": y2, "r": r} | ({} if bias is None else {"bias": bias})
@@ -46,3 +48,22 @@ def lowrank_addmm(
 _lowrank_addmm = operator_of(
     cpu.lowrank_addmm, lambda y1, y2, r, bias, scale: y1.new_empty(y1.shape)
 )
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    _, y2, r, bias, ctx.scale, _ = inputs
+    ctx.bias_dtype = None if bias is None else bias.dtype
+    ctx.save_for_backward(y2, r)
+
+
+def _backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+    y2, r = ctx.saved_tensors
+    flat = grad.reshape(-1, grad.shape[-1])
+    with torch.autocast(grad.device.type, enabled=False):
+        grad_y2 = ctx.scale * (grad @ r.to(grad.dtype).t())
+        grad_r = ctx.scale * (y2.to(grad.dtype).reshape(len(flat), len(r)).t() @ flat)
+    grad_bias = None if ctx.bias_dtype is None else flat.sum(0).to(ctx.bias_dtype)
+    return grad, grad_y2.to(y2.dtype), grad_r.to(r.dtype), grad_bias, None, None
+
+
+_lowrank_addmm.register_autograd(_backward, setup_context=_setup)

@@ -54,3 +54,18 @@ def test_non_finite_values_propagate(backend):
     assert got[0, 0].isnan() and got[1, 0] == INF and (got[:, 1] == 1).all()
     got = lowrank_addmm(0 * r, r[:, :1] * INF, r, backend=backend)
     assert (got == INF).all()
+
+
+@every_backend
+def test_its_gradients_are_those_of_the_formula(backend):
+    """Of a model with a low-rank term that is trained further."""
+    y1, y2, r, bias = operands(6, 12, 5, torch.float32, torch.Generator().manual_seed(0))
+    given = [
+        t.contiguous().requires_grad_()
+        for t in (y1.reshape(2, 3, 12), y2.reshape(2, 3, 5), r, bias)
+    ]
+    dy = torch.randn(2, 3, 12, device=DEVICE)
+    got = torch.autograd.grad(lowrank_addmm(*given, 0.5, backend=backend), given, dy)
+    y1, y2, r, bias = given
+    want = torch.autograd.grad(y1 + 0.5 * (y2 @ r) + bias, given, dy)
+    torch.testing.assert_close(got, want)
