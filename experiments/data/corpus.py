@@ -29,6 +29,7 @@ from experiments.data.manifest import (
     token_type,
 )
 from experiments.data.prepare import prepare
+from experiments.data.source import evenly_spaced
 from experiments.data.tokenizer import HFTokenizer
 from experiments.support.errors import UserError
 
@@ -63,7 +64,7 @@ class Corpus:
         return load_encoding(self.directory, self.manifest["tokenizer"])
 
     def batch(
-        self, split: str, step: int, sequences: slice | Sequence[int], block: int
+        self, split: str, step: int, sequences: Sequence[int], block: int
     ) -> dict[str, Tensor]:
         """Windows of `block` tokens: {"input": [B, T], "target": [B, T]}, int64, where the targets
         are shifted by one.
@@ -73,8 +74,6 @@ class Corpus:
         ranks, micro-batches and a resumed run that ask for parts of the batch get what one process
         would get.
         """
-        if isinstance(sequences, slice):
-            sequences = range(sequences.start or 0, sequences.stop, sequences.step or 1)
         indices = np.asarray(sequences, dtype=np.int64)
         positions = len(self.tokens[split]) - block
         words = np.random.Philox(
@@ -89,25 +88,17 @@ class Corpus:
         return (len(self.tokens["val"]) - 1) // block
 
     def eval_batches(
-        self, n_sequences: int | None, batch_size: int, block: int
+        self, n_sequences: int, batch_size: int, block: int
     ) -> Iterator[dict[str, Tensor]]:
         """The fixed evaluation windows: non-overlapping, evenly spaced over the validation split.
 
-        They depend only on `n_sequences` and `block`; None takes every window that fits. The last
-        batch may be smaller, so weight an average over batches by their sizes.
+        They depend only on `n_sequences` and `block`. The last batch may be smaller, so weight an
+        average over batches by their sizes.
         """
-        available = self.eval_size(block)
-        count = available if n_sequences is None else n_sequences
-        if not 1 <= count <= available:
-            raise UserError(
-                f"{count} evaluation sequences of {block} tokens asked for, but the validation "
-                f"split of {self.directory} holds {available}: set train.eval_samples to 1 to "
-                f"{available}"
-            )
-        starts = np.arange(count, dtype=np.int64) * available // count * block
+        starts = evenly_spaced(n_sequences, self.eval_size(block), self.directory) * block
         return (
             self.windows("val", starts[first : first + batch_size], block)
-            for first in range(0, count, batch_size)
+            for first in range(0, n_sequences, batch_size)
         )
 
     def windows(self, split: str, starts: np.ndarray, block: int) -> dict[str, Tensor]:
@@ -138,8 +129,9 @@ def load_tokens(config: DataConfig, seed: int) -> Corpus:
     return Corpus(config.directory, manifest, tokens, seed)
 
 
-def check_fits(corpus: Corpus, vocab_size: int, block_size: int) -> None:
-    """Raise a `UserError` unless a model of this vocabulary and context can train on the corpus."""
+def check_fits(corpus: Corpus, vocab_size: int, block_size: int = 0) -> None:
+    """Raise a `UserError` unless a model of this vocabulary, with windows of `block_size` tokens,
+    can train on the corpus."""
     if corpus.vocab_size > vocab_size:
         kind = corpus.manifest["tokenizer"]["kind"]
         raise UserError(

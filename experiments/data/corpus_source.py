@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import codecs
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,20 +28,11 @@ _BUILDERS = {
 @dataclass(frozen=True)
 class Documents:
     """The documents of a source, by split. `batches(split)` can be called repeatedly (a tokenizer
-    is trained on them first); `batches(split, first)` begins with document number `first`.
-
-    own: the user's own text, of which training documents are moved to validation until that has 1 %
-        of the tokens.
-    """
+    is trained on them first); `batches(split, first)` begins with document number `first`."""
 
     batches: Callable[..., Iterator[list[str]]]
     documents: dict[str, int]  # split -> how many
     description: dict[str, Any]  # for the manifest: where they come from, how they were split
-    own: bool = False
-
-    def characters(self, split: str) -> int:
-        """Number of characters of all documents of a split."""
-        return sum(len(text) for texts in self.batches(split) for text in texts)
 
 
 def data_files(source: str) -> tuple[str, list[str] | str]:
@@ -73,25 +63,14 @@ def _is_local(source: str) -> bool:
 
 
 def not_utf8(paths: list[str]) -> str | None:
-    """A sentence about the first of these text files that is not UTF-8, with its first wrong byte;
-    None if all are.
-
-    Files are read 1 MiB at a time, since one may be larger than the memory.
-    """
+    """A sentence about the first of these text files that is not UTF-8; None if all are."""
     for path in paths:
-        decoder, before = codecs.getincrementaldecoder("utf-8")(), 0
-        with Path(path).open("rb") as file:
-            while True:
-                part = file.read(2**20)
-                held = len(decoder.getstate()[0])  # bytes of a character begun in the last part
-                try:
-                    decoder.decode(part, final=not part)
-                except UnicodeDecodeError as error:
-                    byte = error.object[error.start]
-                    return f"{path} is not UTF-8: byte {before - held + error.start} is {byte:#04x}"
-                before += len(part)
-                if not part:
-                    break
+        try:
+            with Path(path).open(encoding="utf-8") as file:
+                for _ in file:
+                    pass
+        except UnicodeDecodeError as error:
+            return f"{path} is not UTF-8: it has the byte {error.object[error.start]:#04x}"
     return None
 
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from experiments.data import corpus_source
-from experiments.data.corpus_source import EMBEDDED, NUMBERS, WHEELS
+from experiments.data.corpus_source import EMBEDDED, WHEELS
 from experiments.data.package_text import requirements_hash
 from experiments.data.tokenizer import HFTokenizer, folder_tokenizer, gpt2_encoding, load_bpe
 from experiments.support import hashes
@@ -77,15 +77,6 @@ class DataConfig:
                 f"data.source={self.source} is not the embedded corpus: give it another name with "
                 "data.name=..."
             )
-        if self.source in (EMBEDDED, NUMBERS, *WHEELS) and self.text_column != "text":
-            raise UserError(
-                f"data.text_column={self.text_column}, but data.source={self.source} has no "
-                "columns; leave it out"
-            )
-        if self.other is not None and type(self) is not DataConfig:
-            raise UserError(f"data.other={self.other} is for text of causal language models alone")
-        if self.vocab_size > 2**32:
-            raise UserError(f"data.vocab_size={self.vocab_size} does not fit into uint32 tokens")
 
     def identity(self) -> dict[str, Any]:
         """The settings that a run's hash covers: those that determine the tokens, but not the paths

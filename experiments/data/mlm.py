@@ -9,6 +9,7 @@ masks are new in every step; evaluation masks are fixed.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +24,7 @@ from experiments.data.manifest import DataConfig
 from experiments.data.source import Batch, Request
 from experiments.data.tokenizer import CLS, MASK, PAD, SEP, HFTokenizer
 from experiments.support.errors import UserError
+from experiments.support.names import check_bounds
 from models.bert import BertConfig
 
 # Second words of the Philox keys; 0 and 1 are used for the windows (`Corpus.batch`).
@@ -52,18 +54,10 @@ class MLMConfig(DataConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.objective != "mlm":
-            raise UserError(f"data.objective={self.objective}; masked text has mlm")
-        if not 0 < self.mask_probability < 1:
-            raise UserError(
-                f"data.mask_probability={self.mask_probability}; it must lie between 0 and 1"
-            )
-        if self.max_predictions is not None and self.max_predictions < 1:
-            raise UserError(
-                f"data.max_predictions={self.max_predictions}; it must be at least 1, or null"
-            )
-        if self.sequence_length is not None and self.sequence_length < 8:
-            raise UserError(f"data.sequence_length={self.sequence_length}; it must be at least 8")
+        check_bounds(
+            self, "data.", mask_probability=(0.001, 0.999), max_predictions=(1, math.inf),
+            sequence_length=(8, math.inf),
+        )  # fmt: skip
 
 
 def mask_tokens(

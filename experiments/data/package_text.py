@@ -56,8 +56,8 @@ def download(folder: Path, split: str) -> list[Path]:
         UserError: pip could not download them.
     """
     wanted = {digest: f"{name}=={version}" for name, version, digest in pinned(split)}
-    found = _by_hash(folder, wanted)
-    if len(found) < len(wanted):
+    found = _by_hash(folder)
+    if not wanted.keys() <= found.keys():
         folder.mkdir(parents=True, exist_ok=True)
         options = ["--quiet", "--disable-pip-version-check", "--no-deps", "--require-hashes"]
         options += ["--only-binary=:all:", "--implementation=cp", "--python-version=3.12"]
@@ -65,29 +65,20 @@ def download(folder: Path, split: str) -> list[Path]:
         file = REQUIREMENTS / f"{split}.txt"
         command = [sys.executable, "-m", "pip", "download", *options, "-d", folder, "-r", file]
         ran = subprocess.run(command, stderr=subprocess.PIPE, text=True)  # type: ignore[arg-type]
-        found = _by_hash(folder, wanted)
+        found = _by_hash(folder)
         if absent := [name for digest, name in wanted.items() if digest not in found]:
             said = [line for line in ran.stderr.splitlines() if line.strip()]
             reason = next((line for line in said if line.startswith("ERROR")), "".join(said[-1:]))
             raise UserError(
-                f"pip could not download {', '.join(absent[:3])}{', ...' * (len(absent) > 3)} of "
-                f"{file} into {folder} ({reason or f'exit status {ran.returncode}'}); start again, "
-                "or put the wheels there"
+                f"pip could not download {absent[0]} and {len(absent) - 1} more of {file} into "
+                f"{folder} ({reason}); start again, or put the wheels there"
             )
     return [found[digest] for digest in wanted]
 
 
-def _by_hash(folder: Path, wanted: dict[str, str]) -> dict[str, Path]:
-    """The wheels in `folder` whose SHA-256 is in `wanted`, by hash. Only files with the name of a
-    wanted package are hashed."""
-    names = {re.sub(r"[-_.]+", "-", text.partition("==")[0]).lower() for text in wanted.values()}
-    found = {}
-    for path in sorted(folder.glob("*.whl")):
-        if re.sub(r"[_.]+", "-", path.name.partition("-")[0]).lower() in names:
-            digest = sha256(path)
-            if digest in wanted:
-                found[digest] = path
-    return found
+def _by_hash(folder: Path) -> dict[str, Path]:
+    """The wheels in `folder` by their SHA-256; a wheel counts by its content, not by its name."""
+    return {sha256(path): path for path in sorted(folder.glob("*.whl"))}
 
 
 def read(wheels: list[Path], part: str = PACKAGES) -> list[str]:

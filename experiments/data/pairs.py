@@ -16,9 +16,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from experiments.data.corpus import Corpus
+from experiments.data.corpus import Corpus, check_fits
 from experiments.data.parallel import PairsConfig
-from experiments.data.source import Batch, Request
+from experiments.data.source import Batch, Request, evenly_spaced
 from experiments.support.errors import UserError
 from models.transformer import TransformerConfig
 
@@ -90,11 +90,7 @@ class TranslationPairs:
     def __init__(
         self, corpus: Corpus, data: PairsConfig, model: TransformerConfig, batch_size: int
     ) -> None:
-        if corpus.vocab_size > model.vocab_size:
-            raise UserError(
-                f"the corpus {corpus.directory} has {corpus.vocab_size} token ids, the model only "
-                f"{model.vocab_size}: set model.vocab_size to {-(-corpus.vocab_size // 64) * 64}"
-            )
+        check_fits(corpus, model.vocab_size)
         self.corpus, self.data, self.batch_size = corpus, data, batch_size
         self.directory, self.fingerprint = corpus.directory, corpus.fingerprint
         self.end: int = corpus.manifest["tokenizer"]["end_of_text"]
@@ -169,7 +165,7 @@ class TranslationPairs:
 
     def eval_batches(self, count: int, batch_size: int) -> Iterator[Batch]:
         """`count` bundles of the validation split, evenly spaced over their lengths."""
-        chosen = np.arange(count, dtype=np.int64) * self.eval_size // count
+        chosen = evenly_spaced(count, self.eval_size, self.directory)
         parts = [self.val.pairs[slice(*self._val_starts[i : i + 2])] for i in chosen]
         return (
             self._batch(self.val.sentences, np.concatenate(parts[first : first + batch_size]))

@@ -8,6 +8,7 @@ embedded numbers.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -20,6 +21,7 @@ from experiments.data.corpus_source import HUB, NUMBERS, Documents, not_utf8
 from experiments.data.manifest import DataConfig
 from experiments.support import hub
 from experiments.support.errors import UserError, check_installed, first_line
+from experiments.support.names import check_bounds
 
 Pair = tuple[str, str]
 
@@ -47,8 +49,6 @@ class PairsConfig(DataConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.objective != "translation":
-            raise UserError(f"data.objective={self.objective}; pairs have translation")
         if self.tokenizer not in ("bpe", "gpt2"):  # these can decode every text exactly
             raise UserError(f"data.tokenizer={self.tokenizer}; pairs take bpe or gpt2")
         languages = (self.source_language, self.target_language)
@@ -60,14 +60,7 @@ class PairsConfig(DataConfig):
             raise UserError(
                 f"the embedded numbers are in de and en, not in {' and '.join(languages)}"
             )
-        for name in ("batch_tokens", "max_tokens"):
-            if (value := getattr(self, name)) is not None and value < 8:
-                raise UserError(f"data.{name}={value}; it must be at least 8")
-        if self.max_tokens is not None and self.max_tokens > self.batch_tokens:
-            raise UserError(
-                f"data.max_tokens={self.max_tokens} is above data.batch_tokens="
-                f"{self.batch_tokens}: such a sentence fits into no batch"
-            )
+        check_bounds(self, "data.", batch_tokens=(8, math.inf), max_tokens=(8, math.inf))
 
     @property
     def directory(self) -> Path:

@@ -38,7 +38,6 @@ from experiments.data.corpus_source import (
 from experiments.data.manifest import (
     SCHEMA,
     SPLITS,
-    TRAINED,
     DataConfig,
     file_record,
     read_manifest,
@@ -70,7 +69,7 @@ from experiments.support.progress import say
 if TYPE_CHECKING:
     import tiktoken
 
-HELD_OUT = 100  # at least one in this many tokens of the user's own text is for validation
+HELD_OUT = 100  # one in this many documents of the user's own text is for validation
 _BATCH = 256  # documents encoded at once
 _SAVED = 2**27  # tokens after which a preparation can continue if it is stopped
 _SETTINGS = "settings.json"  # what the token files beside it are made from
@@ -90,73 +89,92 @@ def prepare(config: DataConfig) -> Path:
     so that it needs little memory.
     """
     directory = config.directory
-    if directory.exists():
-        read_manifest(config)  # checks that it was made from this source
-        return directory
-    encoding: tiktoken.Encoding | HFTokenizer | None = None
-    if config.tokenizer_kind == "gpt2":
-        encoding = gpt2_encoding()  # fails before the long work
-    elif config.tokenizer_kind == "hf":
-        encoding = folder_tokenizer(config.tokenizer)
-    made_from = corpus_source.record(config.source, config.text_column, config.files)
-    if config.source == EMBEDDED:
-        source = _stdlib()
-    elif config.source in WHEELS:
-        source = _packages(Path(config.root) / "wheels", config.source)
-    elif isinstance(config, PairsConfig):
-        source = parallel.documents(config)
-    else:
-        source = _files(config.name, config.source, config.text_column)
     building = directory.with_name(f".{directory.name}.building")
-    with _alone(building), writing(directory):
-        if directory.exists():  # another process has prepared it meanwhile
-            shutil.rmtree(building, ignore_errors=True)
-            read_manifest(config)  # checks that it was made from this source
-            return directory
-        path = building / "tokenizer.json"
-        tokenizer_file: dict[str, Any] = {"file": None, "sha256": None}
-        if config.tokenizer in TRAINED:
-            learnt = source
-            if config.source in WHEELS[1:]:  # parts share the tokens of the whole
-                learnt = _packages(Path(config.root) / "wheels", PACKAGES)
-            sample = _sample(learnt)
-        if config.tokenizer == "bpe":
-            path.write_text(train_bpe(sample, config.vocab_size), encoding="utf-8")
-            encoding = load_bpe(path)
-        elif config.tokenizer == "wordpiece":
-            text = train_wordpiece(sample, config.vocab_size)
-            encoding = HFTokenizer(text, end_of_text=SPECIAL.index(SEP))
-        if isinstance(encoding, HFTokenizer):
-            path.write_text(encoding.text, encoding="utf-8")
-        assert encoding is not None
-        if path.exists():
-            tokenizer_file = file_record(path)
-        manifest: dict[str, Any] = {
-            "schema": SCHEMA,
-            "name": config.name,
-            "source": {**made_from, **source.description},
-            "tokenizer": {
-                "kind": config.tokenizer_kind,
-                "vocab_size": encoding.n_vocab,
-                "end_of_text": encoding.eot_token,
-                "revision": getattr(encoding, "revision", None),
-                **tokenizer_file,
-            },
-            "splits": {},
-            "versions": {
-                "python": platform.python_version(),
-                "tiktoken": version("tiktoken"),
-                "tokenizers": version("tokenizers"),
-            },
-        }
-        _keep_if_made_of(building, manifest)
-        manifest["splits"] = _write_splits(building, directory.name, source, encoding)
-        write_sealed(building / "manifest.json", manifest)
-        for left in (*building.glob("*.sizes"), building / _SETTINGS):
-            left.unlink()
-        publish(building, directory)
-        (directory / LOCK).unlink()
+    if not directory.exists():
+        encoding = _given_tokenizer(config)  # fails before the long work
+        source = _documents(config)
+        with _alone(building), writing(directory):
+            if directory.exists():  # another process has prepared it meanwhile
+                shutil.rmtree(building, ignore_errors=True)
+            else:
+                _build(building, config, source, encoding)
+                publish(building, directory)
+                (directory / LOCK).unlink()
+    read_manifest(config)  # checks that it was made from this source
     return directory
+
+
+def _given_tokenizer(config: DataConfig) -> tiktoken.Encoding | HFTokenizer | None:
+    """The tokenizer of the config; None if it is trained on the corpus."""
+    if config.tokenizer_kind == "gpt2":
+        return gpt2_encoding()
+    return folder_tokenizer(config.tokenizer) if config.tokenizer_kind == "hf" else None
+
+
+def _documents(config: DataConfig) -> Documents:
+    """The documents of the config's source."""
+    if config.source == EMBEDDED:
+        return _stdlib()
+    if config.source in WHEELS:
+        return _packages(Path(config.root) / "wheels", config.source)
+    if isinstance(config, PairsConfig):
+        return parallel.documents(config)
+    return _files(config.name, config.source, config.text_column)
+
+
+def _build(
+    building: Path,
+    config: DataConfig,
+    source: Documents,
+    encoding: tiktoken.Encoding | HFTokenizer | None,
+) -> None:
+    """Write the whole corpus into the folder `building`."""
+    path = building / "tokenizer.json"
+    if encoding is None:
+        learnt = source
+        if config.source in WHEELS[1:]:  # parts share the tokens of the whole
+            learnt = _packages(Path(config.root) / "wheels", PACKAGES)
+        if config.tokenizer == "bpe":
+            path.write_text(train_bpe(_sample(learnt), config.vocab_size), encoding="utf-8")
+            encoding = load_bpe(path)
+        else:
+            text = train_wordpiece(_sample(learnt), config.vocab_size)
+            encoding = HFTokenizer(text, end_of_text=SPECIAL.index(SEP))
+    if isinstance(encoding, HFTokenizer):
+        path.write_text(encoding.text, encoding="utf-8")
+    made_from = corpus_source.record(config.source, config.text_column, config.files)
+    manifest: dict[str, Any] = {
+        "schema": SCHEMA,
+        "name": config.name,
+        "source": {**made_from, **source.description},
+        "tokenizer": {
+            "kind": config.tokenizer_kind,
+            "vocab_size": encoding.n_vocab,
+            "end_of_text": encoding.eot_token,
+            "revision": getattr(encoding, "revision", None),
+            **(file_record(path) if path.exists() else {"file": None, "sha256": None}),
+        },
+        "splits": {},
+        "versions": {
+            "python": platform.python_version(),
+            "tiktoken": version("tiktoken"),
+            "tokenizers": version("tokenizers"),
+        },
+    }
+    _keep_if_made_of(building, manifest)
+    with _progress_bar() as progress:
+        for split in source.documents:
+            file = building / f"{split}.bin"
+            sizes = _encode(file, config.name, source, encoding, progress)
+            manifest["splits"][split] = {
+                **file_record(file),
+                "tokens": int(sizes[:, 0].sum()),
+                "documents": len(sizes),
+                "text_bytes": int(sizes[:, 1].sum()),
+            }
+    write_sealed(building / "manifest.json", manifest)
+    for left in (*building.glob("*.sizes"), building / _SETTINGS):
+        left.unlink()
 
 
 @contextmanager
@@ -184,28 +202,6 @@ def _keep_if_made_of(building: Path, manifest: dict[str, Any]) -> None:
         write_text(path, text)
 
 
-def _write_splits(
-    building: Path, name: str, source: Documents, encoding: tiktoken.Encoding | HFTokenizer
-) -> dict[str, dict[str, Any]]:
-    """Encode every split into `<split>.bin`; return the manifest's entries for them."""
-    with _progress_bar() as progress:
-        counts = {
-            split: _encode(building / f"{split}.bin", name, source, encoding, progress)
-            for split in source.documents
-        }
-    if source.own:
-        _hold_out(building, counts, token_type(encoding.n_vocab))
-    return {
-        split: {
-            **file_record(building / f"{split}.bin"),
-            "tokens": int(sizes[:, 0].sum()),
-            "documents": len(sizes),
-            "text_bytes": int(sizes[:, 1].sum()),
-        }
-        for split, sizes in counts.items()
-    }
-
-
 def _progress_bar() -> Progress:
     """A progress bar on standard error: documents done, their number, elapsed and remaining
     time."""
@@ -231,8 +227,6 @@ def _encode(
     saved, sizes = path.with_suffix(".sizes"), array("q")
     if saved.is_file():
         sizes.frombytes(saved.read_bytes())
-        if path.stat().st_size < sum(sizes[::2]) * dtype.itemsize:  # documents were held out of it
-            sizes = array("q")
     written = done = sum(sizes[::2])
     first = len(sizes) // 2
     task = progress.add_task(f"{name} {split}", total=source.documents[split], completed=first)
@@ -258,38 +252,12 @@ def _encode(
     return np.array(sizes, dtype=np.int64).reshape(-1, 2)
 
 
-def _hold_out(building: Path, counts: dict[str, np.ndarray], dtype: np.dtype[Any]) -> None:
-    """Move the first training documents to the end of validation, in place, until validation has 1
-    % of all tokens. The last training document stays."""
-    train, val = counts["train"], counts["val"]
-    held, ends = int(val[:, 0].sum()), np.cumsum(train[:, 0])
-    missing = -(-(held + int(ends[-1])) // HELD_OUT) - held
-    moved = min(int(np.searchsorted(ends, missing)) + 1, len(train) - 1)
-    if missing <= 0 or not moved:
-        return
-    train_file, rest = building / "train.bin", building / "rest.bin"
-    with train_file.open("rb") as file, rest.open("wb") as kept:
-        with (building / "val.bin").open("ab") as more:
-            more.write(file.read(int(ends[moved - 1]) * dtype.itemsize))
-        shutil.copyfileobj(file, kept)
-    rest.replace(train_file)
-    counts["train"], counts["val"] = train[moved:], np.concatenate([val, train[:moved]])
-
-
 def _sample(source: Documents) -> Iterator[str]:
-    """Yield the training documents on which a tokenizer is trained. The first 2 % of the text (in
-    characters) are skipped, since these documents may yet be held out."""
-    passed = size = number = least = 0
-    if source.own:
-        held = source.characters("val")
-        least = 2 * (held + source.characters("train")) // HELD_OUT - held
+    """Yield the training documents on which a tokenizer is trained."""
+    size = 0
     for documents in source.batches("train"):
-        for document in documents:
-            number += 1
-            if passed >= least or number == source.documents["train"]:
-                yield document
-                size += len(document)
-            passed += len(document)
+        yield from documents
+        size += sum(map(len, documents))
         if size >= _SAMPLE:
             return
 
@@ -362,9 +330,8 @@ def _one(text: str, source: str) -> Documents:
 
 
 def _files(name: str, source: str, text_column: str) -> Documents:
-    """The documents of local or remote files, split as nanoGPT splits OpenWebText: 0.05 % are held
-    out. For the user's own text (any `name` but the published ones) that may be too little, so more
-    are held out later (`Documents.own`)."""
+    """The documents of local or remote files, split at random as nanoGPT splits OpenWebText: 0.05 %
+    are held out, and 1 % of the user's own (any `name` but the published ones)."""
     check_installed("datasets", "reading data files needs the datasets library", "hf")
     import datasets
 
@@ -405,8 +372,10 @@ def _files(name: str, source: str, text_column: str) -> Documents:
     if len(table) == 1:
         return _one(table[0][text_column], source)
     table = table.select_columns([text_column])
+    published = name in _PUBLISHED and len(table) >= _PUBLISHED_DOCUMENTS
+    share = 0.0005 if published else 1 / HELD_OUT
     with writing(cache):
-        parts = table.train_test_split(test_size=0.0005, seed=2357, shuffle=True)
+        parts = table.train_test_split(test_size=share, seed=2357, shuffle=True)
     by_split = {"train": parts["train"], "val": parts["test"]}
 
     def batches(split: str, first: int = 0) -> Iterator[list[str]]:
@@ -416,15 +385,12 @@ def _files(name: str, source: str, text_column: str) -> Documents:
         left = rows.select(range(first, len(rows))) if first else rows
         return (part[text_column] for part in left.iter(_BATCH))
 
-    own = name not in _PUBLISHED or len(table) < _PUBLISHED_DOCUMENTS
     return Documents(
         batches,
         {split: len(rows) for split, rows in by_split.items()},
         {
             "revisions": hub.commits([paths] if isinstance(paths, str) else ()),
             "description": f"{len(paths)} {builder} files" if isinstance(paths, list) else source,
-            "split": "datasets.train_test_split(test_size=0.0005, seed=2357, shuffle=True)"
-            + (f", more from the start of train up to 1/{HELD_OUT} of the tokens" if own else ""),
+            "split": f"datasets.train_test_split(test_size={share}, seed=2357, shuffle=True)",
         },
-        own,
     )

@@ -12,12 +12,26 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
+
+from experiments.support.errors import UserError
 
 Batch = dict[str, Tensor]
 # Optimizer step, and the indices of samples in that step's batch over all ranks and micro-batches.
 Request = tuple[int, range]
+
+
+def evenly_spaced(count: int, available: int, directory: Path) -> np.ndarray:
+    """`count` of the numbers below `available`, int64 [count], the evaluation samples of the data
+    in `directory`. Raises a `UserError` if there are fewer."""
+    if not 1 <= count <= available:
+        raise UserError(
+            f"{count} evaluation samples asked for, but the validation split of {directory} holds "
+            f"{available}: set train.eval_samples to 1 to {available}"
+        )
+    return np.arange(count, dtype=np.int64) * available // count
 
 
 def send(value: Tensor, device: torch.device | str) -> Tensor:

@@ -1,8 +1,8 @@
 """Grey images in memory, of which a whole batch is shifted, mirrored and mixed on the model's
 device.
 
-Values and probabilities are those of the transforms in `experiments.images.source` and of timm's
-mixing, but the random draws differ, and the boxes of CutMix have even sides, as in its released
+Values and probabilities are those of the transforms in `experiments.images.source`, but the random
+draws differ. Mixing is timm's, except that the boxes of CutMix have even sides, as in its released
 code; newer versions of timm also draw odd ones, which take 1 % more of an image of 28 pixels.
 Shapes: B images, S pixels a side, K classes.
 """

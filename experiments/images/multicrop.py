@@ -7,6 +7,7 @@ augmentation from `DinoConfig`. Shapes: B images, S = image_size and s = local_s
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -17,7 +18,7 @@ from experiments.data.source import Batch, Request, send
 from experiments.images.crop_memory import GreyCrops, uniform
 from experiments.images.dataset import ImageConfig
 from experiments.images.source import turn_and_shift
-from experiments.images.stream import ImageBatches, own_draws
+from experiments.images.stream import ImageBatches, augmented
 from models.dino import DinoConfig
 from models.vit import ViTConfig
 
@@ -130,24 +131,13 @@ class MultiCrops(ImageBatches):
         if self.memory:
             draws = self._draws(self.batch_size, self.seed, _TRAIN, step)
             return self._cropped("train", indices, draws[samples.start : samples.stop])
-        crops = []
-        with own_draws() as seed:
-            for place, index in zip(samples, indices, strict=True):
-                image = self.images.train.open(index)
-                seed(self.seed, _TRAIN, step, place)
-                crops.append(self._crops(image))
-        return _stack(crops)
+        keys = ((self.seed, _TRAIN, step, place) for place in samples)
+        return self._read("train", indices, keys)
 
     def _eval_batch(self, indices: np.ndarray) -> Batch:
         if self.memory:
             return self._cropped("val", indices, self._draws(self.eval_size, _EVAL)[indices])
-        crops = []
-        with own_draws() as seed:
-            for index in indices:
-                image = self.images.val.open(index)
-                seed(_EVAL, int(index))
-                crops.append(self._crops(image))
-        return _stack(crops)
+        return self._read("val", indices, ((_EVAL, int(index)) for index in indices))
 
     def _draws(self, count: int, *key: int) -> Tensor:
         return uniform(count, 2 + self.dino.local_crops, *key)
@@ -162,13 +152,14 @@ class MultiCrops(ImageBatches):
         crops["local_crops"] = self.small.of(images, small)
         return {name: (x[:, :, None] - held.mean) / held.std for name, x in crops.items()}
 
+    def _read(self, split: str, indices: np.ndarray, keys: Iterable[tuple[int, ...]]) -> Batch:
+        """The batch of crops of images in files."""
+        found = augmented(self.images.splits[split], indices, keys, self._crops)
+        large, small = zip(*found, strict=True)
+        return {"global_crops": torch.stack(large), "local_crops": torch.stack(small)}
+
     def _crops(self, image: Image) -> tuple[Tensor, Tensor]:
         large = torch.stack([crop(image) for crop in self.globals])
         small = [self.local(image) for _ in range(self.dino.local_crops)]
         size = self.dino.local_size
         return large, torch.stack(small) if small else torch.empty(0, 3, size, size)
-
-
-def _stack(crops: list[tuple[Tensor, Tensor]]) -> Batch:
-    large, small = zip(*crops, strict=True)
-    return {"global_crops": torch.stack(large), "local_crops": torch.stack(small)}

@@ -15,7 +15,7 @@ from torch import Tensor
 from experiments.data.source import Batch, Request
 from experiments.images.dataset import SPLITS, ImageConfig
 from experiments.images.memory import mixed
-from experiments.images.stream import ImageBatches, own_draws
+from experiments.images.stream import ImageBatches, augmented
 from experiments.support.errors import UserError
 from models.vit import ViTConfig
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from experiments.images.stream import Transform
 
-_AUGMENT, _MIX = range(2)  # a part of a random key: the purpose of the numbers
+_AUGMENT = 0  # a part of a random key: the purpose of the numbers
 _ODD = "{}: mixup and cutmix mix neighbours, so batches and micro-batches must be even"
 
 
@@ -112,8 +112,6 @@ class ImageSource(ImageBatches):
         device: torch.device | str = "cpu",
         splits: Sequence[str] = SPLITS,
     ) -> None:
-        from timm.data import Mixup
-
         super().__init__(config, shape, seed, batch_size, workers, device, splits)
         if shape.n_classes != (classes := len(self.images.classes)):
             raise UserError(
@@ -125,12 +123,6 @@ class ImageSource(ImageBatches):
         repeats = range(config.repeats)
         self.order = np.concatenate([np.arange(i, batch_size, config.repeats) for i in repeats])
         self.augment = train_transform(config)
-        self.mix = Mixup(
-            config.mixup,
-            config.cutmix,
-            label_smoothing=config.label_smoothing,
-            num_classes=classes,
-        )
 
     def score(self, output: Tensor, loss: Tensor, batch: Batch) -> tuple[dict[str, Tensor], int]:
         """(sums over the batch of the loss, and of top-1 and top-5 accuracy in percent; B). output:
@@ -148,39 +140,17 @@ class ImageSource(ImageBatches):
             raise UserError(_ODD.format(f"a micro-batch of {len(samples)} samples"))
         numbers = (step * self.batch_size + self.order[samples]) // self.config.repeats
         indices = self.indices(numbers)
+        classes = len(self.images.classes)
         if self.memory:
             input, target = self.memory["train"].augmented(indices, self.seed, step, samples)
         else:
-            input, target = self._read(step, samples, indices)
-        if self.config.mixes and self.memory:
-            classes = len(self.images.classes)
+            train, keys = self.images.train, ((self.seed, _AUGMENT, step, i) for i in samples)
+            input = torch.stack(augmented(train, indices, keys, self.augment))
+            target = torch.from_numpy(train.labels[indices])
+        if self.config.mixes:
             input, target = mixed(
                 input, target, classes, self.config, self.seed, step, samples.start
             )
-        elif self.config.mixes:
-            target = self._mix_pairs(input, target, step, samples)
         elif self.config.label_smoothing:
-            target = mixup_target(
-                target, len(self.images.classes), 1.0, self.config.label_smoothing
-            )
+            target = mixup_target(target, classes, 1.0, self.config.label_smoothing)
         return {"input": input, "target": target}
-
-    def _read(self, step: int, samples: range, indices: np.ndarray) -> tuple[Tensor, Tensor]:
-        inputs, train = [], self.images.train
-        with own_draws() as seed:
-            for place, index in zip(samples, indices, strict=True):
-                image = train.open(index)
-                seed(self.seed, _AUGMENT, step, place)
-                inputs.append(self.augment(image))
-        return torch.stack(inputs), torch.from_numpy(train.labels[indices])
-
-    def _mix_pairs(self, input: Tensor, labels: Tensor, step: int, samples: range) -> Tensor:
-        """Mix neighbours in place, each pair with its own draw, and return the targets [B, K]."""
-        targets = []
-        with own_draws() as seed:
-            for row in range(0, len(samples), 2):
-                pair = slice(row, row + 2)
-                seed(self.seed, _MIX, step, samples[row])
-                input[pair], target = self.mix(input[pair], labels[pair])
-                targets.append(target)
-        return torch.cat(targets)

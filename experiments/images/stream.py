@@ -6,15 +6,14 @@ from __future__ import annotations
 import random
 import signal
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
 
-from experiments.data.source import Batch, Request
-from experiments.images.dataset import SPLITS, ImageConfig, load_images
+from experiments.data.source import Batch, Request, evenly_spaced
+from experiments.images.dataset import SPLITS, ImageConfig, Split, load_images
 from experiments.images.memory import hold
 from experiments.support.errors import UserError
 from models.vit import ViTConfig
@@ -33,31 +32,36 @@ def epoch_order(count: int, seed: int, epoch: int) -> np.ndarray:
     return np.argsort(np.random.Philox(key=key).random_raw(count), kind="stable")
 
 
-@contextmanager
-def own_draws() -> Iterator[Callable[..., None]]:
-    """A context in which Python's, NumPy's and torch's CPU generators may be reseeded; afterwards
-    they are restored.
+R = TypeVar("R")
 
-    timm and torchvision draw from these three. Yields a function `seed(*key)` that reseeds all of
-    them. Use one context per batch: saving NumPy's state takes longer than augmenting an image.
+
+def augmented(
+    split: Split,
+    indices: np.ndarray,
+    keys: Iterable[tuple[int, ...]],
+    augment: Callable[[Image], R],
+) -> list[R]:
+    """`augment` of each image of these indices, with random choices that depend on its key alone.
+
+    timm and torchvision draw from Python's, NumPy's and torch's CPU generators, which are seeded
+    for each image and restored after the last: saving NumPy's state takes longer than augmenting
+    an image.
     """
     before = random.getstate(), np.random.get_state(), torch.default_generator.get_state()
+    made = []
     try:
-        yield _seed
+        for index, key in zip(indices, keys, strict=True):
+            image = split.open(index)
+            word = int(np.random.SeedSequence(key).generate_state(1)[0])
+            random.seed(word)
+            np.random.seed(word)
+            torch.default_generator.manual_seed(word)
+            made.append(augment(image))
     finally:
         random.setstate(before[0])
         np.random.set_state(before[1])
         torch.default_generator.set_state(before[2])
-
-
-def _seed(*key: int) -> None:
-    word = int(np.random.SeedSequence(key).generate_state(1)[0])
-    random.seed(word)
-    np.random.seed(word)
-    torch.default_generator.manual_seed(word)
-
-
-R = TypeVar("R")
+    return made
 
 
 def read_ahead(make: Callable[[R], Batch], requests: Iterable[R], workers: int) -> Iterator[Batch]:
@@ -176,18 +180,8 @@ class ImageBatches:
 
     def eval_batches(self, count: int, batch_size: int) -> Iterator[Batch]:
         """Batches of `count` validation images, evenly spaced over the split, which is sorted by
-        class.
-
-        Raises:
-            UserError: the split has fewer images.
-        """
-        if not 1 <= count <= self.eval_size:
-            raise UserError(
-                f"{count} evaluation images asked for, but the validation split of "
-                f"{self.directory} holds {self.eval_size}: set train.eval_samples to 1 to "
-                f"{self.eval_size}"
-            )
-        indices = np.arange(count) * self.eval_size // count
+        class."""
+        indices = evenly_spaced(count, self.eval_size, self.directory)
         parts = [indices[first : first + batch_size] for first in range(0, count, batch_size)]
         return read_ahead(self._eval_batch, parts, self.workers)
 

@@ -45,6 +45,7 @@ def sources(corpus_dir, write_idx, tmp_path_factory):
             pixels = generator.integers(0, 256, (14, 12, 3), dtype=np.uint8)
             Image.fromarray(pixels).save(root / place / f"{i}.png")
     files = ImageConfig("files", str(root), image_size=8, **AUGMENTED)
+    mixed = dataclasses.replace(files, mixup=0.8, cutmix=1.0)
     grey = ImageConfig("grey", str(write_idx(root / "idx", 8)), image_size=8, **HELD)
     words = {"name": "words", "source": str(corpus_dir / "text"), "root": str(corpus_dir)}
     plain = DataConfig(**words, tokenizer="bpe", vocab_size=300)
@@ -57,13 +58,14 @@ def sources(corpus_dir, write_idx, tmp_path_factory):
         "masked": lambda seed, _: MaskedText(load_tokens(masked, seed), masked, BERT),
         "sentences": lambda seed, _: MaskedText(load_tokens(two, seed), two, bert_of_two),
         "images": lambda seed, workers: ImageSource(files, VIT, seed, 12, workers),
+        "mixed": lambda seed, _: ImageSource(mixed, VIT, seed, 12),
         "grey": lambda seed, _: ImageSource(dataclasses.replace(grey, shift=0.2), VIT, seed, 12),
         "crops": lambda seed, workers: MultiCrops(files, DINO, VIT, seed, 12, workers),
         "grey crops": lambda seed, _: MultiCrops(grey, DINO, VIT, seed, 12),
     }
 
 
-NAMES = ("text", "masked", "sentences", "images", "grey", "crops", "grey crops")
+NAMES = ("text", "masked", "sentences", "images", "mixed", "grey", "crops", "grey crops")
 
 
 def joined(batches):
@@ -116,8 +118,6 @@ def test_evaluation_batches_are_fixed_by_the_data(sources, name):
             list(sources[name](0, 0).eval_batches(wrong, 5))
 
 
-# ------------------------------------------------------------------------------ settings
-
 MINE = {"name": "mine", "source": "text", "tokenizer": "bpe", "vocab_size": 300}
 PIECES = {**MINE, "tokenizer": "wordpiece"}
 PETS = {"name": "pets", "source": "pets"}
@@ -127,21 +127,14 @@ def test_settings_that_cannot_be_are_refused_by_name():
     for kind, base, wrong, named in (
         (DataConfig, MINE, {"tokenizer": "words"}, "tokenizer=words"),
         (DataConfig, MINE, {"tokenizer": "gpt2", "vocab_size": 2048}, "vocab_size=2048"),
-        (DataConfig, MINE, {"vocab_size": 2**32 + 1}, "4294967297"),
-        (MLMConfig, PIECES, {"max_predictions": 0}, "data.max_predictions=0"),
         (MLMConfig, PIECES, {"mask_probability": 1.0}, "data.mask_probability=1.0"),
         (MLMConfig, PIECES, {"sequence_length": 4}, "data.sequence_length=4"),
-        (MLMConfig, PIECES, {"objective": "causal"}, "data.objective=causal"),
-        (PairsConfig, MINE, {"objective": "mlm"}, "data.objective=mlm"),
         (PairsConfig, MINE, {"tokenizer": "wordpiece"}, "data.tokenizer=wordpiece"),
         (PairsConfig, MINE, {"source_language": "de"}, "are both de"),
         (PairsConfig, MINE, {"batch_tokens": 4}, "data.batch_tokens=4"),
-        (PairsConfig, MINE, {"max_tokens": 5000}, "data.max_tokens=5000"),
         (PairsConfig, MINE, {"source": "numbers", "target_language": "fr"}, "in de and en"),
         (ImageConfig, PETS, {"crop_scale": (0.5, 0.1)}, "data.crop_scale=[0.5, 0.1]"),
         (ImageConfig, PETS, {"flip": 1.5}, "data.flip=1.5"),
-        (ImageConfig, PETS, {"mixup": -1.0}, "data.mixup=-1.0"),
-        (ImageConfig, PETS, {"repeats": 0}, "data.repeats=0"),
     ):
         with pytest.raises((UserError, ValueError)) as caught:
             kind(**{**base, **wrong})
@@ -151,11 +144,9 @@ def test_settings_that_cannot_be_are_refused_by_name():
 def test_models_and_data_that_do_not_fit_are_refused(sources):
     with pytest.raises(UserError, match=r"3 classes, the model has 10: set model\.n_classes=3"):
         ImageSource(sources["images"](0, 0).config, dataclasses.replace(VIT, n_classes=10), 0, 6)
-    for make in (ImageSource, MultiCrops):
-        config, large = sources["images"](0, 0).config, dataclasses.replace(VIT, image_size=16)
-        rest = (large, 0, 6) if make is ImageSource else (DINO, large, 0, 6)
-        with pytest.raises(UserError, match=r"data\.image_size=8, but model\.image_size=16"):
-            make(config, *rest)
+    large = dataclasses.replace(VIT, image_size=16)
+    with pytest.raises(UserError, match=r"data\.image_size=8, but model\.image_size=16"):
+        MultiCrops(sources["images"](0, 0).config, DINO, large, 0, 6)
     for overrides, message in (
         (["model=transformer_nano", "data=stdlib"], "model=transformer, which takes pairs"),
         (["data=numbers"], "does not fit model=gpt2"),

@@ -10,9 +10,8 @@ from torchvision.transforms import functional as TF
 from experiments.images import crop_memory as cm
 from experiments.images.crop_memory import GreyCrops, blurred, uniform
 from experiments.images.dataset import ImageConfig
-from experiments.images.multicrop import MultiCrops, crop_transform, grey_crops
+from experiments.images.multicrop import crop_transform, grey_crops
 from models.dino import DinoConfig
-from models.vit import ViTConfig
 
 S = 8
 PLAIN = GreyCrops(S, (1.0, 1.0), flip=0.0, jitter=0.0, blur=(0.0,), solarize=(0.0,))
@@ -92,17 +91,17 @@ def test_a_blurred_point_is_a_gaussian_and_a_constant_stays():
     torch.testing.assert_close(blurred(level, torch.tensor([2.0])), level, **CLOSE)
 
 
+# ------------------------------------------------------------------------------ of files
+
+
 def test_blur_is_drawn_by_kind_of_crop(images):
     data = ImageConfig("mine", "unused", image_size=S)
     config = DinoConfig(total_steps=1, local_crops=3, local_size=4)
     large = grey_crops(data, config, "first", "second")
-    assert (large.size, large.scale, large.flip) == (S, (0.4, 1.0), 0.5)
-    assert (large.blur, large.solarize) == ((1.0, 0.1), (0.0, 0.2))
+    assert large == GreyCrops(S, (0.4, 1.0), 0.5, 0.4, (1.0, 0.1), (0.0, 0.2))
     small = grey_crops(data, config, *["local"] * 3)
-    assert (small.size, small.scale, small.jitter) == (4, (0.05, 0.4), 0.4)
-    assert (small.blur, small.solarize) == ((0.5,) * 3, (0.0,) * 3)
-    off = grey_crops(data, replace(config, blur=False), "first", "second")
-    assert off.blur == (0.0, 0.0)
+    assert small == GreyCrops(4, (0.05, 0.4), 0.5, 0.4, (0.5,) * 3, (0.0,) * 3)
+    assert grey_crops(data, replace(config, blur=False), "first").blur == (0.0,)
     some = replace(PLAIN, blur=(0.2,))
     for draw, pixels in ((1.0, 2.0), (0.5, 1.05)):
         found = crop(some, images, blur=0.1, sigma=draw)
@@ -110,52 +109,27 @@ def test_blur_is_drawn_by_kind_of_crop(images):
     torch.testing.assert_close(crop(some, images, blur=0.2, sigma=1.0), images, **CLOSE)
 
 
-# ------------------------------------------------------------------------------ of files
-
-
-def names(transform):
-    return [type(step).__name__ for step in transform.transforms]
-
-
-def test_imagenet_s_augmentation_is_that_of_the_paper():
-    data = ImageConfig("imagenet", "unused")
-    dino = DinoConfig(total_steps=1)
-    chains = {kind: crop_transform(data, dino, kind) for kind in ("first", "second", "local")}
-    common = ["RandomResizedCrop", "RandomHorizontalFlip", "RandomApply", "RandomGrayscale"]
-    assert names(chains["first"])[:5] == [*common, "RandomApply"]
-    sizes = [chain.transforms[0].size for chain in chains.values()]
-    assert sizes == [(224, 224), (224, 224), (96, 96)]
-    scales = [tuple(chain.transforms[0].scale) for chain in chains.values()]
-    assert scales == [(0.4, 1.0), (0.4, 1.0), (0.05, 0.4)]
-    assert [chain.transforms[4].p for chain in chains.values()] == [1.0, 0.1, 0.5]  # blur
-    solarized = {kind: "RandomSolarize" in names(chain) for kind, chain in chains.items()}
-    assert solarized == {"first": False, "second": True, "local": False}
-    jitter = chains["local"].transforms[2]
-    assert jitter.p == 0.8
-    color = jitter.transforms[0]
-    assert (color.brightness, color.saturation, color.hue) == ((0.6, 1.4), (0.8, 1.2), (-0.1, 0.1))
-    grey = crop_transform(data, DinoConfig(total_steps=1, color=False), "local")
-    color = grey.transforms[2].transforms[0]
-    assert (color.brightness, color.saturation, color.hue) == ((0.6, 1.4), None, None)
-    assert "RandomGrayscale" not in names(grey)
-
-
-def test_digits_are_turned_and_shifted_but_never_mirrored():
-    dino = DinoConfig(total_steps=1, blur=False, solarize=0.0)
+def test_the_augmentation_of_files_is_that_of_the_paper():
+    data, dino = ImageConfig("imagenet", "unused"), DinoConfig(total_steps=1)
+    common = ["RandomResizedCrop", "RandomHorizontalFlip", "RandomApply", "RandomGrayscale",
+              "RandomApply"]  # fmt: skip
+    rest = ["ToTensor", "Normalize"]
+    for kind, size, scale, blur, more in (
+        ("first", 224, (0.4, 1.0), 1.0, []),
+        ("second", 224, (0.4, 1.0), 0.1, ["RandomSolarize"]),
+        ("local", 96, (0.05, 0.4), 0.5, []),
+    ):
+        steps = crop_transform(data, dino, kind).transforms
+        assert [type(step).__name__ for step in steps] == [*common, *more, *rest]
+        assert (steps[0].size, tuple(steps[0].scale)) == ((size, size), scale)
+        assert (steps[2].p, steps[4].p) == (0.8, blur)
+        color = steps[2].transforms[0]
+        found = color.brightness, color.saturation, color.hue
+        assert found == ((0.6, 1.4), (0.8, 1.2), (-0.1, 0.1))
+    grey = DinoConfig(total_steps=1, color=False, blur=False, solarize=0.0)
     for shift, first in ((0.1, "RandomAffine"), (0.0, "RandomRotation")):
-        digits = ImageConfig("digits", "digits", image_size=16, flip=0.0, rotate=10.0, shift=shift)
-        chain = names(crop_transform(digits, dino, "first"))
-        assert chain[:2] == [first, "RandomResizedCrop"] and "RandomHorizontalFlip" not in chain
-
-
-def test_two_large_and_n_small_crops():
-    digits = ImageConfig("digits", "digits", image_size=16, rotate=10.0)
-    shape = ViTConfig(16, 1, 1, image_size=16, patch_size=4, n_classes=0, dynamic_image_size=True)
-    for count in (3, 0):
-        dino = DinoConfig(total_steps=10, local_crops=count, local_size=8)
-        batch = next(MultiCrops(digits, dino, shape, 0, 6).batches([(0, range(6))]))
-        assert batch["global_crops"].shape == (6, 2, 3, 16, 16)
-        assert batch["local_crops"].shape == (6, count, 3, 8, 8)
-    # Every crop of an image is drawn by itself.
-    first, second = batch["global_crops"].unbind(1)
-    assert not any(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+        digits = ImageConfig("digits", "digits", flip=0.0, rotate=10.0, shift=shift)
+        steps = crop_transform(digits, grey, "second").transforms
+        names = [type(step).__name__ for step in steps]
+        assert names == [first, "RandomResizedCrop", "RandomApply", *rest]
+        assert steps[2].transforms[0].saturation is None

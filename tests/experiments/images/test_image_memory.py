@@ -99,14 +99,9 @@ MIXED = {
 def test_what_needs_more_is_made_image_by_image(folder):
     for settings in (
         {"rotate": 5.0}, {"crop_scale": (0.5, 1.0)}, {"random_erasing": 0.1}, {"crop_pct": 0.9},
-        {"rand_augment": "rand-m9"}, {"image_size": 16},
+        {"rand_augment": "rand-m9"},
     ):  # fmt: skip
-        config = ImageConfig("mine", str(folder), **{**PLAIN, **settings})
-        size = config.image_size
-        shape = ViTConfig(8, 1, 1, image_size=size, patch_size=4, n_classes=3)
-        source = ImageSource(config, shape, 0, 6)
-        assert not source.memory
-        assert next(source.batches([(0, range(2))]))["input"].shape == (2, 3, size, size)
+        assert not source_of(folder, **settings).memory
 
 
 def mix(size, **settings):
@@ -143,25 +138,6 @@ def test_cutmix_exchanges_a_rectangle_and_its_share_is_that_of_the_area():
     assert len(share.unique()) > 5
 
 
-# ---- without waiting
-
-
-@pytest.fixture(params=["mixed", "crops"])
-def source_on(request, tmp_path, write_idx):
-    """A function from a device to a source whose images lie there."""
-    folder = str(write_idx(tmp_path / "idx", SIZE))
-
-    def make(device):
-        if request.param == "mixed":
-            config = ImageConfig("mine", folder, **{**PLAIN, **MIXED})
-            return ImageSource(config, SHAPE, seed=0, batch_size=6, device=device)
-        dino = DinoConfig(total_steps=10, local_crops=2, local_size=4, color=False, prototypes=4)
-        config = ImageConfig("mine", folder, **PLAIN)
-        return MultiCrops(config, dino, SHAPE, seed=0, batch_size=6, device=device)
-
-    return make
-
-
 class Copies(TorchDispatchMode):
     """Counts the copies from the CPU to another device, and those of them that wait for it."""
 
@@ -179,25 +155,31 @@ class Copies(TorchDispatchMode):
         return operator(*args, **kwargs)
 
 
-def test_no_copy_to_the_device_waits(source_on):
+@pytest.mark.parametrize("kind", ["mixed", "crops"])
+def test_no_batch_waits_for_the_device(kind, folder):
+    """... by the copies to it, and on a GPU by everything."""
+
+    def source_on(device):
+        if kind == "mixed":
+            config = ImageConfig("mine", str(folder), **{**PLAIN, **MIXED})
+            return ImageSource(config, SHAPE, seed=0, batch_size=6, device=device)
+        dino = DinoConfig(total_steps=10, local_crops=2, local_size=4, color=False, prototypes=4)
+        config = ImageConfig("mine", str(folder), **PLAIN)
+        return MultiCrops(config, dino, SHAPE, seed=0, batch_size=6, device=device)
+
     source = source_on("meta")
     assert source.memory
     with Copies() as copies:
         next(iter(source.batches([(0, range(6))])))
-    assert copies.count >= 2
-    assert copies.waiting == 0
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_a_batch_is_made_without_waiting_for_the_gpu(source_on):
-    source = source_on("cuda")
-    requests = [(step, range(6)) for step in range(3)]
-    batches, expected = source.batches(requests), next(source_on("cpu").batches(requests))
-    for name, value in next(batches).items():
-        torch.testing.assert_close(value.cpu(), expected[name])
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        batch = next(batches)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    assert all(value.is_cuda for value in batch.values())
+    assert copies.count >= 2 and copies.waiting == 0
+    if torch.cuda.is_available():
+        requests = [(step, range(6)) for step in range(3)]
+        batches, expected = (source_on(on).batches(requests) for on in ("cuda", "cpu"))
+        want = next(expected)
+        for name, value in next(batches).items():
+            torch.testing.assert_close(value.cpu(), want[name])
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            next(batches)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
