@@ -1,0 +1,123 @@
+"""Projected training: after each step the n largest of m weights stay and the others become zero.
+
+    GEMM   operand 1   operand 2   sparse operand, along
+    fprop  X           W * M       weight, 2:4 along `in`
+    dgrad  dY          W * M       the same weight (2:4 along `in`: a dense product on hardware)
+    wgrad  dY          X           none; flows to W unmasked
+
+It is the hard N:M constraint of torchao's pruning-aware training (prototype/pat:
+`NMSparseConstraint` in `PruneOptimizer`). The optimizer steps from `latent` weights, which the
+projection leaves alone, by the gradient at the projected ones; this is `ste` until the "healing",
+the last steps. Then the mask is frozen, the latent weights of pruned entries are given up, and only
+the kept entries train on. The model ends 2:4 sparse.
+
+With `latent=False` it is the projected gradient method proper: pruned entries restart from zero in
+every step, so that one returns only if a single step makes it larger than a kept one.
+
+torchao masks the gradient in the healing; here pruned entries are set to zero again after a step,
+which is the same for every optimizer that treats entries separately.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from common_kernels import nm_mask
+from common_kernels.adamw import Rule
+
+from .nn import base
+from .nn.linear import MaskedLinear
+from .nn.optimizer import StepWork
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(base.NMConfig):
+    """Options of projected training.
+
+    n, m: keep n of m consecutive inputs.
+    latent: steps start from latent weights, as in torchao; if not, from the projected ones.
+    healing_fraction: share of `total_steps`, the last ones, in which the mask is frozen. torchao
+        leaves it to the user; 0 = never.
+    """
+
+    latent: bool = True
+    healing_fraction: float = 0.2
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0.0 <= self.healing_fraction <= 1.0:
+            raise ValueError(f"healing_fraction={self.healing_fraction}; it must lie in [0, 1]")
+
+
+class Linear(MaskedLinear):
+    """A masked linear whose weight itself has the zeros of its mask, from the healing on or always.
+
+    State besides `MaskedLinear`'s: `frozen` (bool [], saved), True in the healing.
+    """
+
+    frozen: Tensor
+
+    def setup(self, name: str, config: Any, dtype: torch.dtype | None) -> None:
+        super().setup(name, config, dtype)
+        self.register_buffer("frozen", torch.zeros_like(self.mask[0, 0]))
+
+    def choose_mask(self) -> None:
+        chosen = nm_mask(self.weight.detach(), *self.pattern)
+        self.mask.copy_(torch.where(self.frozen, self.mask, chosen))
+
+    @torch.no_grad()
+    def update_buffers(self) -> None:
+        pruned = ~self.mask
+        self.weight.masked_fill_(pruned & self.frozen if self.config.latent else pruned, 0.0)
+
+    def freeze(self) -> None:
+        self.frozen.fill_(True)
+        self.refresh()
+
+
+class Method(base.Method):
+    Config = Config
+    Linear = Linear
+
+    @property
+    def capabilities(self) -> base.Capabilities:
+        return replace(super().capabilities, changes_only_weights=True)
+
+    def convert(self, model: nn.Module, dtype: torch.dtype | None = None) -> base.Report:
+        if self.config.healing_fraction and not self.config.total_steps:
+            raise ValueError(
+                f"healing_fraction={self.config.healing_fraction} of how many steps? set "
+                "total_steps, or healing_fraction=0"
+            )
+        return super().convert(model, dtype)
+
+    def heals_at(self, step: int) -> bool:
+        """True if the mask is frozen in optimizer step `step`."""
+        length = round(self.config.healing_fraction * self.config.total_steps)
+        return length > 0 and step >= self.config.total_steps - length
+
+    @torch.no_grad()
+    def on_step_begin(self, step: int) -> None:
+        super().on_step_begin(step)
+        if self.heals_at(step) and self.phase() != "healing":
+            for layer in self.sparse_layers.values():
+                layer.freeze()
+            self._remember(step)  # so that the zeros are not taken for an optimizer step
+
+    def step_work(self, layer: Any, step: int) -> StepWork | None:
+        if not self.config.latent or self.heals_at(step):
+            return None
+        return StepWork(layer=layer, rule=Rule(choose="rows"), mask=layer.mask)
+
+    @property
+    def unfinished(self) -> bool:
+        total = self.config.total_steps
+        return total > 0 and self.heals_at(total - 1) and self.phase() != "healing"
+
+    def phase(self) -> str:
+        healing = any(bool(layer.frozen) for layer in self.sparse_layers.values())
+        return "healing" if healing else "sparse"

@@ -1,0 +1,70 @@
+"""Projected training: steps from latent weights or from projected ones, and the frozen end."""
+
+import pytest
+import torch
+from torch import nn
+
+import methods
+from tests.methods.loop import training_step
+
+
+def one_row(values, **options):
+    layer = nn.Linear(4, 4, bias=False)
+    with torch.no_grad():
+        layer.weight.copy_(torch.tensor(values).expand(4, 4))
+    method = methods.build("projected", include=["*"], **options)
+    method.convert(layer)
+    return layer, method
+
+
+def step(layer, method, number, grad, **options):
+    """A step of SGD with rate 1 and this gradient of a row."""
+    optimizer = torch.optim.SGD([layer.weight], lr=1.0)
+    with training_step(method, number, optimizer):
+        layer.weight.grad = torch.tensor(grad).expand(4, 4).clone()
+
+
+@pytest.mark.parametrize("latent", [True, False])
+def test_steps_by_hand(latent):
+    """Entry 3 needs two steps to pass entry 1; from zero it would need a third."""
+    layer, method = one_row([4.0, -3.0, 1.0, 2.0], latent=latent, healing_fraction=0.0)
+    grads = torch.tensor([0.0, 0.0, 0.0, -1.0])
+    rows = []
+    for number in range(3):
+        step(layer, method, number, grads.tolist())
+        rows.append(layer.effective_weight()[0].tolist())
+    stays, changes = [4.0, -3.0, 0.0, 0.0], lambda last: [4.0, 0.0, 0.0, last]
+    # Latent 3 ties with -3, and the lower index wins; latent 4 and 5 are larger.
+    # From zero it is 1 in each step, so that it never returns.
+    assert rows == ([stays, changes(4.0), changes(5.0)] if latent else [stays] * 3)
+    assert torch.equal(layer.weight[0], torch.tensor([4.0, -3.0, 1.0, 5.0])) == latent
+
+
+def test_the_mask_is_frozen_and_latent_weights_are_gone_in_the_healing():
+    layer, method = one_row([4.0, -3.0, 1.0, 2.0], total_steps=4, healing_fraction=0.5)
+    for number in range(2):
+        step(layer, method, number, [0.0, 0.0, 0.0, -0.25])
+    assert layer.weight[0].tolist() == [4.0, -3.0, 1.0, 2.5] and method.unfinished
+    for number in range(2, 4):  # entries that would win if the mask could change
+        step(layer, method, number, [1.0, -1.0, -9.0, -9.0])
+        assert method.phase() == "healing" and not method.unfinished
+    assert layer.weight[0].tolist() == [2.0, -1.0, 0.0, 0.0]
+    methods.refresh(layer)
+    assert layer.mask[0].tolist() == [True, True, False, False]
+
+
+def test_before_the_healing_it_is_ste():
+    """torchao's steps from latent weights are those of a straight-through gradient."""
+    torch.manual_seed(0)
+    x, initial, ends = torch.randn(16, 8), nn.Linear(8, 8).state_dict(), []
+    for name, options in (("ste", {}), ("projected", {"healing_fraction": 0.0})):
+        layer = nn.Linear(8, 8)
+        layer.load_state_dict(initial)
+        method = methods.build(name, include=["*"], **options)
+        method.convert(layer)
+        optimizer = torch.optim.AdamW(layer.parameters(), lr=0.1)
+        for number in range(5):
+            with training_step(method, number, optimizer):
+                layer(x).square().mean().backward()
+        ends.append(layer.weight.detach())
+    assert torch.equal(*ends)
