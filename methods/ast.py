@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -38,6 +38,7 @@ from .nn.optimizer import Optimizers, each, group_of
 
 METRICS = ("magnitude", "wanda")
 ROUTES = ("decoupled_first_moment", "gradient", "decoupled")
+Rule = TypeVar("Rule", bound="AdamW")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -249,17 +250,9 @@ class Method(distillation.Method):
         route, decay = self.config.decay_route, self.decay(step)
         layers = self.layers.values()
         if route == "decoupled_first_moment":
-            optimizers = each(optimizer)
-            for own in {group_of(optimizers, m.weight)[0] for m in layers}:
-                if not isinstance(own, AdamW):
-                    raise ValueError(
-                        f"AST has its own update rule, which {type(own).__module__}."
-                        f"{type(own).__name__} lacks: make the optimizer with method.optimizer("
-                        'parameters, lr=...), or the method with decay_route="gradient"'
-                    )
-            for own in optimizers:
-                if isinstance(own, AdamW):
-                    own.decay, own.masks = decay, {m.weight: m.mask for m in layers}
+            advice = ', or the method with decay_route="gradient"'
+            for own in give_masks(AdamW, layers, optimizer, advice):
+                own.decay = decay
             return
         for layer in layers:
             if route == "decoupled":
@@ -268,6 +261,25 @@ class Method(distillation.Method):
                 layer.weight.mul_(torch.where(layer.mask, 1.0, shrink))
             elif layer.weight.grad is not None:
                 masked_decay_(layer.weight.grad, layer.weight, layer.mask, decay)
+
+
+def give_masks(
+    kind: type[Rule], layers: Iterable[Any], optimizer: Optimizers, advice: str = ""
+) -> list[Rule]:
+    """Give the masks of `layers` to the optimizers of class `kind` for their next step, and return
+    these. Raises ValueError if another optimizer holds a layer's weight."""
+    optimizers = each(optimizer)
+    for own in {group_of(optimizers, layer.weight)[0] for layer in layers}:
+        if not isinstance(own, kind):
+            raise ValueError(
+                f"{kind.METHOD} has its own update rule, which {type(own).__module__}."
+                f"{type(own).__name__} lacks: make the optimizer with method.optimizer("
+                f"parameters, lr=...){advice}"
+            )
+    found = [own for own in optimizers if isinstance(own, kind)]
+    for own in found:
+        own.masks = {layer.weight: layer.mask for layer in layers}
+    return found
 
 
 class AdamW(torch.optim.Optimizer):
@@ -282,6 +294,7 @@ class AdamW(torch.optim.Optimizer):
     at matched learning rates. `Method.on_gradients` sets `masks` and `decay` for each step.
     """
 
+    METHOD: ClassVar[str] = "AST"
     decay: float = 0.0
     masks: dict[Tensor, Tensor] | None = None
 

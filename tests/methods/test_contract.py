@@ -38,7 +38,9 @@ VARIANTS = {  # each value of an option, most with another option's
         {"slorb_k": 8, "slorb_train_x": False},
     ],
     "bi_mask": [{"alpha": 1e-2, "permute_every": 2, "candidates": 8}],
+    "cast": [{"refresh_every": 2, "decay": 1.0}],
     "one_shot": [{}, {"metric": "sparsegpt"}],
+    "projected": [{"healing_fraction": 0.5}],
     "semi_sparse": [
         {},
         {"algorithm": "exact", "refresh_every": 2, "sparse_fraction": 0.5},

@@ -51,6 +51,7 @@ CASES = [
     ("gmp", {"total_steps": STEPS}, DENSE),
     ("imp", {"total_steps": STEPS}, DENSE),
     ("one_shot", {}, DENSE),
+    ("projected", {"total_steps": STEPS, "healing_fraction": 0.5}, Y),
     ("dense", {}, None),
 ]
 every_method = pytest.mark.parametrize(

@@ -1,0 +1,132 @@
+"""CAST: the rule of its optimizer, the dense forward pass, the folded scale, and its decay when
+weights and masks are sharded."""
+
+import math
+import os
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+import methods
+from methods import cast
+from tests.methods.loop import training_step
+
+VALUES = [4.0, 1.0, 3.0, -2.0]  # entries 1 and 3 are pruned
+LR, WD, BETAS, EPS = 1e-2, 0.1, (0.9, 0.95), 1e-8
+
+
+def converted(rows=4, **options):
+    layer = nn.Linear(4, rows, bias=False)
+    with torch.no_grad():
+        layer.weight.copy_(torch.tensor(VALUES).expand(rows, 4))
+    options = {"kl_weight": 0.0, "total_steps": 4, "scale_groups": 0, **options}
+    method = methods.build("cast", include=["*"], **options)
+    method.convert(layer)
+    return layer, method
+
+
+def optimizer_of(layer, method, wd=WD):
+    return method.optimizer(layer.parameters(), lr=LR, betas=BETAS, eps=EPS, weight_decay=wd)
+
+
+def test_the_rule_step_by_step():
+    """Algorithm 1 in fp64 scalars: t from 0, the decay in m' and v but not in m."""
+    layer, method = converted(decay=0.3, refresh_every=9)
+    optimizer = optimizer_of(layer, method)
+    grads = torch.randn(4, 4, 4, generator=torch.Generator().manual_seed(0))
+    for step in range(4):
+        with training_step(method, step, optimizer):
+            layer.weight.grad = grads[step].clone()
+    for column, (w, kept) in enumerate(zip(VALUES, (1, 0, 1, 0), strict=True)):
+        m = v = 0.0
+        for t in range(4):
+            g, a = float(grads[t, 0, column]), t / 4
+            w *= 1 - LR * WD
+            m = BETAS[0] * m + (1 - BETAS[0]) * g
+            u = m if kept else (1 - a) * m + a * 0.3 * math.copysign(1, w)
+            v = BETAS[1] * v + (1 - BETAS[1]) * u * u
+            root = math.sqrt(v / (1 - BETAS[1] ** (t + 1)))
+            w -= LR / (1 - BETAS[0] ** (t + 1)) * u / (root + EPS)
+        assert layer.weight[0, column].item() == pytest.approx(w, rel=1e-5)
+
+
+def test_pruned_weights_shrink_by_about_the_rate_in_each_step_whatever_lambda_is():
+    sizes = []
+    for decay in (4e-4, 4e-2):
+        layer, method = converted(decay=decay, total_steps=40, refresh_every=99)
+        optimizer = method.optimizer([layer.weight], lr=LR, eps=1e-12, weight_decay=0.0)
+        for step in range(40):
+            with training_step(method, step, optimizer):
+                layer.weight.grad = torch.zeros(4, 4)
+        assert layer.weight[0, [0, 2]].tolist() == [4.0, 3.0]
+        sizes.append(layer.weight[0, [1, 3]].detach())
+        assert 0 < sizes[-1][0] < 1 - 38 * LR and -2 + 38 * LR < sizes[-1][1] < 0
+    torch.testing.assert_close(*sizes, rtol=1e-4, atol=0)
+
+
+def test_training_is_dense_and_evaluation_and_the_end_are_pruned_and_scaled():
+    layer, method = converted(scale_groups=2)
+    assert torch.equal(layer.weight_scale, torch.ones(4, 2))
+    with torch.no_grad():
+        layer.weight_scale.copy_(torch.tensor([2.0, 3.0]).expand(4, 2))
+    methods.refresh(layer)
+    y = layer(torch.eye(4))
+    assert y[:, 0].tolist() == [8.0, 2.0, 9.0, -6.0]
+    y.sum().backward()
+    assert layer.weight.grad[0].tolist() == [2.0, 2.0, 3.0, 3.0]
+    assert layer.weight_scale.grad[0].tolist() == [4.0 + 1.0, 3.0 - 2.0]
+    layer.eval()
+    with torch.no_grad():
+        assert layer(torch.eye(4))[:, 0].tolist() == [8.0, 0.0, 9.0, 0.0]
+    assert method.metrics()["pruned_magnitude"] == pytest.approx(3 / 10)
+    method.finalize(layer)
+    assert type(layer) is nn.Linear and layer.state_dict().keys() == {"weight"}
+    assert layer.weight[0].tolist() == [8.0, 0.0, 9.0, 0.0]
+
+
+def test_the_loss_and_what_is_refused():
+    """Equation 13: temperature 1, weights that sum to 1."""
+    config = cast.Config()
+    assert config.task_weight + config.kl_weight == 1 and config.kl_weight == pytest.approx(1 / 3)
+    assert (config.temperature, config.divergence) == (1.0, "forward")
+    layer, method = converted()
+    layer.weight.grad = torch.zeros(4, 4)
+    with pytest.raises(ValueError, match=r"CAST has its own .*AdamW lacks: .* lr=\.\.\.\)$"):
+        method.on_gradients(0, torch.optim.AdamW([layer.weight]))
+    with pytest.raises(ValueError, match=r"scale_groups=3 does not divide its 4 inputs"):
+        converted(scale_groups=3)
+
+
+def _decayed(rank, meeting_point, result):
+    """Weights and moments after steps without any gradient, of two ranks with 4 rows each."""
+    dist.init_process_group("gloo", init_method=meeting_point, rank=rank, world_size=2)
+    layer, method = converted(rows=8, decay=0.3)
+    fully_shard(layer, mesh=dist.init_device_mesh("cpu", (2,)))
+    optimizer = optimizer_of(layer, method, wd=0.0)
+    for step in range(4):
+        with training_step(method, step, optimizer):
+            layer.weight.grad = torch.zeros_like(layer.weight)
+    state = optimizer.state[layer.weight]
+    found = [x.full_tensor() for x in (layer.weight.detach(), layer.mask, state["exp_avg_sq"])]
+    if rank == 0:
+        torch.save([*found, method.metrics()["pruned_magnitude"]], result)
+    dist.barrier()
+    os._exit(0)  # gloo's threads outlive the group and abort an interpreter that ends
+
+
+def test_the_decay_is_not_lost_where_weights_are_sharded(start_ranks, tmp_path):
+    """As it was in a reproduction of others, where masks and weights were cut differently."""
+    start_ranks(_decayed, (tmp_path / "store").as_uri(), tmp_path / "found", ranks=2)
+    layer, method = converted(rows=8, decay=0.3)
+    optimizer = optimizer_of(layer, method, wd=0.0)
+    for step in range(4):
+        with training_step(method, step, optimizer):
+            layer.weight.grad = torch.zeros_like(layer.weight)
+    weight, mask, second, share = torch.load(tmp_path / "found", weights_only=True)
+    assert torch.equal(weight, layer.weight) and torch.equal(mask, layer.mask)
+    assert torch.equal(second, optimizer.state[layer.weight]["exp_avg_sq"])
+    assert torch.equal(weight != torch.tensor(VALUES), ~mask)  # pruned ones moved, kept ones not
+    assert share == method.metrics()["pruned_magnitude"]
