@@ -25,8 +25,8 @@ def lowrank_addmm(
     """y1 [..., out] + scale * (y2 [..., rank] @ r [rank, out]) + bias [out], as a new contiguous
     tensor.
 
-    It is accumulated in fp32 and rounded once, to y1's dtype, and differentiable. The operands may have any float dtype
-    and any strides; usually y1 and y2 are slices of one tensor.
+    It is accumulated in fp32, rounded once, to y1's dtype, and differentiable. The operands may
+    have any float dtype and any strides; usually y1 and y2 are slices of one tensor.
     """
     tensors = {"y1": y1, "y2": y2, "r": r} | ({} if bias is None else {"bias": bias})
     for name, tensor in tensors.items():
