@@ -35,7 +35,7 @@ ROOT = Path(__file__).parents[1]
 PAGES = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")),
     *(ROOT / folder / "README.md" for folder in ("methods", "reproduce")),
-    *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / "docs").rglob("*.md")),
 ]
 TOP = {path.name for path in ROOT.iterdir()}
 
@@ -213,7 +213,7 @@ def trained():
 
 
 def test_every_snippet_is_run_here():
-    counts = {"README.md": 1, "docs/own_loop.md": 14, "docs/methods.md": 2}
+    counts = {"README.md": 1, "docs/own_loop.md": 14, "docs/methods/semi_sparse.md": 1}
     counts |= {"docs/evaluation.md": 2, "docs/serving.md": 1}
     found = {page: len(blocks(page, "python")) for page in PAGES if blocks(page, "python")}
     assert found == {ROOT / name: count for name, count in counts.items()}
@@ -231,17 +231,12 @@ def test_the_merge_of_adapters_keeps_the_pattern_only_as_shown():
         exec(f"for name, mask{mask}", names)
 
 
-def test_the_snippets_on_methods_run():
-    build, swap = blocks(ROOT / "docs" / "methods.md", "python")
-    names = {"methods": methods}
-    exec(build, names)
-    names["method"].convert(tiny())
+def test_code_for_torchao_runs():
+    (swap,) = blocks(ROOT / "docs" / "methods" / "semi_sparse.md", "python")
     model = ViT(ViTConfig(width=32, depth=1, heads=2, image_size=8, patch_size=4, n_classes=3)).vit
-    trained = []
-    exec(
-        swap, {"model": model, "train": lambda model: trained.append(type(model.blocks[0].mlp.fc1))}
-    )
-    assert [kind.__name__ for kind in trained] == ["SemiSparseLinear"]
+    kinds = []
+    exec(swap, {"model": model, "train": lambda model: kinds.append(type(model.blocks[0].mlp.fc1))})
+    assert [kind.__name__ for kind in kinds] == ["SemiSparseLinear"]
     assert type(model.blocks[0].mlp.fc1) is torch.nn.Linear
 
 
@@ -369,15 +364,7 @@ def test_what_a_sparse_forward_product_saves_is_that_of_the_record():
     assert "weights MiB 448;" in memory[4] and "packed MiB 252;" in memory[4]
 
 
-@pytest.mark.parametrize(
-    ("name", "options"),
-    [
-        ("fst", {"refresh_every": 2, "dense_fraction": 0.3, "alpha": 1e-2}),
-        ("ast", {}),
-        ("slope", {"adapter_rank": 2, "adapter_fraction": 0.5}),
-    ],
-)
-def test_lightning_trains_as_the_loop_does(name, options):
+def test_lightning_trains_as_the_loop_does():
     """With gradients that are clipped and accumulated, but in the last step, in which data end."""
     lightning = pytest.importorskip("pytorch_lightning")
     names = {}
@@ -388,7 +375,8 @@ def test_lightning_trains_as_the_loop_does(name, options):
     for alone in (True, False):
         torch.manual_seed(0)
         model = GPT(GPTConfig(n_layer=2, n_head=2, n_embd=16, vocab_size=32, block_size=16))
-        method = methods.build(name, total_steps=3, **options)
+        options = {"refresh_every": 2, "dense_fraction": 0.3, "alpha": 1e-2}
+        method = methods.build("fst", total_steps=3, **options)
         method.convert(model)
         found.append((model, method))
         if not alone:
@@ -454,24 +442,34 @@ def test_the_tree_names_every_package_and_every_method_has_its_row_and_section()
     table = text(ROOT / "README.md").split("| method | in one line |")[1].split("\n\n")[0]
     rows = [name for row in re.findall(r"^\| (`.*?) \|", table, re.M) for name in row.split(", ")]
     assert {"dense"} | {name.strip("`") for name in rows} == set(methods.available())
-    page = text(ROOT / "docs" / "methods.md")
-    assert set(re.findall(r"^## (\w+)$", page, re.M)) == set(methods.available())
+    pages = (ROOT / "docs" / "methods").glob("*.md")
+    assert {path.stem for path in pages} == set(methods.available())
 
 
-def test_the_configuration_reference_is_up_to_date():
-    """If not: `python docs/make_configuration.py`."""
-    path = ROOT / "docs" / "make_configuration.py"
-    spec = importlib.util.spec_from_file_location("make_configuration", path)
+def script(name):
+    """A script of docs/ as a module."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / "docs" / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    assert text(module.PAGE) == module.page()
+    return module
+
+
+def test_what_is_generated_is_up_to_date():
+    """If not: `python docs/make_configuration.py` and `python docs/make_methods.py`."""
+    configuration, measured = script("make_configuration"), script("make_methods")
+    assert text(configuration.PAGE) == configuration.page()
+    for name, (block, variant) in measured.SHOWN.items():
+        page = measured.PAGES / f"{name}.md"
+        assert measured.measured(name) in text(page), name
+        lines = measured.curves(block, (measured.DENSE[block], variant))
+        assert text(page.parent / "curves" / f"{name}.svg") == measured.drawing(lines)
 
 
 def test_the_paths_through_the_code_are_short_and_lead_through_what_they_name():
-    page = text(ROOT / "docs" / "architecture.md")
+    page = text(ROOT / "docs" / "extending.md")
     paths = {"From a yaml to a kernel": 8, "From a spec to a table": 6}
     for heading, files in (paths | {"From records to a verdict": 6}).items():
-        part = page.split(f"\n## {heading}\n")[1].split("\n## ")[0]
+        part = page.split(f"\n### {heading}\n")[1].split("\n### ")[0]
         items = re.findall(r"^\d\. `(\S+)`: (.*?)(?=^\d\. |\Z)", part, re.S | re.M)
         assert len(items) == files
         for name, told in items:
@@ -516,7 +514,7 @@ def rows(benchmark):
 
 
 def test_speedups_are_those_of_the_record():
-    found = text(ROOT / "docs" / "speed.md")
+    found = text(ROOT / "docs" / "speed.md").split("## Kernel times")[1].split("\n## ")[0]
     header = re.search(r"^\| tokens x in -> out \|(.*)\|$", found, re.M)[1]
     names = re.findall(r"`([^`]+)`", header)
     lines = re.findall(r"^\| (\d+ x \d+ -> \d+) \|(.*)\|$", found, re.M)
