@@ -24,15 +24,15 @@ from typing import Any
 import torch
 
 from experiments.bench import variants
+from experiments.bench.jobs import Built, Workload
 from experiments.bench.report import Report, Row
+from experiments.bench.step import Step
 from experiments.bench.timing import Time, in_turns, quantiles
 from experiments.bench.train import SHARE, share_of_peak
 from experiments.config.run import RunConfig, load
-from experiments.support import memory
 from experiments.support.errors import UserError
 from experiments.training.graphs import choose
-from experiments.training.optimization import DTYPES, make_optimizer, micro_batch_size
-from experiments.training.sharding import accelerate
+from experiments.training.optimization import DTYPES, micro_batch_size
 from experiments.training.tracking import read_metrics
 
 NAMES = ("dense", "fst", "s_ste", "slope")
@@ -88,13 +88,14 @@ def bench(options: argparse.Namespace, report: Report) -> None:
             here += [] if on_gpu else [f"impl.threads={options.threads}"]
             overrides = [*given, *method, *here]
             config = load(overrides)
-            loop = bare_loop(config, options)
-            report.note(f"{name}: bare loop {loop.time.ms:.4g} ms")
+            loop = Loop(name, config, options.device)
+            loops = [loop.milliseconds(options)]
+            report.note(f"{name}: bare loop {loops[0]:.4g} ms")
             watched = watch(overrides, config.directory())
             step = watched.of_a_step()
-            again = bare_loop(config, options)
+            loops.append(Loop(name, config, options.device).milliseconds(options))
             records = [r for r in read_metrics(config.directory() / "metrics.jsonl") if "loss" in r]
-        bare = (loop.time.ms + again.time.ms) / 2
+        bare = sum(loops) / 2
         report.note(f"{name}: the command {step.ms:.4g} ms, {step.ms / bare - 1:+.1%}")
         if name == "dense":
             dense["dense"] = step.ms
@@ -105,8 +106,8 @@ def bench(options: argparse.Namespace, report: Report) -> None:
                 figures={
                     f"{loop.unit}/s": 1e3 * loop.items / step.ms,
                     "beside the bare loop %": 100 * (step.ms / bare - 1),
-                    "bare loop, before ms": loop.time.ms,
-                    "bare loop, after ms": again.time.ms,
+                    "bare loop, before ms": loops[0],
+                    "bare loop, after ms": loops[1],
                     "step alone ms": 1e3 * median(r["step_seconds"] for r in records[1:]),
                     **({SHARE: share_of_peak(loop.flops, step.ms)} if on_gpu else {}),
                     "first record s": watched.first_s,
@@ -115,74 +116,53 @@ def bench(options: argparse.Namespace, report: Report) -> None:
         )  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Loop:
-    """Times of a bare loop. flops: operations per step, 6 for each parameter and token. items,
-    unit: number and kind of what a step trains on. used: what ran its products."""
+class Loop(Step):
+    """A plain loop over the same batch, with the model, method, micro-batches and optimizer of a
+    config, without data, logging and evaluation.
 
-    time: Time
-    flops: float
-    items: int
-    unit: str
-    shape: str
-    used: str
+    items, unit: number and kind of what a step trains on. flops: operations per step, 6 for each
+    parameter and token. shape: a description.
+    """
 
+    def __init__(self, name: str, config: RunConfig, device: torch.device) -> None:
+        train, impl = config.train, config.impl
+        torch.manual_seed(config.seed)
+        model = config.build_model()
+        weights = sum(p.numel() for p in model.parameters())
+        source = config.open_source(model, device)
+        size = micro_batch_size(
+            train, impl.micro_batch, 1, config.build_method().capabilities.quantizes
+        )
+        parts = [range(i, i + size) for i in range(0, train.batch_size, size)]
+        requests = ((0, part) for part in parts)
+        batches = itertools.cycle(
+            [{k: v.to(device) for k, v in batch.items()} for batch in source.batches(requests)]
+        )
+        tokens = train.batch_size * source.tokens_per_sample
+        self.unit, self.flops = source.unit, 6.0 * weights * tokens
+        self.items = tokens if source.unit == "tokens" else train.batch_size
+        self.shape = f"{config.model_name} on {config.data.name}, {len(parts)} x {size} samples"
 
-def bare_loop(config: RunConfig, options: argparse.Namespace) -> Loop:
-    """Time the steps of a plain loop without data, logging and evaluation. Its memory is freed
-    afterwards, since the command needs the whole GPU."""
-    try:
-        return _bare_loop(config, options)
-    finally:
-        memory.free(options.device)
+        def build() -> Built:
+            on_device = model.to(device)
+            run: Any = torch.compile(on_device) if impl.compile else on_device
+            return on_device, lambda: run(**next(batches))[1] / len(parts), []
 
+        job = Workload(build, size * source.tokens_per_sample, self.items, source.unit, (), (),
+                       config.method_options.include)  # fmt: skip
+        matmul = impl.matmul if device.type == "cuda" else "dense"
+        super().__init__(name, job, device, matmul, impl.optimizer == "fused", DTYPES[train.dtype])
+        self.accumulated = len(parts)
+        if choose(impl.cuda_graphs, device, 1, model, train, source.one_shape)[0]:
+            self.used += "; in CUDA graphs"  # true of the command, not of this loop
 
-def _bare_loop(config: RunConfig, options: argparse.Namespace) -> Loop:
-    device, train = options.device, config.train
-    torch.manual_seed(config.seed)
-    model = config.build_model().to(device)
-    weights = sum(p.numel() for p in model.parameters())
-    method = config.build_method()
-    dtype = DTYPES[train.dtype]
-    method.convert(model, dtype=dtype)
-    source = config.open_source(model)
-    size = micro_batch_size(train, config.impl.micro_batch, 1, method.capabilities.quantizes)
-    sparse = accelerate(method, size * source.tokens_per_sample, config.impl)
-    used = sorted({variants.used_by(products) for products in sparse.values()} or {"dense"})
-    graphed, one_shape = config.impl.cuda_graphs, source.one_shape
-    if choose(graphed, device, 1, model, train, one_shape)[0]:
-        used += ["in CUDA graphs"]  # true of the command, not of this loop
-    used += ["FusedAdamW"] if config.impl.optimizer == "fused" else []
-    optimizer = make_optimizer(method, model, train, config.impl.optimizer == "fused")
-    parts = [range(i, i + size) for i in range(0, train.batch_size, size)]
-    batches = [
-        {key: value.to(device) for key, value in batch.items()}
-        for batch in source.batches((0, part) for part in parts)
-    ]
-    run: Any = torch.compile(model) if config.impl.compile else model
-    numbers = itertools.cycle(range(train.steps))
-
-    def step(_: int) -> None:
-        number = next(numbers)
-        method.on_step_begin(number)
-        for batch in batches:
-            with torch.autocast(device.type, dtype, enabled=dtype is not None):
-                loss = method.loss(run, batch) / len(batches)
-            loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), train.grad_clip)
-        method.on_gradients(number, optimizer)
-        optimizer.step()
-        optimizer.zero_grad()
-        method.on_step_end(number)
-
-    timed = in_turns({"step": step}, device, options.repeats, graphs=False, steps=True)["step"]
-    tokens = train.batch_size * source.tokens_per_sample
-    by_tokens = source.unit == "tokens"
-    shape = f"{config.model_name} on {config.data.name}, {len(parts)} x {size} samples"
-    return Loop(
-        timed, 6.0 * weights * tokens, tokens if by_tokens else train.batch_size, source.unit,
-        shape, "; ".join(used),
-    )  # fmt: skip
+    def milliseconds(self, options: argparse.Namespace) -> float:
+        """The time of a step. Afterwards the loop's memory is freed, since the command needs the
+        whole GPU."""
+        calls = {"step": lambda _: self.run(next(self.numbers))}
+        timed = in_turns(calls, self.device, options.repeats, graphs=False, steps=True)
+        self.close()
+        return timed["step"].ms
 
 
 def watch(overrides: list[str], directory: Path) -> Watched:

@@ -35,6 +35,7 @@ class Op:
         counterpart of `run`.
     libraries: other libraries' calls for the same work by name, for the same arguments.
     gpu_only: not measured on a CPU.
+    figures: further figures of its row.
     """
 
     run: Function
@@ -44,14 +45,16 @@ class Op:
     through: Callable[[Function], Function] = lambda function: function
     libraries: dict[str, Function] = field(default_factory=dict)
     gpu_only: bool = False
+    figures: dict[str, float] = field(default_factory=dict)
 
 
-def check(name: str, w: Tensor) -> None:
+def check(name: str, w: Tensor, op: Op | None = None) -> None:
     """Raise a `UserError` if the operator gives other results than plain PyTorch on this device.
 
     Masks and packed bytes must be equal, other numbers up to a few units in the last place.
+    op: the operator, by default that of OPS.
     """
-    op = OPS[name]
+    op = op or OPS[name]
     found, want = (results(op.run(*op.prepare(w), backend=b)) for b in (None, "cpu"))
     if not all(map(agree, found, want)):
         raise UserError(

@@ -23,33 +23,29 @@ from experiments.bench.timing import Call, in_turns
 
 QUICK_SHAPE, CPU_SHAPE, GPU_SHAPE = (64, 128), (4096, 4096), (8192, 8192)
 BUFFERS = 2
+ALL = {**OPS, **passes.PASSES}
 
 
 def bench(options: argparse.Namespace, report: Report) -> None:
     if options.device.type == "cpu":
-        left_out = [*(name for name, op in OPS.items() if op.gpu_only), *passes.PASSES]
-        names = report.chosen(name for name in OPS if name not in left_out)
+        left_out = [name for name, op in ALL.items() if op.gpu_only]
+        names = report.chosen(name for name in ALL if name not in left_out)
         measure(names, [torch.float32], options, report)
         report.leave_out(f"without a GPU: {'; '.join(left_out)}")
     else:
-        names = report.chosen([*OPS, *passes.PASSES])
-        measure(names, [BF16, torch.float32], options, report)
+        measure(report.chosen(ALL), [BF16, torch.float32], options, report)
 
 
 def measure(
     names: list[str], dtypes: list[torch.dtype], options: argparse.Namespace, report: Report
 ) -> None:
-    """Add a row for every operator and dtype, and for every optimizer step, whose weights are
-    fp32."""
+    """Add a row for every operator and dtype; the weights of optimizer steps are fp32."""
     for dtype in dtypes:
         inputs = matrices(dtype, options)
         for name in names:
-            if name in OPS:
-                check(name, inputs[0])
+            if dtype is torch.float32 or name not in passes.PASSES:
+                check(name, inputs[0], ALL[name])
                 report.add(time_op(name, inputs, options, report))
-            elif dtype is torch.float32:
-                passes.check(name, inputs[0])
-                report.add(time_pass(name, inputs, options))
 
 
 def matrices(dtype: torch.dtype, options: argparse.Namespace) -> list[Tensor]:
@@ -62,20 +58,12 @@ def matrices(dtype: torch.dtype, options: argparse.Namespace) -> list[Tensor]:
     return list(weights.to(dtype))
 
 
-def time_pass(name: str, inputs: list[Tensor], options: argparse.Namespace) -> Row:
-    step = passes.PASSES[name]
-    calls = passes.calls(name, [passes.inputs(w, name) for w in inputs])
-    row = beside_copy(name, calls, lambda _: step.moved, inputs, options)
-    row.figures["bytes a weight"] = step.moved
-    row.figures["bytes a weight, separate passes"] = step.moved_apart
-    return row
-
-
 def time_op(name: str, inputs: list[Tensor], options: argparse.Namespace, report: Report) -> Row:
     """The row of an operator timed together with a copy and other ways to do the same work."""
-    op, dtype = OPS[name], inputs[0].dtype
+    op, dtype = ALL[name], inputs[0].dtype
     arguments = [op.prepare(x) for x in inputs]
-    others = dict(op.libraries) if dtype is BF16 else {}  # libraries pack 16-bit types
+    # Libraries pack 16-bit types.
+    others = dict(op.libraries) if dtype is BF16 or name in passes.PASSES else {}
     if op.plain is not None and options.device.type == "cuda":
         others["compiled"] = op.through(torch.compile(op.plain, dynamic=False))
         others["eager"] = op.through(op.plain)
@@ -83,30 +71,19 @@ def time_op(name: str, inputs: list[Tensor], options: argparse.Namespace, report
     for label, other in others.items():
         if report.usable(f"{label} beside {name}, {dtype}", partial(other, *arguments[0])):
             calls[label] = rotating(other, arguments)
-    return beside_copy(name, calls, op.moved, inputs, options)
-
-
-def rotating(function: Callable[..., Any], arguments: list[tuple[Any, ...]]) -> Call:
-    """A call of the function with the arguments of buffer number i."""
-    return lambda i: function(*arguments[i])
-
-
-def beside_copy(
-    name: str,
-    calls: dict[str, Call],
-    moved: Callable[[float], float],
-    inputs: list[Tensor],
-    options: argparse.Namespace,
-) -> Row:
-    """The row of `calls[name]`, with the other calls as peers and a copy of `inputs` as limit."""
     w = inputs[0]
     calls = {"clone": lambda i: inputs[i].clone(), **calls}
     times = in_turns(calls, options.device, options.repeats, len(inputs))
-    work = w.numel() * moved(w.itemsize)
+    work = w.numel() * op.moved(w.itemsize)
     return Row(
         name, str(w.dtype).removeprefix("torch."), " x ".join(map(str, w.shape)),
         backend.resolve(w.device), times[name],
         peers={peer: time.ms for peer, time in times.items() if peer != name},
         limit_ms=times["clone"].ms * work / (2 * w.nbytes),
-        figures={"GB/s": work / times[name].ms / 1e6},
+        figures={"GB/s": work / times[name].ms / 1e6, **op.figures},
     )  # fmt: skip
+
+
+def rotating(function: Callable[..., Any], arguments: list[tuple[Any, ...]]) -> Call:
+    """A call of the function with the arguments of buffer number i."""
+    return lambda i: function(*arguments[i])

@@ -6,8 +6,6 @@ mask and the packed operands written once. The bytes of separate passes are coun
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -18,8 +16,7 @@ from common_kernels import masked_decay_, nm_mask, transposable_mask24
 from common_kernels.adamw import Rates, Rule, Weight24, adamw24_
 from common_kernels.pack import Packed24
 from common_kernels.pack.operands import pack24_, pack_both24_
-from experiments.bench.timing import Call
-from experiments.support.errors import UserError
+from experiments.bench.operators import Op
 
 RATES = Rates(lr=1e-5, weight_decay=0.1)
 ALPHA = 1e-6  # small, because the separate passes add to the same gradient repeatedly
@@ -27,41 +24,8 @@ UPDATE = 16 + 12  # weight, gradient and two moments read, all but the gradient 
 PACKED = 1.125  # bytes of values and positions per entry of a 16-bit type
 
 
-@dataclass(frozen=True)
-class Pass:
-    """A variant of the one-pass step. rule: what it does to the weight. both: also pack for
-    dgrad."""
-
-    rule: Rule
-    both: bool
-
-    @property
-    def moved(self) -> float:
-        """Bytes read and written per weight."""
-        reads_mask = self.rule.alpha or not (self.rule.choose or self.rule.source == "soft")
-        return UPDATE + bool(reads_mask) + bool(self.rule.choose) + PACKED * (1 + self.both)
-
-    @property
-    def moved_apart(self) -> float:
-        """Bytes read and written per weight by separate decay, update, mask, masked copy and
-        packing."""
-        decay = 13 if self.rule.alpha else 0
-        choice = 4 + 1 + 2 if self.rule.choose else 0
-        packing = 4 + (self.rule.source == "mask") + PACKED * (1 + self.both)
-        return UPDATE + decay + choice + packing
-
-
-PASSES = {
-    "step, decay, pack both ways": Pass(Rule(alpha=ALPHA), both=True),
-    "step, decay, exact search, pack both ways": Pass(Rule(alpha=ALPHA, choose="exact"), both=True),
-    "step, greedy search, pack both ways": Pass(Rule(choose="greedy"), both=True),
-    "step, decay, mask by rows, pack": Pass(Rule(alpha=ALPHA, choose="rows"), both=False),
-    "step, soft threshold and scale, pack": Pass(Rule(source="soft"), both=False),
-}
-
-
-def inputs(w: Tensor, name: str) -> Weight24:
-    """The fp32 state of an optimizer step of `w` [64 a, 64 b]."""
+def inputs(w: Tensor, both: bool) -> Weight24:
+    """The fp32 state of an optimizer step of `w` [64 a, 64 b]. both: also pack for dgrad."""
     return Weight24(
         weight=w.clone(),
         grad=w.flip(0),
@@ -71,19 +35,20 @@ def inputs(w: Tensor, name: str) -> Weight24:
         mask=transposable_mask24(w),
         scale=torch.tensor(1.5, device=w.device),
         packed=Packed24.empty(w.shape, torch.bfloat16, w.device),
-        transposed=(
-            Packed24.empty(w.shape[::-1], torch.bfloat16, w.device) if PASSES[name].both else None
-        ),
+        transposed=(Packed24.empty(w.shape[::-1], torch.bfloat16, w.device) if both else None),
     )
 
 
-def one_pass(name: str, given: Weight24, backend: str | None = None) -> None:
-    adamw24_([given], RATES, PASSES[name].rule, backend=backend)
+def one_pass(rule: Rule, given: Weight24, backend: str | None = None) -> tuple[Tensor, Tensor]:
+    """The weight and its first moment after the step in one pass, which also leaves a mask and
+    operands; tests/common_kernels compares these."""
+    adamw24_([given], RATES, rule, backend=backend)
+    return given.weight, given.exp_avg
 
 
-def apart(name: str, given: Weight24) -> None:
+def apart(rule: Rule, given: Weight24) -> None:
     """Do the same step by separate operators."""
-    rule, weight, mask = PASSES[name].rule, given.weight, given.mask
+    weight, mask = given.weight, given.mask
     assert mask is not None and given.packed is not None
     if rule.alpha:
         masked_decay_(given.grad, weight, mask, rule.alpha)
@@ -104,33 +69,24 @@ def apart(name: str, given: Weight24) -> None:
         pack24_(given.packed, weight, "mask", mask)
 
 
-def check(name: str, w: Tensor) -> None:
-    """Raise a `UserError` unless one pass gives the weights and moments of plain PyTorch up to
-    rounding, and exactly the mask and operands that belong to its own weights."""
-    got, want = inputs(w, name), inputs(w, name)
-    one_pass(name, got)
-    one_pass(name, want, backend="cpu")
-    derived = inputs(got.weight, name)
-    assert got.mask is not None and derived.mask is not None
-    derived.mask.copy_(got.mask)
-    skip = torch.ones((), device=w.device)  # skip the update, only derive mask and operands
-    adamw24_([derived], RATES, PASSES[name].rule, found_inf=skip, backend="cpu")
-    # The errors are roundings of terms that may cancel: old weight and step, old moment and
-    # gradient.
-    step = (got.weight - want.weight).abs() <= 1e-4 * (w.abs() + want.weight.abs())
-    moment = (got.exp_avg - want.exp_avg).abs() <= 1e-5 * (w.flip(0).abs() + w.flip(1).abs())
-    theirs, names = derived.tensors, ("mask", "packed", "transposed")
-    pairs = [(a, theirs[n]) for n, a in got.tensors.items() if n in names]
-    same = [torch.equal(a, b) for a, b in pairs if a is not None and b is not None]
-    if not (step.all() and moment.all() and all(same)):
-        raise UserError(
-            f"{name} differs from plain PyTorch on shape {tuple(w.shape)}: no time is reported; "
-            "run `pytest tests/common_kernels/test_adamw.py`"
-        )
+def step(rule: Rule, both: bool = False) -> Op:
+    """The step in one pass beside the same step by separate operators."""
+    packed = PACKED * (1 + both)
+    reads_mask = rule.alpha or not (rule.choose or rule.source == "soft")
+    moved = UPDATE + bool(reads_mask) + bool(rule.choose) + packed
+    decay, choice = 13 if rule.alpha else 0, 4 + 1 + 2 if rule.choose else 0
+    separately = UPDATE + decay + choice + 4 + (rule.source == "mask") + packed
+    return Op(
+        partial(one_pass, rule), lambda _: moved, lambda w: (inputs(w, both),),
+        libraries={"separate passes": partial(apart, rule)}, gpu_only=True,
+        figures={"bytes a weight": moved, "bytes a weight, separate passes": separately},
+    )  # fmt: skip
 
 
-def calls(name: str, given: list[Weight24]) -> dict[str, Call]:
-    def on_buffer(run: Callable[[str, Weight24], None], i: int) -> None:
-        run(name, given[i])
-
-    return {name: partial(on_buffer, one_pass), "separate passes": partial(on_buffer, apart)}
+PASSES = {
+    "step, decay, pack both ways": step(Rule(alpha=ALPHA), both=True),
+    "step, decay, exact search, pack both ways": step(Rule(alpha=ALPHA, choose="exact"), both=True),
+    "step, greedy search, pack both ways": step(Rule(choose="greedy"), both=True),
+    "step, decay, mask by rows, pack": step(Rule(alpha=ALPHA, choose="rows")),
+    "step, soft threshold and scale, pack": step(Rule(source="soft")),
+}

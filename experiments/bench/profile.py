@@ -25,26 +25,16 @@ KINDS = (
     PRODUCT24, DENSE, SAMPLING, PACKING, QUANTISING, ELEMENTWISE, ATTENTION, OPTIMIZER, OTHER,
 )  # fmt: skip
 
-# The kernels of common_kernels, by their functions' names. One that is missing here would count as
-# elementwise; tests/experiments/test_bench_training.py checks that none is.
-OURS = {
-    PRODUCT24: ("few_tokens",),
-    SAMPLING: ("sample", "quantize_and_sample", "lanes", "neighbours"),
-    PACKING: (
-        "check", "compress", "decay", "double_prune", "exact", "expand", "flips", "greedy", "mask",
-        "mask24", "pack", "pack_both", "pack_mask", "pack_transposed",
-        "prune_and_pack", "quantize24", "soft", "unpack_mask", "weight_amax",
-    ),
-    QUANTISING: ("amax", "fp8", "inverse", "numbers", "quantize_both", "rescale"),
-    OPTIMIZER: ("adamw", "scalars"),
-    ELEMENTWISE: ("glu", "glu_backward"),
-    DENSE: ("lowrank",),
-}  # fmt: skip
-_BY_NAME = {f"{name}_kernel": kind for kind, names in OURS.items() for name in names}
-
-# The first pattern found in the name decides. They cover kernels of libraries, of torch and of
-# inductor, and on a CPU torch's operators.
+# The first pattern found in the name decides. They cover our own kernels, those of libraries, of
+# torch and of inductor, and on a CPU torch's operators.
 PATTERNS = (
+    (PRODUCT24, r"^few_tokens_kernel$"),
+    (SAMPLING, r"^((quantize_and_)?sample|lanes|neighbours)_kernel$"),
+    (QUANTISING, r"^(amax|fp8|inverse|numbers|quantize_both|rescale)_kernel$"),
+    (OPTIMIZER, r"^(adamw|scalars)_kernel$"),
+    (ELEMENTWISE, r"^glu(_backward)?_kernel$"),
+    (DENSE, r"^lowrank_kernel$"),
+    (PACKING, r"^[a-z0-9_]+_kernel$"),
     (DENSE, r"^triton_tem_"),
     (ELEMENTWISE, r"^triton_"),
     (ATTENTION, r"flash|fmha|sdpa|attention|mem_eff"),
@@ -65,13 +55,7 @@ PATTERNS = (
 
 def kind(name: str) -> str:
     """The kind of a kernel or operator of this name: one of KINDS."""
-    if ours := _BY_NAME.get(name):
-        return ours
-    lower = name.lower()
-    for found, pattern in PATTERNS:
-        if re.search(pattern, lower):
-            return found
-    return OTHER
+    return next((kind for kind, pattern in PATTERNS if re.search(pattern, name.lower())), OTHER)
 
 
 def profiled(step: Step) -> Kernels:

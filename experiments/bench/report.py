@@ -21,10 +21,6 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-import rich.box
-import rich.console
-import rich.markup
-import rich.table
 import torch
 
 from experiments.bench.timing import SETTLE_LIMIT_S, SETTLED, TURNS, Time, load_text
@@ -113,7 +109,6 @@ class Report:
         self.rows: list[dict[str, Any]] = []
         self.left_out: list[str] = []
         self.refused: list[str] = []
-        self.console = rich.console.Console(stderr=True)
         self.record = {"device": self.environment["device"], "benchmarks": {}}
         if out.exists():
             self.record = read_record(out)
@@ -140,7 +135,7 @@ class Report:
 
     def note(self, text: str) -> None:
         """Print a line of progress."""
-        self.console.print(text, highlight=False, markup=False)
+        print(text, file=sys.stderr)
 
     def add(self, row: Row) -> None:
         self.rows.append({**flat(row), **self.environment})
@@ -180,7 +175,7 @@ class Report:
         """Print the table and save the record. A whole run removes all rows of an earlier one."""
         self.save([] if self.whole else self.earlier)
         shown = columns(self.rows).items()
-        print_table(self.benchmark, {head: own for head, own in shown if head not in HIDDEN})
+        print(table({head: own for head, own in shown if head not in HIDDEN}))
         for text in self.left_out:
             self.note(f"left out: {text}")
         self.note(f"written to {self.out}")
@@ -238,17 +233,11 @@ def columns(rows: list[dict[str, Any]]) -> dict[str, list[str]]:
     return {heading: [*column] for heading, column in by_heading if any(column)}
 
 
-def print_table(title: str, shown: dict[str, list[str]]) -> None:
-    """Print columns as a table; a key that all rows share is in the title."""
-    shared = {h: c[0] for h, c in shown.items() if h in KEY[1:] and len(set(c)) == 1}
-    title = ", ".join([title, *shared.values()])
-    table = rich.table.Table(title=title, box=rich.box.SIMPLE, pad_edge=False)
-    own = {head: column for head, column in shown.items() if head not in shared}
-    for head in own:
-        table.add_column(head, justify="left" if head in TEXTS else "right")
-    for line in zip(*own.values(), strict=True):
-        table.add_row(*map(rich.markup.escape, line))
-    rich.console.Console(width=None if sys.stdout.isatty() else 180).print(table)
+def table(shown: dict[str, list[str]]) -> str:
+    """Columns as a Markdown table."""
+    rule = ["---" if head in TEXTS else "--:" for head in shown]
+    lines = [[*shown], rule, *zip(*shown.values(), strict=True)]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 EXPLANATION = """\
@@ -266,10 +255,7 @@ def markdown(record: dict[str, Any]) -> str:
     for name, benchmark in record["benchmarks"].items():
         rows, left_out = benchmark["rows"], benchmark["left_out"]
         parts += [f"## {name}", *dict.fromkeys(map(versions, rows)), *loads(rows)]
-        shown = columns(rows)
-        rule = ["---" if head in TEXTS else "--:" for head in shown]
-        lines = [[*shown], rule, *zip(*shown.values(), strict=True)]
-        parts.append("\n".join(f"| {' | '.join(line)} |" for line in lines))
+        parts.append(table(columns(rows)))
         if left_out:
             parts.append("Left out:\n\n" + "\n".join(f"- {text}" for text in left_out))
     return "\n\n".join(part.rstrip("\n") for part in parts) + "\n"
@@ -329,7 +315,7 @@ def compare(old: Path, new: Path) -> bool:
         ]
     if not lines:
         raise UserError(f"{old} and {new} have no timed row in common")
-    print_table(now["device"], {h: [line[i] for line in lines] for i, h in enumerate(COMPARED)})
+    print(table({h: [line[i] for line in lines] for i, h in enumerate(COMPARED)}))
     slower = [f"{line[0]} {line[1]}, {line[3]}" for line in lines if "slower" in line[-1]]
     summary = f"{len(lines)} rows in both; slower by more than {WITHIN:.0%}: {len(slower)}"
     print(summary + (f" ({'; '.join(slower)})" if slower else ""))

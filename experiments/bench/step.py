@@ -29,22 +29,31 @@ class Step:
     """A model under a method with its optimizer, whose steps are run one after the other.
 
     fused: use `methods.FusedAdamW`; otherwise the method's optimizer, for most torch's fused AdamW.
+    dtype: of autocast, by default bf16 on a GPU; fp32 means none.
     first_s: seconds to the end of the first step, including building the model and compilation.
     """
 
     first_s = 0.0
+    accumulated = 1
 
     def __init__(
-        self, name: str, job: Workload, device: torch.device, matmul: str, fused: bool = False
+        self,
+        name: str,
+        job: Workload,
+        device: torch.device,
+        matmul: str,
+        fused: bool = False,
+        dtype: torch.dtype | None = None,
     ) -> None:
         torch.manual_seed(0)
         self.device, self.name = device, name
         self.others = torch.cuda.memory_allocated() if device.type == "cuda" else 0
         with device:
             self.model, self.forward, self.blocks = job.build()
-        dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+        default = torch.bfloat16 if device.type == "cuda" else torch.float32
+        self.dtype = dtype or default
         self.converted: Converted = variants.convert(
-            name, self.model, job.include, dtype, job.tokens, matmul
+            name, self.model, job.include, self.dtype, job.tokens, matmul
         )
         self.parameters = list(self.model.parameters())
         method = self.converted.method
@@ -76,15 +85,11 @@ class Step:
             block.register_forward_pre_hook(lambda module, args: found.append((module, args)))
             for block in self.blocks
         ]
-        compiled = [block._compiled_call_impl for block in self.blocks]
-        for block in self.blocks:
-            block._compiled_call_impl = None
         self.converted.before(0)
-        with torch.no_grad():
+        with torch.no_grad(), torch.compiler.set_stance("force_eager"):
             self.loss()
-        for block, hook, call in zip(self.blocks, hooks, compiled, strict=True):
+        for hook in hooks:
             hook.remove()
-            block._compiled_call_impl = call
         return found
 
     def results(
@@ -108,12 +113,16 @@ class Step:
             return self.forward()
 
     def autocast(self) -> Any:
-        on_gpu = self.device.type == "cuda"
-        return torch.autocast("cuda", torch.bfloat16) if on_gpu else nullcontext()
+        mixed = self.dtype is not torch.float32
+        return torch.autocast(self.device.type, self.dtype) if mixed else nullcontext()
 
     def run(self, number: int) -> None:
+        """Run step `number`, of as many micro-batches as are `accumulated`."""
         self.converted.before(number)
-        self.loss().backward()
+        for part in range(self.accumulated):
+            if part:
+                self.converted.method.open_micro_batch()
+            self.loss().backward()
         self.update(number)
         self.optimizer.zero_grad()
 

@@ -1,10 +1,9 @@
 """A whole optimizer step: `python -m experiments.bench train`.
 
 Each row has the time of a step launched from Python and of the same step replayed from CUDA graphs,
-measured in blocks of steps in turns with dense, at a settled clock. FP8 is also compared with dense
-FP8. Only a few models fit on a GPU at once, so each comparison has its own dense model, and ratios
-are taken within a comparison. If not every step chooses masks, a step that does has a figure of its
-own, and its share is included in the judged time.
+measured in blocks of steps in turns with dense, at a settled clock; FP8 also in turns with dense
+FP8. Ratios are taken within such a comparison. If not every step chooses masks, a step that does
+has a figure of its own, and its share is included in the judged time.
 """
 
 from __future__ import annotations
@@ -12,23 +11,19 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 
 from experiments.bench import linear, profile, variants
 from experiments.bench.jobs import Workload, jobs
-from experiments.bench.report import MIB, Report, Row
+from experiments.bench.report import Report, Row
 from experiments.bench.step import Step, held, ready
 from experiments.bench.timing import Call, Time, in_turns
 from experiments.bench.variants import VARIANTS
 from experiments.support.checkpoint import write_json
 from experiments.support.errors import UserError
 
-TOGETHER = 5  # number of models held at once, if they fit
-PACKED = 1.1  # what a model holds, over its weights, gradients and moments
-FP8_PEERS = ("dense fp8", variants.TORCHAO)
 # The rate of a dense bf16 product of 8192 x 8192 x 8192 on random data after idle time, on an H200.
 PEAK_TFLOPS = 790.0
 SHARE = f"share of {PEAK_TFLOPS:.0f} TFLOP/s by 6N %"
@@ -41,123 +36,74 @@ def bench(options: argparse.Namespace, report: Report) -> None:
     every = dict.fromkeys(name for job in found.values() for name in job.names)
     chosen = variants.chosen(report, every)
     for shape, job in found.items():
-        names = [name for name in job.names if name in chosen]
-        if not names:
-            continue
-        with job.around():
-            try:
-                measure(shape, job, names, matmul, options, report)
-            except torch.cuda.OutOfMemoryError as error:
-                raise UserError(
-                    f"{shape}: {', '.join(names)} together do not fit this GPU's memory; choose "
-                    "fewer with --only"
-                ) from error
+        for name in (name for name in job.names if name in chosen):
+            with job.around():
+                try:
+                    measure(shape, job, name, matmul, options, report)
+                except torch.cuda.OutOfMemoryError as error:
+                    raise UserError(
+                        f"{shape}: {name} and dense do not fit this GPU's memory together"
+                    ) from error
 
 
-def comparisons(names: list[str], together: int = TOGETHER) -> Iterator[list[str]]:
-    """Yield `names` in groups of at most `together`, each with `dense`, and groups with FP8 also
-    with those of the dense FP8 among the names for which there is room."""
-    peers = [name for name in FP8_PEERS if name in names]
-    groups = []
-    for common, fp8 in (["dense"], False), (["dense", *peers][: together - 1], True):
-        others = [n for n in names if n not in common and bool(VARIANTS[n].fp8) is fp8]
-        room = together - len(common)
-        parts = [others[i : i + room] for i in range(0, len(others), room)]
-        groups += [[*common, *part] for part in parts or [[]]]
-    larger = [group for group in groups if len(group) > 1]
-    yield from larger or [["dense"]]
-
-
-def together(job: Workload, matmul: str, options: argparse.Namespace) -> int:
-    """The number of models that fit on the device at once, by the memory that dense takes. Its
-    temporaries count twice, as those of launched steps and as those of graphs."""
-    if options.device.type == "cpu":
-        return TOGETHER
-    step = ready("dense", job, options.device, matmul, options.fused)
-    figures = held(step)
-    step.close()
-    trained = figures["trained MiB"]
-    room = torch.cuda.mem_get_info()[0] / MIB - 2 * (figures["peak MiB"] - trained)
-    return max(2, min(TOGETHER, int(room / (PACKED * trained))))
+def together(name: str) -> list[str]:
+    """The variants that take turns with `name`: dense, with FP8 also dense FP8, and itself."""
+    fp8 = ["dense fp8"] if VARIANTS[name].fp8 else []
+    return [*dict.fromkeys(["dense", *fp8, name])]
 
 
 def measure(
     shape: str,
     job: Workload,
-    names: list[str],
+    name: str,
     matmul: str,
     options: argparse.Namespace,
     report: Report,
 ) -> None:
-    """The rows of a job."""
-    done: set[str] = set()
-    for group in comparisons(names, together(job, matmul, options)):
-        # Collect garbage first, or a compiled model of 774M would keep its memory.
-        gc.collect()
-        for row in compared(shape, job, group, matmul, options, report):
-            if row.name in names and row.name not in done:
-                report.add(row)
-                done.add(row.name)
-
-
-def compared(
-    shape: str,
-    job: Workload,
-    names: list[str],
-    matmul: str,
-    options: argparse.Namespace,
-    report: Report,
-) -> list[Row]:
-    """The rows of models that are held at the same time; the first is dense."""
+    """Add the row of one variant on a job; the report says if it does not compile or is wrong."""
     on_gpu = options.device.type == "cuda"
     steps: dict[str, Step] = {}
     memory: dict[str, dict[str, float]] = {}
     calls: dict[str, Call] = {}
-    for name in list(names):
-        try:
-            steps[name] = step = ready(name, job, options.device, matmul, options.fused)
-            gate(name, job, options.device, matmul)
-        except Exception as error:
-            # If torch cannot compile one model, or its result is wrong, measure the others.
-            if name == "dense" or isinstance(error, torch.cuda.OutOfMemoryError):
-                raise
-            steps.pop(name, None)
-            names.remove(name)
-            report.refuse(f"{shape}, {name}: {type(error).__name__}: {first_line(error)}")
-            continue
-        memory[name] = held(step)
-        report.note(f"{shape}, {name}: green, {'compiled and ' if on_gpu else ''}warm")
-        calls[name] = step.ordinary
+    gc.collect()  # or a compiled model of 774M would keep its memory
+    try:
+        for one in together(name):
+            gate(one, job, options.device, matmul)
+            steps[one] = step = ready(one, job, options.device, matmul, options.fused)
+            memory[one] = held(step)
+            report.note(f"{shape}, {one}: green, {'compiled and ' if on_gpu else ''}warm")
+            calls[one] = step.ordinary
         if step.converted.searching:
             calls[f"{name}, masks chosen"] = step.searching
-    if on_gpu:
-        calls |= captured(shape, steps, report)
-    times = in_turns(calls, options.device, options.repeats, graphs=False, steps=True)
-    dense = steps["dense"]
-    weights = sum(p.numel() for p in dense.parameters)
-    rows = []
-    for name, step in steps.items():
-        period = step.converted.searching + 1
-        found = figures(name, times, period)
-        found = {f"{job.unit}/s": 1e3 * job.items / times[name].ms, **found, **memory[name]}
+        if on_gpu:
+            calls |= captured(shape, steps, report)
+        times = in_turns(calls, options.device, options.repeats, graphs=False, steps=True)
+    except torch.cuda.OutOfMemoryError:
+        raise
+    except Exception as error:  # the others are measured
+        report.refuse(f"{shape}, {name}: {type(error).__name__}: {first_line(error)}")
+    else:
+        found = {f"{job.unit}/s": 1e3 * job.items / times[name].ms}
+        found |= {**figures(name, times, step.converted.searching + 1), **memory[name]}
         for part in ("trained", "held", *(["peak"] if on_gpu else [])):
             key = f"{part} MiB"
             found[f"{part} over dense"] = memory[name][key] / memory["dense"][key]
         if on_gpu:
+            weights = sum(p.numel() for p in steps["dense"].parameters)
             found[SHARE] = share_of_peak(6.0 * weights * job.tokens, times[name].ms)
         found["first step s"] = step.first_s
         if options.profile:
             found |= profile_into(options.out, shape, step)
-        peers = {p: times[p].ms for p in names if p == "dense" or p in FP8_PEERS}
-        rows.append(
+        report.add(
             Row(
                 name, precision(options.device), shape, step.used, times[name],
-                peers=peers, figures=found,
+                peers={one: times[one].ms for one in steps if one.startswith("dense")},
+                figures=found,
             )
         )  # fmt: skip
-    for step in steps.values():
-        step.close()
-    return rows
+    finally:
+        for step in steps.values():
+            step.close()
 
 
 def profile_into(out: Path, shape: str, step: Step) -> dict[str, float]:

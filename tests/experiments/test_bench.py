@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from experiments.bench import decode, operators, ops, passes, report, serve, timing
+from experiments.bench import decode, operators, ops, report, serve, timing
 from experiments.bench.__main__ import main
 from experiments.bench.operators import OPS
 from experiments.bench.report import Report, Row
@@ -19,33 +19,24 @@ CPU = torch.device("cpu")
 on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 
-@pytest.fixture
-def small(monkeypatch):
-    """Tiny weights, threads restored."""
-    monkeypatch.setattr(ops, "CPU_SHAPE", (48, 32))
-    monkeypatch.setattr(ops, "GPU_SHAPE", (64, 128))
-    threads = torch.get_num_threads()
+@pytest.fixture(autouse=True)
+def threads():
+    before = torch.get_num_threads()
     yield
-    torch.set_num_threads(threads)
+    torch.set_num_threads(before)
 
 
-def bench(*arguments, out):
-    options = ["--device", "cpu", "--threads", "1", "--repeats", "2", "--out", str(out)]
-    return main([*arguments, *options])
-
-
-# --- operators -----------------------------------------------------------------------------------
-
-
-def test_ops_writes_a_row_for_every_operator(small, tmp_path, capsys, monkeypatch):
+def test_every_operator_has_a_row(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(ops, "CPU_SHAPE", (48, 32))
     out = tmp_path / "deep" / "cpu.json"
-    assert bench("ops", out=out) == 0 and main(["report", str(out)]) == 0
+    options = ["--device", "cpu", "--threads", "1", "--repeats", "2", "--out", str(out)]
+    assert main(["ops", *options]) == 0 and main(["report", str(out)]) == 0
+    assert "| transposable_mask24 |" in capsys.readouterr().out
     record = json.loads(out.read_text())
-    benchmark = record["benchmarks"]["ops"]
-    rows = {row["name"]: row for row in benchmark["rows"]}
+    rows = {row["name"]: row for row in record["benchmarks"]["ops"]["rows"]}
     assert rows.keys() == {name for name, op in OPS.items() if not op.gpu_only}
-    (left_out,) = benchmark["left_out"]
-    assert all(name in left_out for name in (OPS.keys() - rows.keys()) | passes.PASSES.keys())
+    (left_out,) = record["benchmarks"]["ops"]["left_out"]
+    assert all(name in left_out for name in ops.ALL.keys() - rows.keys())
     for row in rows.values():
         assert (row["dtype"], row["shape"], row["clock"]) == ("float32", "48 x 32", "host")
         assert row["backend"] == "cpu" and row["p20"] <= row["ms"] <= row["p80"]
@@ -54,23 +45,19 @@ def test_ops_writes_a_row_for_every_operator(small, tmp_path, capsys, monkeypatc
     # It reads numbers of four bytes and writes a byte for each; a clone moves eight.
     row = rows["nm_mask"]
     assert row["limit_ms"] == pytest.approx(row["peers"]["clone"] * 5 / 8)
-    assert "transposable_mask24" in capsys.readouterr().out
-    assert bench("decode", "--only", "4 *", out=out) == 0
-    (row,) = json.loads(out.read_text())["benchmarks"]["decode"]["rows"]
-    assert row["shape"] == "128 -> 64"
-    assert row["limit_ms"] == pytest.approx(row["peers"]["dense"] * 9 / 16)
-    monkeypatch.setattr(decode, "MOST", 2)  # so that four tokens are many
-    monkeypatch.setattr(decode, "fastest", lambda *_: None)
-    assert bench("decode", "--only", "4 *", out=out) == 0
-    row = json.loads(out.read_text())["benchmarks"]["decode"]["rows"][-1]
-    assert row["backend"] == "cusparselt_sm90"
     assert "| nm_mask | float32 | 48 x 32 | cpu |" in out.with_suffix(".md").read_text()
+    monkeypatch.setattr(decode, "fastest", lambda *_: None)
+    for most, used in ((decode.MOST, "cpu"), (2, "cusparselt_sm90")):  # four tokens are few, many
+        monkeypatch.setattr(decode, "MOST", most)
+        assert main(["decode", "--only", "4 *", *options]) == 0
+        row = json.loads(out.read_text())["benchmarks"]["decode"]["rows"][-1]
+        assert (row["shape"], row["backend"]) == ("128 -> 64", used)
+        assert row["limit_ms"] == pytest.approx(row["peers"]["dense"] * 9 / 16)
 
 
-def test_an_operator_that_differs_from_plain_pytorch_gets_no_time(monkeypatch):
+def test_an_operator_that_differs_from_plain_pytorch_gets_no_time():
     w = torch.randn(64, 64)
-    for name, op in OPS.items():
-        operators.check(name, w)
+    for name, op in ops.ALL.items():
 
         def wrong(*arguments, backend=None, op=op):
             output = op.run(*arguments, backend=backend)
@@ -80,28 +67,18 @@ def test_an_operator_that_differs_from_plain_pytorch_gets_no_time(monkeypatch):
                 first.data[0] = first.data[0] == 0
             return output
 
-        monkeypatch.setitem(OPS, name, replace(op, run=wrong))
+        operators.check(name, w, op)
         with pytest.raises(UserError, match=f"{name} differs from plain PyTorch"):
-            operators.check(name, w)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_plain_formulations_do_the_same_work(dtype):
-    w = torch.randn(64, 64).to(dtype)
-    for op in OPS.values():
-        if op.plain:
-            found, want = op.through(op.plain)(*op.prepare(w)), op.run(*op.prepare(w))
-            assert all(map(operators.agree, operators.results(found), operators.results(want)))
+            operators.check(name, w, replace(op, run=wrong))
 
 
 def test_what_a_gpu_runs_runs_here_as_well(tmp_path):
     """On the CPU; what only a GPU has is left out with its reason."""
     collected = Report("ops", CPU, tmp_path / "record.json")
     options = argparse.Namespace(device=CPU, repeats=2, quick=True)
-    ops.measure([*OPS, *passes.PASSES], [torch.bfloat16, torch.float32], options, collected)
+    ops.measure([*ops.ALL], [torch.bfloat16, torch.float32], options, collected)
     names = [(row["name"], row["dtype"]) for row in collected.rows]
-    steps = [(name, "float32") for name in passes.PASSES]
-    assert names == [(n, t) for t in ("bfloat16", "float32") for n in OPS] + steps
+    assert names == [(n, "bfloat16") for n in OPS] + [(n, "float32") for n in ops.ALL]
     assert any("_cslt_compress beside pack, magnitude" in text for text in collected.left_out)
     assert any("xformers beside pack both ways" in text for text in collected.left_out)
     last = collected.rows[-5]  # its weight, gradient, moments and mask, in and out, two operands
@@ -111,24 +88,13 @@ def test_what_a_gpu_runs_runs_here_as_well(tmp_path):
     assert last["peers"].keys() == {"clone", "separate passes"}
 
 
-def test_a_step_in_one_pass_that_goes_wrong_is_named(monkeypatch):
-    """An operand that is not the weight's; tests/common_kernels compares the kernels."""
-    w = torch.randn(64, 64, generator=torch.Generator().manual_seed(0))
-    right = passes.one_pass
-
-    def wrong(name, given, backend=None):
-        right(name, given, backend)
-        given.packed.buffer[0] ^= backend is None
-
-    for name in passes.PASSES:
-        monkeypatch.setattr(passes, "one_pass", right)
-        passes.check(name, w)
-        monkeypatch.setattr(passes, "one_pass", wrong)
-        with pytest.raises(UserError, match=f"{name} differs from plain PyTorch"):
-            passes.check(name, w)
-
-
-# --- clocks --------------------------------------------------------------------------------------
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_plain_formulations_do_the_same_work(dtype):
+    w = torch.randn(64, 64).to(dtype)
+    for op in OPS.values():
+        if op.plain:
+            found, want = op.through(op.plain)(*op.prepare(w)), op.run(*op.prepare(w))
+            assert all(map(operators.agree, operators.results(found), operators.results(want)))
 
 
 def test_calls_take_turns_in_random_order_and_buffers_rotate():
@@ -150,7 +116,7 @@ def test_on_a_gpu_a_comparison_begins_under_load(monkeypatch):
     """With the GPU's clocks mocked: turns of all calls for SUSTAINED_S, then samples in turns, as
     many as asked for or, of long calls, as fit LIMIT_S; clock and power are read once a turn."""
     now, seen = 0.0, []
-    loads = iter([(1500.0, 690.0), (1400.0, 700.0), (1450.0, 650.0), (1.0, 1.0)])
+    loads = iter([(1500.0, 690.0), (1400.0, 700.0), (1450.0, 650.0)])
 
     def gpu_clocks(calls, buffers, graphs, steps):
         def clock(name, ms):
@@ -168,23 +134,18 @@ def test_on_a_gpu_a_comparison_begins_under_load(monkeypatch):
 
     monkeypatch.setattr(timing, "gpu_clocks", gpu_clocks)
     monkeypatch.setattr(timing.time, "perf_counter", lambda: now)
-    monkeypatch.setattr(timing, "read_load", lambda: next(loads))
+    monkeypatch.setattr(timing, "read_load", lambda: next(loads, None))
     cuda = torch.device("cuda")
     times = in_turns({"dense": 600.0, "sparse": 400.0}, cuda, repeats=3)
     assert seen[:4] == [("dense", False), ("sparse", False)] * 2
-    assert [sorted(seen[i : i + 2]) for i in (4, 6, 8)] == [
-        [("dense", True), ("sparse", False)]
-    ] * 3
+    turns = [sorted(seen[i : i + 2]) for i in (4, 6, 8)]
+    assert turns == [[("dense", True), ("sparse", False)]] * 3
     assert times["sparse"] == Time(400.0, 400.0, 400.0, "graph", 1450.0, 690.0, warm_s=2.0)
-    seen.clear()
-    monkeypatch.setattr(timing, "read_load", lambda: None)
-    times = in_turns({"dense": 1500.0}, cuda, repeats=7)
-    assert len(seen) == 2 + timing.ENOUGH  # none begins after 2.5 s
-    assert times["dense"].mhz is None
-    seen.clear()
-    times = in_turns({"step": 1500.0}, cuda, repeats=7, steps=True)
-    assert len(seen) == timing.TURNS + 7 and times["step"].settled
-    assert times["step"].warm_s == 1.5 * timing.TURNS
+    for steps, count in ((False, 2 + timing.ENOUGH), (True, timing.TURNS + 7)):
+        seen.clear()
+        times = in_turns({"step": 1500.0}, cuda, repeats=7, steps=steps)
+        assert len(seen) == count and times["step"].mhz is None
+    assert times["step"].settled and times["step"].warm_s == 1.5 * timing.TURNS
 
 
 def test_settling_blocks_of_steps_and_load():
@@ -228,19 +189,6 @@ def test_a_graph_of_a_step_of_generation_reads_the_cache_that_is_there():
     torch.testing.assert_close(found[0], want, rtol=2**-5, atol=2**-5)
 
 
-@on_gpu
-def test_ops_on_a_gpu(small, tmp_path):
-    out, names = tmp_path / "gpu.json", ["nm_mask", "mvue24", "pack*"]
-    arguments = ["ops", "--device", "cuda", "--repeats", "2", "--out", str(out), "--only", *names]
-    assert main(arguments) == 0
-    rows = json.loads(out.read_text())["benchmarks"]["ops"]["rows"]
-    assert {row["dtype"] for row in rows} == {"bfloat16", "float32"}
-    assert {(row["backend"], row["clock"]) for row in rows} == {("triton", "graph")}
-
-
-# --- records, tables, figures --------------------------------------------------------------------
-
-
 def row(name="nm_mask", ms=2.0, **fields):
     return Row(name, "bfloat16", "8 x 8", "triton", Time(ms, 1.5, 2.5, "graph"), **fields)
 
@@ -280,6 +228,9 @@ def test_the_committed_tables_are_those_of_their_records():
         assert report.markdown(record) == (folder / f"{name}.md").read_text(encoding="utf-8")
 
 
+# --- bad input -----------------------------------------------------------------------------------
+
+
 def test_two_records_are_compared_by_what_is_as_fast_as_its_peer(tmp_path, capsys):
     """A row that has no peer by its time."""
     files = []
@@ -290,40 +241,33 @@ def test_two_records_are_compared_by_what_is_as_fast_as_its_peer(tmp_path, capsy
     }.items():  # fmt: skip
         collected = Report("train", CPU, tmp_path / f"{name}.json")
         for method, ms, dense in rows:
-            collected.add(replace(row(method, ms, peers={"dense": dense}), dtype="bf16"))
-        collected.add(replace(row("alone", 2.0 if name == "old" else 2.2)))
+            collected.add(row(method, ms, peers={"dense": dense}))
+        collected.add(row("alone", 2.0 if name == "old" else 2.2))
         files.append(str(tmp_path / f"{name}.json"))
-    capsys.readouterr()
     assert main(["report", *files]) == 1
     printed = capsys.readouterr().out
-    found = {line.split()[1]: line.split()[2:] for line in printed.splitlines() if "train " in line}
-    assert found["dense"][-1] == "1.10"
-    assert found["slope"][-6:] == ["dense", "1.11", "1.07", "slower", "by", "4%"]
-    assert found["s_ste"][-6:] == ["dense", "1.11", "1.25", "faster", "by", "12%"]
-    assert found["alone"][-4:] == ["1.10", "slower", "by", "10%"]
-    summary = "4 rows in both; slower by more than 3%: 2 (train slope, 8 x 8; train alone, 8 x 8)"
-    assert summary in printed
+    assert "4 rows in both; slower by more than 3%: 2 (train slope, 8 x 8; train alone" in printed
+    for line in (
+        "dense | bfloat16 | 8 x 8 | 100 | 110 | 1.10 |  |  |  |  |",
+        "slope | bfloat16 | 8 x 8 | 90 | 103 | 1.14 | dense | 1.11 | 1.07 | slower by 4% |",
+        "s_ste | bfloat16 | 8 x 8 | 90 | 88 | 0.98 | dense | 1.11 | 1.25 | faster by 12% |",
+        "alone | bfloat16 | 8 x 8 | 2 | 2.2 | 1.10 |  |  |  | slower by 10% |",
+    ):
+        assert f"| train | {line}" in printed
     assert main(["report", files[0], files[0]]) == 0
-    (tmp_path / "other.json").write_text('{"device": "Abacus", "benchmarks": {}}')
-    assert main(["report", files[0], str(tmp_path / "other.json")]) == 1
-
-
-# --- bad input -----------------------------------------------------------------------------------
 
 
 def test_bad_options_are_one_line(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    bad = {
+    (tmp_path / "list.json").write_text("[]")
+    for arguments, message in {
         "ops --repeats 1": "--repeats",
-        "ops --threads 0": "--threads",
         "ops --only nonsense": "matches none of: nm_mask",
         "report nowhere.json": "nowhere.json cannot be read",
-    }
-    if not torch.cuda.is_available():
-        bad["linear --device cuda"] = "torch sees no GPU"
-    (tmp_path / "list.json").write_text("[]")
-    bad["report list.json"] = "list.json is not a record"
-    for arguments, message in bad.items():
+        "report list.json": "list.json is not a record",
+        "train --device cpu --shapes huge": "--shapes huge matches none of",
+        "linear --device cpu --only step": "--only step: it needs AdamW",
+    }.items():
         assert main(arguments.split()) == 1
         (line,) = capsys.readouterr().err.splitlines()
         assert line.startswith("error: ") and message in line

@@ -34,9 +34,6 @@ def test_the_command_stands_beside_a_bare_loop(overrides, tmp_path):
     figures, bare = row["figures"], row["peers"]["bare loop"]
     assert figures["tokens/s"] == pytest.approx(1e3 * 4 * 16 / row["ms"])
     assert figures["beside the bare loop %"] == pytest.approx(100 * (row["ms"] / bare - 1))
-    loops = [figures[f"bare loop, {when} ms"] for when in ("before", "after")]
-    assert bare == pytest.approx(sum(loops) / 2)
-    assert figures["step alone ms"] > 0 and figures["first record s"] > 0
     assert not (tmp_path / "runs").exists()  # the run itself is not kept
 
 
@@ -70,18 +67,13 @@ def test_the_command_ends_with_the_benchmark(tmp_path):
         [sys.executable, "-c", program, str(tmp_path / "cpu.json")],
         stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
-    deadline = time.monotonic() + 120
     while not (told := tmp_path / "pid").exists() or not told.read_text().endswith(" "):
-        assert bench.poll() is None and time.monotonic() < deadline
+        assert bench.poll() is None
         time.sleep(0.01)
     for _ in range(2):
         bench.send_signal(signal.SIGTERM)
     _, said = bench.communicate(timeout=60)
-    child = int(told.read_text())
-    try:
-        os.kill(child, signal.SIGKILL)
-        alive = True
-    except ProcessLookupError:
-        alive = False
-    assert not alive and bench.returncode == 143
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(told.read_text()), signal.SIGKILL)
+    assert bench.returncode == 143
     assert said.count("\n") == 1 and said.endswith("; finished benchmarks are kept\n")

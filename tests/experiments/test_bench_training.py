@@ -2,18 +2,14 @@
 
 import importlib.util
 import json
-import re
 import sys
 import types
 from contextlib import nullcontext
-from pathlib import Path
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch._dynamo.utils import counters
 
-import common_kernels
 import methods
 from experiments.bench import dense_fp8, jobs, linear, profile, train, variants
 from experiments.bench import step as steps
@@ -61,40 +57,22 @@ def test_linear_has_every_variant_with_its_parts(tmp_path):
     assert {name: rows[name]["backend"] for name in backends} == backends
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_linear_on_a_gpu(tmp_path, monkeypatch):
-    monkeypatch.setattr(linear, "GPU_SHAPES", ((64, 64, 128),))
-    out = tmp_path / "gpu.json"
-    arguments = ["--only", "dense", "dense fp8", "ste", "--matmul", "dense", "--repeats", "2"]
-    assert main(["linear", "--device", "cuda", "--out", str(out), *arguments]) == 0
-    rows = json.loads(out.read_text())["benchmarks"]["linear"]["rows"]
-    assert [(r["name"], r["clock"]) for r in rows] == [
-        (name, "graph") for name in ("dense", "ste", "dense fp8")
-    ]
-
-
 def test_train_has_times_memory_and_a_profile(tmp_path):
-    rows = run("train", tmp_path, "--only", "dense", "fst", "--fused")
+    rows = run("train", tmp_path, "--only", "dense", "fst", "--fused", "--profile")
     assert list(rows) == ["dense", "fst"]
     assert rows["dense"]["figures"]["tokens/s"] == pytest.approx(16e3 / rows["dense"]["ms"])
     parts = ("weights", "optimizer", "masks", "packed", "operands", "trained", "held")
-    of_all = {"tokens/s", "first step s", "trained over dense", "held over dense"}
-    of_all |= {f"{part} MiB" for part in parts}
-    assert rows["dense"]["figures"].keys() == of_all
+    names = {"tokens/s", "first step s", "trained over dense", "held over dense", "kernels"}
+    names |= {f"{part} MiB" for part in parts}
+    found = {name: row["figures"].keys() for name, row in rows.items()}
+    assert names <= found["dense"] & found["fst"]
     searching = {"step, masks chosen ms", "step with its share of that ms"}
-    assert rows["fst"]["figures"].keys() == of_all | searching
-    assert rows["fst"]["peers"] == {"dense": rows["dense"]["ms"]}
+    assert searching <= found["fst"] - found["dense"]
+    assert rows["fst"]["peers"].keys() == {"dense"}
     assert rows["fst"]["backend"] == "dense; FusedAdamW"
-    rows = run("train", tmp_path, "--quick", "--only", "slope", "--shapes", "2 b*")
-    assert list(rows) == ["dense", "fst", "slope"] and rows["slope"]["shape"][0] == "2"
-    assert rows["slope"]["peers"].keys() == {"dense"}
-    assert 0.5 < rows["slope"]["figures"]["trained over dense"] < 1
-    assert main(["train", "--device", "cpu", "--shapes", "huge"]) == 1
-    own = run("train", tmp_path, "--only", "fst", "--profile")["fst"]["figures"]
+    own = rows["fst"]["figures"]
     kinds = [f"{kind} ms" for kind in profile.KINDS if f"{kind} ms" in own]
-    assert {"dense product ms", "sampling ms", "packing, decay, masks ms", "optimizer ms"} <= {
-        *kinds
-    }
+    assert {"dense product ms", "sampling ms", "elementwise ms"} <= {*kinds}
     assert own["kernels ms"] == pytest.approx(sum(own[kind] for kind in kinds))
     listed = json.loads((tmp_path / "cpu_kernels.json").read_text())["tiny"]["fst"]
     assert sum(kernel["ms"] for kernel in listed) == pytest.approx(own["kernels ms"])
@@ -107,23 +85,17 @@ def test_train_has_times_memory_and_a_profile(tmp_path):
     assert train.share_of_peak(6 * 124e6 * 511e3, 1000) == pytest.approx(48.1, abs=0.1)
 
 
-def test_dense_stands_in_every_comparison():
-    together = list(train.comparisons(list(jobs.NAMES)))
-    assert all(group[0] == "dense" and len(group) <= train.TOGETHER for group in together)
-    assert {name for group in together for name in group} == set(jobs.NAMES)
-    for group in together:
-        if any(VARIANTS[name].fp8 for name in group):
-            assert group[1:3] == ["dense fp8", variants.TORCHAO]
-    for most in (2, 3):  # where fewer fit into the memory
-        groups = list(train.comparisons(list(jobs.NAMES), most))
-        assert all(group[0] == "dense" and len(group) <= most for group in groups)
-        assert {name for group in groups for name in group} == set(jobs.NAMES)
-    assert list(train.comparisons(["slope"])) == [["dense", "slope"]]
-    assert list(train.comparisons(["dense"])) == [["dense"]]
-    assert list(train.comparisons(["dense fp8"])) == [["dense", "dense fp8"]]
-
-
 def test_what_is_wrong_is_left_out_and_the_rest_is_measured(tmp_path, monkeypatch, capsys):
+    """Also torchao's FP8, here with what stands for it: it converts the linears of the variant."""
+
+    def convert(model, *, module_filter_fn):
+        names = [n for n, m in model.named_modules() if isinstance(m, torch.nn.Linear)]
+        dense_fp8.convert(model.get_submodule(n) for n in names if module_filter_fn(None, n))
+
+    module, package = types.ModuleType("torchao.float8"), types.ModuleType("torchao")
+    module.convert_to_float8_training, package.float8 = convert, module
+    monkeypatch.setitem(sys.modules, "torchao", package)
+    monkeypatch.setitem(sys.modules, "torchao.float8", module)
     original = linear.gate
 
     def gate(name, *rest):
@@ -133,12 +105,64 @@ def test_what_is_wrong_is_left_out_and_the_rest_is_measured(tmp_path, monkeypatc
 
     monkeypatch.setattr(linear, "gate", gate)
     out = tmp_path / "cpu.json"
-    asked = ["--only", "slope", "ste", "--repeats", "2", "--threads", "1", "--out", str(out)]
-    assert main(["train", "--device", "cpu", *asked]) == 1
+    options = ["--device", "cpu", "--repeats", "2", "--threads", "1", "--out", str(out)]
+    assert main(["train", "--only", "slope", variants.TORCHAO, *options]) == 1
     record = json.loads(out.read_text())["benchmarks"]["train"]
-    assert [row["name"] for row in record["rows"]] == ["ste"]
-    assert "tiny, slope: UserError: slope is off" in record["left_out"]
+    (row,) = record["rows"]
+    assert (row["name"], row["backend"]) == (variants.TORCHAO, "torchao")
+    assert row["peers"].keys() == {"dense", "dense fp8", variants.TORCHAO}
+    assert record["left_out"][1:] == ["tiny, slope: UserError: slope is off"]
     assert "error: tiny, slope: UserError: slope is off" in capsys.readouterr().err
+    monkeypatch.setitem(sys.modules, "torchao", None)
+    monkeypatch.delitem(sys.modules, "torchao.float8")
+    run("linear", tmp_path, "--only", "dense", variants.TORCHAO)
+    (reason,) = json.loads(out.read_text())["benchmarks"]["linear"]["left_out"][:1]
+    assert reason.startswith(f"{variants.TORCHAO}: ")
+
+
+def test_replayed_steps_and_launched_ones_take_turns(monkeypatch):
+    """Without a GPU a replay is a call. Twice the same steps, with replays among them."""
+
+    def trained(replays):
+        step = steps.Step("fst", jobs.gpt2("nano", 2, 8), CPU, "dense")
+        step.ordinary(0)
+        monkeypatch.setattr(steps, "graph_of", lambda part, _: part)
+        monkeypatch.setattr(step, "gradients", lambda: [None] * len(step.parameters))
+        replay = step.capture(None)
+        for call in (replay, step.ordinary, step.searching, replay):
+            call = call if replays or call is not replay else lambda _: step.run(0)
+            call(0)
+            step.optimizer.zero_grad()
+        return step.parameters
+
+    monkeypatch.setattr(variants, "check_same", lambda *_: None)
+    for replayed, launched in zip(trained(True), trained(False), strict=True):
+        assert torch.equal(replayed, launched)
+
+
+def test_blocks_share_one_compilation_and_the_gate_sees_a_wrong_one(monkeypatch):
+    """A graph for the blocks and one for the loss; a matrix whose gradient is lost is a small part
+    of the model's whole gradient."""
+    step = steps.Step("fst", jobs.gpt2("nano", 2, 8), CPU, "dense")
+    torch.compiler.reset()
+    counters.clear()
+    step.compile("aot_eager")
+    step.ordinary(0)
+    steps.check_compiled(step)
+    step.searching(0)
+    assert counters["stats"]["unique_graphs"] == 2
+    original = step.results
+
+    def wrong(block, args, forward):
+        found = original(block, args, forward)
+        return [*found[:-1], found[-1] * 0] if block is step.blocks[0] is forward else found
+
+    monkeypatch.setattr(step, "results", wrong)
+    with pytest.raises(UserError, match="off by 1 "):
+        steps.check_compiled(step)
+    with pytest.raises(UserError, match="only compiled or only uncompiled"):
+        variants.check_same("x", [None], [torch.ones(4)])
+    step.close()
 
 
 def test_a_job_says_how_wide_the_linears_are_that_it_converts():
@@ -148,27 +172,6 @@ def test_a_job_says_how_wide_the_linears_are_that_it_converts():
         converted = methods.build("dense", include=job.include).matching_linears(model)
         assert {(m.in_features, m.out_features) for m in converted.values()} == set(job.linears)
         assert all(any(m is block for m in model.modules()) for block in blocks[:-1])
-
-
-@pytest.mark.parametrize("fused", [False, True])
-def test_replayed_steps_and_launched_ones_take_turns(fused, monkeypatch):
-    """Without a GPU a replay is a call. Twice the same steps, with replays among them."""
-
-    def trained(replays):
-        step = steps.Step("fst", jobs.gpt2("nano", 2, 8), CPU, "dense", fused)
-        step.ordinary(0)
-        monkeypatch.setattr(steps, "graph_of", lambda part, _: part)
-        monkeypatch.setattr(step, "gradients", lambda: [None] * len(step.parameters))
-        replay = step.capture(None)
-        for call in (replay, replay, step.ordinary, step.searching, replay, step.searching):
-            call = call if replays or call is not replay else lambda _: step.run(0)
-            call(0)
-            step.optimizer.zero_grad()
-        return step.parameters
-
-    monkeypatch.setattr(variants, "check_same", lambda *_: None)
-    for replayed, launched in zip(trained(True), trained(False), strict=True):
-        assert torch.equal(replayed, launched)
 
 
 def test_what_calls_read_stays_where_graphs_of_them_read_it(monkeypatch):
@@ -202,37 +205,14 @@ def test_memory_counts_the_parts():
     assert variants.bytes_held(built.converted, optimizer)["optimizer"] == 2 * weight + step_number
 
 
-# --- gates ---------------------------------------------------------------------------------------
-
-
-def test_a_wrong_product_reports_no_time(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(
-        methods.nn.linear, "sparse_linear", lambda x, weight, *_: F.linear(x, weight), raising=True
-    )
-    out = tmp_path / "cpu.json"
-    arguments = ["linear", "--device", "cpu", "--repeats", "2", "--out", str(out), "--only", "ste"]
-    assert main(arguments) == 1
-    captured = capsys.readouterr()
-    assert "ste with products by dense gives fprop for tokens" in captured.err
-    assert " ms" not in captured.out + captured.err and not out.exists()
-
-
-def test_a_method_without_a_variant_is_measured_where_it_is_named(tmp_path, capsys):
-    rows = run("linear", tmp_path, "--only", "sr_ste")
-    assert list(rows) == ["sr_ste"] and rows["sr_ste"]["peers"].keys() == {"dense"}
-    assert main(["linear", "--device", "cpu", "--only", "step"]) == 1
-    assert "--only step: it needs AdamW" in capsys.readouterr().err
-    assert main(["linear", "--device", "cpu", "--only", "sr_*"]) == 1
-    assert "--only sr_* matches none of: dense; ste;" in capsys.readouterr().err
-
-
 def test_the_gate_sees_each_product(monkeypatch):
-    """One that is off by a percent, with FP8, too: what that rounds is part of what is expected."""
+    """One that is off by a percent, with FP8, too: what that rounds is part of what is expected.
+    A method without a setup has its default options."""
     expected, wrong = variants.expected, ""
     monkeypatch.setattr(variants, "expected",
         lambda *a: {k: v * (1.01 if k == wrong else 1) for k, v in expected(*a).items()},
     )  # fmt: skip
-    for name in HERE:
+    for name in ("dense", "fst", "slope", "dense fp8", "s_ste, fp8", variants.SIMULATED, "sr_ste"):
         for wrong in variants.PRODUCTS:
             with pytest.raises(UserError, match=f"gives {wrong} for tokens"):
                 linear.gate(name, SHAPE, torch.float32, CPU, "dense")
@@ -254,103 +234,37 @@ def test_packed_products_pass_the_gate_and_are_named(monkeypatch):
         linear.gate(name, shape, torch.bfloat16, CPU, "cusparselt")
 
 
-def test_the_gate_sees_gradients_that_compilation_changes():
-    want = [torch.ones(4), None]
-    variants.check_same("x", [torch.ones(4) * 1.1, None], want)
-    with pytest.raises(UserError, match="off by 1 "):
-        variants.check_same("x", [torch.zeros(4), None], want)
-    with pytest.raises(UserError, match="only compiled or only uncompiled"):
-        variants.check_same("x", [None, None], want)
-
-
-@pytest.mark.parametrize("name", ["fst", variants.SIMULATED])
-def test_blocks_share_one_compilation(name):
-    """A graph for the blocks and one for the loss, whatever the method keeps in a layer."""
-    step = steps.Step(name, jobs.gpt2("nano", 2, 8), CPU, "dense")
-    torch.compiler.reset()
-    counters.clear()
-    step.compile("aot_eager")
-    step.ordinary(0)
-    steps.check_compiled(step)
-    step.searching(0)
-    assert counters["stats"]["unique_graphs"] == 2
-    step.close()
-
-
-def test_the_gate_sees_one_wrong_gradient_of_one_block(monkeypatch):
-    """A matrix whose gradient is lost when compiled: a small part of the model's whole gradient."""
-    step = steps.Step("s_ste, fp8", jobs.gpt2("nano", 2, 8), CPU, "dense")
-    block = step.blocks[0]
-
-    def compiled(x):
-        weight = block.mlp.c_proj.weight.requires_grad_(False)
-        try:
-            return block.forward(x)
-        finally:
-            weight.requires_grad_()
-
-    steps.check_compiled(step)  # the same code is the same to the bit
-    block._compiled_call_impl = compiled
-    with pytest.raises(UserError, match="a gradient only compiled or only uncompiled"):
-        steps.check_compiled(step)
-
-
-# --- kinds of kernels ----------------------------------------------------------------------------
-
-KERNELS = {
-    "2:4 product": [
-        "sm90_xmma_sparse_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize128x256x64",
-        "void cutlass::Kernel2<cutlass_80_tensorop_bf16_s16832spgemm_bf16_128x128_64x3_tn_align8>",
-        "cutlass3x_sm90_sptensorop_s64x256x32spgemm_bf16_bf16_f32_void_bf16_128x256x64",
-        "void cutlass::device_kernel<cutlass::gemm::collective::CollectiveMma<cutlass::gemm::"
-        "MainloopSm90TmaGmmaWarpSpecializedSparse<4, 2>>>",
-        "sparse24::matmul24",
-    ],
-    "dense product": [
-        "nvjet_tst_128x256_64x4_1x2_h_bz_coopA_NTN",
-        "void cutlass::device_kernel<at::cuda::detail::enable_3x_kernel_for_sm90<cutlass::gemm>>",
-        "void splitKreduce_kernel<32, 16, int, float, __nv_bfloat16, float>",
-        "triton_tem_fused_mm_3",
-        "aten::addmm",
-    ],
-    "sampling": ["sample_kernel", "quantize_and_sample_kernel", "sparse24::mvue24"],
-    "packing, decay, masks": ["pack_both_kernel", "decay_kernel", "sparse24::masked_decay_"],
-    "quantising": ["quantize_both_kernel", "rescale_kernel"],
-    "elementwise": [
-        "triton_poi_fused__scaled_dot_product_flash_attention_embedding_1",
-        "void at::native::vectorized_elementwise_kernel<4, at::native::FillFunctor<float>>",
-        "void at::native::reduce_kernel<512, 1, at::native::ReduceOp<float>>",
-        "glu_kernel",
-    ],
-    "attention": [
-        "void pytorch_flash::flash_fwd_kernel<Flash_fwd_kernel_traits<64, 128, 128, 4>>",
-        "cudnn_generated_fort_native_sdpa_sm90_flash_bprop_wgmma_f16_knob_7_64x128x64_4x1x1",
-        "fmha_cutlassB_bf16_aligned_64x64_k64_sm80(PyTorchMemEffAttention::AttentionBackward)",
-    ],
-    "optimizer": [
-        "void multi_tensor_apply_kernel<at::native::FusedAdamMathFunctor<float, 4>>",
-        "void multi_tensor_apply_kernel<at::native::LpNormFunctor<float, 2>>",
-        "adamw_kernel",
-    ],
-    "other": ["Memcpy DtoD (Device -> Device)", "Memset (Device)", "ncclDevKernel_AllReduce"],
-}
-
-
 def test_kernels_are_told_by_their_names():
-    found = {kind: {profile.kind(name) for name in names} for kind, names in KERNELS.items()}
-    assert found == {kind: {kind} for kind in profile.KINDS}
-
-
-def test_every_kernel_of_this_project_has_a_kind():
-    jitted = re.compile(r"^@triton\.jit[^\n]*\n(?:@[^\n]*\n)*def (\w+_kernel)\(", re.M)
-    files = Path(common_kernels.__file__).parent.rglob("*.py")
-    found = {name for path in files for name in jitted.findall(path.read_text(encoding="utf-8"))}
-    assert len(found) > 20
-    ours = {f"{name}_kernel" for names in profile.OURS.values() for name in names}
-    assert found == ours, f"experiments/bench/profile.py: {found ^ ours}"
-
-
-# --- the dense FP8 peers -------------------------------------------------------------------------
+    for kind, names in {
+        "2:4 product": [
+            "sm90_xmma_sparse_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize128x256x64",
+            "void cutlass::Kernel2<cutlass_80_tensorop_bf16_s16832spgemm_bf16_128x128_64x3_tn>",
+            "void cutlass::device_kernel<cutlass::gemm::collective::CollectiveMma<cutlass::gemm::"
+            "MainloopSm90TmaGmmaWarpSpecializedSparse<4, 2>>>",
+            "sparse24::matmul24",
+        ],
+        "dense product": [
+            "nvjet_tst_128x256_64x4_1x2_h_bz_coopA_NTN", "triton_tem_fused_mm_3", "aten::addmm",
+            "void cutlass::device_kernel<at::cuda::detail::enable_3x_kernel_for_sm90<gemm>>",
+        ],
+        "sampling": ["sample_kernel", "quantize_and_sample_kernel", "sparse24::mvue24"],
+        "packing, decay, masks": ["pack_both_kernel", "decay_kernel", "sparse24::masked_decay_"],
+        "quantising": ["quantize_both_kernel", "rescale_kernel"],
+        "elementwise": [
+            "triton_poi_fused__scaled_dot_product_flash_attention_embedding_1", "glu_kernel",
+            "void at::native::vectorized_elementwise_kernel<4, at::native::FillFunctor<float>>",
+        ],
+        "attention": [
+            "void pytorch_flash::flash_fwd_kernel<Flash_fwd_kernel_traits<64, 128, 128, 4>>",
+            "cudnn_generated_fort_native_sdpa_sm90_flash_bprop_wgmma_f16_knob_7_64x128x64_4x1x1",
+        ],
+        "optimizer": [
+            "void multi_tensor_apply_kernel<at::native::FusedAdamMathFunctor<float, 4>>",
+            "adamw_kernel",
+        ],
+        "other": ["Memcpy DtoD (Device -> Device)", "ncclDevKernel_AllReduce"],
+    }.items():  # fmt: skip
+        assert {name: profile.kind(name) for name in names} == dict.fromkeys(names, kind)
 
 
 def test_dense_fp8_is_exact_where_eight_bits_suffice():
@@ -371,26 +285,3 @@ def test_dense_fp8_is_exact_where_eight_bits_suffice():
     assert torch.equal(y, x @ w.t())
     assert torch.equal(x.grad, dy @ w)
     assert torch.equal(layer.weight.grad, dy.t() @ x)
-
-
-def test_torchao_is_a_peer_where_it_is_installed(tmp_path, monkeypatch):
-    """With what stands for it: the linears that it is given are those of the variant."""
-
-    def convert(model, *, module_filter_fn):
-        names = [n for n, m in model.named_modules() if isinstance(m, torch.nn.Linear)]
-        dense_fp8.convert(model.get_submodule(n) for n in names if module_filter_fn(None, n))
-
-    module = types.ModuleType("torchao.float8")
-    module.convert_to_float8_training = convert
-    package = types.ModuleType("torchao")
-    package.float8 = module
-    monkeypatch.setitem(sys.modules, "torchao", package)
-    monkeypatch.setitem(sys.modules, "torchao.float8", module)
-    rows = run("train", tmp_path, "--only", "dense fp8*")
-    assert rows[variants.TORCHAO]["backend"] == "torchao"
-    assert rows[variants.TORCHAO]["peers"].keys() == {"dense", "dense fp8", variants.TORCHAO}
-    monkeypatch.setitem(sys.modules, "torchao", None)
-    monkeypatch.delitem(sys.modules, "torchao.float8")
-    run("train", tmp_path, "--only", "dense fp8*")
-    record = json.loads((tmp_path / "cpu.json").read_text())["benchmarks"]["train"]
-    assert any(text.startswith(f"{variants.TORCHAO}: ") for text in record["left_out"])
