@@ -237,11 +237,22 @@ class RunConfig(Resolved):
         check_fits(corpus, shape.vocab_size, shape.block_size)
         return CausalText(corpus, shape.block_size)
 
-    def open_other(self, block: int) -> CausalText | None:
-        """The corpus `data.other`, if there is one, in windows of `block` tokens."""
+    def open_other(self, own: Source, model: nn.Module, device: torch.device) -> Source | None:
+        """The corpus `data.other`, if there is one, as `open_source` opens the run's `own`.
+
+        Raises:
+            UserError: it has other tokens.
+        """
         if not isinstance(self.data, DataConfig) or self.data.other_corpus is None:
             return None
-        return CausalText(load_tokens(self.data.other_corpus, self.seed), block)
+        other = dataclasses.replace(self, data=self.data.other_corpus).open_source(model, device)
+        first, second = (of.describe()["tokenizer"]["sha256"] for of in (own, other))
+        if first != second:
+            raise UserError(
+                f"data.other={self.data.other} has a tokenizer of its own, so the model does not "
+                f"know its tokens: prepare both with data.tokenizer={self.data.directory}"
+            )
+        return other
 
 
 def build_model(shape: ModelConfig) -> Model:

@@ -100,7 +100,7 @@ class Pretraining(Training):
             lambda: micro_batch_size(config.train, config.impl.micro_batch, here.size, quantizes)
         )
         model, method, self.source = _prepare(config, here)
-        self.other = here.rank0_first(lambda: config.open_other(self.source.tokens_per_sample))
+        self.other = here.rank0_first(lambda: config.open_other(self.source, model, here.device))
         return Built(
             model=model,
             method=method,

@@ -128,12 +128,18 @@ def test_a_trained_model_is_evaluated_on_the_other_corpus_too(
     tiny, corpus_dir, other_corpus, tmp_path, monkeypatch
 ):
     monkeypatch.chdir(tmp_path)
+    shared = f"data.tokenizer={corpus_dir / 'words-v300'}"
     for name, root, same in (("again", corpus_dir, True), ("others", other_corpus, False)):
         shutil.copytree(root / "text", name)
-        config = tiny("method=dense", "train.steps=2", f"data.other={name}")
+        config = tiny("method=dense", "train.steps=2", f"data.other={name}", shared)
+        prepare(config.data)
         prepare(config.data.other_corpus)
         metrics = pretraining.run(config, quiet)["metrics"]
         assert (metrics["other_val_loss"] == metrics["val_loss"]) is same
+    config = tiny("method=dense", "data.other=others")  # whose tokens are those of its own text
+    prepare(config.data.other_corpus)
+    with pytest.raises(UserError, match=r"data.other=others has a tokenizer of its own"):
+        pretraining.run(config, quiet)
 
 
 def test_a_death_before_the_result_costs_the_steps_since_the_last_checkpoint_alone(
