@@ -56,11 +56,14 @@ def plain_state(
         if isinstance(layer, SparseLinear | lowrank.LowRankLinear):
             # accelerate wraps blocks with activation checkpointing.
             name = name.replace("_checkpoint_wrapped_module.", "")
-            if getattr(layer, "shards", None) is not None:
-                twin: nn.Module = copy.deepcopy(shapes[name])
-                fill(twin, {key: state[f"{name}.{key}"] for key in twin.state_dict()})
+            is_sharded = getattr(layer, "shards", None) is not None
+            twin: nn.Module = copy.deepcopy(shapes[name] if is_sharded else layer)
+            keys = {key: f"{name}.{key}" for key in twin.state_dict()}
+            own = {key: state[whole] for key, whole in keys.items() if whole in state}
+            if is_sharded:
+                fill(twin, own)
             else:
-                twin = copy.deepcopy(layer)
+                twin.load_state_dict(own, strict=False)  # it may be that of an average
             if isinstance(twin, SparseLinear):
                 with torch.no_grad():
                     twin.restore()

@@ -228,7 +228,8 @@ def test_a_checkpoint_of_another_method_does_not_fit(uninterrupted, tmp_path):
 
 @pytest.mark.parametrize("name", ["fst", "slope", "ast distilling"])
 def test_save_pretrained_before_finalize_writes_the_plain_model(name, tmp_path):
-    """Without the Trainer, and of a copy and a model that went through a file as well."""
+    """Without the Trainer, and of a copy and a model that went through a file as well; or of the
+    weights that are given, as those of an average."""
     model, method = build(name)
     method.convert(model)
     for adapter in (getattr(layer, "right", None) for layer in method.layers.values()):
@@ -237,10 +238,19 @@ def test_save_pretrained_before_finalize_writes_the_plain_model(name, tmp_path):
     methods.refresh(model)
     torch.save(model, tmp_path / "model.pt")
     ids = sequences()[0]["input_ids"][None]
-    for own in (model, copy.deepcopy(model), torch.load(tmp_path / "model.pt", weights_only=False)):
-        with torch.no_grad():
-            own.model.embed_tokens.weight.mul_(2.0)
-        own.save_pretrained(tmp_path / "plain")
+    average = copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter in average.parameters():
+            parameter.mul_(0.9)
+    methods.refresh(average)
+    loaded = torch.load(tmp_path / "model.pt", weights_only=False)
+    for own in (model, copy.deepcopy(model), loaded, average):
+        if own is average:
+            model.save_pretrained(tmp_path / "plain", state_dict=average.state_dict())
+        else:
+            with torch.no_grad():
+                own.model.embed_tokens.weight.mul_(2.0)
+            own.save_pretrained(tmp_path / "plain")
         loaded, found = LlamaForCausalLM.from_pretrained(
             tmp_path / "plain", output_loading_info=True
         )
