@@ -173,6 +173,11 @@ def convert24(packed: Packed24, layout: str) -> Packed24:
 def check_form(shape: tuple[int, int], dtype: torch.dtype, layout: str) -> cpu.Form:
     """The layout's form for a matrix of this shape and dtype; raises ValueError if the layout
     cannot hold it."""
+    if layout not in cpu.LAYOUTS and layout.startswith(f"{VENDOR}_learnt"):
+        # By another process: rank 0, which chooses for all, or the one that saved a model.
+        from common_kernels.pack import learn
+
+        learn.layout_on(torch.empty(0, device="cuda" if "sm" in layout else "cpu").device)
     if layout not in cpu.LAYOUTS:
         raise ValueError(f"unknown layout {layout!r}: choose one of {', '.join(cpu.LAYOUTS)}")
     forms = cpu.LAYOUTS[layout].forms

@@ -12,8 +12,8 @@ from torch import nn
 import methods
 from common_kernels import matmul
 from common_kernels.matmul import choice
-from common_kernels.pack import VENDOR, cpu
-from methods.nn import at_run_time, gemms, operands
+from common_kernels.pack import VENDOR, cpu, learn
+from methods.nn import at_run_time, gemms, operands, ranks
 from methods.nn.gemms import DENSE, Products
 from methods.nn.linear import SparseLinear
 from tests.methods.loop import training_step
@@ -209,6 +209,30 @@ def test_where_the_order_is_not_known_products_are_the_same(
         assert (layer.packed, layer.packed_transposed) == held  # written in place
     finally:
         choice._library_layout.cache_clear()
+
+
+@pytest.mark.parametrize(("name", "options"), [("fst", {"dense_fraction": 0.0}), ("slope", {})])
+def test_a_rank_that_does_not_choose_learns_the_order_too(name, options, monkeypatch):
+    chosen = ranks.of_rank_0
+    monkeypatch.setenv(choice.PACKER_VARIABLE, "learnt")
+    caches = choice._library_layout, learn.layout_on
+    try:
+        for cached in caches:
+            cached.cache_clear()
+        (model, method), (other, theirs) = build(name, options), build(name, options)
+        found = []
+        monkeypatch.setattr(ranks, "of_rank_0", lambda f: found.append(chosen(f)) or found[0])
+        method.accelerate(TOKENS, "cusparselt")
+        layout = choice.library_layout(next(model.parameters()).device)
+        del cpu.LAYOUTS[layout]  # as in another process
+        for cached in caches:
+            cached.cache_clear()
+        monkeypatch.setattr(ranks, "of_rank_0", lambda _: found[0])
+        theirs.accelerate(TOKENS, "cusparselt")
+        same_steps((other, theirs), (model, method))
+    finally:
+        for cached in caches:
+            cached.cache_clear()
 
 
 @pytest.mark.skipif(CUDA, reason="compiled products on a GPU are timed in `bench train`")
