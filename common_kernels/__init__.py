@@ -24,7 +24,6 @@ from common_kernels.masks import (
 from common_kernels.matmul import matmul24
 from common_kernels.mvue import mvue24
 from common_kernels.pack import Packed24, convert24, pack24, unpack24
-from common_kernels.pack.bitmask import to_bitmask24
 from common_kernels.pack.interop import to_semi_structured
 from common_kernels.philox import philox4x32
 from common_kernels.soft_threshold import soft_threshold24
@@ -55,7 +54,6 @@ __all__ = [
     "quantize_fp8",
     "soft_threshold24",
     "swiglu",
-    "to_bitmask24",
     "to_semi_structured",
     "transposable_mask24",
     "unpack24",

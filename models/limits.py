@@ -46,12 +46,11 @@ def measured(layers: Sequence[PackedProduct], graphs: bool) -> Limits:
 def _faster(layers: Sequence[PackedProduct], graphs: bool, tokens: int) -> bool:
     """True if layers of one shape are faster packed with this number of tokens."""
     layer = layers[0]
-    device, problem = layer.weight.device, layer.problem(tokens)
+    device = layer.weight.device
     # `is_faster` also searches the fastest algorithm. It times one weight again and again, which
     # stays in the cache, unlike the weights of a model: in graphs its answer does not decide.
-    if tokens <= layer.limits.few:
-        problem = None
-    if problem is not None and not is_faster(problem, device) and not graphs:
+    many = tokens > layer.limits.few
+    if many and not is_faster(layer.problem(tokens), device) and not graphs:
         return False
     x = torch.randn(tokens, layer.packed.shape[1], dtype=layer.packed.dtype, device=device)
     both: Any = [layer.dense for layer in layers], layers

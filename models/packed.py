@@ -37,7 +37,6 @@ from common_kernels import (
     few_tokens24,
     fragments24,
     lowrank_addmm,
-    matmul24,
     pack24,
 )
 from common_kernels.decode import MOST, has_fragments, serves
@@ -52,7 +51,6 @@ from models.limits import Limits, measured
 STEP, LEAST = 64, 8
 MANY = 4096  # the number of tokens for which the kernels of a shape are compared
 TOGETHER = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")  # in the order of their calls
-TORCH = "cutlass_sm80"  # the layout of torch's own products
 
 
 class Joined:
@@ -134,8 +132,6 @@ class PackedProduct(nn.Module):
             assert self.fragments is not None
             return few_tokens24(self.fragments, rows, bias)
         rows = fill_up(rows, -tokens % (STEP if tokens > STEP else LEAST))
-        if self.packed.layout == TORCH:
-            return matmul24(self.packed, rows, bias, backend="cutlass")[:tokens]
         return linear24(self.packed, rows, bias)[:tokens]
 
     def runs_packed(self, x: Tensor, tokens: int) -> bool:
@@ -157,11 +153,8 @@ class PackedProduct(nn.Module):
         """x [..., in] -> [..., out], with the dense weight."""
         return super().forward(x)
 
-    def problem(self, tokens: int) -> Problem | None:
-        """The product for this number of tokens after padding; None if it is torch's, which has no
-        algorithms to measure."""
-        if self.packed.layout == TORCH:
-            return None
+    def problem(self, tokens: int) -> Problem:
+        """The product for this number of tokens after padding."""
         step = STEP if tokens > STEP else LEAST
         padded, dtype, biased = -(-tokens // step) * step, self.packed.dtype, self.bias is not None
         of = *self.packed.shape, padded, dtype, dtype, True, True, biased
@@ -183,12 +176,11 @@ def layout_for(device: torch.device, dtype: torch.dtype) -> str:
     """The layout of packed weights that `device` can multiply with.
 
     Raises:
-        ValueError: the device has no 2:4 products for this dtype; the reasons are named.
+        ValueError: the device has no 2:4 products for this dtype; the reason is named.
     """
-    reasons = [unavailable(name, device, dtype) for name in ("cusparselt", "cutlass")]
-    if None in reasons:
-        return library_layout(device) if reasons[1] else TORCH
-    raise ValueError(f"no 2:4 products here: {'; '.join(map(str, reasons))}")
+    if reason := unavailable("cusparselt", device, dtype):
+        raise ValueError(f"no 2:4 products here: {reason}")
+    return library_layout(device)
 
 
 def _layout_of(module: Any, measures: bool) -> str:
@@ -196,7 +188,7 @@ def _layout_of(module: Any, measures: bool) -> str:
     or cuSPARSELt's, that are fastest with many tokens."""
     weight = module.weight
     layout = layout_for(weight.device, weight.dtype)
-    if layout == TORCH or weight.device.type != "cuda" or not measures:
+    if weight.device.type != "cuda" or not measures:
         return layout
     dtype, biased = weight.dtype, module.bias is not None
     problem = Problem(*_shape(module), MANY, dtype, dtype, True, True, biased)
@@ -331,7 +323,7 @@ def _packed(module: Any, layout: str) -> PackedProduct:
     """The module itself with its weight packed, to be used with any number of tokens."""
     weight = module.weight.detach()
     matrix = weight.t().contiguous() if is_conv1d(module) else weight
-    if layout == TORCH or of_library(layout):
+    if of_library(layout):
         packed = pack24(matrix, matrix != 0, layout)
     else:
         shape = tuple(matrix.shape)

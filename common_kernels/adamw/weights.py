@@ -11,7 +11,6 @@ from torch import Tensor
 from common_kernels.pack import Packed24
 
 CHOICES = ("rows", "exact", "greedy")
-SOURCES = ("whole", "mask", "soft")
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -93,12 +92,6 @@ class Rule:
     alpha: float = 0.0
     choose: str | None = None
     source: str = "mask"
-
-    def __post_init__(self) -> None:
-        if self.choose is not None and self.choose not in CHOICES:
-            raise ValueError(f"choose={self.choose!r}; take one of {', '.join(CHOICES)}, or None")
-        if self.source not in SOURCES:
-            raise ValueError(f"source={self.source!r}; take one of {', '.join(SOURCES)}")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,7 +5,7 @@ import torch
 from common_kernels import backend as backends
 from common_kernels import checks
 from common_kernels.fp8 import cpu
-from common_kernels.library import custom_op, operator_of
+from common_kernels.library import operator_of
 
 
 def quantize_fp8(
@@ -27,10 +27,18 @@ def quantize_fp8(
             magnitude, so that x is read once; larger entries, Inf included, saturate at the largest
             code. seen is raised in place to x's largest magnitude if that is larger.
     """
-    name = check(x, fmt, backend)
-    if amax is not None or seen is not None:
-        amax, seen = check_delayed(x, amax, seen)
-    return _quantize_fp8(x, fmt, amax, seen, name)
+    checks.one_device(x=x, amax=amax, seen=seen)
+    return _quantize_fp8(x, fmt, amax, seen, check(x, fmt, backend))
+
+
+_quantize_fp8 = operator_of(
+    cpu.quantize_fp8,
+    lambda x, fmt, amax, seen: (
+        torch.empty_like(x, dtype=cpu.FORMATS[fmt]),
+        x.new_empty((), dtype=torch.float32),
+    ),
+    mutates_args=("seen",),
+)
 
 
 def fake_fp8(x: torch.Tensor, fmt: str, *, backend: str | None = None) -> torch.Tensor:
@@ -42,17 +50,35 @@ def fake_fp8(x: torch.Tensor, fmt: str, *, backend: str | None = None) -> torch.
     return _fake_fp8(x, fmt, check(x, fmt, backend))
 
 
-def check_delayed(
-    x: torch.Tensor, amax: torch.Tensor | None, seen: torch.Tensor | None
+_fake_fp8 = operator_of(cpu.fake_fp8, lambda x, fmt: torch.empty_like(x))
+
+
+def fp8_numbers(
+    x: torch.Tensor, fmt: str, *, backend: str | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """amax and seen; raises ValueError unless both are 0-dim fp32 tensors on x's device."""
-    for name, tensor in (("amax", amax), ("seen", seen)):
-        if tensor is None or tensor.ndim or tensor.dtype != torch.float32:
-            given = None if tensor is None else f"{tensor.dtype} {tuple(tensor.shape)}"
-            raise ValueError(f"delayed scaling takes amax and seen, fp32 []; {name} is {given}")
-    assert amax is not None and seen is not None
-    checks.one_device(x=x, amax=amax, seen=seen)
-    return amax, seen
+    """The codes of `quantize_fp8(x, fmt)` as ordinary numbers (bf16 on a GPU, fp32 on a CPU), and
+    their scale. Products of them are exact, which simulates FP8 products."""
+    numbers, _, scales = _fp8_numbers(x, fmt, "", check(x, fmt, backend))
+    return numbers, scales[0]
+
+
+def fp8_numbers_and_codes(
+    x: torch.Tensor, fmt: str, kept: str, *, backend: str | None = None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """`fp8_numbers(x, fmt)` and `quantize_fp8(x, kept)` together: one search for the largest
+    magnitude, then one read of x."""
+    numbers, codes, scales = _fp8_numbers(x, fmt, kept, check(x, fmt, backend))
+    return numbers, scales[0], codes, scales[1]
+
+
+_fp8_numbers = operator_of(
+    cpu.fp8_numbers,
+    lambda x, fmt, kept: (
+        torch.empty_like(x, dtype=cpu.exact(x)),
+        torch.empty_like(x if kept else x.new_empty(0), dtype=cpu.FORMATS[kept or fmt]),
+        x.new_empty(2, dtype=torch.float32),
+    ),
+)
 
 
 def check(x: torch.Tensor, fmt: str, backend: str | None) -> str:
@@ -61,26 +87,3 @@ def check(x: torch.Tensor, fmt: str, backend: str | None) -> str:
     if fmt not in cpu.FORMATS:
         raise ValueError(f"unknown format {fmt!r}: choose one of {', '.join(cpu.FORMATS)}")
     return backends.resolve_fp8(x.device, backend)
-
-
-@custom_op("sparse24::quantize_fp8", mutates_args=("seen",))
-def _quantize_fp8(
-    x: torch.Tensor,
-    fmt: str,
-    amax: torch.Tensor | None,
-    seen: torch.Tensor | None,
-    backend: str,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    if backend == "triton":
-        from common_kernels.fp8 import triton
-
-        return triton.quantize_fp8(x, fmt, amax, seen)
-    return cpu.quantize_fp8(x, fmt, amax, seen)
-
-
-@_quantize_fp8.register_fake
-def _(x, fmt, amax, seen, backend):
-    return torch.empty_like(x, dtype=cpu.FORMATS[fmt]), x.new_empty((), dtype=torch.float32)
-
-
-_fake_fp8 = operator_of(cpu.fake_fp8, lambda x, fmt: torch.empty_like(x))

@@ -51,3 +51,18 @@ def fake_fp8(x: torch.Tensor, fmt: str) -> torch.Tensor:
     scale = scale_of(x, fmt)
     numbers = codes_of(x, scale, fmt).float() + 0.0  # no zero is -0.0
     return torch.empty_like(x).copy_(numbers / scale)
+
+
+def fp8_numbers(
+    x: torch.Tensor, fmt: str, kept: str
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The codes as numbers, the codes in format `kept` (empty: none), and both scales, fp32 [2]."""
+    amax = amax_of(x) if x.numel() else None
+    numbers, scale = quantize_fp8(x, fmt, amax)
+    codes, other = quantize_fp8(x if kept else x.new_empty(0), kept or fmt, amax)
+    return numbers.to(exact(x)), codes, torch.stack([scale, other])
+
+
+def exact(x: torch.Tensor) -> torch.dtype:
+    """The dtype in which codes are multiplied exactly (methods.nn.operands.exact_product)."""
+    return torch.bfloat16 if x.is_cuda else torch.float32

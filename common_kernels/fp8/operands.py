@@ -11,7 +11,6 @@ from torch import Tensor
 
 from common_kernels import backend as backends
 from common_kernels import checks
-from common_kernels.fp8 import check_delayed
 from common_kernels.fp8 import cpu as fp8
 from common_kernels.library import custom_op, kernels_of, launched_by_cpp
 from common_kernels.mvue import sampled24
@@ -34,14 +33,9 @@ def quantize_both(
     Returns the codes of x in `fmt`, the codes of x^T [k, n rounded up to a multiple of 64] in
     `fmt_transposed`, padded with zeros, and the scale of each. amax, seen: as for `quantize_fp8`.
     """
-    checks.float_tensor(x)
-    for name in (fmt, fmt_transposed):
-        if name not in FORMATS:
-            raise ValueError(f"unknown format {name!r}: choose one of {', '.join(FORMATS)}")
-    name = backends.resolve_fp8(x.device, backend)
-    if amax is not None or seen is not None:
-        amax, seen = check_delayed(x, amax, seen)
-    elif name == "triton":
+    device = checks.one_device(x=x, amax=amax, seen=seen)
+    name = backends.resolve_fp8(device, backend)
+    if amax is None and name == "triton":
         return _both_at_once(x, FORMATS.index(fmt), FORMATS.index(fmt_transposed))
     return _quantize_both(x, fmt, fmt_transposed, amax, seen, name)
 
@@ -101,13 +95,9 @@ def quantize_and_sample(
         key: int64 [2]; key[1] * stride must be a multiple of 4.
         amax, seen: as for `quantize_fp8`.
     """
-    checks.float_tensor(dy, "dy")
-    if dy.shape[-1] % MULTIPLE:
-        raise ValueError(f"dy must be [..., a multiple of {MULTIPLE}], not {tuple(dy.shape)}")
-    name = backends.resolve_fp8(checks.one_device(dy=dy, key=key), backend)
-    if amax is not None or seen is not None:
-        amax, seen = check_delayed(dy, amax, seen)
-    if seen is None and name == "triton" and layout != cpu.VENDOR:
+    device = checks.one_device(dy=dy, key=key, amax=amax, seen=seen)
+    name = backends.resolve_fp8(device, backend)
+    if amax is None and name == "triton" and layout != cpu.VENDOR:
         codes, buffer, scale = _sample_at_once(dy, key, stride, FORMATS.index(fmt), layout)
     else:
         codes, buffer, scale = _quantize_and_sample(dy, key, stride, fmt, amax, seen, layout, name)
@@ -219,7 +209,6 @@ def rescale(
 ) -> Tensor:
     """y [rows, columns] * factor / (scale * other) + bias [columns], computed in fp32 and rounded
     once to `dtype` (default: y's). scale, other: fp32 []."""
-    checks.float_tensor(y, "y")
     device = checks.one_device(y=y, scale=scale, other=other, bias=bias)
     name = backends.resolve(device, backend)
     return _rescale(y, scale, other, factor, bias, dtype or y.dtype, name)

@@ -32,21 +32,22 @@ def quantize_fp8(
 
 
 def fp8_numbers(
-    x: torch.Tensor, fmt: str, kept: str | None, dtype: torch.dtype
+    x: torch.Tensor, fmt: str, kept: str
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The numbers of simulated.py in `dtype`, the codes in format `kept` (the numbers again if it
-    is None), and the two scales."""
-    numbers, scales = torch.empty_like(x, dtype=dtype), torch.empty(2, device=x.device)
-    codes = numbers
-    if kept:  # stored in fp32 first under the interpreter, as above
-        codes = torch.empty_like(x, dtype=torch.float32 if backend.interpreted() else FORMATS[kept])
-    flat = (layout.in_memory_order(t) for t in (x, numbers, codes))
+    if x.numel() == 0:
+        return cpu.fp8_numbers(x, fmt, kept)
+    numbers = torch.empty_like(x, dtype=cpu.exact(x))
+    scales = torch.empty(2, device=x.device)
+    # Stored in fp32 first under the interpreter, as above.
+    dtype = torch.float32 if backend.interpreted() else FORMATS[kept or fmt]
+    codes = torch.empty_like(x if kept else x.new_empty(0), dtype=dtype)
+    flat = [layout.in_memory_order(t) for t in (x, numbers)]
     launch(
         numbers_kernel, triton.cdiv(x.numel(), BLOCK), x.device,
-        *flat, largest(layout.in_memory_order(x)), scales, x.numel(),
-        *constants(fmt), *constants(kept or fmt), KEPT=kept is not None, BLOCK=BLOCK,
+        *flat, layout.in_memory_order(codes) if kept else flat[1], largest(flat[0]), scales,
+        x.numel(), *constants(fmt), *constants(kept or fmt), KEPT=kept != "", BLOCK=BLOCK,
     )  # fmt: skip
-    return numbers, codes.to(FORMATS[kept]) if kept else codes, scales
+    return numbers, codes.to(FORMATS[kept or fmt]), scales
 
 
 def fake_fp8(x: torch.Tensor, fmt: str) -> torch.Tensor:

@@ -3,7 +3,6 @@
 Backends:
 
     dense        expands A and multiplies: any device; all other backends must agree with it
-    cutlass      torch's CUTLASS kernels: compute capability 8.x, 16-bit types
     cusparselt   cuSPARSELt: compute capability 8.0 and later, 16-bit types, from 8.9 on also FP8;
                  plans and the chosen algorithm are cached (table.py)
     cuda         our own kernels: compute capability 9.0, bf16 and FP8, compiled when first needed
@@ -103,8 +102,6 @@ def matmul24(
             of = *packed.shape, len(x2d), packed.dtype, packed.dtype, True, True
             own = convert24(packed, library_layout_for(Problem(*of), x.device))
         y = linear24(own, x2d, bias, _out_dtype(x.dtype))
-    elif name == "cutlass":
-        y = _cutlass(convert24(packed, "cutlass_sm80"), x2d, bias)
     elif name == "cuda":
         own = packed if packed.layout in cuda.LAYOUTS else convert24(packed, cuda.LAYOUTS[0])
         y = linear24(own, x2d, bias, _out_dtype(x.dtype))
@@ -121,7 +118,7 @@ def chosen(packed: Packed24, backend: str | None = None) -> str:
     """
     device, dtype = packed.buffer.device, packed.dtype
     if backend is None:
-        native = dict.fromkeys(cuda.LAYOUTS, "cuda") | {"cutlass_sm80": "cutlass"}
+        native = dict.fromkeys(cuda.LAYOUTS, "cuda")
         native |= dict.fromkeys((library_layout(device), VENDOR), "cusparselt")
         name = native.get(packed.layout, "dense")
         return "dense" if unavailable(name, device, dtype) else name
@@ -133,17 +130,6 @@ def chosen(packed: Packed24, backend: str | None = None) -> str:
 
 def _out_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.bfloat16 if dtype.itemsize == 1 else dtype
-
-
-def _cutlass(packed: Packed24, x: Tensor, bias: Tensor | None) -> Tensor:
-    """The product by torch's CUTLASS operator, which computes y^T = A x^T."""
-    tokens = x.shape[0]
-    x = fill_up(x, -tokens % (16 // x.element_size()))
-    if bias is None:
-        y = torch.ops.aten._sparse_semi_structured_mm(packed.values, packed.meta, x.t())
-    else:
-        y = torch.ops.aten._sparse_semi_structured_addmm(bias, packed.values, packed.meta, x.t())
-    return y.t()[:tokens]
 
 
 def linear24(
@@ -212,13 +198,11 @@ def mm24(
     scale, other = scales or (None, None)
     checks.one_device(matrix=buffer, x=x, scale=scale, other=other)
     missing = columns - x.shape[1 if transposed else 0]
-    if missing < 0:
-        raise ValueError(f"x is {tuple(x.shape)}, but the sparse matrix has only {columns} columns")
+    _check_fit(packed, x, columns if missing >= 0 else columns - missing)
     if transposed and missing:
         x = F.pad(x.view(torch.uint8), (0, missing * x.element_size())).view(x.dtype)
     elif missing:
         x = fill_up(x, missing)
-    _check_fit(packed, x, x.shape[1] if transposed else columns)
     given, fp32 = (buffer, packed.layout, rows, columns, x.contiguous(), None), torch.float32
     if not columns:  # no tokens, which wgrad sums over
         shape = rows, x.shape[0 if transposed else 1]
@@ -247,17 +231,12 @@ def sample_mm24(
     describe the rest.
     """
     tokens = dy.numel() // dy.shape[-1]
-    if x.dtype != dy.dtype or x.numel() != tokens * x.shape[-1]:
-        raise ValueError(
-            f"dy {tuple(dy.shape)} of {dy.dtype} and x {tuple(x.shape)} of {x.dtype} must be "
-            "matrices with equally many tokens and one dtype"
-        )
     name = backends.resolve(dy.device, backend)
     ours = layout == library_layout(dy.device) and layout != VENDOR
     if ours and name == "triton" and not tokens % tokens_multiple(layout, dy.dtype):
         return _by_one_sample(dy, x, key, stride)
     dy, x = dy.reshape(tokens, dy.shape[-1]), x.reshape(tokens, x.shape[-1])
-    whole = whole_blocks(dy, key, dy.dtype, layout)
+    whole = whole_blocks(dy, dy.dtype, layout)
     x = fill_up(x, whole.shape[0] - tokens).contiguous()
     return _sample_mm24(whole, x, key, stride, layout, name)
 
@@ -449,7 +428,7 @@ def _by_one_sample(dy, x, key, stride):
 @kernels_of("sample24")
 def _(stride, dy, key):
     layout = library_layout(dy.device)
-    whole = whole_blocks(dy.reshape(-1, dy.shape[-1]), key, dy.dtype, layout)
+    whole = whole_blocks(dy.reshape(-1, dy.shape[-1]), dy.dtype, layout)
     return packed_sample(whole, key, stride, dy.dtype, layout, "triton")
 
 

@@ -16,11 +16,7 @@ from common_kernels.matmul import cuda, cuda_build, cusparselt, table
 from common_kernels.matmul.cusparselt import Problem
 from common_kernels.pack import BUFFERED, VENDOR, check_form, learn
 
-BACKENDS = ("dense", "cutlass", "cusparselt", "cuda")
-NEEDS = {  # the major compute capability that a backend needs, with words for its message
-    "cutlass": ("torch's CUTLASS products need", 8),
-    "cuda": ("our own products need", 9),
-}
+BACKENDS = ("dense", "cusparselt", "cuda")
 # For tests on GPUs whose order of the metadata is known: `learnt`, it is learnt all the same;
 # `cusparselt`, the library packs. It does so, too, where no order can be learnt.
 PACKER_VARIABLE = "SPARSE24_PACKER"
@@ -89,47 +85,36 @@ def unavailable(backend: str, device: torch.device | str, dtype: torch.dtype) ->
     device = torch.device(device)
     if backend == "dense":
         return None
-    emulated = backend != "cutlass" and device.type == "cpu" and backends.interpreted()
+    emulated = device.type == "cpu" and backends.interpreted()
+    if not emulated and (reason := _lacking(backend, device, dtype)):
+        return reason
     if backend == "cusparselt":
-        if not emulated and (reason := _without_library(device, dtype)):
-            return reason
         known = dtype in cusparselt.TYPES
         return None if known else f"cuSPARSELt takes bf16, fp16 and FP8 here, not {dtype}"
-    if not emulated and (reason := _wrong_device(device, *NEEDS[backend])):
-        return reason
-    if backend == "cutlass":
-        if dtype not in (torch.bfloat16, torch.float16):
-            return f"torch's CUTLASS products take bf16 and fp16 here, not {dtype}"
-    elif dtype not in cuda.TYPES:
+    if dtype not in cuda.TYPES:
         return f"our own products take bf16 and FP8, not {dtype}"
-    elif not emulated:
-        return cuda_build.missing()
-    return None
+    return None if emulated else cuda_build.missing()
 
 
-def _without_library(device: torch.device, dtype: torch.dtype) -> str | None:
-    """The reason why cuSPARSELt cannot multiply matrices of `dtype` on `device`, if it cannot."""
-    kind, least = ("FP8", (8, 9)) if dtype.itemsize == 1 else ("cuSPARSELt", (8, 0))
-    needs = f"{kind} needs a GPU of compute capability {least[0]}.{least[1]} or later"
+def _lacking(backend: str, device: torch.device, dtype: torch.dtype) -> str | None:
+    """The reason why `device` cannot run the backend's products; None if it can."""
+    needs = "our own products need a GPU of compute capability 9.x"
+    least = (8, 9) if dtype.itemsize == 1 else (8, 0)
+    if backend == "cusparselt":
+        what = "FP8" if dtype.itemsize == 1 else "cuSPARSELt"
+        needs = f"{what} needs a GPU of compute capability 8.{least[1]} or later"
     if device.type != "cuda":
         return f"{needs}, not a {device.type}"
-    if (found := torch.cuda.get_device_capability(device)) < least:
+    found = torch.cuda.get_device_capability(device)
+    if found < least or (backend == "cuda" and found[0] != 9):
         return f"{needs}, this GPU has {found}"
     try:
-        cusparselt.library()
-        if found != (9, 0):  # does this version of the library know the GPU?
-            cusparselt.handle(device.index or 0)
+        if backend == "cusparselt":
+            cusparselt.library()
+            if found != (9, 0):  # does this version of the library know the GPU?
+                cusparselt.handle(device.index or 0)
     except cusparselt.CuSparseLtError as error:
         return str(error)
-    return None
-
-
-def _wrong_device(device: torch.device, needs: str, major: int) -> str | None:
-    if device.type != "cuda":
-        return f"{needs} a GPU of compute capability {major}.x, not a {device.type}"
-    found = torch.cuda.get_device_capability(device)
-    if found[0] != major:
-        return f"{needs} compute capability {major}.x, this GPU has {found}"
     return None
 
 

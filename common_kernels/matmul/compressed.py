@@ -10,7 +10,6 @@ from common_kernels.library import custom_op
 from common_kernels.matmul import linear24
 from common_kernels.pack import BUFFERED, Packed24
 from common_kernels.pack.compressed import packed_transposed
-from common_kernels.pack.weight import shape_of
 
 
 def twice_pruned_mm24(
@@ -34,12 +33,6 @@ def twice_pruned_mm24(
             `Compressed24`.
         layout: the layout of the packed operand.
     """
-    rows, columns = shape_of(values, row_mask, column_mask)
-    if x.ndim != 2 or x.shape[1] != rows or x.dtype.itemsize != 2:
-        raise ValueError(
-            f"x {tuple(x.shape)} of {x.dtype} does not fit a weight {(rows, columns)}: it must be "
-            f"[tokens, {rows}] of a 16-bit type"
-        )
     device = checks.one_device(x=x, values=values, row_mask=row_mask, column_mask=column_mask)
     name = backends.resolve(device, backend)
     return _twice_pruned_mm24(x, values, row_mask, column_mask, layout, name)

@@ -73,14 +73,9 @@ def _cuda_packages() -> list[Path]:
 
 
 def command(source: Path, defines: Mapping[str, int], to: Path) -> list[str]:
-    """The nvcc command that builds the library `to`.
-
-    Raises:
-        BuildError: the compiler or the headers are missing.
-    """
+    """The nvcc command that builds the library `to`."""
     nvcc, cutlass = compiler(), headers()
-    if nvcc is None or cutlass is None:
-        raise BuildError(str(missing()))
+    assert nvcc is not None and cutlass is not None  # else there is no `folder`
     includes = [cutlass / "include", cutlass / "tools/util/include"]
     includes += [root / "include" for root in _cuda_packages()]
     return [
@@ -92,9 +87,18 @@ def command(source: Path, defines: Mapping[str, int], to: Path) -> list[str]:
 
 @functools.cache
 def folder(source: Path) -> Path:
-    """The folder for the libraries of a source in its present text, built by this compiler."""
+    """The folder for the libraries of a source in its present text, built by this compiler. Raises
+    BuildError without compiler or headers."""
+    nvcc, cutlass = compiler(), headers()
+    if nvcc is None or cutlass is None:
+        raise BuildError(str(missing()))
+    try:
+        done = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError) as error:
+        raise BuildError(f"{nvcc} does not run: {error}") from error
     known = hashlib.sha256(source.read_bytes())
-    known.update(repr((FLAGS, _version_of_nvcc(), _version_of_cutlass())).encode())
+    versions = done.stdout, (cutlass / "include/cutlass/version.h").read_text()
+    known.update(repr((FLAGS, *versions)).encode())
     return cache() / known.hexdigest()[:16]
 
 
@@ -104,61 +108,32 @@ def cache() -> Path:
     return Path(home) / "sparse24" / "cuda"
 
 
-def _version_of_nvcc() -> str:
-    nvcc = compiler()
-    if nvcc is None:
-        raise BuildError(str(missing()))
-    try:
-        done = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=True)
-    except (OSError, subprocess.CalledProcessError) as error:
-        raise BuildError(f"{nvcc} does not run: {error}") from error
-    return done.stdout
+def say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
 
 
-def _version_of_cutlass() -> str:
-    root = headers()
-    if root is None:
-        raise BuildError(str(missing()))
-    return (root / "include/cutlass/version.h").read_text()
-
-
-def build(
-    source: Path,
-    wanted: Mapping[str, Mapping[str, int]],
-    report: Callable[[str], None] | None = None,
-) -> dict[str, Path]:
-    """The libraries of a source for several sets of macros. Missing ones are compiled in parallel.
-
-    Args:
-        wanted: the macros of each library, by the library's name.
-        report: called with a line for each library compiled; by default it is written to stderr.
+def build(source: Path, wanted: Mapping[str, Mapping[str, int]]) -> dict[str, Path]:
+    """The libraries of a source for several sets of macros, `wanted`, by the library's name.
+    Missing ones are compiled in parallel.
 
     Raises:
         BuildError: the compiler or the headers are missing, or the compiler fails (with its first
             error).
     """
-    say = report or (lambda line: print(line, file=sys.stderr, flush=True))
     place = folder(source)
     paths = {name: place / f"{name}.so" for name in wanted}
     if all(path.is_file() for path in paths.values()):
         return paths
     try:
         place.mkdir(parents=True, exist_ok=True)
-        with alone(place.with_suffix(".lock"), say):
+        with alone(place.with_suffix(".lock")):
             todo = [name for name, path in paths.items() if not path.is_file()]
             workers = max(1, min(len(todo), os.cpu_count() or 1))
             if todo:
                 say(f"compiling {len(todo)} CUDA kernels, {workers} at a time, into {place}")
             with ThreadPoolExecutor(workers) as pool:
-                jobs = {
-                    name: pool.submit(
-                        compiled, functools.partial(command, source, wanted[name]), paths[name]
-                    )
-                    for name in todo
-                }
-                for number, (name, job) in enumerate(jobs.items(), 1):
-                    job.result()
-                    say(f"compiled {name} ({number} of {len(todo)})")
+                commands = [functools.partial(command, source, wanted[name]) for name in todo]
+                list(pool.map(compiled, commands, [paths[name] for name in todo]))
     except OSError as error:
         raise BuildError(
             f"CUDA kernels cannot be kept in {place} ({error}); set XDG_CACHE_HOME to a folder "
@@ -168,7 +143,7 @@ def build(
 
 
 @contextmanager
-def alone(lock: Path, say: Callable[[str], None]) -> Iterator[None]:
+def alone(lock: Path) -> Iterator[None]:
     """Hold the lock: one process of this machine compiles, and the others use the result."""
     import fcntl  # missing on Windows, where nothing is compiled
 

@@ -14,7 +14,6 @@ import os
 import platform
 import shutil
 import subprocess
-import sys
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,7 +24,7 @@ import torch
 from common_kernels.backend import HAS_TRITON
 from common_kernels.library import KERNELS, LIBRARY, launched_by_cpp
 from common_kernels.matmul import cusparselt
-from common_kernels.matmul.cuda_build import SOURCES, BuildError, alone, cache, compiled
+from common_kernels.matmul.cuda_build import SOURCES, BuildError, alone, cache, compiled, say
 
 if TYPE_CHECKING:
     from common_kernels.launch import Launched
@@ -192,16 +191,13 @@ def build() -> Path:
     known = hashlib.sha256(SOURCE.read_bytes() + made_with).hexdigest()
     path = cache() / f"native-{known[:16]}.so"
 
-    def say(line: str) -> None:
-        print(line, file=sys.stderr, flush=True)
-
     def command(to: Path) -> list[str]:
         where = f"-I{TORCH / 'include'}", f"-L{TORCH / 'lib'}"
         return [compiler, *FLAGS, *where, str(SOURCE), "-ltorch_cpu", "-o", str(to)]
 
     if not path.is_file():
         path.parent.mkdir(parents=True, exist_ok=True)
-        with alone(path.with_suffix(".lock"), say):
+        with alone(path.with_suffix(".lock")):
             if not path.is_file():
                 say(f"compiling the launch of sparse products into {path}")
                 compiled(command, path)

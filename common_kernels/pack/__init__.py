@@ -2,8 +2,7 @@
 
 `cpu.py` defines the layouts, of which cuSPARSELt writes one itself (`cusparselt.py`), and
 `learn.py` learns its order. `triton.py` prunes and packs in one read, and `sample_triton.py` does
-so for samples of gradients. `bitmask.py` writes a format that stores a mask, and `interop.py`
-converts to torch's tensor class.
+so for samples of gradients. `interop.py` converts to torch's tensor class.
 """
 
 from collections.abc import Sequence

@@ -23,7 +23,6 @@ from common_kernels.pack import BUFFERED, VENDOR, Packed24, check_form, cpu
 from common_kernels.soft_threshold import soft_threshold24
 
 Out = TypeVar("Out", Tensor, Tensor | None)
-SOURCES = ("magnitude", "soft", "mask")
 MULTIPLE = 64
 TOKENS = 16  # in cuSPARSELt's layout a sample of dY has a multiple of this many tokens
 
@@ -47,16 +46,7 @@ def pack24_(
         scale: fp32 []; the pruned matrix is multiplied by it in fp32, before the cast.
         dense: [rows, columns] of out's dtype; also receives the pruned matrix, +0 where pruned.
     """
-    checks.float_tensor(w, "w")
-    if source not in SOURCES:
-        raise ValueError(f"unknown source {source!r}: choose one of {', '.join(SOURCES)}")
-    if (mask is not None) != (source == "mask"):
-        raise ValueError("give a mask with source='mask', and only then")
-    _check(out, w, mask)
-    if dense is not None and (dense.shape != w.shape or dense.dtype != out.dtype):
-        raise ValueError(
-            f"dense must be {out.dtype} {tuple(w.shape)}, not {dense.dtype} {tuple(dense.shape)}"
-        )
+    _check(out, w.shape)
     buffer = out.buffer
     device = checks.one_device(out=buffer, w=w, mask=mask, scale=scale, dense=dense)
     name = backends.resolve(device, backend)
@@ -110,9 +100,8 @@ def pack_both24_(
     mask: bool [rows, columns], or its bits, pack_mask(mask); 2:4 along both dims (not checked).
         None for the best one, transposable_mask24(w).
     """
-    checks.float_tensor(w, "w")
-    _check(out, w, mask)
-    _check_out(transposed, *w.shape[::-1])
+    _check(out, w.shape)
+    _check(transposed, w.shape[::-1])
     buffers = out.buffer, transposed.buffer
     device = checks.one_device(out=buffers[0], transposed=buffers[1], w=w, mask=mask)
     name = backends.resolve(device, backend)
@@ -161,20 +150,16 @@ def sample_pack24(
     dtype: a 16-bit dtype for the result; default: dy's.
     """
     dtype = dtype or dy.dtype
-    dy = whole_blocks(dy, key, dtype, layout)
+    dy = whole_blocks(dy, dtype, layout)
     name = backends.resolve(checks.one_device(dy=dy, key=key), backend)
     buffer = _sample_pack24(dy, key, stride, dtype, layout, name)
     return Packed24(buffer, (dy.shape[1], dy.shape[0]), dtype, layout)
 
 
-def whole_blocks(dy: Tensor, key: Tensor, dtype: torch.dtype, layout: str) -> Tensor:
-    """`dy`, contiguous and padded to the number of tokens of its packed sample. Raises ValueError
-    or TypeError if it cannot be sampled with `key`."""
-    checks.float_tensor(dy, "dy")
-    if dy.ndim != 2 or dy.shape[1] % MULTIPLE:
+def whole_blocks(dy: Tensor, dtype: torch.dtype, layout: str) -> Tensor:
+    """`dy`, contiguous and padded to the number of tokens of its packed sample."""
+    if dy.shape[1] % MULTIPLE:
         raise ValueError(f"dy must be [tokens, a multiple of {MULTIPLE}], not {tuple(dy.shape)}")
-    if key.shape != (2,) or key.dtype != torch.int64:
-        raise TypeError(f"key must be int64 [2], not {key.dtype} {tuple(key.shape)}")
     return fill_up(dy, -dy.shape[0] % tokens_multiple(layout, dtype)).contiguous()
 
 
@@ -234,26 +219,14 @@ def _write(buffer: Tensor, pruned: Tensor, kept: Tensor, layout: str) -> None:
     buffer.copy_(cpu.pack(pruned, kept, layout))
 
 
-def _check(out: Packed24, w: Tensor, mask: Tensor | None) -> None:
-    if w.ndim != 2 or w.shape[0] % MULTIPLE or w.shape[1] % MULTIPLE:
+def _check(out: Packed24, shape: torch.Size) -> None:
+    if out.shape != shape or shape[0] % MULTIPLE or shape[1] % MULTIPLE:
         raise ValueError(
-            f"w has shape {tuple(w.shape)}; it must have two dims, both multiples of {MULTIPLE}"
+            f"a matrix {tuple(shape)} cannot be packed into one of shape {out.shape}: they must be "
+            f"equal, and multiples of {MULTIPLE}"
         )
-    if mask is not None and mask.dtype == torch.uint8:
-        if mask.shape != (w.shape[0], w.shape[1] // 8):
-            raise ValueError(
-                f"bits of shape {tuple(mask.shape)} are not those of a mask {tuple(w.shape)}"
-            )
-    elif mask is not None:
-        checks.same_shape(w, mask, "w and mask")
-    _check_out(out, *w.shape)
 
 
 def _bools(mask: Tensor, w: Tensor) -> Tensor:
     """The bool mask of `w`; `mask` may be given as its bits."""
     return mask if mask.dtype == torch.bool else compressed.unpack_mask(mask, w.shape[1])
-
-
-def _check_out(out: Packed24, rows: int, columns: int) -> None:
-    if out.shape != (rows, columns):
-        raise ValueError(f"an operand has shape {out.shape}, not {(rows, columns)}")

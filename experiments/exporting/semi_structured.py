@@ -9,7 +9,7 @@ from torch import Tensor, nn
 import common_kernels
 from common_kernels import check24, pack24
 from experiments.support.errors import UserError
-from models.packed import TORCH, layout_for
+from models.packed import layout_for
 
 
 class SemiStructuredLinear(nn.Linear):
@@ -43,8 +43,9 @@ def to_semi_structured(model: nn.Module, layout: str | None = None) -> list[str]
     """
     if layout is None:
         first = next(model.parameters())
-        cutlass = layout_for(first.device, first.dtype) == TORCH
-        layout = TORCH if cutlass else "cusparselt_sm90"
+        layout_for(first.device, first.dtype)  # refuses a device without 2:4 products
+        ampere = first.is_cuda and torch.cuda.get_device_capability(first.device)[0] == 8
+        layout = "cutlass_sm80" if ampere else "cusparselt_sm90"
     linears = {
         name: module
         for name, module in model.named_modules()

@@ -33,7 +33,7 @@ from reproduce.measure.setup import (
     llama_config,
 )
 
-SERVED = ("cusparselt", "cutlass")  # torch's own products, those of Ampere, are enough
+SERVED = ("cusparselt",)
 
 
 @torch.no_grad()

@@ -1,6 +1,17 @@
 import pytest
 import torch
 
+from common_kernels.pack import cpu
+
+LEARNT = "cusparselt_learnt_invented"  # as if learnt from a library that has this order
+ORDERS = {1: "g r r5 r1 g3 r4 r0 g2 g0 r2 g1 r3", 2: "g r g3 r5 r2 r1 r0 r4 g2 r3 g1 g0"}
+
+
+@pytest.fixture(autouse=True)
+def invented_layout(monkeypatch):
+    forms = {size: cpu.Form(64, 64, torch.uint8, order) for size, order in ORDERS.items()}
+    monkeypatch.setitem(cpu.LAYOUTS, LEARNT, cpu.Layout(forms))
+
 
 @pytest.fixture(autouse=True)
 def poisoned_memory():

@@ -7,22 +7,14 @@ import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.sparse import _semi_structured_conversions as conversions
 
-from common_kernels import nm_mask, transposable_mask24, unpack_mask
+from common_kernels import nm_mask, transposable_mask24
 from common_kernels.pack import VENDOR, Packed24, convert24, cpu, pack24, unpack24
-from common_kernels.pack.bitmask import to_bitmask24
+from common_kernels.pack.interop import cslt_form
+from tests.cpu_operators import swizzle_mask
 from tests.each import each
 
 FP8 = torch.float8_e4m3fn
 EVERY = [torch.float64, torch.float32, torch.bfloat16, torch.float16, FP8, torch.int8]
-# A shape and a type that every layout of the list takes.
-TAKEN = {
-    "neutral": ((3, 20), torch.float32),
-    "cutlass_sm80": ((32, 64), torch.bfloat16),
-    "cutlass_sm90": ((64, 128), FP8),
-    "cutlass_sm90_k128": ((64, 128), torch.bfloat16),
-    "cusparselt_sm90": ((64, 64), torch.float16),
-}
-every_layout = each("layout", TAKEN)
 READABLE = {name: layout for name, layout in cpu.LAYOUTS.items() if name != VENDOR}
 
 
@@ -69,12 +61,6 @@ def test_the_order_of_cutlass_on_ampere_is_torchs(dtype):
         same(unpack24(Packed24.of(values, meta, "cutlass_sm80")), pruned)
         dense = conversions.sparse_semi_structured_to_dense_cutlass(packed.values, packed.meta)
         same(dense, pruned)
-
-
-def test_the_positions_of_groups_that_are_not_full():
-    masks = {"0000": 14, "1000": 8, "0100": 9, "0010": 14, "0001": 14}  # i0 | i1 << 2
-    mask = torch.tensor([[bit == "1" for bit in "".join(masks)]])
-    assert cpu.encode(mask).tolist() == [list(masks.values())]
 
 
 # ------------------------------------------------------------------ by hand
@@ -156,43 +142,12 @@ def test_every_layout_holds_every_bit(layout, dtype):
 
 
 def test_one_buffer_holds_values_and_metadata():
-    shape = 128, 192
-    x, mask = matrix(shape, torch.bfloat16), nm_mask(matrix(shape, seed=1))
-    packed, buffer = pack24(x, mask, "cusparselt_sm90"), cpu.pack(x, mask, "cusparselt_sm90")
+    x = matrix((128, 192), torch.bfloat16)
+    packed = pack24(x, nm_mask(x), "cusparselt_sm90")
     parts = torch.cat([packed.values.flatten().view(torch.uint8), packed.meta.flatten()])
-    other = convert24(pack24(x, mask), "cusparselt_sm90").buffer
-    for found in (packed.buffer, parts, other, copy.deepcopy(packed).buffer):
-        same(found, buffer)
+    for found in (parts, cpu.pack(x, nm_mask(x), packed.layout), copy.deepcopy(packed).buffer):
+        same(found, packed.buffer)
     assert packed.buffer.data_ptr() == packed.values.data_ptr()
-    assert Packed24(buffer, shape, x.dtype).values.data_ptr() == buffer.data_ptr()
-    whole = Packed24(cpu.pack(x, mask, "cutlass_sm90"), shape, x.dtype, "cutlass_sm90")
-    same(whole.meta, convert24(packed, "cutlass_sm90").meta)
-
-
-# ------------------------------------------------------------------ formats with a mask
-
-
-def test_sparse_24_bitmask_by_hand():
-    x = torch.tensor([[0.0, 2, 0, 4, 5, 6, 0, 0, 0, 0, 11, 12], [1, 0, 0, 4] + [1, 0, 3, 0] * 2])
-    saved = to_bitmask24(pack24(x, x != 0))
-    assert saved["compressed"].tolist() == [[2, 4, 5, 6, 11, 12], [1, 4, 1, 3, 1, 3]]
-    # Columns 1, 3, 4, 5 and 10, 11; columns 0, 3, 4, 6 and 8, 10.
-    assert saved["bitmask"].tolist() == [[2 + 8 + 16 + 32, 4 + 8], [1 + 8 + 16 + 64, 1 + 4]]
-    assert saved["shape"].tolist() == [[2], [12]]
-    assert [saved[n].dtype for n in ("bitmask", "shape")] == [torch.uint8, torch.int64]
-
-
-@every_layout
-def test_sparse_24_bitmask_of_every_layout(layout):
-    shape, dtype = TAKEN[layout]
-    x, mask = matrix(shape, dtype), at_most_two(shape)
-    saved = to_bitmask24(pack24(x, mask, layout))
-    kept = unpack_mask(saved["bitmask"], shape[1])
-    assert (kept.unflatten(1, (-1, 4)).sum(-1) == 2).all() and kept[mask].all()
-    integer = cpu.INTEGERS[dtype.itemsize]
-    dense = torch.zeros(shape, dtype=integer)
-    dense.masked_scatter_(kept, saved["compressed"].view(integer))
-    same(dense.view(dtype), masked(x, mask))
 
 
 # ------------------------------------------------------------------ refusals
@@ -251,3 +206,66 @@ def test_compiled_once_for_all_sizes(layout):
         same(dense, masked(x, mask))
     assert graphs.frame_count <= 2
     torch._dynamo.reset()
+
+
+# ------------------------------------------------------------------ on a GPU
+
+on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+
+
+def sparse(shape, dtype, choose=nm_mask):
+    """A 2:4 matrix with exactly two non-zeros in each group, and its mask."""
+    x = matrix(shape).cuda()
+    mask = choose(x)
+    return torch.where(mask, x, 0).to(dtype), mask
+
+
+@pytest.fixture
+def other_people_s_operators():
+    """They refuse torch's deterministic mode."""
+    torch.use_deterministic_algorithms(False)
+
+
+@on_gpu
+@each("dtype", [torch.bfloat16, torch.float16])
+@each("shape", [(128, 128), (256, 512), (384, 1280)])
+def test_torchs_tile_packer(shape, dtype, other_people_s_operators):
+    """Its choice keeps everything of a matrix that is pruned both ways already."""
+    x, mask = sparse(shape, dtype, transposable_mask24)
+    found = torch._sparse_semi_structured_tile(x, "largest_abs_values_greedy", use_cutlass=True)
+    for values, words, dense, kept in ((*found[:2], x, mask), (*found[2:4], x.t(), mask.t())):
+        ours, (rows, columns) = pack24(dense, kept, "cutlass_sm80"), dense.shape
+        same(values, ours.values)
+        same(words.as_strided((rows, columns // 16), (columns // 16, 1)), ours.meta)
+    assert torch.equal(found[4].flatten(), swizzle_mask(mask).flatten())
+    dense = torch.randn_like(x)
+    applied, applied_t = torch._sparse_semi_structured_apply(dense, found[4])
+    same(applied, pack24(dense, mask).values)
+    same(applied_t, pack24(dense.t(), mask.t()).values)
+
+
+@pytest.mark.skipif(not HOPPER, reason="needs a GPU of compute capability 9.0")
+@each("dtype", [torch.bfloat16, torch.float16, FP8, torch.int8])
+@each("shape", [(64, 64), (192, 320), (1024, 4096)])
+def test_cusparselts_compressor(shape, dtype, other_people_s_operators):
+    x, mask = sparse(shape, dtype)
+    compressed = torch._cslt_compress(x)
+    for backend in ("cpu", "triton"):
+        same(cslt_form(pack24(x, mask, "cusparselt_sm90", backend=backend)), compressed)
+    if dtype.itemsize == 2:
+        eye = torch.eye(shape[1], dtype=dtype, device="cuda")
+        same(torch._cslt_sparse_mm(compressed, eye) + 0, x)
+
+
+@on_gpu
+@each("layout", ["neutral", "cutlass_sm80", "cusparselt_sm90"])
+def test_packing_in_a_cuda_graph(layout, other_people_s_operators):
+    x, mask = sparse((128, 256), torch.bfloat16)
+    unpack24(pack24(x, mask, layout))  # compiles what is compiled at first use
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        dense = unpack24(pack24(x, mask, layout))
+    x.mul_(3)
+    graph.replay()
+    same(dense, x)

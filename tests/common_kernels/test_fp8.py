@@ -3,8 +3,8 @@ import torch
 
 from common_kernels import fake_fp8, quantize_fp8
 from common_kernels.backend import HAS_TRITON
+from common_kernels.fp8 import fp8_numbers_and_codes
 from common_kernels.fp8.cpu import codes_of, scale_from
-from common_kernels.fp8.simulated import fp8_numbers_and_codes
 from common_kernels.library import KERNELS
 from tests.each import each
 

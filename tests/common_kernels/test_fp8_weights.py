@@ -16,8 +16,9 @@ from common_kernels import (
 )
 from common_kernels.fp8 import reference
 from common_kernels.fp8.weights import quantize24_, quantize_compressed24_
-from common_kernels.pack import Packed24, unpack24
+from common_kernels.pack import VENDOR, Packed24, unpack24
 from common_kernels.pack.cpu import pack
+from tests.common_kernels.conftest import LEARNT
 from tests.each import each
 
 pytest.importorskip("triton", reason="no Triton for this platform")
@@ -28,8 +29,11 @@ backends = each("backend", ["cpu", "triton"])
 formats = each("fmt", ["e4m3", "e5m2"])  # of the transpose; own: e4m3
 
 
-SOME = [("packed", "packed"), ("dense", "turned"), ("packed", "dense"), ("packed", "cutlass")]
-LAYOUTS = {"packed": "cusparselt_sm90", "cutlass": "cutlass_sm90"}
+SOME = [("packed", "packed"), ("dense", "turned"), ("packed", "dense"), ("packed", "cutlass"),
+        ("learnt", "learnt"), ("vendor", "vendor")]  # fmt: skip
+LAYOUTS = {
+    "packed": "cusparselt_sm90", "cutlass": "cutlass_sm90", "learnt": LEARNT, "vendor": VENDOR,
+}  # fmt: skip
 
 
 def weight(rows=128, columns=192, dtype=torch.float32, seed=0):
@@ -40,10 +44,8 @@ def weight(rows=128, columns=192, dtype=torch.float32, seed=0):
 
 def room(form, shape, fmt):
     """Uninitialised: `turned` codes are the transpose of a row-major matrix."""
-    if form == "packed":
-        return Packed24.empty(shape, DTYPES[fmt], DEVICE)
-    if form == "cutlass":
-        return Packed24.empty(shape, DTYPES[fmt], DEVICE, "cutlass_sm90")
+    if form in LAYOUTS:
+        return Packed24.empty(shape, DTYPES[fmt], DEVICE, LAYOUTS[form])
     codes = torch.empty(shape if form == "dense" else shape[::-1], dtype=DTYPES[fmt], device=DEVICE)
     return codes if form == "dense" else codes.t()
 
@@ -74,14 +76,14 @@ def agree(first, second, scales, wanted):
     [
         ("packed", "packed"), ("packed", "dense"), ("dense", "packed"), ("dense", "dense"),
         ("dense", "turned"), ("turned", "packed"), ("packed", "cutlass"), ("cutlass", "cutlass"),
+        ("learnt", "learnt"), ("vendor", "vendor"),
     ],
 )  # fmt: skip
 def test_both_directions_are_those_of_separate_passes(own, other, fmt, backend):
     """They are for a weight under a mask that does not keep the largest entries, and for a
     compressed one whose columns are pruned by an older weight, its largest entry among them."""
-    columns = 128 if own == "cutlass" else 192
-    w = weight(columns=columns)
-    mask = transposable_mask24(weight(columns=columns, seed=1))
+    shape = 128 if other == "cutlass" else 64, 128 if own == "cutlass" else 192
+    w, mask = weight(*shape), transposable_mask24(weight(*shape, seed=1))
     first, second = room(own, w.shape, "e4m3"), room(other, w.shape[::-1], fmt)
     scales = torch.empty(2, device=DEVICE)
     quantize24_(first, second, scales, w, mask, backend=backend)
@@ -91,7 +93,7 @@ def test_both_directions_are_those_of_separate_passes(own, other, fmt, backend):
         return
     row_mask = pack_mask(nm_mask(w))
     values = compress_nm(w, row_mask)
-    chosen = double_prune_bits(compress_nm(weight(seed=1), row_mask), row_mask)
+    chosen = double_prune_bits(compress_nm(weight(*shape, seed=1), row_mask), row_mask)
     values.view(-1)[unpack_mask(chosen, 96).view(-1).logical_not().nonzero()[0]] = 30.0
     quantize_compressed24_(first, second, scales, values, row_mask, chosen, backend=backend)
     w, mask = expand_nm(values, row_mask), unpack_mask(row_mask, 192)

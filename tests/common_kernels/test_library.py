@@ -1,6 +1,5 @@
-"""The operators as torch.library operators: schema, fake tensors, torch.compile without a graph
-break.
-"""
+"""The operators as torch.library operators (torch.compile without a graph break, autograd), and the
+choice of their backend."""
 
 import operator
 
@@ -8,6 +7,7 @@ import pytest
 import torch
 
 from common_kernels import (
+    backend,
     check24,
     double_prune_mask,
     fake_fp8,
@@ -86,16 +86,16 @@ def test_met_at_run_time_it_is_not_compiled(fails):
     assert graphs == [[operator.mul]]
 
 
-@each("backend", ["cpu", "triton"])
+@each("name", ["cpu", "triton"])
 @each("mode", [torch.enable_grad, torch.no_grad])
 @each("requires_grad", [False, True])
-def test_a_mutation_is_seen_by_autograd(backend, mode, requires_grad):
+def test_a_mutation_is_seen_by_autograd(name, mode, requires_grad):
     """It is noticed in a tensor saved for a backward, though Triton writes unseen by torch."""
     saved, x = X[:2, :4].clone().to(DEVICE), X[:2, :4].to(DEVICE).requires_grad_()
     y = x * saved
     with mode():
         weight = x if requires_grad else x.detach()
-        masked_decay_(saved, weight, weight > 0, 0.1, backend=backend)
+        masked_decay_(saved, weight, weight > 0, 0.1, backend=name)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         y.sum().backward()
 
@@ -148,3 +148,20 @@ def test_writing_into_what_requires_grad_is_refused_as_by_torch():
     with torch.no_grad():
         masked_decay_(leaf, weight, mask, 0.5)
     assert (leaf == 0.5).all() and leaf.grad_fn is None
+
+
+def test_the_device_the_argument_and_the_environment_choose_the_backend(monkeypatch):
+    monkeypatch.delenv("SPARSE24_BACKEND", raising=False)
+    assert backend.resolve("cpu") == "cpu"
+    assert DEVICE == "cpu" or backend.resolve("cuda") == "triton"
+    monkeypatch.setenv("SPARSE24_BACKEND", "triton")
+    assert backend.resolve("cpu", "cpu") == "cpu"
+    assert nm_mask(torch.ones(4), backend="cpu").sum() == 2
+    # Nothing is launched on meta.
+    assert backend.resolve("meta") == backend.resolve("meta", "triton") == "cpu"
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    for call in (lambda: backend.resolve("cpu", "triton"), lambda: nm_mask(torch.ones(4))):
+        with pytest.raises(RuntimeError, match=r"triton.*'cpu'.*TRITON_INTERPRET=1"):
+            call()
+    with pytest.raises(ValueError, match=r"'cutlass'.*cpu, triton"):
+        nm_mask(torch.ones(4), backend="cutlass")

@@ -35,10 +35,11 @@ from common_kernels.matmul import (
 from common_kernels.matmul.compressed import twice_pruned_mm24
 from common_kernels.matmul.emulation import emulate
 from common_kernels.matmul.table import Entry
-from common_kernels.pack import BUFFERED, VENDOR, Packed24, cpu, pack24
+from common_kernels.pack import BUFFERED, VENDOR, Packed24, cpu, pack24, unpack24
 from common_kernels.pack import cusparselt as loader
 from common_kernels.pack.compressed import Compressed24, prune_and_pack24_
 from common_kernels.pack.operands import sample_pack24
+from tests.common_kernels.conftest import LEARNT
 from tests.each import each
 
 CUDA = torch.cuda.is_available()
@@ -101,6 +102,14 @@ def test_the_choice_of_a_backend_is_told():
     native = "cusparselt" if HOPPER or not CUDA else "dense"
     assert chosen(pack24(a, mask, "cusparselt_sm90")) == native
     assert chosen(pack24(a, mask, "cusparselt_sm90"), "dense") == "dense"
+    own, x = pack24(a, mask, VENDOR), dense(24, 128)
+    want = matmul24(pack24(a, mask), x, backend="dense")
+    if HOPPER or not CUDA:
+        close(matmul24(own, x), want, BF16)
+        compiled = torch.compile(lambda x: linear24(own, x), backend="aot_eager", fullgraph=True)
+        assert torch.equal(compiled(x), linear24(own, x))
+    with pytest.raises(ValueError, match="read by cuSPARSELt's products alone"):
+        unpack24(own)
 
 
 @pytest.mark.parametrize("wheel", ["cusparselt", "cu13"])
@@ -134,13 +143,11 @@ def test_a_backend_that_cannot_serve_says_why(monkeypatch):
     a, mask = matrix(64, 128, torch.float32)
     with pytest.raises(RuntimeError, match=r"'cusparselt' cannot serve .*not torch.float32"):
         matmul24(pack24(a, mask), dense(8, 128, torch.float32), backend="cusparselt")
-    assert "8.x, not a cpu" in str(unavailable("cutlass", "cpu", BF16))
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     for backend, dtype in product(("cusparselt", "cuda"), (BF16, torch.float32)):
         least = "8.0 or later" if backend == "cusparselt" else "9.x"
         assert str(unavailable(backend, "cpu", dtype)).endswith(f"{least}, not a cpu")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
-    assert "CUTLASS products take bf16 and fp16" in str(unavailable("cutlass", "cuda", torch.float))
     for dtype in (BF16, torch.float32):  # of two reasons the device's
         assert "this GPU has (8, 6)" in str(unavailable("cuda", "cuda", dtype))
 
@@ -164,7 +171,7 @@ def test_cusparselt_serves_every_gpu_that_the_library_knows(monkeypatch):
         for dtype, reason in ((BF16, bf16), (torch.float16, bf16), (E4M3, fp8), (E5M2, fp8)):
             found = unavailable("cusparselt", "cuda", dtype)
             assert found is None if not reason else reason in found
-        assert "9.x" in unavailable("cuda", "cuda", BF16) or capability == (9, 0)
+        assert "9.x" in str(unavailable("cuda", "cuda", BF16)) or capability == (9, 0)
         choice._library_layout.cache_clear()
         known = capability == (9, 0)
         assert choice.library_layout(torch.device("cuda")) == (BUFFERED if known else VENDOR)
@@ -181,7 +188,8 @@ sparse_gpu = pytest.mark.skipif(CUDA and not HOPPER, reason="the layout is for 9
 
 
 def unserved(layout):
-    return layout != BUFFERED and unavailable("cuda", DEVICE, BF16)
+    """True where no kernel takes the layout: that which was learnt is invented."""
+    return CUDA if layout == LEARNT else "cutlass" in layout and unavailable("cuda", DEVICE, BF16)
 
 
 SCALES = torch.tensor(3.0, device=DEVICE), torch.tensor(1e-3, device=DEVICE)
@@ -236,7 +244,7 @@ def test_a_times_x_summed_over_any_tokens(layout, columns):
         close(got, want, out)
 
 
-@each("layout", [BUFFERED, CUTLASS])
+@each("layout", [BUFFERED, CUTLASS, VENDOR, LEARNT])
 @each("tokens", [64, 100, 30])
 def test_one_operator_does_what_two_do(layout, tokens):
     """To the bit: a sample, and a compressed weight, that are packed for the product."""
@@ -360,6 +368,35 @@ def test_where_nothing_is_right_can_be_written_or_may_be_measured(
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     with pytest.raises(RuntimeError, match="run it once before it is captured"):
         table.entry(PROBLEM, 0)
+
+
+@no_library
+def test_a_library_that_cannot_pack_or_plan_leaves_products_dense(fake_library, monkeypatch):
+    def no(*_):
+        raise cusparselt.CuSparseLtError("not supported")
+
+    problem = replace(PROBLEM, layout=VENDOR)
+    for module, name in ((cpu, "by_library"), (table, "plan_of")):
+        monkeypatch.setattr(module, name, no)
+        found = table.measure(problem, 0)
+        assert (found.algorithm, found.dense_ms) == (table.NONE, 3.5) and found.ms > 3.5
+
+
+def test_wgrad_is_timed_with_the_packing_of_its_sample(monkeypatch):
+    """Each micro-batch samples anew; our packers sample and pack in one."""
+    packed, real = [], cpu.by_library
+    plan = SimpleNamespace(run=lambda *_: None)
+    monkeypatch.setattr(table, "replay_ms", lambda call: call(0))
+    monkeypatch.setattr(table, "device_of", lambda index: DEVICE)
+    monkeypatch.setattr(table, "plan_of", lambda *_: plan)
+    monkeypatch.setattr(cpu, "by_library", lambda x: packed.append(x.shape) or real(x))
+    of = Problem(64, 128, 32, BF16, BF16, False, False)
+    forward = {"dense_transposed": True, "result_transposed": True}
+    for problem, times in ((replace(of, layout=VENDOR), 2), (of, 0),
+                           (replace(of, **forward, layout=VENDOR), 1)):  # fmt: skip
+        packed.clear()
+        table.Trial(problem, 0).sparse_ms(0)
+        assert packed == [(64, 128)] * times
 
 
 # --- layouts -------------------------------------------------------------------------------------

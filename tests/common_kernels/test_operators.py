@@ -14,6 +14,7 @@ import common_kernels as ck
 from common_kernels.backend import HAS_TRITON
 from common_kernels.compressed import reference as compressed
 from common_kernels.decay import reference as decay
+from common_kernels.fp8 import fp8_numbers, fp8_numbers_and_codes
 from common_kernels.fp8 import reference as fp8
 from common_kernels.fp8.operands import (
     quantize_and_sample,
@@ -21,7 +22,6 @@ from common_kernels.fp8.operands import (
     rescale,
     scaled_linear,
 )
-from common_kernels.fp8.simulated import fp8_numbers, fp8_numbers_and_codes
 from common_kernels.fp8.weights import quantize24_, quantize_compressed24_
 from common_kernels.glu import reference as glu
 from common_kernels.lowrank import reference as lowrank
@@ -39,6 +39,7 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 BACKENDS = ["cpu", *(["triton"] if HAS_TRITON else [])]
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 BF16, FP8 = torch.bfloat16, (torch.float8_e4m3fn, torch.float8_e5m2)
+inf, nan = torch.inf, torch.nan
 LAYOUTS = {
     "dense": lambda x: x,
     "transposed": lambda x: x.mT.contiguous().mT,
@@ -248,6 +249,18 @@ def test_gated_activations_forward_and_backward(name, backend):
                 *[1] * (dy.ndim - 1), 2
             )
             near(on.grad, exact.grad, terms, 16 * 2**-24)
+    big, closed = 1e20, -1e20  # value * gate overflows where the activation is zero
+    rows = [[big, closed], [closed, closed], [1.0, 1e30], [1.0, nan], [nan, 1.0], [inf, 1.0],
+            [2.0, inf]]  # fmt: skip
+    x = torch.tensor(rows, device=DEVICE, requires_grad=True)
+    y = getattr(ck, name)(x, backend=backend)
+    y.sum().backward()
+    assert x.grad is not None and not y[:2].any() and not x.grad[:2].any() and y[2] == 1e30
+    assert y[3:5].isnan().all() and (y[5:] == inf).all() and x.grad[3].isnan().all()
+    (dx,) = torch.autograd.grad(getattr(ck, name)(x, backend=backend)[:3].sum(), x,
+                                create_graph=True)  # fmt: skip
+    with pytest.raises(RuntimeError, match="glu_backward"):
+        dx.sum().backward()
 
 
 @every_backend
@@ -266,6 +279,11 @@ def test_lowrank(backend):
                 assert got.dtype == dtype and got.is_contiguous()
                 near(got, lowrank.lowrank_addmm(*given, scale),
                      lowrank.lowrank_addmm(*sizes, abs(scale)), (rank + 3) * unit)  # fmt: skip
+    one = torch.ones(1, 1, device=DEVICE)
+    with torch.autocast(DEVICE.type, BF16):  # it would round to 16 bits
+        assert ck.lowrank_addmm(0 * one, one + 2**-12, one, backend=backend) == 1 + 2**-12
+    assert ck.lowrank_addmm(nan * one, 0 * one, one, backend=backend).isnan()
+    assert ck.lowrank_addmm(0 * one, inf * one, one, backend=backend) == inf
 
 
 @every_backend
@@ -305,6 +323,12 @@ def test_the_compressed_form(backend):
         assert ck.unpack_mask(bits, shape[1], backend=backend).shape == shape
         values = ck.compress_nm(x, bits, backend=backend)
         assert ck.expand_nm(values, bits, backend=backend).shape == shape
+    for columns in (8, 12) if backend == "cpu" and DEVICE.type == "cpu" else ():
+        bits = ck.pack_mask(torch.ones(2, columns, dtype=torch.bool))  # not 2 of 4
+        with pytest.raises(RuntimeError):
+            ck.compress_nm(torch.ones(2, columns), bits, backend=backend)
+        with pytest.raises(RuntimeError):
+            ck.expand_nm(torch.ones(2, columns // 2), bits, backend=backend)
 
 
 @every_backend

@@ -12,8 +12,9 @@ from common_kernels import (
     pack_mask,
     unpack_mask,
 )
-from common_kernels.pack import BUFFERED, Packed24, cpu
+from common_kernels.pack import BUFFERED, VENDOR, Packed24, cpu
 from common_kernels.pack.compressed import Compressed24, packed_transposed, prune_and_pack24_
+from tests.common_kernels.conftest import LEARNT
 from tests.each import each
 
 pytest.importorskip("triton", reason="no Triton for this platform")
@@ -79,6 +80,8 @@ KINDS = [
     ((128, 128), BF16, BF16, (K128, CUTLASS)),
     ((64, 128), FP16, FP16, (BUFFERED, CUTLASS)),
     ((128, 64), FP32, BF16, (None, K128)),
+    ((128, 64), FP32, BF16, (LEARNT, LEARNT)),
+    ((64, 128), FP32, FP16, (VENDOR, VENDOR)),
 ]
 
 
@@ -131,21 +134,3 @@ def test_a_captured_pass_follows_the_values():
     graph.replay()
     for weight in together:
         check(weight)
-
-
-def test_what_cannot_be_packed_is_refused():
-    row_mask, values = weights((64, 128))
-    out, back = (Packed24.empty(s, torch.bfloat16, DEVICE) for s in ((64, 128), (128, 64)))
-    given = {"values": values, "row_mask": row_mask, "column_mask": row_mask[:, :8]}
-    for changed in (
-        {"column_mask": row_mask},
-        {"row_mask": row_mask.int()},
-        {"packed": None},
-        {"transposed": Packed24.empty((128, 64), torch.float16, DEVICE)},
-        {"packed": Packed24.empty((64, 128), torch.float8_e5m2, DEVICE)},
-        {"packed": back},
-        {"values": values[0]},
-        {"row_mask": row_mask.to("meta")},
-    ):
-        with pytest.raises(ValueError):
-            Compressed24(**{"packed": out, **given, **changed})
