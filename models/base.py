@@ -80,11 +80,8 @@ class TextConfig(Sized):
 
 
 def check_sizes(config: Any) -> None:
-    """Raise a `ValueError` if a size in the config of a text model is below 1, or if `n_embd` is
-    not a multiple of `n_head`."""
-    for name in ("n_layer", "n_head", "n_embd", "vocab_size", "block_size", "n_inner"):
-        if (value := getattr(config, name)) is not None and value < 1:
-            raise ValueError(f"{name} must be at least 1, got {value}")
+    """Raise a `ValueError` if `n_embd` in the config of a text model is not a multiple of
+    `n_head`."""
     if config.n_embd % config.n_head:
         raise ValueError(
             f"n_embd must be a multiple of n_head, got n_embd={config.n_embd}, "

@@ -75,14 +75,8 @@ class BertConfig(TextConfig):
 
     def __post_init__(self) -> None:
         check_sizes(self)
-        if self.glu and self.ffn_width % 2:
-            raise ValueError(f"n_inner must be even with glu, got {self.ffn_width}")
         if self.positions not in ("learned", "sinusoidal"):
             raise ValueError(f"positions must be 'learned' or 'sinusoidal', got {self.positions!r}")
-        if self.positions == "sinusoidal" and self.n_embd % 2:
-            raise ValueError(f"n_embd must be even with sinusoidal positions, got {self.n_embd}")
-        if not 0 <= self.dropout < 1:
-            raise ValueError(f"dropout must be in [0, 1), got {self.dropout}")
 
 
 def layer_norm(config: BertConfig) -> nn.LayerNorm:

@@ -59,8 +59,6 @@ class GPTConfig(TextConfig):
 
     def __post_init__(self) -> None:
         check_sizes(self)
-        if not 0 <= self.dropout < 1:
-            raise ValueError(f"dropout must be in [0, 1), got {self.dropout}")
         if self.gelu not in ("erf", "tanh"):
             raise ValueError(f"gelu must be 'erf' or 'tanh', got {self.gelu!r}")
 

@@ -83,8 +83,6 @@ class Classifier(Head):
         self, pretrained: GPT | BertLM | CausalLM, n_labels: int, dropout: float = 0.0
     ) -> None:
         super().__init__(pretrained)
-        if n_labels < 1:
-            raise ValueError(f"n_labels must be at least 1, got {n_labels}")
         self.n_labels = n_labels
         self.pooler: nn.Module | None = None
         if isinstance(self.trunk, Bert) and self.trunk.pooler is None:

@@ -130,10 +130,8 @@ class CausalLM(Model):
         config = self.model.config
         zeros = {name: getattr(config, name) for name in self.dropout}
         config.update(self.dropout)
-        try:
-            self.model.save_pretrained(folder, state_dict=state)
-        finally:
-            config.update(zeros)
+        self.model.save_pretrained(folder, state_dict=state)
+        config.update(zeros)
 
 
 class ForTrainer(nn.Module):

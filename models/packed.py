@@ -186,14 +186,13 @@ def layout_for(device: torch.device, dtype: torch.dtype) -> str:
 def _layout_of(module: Any, measures: bool) -> str:
     """The layout for the packed weight of a linear. If it `measures`, that of the kernels, our own
     or cuSPARSELt's, that are fastest with many tokens."""
-    weight = module.weight
-    layout = layout_for(weight.device, weight.dtype)
-    if weight.device.type != "cuda" or not measures:
-        return layout
-    dtype, biased = weight.dtype, module.bias is not None
-    problem = Problem(*_shape(module), MANY, dtype, dtype, True, True, biased)
-    found = fastest(problem, weight.device)
-    return layout if found is None else found.layout
+    weight, found = module.weight, None
+    if measures:
+        if weight.device.type != "cuda":
+            raise ValueError(f"limits cannot be measured on a {weight.device}; pass them as limits")
+        of = *_shape(module), MANY, weight.dtype, weight.dtype, True, True, module.bias is not None
+        found = fastest(Problem(*of), weight.device)
+    return layout_for(weight.device, weight.dtype) if found is None else found.layout
 
 
 @torch.inference_mode(False)  # tensors made in that mode have no version, by which a change shows
@@ -235,35 +234,28 @@ def pack(
                 "noticed; make or load the model outside of that mode"
             )
     alike: dict[Any, list[str]] = {}
-    unfit: dict[str, str] = {}
+    unfit = []
     for name, module in linears.items():
         weight: Any = module.weight
         layout = layout_for(weight.device, weight.dtype)
         try:
             check_form(_shape(module), weight.dtype, layout)
         except ValueError as error:
-            unfit[name] = f"{name} cannot be packed: {error}"
+            unfit.append(f"{name} cannot be packed: {error}")
             continue
         shapes = tuple((key, value.shape) for key, value in module.named_parameters())
         kind = type(module), shapes, weight.dtype, weight.device
         alike.setdefault(kind, []).append(name)
-    if len(unfit) == len(linears):
-        raise ValueError(next(iter(unfit.values())))
+    if not alike:
+        raise ValueError(unfit[0])
     found: dict[str, Limits | None] = dict.fromkeys(linears)
     for names in alike.values():
         layout = _layout_of(model.get_submodule(names[0]), measures=limits is None)
-        layers: list[PackedProduct] = []
-        try:
-            for name in names:
-                layers.append(_packed(model.get_submodule(name), layout))
-            with torch.cuda.device_of(layers[0].weight):
-                own = measured(layers, graphs) if limits is None else limits
-            if layers[0].fragments is None:
-                own = own._replace(few=0)
-        except BaseException:
-            for layer in layers:
-                _restore(layer)
-            raise
+        layers = [_packed(model.get_submodule(name), layout) for name in names]
+        with torch.cuda.device_of(layers[0].weight):
+            own = measured(layers, graphs) if limits is None else limits
+        if layers[0].fragments is None:
+            own = own._replace(few=0)
         for name, layer in zip(names, layers, strict=True):
             if own == Limits(0, None):
                 _restore(layer)

@@ -55,11 +55,6 @@ class TransformerConfig(TextConfig):
 
     def __post_init__(self) -> None:
         check_sizes(self)
-        if self.n_embd % 2:
-            raise ValueError(f"n_embd must be even with sinusoidal positions, got {self.n_embd}")
-        for name in ("dropout", "label_smoothing"):
-            if not 0 <= getattr(self, name) < 1:
-                raise ValueError(f"{name} must be in [0, 1), got {getattr(self, name)}")
 
 
 KeysValues = tuple[Tensor, Tensor]  # each [B, H, T, C/H]

@@ -69,11 +69,6 @@ class ViTConfig(Sized):
     sizes = SIZES
 
     def __post_init__(self) -> None:
-        for name in ("width", "depth", "heads", "image_size", "patch_size"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        if self.n_classes < 0:
-            raise ValueError(f"n_classes must be 0 (features) or more, got {self.n_classes}")
         if self.init not in ("timm", "jax"):
             raise ValueError(f"init must be 'timm' or 'jax', got {self.init!r}")
         if self.width % self.heads:
@@ -84,13 +79,6 @@ class ViTConfig(Sized):
             raise ValueError(
                 f"image_size must be a multiple of patch_size, got image_size={self.image_size}, "
                 f"patch_size={self.patch_size}"
-            )
-        if not 0 <= self.drop_path < 1:
-            raise ValueError(f"drop_path must be in [0, 1), got {self.drop_path}")
-        if self.mlp_ratio <= 0 or self.norm_eps <= 0:
-            raise ValueError(
-                f"mlp_ratio and norm_eps must be positive, got mlp_ratio={self.mlp_ratio}, "
-                f"norm_eps={self.norm_eps}"
             )
         if self.pool not in ("token", "avg"):
             raise ValueError(f"pool must be 'token' or 'avg', got {self.pool!r}")

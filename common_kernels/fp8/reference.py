@@ -33,12 +33,3 @@ def fake_fp8(x: torch.Tensor, fmt: str) -> torch.Tensor:
     """Quantise x and go back: codes / scale, in x's dtype."""
     codes, scale = quantize_fp8(x, fmt)
     return (codes / scale).to(x.dtype)
-
-
-def quantize24(
-    w: torch.Tensor, mask: torch.Tensor, both: torch.Tensor, fmt: str, fmt_transposed: str
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The codes of w under `mask`, the codes of the transpose of w under `both`, and the scales."""
-    own, scale = quantize_fp8(torch.where(mask, w, 0.0), fmt)
-    other, scale_transposed = quantize_fp8(torch.where(both, w, 0.0).t(), fmt_transposed)
-    return own, other, torch.stack([scale, scale_transposed])

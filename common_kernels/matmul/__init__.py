@@ -47,7 +47,6 @@ from common_kernels.matmul.emulation import emulate
 from common_kernels.pack import (
     BUFFERED,
     VENDOR,
-    Buffered,
     Packed24,
     convert24,
     of_library,
@@ -133,7 +132,7 @@ def _out_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def linear24(
-    packed: Buffered,
+    packed: Any,
     x: Tensor,
     bias: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
@@ -146,6 +145,7 @@ def linear24(
     x has A's dtype. The tokens are padded with zero rows as the kernels need.
 
     Args:
+        packed: a `Packed24`, or an object with its attributes that checks nothing.
         out_dtype: A's dtype (the default), or for FP8 bf16, with cuSPARSELt also fp16 or fp32.
         scales: fp32 [] each, the scales of the codes of x and A; the product is divided by both.
             Our own kernels divide before they round to bf16; after cuSPARSELt it is a separate
@@ -257,7 +257,7 @@ def _fake_sample_mm24(dy, x, key, *_):
     return x.new_empty(dy.shape[-1], x.shape[-1])
 
 
-def _check_fit(packed: Buffered, x: Tensor, summed: int) -> None:
+def _check_fit(packed: Any, x: Tensor, summed: int) -> None:
     if x.dtype != packed.dtype or summed != packed.shape[1]:
         raise ValueError(
             f"x {tuple(x.shape)} of {x.dtype} does not fit a sparse {tuple(packed.shape)} of "

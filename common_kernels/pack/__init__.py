@@ -7,7 +7,6 @@ so for samples of gradients. `interop.py` converts to torch's tensor class.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
@@ -31,19 +30,6 @@ BUFFERED, VENDOR = cpu.BUFFERED, cpu.VENDOR
 def of_library(layout: str) -> bool:
     """True for cuSPARSELt's layouts: the known one, those that were learnt, and its own."""
     return layout.startswith(VENDOR)
-
-
-class Buffered(Protocol):
-    """The attributes of a `Packed24` that a product reads."""
-
-    @property
-    def buffer(self) -> torch.Tensor: ...
-    @property
-    def shape(self) -> tuple[int, int]: ...
-    @property
-    def dtype(self) -> torch.dtype: ...
-    @property
-    def layout(self) -> str: ...
 
 
 @dataclass(frozen=True, eq=False)

@@ -27,7 +27,7 @@ def to_semi_structured(
     tensor holds it: give it packed as `transposed`, which needs a mask that is 2:4 along both dims.
 
     Raises ValueError for another layout, for a dtype that torch's class does not take (its fp32 is
-    1:2 sparse), and for parts that do not fit together.
+    1:2 sparse).
     """
     if packed.layout not in CLASSES:
         raise ValueError(
@@ -38,11 +38,6 @@ def to_semi_structured(
     if packed.dtype not in cls._DTYPE_SHAPE_CONSTRAINTS:
         taken = ", ".join(map(str, cls._DTYPE_SHAPE_CONSTRAINTS))
         raise ValueError(f"{cls.__name__} takes {taken}, not {packed.dtype}")
-    if transposed is not None:
-        found = (transposed.shape, transposed.layout, transposed.dtype)
-        expected = (packed.shape[::-1], packed.layout, packed.dtype)
-        if found != expected:
-            raise ValueError(f"transposed must be {expected}, not {found}")
     parts = (*_parts(packed), *(_parts(transposed) if transposed is not None else (None, None)))
     return cls(torch.Size(packed.shape), *parts, None)
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from common_kernels import checks
 from common_kernels.pack import Packed24
 
 
@@ -24,6 +25,9 @@ class Compressed24:
     column_mask: Tensor
     packed: Packed24 | None = None
     transposed: Packed24 | None = None
+
+    def __post_init__(self) -> None:
+        checks.float_tensor(self.values, "values")  # they are not after `model.double()`
 
     @property
     def operands(self) -> tuple[Packed24 | None, Packed24 | None]:

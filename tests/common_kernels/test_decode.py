@@ -54,19 +54,6 @@ def test_products_with_few_tokens():
                 assert got.shape == (tokens, rows) and ((got - want).abs() <= bound).all()
 
 
-def test_what_has_no_fragments_is_refused():
-    mask = torch.ones(16, 60, dtype=torch.bool)
-    mask[:, ::2] = False
-    with pytest.raises(ValueError, match=r"\(16, 60\) matrix of torch.bfloat16 has no fragments"):
-        fragments24(pack24(torch.zeros(16, 60).bfloat16(), mask))
-    _, packed, x = given(16, 64, MOST + 1, torch.bfloat16)
-    with pytest.raises(ValueError, match=r"at most 16, 64\], not torch.bfloat16 of \(17, 64\)"):
-        few_tokens24(packed, x)
-    for wrong in (torch.zeros(1), torch.zeros(17)):
-        with pytest.raises(ValueError, match=r"bias must have shape \(16,\), not"):
-            few_tokens24(packed, x[:1], wrong)
-
-
 def entries(registers, dtype):
     """The 16-bit entries of registers `[...]` of a dtype, as `[..., entries of a register]`."""
     words = torch.tensor(

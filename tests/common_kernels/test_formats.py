@@ -66,15 +66,6 @@ def test_the_order_of_cutlass_on_ampere_is_torchs(dtype):
 # ------------------------------------------------------------------ by hand
 
 
-def test_a_neutral_matrix_by_hand():
-    x = torch.tensor([[1.0, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12]])
-    mask = torch.tensor([[0, 1, 0, 1, 1, 1, 0, 0, 0, 1, 1, 0]]).bool()
-    packed = pack24(x, mask)
-    assert packed.values.tolist() == [[2, 4, 5, 6, 10, 11]]
-    # (1, 3) is 1 + 4 * 3 = 13, (0, 1) is 4, (1, 2) is 9; the first group is the low half.
-    assert packed.meta.tolist() == [[13 + 16 * 4, 9]]
-
-
 @each(("layout", "tiles"), [("cutlass_sm90", 2), ("cutlass_sm90_k128", 4)])
 def test_the_order_of_cutlass_on_hopper_for_two_bytes(layout, tiles):
     """CUTLASS gives the digits of an entry's row and column an order: `Sm90GemmSparseConfig` has

@@ -38,15 +38,6 @@ def test_every_code_and_everything_between(fmt):
 
 
 @both
-def test_scale_is_the_largest_code_over_amax(fmt, generator):
-    x = torch.randn(64, 64, generator=generator)
-    codes, scale = quantize_fp8(x, fmt)
-    top = FORMATS[fmt][1]
-    assert scale.item() == (top / x.abs().max()).item()
-    assert codes.flatten()[x.abs().argmax()].float().abs().item() == top
-
-
-@both
 def test_zeros_subnormals_and_what_is_not_finite(fmt):
     for zeros in (torch.zeros(8), torch.full((8,), -0.0), torch.zeros(8).half(), torch.zeros(0)):
         codes, scale = quantize_fp8(zeros, fmt)
@@ -54,13 +45,6 @@ def test_zeros_subnormals_and_what_is_not_finite(fmt):
     assert fake_fp8(torch.tensor([2.0**-149, -(2.0**-149), 2.0**-140]), fmt).isfinite().all()
     for bad in (torch.nan, torch.inf, -torch.inf):
         assert not fake_fp8(torch.tensor([1.0, bad, 2.0]), fmt).isfinite().all()
-
-
-@each(("fmt", "percent"), [("e4m3", 2.64), ("e5m2", 5.26)])
-def test_relative_error_of_a_gaussian(fmt, percent, generator):
-    x = torch.randn(1 << 20, generator=generator)
-    error = (fake_fp8(x, fmt) - x).square().sum() / x.square().sum()
-    assert abs(100 * error.sqrt().item() - percent) < 0.05
 
 
 @each("backend", BACKENDS)

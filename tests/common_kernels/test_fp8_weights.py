@@ -14,7 +14,6 @@ from common_kernels import (
     transposable_mask24,
     unpack_mask,
 )
-from common_kernels.fp8 import reference
 from common_kernels.fp8.weights import quantize24_, quantize_compressed24_
 from common_kernels.pack import VENDOR, Packed24, unpack24
 from common_kernels.pack.cpu import pack
@@ -101,21 +100,6 @@ def test_both_directions_are_those_of_separate_passes(own, other, fmt, backend):
     agree(first, second, scales, (expected(own, w, mask, "e4m3"),
                                   expected(other, w.t(), both.t(), fmt)))  # fmt: skip
     assert scales[0] < 448 / 29 and scales[1] > 448 / 29 * (1 if fmt == "e4m3" else 128)
-
-
-@backends
-@each("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_the_definition(backend, dtype):
-    w = weight(64, 64, dtype)
-    mask = transposable_mask24(w)
-    given = w.cpu(), mask.cpu(), mask.cpu()
-    want, want_t, want_scales = reference.quantize24(*given, "e4m3", "e5m2")
-    own, other = room("packed", (64, 64), "e4m3"), room("packed", (64, 64), "e5m2")
-    scales = torch.empty(2, device=DEVICE)
-    quantize24_(own, other, scales, w, mask, backend=backend)
-    assert torch.equal(unpack24(own).float().cpu(), want)
-    assert torch.equal(unpack24(other).float().cpu(), want_t)
-    assert torch.equal(scales.cpu(), want_scales)
 
 
 @backends

@@ -112,31 +112,27 @@ def test_the_choice_of_a_backend_is_told():
         unpack24(own)
 
 
-@pytest.mark.parametrize("wheel", ["cusparselt", "cu13"])
-def test_cusparselt_is_that_of_torch_or_of_nvidia_s_wheel(wheel, monkeypatch, tmp_path):
+def test_cusparselt_is_that_of_torch_or_of_nvidia_s_wheel(monkeypatch, tmp_path):
     """By its bare name if torch has loaded it, else from where the wheel keeps it: since version
     0.10 that is another folder."""
-    name, loaded = "libcusparseLt.so.0", []
+    name, loaded, library = "libcusparseLt.so.0", [], cusparselt.library.__wrapped__
 
     def load(path):
-        if path == name and not loads_by_name:
+        if path == name:
             raise OSError(f"{name}: cannot open shared object file")
         loaded.append(path)
         return SimpleNamespace(cusparseLtGetErrorString=load, cusparseLtMatmul=SimpleNamespace())
 
     monkeypatch.setattr(loader.ctypes, "CDLL", load)
-    monkeypatch.setattr(sys, "path", [str(tmp_path)])
-    library = cusparselt.library.__wrapped__
-    loads_by_name = False
-    with pytest.raises(cusparselt.CuSparseLtError, match="cannot be loaded: libcusparseLt"):
+    for wheel in ("cusparselt", "cu13"):
+        monkeypatch.setattr(sys, "path", [str(tmp_path / wheel)])
+        with pytest.raises(cusparselt.CuSparseLtError, match="cannot be loaded: libcusparseLt"):
+            library()
+        path = tmp_path / wheel / "nvidia" / wheel / "lib" / name
+        path.parent.mkdir(parents=True)
+        path.touch()
         library()
-    path = tmp_path / "nvidia" / wheel / "lib" / name
-    path.parent.mkdir(parents=True)
-    path.touch()
-    library()
-    loads_by_name = True
-    library()
-    assert loaded == [str(path), name]
+        assert loaded.pop() == str(path)
 
 
 def test_a_backend_that_cannot_serve_says_why(monkeypatch):
@@ -525,41 +521,37 @@ def test_the_margin_of_a_right_product_holds_for_sums_cut_to_14_bits():
 # --- on a GPU ------------------------------------------------------------------------------------
 
 on_hopper = pytest.mark.skipif(not HOPPER, reason="needs a GPU of compute capability 9.0")
-FORMS = [
-    pytest.param(BF16, BF16, True, True, True, id="bf16 Y with bias"),
-    pytest.param(BF16, BF16, True, True, False, id="bf16 dX"),
-    pytest.param(torch.float16, torch.float16, True, True, True, id="fp16 Y"),
-    pytest.param(BF16, BF16, False, False, False, id="bf16 dW"),
-    pytest.param(E4M3, BF16, True, True, False, id="fp8 Y"),
-    pytest.param(E5M2, torch.float32, True, False, False, id="fp8 dW"),
-]
+FORMS = {  # dtypes, whether the dense operand and the result are transposed, and a bias
+    "bf16 Y with bias": (BF16, BF16, True, True, True),
+    "bf16 dX": (BF16, BF16, True, True, False),
+    "fp16 Y": (torch.float16, torch.float16, True, True, True),
+    "bf16 dW": (BF16, BF16, False, False, False),
+    "fp8 Y": (E4M3, BF16, True, True, False),
+    "fp8 dW": (E5M2, torch.float32, True, False, False),
+}
 
 
 @on_hopper
-@pytest.mark.parametrize(
-    ("dtype", "out_dtype", "dense_transposed", "result_transposed", "biased"), FORMS
-)
-def test_every_algorithm_that_may_be_chosen(
-    dtype, out_dtype, dense_transposed, result_transposed, biased
-):
+@pytest.mark.parametrize("form", FORMS)
+def test_every_algorithm_that_may_be_chosen(form):
     """Twenty times each, against fp64, with the same bits."""
-    p = Problem(512, 768, 640, dtype, out_dtype, dense_transposed, result_transposed, biased)
+    p = Problem(512, 768, 640, *FORMS[form])
     trial = table.Trial(p, 0)
     b = trial.dense[0].double()
-    want = trial.a.double() @ (b.t() if dense_transposed else b)
-    if biased:
+    want = trial.a.double() @ (b.t() if p.dense_transposed else b)
+    if p.biased:
         want += trial.bias.double()[:, None]
     number = cusparselt.Plan(p, 0, 0).algorithms
-    for algorithm in range(min(number, table.USABLE.get(dtype, number))):
+    for algorithm in range(min(number, table.USABLE.get(p.dtype, number))):
         try:
             plan = cusparselt.Plan(p, algorithm, 0)
         except cusparselt.CuSparseLtError:
             continue
         first = None
         for _ in range(20):
-            out = torch.full(p.result_shape, float("nan"), dtype=out_dtype, device="cuda")
+            out = torch.full(p.result_shape, float("nan"), dtype=p.out_dtype, device="cuda")
             plan.run(trial.buffer, trial.dense[0], out, trial.bias)
-            close(out.t() if result_transposed else out, want, out_dtype)
+            close(out.t() if p.result_transposed else out, want, p.out_dtype)
             assert first is None or torch.equal(first, out), algorithm
             first = out
 

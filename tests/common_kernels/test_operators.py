@@ -185,8 +185,8 @@ def test_the_backends_agree_in_every_bit(name):
             operands = [layout(t).to(DEVICE) for t in operator.operands(shape, dtype, True)]
             for more in operator.more:
                 m = 4 if name == "mvue24" else more[1] if len(more) == 3 else 1
-                if m > 1 and shape[more[2]] % m:
-                    continue
+                if "two_approx" in more or (m > 1 and shape[more[2]] % m):
+                    continue  # it has no kernel
                 found = (
                     results(operator.function(*operands, *more, backend=backend))
                     for backend in ("triton", "cpu")
@@ -294,6 +294,7 @@ def test_the_compressed_form(backend):
         (1, 2, 16), (2, 4, 48), (2, 8, 32), (4, 8, 16), (2, 16, 48), (2, 32, 64), (1, 1, 8),
         (2, 4, 12), (3, 7, 21), (3, 4, 8), (2, 30, 60), (4, 64, 64), (8, 8, 16),
     )  # fmt: skip
+    casts = cycle(DTYPES[1:] + DTYPES)
     for (n, m, columns), dtype in zip(patterns, cycle(DTYPES)):
         rows = -(-150 // m) * m
         x, mask = numbers((rows, columns), dtype), numbers((rows, columns), seed=1)
@@ -309,9 +310,9 @@ def test_the_compressed_form(backend):
         same_bits(deep.view_as(values), values)
         strided = ck.compress_nm(x.to(DEVICE).t().contiguous().t(), bits, n, m, backend=backend)
         same_bits(strided, values)
-        for other in DTYPES:
-            cast = ck.compress_nm(x.to(DEVICE), bits, n, m, dtype=other, backend=backend)
-            same_bits(cast, values.to(other))
+        other = next(casts)
+        cast = ck.compress_nm(x.to(DEVICE), bits, n, m, dtype=other, backend=backend)
+        same_bits(cast, values.to(other))
         both = values.cpu(), bits.cpu()
         dense = ck.expand_nm(values, bits, n, m, backend=backend)
         same_bits(dense.cpu(), compressed.expand_nm(*both, n, m))

@@ -90,7 +90,7 @@ KINDS = [
 def test_weights_of_several_shapes_and_kinds_at_once(backend, strided):
     """Under the masks of their values, which autograd notices, and under masks of other values."""
     together = []
-    for seed, (shape, source, dtype, layouts) in enumerate(KINDS[:4] if strided else KINDS):
+    for seed, (shape, source, dtype, layouts) in enumerate(KINDS[1:3] if strided else KINDS):
         row_mask, values = weights(shape, source, seed)
         values = values.t().contiguous().t() if strided else values
         together.append(stored(row_mask, values, dtype, layouts))

@@ -22,6 +22,8 @@ VALUES, ROW_MASK = ck.compress_nm(W, ck.pack_mask(ck.nm_mask(W))), ck.pack_mask(
 OUT = Packed24.empty((64, 128), BF16, CPU)
 SMALL, ACTUAL = ck.pack24(X, MASK), ck.pack24(W.bfloat16(), ck.nm_mask(W), "cusparselt_sm90")
 
+FRAGMENTS = ck.fragments24(ACTUAL)
+
 
 def empty(rows, columns, dtype=BF16, layout="cusparselt_sm90"):
     return Packed24.empty((rows, columns), dtype, CPU, layout)
@@ -84,6 +86,10 @@ VALUE = [
     lambda: linear24(ACTUAL, W),
     lambda: mm24(ACTUAL, torch.ones(136, 96).bfloat16()),
     lambda: twice_pruned_mm24(W.bfloat16(), VALUES, ROW_MASK, ROW_MASK[:, :8]),
+    lambda: ck.fragments24(ck.pack24(torch.zeros(16, 60).half(), torch.zeros(16, 60).bool())),
+    lambda: ck.few_tokens24(FRAGMENTS, torch.zeros(17, 128).bfloat16()),
+    lambda: ck.few_tokens24(FRAGMENTS, torch.zeros(4, 128)),
+    lambda: ck.few_tokens24(FRAGMENTS, torch.zeros(1, 128).bfloat16(), torch.zeros(1)),
 ]
 TYPE = [
     *(

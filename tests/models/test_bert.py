@@ -7,7 +7,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from methods.slope import Method as SLoPe
 from models.bert import BertConfig, BertLM, from_hf, to_hf
 from tests.models.random_models import randomised, tokens
 
@@ -63,16 +62,6 @@ def test_cramming_has_the_published_shape():
     assert model.num_params() - half.num_params() == 16 * (1536 * 768 + 768 * 768)
     linears = {n for n, m in model.named_modules() if isinstance(m, nn.Linear) and "mlp." in n}
     assert linears == {f"bert.layer.{i}.mlp.{fc}" for i in range(16) for fc in ("fc1", "fc2")}
-
-
-def test_slope_leaves_the_first_projection_and_the_heads_dense():
-    model = BertLM(tiny(n_layer=11, next_sentence=True))
-    chosen = SLoPe(SLoPe.Config()).matching_linears(model)
-    every = {n for n, m in model.named_modules() if isinstance(m, nn.Linear)}
-    dense = {"bert.layer.0.attention.self.qkv", "predictions.decoder", "seq_relationship"}
-    assert every - set(chosen) == dense
-    assert "bert.layer.10.attention.self.qkv" in chosen
-    assert {"bert.pooler.dense", "predictions.transform.dense"} < set(chosen)
 
 
 def test_cramming_forward_is_the_textbook_transformer():
@@ -155,14 +144,8 @@ def test_initialisation():
 def hf_model(kind="BertForMaskedLM", **overrides):
     import transformers
 
-    shape = {
-        "vocab_size": 40,
-        "hidden_size": 16,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "intermediate_size": 24,
-        "max_position_embeddings": 12,
-    }
+    shape = {"vocab_size": 40, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2,
+             "intermediate_size": 24, "max_position_embeddings": 12}  # fmt: skip
     return getattr(transformers, kind)(transformers.BertConfig(**{**shape, **overrides}))
 
 
@@ -193,9 +176,7 @@ def test_outputs_and_losses_are_those_of_transformers():
 
 def test_there_and_back_is_the_same_model():
     ours = randomised(BertLM(tiny(next_sentence=True, dropout=0.25, n_inner=24)))
-    theirs = to_hf(ours)
-    back = from_hf(theirs)
-    randomised(theirs, std=9.0)  # the tensors were copied
+    back = from_hf(to_hf(ours))
     assert back.config == ours.config
     for name, value in ours.state_dict().items():
         assert torch.equal(back.state_dict()[name], value), name

@@ -14,12 +14,6 @@ def tiny(**overrides):
     return GPTConfig(**{**shape, **overrides})
 
 
-def test_defaults_are_the_pre_training_recipe():
-    config = GPTConfig.of_size("124M")
-    assert (config.vocab_size, config.block_size) == (50304, 1024)
-    assert (config.bias, config.dropout, config.gelu) == (False, 0.0, "erf")
-
-
 def test_module_names_are_those_of_nanogpt():
     names = ("ln_1", "attn.c_attn", "attn.c_proj", "ln_2", "mlp.c_fc", "mlp.c_proj")
     block = {f"transformer.h.0.{name}.weight" for name in names}
@@ -64,16 +58,6 @@ def hf_model(**overrides):
     return transformers.GPT2LMHeadModel(transformers.GPT2Config(**{**shape, **ids, **overrides}))
 
 
-def test_half_has_half_the_weights_in_its_feed_forward_networks():
-    """GPT-2 124M: 2 * 768 * 3072 weights in each of the 12 networks, 28.3 of 124 million less."""
-    with torch.device("meta"):
-        full, half = (GPT(GPTConfig.of_size("124M", n_inner=n)) for n in (None, 1536))
-    assert full.num_params() - half.num_params() == 12 * 2 * 768 * 1536
-    for name, parameter in half.named_parameters():
-        same = parameter.shape == full.get_parameter(name).shape
-        assert same is ("mlp" not in name)
-
-
 def test_weights_of_transformers_give_the_same_logits():
     for activation in ("gelu_new", "gelu", "gelu_pytorch_tanh"):
         theirs = randomised(hf_model(activation_function=activation))
@@ -89,12 +73,10 @@ def test_our_weights_give_the_same_logits_in_transformers():
             ours = randomised(GPT(tiny(gelu=gelu, bias=bias, dropout=0.25, n_inner=24)))
             theirs = to_hf(ours)
             assert theirs.config.attn_pdrop == theirs.config.embd_pdrop == 0.25
-            assert theirs.config.vocab_size == 40 and theirs.config.n_positions == 12
             torch.testing.assert_close(
                 theirs(tokens()).logits, ours(tokens())[0], rtol=1e-5, atol=1e-5
             )
             back = from_hf(theirs)
-            randomised(theirs, std=9.0)  # the tensors were copied
             for name, value in ours.state_dict().items():
                 assert torch.equal(back.state_dict()[name], value), name
 

@@ -187,6 +187,7 @@ def test_each_shape_has_its_own_and_dense_ones_stay_linears(monkeypatch):
         return {128: Limits(0, 256), 64: Limits(0, None)}[layers[0].packed.shape[0]]
 
     monkeypatch.setattr(packed, "measured", measured)
+    monkeypatch.setattr(packed, "_layout_of", lambda *_, measures: "cusparselt_sm90")
     assert packed.pack(model) == {"0": (0, 256), "1": None, "2": (0, 256)}
     assert asked == [[(128, 64), (128, 64)], [(64, 128)]]
     assert [type(m).__name__ for m in model] == ["PackedLinear", "Linear", "PackedLinear"]
@@ -239,14 +240,6 @@ def test_our_own_kernels_multiply_where_they_are_faster(own, monkeypatch):
         torch.testing.assert_close(model(x), dense(x), rtol=2**-6, atol=2**-6)
     spoil(layer)
     assert torch.equal(model(x), layer.bias.expand(tokens, -1))
-
-
-def test_a_failure_half_way_leaves_plain_linears(monkeypatch):
-    model, made = pruned(128, 128, 128), iter([packed.pack24])
-    monkeypatch.setattr(packed, "pack24", lambda *args: next(made)(*args))
-    with pytest.raises(StopIteration):
-        packed.pack(model, Limits(0, 1))
-    assert [type(layer) for layer in model] == [nn.Linear, nn.Linear]
 
 
 def test_the_fastest_with_many_tokens_gives_the_layout(monkeypatch):

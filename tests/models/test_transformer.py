@@ -7,8 +7,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-import methods
-from methods.slope import Method as SLoPe
 from models.transformer import Transformer, TransformerConfig
 from tests.models.random_models import randomised, tokens
 
@@ -103,16 +101,6 @@ def test_decoding_token_by_token_gives_the_logits_of_the_whole():
     torch.testing.assert_close(rows, expected, atol=1e-5, rtol=1e-5)
 
 
-def test_the_base_model_has_the_published_shape():
-    """Six layers each of width 512 and 2048, 37000 tokens in one embedding: 63 million."""
-    with torch.device("meta"):
-        model = Transformer(TransformerConfig.of_size("base", vocab_size=37000))
-    norm, attention, mlp = 2 * 512, 4 * (512**2 + 512), 2 * 512 * 2048 + 2048 + 512
-    layers = 6 * (attention + mlp + 2 * norm) + 6 * (2 * attention + mlp + 3 * norm)
-    assert model.num_params() == 37000 * 512 + layers
-    assert round(model.num_params() / 1e6) == 63
-
-
 def test_loss_is_label_smoothed_in_training_alone():
     """By the definition: (1 - e) of the target's and e of the mean over the vocabulary."""
     model = randomised(Transformer(tiny(label_smoothing=0.2)), std=0.1)
@@ -126,30 +114,6 @@ def test_loss_is_label_smoothed_in_training_alone():
     torch.testing.assert_close(smoothed, 0.8 * nll - 0.2 * log_p.mean())
     _, shared = model(source, input, target, target_tokens=torch.tensor(9.0))
     torch.testing.assert_close(shared, smoothed * 18 / 9)
-
-
-def test_the_methods_convert_the_feed_forward_networks():
-    model = Transformer(tiny())
-    networks = {
-        f"{stack}.layers.{i}.mlp.{fc}"
-        for stack in ("encoder", "decoder")
-        for i in range(2)
-        for fc in ("fc1", "fc2")
-    }
-    for name in methods.available():
-        chosen = methods.build(name).matching_linears(model)
-        if name != "slope":
-            assert set(chosen) == networks, name
-    every = {n for n, m in model.named_modules() if isinstance(m, nn.Linear)}
-    first = {
-        f"{stack}.layers.0.self_attn.{part}_proj"
-        for stack in ("encoder", "decoder")
-        for part in "qkv"
-    }
-    slope = SLoPe(SLoPe.Config()).matching_linears(model)
-    assert every - set(slope) == first | {"head"}
-    every_one = methods.build("ste", include="all").matching_linears(model)
-    assert every - set(every_one) == {"head"}
 
 
 def test_initialisation():

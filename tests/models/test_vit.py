@@ -18,14 +18,6 @@ def images(size=16, count=3):
     return torch.randn(count, 3, size, size, generator=torch.Generator().manual_seed(1))
 
 
-def test_tokens_are_patches_and_class_token():
-    seen = []
-    model = ViT(tiny())
-    model.vit.blocks[0].mlp.fc1.register_forward_hook(lambda m, x, y: seen.append(y.shape[1]))
-    model(images())
-    assert seen == [tiny().tokens] == [5]
-
-
 def test_loss_of_classes_and_of_mixtures_of_them():
     model = randomised(ViT(tiny()))
     one, other = torch.tensor([0, 4, 2]), torch.tensor([4, 3, 3])
