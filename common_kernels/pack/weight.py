@@ -28,6 +28,11 @@ class Compressed24:
 
     def __post_init__(self) -> None:
         checks.float_tensor(self.values, "values")  # they are not after `model.double()`
+        packed, transposed = (out if out is None else out.buffer for out in self.operands)
+        checks.one_device(
+            values=self.values, row_mask=self.row_mask, column_mask=self.column_mask,
+            packed=packed, transposed=transposed,
+        )  # fmt: skip
 
     @property
     def operands(self) -> tuple[Packed24 | None, Packed24 | None]:

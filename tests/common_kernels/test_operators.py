@@ -282,6 +282,12 @@ def test_lowrank(backend):
     one = torch.ones(1, 1, device=DEVICE)
     with torch.autocast(DEVICE.type, BF16):  # it would round to 16 bits
         assert ck.lowrank_addmm(0 * one, one + 2**-12, one, backend=backend) == 1 + 2**-12
+    shapes = (2, 3, 12), (2, 3, 5), (5, 12), (12,)
+    given = [numbers(shape, seed=n).to(DEVICE).requires_grad_() for n, shape in enumerate(shapes)]
+    dy, (y1, y2, r, bias) = numbers((2, 3, 12), seed=4).to(DEVICE), given
+    got = torch.autograd.grad(ck.lowrank_addmm(*given, 0.5, backend=backend), given, dy)
+    want = torch.autograd.grad(y1 + 0.5 * (y2 @ r) + bias, given, dy)
+    torch.testing.assert_close(got, want)
     assert ck.lowrank_addmm(nan * one, 0 * one, one, backend=backend).isnan()
     assert ck.lowrank_addmm(0 * one, inf * one, one, backend=backend) == inf
 
