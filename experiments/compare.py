@@ -1,7 +1,7 @@
 """Compare finished runs: `python -m experiments.compare runs/gpt2-stdlib`.
 
-Takes run directories, folders that contain runs, or patterns. Runs that differ
-only in the seed are averaged. Each group is compared with the baseline seed by
+Takes run directories, or folders that contain runs. Runs that differ only in
+the seed are averaged. Each group is compared with the baseline seed by
 seed, because runs with the same seed share initial weights and batches. In a
 sweep that is the baseline at the same learning rate (or whatever else is
 swept), or where there is none the best one; the table says which.
@@ -28,11 +28,7 @@ from experiments.support.progress import say
 
 
 def compare(paths: list[Path], baseline: str, metric: str, out: Path) -> None:
-    """Print the comparison of finished runs and write its files.
-
-    Raises:
-        UserError: there are no finished runs, or none with this baseline or metric.
-    """
+    """Print the comparison of finished runs and write its files."""
     runs, unfinished = comparison.find(paths)
     variants = comparison.variants(runs)
     baselines = comparison.choose(variants, baseline or None)
@@ -65,29 +61,6 @@ def compare(paths: list[Path], baseline: str, metric: str, out: Path) -> None:
     say(f"written: {stem}.md, .csv, .png")
 
 
-def expand(arguments: list[str]) -> list[Path]:
-    """The paths that the arguments name, with patterns expanded.
-
-    Raises:
-        UserError: there are none, or one matches nothing.
-    """
-    paths: list[Path] = []
-    for argument in arguments:
-        place = Path(argument)
-        found = [place]
-        if not place.exists():
-            found = sorted(Path(place.anchor).glob(str(place.relative_to(place.anchor))))
-        if not found:
-            raise UserError(
-                f"there is no {argument}; give the directories of runs, and baseline=, metric= or "
-                "out="
-            )
-        paths += found
-    if not paths:
-        raise UserError("compare which runs? Name their directories, as in runs/gpt2-stdlib/*/*")
-    return paths
-
-
 def main(arguments: list[str]) -> None:
     """The command line with `arguments`."""
     with exit_with_one_line("begins it anew"):
@@ -95,8 +68,14 @@ def main(arguments: list[str]) -> None:
         if found.help or not arguments:
             print(__doc__)
             return
+        for path in found.overrides:
+            if not Path(path).exists():
+                raise UserError(
+                    f"there is no {path}; give the directories of runs, and baseline=, metric= or "
+                    "out="
+                )
         metric, out = found.metric or comparison.METRIC, Path(found.out or "runs/compare")
-        compare(expand(found.overrides), found.baseline or "", metric, out)
+        compare([*map(Path, found.overrides)], found.baseline or "", metric, out)
 
 
 if __name__ == "__main__":

@@ -39,18 +39,14 @@ def finished(config: RunConfig) -> dict[str, Any] | None:
     return result if result is not None and "linear_top1" in result["metrics"] else None
 
 
-def train(config: RunConfig, report: Callable[[str], None] = say) -> FinishedRun:
-    """Train as `pretraining.train` does, then probe.
-
-    Raises:
-        UserError: as `pretraining.train`.
-    """
+def run(config: RunConfig, report: Callable[[str], None] = say) -> FinishedRun:
+    """Train as `pretraining.run` does, then probe."""
     if config.dino is None:
         raise UserError(
             "this model and train= have classes and no `dino` settings; choose model=vit_nano or "
             "another model=vit_*, or train it with `python -m experiments.pretrain`"
         )
-    done = pretraining.train(config, report)
+    done = pretraining.run(config, report)
     if int(os.environ.get("RANK", "0")) or "linear_top1" in done.result["metrics"]:
         return done
     model = done.model()
@@ -63,12 +59,7 @@ def train(config: RunConfig, report: Callable[[str], None] = say) -> FinishedRun
     return done
 
 
-def run(config: RunConfig, report: Callable[[str], None] = say) -> dict[str, Any]:
-    """`train`, for the content of `result.json` alone."""
-    return train(config, report).result
-
-
-main = driver("dino", after_sweep=lambda runs: print(of_sweep(runs, "metrics.linear_top1")))(train)
+main = driver("dino", after_sweep=lambda runs: print(of_sweep(runs, "metrics.linear_top1")))(run)
 
 
 if __name__ == "__main__":

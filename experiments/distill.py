@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from typing import Any
 
 from experiments.config.driver import driver
 from experiments.config.run import RunConfig
@@ -27,25 +26,16 @@ from experiments.training import pretraining
 EXPORT = form.FOLDER
 
 
-def train(config: RunConfig, report: Callable[[str], None] = say) -> FinishedRun:
-    """Train as `pretraining.train` does, then export.
-
-    Raises:
-        UserError: as `pretraining.train`, or transformers cannot represent the resulting model.
-    """
+def run(config: RunConfig, report: Callable[[str], None] = say) -> FinishedRun:
+    """Train as `pretraining.run` does, then export."""
     check_installed("transformers", "the export needs the transformers library", "hf")
-    done = pretraining.train(config, report)
+    done = pretraining.run(config, report)
     if int(os.environ.get("RANK", "0")) == 0:
         export.export(done, report=report)
     return done
 
 
-def run(config: RunConfig, report: Callable[[str], None] = say) -> dict[str, Any]:
-    """`train`, for the content of `result.json` alone."""
-    return train(config, report).result
-
-
-main = driver("distill", after_sweep=lambda runs: print(of_sweep(runs)))(train)
+main = driver("distill", after_sweep=lambda runs: print(of_sweep(runs)))(run)
 
 
 if __name__ == "__main__":

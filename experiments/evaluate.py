@@ -24,7 +24,8 @@ import torch
 from torch import nn
 
 from experiments.config.driver import driver
-from experiments.config.run import Run
+from experiments.config.run import Run, resolve
+from experiments.data.source import Batch, send
 from experiments.data.tokenizer import check_vocabulary, folder_tokenizer, pretrained_tokenizer
 from experiments.evaluation import zero_shot
 from experiments.evaluation.config import EvaluateConfig, freeze_evaluation
@@ -40,6 +41,7 @@ from experiments.support.progress import say
 from experiments.training import legality
 from experiments.training.distributed import World, world
 from experiments.training.optimization import DTYPES
+from experiments.training.pretraining import held_out
 from experiments.training.routine import process_settings
 from models.gpt2 import GPT
 from models.hf import CausalLM
@@ -52,22 +54,17 @@ BATCH = 8  # windows, images or questions per forward pass, unless impl.micro_ba
 
 def finished(config: EvaluateConfig) -> dict[str, Any] | None:
     """The stored result of this config and these weights, or None."""
-    return _find(Run(config, config.digest(), config.directory()))
+    return _find(resolve(config))
 
 
 def _find(run: Run[EvaluateConfig]) -> dict[str, Any] | None:
-    shape = {"metrics": dict, "sparsity": dict, "weights": str, "files": dict}
-    result = results.read_finished(run.directory, run.id, shape)
+    result = results.read_finished(run.directory, run.id)
     return result if result is not None and result["files"] == run.config.files else None
 
 
 def run(config: EvaluateConfig, report: Callable[[str], None] = say) -> dict[str, Any]:
-    """Evaluate, unless there is a result; return the content of `result.json`.
-
-    Raises:
-        UserError: model, weights and data do not fit together.
-    """
-    run = Run(config, config.digest(), config.directory())
+    """Evaluate, unless there is a result; return the content of `result.json`."""
+    run = resolve(config)
     if (result := _find(run)) is not None:
         report(f"done already: {run.directory}")
     else:
@@ -226,17 +223,14 @@ def _accuracy(
         workers=config.impl.workers,
         splits=("val",),
     )
-    images = source.images.val
-    device, count = next(model.parameters()).device, len(images.labels)
-    sums: dict[str, float] = {}
-    for part in source.eval_batches(count, batch):
-        on_device = {name: tensor.to(device) for name, tensor in part.items()}
+    device, count = next(model.parameters()).device, len(source.images.val.labels)
+
+    def forward(part: Batch) -> tuple[Any, Any, Batch]:
+        on_device = {name: send(tensor, device) for name, tensor in part.items()}
         with torch.autocast(device.type, dtype, enabled=dtype is not None):
-            output, loss = model(**on_device)
-        found, _ = source.score(output, loss, on_device)
-        for name, value in found.items():
-            sums[name] = sums.get(name, 0.0) + float(value)
-    return {f"val_{name}": value / count for name, value in sums.items()} | {"val_images": count}
+            return *model(**on_device), on_device
+
+    return held_out(source, count, batch, forward) | {"val_images": count}
 
 
 def _tokenizer(config: EvaluateConfig, model: nn.Module) -> PreTrainedTokenizerBase:

@@ -31,7 +31,7 @@ from typing import Any
 
 from experiments.config.compose import composed, plain
 from experiments.config.driver import driver
-from experiments.config.run import Resolved, RunConfig, freeze
+from experiments.config.run import RunConfig, freeze, resolve
 from experiments.support import results
 from experiments.support.checkpoint import write_json
 from experiments.support.errors import UserError
@@ -46,7 +46,7 @@ FEASIBLE = (0.60, 0.95)
 
 
 @dataclass(frozen=True)
-class DecaySearch(Resolved):
+class DecaySearch:
     """A search for decay factors. config: the training to find a factor for. candidates: the
     factors to try, in ascending order."""
 
@@ -54,15 +54,10 @@ class DecaySearch(Resolved):
     candidates: tuple[float, ...]
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "candidates", tuple(sorted(set(self.candidates))))
         if not isinstance(self.config.method_options, sr_ste.Decay):
             raise UserError(
                 f"method={self.config.method} has no masked decay; choose sr_ste, fst or bi_mask"
             )
-        if not self.candidates:
-            raise UserError("candidates=[]; name at least one decay factor")
-        if not all(0 <= alpha < math.inf for alpha in self.candidates):
-            raise UserError("candidates: a decay factor must be finite and >= 0")
         if self.config.train.ramp_batch is not None:
             raise UserError("train.ramp_batch: flip rates are compared at one batch size; set null")
         if self.config.train.warmup_steps < 4:
@@ -119,27 +114,24 @@ def load(overrides: list[str] | None = None) -> DecaySearch:
 
 def finished(search: DecaySearch) -> dict[str, Any] | None:
     """The result of exactly this search, if there is one."""
-    run = search.resolve()
-    return results.read_finished(run.directory, run.id, {"metrics": dict})
+    run = resolve(search)
+    return results.read_finished(run.directory, run.id)
 
 
 def run(search: DecaySearch, report: Callable[[str], None] = say) -> dict[str, Any]:
     """Train what is missing, write and report the comparison; return the content of `result.json`.
 
     Its metrics are the recommended factor and its mu, the smallest and the largest feasible
-    candidate (all None if no candidate is feasible), and the flip rate of the dense run.
-
-    Raises:
-        UserError: a run fails, or the flip rates cannot be compared.
-    """
+    candidate (all None if no candidate is feasible), and the flip rate of the dense run."""
     impl = search.config.impl
     with world(impl.device, impl.offload) as here:  # one process group for all the runs
         report = report if here.is_main else silent
-        this = here.broadcast_from_rank0(search.resolve)
+        this = here.broadcast_from_rank0(lambda: resolve(search))
         alphas, runs, entries = (None, *search.candidates), [], []
         for number, alpha in enumerate(alphas, 1):
-            report(f"[{number}/{len(alphas)}] {_label(alpha)}")
-            done = pretraining.train(search.training(alpha), report)
+            label = "dense" if alpha is None else f"alpha={alpha:g}"
+            report(f"[{number}/{len(alphas)}] {label}")
+            done = pretraining.run(search.training(alpha), report)
             runs.append(done)
             log = read_metrics(done.directory / "metrics.jsonl")
             rates = {r["step"]: r["flip_rate"] for r in log if "flip_rate" in r}
@@ -153,8 +145,8 @@ def run(search: DecaySearch, report: Callable[[str], None] = say) -> dict[str, A
         record = compared(search, entries)
         report(f"\n{markdown(record)}")
         good = [entry for entry in record["candidates"] if entry["feasible"]]
+        alphas_of = [entry["alpha"] for entry in good] or [None]
         best = record["recommended"]
-        feasible_alphas = [entry["alpha"] for entry in good] or [None]
         result = {
             **{key: runs[0].result[key] for key in ("corpus", "backend", "world_size", "steps")},
             "config_hash": this.id,
@@ -164,8 +156,8 @@ def run(search: DecaySearch, report: Callable[[str], None] = say) -> dict[str, A
             "metrics": {
                 "alpha": best,
                 "mu": next((entry["mu"] for entry in good if entry["alpha"] == best), None),
-                "least": feasible_alphas[0],
-                "largest": feasible_alphas[-1],
+                "least": alphas_of[0],
+                "largest": alphas_of[-1],
                 "dense_flip_rate": record["dense"]["flip_rate"],
             },
         }
@@ -180,57 +172,36 @@ def run(search: DecaySearch, report: Callable[[str], None] = say) -> dict[str, A
 
 
 def compared(search: DecaySearch, entries: list[dict[str, Any]]) -> dict[str, Any]:
-    """The content of `decay.json`. entries: figures of the dense run and of each candidate's.
-
-    Raises:
-        UserError: no mask of the dense run flipped.
-    """
+    """The content of `decay.json`, with the feasible candidate farthest from both bounds as
+    `recommended`. entries: figures of the dense run and of each candidate's."""
     reference, *others = entries
     if not reference["flip_rate"]:
         raise UserError(
             "no mask flipped at the end of the warm-up of the dense run "
             f"({reference['directory']}); raise train.learning_rate or train.warmup_steps"
         )
-    mus = [entry["flip_rate"] / reference["flip_rate"] for entry in others]
+    candidates = []
+    for alpha, entry in zip(search.candidates, others, strict=True):
+        mu = entry["flip_rate"] / reference["flip_rate"]
+        feasible = FEASIBLE[0] <= mu <= FEASIBLE[1]
+        candidates.append({"alpha": alpha, "mu": mu, "feasible": feasible, **entry})
+    good = [entry for entry in candidates if entry["feasible"]]
+    best = min(good, key=lambda entry: abs(entry["mu"] - sum(FEASIBLE) / 2), default=None)
+    advice = (
+        "no candidate is feasible: try larger ones where mu is above, smaller where it is below"
+    )
+    if best is not None:
+        advice = f"alpha={best['alpha']:g} (mu={best['mu']:.2f}), farthest from both bounds"
     return {
         "method": search.config.method,
         "config": search.config.as_dict(),
         "window": [search.window.start, search.window.stop],
         "feasible_mu": FEASIBLE,
         "dense": reference,
-        "candidates": [
-            {"alpha": alpha, "mu": mu, "feasible": feasible(mu), **entry}
-            for alpha, mu, entry in zip(search.candidates, mus, others, strict=True)
-        ],
-        **recommend(list(zip(search.candidates, mus, strict=True))),
+        "candidates": candidates,
+        "recommended": None if best is None else best["alpha"],
+        "advice": advice,
     }
-
-
-def _label(alpha: float | None) -> str:
-    return "dense" if alpha is None else f"alpha={alpha:g}"
-
-
-def feasible(mu: float) -> bool:
-    """True if mu lies within the bounds of a feasible decay factor."""
-    return FEASIBLE[0] <= mu <= FEASIBLE[1]
-
-
-def recommend(pairs: list[tuple[float, float]]) -> dict[str, Any]:
-    """`recommended`, the feasible candidate farthest from both bounds, or None, and `advice`, a
-    sentence that names it or says where to search.
-
-    Args:
-        pairs: (alpha, mu), alphas in ascending order.
-    """
-    good = [(alpha, mu) for alpha, mu in pairs if feasible(mu)]
-    if good:
-        best, mu = min(good, key=lambda pair: abs(pair[1] - sum(FEASIBLE) / 2))
-        advice = f"alpha={best:g} (mu={mu:.2f}), the feasible one farthest from both bounds"
-        return {"recommended": best, "advice": advice}
-    advice = (
-        "no candidate is feasible: try larger ones where mu is above, smaller where it is below"
-    )
-    return {"recommended": None, "advice": advice}
 
 
 def markdown(record: dict[str, Any]) -> str:
@@ -255,9 +226,11 @@ def markdown(record: dict[str, Any]) -> str:
 def freeze_search(composed: Any) -> DecaySearch:
     """The `DecaySearch` of a composed `find_decay.yaml`."""
     config, values = freeze(composed), plain(composed, "candidates")["candidates"]
-    if not isinstance(values, list) or not all(isinstance(v, int | float) for v in values):
+    if not isinstance(values, list) or not all(
+        isinstance(v, int | float) and 0 <= v < math.inf for v in values or [None]
+    ):
         raise UserError(f"candidates={values}; it must be a list of numbers, like [6e-5,2e-4]")
-    return DecaySearch(config, tuple(map(float, values)))
+    return DecaySearch(config, tuple(sorted({*map(float, values)})))
 
 
 main = driver("find_decay", freeze_search)(run)

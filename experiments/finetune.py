@@ -15,32 +15,19 @@ batch.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import Any
 
 from experiments.config.driver import driver
 from experiments.finetuning import tuning
 from experiments.finetuning.config import FinetuneConfig, freeze_finetuning
 from experiments.finetuning.config import load as load
-from experiments.support.progress import say
+from experiments.finetuning.tuning import finished as finished
+from experiments.finetuning.tuning import run as run
+from experiments.runs.finished import FinishedRun
 
 
-def finished(config: FinetuneConfig) -> dict[str, Any] | None:
-    """The result of exactly this fine-tuning, if it was run to the end."""
-    return tuning.finished(config)
-
-
-def run(config: FinetuneConfig, report: Callable[[str], None] = say) -> dict[str, Any]:
-    """Fine-tune, or do nothing if it is done; return the content of `result.json`.
-
-    Raises:
-        UserError: before anything is written, if run, data and recipe do not fit together.
-    """
-    return tuning.train(config, report)[1]
-
-
-def table(results: list[dict[str, Any]]) -> str:
+def table(done: list[FinishedRun]) -> str:
     """The metrics of several fine-tunings, and the mean of their scores."""
+    results = [run.result for run in done]
     scores = [result["metrics"]["score"] for result in results]
     lines = [
         f"{result['task']:<10} {score:>5.1f}  {tuning.metrics_text(result['metrics'])}"
@@ -49,12 +36,14 @@ def table(results: list[dict[str, Any]]) -> str:
     return "\n".join([*lines, f"{f'mean of {len(scores)}':<10} {sum(scores) / len(scores):>5.1f}"])
 
 
-main = driver(
+@driver(
     "finetune",
     freeze_finetuning,
-    after_sweep=lambda results: print(table(results)),
+    after_sweep=lambda runs: print(table(runs)),
     worst=-math.inf,
-)(run)
+)
+def main(config: FinetuneConfig) -> FinishedRun:
+    return run(config)
 
 
 if __name__ == "__main__":

@@ -12,8 +12,6 @@ continues from its last checkpoint. Under torchrun the ranks share each batch.
 
 from __future__ import annotations
 
-from typing import Any
-
 from experiments.config.driver import driver
 from experiments.config.run import RunConfig
 from experiments.config.run import load as load
@@ -22,37 +20,11 @@ from experiments.runs.finished import FinishedRun
 from experiments.support.progress import say
 from experiments.training.pretraining import finished as finished
 from experiments.training.pretraining import run as run
-from experiments.training.pretraining import train
 
 
-def compare_converted(done: list[dict[str, Any]]) -> None:
-    """Print a note if methods of a sweep converted different linears of the same model. done: the
-    sweep's results."""
-    models: dict[str, dict[str, list[str]]] = {}
-    for result in done:
-        config = result["config"]
-        if config["method"]["name"] != "dense":  # dense converts no linears
-            models.setdefault(config["model"]["name"], {})[config["method"]["name"]] = result[
-                "converted"
-            ]
-    for model, converted in models.items():
-        if len({frozenset(names) for names in converted.values()}) > 1:
-            counts = ", ".join(f"{name} {len(names)}" for name, names in converted.items())
-            print(
-                f"these methods convert different linears of {model} ({counts}); "
-                "method.include=ffn makes them alike"
-            )
-
-
-def after_sweep(runs: list[FinishedRun]) -> None:
-    """Print the comparison of a sweep's runs."""
-    compare_converted([run.result for run in runs])
-    print(of_sweep(runs))
-
-
-@driver("pretrain", after_sweep=after_sweep)
+@driver("pretrain", after_sweep=lambda runs: print(of_sweep(runs)))
 def main(config: RunConfig) -> FinishedRun:
-    done = train(config)
+    done = run(config)
     if config.dino is not None:
         say("to measure its features, run `python -m experiments.dino` with the same overrides")
     return done

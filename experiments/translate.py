@@ -85,14 +85,10 @@ def _is_scored(config: TranslateConfig, done: FinishedRun) -> bool:
     return there and done.result.get("search") == dataclasses.asdict(config.search)
 
 
-def train(config: TranslateConfig, report: Callable[[str], None] = say) -> FinishedRun:
-    """Train as `pretraining.train` does, then translate.
-
-    Raises:
-        UserError: as `pretraining.train`, or sacrebleu is not installed.
-    """
+def run(config: TranslateConfig, report: Callable[[str], None] = say) -> FinishedRun:
+    """Train as `pretraining.run` does, then translate."""
     bleu.require()
-    done = pretraining.train(config, report)
+    done = pretraining.run(config, report)
     if int(os.environ.get("RANK", "0")) or _is_scored(config, done):
         return done
     model = done.averaged() or done.model()
@@ -113,11 +109,6 @@ def train(config: TranslateConfig, report: Callable[[str], None] = say) -> Finis
         f"{scores['exact_match']:.1f} % of {len(found)} sentences -> {done.directory / FILE}"
     )
     return done
-
-
-def run(config: TranslateConfig, report: Callable[[str], None] = say) -> dict[str, Any]:
-    """`train`, for the content of `result.json` alone."""
-    return train(config, report).result
 
 
 def translations(
@@ -146,7 +137,7 @@ def translations(
 
 main = driver(
     "translate", freeze_translation, after_sweep=lambda runs: print(of_sweep(runs, "metrics.bleu"))
-)(train)
+)(run)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ import torch.multiprocessing
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported
-os.environ.pop("COLUMNS", None)  # of the workers of pytest-xdist; what is printed would fit it
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m gpu` chooses

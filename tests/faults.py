@@ -22,11 +22,10 @@ from experiments.support.checkpoint import LOCK
 from experiments.support.errors import UserError
 
 EVERY = bool(os.environ.get("SPARSE24_EVERY_FAULT"))  # try all faults instead of a sample
-# error: the operation fails. full: it and all later ones that need space do. short: the first write
-# from there on takes only half of what it was given. lost: the power is cut before the operation,
-# and content that was not synced is gone. cut: so are changes of names in a folder that was not
-# synced since, except new folders.
-KINDS = ("error", "full", "short", "lost", "cut")
+# full: the operation and all later ones that need space fail. lost: the power is cut before the
+# operation, and content that was not synced is gone. cut: so are changes of names in a folder that
+# was not synced since, except new folders.
+KINDS = ("full", "lost", "cut")
 FREEING = ("unlink", "remove", "rmdir", "chmod")
 # Entries of JSON files that differ from run to run, or hash what does.
 VOLATILE = {"started", "ended", "train_seconds", "step_seconds", "acceleration", "environment"}
@@ -43,8 +42,7 @@ class _File(io.FileIO):
         self.disk = disk
 
     def write(self, content):
-        if self.disk.act("write", self.name):
-            content = memoryview(content).cast("B")[: (len(content) + 1) // 2]
+        self.disk.act("write", self.name)
         return super().write(content)
 
 
@@ -81,21 +79,16 @@ class Disk(contextlib.ExitStack):
         setattr(module, name, new)
 
     def act(self, name, path):
-        """Count an operation, and let it fail if it is its turn; True for a write to cut short."""
+        """Count an operation, and let it fail if it is its turn."""
         number = len(self.done)
         self.done.append(name)
         if self.number is None or number < self.number or self.left is not None:
-            return False
-        if self.kind == "short":
-            self.number = None if name == "write" else self.number
-            return name == "write"
-        if self.kind in ("lost", "cut"):
+            return
+        if self.kind != "full":
             self.left = self._after_cut()
             raise PowerCut
-        if number > self.number and (self.kind == "error" or name in FREEING):
-            return False
-        reason = errno.EIO if self.kind == "error" else errno.ENOSPC
-        raise OSError(reason, os.strerror(reason), str(path))
+        if number == self.number or name not in FREEING:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
 
     # ------------------------------------------------------------------ what a power cut leaves
 
@@ -220,8 +213,7 @@ def check(root, work, count):
                 try:
                     work()
                 except (Exception, PowerCut) as error:
-                    told = isinstance(error, UserError | OSError) and kind != "short"
-                    if not told and disk.left is None:
+                    if not isinstance(error, UserError | OSError) and disk.left is None:
                         raise
             disk.restore()
             try:

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from experiments.config import yaml_files
 from experiments.config.yaml_files import CONF
-from experiments.support.errors import UserError, installing, interruption, suggestion
+from experiments.support.errors import UserError, installing, suggestion
 
 T = TypeVar("T")
 
@@ -133,11 +133,7 @@ def _keys(node: Any, prefix: str) -> Iterator[str]:
 
 
 def plain(composition: Any, *needed: str) -> dict[str, Any]:
-    """A composed `DictConfig` as plain values.
-
-    Raises:
-        UserError: one of the keys that are `needed` is gone, or one has no value.
-    """
+    """A composed `DictConfig` as plain values."""
     from omegaconf import OmegaConf
 
     if missing := sorted(OmegaConf.missing_keys(composition)):
@@ -149,11 +145,7 @@ def plain(composition: Any, *needed: str) -> dict[str, Any]:
 
 
 def typed(schema: type, group: str, values: Any) -> Any:
-    """The dataclass `schema` with these values, a dict.
-
-    Raises:
-        UserError: a key that it does not have, or a value of the wrong kind.
-    """
+    """The dataclass `schema` with these values, a dict."""
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
@@ -181,18 +173,13 @@ def _structured(schema: type) -> Any:
 
 @contextmanager
 def one_line_errors() -> Iterator[None]:
-    """Turn the errors of hydra and omegaconf, and a dataclass's ValueError, into a `UserError`, and
-    those that come from a signal into the signal."""
+    """Turn the errors of hydra and omegaconf, and a dataclass's ValueError, into a `UserError`."""
     from hydra.errors import HydraException
     from omegaconf.errors import OmegaConfBaseException
 
     try:
         yield
-    except Exception as error:
-        if (signal := interruption(error)) is not None:
-            raise signal from None
-        if not isinstance(error, HydraException | OmegaConfBaseException | ValueError):
-            raise
+    except (HydraException, OmegaConfBaseException, ValueError) as error:
         text = _first_line(error)
         if isinstance(error.__cause__, OmegaConfBaseException):
             text += f"; {_first_line(error.__cause__)}"

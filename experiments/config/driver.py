@@ -7,7 +7,6 @@ import atexit
 import functools
 import math
 import os
-import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -121,28 +120,16 @@ def parse(arguments: Sequence[str], texts: Sequence[str] = ()) -> argparse.Names
     """The command line: flags, `overrides`, and each of the plain `texts` by name.
 
     `NAME=TEXT`, `--NAME=TEXT` and `--NAME TEXT` give the text as it is typed, with quotation marks,
-    brackets, equals signs and line breaks.
-
-    Raises:
-        UserError: an unknown flag, or a text that is missing, given twice, or not UTF-8.
-    """
+    brackets, equals signs and line breaks."""
     parser = _Parser(add_help=False, allow_abbrev=False)
     for names in (("--help", "-h"), ("--multirun", "-m"), ("--resolve",)):
         parser.add_argument(*names, action="store_true")
     parser.add_argument("--cfg", "-c", choices=("job",))
     parser.add_argument("overrides", nargs="*")
     for name in texts:
-        parser.add_argument(f"--{name}", action="append")
+        parser.add_argument(f"--{name}")
     as_flags = [f"--{a}" if a.partition("=")[0] in texts else a for a in arguments]
-    found = parser.parse_intermixed_args(as_flags)
-    for name in texts:
-        text, *more = getattr(found, name) or [None]
-        setattr(found, name, text)
-        if more:
-            raise UserError(f"{name} is given twice; give it once")
-        if text and (wrong := re.search("[\ud800-\udfff]", text)):  # how Python reads other bytes
-            raise UserError(f"{name} is not UTF-8 (character {wrong.start() + 1})")
-    return found
+    return parser.parse_intermixed_args(as_flags)
 
 
 def help_text(

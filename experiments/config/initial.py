@@ -57,11 +57,7 @@ class HFConfig:
 
     @cached_property
     def folder(self) -> Path:
-        """The local folder of the checkpoint; one on the hub is downloaded into the hub's cache.
-
-        Raises:
-            UserError: it is neither a local folder nor on the hub, or has no safetensors weights.
-        """
+        """The local folder of the checkpoint; one on the hub is downloaded into the hub's cache."""
         folder = Path(self.path)
         if not folder.is_dir():
             folder = hub.download(self.path, _CHECKPOINT_FILES, "model.path")
@@ -126,12 +122,7 @@ class HFConfig:
         return _model_type(self.folder)
 
     def build_ours(self) -> GPT | BertLM | ViT:
-        """This project's model with the same outputs, on the CPU in fp32.
-
-        Raises:
-            UserError: it is not GPT-2, BERT (with its head for masked words) or ViT, or has
-                settings that our models do not support.
-        """
+        """This project's model with the same outputs, on the CPU in fp32."""
         import transformers
         from transformers.utils import logging
 
@@ -199,11 +190,7 @@ def source_hash(directory: Path) -> str:
 
 def weight_files(directory: Path, weights: str) -> dict[str, str]:
     """The SHA-256 of the files that hold the `weights` (`sparse` or `dense`) of a finished run, or
-    the weights of a transformers checkpoint, by file name.
-
-    Raises:
-        UserError: there is no finished run, or a file is missing or damaged.
-    """
+    the weights of a transformers checkpoint, by file name."""
     names = (WEIGHTS, LATENT) if weights == "dense" else (WEIGHTS,)
     if _checkpoint(directory) is None:
         check_run_files(directory, read_training(directory), *names)
@@ -242,11 +229,7 @@ def load_weights(model: nn.Module, directory: Path, file: str = WEIGHTS) -> None
     """Load the weights of the finished run or transformers checkpoint in `directory` into the plain
     `model`, in place. A model on the meta device only gets the parameters that loading would add.
 
-    file: the name of the weights' file in a run.
-
-    Raises:
-        UserError: the weights are missing, damaged or of another architecture.
-    """
+    file: the name of the weights' file in a run."""
     hf = _checkpoint(directory)
     if hf is not None and next(model.parameters()).is_meta:
         return

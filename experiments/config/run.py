@@ -37,8 +37,7 @@ from experiments.images.dataset import ImageConfig
 from experiments.images.multicrop import MultiCrops
 from experiments.images.source import ImageSource
 from experiments.support.errors import UserError
-from experiments.support.identity import identity_of
-from experiments.support.names import check_name, check_seed
+from experiments.support.names import check_name, check_seed, identity_of
 from methods.nn import base, distillation
 from models.base import Model
 from models.bert import BertConfig, BertLM
@@ -74,22 +73,14 @@ class Run(Generic[C]):
     directory: Path
 
 
-class Resolved:
-    """A config with a hash and a directory."""
-
-    def digest(self) -> str:
-        raise NotImplementedError
-
-    def directory(self) -> Path:
-        raise NotImplementedError
-
-    def resolve(self) -> Run[Self]:
-        """The config with its hash and its directory, which take time to find."""
-        return Run(self, self.digest(), self.directory())
+def resolve(config: C) -> Run[C]:
+    """A config with its hash and its directory, which take time to find."""
+    found: Any = config
+    return Run(config, found.digest(), found.directory())
 
 
 @dataclass(frozen=True)
-class RunConfig(Resolved):
+class RunConfig:
     """A run's whole configuration. `method_options`: the method's own `Config`.
 
     init: the directory of a finished run, or of a transformers checkpoint, whose weights this run
@@ -189,11 +180,7 @@ class RunConfig(Resolved):
         }
 
     def build_model(self) -> Model:
-        """The model with its initial weights, on the CPU; random ones come from torch's generator.
-
-        Raises:
-            UserError: the checkpoint or run that it starts from does not fit.
-        """
+        """The model with its initial weights, on the CPU; random ones are torch's generator's."""
         model = build_model(self.model)
         if self.init is not None:
             load_weights(model, self.init)
@@ -216,11 +203,7 @@ class RunConfig(Resolved):
     def open_source(self, model: nn.Module, device: torch.device | None = None) -> Source:
         """The data set as batches of the shape that `model` takes.
 
-        device: where the model will run; by default where it is now.
-
-        Raises:
-            UserError: the data are missing, damaged or do not fit the model.
-        """
+        device: where the model will run; by default where it is now."""
         if isinstance(self.data, ImageConfig):
             assert isinstance(self.model, ViTConfig)
             batch, workers = self.train.batch_size, self.impl.workers
@@ -345,11 +328,6 @@ def _check_together(config: RunConfig) -> None:
             f"{config.model_name} has {kind} here; set method.kl_weight=0 method.task_weight=1"
         )
     train, dino, data = config.train, config.dino, config.data
-    if dino is not None and isinstance(data, ImageConfig) and dino.local_size > data.image_size:
-        raise UserError(
-            f"dino.local_size={dino.local_size} is above data.image_size={data.image_size}, the "
-            "side of the global crops"
-        )
     if train.fp8_samples is not None and not config.build_method().capabilities.quantizes:
         raise UserError(
             f"train.fp8_samples={train.fp8_samples}, but method={config.method} has no FP8 "
@@ -362,7 +340,6 @@ def _check_together(config: RunConfig) -> None:
         )
     unfit = {
         "self-distillation, whose loss moves with its teacher": dino is not None,
-        "impl.cuda_graphs=true": config.impl.cuda_graphs is True,
         "impl.shard=fsdp2": config.impl.shard == "fsdp2",
     }
     for what in [what for what, there in unfit.items() if there and train.descent_every]:

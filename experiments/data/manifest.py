@@ -25,8 +25,7 @@ from experiments.data.tokenizer import HFTokenizer, folder_tokenizer, gpt2_encod
 from experiments.support import hashes
 from experiments.support.checkpoint import read_sealed, sha256
 from experiments.support.errors import UserError
-from experiments.support.identity import identity_of
-from experiments.support.names import check_name
+from experiments.support.names import check_name, identity_of
 
 if TYPE_CHECKING:
     import tiktoken

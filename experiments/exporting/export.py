@@ -38,12 +38,7 @@ def export(
 ) -> Path:
     """Write the export of a run and return its folder; an intact export of these weights is kept.
 
-    It is written to a temporary folder and renamed when it is complete.
-
-    Raises:
-        UserError: transformers has no such architecture, the method keeps no dense weights, or the
-            folder has files that are not part of an export of this run.
-    """
+    It is written to a temporary folder and renamed when it is complete."""
     form = form or Form()
     check_installed("transformers", "the export needs the transformers library", "hf")
     folder = run.directory / form.folder if to is None else to
@@ -140,11 +135,7 @@ def _others(folder: Path, record: dict[str, Any]) -> list[str]:
 
 def read_patterns(folder: Path) -> dict[str, tuple[int, int]]:
     """The pattern (n, m) of each sparse tensor of an exported folder, by name; {} for a folder that
-    this project did not export.
-
-    Raises:
-        UserError: its record is damaged.
-    """
+    this project did not export."""
     if not (folder / RECORD).is_file():
         return {}
     try:

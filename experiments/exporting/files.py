@@ -7,7 +7,7 @@ import copy
 import importlib
 import json
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,11 +28,7 @@ if TYPE_CHECKING:
 
 def to_transformers(model: nn.Module) -> Any:
     """The transformers model with the weights of a plain model of this project; for a `CausalLM`,
-    the model that it wraps.
-
-    Raises:
-        UserError: transformers has no such architecture.
-    """
+    the model that it wraps."""
     if isinstance(model, CausalLM):
         return model.model
     convert = getattr(importlib.import_module(type(model).__module__), "to_hf", None)
@@ -72,11 +68,7 @@ def write(
 @torch.no_grad()
 def round_weights(model: nn.Module, linears: list[str], dtype: torch.dtype) -> None:
     """Round all weights to `dtype`, in place and without changing their own dtype, and make each
-    zero of `linears` +0: multiplying by a mask leaves -0 behind.
-
-    Raises:
-        UserError: a number is too large for `dtype`.
-    """
+    zero of `linears` +0: multiplying by a mask leaves -0 behind."""
     for name, parameter in model.named_parameters():
         rounded = parameter.to(dtype).to(parameter.dtype)
         if not torch.equal(rounded.isfinite(), parameter.isfinite()):
@@ -99,23 +91,18 @@ def where_stored(model: nn.Module, linears: list[str], scratch: Path) -> dict[st
     the numbers are looked up in the files. Weights of the first input are larger by one half, which
     shows the axis.
     """
-    probe = copy.deepcopy(model)
-    with torch.no_grad():
-        for parameter in probe.parameters():
-            parameter.zero_()
-        for number, linear in enumerate(linears, 2):  # other tensors may contain 0 and 1
-            weight = probe.get_parameter(f"{linear}.weight")
-            weight.fill_(number)
-            weight[:, 0] += 0.5
-    write(probe, scratch)
+
+    def fill(weight: Tensor, number: int) -> None:
+        weight.fill_(number + 2)  # other tensors contain 0
+        weight[:, 0] += 0.5
+
     found = {}
-    for name, tensor in tensors(scratch):
+    for name, tensor in _probed(model, linears, fill, scratch).items():
         numbers = tensor.floor()
         if tensor.ndim != 2 or numbers[0, 0] < 2 or (numbers != numbers[0, 0]).any():
             continue
         axis = 1 if bool((tensor[:, 0] > numbers[:, 0]).all()) else 0
         found[name] = linears[int(numbers[0, 0]) - 2], axis
-    shutil.rmtree(scratch)
     return found
 
 
@@ -123,17 +110,27 @@ def rows_stored(
     model: nn.Module, places: Mapping[str, tuple[str, int]], scratch: Path
 ) -> dict[str, Tensor]:
     """The rows of its linear that each tensor of `places` holds, found in the same way."""
+
+    def fill(weight: Tensor, number: int) -> None:
+        weight.copy_(torch.arange(len(weight))[:, None].expand_as(weight))
+
+    stored = _probed(model, [linear for linear, _ in places.values()], fill, scratch)
+    return {name: stored[name].select(axis, 0).long() for name, (_, axis) in places.items()}
+
+
+@torch.no_grad()
+def _probed(
+    model: nn.Module, linears: list[str], fill: Callable[[Tensor, int], None], scratch: Path
+) -> dict[str, Tensor]:
+    """The tensors, by name, as which a copy of `model` is written whose parameters are 0, but for
+    the weights of `linears`, which `fill` fills given their numbers."""
     probe = copy.deepcopy(model)
-    with torch.no_grad():
-        for linear, _ in places.values():
-            weight = probe.get_parameter(f"{linear}.weight")
-            weight.copy_(torch.arange(len(weight))[:, None].expand_as(weight))
+    for parameter in probe.parameters():
+        parameter.zero_()
+    for number, linear in enumerate(linears):
+        fill(probe.get_parameter(f"{linear}.weight"), number)
     write(probe, scratch)
-    found = {
-        name: tensor.select(places[name][1], 0).long()
-        for name, tensor in tensors(scratch)
-        if name in places
-    }
+    found = dict(tensors(scratch))
     shutil.rmtree(scratch)
     return found
 

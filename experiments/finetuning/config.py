@@ -14,7 +14,7 @@ from torch import nn
 from common_kernels import check24
 from experiments.config.compose import composed, plain, typed
 from experiments.config.initial import HFConfig, weight_files
-from experiments.config.run import Resolved, digest
+from experiments.config.run import digest
 from experiments.config.settings import DTYPES, EpochConfig, ImplConfig
 from experiments.data.tokenizer import folder_tokenizer
 from experiments.finetuning import glue, inputs, squad
@@ -157,7 +157,7 @@ class Settings:
 
 
 @dataclass(frozen=True, kw_only=True)
-class FinetuneConfig(Settings, Resolved):
+class FinetuneConfig(Settings):
     """A fine-tuning on one task.
 
     source: directory of a finished run, or a transformers checkpoint.
@@ -170,11 +170,7 @@ class FinetuneConfig(Settings, Resolved):
     impl: ImplConfig
 
     def open(self) -> FinishedRun | Checkpoint:
-        """The finished run or the checkpoint that is fine-tuned.
-
-        Raises:
-            UserError: the run is not finished, or there is no such checkpoint.
-        """
+        """The finished run or the checkpoint that is fine-tuned."""
         if isinstance(self.source, HFConfig):
             return Checkpoint(self.source)
         return FinishedRun.open(self.source)
@@ -239,11 +235,6 @@ class FinetuneConfig(Settings, Resolved):
 # ------------------------------------------------------------------ configuration
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Data:
-    source: str | None
-
-
 def load(overrides: list[str] | None = None) -> FinetuneConfig:
     """The fine-tuning that `experiments/conf/finetune.yaml` and hydra overrides compose."""
     return composed("finetune", freeze_finetuning, overrides or ())
@@ -254,7 +245,7 @@ def freeze_finetuning(composed: Any) -> FinetuneConfig:
     fields = [f.name for f in dataclasses.fields(Settings)]
     groups = plain(composed, "data", "impl", "model", "recipe", *fields)
     top = typed(Settings, "the config", {key: groups[key] for key in fields})
-    path, data = groups["model"]["path"], typed(_Data, "data", groups["data"])
+    path, data = groups["model"]["path"], groups["data"].get("source")
     if (top.run is None) == (path is None):
         raise UserError(
             "give either run=DIR, the directory of a finished run, or model.path=FOLDER, a "
@@ -263,7 +254,7 @@ def freeze_finetuning(composed: Any) -> FinetuneConfig:
     return FinetuneConfig(
         **vars(top),
         source=Path(top.run or "") if path is None else typed(HFConfig, "model", groups["model"]),
-        data=data.source or (squad.HUB if top.task == SQUAD else glue.HUB),
+        data=data or (squad.HUB if top.task == SQUAD else glue.HUB),
         recipe=typed(Recipe, "recipe", _for_task(groups["recipe"], top.task)),
         impl=typed(ImplConfig, "impl", groups["impl"]),
     )

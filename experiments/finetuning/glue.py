@@ -98,11 +98,7 @@ def load(task: str, data: str) -> dict[str, Examples]:
     """The splits `train`, `dev` and, of MNLI, `dev_mismatched`.
 
     Args:
-        data: a folder in GLUE's layout, or the id of GLUE on the hub.
-    Raises:
-        UserError: a missing folder, file or column, or a line that is no example; it names the file
-            and the line.
-    """
+        data: a folder in GLUE's layout, or the id of GLUE on the hub."""
     if is_folder(data):
         return {split: _read(task, path) for split, path in _paths(task, data).items()}
     spec = TASKS[task]
@@ -121,11 +117,7 @@ def load(task: str, data: str) -> dict[str, Examples]:
 
 
 def is_folder(data: str) -> bool:
-    """True if `data` is a local folder, False if it is an id on the hub.
-
-    Raises:
-        UserError: it is neither.
-    """
+    """True if `data` is a local folder, False if it is an id on the hub."""
     if Path(data).is_dir():
         return True
     if not re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", data):

@@ -31,11 +31,7 @@ class Frame:
 
     @classmethod
     def of(cls, encoding: Encoding) -> Frame:
-        """The frame of the models that a tokenizer is made for.
-
-        Raises:
-            UserError: it has BERT's [CLS], but not the other two.
-        """
+        """The frame of the models that a tokenizer is made for."""
         special = encoding.special_tokens if isinstance(encoding, HFTokenizer) else {}
         if CLS in special:
             if missing := [name for name in (SEP, PAD) if name not in special]:

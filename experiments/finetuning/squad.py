@@ -74,11 +74,7 @@ def load(data: str) -> dict[str, list[Question]]:
     """The splits `train` and `dev`.
 
     Args:
-        data: a folder with SQuAD's own JSON files, or the id of SQuAD v1.1 on the hub.
-    Raises:
-        UserError: a file or split is missing or in another format, or an answer is not in its
-            context. The message names the file and the question.
-    """
+        data: a folder with SQuAD's own JSON files, or the id of SQuAD v1.1 on the hub."""
     if is_folder(data):
         return {split: _read(Path(data) / name) for split, name in FILES.items()}
     dataset = load_dataset(data, None, REVISION if data == HUB else None)
@@ -182,10 +178,7 @@ def windows(
 
     Args:
         stride: tokens that two windows share; with stride_is="step" the tokens from the start of
-            one window to the start of the next, at most a window's length.
-    Raises:
-        UserError: a question is too long for windows that overlap by `stride` tokens.
-    """
+            one window to the start of the next, at most a window's length."""
     made: list[Window] = []
     contexts: dict[str, tuple[list[int], list[tuple[int, int]]]] = {}
     for index, asked in enumerate(questions):

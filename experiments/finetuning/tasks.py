@@ -65,11 +65,7 @@ class Problem:
 
 
 def load_problem(config: FinetuneConfig, encoding: inputs.Encoding) -> Problem:
-    """Read and encode the data of one task.
-
-    Raises:
-        UserError: files are missing or wrong.
-    """
+    """Read and encode the data of one task."""
     make = _squad if config.task == SQUAD else _classification
     return make(config, encoding, inputs.Frame.of(encoding))
 
@@ -201,11 +197,7 @@ class TaskMetrics:
 
     @torch.no_grad()
     def __call__(self, trainer: Trainer) -> dict[str, float]:
-        """The metrics of the trainer's model, equal on all ranks.
-
-        Raises:
-            UserError: logits are NaN.
-        """
+        """The metrics of the trainer's model, equal on all ranks."""
         logits: Logits = {}
         for split, sequences in self.problem.dev.items():
             logits[split], self.losses[split] = self._run(trainer, split, sequences)

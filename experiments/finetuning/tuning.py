@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from common_kernels import backend
 from experiments.config.initial import damage
+from experiments.config.run import resolve
 from experiments.data.tokenizer import check_vocabulary
-from experiments.finetuning.config import Checkpoint, FinetuneConfig
+from experiments.finetuning.config import FinetuneConfig
 from experiments.finetuning.tasks import TaskMetrics, TaskSource, load_problem
 from experiments.runs.finished import FinishedRun
 from experiments.support import checkpoint, results
@@ -21,60 +21,36 @@ from experiments.support.progress import say
 from experiments.training import routine
 from experiments.training.distributed import World
 from experiments.training.optimization import DTYPES
-from experiments.training.routine import Built, Finalized, Training
+from experiments.training.routine import Finalized, Training
 from experiments.training.sharding import check_shardable
-from experiments.training.trainer import Trainer
+from experiments.training.trainer import Built, Trainer
 from methods import dense
-from methods.nn import sharding
 from models.bert import BertLM
 from models.gpt2 import GPT
 from models.heads import Head
 from models.hf import CausalLM
 
 PREDICTIONS = "predictions"
-_SHAPE = {"metrics": dict, "pretrained": {"weights_hash": str}}
 
 
 def finished(config: FinetuneConfig) -> dict[str, Any] | None:
-    """The result of this very config on this very data and these weights, if run to the end.
-
-    Raises:
-        UserError: there are no such data, or the result cannot be read.
-    """
-    result, why = Finetuning(config.resolve()).find()
+    """The result of this very config on this very data and these weights, if run to the end."""
+    result, why = Finetuning(resolve(config)).find()
     return result if why is None else None
 
 
-def train(
-    config: FinetuneConfig, report: Callable[[str], None] = say
-) -> tuple[Path, dict[str, Any]]:
-    """Fine-tune, or do nothing if it is done; return the directory and the `result.json`.
+def run(config: FinetuneConfig, report: Callable[[str], None] = say) -> FinishedRun:
+    """Fine-tune, or do nothing if it is done.
 
     Raises:
         UserError: before anything is written, if run, data and recipe do not fit together.
     """
-    done = routine.run(config, Finetuning, report)
-    return done.directory, done.result
+    return routine.run(config, Finetuning, report)
 
 
 def metrics_text(metrics: dict[str, float]) -> str:
     """The metrics of a task in one line, without `score`, which repeats one of them."""
     return ", ".join(f"{name} {value:.1f}" for name, value in metrics.items() if name != "score")
-
-
-def open_model(config: FinetuneConfig, source: FinishedRun | Checkpoint) -> GPT | BertLM | CausalLM:
-    """The model to fine-tune, on the CPU.
-
-    Raises:
-        UserError: it is not a text model.
-    """
-    pretrained = source.model(config.weights)
-    if not isinstance(pretrained, GPT | BertLM | CausalLM):
-        raise UserError(
-            f"run={config.source} holds a {type(pretrained).__name__}; fine-tuning needs a model "
-            "of text: GPT-2 or BERT"
-        )
-    return pretrained
 
 
 class Finetuning(Training):
@@ -85,7 +61,7 @@ class Finetuning(Training):
     reseeds = False
 
     def find(self) -> tuple[dict[str, Any] | None, str | None]:
-        result = results.read_finished(self.directory, self.id, _SHAPE)
+        result = results.read_finished(self.directory, self.id)
         if result is None:
             return None, None
         if result["pretrained"]["weights_hash"] != self.config.weights_hash():
@@ -102,7 +78,12 @@ class Finetuning(Training):
     def build(self, here: World) -> Built:
         config = self.config
         self.source = source = config.open()
-        pretrained = open_model(config, source)
+        pretrained: Any = source.model(config.weights)
+        if not isinstance(pretrained, GPT | BertLM | CausalLM):
+            raise UserError(
+                f"run={config.source} holds a {type(pretrained).__name__}; fine-tuning needs a "
+                "model of text: GPT-2 or BERT"
+            )
         asked, takes = config.recipe.max_length, Head(pretrained).block_size
         longest = min(asked, takes, source.longest or takes)
         recipe = replace(config.recipe, max_length=longest)
@@ -141,31 +122,6 @@ class Finetuning(Training):
             # The products are measured for the longest batches; shorter ones run sparse, too.
             tokens=micro_batch * recipe.max_length,
         )
-
-    def check_of(self, trainer: Trainer) -> Callable[[], None]:
-        """Raises RuntimeError if a group of a sparse layer has too many non-zeros, or if a mask is
-        not that of the end of the training. S-STE has no masks, as it keeps choosing."""
-        rows = sharding.rows_of
-        masks = {
-            name: buffer.clone()
-            for name, buffer in trainer.model.named_buffers()
-            if name.rpartition(".")[2] in ("mask", "row_mask")
-        }
-
-        def check() -> None:
-            if not trainer.method.sparse_layers:
-                return
-            illegal = trainer.method.metrics().get("illegal_groups", 0)
-            now = dict(trainer.model.named_buffers())
-            changed = [n for n, mask in masks.items() if not torch.equal(rows(mask), rows(now[n]))]
-            if illegal or changed:
-                raise RuntimeError(
-                    f"after step {trainer.step} {illegal} groups have too many non-zeros, and "
-                    f"{len(changed)} masks are not those of the start: "
-                    f"{', '.join(changed) or 'none'}"
-                )
-
-        return check
 
     def begin(self, trainer: Trainer) -> None:
         config = self.config

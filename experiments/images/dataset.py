@@ -27,8 +27,7 @@ import numpy as np
 from experiments.support import hashes
 from experiments.support.errors import UserError, one_line
 from experiments.support.hub import commits, load_dataset
-from experiments.support.identity import identity_of
-from experiments.support.names import check_bounds, check_name
+from experiments.support.names import check_bounds, check_name, identity_of
 
 if TYPE_CHECKING:
     from PIL.Image import Image

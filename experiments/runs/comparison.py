@@ -20,7 +20,6 @@ from experiments.support.errors import UserError
 from experiments.support.results import (
     FILE,
     NoResult,
-    check_shape,
     number,
     read_metrics,
     read_training,
@@ -29,7 +28,6 @@ from experiments.support.results import (
 METRIC = "metrics.val_loss"
 LONGEST = 80  # largest number of characters in a label; folder names are about as long at most
 QUANTITIES = ("val_loss", "loss", "flip_rate")  # shown as curves
-_SHAPE = {"config": {"seed": int, "train": {"steps": int}}, "metrics": dict}
 # Keys that do not distinguish variants: they do not change the result, or differ between seeds.
 _APART = {"seed", "runs", "tier", "impl", "data.root", "data.source", "model.path", "method.seed"}
 _APART |= {f"data.{key}" for key in RETIRED}
@@ -71,18 +69,13 @@ class Summary:
 
 
 def find(paths: Iterable[Path]) -> tuple[list[FinishedRun], list[Path]]:
-    """(finished runs at or below these paths, without duplicates; directories of unfinished ones).
-
-    Raises:
-        UserError: there is none, or a result is damaged.
-    """
+    """(finished runs at or below these paths, each once; directories of unfinished ones)."""
     asked = list(paths)
     directories = dict.fromkeys(run.resolve() for path in asked for run in _runs_at(path))
     runs, unfinished = [], []
     for directory in map(_shown, directories):
         try:
             result = read_training(directory, diverged=True)
-            check_shape(directory, result, _SHAPE)
             runs.append(FinishedRun(directory, result))
         except NoResult as reason:
             if reason.why not in ("missing", "unfinished"):
@@ -109,11 +102,7 @@ def _shown(directory: Path) -> Path:
 
 
 def variants(runs: Iterable[FinishedRun]) -> list[Variant]:
-    """The runs grouped by config, in the order in which they were given.
-
-    Raises:
-        UserError: two runs of the same config and seed.
-    """
+    """The runs grouped by config, in the order in which they were given."""
     found: dict[str, Variant] = {}
     for run in runs:
         config = flat(run.result)
@@ -150,24 +139,17 @@ def flat(result: dict[str, Any]) -> dict[str, str]:
 def _labelled(found: list[Variant]) -> list[Variant]:
     """The variants with labels: the method and, in words, what distinguishes a variant from others
     of its method, and the settings in which any two variants differ. If that is long, the folder of
-    its runs.
-    """
+    its runs."""
     labelled, folders = [], [variant.folder for variant in found]
     for variant in found:
         method = variant.config["method.name"]
         own = differing([other for other in found if other.config["method.name"] == method])
-        for keys in (own, {*own, *_swept(found)}):  # the longest that is short enough
-            there = sorted(variant.config.keys() & keys)
-            label = ", ".join(
-                [method, *(f"{_word(key, variant.config)} {variant.config[key]}" for key in there)]
-            )
-            if len(label) <= LONGEST:
-                variant = replace(variant, label=label)
-        if not variant.label:
-            variant = replace(
-                variant, label=variant.folder if folders.count(variant.folder) == 1 else label
-            )
-        labelled.append(variant)
+        keys = sorted(variant.config.keys() & {*own, *_swept(found)})
+        words = [f"{_word(key, variant.config)} {variant.config[key]}" for key in keys]
+        label = ", ".join([method, *words])
+        if len(label) > LONGEST and folders.count(variant.folder) == 1:
+            label = variant.folder
+        labelled.append(replace(variant, label=label))
     return labelled
 
 
@@ -197,11 +179,7 @@ def differing(found: list[Variant]) -> list[str]:
 def choose(found: list[Variant], baseline: str | None) -> list[Variant]:
     """The variants to compare with: the one with this label or folder, or all of this method.
     Without a name they are the dense variants, or those of the first variant's method if there is
-    none.
-
-    Raises:
-        UserError: no variant has this name.
-    """
+    none."""
     exact = [variant for variant in found if baseline in (variant.label, variant.folder)]
     if len(exact) == 1:
         return exact
@@ -216,17 +194,12 @@ def table(found: list[Variant], baselines: list[Variant], metric: str = METRIC) 
     """A row for each variant, the baselines first.
 
     A variant is compared with the baseline that has the same values of whatever else is swept, or,
-    if there is none, with the best one.
-
-    Raises:
-        UserError: no run has this metric, or it is no number.
-    """
-    results = [run.result for variant in found for run in variant.runs.values()]
-    there = [value for result in results for value in _at(result, metric)]
-    if not there or any(not isinstance(value, int | float | None) for value in there):
-        known = ", ".join(f"metrics.{name}" for name in results[0]["metrics"])
-        what = "it is no number" if there else "no run has it"
-        raise UserError(f"metric={metric}: {what}; there is {known}")
+    if there is none, with the best one."""
+    values = [value for variant in found for value in variant.numbers(metric).values()]
+    if all(map(math.isnan, values)):
+        first = next(iter(found[0].runs.values()))
+        known = ", ".join(f"metrics.{name}" for name in first.result["metrics"])
+        raise UserError(f"metric={metric}: no run has it; there is {known}")
     swept, best = _swept(found), _best(baselines, metric)
     rows = []
     for variant in [*baselines, *(variant for variant in found if variant not in baselines)]:
@@ -277,14 +250,6 @@ def _summary(variant: Variant, other: Variant, metric: str) -> Summary:
         return row
     low, high = paired_interval(paired)
     return replace(row, pairs=len(paired), difference=mean(paired), low=low, high=high)
-
-
-def _at(record: Any, path: str) -> list[Any]:
-    """The entry at a dotted path of a record, null after a diverged training; [] without one."""
-    key, _, rest = path.partition(".")
-    if not isinstance(record, dict) or key not in record:
-        return []
-    return _at(record[key], rest) if rest else [record[key]]
 
 
 def markdown(found: list[Variant], rows: list[Summary], metric: str = METRIC) -> str:

@@ -61,11 +61,7 @@ def _is_running(process: str) -> bool:
 
 
 def publish(building: Path, path: Path) -> None:
-    """Give a complete folder its name, once all that is in it survives a power cut.
-
-    Raises:
-        UserError: the disk is full.
-    """
+    """Give a complete folder its name, once all that is in it survives a power cut."""
     with writing(path):
         for folder, _, names in os.walk(building):
             for name in (*names, ""):
@@ -190,11 +186,7 @@ def remove(path: Path) -> None:
 
 @contextmanager
 def exclusive(directory: Path) -> Iterator[None]:
-    """Lock `directory` against other processes, and remove half-written files of a killed process.
-
-    Raises:
-        UserError: another process holds it.
-    """
+    """Lock `directory` against other processes, and remove what a killed one left half-written."""
     directory.mkdir(parents=True, exist_ok=True)
     with (directory / LOCK).open("w") as lock:
         deadline = time.monotonic() + _GLANCE

@@ -20,7 +20,7 @@ _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud
 
 class UserError(Exception):
     """An error that the user can fix; its one-line message says what is wrong, with which value,
-    and what to do.
+    and what to do. Whatever reads files or settings may raise it.
 
     elsewhere: True if another rank has the same error and prints it.
     """
@@ -107,15 +107,6 @@ class Terminated(BaseException):
     `Exception`, so that no `except Exception` catches it."""
 
 
-def interruption(error: BaseException) -> BaseException | None:
-    """The signal from which an error came, if any: what is interrupted in the midst of a change, as
-    omegaconf, may fail in its `finally`."""
-    found: BaseException | None = error
-    while found is not None and not isinstance(found, KeyboardInterrupt | Terminated):
-        found = found.__cause__ or found.__context__
-    return found
-
-
 def after_broken_pipe() -> int:
     """Drop further output, whose reader has enough of it (`--help | head`), and return the exit
     status, which is the shell's for a program that SIGPIPE ends."""
@@ -141,8 +132,7 @@ def raise_on_sigterm() -> None:
 
 
 class Stop:
-    """The signal that was received, if any. `number`: its number. `kind`: the exception to raise
-    for it. Both are None before."""
+    """The signal that was received and the exception to raise for it; None before."""
 
     number: int | None = None
     kind: type[BaseException] | None = None

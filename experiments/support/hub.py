@@ -17,11 +17,7 @@ def download(source: str, patterns: Iterable[str], key: str) -> Path:
     """Download the files of `source` that match `patterns`, and return the snapshot's folder in the
     hub's cache.
 
-    key: the name of the setting that holds `source`, for messages.
-
-    Raises:
-        UserError: the hub does not have it or cannot be reached.
-    """
+    key: the name of the setting that holds `source`, for messages."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
@@ -61,11 +57,7 @@ def commits(urls: Iterable[str]) -> list[str]:
 
 
 def load_dataset(hub_id: str, config: str | None, revision: str | None) -> Any:
-    """A data set of the hub with all its splits, in its newest revision unless one is given.
-
-    Raises:
-        UserError: the hub does not have it or cannot be reached.
-    """
+    """A data set of the hub with all its splits, in its newest revision unless one is given."""
     import datasets
 
     try:

@@ -1,7 +1,9 @@
-"""Checks of settings that several config groups contain: names, seeds, choices."""
+"""What config dataclasses share: checks of names, seeds and choices, and the values that identify a
+run."""
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import re
 from collections.abc import Iterable, Mapping
@@ -40,3 +42,24 @@ def check_bounds(settings: Any, group: str, **bounds: tuple[float, float]) -> No
         if value is not None and not (low <= value <= high and math.isfinite(value)):
             end = ")" if high == math.inf else "]"
             raise ValueError(f"{group}{name}={value}; it must lie in [{low:,}, {high:,}{end}")
+
+
+def identity_of(config: Any) -> dict[str, Any]:
+    """The fields of a config dataclass that differ from their defaults, as plain values.
+
+    A run's hash covers these alone, so that it stays when an option is added, or one that nobody
+    set is removed. Whoever changes the default of a field gives the field another name, because
+    old runs would be taken for runs with the new default.
+    """
+    values = dataclasses.asdict(config)
+    return {
+        field.name: values[field.name]
+        for field in dataclasses.fields(config)
+        if getattr(config, field.name) != _default(field)
+    }
+
+
+def _default(field: dataclasses.Field[Any]) -> Any:
+    """The default of a field; `MISSING` without one."""
+    made = field.default_factory
+    return field.default if made is dataclasses.MISSING else made()

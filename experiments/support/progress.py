@@ -3,11 +3,8 @@ ten seconds."""
 
 from __future__ import annotations
 
-import shutil
 import sys
-import textwrap
 import time
-from typing import Any, TextIO
 
 import rich.progress
 
@@ -16,25 +13,13 @@ from experiments.support.errors import printable
 _SECONDS_PER_LINE = 10.0
 
 
-def say(message: str, file: TextIO | None = None) -> None:
-    """Print a message to `file` (default: standard output). On a terminal, or if COLUMNS is set,
-    long lines are broken at spaces. Control characters are escaped."""
-    width = shutil.get_terminal_size((0, 0)).columns
-    for line in printable(message).split("\n"):
-        fits = not width or len(line) <= width
-        print(line if fits else textwrap.fill(line, width, **_AT_SPACES), file=file)
+def say(message: str) -> None:
+    """Print a message, with control characters escaped."""
+    print(printable(message))
 
 
 def silent(message: str) -> None:
     """Print nothing; ranks other than 0 use it instead of `say`."""
-
-
-# Lines are not broken inside paths, so that these can be copied.
-_AT_SPACES: Any = {
-    "subsequent_indent": "  ",
-    "break_long_words": False,
-    "break_on_hyphens": False,
-}
 
 
 class Progress:

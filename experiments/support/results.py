@@ -9,27 +9,17 @@ import math
 import platform
 import resource
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from experiments.support.checkpoint import METRICS, is_count, lacks, read_sealed, write_sealed
+from experiments.support.checkpoint import read_sealed, write_sealed
 from experiments.support.errors import UserError
 from models.sparse import RECORD
 
 SCHEMA = 1
 FILE = "result.json"
-
-# Kinds of entries that not every result has.
-_IF_THERE = {"metrics": METRICS, "seed": is_count, "steps": is_count, "tokens": is_count}
-# Entries of a training's result that fine-tuning, evaluation and export need, for checkpoint.lacks.
-TRAINING: dict[str, Any] = {
-    "config_hash": str,
-    "config": {"model": {"name": str}, "data": {"source": str}, "method": {"name": str}},
-    "converted": list,
-}
 
 
 def write_result(directory: Path, result: dict[str, Any]) -> dict[str, Any]:
@@ -52,15 +42,10 @@ class NoResult(UserError):
 
 
 def read(
-    directory: Path,
-    shape: dict[str, Any],
-    config_hash: str | None = None,
-    *,
-    diverged: bool = False,
+    directory: Path, config_hash: str | None = None, *, diverged: bool = False
 ) -> dict[str, Any]:
     """The content of `result.json` in `directory`.
 
-    shape: the entries that it must have (`checkpoint.lacks`).
     config_hash: the hash of the config that it must belong to, if given.
     diverged: read the result of a training that diverged, too.
 
@@ -70,6 +55,8 @@ def read(
     path = directory / FILE
     try:
         result = read_sealed(path)
+        if not isinstance(result, dict) or not {"schema", "config_hash"} <= result.keys():
+            raise ValueError("no result in it")
     except (FileNotFoundError, NotADirectoryError) as error:
         if (directory / RECORD).is_file():
             raise NoResult(
@@ -83,23 +70,20 @@ def read(
             f"{directory} holds no finished run ({found}); run it to its end first",
         ) from error
     except (OSError, ValueError) as error:
-        raise _damaged(directory, str(error)) from error
-    check_shape(directory, result, {"schema": int})
+        message = f"{path} is damaged ({error}); remove it and run again"
+        raise NoResult("damaged", message) from error
     if result["schema"] != SCHEMA:
         raise NoResult(
             "other",
             f"{path} has schema {result['schema']}, this version of the code reads {SCHEMA}; read "
             f"it with the version that wrote it, or move {directory} away to run again",
         )
-    there = {key: kind for key, kind in _IF_THERE.items() if key in result}
-    check_shape(directory, result, {"config_hash": str, **there})
     if config_hash not in (None, result["config_hash"]):
         raise NoResult("other", f"{path} is of another config; move {directory} away to run again")
     if (why := divergence(result)) and not diverged:
         raise NoResult(
             "diverged", f"{directory} diverged ({why}); train with a lower train.learning_rate"
         )
-    check_shape(directory, result, shape)
     return result
 
 
@@ -109,27 +93,14 @@ def divergence(result: dict[str, Any]) -> str | None:
     return str(result.get("diverged", "its val_loss is not finite")) if lost else None
 
 
-def check_shape(directory: Path, result: Any, shape: dict[str, Any]) -> None:
-    """Raise `NoResult` if the content of the `result.json` in `directory` lacks an entry of `shape`
-    (`checkpoint.lacks`)."""
-    if (found := lacks(result, shape)) is not None:
-        raise _damaged(directory, f"no {found or 'result'} in it")
-
-
-def _damaged(directory: Path, how: str) -> NoResult:
-    return NoResult("damaged", f"{directory / FILE} is damaged ({how}); remove it and run again")
-
-
-def read_finished(
-    directory: Path, config_hash: str, shape: dict[str, Any]
-) -> dict[str, Any] | None:
+def read_finished(directory: Path, config_hash: str) -> dict[str, Any] | None:
     """`read` for a run that may not have been made yet: None if it has no result or diverged.
 
     Raises:
         NoResult: the result is damaged, or of another config or schema, and must not be lost.
     """
     try:
-        return read(directory, shape, config_hash)
+        return read(directory, config_hash)
     except NoResult as reason:
         if reason.why in ("damaged", "other"):
             raise
@@ -142,20 +113,15 @@ def read_training(directory: Path, *, diverged: bool = False) -> dict[str, Any]:
     Raises:
         NoResult: there is none, it is not the result of a training, or it is damaged.
     """
-    result = read(directory, {"config": dict}, diverged=diverged)
-    if not {"model", "data", "method"} <= result["config"].keys():
+    result = read(directory, diverged=diverged)
+    if not {"model", "data", "method"} <= result.get("config", {}).keys():
         path = directory / FILE
         raise NoResult("other", f"{path} is not the result of a training, whose config it lacks")
-    check_shape(directory, result, TRAINING)
     return result
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """All complete records of a metrics file; a last line cut off by a kill is left out.
-
-    Raises:
-        UserError: another line is damaged.
-    """
+    """All complete records of a metrics file; a last line cut off by a kill is left out."""
     if not path.exists():
         return []
     records = []
@@ -180,7 +146,6 @@ def number(record: Any, path: str) -> float:
 def environment() -> dict[str, Any]:
     """Versions, device, code revision and peak memory of this process."""
     names = ("torch", "triton", "numpy", "tiktoken", "tokenizers", "hydra-core")
-    cuda = torch.cuda.is_available()
     return {
         **git_state(),
         "python": platform.python_version(),
@@ -188,11 +153,9 @@ def environment() -> dict[str, Any]:
         "versions": {name: _version(name) for name in names},
         "device": device_name(),
         "threads": torch.get_num_threads(),
-        # Linux counts in KiB, macOS in bytes.
         "peak_memory_bytes": torch.cuda.max_memory_allocated()
-        if cuda
-        else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        * (1 if sys.platform == "darwin" else 1024),
+        if torch.cuda.is_available()
+        else 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
     }
 
 

@@ -60,11 +60,7 @@ def save(tensors: Mapping[str, Tensor], path: Path) -> list[str]:
 
 
 def files(path: Path) -> list[Path]:
-    """The files of the tensors saved as `path`; `path` itself if there are none.
-
-    Raises:
-        UserError: the index is damaged.
-    """
+    """The files of the tensors saved as `path`; `path` itself if there are none."""
     index = path.with_name(path.name + _INDEX)
     if path.is_file() or not index.is_file():
         return [path]

@@ -5,7 +5,7 @@ A checkpoint is a folder `step-<step>`:
     state.pt                the state as tensors and plain values
     rank-<r>.safetensors    with sharded weights: the rows of rank r of every sharded tensor, for
                             which state.pt has a placeholder
-    index.json              size and SHA-256 of the other files
+    index.json              SHA-256 of the other files
 
 It is written as a hidden folder, synced, and renamed once it is complete; the two newest are kept.
 `state.pt` is read with `weights_only=True`, so nothing is unpickled. Nothing is gathered, so no
@@ -18,12 +18,11 @@ from __future__ import annotations
 
 import copy
 import json
-import pickle
 import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import safe_open
@@ -39,8 +38,6 @@ KEPT = 2
 STATE, INDEX = "state.pt", "index.json"
 PATIENCE = 60.0  # seconds for which NFS may cache a folder's content
 _NOTE = "sharded tensor"  # the key of a placeholder
-
-T = TypeVar("T")
 
 
 class Damaged(Exception):
@@ -116,11 +113,7 @@ def write(
     directory: Path, step: int, rank: int, rows: dict[str, Tensor], state: dict[str, Any]
 ) -> dict[str, Any]:
     """Write the rows of a rank, if there are any, and on rank 0 the state; return the entries of
-    the files for `index.json`.
-
-    Raises:
-        UserError: the disk is full.
-    """
+    the files for `index.json`."""
     hidden, files = _places(directory, step)[1], {}
     if rank == 0:
         files[STATE] = _record(hidden / STATE, lambda path: _save(state, path))
@@ -132,7 +125,7 @@ def write(
 
 def _record(path: Path, write: Callable[[Path], Any]) -> dict[str, Any]:
     checkpoint.write_atomic(path, write)
-    return {"bytes": path.stat().st_size, "sha256": checkpoint.sha256(path)}
+    return {"sha256": checkpoint.sha256(path)}
 
 
 def _save(state: dict[str, Any], path: Path) -> None:
@@ -141,11 +134,7 @@ def _save(state: dict[str, Any], path: Path) -> None:
 
 
 def finish(directory: Path, step: int, files: dict[str, Any]) -> None:
-    """Complete a checkpoint from the files of all ranks, the results of `write`.
-
-    Raises:
-        UserError: the files of other ranks are not visible here.
-    """
+    """Complete a checkpoint from the files of all ranks, the results of `write`."""
     path, hidden = _places(directory, step)
     if missing := _not_visible(hidden, list(files)):
         raise UserError(
@@ -231,27 +220,21 @@ def _load(path: Path, world: World) -> dict[str, Any]:
     Raises:
         Damaged: on every rank.
     """
-    parts = _agreed(world, lambda: _checked(path, world.rank, world.size))
-    return _agreed(world, lambda: _read(path, parts))
-
-
-def _agreed(world: World, work: Callable[[], T]) -> T:
-    """The result of `work()`; if it raises `Damaged` on one rank, it is raised on every rank."""
-    results: list[T] = []
-    problem = None
+    problem: str | None = None
+    parts: tuple[Path, ...] = ()
     try:
-        results.append(work())
+        parts = _checked(path, world.rank, world.size)
     except Damaged as error:
         problem = str(error)
     for message in world.all_gather(problem):
         if message is not None:
             raise Damaged(message)
-    return results[0]
+    return _with_rows(torch.load(path / STATE, map_location="cpu", weights_only=True), parts)
 
 
 def _is_intact(path: Path) -> bool:
     try:
-        _read(path, _checked(path))
+        _checked(path)
     except Damaged:
         return False
     return True
@@ -265,34 +248,16 @@ def _checked(path: Path, rank: int = 0, ranks: int = 1) -> tuple[Path, ...]:
     """
     try:
         records = json.loads((path / INDEX).read_text(encoding="utf-8"))["files"]
-        sizes = {name: (int(own["bytes"]), str(own["sha256"])) for name, own in records.items()}
+        hashes = {name: own["sha256"] for name, own in records.items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise Damaged(f"{INDEX} is missing or damaged") from error
-    parts = sorted(sizes.keys() - {STATE}, key=lambda name: (len(name), name))
-    for number, name in enumerate((STATE, *parts)):
-        if number % ranks == rank:
-            _check(path / name, *sizes.get(name, (0, "")))
+    parts = sorted(hashes.keys() - {STATE}, key=lambda name: (len(name), name))
+    for name in (STATE, *parts)[rank::ranks]:
+        if not (path / name).is_file():
+            raise Damaged(f"{name} is missing")
+        if checkpoint.sha256(path / name) != hashes.get(name):
+            raise Damaged(f"the SHA-256 of {name} does not match")
     return tuple(path / name for name in parts)
-
-
-def _read(path: Path, parts: tuple[Path, ...]) -> dict[str, Any]:
-    try:
-        state = torch.load(path / STATE, map_location="cpu", weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError, ValueError, EOFError, OSError) as error:
-        raise Damaged("it is no file of tensors and plain values") from error
-    if not isinstance(state, dict):
-        raise Damaged(f"it holds a {type(state).__name__}")
-    return _with_rows(state, parts)
-
-
-def _check(path: Path, length: int, digest: str) -> None:
-    """Raise `Damaged` unless a file has this size and SHA-256."""
-    if not path.is_file():
-        raise Damaged(f"{path.name} is missing")
-    if path.stat().st_size != length:
-        raise Damaged(f"{path.name} has {path.stat().st_size} bytes instead of {length}")
-    if checkpoint.sha256(path) != digest:
-        raise Damaged(f"the SHA-256 of {path.name} does not match")
 
 
 def _with_rows(state: Any, files: tuple[Path, ...]) -> Any:

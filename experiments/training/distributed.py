@@ -43,11 +43,9 @@ class World:
             try:
                 answer[0] = work()
             except UserError as reason:
-                answer[1] = UserError(str(reason))
+                answer[1] = UserError(str(reason))  # subclasses cannot be sent
             except OSError as reason:  # for example a folder without write permission
-                if reason.errno is None:
-                    raise
-                answer[1] = OSError(reason.errno, reason.strerror, reason.filename)
+                answer[1] = reason
         dist.broadcast_object_list(answer)
         if answer[1] is not None:
             if isinstance(answer[1], UserError):

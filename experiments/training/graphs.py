@@ -20,12 +20,12 @@ from experiments.data.source import Batch
 from experiments.support.errors import UserError
 from experiments.training.blocks import recomputes
 from models.bert import BertLM
-from models.hf import CausalLM
 
 # Steps of one kind that are launched before it is captured. In these torch compiles and libraries
 # allocate workspaces, which is not possible during a capture.
 LAUNCHED = 3
 MARGIN = 1.1  # allowance for fragmented memory
+LAUNCHES = "passes are launched from Python: no CUDA graphs "
 
 Form = tuple[object, ...]
 
@@ -43,25 +43,26 @@ def choose(
 
     Args:
         setting: the value of `impl.cuda_graphs`.
-        one_shape: all batches with equally many samples have the same shapes.
-    Raises:
-        UserError: graphs are required by the setting but cannot be used.
-    """
+        one_shape: all batches with equally many samples have the same shapes."""
     if setting is False:
         return False, None
-    why = _impossible(device, ranks, model)
-    if setting is True:
-        if why is not None:
-            raise UserError(f"impl.cuda_graphs=true {why}; set impl.cuda_graphs=false")
-        return True, None
-    why = why or _unsuited(model, train, one_shape)
-    return why is None, "passes are replayed from CUDA graphs" if why is None else _launched(why)
+    why = _obstacle(device, ranks, model, train, one_shape)
+    if setting is True and why is not None:
+        raise UserError(f"impl.cuda_graphs=true {why}; set impl.cuda_graphs=false")
+    if why is not None:
+        return False, LAUNCHES + why
+    return True, None if setting is True else "passes are replayed from CUDA graphs"
 
 
-def _impossible(device: torch.device, ranks: int, model: nn.Module) -> str | None:
-    """The reason why graphs cannot be used; None if they can."""
-    if isinstance(model, CausalLM):
-        return _TRANSFORMERS
+def _obstacle(
+    device: torch.device, ranks: int, model: nn.Module, train: TrainConfig, one_shape: bool
+) -> str | None:
+    """The reason why graphs cannot be used or do not help; None if they do."""
+    if any(type(module).__module__.startswith("transformers.") for module in model.modules()):
+        return (
+            "with a model of transformers: during a capture it uses an explicit mask, and so a "
+            "slower attention"
+        )
     if isinstance(model, BertLM):
         return "with the head for masked words: every pass reads their number back from the GPU"
     if device.type != "cuda":
@@ -71,20 +72,6 @@ def _impossible(device: torch.device, ranks: int, model: nn.Module) -> str | Non
             f"with {ranks} processes: gradients are exchanged during the backward pass, which "
             "cannot be captured"
         )
-    return None
-
-
-_TRANSFORMERS = (
-    "with a model of transformers: during a capture it uses an explicit mask, and so a slower "
-    "attention"
-)
-_MEMORY = "in the free memory: they need as much again as the passes take"
-
-
-def _unsuited(model: nn.Module, train: TrainConfig, one_shape: bool) -> str | None:
-    """The reason why `auto` does not use graphs although it could; None if it does."""
-    if any(type(module).__module__.startswith("transformers.") for module in model.modules()):
-        return _TRANSFORMERS  # inside a head for fine-tuning
     if not one_shape:
         return "with batches of different shapes: a graph serves only one"
     if recomputes(model):
@@ -94,26 +81,12 @@ def _unsuited(model: nn.Module, train: TrainConfig, one_shape: bool) -> str | No
     return None
 
 
-def _launched(why: str) -> str:
-    return f"passes are launched from Python: no CUDA graphs {why}"
-
-
-def fits(peak: int, held: int, available: int) -> bool:
-    """True if the graphs' memory pool fits in addition to that of launched steps.
-
-    Args:
-        peak, held: bytes that launched steps took at most, and bytes held between steps.
-        available: bytes that this process can use.
-    """
-    return held + 2 * MARGIN * (peak - held) <= available
-
-
 def _check_memory(device: torch.device) -> None:
-    """Raise torch.OutOfMemoryError if graphs might exhaust the memory of a run that fits when
-    launched."""
+    """Raise torch.OutOfMemoryError if the graphs' memory pool might not fit beside that of launched
+    steps, which took `peak` bytes at most and hold `held` between steps."""
     available = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
     peak, held = torch.cuda.max_memory_allocated(device), torch.cuda.memory_allocated(device)
-    if not fits(peak, held, available):
+    if held + 2 * MARGIN * (peak - held) > available:
         raise torch.OutOfMemoryError(f"{peak=} {held=} {available=}")
 
 
@@ -160,15 +133,14 @@ class Replays:
     Args:
         backward: runs forward and backward of a micro-batch with a given share, adds to the
             gradients and returns the loss.
-        report: called if there is no memory for graphs, after which passes are launched; if it is
-            None, that is an error.
+        report: called if there is no memory for graphs, after which passes are launched.
     """
 
     def __init__(
         self,
         model: nn.Module,
         backward: Callable[[Batch, float], Tensor],
-        report: Callable[[str], None] | None = None,
+        report: Callable[[str], None],
     ) -> None:
         self.backward, self.report = backward, report
         self.parameters = [p for p in model.parameters() if p.requires_grad]
@@ -246,16 +218,14 @@ class Replays:
         device = self.parameters[0].device
         before = [p.grad for p in self.parameters]
         try:
-            if self.report is not None and device.type == "cuda":
+            if device.type == "cuda":
                 _check_memory(device)
             if self._pool is None and torch.cuda.is_available():
                 self._pool = torch.cuda.graph_pool_handle()
             inputs = {name: value.clone() for name, value in batch.items()}
             replay, loss = capture(partial(self.backward, inputs, share), self._pool)
         except torch.OutOfMemoryError:
-            if self.report is None:
-                raise
-            self.report(_launched(_MEMORY))
+            self.report(f"{LAUNCHES}in the free memory: they need as much again as the passes take")
             self.given_up = True
             self.forget()
             for parameter, gradient in zip(self.parameters, before, strict=True):

@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from experiments.config.settings import TrainConfig
 from experiments.data.source import Batch, send
 from experiments.support.errors import Diverged, UserError
+from experiments.support.progress import say
 from experiments.training.graphs import Replays
 from experiments.training.schedules import learning_rate, weight_decay
 from methods import FusedAdamW, Method
@@ -49,11 +50,7 @@ def micro_batch_size(
 
     Args:
         quantizes: the method takes its FP8 scales over a micro-batch (`Capabilities`), whose
-            size must then be `train.fp8_samples`, or the whole batch.
-    Raises:
-        UserError: the ranks or the micro-batch do not divide the batch (in a ramp, its first size),
-            or the micro-batch differs from the samples that FP8 scales are taken over.
-    """
+            size must then be `train.fp8_samples`, or the whole batch."""
     name = "batch_size" if train.ramp_batch is None else "ramp_batch"
     unit = train.ramp_batch or train.batch_size
     if unit % ranks:
@@ -88,10 +85,7 @@ def make_optimizer(
     """The optimizer that `train` names, with the model's parameter groups.
 
     Args:
-        fused: use the AdamW that does the method's work on the weights in its own pass.
-    Raises:
-        UserError: the method needs AdamW or a variant of it, and `train` names another optimizer.
-    """
+        fused: use the AdamW that does the method's work on the weights in its own pass."""
     groups = model.param_groups(train.weight_decay)
     if train.optimizer == "adamw":
         options: dict[str, Any] = {"lr": train.learning_rate, "betas": train.betas}
@@ -122,7 +116,7 @@ class Optimization:
     Args:
         fused: see `make_optimizer`.
         graphed: replay the passes from CUDA graphs.
-        report: called if graphs cannot be used after all; None: that is an error (graphs.Replays).
+        report: called if graphs cannot be used after all (graphs.Replays).
         ranks: number of processes that share each step's samples.
         group: the name of the config group of `train`, for messages.
     """
@@ -137,7 +131,7 @@ class Optimization:
         compiled: bool = False,
         fused: bool = False,
         graphed: bool = False,
-        report: Callable[[str], None] | None = None,
+        report: Callable[[str], None] = say,
         ranks: int = 1,
         group: str = "train",
     ) -> None:

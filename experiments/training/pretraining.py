@@ -8,7 +8,6 @@ The run directory gets `config.json`, `metrics.jsonl`, `checkpoints/` while it r
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 import statistics
 from collections.abc import Callable
@@ -21,46 +20,35 @@ from torch import Tensor
 
 from common_kernels import backend
 from experiments.config.initial import AVERAGED, LATENT, damage
-from experiments.config.run import RunConfig
+from experiments.config.run import RunConfig, resolve
 from experiments.data.corpus import CALIBRATION
-from experiments.data.source import Source, send
+from experiments.data.source import Batch, Source, send
 from experiments.runs.finished import FinishedRun
 from experiments.support import checkpoint, results, tensor_files
 from experiments.support.errors import UserError
 from experiments.support.progress import say
-from experiments.training import routine, speed
+from experiments.training import routine
 from experiments.training.distributed import World
 from experiments.training.optimization import DTYPES, micro_batch_size
-from experiments.training.routine import Built, Finalized, Training, finalized_averages
+from experiments.training.routine import Finalized, Training, finalized_averages
 from experiments.training.routine import save_model as save_model
 from experiments.training.sharding import Shards, check_shardable, shards_weights
-from experiments.training.trainer import Trainer
+from experiments.training.trainer import Built, Trainer
 from methods import Method
+from methods.nn.acceleration import Acceleration
 from methods.nn.ranks import alone
 from models.base import Model
 
-_SHAPE = {**results.TRAINING, "corpus_hash": str, "corpus": dict, "metrics": dict}
-_reported: set[str] = set()  # devices without sparse products, of which a sweep says so once
 CALIBRATION_BATCH = 8  # sequences per forward pass; it does not change the statistics
 
 
 def finished(config: RunConfig) -> dict[str, Any] | None:
-    """The result of exactly this config, if it was run to the end and its files are intact.
-
-    Raises:
-        UserError: the result cannot be read or was made on other data than the config's, or the run
-            that it starts from is damaged.
-    """
-    result, why = Pretraining(config.resolve()).find()
+    """The result of exactly this config, if it was run to the end and its files are intact."""
+    result, why = Pretraining(resolve(config)).find()
     return result if why is None else None
 
 
-def run(config: RunConfig, report: Callable[[str], None] = say) -> dict[str, Any]:
-    """`train`, for the content of `result.json` alone."""
-    return train(config, report).result
-
-
-def train(config: RunConfig, report: Callable[[str], None] = say) -> FinishedRun:
+def run(config: RunConfig, report: Callable[[str], None] = say) -> FinishedRun:
     """Train, or resume, or do nothing if the run is done.
 
     Raises:
@@ -76,7 +64,7 @@ class Pretraining(Training):
 
     def find(self) -> tuple[dict[str, Any] | None, str | None]:
         config, directory = self.config, self.directory
-        result = results.read_finished(directory, self.id, _SHAPE)
+        result = results.read_finished(directory, self.id)
         if result is None:
             return None, None
         if not config.data.check_result(result, directory):
@@ -117,9 +105,8 @@ class Pretraining(Training):
             checkpoint.write_json(self.directory / "config.json", trainer.config)
         self.report(f"{self.config.method}, seed {self.config.seed}: {method.report}")
         self.report(f"in {self.directory}")
-        if method.acceleration and here.device.type not in _reported:
+        if method.acceleration:
             self.report(str(method.acceleration))
-            _reported.update({here.device.type} - {"cuda"})
         for note in self.notes():
             self.report(note)
         self.products = {
@@ -179,10 +166,11 @@ class Pretraining(Training):
             for r in results.read_metrics(self.directory / "metrics.jsonl")
             if "loss" in r
         )
-        result["acceleration"] = speed.gain(
+        size = trainer.micro_batch * trainer.world.size
+        result["acceleration"] = saved = gain(
             trainer.method.acceleration,
             1e3 * result["step_seconds"],
-            -(-trainer.train.batch_size // (trainer.micro_batch * trainer.world.size)),
+            -(-trainer.train.batch_size // size),
         )
         wrote = keep_tokenizer(result["corpus"], self.source.directory, self.directory)
         if self.averaged is not None:
@@ -191,9 +179,31 @@ class Pretraining(Training):
             wrote += tensor_files.save(done.latent, self.directory / LATENT)
         scores = ", ".join(f"{name} {value:.4f}" for name, value in done.metrics.items())
         self.report(f"{scores}, {trainer.seconds:.0f} s of training")
-        if (gained := result["acceleration"]) and (line := speed.summary(gained)):
-            self.report(line)
+        if saved and saved["step"]["saved_ms"]:
+            step = saved["step"]
+            self.report(
+                f"{step['ms']:.4g} ms a step; sparse products save {step['saved_ms']:.3g} ms of "
+                f"it: alone they make it {step['expected_gain']:.2f} times as fast"
+            )
         return wrote
+
+
+def gain(
+    acceleration: Acceleration | None, step_ms: float, micro_batches: int
+) -> dict[str, Any] | None:
+    """The record of how each layer's products ran and why (`Acceleration.as_dict`), and for a
+    `step` the milliseconds that sparse products save (`saved_ms`) and its speed-up over dense
+    products (`expected_gain`). None if no layer has products to choose from.
+    """
+    if acceleration is None or not acceleration.layers:
+        return None
+    step = {
+        "ms": step_ms,
+        "micro_batches": micro_batches,
+        "saved_ms": micro_batches * acceleration.saved_ms,
+        "expected_gain": acceleration.gain(step_ms, micro_batches),
+    }
+    return {**acceleration.as_dict(), "step": step}
 
 
 class HeldOut:
@@ -207,22 +217,27 @@ class HeldOut:
         self.source, self.samples = source, min(samples, source.eval_size)
 
     def __call__(self, trainer: Trainer) -> dict[str, float]:
-        totals: dict[str, Tensor] = {}
-        count = 0
-        for batch in self.source.eval_batches(self.samples, trainer.micro_batch):
-            output, loss, on_device = trainer.forward(batch)
-            sums, targets = self.source.score(output, loss.float(), on_device)
-            totals = {name: totals.get(name, 0) + value for name, value in sums.items()}
-            count += targets
-        return {f"val_{name}": float(value) / count for name, value in totals.items()}
+        return held_out(self.source, self.samples, trainer.micro_batch, trainer.forward)
+
+
+def held_out(
+    source: Source, samples: int, batch: int, forward: Callable[[Batch], tuple[Any, Any, Batch]]
+) -> dict[str, float]:
+    """Means over the first held-out samples. batch: samples at once. forward: runs the model, as
+    `Trainer.forward` does."""
+    totals: dict[str, Tensor] = {}
+    count = 0
+    for part in source.eval_batches(samples, batch):
+        output, loss, on_device = forward(part)
+        sums, targets = source.score(output, loss.float(), on_device)
+        totals = {name: totals.get(name, 0) + value for name, value in sums.items()}
+        count += targets
+    return {f"val_{name}": float(value) / count for name, value in totals.items()}
 
 
 def _prepare(config: RunConfig, here: World) -> tuple[Model, Method, Source]:
     """The converted model (on its device, unless it will be sharded), its method, and the
-    data.
-
-    Everything that can be checked without the data is checked before they are prepared.
-    """
+    data."""
     method = config.build_method()
     check_shardable(method, config.impl, config.train, here)
     # A model to be sharded is built on rank 0 in the host's memory, and on the others on `meta`.
@@ -237,25 +252,19 @@ def _prepare(config: RunConfig, here: World) -> tuple[Model, Method, Source]:
         except ValueError as error:
             raise UserError(str(error)) from error
 
-    model = here.rank0_first(build) if sharded else build()
-
-    @functools.cache
-    def open_source() -> Source:
-        source = here.rank0_first(lambda: config.open_source(model, here.device))
-        source.eval_batches(1, 1)  # is there anything to evaluate on?
-        return source
-
     try:
         backend.resolve(here.device)
+        model = here.rank0_first(build) if sharded else build()
+        source = here.rank0_first(lambda: config.open_source(model, here.device))
+        source.eval_batches(1, 1)  # is there anything to evaluate on?
         if count := method.capabilities.calibration_sequences:
             firsts = range(0, count, CALIBRATION_BATCH)
             parts = (range(count)[i : i + CALIBRATION_BATCH] for i in firsts)
-            batches = open_source().batches((CALIBRATION, part) for part in parts)
+            batches = source.batches((CALIBRATION, part) for part in parts)
             on_device = ({k: send(v, here.device) for k, v in b.items()} for b in batches)
             method.calibrate(model, on_device)
         with alone(here.device) if sharded else nullcontext():
             method.convert(model, dtype=DTYPES[config.train.dtype])
-        source = open_source()
     except (ValueError, RuntimeError) as error:
         raise UserError(str(error)) from error
     return model, method, source

@@ -9,7 +9,6 @@ import shutil
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
@@ -19,9 +18,8 @@ from torch import Tensor, nn
 
 from common_kernels import backend
 from experiments.config.initial import WEIGHTS
-from experiments.config.run import Run
-from experiments.config.settings import ImplConfig, TrainConfig
-from experiments.data.source import TrainingSource
+from experiments.config.run import Run, resolve
+from experiments.config.settings import ImplConfig
 from experiments.runs.finished import FinishedRun
 from experiments.support import checkpoint, results, tensor_files
 from experiments.support.errors import Diverged, UserError
@@ -30,28 +28,10 @@ from experiments.training import averages, legality
 from experiments.training.blocks import recompute
 from experiments.training.distributed import World, world
 from experiments.training.optimization import DTYPES
-from experiments.training.sharding import Shards, accelerate, shard_model
+from experiments.training.sharding import Shards, accelerate, shards_weights
 from experiments.training.tracking import check_viewers
-from experiments.training.trainer import Evaluation, Trainer
-from methods import Method
-from models.base import Model
+from experiments.training.trainer import Built, Trainer
 from models.dino import DINO
-
-
-@dataclass
-class Built:
-    """The model and method of a training, its data and its evaluation.
-
-    micro_batch: samples per rank and forward pass. tokens: tokens of the longest micro-batch.
-    """
-
-    model: Model
-    method: Method
-    source: TrainingSource
-    evaluation: Evaluation
-    train: TrainConfig
-    micro_batch: int
-    tokens: int
 
 
 class Finalized(NamedTuple):
@@ -89,37 +69,14 @@ class Training:
         raise NotImplementedError
 
     def build(self, here: World) -> Built:
-        """Load the data, and build and convert the model, on its device unless it will be sharded.
-
-        Raises:
-            UserError: config, data and machine do not fit together.
-        """
+        """Load the data; build and convert the model, on its device unless it will be sharded."""
         raise NotImplementedError
 
     def trainer(self, built: Built, here: World) -> Trainer:
         """The trainer of a built model, which may be sharded by now, at its first step."""
-        trainer = Trainer(
-            model=built.model,
-            method=built.method,
-            source=built.source,
-            evaluation=built.evaluation,
-            train=built.train,
-            identity=f"{self.id} {self.hashes[0]}",
-            directory=self.directory,
-            world=here,
-            micro_batch=built.micro_batch,
-            impl=self.config.impl,
-            config=self.config.as_dict(),
-            report=self.report,
-            group=self.group,
-        )
-        trainer.check = self.check_of(trainer)
-        return trainer
-
-    def check_of(self, trainer: Trainer) -> Callable[[], None]:
-        """A function that is called before each checkpoint and at the end, and raises an error if
-        the weights are not as they must be."""
-        return lambda: None
+        identity, config = f"{self.id} {self.hashes[0]}", self.config.as_dict()
+        place = self.config.impl, here, self.directory
+        return Trainer(built, *place, identity, config, self.report, self.group)
 
     def begin(self, trainer: Trainer) -> None:
         """Called before the first step, once it is certain that this process trains."""
@@ -149,7 +106,7 @@ def run(config: Any, kind: Callable[..., Training], report: Callable[[str], None
     impl: ImplConfig = config.impl
     with process_settings(impl), world(impl.device, impl.offload) as here:
         report = report if here.is_main else silent
-        run = here.broadcast_from_rank0(config.resolve)
+        run = here.broadcast_from_rank0(lambda: resolve(config))
         training = kind(run, report)
         if (ended := _ended(training, here)[0]) is not None:
             return FinishedRun(run.directory, ended)
@@ -158,7 +115,9 @@ def run(config: Any, kind: Callable[..., Training], report: Callable[[str], None
         built = training.build(here)
         if impl.activation_checkpointing:
             recompute(built.model)
-        shards = shard_model(built.model, built.method, impl, DTYPES[built.train.dtype], here)
+        shards = None
+        if shards_weights(impl, here):
+            shards = Shards(built.model, built.method, impl, DTYPES[built.train.dtype], here)
         accelerate(built.method, built.tokens, impl)
         if training.inputs() != training.hashes:
             raise UserError(
@@ -254,9 +213,7 @@ def _train(training: Training, trainer: Trainer, shards: Shards | None) -> dict[
         shutil.rmtree(trainer.checkpoints, ignore_errors=True)
         return written
 
-    return here.broadcast_from_rank0(
-        deliver
-    )  # so that all ranks learn of an error such as a full disk
+    return here.broadcast_from_rank0(deliver)  # all ranks learn of an error such as a full disk
 
 
 def _finalize(

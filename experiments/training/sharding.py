@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -62,17 +61,8 @@ def check_shardable(method: Method, impl: ImplConfig, train: TrainConfig, world:
         )
 
 
-def shard_model(
-    model: Model, method: Method, impl: ImplConfig, dtype: torch.dtype | None, world: World
-) -> Shards | None:
-    """Shard the weights over the ranks if `impl` says so; see `Shards`."""
-    if not shards_weights(impl, world):
-        return None
-    return Shards(model, method, dtype, world, compiled=impl.compile, offload=impl.offload)
-
-
 def accelerate(method: Method, tokens: int, impl: ImplConfig) -> dict[str, Products]:
-    """Call `Method.accelerate` with the settings of `impl`, after `shard_model`, and return its
+    """Call `Method.accelerate` with the settings of `impl`, after sharding, and return its
     products. Raises `UserError` for its errors."""
     repacks = any(layer.repacks for layer in method.sparse_layers.values())
     if impl.repack_backward and method.layers and not repacks:
@@ -95,34 +85,27 @@ class Shards:
     ever holds more than its rows and one block (or all that is outside of blocks).
 
     Args:
-        dtype: autocast's dtype, if any.
-        compiled: compile each block.
-        offload: keep the shards in the host's memory.
-    Raises:
-        UserError: a part of the model cannot be sharded.
-    """
+        dtype: autocast's dtype, if any."""
 
     def __init__(
         self,
         model: Model,
         method: Method,
+        impl: ImplConfig,
         dtype: torch.dtype | None,
         world: World,
-        compiled: bool = False,
-        offload: bool = False,
     ) -> None:
         self.model, self.method, self.world = model, method, world
         teacher = getattr(method, "teacher", None)
         # For `unsharded`: the model as it is before FSDP takes over the parameters.
         self._shapes = without_numbers((model, method), model, {id(teacher): None})
-        _check_alike([model, teacher], world)
         mesh = torch.distributed.init_device_mesh(world.device.type, (world.size,))
-        for block in blocks(model).values() if compiled else ():
+        for block in blocks(model).values() if impl.compile else ():
             block.compile()  # before FSDP adds hooks, which would break the graph of a whole model
         try:
             for each in (model, teacher):
                 if each is not None:
-                    shard(each, mesh, dtype, offload, keeps_root=each is model, world=world)
+                    shard(each, mesh, dtype, impl.offload, keeps_root=each is model, world=world)
             sharding.shard_layers(method.layers.values(), model)
         except ValueError as error:
             raise UserError(f"impl.shard=fsdp2: {error}") from error
@@ -149,17 +132,6 @@ class Shards:
         than a plain linear, but compute the same."""
         if all("weight" in layer._parameters for layer in self.method.sparse_layers.values()):
             self.method.finalize(self.model)
-
-
-def _check_alike(models: list[nn.Module | None], world: World) -> None:
-    """Raise RuntimeError unless all ranks have tensors of the same names and shapes."""
-    found = [
-        (name, tuple(tensor.shape), str(tensor.dtype))
-        for model in filter(None, models)
-        for name, tensor in itertools.chain(model.named_parameters(), model.named_buffers())
-    ]
-    if world.all_gather(found)[0] != found:
-        raise RuntimeError(f"rank {world.rank} has built another model than rank 0")
 
 
 def shard(

@@ -10,18 +10,19 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, closing, nullcontext
+from contextlib import closing, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
-from experiments.config.settings import AUTO, ImplConfig, TrainConfig
+from experiments.config.settings import ImplConfig, TrainConfig
 from experiments.data.source import Batch, Request, TrainingSource
 from experiments.support import memory
 from experiments.support.errors import Diverged, Stop, UserError, deferred_stop, first_line
-from experiments.support.progress import Progress, say
+from experiments.support.progress import Progress
 from experiments.support.results import revision
 from experiments.training import averages, checkpoints
 from experiments.training.descent import Descent
@@ -44,45 +45,55 @@ VERSION = 1  # of the state in a checkpoint; raise it when its entries or their 
 Evaluation = Callable[["Trainer"], dict[str, float]]
 
 
+@dataclass
+class Built:
+    """What a trainer trains, on what, and how that is evaluated.
+
+    model: converted by `method`; on its device, unless it will be sharded.
+    evaluation: evaluates the model in evaluation mode, every `train.eval_every` steps (or after
+        each epoch, if `train` has epochs) and at the end.
+    micro_batch: samples per rank and forward pass. tokens: tokens of the longest micro-batch.
+    """
+
+    model: Model
+    method: Method
+    source: TrainingSource
+    evaluation: Evaluation
+    train: TrainConfig
+    micro_batch: int
+    tokens: int
+
+
 class Trainer:
-    """Trains `model`, which `method` has converted and which is on its device, on the batches of
-    `source`.
+    """Trains a built model, which is on its device by now.
 
     Args:
-        evaluation: evaluates the model in evaluation mode, every `train.eval_every` steps (or after
-            each epoch, if `train` has epochs) and at the end.
         identity: hashes of the config and the initial weights; a checkpoint with another identity,
             or made on other data, is refused.
-        micro_batch: samples per rank and forward pass.
         config: the run's config, for the viewers of its log.
         group: the name of the config group of `train`, for messages.
     """
 
     def __init__(
         self,
-        *,
-        model: Model,
-        method: Method,
-        source: TrainingSource,
-        evaluation: Evaluation,
-        train: TrainConfig,
-        identity: str,
-        directory: Path,
-        world: World,
-        micro_batch: int,
+        built: Built,
         impl: ImplConfig,
-        config: dict[str, Any] | None = None,
-        report: Callable[[str], None] = say,
+        world: World,
+        directory: Path,
+        identity: str,
+        config: dict[str, Any],
+        report: Callable[[str], None],
         group: str = "train",
     ) -> None:
-        self.model, self.method, self.source = model, method, source
-        self.evaluation, self.train, self.group = evaluation, train, group
+        model, method, train = built.model, built.method, built.train
+        self.model, self.method, self.train, self.group = model, method, train, group
+        self.source, self.evaluation = built.source, built.evaluation
         self.identity, self.directory, self.world = identity, directory, world
-        self.micro_batch, self.impl = micro_batch, impl
-        self.config, self.report = config or {}, report
+        self.micro_batch, self.impl = built.micro_batch, impl
+        self.config, self.report = config, report
         self.saver = Saver(self.checkpoints, world)
         replayed, self.notice = choose(
-            impl.cuda_graphs, world.device, world.size, model, train, source.one_shape
+            impl.cuda_graphs, world.device, world.size, model, train, self.source.one_shape
         )
         self.optimization = Optimization(
             model,
@@ -92,7 +103,7 @@ class Trainer:
             compiled=impl.compile,
             fused=impl.optimizer == "fused",
             graphed=replayed,
-            report=report if impl.cuda_graphs == AUTO else None,
+            report=report,
             ranks=world.size,
             group=group,
         )
@@ -106,8 +117,6 @@ class Trainer:
         # Sums over the steps since the last record.
         self.loss_sum, self.loss_count = torch.zeros((), device=world.device), 0
         self.durations: list[float] = []  # seconds
-        # Raises an error if the weights are not as they must be, before each checkpoint.
-        self.check: Callable[[], None] = lambda: None
 
     @property
     def graphed(self) -> bool:
@@ -136,10 +145,15 @@ class Trainer:
         if self.notice is not None:
             self.report(self.notice)
         bar = Progress(self.train.steps, self.step, unit, enabled=main)
+        epoch = self.train.epoch_steps
+        # A signal is delayed to the end of a step. Several ranks cannot decide this separately, so
+        # there it ends the process at once.
+        delayed = deferred_stop() if self.world.size == 1 else nullcontext(Stop())
         # However the training ends, a checkpoint that is being written is completed.
-        with closing(self.saver), bar as progress, self._stop() as stop:
+        with closing(self.saver), bar as progress, delayed as stop:
             while self.step < self.train.steps:
-                if self._evaluation_due():
+                # An epoch is evaluated at its end.
+                if self.step % (epoch or self.train.eval_every) == 0 and (self.step or not epoch):
                     self._log_evaluation(self.evaluate())
                 start = time.perf_counter()
                 norm = self._train_step(batches)
@@ -169,7 +183,6 @@ class Trainer:
             )
         if self.optimization.replays is not None:
             self.optimization.replays.forget()  # later work may need their memory
-        self.check()
 
     def log_last(self, means: dict[str, float]) -> None:
         """Record the evaluation after the last step and close the log."""
@@ -177,30 +190,16 @@ class Trainer:
         if self.log is not None:
             self.log.close()
 
-    def _stop(self) -> AbstractContextManager[Stop]:
-        """A context that delays a signal to the end of a step. With several ranks, which cannot
-        decide this separately, a signal ends the process at once."""
-        return deferred_stop() if self.world.size == 1 else nullcontext(Stop())
-
     def _log(self, record: dict[str, Any]) -> None:
         if self.log is not None:
             self.log.write(record)
-
-    def _evaluation_due(self) -> bool:
-        """True if the model is evaluated before this step."""
-        epoch = self.train.epoch_steps
-        if epoch is not None:
-            return self.step > 0 and self.step % epoch == 0
-        return self.step % self.train.eval_every == 0
 
     def _log_evaluation(self, means: dict[str, float]) -> None:
         """Record an evaluation. With epochs, this is the epoch's only record, with its mean
         loss."""
         record: dict[str, Any] = {"step": self.step}
         if self.train.epoch_steps is not None:
-            total, count = self._take_losses()
-            epoch = self.step // self.train.epoch_steps
-            record |= {"epoch": epoch, "loss": float(total) / count}
+            record |= {"epoch": self.step // self.train.epoch_steps, "loss": self._mean_loss()}
         self._log(record | means)
 
     def _log_step(self, norm: float) -> float | None:
@@ -215,8 +214,7 @@ class Trainer:
         if self.step % self.train.log_every and self.step != self.train.steps - 1:
             return None
         seconds = statistics.median(self.durations)
-        total, count = self._take_losses()
-        loss = float(total / count)
+        loss = self._mean_loss()
         self._log(
             {
                 "step": self.step,
@@ -231,16 +229,13 @@ class Trainer:
         )
         return loss
 
-    def _take_losses(self) -> tuple[Tensor, float]:
-        """(sum of the losses of the steps since the last record, their number or nan). The count
-        starts again.
-
-        The sum is averaged over the ranks, so every rank must call it.
-        """
-        total, count = self.world.all_reduce_mean(self.loss_sum), self.loss_count or math.nan
+    def _mean_loss(self) -> float:
+        """The mean loss of the steps since the last record, or nan; the count starts again. Every
+        rank must call it."""
+        mean = self.world.all_reduce_mean(self.loss_sum) / (self.loss_count or math.nan)
         self.loss_sum, self.loss_count = torch.zeros_like(self.loss_sum), 0
         self.durations = []
-        return total, count
+        return float(mean)
 
     def _train_step(self, batches: Iterator[Batch]) -> float:
         """Take one optimizer step and return the gradient's norm before clipping."""
@@ -329,7 +324,6 @@ class Trainer:
         Args:
             own: states of this rank's random generators to save instead of the present ones.
         """
-        self.check()
         states = self.world.all_gather(own or generators(self.world.device))
         loss_sum = self.world.all_reduce_mean(self.loss_sum)
         if self.log is not None:
@@ -352,12 +346,7 @@ class Trainer:
         self.saver.save(self.step, state)
 
     def resume(self) -> None:
-        """Load the newest whole checkpoint, if there is one.
-
-        Raises:
-            UserError: it belongs to another config, other initial weights or other data, some ranks
-                do not see it, or it was written by another version of the code.
-        """
+        """Load the newest whole checkpoint, if there is one."""
         state = checkpoints.load_latest(self.checkpoints, self.report, self.world)
         if state is None:
             return

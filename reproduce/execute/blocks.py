@@ -184,7 +184,7 @@ class BlockRun:
         found = self.job.result()
         try:
             if found is None and (config := self.job.config) is not None:
-                lost = read(config.directory(), {"metrics": dict}, config.digest(), diverged=True)
+                lost = read(config.directory(), config.digest(), diverged=True)
                 found = lost if divergence(lost) else None
         except UserError:  # there is none, or the config is refused, of which its job tells
             pass

@@ -54,8 +54,7 @@ def load(overrides: list[str]) -> Base:
 
 def finished(config: Base) -> dict[str, Any] | None:
     """The stored result of this config on this device, or None."""
-    shape = {"metrics": dict, "environment": dict}
-    return results.read_finished(config.directory(), config.digest(), shape)
+    return results.read_finished(config.directory(), config.digest())
 
 
 def run(config: Base, report: Report = print) -> dict[str, Any]:

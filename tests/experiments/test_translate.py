@@ -14,8 +14,6 @@ from experiments.runs.finished import FinishedRun
 from experiments.support.checkpoint import read_sealed
 from experiments.support.errors import UserError
 from experiments.training import pretraining, routine
-from experiments.training.optimization import Optimization
-from experiments.training.tracking import read_metrics
 from tests.experiments.conftest import quiet
 
 TINY = [
@@ -41,7 +39,7 @@ def tiny(tmp_path, small):
 def test_a_run_is_trained_translated_and_scored(tiny):
     config = tiny("method=s_ste")
     assert translate.finished(config) is None
-    result = translate.run(config, quiet)
+    result = translate.run(config, quiet).result
     assert result["steps"] == 6 and 100 < result["tokens"] / (6 * 2) <= 256
     metrics = result["metrics"]
     assert {"val_loss", "averaged_val_loss", "bleu", "bleu_tokenized", "val_bleu"} <= metrics.keys()
@@ -57,7 +55,7 @@ def test_a_run_is_trained_translated_and_scored(tiny):
 
 def test_the_averaged_weights_translate(tiny):
     config = tiny("method=sr_ste")
-    result = translate.run(config, quiet)
+    result = translate.run(config, quiet).result
     averaged = load_file(config.directory() / "ema.safetensors")
     own = load_file(config.directory() / "model.safetensors")
     assert averaged.keys() == own.keys()
@@ -82,49 +80,15 @@ def test_another_search_translates_anew_and_trains_no_more(tiny, monkeypatch):
     assert config.digest() == wider.digest()
     pretraining.run(config, quiet)  # stopped before it was translated
     assert pretraining.finished(config) is not None and translate.finished(config) is None
-    first = translate.run(config, quiet)
+    first = translate.run(config, quiet).result
     assert translate.finished(wider) is None
     monkeypatch.setattr(routine, "_train", None)
-    assert translate.run(wider, quiet)["search"]["beam"] == 3
+    assert translate.run(wider, quiet).result["search"]["beam"] == 3
     monkeypatch.setattr(translate, "translate", None)
-    assert translate.run(wider, quiet)["metrics"]["val_loss"] == first["metrics"]["val_loss"]
+    assert translate.run(wider, quiet).result["metrics"]["val_loss"] == first["metrics"]["val_loss"]
 
 
-class Killed(Exception):
-    pass
-
-
-def test_a_stopped_run_goes_on_exactly(tiny, monkeypatch, tmp_path):
-    """Across the first of the states that are averaged, and the end of an epoch."""
-    whole = tiny("method=fst", "model.dropout=0.1")
-    expected = pretraining.run(whole, quiet)
-    stopped = tiny("method=fst", "model.dropout=0.1", f"runs={tmp_path / 'stopped'}")
-    step = Optimization.step
-
-    def dies(self, number, *rest):
-        if number == 5:
-            raise Killed
-        return step(self, number, *rest)
-
-    with monkeypatch.context() as patch, pytest.raises(Killed):
-        patch.setattr(Optimization, "step", dies)
-        pretraining.run(stopped, quiet)
-    assert (stopped.directory() / "checkpoints").is_dir()
-    found = pretraining.run(stopped, quiet)
-    assert found["files"] == expected["files"] and "ema.safetensors" in found["files"]
-
-    def records(config):
-        lines = read_metrics(config.directory() / "metrics.jsonl")
-        return [{k: v for k, v in line.items() if k != "step_seconds"} for line in lines]
-
-    assert records(stopped) == records(whole)
-
-
-def test_what_does_not_translate_is_refused(monkeypatch):
-    with pytest.raises(UserError, match="model=gpt2 does not translate"):
-        translate.load(["model=gpt2_nano", "data=stdlib"])
-    with pytest.raises(UserError, match="beam=0; it must be at least 1"):
-        translate.load(["search.beam=0"])
+def test_a_library_that_is_missing_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "sacrebleu", None)
     with pytest.raises(UserError, match="needs sacrebleu: pip install"):
         translate.run(translate.load([]), quiet)

@@ -3,24 +3,24 @@
 import dataclasses
 import importlib
 import math
+import os
 import re
+import signal
 import sys
 
 import numpy as np
 import pytest
 import torch
 from hydra import compose, initialize_config_module
-from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 
 import methods
-from experiments.config import run_names
-from experiments.config.compose import composed, one_line_errors
+from experiments.config.compose import composed
 from experiments.config.driver import exit_with_one_line
 from experiments.config.run import ImplConfig, TrainConfig, load
 from experiments.config.yaml_files import CONF
-from experiments.support.errors import Terminated, UserError
-from experiments.support.identity import identity_of
+from experiments.support.errors import UserError
+from experiments.support.names import identity_of
 from experiments.training import pretraining
 from tests.experiments.conftest import quiet
 
@@ -46,40 +46,70 @@ def test_the_yaml_files_state_every_key_and_its_default():
     assert keys == {f.name for f in dataclasses.fields(ImplConfig)}
 
 
-BAD = [
-    ("method=sste", "there is no method=sste; s_ste may be meant; there is ast, bi_mask,"),
-    ("method=t_sr_ste", "method=t_sr_ste is called method=fst now"),
-    ("hydra/sweeper=x", "there is no hydra/sweeper=x; there is basic"),
-    ("+cluster=slrm", "there is no cluster=slrm; slurm may be meant; there is local, slurm"),
-    ("method=ste,s_ste", "method=ste,s_ste has several values: for a sweep add -m; one value"),
-    ("+method.decay=1", "method has no key decay; it takes"),
-    ("impl.loggers=csv", "impl.loggers must be a list, as in 'impl.loggers=[VALUE]'"),
-    ("no/folder", "no/folder is no KEY=VALUE"),
-    ("train.betas=[0.9", "train.betas=[0.9 cannot be read ("),
-    ("train.steps=many", "train.steps: Value 'many'"),
-    ("train.steps=0", "train.steps=0; it must lie in [1, 100,000,000]"),
-    ("train.dtype=fp8", "train.dtype=fp8; choose one of fp32, bf16, fp16"),
-    ("seed=-1", "seed=-1; it must lie in [0, 2**63)"),
-    ("train.batch_size=10000000000000000000000", "it must lie in [1, 100,000,000]"),
-    ("~method", "the config has no method: leave ~method out"),
-    ("impl.loggers=[csv]", "choose from tensorboard, wandb"),
-    ("method.beta=max", "beta='max'; choose one of none"),
-    ("model.n_head=3", "n_embd must be a multiple of n_head"),
-    ("data.tokenizer=words", "tokenizer=words is neither gpt2, bpe nor wordpiece"),
-    ("data.name=../../x", "data.name='../../x' names a folder"),
-    ("data.source=texts", "data.source=texts is not the embedded corpus"),
-    ("data.source=???", "data.source has no value"),
-    ("nothing_like_it=20", "there is no nothing_like_it here"),
-    ("+modle.n_layer=1", "there is no modle.n_layer here; model.n_layer may be meant"),
-]
+BAD = {
+    "pretrain": {
+        "method=sste": "there is no method=sste; s_ste may be meant; there is ast, bi_mask,",
+        "method=t_sr_ste": "method=t_sr_ste is called method=fst now",
+        "+cluster=slrm": "there is no cluster=slrm; slurm may be meant; there is local, slurm",
+        "method=ste,s_ste": "method=ste,s_ste has several values: for a sweep add -m; one value",
+        "+method.decay=1": "method has no key decay; it takes",
+        "impl.loggers=csv": "impl.loggers must be a list, as in 'impl.loggers=[VALUE]'",
+        "no/folder": "no/folder is no KEY=VALUE",
+        "train.betas=[0.9": "train.betas=[0.9 cannot be read (",
+        "train.steps=many": "train.steps: Value 'many'",
+        "train.steps=0": "train.steps=0; it must lie in [1, 100,000,000]",
+        "train.dtype=fp8": "train.dtype=fp8; choose one of fp32, bf16, fp16",
+        "train.cooldown_steps=201": "together exceed train.steps=200",
+        "train.warmup_learning_rate=2.0": "is above train.learning_rate=",
+        "train.schedule=sqrt train.min_learning_rate=1e-4": "=sqrt does not use it; set it to 0",
+        "train.average_last=2": "go together",
+        "train.average_last=2 train.average_every=1 train.ema=0.5": "exclude each other",
+        "train.descent_every=1 impl.shard=fsdp2": "passes, which do not work with impl.shard",
+        "impl.offload=true": "impl.offload=true with impl.shard=ddp",
+        "seed=-1": "seed=-1; it must lie in [0, 2**63)",
+        "~method": "the config has no method: leave ~method out",
+        "impl.loggers=[csv]": "choose from tensorboard, wandb",
+        "method.beta=max": "beta='max'; choose one of none",
+        "model.n_head=3": "n_embd must be a multiple of n_head",
+        "data.tokenizer=words": "tokenizer=words is neither gpt2, bpe nor wordpiece",
+        "data.name=../../x": "data.name='../../x' names a folder",
+        "data.source=texts": "data.source=texts is not the embedded corpus",
+        "data.source=???": "data.source has no value",
+        "+modle.n_layer=1": "there is no modle.n_layer here; model.n_layer may be meant",
+    },
+    "dino": {
+        "method=ast": "method=ast distils from the model as it was, but model=vit",
+        "train.ema=0.9": "its teacher is the average; set it to 0",
+        "+dino.centering=sinkhorn": "dino has no key centering",
+    },
+    "translate": {
+        "model=gpt2_nano data=stdlib": "model=gpt2 does not translate",
+        "search.beam=0": "beam=0; it must be at least 1",
+    },
+    "find_decay": {
+        "candidates=[]": "candidates=[]; it must be a list of numbers",
+        "candidates=[-1e-5]": "candidates=[-1e-05]; it must be a list of numbers",
+        "method=ste": "method=ste has no masked decay; choose sr_ste, fst or bi_mask",
+        "train.warmup_steps=2": "train.warmup_steps=2; the flip rates are compared",
+        "train.ramp_batch=16 train.ramp_micro_steps=200": "train.ramp_batch: flip rates are",
+    },
+    "finetune": {
+        "task=snli run=x": "task=snli; choose one of cola",
+        "weights=dense run=x": "weights=dense with mode=auto",
+        "recipe.epochs=0 run=x": "recipe.epochs=0",
+        "recipe.epochs={mrpc:2} run=x": "recipe.epochs differs by task, but has mrpc; it takes def",
+        "model.path=somewhere run=x": "give either run=DIR",
+    },
+}
 
 
 def test_bad_overrides_are_one_line_that_names_the_key():
-    for override, message in BAD:
-        with pytest.raises(UserError) as caught:
-            load([override])
-        assert message in str(caught.value)
-        assert "\n" not in str(caught.value)
+    for driver, cases in BAD.items():
+        module = importlib.import_module(f"experiments.{driver}")
+        for overrides, message in cases.items():
+            with pytest.raises(UserError) as caught:
+                module.load(overrides.split(" "))
+            assert message in str(caught.value) and "\n" not in str(caught.value), overrides
     with pytest.raises(UserError, match=r"^runs/x is no KEY=VALUE; run=runs/x may be meant$"):
         composed("evaluate", lambda config: config, ["runs/x"])
     for ask in (lambda: methods.build("t_sr_ste"), lambda: methods.t_sr_ste):
@@ -159,18 +189,6 @@ def test_a_name_has_what_differs_from_the_defaults(monkeypatch):
         assert re.fullmatch(rf"{re.escape(name)}-[0-9a-f]{{8}}", found)
 
 
-def test_a_name_is_bounded_and_needs_no_quotes():
-    directory = load([
-        "method=slope", 'method.include=["*a b[\'=,/é$]*"]', "method.exclude=[]", "train.steps=3",
-        "train.warmup_steps=1", "train.batch_size=2", "train.betas=[0.9,0.999]", "train.ema=0.5",
-        "train.weight_decay=0", "train.weight_decay_end=0.25", "train.grad_clip=0",
-    ]).directory()  # fmt: skip
-    name = directory.parent.name
-    assert re.fullmatch(r"[A-Za-z0-9._+-]+_more-[0-9a-f]{8}", name)
-    assert len(name) < len("slope--12345678") + run_names.LONGEST + len("-99_more")
-    assert OverridesParser.create().parse_override(f"run={directory}").value() == str(directory)
-
-
 def test_a_run_is_found_by_its_hash_under_any_name(tmp_path):
     config, other = (load([f"runs={tmp_path}", f"method.gamma={g}"]) for g in (0.5, 0.25))
     digest = config.directory().parent.name.rpartition("-")[2]
@@ -202,17 +220,17 @@ def test_errors_of_the_machine_are_one_line(tmp_path):
         raise RuntimeError("of the work itself")
 
 
-def test_a_signal_that_ends_as_another_error_is_still_that_signal():
-    """omegaconf, interrupted in the midst of a change, fails in its `finally`."""
-    for kind in (Terminated, KeyboardInterrupt):
-        with pytest.raises(kind), one_line_errors():
-            try:
-                try:
-                    raise kind
-                finally:
-                    None._invalidate_flags_cache()
-            except AttributeError as error:
-                raise UserError("train.betas: 'NoneType' object has no attribute") from error
+def test_a_signal_is_one_line_with_the_status_of_the_shell(capsys):
+    before = signal.getsignal(signal.SIGTERM)
+    for said, number, status in (
+        ("terminated", signal.SIGTERM, 143),
+        ("interrupted", signal.SIGINT, 130),
+    ):
+        with pytest.raises(SystemExit) as stop, exit_with_one_line("begins it anew"):
+            os.kill(os.getpid(), number)
+        signal.signal(signal.SIGTERM, before)
+        assert stop.value.code == status
+        assert capsys.readouterr().err == f"{said}; the same command begins it anew\n"
 
 
 def test_methods_with_a_form_of_adamw_refuse_other_optimizers(tiny):

@@ -15,7 +15,6 @@ from experiments.images.source import ImageSource
 from experiments.runs.finished import FinishedRun
 from experiments.support.checkpoint import read_sealed
 from experiments.support.errors import UserError
-from experiments.support.progress import say
 from experiments.training import pretraining
 from models.vit import ViT, ViTConfig
 from tests.experiments.conftest import quiet
@@ -245,12 +244,3 @@ def test_bad_input_is_one_line_and_leaves_nothing(trained, text, tmp_path):
             evaluate.run(configure(*overrides), quiet)
         assert "\n" not in str(caught.value)
     assert sorted(trained.directory.rglob("*")) == before
-
-
-def test_sentences_are_wrapped_at_the_width_of_a_terminal_and_paths_are_not_cut(
-    monkeypatch, capsys
-):
-    monkeypatch.setenv("COLUMNS", "80")
-    say(f"sparse, as the method of {'x' * 90} ended\nnext")
-    expected = ["sparse, as the method of", f"  {'x' * 90}", "  ended", "next"]
-    assert capsys.readouterr().out.splitlines() == expected

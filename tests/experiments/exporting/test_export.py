@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from common_kernels import backend, check_nm, nm_mask
+from common_kernels import check_nm, nm_mask
 from experiments.data.corpus import load_tokens
 from experiments.data.manifest import DataConfig
 from experiments.data.tokenizer import folder_tokenizer
@@ -19,7 +19,7 @@ from experiments.exporting import tokenizer as tokenizer_module
 from experiments.exporting.export import Form
 from experiments.runs.finished import FinishedRun
 from experiments.support.errors import UserError
-from experiments.training import legality, pretraining
+from experiments.training import legality
 from models.bert import BertConfig, BertLM
 from models.gpt2 import GPT, GPTConfig
 from models.hf import CausalLM
@@ -110,29 +110,6 @@ def test_the_masks_of_a_square_conv1d_are_along_its_inputs(finished):
     assert told[name]["axis"] == 0
     assert torch.equal(stored[name], run.model().get_parameter(name).t())
     assert int(check_nm(stored[name], 2, 4, dim=1)) > 0
-
-
-def test_trained_adapters_are_merged(tiny):
-    config = tiny("method=slope", "method.adapter_rank=4", "method.adapter_fraction=0.5",
-                  "train.steps=4", "train.learning_rate=1e-2")  # fmt: skip
-    pretraining.run(config, quiet)
-    run = FinishedRun.open(config.directory())
-    model = run.model().eval()
-    folder = export.export(run, report=quiet)
-    with torch.no_grad():
-        expected = model(tokens())[0]
-        merged = run.model().eval()
-        assert export.merge_low_rank(merged)
-        found = reload("gpt2", folder)(input_ids=tokens()).logits
-        torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
-        # The adapters matter: without them the outputs are others.
-        for layer in model.modules():
-            if hasattr(layer, "right"):
-                layer.right.zero_()
-        assert (model(tokens())[0] - expected).abs().max() > 1e-4
-    card = (folder / "README.md").read_text()
-    assert "Low-rank terms were merged" in card
-    assert "| density of the converted linears | 0.5000 |" in card
 
 
 def test_dense_weights_are_asked_for_and_go_elsewhere(trained, tmp_path):
@@ -256,21 +233,6 @@ def test_an_export_is_repeated_unless_it_is_whole_and_of_these_weights(finished,
     assert {path.name for path in tmp_path.iterdir()} == {"out", "run"}
 
 
-def test_foreign_and_damaged_records(tmp_path):
-    assert export.read_patterns(tmp_path) == {}
-    for content, said in {
-        b"": r"is damaged \(",
-        b"\xff": r"is damaged \(",
-        b"[]": "was not written by an export of sparse24",
-        b'{"format": "sparse24", "version": 9}': "has version 9, and this library reads 1",
-        b'{"format": "sparse24", "version": 1, "files": []}': "no tensors or files",
-    }.items():
-        (tmp_path / export.RECORD).write_bytes(content)
-        with pytest.raises(UserError, match=rf"sparse24\.json .*{said}") as caught:
-            export.read_patterns(tmp_path)
-        assert "\n" not in str(caught.value)
-
-
 def test_files_of_others_are_not_lost(finished, tmp_path):
     run, folder = finished("gpt2"), tmp_path / "out"
     notes = run.directory / "export" / "notes.txt"  # even in the usual place
@@ -336,19 +298,6 @@ def test_semi_structured_tensors_hold_the_same_weights(layout):
         strided = identity[:, None].expand(-1, 3, -1).transpose(0, 1)  # [3, in, in]
         assert torch.equal(sparse.get_submodule(name)(strided), dense.get_submodule(name)(strided))
     del operators
-
-
-def test_a_model_that_cannot_be_packed_says_why(monkeypatch):
-    monkeypatch.setattr(backend, "interpreted", lambda: False)
-    small = nn.Linear(8, 8, dtype=torch.bfloat16)
-    nn.init.zeros_(small.weight)
-    for model, layout, said in (
-        (pruned(torch.bfloat16), None, "cuSPARSELt .*, not a cpu"),
-        (nn.Linear(64, 64, dtype=torch.bfloat16), "cutlass_sm80", "no linear of this model is 2:4"),
-        (nn.Sequential(small), "cutlass_sm80", r"shape \(8, 8\)"),
-    ):
-        with pytest.raises((UserError, ValueError), match=said):
-            semi_structured.to_semi_structured(model, layout)
 
 
 def test_an_exported_vit_prepares_images_as_validation_does(exported):

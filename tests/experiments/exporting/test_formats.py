@@ -47,15 +47,6 @@ def same(first, second):
         assert torch.equal(bits(tensor), bits(second[name])), name
 
 
-def test_weights_are_the_run_s_and_a_zero_of_a_mask_becomes_plus_0(exported):
-    family, run, folder, _ = exported
-    stored, written = (load_file(f / "model.safetensors") for f in (run.directory, folder))
-    assert any((t.view(torch.int32) == torch.iinfo(torch.int32).min).any() for t in stored.values())
-    sums = [sum(t.double().abs().sum() for t in tensors.values()) for tensors in (stored, written)]
-    if family == "gpt2":  # of one tensor for each of ours
-        assert sums[0] == sums[1]
-
-
 def plain(folder, **options):
     import transformers
 
@@ -275,23 +266,17 @@ def test_a_damaged_folder_is_one_line_with_the_file(two):
     positions = stored[f"{name}.positions"][:, :1].contiguous()
     no_fit = "sparse24.safetensors does not fit"
     for folder, file, change, rehashed, message in (
-        (compressed, sparse.RECORD, None, False, "no export of sparse24 in"),
         (compressed, sparse.RECORD, lambda c: c[:-9], False, "sparse24.json is damaged"),
         (compressed, sparse.RECORD, lambda c: c.replace(b'"axis"', b'"axes"'), False,
          "sparse24.json is damaged (tensors.transformer.h.0."),
-        (compressed, sparse.WEIGHTS, None, False, "sparse24.safetensors: No such file"),
         (compressed, sparse.WEIGHTS, lambda c: c[:-9], False, "safetensors is damaged or of"),
         (whole, "model.safetensors", lambda c: c[:-1] + b"x", False, "is damaged or of another"),
         (whole, "model.safetensors", None, False, "No such file"),  # no pickle instead
-        (compressed, "config.json", None, False, "config.json: No such file"),
         (compressed, "config.json", lambda c: c.replace(b"e-05", b"e-06"), False, "is damaged"),
         (compressed, "config.json", lambda c: c.replace(b"GPT2LMHeadModel", b"os"), True,
          "names 'os', which is no model of transformers"),
-        (compressed, "config.json", lambda c: c.replace(b'"n_layer": 1', b'"n_layer": 2'), True,
-         "of another model: transformer.h.1."),
         (whole, "config.json", lambda c: c.replace(b'"n_inner": null', b'"n_inner": 32'), True,
          "of another model: "),
-        (compressed, sparse.WEIGHTS, with_part(f"{name}.values", None), True, no_fit),
         (compressed, sparse.WEIGHTS, with_part(f"{name}.positions", positions), True, no_fit),
         (compressed, sparse.WEIGHTS,
          with_part(f"{name}.values", stored[f"{name}.values"].flatten()), True, no_fit),

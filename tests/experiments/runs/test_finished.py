@@ -1,6 +1,5 @@
 """Tests of what starts from a finished run: its weights, and the method that fine-tunes them."""
 
-import json
 import shutil
 
 import pytest
@@ -112,22 +111,6 @@ def test_each_method_is_fine_tuned_by_its_own_rule_from_the_function_it_ended_wi
                 assert torch.equal(old == 0, new == 0)
 
 
-@pytest.mark.parametrize("options", [ADAPTERS, ["method=ast", "method.slorb_k=8"]])
-def test_dense_fine_tuning_starts_with_the_low_rank_terms_in_the_weights(finished, options):
-    run = finished(*options)
-    model = run.model()
-    before = logits(model)
-    layers = [model.get_submodule(name) for name in run.converted]
-    assert all(type(layer) is not torch.nn.Linear for layer in layers)
-    method = run.method_for(model, "dense", 10, 0)
-    assert type(method) is dense.Method and tuple(method.layers) == run.converted
-    assert all(type(layer) is torch.nn.Linear for layer in layers)
-    assert all((layer.weight != 0).float().mean() > 0.9 for layer in layers)
-    assert not any("slorb" in n or "left" in n for n, _ in model.named_parameters())
-    # Sums of 16 to 64 fp32 terms in another order.
-    torch.testing.assert_close(logits(model), before, rtol=0, atol=1e-5)
-
-
 def test_what_was_asked_for_instead_of_the_rule(finished):
     run = finished("method=s_ste")
     assert type(run.method_for(run.model(), "dense", 10, 0)) is dense.Method
@@ -158,23 +141,6 @@ def test_the_method_of_a_fine_tuning_has_its_length_seed_and_dtype(finished, opt
     assert {*map(method.pattern, method.layers)} == {*map(run.pattern, run.converted)}
     assert (method.config.total_steps, method.config.seed) == (10, 3)
     assert {layer.dtype for layer in method.sparse_layers.values()} == {torch.bfloat16}
-
-
-def test_no_finished_run(tmp_path, finished):
-    with pytest.raises(UserError, match="holds no finished run"):
-        FinishedRun.open(tmp_path)
-    (tmp_path / "result.json").write_text("{")
-    with pytest.raises(UserError, match=r"result\.json is damaged \(Expecting .*\); remove it"):
-        FinishedRun.open(tmp_path)
-    other = {"schema": 1, "config_hash": "0", "config": {"model": {"name": "x"}}}
-    (tmp_path / "result.json").write_text(json.dumps(other))
-    with pytest.raises(UserError, match=r"result\.json is not the result of a training"):
-        FinishedRun.open(tmp_path)
-    run = finished("method=dense")
-    changed = json.loads((run.directory / "config.json").read_text())["model"] | {"n_embd": 32}
-    run.result["config"]["model"] = changed
-    with pytest.raises(UserError, match="do not fit the model"):
-        run.model()
 
 
 def test_the_tokenizer_is_that_of_training_whatever_became_of_the_corpus(tmp_path, tiny):
@@ -208,20 +174,10 @@ def test_the_tokenizer_is_that_of_training_whatever_became_of_the_corpus(tmp_pat
         again.tokenizer()
 
 
-def test_layers_that_are_missing_or_damaged_are_one_line(finished):
+def test_layers_that_a_result_does_not_vouch_for_are_missed(finished):
     run = finished("method=s_ste")
     path = run.directory / "latent.safetensors"
-    content = path.read_bytes()
-    path.unlink()
-    with pytest.raises(UserError, match=r"latent\.safetensors is missing; make the run again"):
-        run.method_for(run.model(), "auto", 10, 0)
-    path.write_bytes(content[:1000])
-    with pytest.raises(UserError, match=r"latent\.safetensors was changed"):
-        FinishedRun.open(run.directory).model("dense")
-    # Of a run whose result does not vouch for the file.
     del run.result["files"][path.name]
-    with pytest.raises(UserError, match=r"latent\.safetensors is damaged .*; run it again"):
-        run.model("dense")
     path.unlink()
     with pytest.raises(UserError, match=r"latent\.safetensors is missing or lacks .*mode=dense"):
         run.method_for(run.model(), "auto", 10, 0)
@@ -255,20 +211,3 @@ def test_a_run_starts_from_the_weights_of_transformers(kind, tmp_path):
         next(source.parameters()).add_(1.0)
     to_transformers(source).save_pretrained(folder)
     assert load([*OURS[kind], f"init={folder}"]).digest() != digest
-
-
-def test_checkpoints_that_do_not_fit_are_one_line(tmp_path, hf_model):
-    model = to_transformers(load(OURS["gpt2"]).build_model())
-    model.save_pretrained(tmp_path / "gpt2")
-    model.config.scale_attn_by_inverse_layer_idx = True
-    model.save_pretrained(tmp_path / "scaled")
-    hf_model("opt").save_pretrained(tmp_path / "opt")
-    for folder, overrides, message in (
-        ("scaled", [], r"scale_attn_by_inverse_layer_idx=True \(needs False\)"),
-        ("gpt2", ["model.n_embd=32"], r"do not fit the model: .*differ; set model\.\* to"),
-        ("gpt2", ["model.bias=false"], r"do not fit the model: .*differ; set model\.\* to"),
-        ("opt", [], "is a checkpoint of opt; only those of gpt2, bert and vit"),
-    ):
-        with pytest.raises(UserError, match=message) as caught:
-            load([*OURS["gpt2"], *overrides, f"init={tmp_path / folder}"]).build_model()
-        assert "\n" not in str(caught.value)

@@ -3,7 +3,6 @@
 import os
 import subprocess
 import sys
-import threading
 from pathlib import Path
 
 import pytest
@@ -12,20 +11,6 @@ from safetensors.torch import save_file
 
 from experiments.support import checkpoint
 from experiments.support.errors import UserError
-
-
-def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path):
-    path = tmp_path / "x.json"
-    checkpoint.write_json(path, {"old": 1})
-
-    def fail(temporary):
-        temporary.write_text("half")
-        raise OSError("disk full")
-
-    with pytest.raises(OSError, match="disk full"):
-        checkpoint.write_atomic(path, fail)
-    assert path.read_text() == '{\n  "old": 1\n}\n'
-    assert list(tmp_path.iterdir()) == [path]
 
 
 def test_content_is_synced_before_it_gets_its_name_and_the_folder_after(tmp_path, monkeypatch):
@@ -72,27 +57,6 @@ def test_one_process_holds_a_directory_and_removes_the_debris_of_the_last_one(tm
         assert written.exists()
     with checkpoint.exclusive(tmp_path):
         assert not written.exists()
-
-
-def test_a_look_at_a_lock_turns_nobody_away(tmp_path):
-    ended = threading.Event()
-
-    def look():
-        while not ended.is_set():
-            checkpoint.is_locked(tmp_path)
-
-    others = [threading.Thread(target=look) for _ in range(2)]
-    for other in others:
-        other.start()
-    try:
-        for _ in range(200):
-            with checkpoint.exclusive(tmp_path):
-                assert checkpoint.is_locked(tmp_path)
-    finally:
-        ended.set()
-        for other in others:
-            other.join()
-    assert not checkpoint.is_locked(tmp_path)
 
 
 @pytest.mark.parametrize("kind", ["safetensors", "text"])

@@ -11,7 +11,6 @@ from huggingface_hub.errors import LocalEntryNotFoundError
 from experiments.config.initial import HFConfig
 from experiments.config.run import load
 from experiments.data import parallel
-from experiments.data.corpus import load_tokens
 from experiments.data.manifest import DataConfig
 from experiments.data.parallel import PairsConfig
 from experiments.data.prepare import prepare
@@ -81,19 +80,6 @@ def test_text_and_pairs_are_of_one_commit_which_is_recorded(tmp_path, monkeypatc
         pinned = f"hf://datasets/owner/{what}@{COMMITS[name]}{path}"
         assert {url.partition("/train-")[0] for url in asked} == {pinned}
         asked.clear()
-
-
-@pytest.mark.parametrize(("revision", "name"), [("", "main"), ("@old", "old")])
-def test_a_corpus_records_the_commit_of_its_tokenizer(tmp_path, hub_calls, revision, name):
-    source = tmp_path / "text"
-    source.mkdir()
-    (source / "a.jsonl").write_text("".join(json.dumps({"text": "the mask"}) + "\n" for _ in "abc"))
-    tokenizer = f"owner/tiny{revision}"
-    config = DataConfig("words", str(source), str(tmp_path / f"data-{name}"), tokenizer)
-    prepare(config)
-    record = load_tokens(config, seed=0).manifest["tokenizer"]
-    assert record["revision"] == COMMITS[name]
-    assert hub_calls == [("owner/tiny", revision[1:] or None)]
 
 
 @pytest.mark.parametrize(("revision", "name"), [("", "main"), ("@old", "old")])

@@ -13,7 +13,6 @@ from experiments.support.results import (
     write_result,
 )
 
-SHAPE = {"metrics": dict}
 LOST = {"metrics": {"val_loss": None}}
 WHOLE = {"schema": 1, "config_hash": "0", "metrics": {}}
 
@@ -25,12 +24,6 @@ def test_why_there_is_no_result(tmp_path):
         ("metrics.jsonl", "", "unfinished", r"run \(it was begun and has not ended\); run it to"),
         ("result.json", '{"sche', "damaged", r"result\.json is damaged \(.*\); remove it"),
         ("result.json", "[]", "damaged", r"is damaged \(no result in it\)"),
-        ("result.json", {"schema": 1}, "damaged", r"\(no config_hash in it\)"),
-        ("result.json", {"metrics": 1}, "damaged", r"\(no metrics in it\)"),
-        ("result.json", {"metrics": {"val_loss": "a"}}, "damaged", r"\(no metrics\.val_loss in it"),
-        ("result.json", {"metrics": {"val_loss": True}}, "damaged", r"\(no metrics\.val_loss in"),
-        ("result.json", {"tokens": -5}, "damaged", r"\(no tokens in it\)"),
-        ("result.json", {"steps": True}, "damaged", r"\(no steps in it\)"),
         ("result.json", {"config_hash": "1"}, "other", "is of another config"),
         ("result.json", {"schema": 2}, "other", r"has schema 2, this .* reads 1; read it"),
         ("result.json", LOST, "diverged", r"diverged \(its val_loss is not finite\); train"),
@@ -39,24 +32,24 @@ def test_why_there_is_no_result(tmp_path):
         folder = tmp_path / str(number)
         folder.mkdir()
         if isinstance(content, dict):
-            content = json.dumps(content if content == {"schema": 1} else WHOLE | content)
+            content = json.dumps(WHOLE | content)
         (folder / file).write_text(content)
         with pytest.raises(NoResult, match=message) as caught:
-            read(folder, SHAPE, "0")
+            read(folder, "0")
         assert caught.value.why == why and "\n" not in str(caught.value)
         if why in ("damaged", "other"):
             with pytest.raises(NoResult, match=message):
-                read_finished(folder, "0", SHAPE)
+                read_finished(folder, "0")
         else:
-            assert read_finished(folder, "0", SHAPE) is None
+            assert read_finished(folder, "0") is None
     with pytest.raises(NoResult, match=r"holds no finished run \(there is no such folder\)"):
-        read(tmp_path / "nowhere", SHAPE)
+        read(tmp_path / "nowhere")
 
 
 def test_what_was_written_is_read(tmp_path):
     written = write_result(tmp_path, {"config_hash": "0", "metrics": {"val_loss": 1.0}})
-    assert read(tmp_path, SHAPE) == read_finished(tmp_path, "0", SHAPE) == written
-    with pytest.raises(NoResult, match=r"no config in it"):
+    assert read(tmp_path) == read_finished(tmp_path, "0") == written
+    with pytest.raises(NoResult, match=r"is not the result of a training"):
         read_training(tmp_path)
 
 
@@ -67,7 +60,7 @@ def test_a_changed_digit_is_noticed_and_a_result_of_an_earlier_version_is_read(t
     text = path.read_text()
     path.write_text(text.replace("1.25", "1.24"))
     with pytest.raises(NoResult, match=r"damaged \(its content does not fit its sha256\)") as error:
-        read(tmp_path, SHAPE)
+        read(tmp_path)
     assert error.value.why == "damaged"
     path.write_text("".join(line for line in text.splitlines() if '"sha256"' not in line))
-    assert read(tmp_path, SHAPE)["metrics"] == {"val_loss": 1.25}
+    assert read(tmp_path)["metrics"] == {"val_loss": 1.25}

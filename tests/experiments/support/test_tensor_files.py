@@ -47,24 +47,6 @@ def test_tensors_come_back_from_several_files(tmp_path, small):
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_a_damaged_index_is_one_line(tmp_path):
-    index = tmp_path / "model.safetensors.index.json"
-    for content in ("{}", "[]", "no", '{"weight_map": 1}'):
-        index.write_text(content)
-        with pytest.raises(UserError, match=r"model\.safetensors\.index\.json is damaged"):
-            tensor_files.files(tmp_path / "model.safetensors")
-
-
-def test_transformers_reads_them(tmp_path, small, hf_model):
-    model = hf_model("llama")
-    small(20_000)
-    names = tensor_files.save(dict(model.named_parameters()), tmp_path / "model.safetensors")
-    assert len(names) > 3
-    model.config.save_pretrained(tmp_path)
-    found = type(model).from_pretrained(tmp_path).state_dict()
-    assert all(torch.equal(found[name], value) for name, value in model.state_dict().items())
-
-
 def test_a_run_in_several_files_is_read_as_one(tiny, tmp_path, small):
     options = ["method=s_ste", "train.steps=2", "train.warmup_steps=0", "train.ema=0.5"]
     one, several = (tiny(*options, f"runs={tmp_path / name}") for name in ("one", "several"))

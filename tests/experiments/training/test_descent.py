@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from experiments.support.errors import UserError
 from experiments.training import descent, pretraining
 from experiments.training.tracking import read_metrics
 from tests.experiments.conftest import quiet
@@ -22,7 +21,6 @@ def changes(config):
     [
         ("s_ste", ["method.fp8=hopper_delayed"]),
         ("fst", ["method.refresh_every=2"]),
-        ("ast", ["method.layer_weight=1.0"]),
     ],
 )
 def test_the_training_stays_the_same(method, own, tiny):
@@ -72,10 +70,3 @@ def by_hand(model, batches):
     """(mean loss of equal micro-batches, gradients)."""
     loss = sum(model(**batch)[1] for batch in batches) / len(batches)
     return loss.detach(), torch.autograd.grad(loss, list(model.parameters()))
-
-
-def test_what_it_cannot_measure_is_refused(tiny):
-    with pytest.raises(UserError, match=r"descent_every=1 .* impl.cuda_graphs=true"):
-        tiny("method=ste", "train.descent_every=1", "impl.cuda_graphs=true")
-    with pytest.raises(UserError, match=r"train\.descent_every=-1; it must lie in"):
-        tiny("method=ste", "train.descent_every=-1")

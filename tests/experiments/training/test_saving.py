@@ -1,11 +1,9 @@
 """Checkpoints that are written while the training goes on."""
 
-import dataclasses
 import multiprocessing
 import os
 import threading
 import time
-from contextlib import nullcontext
 
 import pytest
 import torch
@@ -15,7 +13,7 @@ from safetensors.torch import load_file
 from experiments.config.run import load
 from experiments.support import checkpoint
 from experiments.support.errors import UserError
-from experiments.training import checkpoints, pretraining, routine
+from experiments.training import checkpoints, pretraining
 from experiments.training.distributed import World, world
 from experiments.training.saving import Saver
 from experiments.training.tracking import read_metrics
@@ -58,21 +56,6 @@ def test_what_changes_after_the_call_is_not_in_the_file(tmp_path, gate):
     saver.close()
 
 
-def test_a_checkpoint_waits_for_the_one_before(tmp_path, gate):
-    saver = Saver(tmp_path, ALONE)
-    saver.save(1, {"step": 1})
-    second = threading.Thread(target=saver.save, args=(2, {"step": 2}))
-    second.start()
-    second.join(0.05)
-    assert second.is_alive()
-    gate.set()
-    second.join()
-    assert [path.name for path in checkpoints.found(tmp_path)] == ["step-000000001"]
-    saver.wait()
-    assert checkpoints.load_latest(tmp_path, quiet, ALONE) == {"step": 2}
-    saver.close()
-
-
 def test_an_error_of_the_writer_is_that_of_the_next_step(tmp_path, full_disk, gate):
     saver = Saver(tmp_path, ALONE)
     with full_disk():
@@ -102,64 +85,17 @@ def get_stuck():
     checkpoint.write_atomic = half
 
 
-def unshared(folder, rank, here):
-    """Write to a file the errors that a rank raises whose folder is not that of the others."""
-    checkpoints.PATIENCE = 0.1
-    own, told = folder / f"node{rank}", []
-    mesh = torch.distributed.init_device_mesh("cpu", (here.size,))
-    rows = torch.distributed.tensor.distribute_tensor(torch.arange(8.0), mesh)
-    saver = Saver(own, here)
-    saver.save(3, {"w": rows, "step": 3})
-    seen = folder / "kept" if here.is_main else own
-    for attempt in (saver.wait, lambda: checkpoints.load_latest(seen, quiet, here)):
-        try:
-            attempt()
-        except UserError as error:
-            told.append(str(error))
-    saver.close()
-    saver = Saver(folder / "said" if rank else own, here)  # a file, in which there is no folder
-    with pytest.raises(UserError) as caught:
-        saver.save(9, {"w": rows})
-        saver.wait()
-    told.append(str(caught.value))
-    saver.close()
-    assert list(own.iterdir()) == []  # what cannot become a checkpoint takes no room
-    (folder / f"told{rank}").write_text("\n".join(told))
-
-
-def refused(config, folder, here):
-    """Write to a file the errors that each rank raises after a lock that rank 0 meets, and after a
-    full disk."""
-    told = []
-    with checkpoint.exclusive(config.directory()) if here.is_main else nullcontext():
-        with pytest.raises(UserError) as caught:
-            pretraining.run(config, quiet)
-        told.append(f"{caught.value.elsewhere} {caught.value}")
-
-    def full(*given):
-        raise UserError("the disk is full")
-
-    routine.save_model = full
-    with pytest.raises(UserError) as caught:
-        pretraining.run(config, quiet)
-    (folder / f"refused{here.rank}").write_text(
-        "\n".join([*told, f"{caught.value.elsewhere} {caught.value}"])
-    )
-
-
 def work(rank, store, stuck, configs, folder):
     """Train `configs`; `stuck`: until killed."""
     torch.set_num_threads(1)
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
     torch.distributed.init_process_group("gloo", init_method=store, rank=rank, world_size=2)
-    with world("cpu") as here:
+    with world("cpu"):
         if stuck and rank == 1:
             get_stuck()
         for config in configs:
             with (folder / "said").open("a") as said:
                 pretraining.run(config, lambda line: print(line, file=said))
-        unshared(folder, rank, here)
-        refused(dataclasses.replace(configs[-1], seed=1), folder, here)
         torch.distributed.barrier()
     os._exit(0)  # gloo's threads outlive the group and abort an interpreter that ends
 
@@ -195,7 +131,6 @@ def killed(corpus_dir, tmp_path_factory):
         process.kill()
         process.join()
     left = sorted(p.name for p in (war.directory() / "checkpoints").iterdir())
-    (folder / "kept" / "step-000000003").mkdir(parents=True)
     start("store2", False, war, peace).join()
     return folder, war, peace, left
 
@@ -214,19 +149,3 @@ def test_a_kill_in_the_middle_of_writing_leaves_the_checkpoint_before(killed):
     weights = load_file(peace.directory() / "model.safetensors")
     for name, value in load_file(war.directory() / "model.safetensors").items():
         assert torch.equal(value, weights[name])
-
-
-def test_what_one_rank_meets_is_said_by_all(killed):
-    """A folder that is not that of the others, an error of the system, and what stops rank 0
-    before and after the steps."""
-    folder, common = killed[0], "runs= must lie on storage that all nodes share"
-    told = [(folder / f"told{rank}").read_text().splitlines() for rank in range(2)]
-    for said in told:
-        assert said[0].startswith(f"{folder / 'node0'}: rank-1.safetensors of step 3, which other")
-        assert said[1].endswith(f"see step-000000003, which rank 0 sees; {common}")
-        assert said[2].startswith(f"{folder / 'said' / '.step-000000009.0'} cannot be written: Not")
-        assert len(said) == 3
-    for rank, elsewhere in ((0, False), (1, True)):  # who leaves the printing to rank 0
-        locked, full = (folder / f"refused{rank}").read_text().splitlines()
-        assert locked.startswith(f"{elsewhere} another process is running in ")
-        assert full == f"{elsewhere} the disk is full"

@@ -77,20 +77,3 @@ def test_weight_decay_follows_a_cosine_or_nothing():
     rising = train(weight_decay=0.04, weight_decay_end=0.4)
     assert [weight_decay(rising, s) for s in (0, 50, 100)] == pytest.approx([0.04, 0.22, 0.4])
     assert weight_decay(train(weight_decay=0.1), 77) == 0.1
-
-
-def test_values_that_do_not_fit():
-    for changes, message in [
-        ({"optimizer": "sgd"}, "train.optimizer=sgd; choose one of adamw, lamb, lion"),
-        ({"schedule": "step"}, "train.schedule=step; choose one of"),
-        ({"ema": 1.0}, "train.ema=1.0; it must be below 1"),
-        ({"warmup_steps": 60, "cooldown_steps": 60}, "together exceed train.steps=100"),
-        ({"cooldown_steps": 101}, "does not fit train.steps=100"),
-        ({"warmup_learning_rate": 2.0}, "is above train.learning_rate=1.0"),
-        ({"schedule": "triangle", "warmup_steps": 5}, "train.warmup_steps=5, but train.schedule=t"),
-        ({"schedule": "sqrt", "min_learning_rate": 0.1}, "=sqrt does not use it; set it to 0"),
-        ({"average_last": 2}, "go together"),
-        ({"average_last": 2, "average_every": 1, "ema": 0.5}, "exclude each other"),
-    ]:
-        with pytest.raises(ValueError, match=message):
-            train(**changes)

@@ -1,8 +1,6 @@
 """Runs that are shorter, or on less data, than their settings are meant for; what they print."""
 
-from experiments.config.run import load
 from experiments.config.settings import fit_warmup
-from experiments.support import progress
 from experiments.training import pretraining
 
 
@@ -28,7 +26,7 @@ def test_a_warmup_fits_its_steps():
 def test_fewer_held_out_samples_than_asked_for_are_said(tiny, capsys):
     said = []
     config = tiny("method=ste", "train.steps=2", "train.warmup_steps=9", "train.eval_samples=9999")
-    result = pretraining.run(config, said.append)
+    result = pretraining.run(config, said.append).result
     there = result["metrics"]["eval_samples"]
     warmup, samples = result["notes"]
     assert [line for line in said if line in (warmup, samples)] == [warmup, samples]
@@ -39,20 +37,3 @@ def test_fewer_held_out_samples_than_asked_for_are_said(tiny, capsys):
     )
     assert result["config"]["train"]["warmup_steps"] == 0
     assert " tokens/s" in capsys.readouterr().out
-
-
-def test_a_run_on_images_counts_images(tmp_path, capsys, monkeypatch):
-    """The unit is the image, whatever the number of its patches."""
-    counts, update = [], progress.Progress.update
-
-    def counted(self, done, count, loss):
-        counts.append(count)
-        update(self, done, count, loss)
-
-    monkeypatch.setattr(progress.Progress, "update", counted)
-    overrides = ["model=deit_nano", "model.depth=1", "model.width=16", "method=dense",
-                 "train.steps=2", "train.batch_size=2", "train.eval_samples=2",
-                 "impl.device=cpu", "impl.threads=1", f"runs={tmp_path}"]  # fmt: skip
-    pretraining.run(load(overrides), lambda message: None)
-    assert " images/s, 0 s left" in capsys.readouterr().out
-    assert counts == [2, 4]

@@ -7,10 +7,8 @@ import math
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch import nn
 
 import methods
-from common_kernels import check24
 from experiments.support.errors import UserError
 from experiments.training import averages, graphs, pretraining
 from experiments.training import optimization as module
@@ -19,11 +17,11 @@ from experiments.training.optimization import DTYPES, micro_batch_size
 from experiments.training.pretraining import HeldOut
 from experiments.training.schedules import learning_rate
 from experiments.training.tracking import read_metrics
-from experiments.training.trainer import Trainer
+from experiments.training.trainer import Built, Trainer
 from methods import FusedAdamW, fst, s_ste, sr_ste, ste
 from methods.nn import linear
 from models.gpt2 import GPT
-from tests.experiments.conftest import Interrupted
+from tests.experiments.conftest import Interrupted, quiet
 from tests.lifetimes import Reads
 
 
@@ -52,22 +50,12 @@ def build(tiny):
         model = GPT(config.model)
         method = Method(config.method_options)
         method.convert(model, dtype=DTYPES[config.train.dtype])
-        source, micro_batch = config.open_source(model), config.impl.micro_batch
-        return Trainer(
-            model=model,
-            method=method,
-            source=source,
-            evaluation=HeldOut(source, config.train.eval_samples),
-            train=config.train,
-            identity=config.digest(),
-            directory=config.directory(),
-            world=World(0, 1, torch.device("cpu")),
-            micro_batch=micro_batch_size(
-                config.train, micro_batch, 1, method.capabilities.quantizes
-            ),
-            impl=config.impl,
-            report=lambda message: None,
-        )
+        source, quantizes = config.open_source(model), method.capabilities.quantizes
+        micro_batch = micro_batch_size(config.train, config.impl.micro_batch, 1, quantizes)
+        evaluation = HeldOut(source, config.train.eval_samples)
+        built = Built(model, method, source, evaluation, config.train, micro_batch, 0)
+        here = World(0, 1, torch.device("cpu"))
+        return Trainer(built, config.impl, here, config.directory(), config.digest(), {}, quiet)
 
     return trainer
 
@@ -338,7 +326,7 @@ def test_replayed_steps_are_the_same_and_go_on(
     two micro-batches a step: the first writes the gradients, the second adds to them."""
     capture = capture_by_calling(lambda part: part.func.__self__.model)
     monkeypatch.setattr(graphs, "capture", capture)
-    monkeypatch.setattr(graphs, "_impossible", lambda *_: None)
+    monkeypatch.setattr(graphs, "_obstacle", lambda *_: None)
     overrides = (*options, "train.dtype=fp16", "impl.micro_batch=2", "train.batch_size=4")
     launched = build(*overrides, f"runs={tmp_path / 'launched'}", kind=kind, nan=nan)
     launched.fit()
@@ -372,7 +360,7 @@ def test_graphs_replay_what_is_launched(tiny, tmp_path, interrupted, name):
     graphed = tiny(*overrides, "impl.cuda_graphs=true", f"runs={tmp_path / 'graphed'}")
     with interrupted(8):
         pretraining.run(graphed)
-    assert pretraining.run(graphed)["cuda_graphs"]
+    assert pretraining.run(graphed).result["cuda_graphs"]
     found = []
     for config in (launched, graphed):
         read = read_metrics(config.directory() / "metrics.jsonl")
@@ -380,42 +368,6 @@ def test_graphs_replay_what_is_launched(tiny, tmp_path, interrupted, name):
         found.append(([{k: v for k, v in r.items() if k != "step_seconds"} for r in read], weights))
     assert found[0][0] == found[1][0]
     assert all(torch.equal(found[0][1][key], found[1][1][key]) for key in found[0][1])
-
-
-def test_a_step_of_another_kind_is_launched_again(monkeypatch):
-    """Another share, shape, phase, place of a weight or flag: none may meet an old graph."""
-    model = nn.Linear(4, 2)
-    model.flag = False  # chooses a branch, say
-    monkeypatch.setattr(graphs, "capture", capture_by_calling(lambda part: model))
-    calls = []
-
-    def backward(batch, share):
-        calls.append(share)
-        loss = model(batch["x"]).sum() * share
-        loss.backward()
-        return loss.detach()
-
-    replays = graphs.Replays(model, backward)
-
-    def replayed(share=1.0, rows=3, phase="sparse"):
-        model.zero_grad(set_to_none=True)
-        before, x = replays.steps, torch.randn(rows, 4)
-        for run in replays.of(iter([{"x": x}]), [share], phase):
-            loss = run()
-        assert torch.equal(loss, model(x).sum().detach() * share)
-        want = x.sum(0).expand(2, 4) * share
-        torch.testing.assert_close(model.weight.grad, want, rtol=1e-6, atol=1e-6)
-        return replays.steps > before
-
-    assert [replayed() for _ in range(5)] == [False] * graphs.LAUNCHED + [True] * 2
-    for change in ({"share": 0.5}, {"rows": 2}, {"phase": "dense"}):
-        assert not replayed(**change)
-        assert [replayed() for _ in range(4)] == [False] * graphs.LAUNCHED + [True]
-    model.weight.data = model.weight.data.clone()
-    assert not replayed()
-    assert [replayed() for _ in range(4)] == [False] * (graphs.LAUNCHED - 1) + [True] * 2
-    model.flag = True
-    assert not replayed()
 
 
 def test_time_and_skipped_steps_add_up(build):
@@ -460,21 +412,6 @@ def test_averaged_weights_follow_the_recursion_and_leave_training_alone(build, t
         assert torch.equal(layer.weight, trainer.averages[name])
         assert torch.equal(layer.sparse_weight, layer.effective_weight())
     assert torch.equal(layer.sparse_weight, before)
-
-
-def test_a_run_with_averaged_weights_writes_them(tiny):
-    config = tiny("method=sr_ste", "train.ema=0.5", "train.steps=4")
-    result = pretraining.run(config, lambda message: None)
-    assert result["metrics"]["ema_val_loss"] != result["metrics"]["val_loss"]
-    averaged = load_file(config.directory() / "ema.safetensors")
-    model = GPT(config.model)
-    model.load_state_dict(averaged, strict=False)
-    assert all(int(check24(averaged[f"{n}.weight"])) == 0 for n in result["converted"])
-    source = config.open_source(model)
-    with torch.no_grad():
-        [batch] = source.eval_batches(4, 4)
-        loss = model.eval()(**batch)[1]
-    assert float(loss) == pytest.approx(result["metrics"]["ema_val_loss"], rel=1e-6)
 
 
 @pytest.mark.parametrize("name", ["lamb", "lion"])
