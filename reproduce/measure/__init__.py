@@ -34,11 +34,7 @@ MEASURES = {measure.what: measure for measure in _ALL}
 
 
 def load(overrides: list[str]) -> Base:
-    """The settings of `key=value` overrides in hydra's syntax; the key `what` names the measure.
-
-    Raises:
-        UserError: a measure, key or value that does not exist.
-    """
+    """The settings of `key=value` overrides in hydra's syntax; the key `what` names the measure."""
     from hydra.core.override_parser.overrides_parser import OverridesParser
 
     with one_line_errors():
@@ -58,11 +54,7 @@ def finished(config: Base) -> dict[str, Any] | None:
 
 
 def run(config: Base, report: Report = print) -> dict[str, Any]:
-    """Measure, unless there is a result already; return the content of `result.json`.
-
-    Raises:
-        UserError: a product is wrong, a package is missing, or there is no GPU.
-    """
+    """Measure, unless there is a result already; return the content of `result.json`."""
     stored = finished(config)
     if stored is not None:
         return stored

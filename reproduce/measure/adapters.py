@@ -52,7 +52,7 @@ class Adapters(Base):
         now, end = states[max(1, round(len(states) * self.after / 100)) - 1], states[-1]
         pairs = {key: list(zip(now[key], end[key], strict=True)) for key in end}
         products = zip(*(matrices(state) for state in (now, end)), strict=True)
-        metrics: Metrics = {"sm_mhz": None, "watts": None, "steps": float(len(states))}
+        metrics: Metrics = {"steps": float(len(states))}
         metrics |= {"down": mean_cosine(pairs["left"]), "up": mean_cosine(pairs["right"])}
         metrics["both"] = mean_cosine(list(products))
         return metrics, f"training of {self.model}"

@@ -21,9 +21,23 @@ from experiments.support import results
 Report = Callable[[str], None]
 Metrics = dict[str, float | None]  # None: it cannot be measured on this device
 Result = tuple[Metrics, str]  # metrics by name, and a description of what ran the products
-Times = dict[str, Time]
 BUFFERS = 2  # inputs of every call, used in rotation
 PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class Times(dict[str, float]):
+    """Milliseconds of calls that took turns, by name. load: the GPU's SM clock in MHz and its power
+    in W meanwhile, as metrics."""
+
+    def __init__(self, times: Mapping[str, Time]) -> None:
+        super().__init__((name, time.ms) for name, time in times.items())
+        first, self.clocks = next(iter(times.values())), {time.clock for time in times.values()}
+        self.load: Metrics = {"sm_mhz": first.mhz, "watts": first.watts}
+
+    def launched(self, on_cpu: str = "not in a graph") -> str:
+        """A description of how the calls were launched. on_cpu: what it says on a CPU."""
+        how = {"graph": "in a CUDA graph", "events": "launched from Python", "host": on_cpu}
+        return " and ".join(sorted(how[clock] for clock in self.clocks))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,8 +63,7 @@ class Base:
         variants = tuple(dict.fromkeys([*VARIANTS, *methods.available()]))
         known = {"method": variants, "precision": tuple(PRECISIONS), "device": ("auto", "cuda")}
         for name, choices in known.items():
-            value = getattr(self, name, choices[0])
-            if value not in choices:
+            if (value := getattr(self, name, choices[0])) not in choices:
                 raise ValueError(f"{name}={value}; choose of {', '.join(choices)}")
         for field in dataclasses.fields(self):
             if isinstance(value := getattr(self, field.name), list):
@@ -65,6 +78,11 @@ class Base:
     def dtype(self) -> torch.dtype:
         """The dtype of weights and products."""
         return PRECISIONS[self.precision] if self.on.type == "cuda" else torch.float32
+
+    @property
+    def matmul(self) -> str:
+        """The backend of sparse products to measure with: `auto` on a GPU, `dense` on a CPU."""
+        return "auto" if self.on.type == "cuda" else "dense"
 
     @property
     def no_products(self) -> str:
@@ -82,15 +100,14 @@ class Base:
         self, calls: Mapping[str, Call], buffers: int = BUFFERS, graphs: bool = True
     ) -> Times:
         """The times of calls that take turns, each on its inputs in rotation."""
-        return in_turns(calls, self.on, self.repeats, buffers, graphs)
+        return Times(in_turns(calls, self.on, self.repeats, buffers, graphs))
 
     def identity(self) -> dict[str, Any]:
         """Everything that the result depends on, including the device, as plain values."""
         fields = {"what": self.what, **dataclasses.asdict(self)}
-        for name in ("tier", "runs"):
-            del fields[name]
+        del fields["tier"], fields["runs"]
         sustained = SUSTAINED_S if self.on.type == "cuda" else None
-        machine = {"device": device_name(self.on), "torch": torch.__version__}
+        machine = {"device": results.device_name(), "torch": torch.__version__}
         return {**fields, **machine, "sustained_s": sustained, "order": "random"}
 
     def digest(self) -> str:
@@ -99,7 +116,7 @@ class Base:
 
     def directory(self) -> Path:
         """The directory of the result."""
-        device = re.sub(r"\W+", "-", device_name(self.on).lower())
+        device = re.sub(r"\W+", "-", results.device_name().lower())
         return Path(self.runs, "bench", device, f"{self.what}-{self.digest()}")
 
 
@@ -144,7 +161,7 @@ class MethodLayer(Layer):
 
     method: str
 
-
-def device_name(device: torch.device) -> str:
-    """The name of the GPU or the CPU."""
-    return torch.cuda.get_device_name() if device.type == "cuda" else results.cpu_name()
+    @property
+    def ends_dense(self) -> bool:
+        """True for FST, which leaves a dense model: its inference is that of a dense one."""
+        return self.method == "fst"

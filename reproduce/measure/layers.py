@@ -31,18 +31,21 @@ from reproduce.measure.setup import (
     bench,
     check_ffn,
     check_products,
-    clock_and_power,
-    described,
-    ends_dense,
     gpt2,
     llama_layer,
-    matmul,
-    milliseconds,
-    rank_suffix,
+    ranks_of,
+    step_ms,
     to_compare,
 )
 
 MICRO_STEPS = 64  # forward and backward passes in one iteration of the logs of FST's authors
+
+
+def linears(config: MethodLayer) -> tuple[Bench, Bench]:
+    """A linear width -> inner, dense and under the config's method, after its products agreed."""
+    check_products(config, (config.width, config.ffn))
+    of = ((config.tokens, config.width, config.ffn), config.dtype, config.on, config.matmul)
+    return linear.build("dense", *of, BUFFERS), linear.build(config.method, *of, BUFFERS)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,16 +55,13 @@ class Linear(MethodLayer):
     what: ClassVar[str] = "linear"
 
     def measure(self, _: Report) -> Result:
-        shape = (self.tokens, self.width, self.ffn)
-        check_products(self, (self.width, self.ffn))
-        of = (shape, self.dtype, self.on, matmul(self), BUFFERS)
-        dense, sparse = linear.build("dense", *of), linear.build(self.method, *of)
+        dense, sparse = linears(self)
         calls: dict[str, Call] = {"dense": dense.forward_backward, "sparse": sparse.whole}
         calls["prune"] = lambda _: sparse.hooks(sparse.converted.searching)
         times = self.in_turns(calls)
-        metrics: Metrics = {f"{name}_ms": time.ms for name, time in times.items()}
-        metrics["speedup"] = times["dense"].ms / times["sparse"].ms
-        return metrics | clock_and_power(times), described(sparse, times)
+        metrics: Metrics = {f"{name}_ms": ms for name, ms in times.items()}
+        metrics["speedup"] = times["dense"] / times["sparse"]
+        return metrics | times.load, f"{sparse.converted.used}, {times.launched()}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,30 +83,30 @@ class GPT2Block(MethodLayer):
             "ffn": lambda: nn.Sequential(OrderedDict(mlp=MLP(shape))),  # as the globs name it
             "block": lambda: Block(shape),
         }
-        pairs: dict[str, tuple[Bench, Bench]] = {}
+        sparse: dict[str, Bench] = {}
         calls: dict[str, Call] = {}
         for part, build in built.items():
-            dense, sparse = (bench(self, n, build, ("*mlp.*",)) for n in ("dense", self.method))
-            pairs[part] = dense, sparse
-            inference = {} if ends_dense(self) else {"inference": sparse}
-            named = to_compare(dense, sparse, inference).items()
+            dense, sparse[part] = (
+                bench(self, n, build, ("*mlp.*",)) for n in ("dense", self.method)
+            )
+            inference = {} if self.ends_dense else {"inference": sparse[part]}
+            named = to_compare(dense, sparse[part], inference).items()
             calls |= {f"{part} {name}": call for name, call in named}
         found = self.in_turns(calls)
-        metrics = clock_and_power(found)
-        for part, (_dense, sparse) in pairs.items():
-            own = {n.removeprefix(f"{part} "): t for n, t in found.items() if n.startswith(part)}
-            times = milliseconds(own, sparse)
+        metrics = found.load
+        for part in sparse:
+            times = {n.removeprefix(f"{part} "): t for n, t in found.items() if n.startswith(part)}
             metrics |= {
                 f"{part}_dense_ms": MICRO_STEPS * times["dense"],
                 f"{part}_sparse_ms": MICRO_STEPS * times["products"],
                 f"{part}_speedup": times["dense"] / times["products"],
-                f"{part}_step_speedup": times["dense"] / times["step"],
+                f"{part}_step_speedup": times["dense"] / step_ms(times, sparse[part]),
                 f"{part}_inference_speedup": 1.0,
             }
-            if not ends_dense(self):
+            if not self.ends_dense:
                 speedup = times["dense inference"] / times["inference"]
                 metrics[f"{part}_inference_speedup"] = speedup
-        return metrics, described(sparse, found)
+        return metrics, f"{sparse[part].converted.used}, {found.launched()}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,27 +132,25 @@ class Decoder(MethodLayer):
         check_ffn(self)
         dense = bench(self, "dense", build, include)
         sparse = bench(self, self.method, build, include)
-        trained = {} if ends_dense(self) else {"": sparse}
-        suffixes = {percent: rank_suffix(percent) for percent in self.ranks}
-        for percent, suffix in suffixes.items() if trained else ():
-            rank = max(1, round(self.width * percent / 100))
-            trained[suffix] = bench(self, self.method, build, include, **adapting(rank))
-        calls = to_compare(dense, sparse, {f"inference{s}": one for s, one in trained.items()})
-        found = self.in_turns(calls)
-        times = milliseconds(found, sparse)
+        trained, ranks = {} if self.ends_dense else {"": sparse}, ranks_of(self.width, self.ranks)
+        for end, rank in ranks.items() if trained else ():
+            trained[end] = bench(self, self.method, build, include, **adapting(rank))
+        times = self.in_turns(
+            to_compare(dense, sparse, {f"inference{end}": one for end, one in trained.items()})
+        )
         metrics: Metrics = {
-            "train_speedup": times["dense"] / times["step"],
+            "train_speedup": times["dense"] / step_ms(times, sparse),
             "train_memory": training_bytes(sparse) / training_bytes(dense),
-            **clock_and_power(found),
+            **times.load,
         }
-        for suffix in ("", *suffixes.values()):
+        for end in ("", *ranks):
             speedup = memory = 1.0
-            if suffix in trained:
-                speedup = times["dense inference"] / times[f"inference{suffix}"]
-                memory = stored_bytes(trained[suffix]) / stored_bytes(dense)
-            metrics[f"inference_speedup{suffix}"] = speedup
-            metrics[f"inference_memory{suffix}"] = memory
-        return metrics, described(sparse, found)
+            if end in trained:
+                speedup = times["dense inference"] / times[f"inference{end}"]
+                memory = stored_bytes(trained[end]) / stored_bytes(dense)
+            metrics[f"inference_speedup{end}"] = speedup
+            metrics[f"inference_memory{end}"] = memory
+        return metrics, f"{sparse.converted.used}, {times.launched()}"
 
 
 def training_bytes(built: Bench) -> int:
@@ -191,11 +189,10 @@ class SlowDown(Layer):
 
         calls: dict[str, Call] = {"dense": dense.forward_backward, "step": step}
         times = self.in_turns(calls | {"step with a search": partial(step, number=0)})
-        found = {name: time.ms for name, time in times.items()}
-        search = max(0.0, found["step with a search"] - found["step"])
-        metrics = {"dense_ms": found["dense"], "step_ms": found["step"], "search_ms": search}
-        metrics["slow_down"] = (found["step"] + search / period) / found["dense"]
-        return metrics | clock_and_power(times), converted.used
+        search = max(0.0, times["step with a search"] - times["step"])
+        slow_down = (times["step"] + search / period) / times["dense"]
+        metrics = {"dense_ms": times["dense"], "step_ms": times["step"], "search_ms": search}
+        return metrics | times.load | {"slow_down": slow_down}, converted.used
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -211,10 +208,7 @@ class Parts(MethodLayer):
     accumulate: int = 1
 
     def measure(self, _: Report) -> Result:
-        shape = (self.tokens, self.width, self.ffn)
-        check_products(self, (self.width, self.ffn))
-        of = (shape, self.dtype, self.on, matmul(self), BUFFERS)
-        dense, sparse = linear.build("dense", *of), linear.build(self.method, *of)
+        dense, sparse = linears(self)
         method = sparse.converted.method
         (layer,) = method.sparse_layers.values()
         assert isinstance(layer, MaskedLinear)
@@ -248,13 +242,12 @@ class Parts(MethodLayer):
             "pack": lambda _: layer.update_operands(),
             "search": lambda _: layer.refresh_mask(),
         }
-        times = self.in_turns(calls)
-        ms = {name: time.ms for name, time in times.items()}
+        ms = self.in_turns(calls)
         products = sum(ms[name] for name in ("fprop", "dgrad", "wgrad", "sample"))
         once = ms["decay"] + ms["pack"] + ms["search"] / method.capabilities.mask_period
         step = self.accumulate * products + once
         dense_step = self.accumulate * sum(ms[f"dense_{n}"] for n in ("fprop", "dgrad", "wgrad"))
-        metrics = clock_and_power(times) | {f"{name}_ms": figure for name, figure in ms.items()}
+        metrics = ms.load | {f"{name}_ms": figure for name, figure in ms.items()}
         metrics |= {"step_ms": step, "dense_step_ms": dense_step, "speedup": dense_step / step}
         return metrics, sparse.converted.used
 
@@ -286,17 +279,19 @@ class Training(Base):
         for name in ("dense", self.method):
             for widths in job.linears if name != "dense" else ():
                 check_products(self, widths, job.tokens)
-            built[name] = uncompiled(name, job, self)
+            built[name] = Step(name, job, self.on, self.matmul)
+            for _ in range(2):  # warm up; its blocks are not compiled
+                built[name].ordinary(0)
         calls: dict[str, Call] = {}
         for name, step in built.items():
             calls |= {name: step.ordinary, f"{name}, micro-batch": micro_batch(step)}
             if step.converted.searching:
                 calls[f"{name}, masks chosen"] = step.searching
         times = self.in_turns(calls, 1, graphs=False)
-        metrics, found = clock_and_power(times), {}
+        metrics, found = times.load, {}
         for name, step in built.items():
-            ms, further = times[name].ms, times[f"{name}, micro-batch"].ms
-            search = times[f"{name}, masks chosen"].ms - ms if step.converted.searching else 0.0
+            ms, further = times[name], times[f"{name}, micro-batch"]
+            search = times[f"{name}, masks chosen"] - ms if step.converted.searching else 0.0
             share = max(0.0, search) / (step.converted.searching + 1)
             found[name] = ms + share + (self.accumulate - 1) * further
             key = "dense" if name == "dense" else "sparse"
@@ -321,14 +316,6 @@ def workload(config: Training) -> Workload:
     if name == "deit_base":
         return jobs.vit("deit_base_patch16_224", batch, 768, 196)
     raise UserError(f"model={name}; it is a size of GPT-2, transformer_SIZE or deit_base")
-
-
-def uncompiled(name: str, job: Workload, config: Training) -> Step:
-    """A training step under the method `name`, warmed up; its blocks are not compiled."""
-    step = Step(name, job, config.on, matmul(config))
-    for _ in range(2):
-        step.ordinary(0)
-    return step
 
 
 def micro_batch(step: Step) -> Call:

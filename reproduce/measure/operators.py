@@ -19,9 +19,10 @@ from experiments.bench import dense_fp8, operators, variants
 from experiments.bench.timing import Call
 from experiments.support.errors import UserError
 from methods.slope import parse_pattern
-from reproduce.measure.base import Base, Layer, MethodLayer, Metrics, Report, Result
-from reproduce.measure.setup import BUFFERS, buffers, clock_and_power
+from reproduce.measure.base import BUFFERS, Base, Layer, MethodLayer, Metrics, Report, Result
 
+CACHE = 128 * 2**20  # bytes, more than the last cache of any GPU measured here
+Function = Callable[[Tensor], Tensor]
 Multiply = Callable[[list[Tensor], Tensor, torch.dtype, int], Tensor]
 
 
@@ -52,9 +53,9 @@ class Product(MethodLayer):
         product = partial(call, x, w, self.dtype)
         allowed, want = variants.tolerance(setup, self.dtype, size), x[0].float() @ w.float().t()
         variants.agree(f"the product of {self.method} is", product(0), want, allowed)
-        time = self.in_turns({"product": product})
-        ms = time["product"].ms
-        return {"tflops": 2 * size**3 / ms / 1e9, "ms": ms, **clock_and_power(time)}, used
+        times = self.in_turns({"product": product})
+        ms = times["product"]
+        return {"tflops": 2 * size**3 / ms / 1e9, "ms": ms, **times.load}, used
 
 
 def multiply(x: list[Tensor], w: Tensor, dtype: torch.dtype, i: int) -> Tensor:
@@ -63,6 +64,11 @@ def multiply(x: list[Tensor], w: Tensor, dtype: torch.dtype, i: int) -> Tensor:
         return F.linear(x[i], w)
     one = torch.ones((), device=w.device)
     return dense_fp8.product(x[i], w, (one, one), dtype, fast=True)
+
+
+def buffers(config: Base, nbytes: int) -> int:
+    """The number of buffers of this size that together do not fit into a GPU's cache."""
+    return BUFFERS if config.on.type == "cpu" else max(BUFFERS, math.ceil(CACHE / nbytes))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,19 +91,17 @@ class Search(Layer):
             operators.check("transposable_mask24", rotating[0])
             check_two_approx(rotating[0])
             for algorithm in ALGORITHMS:
-                calls[algorithm + key] = partial(search, rotating, algorithm)
+                calls[algorithm + key] = partial(_search, rotating, algorithm)
         times = self.in_turns(calls, count)
-        metrics = clock_and_power(times)
+        metrics = times.load | {f"{name}_ms": ms for name, ms in times.items()}
         for key, rotating in weights.items():
-            own = {algorithm: times[algorithm + key].ms for algorithm in ALGORITHMS}
-            metrics |= {f"{a}{key}_ms": ms for a, ms in own.items()}
-            metrics |= {f"{a}{key}_gbs": rotating[0].nbytes / ms / 1e6 for a, ms in own.items()}
-            metrics[f"over_two_approx{key}"] = own["two_approx"] / own["exact"]
+            nbytes = rotating[0].nbytes
+            metrics |= {f"{a}{key}_gbs": nbytes / times[a + key] / 1e6 for a in ALGORITHMS}
+            metrics[f"over_two_approx{key}"] = times[f"two_approx{key}"] / times[f"exact{key}"]
         return metrics, backend.resolve(self.on)
 
 
-def search(weights: list[Tensor], algorithm: str, i: int) -> Tensor:
-    """The mask of weight number i."""
+def _search(weights: list[Tensor], algorithm: str, i: int) -> Tensor:
     return transposable_mask24(weights[i], algorithm)
 
 
@@ -133,8 +137,8 @@ class Geglu(Layer):
 
     def measure(self, _: Report) -> Result:
         tokens, wide = self.tokens, 2 * self.ffn
-        count = buffers(self, tokens * wide * self.dtype.itemsize)
-        functions = {"ours": geglu, "torch": plain_geglu}
+        nbytes = tokens * wide * self.dtype.itemsize
+        count, functions = buffers(self, nbytes), {"ours": geglu, "torch": plain_geglu}
         calls: dict[str, Call] = {}
         for layout in ("column", "row"):
             with self.on:
@@ -144,15 +148,14 @@ class Geglu(Layer):
                 operators.check(name, x[0])
             for kind, function in functions.items():
                 leaves = [t.requires_grad_() for t in x]
-                calls[f"{kind}_{layout}_forward"] = partial(forward, function, x)
-                calls[f"{kind}_{layout}"] = partial(both, function, leaves, dy)
+                calls[f"{kind}_{layout}_forward"] = partial(_forward, function, x)
+                calls[f"{kind}_{layout}"] = partial(_gradient, function, leaves, dy)
         times = self.in_turns(calls, count)
-        entries = tokens * wide * self.dtype.itemsize
-        metrics = clock_and_power(times)
-        for name, time in times.items():
-            moved = (1.5 if name.endswith("_forward") else 4.0) * entries
-            metrics |= {f"{name}_ms": time.ms, f"{name}_gbs": moved / time.ms / 1e6}
-        metrics["over_torch"] = times["torch_column"].ms / times["ours_column"].ms
+        metrics = times.load
+        for name, ms in times.items():
+            moved = (1.5 if name.endswith("_forward") else 4.0) * nbytes
+            metrics |= {f"{name}_ms": ms, f"{name}_gbs": moved / ms / 1e6}
+        metrics["over_torch"] = times["torch_column"] / times["ours_column"]
         return metrics, backend.resolve(self.on)
 
 
@@ -169,16 +172,12 @@ def plain_geglu(x: Tensor) -> Tensor:
     return value * F.gelu(gate, approximate="tanh")
 
 
-def forward(function: Callable[[Tensor], Tensor], xs: list[Tensor], i: int) -> Tensor:
-    """The function of input number i, computed without autograd."""
+def _forward(function: Function, xs: list[Tensor], i: int) -> Tensor:
     with torch.no_grad():
         return function(xs[i])
 
 
-def both(
-    function: Callable[[Tensor], Tensor], xs: list[Tensor], dys: list[Tensor], i: int
-) -> Tensor:
-    """The gradient of input number i, by a forward and a backward pass."""
+def _gradient(function: Function, xs: list[Tensor], dys: list[Tensor], i: int) -> Tensor:
     return operators.gradients(function)(xs[i], dys[i])
 
 
@@ -203,7 +202,7 @@ class ImposedZeros(Base):
             torch.randn(self.width, self.width, generator=generator, device=self.on)
             for _ in range(2)
         )
-        metrics: Metrics = {"sm_mhz": None, "watts": None, "closed_form": imposed(n, m)}
+        metrics: Metrics = {"closed_form": imposed(n, m)}
         for name, scores in {"random": other, "magnitude": weight}.items():
             once = torch.where(nm_mask(scores, n, m), weight, 0.0)
             twice = torch.where(double_prune_mask(once, n, m), once, 0.0)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -18,20 +17,13 @@ from common_kernels.matmul import is_faster, library_layout
 from common_kernels.pack import Packed24
 from common_kernels.pack.operands import pack_both24_
 from experiments.bench import variants
-from experiments.bench.timing import Call, Time
+from experiments.bench.timing import Call
 from models import packed
 from models.decoding import Decoder
 from models.gpt2 import MLP, GPTConfig
 from models.packed import Limits, PackedProduct
-from reproduce.measure.base import Layer, MethodLayer, Metrics, Report, Result
-from reproduce.measure.setup import (
-    BUFFERS,
-    bench,
-    check_ffn,
-    clock_and_power,
-    launched,
-    llama_config,
-)
+from reproduce.measure.base import BUFFERS, Layer, MethodLayer, Metrics, Report, Result, Times
+from reproduce.measure.setup import bench, check_ffn, llama_config
 
 SERVED = ("cusparselt",)
 
@@ -53,8 +45,6 @@ def to_packed(
         tokens: numbers of tokens that will be multiplied; the fastest product for each is searched.
         few: up to so many tokens are multiplied by `few_tokens24`, and more run packed only where
             that is faster; the name then begins with `few`.
-    Raises:
-        UserError: a packed product differs from that of the masked weight.
     """
     for name, module in model.named_modules():
         if type(module) is nn.Linear and chosen(name):
@@ -115,20 +105,17 @@ def packing(matrices: list[Tensor]) -> dict[str, Call]:
     return calls
 
 
-def microseconds(times: dict[str, Time]) -> Metrics:
+def microseconds(times: Times) -> Metrics:
     """The times in microseconds, None for what was not timed, and the speedup of 2:4 over dense."""
-    metrics: Metrics = {f"{name}_us": None for name in ("pack", "library", "copy")}
-    metrics |= {f"{name}_us": 1e3 * time.ms for name, time in times.items()}
-    return metrics | {"speedup": times["dense"].ms / times["sparse"].ms}
+    metrics = times.load | {f"{name}_us": None for name in ("pack", "library", "copy")}
+    metrics |= {f"{name}_us": 1e3 * ms for name, ms in times.items()}
+    return metrics | {"speedup": times["dense"] / times["sparse"]}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Kernels(Layer):
     """Times of one product x [tokens, width] W^T with W [inner, width], dense and 2:4, and of the
-    calls of `packing` on W, in microseconds.
-
-    A weight width -> inner.
-    """
+    calls of `packing` on W, in microseconds."""
 
     what: ClassVar[str] = "kernels"
 
@@ -155,46 +142,33 @@ class Kernels(Layer):
             return layer(xs[i])
 
         calls: dict[str, Call] = {"dense": lambda i: F.linear(xs[i], ws[i]), "sparse": product}
-        calls |= packing(ws)
-        times = self.in_turns(calls)
-        return microseconds(times) | clock_and_power(times), layout
+        return microseconds(self.in_turns(calls | packing(ws))), layout
 
 
 @dataclass(frozen=True, kw_only=True)
 class PackedMLP(MethodLayer):
-    """Times of forward and backward of an MLP, dense and with 2:4 weights that are chosen and
-    packed in every step, and of the calls of `packing` on its input, in microseconds.
-
-    An MLP width -> inner -> width.
-    """
+    """Times of forward and backward of an MLP width -> inner -> width, dense and with 2:4 weights
+    that are chosen and packed in every step, and of the calls of `packing` on its input, in
+    microseconds."""
 
     what: ClassVar[str] = "mlp"
 
     def measure(self, _: Report) -> Result:
         shape = GPTConfig(1, 1, self.width, vocab_size=1, n_inner=self.inner)
         check_ffn(self)
-        built = {
-            label: bench(self, name, lambda: MLP(shape), ("*",))
-            for label, name in {"dense": "dense", "sparse": self.method}.items()
-        }
-        inputs = [x.detach().flatten(0, 1) for x in built["dense"].inputs]
-        calls: dict[str, Call] = {
-            "dense": built["dense"].forward_backward,
-            "sparse": built["sparse"].whole,
-            **packing(inputs),
-        }
-        times = self.in_turns(calls)
-        return microseconds(times) | clock_and_power(times), built["sparse"].converted.used
+        dense, sparse = (
+            bench(self, name, lambda: MLP(shape), ("*",)) for name in ("dense", self.method)
+        )
+        inputs = [x.detach().flatten(0, 1) for x in dense.inputs]
+        calls: dict[str, Call] = {"dense": dense.forward_backward, "sparse": sparse.whole}
+        return microseconds(self.in_turns(calls | packing(inputs))), sparse.converted.used
 
 
 @dataclass(frozen=True, kw_only=True)
 class Decode(Layer):
     """Generated tokens per second of one sequence, dense and with all linears of the layers packed,
-    for `new` tokens after a prompt of `length`. Computed from the time to read the prompt and the
-    time of one further token.
-
-    `new` tokens after a prompt of `length`, by `layers` layers of LLaMA.
-    """
+    for `new` tokens after a prompt of `length` by `layers` layers of LLaMA. Computed from the time
+    to read the prompt and the time of one further token."""
 
     what: ClassVar[str] = "decode"
     products: ClassVar[tuple[str, ...]] = SERVED
@@ -202,38 +176,23 @@ class Decode(Layer):
     new: int = 0
 
     def measure(self, _: Report) -> Result:
-        length = self.length + self.new // 2
         dense = llama(self)
         sparse = copy.deepcopy(dense)
         linears, tokens = (lambda name: ".layers." in name), (1, self.length)
         layout = to_packed(sparse, linears, tokens, self.on, few=MOST)
-        built = {"dense": dense, "sparse": sparse}
-        runs = {name: Decoding(model, self.length, length) for name, model in built.items()}
-        for run in runs.values():
-            run.ids = runs["dense"].ids
-        calls: dict[str, Call] = {}
-        for name, run in runs.items():
+        built, calls = {"dense": dense, "sparse": sparse}, dict[str, Call]()
+        for name, model in built.items():
+            run = Decoding(model, self.length, self.length + self.new // 2)
             calls |= {f"{name} prompt": run.prefill, f"{name} step": run.step}
         times = self.in_turns(calls, 1)
-        metrics, rates = clock_and_power(times), {}
+        metrics, rates = times.load, {}
         for name in built:
-            prompt, step = (times[f"{name} {part}"].ms for part in ("prompt", "step"))
+            prompt, step = times[f"{name} prompt"], times[f"{name} step"]
             rates[name] = 1e3 * self.new / (prompt + self.new * step)
             metrics |= {f"{name}_prompt_ms": prompt, f"{name}_step_ms": step}
             metrics[f"{name}_rate"] = rates[name]
         metrics["speedup"] = rates["sparse"] / rates["dense"]
-        return metrics, f"{layout}, {launched(times)}"
-
-
-@contextmanager
-def default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    """Let torch create tensors of this dtype."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
+        return metrics, f"{layout}, {times.launched()}"
 
 
 class Decoding:
@@ -263,8 +222,8 @@ def llama(config: Decode) -> Any:
     """A LLaMA of the config's shape with random weights."""
     vocab_size = 32_000 if config.on.type == "cuda" else 320
     shape = llama_config(config, config.layers, vocab_size)
-    from transformers import LlamaForCausalLM
+    from transformers import AutoModelForCausalLM
 
     torch.manual_seed(config.seed)
-    with config.on, default_dtype(config.dtype):
-        return LlamaForCausalLM(shape)
+    with config.on:
+        return AutoModelForCausalLM.from_config(shape, dtype=config.dtype)

@@ -19,11 +19,11 @@ from torch.nn.attention import sdpa_kernel
 
 from experiments.bench import variants
 from experiments.bench.sam import ATTENTION, PATCH, encoder
-from experiments.bench.timing import Call, Time
+from experiments.bench.timing import Call
 from experiments.bench.variants import Bench
 from reproduce.measure.base import Base, Metrics, Report, Result
 from reproduce.measure.packed import SERVED, packed_layers, to_packed
-from reproduce.measure.setup import check_products, clock_and_power, described, launched, matmul
+from reproduce.measure.setup import check_products
 
 # max-autotune without its two slowest parts, which would take minutes: inductor's own kernels are
 # tuned, products stay with cuBLAS. CUDA graphs come from experiments.bench.timing.
@@ -66,32 +66,29 @@ class EncoderTraining(Images):
         images = random_images(self)
         built: dict[str, Bench] = {}
         held: dict[str, int] = {}  # bytes between steps
+        metrics: Metrics = {"launched_speedup": None}
         for label, name in {"dense": "dense", "sparse": self.method}.items():
             before = allocated(self.on)
             built[label] = encoder_bench(name, images, self)
             held[label] = allocated(self.on) - before
-        calls: dict[str, Call] = {label: one.whole for label, one in built.items()}
-        metrics: Metrics = {"launched_speedup": None}
-        for label in built:
             metrics |= {f"{label}_launched_ms": None, f"{label}_gb": None}
+        calls: dict[str, Call] = {label: one.whole for label, one in built.items()}
         with sdpa_kernel(ATTENTION):
             if self.on.type == "cuda":
                 times = self.in_turns(calls, 1, graphs=False)
-                metrics |= {f"{label}_launched_ms": time.ms for label, time in times.items()}
-                metrics["launched_speedup"] = times["dense"].ms / times["sparse"].ms
-                report(
-                    f"launched: dense {times['dense'].ms:.1f} ms, 2:4 {times['sparse'].ms:.1f} ms"
-                )
+                metrics |= {f"{label}_launched_ms": ms for label, ms in times.items()}
+                metrics["launched_speedup"] = times["dense"] / times["sparse"]
+                report(f"launched: dense {times['dense']:.1f} ms, 2:4 {times['sparse']:.1f} ms")
                 for label, one in built.items():
                     compile_blocks(label, one, {"options": COMPILED})
                 for label, one in built.items():
                     others = already + sum(held.values()) - held[label]
                     metrics[f"{label}_gb"] = peak(one, others) / 1e9
             times = self.in_turns(calls, 1)
-        metrics |= {f"{label}_ms": time.ms for label, time in times.items()}
-        metrics["speedup"] = times["dense"].ms / times["sparse"].ms
-        used = described(built["sparse"], times, on_cpu="not compiled")
-        return metrics | clock_and_power(times), used
+        metrics |= times.load | {f"{label}_ms": ms for label, ms in times.items()}
+        metrics["speedup"] = times["dense"] / times["sparse"]
+        used = built["sparse"].converted.used
+        return metrics, f"{used}, {times.launched(on_cpu='not compiled')}"
 
 
 def build_encoder(config: Images) -> Any:
@@ -116,7 +113,7 @@ def encoder_bench(name: str, images: Tensor, config: EncoderTraining) -> Bench:
     mlp = model.blocks[0].mlp
     for layer in (mlp.fc1, mlp.fc2):
         check_products(config, (layer.in_features, layer.out_features))
-    size = (config.dtype, config.tokens, matmul(config))
+    size = (config.dtype, config.tokens, config.matmul)
     converted = variants.convert(name, model, ("*mlp.*",), *size)
     with torch.no_grad():
         gradient = torch.randn_like(model(images))
@@ -128,8 +125,6 @@ def compile_blocks(name: str, built: Bench, how: dict[str, Any]) -> None:
 
     Args:
         how: arguments of torch.compile.
-    Raises:
-        UserError: the gradients of the compiled encoder are others.
     """
     built.whole(0)
     want = built.found()
@@ -184,16 +179,13 @@ class EncoderInference(Images):
             return model(images)
 
         calls: dict[str, Call] = {name: partial(run, model) for name, model in built.items()}
-        times: dict[str, Time] = self.in_turns(calls, 1)
+        times = self.in_turns(calls, 1)
         own = "sparse" if self.packed else "dense"
-        metrics = clock_and_power(times) | {
-            "rate": 1e3 * self.batch / times[own].ms,
-            "speedup": times["dense"].ms / times[own].ms,
-            "mib": None,
-        }
-        if self.on.type == "cuda":
-            metrics["mib"] = forward_mib(calls[own], built[own])
-        return metrics, f"{products}, {launched(times)}"
+        rate, speedup = 1e3 * self.batch / times[own], times["dense"] / times[own]
+        on_gpu = self.on.type == "cuda"
+        mib = forward_mib(calls[own], built[own]) if on_gpu else None
+        metrics = times.load | {"rate": rate, "speedup": speedup, "mib": mib}
+        return metrics, f"{products}, {times.launched()}"
 
 
 def forward_mib(call: Call, model: nn.Module) -> float:

@@ -3,27 +3,18 @@
 from __future__ import annotations
 
 import functools
-import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from experiments.bench import linear, variants
-from experiments.bench.timing import Call, Time
+from experiments.bench.timing import Call
 from experiments.bench.variants import Bench
 from experiments.support.errors import check_installed
 from models.gpt2 import Block, GPTConfig
-from reproduce.measure.base import BUFFERS, Base, Layer, MethodLayer, Metrics
-
-CACHE = 128 * 2**20  # bytes, more than the last cache of any GPU measured here
-LAUNCHED = {"graph": "in a CUDA graph", "events": "launched from Python"}  # by `Time.clock`
-
-
-def buffers(config: Base, nbytes: int) -> int:
-    """The number of buffers of this size that together do not fit into a GPU's cache."""
-    return BUFFERS if config.on.type == "cpu" else max(BUFFERS, math.ceil(CACHE / nbytes))
+from reproduce.measure.base import BUFFERS, Layer, MethodLayer
 
 
 class Hidden(nn.Module):
@@ -53,11 +44,7 @@ def gpt2(config: Layer) -> Callable[[], nn.Module]:
 
 
 def llama_config(config: Any, layers: int, vocab_size: int) -> Any:
-    """transformers' config of a LLaMA of the config's shape.
-
-    Raises:
-        UserError: transformers is not installed.
-    """
+    """transformers' config of a LLaMA of the config's shape."""
     check_installed("transformers", "a LLaMA needs transformers", "hf")
     from transformers import LlamaConfig
 
@@ -82,16 +69,11 @@ def llama_layer(config: Layer) -> Callable[[], nn.Module]:
 # --- modules under a method ----------------------------------------------------------------------
 
 
-def matmul(config: Base) -> str:
-    """The backend of sparse products to measure with: `auto` on a GPU, `dense` on a CPU."""
-    return "auto" if config.on.type == "cuda" else "dense"
-
-
 def check_products(config: Any, widths: tuple[int, int], tokens: int | None = None) -> None:
     """Raise a `UserError` if the products of a linear of these widths are wrong under the config's
     method."""
     shape = (tokens or config.tokens, *widths)
-    check_once(config.method, shape, config.dtype, config.on, matmul(config))
+    check_once(config.method, shape, config.dtype, config.on, config.matmul)
 
 
 @functools.cache
@@ -120,7 +102,7 @@ def bench(
 ) -> Bench:
     """A module made by `build`, under the method `name`, with random inputs and output gradients.
 
-    products: the backend of the products, instead of `matmul(config)`. options: further options of
+    products: the backend of the products, instead of `config.matmul`. options: further options of
     the method.
     """
     torch.manual_seed(config.seed)
@@ -128,7 +110,7 @@ def bench(
     with config.on:
         model = build().to(config.dtype)
         xs, dys = (list(torch.randn(size, dtype=config.dtype)) for _ in range(2))
-    by = products or matmul(config)
+    by = products or config.matmul
     converted = variants.convert(name, model, include, config.dtype, config.tokens, by, **options)
     return Bench(converted, xs, dys)
 
@@ -152,29 +134,7 @@ def evaluating(built: Bench) -> Call:
     return call
 
 
-def clock_and_power(times: dict[str, Time]) -> Metrics:
-    """SM clock in MHz and power in W of the GPU during a comparison."""
-    first = next(iter(times.values()))
-    return {"sm_mhz": first.mhz, "watts": first.watts}
-
-
-def launched(times: dict[str, Time], on_cpu: str = "not in a graph") -> str:
-    """A description of how the calls were launched. on_cpu: what it says of calls on a CPU."""
-    how = LAUNCHED | {"host": on_cpu}
-    return " and ".join(sorted({how[time.clock] for time in times.values()}))
-
-
-def described(sparse: Bench, times: dict[str, Time], on_cpu: str = "not in a graph") -> str:
-    """A description of what ran the sparse products, and of how the calls were launched."""
-    return f"{sparse.converted.used}, {launched(times, on_cpu)}"
-
-
 # --- training steps and forward passes of a dense and a sparse module ----------------------------
-
-
-def ends_dense(config: MethodLayer) -> bool:
-    """True for FST, which leaves a dense model: its inference is that of a dense one."""
-    return config.method == "fst"
 
 
 def to_compare(dense: Bench, sparse: Bench, inference: dict[str, Bench]) -> dict[str, Call]:
@@ -189,17 +149,16 @@ def to_compare(dense: Bench, sparse: Bench, inference: dict[str, Bench]) -> dict
     return calls
 
 
-def milliseconds(found: dict[str, Time], sparse: Bench) -> dict[str, float]:
-    """The times of the calls of `to_compare`, and `step`: a whole sparse step with its share of the
-    mask search."""
-    times = {name: time.ms for name, time in found.items()}
+def step_ms(times: Mapping[str, float], sparse: Bench) -> float:
+    """The time of a whole sparse step with its share of the mask search. times: those of the calls
+    of `to_compare`."""
     search = times.get("hooks, masks chosen", times["hooks"]) - times["hooks"]
-    period = sparse.converted.method.capabilities.mask_period
-    times["step"] = times["whole"] + max(0.0, search) / period
-    return times
+    return times["whole"] + max(0.0, search) / sparse.converted.method.capabilities.mask_period
 
 
-def rank_suffix(percent: float) -> str:
-    """The end of a metric's name that gives the rank of adapters, `_1_56` for 1.56 % of the
-    width."""
-    return f"_{percent:g}".replace(".", "_")
+def ranks_of(width: int, percents: Iterable[float]) -> dict[str, int]:
+    """The ranks of adapters by the end of their metrics' names, `_1_56` for 1.56 % of the width."""
+    return {
+        f"_{percent:g}".replace(".", "_"): max(1, round(width * percent / 100))
+        for percent in percents
+    }

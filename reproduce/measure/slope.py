@@ -1,4 +1,4 @@
-"""SLoPe: products by shape, a layer with and without its parts, zeros of its second mask."""
+"""SLoPe: products by shape, and a layer with and without its parts."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -24,17 +24,8 @@ from experiments.bench.variants import Bench
 from methods.nn import operands
 from methods.nn.compressed import CompressedLinear
 from methods.nn.operands import Dense, Packed
-from reproduce.measure.base import Layer, Report, Result
-from reproduce.measure.setup import (
-    BUFFERS,
-    adapting,
-    bench,
-    check_once,
-    clock_and_power,
-    evaluating,
-    gpt2,
-    rank_suffix,
-)
+from reproduce.measure.base import BUFFERS, Layer, Report, Result
+from reproduce.measure.setup import adapting, bench, check_once, evaluating, gpt2, ranks_of
 
 SHARES = (1.0, 2.0, 5.0, 10.0)  # ranks of low-rank products, in percent of the width
 # Plain attention writes the whole matrix of scores to memory; fused attention does not.
@@ -47,42 +38,39 @@ def sparse_products(config: Layer) -> str:
     return "cusparselt" if config.on.type == "cuda" and available else "dense"
 
 
-class DenseTiles(Dense):
-    """A dense matrix that multiplies tile by tile, each tile being a square."""
+def whole(pruned: Tensor, packed: bool) -> Dense | Packed:
+    """The operand of a 2:4 matrix, packed or dense, in one piece."""
+    if not packed:
+        return Dense(pruned)
+    matrix = pack24(pruned, pruned != 0, library_layout(pruned.device))
+    return Packed(matrix.buffer, matrix.shape, matrix.dtype, matrix.layout)
+
+
+class Tiles(NamedTuple):
+    """A matrix A [k * size, size] cut into k square tiles: `stack` is [k, ...] and `rest` what
+    their operands have besides, () if they are dense. For dgrad it is A^T that is cut."""
+
+    stack: Tensor
+    rest: tuple[Any, ...]
 
     def linear(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """x [..., in] -> [..., out], out being a multiple of in."""
-        y = torch.cat([F.linear(x, tile) for tile in self.matrix.split(x.shape[-1])], -1)
+        """x [..., size] -> [..., k * size]."""
+        kind = Packed if self.rest else Dense
+        y = torch.cat([kind(tile, *self.rest).linear(x, None) for tile in self.stack], -1)
         return y if bias is None else y + bias.to(y.dtype)
 
     def grad(self, dy: Tensor) -> Tensor:
-        """dy [T, out] -> [T, in], in being a multiple of out."""
-        return torch.cat([dy @ tile for tile in self.matrix.split(dy.shape[-1], 1)], -1)
-
-
-class PackedTiles(Packed):
-    """A packed matrix cut into square tiles: `buffer` is [tiles, bytes], `shape` that of a tile."""
-
-    def linear(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """x [..., in] -> [..., tiles * in]."""
-        rest = self.shape, self.dtype, self.layout
-        tiles = [Packed(buffer, *rest) for buffer in self.buffer]
-        y = torch.cat([tile.linear(x, None) for tile in tiles], -1)
-        return y if bias is None else y + bias.to(y.dtype)
-
-    def grad(self, dy: Tensor) -> Tensor:
-        """dy [T, out] -> [T, tiles * out]."""
+        """dy [T, size] -> [T, k * size]."""
         return self.linear(dy, None)
 
 
-operands.TENSORS |= {DenseTiles: 1, PackedTiles: 1}
+operands.TENSORS |= {Tiles: 1}
 
 
-def packed_tiles(matrix: Tensor) -> PackedTiles:
-    """A 2:4 matrix [k * size, size] cut into k packed tiles."""
-    size, layout = matrix.shape[1], library_layout(matrix.device)
-    buffers = [pack24(tile, tile != 0, layout).buffer for tile in matrix.split(size)]
-    return PackedTiles(torch.stack(buffers), (size, size), matrix.dtype, layout)
+def tiled(pruned: Tensor, packed: bool) -> Tiles:
+    """A 2:4 matrix [k * size, size] in k tiles, packed or dense."""
+    tiles = [whole(tile, packed) for tile in pruned.split(pruned.shape[1])]
+    return Tiles(torch.stack([tile[0] for tile in tiles]), tuple(tiles[0][1:]))
 
 
 def check(got: Tensor, want: Tensor, what: str, config: Layer) -> None:
@@ -104,8 +92,7 @@ class Shapes(Layer):
     what: ClassVar[str] = "shapes"
 
     def measure(self, _: Report) -> Result:
-        size, tokens, dtype = self.width, self.tokens, self.dtype
-        packed = sparse_products(self) == "cusparselt"
+        size, packed = self.width, sparse_products(self) == "cusparselt"
         shapes = {
             "attention": (size, size),
             "upsample": (4 * size, size),
@@ -114,39 +101,28 @@ class Shapes(Layer):
         calls: dict[str, Call] = {}
         for name, shape in shapes.items():
             with self.on:
-                w = torch.randn(shape, dtype=dtype) / math.sqrt(shape[1])
-                x = list(torch.randn(BUFFERS, tokens, shape[1], dtype=dtype))
+                w = torch.randn(shape, dtype=self.dtype) / math.sqrt(shape[1])
+                x = list(torch.randn(BUFFERS, self.tokens, shape[1], dtype=self.dtype))
             pruned = torch.where(nm_mask(w), w, 0.0)
             sparse: dict[str, Any] = {name: whole(pruned, packed)}
             if name == "upsample":
-                sparse["tiled"] = packed_tiles(pruned) if packed else DenseTiles(pruned)
+                sparse["tiled"] = tiled(pruned, packed)
             if name == "attention":
-                calls["setup"] = setup(w, packed)
-                calls |= low_rank(x, self)
+                calls |= {"setup": setup(w, packed), **low_rank(x, self)}
             calls[f"dense {name}"] = partial(product, Dense(w), x)
             for kind, operand in sparse.items():
                 check(product(operand, x, 0), product(Dense(pruned), x, 0), kind, self)
                 calls[f"sparse {kind}"] = partial(product, operand, x)
         times = self.in_turns(calls)
-        found = {name: time.ms for name, time in times.items()}
-        metrics = clock_and_power(times)
+        metrics, multiply = times.load, times["sparse attention"]
         for kind in (*shapes, "tiled"):
-            dense = found[f"dense {'upsample' if kind == 'tiled' else kind}"]
-            metrics[f"{kind}_speedup"] = dense / found[f"sparse {kind}"]
-        for name in (f"rank{rank_suffix(share)}" for share in SHARES):
-            metrics[f"{name}_speedup"] = found["rank full"] / found[name]
-        multiply = found["sparse attention"]
-        metrics |= {"setup_ms": found["setup"], "multiply_ms": multiply}
-        metrics["setup_over_multiply"] = found["setup"] / multiply
+            dense = times[f"dense {'upsample' if kind == 'tiled' else kind}"]
+            metrics[f"{kind}_speedup"] = dense / times[f"sparse {kind}"]
+        for end in ranks_of(size, SHARES):
+            metrics[f"rank{end}_speedup"] = times["rank full"] / times[f"rank{end}"]
+        metrics |= {"setup_ms": times["setup"], "multiply_ms": multiply}
+        metrics["setup_over_multiply"] = times["setup"] / multiply
         return metrics, "cusparselt" if packed else "dense"
-
-
-def whole(pruned: Tensor, packed: bool) -> Dense | Packed:
-    """The operand of a 2:4 matrix, packed or dense, in one piece."""
-    if not packed:
-        return Dense(pruned)
-    matrix = pack24(pruned, pruned != 0, library_layout(pruned.device))
-    return Packed(matrix.buffer, matrix.shape, matrix.dtype, matrix.layout)
 
 
 def product(operand: Any, x: list[Tensor], i: int) -> Tensor:
@@ -165,19 +141,16 @@ def setup(w: Tensor, packed: bool) -> Call:
 
 def low_rank(x: list[Tensor], config: Shapes) -> dict[str, Call]:
     """Calls of the products (X L) R, by the rank of L and R."""
-    size = config.width
-    calls: dict[str, Call] = {}
-    ranks = {rank_suffix(share): max(1, round(size * share / 100)) for share in SHARES}
-    for name, rank in {**ranks, " full": size}.items():
+    size, calls = config.width, dict[str, Call]()
+
+    def two_products(left: Tensor, right: Tensor, i: int) -> Tensor:
+        return F.linear(F.linear(x[i], left), right)
+
+    for name, rank in {**ranks_of(size, SHARES), " full": size}.items():
         with config.on:
             left, right = (torch.randn(s, dtype=config.dtype) for s in ((rank, size), (size, rank)))
-        calls[f"rank{name}"] = partial(two_products, x, left, right)
+        calls[f"rank{name}"] = partial(two_products, left, right)
     return calls
-
-
-def two_products(x: list[Tensor], left: Tensor, right: Tensor, i: int) -> Tensor:
-    """(X L) R of input number i."""
-    return F.linear(F.linear(x[i], left), right)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -199,43 +172,45 @@ class SlopeLayer(Layer):
             check_once("slope", (self.tokens, *widths), self.dtype, self.on, products)
         build = partial(bench, self, build=gpt2(self), include=("*",))
         dense = build("dense")
-        ranks = {"": 0, **{rank_suffix(p): max(1, round(self.width * p / 100)) for p in self.ranks}}
-        whole, tiled = (
+        ranks = {"": 0, **ranks_of(self.width, self.ranks)}
+        uncut, cut = (
             {end: adapted(build, rank, products) for end, rank in ranks.items()} for _ in range(2)
         )
-        for end in ranks:
-            cut(tiled[end])
-            check_equal(whole[end], tiled[end], self)
+        for end, built in cut.items():
+            cut_layers(built)
+            pairs = [(b.forward_backward(0), b.inputs[0].grad) for b in (uncut[end], built)]
+            for want, got in zip(*pairs, strict=True):
+                assert want is not None and got is not None
+                check(got, want, "tiles", self)
         calls = {
             "dense": attending("plain", dense.forward_backward),
             "dense_fused": attending("fused", dense.forward_backward),
-            "sparse": attending("plain", whole[""].forward_backward),
-            "sparse_fused": attending("fused", whole[""].forward_backward),
-            "sparse_tiled": attending("plain", tiled[""].forward_backward),
-            "hooks": lambda _: whole[""].hooks(0),
+            "sparse": attending("plain", uncut[""].forward_backward),
+            "sparse_fused": attending("fused", uncut[""].forward_backward),
+            "sparse_tiled": attending("plain", cut[""].forward_backward),
+            "hooks": lambda _: uncut[""].hooks(0),
             "inference dense": attending("plain", evaluating(dense)),
             "inference dense_fused": attending("fused", evaluating(dense)),
         }
-        for end, built in whole.items():
+        for end, built in uncut.items():
             forward = evaluating(built)
             calls[f"inference sparse{end}"] = attending("plain", forward)
             calls[f"inference sparse_fused{end}"] = attending("fused", forward)
-            calls[f"inference sparse_tiled{end}"] = attending("plain", evaluating(tiled[end]))
+            calls[f"inference sparse_tiled{end}"] = attending("plain", evaluating(cut[end]))
             if end:
                 calls[f"inference sparse_apart{end}"] = attending("plain", apart(built))
                 check(apart(built)(0), forward(0), "adapters apart", self)
         with sixteen_bit_scores():
             times = self.in_turns(calls)
-        found = {name: time.ms for name, time in times.items()}
-        metrics = clock_and_power(times) | {"hooks_ms": found["hooks"]}
-        for name, ms in found.items():
+        metrics = times.load | {"hooks_ms": times["hooks"]}
+        for name, ms in times.items():
             kind, _space, what = name.rpartition(" ")
             if kind == "inference":
-                metrics[f"inference_{what}"] = found["inference dense"] / ms
+                metrics[f"inference_{what}"] = times["inference dense"] / ms
             elif what != "hooks":
-                step = ms + (found["hooks"] if what.startswith("sparse") else 0.0)
-                metrics[f"training_{what}"] = found["dense"] / step
-        return metrics, whole[""].converted.used
+                step = ms + (times["hooks"] if what.startswith("sparse") else 0.0)
+                metrics[f"training_{what}"] = times["dense"] / step
+        return metrics, uncut[""].converted.used
 
 
 def adapted(build: Callable[..., Bench], rank: int, products: str) -> Bench:
@@ -322,25 +297,14 @@ class Tiled(CompressedLinear):
         return self.tiles[0] or fprop, self.tiles[1] or dgrad
 
 
-def cut(built: Bench) -> None:
+def cut_layers(built: Bench) -> None:
     """Cut the layers of a model into square tiles, in place."""
     for layer in compressed(built):
         forward, backward = (w.to(layer.dtype) for w in variants.weights(layer))
-        wide, packed = layer.out_features > layer.in_features, layer.packed is not None
-        tiles: tuple[Any, Any] = (None, None)
-        if wide:
-            tiles = (packed_tiles(forward) if packed else DenseTiles(forward)), None
-        elif layer.out_features < layer.in_features:
-            tiles = None, (packed_tiles(backward.t()) if packed else DenseTiles(backward))
+        packed, more = layer.packed is not None, layer.out_features - layer.in_features
         layer.__class__ = Tiled
         assert isinstance(layer, Tiled)
-        layer.tiles = tiles
-
-
-def check_equal(expected: Bench, found: Bench, config: SlopeLayer) -> None:
-    """Raise a `UserError` unless two models of the same weights give the same output and input
-    gradient, within the rounding of their products."""
-    pairs = [(b.forward_backward(0), b.inputs[0].grad) for b in (expected, found)]
-    for want, got in zip(*pairs, strict=True):
-        assert want is not None and got is not None
-        check(got, want, "tiles", config)
+        layer.tiles = (
+            tiled(forward, packed) if more > 0 else None,
+            tiled(backward.t(), packed) if more < 0 else None,
+        )

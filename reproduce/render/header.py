@@ -5,11 +5,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, StrictUndefined, Template
+from jinja2 import Environment, StrictUndefined
 
 from experiments.bench.timing import load_text
 from reproduce.execute.jobs import PlacedRun
@@ -18,21 +17,11 @@ from reproduce.render.cells import DENSE, MARK, OTHER, measured, published_cell
 from reproduce.specs.table import BENCH, Table
 
 Facts = dict[str, Any]  # on the runs of a table, as `facts` gives them
-NAMED = (
-    "Corpus",
-    "Device",
-    "Peak memory",
-    "Code",
-    "Products",
-    "Dense",
-    "Clocks",
-)  # the facts that have lines
-
-
-@cache
-def _template() -> Template:
-    text = Path(__file__).with_name("header.jinja").read_text(encoding="utf-8")
-    return Environment(trim_blocks=True, undefined=StrictUndefined).from_string(text)
+TEMPLATE = Environment(trim_blocks=True, undefined=StrictUndefined).from_string(
+    Path(__file__).with_name("header.jinja").read_text(encoding="utf-8")
+)
+# The facts that have lines.
+NAMED = ("Corpus", "Device", "Peak memory", "Code", "Products", "Dense", "Clocks")
 
 
 def header(table: Table, tier: str, known: Facts, unknown: set[str]) -> list[str]:
@@ -44,7 +33,7 @@ def header(table: Table, tier: str, known: Facts, unknown: set[str]) -> list[str
     for row in rows:
         not_run.setdefault(row.not_run, []).append(row.label)
     lacking = [c.label for c in table.columns if not measured(table, tier, c)]
-    text = _template().render(
+    text = TEMPLATE.render(
         MARK=MARK,
         OTHER=OTHER,
         NAMED=NAMED,
@@ -88,7 +77,7 @@ def facts(table: Table, tier: str, runs: list[PlacedRun]) -> Facts:
     """The facts on the runs that the header tells: their number, data, device and code."""
     known: Facts = {
         "runs": len(runs),
-        "Corpus": _common(lambda r: _corpus(r["corpus"]) if "corpus" in r else "", runs),
+        "Corpus": _common(_corpus, runs),
         "Device": _common(_device, runs),
         "Code": _common(lambda r: revision(r["environment"]), runs),
     }
@@ -100,7 +89,7 @@ def facts(table: Table, tier: str, runs: list[PlacedRun]) -> Facts:
         known["Products"] = several if others else first
         if runs[0].result["config"]["sustained_s"] is not None:  # on a GPU
             metrics = [run.result["metrics"] for run in runs]
-            mhz, watts = ([values[name] for values in metrics] for name in ("sm_mhz", "watts"))
+            mhz, watts = ([values.get(name) for values in metrics] for name in ("sm_mhz", "watts"))
             known["Clocks"] = load_text(mhz, watts)
             peak = max(run.result["environment"].get("peak_memory_bytes", 0) for run in runs)
             known["Peak memory"] = f"{peak / 1e9:.1f} GB" if peak else ""
@@ -137,33 +126,31 @@ def _common(fact: Callable[[dict[str, Any]], str], runs: list[PlacedRun]) -> str
     return f"not the same for all runs: {'; '.join(others)}; {most} (the other {total})"
 
 
-def _corpus(manifest: dict[str, Any]) -> str:
+def _corpus(result: dict[str, Any]) -> str:
+    if "corpus" not in result:
+        return ""
+    manifest = result["corpus"]
     train, val = manifest["splits"]["train"], manifest["splits"]["val"]
     unit = "images" if "images" in train else "tokens"
-    whole = [manifest["sha256"]] if unit == "images" else [train["sha256"], val["sha256"]]
-    hashes = ", ".join(digest[:12] for digest in whole)
-    return (
-        f"{manifest['name']}, {train[unit]:,} training and {val[unit]:,} validation {unit} "
-        f"(sha256 {hashes})"
-    )
+    whole = [manifest] if unit == "images" else [train, val]
+    hashes = ", ".join(part["sha256"][:12] for part in whole)
+    sizes = f"{train[unit]:,} training and {val[unit]:,} validation {unit}"
+    return f"{manifest['name']}, {sizes} (sha256 {hashes})"
 
 
 def _device(result: dict[str, Any]) -> str:
-    environment = result["environment"]
-    several = f"{result.get('world_size', 1)} x " * (result.get("world_size", 1) > 1)
-    parts = [several + environment["device"]]
-    if "config" not in result:  # the record of a block
-        return f"{parts[0]}, torch {environment['versions']['torch']}"
-    threads = environment["threads"]
-    parts.append(f"{threads} thread" + "s" * (threads != 1))
-    impl = result["config"].get("impl")
-    if impl is not None:
-        parts += [
-            result["config"]["train"]["dtype"],
-            "compiled" if impl["compile"] else "",
-            f"micro-batch {impl['micro_batch']}" if impl["micro_batch"] else "",
-            f"backend {result['backend']}",
-        ]
+    environment, ranks = result["environment"], result.get("world_size", 1)
+    parts = [f"{ranks} x " * (ranks > 1) + environment["device"]]
+    if "config" in result:  # not the record of a block
+        threads, impl = environment["threads"], result["config"].get("impl")
+        parts.append(f"{threads} thread" + "s" * (threads != 1))
+        if impl is not None:
+            parts += [
+                result["config"]["train"]["dtype"],
+                "compiled" if impl["compile"] else "",
+                f"micro-batch {impl['micro_batch']}" if impl["micro_batch"] else "",
+                f"backend {result['backend']}",
+            ]
     parts.append(f"torch {environment['versions']['torch']}")
     return ", ".join(part for part in parts if part)
 

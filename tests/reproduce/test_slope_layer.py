@@ -16,11 +16,14 @@ def quick(**changed):
     return slope.SlopeLayer(**fields | changed)
 
 
-@pytest.fixture
-def emulated(monkeypatch):
-    """Packed operands in bf16, as on a GPU, multiplied by an emulation."""
-    monkeypatch.setattr(Base, "dtype", torch.bfloat16)
-    monkeypatch.setattr(slope, "sparse_products", lambda config: "cusparselt")
+@pytest.fixture(params=["dense", "cusparselt"])
+def products(request, monkeypatch):
+    """What multiplies: on a CPU dense products, or as on a GPU packed operands in bf16, by an
+    emulation."""
+    if request.param == "cusparselt":
+        monkeypatch.setattr(Base, "dtype", torch.bfloat16)
+        monkeypatch.setattr(slope, "sparse_products", lambda config: "cusparselt")
+    return request.param
 
 
 @pytest.fixture
@@ -41,12 +44,9 @@ def clock(monkeypatch):
     return calls
 
 
-@pytest.mark.parametrize("packed", [False, True])
-def test_a_layer_with_and_without_its_parts(packed, clock, request):
-    if packed:
-        request.getfixturevalue("emulated")
+def test_a_layer_with_and_without_its_parts(products, clock):
     found, used = quick(ranks=(1.56,)).measure(print)
-    assert used == ("cusparselt fprop dgrad" if packed else "dense")
+    assert used == {"dense": "dense", "cusparselt": "cusparselt fprop dgrad"}[products]
     assert found["training_sparse"] == 12 / (6 + 3) and found["training_sparse_fused"] == 12 / 11
     assert found["training_dense_fused"] == 12 / 8  # without hooks
     assert found["training_sparse_tiled"] == 12 / 9
@@ -58,45 +58,32 @@ def test_a_layer_with_and_without_its_parts(packed, clock, request):
 
 
 def test_tiles_take_part_and_wrong_ones_stop_the_measurement(clock, monkeypatch):
-    cut, asked = slope.DenseTiles.linear, []
+    linear, asked = slope.Tiles.linear, []
 
     def spy(self, x, bias):
-        asked.append(tuple(self.matrix.shape))
-        return cut(self, x, bias)
+        asked.append(tuple(self.stack.shape))
+        return linear(self, x, bias)
 
-    monkeypatch.setattr(slope.DenseTiles, "linear", spy)
+    monkeypatch.setattr(slope.Tiles, "linear", spy)
     quick(width=32).measure(print)
-    assert set(asked) == {(96, 32), (128, 32)}  # queries, keys and values; the wide weight
-    monkeypatch.setattr(slope.DenseTiles, "grad", lambda self, dy: dy @ self.matrix * 1.1)
+    assert set(asked) == {(3, 32, 32), (4, 32, 32)}  # queries, keys and values; the wide weight
+    monkeypatch.setattr(slope.Tiles, "grad", lambda self, dy: 1.1 * linear(self, dy, None))
     with pytest.raises(UserError, match=r"tiles: off by .* no time is reported"):
         quick(width=32).measure(print)
 
 
-@pytest.mark.parametrize("packed", [False, True])
-def test_tiles_give_the_product_of_the_whole(packed):
-    dtype = torch.bfloat16 if packed else torch.float32
-    w = torch.randn(256, 64).to(dtype)
-    w = w * nm_mask(w)
-    x = torch.randn(16, 64).to(dtype)
-    cut = slope.packed_tiles(w) if packed else slope.DenseTiles(w)
-    want = slope.whole(w, packed).linear(x, None)
-    eps = torch.finfo(dtype).eps
-    assert torch.allclose(cut.linear(x, None).float(), want.float(), rtol=4 * eps, atol=64 * eps)
+def test_tiles_give_the_product_of_the_whole(products):
+    dtype = Base.dtype if products == "cusparselt" else torch.float32
+    w, x = torch.randn(256, 64).to(dtype), torch.randn(16, 64).to(dtype)
+    w, packed = w * nm_mask(w), products == "cusparselt"
+    want, eps = slope.whole(w, packed).linear(x, None), torch.finfo(dtype).eps
+    found = slope.tiled(w, packed).linear(x, None)
+    assert torch.allclose(found.float(), want.float(), rtol=4 * eps, atol=64 * eps)
 
 
-@pytest.mark.parametrize("packed", [False, True])
-def test_products_by_shape(packed, monkeypatch):
-    def fake(calls, *_):
-        for call in calls.values():
-            call(0)
-        return {name: Time(6.0, 6.0, 6.0, "host") for name in calls}
-
-    monkeypatch.setattr(base, "in_turns", fake)
-    if packed:  # packed operands in bf16, as on a GPU, multiplied by an emulation
-        monkeypatch.setattr(Base, "dtype", torch.bfloat16)
-        monkeypatch.setattr(slope, "sparse_products", lambda config: "cusparselt")
+def test_products_by_shape(products, clock):
     found, used = slope.Shapes(length=16, width=64).measure(print)
-    assert used == ("cusparselt" if packed else "dense")
+    assert used == products
     assert found["tiled_speedup"] == found["attention_speedup"] == 1.0
     assert found["rank_10_speedup"] == 1.0 and found["multiply_ms"] == found["setup_ms"] == 6.0
 
