@@ -19,7 +19,7 @@ from reproduce.judge.text import worded
 from reproduce.judge.verdicts import differences
 from reproduce.records import read_evidence
 from reproduce.render.report import page as report_page
-from reproduce.render.report.gather import shown_blocks
+from reproduce.render.report.blocks import shown_blocks
 
 ROOT = Path(__file__).parents[1]
 LOSS = "metrics.val_loss"

@@ -72,12 +72,6 @@ class Grid:
             before = names
         return lines
 
-    def of_source(self, source: str) -> Grid:
-        """The lines of one source, `paper` or `ours`, without the column that names it."""
-        own = [line for line in self.lines if line.names[-1] == source]
-        lines = [Line(line.names[:-1], line.values) for line in own]
-        return Grid(self.stubs[:-1], self.groups, self.columns, lines)
-
 
 def _widths(rows: Iterable[list[str]]) -> list[int]:
     return [max(3, *map(len, column)) for column in zip(*rows, strict=True)]

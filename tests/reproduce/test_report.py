@@ -1,27 +1,21 @@
 """The page of all results: complete, well formed, traceable, nothing in it from elsewhere."""
 
 import itertools
-import math
 import re
 from html.parser import HTMLParser
-from types import SimpleNamespace
 from xml.etree import ElementTree
 
 import pytest
 from markupsafe import escape
 
-from experiments.runs.comparison import Summary
 from experiments.runs.stats import mean, paired_interval
 from experiments.support.checkpoint import write_json
 from reproduce.__main__ import main as reproduce
 from reproduce.execute.blocks import BLOCKS, EVIDENCE, read_block
 from reproduce.execute.packed import read_packed
-from reproduce.judge.claims import Margin, read_claims
-from reproduce.render.report import blocks, figures, html, page, tables
-from reproduce.render.report.gather import Shown
+from reproduce.judge.claims import read_claims
+from reproduce.render.report import html, page, tables
 from reproduce.specs.table import read_tables
-
-MINUS = figures.MINUS
 
 
 class Page(HTMLParser):
@@ -52,14 +46,11 @@ class Page(HTMLParser):
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
-    """The page as the command writes it, with runs of one's own beside the committed ones: one that
-    said what must be escaped, and an outdated one."""
+    """The page as the command writes it, with a record of one's own beside the committed ones: it
+    is outdated, and its name must be escaped."""
     runs = tmp_path_factory.mktemp("work") / "runs"
-    log = runs / "gpt2-stdlib" / "a_variant_that_failed" / "seed0" / "output.txt"
-    log.parent.mkdir(parents=True)
-    log.write_text("step 1\n<script>alert('&')</script>\n")
-    gone = read_packed(EVIDENCE, "a")["dense", 0][1] | {"variant": "a_variant_that_was"}
-    write_json(runs / "evidence" / "a" / "a_variant_that_was-seed0.json", gone)
+    gone = read_packed(EVIDENCE, "a")["dense", 0][1] | {"variant": "<b>was"}
+    write_json(runs / "evidence" / "a" / "was-seed0.json", gone)
     assert reproduce(["report"], runs=runs) == 0
     return runs / "report" / "index.html"
 
@@ -116,10 +107,8 @@ def test_every_claim_table_and_block_is_there_with_links_that_lead_somewhere(mad
     assert {path.resolve() for path in tables.MEASURED.glob("*/*.csv")} <= files
 
 
-def test_what_one_s_own_runs_said_is_escaped_and_what_is_left_out_is_told(text):
-    assert "<script>alert" not in text
-    assert "&lt;script&gt;alert(&#39;&amp;&#39;)&lt;/script&gt;" in text
-    assert "a_variant_that_was-seed0.json" in text
+def test_what_comes_from_records_is_escaped_and_what_is_left_out_is_told(text):
+    assert "left out: block a, &lt;b&gt;was, seeds 0: no block has such a run" in text
 
 
 def test_the_main_figure_as_a_file(tmp_path):
@@ -133,15 +122,6 @@ def test_the_main_figure_as_a_file(tmp_path):
     assert root.tag.endswith("svg") and "dense" in "".join(root.itertext())
 
 
-def test_the_variants_of_tables_are_those_of_blocks():
-    for table in read_tables():
-        places = {place.split("/")[0]: place for place in table.block_variants.values()}
-        assert len(places) <= 1
-        assert table.block_variants.keys() <= {row.label for row in table.rows}, table.name
-        for block, variant in (place.split("/") for place in table.block_variants.values()):
-            assert variant in read_block(block).variants, f"{table.name}: {block}/{variant}"
-
-
 def test_each_fp8_variant_is_compared_with_its_method_in_bf16(text):
     losses = {key: r["metrics"]["val_loss"] for key, (_, r) in read_packed(EVIDENCE, "fp8").items()}
     seeds = [seed for variant, seed in losses if variant == "ste"]
@@ -149,63 +129,42 @@ def test_each_fp8_variant_is_compared_with_its_method_in_bf16(text):
     low, high = paired_interval(differences)
     told = f"{mean(differences):+.4f} [{low:+.4f}, {high:+.4f}] (n=3)</td><td>ste</td>"
     part = between(text, "block-fp8", "variant-fp8-ste-fp8-delayed")
-    assert told.replace("-", MINUS) in part
+    assert told.replace("-", html.MINUS) in part
     assert "share of the gap, g" not in part  # a column that would be empty
 
 
-def test_an_interval_beyond_the_axis_ends_there_and_a_value_beyond_it_is_an_arrow():
-    of = {"a": (0.1, 0.05, 0.15), "b": (0.1, 0.04, 0.16), "c": (0.2, -9.0, 9.4), "d": (9, 8, 10)}
-    rows = [Summary(name, 3, 1.0, 0.1, 3, *effect) for name, effect in of.items()]
-    low, high = figures._reach(rows, {}, 0.1)
-    assert -0.1 < low < 0 < 0.2 < high < 0.3
-    drawn = figures.forest(rows, {}, "dense", "a", 0.1, 0.25, "val_loss")
-    assert "c +0.2000 [-9.0000, +9.4000] (n=3)" in drawn and "share of the gap" in drawn
-    flat = figures.forest(rows, {}, "dense", "a", math.nan, 0.25, "val_loss")
-    assert "share of the gap" not in flat
-
-
-@pytest.mark.parametrize("half", [0.0, 2.0])
-def test_the_best_variant_is_on_top_and_a_gap_that_may_be_zero_has_no_half_width_baseline(half):
-    """An accuracy, in points, at four seeds; `half` is what half the width costs."""
-    noise = [0.3, -0.3, 0.2, -0.2]
-    cost = {"dense": 0.0, "half": half, "worst": 3.0, "best": -1.0}
-    variants = {
-        variant: {
-            seed: SimpleNamespace(
-                record={"metrics": {"top1": 80 - lost - n * (variant != "dense")}}
-            )
-            for seed, n in enumerate(noise)
-        }
-        for variant, lost in cost.items()
-    }
-    methods = {variant: [f"method={variant}"] for variant in ("dense", "half", "worst", "best")}
-    block = SimpleNamespace(name="x", against={}, variants=methods)
-    shown = Shown(block, "metrics.top1", Margin(0.25, "dense", "half"), variants)
-    drawn = blocks.difference_figure(shown)
-    assert re.findall(r">(best|half|worst)</text>", drawn) == ["best", "half", "worst"]
-    assert (shown.gap == pytest.approx(-2.0)) if half else math.isnan(shown.gap)
-    assert ("is the half-width baseline" in drawn) is bool(half)
+def test_the_page_opens_with_verdicts_a_range_of_speed_and_the_claims_and_folds_the_rest(text):
+    opening, _, rest = text.partition("</header>")
+    verdicts = re.findall(r'class="verdict ([\w-]+)"', opening)
+    counts, rows = verdicts[: len(set(verdicts))], verdicts[len(set(verdicts)) :]
+    assert len(set(counts)) == len(counts) and len(rows) == len(read_claims().claims)
+    numbers = re.search(r'class="counts">(.*?)</p>', opening)[1]
+    assert [int(n) for n in re.findall(r"</span> (\d+) ", numbers)] == [*map(rows.count, counts)]
+    assert "NVIDIA H200 runs 0.92 to 1.51 times as fast as dense" in opening
+    assert re.search("<table|<h3", rest.partition("<details")[0]) is None
+    depth = 0
+    for word in re.findall("<details|</details|<table", rest):
+        depth += {"<details": 1, "</details": -1}.get(word, 0)
+        assert depth or word != "<table"
 
 
 def test_the_shape_of_tables(text):
-    """What is the same for all variants is said once; a paper's table has the paper's row above
-    ours, whose cells have the verdicts; and no column is empty."""
+    """No column is empty, every run is there, and the paper's row is above ours."""
     part = between(text, "block-a", "block-a-large")
-    cards = "NVIDIA H200, NVIDIA H100 80GB HBM3"
-    assert f"<span>Variants of block a (tier mini, on {cards})</span>" in part
     head = r"<th scope=\"col\"[^>]*>([^<]*)</th>"
-    assert [one.partition(" ")[0] for one in re.findall(head, part)[:6]] == [
-        "variant", "ours", "minus", "share", "verdict", "source",
-    ]  # fmt: skip
+    heads = [one.partition(" ")[0] for one in re.findall(head, part)[:5]]
+    assert heads == ["variant", "val_loss", "minus", "share", "verdict"]
+    kept = read_packed(EVIDENCE, "a")
+    losses = [record["metrics"]["val_loss"] for _, record in kept.values()]
+    assert all(f">{loss:.6f}<" in part for loss in losses) and "evidence/a.jsonl" in part
     main = read_block("a")
-    left = len(main.variants) * len(main.seeds) - len(read_packed(EVIDENCE, "a"))
+    left = len(main.variants) * len(main.seeds) - len(kept)
     assert re.findall(r"make the (\d+) missing runs:", part) == [str(left)] * bool(left)
+    assert "share of the gap, g" not in between(text, "block-d", "block-e1")  # it may be zero
     part = between(text, "table-slope-table1", "table-slope-table2")
-    heads = ["method", "source", "training", "inference", "inference, r=1.56%"]
-    assert re.findall(head, part)[:5] == heads
-    theirs, ours = re.findall(r"<tr><th scope=\"row\">OPT-66B / SLoPe</th>.*?</tr>", part)
-    assert "paper" in theirs and "1.20x" in theirs and "verdict" not in theirs
-    assert "1.26 [1.26, 1.27]x" in ours and "confirmed" in ours
+    assert "| method                  | source |           training |          inference |" in part
+    assert re.search(r"\| OPT-66B / SLoPe +\| paper +\| +1.20x \|", part)
+    assert "| ours   | 1.26 [1.26, 1.27]x | 1.49 [1.48, 1.50]x |" in part
     part = between(text, "table-slope-table4", "table-slope-table5")  # by the records of a block
     assert "made: tier mini" in part and "evidence/a.jsonl" in part
 
@@ -216,14 +175,8 @@ def test_tables_that_were_made_here_are_shown_from_their_runs(tmp_path):
     (tmp_path / "tables").mkdir()
     write_json(tmp_path / "tables" / "sste_table4-smoke.json", {"jobs": 1, "done": 0})
     smoke, mini = tables.found(specs["sste_table4"], tmp_path)
-    assert (smoke.tier, smoke.device, smoke.revisions, smoke.where) == (
-        "smoke",
-        "",
-        "-",
-        "tier smoke",
-    )
-    assert mini.where == "tier mini on NVIDIA H200" and len(mini.revisions) >= 7
-    assert mini.has_values and "Nothing is trained for this tier" in "".join(mini.rendered.header)
+    assert (smoke.where, mini.where) == ("tier smoke", "tier mini on NVIDIA H200")
+    assert "Nothing is trained for this tier" in "".join(mini.rendered.header)
 
 
 def test_arguments_that_mean_nothing_and_a_page_without_runs(capsys, tmp_path, monkeypatch):

@@ -1,5 +1,5 @@
 """Writes the page of all results: `python -m reproduce report`.
 
-gather.py, blocks.py and tables.py collect the data, figures.py draws with matplotlib, and page.py
-fills the templates in templates/, in which the page's words stand.
+blocks.py and tables.py collect the data, figures.py draws with matplotlib, and page.py fills the
+templates in templates/, in which the page's words stand.
 """

@@ -1,131 +1,234 @@
-"""Makes the main figure and the tables of blocks for the page."""
+"""Collects what the page shows of the blocks: values, differences, what is missing, and tables."""
 
 from __future__ import annotations
 
 import math
 import shlex
-from collections.abc import Collection
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from markupsafe import Markup
 
-from experiments.runs.comparison import with_spread
-from reproduce.judge.verdicts import verdict
-from reproduce.records import StoredRecord
-from reproduce.render.report.figures import forest
-from reproduce.render.report.gather import Shown
-from reproduce.render.report.html import badge, breakable, interval, signed, slug, unbroken
+from experiments.runs.comparison import Summary, with_spread
+from experiments.runs.stats import excludes_zero, mean, paired_interval, std
+from experiments.support.results import number
+from reproduce.execute.blocks import Block, read_block
+from reproduce.judge import Json
+from reproduce.judge.claims import Claims, Margin
+from reproduce.judge.scale import GapClosed, gap_closed
+from reproduce.judge.verdicts import differences, verdict
+from reproduce.records import Evidence, StoredRecord, Values
+from reproduce.render.report.html import badge, interval, signed, slug
 
 NOTHING = "-"  # a cell without a value
-WORDS = ("variant", "compared with", "verdict", "source")  # columns that have no numbers
-Cells = dict[str, Any]  # those of a row that have a value, by the heading of their column
+WORDS = ("variant", "compared with", "verdict", "revision", "device", "command")  # no numbers
+Table = dict[str, Any]  # the arguments of the macro of this name
 
 
-def difference_figure(shown: Shown) -> Markup:
-    """The figure of the differences of a block's leading variants to the baseline, best first."""
-    rows = sorted(
-        (shown.rows[variant] for variant in shown.leading if shown.rows[variant].pairs),
-        key=lambda row: row.difference,
-        reverse=not shown.lower_is_better,
-    )
-    ends = shown.baseline, shown.half
-    return forest(rows, shown.by_seed, *ends, shown.gap, shown.margin.share, shown.quantity)
+@dataclass(frozen=True)
+class Shown:
+    """A block with its records.
+
+    metric: what its variants are compared by, a dotted path into a record. margin: `upper`, half
+    the width, differs from the baseline by the gap. variants: the records by variant and seed.
+    verdicts: by variant and claim, those on its contrasts with others.
+    """
+
+    block: Block
+    metric: str
+    margin: Margin
+    variants: dict[str, dict[int, StoredRecord]]
+    verdicts: dict[str, dict[int, list[str]]] = field(default_factory=dict)
+
+    @cached_property
+    def methods(self) -> dict[str, str]:
+        """The method of each variant."""
+        given = {
+            variant: [o.removeprefix("method=") for o in own if o.startswith("method=")]
+            for variant, own in self.block.variants.items()
+        }
+        return {variant: "".join(names[-1:]) for variant, names in given.items()}
+
+    @cached_property
+    def baseline(self) -> str:
+        """The variant that the others are compared with: the margin's `lower`, or else the first
+        dense one; "" without one."""
+        dense = [variant for variant, method in self.methods.items() if method == "dense"]
+        return self.margin.lower if self.margin.lower in dense else next(iter(dense), "")
+
+    @property
+    def quantity(self) -> str:
+        """The last part of `metric`, `val_loss` for example."""
+        return self.metric.rpartition(".")[2]
+
+    @property
+    def pilot(self) -> bool:
+        """True if the block chose settings, so that no claim is judged by it."""
+        return self.block.name.startswith("pilot")
+
+    def against(self, variant: str) -> str:
+        """The variant that this variant is compared with: the one that the block names for it, or
+        else the baseline; "" if there is none."""
+        other = self.block.against.get(variant, self.baseline)
+        return "" if other == variant else other
+
+    @cached_property
+    def values(self) -> Values:
+        """The contents of its records."""
+        return {
+            (self.block.name, variant): {seed: stored.record for seed, stored in seeds.items()}
+            for variant, seeds in self.variants.items()
+        }
+
+    @cached_property
+    def by_seed(self) -> dict[str, list[float]]:
+        """The differences of each variant to the one it is compared with, as in `claims`."""
+        return {
+            variant: differences(self.values, self.block.name, variant, other, self.metric)
+            for variant in self.variants
+            if (other := self.against(variant))
+        }
+
+    def gap_closed(self, variant: str) -> GapClosed | None:
+        """The share of the gap that a variant loses; None if it is not known."""
+        return gap_closed(self.values, self.block.name, variant, self.metric, self.margin, 2)
+
+    @cached_property
+    def rows(self) -> dict[str, Summary]:
+        """The mean and the spread of each variant, and its paired difference to the variant that it
+        is compared with."""
+        rows = {}
+        for variant, seeds in self.variants.items():
+            numbers = [number(stored.record, self.metric) for stored in seeds.values()]
+            row = Summary(variant, len(numbers), mean(numbers), std(numbers))
+            if paired := self.by_seed.get(variant):
+                low, high = paired_interval(paired)
+                row = replace(row, pairs=len(paired), difference=mean(paired), low=low, high=high)
+            rows[variant] = row
+        return rows
+
+    @cached_property
+    def gap(self) -> float:
+        """Mean difference of the half-width baseline to the baseline; nan if one of them is
+        missing, or if the difference does not differ significantly from zero."""
+        half = self.margin.upper
+        found = self.by_seed.get(half) if self.against(half) == self.baseline else None
+        return mean(found) if found and excludes_zero(*paired_interval(found)) else math.nan
+
+    @cached_property
+    def leading(self) -> list[str]:
+        """The variants that represent their methods: the first variant of every method and all
+        dense ones, without variants that have a defect of released code."""
+        first = {method: variant for variant, method in reversed(self.methods.items())}
+        return [
+            variant
+            for variant, method in self.methods.items()
+            if variant in self.rows
+            and (method == "dense" or first[method] == variant)
+            and not method.startswith("released/")
+        ]
+
+    @property
+    def missing(self) -> int:
+        """The number of its runs without a record."""
+        runs = len(self.block.variants) * len(self.block.seeds)
+        return runs - sum(map(len, self.variants.values()))
+
+    @property
+    def paths(self) -> list[Path]:
+        """The files of its records."""
+        stored = (one for seeds in self.variants.values() for one in seeds.values())
+        return list(dict.fromkeys(one.path for one in stored))
 
 
-# ----------------------------------------------------------------------------- tables
+def shown_blocks(claims: Claims, evidence: Evidence, judged: Json) -> list[Shown]:
+    """Every block that judges a claim or has records; pilots come last. judged: the verdicts."""
+    names = {block for block, _ in evidence.kept} | claims.metrics.keys()
+    shown = []
+    for name in sorted(names, key=lambda name: (name.startswith("pilot"), name)):
+        block, verdicts = read_block(name), dict[str, dict[int, list[str]]]()
+        for claim in judged["claims"]:
+            for c in (c for c in claim["contrasts"] if c["block"] == name):
+                of_claim = verdicts.setdefault(c["variant"], {}).setdefault(claim["id"], [])
+                of_claim.append(c["verdict"])
+        kept = {v: evidence.kept.get((name, v), {}) for v in block.variants}
+        there = {v: dict(sorted(seeds.items())) for v, seeds in kept.items() if seeds}
+        metric = claims.metrics.get(name, "metrics.val_loss")
+        shown.append(Shown(block, metric, claims.margin, there, verdicts))
+    return shown
 
 
-def table_of_variants(shown: Shown) -> dict[str, Any]:
-    """The table of a block's variants."""
-    variants, name = [*shown.block.variants], shown.block.name
-    anchor = Markup('<span id="{}">{}</span>')
-    heads, rows = _rows(shown, variants)
-    for variant, row in zip(variants, rows, strict=True):
-        row["variant"] = anchor.format(slug("variant", name, variant), breakable(variant))
-    return _table(f"Variants of block {name} ({_made(shown)})", ["variant", *heads], rows)
+# --- tables --------------------------------------------------------------------------------------
 
 
-def _table(caption: str, heads: list[str], rows: list[Cells]) -> dict[str, Any]:
-    """A table for the macro of this name, without empty columns."""
-    heads = [head for head in heads if any(head in row for row in rows)]
-    cells = [[row.get(head, NOTHING) for head in heads] for row in rows]
+def _table(caption: str, rows: list[dict[str, Any]]) -> Table:
+    """A table of cells by the heading of their column; a column without a value is left out."""
+    heads = [head for head in rows[0] if any(row[head] not in ("", NOTHING) for row in rows)]
+    cells = [[row[head] or NOTHING for head in heads] for row in rows]
     words = [place for place, head in enumerate(heads) if head in WORDS]
     return {"caption": caption, "heads": heads, "rows": cells, "words": words}
 
 
-def _rows(shown: Shown, variants: Collection[str]) -> tuple[list[str], list[Cells]]:
-    """(headings, rows) on these variants: values, differences, verdicts and links to records."""
-    several = len({shown.against(variant) for variant in variants} - {""}) > 1
-    paired = [v for v in variants if (row := shown.rows.get(v)) and row.pairs]
-    minus = next(map(shown.against, paired), "")
-    better, ends = "less" if shown.lower_is_better else "more", unbroken("[95 %]")
-    heads = [
-        f"ours ± std (n): {shown.quantity}, {better} is better",
-        f"{'difference' if several else f'minus {minus}'} {ends} (n pairs)",
-        "compared with",
-        f"share of the gap, g {ends}",
-        "verdict",
-        "source",
-    ]
+def table_of_variants(shown: Shown) -> Table:
+    """Values, differences and verdicts of a block's variants."""
+    several = len({shown.against(variant) for variant in shown.block.variants} - {""}) > 1
+    minus = "difference" if several else f"minus {shown.baseline}"
     link = Markup('{} <a href="#claim-{}">claim {}</a>')
-    source, rows = Markup('<a href="#{}">files</a>'), []
-    for variant in variants:
-        row = shown.rows.get(variant)
-        if row is None:
-            rows.append({"verdict": "not run"})
-            continue
-        difference, against = "", ""
-        if row.pairs:
-            bounds = interval(row.low, row.high).removesuffix("-")
-            difference = f"{signed(row.difference, row.low, row.high)} {bounds}".rstrip()
+    anchor, rows = Markup('<span id="{}">{}</span>'), []
+    for variant in shown.block.variants:
+        row, difference, verdicts = shown.rows.get(variant), "", Markup("not run")
+        if row is not None:
+            verdicts = Markup(", ").join(
+                link.format(badge(verdict(words)), claim, claim)
+                for claim, words in shown.verdicts.get(variant, {}).items()
+            )
+        if row is not None and row.pairs:
+            ends = interval(row.low, row.high).removesuffix(NOTHING)
+            difference = f"{signed(row.difference, row.low, row.high)} {ends}".rstrip()
             difference += f" (n={row.pairs})"
-            against = shown.against(variant) if several else ""
-        verdicts = Markup(", ").join(
-            link.format(badge(verdict(words)), claim, claim)
-            for claim, words in shown.verdicts.get(variant, {}).items()
-        )
-        cells = [
-            f"{with_spread(row.mean, row.std)} (n={row.n})",
-            *(difference, against, _g(shown, variant), verdicts),
-            source.format(slug("files", shown.block.name, variant)),
-        ]
-        filled = zip(heads, cells, strict=True)
-        rows.append({head: cell for head, cell in filled if cell not in ("", NOTHING)})
-    return heads, rows
+        rows.append({
+            "variant": anchor.format(slug("variant", shown.block.name, variant), variant),
+            f"{shown.quantity} ± std (n)": row and f"{with_spread(row.mean, row.std)} (n={row.n})",
+            f"{minus} [95 %] (n pairs)": difference,
+            "compared with": shown.against(variant) * (several and bool(difference)),
+            "share of the gap, g [95 %]": _g(shown, variant) if row else "",
+            "verdict": verdicts,
+        })  # fmt: skip
+    return _table(f"Variants of block {shown.block.name}", rows)
 
 
 def _g(shown: Shown, variant: str) -> str:
     """The share of the gap between the baselines that a variant loses, with its interval."""
-    if math.isfinite(shown.gap) and variant in (shown.baseline, shown.half):
-        return str(int(variant == shown.half))
+    if math.isfinite(shown.gap) and variant in (shown.baseline, shown.margin.upper):
+        return str(int(variant == shown.margin.upper))
     g = shown.gap_closed(variant)
     if g is None:
         return NOTHING
     return f"{g.value:.2f} {interval(g.low, g.high, '.2f')}".removesuffix(" -")
 
 
-def _made(shown: Shown) -> str:
-    """The tier and the devices of a block's runs."""
-    every = (stored for seeds in shown.variants.values() for stored in seeds.values())
-    devices = dict.fromkeys(stored.record["environment"]["device"] for stored in every)
-    return f"tier mini, on {', '.join(devices)}"
-
-
-def commands_of(shown: Shown) -> list[tuple[str, str]]:
-    """(variant, the command that trains it) for the first seed."""
-    runs = Path("runs")  # the drivers' default
+def table_of_seeds(shown: Shown) -> Table:
+    """The value of every run of a block, and the code and devices that made them."""
     rows = []
-    for run in replace(shown.block, seeds=shown.block.seeds[:1]).runs(runs):
+    for variant, seeds in shown.variants.items():
+        values = {seed: s.record["metrics"][shown.quantity] for seed, s in seeds.items()}
+        numbers = {seed: "not finite" if v is None else f"{v:.6f}" for seed, v in values.items()}
+        made = [stored.record["environment"] for stored in seeds.values()]
+        code = [(e["git_revision"] or "unknown")[:7] + "+" * bool(e["git_dirty"]) for e in made]
+        row = {"variant": variant}
+        row |= {f"seed {seed}": numbers.get(seed, NOTHING) for seed in shown.block.seeds}
+        row["revision"] = ", ".join(dict.fromkeys(code))
+        rows.append(row | {"device": ", ".join(dict.fromkeys(e["device"] for e in made))})
+    return _table(f"{shown.quantity} of block {shown.block.name} by seed", rows)
+
+
+def table_of_commands(shown: Shown) -> Table:
+    """The command that trains each variant of a block, for the first seed."""
+    code, rows = Markup("<code>{}</code>"), []
+    for run in replace(shown.block, seeds=shown.block.seeds[:1]).runs(Path("runs")):
         words = ["python", *(run.job.command() or [])[1:]]
-        rows.append((run.variant, shlex.join(w for w in words if not w.startswith("runs="))))
-    return rows
-
-
-def revision_of(stored: StoredRecord) -> str:
-    """The short git revision of the code that made a record, with + if there were uncommitted
-    changes."""
-    environment = stored.record["environment"]
-    short = (environment["git_revision"] or "unknown")[:7]
-    return short + ("+" if environment["git_dirty"] else "")
+        line = shlex.join(word for word in words if not word.startswith("runs="))
+        rows.append({"variant": run.variant, "command": code.format(line)})
+    return _table(f"Commands of block {shown.block.name}", rows)

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import io
-import math
 import re
-import statistics
-from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from markupsafe import Markup
@@ -17,8 +15,9 @@ from matplotlib.ticker import MaxNLocator
 from experiments.runs.comparison import Summary
 from experiments.runs.curves import NAMES
 from experiments.runs.stats import difference_form
+from reproduce.render.report.blocks import Shown
+from reproduce.render.report.html import MINUS
 
-MINUS = "\N{MINUS SIGN}"
 REDUCED, ENLARGED = 0.75, 1.25  # pixels of the page per unit of a figure: least and most
 # By name in style.css: the colour on light and on dark pages.
 COLOURS = {
@@ -29,29 +28,9 @@ COLOURS = {
     "mark": ("#0b5cad", "#6cb2ff"),
     "other": ("#9a6700", "#d7a72c"),
 }
-INK, SOFT, RULE, BAND, MARK, OTHER = (light for light, _ in COLOURS.values())
-STYLE: dict[Any, Any] = {
-    "svg.fonttype": "none",
-    "font.size": 12,
-    "font.family": "sans-serif",
-    "xtick.labelsize": 11,
-    "ytick.labelsize": 11,
-    "axes.labelsize": 12,
-    "text.color": INK,
-    "axes.labelcolor": INK,
-    "axes.edgecolor": SOFT,
-    "xtick.color": SOFT,
-    "ytick.color": SOFT,
-    "grid.color": RULE,
-    "axes.linewidth": 1,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.xmargin": 0,
-    "legend.frameon": False,
-    "legend.fontsize": 11,
-    "text.parse_math": False,
-}
-Limits = tuple[float, float]
+INK, _, _, BAND, MARK, OTHER = (light for light, _ in COLOURS.values())
+STYLE = Path(__file__).with_name("figure.mplstyle")  # in the colours of light pages
+LEFT, WIDTH, RIGHT, TOP, BOTTOM = 14, 250, 66, 48, 46  # of the axes and around them
 
 
 def variables() -> Markup:
@@ -64,19 +43,9 @@ def variables() -> Markup:
     )
 
 
-def canvas(
-    width: float, height: float, left: float, right: float, top: float, bottom: float
-) -> tuple[Figure, Any]:
-    """(figure, its axes), of fixed size, so that it does not depend on the fonts installed."""
-    whole, high = left + width + right, top + height + bottom
-    figure = Figure(figsize=(whole / 72, high / 72), dpi=72)
-    place = left / whole, 1 - (top + height) / high, width / whole, height / high
-    return figure, figure.add_axes(place)
-
-
 def svg(figure: Figure, title: str, description: str) -> Markup:
     """The figure as an SVG element with a description for screen readers."""
-    # The salt makes ids that are the same in every process and unique on a page.
+    # The salt makes ids that are the same in every process.
     with rc_context({"svg.hashsalt": title + description}), io.StringIO() as out:
         figure.savefig(out, format="svg", transparent=True, metadata={"Date": None})
         drawn = out.getvalue()
@@ -90,7 +59,7 @@ def svg(figure: Figure, title: str, description: str) -> Markup:
     for name, (light, _) in COLOURS.items():
         inside = inside.replace(light, f"var(--{name})")
     width, height = 72 * figure.get_size_inches()
-    # Letters are as large in all figures, and not too small on a phone, where a figure scrolls.
+    # Letters are not too small on a phone, where a figure scrolls.
     return Markup(
         '<svg xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink" '
         'viewBox="0 0 {:g} {:g}" style="min-width: {:.0f}px; max-width: {:.0f}px" '
@@ -107,90 +76,58 @@ def standalone(figure: Markup) -> str:
     return inside.replace(">", f"><style>{variables()}{fonts}</style>", 1) + "\n"
 
 
-# ----------------------------------------------------------------------------- differences
+@rc_context(fname=STYLE)
+def differences(shown: Shown) -> Markup:
+    """The figure of the differences of a block's leading variants to the baseline, best first, with
+    their intervals and a dot for each seed.
 
-
-@rc_context(STYLE)
-def forest(
-    rows: Sequence[Summary],
-    by_seed: Mapping[str, Sequence[float]],
-    baseline: str,
-    half: str,
-    gap: float,
-    share: float,
-    quantity: str,
-) -> Markup:
-    """A figure of differences with their intervals and a dot for each seed.
-
-    Args:
-        rows: the variants, from top to bottom.
-        by_seed: the differences of each variant by seed.
-        baseline: the variant that all are compared with.
-        gap: the difference of the half-width baseline, the unit of the upper axis; nan = no upper
-            axis.
-        share: of the gap, up to which a difference counts as equal; drawn as a band.
-        quantity: what is compared.
+    A second axis has the difference of the half-width baseline, the gap, for its unit, and a band
+    the differences that count as equal.
     """
+    rows = sorted(
+        (shown.rows[variant] for variant in shown.leading if shown.rows[variant].pairs),
+        key=lambda row: row.difference,
+    )
+    baseline, half, gap = shown.baseline, shown.margin.upper, shown.gap
+    band = shown.margin.share * gap
     names = [baseline, *(row.label for row in rows)]
-    known = math.isfinite(gap) and gap != 0
-    left = 14 + 7.4 * max(map(len, names))
-    figure, axes = canvas(250, 22 * len(names), left, right=66, top=48 if known else 8, bottom=46)
-    axes.set(xlim=_reach(rows, by_seed, gap if known else None), ylim=(len(names) - 0.5, -0.5))
-    if known:
-        axes.axvspan(-share * gap, share * gap, color=BAND, linewidth=0)
-        axes.axvline(gap, color=OTHER, linewidth=1.5, linestyle="--")
-        upper = axes.secondary_xaxis("top", functions=(lambda x: x / gap, lambda g: g * gap))
-        upper.set_xlabel(f"share of the gap from {baseline} to {half}, g")
-        upper.xaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 5, 10]))
+    left, height = LEFT + 7.4 * max(map(len, names)), 22 * len(names)
+    whole, high = left + WIDTH + RIGHT, TOP + height + BOTTOM
+    # Of fixed size, so that it does not depend on the fonts installed.
+    figure = Figure(figsize=(whole / 72, high / 72), dpi=72)
+    axes = figure.add_axes((left / whole, BOTTOM / high, WIDTH / whole, height / high))
+    ends = [v for row in rows for v in (row.low, row.high, *shown.by_seed[row.label])]
+    room = 0.06 * (max(ends) - min(0.0, *ends))
+    axes.set(xlim=(min(0.0, *ends) - room, max(ends) + room), ylim=(len(names) - 0.5, -0.5))
+    axes.axvspan(-band, band, color=BAND, linewidth=0)
+    axes.axvline(gap, color=OTHER, linewidth=1.5, linestyle="--")
+    upper = axes.secondary_xaxis("top", functions=(lambda x: x / gap, lambda g: g * gap))
+    upper.set_xlabel(f"share of the gap from {baseline} to {half}, g")
+    upper.xaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 5, 10]))
     axes.axvline(0, color=INK, linewidth=1.2)
     _beside(axes, 0, "0")
     for y, row in enumerate(rows, 1):
-        _estimate(axes, y, row, by_seed.get(row.label, ()), row.label == half)
+        seeds = shown.by_seed[row.label]
+        _beside(axes, y, _in_words(row).partition(" ")[0])
+        axes.plot(seeds, [y + 0.3] * len(seeds), ".", markersize=4, color=INK, alpha=0.55, mew=0)
+        axes.plot([row.low, row.high], [y, y], marker="|", color=MARK, linewidth=1.6, mew=1.6)
+        mark = "s" if row.label == half else "o"
+        axes.plot(row.difference, y, mark, color=MARK, mfc=MARK, markersize=7)
     axes.set_yticks(range(len(names)), names, color=INK)
     axes.tick_params(axis="y", length=0)
     axes.spines.left.set_visible(False)
     axes.locator_params(axis="x", nbins=5)
     for label in axes.get_yticklabels():
         label.set_fontweight("bold" if label.get_text() == half else "normal")
+    quantity = shown.quantity
     axes.set_xlabel(f"{NAMES.get(quantity, quantity)}, minus {baseline} at equal seeds")
-    differences = "; ".join(f"{row.label} {_in_words(row)}" for row in rows)
     return svg(
         figure,
         f"Differences in {quantity} to {baseline}",
-        f"Mean paired difference with its 95 % interval, small dots are seeds: {differences}."
-        + (f" {half} is the half-width baseline, {gap:+.4f}." if known else ""),
+        "Mean paired difference with its 95 % interval, small dots are seeds: "
+        f"{'; '.join(f'{row.label} {_in_words(row)}' for row in rows)}. "
+        f"{half} is the half-width baseline, {gap:+.4f}.",
     )
-
-
-def _reach(
-    rows: Sequence[Summary], by_seed: Mapping[str, Sequence[float]], gap: float | None
-) -> Limits:
-    """The ends of the axis. Values far outside are drawn as arrows, so that it suits the others."""
-    own = [[v for v in (r.difference, r.low, r.high) if math.isfinite(v)] for r in rows]
-    sizes = [max(map(abs, values)) for values in own if values]
-    reach = 3 * (abs(gap) if gap is not None else statistics.median(sizes or [0.0]))
-    ends = [v for values in own for v in values]
-    ends += [v for r in rows for v in by_seed.get(r.label, ()) if math.isfinite(v)]
-    ends = [v for v in ends if abs(v) <= reach or not reach] + [0.0, gap or 0.0]
-    return span(ends, 0.06)
-
-
-def _estimate(axes: Any, y: int, row: Summary, seeds: Sequence[float], square: bool) -> None:
-    """Draw a row: its difference with the interval, its seeds and the number. A hollow mark is a
-    single seed, which has no interval."""
-    low, high = axes.get_xlim()
-    words, _, _ = _in_words(row).partition(" ")
-    _beside(axes, y, words if math.isfinite(row.difference) else "not finite")
-    axes.plot(seeds, [y + 0.3] * len(seeds), ".", markersize=4, color=INK, alpha=0.55, mew=0)
-    if not low <= row.difference <= high:
-        end, mark = (high, ">") if row.difference > high else (low, "<")
-        axes.plot(end, y, mark, color=MARK, clip_on=False)
-        return
-    known = math.isfinite(row.low)
-    if known:
-        axes.plot([row.low, row.high], [y, y], marker="|", color=MARK, linewidth=1.6, mew=1.6)
-    face = MARK if known else "none"
-    axes.plot(row.difference, y, "s" if square else "o", color=MARK, mfc=face, markersize=7)
 
 
 def _beside(axes: Any, y: int, words: str) -> None:
@@ -203,12 +140,4 @@ def _beside(axes: Any, y: int, words: str) -> None:
 
 def _in_words(row: Summary) -> str:
     form = difference_form(row.difference, row.low, row.high)
-    interval = f" [{row.low:{form}}, {row.high:{form}}]" if math.isfinite(row.low) else ""
-    return f"{row.difference:{form}}{interval} (n={row.pairs})"
-
-
-def span(values: Sequence[float], room: float = 0.05) -> Limits:
-    """(least, greatest) of the values, with some room around them."""
-    low, high = min(values), max(values)
-    more = (high - low or abs(high) or 1.0) * room
-    return low - more, high + more
+    return f"{row.difference:{form}} [{row.low:{form}}, {row.high:{form}}] (n={row.pairs})"

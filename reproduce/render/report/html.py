@@ -9,11 +9,11 @@ from pathlib import Path, PurePath
 from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
-from markupsafe import Markup, escape
+from markupsafe import Markup
 
 from experiments.runs.stats import difference_form
-from reproduce.render.report.figures import MINUS
 
+MINUS = "\N{MINUS SIGN}"
 HERE = Path(__file__).parent
 ROOT = HERE.parents[2]
 
@@ -21,16 +21,6 @@ ROOT = HERE.parents[2]
 def slug(*words: object) -> str:
     """An id made of these words."""
     return re.sub(r"[^a-z0-9]+", "-", " ".join(map(str, words)).lower()).strip("-")
-
-
-def unbroken(words: str) -> str:
-    """The words joined by no-break spaces."""
-    return words.replace(" ", "\N{NO-BREAK SPACE}")
-
-
-def breakable(words: str) -> Markup:
-    """A name that breaks after its underscores where a line is too short for it."""
-    return Markup(str(escape(words)).replace("_", "_<wbr>"))
 
 
 def formatted(value: float | None, form: str) -> str:
@@ -54,13 +44,12 @@ def interval(low: float, high: float, form: str = "") -> str:
     return f"[{low:{form}}, {high:{form}}]".replace("-", MINUS)
 
 
-def link(page: Path, path: Path, words: str = "") -> Markup:
-    """A link from the folder of the page to a file; its text is the path in the repository, unless
-    `words` are given."""
+def link(page: Path, path: Path) -> Markup:
+    """A link from the folder of the page to a file; its text is the path in the repository."""
     full = path.resolve()
     shown = full.relative_to(ROOT) if full.is_relative_to(ROOT) else path
     href = PurePath(os.path.relpath(full, page.resolve())).as_posix()
-    return Markup('<a href="{}" data-source>{}</a>').format(href, words or shown.as_posix())
+    return Markup('<a href="{}" data-source>{}</a>').format(href, shown.as_posix())
 
 
 TEMPLATES = Environment(
@@ -71,7 +60,7 @@ TEMPLATES = Environment(
     trim_blocks=True,
     lstrip_blocks=True,
 )
-TEMPLATES.filters |= {f.__name__: f for f in (slug, unbroken, breakable, formatted)}
+TEMPLATES.filters["formatted"] = formatted
 TEMPLATES.globals |= {f.__name__: f for f in (signed, interval, slug)} | {"minus": MINUS}
 macros: Any = TEMPLATES.get_template("macros.html").module
-badge, variant_link = macros.badge, macros.variant_link
+badge = macros.badge

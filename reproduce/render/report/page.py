@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
@@ -12,7 +13,6 @@ from markupsafe import Markup
 from experiments.runs.curves import NAMES
 from experiments.runs.stats import excludes_zero
 from experiments.support.checkpoint import write_text
-from experiments.support.errors import UserError
 from experiments.support.results import git_state
 from reproduce import judge
 from reproduce.execute.blocks import EVIDENCE
@@ -22,14 +22,13 @@ from reproduce.judge.scale import ENOUGH
 from reproduce.records import read_evidence
 from reproduce.render import listing
 from reproduce.render.header import revision
-from reproduce.render.report import blocks, tables
-from reproduce.render.report.figures import standalone, variables
-from reproduce.render.report.gather import Shown, shown_blocks, unfinished
-from reproduce.render.report.html import HERE, TEMPLATES, link, macros
+from reproduce.render.report import blocks, figures, tables
+from reproduce.render.report.blocks import Shown, shown_blocks
+from reproduce.render.report.html import HERE, TEMPLATES, link
 from reproduce.specs.table import read_tables
 
-OF_BLOCKS = (*("commands_of", "difference_figure", "revision_of", "table_of_variants"),)
-VERDICT_TEXT = ("agreement", "p_value", "statement", "without")
+OF_BLOCKS = (blocks.table_of_commands, blocks.table_of_seeds, blocks.table_of_variants)
+OF_VERDICTS = (text.agreement, text.p_value, text.range_of, text.statement, text.without)
 MAIN = "a"  # the block of the main figure
 
 
@@ -41,17 +40,13 @@ def main(runs: Path, report: Callable[[str], None] = print) -> None:
 
 def write_figure(path: Path, report: Callable[[str], None] = print) -> None:
     """Write only the main figure of the committed results, which README.md shows."""
-    rules, evidence = read_claims(), read_evidence(EVIDENCE)
-    main = _main(shown_blocks(rules, evidence, {"claims": []}))
-    _write(path, standalone(blocks.difference_figure(main)), report)
+    shown = shown_blocks(read_claims(), read_evidence(EVIDENCE), {"claims": []})
+    _write(path, figures.standalone(figures.differences(_main(shown))), report)
 
 
 def _write(path: Path, content: str, report: Callable[[str], None]) -> None:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_text(path, content)
-    except OSError as error:
-        raise UserError(f"cannot write {path}: {error.strerror}") from error
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_text(path, content)
     report(f"written: {path}")
 
 
@@ -60,31 +55,29 @@ def build(runs: Path, folder: Path) -> str:
     rules, evidence = read_claims(), read_evidence(EVIDENCE, runs / "evidence")
     judged = judge.content(rules, evidence.values)
     shown, specs = shown_blocks(rules, evidence, judged), read_tables()
-    css = (HERE / "style.css").read_text(encoding="utf-8")
+    measured = [m for claim in judged["claims"] for m in claim["measured"]]
+    main = _main(shown)
     return TEMPLATES.get_template("page.html").render(
-        **{name: getattr(blocks, name) for name in OF_BLOCKS},
-        **{name: getattr(text, name) for name in VERDICT_TEXT},
-        variants={
-            (s.block.name, variant) for s in shown if s.variants for variant in s.block.variants
-        },
+        **{function.__name__: function for function in (*OF_BLOCKS, *OF_VERDICTS)},
         counts=Counter(claim["verdict"] for claim in judged["claims"]),
         covered=listing.items(),
+        drawn=figures.differences(main) if math.isfinite(main.gap) else "",
         enough=ENOUGH,
-        evidence=evidence,
         excludes_zero=excludes_zero,
         judged=judged,
         link=partial(link, folder),
-        main=_main(shown),
+        main=main,
         measured_files=lambda pattern: sorted(tables.MEASURED.glob(f"*/{pattern}")),
         names=NAMES,
         reproduce=HERE.parents[1],
         revision=revision(git_state()),
-        row_verdicts=_row_verdicts(judged),
         shown=shown,
         specs=specs,
-        style=variables() + Markup(css),
+        speeds=_speeds(measured),
+        style=figures.variables() + Markup((HERE / "style.css").read_text(encoding="utf-8")),
         tables_made={table.name: tables.found(table, runs) for table in specs},
-        unfinished=unfinished(runs),
+        variants={(s.block.name, v) for s in shown if s.variants for v in s.block.variants},
+        warnings=evidence.warnings(),
     )
 
 
@@ -92,12 +85,11 @@ def _main(shown: list[Shown]) -> Shown:
     return next(s for s in shown if s.block.name == MAIN)
 
 
-def _row_verdicts(judged: Json) -> tables.Verdicts:
-    """The verdicts on rows of measured tables, by (table, column, row)."""
+def _speeds(measured: list[Json]) -> Json:
+    """The rows of measured tables that are factors of speed over dense and can be true, as those
+    of one table, with their devices."""
+    of_speed = [m for m in measured if not (m["than"] or m["less"])]
     return {
-        (measured["table"], measured["column"], line["label"]): line["verdict"]
-        for claim in judged["claims"]
-        for measured in claim["measured"]
-        for line in measured["lines"]
-        if not measured["than"] and line["verdict"] in macros.shapes
+        "device": ", ".join(dict.fromkeys(m["device"].partition(",")[0] for m in of_speed)),
+        "lines": [line for m in of_speed for line in m["lines"] if not line["why"]],
     }
