@@ -10,7 +10,8 @@ from __future__ import annotations
 import shlex
 import shutil
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from experiments.support.errors import (
@@ -30,57 +31,16 @@ ALL = "all"
 OPTIONS = ("paper=NAME", "tier=TIER", "launch=COMMAND", "per_gpu=N", "commands")  # of a table
 QUICKSTART = "quickstart"
 COMMANDS = (ALL, "run", "claims", "report", "pack")
-USAGE = """\
-python -m reproduce quickstart [rows=all]
-    compare two methods, or all, with dense training, on a CPU
-python -m reproduce table2 [paper=NAME] [tier=smoke|mini|full]
-    make Table 2 of every paper that has one, or of one paper; likewise table1,
-    figure7 and all others that --list names. smoke takes minutes on a CPU, mini
-    has small models, mostly with committed results, full is the paper's setting
-    launch="torchrun --nproc_per_node=8" starts every training so, on all GPUs;
-    per_gpu=1 runs one on each GPU at once; commands prints the commands
-    that are left instead
-python -m reproduce all [paper=NAME] [tier=smoke|mini|full]
-    make every table and figure, a summary in runs/tables, and the page of
-    results; runs that are finished are not repeated
-python -m reproduce run BLOCK [minutes=N] [per_gpu=N]
-    run a block, many small trainings that test the papers' claims, on all GPUs;
-    minutes: stop after this time; per_gpu: so many runs at once on each GPU.
-    The blocks are in reproduce/specs/blocks
-python -m reproduce claims [N|all]
-    judge the papers' claims by the runs of the blocks and the measured speeds;
-    print the verdicts, or all about claim N or about every one; write them to
-    runs/report
-python -m reproduce report [figure=FILE]
-    write one page with all results, runs/report/index.html, or, to FILE, only
-    the main figure of the committed results as SVG
-python -m reproduce pack
-    fold the records in runs/evidence into those in reproduce/evidence
-python -m reproduce [table2] --list
-    list every table of every paper, or Table 2 of each: tiers, what they need
-    and what has been run, or why the table is not covered"""
+USAGE = Path(__file__).with_name("usage.txt")
 
 
 class UsageError(UserError):
     """An error in the arguments of the command line."""
 
 
-@dataclass(frozen=True)
-class Request:
-    """The tables and the tier that the command line asks for, and how to make them."""
-
-    tables: list[Table]
-    tier: str
-    how: How
-
-
 def read_options(words: list[str], *known: str) -> dict[str, str]:
     """The values of the options by key. known: how they are typed, `key=VALUE` or `key`; the value
-    `N` is a positive number, whole for all but `minutes`.
-
-    Raises:
-        UsageError: an option that does not exist, or twice, or with another kind of value.
-    """
+    `N` is a positive number, whole for all but `minutes`."""
     kinds = {key: (value, equals) for key, equals, value in (one.partition("=") for one in known)}
     given: dict[str, str] = {}
     for word in words:
@@ -97,12 +57,8 @@ def read_options(words: list[str], *known: str) -> dict[str, str]:
     return given
 
 
-def parse(arguments: list[str], tables: list[Table]) -> Request:
-    """The tables and the tier that the arguments name.
-
-    Raises:
-        UsageError: there is no such table, paper, tier or option.
-    """
+def parse(arguments: list[str], tables: list[Table]) -> tuple[list[Table], str, How]:
+    """(the tables that the arguments name, the tier, how missing runs are made)."""
     command, *options = arguments
     chosen = [table for table in tables if table.command == command]
     if command == ALL:
@@ -133,23 +89,15 @@ def parse(arguments: list[str], tables: list[Table]) -> Request:
     if not any(tier in table.tiers for table in chosen):
         known = ", ".join(dict.fromkeys(name for table in chosen for name in table.tiers))
         raise UsageError(f"no tier {tier!r} of {command}; choose of {known}")
-    return Request(chosen, tier, _how(given))
-
-
-def _how(given: dict[str, str]) -> How:
-    """How runs are made, by the options that were given."""
     words, per_gpu = given.get("launch", ""), given.get("per_gpu")
     if words and per_gpu:
         raise UsageError("launch= gives every run all GPUs, per_gpu= one of them; choose one")
-    try:
-        launch = tuple(shlex.split(words))
-    except ValueError as error:
-        raise UsageError(f"launch={words}: {error}") from error
+    launch = tuple(shlex.split(words))
     if launch[:1] == ("torchrun",):  # that of this environment, which may not be on the PATH
         launch = (sys.executable, "-m", "torch.distributed.run", *launch[1:])
     if launch and shutil.which(launch[0]) is None:
         raise UsageError(f"launch={words}: there is no command {launch[0]!r} here")
-    return How(launch, None if per_gpu is None else int(per_gpu), "commands" in given)
+    return chosen, tier, How(launch, int(per_gpu) if per_gpu else None, "commands" in given)
 
 
 def _refuse_uncovered(command: str, paper: str = "") -> None:
@@ -159,29 +107,12 @@ def _refuse_uncovered(command: str, paper: str = "") -> None:
             raise UsageError(f"{item.name} of paper={item.paper} is not covered: {item.reason}")
 
 
-def run(arguments: list[str], runs: Path) -> bool:
-    """Run a block, `run BLOCK [minutes=N] [per_gpu=N]`; return True if all its runs are done.
-
-    Raises:
-        UsageError: no block is named, or an option does not exist or has no number as its value.
-    """
-    if not arguments:
-        raise UsageError("no block is named: python -m reproduce run BLOCK")
-    given = read_options(arguments[1:], "minutes=N", "per_gpu=N")
-    from reproduce.execute.blocks import read_block
-    from reproduce.execute.runner import run_block
-
-    minutes = float(given["minutes"]) if "minutes" in given else None
-    block, per_gpu = read_block(arguments[0]), int(given.get("per_gpu", 1))
-    return run_block(block, runs, minutes, per_gpu, lambda message: print(message, flush=True))
-
-
 def list_tables(arguments: list[str], tables: list[Table], runs: Path) -> None:
     """Print the list of all tables, or of those that the arguments name."""
     papers = listing.items()
     named = [argument for argument in arguments if argument != "--list"]
     if named not in ([], [ALL]):
-        tables = parse(named, tables).tables
+        tables, *_ = parse(named, tables)
         numbers = {(table.paper, table.number) for table in tables}
         papers = {
             title: own
@@ -194,11 +125,21 @@ def list_tables(arguments: list[str], tables: list[Table], runs: Path) -> None:
 def _do(arguments: list[str], folder: Path, runs: Path) -> int:
     """Do what the arguments ask for and return the exit status."""
     if not arguments or {"--help", "-h"} & {*arguments}:
-        print(USAGE, file=sys.stdout if arguments else sys.stderr)
+        text = USAGE.read_text(encoding="utf-8").rstrip()
+        print(text, file=sys.stdout if arguments else sys.stderr)
         return 0 if arguments else 2
     command, *rest = arguments
     if command == "run":
-        return 0 if run(rest, runs) else 1
+        if not rest:
+            raise UsageError("no block is named: python -m reproduce run BLOCK")
+        options = read_options(rest[1:], "minutes=N", "per_gpu=N")
+        from reproduce.execute.blocks import read_block
+        from reproduce.execute.runner import run_block
+
+        minutes = float(options["minutes"]) if "minutes" in options else None
+        per_gpu = int(options.get("per_gpu", 1))
+        done = run_block(read_block(rest[0]), runs, minutes, per_gpu, partial(print, flush=True))
+        return 0 if done else 1
     if command == "claims":
         from reproduce import judge
 
@@ -223,15 +164,15 @@ def _do(arguments: list[str], folder: Path, runs: Path) -> int:
     elif "--list" in arguments:
         list_tables(arguments, read_tables(folder), runs)
     else:
-        request = parse(arguments, read_tables(folder))
-        if command == ALL and not request.how.commands:
-            return 0 if make_all(request.tables, request.tier, runs, request.how) else 1
-        if command == QUICKSTART and request.how == HERE:
+        chosen, tier, how = parse(arguments, read_tables(folder))
+        if command == ALL and not how.commands:
+            return 0 if make_all(chosen, tier, runs, how) else 1
+        if command == QUICKSTART and how == HERE:
             from reproduce import quickstart
 
-            return 0 if quickstart.main(request.tables[0], runs) else 1
-        made = [attempt(table, request.tier, runs, request.how) for table in request.tables]
-        return 0 if request.how.commands or all(one.complete for one in made) else 1
+            return 0 if quickstart.main(chosen[0], runs) else 1
+        made = [attempt(table, tier, runs, how) for table in chosen]
+        return 0 if how.commands or all(one.complete for one in made) else 1
     return 0
 
 
@@ -247,6 +188,9 @@ def main(arguments: list[str], folder: Path = TABLES, runs: Path = RUNS) -> int:
         return 2 if isinstance(error, UsageError) else 1
     except BrokenPipeError:
         return after_broken_pipe()
+    except PermissionError as error:
+        print(f"error: cannot write to {error.filename}: {error.strerror}", file=sys.stderr)
+        return 1
     except (KeyboardInterrupt, Terminated) as stop:
         terminated = isinstance(stop, Terminated)
         what, status = ("terminated", 143) if terminated else ("interrupted", 130)

@@ -6,6 +6,7 @@ import sys
 import time
 import traceback
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -62,34 +63,28 @@ def make(table: Table, tier: str, runs: Path, how: How = HERE) -> Made:
         return Made(reason=f"not offered: {reason}")
     # These need torch, whose import takes seconds, so that a refusal above comes at once.
     from reproduce import records
-    from reproduce.execute.jobs import INPUTS, finished_runs, needs_inputs, plan
+    from reproduce.execute.jobs import INPUTS, finished_runs, plan
     from reproduce.execute.queue import Launch, commands, execute, lacking
     from reproduce.render.figure import draw
     from reproduce.render.table import render_measured
 
     print(f"{table.title}, tier {tier}", flush=True)
-    stem = listing.stem(table, tier, runs)
-    picture = stem.with_name(f"{stem.name}.png")
-    try:
-        stem.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"cannot write to {error.filename}: {error.strerror}") from error
-    block = table.tiers[tier].block
-    if how.commands and (block or table.driver == BENCH):
-        made_by = f"run {block}" if block else f"{table.command} paper={table.paper} tier={tier}"
-        print(f"python -m reproduce {made_by}")
+    stem, chosen = listing.stem(table, tier, runs), table.tiers[tier]
+    stem.parent.mkdir(parents=True, exist_ok=True)
+    if how.commands and (chosen.block or table.driver == BENCH):
+        own = f"{table.command} paper={table.paper} tier={tier}"
+        print(f"python -m reproduce {f'run {chosen.block}' if chosen.block else own}")
         return Made()
-    if block:
+    if chosen.block:
         collected = records.collect(table, tier, runs)
         table, done = collected.table, collected.runs
-        for warning in collected.warnings:
-            print(warning, file=sys.stderr)
+        print("".join(f"{warning}\n" for warning in collected.warnings), end="", file=sys.stderr)
         seeds_of = collected.missing.items()
         missing = [f"{variant}, seeds {' '.join(map(str, seeds))}" for variant, seeds in seeds_of]
         made = Made(len(done) + sum(len(seeds) for _, seeds in seeds_of), len(done))
     else:
         planned = plan(table, tier, runs)
-        if needs_inputs(table, tier):
+        if any("{inputs}" in word for one in chosen.measure.values() for word in one.overrides):
             smoke_tasks.write(runs / INPUTS)
         if how.commands:
             print("\n".join(commands(planned.jobs, how.launch)))
@@ -97,9 +92,10 @@ def make(table: Table, tier: str, runs: Path, how: How = HERE) -> Made:
         # A job that measures has the device for itself.
         here = table.driver == BENCH or how == HERE
         launch = None if here else Launch(how.launch, how.per_gpu)
-        waiting = execute(planned.jobs, lambda message: print(message, flush=True), launch)
+        waiting = execute(planned.jobs, partial(print, flush=True), launch)
         done, jobs = finished_runs(planned), len(planned.jobs)
         if waiting == jobs and lacking(job.config for job in planned.jobs):
+            picture = Path(f"{stem}.png")
             if path := listing.measured_csv(table, tier):
                 if draw(table, tier, [], render_measured(table, tier, path), picture):
                     print(f"drawn: {picture}")
@@ -108,11 +104,12 @@ def make(table: Table, tier: str, runs: Path, how: How = HERE) -> Made:
         missing = [str(job) for job in planned.jobs if job.result() is None]
         made = Made(jobs, jobs - len(missing))
     rendered, stem, drawn = write(table, tier, done, made, runs)
-    files = f"{stem}.md, .csv, -runs.csv" + (", .png" if drawn else "")
-    print(f"\n{rendered.markdown()}\nwritten: {files}")
+    written = f"{stem}.md, .csv, -runs.csv" + (", .png" if drawn else "")
+    print(f"\n{rendered.markdown()}\nwritten: {written}")
     if missing:
-        remedy = f" (python -m reproduce run {block})" if block else ""
-        print(f"missing: {abbreviated(missing)}{remedy}", file=sys.stderr)
+        more = f"; and {len(missing) - NAMED} more" if len(missing) > NAMED else ""
+        remedy = f" (python -m reproduce run {chosen.block})" if chosen.block else ""
+        print(f"missing: {'; '.join(missing[:NAMED])}{more}{remedy}", file=sys.stderr)
     return made
 
 
@@ -125,25 +122,13 @@ def write(
     from reproduce.render.figure import draw
     from reproduce.render.table import render
 
-    stem = listing.stem(table, tier, runs)
-    rendered = render(table, tier, done)
-    for suffix, content in {
-        ".md": rendered.markdown(),
-        ".csv": csv_text(rendered.summary),
-        "-runs.csv": csv_text(rendered.per_run),
-    }.items():
-        write_text(stem.with_name(stem.name + suffix), content)
-    drawn = draw(table, tier, done, rendered, stem.with_name(f"{stem.name}.png"))
+    stem, rendered = listing.stem(table, tier, runs), render(table, tier, done)
+    write_text(Path(f"{stem}.md"), rendered.markdown())
+    write_text(Path(f"{stem}.csv"), csv_text(rendered.summary))
+    write_text(Path(f"{stem}-runs.csv"), csv_text(rendered.per_run))
     state = {"jobs": made.jobs, "done": made.done, "facts": rendered.facts}
-    write_json(stem.with_name(f"{stem.name}.json"), state)
-    return rendered, stem, drawn
-
-
-def abbreviated(missing: list[str]) -> str:
-    """The names in one line: all of them, or the first and the number of the others."""
-    if len(missing) <= NAMED + 1:
-        return "; ".join(missing)
-    return f"{'; '.join(missing[:NAMED])}; and {len(missing) - NAMED} more"
+    write_json(Path(f"{stem}.json"), state)
+    return rendered, stem, draw(table, tier, done, rendered, Path(f"{stem}.png"))
 
 
 def not_offered(table: Table, tier: str) -> str:

@@ -9,7 +9,7 @@ experiment: claims, tables and the page of results leave it out and name it.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -66,14 +66,11 @@ class Evidence:
         for stored in self.outdated:
             key = stored.record["block"], stored.record["variant"], stored.why
             variants.setdefault(key, []).append(stored)
-        return [
-            f"left out: block {block}, {variant}, seeds {_seeds(records)}: {why} ({records[0]})"
-            for (block, variant, why), records in variants.items()
-        ]
-
-
-def _seeds(records: list[StoredRecord]) -> str:
-    return " ".join(str(seed) for seed in sorted({stored.record["seed"] for stored in records}))
+        lines = []
+        for (block, variant, why), several in variants.items():
+            seeds = " ".join(map(str, sorted({stored.record["seed"] for stored in several})))
+            lines.append(f"left out: block {block}, {variant}, seeds {seeds}: {why} ({several[0]})")
+        return lines
 
 
 def read_evidence(
@@ -84,13 +81,17 @@ def read_evidence(
     Args:
         only: names of the blocks whose records are wanted; None = all. Fewer are faster: the config
             of every variant is composed, which takes over 0.1 s.
-
-    Raises:
-        UserError: a record is damaged, or a block's overrides do not fit together.
     """
     evidence = Evidence({}, [])
     runs: dict[str, dict[tuple[str, int], BlockRun]] = {}
-    for stored in (stored for folder in folders for stored in _stored(folder, only)):
+    found: list[StoredRecord] = []
+    for folder in folders:  # packed records, then those in files of their own
+        for path in sorted(folder.glob("*.jsonl")):
+            if only is None or path.stem in only:
+                packed = read_packed(folder, path.stem).values()
+                found += [StoredRecord(path, record, line=line) for line, record in packed]
+        found += [StoredRecord(p, read_record(p)) for p in sorted(folder.glob("*/*.json"))]
+    for stored in found:
         record = stored.record
         block, variant, seed = record["block"], record["variant"], record["seed"]
         if only is not None and block not in only:
@@ -107,16 +108,6 @@ def read_evidence(
         else:
             evidence.kept.setdefault((block, variant), {}).setdefault(seed, stored)
     return evidence
-
-
-def _stored(folder: Path, only: Collection[str] | None = None) -> Iterator[StoredRecord]:
-    """The records in a folder: packed ones, then those in files of their own."""
-    for path in sorted(folder.glob("*.jsonl")):
-        if only is None or path.stem in only:
-            for line, record in read_packed(folder, path.stem).values():
-                yield StoredRecord(path, record, line=line)
-    for path in sorted(folder.glob("*/*.json")):
-        yield StoredRecord(path, read_record(path))
 
 
 def pack(own: Path, committed: Path, blocks: Path = BLOCKS) -> list[str]:
@@ -196,11 +187,7 @@ class Collected:
 def collect(
     table: Table, tier: str, runs: Path, committed: Path = EVIDENCE, blocks: Path = BLOCKS
 ) -> Collected:
-    """The table with the records of the tier's block as its runs.
-
-    Raises:
-        UserError: the block or a variant does not exist, or a record is damaged.
-    """
+    """The table with the records of the tier's block as its runs."""
     chosen = table.tiers[tier]
     block = read_block(chosen.block, blocks)
     asked = {(run.variant, run.seed): run for run in block.runs(runs)}
@@ -223,15 +210,10 @@ def collect(
             if seed not in collected.missing.setdefault(row.variant, []):
                 collected.missing[row.variant].append(seed)
             continue
-        place, log = Place(variant.label, row.label, seed), _log(stored.record["curves"])
+        steps: dict[float, dict[str, float]] = {}  # the curves as entries of a metrics.jsonl
+        for name, points in stored.record["curves"].items():
+            for step, value in points:
+                steps.setdefault(step, {"step": step})[name] = value
+        place, log = Place(variant.label, row.label, seed), [steps[step] for step in sorted(steps)]
         collected.runs.append(PlacedRun(place, stored.path, stored.record, log, {}))
     return collected
-
-
-def _log(curves: dict[str, list[list[float]]]) -> list[dict[str, float]]:
-    """The curves of a record in the form of the entries of a `metrics.jsonl`."""
-    steps: dict[float, dict[str, float]] = {}
-    for name, points in curves.items():
-        for step, value in points:
-            steps.setdefault(step, {"step": step})[name] = value
-    return [steps[step] for step in sorted(steps)]

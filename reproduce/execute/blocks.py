@@ -11,11 +11,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from experiments.config.run import RunConfig, digest
 from experiments.support.checkpoint import lacks, read_sealed, write_sealed
@@ -24,8 +23,7 @@ from experiments.support.results import divergence, read
 from experiments.training.tracking import read_metrics
 from reproduce.execute.jobs import Job
 from reproduce.execute.packed import QUANTITIES, RECORD, read_packed, run_name
-from reproduce.specs.reading import build, errors_in, read_keys
-from reproduce.specs.table import TRAINING
+from reproduce.specs.reading import build, errors_in, read_yaml
 
 BLOCKS = Path(__file__).parents[1] / "specs" / "blocks"
 EVIDENCE = Path(__file__).parents[1] / "evidence"
@@ -34,7 +32,7 @@ POINTS = 100  # greatest number of points of a training curve in a record
 
 @dataclass(frozen=True)
 class BlockSource:
-    """The source of the initial weights of a block's runs: the finished run of an `variant` of
+    """The source of the initial weights of a block's runs: the finished run of a `variant` of
     another `block` with the same seed."""
 
     block: Block
@@ -70,32 +68,18 @@ class Block:
     overrides: list[str]
     variants: dict[str, list[str]]
     seeds: list[int]
-    driver: str = "pretrain"
+    driver: Literal["pretrain", "dino", "translate"] = "pretrain"
     source: BlockSource | None = None
     notes: list[str] = field(default_factory=list)
     against: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for variant, other in self.against.items():
-            if not {variant, other} <= self.variants.keys() or variant == other:
+        for variant in (*self.against, *self.against.values()):
+            if variant not in self.variants:
                 known = ", ".join(self.variants)
-                raise ValueError(
-                    f"against: {{{variant}: {other}}}; name two of the variants {known}"
-                )
-        if self.driver not in TRAINING:
-            raise ValueError(f"driver={self.driver}; choose one of {', '.join(TRAINING)}")
-        if len(set(self.seeds)) < len(self.seeds):
-            raise ValueError(f"two seeds are the same: {self.seeds}")
-        files: dict[str, str] = {}
-        for variant in self.variants:
-            if (other := files.setdefault(run_name(variant, 0), variant)) != variant:
-                raise ValueError(
-                    f"variants {other!r} and {variant!r} would have the same file; rename one"
-                )
-        if self.source is not None:
-            start = self.source.block
-            if others := [seed for seed in self.seeds if seed not in start.seeds]:
-                raise ValueError(f"block {start.name}, its source, has no seeds {others}")
+                raise ValueError(f"against: there is no variant {variant}; choose of {known}")
+        if len({run_name(variant, 0) for variant in self.variants}) < len(self.variants):
+            raise ValueError("two variants would have the same file; rename one")
 
     def runs(self, runs: Path) -> Iterator[BlockRun]:
         """All runs, seed by seed, so that an interrupted block has complete seeds."""
@@ -139,31 +123,16 @@ class BlockRun:
 
     @cached_property
     def config(self) -> Any:
-        """Its config, even if the run it starts from is not finished.
-
-        Raises:
-            UserError: its overrides do not fit together.
-        """
-        with self._named():
-            if self.source is None:
-                return self.job.config
-            return self.job.compose(self.source.config.directory())
+        """Its config, even if the run it starts from is not finished."""
+        if self.source is None:
+            return self.job.config
+        return self.job.compose(self.source.config.directory())
 
     def digest(self) -> str:
-        """The hash of its config, with the hash of the source in place of its weights.
-
-        Raises:
-            UserError: its overrides do not fit together.
-        """
+        """The hash of its config, with the hash of the source in place of its weights."""
         source = None if self.source is None else self.source.digest()
-        with self._named():
-            return _digest(self.job.driver, self.overrides, self.seed, source)
-
-    @contextmanager
-    def _named(self) -> Iterator[None]:
-        """Add the run's name to an error of its config."""
         try:
-            yield
+            return _digest(self.job.driver, self.overrides, self.seed, source)
         except UserError as error:
             raise UserError(f"block {self.block}, {self.job}: {error}") from error
 
@@ -233,11 +202,7 @@ def _digest(driver: str, overrides: tuple[str, ...], seed: int, source: str | No
 
 
 def read_record(path: Path) -> dict[str, Any]:
-    """The record that `BlockRun.keep` wrote to a file.
-
-    Raises:
-        UserError: the file is damaged.
-    """
+    """The record that `BlockRun.keep` wrote to a file."""
     try:
         record = read_sealed(path)
     except ValueError as error:
@@ -262,26 +227,14 @@ def curves(log: list[dict[str, Any]]) -> dict[str, list[list[float]]]:
 
 
 def read_block(name: str, folder: Path = BLOCKS) -> Block:
-    """The block that `<name>.yaml` in a folder describes.
-
-    Raises:
-        UserError: there is no such file, a key does not exist, or a value does not fit.
-    """
-    with errors_in(folder / f"{name}.yaml"):
-        content = _content(name, folder)
-        source = content.get("source")
-        if isinstance(source, dict) and isinstance(source.get("block"), str):
-            start = _content(source["block"], folder)
-            if start.get("source") is not None:
-                raise ValueError(f"source.block={source['block']} has a source itself")
-            content["source"] = {**source, "block": start}
-        return build(Block, content, "the file")
-
-
-def _content(name: str, folder: Path) -> dict[str, Any]:
-    """The keys in a block's file, and its name."""
+    """The block that `<name>.yaml` in a folder describes."""
     path = folder / f"{name}.yaml"
     if not path.is_file():
         known = ", ".join(sorted(p.stem for p in folder.glob("*.yaml")))
         raise UserError(f"no block {name!r}; there is {known}")
-    return {"name": name, **read_keys(path)}
+    with errors_in(path):
+        content = {"name": name, **read_yaml(path)}
+        source = content.pop("source", None)
+        if source is not None:
+            content["source"] = BlockSource(read_block(source["block"], folder), source["variant"])
+        return build(Block, content, "the file")

@@ -121,11 +121,7 @@ class Plan:
 
 
 def plan(table: Table, tier: str, runs: Path) -> Plan:
-    """The plan of a table's tier: variant by variant, row by row, seed by seed.
-
-    Raises:
-        UserError: a row whose overrides do not fit together.
-    """
+    """The plan of a table's tier: variant by variant, row by row, seed by seed."""
     chosen = table.tiers[tier]
     unique: dict[tuple[Any, ...], Job] = {}
     places: dict[Place, tuple[Job, dict[str, Job]]] = {}
@@ -154,18 +150,17 @@ def plan(table: Table, tier: str, runs: Path) -> Plan:
                 with_task = [f"task={task}", *given] if task else given
                 measures[part] = job(place, part, measure.driver, with_task, trained, "run")
         places[place] = trained, measures
-    checked: dict[tuple[str, ...], Job] = {}
+    checked: set[tuple[str, ...]] = set()
     for one in unique.values():  # a measurement fits all runs or none: one check is enough
-        checked.setdefault((one.driver, *one.overrides), one)
-    for one in checked.values():
-        _check(table, tier, one)
+        try:
+            if one.source is None:
+                assert one.config is not None
+            elif (one.driver, *one.overrides) not in checked:
+                one.compose(runs / "unfinished")
+        except UserError as error:
+            raise UserError(f"{table.name}, tier {tier}, {one}: {error}") from error
+        checked.add((one.driver, *one.overrides))
     return Plan(list(unique.values()), places)
-
-
-def needs_inputs(table: Table, tier: str) -> bool:
-    """True if the tier needs the files that smoke_tasks.py writes."""
-    measures = table.tiers[tier].measure.values()
-    return any("{inputs}" in override for measure in measures for override in measure.overrides)
 
 
 def _training(chosen: Tier, tier: str, variant: Variant, row: TableRow) -> list[str]:
@@ -174,18 +169,6 @@ def _training(chosen: Tier, tier: str, variant: Variant, row: TableRow) -> list[
     own = [*row.overrides, *row.tiers.get(tier, [])]
     given = [*chosen.overrides, *variant.overrides, *started, *own]
     return [override.replace("{variant}", variant.key) for override in given]
-
-
-def _check(table: Table, tier: str, job: Job) -> None:
-    """Raise a `UserError` if the overrides of a job do not fit together, as far as this can be
-    checked without its source."""
-    try:
-        if job.source is None:
-            assert job.config is not None
-        else:
-            job.compose(job.runs / "unfinished")
-    except UserError as error:
-        raise UserError(f"{table.name}, tier {tier}, {job}: {error}") from error
 
 
 def quoted(path: Path) -> str:

@@ -39,11 +39,7 @@ def run_name(variant: str, seed: int) -> str:
 
 
 def read_packed(folder: Path, block: str) -> Packed:
-    """The packed records of a block, with their curves; {} if there are none.
-
-    Raises:
-        UserError: a line or the curves of a run are damaged.
-    """
+    """The packed records of a block, with their curves; {} if there are none."""
     path = folder / f"{block}.jsonl"
     texts = [p.read_text(encoding="utf-8") if p.is_file() else "" for p in (path, _curves_of(path))]
     return _parsed(path, *texts)

@@ -3,7 +3,7 @@ their own, several on each GPU, because one small model does not fill a GPU.
 
 The failure of a job is reported in one line, and the others are run. An interrupt, or the end of
 the time budget, lets running jobs save a checkpoint, from which the next call goes on; so does the
-death of this process (on Linux). A job that another process is running is waited for.
+death of this process (on Linux).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from experiments.support.checkpoint import is_locked, write_text
+from experiments.support.checkpoint import write_text
 from experiments.support.errors import Stop, UserError, deferred_stop, one_line
 from reproduce.execute.jobs import OUTPUT, Job, Report
 from reproduce.execute.processes import Process, terminate, visible_gpus
@@ -71,8 +71,7 @@ class Queue:
 
     waiting: in the order in which they are to be started; a source stands before what starts from
     it. todo: the jobs of all tasks that are not done. working: (task, process, time of its start)
-    by place. held: tasks that another process is running. durations: seconds of each finished task.
-    total, done, failed: numbers of runs.
+    by place. durations: seconds of each finished task. total, done, failed: numbers of runs.
     """
 
     def __init__(self, tasks: list[Task], report: Report, launch: Launch | None = None) -> None:
@@ -80,7 +79,6 @@ class Queue:
         self.todo = {task.job for task in tasks}
         self.places = [None] if launch is None else launch.places()
         self.working: dict[int, tuple[Task, Process, float]] = {}
-        self.held: list[Task] = []
         self.durations: list[float] = []
         self.total, self.done, self.failed = sum(task.count for task in tasks), 0, 0
 
@@ -99,11 +97,13 @@ class Queue:
             with nullcontext(Stop()) if self.launch is None else deferred_stop(again=False) as stop:
                 while stop.number is None and time.monotonic() < deadline:
                     begun = self._fill(deadline)
-                    if self.working or self.held:
+                    if self.working:
                         time.sleep(POLL)
                     elif not begun:
                         break
-                    self._collect()
+                    for place in [p for p, (_, own, _) in self.working.items() if own.ended()]:
+                        task, process, started = self.working.pop(place)
+                        self._ended(task, process.reason, started)
             if stop.number is not None and stop.kind is not None:
                 signal.raise_signal(stop.number)  # its handler defers a second one
                 raise stop.kind
@@ -116,12 +116,7 @@ class Queue:
         """Start a task at every free place, if one as long as the others can end in time; return
         True if one was started."""
         expected = statistics.median(self.durations) if self.durations else 0.0
-        ready = [task for task in self.waiting if task.job.source not in self.todo]
-        held = [task for task in ready if _is_held(task)]
-        for task in (task for task in held if task not in self.held):
-            self.report(f"{task.label}: another process is making it; waiting for that")
-        self.held = held
-        ready, begun = [task for task in ready if task not in held], False
+        ready, begun = [task for task in self.waiting if task.job.source not in self.todo], False
         for place, gpu in enumerate(self.places):
             started = time.monotonic()
             if place not in self.working and ready and started + expected < deadline:
@@ -149,42 +144,27 @@ class Queue:
         else:
             self._ended(task, lambda: "it has no result", started)
 
-    def _collect(self) -> None:
-        """Report the processes that have ended."""
-        for place in [p for p, (_, process, _) in self.working.items() if process.ended()]:
-            task, process, started = self.working.pop(place)
-            self._ended(task, process.reason, started)
-
     def _ended(self, task: Task, reason: Callable[[], str], started: float) -> None:
-        result = task.result()
-        if result is not None:
-            self._succeeded(task, result, started)
-        elif _is_held(task):
-            self.waiting.insert(0, task)
+        """Report the result of a task, or why it has none. What starts from it is left out if it
+        has no weights, also because it diverged, which is a result."""
+        result, now = task.result(), time.monotonic()
+        if result is None:
+            self.failed += task.count
+            self.report(f"failed: {task.label}: {reason()}")
         else:
-            self._failed(task, reason())
-
-    def _succeeded(self, task: Task, result: dict[str, Any], started: float) -> None:
-        now = time.monotonic()
-        self.todo.discard(task.job)
-        self.done += task.count
+            self.todo.discard(task.job)
+            self.done += task.count
         left_out = self._leave_out(task.job) if task.job.result() is None else 0
-        self.durations.append(now - started)
-        elapsed = now - self.begun
-        remaining = elapsed / self.done * self.left
-        told = ", ".join([*_figures(result), f"{self.durations[-1]:.0f} s"])
-        self.report(
-            f"[{self.done}/{self.total}] {task.label}: {told} ({clock(elapsed)} elapsed, about "
-            f"{clock(remaining)} left)"
-        )
-        if left_out:  # it diverged, which is a result, but has no weights
-            self.report(f"left out: {left_out} runs that start there")
-
-    def _failed(self, task: Task, reason: str) -> None:
-        """Report a failure; tasks that need its result are left out."""
-        self.failed += task.count
-        self.report(f"failed: {task.label}: {reason}")
-        if left_out := self._leave_out(task.job):
+        if result is not None:
+            self.durations.append(now - started)
+            elapsed = now - self.begun
+            remaining = elapsed / self.done * self.left
+            told = ", ".join([*_figures(result), f"{self.durations[-1]:.0f} s"])
+            self.report(
+                f"[{self.done}/{self.total}] {task.label}: {told} ({clock(elapsed)} elapsed, about "
+                f"{clock(remaining)} left)"
+            )
+        if left_out:
             self.report(f"left out: {left_out} runs that start there")
 
     def _leave_out(self, job: Job) -> int:
@@ -201,13 +181,16 @@ class Queue:
 
 
 def run_here(job: Job, report: Report) -> None:
-    """Run a job by its driver, in this process.
+    """Run a job by its driver, in this process."""
 
-    Raises:
-        UserError: it failed; the traceback of a defect is in the run's `output.txt`.
-    """
+    def indented(message: str) -> None:
+        """Report a driver's message without its tables, which the run's own files have."""
+        for line in message.splitlines():
+            if line.strip() and not line.startswith("|"):
+                report(f"  {line}")
+
     try:
-        job.run(lambda message: _report_lines(message, report))
+        job.run(indented)
     except UserError:
         raise
     except Exception as error:
@@ -215,14 +198,6 @@ def run_here(job: Job, report: Report) -> None:
         write_text(log, traceback.format_exc())
         reason = f"{type(error).__name__}: {one_line(error)} (see {log})"
         raise UserError(reason) from error
-
-
-def _report_lines(message: str, report: Report) -> None:
-    """Report a driver's message, indented and without its tables, which the run's own files
-    have."""
-    for line in message.splitlines():
-        if line.strip() and not line.startswith("|"):
-            report(f"  {line}")
 
 
 def lacking(configs: Iterable[Any]) -> str:
@@ -243,14 +218,6 @@ def commands(jobs: list[Job], words: Sequence[str]) -> list[str]:
         later = f"# its command follows from the finished run of {job.source}: ask again then"
         lines += [f"# {job}", later if command is None else shlex.join(command)]
     return lines
-
-
-def _is_held(task: Task) -> bool:
-    """True if another process is running a task."""
-    try:
-        return is_locked(task.job.config.directory())
-    except UserError:  # its config is refused, of which its start tells
-        return False
 
 
 def _figures(result: dict[str, Any]) -> list[str]:

@@ -35,13 +35,19 @@ def run_block(
         minutes: time budget; None = until all is done.
         per_gpu: simultaneous runs on each GPU, or on the CPU if there is no GPU.
         committed: folder of committed records.
-
-    Raises:
-        UserError: overrides that do not fit together, no GPU, or data that cannot be prepared.
     """
     every, folders = list(block.runs(runs)), (committed, runs / "evidence")
     trainings = _missing(every, folders)
-    queue = Queue([_task(own, folders) for own in trainings], report, Launch(per_gpu=per_gpu))
+    tasks = [
+        Task(
+            own[0].job,
+            " = ".join(str(run.job) for run in own),
+            partial(_kept, own, folders),
+            len(own),
+        )
+        for own in trainings
+    ]
+    queue = Queue(tasks, report, Launch(per_gpu=per_gpu))
     sources = sum(training[0].block != block.name for training in trainings)
     report(
         f"{block.name}: {len(every)} runs, {len(every) + sources - queue.total} done already; "
@@ -69,11 +75,6 @@ def _missing(every: list[BlockRun], folders: tuple[Path, Path]) -> list[list[Blo
     return list(trainings.values())
 
 
-def _task(training: list[BlockRun], folders: tuple[Path, Path]) -> Task:
-    label = " = ".join(str(run.job) for run in training)
-    return Task(training[0].job, label, partial(_kept, training, folders), len(training))
-
-
 def _kept(training: list[BlockRun], folders: tuple[Path, Path]) -> dict[str, Any] | None:
     """The result of a training, if it has ended and its weights are here. Its records are saved,
     unless there are some already (for a source that was made again)."""
@@ -84,11 +85,7 @@ def _kept(training: list[BlockRun], folders: tuple[Path, Path]) -> dict[str, Any
 
 
 def _prepare(block: Block, configs: list[Any]) -> None:
-    """Check that the trainings can begin, and prepare their data once instead of in every process.
-
-    Raises:
-        UserError: no GPU, or data that cannot be prepared.
-    """
+    """Check that the trainings can begin, and prepare their data once, not in every process."""
     if why := lacking(configs):
         raise UserError(f"block {block.name}: {why}")
     for data in {config.data for config in configs}:

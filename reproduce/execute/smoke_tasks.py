@@ -22,6 +22,7 @@ import shutil
 import sysconfig
 import uuid
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -39,24 +40,17 @@ def write(folder: Path) -> Path:
     if folder.exists():
         return folder
     building = folder.with_name(f".{folder.name}.{uuid.uuid4().hex}")
-    try:
-        for split, names in {"train": TRAIN, "dev": DEV}.items():
-            modules, size = [*_modules(names)], SIZES[split]
-            _table(building / "SST-2" / f"{split}.tsv", "sentence\tlabel", _kinds(modules, size))
-            header = "index\tsentence1\tsentence2\tlabel"
-            _table(building / "RTE" / f"{split}.tsv", header, _followers(modules, size))
-            _write(building / f"{split}-v1.1.json", json.dumps(_questions(modules, size)))
-        _lm_eval(building / "lm_eval", folder / "lm_eval", modules, size)
-        _write(building / "text.txt", "\n".join(*_modules([TEXT])))
-        try:
-            from experiments.support.checkpoint import publish  # which imports torch
-
-            publish(building, folder)
-        except OSError:
-            if not folder.is_dir():  # otherwise another process has written it meanwhile
-                raise
-    finally:
-        shutil.rmtree(building, ignore_errors=True)
+    for split, names in {"train": TRAIN, "dev": DEV}.items():
+        modules, size = [*_modules(names)], SIZES[split]
+        _table(building / "SST-2" / f"{split}.tsv", "sentence\tlabel", _kinds(modules, size))
+        header = "index\tsentence1\tsentence2\tlabel"
+        _table(building / "RTE" / f"{split}.tsv", header, _followers(modules, size))
+        _write(building / f"{split}-v1.1.json", json.dumps(_questions(modules, size)))
+    _lm_eval(building / "lm_eval", folder / "lm_eval", modules, size)
+    _write(building / "text.txt", "\n".join(*_modules([TEXT])))
+    with suppress(OSError):  # another process has written it meanwhile
+        building.rename(folder)
+    shutil.rmtree(building, ignore_errors=True)
     return folder
 
 

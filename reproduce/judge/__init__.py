@@ -14,11 +14,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from experiments.support.checkpoint import csv_text, write_json, write_text
-from experiments.support.errors import UserError, suggestion
-from reproduce.execute.blocks import EVIDENCE, read_block
+from experiments.support.checkpoint import write_json
+from experiments.support.errors import UserError
+from reproduce.execute.blocks import EVIDENCE
 from reproduce.judge import scale, text
-from reproduce.judge.claims import FILE, Claim, Claims, read_claims
+from reproduce.judge.claims import Claim, Claims, read_claims
 from reproduce.judge.verdicts import (
     CONFIRMED,
     NOT_TESTED,
@@ -34,10 +34,8 @@ from reproduce.records import Values, read_evidence, setting
 from reproduce.specs.reading import MEASURED
 
 Json = dict[str, Any]
-# What of a contrast, of a defect and of every effect is a column of claims.csv.
-CONTRAST = ("against", "metric", "expect", "margin", "p_expected", "p_contrary")
-DEFECT = ("against", "metric", "n", "effect", "low", "high", "verdict", "why")
-COLUMNS = ("n", "effect", "low", "high", "published", "share", "verdict", "why")
+RULES = ("level", "seeds", "noise", "margin", "legend")
+SAID = ("id", "paper", "short", "number", "regime", "note")  # of a claim, as in claims.yaml
 PRELIMINARY = 2  # least number of seeds for which g is shown with an effect that is not tested
 
 
@@ -52,10 +50,7 @@ def content(claims: Claims, values: Values, measured: Path = MEASURED) -> Json:
     released = dataclasses.replace(claims, seeds=2)
     defects = judge(released, Claim(0, "", "", "", claims.released), values)
     return {
-        "rules": {
-            key: plain(getattr(claims, key))
-            for key in ("level", "seeds", "noise", "margin", "legend")
-        },
+        "rules": {key: plain(getattr(claims, key)) for key in RULES},
         "blocks": [gap for gap in gaps if gap is not None],
         "claims": [_claim(claims, claim, values, measured) for claim in claims.claims],
         "released": [plain(dataclasses.replace(j, verdict="as released")) for j in defects],
@@ -66,10 +61,9 @@ def plain(value: Any) -> Any:
     """A value as it is in claims.json: a dataclass as its fields and properties, those of the rule
     that it is judged by among them."""
     if dataclasses.is_dataclass(value):
-        names = [field.name for field in dataclasses.fields(value)]
-        names += [
-            name for name in dir(type(value)) if isinstance(getattr(type(value), name), property)
-        ]
+        of = type(value)
+        names = [name for name in dir(of) if isinstance(getattr(of, name), property)]
+        names += [field.name for field in dataclasses.fields(value)]
         own = {name: plain(getattr(value, name)) for name in names}
         return own.pop("rule", {}) | own
     if isinstance(value, dict):
@@ -84,18 +78,15 @@ def _claim(claims: Claims, claim: Claim, values: Values, folder: Path) -> Json:
     parts: list[Judged | Measured] = [*judged, *measured]
     parts = [part for part in parts if part.verdict != SHOWN]
     counts = Counter(part.verdict for part in parts)
-    found = verdict(counts)
+    found, calm = verdict(counts), verdict([(j.without or j).verdict for j in judged])
     where = " and ".join(dict.fromkeys(part.where for part in parts if part.where))
     if found == NOT_TESTED:
         no_margin = any(part.why.startswith("no margin") for part in parts)
         where = "in the paper's regime" if claim.regime else "(no margin)" if no_margin else ""
-    calm = verdict([(j.without or j).verdict for j in judged])
     diverged = any(j.without for j in judged)
-    variants = {(c.block, v): None for c in claim.contrasts for v in (c.variant, c.against)}
+    variants = dict.fromkeys((c.block, v) for c in claim.contrasts for v in (c.variant, c.against))
     return {
-        **{
-            key: getattr(claim, key) for key in ("id", "paper", "short", "number", "regime", "note")
-        },
+        **{key: getattr(claim, key) for key in SAID},
         "says": claim.says.strip(),
         "name": claims.papers.get(claim.paper, claim.paper),
         "verdict": found,
@@ -104,9 +95,9 @@ def _claim(claims: Claims, claim: Claim, values: Values, folder: Path) -> Json:
         "without": f"without the run that diverged: {calm}" if diverged else "",
         "at": _at(claim, values, list(dict.fromkeys(m.device for m in measured if m.device))),
         "rates": {
-            f"{variant} (block {block})": claims.rates[block][variant]
+            f"{variant} (block {block})": rate
             for block, variant in variants
-            if variant in claims.rates.get(block, {})
+            if (rate := claims.rates.get(block, {}).get(variant))
         },
         "settles": "" if found == CONFIRMED else claim.settles,
         "contrasts": [plain(j) | {"gap_closed": _gap_closed(claims, j, values)} for j in judged],
@@ -118,61 +109,25 @@ def _at(claim: Claim, values: Values, devices: list[str]) -> str:
     """The device, or the scale of the compared runs, for which the verdict on a claim holds."""
     if claim.measured:
         return f"measured on {'; '.join(devices)}" if devices else ""
-    compared = {
-        (c.block, variant, seed): values[c.block, variant][seed]
-        for c in claim.contrasts
-        for seed in values.get((c.block, c.variant), {}).keys()
-        & values.get((c.block, c.against), {})
-        for variant in (c.variant, c.against)
-    }
+    compared = {}
+    for c in claim.contrasts:
+        first, second = (values.get((c.block, variant), {}) for variant in (c.variant, c.against))
+        for seed in first.keys() & second.keys():
+            compared[c.block, c.variant, seed] = first[seed]
+            compared[c.block, c.against, seed] = second[seed]
     words = setting(compared[run] for run in sorted(compared))
     return f"at this scale: {words}" if words else ""
 
 
 def _gap_closed(claims: Claims, j: Judged, values: Values) -> Json:
     """g of the variants of a contrast, by variant; half the width is left out, whose g is 1."""
-    c, found = j.rule, {}
+    c, seeds = j.rule, PRELIMINARY if j.why else claims.seeds
+    found: Json = {}
     if c.metric == claims.metrics[c.block] and math.isfinite(j.effect):
-        seeds = PRELIMINARY if j.why else claims.seeds
-        for variant in {c.variant: None, c.against: None, claims.margin.upper: None}:
+        for variant in (v for v in (c.variant, c.against) if v != claims.margin.upper):
             g = scale.gap_closed(values, c.block, variant, c.metric, claims.margin, seeds)
-            if g is not None and variant != claims.margin.upper:
-                found[variant] = plain(g)
+            found |= {} if g is None else {variant: plain(g)}
     return found
-
-
-def table(judged: Json) -> list[Json]:
-    """The rows of claims.csv: one for each contrast, each measured row and each defect."""
-    rows = []
-    for claim in judged["claims"]:
-        of = {"claim": claim["id"], "paper": claim["paper"], "claim_verdict": claim["verdict"]}
-        for c in claim["contrasts"]:
-            row = {**of, "judged_by": f"block {c['block']}", "what": c["variant"]}
-            row |= {key: c[key] for key in (*CONTRAST, *COLUMNS)}
-            for variant, which in ((c["variant"], "g"), (c["against"], "g_against")):
-                if g := c["gap_closed"].get(variant):
-                    row |= {which: g["value"], f"{which}_low": g["low"], f"{which}_high": g["high"]}
-            rows.append(row)
-        for m in claim["measured"]:
-            of |= {"judged_by": m["table"], "metric": m["column"], "kind": m["kind"]}
-            of |= {"against": m["than"].strip(" /"), "device": m["device"]}
-            for line in m["lines"]:
-                row = {**of, "what": line["label"], **{key: line[key] for key in COLUMNS}}
-                rows.append({**row, "why": line["why"] or m["why"]})
-    for r in judged["released"]:
-        row = {"judged_by": f"block {r['block']}", "what": r["variant"]}
-        rows.append(row | {key: r[key] for key in DEFECT})
-    return rows
-
-
-def check_variants(claims: Claims) -> None:
-    """Raise a `UserError` if a contrast names a block or variant that does not exist."""
-    for contrast in claims.contrasts:
-        known = read_block(contrast.block).variants
-        for name in (contrast.variant, contrast.against):
-            if name not in known:
-                close = suggestion(name, known)
-                raise UserError(f"{FILE}: block {contrast.block} has no variant {name!r}{close}")
 
 
 def main(runs: Path, which: str = "", report: Callable[[str], None] = print) -> None:
@@ -180,11 +135,8 @@ def main(runs: Path, which: str = "", report: Callable[[str], None] = print) -> 
 
     Args:
         which: the number of a claim, to print all about it, or `all`; "" = a line for each.
-    Raises:
-        UserError: there is no such claim, or one names a block or variant that does not exist.
     """
     claims = read_claims()
-    check_variants(claims)
     ids = [str(claim.id) for claim in claims.claims]
     if which not in ("", "all", *ids):
         raise UserError(f"no claim {which!r}; there are {ids[0]} to {ids[-1]}, and all")
@@ -192,7 +144,6 @@ def main(runs: Path, which: str = "", report: Callable[[str], None] = print) -> 
     judged = content(claims, evidence.values)
     for line in text.wrapped([*text.lines(judged, which), *evidence.warnings()]):
         report(line)
-    folder = runs / "report"
-    write_json(folder / "claims.json", judged)
-    write_text(folder / "claims.csv", csv_text(table(judged)))
-    report(f"written: {folder / 'claims.json'}, claims.csv")
+    path = runs / "report" / "claims.json"
+    write_json(path, judged)
+    report(f"written: {path}")

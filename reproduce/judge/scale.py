@@ -70,13 +70,18 @@ def half_width_gap(
     spreads = [spread for spread in others if math.isfinite(spread)]
     gap, spread, (low, high) = mean(paired), std(paired), paired_interval(paired)
     other = statistics.median(spreads) if spreads else math.nan
-    found: dict[str, Any] = {
+    return {
         "block": block,
         "metric": metric,
         "lower": margin.lower,
         "upper": margin.upper,
+        "n": len(paired),
+        "gap": gap,
+        "low": low,
+        "high": high,
+        "std": spread,
+        "ratio": abs(gap) / spread if spread else math.inf,
+        "other_variants": len(spreads),
+        "other_std": other,
+        "other_ratio": abs(gap) / other if other else math.inf,
     }
-    found |= {"n": len(paired), "gap": gap, "low": low, "high": high, "std": spread}
-    found["ratio"] = abs(gap) / spread if spread else math.inf
-    found |= {"other_variants": len(spreads), "other_std": other}
-    return found | {"other_ratio": abs(gap) / other if other else math.inf}

@@ -12,7 +12,7 @@ import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from experiments.runs.stats import (
     equivalence_p_value,
@@ -184,13 +184,17 @@ def differences(values: Values, block: str, variant: str, against: str, metric: 
     trained twice on a GPU differs by 0.01 nats (block pilot_b_decay), which is more than the
     difference between some variants.
     """
-    contrast = Contrast(block, variant, against, "lower", metric)
-    return list(_by_seed(values, contrast).values())
+    return [*_by_seed(values, Contrast(block, variant, against, "lower", metric)).values()]
+
+
+def _both(values: Values, c: Contrast) -> tuple[dict[int, Any], dict[int, Any], list[int]]:
+    """(the records of the two variants of a contrast, the seeds that both have)."""
+    first, second = (values.get((c.block, variant), {}) for variant in (c.variant, c.against))
+    return first, second, sorted(first.keys() & second.keys())
 
 
 def _by_seed(values: Values, c: Contrast) -> dict[int, float]:
-    first, second = values.get((c.block, c.variant), {}), values.get((c.block, c.against), {})
-    shared = sorted(first.keys() & second.keys())
+    first, second, shared = _both(values, c)
     seeds = [s for s in shared if first[s].get("init") == second[s].get("init")]
     return {s: number(first[s], c.metric) - number(second[s], c.metric) for s in seeds}
 
@@ -222,12 +226,12 @@ def judge(claims: Claims, claim: Claim, values: Values) -> list[Judged]:
 
 
 def _judged(claims: Claims, claim: Claim, values: Values) -> list[Judged]:
-    tested = [_tested(claims, c, values) for c in claim.contrasts]
     judged = []
-    for j, certain in _adjusted(tested, claims.level):
-        if claim.regime and not j.why:
-            j = replace(j, why=REGIME)
-        judged.append(j if j.why else replace(j, verdict=_verdict(j, certain)))
+    for j, certain in _adjusted(
+        [_tested(claims, c, values) for c in claim.contrasts], claims.level
+    ):
+        why = j.why or (claim.regime and REGIME)
+        judged.append(replace(j, why=why) if why else replace(j, verdict=_verdict(j, certain)))
     return judged
 
 
@@ -305,9 +309,8 @@ def _untestable(claims: Claims, c: Contrast, paired: list[float]) -> str:
 
 def _on_other_data(values: Values, c: Contrast) -> str:
     """The seeds at which the two runs had different data, as a reason in words, or ""."""
-    first, second = (values.get((c.block, variant), {}) for variant in (c.variant, c.against))
-    common = sorted(first.keys() & second.keys())
-    unequal = [s for s in common if first[s].get("corpus_hash") != second[s].get("corpus_hash")]
+    first, second, shared = _both(values, c)
+    unequal = [s for s in shared if first[s].get("corpus_hash") != second[s].get("corpus_hash")]
     seeds = ", ".join(map(str, unequal))
     return f"{c.variant} and {c.against} had different data at seeds {seeds}" if unequal else ""
 
@@ -316,19 +319,15 @@ def _on_other_data(values: Values, c: Contrast) -> str:
 
 
 def judge_speed(claims: Claims, speed: Speed, folder: Path = MEASURED) -> Measured:
-    """A contrast of measurements with its verdict by the tables in `folder`.
-
-    Raises:
-        UserError: the measured table does not have the column or the rows.
-    """
+    """A contrast of measurements with its verdict by the tables in `folder`."""
     table, stem = read_table(TABLES / f"{speed.table}.yaml"), f"{speed.table}-full"
     command = f"python -m reproduce {table.command} paper={table.paper} tier=full"
     found = Measured(rule=speed, name=table.title.partition(":")[0])
     rows = read_rows(folder / f"{stem}.csv")
     if not rows:
         return replace(found, why=f"not measured ({command})")
-    means, paper = _column(rows, f"{speed.column}: mean"), _column(rows, f"{speed.column}: paper")
-    ours = {label: {0: value} for label, value in means.items()}
+    paper = _column(rows, f"{speed.column}: paper")
+    ours = {label: {0: value} for label, value in _column(rows, f"{speed.column}: mean").items()}
     if runs := read_rows(folder / f"{stem}-runs.csv"):
         value = next((c.value for c in table.columns if c.label == speed.column), None) or ""
         ours = {}

@@ -19,7 +19,6 @@ OTHER = "†"  # printed after a comparison with another row than the first
 DENSE = "‡"  # printed after a figure of a method whose products were all dense
 UNKNOWN = "not available"  # printed for a value of the paper that nobody confirmed
 
-Values = dict[int, float]  # by seed
 Numbers = dict[str, float | int | str | None]
 
 
@@ -112,13 +111,28 @@ def ours(
         return Cell("not measured", {"n": 0})
     if not offered(table, tier, path):
         return Cell("not in this tier", {"n": 0})
-    own, base = (_values(column, path, some, chosen.measure) for some in (runs, baseline))
+    own, base = (
+        {
+            run.place.seed: column.scale * number
+            for run in some
+            if (number := value(run, path, chosen.measure)) is not None
+        }
+        for some in (runs, baseline)
+    )
     paired = column.show == "paired"
     if paired and runs and runs == baseline:
         return Cell("baseline")
     if paired:
         own = {seed: v - base[seed] for seed, v in own.items() if seed in base}
-    if own and column.value == ILLEGAL and all(_ends_dense(run) for run in runs):
+    if (
+        own
+        and column.value == ILLEGAL
+        and all(
+            "config" in run.result  # not the record of a block
+            and FinishedRun(run.directory, run.result).trained_with.capabilities.ends_dense
+            for run in runs
+        )
+    ):
         return Cell("dense by design", {"n": len(own)})
     if not own:
         finished = len(runs) == len(chosen.seeds) and path.partition(".")[0] not in chosen.measure
@@ -156,20 +170,6 @@ def text(table: Table, tier: str, column: Column, numbers: Numbers, unit: str = 
         return f"{numbers['mean']:{form}}{spread}{count or ' (n=1)' * (n == 1)}"
     name = "mean" if "mean" in numbers else column.show
     return f"{in_unit(f'{numbers[name]:{form}}{spread}', unit)}{count}"
-
-
-def _ends_dense(run: PlacedRun) -> bool:
-    if "config" not in run.result:  # the record of a block does not say it
-        return False
-    return FinishedRun(run.directory, run.result).trained_with.capabilities.ends_dense
-
-
-def _values(
-    column: Column, path: str, runs: list[PlacedRun], measures: dict[str, Measure]
-) -> Values:
-    """The scaled value of a column by seed, for the runs that have it."""
-    by_seed = {run.place.seed: value(run, path, measures) for run in runs}
-    return {seed: column.scale * v for seed, v in by_seed.items() if v is not None}
 
 
 def compared(table: Table, tier: str) -> bool:

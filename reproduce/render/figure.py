@@ -5,7 +5,6 @@ The data of a figure is written as CSV into the same folder.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import re
 from collections import defaultdict
@@ -34,6 +33,7 @@ NAMES = curves.NAMES | {
 }
 OF_LAYER = "flip_rate."  # of the entries of metrics.jsonl of runs with method.flips_by_layer
 INNER = (0.02, 0.98)  # the quantiles that a scatter shows, because single steps lie far outside
+Panels = Mapping[str, Callable[[Any], None]]  # functions that draw on axes, by the y axis' label
 
 
 @dataclass(frozen=True)
@@ -49,53 +49,32 @@ class Value:
     high: float | None = None
 
 
-@dataclass(frozen=True)
-class Pair:
-    """The two quantities, x and y, of one step of one run. quantity: the title of its panel."""
-
-    quantity: str
-    method: str
-    seed: int
-    step: int
-    x: float
-    y: float
-
-
-@dataclass(frozen=True)
-class Drawing:
-    """The content of a figure. data: a line of its CSV file each. suffix: the end of that file's
-    name. panels: functions that draw on axes, by the label of their y axis. width, height: of a
-    panel."""
-
-    data: Sequence[Any]
-    suffix: str
-    panels: Mapping[str, Callable[[Any], None]]
-    note: str = ""
-    width: float = 3.6
-    height: float = 3.4
-
-
 def draw(table: Table, tier: str, runs: list[PlacedRun], rendered: Rendered, path: Path) -> bool:
     """Write the figure to `path` (.png) and its data into the same folder (-curves.csv, -pairs.csv
     or -values.csv); return True if the table has a figure."""
-    figure = table.figure
-    if figure.kind == "none":
-        return False
+    figure, suffix, note, size = table.figure, "curves", SPREAD, (3.6, 3.4)
+    data: Sequence[Any] = []
+    panels: Panels = {}
     if figure.kind == "curves":
-        drawing = of_curves([run for run in runs if run.log], figure.quantities)
+        data, panels = of_curves([run for run in runs if run.log], figure.quantities)
     elif figure.kind == "blocks":
-        drawing = of_blocks(runs)
+        data, panels = of_blocks(runs)
     elif figure.kind == "scatter":
-        drawing = of_steps(runs, figure.quantities)
-    else:
-        drawing = of_values(figure, values(table, rendered.summary), rendered.units)
-    if not drawing.data:
+        (data, panels), suffix, note = of_steps(runs, figure.quantities), "pairs", ""
+    elif figure.kind != "none":
+        own = values(table, rendered.summary)
+        data, panels = own, of_values(figure, own, rendered.units)
+        suffix, note = "values", INTERVAL if any(one.low is not None for one in own) else ""
+        # Wide enough that no label covers another, and high enough for the longest one.
+        labels = {one.method for one in own}
+        longest = max(map(len, labels), default=0)
+        size = max(3.6, 0.17 * len(labels)), 3.4 + 0.05 * max(0, longest - 16)
+    if not data:
         return False
-    csv = path.with_name(f"{path.stem}-{drawing.suffix}.csv")
-    write_text(csv, csv_text([dataclasses.asdict(entry) for entry in drawing.data]))
-    title = f"{table.title} ({tier}){drawing.note and chr(10)}{drawing.note}"
-    size = drawing.width, drawing.height
-    write_atomic(path, lambda p: curves.figure(drawing.panels, title, p, *size))
+    csv = path.with_name(f"{path.stem}-{suffix}.csv")
+    write_text(csv, csv_text([one if isinstance(one, dict) else vars(one) for one in data]))
+    title = "\n".join(filter(None, [f"{table.title} ({tier})", note]))
+    write_atomic(path, lambda p: curves.figure(panels, title, p, *size))
     return True
 
 
@@ -108,7 +87,7 @@ def _labels(runs: list[PlacedRun]) -> list[str]:
 # --- curves --------------------------------------------------------------------------------------
 
 
-def of_curves(runs: list[PlacedRun], quantities: Iterable[str]) -> Drawing:
+def of_curves(runs: list[PlacedRun], quantities: Iterable[str]) -> tuple[list[Point], Panels]:
     """Quantities of the log against the step. Runs that started from another run's weights have
     panels of their own, because they cannot be compared with the others step by step."""
     labels = _labels(runs)
@@ -129,7 +108,7 @@ def of_curves(runs: list[PlacedRun], quantities: Iterable[str]) -> Drawing:
         for quantity in dict.fromkeys(point.quantity for point in data)
         for start, own in kinds.items()
     }
-    return Drawing(data, "curves", panels, SPREAD)
+    return data, panels
 
 
 def _with_perplexity(record: dict[str, Any]) -> dict[str, Any]:
@@ -137,16 +116,15 @@ def _with_perplexity(record: dict[str, Any]) -> dict[str, Any]:
     return record if loss is None else {**record, "perplexity": math.exp(loss)}
 
 
-def of_blocks(runs: list[PlacedRun]) -> Drawing:
+def of_blocks(runs: list[PlacedRun]) -> tuple[list[Point], Panels]:
     """The flip rate of each transformer block, the mean over its layers, a panel for each row."""
     by_point: dict[tuple[str, str, int], list[float]] = defaultdict(list)
     for run in runs:
         panel = "flip rate, " + ", ".join(filter(None, [run.place.variant, run.place.row]))
-        for record in run.log:
+        for record in (record for record in run.log if record["step"] > 0):
             blocks: dict[str, list[float]] = defaultdict(list)
-            for key, rate in record.items():
-                if key.startswith(OF_LAYER) and record["step"] > 0:
-                    blocks[block_of(key.removeprefix(OF_LAYER))].append(rate)
+            for key in (key for key in record if key.startswith(OF_LAYER)):
+                blocks[block_of(key.removeprefix(OF_LAYER))].append(record[key])
             for block, rates in blocks.items():
                 by_point[panel, block, record["step"]].append(mean(rates))
     data = [
@@ -159,7 +137,7 @@ def of_blocks(runs: list[PlacedRun]) -> Drawing:
         axes.set_yscale("log", nonpositive="mask")
 
     names = dict.fromkeys(point.quantity for point in data)
-    return Drawing(data, "curves", {p: partial(draw_panel, panel=p) for p in names}, SPREAD)
+    return data, {panel: partial(draw_panel, panel=panel) for panel in names}
 
 
 def block_of(name: str) -> str:
@@ -172,51 +150,47 @@ def block_of(name: str) -> str:
 # --- steps ---------------------------------------------------------------------------------------
 
 
-def of_steps(runs: list[PlacedRun], quantities: Sequence[str]) -> Drawing:
-    """Two quantities of every step against each other, a panel for each row, and the cumulative
-    distribution of the second; step 0 is left out."""
+def of_steps(
+    runs: list[PlacedRun], quantities: Sequence[str]
+) -> tuple[list[dict[str, Any]], Panels]:
+    """Two quantities, x and y, of every step against each other, a panel for each row, and the
+    cumulative distribution of the second; step 0 is left out."""
     x, y = quantities
-    data = [
-        Pair(f"{NAMES.get(y, y)}, {label}", label, run.place.seed, r["step"], r[x], r[y])
-        for label, run in zip(_labels(runs), runs, strict=True)
-        for r in run.log
-        if r["step"] > 0 and r.get(x) is not None and r.get(y) is not None
-    ]
-    methods = list(dict.fromkeys(pair.method for pair in data))
-    panels: dict[str, Callable[[Any], None]] = {}
-    for number, method in enumerate(methods):
-        own = [pair for pair in data if pair.method == method]
-        panels[own[0].quantity] = partial(_scatter, own=own, data=data, number=number, x=x)
-    if data:
-        panels["share of steps with less"] = partial(_distribution, data=data, y=y)
-    return Drawing(data, "pairs", panels)
+    rows: dict[str, list[dict[str, Any]]] = {}
+    for label, run in zip(_labels(runs), runs, strict=True):
+        panel = f"{NAMES.get(y, y)}, {label}"
+        for r in run.log:
+            if r["step"] > 0 and r.get(x) is not None and r.get(y) is not None:
+                own = {"quantity": panel, "method": label, "seed": run.place.seed}
+                rows.setdefault(panel, []).append(own | {"step": r["step"], "x": r[x], "y": r[y]})
+    data = [pair for own in rows.values() for pair in own]
 
+    def scatter(axes: Any, panel: str) -> None:
+        """Draw the steps of a row, and the diagonal on which both quantities are equal."""
+        xs, ys = ([pair[key] for pair in rows[panel]] for key in "xy")
+        colour, _ = look([*rows].index(panel))
+        label = rows[panel][0]["method"]
+        axes.scatter(xs, ys, s=8, alpha=0.5, color=colour, linewidths=0, label=label)
+        # The same limits in all panels, so that they can be compared.
+        low, high = inner([pair[key] for pair in data for key in "xy"])
+        axes.axline((low, low), (high, high), color="black", linewidth=0.6, linestyle=":")
+        for line in (axes.axhline, axes.axvline):
+            line(0.0, color="black", linewidth=0.6)
+        axes.set(xlim=(low, high), ylim=(low, high))
+        axes.locator_params(nbins=5)
+        axes.set_xlabel(NAMES.get(x, x), fontsize=9)
 
-def _scatter(axes: Any, own: list[Pair], data: list[Pair], number: int, x: str) -> None:
-    """Draw the steps of one row, and the diagonal on which both quantities are equal."""
-    xs, ys = [p.x for p in own], [p.y for p in own]
-    colour, _ = look(number)
-    axes.scatter(xs, ys, s=8, alpha=0.5, color=colour, linewidths=0, label=own[0].method)
-    # The same limits in all panels, so that they can be compared.
-    low, high = inner([v for pair in data for v in (pair.x, pair.y)])
-    axes.axline((low, low), (high, high), color="black", linewidth=0.6, linestyle=":")
-    for line in (axes.axhline, axes.axvline):
-        line(0.0, color="black", linewidth=0.6)
-    axes.set(xlim=(low, high), ylim=(low, high))
-    axes.locator_params(nbins=5)
-    axes.set_xlabel(NAMES.get(x, x), fontsize=9)
+    def distribution(axes: Any) -> None:
+        """Draw the cumulative distribution of y, a line for each row."""
+        for number, own in enumerate(rows.values()):
+            colour, style = look(number)
+            axes.ecdf([pair["y"] for pair in own], color=colour, ls=style)
+        axes.axvline(0.0, color="black", linewidth=0.6)
+        axes.set_xlim(*inner([pair["y"] for pair in data]))
+        axes.set_xlabel(NAMES.get(y, y), fontsize=9)
 
-
-def _distribution(axes: Any, data: list[Pair], y: str) -> None:
-    """Draw the cumulative distribution of y, a line for each row."""
-    for number, method in enumerate(dict.fromkeys(pair.method for pair in data)):
-        found = sorted(pair.y for pair in data if pair.method == method)
-        shares = [(rank + 1) / len(found) for rank in range(len(found))]
-        colour, style = look(number)
-        axes.step(found, shares, where="post", color=colour, ls=style)
-    axes.axvline(0.0, color="black", linewidth=0.6)
-    axes.set_xlim(*inner([pair.y for pair in data]))
-    axes.set_xlabel(NAMES.get(y, y), fontsize=9)
+    of_rows: Panels = {panel: partial(scatter, panel=panel) for panel in rows}
+    return data, {**of_rows, "share of steps with less": distribution}
 
 
 def inner(found: list[float]) -> tuple[float, float]:
@@ -254,30 +228,19 @@ def values(table: Table, summary: list[Numbers]) -> list[Value]:
     return bars
 
 
-def of_values(figure: Figure, data: list[Value], units: dict[str, str]) -> Drawing:
-    """The paper's values and ours, as bars or as lines; a panel for each column.
-
-    units: of the table's columns, by label.
-    """
-    own: dict[str, list[Value]] = {}
+def of_values(figure: Figure, data: list[Value], units: dict[str, str]) -> Panels:
+    """The paper's values and ours, as bars or as lines; a panel for each column. units: of the
+    table's columns, by label."""
+    own: dict[str, list[Value]] = defaultdict(list)
     for entry in data:
-        own.setdefault(entry.quantity, []).append(entry)
-    panels = {
-        axis(quantity, units[quantity]): partial(draw_values, data=of, lines=figure.kind == "lines")
+        own[entry.quantity].append(entry)
+    words = {label: "x dense" if unit == "x" else unit for label, unit in units.items()}
+    return {
+        quantity + (f" ({words[quantity]})" if words[quantity] else ""): partial(
+            draw_values, data=of, lines=figure.kind == "lines"
+        )
         for quantity, of in own.items()
     }
-    note = INTERVAL if any(entry.low is not None for entry in data) else ""
-    # Wide enough that no label covers another, and high enough for the longest one.
-    labels = {entry.method for entry in data}
-    longest = max(map(len, labels), default=0)
-    size = max(3.6, 0.17 * len(labels)), 3.4 + 0.05 * max(0, longest - 16)
-    return Drawing(data, "values", panels, note, *size)
-
-
-def axis(label: str, unit: str) -> str:
-    """The title of an axis: a column's label with its unit."""
-    words = "x dense" if unit == "x" else unit
-    return f"{label} ({words})" if words else label
 
 
 def draw_values(axes: Any, data: list[Value], lines: bool) -> None:

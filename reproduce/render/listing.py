@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from experiments.support.errors import UserError
 from reproduce.specs.reading import read_rows, read_yaml
 from reproduce.specs.table import Table
 
@@ -69,10 +68,7 @@ def read_progress(table: Table, tier: str, runs: Path) -> dict[str, Any] | None:
     """The numbers of `jobs` and of those `done` when a tier was last made here; None if it never
     was."""
     path = stem(table, tier, runs).with_suffix(".json")
-    if not path.is_file():
-        return None
-    content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    return content
+    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
 
 
 def measured_csv(table: Table, tier: str) -> Path | None:
@@ -94,38 +90,22 @@ def measured_file(path: Path) -> str:
     return path.with_suffix(".md").relative_to(HERE.parent).as_posix()
 
 
-def records(block: str) -> int:
-    """The number of committed records of a block."""
-    path = HERE / "evidence" / f"{block}.jsonl"
-    return len(path.read_text(encoding="utf-8").splitlines()) if path.is_file() else 0
-
-
 def lines(tables: list[Table], runs: Path, papers: dict[str, list[Item]]) -> list[str]:
-    """The lines that `--list` prints.
-
-    Raises:
-        UserError: `papers` lacks one of the tables.
-    """
-    listed_as = {(item.paper, item.number) for listed in papers.values() for item in listed}
-    for table in tables:
-        if table.paper and (table.paper, table.number) not in listed_as:
-            raise UserError(f"{FILE} does not name {table.command} of paper={table.paper}")
+    """The lines that `--list` prints."""
+    specs: dict[tuple[str | None, str | None], list[Table]] = {}
     text = []
     for table in tables:
+        specs.setdefault((table.paper, table.number), []).append(table)
         if table.paper is None:
             text += [table.title, *_tiers(table, runs)]
-    specs: dict[tuple[str | None, str | None], list[Table]] = {}
-    for table in tables:
-        specs.setdefault((table.paper, table.number), []).append(table)
     # The parts of a figure are separate specs: the figure counts if all of its parts do.
     total = covered = 0
     for title, listed in papers.items():
         text += ["", f"{title}  (paper={listed[0].paper})"]
         for item in listed:
-            text.append(f"  {item.name}: {item.caption}")
             parts = specs.get((item.paper, item.number), [])
-            if not parts:
-                text.append(f"    not covered: {item.reason}")
+            text.append(f"  {item.name}: {item.caption}")
+            text += [] if parts else [f"    not covered: {item.reason}"]
             text += [f"  {line}" for table in parts for line in _tiers(table, runs)]
             total += item.count
             covered += item.count * bool(parts)
@@ -143,8 +123,10 @@ def _tiers(table: Table, runs: Path) -> list[str]:
         parts = []
         if made := read_progress(table, name, runs):
             parts.append(f"{made['done']} of {made['jobs']} runs done at the last call")
-        if tier.block and (committed := records(tier.block)):
-            parts.append(f"{committed} committed records of block {tier.block}")
+        evidence = HERE / "evidence" / f"{tier.block}.jsonl"
+        if tier.block and evidence.is_file():
+            records = len(evidence.read_text(encoding="utf-8").splitlines())
+            parts.append(f"{records} committed records of block {tier.block}")
         if path := measured_csv(table, name):
             parts.append(f"measured: {measured_file(path)}")
         state = "; ".join(parts) or "not made"

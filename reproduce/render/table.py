@@ -52,14 +52,11 @@ class Rendered:
 
     def markdown(self) -> str:
         """The header and the table as Markdown, wrapped at 80 characters if words allow it."""
-        header = "".join(f"{_wrapped(line)}\n" for line in self.header)
+        wrap = textwrap.TextWrapper(
+            WIDTH, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
+        )
+        header = "".join(f"{wrap.fill(f'- {line}')}\n" for line in self.header)
         return f"# {self.title}\n\n{header}\n{self.grid.markdown()}"
-
-
-def _wrapped(line: str) -> str:
-    return textwrap.fill(
-        f"- {line}", WIDTH, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
-    )
 
 
 def render(table: Table, tier: str, runs: list[PlacedRun]) -> Rendered:
@@ -104,20 +101,33 @@ def _rendered(
     table: Table, tier: str, ours_of: CellOf, known: Facts, per_run: list[Numbers]
 ) -> Rendered:
     """The table of these cells of ours, with the paper's. known: the facts on the runs."""
-    units = {column.label: _unit(table, tier, column) for column in table.columns}
+    places = [*product(table.variants_of(tier), table.rows_of(tier))]
+    units: dict[str, str] = {}
+    for column in table.columns:  # the unit of its spec, or else that of its published values
+        cells = (published_cell(table, *place, column) for place in places)
+        theirs = next((cell.unit for cell in cells if cell is not None), "")
+        units[column.label] = column.unit or theirs
     mine, papers = _cells(table, tier, ours_of, units)
     confirmed = {column for (*_, column), (cell, _) in papers.items() if "paper" in cell.numbers}
     shown = [c for c in table.columns if measured(table, tier, c) or c.label in confirmed]
-    theirs = {column for *_, column in papers} if tier != "smoke" else set()
-    with_paper = any(column.label in theirs for column in shown)
-    unknown = theirs - {column.label for column in shown}
+    printed = {column for *_, column in papers} if tier != "smoke" else set()
+    with_paper = any(column.label in printed for column in shown)
+    unknown = printed - {column.label for column in shown}
+    summary: dict[tuple[str, str], Numbers] = {}
+    named = any(variant.label for variant in table.variants_of(tier))
+    for key, cell in mine.items():
+        variant, row, label = key
+        first: Numbers = {"of": variant} if named else {}
+        numbers = summary.setdefault((variant, row), first | {"method": row, "tier": tier})
+        for part in (cell, *papers[key]) if key in papers else (cell,):
+            numbers |= {f"{label}: {name}": v for name, v in part.numbers.items()}
     return Rendered(
         title=table.title,
         header=header(table, tier, known, unknown),
         units=units,
         grid=_grid(table, tier, shown, mine, papers if with_paper else None),
         facts=known,
-        summary=_summary(table, tier, mine, papers),
+        summary=[*summary.values()],
         per_run=per_run,
     )
 
@@ -143,24 +153,6 @@ def _cells(
         if table.paper and (column.published or column.label in row.cells):
             papers[key] = paper(table, tier, variant, row, column, cell)
     return mine, papers
-
-
-def _summary(
-    table: Table, tier: str, mine: dict[Key, Cell], papers: dict[Key, tuple[Cell, Cell]]
-) -> list[Numbers]:
-    """The numbers of all cells, a line for every variant and row."""
-    variants = table.variants_of(tier)
-    named = [variant.label for variant in variants] != [""]
-    summary = []
-    for variant, row in product(variants, _shown_rows(table, tier)):
-        numbers: Numbers = {"of": variant.label} if named else {}
-        numbers |= {"method": row.label, "tier": tier}
-        for column in table.columns:
-            key = (variant.label, row.label, column.label)
-            for part in (mine[key], *papers.get(key, ())):
-                numbers |= {f"{column.label}: {name}": v for name, v in part.numbers.items()}
-        summary.append(numbers)
-    return summary
 
 
 def _grid(
@@ -207,7 +199,10 @@ def _grid(
 
     lines = []
     for at in places(down):
-        keys = [_key(at | place) for place in places(across)]
+        keys = [
+            (key["variant"], key["row"], key["column"])
+            for key in (at | place for place in places(across))
+        ]
         if papers is not None:
             theirs = [papers[key][0].text if key in papers else BLANK for key in keys]
             lines.append(Line([*names(at), PAPER], theirs))
@@ -222,17 +217,6 @@ def _grid(
         groups.append(group if within else "")
         heads.append(", ".join(within) or group + f" (n={n})" * (group in of_n))
     return Grid(stubs, groups, heads, lines)
-
-
-def _key(place: dict[str, str]) -> Key:
-    return place["variant"], place["row"], place["column"]
-
-
-def _unit(table: Table, tier: str, column: Column) -> str:
-    """The unit that a column's spec gives, or else that of its published values."""
-    places = product(table.variants_of(tier), table.rows_of(tier))
-    cells = (published_cell(table, variant, row, column) for variant, row in places)
-    return column.unit or next((cell.unit for cell in cells if cell is not None), "")
 
 
 def _per_run(table: Table, tier: str, run: PlacedRun) -> Numbers:

@@ -23,11 +23,7 @@ MEASURED = Path(__file__).parents[1] / "measured" / "h200"
 
 
 def read_rows(path: Path) -> list[dict[str, str]]:
-    """The rows of a CSV file; [] without one.
-
-    Raises:
-        UserError: it differs from its hash in the file `SHA256SUMS` beside it, if there is one.
-    """
+    """The rows of a CSV file; [] without one."""
     if not path.is_file():
         return []
     content, sums = path.read_bytes(), path.with_name("SHA256SUMS")
@@ -40,26 +36,18 @@ def read_rows(path: Path) -> list[dict[str, str]]:
     return list(csv.DictReader(io.StringIO(content.decode(), newline="")))
 
 
-def read_yaml(path: Path) -> Any:
-    """The content of a YAML file, read by the C parser if it is installed, which is much faster.
-
-    Raises:
-        yaml.YAMLError: the file is not YAML.
-    """
-    import yaml
-
-    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-    return yaml.load(path.read_text(encoding="utf-8"), loader)
-
-
-def read_keys(path: Path) -> dict[str, Any]:
-    """The content of a YAML file that consists of keys with values.
+def read_yaml(path: Path) -> dict[str, Any]:
+    """The keys with values of a YAML file, read by the C parser if it is installed, which is much
+    faster.
 
     Raises:
         yaml.YAMLError: the file is not YAML.
         ValueError: it has no keys.
     """
-    content = read_yaml(path)
+    import yaml
+
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+    content = yaml.load(path.read_text(encoding="utf-8"), loader)
     if not isinstance(content, dict):
         raise ValueError("it has no keys")
     return content
@@ -91,17 +79,19 @@ def build(kind: Any, given: Any, where: str) -> Any:
     origin, inside = typing.get_origin(kind), typing.get_args(kind)
     if dataclasses.is_dataclass(kind) and isinstance(given, dict):
         constructor: Any = kind
-        hints = _hints(constructor)
-        fields = {field.name: field for field in dataclasses.fields(kind)}
-        if unknown := sorted(str(key) for key in given.keys() - fields.keys()):
-            known = ", ".join(fields)
+        hints, fields = _hints(constructor), dataclasses.fields(kind)
+        if unknown := sorted(str(key) for key in given.keys() - hints.keys()):
+            known = ", ".join(field.name for field in fields)
             raise ValueError(f"{where} has no key {', '.join(unknown)}; it takes {known}")
-        values = {k: build(hints[k], v, f"{where}: {k}") for k, v in given.items()}
-        for name, field in fields.items():
+        for field in fields:
             required = field.default is field.default_factory  # both are MISSING
-            if required and name not in given:
-                raise ValueError(f"{where}: {name} is missing")
-        return constructor(**values)
+            if required and field.name not in given:
+                raise ValueError(f"{where}: {field.name} is missing")
+        return constructor(**{k: build(hints[k], v, f"{where}: {k}") for k, v in given.items()})
+    if origin is typing.Literal:
+        if given not in inside:
+            raise ValueError(f"{where}={given}; choose of {', '.join(inside)}")
+        return given
     if origin is list and isinstance(given, list):
         return [build(inside[0], v, f"{where}[{n}]") for n, v in enumerate(given)]
     if origin is dict and isinstance(given, dict):

@@ -11,30 +11,26 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
-from reproduce.specs.reading import build, errors_in, read_keys
+from reproduce.specs.reading import build, errors_in, read_yaml
 
 TABLES = Path(__file__).parent / "tables"
 TIERS = ("smoke", "mini", "full")
-SHOWN_AS = ("mean_std", "mean", "interval", "sum", "paired")
 TRAINING = ("pretrain", "dino", "translate")
-MEASURING = ("finetune", "evaluate")
 BENCH = "bench"
-SEARCH = "find_decay"
-FIGURES = ("curves", "blocks", "scatter", "bars", "lines", "none")
 
 
 @dataclass
 class Measure:
     """A measurement that is made of every finished training.
 
-    driver: `finetune` or `evaluate`.
     overrides: hydra overrides; `{inputs}` is replaced by the folder with the files of
         reproduce/execute/smoke_tasks.py.
     tasks: the tasks to fine-tune on, each separately; empty for `evaluate`.
     """
 
-    driver: str
+    driver: Literal["finetune", "evaluate"]
     overrides: list[str] = field(default_factory=list)
     tasks: list[str] = field(default_factory=list)
 
@@ -149,7 +145,7 @@ class Column:
 
     label: str
     value: str | None = None
-    show: str = "mean_std"
+    show: Literal["mean_std", "mean", "interval", "sum", "paired"] = "mean_std"
     format: str = ".3f"
     published: str | None = None
     scale: float = 1.0
@@ -177,7 +173,7 @@ class Figure:
     quantities: the panels of `curves`; x and y of `scatter`.
     """
 
-    kind: str = "curves"
+    kind: Literal["curves", "blocks", "scatter", "bars", "lines", "none"] = "curves"
     columns: list[str] = field(default_factory=list)
     quantities: list[str] = field(default_factory=lambda: ["val_loss", "flip_rate"])
 
@@ -203,7 +199,7 @@ class Table:
     rows: list[TableRow]
     columns: list[Column]
     variants: list[Variant] = field(default_factory=list)
-    driver: str = "pretrain"
+    driver: Literal["pretrain", "dino", "translate", "bench", "find_decay"] = "pretrain"
     paper: str | None = None
     number: str | None = None
     published_table: str | None = None
@@ -220,44 +216,22 @@ class Table:
         for labels in (rows, columns, variants):
             if len({*labels}) < len(labels):
                 raise ValueError(f"two rows, columns or variants have the same label: {labels}")
-        _check("driver", self.driver, (*TRAINING, BENCH, SEARCH))
-        _check("figure.kind", self.figure.kind, FIGURES)
         if self.has_baseline and "method=dense" not in (self.rows or [TableRow("")])[0].overrides:
             raise ValueError("the first row must be the dense baseline (method=dense)")
+        _check("tiers", self.tiers, TIERS)
+        _check("figure.columns", self.figure.columns, columns)
+        measures = {name for tier in self.tiers.values() for name in tier.measure}
         for position, row in enumerate(self.rows):
-            if row.starts_from is not None:
-                _check(f"{row.label!r}: starts_from", row.starts_from, rows[:position])
-            for other in row.tiers:
-                _check(f"{row.label!r}: tiers", other, self.tiers)
-            for part in row.measure:
-                known = [name for one in self.tiers.values() for name in one.measure]
-                _check(f"{row.label!r}: measure", part, known)
+            _check(f"{row.label!r}: starts_from", [row.starts_from], [None, *rows[:position]])
+            _check(f"{row.label!r}: tiers", row.tiers, self.tiers)
+            _check(f"{row.label!r}: measure", row.measure, measures)
         for name, tier in self.tiers.items():
-            self._check_tier(name, tier)
-        for column in self.columns:
-            _check(f"{column.label!r}: show", column.show, SHOWN_AS)
-        for label in self.figure.columns:
-            _check("figure.columns", label, columns)
-
-    def _check_tier(self, name: str, tier: Tier) -> None:
-        _check("tier", name, TIERS)
-        if tier.block and (tier.overrides or tier.measure):
-            raise ValueError(f"tier {name} shows a block: it cannot have overrides or measurements")
-        distinct = {*tier.seeds}
-        without_seeds = not distinct and not tier.block
-        if not tier.unavailable and (without_seeds or len(distinct) < len(tier.seeds)):
-            raise ValueError(f"tier {name} needs seeds, each once, but has {tier.seeds}")
-        for label in tier.rows:
-            _check(f"tier {name}: rows", label, [row.label for row in self.rows])
-        shown = [row.label for row in self.rows_of(name) if not row.stage]
-        if self.has_baseline and tier.rows:
-            baseline = next(row.label for row in self.rows if not row.stage)
-            _check(f"tier {name}: the baseline", baseline, tier.rows)
-        for row in self.rows_of(name):
-            if row.against is not None:
-                _check(f"tier {name}: {row.label!r}: against", row.against, shown)
-        for part, measure in tier.measure.items():
-            _check(f"tier {name}: {part}: driver", measure.driver, MEASURING)
+            if not (tier.unavailable or tier.block or tier.seeds):
+                raise ValueError(f"tier {name} needs seeds")
+            _check(f"tier {name}: rows", tier.rows, rows)
+            shown = [row for row in self.rows_of(name) if not row.stage]
+            others = [None, *(row.label for row in shown)]
+            _check(f"tier {name}: against", [row.against for row in shown], others)
 
     @property
     def has_baseline(self) -> bool:
@@ -271,20 +245,6 @@ class Table:
         if self.number is None:
             return self.name
         return self.number if self.number.startswith("figure") else f"table{self.number}"
-
-    @property
-    def block_variants(self) -> dict[str, str]:
-        """The variant that trains a row's method on a small model, as `<block>/<variant>`, by the
-        row's label; for tiers that show a block."""
-        shown = [
-            (tier.block, self.rows_of(name)) for name, tier in self.tiers.items() if tier.block
-        ]
-        return {
-            row.label: f"{block}/{row.variant}"
-            for block, rows in shown
-            for row in rows
-            if row.variant and "/" not in row.variant
-        }
 
     def rows_of(self, tier: str) -> list[TableRow]:
         """The rows of a tier, stages included."""
@@ -306,24 +266,22 @@ class Table:
         return self.tiers[tier].variants or self.variants or [Variant("")]
 
 
-def _check(name: str, value: str, choices: Iterable[str]) -> None:
-    if value not in choices:
-        raise ValueError(f"{name}={value}; choose of {', '.join(choices)}")
+def _check(name: str, values: Iterable[str | None], choices: Iterable[str | None]) -> None:
+    """Raise a `ValueError` unless all values are among the choices."""
+    known = [*choices]
+    if wrong := next((value for value in values if value not in known), None):
+        raise ValueError(f"{name}={wrong}; choose of {', '.join(filter(None, known))}")
 
 
 def read_table(path: Path) -> Table:
-    """The table that a spec file describes; what it lacks comes from the one it is `based_on`.
-
-    Raises:
-        UserError: a key does not exist or is missing, or a value is of the wrong kind.
-    """
+    """The table that a spec file describes; what it lacks comes from the one it is `based_on`."""
     with errors_in(path):
-        content, base = read_keys(path), path
+        content, base = read_yaml(path), path
         while name := content.pop("based_on", ""):
             base = base.with_name(f"{name}.yaml")
             if not base.is_file():
                 raise ValueError(f"based_on: there is no {base.name}")
-            content = read_keys(base) | content
+            content = read_yaml(base) | content
         return build(Table, {"name": path.stem, **content}, "the file")
 
 

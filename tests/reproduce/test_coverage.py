@@ -3,9 +3,6 @@
 import subprocess
 import sys
 
-import pytest
-
-from experiments.support.errors import UserError
 from reproduce.render import listing
 from reproduce.specs.table import TableRow, Tier, read_tables
 
@@ -52,13 +49,6 @@ def test_the_list_is_complete_and_needs_no_torch(tmp_path):
         for name, tier in table.tiers.items():
             assert f"{table.command} tier={name}: " in done.stdout
             assert not tier.needs or f"needs {tier.needs}" in done.stdout
-
-
-def test_a_table_that_the_list_does_not_name_is_an_error(small, tmp_path):
-    table = small()
-    table.paper, table.number = "fst", "99"
-    with pytest.raises(UserError, match="does not name table99 of paper=fst"):
-        listing.lines([table], tmp_path, listing.items())
 
 
 def test_a_tier_says_what_there_is_of_it(small, tmp_path, monkeypatch):

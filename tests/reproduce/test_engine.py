@@ -175,31 +175,15 @@ def test_overrides_come_from_tier_variant_and_row_in_this_order(small, tmp_path)
     assert (own.train.steps, own.train.log_every) == (9, 5)
 
 
-def test_the_users_error_leaves_nothing_behind(small, tmp_path, monkeypatch):
-    def refuse(job, report):
-        raise UserError("no corpus;\nprepare it")
-
-    monkeypatch.setattr(Job, "run", refuse)
-    planned, said = plan(small(), "smoke", tmp_path), []
-    execute(planned.jobs[:1], said.append)
-    assert "failed: dense, seed 3: no corpus; prepare it" in said
-    assert not planned.jobs[0].config.directory().exists()
-
-
-@pytest.mark.parametrize(
-    ("rows", "measure", "message"),
-    [
-        (
-            [TableRow("odd", ["method=dense", "+method.beta=mse"])],
-            {},
-            "t, tier smoke, odd, seed 3: ",
-        ),
-        (None, {"glue": Measure("finetune", [], ["chess"])}, "dense, seed 3, glue.chess: "),
-    ],
-)
-def test_what_does_not_fit_is_named_before_any_work(rows, measure, message, small, tmp_path):
-    with pytest.raises(UserError, match=message):
-        plan(small(rows, measure=measure), "smoke", tmp_path)
+def test_what_does_not_fit_is_named_before_any_work(small, tmp_path):
+    odd = [TableRow("odd", ["method=dense", "+method.beta=mse"])]
+    chess = {"glue": Measure("finetune", [], ["chess"])}
+    for table, message in [
+        (small(odd), "t, tier smoke, odd, seed 3: "),
+        (small(measure=chess), "dense, seed 3, glue.chess: "),
+    ]:
+        with pytest.raises(UserError, match=message):
+            plan(table, "smoke", tmp_path)
 
 
 def test_paths_may_hold_what_hydra_gives_a_meaning(small, tmp_path):

@@ -75,7 +75,9 @@ def test_an_interruption_keeps_what_was_written(tables, outcomes, tmp_path):
 
 def test_it_asks_for_the_papers_tables(tmp_path, capsys):
     tables = read_tables()
-    assert {t.name for t in parse(["all"], tables).tables} == {t.name for t in tables if t.paper}
-    assert {t.paper for t in parse(["all", "paper=ast"], tables).tables} == {"ast"}
+    chosen, tier, how = parse(["all"], tables)
+    assert {t.name for t in chosen} == {t.name for t in tables if t.paper}
+    assert (tier, how) == ("smoke", make.HERE)
+    assert {t.paper for t in parse(["all", "paper=ast"], tables)[0]} == {"ast"}
     assert main(["all", "tier=huge"], runs=tmp_path) == 2
     assert "no tier 'huge' of all; choose of smoke, mini, full" in capsys.readouterr().err

@@ -10,15 +10,7 @@ from matplotlib.figure import Figure as Canvas
 from experiments.support.errors import UserError
 from reproduce.render import figure as figures
 from reproduce.render.cells import value
-from reproduce.render.figure import (
-    Value,
-    draw,
-    draw_values,
-    inner,
-    of_blocks,
-    of_steps,
-    values,
-)
+from reproduce.render.figure import Value, draw, values
 from reproduce.render.grid import BLANK, Grid, Line
 from reproduce.render.table import render, render_measured
 from reproduce.specs import published
@@ -151,79 +143,6 @@ def test_groups_beyond_2_4_are_counted_where_the_method_ends_sparse(finished_run
         assert lines[0] == f"| dense | {said} |"
 
 
-PAPER = {"paper": "w", "number": "1", "published_table": "Table 1"}
-PAPER["published_setting"] = "Big thing"
-BESIDE = [
-    Column("BLEU", published="bleu"),
-    Column("loss", "metrics.val_loss", "mean_std", ".2f", published="val"),
-]
-
-
-@pytest.fixture
-def beside(monkeypatch):
-    """The paper says 2.0 for S-STE's loss, by somebody's notes, and nothing else."""
-    cells = {("w", "Table 1", "ours", "val"): published.Published(2.0, "", "second-hand", "notes")}
-    monkeypatch.setattr(published, "_cells", lambda path: cells)
-    rows = [ROWS[0], TableRow("S-STE", ["method=s_ste"], published="ours")]
-
-    def build():
-        table = own_table([0, 1, 2], BESIDE, **PAPER)
-        table.rows = rows
-        return table
-
-    return build()
-
-
-def test_paper_and_ours(beside, runs):
-    rendered = render(beside, "full", runs)
-    assert body(rendered) == [
-        "| dense | ours | 2.00 ± 1.00 (n=3) |",
-        "| S-STE | paper | 2.00 (second-hand) |",
-        "| | ours | 2.50 ± 1.32 (n=3) |",
-    ]
-    assert (
-        "Not measured in this tier: BLEU. Left out, because the paper's values are not available "
-        "either: all of them." in rendered.header
-    )
-    assert rendered.summary[1]["loss: difference"] == 0.5
-
-
-def test_a_smaller_tier_is_not_set_against_the_paper(beside, runs):
-    rendered = render(beside, "smoke", runs)
-    assert body(rendered) == ["| dense | 2.00 ± 1.00 (n=3) |", "| S-STE | 2.50 ± 1.32 (n=3) |"]
-    assert "Not measured in this tier: BLEU." in rendered.header
-    told = "This tier is not the paper's setting, so no difference to the paper is computed."
-    assert told in rendered.header
-    assert "The paper: Big thing." in rendered.header
-    beside.published_setting = ""
-    assert not any(line.startswith("The paper:") for line in render(beside, "smoke", runs).header)
-    assert [line for line in rendered.header if "rows cannot be ranked: after so few st" in line]
-    beside.tiers["smoke"].rows = ["dense"]
-    assert "This tier leaves out the rows S-STE." in render(beside, "smoke", runs).header
-
-
-def test_published_values_are_noted_with_their_source_unless_they_are_sure(beside, runs):
-    told = "Published values of S-STE: second-hand, from notes."
-    assert told in render(beside, "full", runs).header
-    sure = published.Published(2.0, "", "primary", "the paper")
-    assert sure.reservation == ""
-    unsure = dataclasses.replace(sure, confidence="medium", note="a damaged copy")
-    assert unsure.reservation == "of medium confidence, from the paper: a damaged copy"
-    odd = dataclasses.replace(sure, doubt="nobody believes it")
-    assert odd.reservation == "as printed in the paper, but nobody believes it"
-    assert odd.text(".1f") == "2.0 (doubtful)"
-    second = dataclasses.replace(odd, evidence="second-hand")
-    assert second.text(".1f") == "2.0 (second-hand, doubtful)"
-
-
-def test_a_row_that_is_not_run_shows_the_paper_alone(beside, runs):
-    beside.rows = [*beside.rows, TableRow("other", not_run="too large", published="ours")]
-    assert not [row for _, row, _ in beside.trainings("full") if row.label == "other"]
-    rendered = render(beside, "full", runs)
-    assert body(rendered)[-1] == "| other | paper | 2.00 (second-hand) |"
-    assert "Not run: other: too large." in rendered.header
-
-
 def test_values_of_a_run(finished_run):
     log = [{"step": s, "loss": float(s)} for s in range(18)] + [{"step": 18, "val_loss": 0.5}]
     scores = {"cola": 50.0, "rte": 61.0}
@@ -316,83 +235,53 @@ def test_speed_is_never_set_against_the_papers_device(finished_run, monkeypatch,
                       paper="w", number="1", published_table="T", driver="bench",
                       figure=Figure("bars"))  # fmt: skip
     table.rows = [TableRow("a", ["what=linear"], published="a")]
-    load = {"sm_mhz": 1410.0, "watts": None}
-    run = finished_run("a", 0, 1.0, metrics={"speed": 1.25, **load})
+    metrics = {"speed": 1.25, "sm_mhz": 1410.0, "watts": None}
+    run = finished_run("a", 0, 1.0, metrics=metrics)
     del run.result["corpus"], run.result["config"]["impl"]
     run.result["config"]["sustained_s"] = 2.0
     rendered = render(table, "full", [run])
     assert body(rendered) == ["| a | paper | 1.500x |", "| | ours | 1.250x |"]
-    told = "\n".join(rendered.header)
-    assert "The device named below is not the paper's" in told
-    assert "Device: abacus, 2 threads, torch 2.0." in told
-    assert "Runs: 1 of 1, one seed (0)." in rendered.header  # nothing of deviations
-    assert "Products: cpu." in rendered.header
-    assert (
+    assert {
+        "The device named below is not the paper's, so no difference to the paper is computed.",
+        "Device: abacus, 2 threads, torch 2.0.",
+        "Runs: 1 of 1, one seed (0).",  # nothing of deviations
+        "Products: cpu.",
         "Clocks: sustained load, 2 s of the same calls before each comparison; SM clock 1,410 MHz, "
-        "power not read."
-    ) in rendered.header
-    other = finished_run("a", 1, 1.0, metrics={"speed": 1.25, **load}, backend="cutlass")
+        "power not read.",
+    } <= {*rendered.header}
+    other = finished_run("a", 1, 1.0, metrics=metrics, backend="cutlass")
     del other.result["corpus"]
     other.result["environment"] = {**other.result["environment"], "git_dirty": True}
-    header = render(table, "full", [run, other, run]).header
-    told = "Products: not the same for all runs; the column backend of -runs.csv names them."
-    assert told in header
-    assert (
+    assert {
+        "Products: not the same for all runs; the column backend of -runs.csv names them.",
         "Code: not the same for all runs: revision c0ffeec0ffee with uncommitted changes (1 of a); "
-        "revision c0ffeec0ffee (the other 2)."
-    ) in header
+        "revision c0ffeec0ffee (the other 2).",
+    } <= {*render(table, "full", [run, other, run]).header}
     run.result["environment"]["peak_memory_bytes"] = 12_340_000_000
     run.result["config"]["method"], run.result["backend"] = "s_ste", "dense, in a CUDA graph"
     marked = render(table, "full", [run])
     assert body(marked)[1] == "| | ours | 1.250x‡ |"
     assert "Peak memory: 12.3 GB." in marked.header
     assert any(line.startswith("Dense: a: no 2:4 product was") for line in marked.header)
-    run.result["config"]["sustained_s"] = None  # a CPU
-    assert "sustained" not in "".join(render(table, "full", [run]).header)
     bars = [(v.source, v.value) for v in values(table, rendered.summary)]
     assert bars == [("paper", 1.5), ("ours", 1.25)]
-    assert draw(table, "full", [run], rendered, tmp_path / "b.png")
-    assert (tmp_path / "b.png").read_bytes().startswith(b"\x89PNG")
-    for kind in ("none", "curves"):  # a measurement has no log
-        table.figure = Figure(kind)
-        assert not draw(table, "full", [run], rendered, tmp_path / "none.png")
+    for kind, drawn in (("bars", True), ("none", False), ("curves", False)):  # it has no log
+        table.figure, path = Figure(kind), tmp_path / f"{kind}.png"
+        assert draw(table, "full", [run], rendered, path) == path.is_file() == drawn
 
 
-def test_curves_and_figure(finished_run, tmp_path):
-    def log(first):
-        return [
-            {"step": 0, "val_loss": 9.0},
-            {"step": 4, "loss": 3.0, "flip_rate": first},
-            {"step": 5, "val_loss": first + 1},
-        ]
-
-    runs = [finished_run("dense", seed, 1.0, log(v)) for seed, v in enumerate([1.0, 3.0])]
-    path, table = tmp_path / "t.png", own_table([0, 1])
-    assert draw(table, "smoke", runs, render(table, "smoke", runs), path)
-    assert path.read_bytes().startswith(b"\x89PNG")
-    quantity, step, mean, deviation = "quantity", "step", "mean", "std"
-    found = [
-        (line[quantity], int(line[step]), float(line[mean]), float(line[deviation]))
-        for line in read_rows(tmp_path / "t-curves.csv")
-    ]
-    root2 = pytest.approx(2**0.5)
-    assert found == [
-        ("val_loss", 5, 3.0, root2),
-        ("val_loss", 10, 1.0, 0.0),
-        ("flip_rate", 4, 2.0, root2),
-    ]
-    assert not draw(table, "smoke", [], render(table, "smoke", []), tmp_path / "nothing.png")
+# --- figures -------------------------------------------------------------------------------------
 
 
-def test_curves_of_trained_models_have_panels_of_their_own(finished_run, monkeypatch):
-    """Their steps and losses cannot be compared with those of the model they start from."""
-    log = [{"step": 5, "val_loss": 2.0}]
+def test_curves_and_their_panels(finished_run, tmp_path):
+    """Steps and losses of models that were trained before cannot be compared with others'."""
+    log = [{"step": 4, "val_loss": 2.0, "flip_rate": 0.5}]
     dense = finished_run("dense", 0, 1.0, log)
     ast = finished_run("ste", 0, 1.0, log, init={"model.safetensors": "ab"})
     for runs in ([dense], [ast]):
-        assert list(figures.of_curves(runs, ["val_loss"]).panels) == ["validation loss, nats"]
+        assert list(figures.of_curves(runs, ["val_loss"])[1]) == ["validation loss, nats"]
     lines = {}
-    for label, fill in figures.of_curves([dense, ast], ["val_loss"]).panels.items():
+    for label, fill in figures.of_curves([dense, ast], ["val_loss"])[1].items():
         axes = Canvas().subplots()
         fill(axes)
         lines[label] = [line.get_label() for line in axes.get_lines()]
@@ -400,6 +289,11 @@ def test_curves_of_trained_models_have_panels_of_their_own(finished_run, monkeyp
         "validation loss, nats, from random weights": ["dense"],
         "validation loss, nats, from a trained model": ["ste"],
     }
+    table = own_table([0])
+    assert draw(table, "smoke", [dense], render(table, "smoke", [dense]), tmp_path / "t.png")
+    assert (tmp_path / "t.png").read_bytes().startswith(b"\x89PNG")
+    found = [(row["quantity"], row["step"]) for row in read_rows(tmp_path / "t-curves.csv")]
+    assert found == [("val_loss", "4"), ("val_loss", "10"), ("flip_rate", "4")]
 
 
 def test_the_figure_of_flip_rates_by_block(finished_run, tmp_path):
@@ -410,15 +304,13 @@ def test_the_figure_of_flip_rates_by_block(finished_run, tmp_path):
         own = {f"flip_rate.{name}": factor * rate for name, rate in rates.items()}
         log = [{"step": 0, **own}, {"step": 5, "flip_rate": 0.3, **own}, {"step": 6}]
         runs.append(finished_run("dense", seed, 1.0, log=log))
-    points = of_blocks(runs).data
+    points, _ = figures.of_blocks(runs)
     assert [(p.quantity, p.method, p.step, p.n) for p in points] == [
         ("flip rate, dense", block, 5, 2) for block in ("h.0", "h.1", "head")
     ]
     assert [p.mean for p in points] == pytest.approx([0.6, 0.2, 1.0])
     table = dataclasses.replace(own_table([0, 1]), figure=Figure("blocks"))
-    rendered = render(table, "smoke", runs)
-    assert draw(table, "smoke", runs, rendered, tmp_path / "blocks.png")
-    assert (tmp_path / "blocks-curves.csv").read_text().count("h.0,5,") == 1
+    assert draw(table, "smoke", runs, render(table, "smoke", runs), tmp_path / "blocks.png")
 
 
 def test_the_figure_of_two_quantities_of_a_step(finished_run, tmp_path):
@@ -432,15 +324,13 @@ def test_the_figure_of_two_quantities_of_a_step(finished_run, tmp_path):
     ]
     figure = Figure("scatter", quantities=["predicted_change", "actual_change"])
     table = dataclasses.replace(own_table([0]), figure=figure)
-    found = of_steps(runs, figure.quantities).data
-    assert [(p.method, p.step) for p in found] == [("S-STE", n) for n in (1, 2, 3)]
-    assert (found[1].x, found[1].y) == (-0.2, -0.1)
     assert draw(table, "smoke", runs, render(table, "smoke", runs), tmp_path / "pairs.png")
-    assert (
-        (tmp_path / "pairs-pairs.csv").read_text().splitlines()[1].endswith(",S-STE,0,1,-0.1,0.0")
-    )
-    low, high = inner([-1.0, -2.0, -3.0])
-    assert (low, high) == pytest.approx((-3.15, 0.15))  # 0 is always shown
+    found = [
+        (r["method"], r["step"], r["x"], r["y"]) for r in read_rows(tmp_path / "pairs-pairs.csv")
+    ]
+    assert found[:2] == [("S-STE", "1", "-0.1", "0.0"), ("S-STE", "2", "-0.2", "-0.1")]
+    assert len(found) == 3
+    assert figures.inner([-1.0, -2.0, -3.0]) == pytest.approx((-3.15, 0.15))  # 0 is always shown
 
 
 @pytest.mark.parametrize("lines", [False, True])
@@ -452,7 +342,7 @@ def test_a_second_hand_value_looks_other_than_a_confirmed_one(lines):
         Value("x", "a", "ours", 3.0, 2.5, 3.5),
         Value("x", "b", "ours", 4.0),
     ]
-    draw_values(axes, data, lines)
+    figures.draw_values(axes, data, lines)
     handles, labels = axes.get_legend_handles_labels()
     assert labels == ["paper", "paper (second-hand)", "ours"]
     if lines:
@@ -463,12 +353,12 @@ def test_a_second_hand_value_looks_other_than_a_confirmed_one(lines):
     assert list(whisker.get_ydata()) == [2.5, 3.5]
 
 
-# --- the papers' shape ---------------------------------------------------------------------------
+# --- the papers' values and shape ----------------------------------------------------------------
 
-# What the paper says: 2.4 for S-STE's loss and 26.4 for its BLEU; of FST nobody knows.
+# What the paper says: 2.4 for S-STE's loss and, by notes, 26.4 for its BLEU; of FST nobody knows.
 SAID = {
     ("w", "T", "S-STE", "loss"): published.Published(2.4, "", "primary", "the paper"),
-    ("w", "T", "S-STE", "BLEU"): published.Published(26.4, "", "primary", "the paper"),
+    ("w", "T", "S-STE", "BLEU"): published.Published(26.4, "", "second-hand", "notes"),
 }
 SHAPED = [
     TableRow("dense", ["method=dense"]),
@@ -485,7 +375,7 @@ def shaped(monkeypatch):
         Column("epoch loss", published="epoch loss"),
         Column("loss", "metrics.val_loss", published="loss", format=".2f"),
     ]
-    tiers = {"smoke": Tier("Little.", seeds=[0]), "full": Tier("All.", seeds=[0, 1, 2])}
+    tiers = {"smoke": Tier("Little.", seeds=[0, 1, 2]), "full": Tier("All.", seeds=[0, 1, 2])}
     return Table("t", "T", tiers, SHAPED, columns, paper="w", number="1", published_table="T",
                  published_setting="Big thing")  # fmt: skip
 
@@ -497,18 +387,52 @@ def of_three(finished_run):
 
 
 def test_ours_are_below_the_paper_s(shaped, of_three):
-    """2.6 ± 4.3027 * 0.1 / sqrt(3) = 2.6 ± 0.248 holds 2.4: not marked."""
+    """2.6 ± 4.3027 * 0.1 / sqrt(3) = 2.6 ± 0.248 holds 2.4: not marked. A row that is not run
+    shows the paper alone."""
+    other = TableRow("other", not_run="too large", published="S-STE")
+    shaped.rows = [*shaped.rows, other]
     rendered = render(shaped, "full", of_three)
     assert body(rendered) == [
         "| dense | ours | - | 2.10 ± 0.10 (n=3) |",
-        "| S-STE | paper | 26.4 | 2.40 |",
+        "| S-STE | paper | 26.4 (second-hand) | 2.40 |",
         "| | ours | - | 2.60 ± 0.10 (n=3) |",
         "| FST | paper | not available | not available |",
         "| | ours | - | 2.50 ± 0.00 (n=2) |",
+        "| other | paper | 26.4 (second-hand) | 2.40 |",
     ]
+    assert rendered.summary[1]["loss: difference"] == pytest.approx(0.2)
     header = "\n".join(rendered.header)
     assert "Not measured in this tier: BLEU; epoch loss. Left out, because" in header
     assert "Ours is marked * where the paper's value lies outside the 95 % interval" in header
+    assert "Published values of S-STE; other: second-hand, from notes." in header
+    assert "Not run: other: too large." in header
+
+
+def test_a_smaller_tier_is_not_set_against_the_paper(shaped, of_three):
+    rendered = render(shaped, "smoke", of_three)
+    assert body(rendered)[:2] == [
+        f"| {n} | 2.{m}0 ± 0.10 (n=3) |" for n, m in (("dense", 1), ("S-STE", 6))
+    ]
+    assert {
+        "Not measured in this tier: BLEU; epoch loss.",
+        "This tier is not the paper's setting, so no difference to the paper is computed.",
+        "The paper: Big thing.",
+    } <= {*rendered.header}
+    assert [line for line in rendered.header if "rows cannot be ranked: after so few st" in line]
+    shaped.tiers["smoke"].rows = ["dense", "FST"]
+    assert "This tier leaves out the rows S-STE." in render(shaped, "smoke", of_three).header
+
+
+def test_published_values_that_are_not_sure_say_why():
+    sure = published.Published(2.0, "", "primary", "the paper")
+    assert sure.reservation == ""
+    unsure = dataclasses.replace(sure, confidence="medium", note="a damaged copy")
+    assert unsure.reservation == "of medium confidence, from the paper: a damaged copy"
+    odd = dataclasses.replace(sure, doubt="nobody believes it")
+    assert odd.reservation == "as printed in the paper, but nobody believes it"
+    assert dataclasses.replace(odd, evidence="second-hand").text(".1f") == (
+        "2.0 (second-hand, doubtful)"
+    )
 
 
 def test_a_difference_is_marked_by_its_interval(shaped, finished_run):
@@ -562,7 +486,6 @@ def test_wide_tables_are_split_by_columns():
         "",
     ]
     assert max(map(len, text.splitlines())) <= 80
-    assert grid.of_source("paper").lines == [Line(["S-STE"], ["7", "8", "-", "-", "-", "9"])]
 
 
 def test_every_table_is_readable_at_80_columns():

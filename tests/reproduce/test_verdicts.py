@@ -1,6 +1,5 @@
 """What is written of the claims, from made-up records: text, JSON and CSV."""
 
-import csv
 import json
 import math
 from dataclasses import replace
@@ -212,9 +211,7 @@ def test_defects_are_told_without_a_verdict():
         f"blown or it has no finite {LOSS} at one of the seeds",
         *(f"{n} of 2 seeds of {variant} and it" for n, variant in ((1, "new"), (0, "none"))),
     ]
-    assert {(r["verdict"], r["judged_by"]) for r in judge.table(found)} == {
-        ("as released", "block a")
-    }
+    assert {r["verdict"] for r in found["released"]} == {"as released"}
 
 
 def test_measurements_are_of_a_device(tmp_path):
@@ -262,31 +259,30 @@ def test_measurements_are_of_a_device(tmp_path):
 # ------------------------------------------------------------------------------ files
 
 
-def test_the_rows_of_the_csv_file(tmp_path):
+def test_the_numbers_in_the_json_file(tmp_path):
     measurements(tmp_path, [1.5])
     exact = shifted(0.02, [0.0] * 5)
     variants = values(dense=BASE, half=shifted(0.08, [0.0] * 5), it=shifted(-0.02), that=exact)
     asked = of(("it", "that", "lower"), ("it", "that", "equal"), measured=[GAIN])
-    asked = replace(asked, released=[Contrast("a", "it", "that", defect="bad")])
-    lower, equal, speed, defect = judge.table(content(asked, variants, tmp_path))
+    (claim,) = content(asked, variants, tmp_path)["claims"]
+    lower, equal = claim["contrasts"]
     t_test = ttest_1samp([n - 0.04 for n in NOISE], 0.0)
     low, high = t_test.confidence_interval(0.95)
     # `that` is 0.02 above dense, and the gap 0.08, at every seed.
-    numbers = {"effect": -0.04, "low": low, "high": high, "margin": 0.02, "n": 5, "g": -0.25,
-               "g_low": (low + 0.02) / 0.08, "g_high": (high + 0.02) / 0.08, "g_against": 0.25,
+    numbers = {"effect": -0.04, "low": low, "high": high, "margin": 0.02, "n": 5,
                "p_expected": 2 * t_test.pvalue, "p_contrary": 1.0}  # fmt: skip
     assert {key: lower[key] for key in numbers} == pytest.approx(numbers)
-    words = {"claim": 1, "claim_verdict": "not reproduced", "judged_by": "block a", "what": "it",
-             "against": "that", "metric": LOSS, "expect": "lower",
+    g = {"value": -0.25, "low": (low + 0.02) / 0.08, "high": (high + 0.02) / 0.08, "n": 5}
+    assert lower["gap_closed"]["it"] == pytest.approx(g)
+    assert lower["gap_closed"]["that"]["value"] == pytest.approx(0.25)
+    words = {"block": "a", "variant": "it", "against": "that", "metric": LOSS, "expect": "lower",
              "verdict": "confirmed"}  # fmt: skip
     assert words.items() <= lower.items()
     beyond = ttest_1samp([n - 0.04 for n in NOISE], -0.02)
     assert equal["p_contrary"] == pytest.approx(2 * beyond.pvalue)  # two contrasts: Holm
-    words = {"claim": 1, "judged_by": "slope_table1", "metric": "training", "kind": "kernel",
-             "what": "r0", "n": 1, "effect": 1.5, "published": 1.5, "share": 1.0, "against": "",
-             "device": "NVIDIA Toy", "verdict": "confirmed", "why": ""}  # fmt: skip
-    assert words.items() <= speed.items()
-    assert (defect["what"], defect["verdict"], defect["n"]) == ("it", "as released", 5)
+    ((line,),) = ([*m["lines"]] for m in claim["measured"])
+    words = {"label": "r0", "n": 1, "effect": 1.5, "published": 1.5, "share": 1.0, "why": ""}
+    assert words.items() <= line.items() and line["verdict"] == "confirmed"
 
 
 def test_the_command_prints_and_writes_a_verdict_for_each(tmp_path, capsys, monkeypatch):
@@ -309,6 +305,3 @@ def test_the_command_prints_and_writes_a_verdict_for_each(tmp_path, capsys, monk
     assert "left out: block a, gone, seeds 0: no block has such a run (" in " ".join(out.split())
     found = json.loads((tmp_path / "report" / "claims.json").read_text(encoding="utf-8"))
     assert found["claims"][0]["contrasts"][0]["effect"] is None  # NaN is no JSON
-    with (tmp_path / "report" / "claims.csv").open(encoding="utf-8", newline="") as file:
-        rows = {(row["claim"], row["what"]): row for row in csv.DictReader(file)}
-    assert rows["1", "fst"]["verdict"] == "not tested" and rows["14", "2:4 MLP weights"]["device"]
