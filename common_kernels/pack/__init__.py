@@ -13,7 +13,7 @@ import torch
 from common_kernels import backend as backends
 from common_kernels import checks
 from common_kernels.library import custom_op
-from common_kernels.pack import cpu
+from common_kernels.pack import cpu, learn
 
 DTYPES = (
     torch.float64,
@@ -160,8 +160,6 @@ def check_form(shape: tuple[int, int], dtype: torch.dtype, layout: str) -> cpu.F
     cannot hold it."""
     if layout not in cpu.LAYOUTS and layout.startswith(f"{VENDOR}_learnt"):
         # By another process: rank 0, which chooses for all, or the one that saved a model.
-        from common_kernels.pack import learn
-
         learn.layout_on(torch.empty(0, device="cuda" if "sm" in layout else "cpu").device)
     if layout not in cpu.LAYOUTS:
         raise ValueError(f"unknown layout {layout!r}: choose one of {', '.join(cpu.LAYOUTS)}")

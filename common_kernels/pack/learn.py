@@ -3,16 +3,16 @@ packs.
 
 A few dozen small matrices, packed once for each GPU and size of a value, tell which group's nibble
 lies at each address. Where the addresses' binary digits are those of row and group in some order,
-as in every order that we know, our packers write it. `agrees` compares them with the library for
-the very matrix that will be packed.
+as in every order that we know, our packers write it. Before a product uses it, they are compared
+with the library for the very matrix that will be packed (matmul/choice.py).
 """
 
 import functools
 
 import torch
 
-from common_kernels.pack import VENDOR, cpu, pack24
-from common_kernels.pack.cpu import Form, Layout
+from common_kernels.pack import cpu
+from common_kernels.pack.cpu import VENDOR, Form, Layout
 from common_kernels.pack.cusparselt import CuSparseLtError
 
 DIGITS = {"r": 8, "g": 7}  # of a row and of a group in a matrix that is packed to learn
@@ -79,17 +79,3 @@ def order_of(dtype: torch.dtype, device: torch.device) -> str | None:
             return None
         del digits[:tiles]
     return " ".join([outer, inner, *digits])
-
-
-@functools.cache
-def agrees(layout: str, rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> bool:
-    """True if our packers and the library write the same bytes for a matrix [rows, columns]."""
-    generator = torch.Generator(device).manual_seed(0)
-    x = torch.rand(rows, columns // 4, 4, device=device, generator=generator)
-    kept = torch.zeros_like(x, dtype=torch.bool).scatter_(-1, x.topk(2, -1).indices, True)
-    x, kept = ((1 + x) * kept).view(rows, columns).to(dtype), kept.view(rows, columns)
-    try:
-        ours = pack24(x, kept, layout).buffer
-        return torch.equal(ours, cpu.by_library(x)[: len(ours)])
-    except (CuSparseLtError, ValueError):  # the library needs more room, or the layout more rows
-        return False

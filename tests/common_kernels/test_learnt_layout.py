@@ -41,7 +41,7 @@ ORDERS = {
 @pytest.fixture
 def library(monkeypatch):
     """`library(addresses)` emulates a library that writes nibbles to addresses(rows, columns)."""
-    cached = learn.layout_on, learn.agrees, choice._library_layout, choice._as_learnt
+    cached = learn.layout_on, choice._library_layout, choice.as_learnt
     before = dict(cpu.LAYOUTS)
 
     def use(addresses):
@@ -109,7 +109,7 @@ def test_orders_are_learnt_and_our_packers_write_them(order, library):
         assert torch.equal(pack24(x.to(dtype), kept, name, backend="cpu").buffer, want)
     got = triton.pack(x.to(BF16), kept, "mask", BF16, layout=name)
     assert torch.equal(got, cpu.by_library(pruned.to(BF16)))
-    assert learn.agrees(name, 384, 512, BF16, DEVICE)
+    assert choice.as_learnt(name, 384, 512, BF16, DEVICE)
 
 
 @emulated
@@ -164,7 +164,8 @@ def test_a_library_without_codes_serves_the_others(library, monkeypatch):
     assert set(cpu.LAYOUTS[name].forms) == {2}
     with pytest.raises(ValueError, match="holds values of 2 bytes"):
         check_form((64, 64), E4M3, name)
-    assert not learn.agrees(name, 64, 64, E4M3, DEVICE)
+    with pytest.warns(UserWarning, match="in another way than was learnt"):
+        assert not choice.as_learnt(name, 64, 64, E4M3, DEVICE)
 
 
 @pytest.mark.skipif(not CUDA, reason="needs a GPU")
@@ -176,4 +177,4 @@ def test_this_gpu():
             assert cpu.LAYOUTS[name].forms[size].order == form.order
     for dtype in (BF16, torch.float16, E4M3, E5M2):
         for shape in ((64, 64), (192, 320), (4096, 1024)):
-            assert learn.agrees(name, *shape, dtype, DEVICE)
+            assert choice.as_learnt(name, *shape, dtype, DEVICE)
