@@ -2,7 +2,6 @@
 figures of speed. test_evidence.py has those of quality."""
 
 import ast
-import copy
 import importlib.util
 import json
 import re
@@ -11,7 +10,6 @@ import warnings
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -21,15 +19,12 @@ from torch.utils.data import DataLoader
 import methods
 from common_kernels import nm_mask
 from experiments.bench.__main__ import parser as bench_parser
-from experiments.exporting import semi_structured
-from experiments.runs.finished import FinishedRun
 from experiments.support.checkpoint import sha256
 from models.gpt2 import GPT, GPTConfig
 from models.vit import ViT, ViTConfig
 from reproduce.__main__ import COMMANDS, parse
 from reproduce.execute.blocks import BLOCKS
 from reproduce.specs.table import TABLES, read_tables
-from tests.cpu_operators import register_cpu_operators
 
 ROOT = Path(__file__).parents[1]
 PAGES = [
@@ -214,7 +209,7 @@ def trained():
 
 def test_every_snippet_is_run_here():
     counts = {"README.md": 1, "docs/own_loop.md": 14, "docs/methods/semi_sparse.md": 1}
-    counts |= {"docs/evaluation.md": 2, "docs/serving.md": 1}
+    counts |= {"docs/evaluation.md": 1, "docs/serving.md": 1}  # test_finetune.py has the first
     found = {page: len(blocks(page, "python")) for page in PAGES if blocks(page, "python")}
     assert found == {ROOT / name: count for name, count in counts.items()}
 
@@ -299,28 +294,6 @@ def test_a_matrix_is_packed_and_multiplied_as_shown():
     assert torch.equal(names["weight"].to_dense(), pruned)
 
 
-def test_a_finished_model_is_packed_and_run_as_shown(monkeypatch):
-    """On the CPU by stand-ins for torch's operators, in a layout that these take."""
-    operators = register_cpu_operators()
-    names = {"run": "runs/x", "device": "cpu", "tokens": batch()["input"]}
-    model = tiny()
-    for layer in (model.transformer.h[0].mlp.c_fc, model.transformer.h[0].mlp.c_proj):
-        layer.weight.data *= nm_mask(layer.weight)
-    dense = copy.deepcopy(model).bfloat16()
-    opened = SimpleNamespace(model=lambda: model)
-    monkeypatch.setattr(FinishedRun, "open", lambda run: opened if run == "runs/x" else None)
-    monkeypatch.setattr(semi_structured, "layout_for", lambda *_: "cutlass_sm80")
-    # The other one is run in tests/experiments/finetuning/test_finetune.py.
-    _, code = blocks(ROOT / "docs" / "evaluation.md", "python")
-    exec(code, names)
-    assert names["names"] == ["transformer.h.0.mlp.c_fc", "transformer.h.0.mlp.c_proj"]
-    with torch.no_grad():
-        want, _ = dense(names["tokens"])
-    # Two sums of bf16 products in different orders, behind a norm: some units of 2^-8.
-    torch.testing.assert_close(names["logits"].float(), want.float(), rtol=2**-6, atol=2**-6)
-    del operators
-
-
 def test_an_export_is_loaded_and_fine_tuned_under_its_mask_as_shown(tmp_path, capsys):
     """The second by what own_loop.md shows with another method."""
     model, folder = llama(), tmp_path / "export"
@@ -346,22 +319,6 @@ def test_an_export_is_loaded_and_fine_tuned_under_its_mask_as_shown(tmp_path, ca
     for name in weights:
         found = tuned.get_parameter(name)
         assert torch.equal(found != 0, same[name] != 0) and not torch.equal(found, same[name])
-
-
-def test_what_a_sparse_forward_product_saves_is_that_of_the_record():
-    lines = re.findall(
-        r"^  \| (\d+ x \d+ -> \d+) \| (\S+) \| (\S+) \|$",
-        text(ROOT / "docs" / "evaluation.md"),
-        re.M,
-    )
-    assert len(lines) == 4
-    record = json.loads(text(ROOT / "experiments/bench_results/h200.json"))["benchmarks"]["linear"]
-    measured = {row["shape"]: row for row in record["rows"] if row["name"] == "ste"}
-    for shape, dense, ste in lines:  # of one run
-        assert f"{measured[shape]['peers']['dense']:.3g}" == dense
-        assert f"{measured[shape]['figures']['products ms']:.3g}" == ste
-    memory = rows("memory")["s_ste", "linear 8192 x 8192 -> 28672"]
-    assert "weights MiB 448;" in memory[4] and "packed MiB 252;" in memory[4]
 
 
 def test_lightning_trains_as_the_loop_does():
@@ -513,51 +470,43 @@ def rows(benchmark):
     return {(row[0], row[2]): row for row in cells}
 
 
-def test_speedups_are_those_of_the_record():
-    found = text(ROOT / "docs" / "speed.md").split("## Kernel times")[1].split("\n## ")[0]
-    header = re.search(r"^\| tokens x in -> out \|(.*)\|$", found, re.M)[1]
-    names = re.findall(r"`([^`]+)`", header)
-    lines = re.findall(r"^\| (\d+ x \d+ -> \d+) \|(.*)\|$", found, re.M)
-    assert lines
-    for shape, figures in lines:
-        for name, figure in zip(names, figures.split("|"), strict=True):
-            peer = rows("linear")[name, shape][7]
-            assert f"dense {figure.strip()}" in peer.split("; "), (shape, name)
+def shown(page, section, first):
+    """The rows of the tables under a heading whose first cell matches, as lists of cells."""
+    part = text(ROOT / page).split(f"\n## {section}\n")[1].split("\n## ")[0]
+    lines = re.findall(rf"^\| (?:{first}.*)\|$", part, re.M)
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
 
 
-def test_the_speeds_of_the_readme_are_those_of_the_records():
-    page = text(ROOT / "README.md")
-    shapes = {"768": "GPT-2 124M, 32 x 1024", "1,280": "GPT-2 774M, 16 x 1024, all linears"}
-    shapes["4,096"] = "6 blocks 4096 -> 14336, 8 x 1024, all linears"
+def test_speeds_are_those_of_the_records():
+    """Each as a factor over dense, of a layer or of a step, launched and in CUDA graphs."""
+    factors = []
+    widths = {"768": "GPT-2 124M, 32 x 1024", "1,280": "GPT-2 774M, 16 x 1024, all linears"}
+    widths["4,096"] = "6 blocks 4096 -> 14336, 8 x 1024, all linears"
     names = ["s_ste", "slope", "fst", "dense fp8", "s_ste, fp8", "fst, fp8"]
-    lines = re.findall(r"^\| ([\d,]+) \|(.*)\|$", page, re.M)
-    assert [width for width, _ in lines] == list(shapes)
-    for width, figures in lines:
-        for name, figure in zip(names, figures.split("|"), strict=True):
-            if figure.strip():
-                assert f"dense {figure.strip()}" in rows("train")[name, shapes[width]][7].split(
-                    "; "
-                )
+    steps = shown("README.md", "What it gives", r"\d")
+    assert [width for width, *_ in steps] == list(widths)
+    for width, *figures in steps:
+        factors += [("train", widths[width], *pair) for pair in zip(names, figures, strict=True)]
+    names = ["ste", "semi_sparse", "slope", "fst", "s_ste", "s_ste, fp8", "dense fp8"]
+    for shape, *figures in shown("docs/speed.md", "Kernel times", r"\d"):
+        factors += [("linear", shape, *pair) for pair in zip(names, figures, strict=True)]
+    times = shown("docs/speed.md", "Step times", "(?:GPT-2|ViT|SAM|6 blocks)")
+    for shape, name, launched, faster, graphs, faster_in_graphs, peak in times:
+        factors.append(("train", shape, name, faster))
+        row = rows("train")[name, shape]
+        found = row[8].split("; ")
+        assert row[4] == launched
+        assert {f"step in CUDA graphs ms {graphs}", f"peak MiB {peak}"} <= {*found}
+        told = next(f for f in found if f.startswith("in graphs, times as fast as dense"))
+        assert float(told.split()[-1]) == pytest.approx(float(faster_in_graphs), abs=0.0051)
+    factors = [factor for factor in factors if factor[-1]]
+    for benchmark, shape, name, figure in factors:
+        assert f"dense {figure}" in rows(benchmark)[name, shape][7].split("; "), (shape, name)
+    assert (len(steps), len(times), len(factors)) == (3, 29, 12 + 42 + 29)
     loop = (ROOT / "experiments" / "bench_results" / "h100.md").read_text(encoding="utf-8")
-    for figure, name in re.findall(r"(1\.\d\d) \(`(\w+)`\)", page):
+    for figure, name in re.findall(r"(1\.\d\d) \(`(\w+)`\)", text(ROOT / "README.md")):
         (line,) = re.findall(rf"^\| {name}, compiled \|.* 2048 -> .*$", loop, re.M)
         assert f"| dense {figure} |" in line
-
-
-def test_step_times_are_those_of_the_record():
-    page = text(ROOT / "docs" / "speed.md").split("## Step times")[1].split("\n## ")[0]
-    lines = re.findall(r"^\| ((?:GPT-2|ViT|SAM|6 blocks).*)\|$", page, re.M)
-    assert len(lines) == 29
-    for line in lines:
-        shape, name, *figures, peak = (cell.strip() for cell in line.split("|"))
-        launched, faster, graphs, faster_in_graphs = figures
-        row = rows("train")[name, shape]
-        assert row[4] == launched
-        assert f"dense {faster}" in row[7].split("; ")
-        found = row[8].split("; ")
-        assert {f"step in CUDA graphs ms {graphs}", f"peak MiB {peak}"} <= {*found}
-        shown = next(f for f in found if f.startswith("in graphs, times as fast as dense"))
-        assert float(shown.split()[-1]) == pytest.approx(float(faster_in_graphs), abs=0.0051)
 
 
 def test_the_citation_and_the_hooks_are_valid():
