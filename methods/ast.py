@@ -27,14 +27,14 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from torch import Tensor, nn
 
-from common_kernels import masked_decay_, nm_mask
+from common_kernels import nm_mask
 
 from . import sr_ste
 from .nn import base, calibration, distillation, lowrank, slorb
 from .nn.conversion import become, check_low_rank, weight_of
-from .nn.keys import layer_seed
 from .nn.linear import MaskedLinear
 from .nn.optimizer import Optimizers, each, group_of
+from .nn.ranks import layer_seed
 
 METRICS = ("magnitude", "wanda")
 ROUTES = ("decoupled_first_moment", "gradient", "decoupled")
@@ -170,6 +170,11 @@ class Method(distillation.Method):
             calibration_sequences=config.calibration_sequences * (config.metric == "wanda"),
         )
 
+    @property
+    def fraction(self) -> str:
+        ramps = self.config.ramp_steps is None and self.config.ramp_fraction
+        return "ramp_fraction" if ramps else ""
+
     def calibrate(self, model: nn.Module, batches: Iterable[Mapping[str, Any]]) -> None:
         """Measure the input norms of the linears to be converted, for the Wanda metric.
 
@@ -182,7 +187,6 @@ class Method(distillation.Method):
         self.input_norms = {n: (s.square_sum / s.count).sqrt() for n, s in found.items()}
 
     def convert(self, model: nn.Module, dtype: torch.dtype | None = None) -> base.Report:
-        self.decay(0)  # raises if the ramp cannot be resolved
         missing = self.matching_linears(model).keys() - self.input_norms.keys()
         if self.config.metric == "wanda" and missing:
             raise ValueError(
@@ -211,11 +215,6 @@ class Method(distillation.Method):
         config = self.config
         length = config.ramp_steps
         if length is None:
-            if config.ramp_fraction and not config.total_steps:
-                raise ValueError(
-                    f"ramp_fraction={config.ramp_fraction} needs total_steps; give it, or "
-                    "ramp_steps"
-                )
             length = round(config.ramp_fraction * config.total_steps)
         return config.alpha * min(1.0, step / length) if length else config.alpha
 
@@ -255,12 +254,7 @@ class Method(distillation.Method):
                 own.decay = decay
             return
         for layer in layers:
-            if route == "decoupled":
-                # Before the optimizer's own step, as AdamW applies its weight decay.
-                shrink = 1.0 - sr_ste.learning_rate_of(optimizer, layer.weight) * decay
-                layer.weight.mul_(torch.where(layer.mask, 1.0, shrink))
-            elif layer.weight.grad is not None:
-                masked_decay_(layer.weight.grad, layer.weight, layer.mask, decay)
+            sr_ste.decay_(layer, decay, route == "decoupled", optimizer)
 
 
 def give_masks(

@@ -34,10 +34,10 @@ from common_kernels import nm_mask, philox4x32
 
 from . import sr_ste
 from .nn import base
-from .nn.keys import layer_seed
 from .nn.linear import MaskedLinear
 from .nn.operands import Dense
 from .nn.optimizer import StepWork
+from .nn.ranks import layer_seed
 
 MOST = 10_000  # permutations, which are all held at once; the authors use 100
 

@@ -29,9 +29,6 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-import torch
-from torch import nn
-
 from common_kernels.masks import ALGORITHMS
 
 from . import sr_ste
@@ -39,8 +36,7 @@ from .nn import base
 from .nn.fp8_gemms import FP8
 from .nn.gemms import Products
 from .nn.optimizer import StepWork
-from .nn.phases import SwitchedMethod
-from .nn.transposable import TransposableLinear
+from .nn.phases import SwitchedMethod, TransposableLinear
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,13 +104,9 @@ class Method(SwitchedMethod, sr_ste.Method):
             ends_dense=bool(total) and self.dense_at(total - 1),
         )
 
-    def convert(self, model: nn.Module, dtype: torch.dtype | None = None) -> base.Report:
-        if self.config.dense_fraction and not self.config.total_steps:
-            raise ValueError(
-                f"dense_fraction={self.config.dense_fraction:.3g} of how many steps? set "
-                "total_steps, or dense_fraction=0 for a model that ends 2:4 sparse"
-            )
-        return super().convert(model, dtype)
+    @property
+    def fraction(self) -> str:
+        return "dense_fraction" if self.config.dense_fraction else ""
 
     @property
     def dense_steps(self) -> tuple[float, float]:

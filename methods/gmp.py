@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from common_kernels import nm_mask
 
@@ -86,10 +86,9 @@ class Method(distillation.Method):
         super().__init__(config)
         self.pruned = 0.0
 
-    def convert(self, model: nn.Module, dtype: torch.dtype | None = None) -> base.Report:
-        if not self.config.total_steps:
-            raise ValueError("the pruning schedule is a fraction of total_steps; set total_steps")
-        return super().convert(model, dtype)
+    @property
+    def fraction(self) -> str:
+        return "end_fraction"
 
     @property
     def capabilities(self) -> base.Capabilities:

@@ -31,7 +31,7 @@ from common_kernels import nm_mask
 from .nn import base, distillation
 from .nn.calibration import collect
 from .nn.gemms import DENSE, Products
-from .nn.linear import InPlaceOf, MaskedLinear
+from .nn.linear import MaskedLinear
 from .nn.sparsegpt import prune
 
 METRICS = ("magnitude", "wanda", "sparsegpt")
@@ -68,6 +68,8 @@ class Linear(MaskedLinear):
     """A linear whose `mask` (bool [out, in], saved) only `prune` changes. Entries outside the mask
     are zeros of `weight` itself."""
 
+    masks_gradient = True
+
     def setup(self, name: str, config: Any, dtype: torch.dtype | None) -> None:
         super().setup(name, config, dtype)
         self.mask.fill_(True)
@@ -98,13 +100,8 @@ class Linear(MaskedLinear):
     def forward(self, x: Tensor) -> Tensor:
         """x [..., in] -> [..., out]."""
         x = self.checked_input(x)
-        weight = InPlaceOf.apply(self.weight, self.sparse_weight.to(x.dtype), self.mask)
-        return F.linear(x, weight, None if self.bias is None else self.bias.to(x.dtype))
-
-    def weight_in_use(self) -> Tensor:
-        self.check_in_forward()
-        operand = self.sparse_weight.to(self.weight.dtype)
-        return InPlaceOf.apply(self.weight, operand, self.mask)
+        bias = None if self.bias is None else self.bias.to(x.dtype)
+        return F.linear(x, self.in_place(x.dtype), bias)
 
 
 class Method(distillation.Method):

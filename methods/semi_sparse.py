@@ -50,8 +50,7 @@ from .nn.conversion import become, some_names, weight_of
 from .nn.fp8_gemms import FP8
 from .nn.gemms import Products, under_autocast
 from .nn.optimizer import StepWork
-from .nn.phases import SwitchedLinear, SwitchedMethod
-from .nn.transposable import TransposableLinear
+from .nn.phases import SwitchedLinear, SwitchedMethod, TransposableLinear
 
 MODES = ("weight", "activation")
 
@@ -104,9 +103,6 @@ class ActivationLinear(SwitchedLinear):
     def sparse_products(self) -> Products:
         return of_input(self.config.algorithm)
 
-    def _hold_packed(self, products: Products) -> None:
-        """Do nothing: no weight is packed."""
-
     def current_mask(self) -> Tensor:
         return nm_mask(self.weight.detach())
 
@@ -145,13 +141,9 @@ class Method(SwitchedMethod):
             ends_dense=not weights or self.dense_start < self.config.total_steps,
         )
 
-    def convert(self, model: nn.Module, dtype: torch.dtype | None = None) -> base.Report:
-        if self.config.sparse_fraction < 1.0 and not self.config.total_steps:
-            raise ValueError(
-                f"sparse_fraction={self.config.sparse_fraction:.3g} of how many steps? set "
-                "total_steps, or sparse_fraction=1"
-            )
-        return super().convert(model, dtype)
+    @property
+    def fraction(self) -> str:
+        return "sparse_fraction" if self.config.sparse_fraction < 1.0 else ""
 
     def check_layer(self, name: str, module: nn.Module) -> None:
         if self.config.mode == "weight":

@@ -124,12 +124,6 @@ def parse_pattern(entry: str) -> tuple[str, int, int]:
     return match[1], int(match[2]), int(match[3])
 
 
-def check_no_fp8(config: Config, name: str) -> None:
-    """Raise ValueError if FP8 is set for the method `name`, which has its own backward pass."""
-    if config.fp8 != "off":
-        raise ValueError(f"fp8={config.fp8}; {name} has no FP8 products, set it to off")
-
-
 class Method(base.Method):
     Config = Config
     Linear: ClassVar[type[CompressedLinear]] = CompressedLinear
@@ -138,6 +132,10 @@ class Method(base.Method):
     def capabilities(self) -> base.Capabilities:
         # Adapters must get no gradients, of DDP for example, before their phase.
         return replace(super().capabilities, acts_on_gradients=self.config.adapter_rank > 0)
+
+    @property
+    def fraction(self) -> str:
+        return "adapter_fraction" if self.config.adapter_rank else ""
 
     @property
     def adapter_start(self) -> int:
@@ -149,11 +147,6 @@ class Method(base.Method):
         for entry in self.config.patterns:
             if not any(fnmatchcase(name, parse_pattern(entry)[0]) for name in chosen):
                 raise ValueError(f"patterns: {entry!r} matches none of {', '.join(chosen)}")
-        if self.config.adapter_rank and not self.config.total_steps:
-            raise ValueError(
-                f"adapter_fraction={self.config.adapter_fraction} of how many steps? set "
-                "total_steps, or adapter_rank=0 for no adapters"
-            )
 
     def check_layer(self, name: str, module: nn.Module) -> None:
         super().check_layer(name, module)

@@ -113,13 +113,10 @@ class Method(base.Method):
         alpha = self.alpha(step)
         if not alpha:
             return
+        on_weights = self.config.decay_on == "weights"
         for name, layer in self.layers.items():
-            if self.config.decay_on == "weights":
-                # Before the optimizer's own step, as AdamW applies its weight decay.
-                shrink = 1.0 - learning_rate_of(optimizer, layer.weight) * alpha
-                layer.weight.mul_(torch.where(layer.mask, 1.0, shrink))
-            elif name not in self._works and layer.weight.grad is not None:
-                masked_decay_(layer.weight.grad, layer.weight, layer.mask, alpha)
+            if on_weights or name not in self._works:
+                decay_(layer, alpha, on_weights, optimizer)
 
     def alpha(self, step: int) -> float:
         """The decay factor in optimizer step `step`."""
@@ -137,5 +134,12 @@ class Method(base.Method):
         )
 
 
-def learning_rate_of(optimizer: Optimizers, weight: Tensor) -> float:
-    return float(group_of(each(optimizer), weight)[1]["lr"])
+def decay_(layer: Any, alpha: float, on_weight: bool, optimizer: Optimizers) -> None:
+    """Add the decay to the gradient of a layer in place, or take it from the weight, before the
+    optimizer's own step, as AdamW applies its weight decay."""
+    weight = layer.weight
+    if on_weight:
+        shrink = 1.0 - float(group_of(each(optimizer), weight)[1]["lr"]) * alpha
+        weight.mul_(torch.where(layer.mask, 1.0, shrink))
+    elif weight.grad is not None:
+        masked_decay_(weight.grad, weight, layer.mask, alpha)

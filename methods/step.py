@@ -31,7 +31,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from .nn import base
 from .nn.optimizer import Optimizers, all_finite, each, group_of
@@ -78,12 +78,9 @@ class Method(SwitchedMethod):
         self.changes: list[float] = []
         self.start: int | None = None
 
-    def convert(self, model: nn.Module, dtype: torch.dtype | None = None) -> base.Report:
-        if not self.config.total_steps:
-            raise ValueError(
-                f"max_fraction={self.config.max_fraction} of how many steps? set total_steps"
-            )
-        return super().convert(model, dtype)
+    @property
+    def fraction(self) -> str:
+        return "max_fraction"
 
     @property
     def capabilities(self) -> base.Capabilities:

@@ -25,7 +25,7 @@ from methods.nn import sharding
 from methods.nn.fp8_gemms import FP8
 from methods.nn.gemms import Products
 from methods.nn.linear import SparseLinear
-from methods.nn.meta import fill, without_numbers
+from methods.nn.plain import fill, without_numbers
 from models.base import Model
 
 

@@ -1,16 +1,15 @@
 """Code that the methods share: the base classes, sparse layers and their products.
 
 base            `Method`: the hooks of every method, with defaults
-capabilities    what drivers must know of a method
 metrics         flip rates, densities and illegal groups
-config          `Config`: the options that every method takes
+config          `Config`: the options that every method takes; what drivers must know of it
 conversion      the choice of the linears to convert, and the report about it
 matrices        matrices of a model that are no linear's, converted as if they were
 check           whether a finished model is 2:4
 acceleration    the record of which products run sparse, and why
 linear          the sparse layer, and the masked layer
-phases          layers and methods that are dense for a part of the training
-transposable    the layer whose mask is 2:4 along both dims
+phases          layers and methods that are dense for a part of the training, and the layer whose
+                mask is 2:4 along both dims
 compressed      the layer that stores only the kept values, and low-rank adapters;
                 compressed_gemms: its products
 precision       FP8 as the precision of a layer's products
@@ -22,10 +21,10 @@ gemms           the three products of a layer, dense or 2:4; fp8_gemms: in FP8
 operands        the operands of these products
 delayed         FP8 scales from the magnitudes of earlier steps
 distillation    methods whose loss includes a dense teacher
-meta            copies of modules on the meta device
+plain           the plain model of a converted one, and copies on the meta device
 calibration     statistics of layer inputs
 sparsegpt       pruning with these statistics
 sharding        sparse layers under FSDP2
-keys, ranks     random choices, and what must be equal on all ranks
+ranks           what must be equal on all ranks: choices, and the seeds of random ones
 order           a check that the training loop calls every hook
 """

@@ -35,14 +35,13 @@ from torch import Tensor, nn
 
 from . import acceleration, conversion, delayed, metrics, plain, ranks, sharding
 from .acceleration import Acceleration
-from .capabilities import Capabilities as Capabilities
+from .config import Capabilities as Capabilities
 from .config import Config
 from .config import NMConfig as NMConfig
 from .config import check_choice as check_choice
 from .config import check_pattern as check_pattern
 from .conversion import Report, weight_of
 from .gemms import Products
-from .keys import layer_seed
 from .linear import SparseLinear
 from .optimizer import FusedAdamW, Optimizers, StepWork, each
 from .order import CallOrder, no_micro_batch
@@ -87,6 +86,11 @@ class Method:
         """What a driver must know of this method and its options."""
         return Capabilities(quantizes=getattr(self.config, "fp8", "off") != "off")
 
+    @property
+    def fraction(self) -> str:
+        """The option that is a fraction of `total_steps`; empty if there is none."""
+        return ""
+
     # ------------------------------------------------------------------ conversion
 
     def calibrate(self, model: nn.Module, batches: Iterable[Mapping[str, Any]]) -> None:
@@ -120,6 +124,9 @@ class Method:
             ValueError: no linear can be converted, a linear that `include` names in full cannot be,
                 or the model is already converted. The model is then unchanged.
         """
+        if (name := self.fraction) and not self.config.total_steps:
+            value = getattr(self.config, name)
+            raise ValueError(f"{name}={value:.3g} of how many steps? set total_steps")
         sharding.check_unsharded(model)
         chosen, report = self._choose(model)
         self._check(chosen)
@@ -244,7 +251,8 @@ class Method:
         """Prepare optimizer step `step`; call it before the step's first micro-batch."""
         self._begin(step)
         self.micro_batch = 0
-        self._set_keys(0, [layer_seed(self.config.seed, name, step) for name in self._keyed()])
+        seed = self.config.seed
+        self._set_keys(0, [ranks.layer_seed(seed, name, step) for name in self._keyed()])
         for layer in self.sparse_layers.values():
             layer.sample()
         if self._measures(step):
@@ -275,7 +283,8 @@ class Method:
 
     def _end(self, step: int) -> None:
         self._shard()
-        self._order.check_begun(self._trained(), step)
+        self._order.check_step_begun(self._trained())
+        self._order.end(step)
         if self.capabilities.acts_on_gradients and not self._had_gradients:
             self._order.check_on_gradients(self._trained(), step)
 

@@ -24,14 +24,15 @@ from common_kernels import (
 from common_kernels.fp8.weights import quantize_compressed24_
 from common_kernels.pack.compressed import Compressed24, prune_and_pack24_
 
+from . import delayed
 from .compressed_gemms import Fp8Product, Pattern, Product, dense_left
 from .conversion import become
 from .gemms import DENSE, Products
-from .keys import layer_seed
 from .linear import SparseLinear
 from .lowrank import SparsePlusLowRank
 from .operands import Compressed, Packed
-from .precision import Precision
+from .precision import Precision, hold_operands
+from .ranks import layer_seed
 
 
 class CompressedLinear(SparseLinear):
@@ -137,12 +138,6 @@ class CompressedLinear(SparseLinear):
         right = self.right
         self.adapting = right is not None and not right.is_meta and bool(right.any())
 
-    def derive(self, amax: Tensor | None = None) -> None:
-        if self.precision is None:
-            self.pack()
-        elif self._buffers["code_scales"] is not None:  # a sharded layer holds no codes
-            self.quantize(amax)
-
     def quantize(self, amax: Tensor | None) -> None:
         assert self.precision is not None
         quantize_compressed24_(
@@ -162,10 +157,7 @@ class CompressedLinear(SparseLinear):
     @torch.no_grad()
     def hold(self) -> None:
         self._stored = None  # it would keep the memory of operands that are freed
-        if self.precision is not None:
-            self.precision.hold(self)
-        else:
-            self._hold_packed(self.accelerated)
+        hold_operands(self)
         self.update_operands()
 
     @torch.no_grad()
@@ -226,7 +218,7 @@ class CompressedLinear(SparseLinear):
     def forward_in_fp8(self, x: Tensor, own: Precision) -> Tensor:
         return Fp8Product.apply(
             x, self.values, self.left, self.right, self.bias, self.row_mask, self.left_mask,
-            *own.operands(self), self.pattern, self.adapting, own.formats, *own.amax(self),
+            *own.operands(self), self.pattern, self.adapting, own.formats, *delayed.of(self),
         )  # fmt: skip
 
     @property

@@ -60,6 +60,8 @@ def setup(layer: Any, device: torch.device) -> None:
 
 def reload(layer: Any) -> None:
     """Find out from the buffers, after they were loaded or cast, whether there is a history."""
+    if "amax" not in layer._buffers:
+        return
     for name in _SHAPES:
         held = getattr(layer, name).float()
         setattr(layer, name, held.masked_fill_(~held.isfinite(), 0.0))
@@ -67,7 +69,9 @@ def reload(layer: Any) -> None:
 
 
 def of(layer: Any) -> Amax:
-    """The delayed-scaling state of `layer`."""
+    """The delayed-scaling state of `layer` for a pass."""
+    if "amax" not in layer._buffers:
+        return NONE
     return Amax(layer.amax if layer.has_history else None, layer.amax_seen)
 
 

@@ -14,12 +14,12 @@ from common_kernels.fp8.weights import quantize24_
 from common_kernels.pack import Packed24
 from common_kernels.pack.operands import pack24_
 
-from . import sharding
+from . import delayed, sharding
 from .conversion import become
 from .fp8_gemms import Fp8Formats, fp8_linear
 from .gemms import DENSE, Products, sparse_linear, under_autocast
 from .operands import Dense, Packed
-from .precision import Precision, precision_of
+from .precision import Precision, hold_operands, precision_of
 
 # Attributes of a converted layer, besides parameters and buffers.
 OWN = (
@@ -88,6 +88,8 @@ class SparseLinear(nn.Linear):
     # True if the mask may be given as bits (`pack_mask`) while operands are derived with a packed
     # fprop operand: only `pack` reads it then.
     packs_bits: bool = False
+    # True if the weight gets no gradient outside the mask, in `in_place`.
+    masks_gradient: bool = False
     shards: sharding.Shards | None = None  # while its parameters are sharded
     precision: Precision | None = None  # FP8; None for products in `dtype`
     both_ways: ClassVar[bool] = False  # True if the weight is 2:4 along `out` as well
@@ -161,28 +163,12 @@ class SparseLinear(nn.Linear):
     def hold(self) -> None:
         """Allocate the operands that `products` needs, free all others, and derive them."""
         products = self.products
-        if self.precision is not None:
-            self.precision.hold(self)
-        else:
-            self._hold_packed(products)
+        hold_operands(self)
         if products.fp8 or (products.fprop and products.dgrad):
             self.operand = None
         elif self.operand is None:
             self.operand = self.weight.to(self.dtype, copy=True)
         self.refresh()
-
-    def _hold_packed(self, products: Products) -> None:
-        rows, columns = self.out_features, self.in_features
-        if not products.fprop:
-            self.packed = None
-        elif self.packed is None:
-            self.packed = self._empty_packed(rows, columns, products.layouts.fprop).buffer
-        if not products.dgrad or products.repack:
-            self.packed_transposed = None
-        elif self.packed_transposed is None:
-            self.packed_transposed = self._empty_packed(
-                columns, rows, products.layouts.dgrad
-            ).buffer
 
     def _empty_packed(self, rows: int, columns: int, layout: str) -> Packed24:
         device = next(self.parameters()).device
@@ -355,8 +341,7 @@ class SparseLinear(nn.Linear):
         """Derive all other state from parameters and saved buffers, after these were loaded."""
         with self.unsharded():
             self.restart()
-            if self.precision is not None:
-                self.precision.reload(self)
+            delayed.reload(self)
 
     def restart(self) -> None:
         """`reload` on whole tensors."""
@@ -366,7 +351,7 @@ class SparseLinear(nn.Linear):
         super()._apply(*args, **kwargs)
         if self.precision is not None:  # a cast would treat codes and scales as ordinary numbers
             self.allocate()
-            self.precision.reload(self)
+            delayed.reload(self)
         return self
 
     def unsharded(self) -> AbstractContextManager[None]:
@@ -421,7 +406,7 @@ class SparseLinear(nn.Linear):
             return Dense(self.sparse_weight.to(x.dtype)).linear(x, self.bias)
         products, mvue, operands = self.products, self.mvue, own.operands(self)
         wgrad = products.layouts.wgrad if products.wgrad else None
-        amax, key = own.amax(self), self.key_of_pass() if mvue else None
+        amax, key = delayed.of(self), self.key_of_pass() if mvue else None
         weight, bias, formats = self.weight, self.bias, own.formats
         return fp8_linear(x, weight, *operands, bias, key, mvue, formats, wgrad, amax)
 
@@ -435,7 +420,12 @@ class SparseLinear(nn.Linear):
     def weight_in_use(self) -> Tensor:
         """The weight in use, for a product made elsewhere (matrices.py)."""
         self.check_in_forward()
-        return InPlaceOf.apply(self.weight, self.sparse_weight.to(self.weight.dtype), None)
+        return self.in_place(self.weight.dtype)
+
+    def in_place(self, dtype: torch.dtype) -> Tensor:
+        """The weight in use in `dtype`, whose gradient goes to `weight`."""
+        mask = self.mask if self.masks_gradient else None
+        return InPlaceOf.apply(self.weight, self.sparse_weight.to(dtype), mask)
 
     def restore(self) -> None:
         """Turn this module back into a plain `nn.Linear` whose weight is the one in use."""

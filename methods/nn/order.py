@@ -75,13 +75,7 @@ class CallOrder:
                 "called, where this method does its part; call it before every optimizer.step()"
             )
 
-    def check_begun(self, weights: Iterable[Tensor], step: int) -> None:
-        """Raise RuntimeError if the step that ends now was not begun."""
-        if self._begun is None and self._ended_once and self._moved(weights):
-            raise RuntimeError(
-                f"on_step_end({step}) without on_step_begin({step}): phases and random bits stand "
-                "still; call it before the first micro-batch of every step"
-            )
+    def end(self, step: int) -> None:
         if self._begun is not None:
             self.ended = step
         self._ended_once = True

@@ -1,8 +1,10 @@
-"""The plain model that a converted one would end as, for `save_pretrained` before `finalize`."""
+"""The plain model that a converted one would end as, for `save_pretrained` before `finalize`, and
+copies of modules on the meta device."""
 
 from __future__ import annotations
 
 import copy
+import itertools
 import sys
 from typing import Any
 
@@ -11,7 +13,6 @@ from torch import Tensor, nn
 
 from . import conversion, lowrank, matrices, sharding
 from .linear import SparseLinear
-from .meta import fill, without_numbers
 
 
 def save_plain(model: nn.Module) -> None:
@@ -74,3 +75,38 @@ def plain_state(
             for key, value in twin.state_dict().items():
                 state[matrices.plain_key(layer, name, key)] = value.cpu()
     return state
+
+
+def without_numbers(copied: Any, module: nn.Module, others: dict[int, Any] | None = None) -> Any:
+    """A copy of `copied`, which contains `module`, with the module's tensors on the meta device.
+
+    others: replacements in the copy for other objects, by their id.
+    """
+    known = dict(others or {})
+    for tensor in itertools.chain(module.parameters(), module.buffers()):
+        empty = torch.empty_like(tensor, device="meta")
+        if isinstance(tensor, nn.Parameter):
+            empty = nn.Parameter(empty, requires_grad=tensor.requires_grad)
+        known[id(tensor)] = empty
+    return copy.deepcopy(copied, known)
+
+
+def fill(model: nn.Module, state: dict[str, Tensor]) -> None:
+    """Give a model on the meta device real tensors, those of `state` if it has them; tied tensors
+    stay tied."""
+    filled: dict[int, Tensor] = {}
+    for prefix, module in model.named_modules():
+        for tensors in (module._parameters, module._buffers):
+            for name, tensor in tensors.items():
+                if tensor is None:
+                    continue
+                if id(tensor) not in filled:
+                    key = f"{prefix}.{name}" if prefix else name
+                    found = state[key] if key in state else torch.empty_like(tensor, device="cpu")
+                    if isinstance(tensor, nn.Parameter):
+                        found = nn.Parameter(found, requires_grad=tensor.requires_grad)
+                    filled[id(tensor)] = found
+                tensors[name] = filled[id(tensor)]
+    for module in model.modules():
+        if isinstance(module, SparseLinear):
+            module.reload()

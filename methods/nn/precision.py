@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from common_kernels.fp8.cpu import FORMATS
-from common_kernels.pack import Packed24
+from common_kernels.pack import Packed24, check_form
 from common_kernels.pack.cpu import buffer_bytes
 
 from . import delayed
@@ -34,7 +34,7 @@ class Precision:
         """Register the buffers."""
         for codes in ("codes", "codes_dgrad", "code_scales"):
             layer.register_buffer(codes, None, persistent=False)
-        self.hold(layer)
+        hold_operands(layer)
         if self.formats.delayed:
             delayed.setup(layer, layer.code_scales.device)
 
@@ -47,34 +47,6 @@ class Precision:
         that cuBLAS can multiply with dY's e5m2."""
         products, fp8 = layer.products, layer.fp8
         return products.fp8 and (products.dgrad or (fp8 is not None and fp8.dgrad == "e4m3"))
-
-    @torch.no_grad()
-    def hold(self, layer: Any) -> None:
-        """Allocate the codes that the FP8 products take; in a phase without FP8, those of the
-        simulation."""
-        products, layouts = layer.products, layer.products.layouts
-        rows, columns = layer.out_features, layer.in_features
-        device = next(layer.parameters()).device
-
-        def hold(name: str, dtype: torch.dtype, *shape: int) -> None:
-            held = getattr(layer, name)
-            if held is None or (held.dtype, held.shape) != (dtype, shape):
-                setattr(layer, name, torch.empty(shape, dtype=dtype, device=device))
-
-        turned = (columns, rows) if self.dgrad_on_units(layer) else (rows, columns)
-        for product, packed, codes, matrix, shape in (
-            ("fprop", "packed", "codes", (rows, columns), (rows, columns)),
-            ("dgrad", "packed_transposed", "codes_dgrad", (columns, rows), turned),
-        ):
-            dtype = FORMATS[getattr(self.formats, product)]
-            if getattr(products, product):
-                size = buffer_bytes(*matrix, dtype, getattr(layouts, product))
-                hold(packed, torch.uint8, size)
-                setattr(layer, codes, None)
-            else:
-                hold(codes, dtype, *shape)
-                setattr(layer, packed, None)
-        hold("code_scales", torch.float32, 2)
 
     def room(self, layer: Any) -> tuple[Packed24 | Tensor, Packed24 | Tensor]:
         """The tensors that receive the codes of the weight [out, in] and of its transpose."""
@@ -103,18 +75,45 @@ class Precision:
         shape = columns, rows
         return fprop, Fp8(layer.packed_transposed, scale_dgrad, True, shape, layouts.dgrad)
 
-    def reload(self, layer: Any) -> None:
-        """Read the history of delayed scaling, after it was loaded or cast."""
-        if self.formats.delayed:
-            delayed.reload(layer)
-
-    def amax(self, layer: Any) -> delayed.Amax:
-        """The state of delayed scaling for a pass."""
-        return delayed.of(layer) if self.formats.delayed else delayed.NONE
-
 
 def precision_of(config: Any, both_ways: bool) -> Precision | None:
     """The precision of a layer by the options `fp8` and `mvue`; None for the layer's dtype."""
     samples = getattr(config, "mvue", "off") != "off"
     formats = recipe(getattr(config, "fp8", "off"), both_ways, samples)
     return None if formats is None else Precision(formats)
+
+
+@torch.no_grad()
+def hold_operands(layer: Any) -> None:
+    """Allocate the packed operands that the layer's products take, and free the others; in FP8 also
+    the codes, in a phase without FP8 those of the simulation."""
+    products, layouts, own = layer.products, layer.products.layouts, layer.precision
+    if products.of_input:  # no weight is packed
+        return
+    rows, columns = layer.out_features, layer.in_features
+    device = next(layer.parameters()).device
+
+    def hold(name: str, dtype: torch.dtype, *shape: int) -> None:
+        held = getattr(layer, name)
+        if held is None or (held.dtype, held.shape) != (dtype, shape):
+            setattr(layer, name, torch.empty(shape, dtype=dtype, device=device))
+
+    turned = own is None or own.dgrad_on_units(layer)
+    for product, packed, codes, shape, turns in (
+        ("fprop", "packed", "codes", (rows, columns), True),
+        ("dgrad", "packed_transposed", "codes_dgrad", (columns, rows), turned),
+    ):
+        dtype = layer.dtype if own is None else FORMATS[getattr(own.formats, product)]
+        runs = getattr(products, product) and not (product == "dgrad" and products.repack)
+        if runs:
+            layout = getattr(layouts, product)
+            check_form(shape, dtype, layout)
+            hold(packed, torch.uint8, buffer_bytes(*shape, dtype, layout))
+        else:
+            setattr(layer, packed, None)
+        if own is not None and runs:
+            setattr(layer, codes, None)
+        elif own is not None:
+            hold(codes, dtype, *(shape if turns else shape[::-1]))
+    if own is not None:
+        hold("code_scales", torch.float32, 2)

@@ -1,7 +1,9 @@
-"""Choices that must be equal on all ranks of a process group, and conversion on a single rank."""
+"""What must be equal on all ranks of a process group: choices, and the seeds of random ones; and
+conversion on a single rank."""
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -71,3 +73,9 @@ def of_rank_0(choose: Callable[[], Any]) -> Any:
     if isinstance(found[0], Exception):
         raise found[0]
     return found[0]
+
+
+def layer_seed(seed: int, name: str, step: int) -> int:
+    """The 63-bit Philox seed of one layer in one optimizer step."""
+    digest = hashlib.blake2b(f"{seed}/{name}/{step}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1

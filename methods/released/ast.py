@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from .. import ast
+from . import needs
 
 Config = ast.Config
 
@@ -30,11 +31,7 @@ class AdamW(ast.AdamW):
 class Method(ast.Method):
     def __init__(self, config: Any) -> None:
         super().__init__(config)
-        if not self.capabilities.needs_adamw:
-            raise ValueError(
-                f"decay_route={config.decay_route}; released.ast is about the optimizer of "
-                "decay_route=decoupled_first_moment"
-            )
+        needs(config, "ast", decay_route="decoupled_first_moment")
 
     def optimizer(self, groups: Any, **options: Any) -> torch.optim.Optimizer:
         options.pop("fused", None)  # it changes only the speed

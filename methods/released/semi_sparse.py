@@ -18,7 +18,8 @@ from common_kernels import transposable_mask24
 
 from .. import semi_sparse
 from ..nn.optimizer import StepWork
-from ..nn.transposable import TransposableLinear
+from ..nn.phases import TransposableLinear
+from . import needs
 
 Config = semi_sparse.Config
 
@@ -39,11 +40,7 @@ class Linear(TransposableLinear):
 class Method(semi_sparse.Method):
     def __init__(self, config: Any) -> None:
         super().__init__(config)
-        if (config.mode, config.algorithm) != ("weight", "greedy"):
-            raise ValueError(
-                f"mode={config.mode} and algorithm={config.algorithm}; released.semi_sparse is "
-                "about mode=weight and algorithm=greedy"
-            )
+        needs(config, "semi_sparse", mode="weight", algorithm="greedy")
         self.Linear = Linear  # type: ignore[misc]
 
     def step_work(self, layer: Any, step: int) -> StepWork | None:

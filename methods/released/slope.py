@@ -23,6 +23,7 @@ from common_kernels import expand_nm, unpack_mask
 from .. import slope
 from ..nn.compressed import CompressedLinear
 from ..nn.gemms import Products, under_autocast
+from . import needs
 
 Config = slope.Config
 
@@ -73,11 +74,7 @@ class Method(slope.Method):
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
-        if config.adapter_rank:
-            raise ValueError(
-                f"adapter_rank={config.adapter_rank}; released.slope has no adapters, set it to 0"
-            )
-        slope.check_no_fp8(config, "released.slope")
+        needs(config, "slope", adapter_rank=0, fp8="off")
 
     def _chooses(self, step: int) -> bool:
         return False

@@ -14,7 +14,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from .. import slope
-from ..nn.capabilities import Capabilities
+from ..nn.config import Capabilities
 from ..nn.optimizer import Optimizers, each
 
 Config = slope.Config

@@ -22,6 +22,7 @@ from .. import slope
 from ..nn.compressed import CompressedLinear
 from ..nn.compressed_gemms import Product
 from ..nn.gemms import DENSE, Products
+from . import needs
 
 Config = slope.Config
 
@@ -62,9 +63,5 @@ class Method(slope.Method):
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
-        slope.check_no_fp8(config, "released.slope_mask")
-        if config.adapter_rank or config.patterns or 2 * config.n != config.m:
-            raise ValueError(
-                "released.slope_mask has no adapters and must prune as many weights as it keeps: "
-                "set adapter_rank=0, patterns=[] and m to twice n"
-            )
+        # It must prune as many weights as it keeps.
+        needs(config, "slope_mask", adapter_rank=0, fp8="off", patterns=(), m=2 * config.n)

@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 from common_kernels import check24, transposable_mask24
 from methods import dense, fst
-from methods.nn import transposable
+from methods.nn import phases
 from tests.methods.loop import training_step
 
 
@@ -74,7 +74,7 @@ def searches(monkeypatch):
         calls.append(tuple(weight.shape))
         return transposable_mask24(weight, algorithm)
 
-    monkeypatch.setattr(transposable, "transposable_mask24", search)
+    monkeypatch.setattr(phases, "transposable_mask24", search)
     return calls
 
 

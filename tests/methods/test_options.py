@@ -76,10 +76,10 @@ REFUSED = [
     ("step", {"max_fraction": 1.0}, r"max_fraction=1\.0"),
 ]
 NEED_A_LENGTH = [
-    ("ast", {}, r"ramp_fraction=0\.25 needs total_steps"),
+    ("ast", {}, r"ramp_fraction=0\.25 of how many steps\?"),
     ("cast", {}, "the decay rises over total_steps; set total_steps"),
     ("fst", {}, r"dense_fraction=0\.167 of how many steps\? set total_steps"),
-    ("gmp", {}, "set total_steps"),
+    ("gmp", {}, r"end_fraction=0\.6 of .* set total_steps"),
     ("imp", {}, "set total_steps"),
     ("projected", {}, r"healing_fraction=0\.2 of how many steps\? set total_steps"),
     ("semi_sparse", {"sparse_fraction": 0.5}, r"sparse_fraction=0\.5 of how many steps"),

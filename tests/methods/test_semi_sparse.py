@@ -13,7 +13,7 @@ import methods
 from common_kernels import check24, transposable_mask24
 from common_kernels.matmul import choice, linear24
 from common_kernels.pack import BUFFERED, VENDOR
-from methods.nn import at_run_time, operands, transposable
+from methods.nn import at_run_time, operands, phases
 from methods.nn.acceleration import Choice, Chosen
 from methods.nn.gemms import DENSE
 from methods.semi_sparse import (
@@ -94,10 +94,8 @@ def test_masks_are_chosen_once_per_step_whatever_is_forwarded(monkeypatch, refre
     model = mlp()
     method = converted(model, refresh_every=refresh_every)
     calls = []
-    search = transposable.transposable_mask24
-    monkeypatch.setattr(
-        transposable, "transposable_mask24", lambda *a: calls.append(1) or search(*a)
-    )
+    search = phases.transposable_mask24
+    monkeypatch.setattr(phases, "transposable_mask24", lambda *a: calls.append(1) or search(*a))
     for step, expected in enumerate(searches):
         train(method, model, 1, parts=4, first=step)
         with torch.no_grad():

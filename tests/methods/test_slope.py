@@ -1,6 +1,7 @@
 """SLoPe: static masks, compressed weights, double pruning, lazy adapters, memory."""
 
 import math
+from fnmatch import fnmatchcase
 
 import pytest
 import torch
@@ -118,24 +119,12 @@ def test_forward_is_the_masked_product():
 
 
 def test_input_gradient_takes_the_twice_pruned_weight():
-    """The relative error against the forward's weight is sqrt(1 - E), E the energy that is kept.
-
-    E = 0.959 for random and 0.926 for magnitude masks of a Gaussian: errors of .202 and .272,
-    cosines of .979 and .962 with the true gradient, for any Gaussian dY.
-    """
     for rule in ("random", "magnitude"):
-        layer, _ = converted(512, 512, mask=rule)
+        layer, _ = converted(64, 32, mask=rule)
         assert torch.equal(dgrad_operand(layer), twice_pruned(layer.weight))
-        x = torch.randn(4, 256, 512, requires_grad=True)
-        dy = torch.randn(4, 256, 512)
+        x, dy = torch.randn(4, 16, 32, requires_grad=True), torch.randn(4, 16, 64)
         layer(x).backward(dy)
-        assert torch.equal(x.grad, (dy.view(-1, 512) @ twice_pruned(layer.weight)).view(x.shape))
-        true = dy @ layer.weight
-        error, cosine = {"random": (0.202, 0.979), "magnitude": (0.272, 0.962)}[rule]
-        assert (x.grad - true).norm() / true.norm() == pytest.approx(error, abs=0.003)
-        assert F.cosine_similarity(x.grad.flatten(), true.flatten(), 0) == pytest.approx(
-            cosine, abs=0.002
-        )
+        assert torch.equal(x.grad, (dy.view(-1, 64) @ twice_pruned(layer.weight)).view(x.shape))
 
 
 def test_weight_gradient_is_compressed():
@@ -423,43 +412,20 @@ def test_no_dense_weight_waits_for_the_backward_pass():
 # ---------------------------------------------------------------- which layers, which pattern
 
 
-def names_converted(names):
-    model = nn.Module()
-    for name in names:
-        module = model
-        for part in name.split(".")[:-1]:
-            if not hasattr(module, part):
-                module.add_module(part, nn.Module())
-            module = getattr(module, part)
-        module.add_module(name.split(".")[-1], nn.Linear(8, 8))
-    return slope.Method(slope.Config()).convert(model).names
-
-
 def test_default_names_of_other_models():
     for dense, pruned in (
-        (
-            [
-                "bert.encoder.layer.0.attention.self.query",
-                "cls.predictions.decoder",
-                "cls.seq_relationship",
-                "classifier",
-                "qa_outputs",
-            ],
-            [
-                "bert.encoder.layer.0.attention.output.dense",
-                "bert.encoder.layer.10.attention.self.query",
-                "bert.pooler.dense",
-                "cls.predictions.transform.dense",
-            ],
-        ),
+        (["bert.encoder.layer.0.attention.self.query", "cls.predictions.decoder",
+          "cls.seq_relationship", "classifier", "qa_outputs"],
+         ["bert.encoder.layer.0.attention.output.dense", "bert.pooler.dense",
+          "bert.encoder.layer.10.attention.self.query", "cls.predictions.transform.dense"]),
         (["blocks.0.attn.qkv", "head"], ["blocks.0.attn.proj", "blocks.10.attn.qkv"]),
         (["h.0.attn.c_attn", "lm_head"], ["h.0.attn.c_proj", "h.0.mlp.c_fc", "h.10.attn.c_attn"]),
-        (
-            ["model.layers.0.self_attn.q_proj", "model.layers.0.self_attn.v_proj", "lm_head"],
-            ["model.layers.0.self_attn.o_proj", "model.layers.10.self_attn.q_proj"],
-        ),
-    ):
-        assert sorted(names_converted(dense + pruned)) == sorted(pruned)
+        (["model.layers.0.self_attn.q_proj", "model.layers.0.self_attn.v_proj", "lm_head"],
+         ["model.layers.0.self_attn.o_proj", "model.layers.10.self_attn.q_proj"]),
+    ):  # fmt: skip
+        excluded = slope.Config().exclude
+        kept = [n for n in dense + pruned if not any(fnmatchcase(n, glob) for glob in excluded)]
+        assert kept == pruned
 
 
 def test_a_pattern_per_block_range():

@@ -281,9 +281,9 @@ def test_a_checkpoint_loads_as_the_plain_model_of_the_same_function(name, uninte
         assert torch.equal(ours, theirs)
 
 
-@pytest.mark.parametrize("name", sorted({*methods.available()} - {*VARIANTS}))
-def test_every_other_method_is_resumed_exactly(name, tmp_path):
-    """... with the optimizer that the callback makes."""
+@pytest.mark.parametrize("name", ["bi_mask", "gmp", "step", "semi_sparse"])
+def test_methods_with_other_state_are_resumed_exactly(name, tmp_path):
+    """... with the optimizer that the callback makes; all methods are, in test_contract.py."""
     rates = {"learning_rate": 1e-2, "adam_beta2": 0.95, "weight_decay": 0.1, "save_steps": 4}
     whole = trained(*build(name), tmp_path / "whole", **rates)
     resume = str(tmp_path / "whole/checkpoint-4")

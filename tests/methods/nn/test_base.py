@@ -321,8 +321,10 @@ def test_a_loop_without_its_hooks_is_told_as_soon_as_it_is_certain():
             assert step == (hook == "on_step_begin")
 
 
-@pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize(("name", "options"), LOOPS[:-1])  # all but dense
+@pytest.mark.parametrize(
+    ("name", "options", "compiled"),
+    [*((*loop, False) for loop in LOOPS[:-1]), (*LOOPS[0], True)],  # all but dense
+)
 def test_an_own_loss_without_any_hook_is_told(name, options, compiled):
     """Masks of a changed weight are stale, in training, in evaluation and at the end. A compiled
     pass is not checked. Torch's fused optimizer does not count what it writes; SLoPe, which
