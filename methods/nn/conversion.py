@@ -94,21 +94,6 @@ def globs(include: str | tuple[str, ...]) -> tuple[str, ...]:
     return PRESETS[include] if isinstance(include, str) else include
 
 
-def named(
-    model: nn.Module, include: str | tuple[str, ...], exclude: tuple[str, ...]
-) -> Iterator[tuple[str, nn.Module]]:
-    """The modules that an include glob matches and no exclude glob does."""
-    wanted = globs(include)
-    for name, module in model.named_modules():
-        included = any(fnmatchcase(name, glob) for glob in wanted)
-        if included and not any(fnmatchcase(name, glob) for glob in exclude):
-            yield name, module
-
-
-def linears(model: nn.Module) -> list[str]:
-    return [name for name, module in model.named_modules() if is_linear(module)]
-
-
 def is_linear(module: nn.Module) -> bool:
     """True for an `nn.Linear`, subclasses included, and for transformers' `Conv1D`."""
     return isinstance(module, nn.Linear) or is_conv1d(module)
@@ -272,9 +257,10 @@ def _nothing(
             groups.setdefault(reason, []).append(name)
         why = (f"{some_names(as_globs(n)) or 'the model itself'} ({r})" for r, n in groups.items())
         return f"no linear that matches {asked} can be converted: {'; '.join(why)}{choose}"
+    linears = as_globs([name for name, module in model.named_modules() if is_linear(module)])
     return (
         f"no linear matches {asked} exclude={list(exclude)}; the model's linears are: "
-        f"{some_names(as_globs(linears(model))) or 'none'}{choose}"
+        f"{some_names(linears) or 'none'}{choose}"
     )
 
 

@@ -22,9 +22,9 @@ TOKENS, BF16 = 48, torch.bfloat16
 REPACKED = Products(fprop=True, dgrad=True, repack=True)
 
 
-def build(repack, matmul="cusparselt", name="slope", width=128, **options):
+def build(repack, matmul="cusparselt", name="slope", **options):
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(64, width), nn.GELU(), nn.Linear(width, 64)).to(DEVICE)
+    model = nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64)).to(DEVICE)
     method = methods.build(name, **{"include": ("*",), "exclude": (), **options})
     method.convert(model, BF16)
     method.accelerate(TOKENS, matmul, repack)
@@ -47,16 +47,12 @@ def equal(ours, theirs):
     return all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
-@pytest.mark.parametrize(
-    ("backend", "matmul", "width"),
-    [("cpu", "cusparselt", 128), ("cpu", "cuda", 128), ("triton", "cusparselt", 64)],
-)
-def test_training_is_that_with_kept_operands(backend, matmul, width, monkeypatch):
+@pytest.mark.parametrize("matmul", ["cusparselt", "cuda"])
+def test_training_is_that_with_kept_operands(matmul):
     """Steps of two micro-batches give the same bits; columns are pruned anew after every second."""
     if matmul == "cuda" and (reason := unavailable("cuda", DEVICE, BF16)):
         pytest.skip(reason)
-    monkeypatch.setenv("SPARSE24_BACKEND", backend)
-    runs = [build(repack, matmul, width=width, column_refresh=2) for repack in (True, False)]
+    runs = [build(repack, matmul, column_refresh=2) for repack in (True, False)]
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.5) for model, _ in runs]
     masks = []
     for step in range(3):
