@@ -111,8 +111,9 @@ def _decayed(rank, meeting_point, result):
             layer.weight.grad = torch.zeros_like(layer.weight)
     state = optimizer.state[layer.weight]
     found = [x.full_tensor() for x in (layer.weight.detach(), layer.mask, state["exp_avg_sq"])]
+    found.append(method.metrics()["pruned_magnitude"])  # summed over the ranks
     if rank == 0:
-        torch.save([*found, method.metrics()["pruned_magnitude"]], result)
+        torch.save(found, result)
     dist.barrier()
     os._exit(0)  # gloo's threads outlive the group and abort an interpreter that ends
 
