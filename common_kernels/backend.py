@@ -9,6 +9,7 @@ even then. Asking for a backend that cannot serve a device is an error.
 import functools
 import importlib.util
 import os
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -66,6 +67,25 @@ def current(device: torch.device) -> AbstractContextManager[Any]:
     if device.type != "cuda" or device.index == torch.cuda.current_device():
         return _NOTHING
     return torch.cuda.device(device)
+
+
+def lasting(device: torch.device | int, size: int, dtype: torch.dtype) -> torch.Tensor:
+    """Uninitialised memory that launches on the current stream use as long as the process lives.
+
+    Another thread allocates it: what this one allocates may belong to a CUDA graph of torch.compile
+    (mode="reduce-overhead"), which reuses it, or be marked for good by inference_mode.
+    """
+    where = torch.device(device)
+    stream = torch.cuda.current_stream(where) if where.type == "cuda" else None
+
+    def allocate() -> torch.Tensor:
+        with torch.cuda.stream(stream), torch.inference_mode(False):
+            return torch.empty(size, dtype=dtype, device=where)
+
+    if stream is not None and torch.cuda.is_current_stream_capturing():
+        return allocate()  # that graph keeps its memory while there are references
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(allocate).result()
 
 
 def interpreted() -> bool:

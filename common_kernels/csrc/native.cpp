@@ -269,18 +269,24 @@ int32_t format(int64_t number) {
 
 Tensor number_on(const Tensor& like) { return empty({}, aoti_torch_dtype_float32(), like); }
 
+// The place of a stream for the bits of a largest magnitude.
+void* place_of(const Tensor& x, void* stream) {
+  const int64_t device = x.get_device_index(), number = reinterpret_cast<int64_t>(stream);
+  return made_once<Launch>({device, number}, "sparse24::place24", [&] {
+    return std::array<StableIValue, 2>{from(device), from(number)};
+  }).space;
+}
+
 // Searches x for its largest magnitude and gives the address of its bits, which the stream's next
 // launches may read until the lock is released: like a plan's bias, they have one place a stream.
 struct Largest {
+  void* place;
   std::lock_guard<std::mutex> alone{launching};
   int64_t bits;
 
-  Largest(const Kernel& kernel, const Shape& given, const Tensor& x, void* stream) {
-    static auto& places = *new std::map<std::pair<int32_t, void*>, Tensor>;  // to the end
-    auto [found, is_new] = places.try_emplace({x.get_device_index(), stream});
-    if (is_new) found->second = empty({}, aoti_torch_dtype_int32(), x);
-    bits = address(found->second);
-    const int status = memset32(found->second.data_ptr(), 0, 1, stream);
+  Largest(const Kernel& kernel, const Shape& given, const Tensor& x, void* stream)
+      : place(place_of(x, stream)), bits(reinterpret_cast<int64_t>(place)) {
+    const int status = memset32(place, 0, 1, stream);
     if (status) throw std::runtime_error("cuMemsetD32Async: error " + std::to_string(status));
     Shape arguments = given;
     arguments.insert(arguments.end(), {bits, x.numel()});

@@ -447,6 +447,14 @@ def _(*given):
         return native.failed(error)
 
 
+@launched_by_cpp("place24(int device, int stream) -> int")
+def _(device, stream):
+    try:
+        return native.place(table.device_of(device))
+    except Exception as error:  # would be lost on its way through C++
+        return native.failed(error)
+
+
 @functools.cache  # never dropped: a captured graph uses the memory of its plans
 def _plan(fields: tuple[Any, ...], device: int, stream: int) -> cusparselt.Plan | cuda.Plan:
     """The plan of a product on one stream. Each stream has its own, because a plan has one buffer

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from common_kernels.backend import lasting
 from common_kernels.pack.cpu import BUFFERED
 from common_kernels.pack.cusparselt import (
     OPAQUE,
@@ -126,8 +127,7 @@ class Plan:
         )  # fmt: skip
         if p.biased:
             # A plan keeps one address for the bias, so the bias is copied there before each launch.
-            with torch.inference_mode(False):  # else no launch outside of it could write there
-                self.bias = torch.empty(p.rows, dtype=p.out_dtype, device=device)
+            self.bias = lasting(device, p.rows, p.out_dtype)
             address = ctypes.c_void_p(self.bias.data_ptr())
             self._attribute("MatmulDescSet", matmul, _BIAS_POINTER, address)
         call("cusparseLtMatmulAlgSelectionInit", self.handle, selection, matmul, 0)

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from common_kernels.backend import HAS_TRITON
+from common_kernels.backend import HAS_TRITON, lasting
 from common_kernels.library import KERNELS, LIBRARY, launched_by_cpp
 from common_kernels.matmul import cusparselt
 from common_kernels.matmul.cuda_build import SOURCES, BuildError, alone, cache, compiled, say
@@ -82,8 +82,7 @@ def launch(plan: cusparselt.Plan) -> int:
     functions = library.cusparseLtMatmul, library.cusparseLtGetErrorString
     if 0 < plan.workspace <= SMALL:
         # As for the bias, the stream's next launch may use the same memory: it runs later.
-        with torch.inference_mode(False):
-            plan.space = torch.empty(plan.workspace, dtype=torch.uint8, device=plan.device)
+        plan.space = lasting(plan.device, plan.workspace, torch.uint8)
     found = Launch(
         None,
         *(ctypes.cast(function, ctypes.c_void_p) for function in functions),
@@ -93,6 +92,14 @@ def launch(plan: cusparselt.Plan) -> int:
         None if plan.space is None else plan.space.data_ptr(),
     )
     _kept[plan] = found
+    return ctypes.addressof(found)
+
+
+def place(device: torch.device) -> int:
+    """The address of a `Launch` whose `space` has room for a number of four bytes."""
+    kept = lasting(device, 1, torch.int32)
+    found = Launch(space=kept.data_ptr())
+    _kept[object()] = found, kept
     return ctypes.addressof(found)
 
 

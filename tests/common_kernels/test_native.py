@@ -6,6 +6,7 @@ import inspect
 import itertools
 import shutil
 import subprocess
+import threading
 import types
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -14,6 +15,7 @@ import pytest
 import torch
 
 from common_kernels import compress_nm, matmul, nm_mask, pack_mask, transposable_mask24
+from common_kernels.backend import lasting
 from common_kernels.fp8.operands import quantize_and_sample, quantize_both, scaled_linear
 from common_kernels.fp8.weights import quantize24_
 from common_kernels.matmul import Problem, cusparselt, linear24, mm24, native, sample_mm24, table
@@ -459,3 +461,18 @@ def test_it_is_compiled_once_and_said_in_one_line(fake, monkeypatch, tmp_path, c
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert native.build() == native.build()
     assert len(capfd.readouterr().err.splitlines()) == 1
+
+
+def test_lasting_memory_is_no_part_of_what_the_caller_records(monkeypatch):
+    """torch.compile's CUDA graphs take the memory that their thread allocates."""
+    allocated, empty = [], torch.empty
+
+    def note(*args, **options):
+        allocated.append(threading.get_ident())
+        return empty(*args, **options)
+
+    monkeypatch.setattr(torch, "empty", note)
+    with torch.inference_mode():
+        kept = lasting(torch.device("cpu"), 3, torch.int32)
+    assert kept.shape == (3,) and kept.dtype == torch.int32 and not kept.is_inference()
+    assert len(allocated) == 1 and allocated != [threading.get_ident()]
