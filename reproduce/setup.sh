@@ -39,7 +39,7 @@ cpu_torch() { # PyTorch's CPU build where there is no NVIDIA GPU, if the reader 
         return 0
     fi
     if [ -z "$build" ] && [ -t 0 ]; then
-        read -rp "no NVIDIA GPU here: install PyTorch's CPU build, 1 GB instead of 6? [Y/n] " answer
+        read -rp "no NVIDIA GPU here: install PyTorch's CPU build, 4 GB less? [Y/n] " answer
         case $answer in [nN]*) ;; *) build=cpu ;; esac
     fi
     [ "$build" != cpu ] || "$python" -m pip install --quiet --disable-pip-version-check --no-compile \

@@ -5,14 +5,17 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
 
 from experiments.support.errors import UserError
 from reproduce import __main__ as command
-from reproduce import make
+from reproduce import make, quickstart
 from reproduce.__main__ import main
+from reproduce.execute.queue import execute
 from reproduce.make import Made
 from reproduce.specs.table import read_tables
 
@@ -30,6 +33,8 @@ from reproduce.specs.table import read_tables
         (["table2", "tier="], "error: cannot use 'tier='"),
         (["table2", "tier=smoke", "tier=mini"], "error: cannot use 'tier=mini'"),
         (["quickstart", "train.steps=3"], "error: cannot use 'train.steps=3'"),
+        (["quickstart", "rows=3"], "error: rows=3: it must be all"),
+        (["table2", "rows=all"], "error: cannot use 'rows=all'"),
         (["quickstart", "launch=torchrun", "per_gpu=1"], "launch= gives every run all GPUs"),
         (["quickstart", "per_gpu=0"], "per_gpu=0: it must be a positive number"),
         (["quickstart", "launch=torchrum -n 2"], "there is no command 'torchrum' here"),
@@ -113,10 +118,10 @@ def test_a_table_from_nothing(corpus, tmp_path, capsys):
     """Real trainings on the embedded corpus, with every column that the quickstart shows."""
     folder, runs = tmp_path / "tables", tmp_path / "runs"
     folder.mkdir()
-    quickstart = next(t for t in read_tables() if t.name == "quickstart")
+    shown = next(t for t in read_tables() if t.name == "quickstart")
     columns = [
         f"  - {{label: {c.label}, value: {c.value}, show: {c.show}, format: '{c.format}'}}\n"
-        for c in quickstart.columns
+        for c in shown.columns
     ]
     text = SPEC.format(root=corpus) + "".join(columns)
     (folder / "tiny.yaml").write_text(text, encoding="utf-8")
@@ -144,6 +149,28 @@ def test_a_table_from_nothing(corpus, tmp_path, capsys):
     assert main(["tiny"], folder, runs) == 0
     assert "2 runs: 2 done already, 0 to do" in capsys.readouterr().out
     assert (runs / "tables" / f"{stem}.md").read_bytes() == before
+
+
+def test_the_quickstart_prints_a_line_for_each_row(corpus, tmp_path, capsys, monkeypatch):
+    """Its runs are made here, not side by side, which tests/reproduce/test_engine.py has."""
+    launches = []
+    here = partial(execute, launch=None)
+    monkeypatch.setattr(quickstart, "execute", lambda *a: launches.append(a[-1]) or here(*a[:-1]))
+    table = next(t for t in read_tables() if t.name == "quickstart")
+    smoke = table.tiers["smoke"]
+    short = ["train.steps=2", "train.warmup_steps=1", f"data.root={corpus}"]
+    smoke = replace(smoke, rows=["dense", "S-STE"], overrides=[*smoke.overrides, *short])
+    assert quickstart.main(replace(table, tiers={"smoke": replace(smoke, seeds=[0, 1])}), tmp_path)
+    assert [one.words for one in launches] == [()] and launches[0].per_gpu >= 1
+    told = capsys.readouterr().out
+    assert "4 runs: 0 done already, 4 to do" in told
+    (dense,) = re.findall(r"^dense +(\d\.\d{4})$", told, re.M)
+    ((loss, above, low, high),) = re.findall(
+        r"^S-STE +(\d\.\d{4}) +([+-]\S+) \[(\S+), (\S+)\]$", told, re.M
+    )
+    assert float(above) == pytest.approx(float(loss) - float(dense), abs=1.5e-4)
+    assert float(low) < float(above) < float(high)
+    assert (tmp_path / "tables" / "quickstart-smoke.png").exists()
 
 
 def test_a_table_that_cannot_be_planned_stops_no_other(tmp_path, capsys, monkeypatch):
