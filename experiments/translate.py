@@ -61,9 +61,7 @@ def freeze_translation(composition: Any) -> TranslateConfig:
             f"model={run.model_name} does not translate; choose model=transformer_nano or "
             "transformer_base, or train it with `python -m experiments.pretrain`"
         )
-    return TranslateConfig(
-        **{f.name: getattr(run, f.name) for f in dataclasses.fields(run)}, search=search
-    )
+    return TranslateConfig(**vars(run), search=search)
 
 
 def load(overrides: list[str] | None = None) -> TranslateConfig:

@@ -182,7 +182,7 @@ class FinetuneConfig(Settings):
             return None
         if self.task == SQUAD:
             return glue.content_hash(squad.files(self.data))
-        return glue.content_hash(glue.files(self.task, self.data))
+        return glue.content_hash([*glue.files(self.task, self.data).values()])
 
     def weights_hash(self) -> str:
         """Hash of the weights that are fine-tuned."""

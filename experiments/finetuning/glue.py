@@ -100,7 +100,7 @@ def load(task: str, data: str) -> dict[str, Examples]:
     Args:
         data: a folder in GLUE's layout, or the id of GLUE on the hub."""
     if is_folder(data):
-        return {split: _read(task, path) for split, path in _paths(task, data).items()}
+        return {split: _read(task, path) for split, path in files(task, data).items()}
     spec = TASKS[task]
     dataset = load_dataset(data, task, REVISION if data == HUB else None)
     splits = {}
@@ -125,11 +125,6 @@ def is_folder(data: str) -> bool:
     return False
 
 
-def files(task: str, data: str) -> list[Path]:
-    """The files that `load` reads from a folder."""
-    return [*_paths(task, data).values()]
-
-
 def content_hash(paths: Sequence[Path]) -> str:
     """Hash of the content of files, 16 hex digits."""
     digest = hashlib.sha256()
@@ -138,8 +133,8 @@ def content_hash(paths: Sequence[Path]) -> str:
     return digest.hexdigest()[:16]
 
 
-def _paths(task: str, data: str) -> dict[str, Path]:
-    """The file of each split."""
+def files(task: str, data: str) -> dict[str, Path]:
+    """The file of each split in a folder."""
     spec = TASKS[task]
     paths = {name: Path(data, spec.folder, f"{file}.tsv") for name, file in spec.splits.items()}
     for path in paths.values():

@@ -71,9 +71,9 @@ class Summary:
 def find(paths: Iterable[Path]) -> tuple[list[FinishedRun], list[Path]]:
     """(finished runs at or below these paths, each once; directories of unfinished ones)."""
     asked = list(paths)
-    directories = dict.fromkeys(run.resolve() for path in asked for run in _runs_at(path))
+    directories = {run.resolve(): run for path in asked for run in _runs_at(path)}
     runs, unfinished = [], []
-    for directory in map(_shown, directories):
+    for directory in directories.values():
         try:
             result = read_training(directory, diverged=True)
             runs.append(FinishedRun(directory, result))
@@ -94,11 +94,6 @@ def _runs_at(path: Path) -> list[Path]:
         if found := {file.parent for place in places for file in path.glob(place)}:
             return sorted(found)
     return []
-
-
-def _shown(directory: Path) -> Path:
-    here = Path.cwd()
-    return directory.relative_to(here) if directory.is_relative_to(here) else directory
 
 
 def variants(runs: Iterable[FinishedRun]) -> list[Variant]:

@@ -16,7 +16,6 @@ import torch
 
 from experiments.support.checkpoint import read_sealed, write_sealed
 from experiments.support.errors import UserError
-from models.sparse import RECORD
 
 SCHEMA = 1
 FILE = "result.json"
@@ -58,10 +57,6 @@ def read(
         if not isinstance(result, dict) or not {"schema", "config_hash"} <= result.keys():
             raise ValueError("no result in it")
     except (FileNotFoundError, NotADirectoryError) as error:
-        if (directory / RECORD).is_file():
-            raise NoResult(
-                "missing", f"{directory} is an exported model; give the run that it was made from"
-            ) from error
         begun = any((directory / name).exists() for name in ("metrics.jsonl", "checkpoints"))
         missing = f"{FILE} is missing" if directory.is_dir() else "there is no such folder"
         found = "it was begun and has not ended" if begun else missing

@@ -19,7 +19,6 @@ WHOLE = {"schema": 1, "config_hash": "0", "metrics": {}}
 
 def test_why_there_is_no_result(tmp_path):
     for number, (file, content, why, message) in enumerate([
-        ("sparse24.json", "{}", "missing", "is an exported model; give the run"),
         ("x", "", "missing", r"no finished run \(result\.json is missing\); run it to its end"),
         ("metrics.jsonl", "", "unfinished", r"run \(it was begun and has not ended\); run it to"),
         ("result.json", '{"sche', "damaged", r"result\.json is damaged \(.*\); remove it"),
