@@ -6,6 +6,7 @@ import shutil
 
 import pytest
 import torch
+from PIL import Image
 
 from experiments import evaluate
 from experiments.evaluation.perplexity import perplexity, windows
@@ -88,45 +89,14 @@ def test_replaced_weights_are_evaluated_anew_a_damaged_result_is_not(trained, tm
     assert evaluate.run(configure(f"run={run}"), quiet)["metrics"] == again["metrics"]
 
 
-def test_a_folder_is_known_by_its_tokenizer_and_has_its_own(trained, text, hf_model, tmp_path):
+def test_an_exported_folder_gives_what_its_run_gives(trained, text, hf_model, tmp_path):
+    """It is known by its content, tokenizer included, and not by its place."""
     folder = export.export(trained, to=tmp_path / "exported", report=quiet)
 
-    def found():
-        return configure(f"model.path={folder}").digest()
+    def at(place, *more):
+        return configure(f"model.path={place}", f"runs={tmp_path}", *more or [f"ppl='{text}'"])
 
-    first, names = found(), ("tokenizer.json", "tokenizer_config.json")
-    hf_model("gpt2", vocab_size=260).save_pretrained(tmp_path / "small")
-    for name in names:
-        path = folder / name
-        content = path.read_text()
-        path.write_text(content + "\n")
-        assert found() != first, name
-        path.write_text(content)
-        assert found() == first, name
-        shutil.copy(path, tmp_path / "small")
-    for kind, place in (("gpt2", "bare"), ("gpt2", "empty"), ("opt", "opt")):
-        hf_model(kind).save_pretrained(tmp_path / place)
-    (tmp_path / "empty/vocab.json").write_text("{}")
-    (tmp_path / "empty/merges.txt").write_text("")
-    shutil.copy(folder / export.RECORD, tmp_path / "opt")
-    ppl, tasks = [f"ppl='{text}'"], ["tasks=[colours]"]
-    for place, more, message in (
-        ("bare", ppl, r"bare holds no tokenizer \(tokenizer\.json"),
-        ("bare", tasks, r"bare holds no tokenizer \(tokenizer\.json"),
-        ("empty", ppl, "no token for the letter a"),
-        ("small", ppl, r"gives the id 2\d\d, but the model has 260 tokens"),
-        ("small", tasks, r"gives the id 2\d\d, but the model has 260 tokens"),
-        ("opt", [], r"of another model: this one has no transformer\.h\.0"),
-    ):
-        config = configure(f"model.path={tmp_path / place}", f"runs={tmp_path}", *more)
-        with pytest.raises(UserError, match=message) as caught:
-            evaluate.run(config, quiet)
-        assert "\n" not in str(caught.value)
-
-
-def test_an_exported_folder_gives_what_its_run_gives(trained, text, tmp_path):
-    folder = export.export(trained, to=tmp_path / "exported", report=quiet)
-    config = configure(f"model.path={folder}", f"runs={tmp_path}", f"ppl='{text}'")
+    config = at(folder)
     found = evaluate.run(config, quiet)
     expected = evaluate.run(configure(f"run={trained.directory}", f"ppl='{text}'"), quiet)
     assert found["metrics"]["ppl"] == pytest.approx(expected["metrics"]["ppl"], rel=1e-6)
@@ -134,9 +104,30 @@ def test_an_exported_folder_gives_what_its_run_gives(trained, text, tmp_path):
     assert found["sparsity"] == expected["sparsity"]
     assert [row["name"] for row in found["linears"]] == [f"model.{n}" for n in trained.converted]
     assert config.directory().parent == tmp_path / "evaluate"
-    moved = folder.rename(tmp_path / "elsewhere")
-    again = configure(f"model.path={moved}", f"runs={tmp_path}", f"ppl='{text}'")
-    assert again.digest() == config.digest()
+    folder = folder.rename(tmp_path / "elsewhere")
+    assert at(folder).digest() == config.digest()
+    hf_model("gpt2", vocab_size=260).save_pretrained(tmp_path / "small")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(folder / name, tmp_path / "small")
+        with (folder / name).open("a") as file:
+            file.write("\n")
+        assert at(folder).digest() != config.digest(), name
+        shutil.copy(tmp_path / "small" / name, folder)
+    for kind, place in (("gpt2", "bare"), ("gpt2", "empty"), ("opt", "opt")):
+        hf_model(kind).save_pretrained(tmp_path / place)
+    (tmp_path / "empty/vocab.json").write_text("{}")
+    (tmp_path / "empty/merges.txt").write_text("")
+    shutil.copy(folder / export.RECORD, tmp_path / "opt")
+    for place, more, message in (
+        ("bare", (), r"bare holds no tokenizer \(tokenizer\.json"),
+        ("empty", (), "no token for the letter a"),
+        ("small", (), r"gives the id 2\d\d, but the model has 260 tokens"),
+        ("small", ("tasks=[colours]",), r"gives the id 2\d\d, but the model has 260 tokens"),
+        ("opt", ("dtype=bf16",), r"of another model: this one has no transformer\.h\.0"),
+    ):
+        with pytest.raises(UserError, match=message) as caught:
+            evaluate.run(at(tmp_path / place, *more), quiet)
+        assert "\n" not in str(caught.value)
 
 
 def vit_run(directory, n_classes):
@@ -157,18 +148,14 @@ def vit_run(directory, n_classes):
     return FinishedRun.open(directory), model, data
 
 
-def test_a_model_without_classes_has_no_accuracy(tmp_path):
-    run, _, _ = vit_run(tmp_path / "run", n_classes=0)
-    with pytest.raises(UserError, match="this one ends in its features"):
-        evaluate.run(configure(f"run={run.directory}", "images=val"), quiet)
-
-
 def test_images_of_a_run_and_of_a_folder(tmp_path):
     """Top-1 and top-5 over all validation images, by hand and whatever the batch."""
-    from PIL import Image
-
     run, model, data = vit_run(tmp_path / "run", n_classes=10)
-    result = evaluate.run(configure(f"run={run.directory}", "images=val"), quiet)
+
+    def images(*more):
+        return configure(f"run={run.directory}", "images=val", *more)
+
+    metrics = evaluate.run(images(), quiet)["metrics"]
     model.eval()
     source = ImageSource(ImageConfig(**data), model.config, 0, 2)
     [batch] = source.eval_batches(400, 400)
@@ -176,68 +163,52 @@ def test_images_of_a_run_and_of_a_folder(tmp_path):
         logits = model(batch["input"])[0]
     of_class = batch["target"][:, None]
     ahead = (logits - logits.gather(1, of_class)).scatter(1, of_class, -torch.inf)
-    metrics = result["metrics"]
     assert metrics["val_images"] == 400
     # Sums of 24 to 96 fp32 products of numbers below 10 round by far less than 1e-4.
     for k in (1, 5):
         least, most = (int(((ahead > edge).sum(1) < k).sum()) for edge in (-1e-4, 1e-4))
         assert least <= round(4 * metrics[f"val_top{k}"]) <= most <= least + 8
-    for split, count in (("train", 1), ("val", 2)):
-        for label in range(10):
-            folder = tmp_path / "folder" / split / str(label)
-            folder.mkdir(parents=True)
-            for n in range(count):
-                Image.new("RGB", (20, 20), (25 * label, 10 * n, 0)).save(folder / f"{n}.png")
-    other = configure(f"run={run.directory}", "images=val", f"data.source={tmp_path / 'folder'}")
+    folder = tmp_path / "folder"
+    for label in range(10):
+        (folder / "val" / str(label)).mkdir(parents=True)
+        for n in range(2):
+            Image.new("RGB", (20, 20), (25 * label, 10 * n, 0)).save(
+                folder / f"val/{label}/{n}.png"
+            )
+    other = images(f"data.source={folder}")  # it needs no train
     assert evaluate.run(other, quiet)["metrics"]["val_images"] == 20
-    overrides = [f"run={run.directory}", "images=val"]
-    moved = (tmp_path / "folder").rename(tmp_path / "moved")
-    same = configure(*overrides, f"data.source={moved}")
-    assert same.digest() == other.digest()
-    image, size = moved / "val" / "3" / "1.png", (20, 20)
-    Image.new("RGB", size, (75, 11, 0)).save(image)  # as many bytes, one colour
-    assert configure(*overrides, f"data.source={moved}").digest() != other.digest()
-    shutil.rmtree(moved / "train")  # not needed here
-    assert evaluate.run(same, quiet)["metrics"]["val_images"] == 20
-    (moved / "val" / "3").rename(moved / "val" / "3.5")
-    with pytest.raises(UserError, match=r"has other classes, .*: 0, 1, 2, 3\.5, 4"):
-        evaluate.run(configure(*overrides, f"data.source={moved}"), quiet)
-    with pytest.raises(UserError, match="need a causal language model, this one is a ViT"):
-        evaluate.run(configure(f"run={run.directory}", "ppl=wikitext2"), quiet)
+    folder = folder.rename(tmp_path / "moved")
+    assert images(f"data.source={folder}").digest() == other.digest()
+    Image.new("RGB", (20, 20), (75, 11, 0)).save(folder / "val/3/1.png")  # as many bytes
+    assert images(f"data.source={folder}").digest() != other.digest()
+    (folder / "val" / "3").rename(folder / "val" / "3.5")
+    for config, message in (
+        (images(f"data.source={folder}"), r"has other classes, .*: 0, 1, 2, 3\.5, 4"),
+        (configure(f"run={run.directory}", "ppl=wikitext2"), "need a causal language model"),
+    ):
+        with pytest.raises(UserError, match=message):
+            evaluate.run(config, quiet)
+    run, *_ = vit_run(tmp_path / "run", n_classes=0)
+    with pytest.raises(UserError, match="this one ends in its features"):
+        evaluate.run(images(), quiet)
 
 
-def test_a_bad_config_is_one_line():
-    for overrides, named in (
+def test_what_cannot_be_evaluated_is_one_line_and_leaves_nothing(trained, text, tmp_path):
+    run = f"run={trained.directory}"
+    before = sorted(trained.directory.rglob("*"))
+    (tmp_path / "list").mkdir()
+    (tmp_path / "list" / "result.json").write_text("[]")
+    for overrides, message in (
         ([], "give one of run=DIR"),
         (["run=a", "model.path=b"], "give one of run=DIR"),
         (["run=a", "weights=both"], "weights=both; choose one of sparse, dense"),
         (["model.path=b", "weights=dense"], "has only its own weights"),
-        (["model.path=a", "images=val"], "has only its own weights"),
         (["run=a", "images=train"], "images=train; choose one of"),
         (["run=a", "data.source=b"], "add images=val"),
         (["run=a", "limit=0"], "limit=0"),
-        (["run=a", "num_fewshot=-1"], "num_fewshot=-1"),
-        (["run=a", "block_size=0"], "block_size=0"),
-        (["run=a", "seed=4294967296"], "seed=4294967296"),
-    ):
-        with pytest.raises(UserError) as caught:
-            configure(*overrides)
-        assert named in str(caught.value) and "\n" not in str(caught.value), overrides
-
-
-def test_bad_input_is_one_line_and_leaves_nothing(trained, text, tmp_path):
-    run = f"run={trained.directory}"
-    before = sorted(trained.directory.rglob("*"))
-    bare = '{"schema": 1, "config_hash": "0", "config": {}}'
-    for name, content in (("list", "[]"), ("bare", bare)):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "result.json").write_text(content)
-    for overrides, message in (
         ([f"run={tmp_path / 'list'}"], r"is damaged \(no result in it\)"),
-        ([f"run={tmp_path / 'bare'}"], "is not the result of a training"),
         ([f"run={tmp_path}"], "holds no finished run"),
         ([f"model.path={tmp_path}"], r"has no config\.json"),
-        ([run, "ppl=missing.txt"], r"ppl=missing\.txt is no file"),
         ([run, f"ppl='{text}'", "block_size=33"], "block_size=33, but the model takes at most 32"),
     ):
         with pytest.raises(UserError, match=message) as caught:

@@ -29,9 +29,6 @@ def stream(vocab_size, count, block, seed=0):
     return torch.randint(0, vocab_size, (count, block), generator=generator)
 
 
-# ---------------------------------------------------------------- the number
-
-
 def test_by_hand():
     """Probabilities 1/2, 1/4, 1/4: the first token of a window is given, not predicted. Uniform
     ones; and all of it on token 0 in a text of token 1, so that the loss is the gap in nats."""
@@ -50,20 +47,14 @@ def test_by_hand():
 
 
 def test_the_batch_does_not_matter():
-    """Five windows in batches of 1, 2 (a smaller one last), 3 and 5: the loss of each window."""
+    """Five windows in batches of 1, 2 (a smaller one last) and 3: the loss of each window."""
     torch.manual_seed(0)
     model = GPT(GPTConfig(n_layer=2, n_head=2, n_embd=16, vocab_size=64, block_size=16))
     data = stream(64, 5, 16)
     expected = window_losses(model, data, batch=1)
-    for batch in (2, 3, 5):
+    for batch in (2, 3):
         # Products of another size may add in another order: fp32, some ulps.
         torch.testing.assert_close(window_losses(model, data, batch), expected, rtol=1e-6, atol=0)
-    fixed = Fixed(torch.randn(64, generator=torch.Generator().manual_seed(1)))
-    values = {perplexity(fixed, data, batch)["ppl"] for batch in (1, 2, 3, 5)}
-    assert len(values) == 1  # where the logits are equal bit by bit, so is the result
-
-
-# ---------------------------------------------------------------- the windows
 
 
 WIKITEXT = os.environ.get("SPARSE24_WIKITEXT2")  # path of wiki.test.raw or of the hub's .parquet
@@ -76,13 +67,12 @@ def test_the_real_wikitext2_has_287644_tokens_of_gpt2():
     assert windows(tokens, 1024).shape == (280, 1024)
 
 
-# ---------------------------------------------------------------- the text
-
 RAW = " \n = Title = \n \n First line . \n Second line . \n \n"
 ROWS = ["", " = Title = \n", "", " First line . \n", " Second line . \n", ""]
 
 
-def test_the_raw_file_and_the_hub_s_rows_are_the_same_text(tmp_path):
+def test_the_raw_file_and_the_hub_s_rows_are_the_same_text(tmp_path, monkeypatch):
+    """The hub's at one revision; any other file is taken as it is, if it can be read."""
     import pyarrow
     import pyarrow.parquet
 
@@ -92,34 +82,28 @@ def test_the_raw_file_and_the_hub_s_rows_are_the_same_text(tmp_path):
     joined = "\n\n = Title = \n\n\n\n\n First line . \n\n\n Second line . \n\n\n"
     for name in ("wiki.test.raw", "test.parquet"):
         assert Text(str(tmp_path / name)).content == joined
-
-
-def test_any_other_file_is_taken_as_it_is(tmp_path):
-    (tmp_path / "a.txt").write_bytes("ein Wort\n\n\nnoch eins; Überschuß".encode())
-    assert Text(str(tmp_path / "a.txt")).content == "ein Wort\n\n\nnoch eins; Überschuß"
-
-
-def test_the_hub_s_test_split_is_read_at_its_revision(monkeypatch):
     asked = []
     monkeypatch.setattr(
         "experiments.evaluation.perplexity.load_dataset",
         lambda *given: asked.append(given) or {"test": {"text": ROWS}},
     )
     text = Text("wikitext2")
-    assert text.content == "\n\n".join(ROWS)
+    assert text.content == joined
     [(name, config, revision)] = asked
     assert (name, config) == ("Salesforce/wikitext", "wikitext-2-raw-v1") and len(revision) == 40
     assert text.identity() == {"name": "wikitext2", "revision": revision}
-
-
-def test_text_that_cannot_be_read_is_one_line(tmp_path):
     for name, content, message in (
+        ("a.txt", "ein Wort\n\n\nnoch eins; Überschuß".encode(), None),
         ("missing.txt", None, r"ppl=.*missing\.txt is no file"),
         ("latin.txt", b"caf\xe9", r"latin\.txt cannot be read as text: UnicodeDecodeError"),
         ("no.parquet", b"PAR", r"no\.parquet cannot be read as text: ArrowInvalid"),
     ):
         if content is not None:
             (tmp_path / name).write_bytes(content)
+        text = Text(str(tmp_path / name))
+        if message is None:
+            assert text.content == content.decode()
+            continue
         with pytest.raises(UserError, match=message) as caught:
-            _ = Text(str(tmp_path / name)).content
+            _ = text.content
         assert "\n" not in str(caught.value)

@@ -9,13 +9,12 @@ import pytest
 import torch
 
 from experiments import evaluate
-from experiments.evaluation import config, zero_shot
+from experiments.evaluation import zero_shot
 from experiments.exporting import export
 from experiments.support.errors import UserError
 from tests.experiments.conftest import quiet
 
 TASK = Path(__file__).parent / "lm_eval_task"
-KEYS = ("n-samples", "versions", "n-shot")  # of lm-eval's answer
 
 
 @pytest.fixture
@@ -65,22 +64,18 @@ def test_a_local_task_on_an_exported_model(trained, local, tmp_path):
     assert result["sparsity"]["density"] == 0.5 and result["sparsity"]["illegal_groups"] == 0
 
 
-@pytest.fixture
-def recorded(monkeypatch):
-    """The keywords with which lm-eval is called; it answers with one task."""
+def test_every_option_is_passed_and_part_of_the_identity(trained, local, monkeypatch):
+    """... as are the files of the folder. lm-eval answers with one task."""
     import lm_eval
     import lm_eval.models.huggingface
 
     asked = {}
-    answer = {"results": {"colours": {"acc,none": 0.5}}, **{k: {} for k in KEYS}}
+    answer = {"results": {"colours": {"acc,none": 0.5}}, "n-samples": {}, "versions": {}}
+    answer["n-shot"] = {}
     monkeypatch.setattr(lm_eval.models.huggingface, "HFLM", lambda **given: asked.update(given))
     monkeypatch.setattr(
         lm_eval, "simple_evaluate", lambda _, **given: asked.update(given) or answer
     )
-    return asked
-
-
-def test_every_option_is_passed_and_part_of_the_identity(trained, local, recorded, tmp_path):
     run = f"run={trained.directory}"
     digests = {evaluate.load(options(run)).digest()}
     for name, override, passed in (
@@ -91,50 +86,40 @@ def test_every_option_is_passed_and_part_of_the_identity(trained, local, recorde
     ):
         config = evaluate.load(options(run, override))
         evaluate.run(config, quiet)
-        assert recorded[name] == passed, override
-        assert recorded["tasks"] == ["colours"] and recorded["max_length"] == 32
+        assert asked[name] == passed, override
+        assert asked["tasks"] == ["colours"] and asked["max_length"] == 32
         assert config.digest() not in digests, override
         digests.add(config.digest())
-    assert recorded["num_fewshot"] is None and recorded["limit"] is None  # where not asked for
+    assert asked["num_fewshot"] is None and asked["limit"] is None  # where not asked for
 
 
-def test_a_task_is_known_by_the_files_of_its_folder(tmp_path):
-    (tmp_path / "x.yaml").write_text("task: x\n")
-    seen = []
-    for content in ("one", "two", "one"):
-        (tmp_path / "data.jsonl").write_text(content)
-        seen.append(zero_shot.identity(["x"], str(tmp_path))["task_files"])
-    assert seen[0] == seen[2] != seen[1]
-
-
-@pytest.mark.parametrize("tag", ["!function u.f", "!%66unction u.f"])
-def test_python_code_of_task_files_is_refused_without_a_flag(tmp_path, tag, trained):
+def test_task_files_are_known_by_content_and_name_no_code_without_a_flag(tmp_path):
     """... also in a file outside the folder that one of its files includes."""
-    folder, included = tmp_path / "tasks", tmp_path / "base"
+    folder = tmp_path / "tasks"
     folder.mkdir()
     (folder / "x.yaml").write_text("task: x\ninclude: ../base\n")
-    included.write_text(f"doc_to_text: {tag}\n")
-    overrides = ["tasks=[x]", f"task_folder={folder}", f"run={trained.directory}"]
-    message = (
-        r"base has the tag !function u\.f, with which lm-eval runs Python code; .* allow_code="
-    )
-    with pytest.raises(UserError, match=message):
-        config.load(overrides).digest()
-    assert config.load([*overrides, "allow_code=true"]).digest()
+    seen = []
+    for content in ("one", "two", "one"):
+        (folder / "data.jsonl").write_text(content)
+        (tmp_path / "base").write_text("doc_to_text: text\n")
+        seen.append(zero_shot.identity(["x"], str(folder))["task_files"])
+    assert seen[0] == seen[2] != seen[1]
+    for tag in ("!function u.f", "!%66unction u.f"):
+        (tmp_path / "base").write_text(f"doc_to_text: {tag}\n")
+        message = r"base has the tag !function u\.f, with which lm-eval runs Python .* allow_code="
+        with pytest.raises(UserError, match=message):
+            zero_shot.identity(["x"], str(folder))
+        assert zero_shot.identity(["x"], str(folder), allow_code=True)["task_files"]
 
 
 def test_an_unknown_task_is_one_line(trained, local, monkeypatch):
+    """lm-eval is without its own 14,000 tasks, which take a while to list."""
     import lm_eval.tasks
 
     manager = functools.partial(lm_eval.tasks.TaskManager, include_defaults=False)
     monkeypatch.setattr(
-        lm_eval.tasks,
-        "TaskManager",  # without its own 14,000 tasks, which take a while to list
-        lambda include_path, include_defaults=False: manager(include_path=include_path),
+        lm_eval.tasks, "TaskManager", lambda include_path, **_: manager(include_path=include_path)
     )
-    config = evaluate.load(
-        ["tasks=[colours,smells]", "task_folder=.", f"run={trained.directory}", "impl.device=cpu"]
-    )
-    with pytest.raises(UserError, match=r"lm-eval \S+ has no task smells, nor has \.") as caught:
+    config = evaluate.load(options("tasks=[colours,smells]", f"run={trained.directory}"))
+    with pytest.raises(UserError, match=r"lm-eval \S+ has no task smells, nor has \.$"):
         evaluate.run(config, quiet)
-    assert "\n" not in str(caught.value)
