@@ -86,7 +86,7 @@ def footprint(
     """The footprint of a training step.
 
     Args:
-        build: builds the plain model; called on the meta device.
+        build: builds the plain model; called with fake tensors.
         loss: computes the loss of one micro-batch; called with the model and fake tensors.
         dtype: dtype of autocast, None for no autocast.
         compiled: the loss keeps the logits in autocast's dtype, instead of log-probabilities in
@@ -95,13 +95,11 @@ def footprint(
         repack: dgrad's operand is packed in each backward pass, if a layer supports it, and not
             kept.
     """
-    with torch.device("meta"):
-        model = build()
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     with fake, _Watch() as watch, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of operators about fake tensors
+        model = build()
         parameters = sum(p.numel() for p in model.parameters() if p.requires_grad)
-        _on_cpu(model)
         method.convert(model, dtype)
         if repack:
             method.check_repacks()
@@ -167,22 +165,6 @@ def _hold_packed(layer: SparseLinear, repack: bool) -> None:
         layer.accelerate(replace(layer.candidates(), repack=repack and layer.repacks))
     finally:
         del layer.pack
-
-
-def _on_cpu(model: nn.Module) -> None:
-    """Replace meta tensors by fake CPU tensors, which autocast supports; tied ones stay tied."""
-    made: dict[int, Tensor] = {}
-    for module in model.modules():
-        for tensors in (module._parameters, module._buffers):
-            for name, tensor in tensors.items():
-                if tensor is None:
-                    continue
-                if id(tensor) not in made:
-                    fake = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
-                    if isinstance(tensor, nn.Parameter):
-                        fake = nn.Parameter(fake, requires_grad=tensor.requires_grad)
-                    made[id(tensor)] = fake
-                tensors[name] = made[id(tensor)]  # type: ignore[assignment]
 
 
 class _Fused(TorchFunctionMode):

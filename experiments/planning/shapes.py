@@ -80,7 +80,7 @@ def stand_in(config: Any) -> Iterator[str]:
 
 
 def build(run: RunConfig, hf: Any = None) -> nn.Module:
-    """The model of a run with arbitrary weights; meant for the meta device.
+    """The model of a run with arbitrary weights, built of fake tensors.
 
     hf: the transformers config of its checkpoint, if it starts from one.
     """

@@ -187,24 +187,6 @@ def test_what_calls_read_stays_where_graphs_of_them_read_it(monkeypatch):
         assert {part: reads.lost() for part, reads in seen.items()} == {part: [] for part in seen}
 
 
-def test_memory_counts_the_parts():
-    built = linear.build("fst", SHAPE, torch.float32, CPU, "dense", 1)
-    weight = 4 * 16 * 32
-    keys_and_phase = 2 * 8
-    assert variants.bytes_held(built.converted) == {
-        "weights": weight,
-        "masks": 16 * 32 + 1,  # a byte a weight, and whether the layer is dense
-        "packed": 0,
-        "operands": weight + keys_and_phase,
-    }
-    built = linear.build("dense", SHAPE, torch.float32, CPU, "dense", 1)
-    optimizer = torch.optim.AdamW(built.converted.model.parameters())
-    built.forward_backward(0)
-    optimizer.step()
-    step_number = 4
-    assert variants.bytes_held(built.converted, optimizer)["optimizer"] == 2 * weight + step_number
-
-
 def test_the_gate_sees_each_product(monkeypatch):
     """One that is off by a percent, with FP8, too: what that rounds is part of what is expected.
     A method without a setup has its default options."""

