@@ -85,6 +85,10 @@ def mlp(c: int, f: int) -> tuple[tuple[int, int], ...]:
     return (c, f), (f, c)
 
 
+def of_tokens(build: Callable[[], Built], config: Any, tokens: int) -> Workload:
+    return Workload(build, tokens, tokens, "tokens", mlp(config.n_embd, config.ffn_width))
+
+
 def gpt2(size: str, batch: int, length: int) -> Workload:
     config = GPTConfig.of_size(size)
 
@@ -95,9 +99,7 @@ def gpt2(size: str, batch: int, length: int) -> Workload:
         blocks: list[nn.Module] = [*model.transformer.h, head]
         return model, lambda: head(model.transformer(ids[0]), ids[1]), blocks
 
-    return Workload(
-        build, batch * length, batch * length, "tokens", mlp(config.n_embd, config.ffn_width)
-    )
+    return of_tokens(build, config, batch * length)
 
 
 def translation(size: str, batch: int, length: int) -> Workload:
@@ -116,8 +118,7 @@ def translation(size: str, batch: int, length: int) -> Workload:
 
         return model, loss, blocks
 
-    linears = mlp(config.n_embd, config.ffn_width)
-    return Workload(build, batch * length, batch * length, "tokens", linears)
+    return of_tokens(build, config, batch * length)
 
 
 def stack(layers: int, heads: int, widths: tuple[int, int], batch: int, length: int) -> Workload:
@@ -128,9 +129,7 @@ def stack(layers: int, heads: int, widths: tuple[int, int], batch: int, length: 
         x = torch.randn(batch, length, config.n_embd)
         return model, lambda: square(model(x)), list(model.h)
 
-    return Workload(
-        build, batch * length, batch * length, "tokens", mlp(config.n_embd, config.ffn_width)
-    )
+    return of_tokens(build, config, batch * length)
 
 
 def all_linears(job: Workload, config: GPTConfig) -> Workload:

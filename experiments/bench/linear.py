@@ -23,7 +23,6 @@ from experiments.bench.variants import VARIANTS, Bench, Converted
 from methods.nn.gemms import DENSE
 
 Shape = tuple[int, int, int]  # tokens, in, out
-Codes = list[tuple[torch.Tensor, torch.Tensor]]  # codes of a matrix and its transpose, by buffer
 
 QUICK_SHAPES: tuple[Shape, ...] = ((64, 64, 128),)
 CPU_SHAPES: tuple[Shape, ...] = ((2048, 768, 3072),)
@@ -111,29 +110,30 @@ def dense_products(
     """Milliseconds of each of the three products, dense, in `dtype` and on a GPU in FP8."""
     tokens, inputs, outputs = shape
     device = options.device
-    x, dy, w = (
-        [torch.randn(size, device=device, dtype=dtype) for _ in range(BUFFERS)]
-        for size in ((tokens, inputs), (tokens, outputs), (outputs, inputs))
-    )
+    sizes = {"x": (tokens, inputs), "dy": (tokens, outputs), "w": (outputs, inputs)}
+    made = {
+        name: [torch.randn(size, device=device, dtype=dtype) for _ in range(BUFFERS)]
+        for name, size in sizes.items()
+    }
+    x, dy, w = made.values()
     calls: dict[str, Call] = {
         "fprop": lambda i: F.linear(x[i], w[i]),
         "dgrad": lambda i: dy[i] @ w[i],
         "wgrad": lambda i: dy[i].t() @ x[i],
     }
     if device.type == "cuda":
-        x8, w8 = ([dense_fp8.quantize(t, dense_fp8.E4M3)[:2] for t in ts] for ts in (x, w))
-        dy8 = [dense_fp8.quantize(t, dense_fp8.E5M2)[:2] for t in dy]
-        one = torch.ones((), device=device)
-        operands: dict[str, tuple[Codes, Codes, int, int, bool]] = {
-            "fprop": (x8, w8, 0, 0, True),
-            "dgrad": (dy8, w8, 0, 1, False),
-            "wgrad": (dy8, x8, 1, 1, False),
+        one, formats = torch.ones((), device=device), {"dy": dense_fp8.E5M2}
+        codes = {  # of each matrix and of its transpose
+            name: [dense_fp8.quantize(t, formats.get(name, dense_fp8.E4M3))[:2] for t in tensors]
+            for name, tensors in made.items()
         }
 
-        def scaled(a: Codes, b: Codes, p: int, q: int, fast: bool, i: int) -> torch.Tensor:
-            return dense_fp8.product(a[i][p], b[i][q], (one, one), dtype, fast)
+        def scaled(a: str, b: str, p: int, q: int, fast: bool, i: int) -> torch.Tensor:
+            return dense_fp8.product(codes[a][i][p], codes[b][i][q], (one, one), dtype, fast)
 
-        calls |= {f"fp8 {name}": partial(scaled, *operand) for name, operand in operands.items()}
+        calls["fp8 fprop"] = partial(scaled, "x", "w", 0, 0, True)
+        calls["fp8 dgrad"] = partial(scaled, "dy", "w", 0, 1, False)
+        calls["fp8 wgrad"] = partial(scaled, "dy", "x", 1, 1, False)
     times = in_turns(calls, device, options.repeats, BUFFERS)
     rates = {dtype: {name: times[name].ms for name in variants.PRODUCTS}}
     if device.type == "cuda":

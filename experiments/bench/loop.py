@@ -28,14 +28,8 @@ from experiments.bench import linear, variants
 from experiments.bench.jobs import Built, Workload, mlp, vit
 from experiments.bench.report import Report, Row
 from experiments.bench.step import Step
-from experiments.bench.timing import (
-    SETTLE_LIMIT_S,
-    SUSTAINED_S,
-    Time,
-    in_turns,
-    quantiles,
-    settled,
-)
+from experiments.bench.timing import SETTLE_LIMIT_S, SUSTAINED_S, Time, in_turns, quantiles, settled
+from experiments.bench.train import precision
 from experiments.support.errors import UserError
 from methods.nn.linear import SparseLinear
 from methods.nn.operands import Packed
@@ -250,7 +244,7 @@ def host(name: str, width: int, matmul: str, options: argparse.Namespace) -> Row
     def passes(layer: nn.Module) -> None:
         x.grad = None
         layer.zero_grad()
-        with autocast(on):
+        with torch.autocast(on.type, dtype, enabled=on.type == "cuda"):
             y = layer(x)
         y.backward(dy)
 
@@ -288,11 +282,3 @@ def launched(run: Any, device: torch.device) -> float:
 
 def dtype_of(device: torch.device) -> torch.dtype:
     return torch.bfloat16 if device.type == "cuda" else torch.float32
-
-
-def precision(device: torch.device) -> str:
-    return "bfloat16 autocast" if device.type == "cuda" else "float32"
-
-
-def autocast(device: torch.device) -> Any:
-    return torch.autocast("cuda", torch.bfloat16) if device.type == "cuda" else nullcontext()

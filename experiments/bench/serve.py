@@ -29,7 +29,7 @@ from torch import nn
 from common_kernels import nm_mask
 from common_kernels.decode import MOST
 from experiments.bench.report import Report, Row
-from experiments.bench.timing import Time, in_turns
+from experiments.bench.timing import in_turns
 from experiments.bench.variants import agree
 from models.decoding import Decoder
 from models.packed import Limits, PackedProduct, limits_of, pack
@@ -41,11 +41,7 @@ WORK = {  # the variants of each kind of work
     "prefill": ("dense", "packed"),
     "generation": ("dense", "few", "packed"),
 }
-THOROUGH = {
-    **WORK,
-    "prefill": ("dense", "packed", "chosen"),
-    "generation": ("dense", "few", "packed", "chosen"),
-}
+THOROUGH = {w: (*v, "chosen") if w in ("prefill", "generation") else v for w, v in WORK.items()}
 LIMITS = {"few": Limits(MOST, None), "packed": Limits(MOST, 0), "chosen": None}
 
 
@@ -102,7 +98,9 @@ def measure(size: Size, chosen: list[str], options: argparse.Namespace, report: 
             continue
         wanted = [name.partition(", ")[2] for name in chosen if name.startswith(f"{work}, ")]
         in_graphs = graphs and work != "prefill"
-        models = {"dense": dense, **variants_of(dense, wanted, in_graphs, report)}
+        models = {"dense": dense}
+        for name in (name for name in wanted if name != "dense"):
+            models |= packed(dense, name, in_graphs, report)
         gate(models, size, report)
         if "chosen" in models:
             where = " in a CUDA graph" if in_graphs else ""
@@ -118,7 +116,10 @@ def measure(size: Size, chosen: list[str], options: argparse.Namespace, report: 
             done = NEW if "text" in work else count
             for name in (name for name in wanted if name in models):
                 shape, used = f"{size.name}, {count} {unit}", used_by(models[name])
-                report.add(row(f"{work}, {name}", shape, used, times, done))
+                peers = {"dense": times["dense"].ms}
+                figures = {"tokens/s": 1e3 * done / times[name].ms}
+                what = (f"{work}, {name}", "bfloat16", shape, used, times[name])
+                report.add(Row(*what, peers, figures=figures))
 
 
 def works(work: str, size: Size) -> Iterable[tuple[int, str, Callable[[Any, int], Any]]]:
@@ -151,23 +152,16 @@ def build(size: Size, device: torch.device) -> Any:
     return dense.requires_grad_(False)
 
 
-def variants_of(
-    dense: Any, names: Iterable[str], graphs: bool, report: Report
-) -> dict[str, nn.Module]:
-    """The packed variants of a model by name. They share its weights."""
-    models: dict[str, nn.Module] = {}
-    for name in names:
-        if name == "dense":
-            continue
-        with torch.inference_mode(False):
-            model = copy.deepcopy(dense, {id(p): p for p in dense.parameters()})
-        try:
-            pack(model, LIMITS[name], graphs=graphs)
-        except ValueError as reason:
-            report.leave_out(f"{name}: {reason}")
-        else:
-            models[name] = model
-    return models
+def packed(dense: Any, name: str, graphs: bool, report: Report) -> dict[str, nn.Module]:
+    """The packed variant of a model by its name, which shares the weights; {} if it cannot be."""
+    with torch.inference_mode(False):
+        model = copy.deepcopy(dense, {id(p): p for p in dense.parameters()})
+    try:
+        pack(model, LIMITS[name], graphs=graphs)
+    except ValueError as reason:
+        report.leave_out(f"{name}: {reason}")
+        return {}
+    return {name: model}
 
 
 def used_by(model: nn.Module) -> str:
@@ -229,13 +223,6 @@ def text(model: Any, prompt: int, compiled: bool) -> Callable[[int], Any]:
         return logits.argmax(-1)
 
     return generate
-
-
-def row(name: str, shape: str, used: str, times: Mapping[str, Time], count: int) -> Row:
-    own = times[name.rpartition(", ")[2]]
-    peers = {"dense": times["dense"].ms}
-    figures = {"tokens/s": 1e3 * count / own.ms}
-    return Row(name, "bfloat16", shape, used, own, peers, figures=figures)
 
 
 def add_limits(where: str, model: nn.Module, size: Size, report: Report) -> None:

@@ -160,10 +160,8 @@ def lines(planned: Planned) -> Iterator[str]:
     run, gpus, memory = planned.run, planned.options.gpus, planned.options.gpu_memory
     samples = planned.micro_batch()
     found = planned.memory()
-    parameters, parts = (
-        planned.footprint(samples).parameters,
-        run.train.batch_size // samples // gpus,
-    )
+    parameters = planned.footprint(samples).parameters
+    parts = run.train.batch_size // samples // gpus
     yield f"{run.model_name} with the method {run.method}: {parameters:,} weights"
     yield f"GPUs: {gpus}{f', with {run.impl.shard}' if gpus > 1 else ''}"
     yield f"micro-batches a step: {parts}, each of {samples} samples a GPU, in {run.train.dtype}"
