@@ -26,6 +26,7 @@ from common_kernels.mvue import mvue24
 from common_kernels.pack import Packed24, convert24, pack24, unpack24
 from common_kernels.pack.interop import to_semi_structured
 from common_kernels.philox import philox4x32
+from common_kernels.relu24 import relu24
 from common_kernels.soft_threshold import soft_threshold24
 
 __all__ = [
@@ -52,6 +53,7 @@ __all__ = [
     "pack_mask",
     "philox4x32",
     "quantize_fp8",
+    "relu24",
     "soft_threshold24",
     "swiglu",
     "to_semi_structured",

@@ -4,7 +4,7 @@ strides, but lie on one device."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from itertools import cycle
+from itertools import cycle, product
 
 import pytest
 import torch
@@ -33,6 +33,8 @@ from common_kernels.pack import reference as pack
 from common_kernels.pack.compressed import prune_and_pack24_
 from common_kernels.pack.operands import pack24_, pack_both24_, sample_pack24
 from common_kernels.pack.weight import Compressed24
+from common_kernels.relu24 import reference as relu24
+from common_kernels.relu24 import relu24_backward, relu24_packed
 from common_kernels.soft_threshold import reference as soft_threshold
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -264,6 +266,22 @@ def test_gated_activations_forward_and_backward(name, backend):
 
 
 @every_backend
+def test_squared_relu_of_which_two_of_four_stay(backend):
+    """To the last bit, forward and backward, NaN, Inf and groups without a positive entry too."""
+    turns = cycle(LAYOUTS.values())
+    for shape in ((3, 4), (5, 2, 12), (70, 36), (0, 8)):
+        for dtype, prune in product(DTYPES, (True, False)):
+            z, dh = numbers(shape, dtype, special=True), numbers(shape, dtype, 1)
+            want = relu24.relu24(z, prune)
+            on = next(turns)(z).to(DEVICE).detach().requires_grad_()
+            got = ck.relu24(on, prune, backend=backend)
+            got.backward(dh.to(DEVICE))
+            same_bits(got.detach(), want)
+            dz = on.grad.clone(memory_format=torch.contiguous_format)
+            same_bits(dz, relu24.relu24_backward(dh, want))
+
+
+@every_backend
 def test_lowrank(backend):
     """Slices of one tensor, with one rounding of rank + 3 fp32 terms, of which tensor cores
     truncate the last two bits."""
@@ -446,6 +464,12 @@ def cases():
             lambda backend, x: torch.ops.sparse24.glu_backward(x[:, :32], x, "gelu", backend),
             {"x": w},
         ),
+        "relu24_packed": (pure(relu24_packed, "cutlass_sm90"), {"z": w.to(BF16)}),
+        "relu24_backward": (
+            pure(relu24_backward, "cusparselt_sm90"),
+            {"dh": w.to(BF16), "h": torch.where(mask, w.abs(), 0.0).to(BF16)},
+        ),
+        "relu24": (pure(ck.relu24), {"z": w}),
         "lowrank_addmm": (
             pure(ck.lowrank_addmm),
             {"y1": w, "y2": numbers((128, 8)).to(DEVICE), "r": numbers((8, 64)).to(DEVICE),

@@ -1,0 +1,91 @@
+"""Squared ReLU pruned to 2:4 in Triton: activation, choice of two and packing in one pass, and its
+gradient and packing in one."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from common_kernels.launch import cast, keep24, launch, magnitude
+from common_kernels.pack import VENDOR
+from common_kernels.pack.triton import (
+    entries_stored,
+    is_written,
+    new_buffer,
+    order_of,
+    split,
+    split_fours,
+    store_meta,
+)
+from common_kernels.relu24 import cpu
+
+
+def relu24(z: Tensor, prune: bool, layout: str) -> tuple[Tensor, Tensor]:
+    return run(z.contiguous(), None, prune, layout)
+
+
+def relu24_backward(dh: Tensor, h: Tensor, layout: str) -> tuple[Tensor, Tensor]:
+    return run(dh.contiguous(), h.contiguous(), True, layout)
+
+
+def run(x: Tensor, h: Tensor | None, prune: bool, layout: str) -> tuple[Tensor, Tensor]:
+    """The result, of x's shape, and its packed bytes. h: given for the gradient."""
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    own = "" if layout == VENDOR else layout
+    # As for `pack.triton.pack`: the smallest whole blocks of metadata.
+    order = order_of(own, x.dtype) if own else ""
+    groups, warps = (8, 4) if not own or is_written(order, 8) else (16, 8)
+    buffer = torch.empty(0, dtype=torch.uint8, device=x.device)
+    values = meta = buffer
+    if own:
+        buffer = new_buffer(*x.shape, x.dtype, x.device, own)
+        values, meta = split(buffer, x.numel(), x.dtype)
+    if x.numel():
+        rows, columns = x.shape if own else (x.numel(), 4 * groups)
+        launch(
+            relu24_kernel, triton.cdiv(x.numel(), 256 * groups), x.device,
+            x, x if h is None else h, out, values, meta, rows, columns,
+            BACKWARD=h is not None, PRUNE=prune, ORDER=order, GROUPS=groups, num_warps=warps,
+        )  # fmt: skip
+    if layout == VENDOR:  # which packs a pruned matrix itself
+        buffer = cpu.packed(out, (out if h is None else h) != 0, layout)
+    return out, buffer
+
+
+@triton.jit
+def relu24_kernel(
+    x, h, out, values, meta, rows, columns,
+    BACKWARD: tl.constexpr, PRUNE: tl.constexpr, ORDER: tl.constexpr, GROUPS: tl.constexpr,
+):  # fmt: skip
+    """Blocks of 64 rows by GROUPS groups; without ORDER nothing is packed, `rows` is the number of
+    entries, and a row of the block follows the other in memory."""
+    across = columns // (4 * GROUPS)
+    stripe = (tl.program_id(0) // across).to(tl.int64)
+    first_group = (tl.program_id(0) % across) * GROUPS
+    r = tl.arange(0, 64)[:, None]
+    start = stripe * 64 * columns + 4 * first_group
+    at = start + r * columns + tl.arange(0, 4 * GROUPS)[None, :]
+    inside = at < rows if ORDER == "" else at >= 0
+    a = split_fours(tl.load(x + at, mask=inside, other=0).to(tl.float32), 64, GROUPS)
+    if BACKWARD:
+        b = split_fours(tl.load(h + at, mask=inside, other=0).to(tl.float32), 64, GROUPS)
+        k = b[0] != 0, b[1] != 0, b[2] != 0, b[3] != 0
+        e0, e1 = 2 * a[0] * tl.sqrt_rn(b[0]), 2 * a[1] * tl.sqrt_rn(b[1])
+        e2, e3 = 2 * a[2] * tl.sqrt_rn(b[2]), 2 * a[3] * tl.sqrt_rn(b[3])
+    else:
+        # NaN is not at most 0 and stays.
+        a0, a1 = tl.where(a[0] <= 0, 0.0, a[0]), tl.where(a[1] <= 0, 0.0, a[1])
+        a2, a3 = tl.where(a[2] <= 0, 0.0, a[2]), tl.where(a[3] <= 0, 0.0, a[3])
+        k = keep24(magnitude(a0), magnitude(a1), magnitude(a2), magnitude(a3))
+        e0, e1, e2, e3 = a0 * a0, a1 * a1, a2 * a2, a3 * a3
+    if PRUNE:
+        e0, e1 = tl.where(k[0], e0, 0.0), tl.where(k[1], e1, 0.0)
+        e2, e3 = tl.where(k[2], e2, 0.0), tl.where(k[3], e3, 0.0)
+    whole = tl.reshape(tl.join(tl.join(e0, e2), tl.join(e1, e3)), [64, 4 * GROUPS])
+    tl.store(out + at, cast(whole, out.dtype.element_ty), mask=inside)
+    if ORDER != "":
+        pairs, nibbles = entries_stored(e0, e1, e2, e3, k)
+        half = r * (columns // 2) + tl.arange(0, 2 * GROUPS)[None, :]
+        both = cast(tl.reshape(pairs, [64, 2 * GROUPS]), values.dtype.element_ty)
+        tl.store(values + start // 2 + half, both)
+        store_meta(meta, nibbles, stripe, first_group, rows, columns, ORDER, GROUPS)

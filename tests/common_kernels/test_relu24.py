@@ -1,0 +1,68 @@
+"""Squared ReLU pruned to 2:4: by hand, against autograd, and packed in the same pass."""
+
+import pytest
+import torch
+
+from common_kernels import relu24, unpack24
+from common_kernels.backend import HAS_TRITON
+from common_kernels.pack import BUFFERED, cpu
+from common_kernels.relu24 import relu24_backward, relu24_packed
+from tests.each import each
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+BACKENDS = ["cpu", *(["triton"] if HAS_TRITON else [])]
+every_backend = each("backend", BACKENDS)
+
+
+@every_backend
+def test_by_hand(backend):
+    """Large negative entries are zero before the choice; the lower index wins a tie."""
+    z = torch.tensor(
+        [[1.0, -9.0, 3.0, 2.0, 2.0, 2.0, 2.0, -1.0]], device=DEVICE, requires_grad=True
+    )
+    h = relu24(z, backend=backend)
+    assert h.tolist() == [[0.0, 0.0, 9.0, 4.0, 4.0, 4.0, 0.0, 0.0]]
+    h.backward(torch.full_like(h, 10.0))
+    assert z.grad.tolist() == [[0.0, 0.0, 60.0, 40.0, 40.0, 40.0, 0.0, 0.0]]
+    assert relu24(z, prune=False, backend=backend).tolist()[0][:4] == [1.0, 0.0, 9.0, 4.0]
+
+
+@every_backend
+def test_the_gradient_is_autograds_of_what_is_kept(backend):
+    torch.manual_seed(0)
+    z, dh = torch.randn(2, 16, 32).to(DEVICE).unbind(0)
+    ours, plain = z.clone().requires_grad_(), z.clone().requires_grad_()
+    h = relu24(ours, backend=backend)
+    h.backward(dh)
+    (plain.relu().square() * (h != 0)).backward(dh)
+    torch.testing.assert_close(ours.grad, plain.grad, rtol=2**-22, atol=0)
+
+
+@each(("dtype", "layout"), [
+    (torch.bfloat16, BUFFERED), (torch.float16, BUFFERED), (torch.bfloat16, "cutlass_sm80"),
+    (torch.bfloat16, "cutlass_sm90_k128"),
+])  # fmt: skip
+def test_packed_in_the_same_pass(dtype, layout):
+    """The bytes of both backends are those of the dense result, packed for itself."""
+    torch.manual_seed(0)
+    z, dh = torch.randn(2, 128, 256).to(DEVICE, dtype).unbind(0)
+    z[0, :8] = torch.tensor([1.0, 1.0, 1.0, 1.0, -1.0, -1.0, -1.0, 2.0])
+    h = relu24(z, backend="cpu")
+    for backend in BACKENDS:
+        dense, packed = relu24_packed(z, layout, backend=backend)
+        assert torch.equal(dense, h) and torch.equal(unpack24(packed), h)
+        dz, gradient = relu24_backward(dh, h, layout, backend=backend)
+        assert gradient is not None and torch.equal(unpack24(gradient), dz)
+        assert torch.equal(gradient.buffer, cpu.pack(dz, h != 0, layout))
+        assert torch.equal(dz, relu24_backward(dh, h, backend="cpu")[0])
+        _, plain = relu24_packed(z, layout, backend="cpu")
+        assert torch.equal(packed.buffer, plain.buffer)
+
+
+def test_what_is_refused():
+    with pytest.raises(ValueError, match=r"\(2, 6\)"):
+        relu24(torch.ones(2, 6))
+    with pytest.raises(TypeError, match="float64"):
+        relu24(torch.ones(2, 4, dtype=torch.float64))
+    with pytest.raises(ValueError, match="dh and h"):
+        relu24_backward(torch.ones(2, 4), torch.ones(2, 8))
