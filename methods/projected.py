@@ -24,7 +24,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from common_kernels import nm_mask
 from common_kernels.adamw import Rule
@@ -87,13 +87,9 @@ class Method(base.Method):
     def capabilities(self) -> base.Capabilities:
         return replace(super().capabilities, changes_only_weights=True)
 
-    def convert(self, model: nn.Module, dtype: torch.dtype | None = None) -> base.Report:
-        if self.config.healing_fraction and not self.config.total_steps:
-            raise ValueError(
-                f"healing_fraction={self.config.healing_fraction} of how many steps? set "
-                "total_steps, or healing_fraction=0"
-            )
-        return super().convert(model, dtype)
+    @property
+    def fraction(self) -> str:
+        return "healing_fraction" if self.config.healing_fraction else ""
 
     def heals_at(self, step: int) -> bool:
         """True if the mask is frozen in optimizer step `step`."""

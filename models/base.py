@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from typing import Any, ClassVar, Self
 
-from torch import nn
+from torch import Tensor, nn
 
 
 def param_groups(
@@ -22,6 +22,14 @@ def param_groups(
         {"params": groups[0], "weight_decay": weight_decay},
         {"params": groups[1], "weight_decay": 0.0},
     ]
+
+
+class SquaredReLU(nn.Module):
+    """relu(x)^2."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        positive = x.relu()
+        return positive * positive
 
 
 class Model(nn.Module):

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from models.base import Model, TextConfig, check_length, check_sizes
+from models.base import Model, SquaredReLU, TextConfig, check_length, check_sizes
 from models.conversion import check_plain, check_settings
 
 if TYPE_CHECKING:
@@ -40,7 +40,8 @@ class GPTConfig(TextConfig):
     vocab_size: 50304 is GPT-2's 50257 rounded up to a multiple of 64.
     block_size: longest sequence.
     bias: True for biases in all linears and layer norms; the head and the embeddings have none.
-    gelu: `erf` (exact) or `tanh` (the approximation that the released GPT-2 uses).
+    gelu: `erf` (exact) or `tanh` (the approximation that the released GPT-2 uses); or `relu2`,
+        squared ReLU in its place.
     n_inner: width of the feed-forward networks; None = 4 * n_embd. With 2 * n_embd a dense model
         has as many weights there as a 2:4 model has non-zero ones (FST's baseline "half").
     """
@@ -59,8 +60,8 @@ class GPTConfig(TextConfig):
 
     def __post_init__(self) -> None:
         check_sizes(self)
-        if self.gelu not in ("erf", "tanh"):
-            raise ValueError(f"gelu must be 'erf' or 'tanh', got {self.gelu!r}")
+        if self.gelu not in _GELU_FROM_HF.values():
+            raise ValueError(f"gelu must be 'erf', 'tanh' or 'relu2', got {self.gelu!r}")
 
 
 class Attention(nn.Module):
@@ -88,7 +89,9 @@ class MLP(nn.Module):
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
         self.c_fc = nn.Linear(config.n_embd, config.ffn_width, bias=config.bias)
-        self.gelu = nn.GELU(approximate="none" if config.gelu == "erf" else "tanh")
+        approximation = "none" if config.gelu == "erf" else "tanh"
+        squared = config.gelu == "relu2"
+        self.gelu = SquaredReLU() if squared else nn.GELU(approximate=approximation)
         self.c_proj = nn.Linear(config.ffn_width, config.n_embd, bias=config.bias)
         self.dropout = nn.Dropout(config.dropout)
 
@@ -173,7 +176,8 @@ class GPT(Model):
 
 # Hugging Face's GPT-2 stores these weights as [in, out] (its Conv1D), torch.nn.Linear as [out, in].
 _CONV1D = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")
-_GELU_FROM_HF = {"gelu": "erf", "gelu_new": "tanh", "gelu_pytorch_tanh": "tanh"}
+_GELU_FROM_HF = {"gelu": "erf", "gelu_pytorch_tanh": "tanh", "gelu_new": "tanh", "relu2": "relu2"}
+_GELU_TO_HF = {ours: theirs for theirs, ours in _GELU_FROM_HF.items()}
 
 
 def _transpose_conv1d(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -260,7 +264,7 @@ def to_hf(model: GPT) -> GPT2LMHeadModel:
             n_layer=config.n_layer,
             n_head=config.n_head,
             n_inner=config.n_inner,
-            activation_function="gelu" if config.gelu == "erf" else "gelu_new",
+            activation_function=_GELU_TO_HF[config.gelu],
             resid_pdrop=config.dropout,
             embd_pdrop=config.dropout,
             attn_pdrop=config.dropout,

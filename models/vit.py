@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from models.base import Model, Sized, param_groups
+from models.base import Model, Sized, SquaredReLU, param_groups
 from models.conversion import check_plain, check_settings
 
 if TYPE_CHECKING:
@@ -49,6 +49,7 @@ class ViTConfig(Sized):
         patch size; position embeddings are interpolated.
     init: initialisation of linears, `timm` (normal, 0.02) or `jax` (Xavier-uniform, as in the
         original code of ViT; small widths need it).
+    squared_relu: squared ReLU in the place of GELU.
     """
 
     width: int
@@ -65,6 +66,7 @@ class ViTConfig(Sized):
     norm_eps: float = 1e-6
     dynamic_image_size: bool = False
     init: str = "timm"
+    squared_relu: bool = False
 
     sizes = SIZES
 
@@ -114,6 +116,7 @@ class ViT(Model):
             norm_layer=partial(LayerNorm, eps=config.norm_eps),
             dynamic_img_size=config.dynamic_image_size,
             weight_init="jax" if config.init == "jax" else "",
+            act_layer=SquaredReLU if config.squared_relu else None,
         )
         if config.drop_path_uniform:
             for block in self.vit.blocks:
@@ -228,10 +231,11 @@ def to_hf(model: ViT) -> ViTForImageClassification | ViTModel:
     config = model.config
     with torch.device("meta"):
         check_plain("ViT", model.state_dict(), ViT(config).state_dict())
-    if config.init_values is not None or config.pool != "token":
+    if config.init_values is not None or config.pool != "token" or config.squared_relu:
         raise ValueError(
-            f"transformers' ViT has no layer scale and no average pooling; this model has "
-            f"init_values={config.init_values}, pool={config.pool!r}; its module `vit` is timm's"
+            f"our copy to transformers' ViT knows GELU, no layer scale and no average pooling; "
+            f"this model has init_values={config.init_values}, pool={config.pool!r}, squared_relu="
+            f"{config.squared_relu}; its module `vit` is timm's"
         )
     settings: dict[str, Any] = {
         "hidden_size": config.width,

@@ -269,7 +269,7 @@ def problems(
         blocks = -(-tokens // MULTIPLE) * MULTIPLE
         return {
             "fprop": Problem(blocks, columns, rows, dtype, dtype, True, False),
-            "dgrad": dgrad,
+            "dgrad": Problem(blocks, rows, columns, dtype, dtype, False, False),
             "wgrad": Problem(columns, blocks, rows, dtype, dtype, False, True),
         }
     return {

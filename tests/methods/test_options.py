@@ -8,6 +8,7 @@ from torch import nn
 import methods
 
 REFUSED = [
+    ("act24", {"dense_fraction": 1.5}, r"dense_fraction=1\.5; it must lie in \[0, 1\]"),
     ("ast", {"alpha": -1.0}, r"alpha=-1\.0"),
     ("ast", {"alpha": math.nan}, "alpha=nan"),
     ("ast", {"metric": "random"}, "metric='random'; choose one of magnitude, wanda"),
@@ -76,6 +77,7 @@ REFUSED = [
     ("step", {"max_fraction": 1.0}, r"max_fraction=1\.0"),
 ]
 NEED_A_LENGTH = [
+    ("act24", {"dense_fraction": 0.5}, r"dense_fraction=0\.5 of how many steps"),
     ("ast", {}, r"ramp_fraction=0\.25 of how many steps\?"),
     ("cast", {}, "the decay rises over total_steps; set total_steps"),
     ("fst", {}, r"dense_fraction=0\.167 of how many steps\? set total_steps"),

@@ -69,7 +69,7 @@ def test_weights_of_transformers_give_the_same_logits():
 
 def test_our_weights_give_the_same_logits_in_transformers():
     for bias in (False, True):
-        for gelu in ("erf", "tanh"):
+        for gelu in ("erf", "tanh", "relu2"):
             ours = randomised(GPT(tiny(gelu=gelu, bias=bias, dropout=0.25, n_inner=24)))
             theirs = to_hf(ours)
             assert theirs.config.attn_pdrop == theirs.config.embd_pdrop == 0.25

@@ -105,6 +105,6 @@ def test_transformers_with_its_own_settings():
 
 
 def test_what_transformers_lacks_is_refused():
-    for settings in ({"init_values": 0.1}, {"pool": "avg"}):
+    for settings in ({"init_values": 0.1}, {"pool": "avg"}, {"squared_relu": True}):
         with pytest.raises(ValueError, match="no layer scale and no average pooling"):
             to_hf(ViT(tiny(**settings)))

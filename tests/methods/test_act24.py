@@ -1,0 +1,152 @@
+"""act24: the network against autograd, its sparse products, what it converts, what it measures."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import methods
+from common_kernels import nm_mask
+from models.base import SquaredReLU
+from models.gpt2 import GPT, GPTConfig
+from models.vit import ViT, ViTConfig
+from tests.methods.loop import training_step
+
+GPT2 = GPTConfig(
+    n_layer=2, n_head=2, n_embd=16, vocab_size=32, block_size=8, bias=True, gelu="relu2"
+)
+
+
+def network(width=16, hidden=32, bias=True):
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Linear(width, hidden, bias), SquaredReLU(), nn.Linear(hidden, width, bias)
+    )
+
+
+def converted(model, dtype=None, **options):
+    method = methods.build("act24", **{"include": ["*"], "total_steps": 4, **options})
+    method.convert(model, dtype)
+    return method
+
+
+def by_autograd(model, x, prune=True):
+    """The network in plain PyTorch, with the mask of its hidden state."""
+    z = F.linear(x, model[0].weight, model[0].bias)
+    h = z.relu().square()
+    h = h * nm_mask(h.detach()) if prune else h
+    return F.linear(h, model[2].weight, model[2].bias), h
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_a_network_is_that_of_autograd(bias):
+    """Any number of tokens; pruned, and dense from the first step on with dense_fraction=1."""
+    for options in ({}, {"dense_fraction": 1.0}, {"prune_evaluation": True}):
+        prune = "dense_fraction" not in options
+        plain, model = network(bias=bias), network(bias=bias)
+        method = converted(model, **options)
+        x, dy = torch.randn(2, 3, 5, 16).unbind(0)
+        ours, theirs = x.clone().requires_grad_(), x.clone().requires_grad_()
+        y, want = model(ours), by_autograd(plain, theirs, prune)[0]
+        torch.testing.assert_close(y, want, rtol=1e-5, atol=1e-6)
+        for result in (y, want):
+            result.backward(dy)
+        pairs = zip([ours, *model.parameters()], [theirs, *plain.parameters()], strict=True)
+        for a, b in pairs:
+            torch.testing.assert_close(a.grad, b.grad, rtol=1e-4, atol=1e-5)
+        with torch.no_grad():
+            want = by_autograd(plain, x, "prune_evaluation" in options)[0]
+            torch.testing.assert_close(model.eval()(x), want, rtol=1e-5, atol=1e-6)
+        method.finalize(model)
+        assert [type(m) for m in model] == [nn.Linear, SquaredReLU, nn.Linear]
+        torch.testing.assert_close(model(x), by_autograd(plain, x, prune=False)[0])
+
+
+def test_packed_products_are_the_dense_ones_up_to_rounding():
+    """Emulated here; padded, because 100 tokens fill no tile."""
+    pytest.importorskip("triton", reason="cuSPARSELt is emulated where Triton's interpreter runs")
+    found = []
+    for matmul in ("dense", "cusparselt"):
+        model = network(64, 128).to(torch.bfloat16)
+        method = converted(model)
+        products = method.accelerate(100, matmul)
+        wanted = matmul == "cusparselt"
+        assert (products["2"].fprop, products["0"].dgrad) == (wanted, wanted)
+        x = torch.randn(100, 64).to(torch.bfloat16).requires_grad_()
+        y = model(x)
+        y.backward(torch.ones_like(y))
+        found.append([y, *(p.grad for p in (x, *model.parameters()))])
+    for a, b in zip(*found, strict=True):
+        assert (a - b).norm() <= 2**-7 * b.norm()
+
+
+def test_the_share_of_magnitude_is_that_of_the_measured_step():
+    model = network()
+    method = converted(model, measure_every=2, flips_by_layer=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    shares = []
+    for step in range(3):
+        x = torch.randn(2, 4, 16)
+        with training_step(method, step, optimizer):
+            for micro in x:
+                model(micro).sum().backward()
+        z = F.linear(x, model[0].weight, model[0].bias).detach().relu().square()
+        shares.append(float((z * nm_mask(z)).sum() / z.sum()))
+        assert 0.5 < shares[-1] < 1
+        told = method.metrics()
+        assert told["kept_magnitude"] == pytest.approx(shares[step // 2 * 2], rel=1e-5)
+        assert told["kept_magnitude.2"] == told["kept_magnitude"]
+
+
+def test_the_networks_of_gpt2_vit_and_nemotron():
+    """Nemotron is LLaMA with two linears and squared ReLU. The state dict stays that of the
+    model."""
+    from transformers import GPT2Config, GPT2LMHeadModel, NemotronConfig, NemotronForCausalLM
+
+    small = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2}
+    gpt2 = GPT2Config(n_layer=2, n_head=2, n_embd=16, vocab_size=32, activation_function="relu2")
+    shape = {"width": 16, "depth": 2, "heads": 2, "image_size": 8, "patch_size": 4, "n_classes": 4}
+    for model, inputs in (
+        (GPT(GPT2), {"input": torch.ones(2, 8, dtype=torch.int64)}),
+        (ViT(ViTConfig(**shape, squared_relu=True)), {"input": torch.ones(2, 3, 8, 8)}),
+        (NemotronForCausalLM(NemotronConfig(**small, **heads)), None),
+        (GPT2LMHeadModel(gpt2), None),
+    ):
+        inputs = inputs or {"input_ids": torch.ones(2, 8, dtype=torch.int64)}
+        before = model.eval()(**inputs)[0]
+        keys = model.state_dict().keys()
+        method = converted(model, include="ffn", prune_evaluation=True)
+        assert len(method.layers) == 4 and model.state_dict().keys() >= keys
+        with torch.no_grad():
+            assert not torch.equal(model(**inputs)[0], before)  # something was pruned
+        method.finalize(model)
+        assert torch.equal(model(**inputs)[0], before) and model.state_dict().keys() == keys
+
+
+def test_what_is_refused():
+    model = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8))
+    with pytest.raises(ValueError, match="not one of two linears with a squared ReLU between"):
+        converted(model)
+    with pytest.raises(ValueError, match="0 and 2 are one network; convert both or neither"):
+        converted(network(), include=["0"])
+    model = network()
+    model.insert(2, nn.Dropout(0.5))
+    converted(model)
+    with pytest.raises(RuntimeError, match="something other than the activation, dropout perhaps"):
+        model(torch.ones(2, 16))
+
+
+def test_the_first_steps_may_be_dense():
+    model = network()
+    method, phases = converted(model, dense_fraction=0.5), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    x = torch.randn(8, 16)
+    for step in range(4):
+        with training_step(method, step, optimizer):
+            y = model(x)
+            y.sum().backward()
+        phases.append(method.phase())
+        want = by_autograd(model, x, prune=step > 1)[0]
+        torch.testing.assert_close(y, want, rtol=1e-5, atol=1e-6)
+    assert phases == ["dense", "dense", "sparse", "sparse"] and method.capabilities.ends_dense
