@@ -271,7 +271,7 @@ Tensor number_on(const Tensor& like) { return empty({}, aoti_torch_dtype_float32
 
 // The place of a stream for the bits of a largest magnitude.
 void* place_of(const Tensor& x, void* stream) {
-  const int64_t device = x.get_device_index(), number = reinterpret_cast<int64_t>(stream);
+  const int64_t number = reinterpret_cast<int64_t>(stream), device = x.get_device_index();
   return made_once<Launch>({device, number}, "sparse24::place24", [&] {
     return std::array<StableIValue, 2>{from(device), from(number)};
   }).space;
