@@ -10,7 +10,6 @@ from torch.sparse import _semi_structured_conversions as conversions
 from common_kernels import nm_mask, transposable_mask24
 from common_kernels.pack import VENDOR, Packed24, convert24, cpu, pack24, unpack24
 from common_kernels.pack.interop import cslt_form
-from tests.cpu_operators import swizzle_mask
 from tests.each import each
 
 FP8 = torch.float8_e4m3fn
@@ -229,7 +228,6 @@ def test_torchs_tile_packer(shape, dtype, other_people_s_operators):
         ours, (rows, columns) = pack24(dense, kept, "cutlass_sm80"), dense.shape
         same(values, ours.values)
         same(words.as_strided((rows, columns // 16), (columns // 16, 1)), ours.meta)
-    assert torch.equal(found[4].flatten(), swizzle_mask(mask).flatten())
     dense = torch.randn_like(x)
     applied, applied_t = torch._sparse_semi_structured_apply(dense, found[4])
     same(applied, pack24(dense, mask).values)

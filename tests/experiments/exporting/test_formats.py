@@ -8,7 +8,7 @@ import sys
 
 import pytest
 import torch
-from safetensors.torch import load_file, save
+from safetensors.torch import load_file
 
 from common_kernels import check24, nm_mask
 from experiments.config.run import load
@@ -256,19 +256,8 @@ def test_what_fp16_cannot_hold_is_named(finished, made_again):
 def test_a_damaged_folder_is_one_line_with_the_file(two):
     """rehashed: the file's hash is right, as if it was written so."""
     whole, compressed = two()
-    path, name = compressed / sparse.WEIGHTS, "transformer.h.0.mlp.c_fc.weight"
-    stored = load_file(path)
-
-    def with_part(key, part):
-        changed = {k: v for k, v in {**stored, key: part}.items() if v is not None}
-        return lambda _: save(changed)
-
-    positions = stored[f"{name}.positions"][:, :1].contiguous()
-    no_fit = "sparse24.safetensors does not fit"
     for folder, file, change, rehashed, message in (
         (compressed, sparse.RECORD, lambda c: c[:-9], False, "sparse24.json is damaged"),
-        (compressed, sparse.RECORD, lambda c: c.replace(b'"axis"', b'"axes"'), False,
-         "sparse24.json is damaged (tensors.transformer.h.0."),
         (compressed, sparse.WEIGHTS, lambda c: c[:-9], False, "safetensors is damaged or of"),
         (whole, "model.safetensors", lambda c: c[:-1] + b"x", False, "is damaged or of another"),
         (whole, "model.safetensors", None, False, "No such file"),  # no pickle instead
@@ -277,9 +266,6 @@ def test_a_damaged_folder_is_one_line_with_the_file(two):
          "names 'os', which is no model of transformers"),
         (whole, "config.json", lambda c: c.replace(b'"n_inner": null', b'"n_inner": 32'), True,
          "of another model: "),
-        (compressed, sparse.WEIGHTS, with_part(f"{name}.positions", positions), True, no_fit),
-        (compressed, sparse.WEIGHTS,
-         with_part(f"{name}.values", stored[f"{name}.values"].flatten()), True, no_fit),
     ):  # fmt: skip
         before = {f: (folder / f).read_bytes() for f in (file, sparse.RECORD)}
         (folder / file).unlink()
