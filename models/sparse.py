@@ -19,14 +19,14 @@ No pickle is loaded, and no remote code is run.
 
 from __future__ import annotations
 
+import copyreg
 import functools
 import hashlib
 import json
-import types
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -112,6 +112,12 @@ class LowRankTerm(nn.Module):
 
     left: nn.Parameter | None
     right: nn.Parameter
+    plain: ClassVar[Any]  # the base class
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        if type(self) is _with_low_rank(self.plain):  # which pickle cannot find by its name
+            return _empty, (self.plain,), self.__getstate__()
+        return copyreg.__newobj__, (type(self),), self.__getstate__()  # type: ignore[attr-defined]
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., in] -> [..., out]."""
@@ -133,7 +139,13 @@ class LowRankTerm(nn.Module):
 @functools.cache
 def _with_low_rank(kind: Any) -> Any:
     """The class of the linears of class `kind` with a low-rank term."""
-    return type(f"LowRank{kind.__name__}", (LowRankTerm, kind), {})
+    return type(f"LowRank{kind.__name__}", (LowRankTerm, kind), {"plain": kind})
+
+
+def _empty(plain: Any) -> Any:
+    """A linear with a low-rank term for pickle to fill."""
+    kind = _with_low_rank(plain)
+    return kind.__new__(kind)
 
 
 def add_low_rank(layer: Any, left: Tensor | None, right: Tensor) -> None:
@@ -149,7 +161,7 @@ def save_merged(model: Any) -> None:
     """Let `model.save_pretrained` write its low-rank terms merged into their weights, because no
     loader would read them from a plain folder. The model itself is not changed."""
     if any(isinstance(module, LowRankTerm) for module in model.modules()):
-        model.save_pretrained = types.MethodType(_save_merged, model)
+        model.save_pretrained = functools.partial(_save_merged, model)
 
 
 @torch.no_grad()

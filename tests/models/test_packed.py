@@ -4,6 +4,7 @@ cuSPARSELt's products are emulated where there is no GPU."""
 
 import copy
 import itertools
+import pickle
 from types import SimpleNamespace
 
 import pytest
@@ -347,7 +348,7 @@ def with_low_rank(kind):
 @torch.no_grad()
 def test_low_rank_terms_follow_the_packed_product(kind):
     model = with_low_rank(kind)
-    dense = copy.deepcopy(model)
+    dense = pickle.loads(pickle.dumps(copy.deepcopy(model)))
     assert packed.pack(model, Limits(4, 8)) == {"0": (4, 8), "1": (4, 8)}
     for tokens in (1, 4, 6, 8, 70):
         x = torch.randn(tokens, 64, device=DEVICE).bfloat16()
@@ -356,6 +357,7 @@ def test_low_rank_terms_follow_the_packed_product(kind):
             # Y1 and Y2 are rounded to bf16, and so is the sum; terms are up to sqrt(64) in size.
             torch.testing.assert_close(layer(x).float(), y, rtol=2**-6, atol=2**-4)
             x = own(x)
+    assert [type(layer) for layer in copy.deepcopy(model)] == [type(layer) for layer in model]
     layer = model[0]
     left, right, scale = layer.low_rank()
     spoil(layer)
