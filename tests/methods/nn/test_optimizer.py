@@ -105,7 +105,7 @@ def test_takes_over_the_work_and_derives_the_same(packed, monkeypatch):
     for name, options in TAKEN:
         run = Run(name, options, packed=packed, device=DEVICE)
         other = Run(name, options, fused, packed=packed, device=DEVICE)
-        for step in (3, 4, 5):  # in step 4 of 8 fst turns dense
+        for step in (3, 4, 5) if name == "fst" else (3,):  # in step 4 of 8 fst turns dense
             run.method.on_step_begin(step)
             other.load(run.state())
             assert run.works(step) == {"0", "1"}
