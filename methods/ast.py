@@ -20,6 +20,7 @@ here is lambda's final value. The KL has temperature 2 in the released code and 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, TypeVar
@@ -76,17 +77,10 @@ class Config(distillation.Config):
         base.check_choice("metric", self.metric, METRICS)
         base.check_choice("decay_route", self.decay_route, ROUTES)
         base.check_choice("slorb_init", self.slorb_init, slorb.INITS)
-        if self.calibration_sequences < 1:
-            raise ValueError(f"calibration_sequences={self.calibration_sequences}; at least 1")
-        for name in ("refresh_every", "slorb_k", "ramp_steps"):
-            value = getattr(self, name)
-            if value is not None and value < 0:
-                raise ValueError(f"{name}={value}; it must not be negative")
-        if not 0 <= self.alpha <= sr_ste.LARGEST:
-            largest = f"{sr_ste.LARGEST:g}"
-            raise ValueError(f"alpha={self.alpha}; the decay factor must lie in [0, {largest}]")
-        if not 0 <= self.ramp_fraction <= 1:
-            raise ValueError(f"ramp_fraction={self.ramp_fraction}; it must lie in [0, 1]")
+        base.check_range(self, 1, math.inf, "calibration_sequences")
+        base.check_range(self, 0, math.inf, "refresh_every", "slorb_k", "ramp_steps")
+        base.check_range(self, 0, sr_ste.LARGEST, "alpha")
+        base.check_range(self, 0, 1, "ramp_fraction")
         if self.slorb_k and self.slorb_init == "xavier" and not self.slorb_train_x:
             raise ValueError("slorb_init=xavier draws X, so it needs slorb_train_x=true")
 

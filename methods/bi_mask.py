@@ -24,6 +24,7 @@ their iterations and so search in every forward pass.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -54,10 +55,8 @@ class Config(sr_ste.Decay):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.permute_every < 1:
-            raise ValueError(f"permute_every={self.permute_every}; it must be at least 1")
-        if not 1 <= self.candidates <= MOST:
-            raise ValueError(f"candidates={self.candidates}; it must lie in [1, {MOST}]")
+        base.check_range(self, 1, math.inf, "permute_every")
+        base.check_range(self, 1, MOST, "candidates")
 
 
 class Linear(MaskedLinear):

@@ -33,7 +33,6 @@ from common_kernels.masks import ALGORITHMS
 
 from . import sr_ste
 from .nn import base
-from .nn.fp8_gemms import FP8
 from .nn.gemms import Products
 from .nn.optimizer import StepWork
 from .nn.phases import SwitchedMethod, TransposableLinear
@@ -68,14 +67,10 @@ class Config(sr_ste.Decay):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.refresh_every < 1:
-            raise ValueError(f"refresh_every={self.refresh_every}; it must be at least 1")
+        base.check_range(self, 1, math.inf, "refresh_every")
+        base.check_range(self, 0, 1, "dense_fraction")
         base.check_choice("algorithm", self.algorithm, ALGORITHMS)
-        base.check_choice("mvue", self.mvue, ("exact", "sequential", "off"))
         base.check_choice("dense_phase", self.dense_phase, ("end", "start"))
-        base.check_choice("fp8", self.fp8, tuple(FP8))
-        if not 0.0 <= self.dense_fraction <= 1.0:
-            raise ValueError(f"dense_fraction={self.dense_fraction}; it must lie in [0, 1]")
 
 
 class Linear(TransposableLinear):

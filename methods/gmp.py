@@ -18,6 +18,7 @@ return. AST (arXiv 2407.20584, Table 1) retrains this baseline with distillation
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -51,8 +52,7 @@ class Config(distillation.Config):
                 f"begin_fraction={self.begin_fraction}, end_fraction={self.end_fraction}; they "
                 "must lie in [0, 1], in this order"
             )
-        if self.prune_every < 1:
-            raise ValueError(f"prune_every={self.prune_every}; it must be at least 1 step")
+        base.check_range(self, 1, math.inf, "prune_every")
 
 
 def prune_towards24(weight: Tensor, mask: Tensor, share: float) -> Tensor:

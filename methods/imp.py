@@ -15,10 +15,11 @@ baseline with distillation: set `kl_weight`.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from . import gmp
-from .nn import distillation
+from .nn import base, distillation
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,8 +40,7 @@ class Config(distillation.Config):
         super().__post_init__()
         if not 0.0 <= self.begin_fraction < 1.0:
             raise ValueError(f"begin_fraction={self.begin_fraction}; it must lie in [0, 1)")
-        if self.rounds < 1:
-            raise ValueError(f"rounds={self.rounds}; it must be at least 1")
+        base.check_range(self, 1, math.inf, "rounds")
 
 
 class Method(gmp.Method):

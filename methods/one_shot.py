@@ -18,6 +18,7 @@ before any of its layers is pruned; here every layer is measured separately.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -58,8 +59,7 @@ class Config(distillation.Config, base.NMConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         base.check_choice("metric", self.metric, METRICS)
-        if self.calibration_sequences < 1:
-            raise ValueError(f"calibration_sequences={self.calibration_sequences}; at least 1")
+        base.check_range(self, 1, math.inf, "calibration_sequences")
         if not 0 < self.damping < 1:
             raise ValueError(f"damping={self.damping}; it must lie between 0 and 1")
 

@@ -30,7 +30,6 @@ from common_kernels.fp8.weights import quantize24_
 from common_kernels.pack.operands import pack24_
 
 from .nn import base
-from .nn.fp8_gemms import FP8
 from .nn.gemms import DENSE, Products
 from .nn.linear import SparseLinear
 from .nn.operands import Dense
@@ -69,10 +68,7 @@ class Config(base.Config):
     def __post_init__(self) -> None:
         super().__post_init__()
         base.check_choice("beta", self.beta, BETA_RECIPES)
-        base.check_choice("mvue", self.mvue, ("exact", "sequential", "off"))
-        base.check_choice("fp8", self.fp8, tuple(FP8))
-        if not 0.0 <= self.gamma <= 1.0:
-            raise ValueError(f"gamma={self.gamma}; it must lie in [0, 1]")
+        base.check_range(self, 0, 1, "gamma")
 
 
 def projection_scale(weight: Tensor, projected: Tensor, recipe: str) -> Tensor:

@@ -47,7 +47,6 @@ from common_kernels import nm_mask
 from .nn import base
 from .nn.at_run_time import linear_of_pruned_input, linear_of_pruned_weight, of_input, pair_of
 from .nn.conversion import become, some_names, weight_of
-from .nn.fp8_gemms import FP8
 from .nn.gemms import Products, under_autocast
 from .nn.optimizer import StepWork
 from .nn.phases import SwitchedLinear, SwitchedMethod, TransposableLinear
@@ -79,15 +78,12 @@ class Config(base.Config):
         super().__post_init__()
         base.check_choice("mode", self.mode, MODES)
         base.check_choice("algorithm", self.algorithm, ("greedy", "exact", "rows"))
-        base.check_choice("fp8", self.fp8, tuple(FP8))
         if self.mode == "activation" and self.fp8 != "off":
             raise ValueError(f"fp8={self.fp8} needs mode=weight; mode=activation has no FP8")
         if self.mode == "weight" and self.algorithm == "rows":
             raise ValueError("algorithm=rows with mode=weight is the method ste; use that")
-        if self.refresh_every < 1:
-            raise ValueError(f"refresh_every={self.refresh_every}; it must be at least 1")
-        if not 0.0 <= self.sparse_fraction <= 1.0:
-            raise ValueError(f"sparse_fraction={self.sparse_fraction}; it must lie in [0, 1]")
+        base.check_range(self, 1, math.inf, "refresh_every")
+        base.check_range(self, 0, 1, "sparse_fraction")
 
 
 class ActivationLinear(SwitchedLinear):

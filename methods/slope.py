@@ -24,6 +24,7 @@ refresh B in every backward pass (`column_refresh=1`), the released package ever
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
@@ -37,7 +38,6 @@ from common_kernels.pack.compressed import prune_and_pack24_
 from .nn import base, delayed
 from .nn.compressed import CompressedLinear
 from .nn.conversion import check_low_rank, weight_of
-from .nn.fp8_gemms import FP8
 from .nn.optimizer import Optimizers, each
 
 # The paper leaves the heads and the first linear after the input dense. These are the first block's
@@ -87,7 +87,6 @@ class Config(base.NMConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         base.check_choice("mask", self.mask, ("random", "magnitude"))
-        base.check_choice("fp8", self.fp8, tuple(FP8))
         base.check_choice("adapter_init", self.adapter_init, ("normal", "scaled"))
         if isinstance(self.patterns, str):
             raise ValueError(f"patterns must be a list of GLOB=N:M, got {self.patterns!r}")
@@ -95,9 +94,7 @@ class Config(base.NMConfig):
         for entry in self.patterns:
             _, n, m = parse_pattern(entry)
             base.check_pattern(n, m, f"patterns: {entry!r}")
-        for name in ("column_refresh", "adapter_rank"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name}={getattr(self, name)}; it must not be negative")
+        base.check_range(self, 0, math.inf, "column_refresh", "adapter_rank")
         if not 0.0 < self.adapter_fraction <= 1.0:
             raise ValueError(f"adapter_fraction={self.adapter_fraction}; it must lie in (0, 1]")
         for name in ("adapter_fraction", "adapter_init", "adapter_left_sparse"):

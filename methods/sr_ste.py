@@ -61,8 +61,7 @@ class Decay(base.Config):
             on_weights = self.decay_on == "weights"
             alpha = ALPHA_ON_WEIGHTS if on_weights else self.alpha_on_gradients
             object.__setattr__(self, "alpha", alpha)
-        elif not 0 <= self.alpha <= LARGEST:
-            raise ValueError(f"alpha={self.alpha}; the decay factor must lie in [0, {LARGEST:g}]")
+        base.check_range(self, 0, LARGEST, "alpha")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,7 +18,6 @@ from typing import Any
 from common_kernels.adamw import Rule
 
 from .nn import base
-from .nn.fp8_gemms import FP8
 from .nn.linear import MaskedLinear
 from .nn.optimizer import StepWork
 
@@ -36,7 +35,6 @@ class Config(base.NMConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        base.check_choice("fp8", self.fp8, tuple(FP8))
         if self.fp8 != "off" and self.pattern("") != (2, 4):
             raise ValueError(f"fp8={self.fp8} needs the pattern 2:4, not {self.n}:{self.m}")
 

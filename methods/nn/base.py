@@ -40,6 +40,7 @@ from .config import Config
 from .config import NMConfig as NMConfig
 from .config import check_choice as check_choice
 from .config import check_pattern as check_pattern
+from .config import check_range as check_range
 from .conversion import Report, weight_of
 from .gemms import Products
 from .linear import SparseLinear

@@ -3,10 +3,12 @@ with its options before it calls the hooks."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
 from .conversion import PRESETS
+from .fp8_gemms import FP8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +52,9 @@ class Config:
                 hint = "; leave it out, the Trainer's callback reads max_steps"
                 hint = hint if name == "total_steps" else ""
                 raise ValueError(f"{name}={value}; it must not be negative{hint}")
+        for name, choices in {"fp8": FP8, "mvue": ("exact", "sequential", "off")}.items():
+            if hasattr(self, name):
+                check_choice(name, getattr(self, name), choices)
 
     def pattern(self, name: str) -> tuple[int, int]:
         """(n, m) of the converted linear of this name: n non-zeros in m consecutive inputs."""
@@ -97,6 +102,15 @@ class Capabilities:
 def check_pattern(n: int, m: int, where: str) -> None:
     if not 0 < n < m <= 128:
         raise ValueError(f"{where}; N:M keeps n of m consecutive weights, 0 < n < m <= 128")
+
+
+def check_range(config: Any, low: float, high: float, *names: str) -> None:
+    """Raise ValueError for an option that is neither None nor a number in [low, high]."""
+    for name in names:
+        value = getattr(config, name)
+        if value is not None and not (low <= value <= high and value < math.inf):
+            words = f"be at least {low:g}" if high == math.inf else f"lie in [{low:g}, {high:g}]"
+            raise ValueError(f"{name}={value}; it must {words}")
 
 
 def check_choice(name: str, value: Any, choices: Any) -> None:

@@ -123,13 +123,10 @@ class Config(base.Config):
             raise ValueError(f"layer_modules must be a list of globs, got {self.layer_modules!r}")
         object.__setattr__(self, "layer_modules", tuple(self.layer_modules))
         weights = {n: getattr(self, n) for n in ("task_weight", "kl_weight", "layer_weight")}
-        for name, weight in weights.items():
-            if not 0 <= weight < math.inf:
-                raise ValueError(f"{name}={weight}; it must not be negative")
+        base.check_range(self, 0, math.inf, *weights)
         if not any(weights.values()):
             raise ValueError(f"{', '.join(weights)} are all 0; the loss needs at least one of them")
-        if not 1e-3 <= self.temperature <= 1e3:
-            raise ValueError(f"temperature={self.temperature}; it must lie in [0.001, 1000]")
+        base.check_range(self, 1e-3, 1e3, "temperature")
         base.check_choice("divergence", self.divergence, DIVERGENCES)
         base.check_choice("layer_loss", self.layer_loss, LAYER_LOSSES)
 
