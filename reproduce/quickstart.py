@@ -56,6 +56,6 @@ def comparison(summary: list[Numbers]) -> list[str]:
         if (low := row.get(ABOVE + "low")) is not None:
             mean, high = row[ABOVE + "mean"], row[ABOVE + "high"]
             line += f"    {mean:+.4f} [{low:+.4f}, {high:+.4f}]"
-            line += f" {row[against]}" if against in row else ""
+            line += f" (above {row[against]})" if against in row else ""
         lines.append(line)
     return [*lines, "Intervals that contain 0 show no difference."]
