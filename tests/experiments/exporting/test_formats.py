@@ -3,8 +3,6 @@ and the compressed form, which holds the same bits in 9/16 of the bytes."""
 
 import copy
 import json
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -134,9 +132,6 @@ def test_transformers_alone_loads_a_compressed_folder_after_one_import(two, tmp_
     import transformers
 
     whole, compressed = two("bf16")
-    code = f"import transformers as t; t.AutoModelForCausalLM.from_pretrained({str(compressed)!r})"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.returncode and "no file named model.safetensors" in done.stderr
     import models.auto  # noqa: F401
 
     read = transformers.AutoModelForCausalLM.from_pretrained
