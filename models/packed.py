@@ -69,16 +69,16 @@ class Joined:
             own = own_values[place], own_meta[place]
             layer.fragments = Fragments24(*own, form.shape, form.dtype)
             layer.joined = self, place
-        self.made: tuple[Tensor, tuple[Tensor, ...]] | None = None
+        self.made: tuple[Tensor, tuple[Tensor, ...], int] | None = None  # and who took one last
 
     def product(self, place: int, x: Tensor, rows: Tensor) -> Tensor:
         """The product of one layer. x: its input as it is, by which a product made for another
-        layer is recognised; the first layer's is made anew, since x may have been overwritten.
-        rows: the same as [tokens, in]."""
+        layer is recognised; it is made anew if that was no earlier one, since x may have been
+        overwritten. rows: the same as [tokens, in]."""
         made = self.made  # read once, since other threads may use the model
-        if place == 0 or made is None or made[0] is not x:
-            made = x, few_tokens24(self.fragments, rows).split(self.rows, -1)
-        self.made = made if place + 1 < len(self.rows) else None
+        if made is None or made[0] is not x or made[2] >= place:
+            made = x, few_tokens24(self.fragments, rows).split(self.rows, -1), place
+        self.made = (*made[:2], place) if place + 1 < len(self.rows) else None
         return made[1][place]
 
 

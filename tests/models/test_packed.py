@@ -293,6 +293,20 @@ class Gated(nn.Module):
 
 
 @torch.no_grad()
+def test_a_product_in_the_middle_is_taken_once():
+    """Of an input that is overwritten before the last of the linears has run."""
+    model = nn.ModuleDict({n: pruned(64, 64)[0] for n in ("q_proj", "k_proj", "v_proj")})
+    for layer in model.values():
+        layer.bias = None
+    dense = copy.deepcopy(model)
+    packed.pack(model, Limits(4, None))
+    x = torch.randn(2, 64, device=DEVICE).bfloat16()
+    for _ in range(2):
+        torch.testing.assert_close(model["k_proj"](x), dense["k_proj"](x), rtol=2**-6, atol=2**-6)
+        x.mul_(-2)
+
+
+@torch.no_grad()
 def test_linears_with_one_input_run_as_one_product(monkeypatch):
     torch.manual_seed(0)
     model = Gated().to(DEVICE, torch.bfloat16)
