@@ -11,8 +11,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.optim.adamw import adamw
 
 import common_kernels as ck
+from common_kernels.adamw import Rates, Rule, Weight24, adamw24_
 from common_kernels.pack import BUFFERED, Packed24
 from common_kernels.pack.operands import pack24_, pack_both24_, sample_pack24
 from experiments.support.errors import UserError
@@ -36,6 +38,7 @@ class Op:
     libraries: other libraries' calls for the same work by name, for the same arguments.
     gpu_only: not measured on a CPU.
     figures: further figures of its row.
+    fp32: only measured in fp32.
     """
 
     run: Function
@@ -46,15 +49,15 @@ class Op:
     libraries: dict[str, Function] = field(default_factory=dict)
     gpu_only: bool = False
     figures: dict[str, float] = field(default_factory=dict)
+    fp32: bool = False
 
 
-def check(name: str, w: Tensor, op: Op | None = None) -> None:
+def check(name: str, w: Tensor) -> None:
     """Raise a `UserError` if the operator gives other results than plain PyTorch on this device.
 
     Masks and packed bytes must be equal, other numbers up to a few units in the last place.
-    op: the operator, by default that of OPS.
     """
-    op = op or OPS[name]
+    op = OPS[name]
     found, want = (results(op.run(*op.prepare(w), backend=b)) for b in (None, "cpu"))
     if not all(map(agree, found, want)):
         raise UserError(
@@ -183,6 +186,75 @@ def sample(i: ToPack, layout: str = BUFFERED, backend: str | None = None) -> Pac
     return sample_pack24(i.w, i.key, stride, dtype=BF16, layout=layout, backend=backend)
 
 
+# --- a weight's optimizer step -------------------------------------------------------------------
+
+# The least bytes: weight, moments, gradient and (if needed) mask read once; weight, moments, a new
+# mask and the packed operands written once. Those of separate passes are counted in the same way.
+RATES = Rates(lr=1e-5, weight_decay=0.1)
+ALPHA = 1e-6  # small, because the separate passes add to the same gradient repeatedly
+UPDATE = 16 + 12  # weight, gradient and two moments read, all but the gradient written
+PACKED = 1.125  # bytes of values and positions per entry of a 16-bit type
+
+
+def optimizer_state(w: Tensor, both: bool) -> Weight24:
+    """The fp32 state of an optimizer step of `w` [64 a, 64 b]. both: also pack for dgrad."""
+    return Weight24(
+        weight=w.clone(),
+        grad=w.flip(0),
+        exp_avg=w.flip(1),
+        exp_avg_sq=w.square(),
+        step=torch.tensor(10.0, device=w.device),
+        mask=ck.transposable_mask24(w),
+        scale=torch.tensor(1.5, device=w.device),
+        packed=Packed24.empty(w.shape, torch.bfloat16, w.device),
+        transposed=(Packed24.empty(w.shape[::-1], torch.bfloat16, w.device) if both else None),
+    )
+
+
+def one_pass(rule: Rule, given: Weight24, backend: str | None = None) -> tuple[Tensor, Tensor]:
+    """The weight and its first moment after the step in one pass, which also leaves a mask and
+    operands; tests/common_kernels compares these."""
+    adamw24_([given], RATES, rule, backend=backend)
+    return given.weight, given.exp_avg
+
+
+def apart(rule: Rule, given: Weight24) -> None:
+    """Do the same step by separate operators."""
+    weight, mask = given.weight, given.mask
+    assert mask is not None and given.packed is not None
+    if rule.alpha:
+        ck.masked_decay_(given.grad, weight, mask, rule.alpha)
+    adamw(
+        [weight], [given.grad], [given.exp_avg], [given.exp_avg_sq], [], [given.step],
+        fused=True, amsgrad=False, maximize=False, lr=RATES.lr, eps=RATES.eps,
+        beta1=RATES.betas[0], beta2=RATES.betas[1], weight_decay=RATES.weight_decay,
+    )  # fmt: skip
+    if rule.choose == "rows":
+        mask.copy_(ck.nm_mask(weight))
+    elif rule.choose:
+        mask.copy_(ck.transposable_mask24(weight, rule.choose))
+    if given.transposed is not None:
+        pack_both24_(given.packed, given.transposed, weight, mask)
+    elif rule.source == "soft":
+        pack24_(given.packed, weight, "soft", scale=given.scale)
+    else:
+        pack24_(given.packed, weight, "mask", mask)
+
+
+def optimizer_step(rule: Rule, both: bool = False) -> Op:
+    """The step in one pass beside the same step by separate operators."""
+    packed = PACKED * (1 + both)
+    reads_mask = rule.alpha or not (rule.choose or rule.source == "soft")
+    moved = UPDATE + bool(reads_mask) + bool(rule.choose) + packed
+    decay, choice = 13 if rule.alpha else 0, 4 + 1 + 2 if rule.choose else 0
+    separately = UPDATE + decay + choice + 4 + (rule.source == "mask") + packed
+    return Op(
+        partial(one_pass, rule), lambda _: moved, lambda w: (optimizer_state(w, both),),
+        libraries={"separate passes": partial(apart, rule)}, gpu_only=True, fp32=True,
+        figures={"bytes a weight": moved, "bytes a weight, separate passes": separately},
+    )  # fmt: skip
+
+
 # --- the operators -------------------------------------------------------------------------------
 
 
@@ -263,4 +335,11 @@ OPS = {
     "pack, given mask, for our own kernels": packer(one_way, 2.125, source="mask", layout=OWN),
     "pack both ways, given mask, for our own kernels": packer(two_ways, 3.25, layout=OWN),
     "pack sample of a gradient, for our own kernels": packer(sample, 1.125, layout=OWN),
+    "step, decay, pack both ways": optimizer_step(Rule(alpha=ALPHA), both=True),
+    "step, decay, exact search, pack both ways": optimizer_step(
+        Rule(alpha=ALPHA, choose="exact"), both=True
+    ),
+    "step, greedy search, pack both ways": optimizer_step(Rule(choose="greedy"), both=True),
+    "step, decay, mask by rows, pack": optimizer_step(Rule(alpha=ALPHA, choose="rows")),
+    "step, soft threshold and scale, pack": optimizer_step(Rule(source="soft")),
 }  # fmt: skip

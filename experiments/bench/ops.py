@@ -16,24 +16,22 @@ import torch
 from torch import Tensor
 
 from common_kernels import backend
-from experiments.bench import passes
 from experiments.bench.operators import BF16, OPS, check
 from experiments.bench.report import Report, Row
 from experiments.bench.timing import Call, in_turns
 
 QUICK_SHAPE, CPU_SHAPE, GPU_SHAPE = (64, 128), (4096, 4096), (8192, 8192)
 BUFFERS = 2
-ALL = {**OPS, **passes.PASSES}
 
 
 def bench(options: argparse.Namespace, report: Report) -> None:
     if options.device.type == "cpu":
-        left_out = [name for name, op in ALL.items() if op.gpu_only]
-        names = report.chosen(name for name in ALL if name not in left_out)
+        left_out = [name for name, op in OPS.items() if op.gpu_only]
+        names = report.chosen(name for name in OPS if name not in left_out)
         measure(names, [torch.float32], options, report)
         report.leave_out(f"without a GPU: {'; '.join(left_out)}")
     else:
-        measure(report.chosen(ALL), [BF16, torch.float32], options, report)
+        measure(report.chosen(OPS), [BF16, torch.float32], options, report)
 
 
 def measure(
@@ -43,8 +41,8 @@ def measure(
     for dtype in dtypes:
         inputs = matrices(dtype, options)
         for name in names:
-            if dtype is torch.float32 or name not in passes.PASSES:
-                check(name, inputs[0], ALL[name])
+            if dtype is torch.float32 or not OPS[name].fp32:
+                check(name, inputs[0])
                 report.add(time_op(name, inputs, options, report))
 
 
@@ -60,10 +58,10 @@ def matrices(dtype: torch.dtype, options: argparse.Namespace) -> list[Tensor]:
 
 def time_op(name: str, inputs: list[Tensor], options: argparse.Namespace, report: Report) -> Row:
     """The row of an operator timed together with a copy and other ways to do the same work."""
-    op, dtype = ALL[name], inputs[0].dtype
+    op, dtype = OPS[name], inputs[0].dtype
     arguments = [op.prepare(x) for x in inputs]
     # Libraries pack 16-bit types.
-    others = dict(op.libraries) if dtype is BF16 or name in passes.PASSES else {}
+    others = dict(op.libraries) if dtype is BF16 or op.fp32 else {}
     if op.plain is not None and options.device.type == "cuda":
         others["compiled"] = op.through(torch.compile(op.plain, dynamic=False))
         others["eager"] = op.through(op.plain)

@@ -8,7 +8,7 @@ autocast. Every storage that autograd keeps for the backward pass is counted onc
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -127,26 +127,24 @@ def footprint(
             trained=trained,
             frozen=sum(p.nbytes for p in own.values()) - trained,
             moments=MOMENTS[optimizer] * trained,
-            **{kind: _held(layers, kind) for kind in ("masks", "packed", "operands")},
+            **{kind: _held(layers.values(), kind) for kind in ("masks", "packed", "operands")},
             bits=sum(map(_bits, layers.values())),
             casts=saved.casts,
             activations=sum(saved.of_blocks.values()) + outside,
             checkpointed=saved.inputs + max(saved.of_blocks.values(), default=0) + outside,
             loss=held,
-            passing=max(map(_operands, saved.blocks), default=0),
+            passing=max(
+                (_held(block.modules(), "packed", "operands") for block in saved.blocks), default=0
+            ),
             block=max(numbers.values(), default=0),
             root=sum(p.numel() for p in model.parameters()) - sum(numbers.values()),
             width=4 if dtype is None else dtype.itemsize,
         )
 
 
-def _held(layers: dict[str, SparseLinear], kind: str) -> int:
-    return sum(buffer_bytes(layer, kind) for layer in layers.values())
-
-
-def _operands(block: nn.Module) -> int:
-    layers = {str(i): m for i, m in enumerate(block.modules()) if isinstance(m, SparseLinear)}
-    return _held(layers, "packed") + _held(layers, "operands")
+def _held(modules: Iterable[nn.Module], *kinds: str) -> int:
+    layers = [module for module in modules if isinstance(module, SparseLinear)]
+    return sum(buffer_bytes(layer, kind) for layer in layers for kind in kinds)
 
 
 def _bits(layer: SparseLinear) -> int:

@@ -1,14 +1,12 @@
 """The protocol: what the text is, which windows it gives, and what the number means."""
 
 import math
-import os
 
 import pytest
 import torch
 from torch import nn
 
-from experiments.data.tokenizer import gpt2_encoding
-from experiments.evaluation.perplexity import Text, perplexity, raw_rows, window_losses, windows
+from experiments.evaluation.perplexity import Text, perplexity, raw_rows, window_losses
 from experiments.support.errors import UserError
 from models.gpt2 import GPT, GPTConfig
 
@@ -55,16 +53,6 @@ def test_the_batch_does_not_matter():
     for batch in (2, 3):
         # Products of another size may add in another order: fp32, some ulps.
         torch.testing.assert_close(window_losses(model, data, batch), expected, rtol=1e-6, atol=0)
-
-
-WIKITEXT = os.environ.get("SPARSE24_WIKITEXT2")  # path of wiki.test.raw or of the hub's .parquet
-
-
-@pytest.mark.skipif(WIKITEXT is None, reason="SPARSE24_WIKITEXT2 names no file")
-def test_the_real_wikitext2_has_287644_tokens_of_gpt2():
-    tokens = gpt2_encoding().encode_ordinary(Text(WIKITEXT).content)
-    assert len(tokens) == 287_644
-    assert windows(tokens, 1024).shape == (280, 1024)
 
 
 RAW = " \n = Title = \n \n First line . \n Second line . \n \n"

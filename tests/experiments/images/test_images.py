@@ -12,7 +12,6 @@ import pytest
 import torch
 from PIL import Image
 
-from experiments.config.run import load
 from experiments.images.dataset import ImageConfig, load_images
 from experiments.images.source import ImageSource, train_transform
 from experiments.images.stream import read_ahead
@@ -137,23 +136,11 @@ def test_idx_files_gzipped_or_not_are_read_and_a_bad_one_is_refused(tmp_path, wr
         load_folder(plain)
 
 
-def test_fashion_mnist_itself():
-    config = load(["model=deit_mini"]).data
-    try:
-        data = load_images(config)
-    except UserError:
-        pytest.skip("Fashion-MNIST is not installed")
-    assert data.describe()["splits"] == {"train": {"images": 60_000}, "val": {"images": 10_000}}
-    assert np.bincount(data.train.labels).tolist() == [6000] * 10
-    pixels = data.train.pixels / 255
-    assert config.mean == pytest.approx([pixels.mean()] * 3, abs=5e-4)
-    assert config.std == pytest.approx([pixels.std()] * 3, abs=5e-4)
-
-
 def test_a_data_set_of_the_hub(monkeypatch):
-    datasets, asked = pytest.importorskip("datasets"), []
+    import datasets
+
     kinds = {"image": datasets.Image(), "label": datasets.ClassLabel(names=["cat", "dog"])}
-    made = {}
+    made, asked = {}, []
     for name, first, labels in (("train", 1, [0, 1, 0]), ("validation", 4, [0, 1])):
         pictures = [Image.new("L", (9, 9), first + i) for i in range(len(labels))]
         rows = {"image": pictures, "label": labels}
@@ -161,17 +148,15 @@ def test_a_data_set_of_the_hub(monkeypatch):
         url = f"hf://datasets/some/pets@{'c' * 40}/{name}.parquet"
         made[name].info.download_checksums = {url: {}}
 
-    def load_dataset(name, config, revision):
-        asked.append((name, config, revision))
+    def load_dataset(*given, revision):
+        asked.append((*given, revision))
         return datasets.DatasetDict(made)
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    data = load_images(ImageConfig("pets", "some/pets"))
+    data = load_images(ImageConfig("pets", "some/pets@0a1b2c"))
     assert (data.classes, data.train.labels.tolist()) == (("cat", "dog"), [0, 1, 0])
     assert data.val.open(np.int64(1)).getpixel((0, 0)) == (5, 5, 5)
-    assert data.describe()["revisions"] == ["c" * 40]
-    load_images(ImageConfig("pets", "some/pets@0a1b2c"))
-    assert asked == [("some/pets", None, None), ("some/pets", None, "0a1b2c")]
+    assert data.describe()["revisions"] == ["c" * 40] and asked == [("some/pets", None, "0a1b2c")]
     del made["validation"]
     with pytest.raises(UserError, match=r"some/pets has the splits train and columns"):
         load_images(ImageConfig("pets", "some/pets"))
