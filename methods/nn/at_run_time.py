@@ -143,9 +143,11 @@ def _operand(packed: Packed24 | None, matrix: Tensor | None) -> Dense | Packed:
 class _OfPrunedInput(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, matrix, bias, algorithm, layouts, trains):
-        along, across = layouts if trains else (layouts[0], "")
         given = flat(x)
-        tokens, multiple = len(given), MULTIPLE if along or across else 4
+        tokens = len(given)
+        along, across = layouts if tokens else ("", "")  # the library multiplies no empty matrix
+        across = across if trains else ""
+        multiple = MULTIPLE if along or across else 4
         if along:
             multiple = math.lcm(multiple, check_form((0, 0), x.dtype, along).rows)
         if across:

@@ -228,7 +228,9 @@ def test_the_largest_magnitude_of_the_operand(backend):
 
 def test_operands_that_a_cast_has_left_behind_are_refused():
     for refused in (
-        replace(given((64, 64), layouts=(BUFFERED, None)), dense=torch.empty(64, 64)),
+        replace(
+            given((64, 64), layouts=(BUFFERED, None)), dense=torch.empty(64, 64, device=DEVICE)
+        ),
         given((64, 64), operand=torch.float8_e4m3fn, layouts=(BUFFERED, None)),
     ):
         with pytest.raises(ValueError, match="convert the model again after a cast"):
