@@ -7,9 +7,7 @@ pytest.importorskip("triton", reason="no Triton for this platform")
 import triton
 import triton.language as tl
 
-from common_kernels import philox4x32
 from common_kernels.launch import first_entries, join_groups, launch, split_groups
-from common_kernels.mvue.triton import philox
 from tests.each import each
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -50,22 +48,3 @@ def test_groups_of_neighbours_taken_apart_and_put_together(levels):
     launch(apart_kernel, 1, DEVICE, x, out, LEVELS=levels, BLOCK=16)
     assert torch.equal(out.cpu(), torch.arange(16 * size, dtype=torch.int32).view(16, size).t())
     assert torch.equal(x.cpu(), 1 + torch.arange(16 * size, dtype=torch.int32))
-
-
-@triton.jit
-def words_kernel(out, key, OWN: tl.constexpr):
-    at = tl.arange(0, 8)
-    seed, counter = tl.load(key), tl.load(key + 1) + at
-    words = philox(seed, counter) if OWN else tl.randint4x(seed, counter)
-    for i in tl.static_range(4):
-        tl.store(out + 8 * i + at, words[i].to(tl.uint32, bitcast=True).to(tl.int64))
-
-
-def test_random_words():
-    """Triton's own function and that of the sampling kernels draw the words of Philox."""
-    seed, first = 2**33 + 77, 2**34 + 1  # both halves of the key and of the counter in use
-    want = torch.stack(philox4x32(seed, first + torch.arange(8)))
-    for own in (False, True):
-        out = torch.zeros(4, 8, dtype=torch.int64, device=DEVICE)
-        launch(words_kernel, 1, DEVICE, out, torch.tensor([seed, first], device=DEVICE), OWN=own)
-        assert torch.equal(out.cpu(), want)
