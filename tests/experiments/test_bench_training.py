@@ -217,36 +217,26 @@ def test_packed_products_pass_the_gate_and_are_named(monkeypatch):
 
 
 def test_kernels_are_told_by_their_names():
-    for kind, names in {
-        "2:4 product": [
-            "sm90_xmma_sparse_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize128x256x64",
-            "void cutlass::Kernel2<cutlass_80_tensorop_bf16_s16832spgemm_bf16_128x128_64x3_tn>",
-            "void cutlass::device_kernel<cutlass::gemm::collective::CollectiveMma<cutlass::gemm::"
-            "MainloopSm90TmaGmmaWarpSpecializedSparse<4, 2>>>",
-            "sparse24::matmul24",
-        ],
-        "dense product": [
-            "nvjet_tst_128x256_64x4_1x2_h_bz_coopA_NTN", "triton_tem_fused_mm_3", "aten::addmm",
-            "void cutlass::device_kernel<at::cuda::detail::enable_3x_kernel_for_sm90<gemm>>",
-        ],
-        "sampling": ["sample_kernel", "quantize_and_sample_kernel", "sparse24::mvue24"],
-        "packing, decay, masks": ["pack_both_kernel", "decay_kernel", "sparse24::masked_decay_"],
-        "quantising": ["quantize_both_kernel", "rescale_kernel"],
-        "elementwise": [
-            "triton_poi_fused__scaled_dot_product_flash_attention_embedding_1", "glu_kernel",
-            "void at::native::vectorized_elementwise_kernel<4, at::native::FillFunctor<float>>",
-        ],
-        "attention": [
-            "void pytorch_flash::flash_fwd_kernel<Flash_fwd_kernel_traits<64, 128, 128, 4>>",
-            "cudnn_generated_fort_native_sdpa_sm90_flash_bprop_wgmma_f16_knob_7_64x128x64_4x1x1",
-        ],
-        "optimizer": [
-            "void multi_tensor_apply_kernel<at::native::FusedAdamMathFunctor<float, 4>>",
-            "adamw_kernel",
-        ],
-        "other": ["Memcpy DtoD (Device -> Device)", "ncclDevKernel_AllReduce"],
-    }.items():  # fmt: skip
-        assert {name: profile.kind(name) for name in names} == dict.fromkeys(names, kind)
+    cutlass, torch_ = "void cutlass::device_kernel<", "void at::native::"
+    for name, kind in {
+        "sm90_xmma_sparse_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize128x256x64": "2:4 product",
+        f"{cutlass}cutlass_80_tensorop_bf16_s16832spgemm_bf16_128x128_64x3_tn>": "2:4 product",
+        f"{cutlass}cutlass::gemm::MainloopSm90TmaGmmaWarpSpecializedSparse<4, 2>>": "2:4 product",
+        f"{cutlass}at::cuda::detail::enable_3x_kernel_for_sm90<gemm>>": "dense product",
+        "nvjet_tst_128x256_64x4_1x2_h_bz_coopA_NTN": "dense product",
+        "triton_tem_fused_mm_3": "dense product",
+        "quantize_and_sample_kernel": "sampling",
+        "sparse24::mvue24": "sampling",
+        "pack_both_kernel": "packing, decay, masks",
+        "quantize_both_kernel": "quantising",
+        "triton_poi_fused__scaled_dot_product_flash_attention_embedding_1": "elementwise",
+        f"{torch_}vectorized_elementwise_kernel<4, {torch_}FillFunctor<float>>": "elementwise",
+        "void pytorch_flash::flash_fwd_kernel<Flash_fwd_kernel_traits<64, 128, 128>>": "attention",
+        "void multi_tensor_apply_kernel<FusedAdamMathFunctor<float, 4>>": "optimizer",
+        "adamw_kernel": "optimizer",
+        "Memcpy DtoD (Device -> Device)": "other",
+    }.items():
+        assert profile.kind(name) == kind, name
 
 
 def test_dense_fp8_is_exact_where_eight_bits_suffice():
