@@ -80,6 +80,9 @@ def test_a_block_goes_on_from_another(files, finish, tmp_path):
     finish(ast.source.job.config)
     assert ast.job.config.init == ast.source.job.config.directory()
     assert (ast.job.config.digest(), gmp.job.config.digest()) == digests
+    finish(ast.job.config, init={})
+    kept, overrides = ast.keep(tmp_path / "evidence"), ast.source.job.overrides
+    assert kept["source"] == {"block": "t", "variant": "dense", "overrides": overrides}
 
     other, _ = read_block("u", files("variant: dense", "variant: ste 2e-3")).runs(tmp_path / "runs")
     start = of_t[other.source.digest()]
@@ -172,23 +175,6 @@ def test_a_run_is_kept_and_recognised(run, finish, tmp_path):
     path.write_text("{", encoding="utf-8")
     with pytest.raises(UserError, match=r"a_b_c-seed7.json is damaged .*; remove or restore it"):
         run.record(committed)
-
-
-def test_the_record_of_a_run_names_where_it_started(files, finish, tmp_path):
-    """It is recognised without that run, but not once that one would be another."""
-    ast, _ = read_block("u", files()).runs(tmp_path / "runs")
-    own, overrides = tmp_path / "evidence", ast.source.job.overrides
-    finish(ast.source.job.config)
-    assert ast.keep(own) is None
-    finish(ast.job.config, init={})
-    kept = ast.keep(own)
-    assert kept["source"] == {"block": "t", "variant": "dense", "overrides": overrides}
-    assert kept["init"] == {} and kept["config_hash"] == ast.digest()
-    (tmp_path / "runs").rename(tmp_path / "elsewhere")
-    again, _ = read_block("u", tmp_path).runs(tmp_path / "runs")
-    assert again.record(own) == kept
-    other, _ = read_block("u", files("steps=20", "steps=21")).runs(tmp_path / "runs")
-    assert other.record(own) is None and other.setup != again.setup
 
 
 def test_curves_are_thinned():

@@ -16,7 +16,6 @@ from reproduce.__main__ import main
 from reproduce.execute.jobs import Job, Place, finished_runs, plan, quoted
 from reproduce.execute.queue import commands, execute
 from reproduce.specs.table import Measure, TableRow, Variant, read_tables
-from tests.reproduce.conftest import overridden
 
 
 def names(planned):
@@ -54,17 +53,6 @@ def test_a_failure_is_one_line_and_the_rest_go_on(small, tmp_path, fake):
     execute(planned.jobs, said.append)
     assert fake.order == ["dense, seed 1"]
     assert len(finished_runs(planned)) == 4
-
-
-def test_runs_for_a_gpu_are_not_begun_without_one(small, tmp_path, fake, monkeypatch):
-    planned, said = plan(overridden(small(), "smoke", ["impl.device=cuda"]), "smoke", tmp_path), []
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    execute(planned.jobs, said.append)
-    assert fake.order == [] and len(said) == 2
-    assert said[1].startswith("nothing is run: a GPU is needed")
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    execute(planned.jobs, said.append)
-    assert len(fake.order) == 4
 
 
 @pytest.mark.parametrize(
