@@ -67,16 +67,12 @@ def _parsed(path: Path, lines: str, csv: str) -> Packed:
                 f"{_curves_of(path)}, line {first} and following, is damaged (the curves of {name} "
                 f"do not fit their sha256 in line {number} of {path.name}); restore it"
             )
-        found[variant, seed] = number, record | {"curves": _curves(own)}
+        curves: dict[str, list[list[float | None]]] = {quantity: [] for quantity in QUANTITIES}
+        for row in own:
+            _, quantity, step, value = row.split(",")
+            curves[quantity].append([int(step), float(value) if value else None])
+        found[variant, seed] = number, record | {"curves": curves}
     return found
-
-
-def _curves(rows: list[str]) -> dict[str, list[list[float | None]]]:
-    curves: dict[str, list[list[float | None]]] = {quantity: [] for quantity in QUANTITIES}
-    for row in rows:
-        _, quantity, step, value = row.split(",")
-        curves[quantity].append([int(step), float(value) if value else None])
-    return curves
 
 
 def write_packed(folder: Path, block: str, records: Iterable[Json]) -> None:

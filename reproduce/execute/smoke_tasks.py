@@ -138,8 +138,7 @@ def _lm_eval(folder: Path, final: Path, modules: list[list[str]], size: int) -> 
 
 
 def _table(path: Path, header: str, rows: Iterator[list[str]]) -> None:
-    clean = ["\t".join(" ".join(field.split()) for field in row) for row in rows]
-    _write(path, "\n".join([header, *clean]))
+    _write(path, "\n".join([header, *("\t".join(row) for row in rows)]))
 
 
 def _write(path: Path, text: str) -> None:

@@ -216,6 +216,7 @@ class Parts(MethodLayer):
         weight = next(iter(dense.converted.layers.values())).weight.detach()
         xs, dys = [x.detach() for x in sparse.inputs], sparse.gradients
         sparse.hooks(0)  # with a gradient to add the decay to
+        sparse.converted.before(0)  # a step in which the decay can be repeated
 
         def sample(i: int) -> Packed24 | Tensor:
             if layer.products.wgrad:

@@ -25,8 +25,6 @@ from models.packed import Limits, PackedProduct
 from reproduce.measure.base import BUFFERS, Layer, MethodLayer, Metrics, Report, Result, Times
 from reproduce.measure.setup import bench, check_ffn, llama_config
 
-SERVED = ("cusparselt",)
-
 
 @torch.no_grad()
 def to_packed(
@@ -171,7 +169,6 @@ class Decode(Layer):
     to read the prompt and the time of one further token."""
 
     what: ClassVar[str] = "decode"
-    products: ClassVar[tuple[str, ...]] = SERVED
     layers: int = 1
     new: int = 0
 

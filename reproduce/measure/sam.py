@@ -22,7 +22,7 @@ from experiments.bench.sam import ATTENTION, PATCH, encoder
 from experiments.bench.timing import Call
 from experiments.bench.variants import Bench
 from reproduce.measure.base import Base, Metrics, Report, Result
-from reproduce.measure.packed import SERVED, packed_layers, to_packed
+from reproduce.measure.packed import packed_layers, to_packed
 from reproduce.measure.setup import check_products
 
 # max-autotune without its two slowest parts, which would take minutes: inductor's own kernels are
@@ -159,7 +159,6 @@ class EncoderInference(Images):
     """
 
     what: ClassVar[str] = "sam_inference"
-    products: ClassVar[tuple[str, ...]] = SERVED
     packed: tuple[str, ...] = ()
 
     def measure(self, _: Report) -> Result:

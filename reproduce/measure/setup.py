@@ -32,8 +32,7 @@ class Hidden(nn.Module):
         positions = torch.arange(x.shape[1], device=x.device)[None]
         rotations = self.model.rotary_emb(x, position_ids=positions)
         for layer in self.model.layers:  # without a mask, attention is causal
-            found = layer(x, position_ids=positions, position_embeddings=rotations)
-            x = found if torch.is_tensor(found) else found[0]  # a tuple in older versions
+            x = layer(x, position_ids=positions, position_embeddings=rotations)
         return self.model.norm(x)
 
 

@@ -107,7 +107,17 @@ def _rendered(
         cells = (published_cell(table, *place, column) for place in places)
         theirs = next((cell.unit for cell in cells if cell is not None), "")
         units[column.label] = column.unit or theirs
-    mine, papers = _cells(table, tier, ours_of, units)
+    mine: dict[Key, Cell] = {}
+    papers: dict[Key, tuple[Cell, Cell]] = {}
+    rows = _shown_rows(table, tier)
+    for variant, row, column in product(table.variants_of(tier), rows, table.columns):
+        own = Cell(NOT_OFFERED, {"n": 0})
+        if not row.not_run and (not variant.rows or row.label in variant.rows):
+            own = ours_of(variant.label, row, column, units[column.label])
+        key = (variant.label, row.label, column.label)
+        mine[key] = own
+        if table.paper and (column.published or column.label in row.cells):
+            papers[key] = paper(table, tier, variant, row, column, own)
     confirmed = {column for (*_, column), (cell, _) in papers.items() if "paper" in cell.numbers}
     shown = [c for c in table.columns if measured(table, tier, c) or c.label in confirmed]
     printed = {column for *_, column in papers} if tier != "smoke" else set()
@@ -116,9 +126,9 @@ def _rendered(
     summary: dict[tuple[str, str], Numbers] = {}
     named = any(variant.label for variant in table.variants_of(tier))
     for key, cell in mine.items():
-        variant, row, label = key
-        first: Numbers = {"of": variant} if named else {}
-        numbers = summary.setdefault((variant, row), first | {"method": row, "tier": tier})
+        of, method, label = key
+        first: Numbers = {"of": of} if named else {}
+        numbers = summary.setdefault((of, method), first | {"method": method, "tier": tier})
         for part in (cell, *papers[key]) if key in papers else (cell,):
             numbers |= {f"{label}: {name}": v for name, v in part.numbers.items()}
     return Rendered(
@@ -135,24 +145,6 @@ def _rendered(
 def _shown_rows(table: Table, tier: str) -> list[TableRow]:
     """The rows of a tier without those that others only start from."""
     return [row for row in table.rows_of(tier) if not row.stage]
-
-
-def _cells(
-    table: Table, tier: str, ours_of: CellOf, units: dict[str, str]
-) -> tuple[dict[Key, Cell], dict[Key, tuple[Cell, Cell]]]:
-    """(our cells, the paper's cells as `cells.paper` gives them)."""
-    mine: dict[Key, Cell] = {}
-    papers: dict[Key, tuple[Cell, Cell]] = {}
-    rows = _shown_rows(table, tier)
-    for variant, row, column in product(table.variants_of(tier), rows, table.columns):
-        cell = Cell(NOT_OFFERED, {"n": 0})
-        if not row.not_run and (not variant.rows or row.label in variant.rows):
-            cell = ours_of(variant.label, row, column, units[column.label])
-        key = (variant.label, row.label, column.label)
-        mine[key] = cell
-        if table.paper and (column.published or column.label in row.cells):
-            papers[key] = paper(table, tier, variant, row, column, cell)
-    return mine, papers
 
 
 def _grid(
