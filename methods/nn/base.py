@@ -255,7 +255,8 @@ class Method:
         seed = self.config.seed
         self._set_keys(0, [ranks.layer_seed(seed, name, step) for name in self._keyed()])
         for layer in self.sparse_layers.values():
-            layer.sample()
+            if layer.shards is None:
+                layer.draw()
         if self._measures(step):
             self.flips.begin(self.layers)
         self._remember(step)

@@ -329,13 +329,9 @@ class SparseLinear(nn.Linear):
         room = self.precision.room(self)
         quantize24_(*room, self.code_scales, *self.quantized_weight(), amax)
 
-    def sample(self) -> None:
-        """`draw`; a sharded layer does so when samples are used."""
-        if self.shards is None:
-            self.draw()
-
     def draw(self) -> None:
-        """Draw new samples for operands that are samples, after `key` was set for a step."""
+        """Draw new samples for operands that are samples, after `key` was set for a step; a sharded
+        layer does so when they are used."""
 
     def reload(self) -> None:
         """Derive all other state from parameters and saved buffers, after these were loaded."""

@@ -130,7 +130,7 @@ def test_the_sample_of_the_weight_has_random_numbers_of_its_own():
     assert torch.equal(layer.operands(torch.float32)[1].matrix, sample)
     assert not torch.equal(sample, mvue24(sparse, seed, 0, dim=0))
     again = layer.operand_dgrad.clone()
-    layer.sample()
+    layer.draw()
     assert torch.equal(layer.operand_dgrad, again)
     # Not even a step of 2^40 tokens through 2^16 outputs counts up to them.
     assert s_ste._WEIGHT_STREAM > 2**40 // 4 * 2**16
