@@ -51,7 +51,8 @@ def main() -> None:
     for name in ("dense", "ste", "mine"):
         for seed in range(options.seeds):
             config = pretrain.load([*given, f"method={name}", f"seed={seed}"])
-            found.append(pretrain.train(config, print).directory)
+            pretrain.run(config, print)
+            found.append(config.directory())
     compare.compare(found, "dense", "metrics.val_loss", Path("runs/compare"))
 
 

@@ -33,7 +33,9 @@ def main() -> None:
     run = options.run
     if run is None:
         given = [*TINY, "method=s_ste", f"train.steps={options.steps}", "train.warmup_steps=1"]
-        run = pretrain.train(pretrain.load(given), print).directory
+        config = pretrain.load(given)
+        pretrain.run(config, print)
+        run = config.directory()
     command = [sys.executable, "-m", "experiments.export", f"run={run}", f"to={options.to}"]
     subprocess.run(command, check=True)
 
