@@ -45,7 +45,7 @@ def test_they_are_found_by_name_and_offered_to_nobody():
     assert methods.module("released.slope") is released_slope
     assert methods.build("released.slope", include=["*"]).Linear is released_slope.Linear
     assert not [name for name in methods.available() if "released" in name]
-    with pytest.raises(ValueError, match=r"no method 'released.gone'; choose one of ast, bi_mask"):
+    with pytest.raises(ValueError, match=r"no method 'released.gone'; choose one of act24, ast"):
         methods.module("released.gone")
 
 

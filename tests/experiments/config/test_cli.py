@@ -197,7 +197,7 @@ def test_help_describes_the_driver_and_each_option(capsys, monkeypatch):
         if driver != "prepare_data":
             assert (CONF / f"{driver}.yaml").read_text().strip() in out
     _, out = shown(capsys, monkeypatch, "pretrain", "method=released/slope", "train.steps=7", "-h")
-    assert re.search(r"^method=released/slope, one of: ast bi_mask ", out, re.M)
+    assert re.search(r"^method=released/slope, one of: act24 ast ", out, re.M)
     assert re.search(r"^mask: random +# random \| magnitude; the mask is chosen once$", out, re.M)
     with pytest.raises(SystemExit, match=r"there is no method=nothing; there is ast, "):
         shown(capsys, monkeypatch, "pretrain", "method=nothing", "--help")

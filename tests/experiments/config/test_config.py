@@ -48,7 +48,7 @@ def test_the_yaml_files_state_every_key_and_its_default():
 
 BAD = {
     "pretrain": {
-        "method=sste": "there is no method=sste; s_ste may be meant; there is ast, bi_mask,",
+        "method=sste": "there is no method=sste; s_ste may be meant; there is act24, ast,",
         "method=t_sr_ste": "method=t_sr_ste is called method=fst now",
         "+cluster=slrm": "there is no cluster=slrm; slurm may be meant; there is local, slurm",
         "method=ste,s_ste": "method=ste,s_ste has several values: for a sweep add -m; one value",
