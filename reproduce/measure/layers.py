@@ -243,7 +243,6 @@ class Parts(MethodLayer):
             "pack": lambda _: layer.update_operands(),
             "search": lambda _: layer.refresh_mask(),
         }
-        method.on_step_begin(0)  # the step that all calls are in
         ms = self.in_turns(calls)
         products = sum(ms[name] for name in ("fprop", "dgrad", "wgrad", "sample"))
         once = ms["decay"] + ms["pack"] + ms["search"] / method.capabilities.mask_period
