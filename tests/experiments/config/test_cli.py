@@ -199,7 +199,7 @@ def test_help_describes_the_driver_and_each_option(capsys, monkeypatch):
     _, out = shown(capsys, monkeypatch, "pretrain", "method=released/slope", "train.steps=7", "-h")
     assert re.search(r"^method=released/slope, one of: act24 ast ", out, re.M)
     assert re.search(r"^mask: random +# random \| magnitude; the mask is chosen once$", out, re.M)
-    with pytest.raises(SystemExit, match=r"there is no method=nothing; there is ast, "):
+    with pytest.raises(SystemExit, match=r"there is no method=nothing; there is act24, "):
         shown(capsys, monkeypatch, "pretrain", "method=nothing", "--help")
     for flags in (["-m"], ["--cfg", "job"], ["--help"], []):
         with pytest.raises(SystemExit, match=r"^error: Could not override 'data'"):
