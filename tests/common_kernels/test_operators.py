@@ -637,7 +637,7 @@ def test_opcheck():
     names = {n for n in torch._C._dispatch_get_all_op_names() if n.startswith("sparse24::")}
     # What C++ calls to make a plan or a kernel, and what it calls alone.
     others = {
-        "plan24", "kernels24", "launch24", "sample_mm24_cusparselt", "quantize_both24",
+        "plan24", "place24", "kernels24", "launch24", "sample_mm24_cusparselt", "quantize_both24",
         "quantize_and_sample24", "compress24", "quantize_weight24_",
     }  # fmt: skip
     assert checked == names - {f"sparse24::{name}" for name in others}

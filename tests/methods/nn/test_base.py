@@ -37,7 +37,7 @@ def converted(name, **options):
 
 def test_what_is_no_method_option_or_model_of_it_is_refused():
     for name, options, error, told in (
-        ("s-ste", {}, ValueError, r"no method 's-ste'; did you mean s_ste\? choose one of ast, "),
+        ("s-ste", {}, ValueError, r"no method 's-ste'; did you mean s_ste\? choose one of act24, "),
         ("lora", {}, ValueError, r"no method 'lora'; choose one of .*s_ste"),
         ("fst", {"alfa": 1.0}, ValueError, r"no option alfa; did you mean alpha\? it takes inc"),
         ("s_ste", {"beta": "max"}, ValueError, "beta='max'; choose one of none, keep_l1"),

@@ -322,7 +322,7 @@ def test_a_conv1d_trains_as_the_linear_of_the_same_weight(hf_model, name, tmp_pa
         assert torch.equal(again(**inputs()).logits, plain.eval()(**inputs()).logits)
 
 
-def test_a_conv1d_is_measured_calibrated_and_given_back_along_its_inputs(hf_model):
+def test_a_conv1d_is_calibrated_and_given_back_along_its_inputs(hf_model):
     model, method = hf_model("gpt2"), methods.build("ste")
     model(**inputs()).loss.backward()
     weight = model.transformer.h[0].mlp.c_fc.weight
@@ -335,10 +335,6 @@ def test_a_conv1d_is_measured_calibrated_and_given_back_along_its_inputs(hf_mode
     model, method = hf_model("gpt2"), methods.build("dense")
     types = [type(m) for m in model.modules()]
     method.convert(model)
-    with torch.no_grad():
-        for layer in method.layers.values():
-            layer.weight[2::4], layer.weight[3::4] = 0.0, 0.0
-    assert method.metrics()["illegal_groups"] == 0
     assert [type(m) for m in method.finalize(model).modules()] == types
 
     model = hf_model("gpt2")
