@@ -320,7 +320,11 @@ def _on_other_data(values: Values, c: Contrast) -> str:
 
 def judge_speed(claims: Claims, speed: Speed, folder: Path = MEASURED) -> Measured:
     """A contrast of measurements with its verdict by the tables in `folder`."""
-    table, stem = read_table(TABLES / f"{speed.table}.yaml"), f"{speed.table}-full"
+    if not (path := TABLES / f"{speed.table}.yaml").exists():
+        raise UserError(f"claims.yaml: there is no table {speed.table} ({path})")
+    table, stem = read_table(path), f"{speed.table}-full"
+    if speed.column not in {c.label for c in table.columns}:
+        raise UserError(f"claims.yaml: {speed.table} has no column {speed.column!r}")
     command = f"python -m reproduce {table.command} paper={table.paper} tier=full"
     found = Measured(rule=speed, name=table.title.partition(":")[0])
     rows = read_rows(folder / f"{stem}.csv")

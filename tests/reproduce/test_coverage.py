@@ -20,12 +20,12 @@ NUMBERS = {
 
 def test_every_table_is_listed_once_and_says_whether_it_is_covered():
     papers = {known[0].paper: known for known in listing.items().values()}
-    assert papers.keys() == NUMBERS.keys()
+    assert papers.keys() >= NUMBERS.keys()
     specs = {(table.paper, table.number) for table in TABLES if table.paper}
     for paper, known in papers.items():
         numbers = [item.number for item in known]
         assert len(set(numbers)) == len(numbers)
-        assert NUMBERS[paper] <= set(numbers)
+        assert NUMBERS.get(paper, set()) <= set(numbers)
         for item in known:
             assert item.caption
             # A reason if and only if there is no spec.

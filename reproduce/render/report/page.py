@@ -88,7 +88,7 @@ def _main(shown: list[Shown]) -> Shown:
 def _speeds(measured: list[Json]) -> Json:
     """The rows of measured tables that are factors of speed over dense and can be true, as those
     of one table, with their devices."""
-    of_speed = [m for m in measured if not (m["than"] or m["less"])]
+    of_speed = [m for m in measured if m["lines"] and not (m["than"] or m["less"])]
     return {
         "device": ", ".join(dict.fromkeys(m["device"].partition(",")[0] for m in of_speed)),
         "lines": [line for m in of_speed for line in m["lines"] if not line["why"]],
