@@ -85,7 +85,8 @@ def measured(name: str) -> str:
     pairs = zip(known[variant], known[DENSE[block]], strict=True)
     differences = [own - dense for own, dense in pairs]
     low, high = paired_interval(differences)
-    said = f"**Measured** (GPT-2, 5M parameters, {len(differences)} seeds, feed-forward layers). "
+    pruned = "feed-forward layers" if block == "a" else "all linears"
+    said = f"**Measured** (GPT-2, 5M parameters, {len(differences)} seeds, {pruned}). "
     said += f"The loss ends {mean(differences):+.4f} [{low:+.4f}, {high:+.4f}] nats "
     said += "above that of dense training" if block == "a" else "above further dense training"
     evidence = (ROOT / "docs" / "evidence.md").read_text(encoding="utf-8")

@@ -37,6 +37,7 @@ def main() -> None:
         pretrain.run(config, print)
         run = config.directory()
     command = [sys.executable, "-m", "experiments.export", f"run={run}", f"to={options.to}"]
+    command.append("dtype=bf16")  # sparse products take it
     subprocess.run(command, check=True)
 
     device = "cuda" if torch.cuda.is_available() else "cpu"

@@ -209,7 +209,7 @@ def trained():
 
 def test_every_snippet_is_run_here():
     counts = {"README.md": 1, "docs/own_loop.md": 14, "docs/methods/semi_sparse.md": 1}
-    counts |= {"docs/evaluation.md": 1, "docs/serving.md": 1}  # test_finetune.py has the first
+    counts |= {"docs/evaluation.md": 1, "docs/serving.md": 2}  # test_finetune.py has the first
     found = {page: len(blocks(page, "python")) for page in PAGES if blocks(page, "python")}
     assert found == {ROOT / name: count for name, count in counts.items()}
 
@@ -294,7 +294,7 @@ def test_a_matrix_is_packed_and_multiplied_as_shown():
     assert torch.equal(names["weight"].to_dense(), pruned)
 
 
-def test_an_export_is_loaded_and_fine_tuned_under_its_mask_as_shown(tmp_path, capsys):
+def test_an_export_is_loaded_and_fine_tuned_as_shown(tmp_path, capsys, monkeypatch):
     """The second by what own_loop.md shows with another method."""
     model, folder = llama(), tmp_path / "export"
     weights = {n: p for n, p in model.named_parameters() if "mlp" in n}
@@ -304,7 +304,11 @@ def test_an_export_is_loaded_and_fine_tuned_under_its_mask_as_shown(tmp_path, ca
     files = {n: sha256(folder / n) for n in ("config.json", "model.safetensors")}
     record = {"format": "sparse24", "version": 1, "tensors": {}, "files": files}
     (folder / "sparse24.json").write_text(json.dumps(record))
-    (code,) = blocks(ROOT / "docs" / "serving.md", "python")
+    own, code = blocks(ROOT / "docs" / "serving.md", "python")
+    packed: list = []
+    monkeypatch.setattr("models.packed.pack", packed.append)  # needs a GPU
+    exec(own, {"folder": folder, "device": "cpu"})
+    assert packed[0].dtype == torch.bfloat16
     loaded = {"folder": folder, "device": "cpu"}
     exec(code, loaded)
     assert capsys.readouterr().out == "{}\n"

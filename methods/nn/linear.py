@@ -235,10 +235,12 @@ class SparseLinear(nn.Linear):
     def refresh_mask(self) -> None:
         """Choose a new mask from the weights."""
         with sharding.where_it_chooses(self):
-            self.choose_mask()
+            if self.choose_mask() is not None:  # type: ignore[func-returns-value]
+                raise TypeError(f"{type(self).__name__}.choose_mask must write the mask in place")
 
     def choose_mask(self) -> None:
-        """Choose a mask from the rows that the layer shows; by default it has none."""
+        """Write a mask, chosen from the rows that the layer shows, into the layer's buffer; by
+        default it has none."""
 
     def update_buffers(self) -> None:
         """Update the saved buffers other than the mask, and the weight itself if the method
