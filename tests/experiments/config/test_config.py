@@ -222,6 +222,7 @@ def test_errors_of_the_machine_are_one_line(tmp_path):
 
 def test_a_signal_is_one_line_with_the_status_of_the_shell(capsys):
     before = signal.getsignal(signal.SIGTERM)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # which a job of a shell ignores
     for said, number, status in (
         ("terminated", signal.SIGTERM, 143),
         ("interrupted", signal.SIGINT, 130),
