@@ -54,8 +54,7 @@ class Config(base.Config):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 0.0 <= self.dense_fraction <= 1.0:
-            raise ValueError(f"dense_fraction={self.dense_fraction}; it must lie in [0, 1]")
+        base.check_range(self, 0, 1, "dense_fraction")
 
 
 class FeedForward(torch.autograd.Function):
@@ -240,7 +239,8 @@ class Method(SwitchedMethod):
         self._networks = {n: pair for n, pair in self._networks.items() if pair[0] in self.layers}
         for up, down, activation in self._networks.values():
             first, second = self.layers[up], self.layers[down]
-            first.__class__, second.__class__ = Up, Down
+            conversion.become(first, Up)
+            conversion.become(second, Down)
             kept = torch.zeros(2, device=second.weight.device)
             vars(second).update(up=first, measuring=False, kept=kept)  # `up` is no submodule
             vars(activation)["forward"] = unchanged

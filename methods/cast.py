@@ -27,6 +27,7 @@ are master weights in fp32, in which such steps are not rounded away.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -60,12 +61,8 @@ class Config(distillation.Config):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.refresh_every < 1:
-            raise ValueError(f"refresh_every={self.refresh_every}; it must be at least 1")
-        if not 0 <= self.decay < float("inf"):
-            raise ValueError(f"decay={self.decay}; it must not be negative")
-        if self.scale_groups < 0:
-            raise ValueError(f"scale_groups={self.scale_groups}; it must not be negative")
+        base.check_range(self, 1, math.inf, "refresh_every")
+        base.check_range(self, 0, math.inf, "decay", "scale_groups")
 
 
 class Linear(MaskedLinear):

@@ -49,17 +49,18 @@ class Config(base.NMConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 0.0 <= self.healing_fraction <= 1.0:
-            raise ValueError(f"healing_fraction={self.healing_fraction}; it must lie in [0, 1]")
+        base.check_range(self, 0, 1, "healing_fraction")
 
 
 class Linear(MaskedLinear):
     """A masked linear whose weight itself has the zeros of its mask, from the healing on or always.
 
-    State besides `MaskedLinear`'s: `frozen` (bool [], saved), True in the healing.
+    State besides `MaskedLinear`'s: `frozen` (bool [], saved), True in the healing, and `is_frozen`,
+    a Python copy of it, because a step must not wait for the device.
     """
 
     frozen: Tensor
+    is_frozen: bool = False
 
     def setup(self, name: str, config: Any, dtype: torch.dtype | None) -> None:
         super().setup(name, config, dtype)
@@ -74,8 +75,14 @@ class Linear(MaskedLinear):
         pruned = ~self.mask
         self.weight.masked_fill_(pruned & self.frozen if self.config.latent else pruned, 0.0)
 
+    def restart(self) -> None:
+        if not self.frozen.is_meta:  # a meta tensor cannot be read
+            self.is_frozen = bool(self.frozen)
+        super().restart()
+
     def freeze(self) -> None:
         self.frozen.fill_(True)
+        self.is_frozen = True
         self.refresh()
 
 
@@ -115,5 +122,5 @@ class Method(base.Method):
         return total > 0 and self.heals_at(total - 1) and self.phase() != "healing"
 
     def phase(self) -> str:
-        healing = any(bool(layer.frozen) for layer in self.sparse_layers.values())
+        healing = any(layer.is_frozen for layer in self.sparse_layers.values())
         return "healing" if healing else "sparse"

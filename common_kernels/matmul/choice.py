@@ -41,8 +41,8 @@ def _library_layout(device: torch.device) -> str:
 
 
 def library_layout_for(problem: Problem, device: torch.device) -> str:
-    """As `library_layout`, for one matrix: where the library packs it in another way than was
-    learnt, it packs it itself, and a warning says so."""
+    """The layout of the matrix of one product: `library_layout`, or the library's own with a
+    warning where the library packs this matrix in another way than was learnt."""
     layout = library_layout(device)
     if layout in (BUFFERED, VENDOR):
         return layout

@@ -1,6 +1,8 @@
 """Squared ReLU of which each four neighbours along the last dim keep the two largest (arXiv
 2503.16672), forward and backward, and packed in the same pass."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -22,7 +24,7 @@ def relu24(z: Tensor, prune: bool = True, *, backend: str | None = None) -> Tens
     """
     checks.float_tensor(z)
     checks.group_dim(z, 4, -1)
-    return _Relu24.apply(z, prune, backends.resolve(z.device, backend))
+    return _forward(z, prune, "", backends.resolve(z.device, backend))[0]
 
 
 def relu24_packed(z: Tensor, layout: str, *, backend: str | None = None) -> tuple[Tensor, Packed24]:
@@ -54,15 +56,13 @@ _forward = operator_of(cpu.relu24, lambda z, prune, layout: _empty(z, layout))
 _backward = operator_of(cpu.relu24_backward, lambda dh, h, layout: _empty(dh, layout))
 
 
-class _Relu24(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, z, prune, backend):
-        h, _ = _forward(z, prune, "", backend)
-        ctx.save_for_backward(h)
-        ctx.backend = backend
-        return h
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    ctx.backend = inputs[-1]
+    ctx.save_for_backward(output[0])
 
-    @staticmethod
-    def backward(ctx, dh):
-        (h,) = ctx.saved_tensors
-        return _backward(dh, h, "", ctx.backend)[0], None, None
+
+def _gradient(ctx: Any, dh: Tensor, _: Tensor | None) -> tuple[Tensor, None, None, None]:
+    return _backward(dh, *ctx.saved_tensors, "", ctx.backend)[0], None, None, None
+
+
+_forward.register_autograd(_gradient, setup_context=_setup)

@@ -1,5 +1,4 @@
-"""What config dataclasses share: checks of names, seeds and choices, and the values that identify a
-run."""
+"""Checks of names, seeds and choices for config dataclasses, and the values that identify a run."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ Evaluation = Callable[["Trainer"], dict[str, float]]
 
 @dataclass
 class Built:
-    """What a trainer trains, on what, and how that is evaluated.
+    """A converted model with its method, data and evaluation, ready for a `Trainer`.
 
     model: converted by `method`; on its device, unless it will be sharded.
     evaluation: evaluates the model in evaluation mode, every `train.eval_every` steps (or after

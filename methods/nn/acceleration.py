@@ -66,7 +66,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class Chosen:
-    """What was decided for a layer: the `products` that run sparse, and why, by product."""
+    """The decision for a layer: the `products` that run sparse, and the reasons, by product."""
 
     products: Products
     choices: Mapping[str, Choice]

@@ -26,7 +26,7 @@ multiplies.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -84,7 +84,7 @@ class Method:
 
     @property
     def capabilities(self) -> Capabilities:
-        """What a driver must know of this method and its options."""
+        """The properties of this method and its options that a driver must know."""
         return Capabilities(quantizes=getattr(self.config, "fp8", "off") != "off")
 
     @property
@@ -253,7 +253,7 @@ class Method:
         self._begin(step)
         self.micro_batch = 0
         seed = self.config.seed
-        self._set_keys(0, [ranks.layer_seed(seed, name, step) for name in self._keyed()])
+        self._set_keys(0, lambda name: ranks.layer_seed(seed, name, step))
         for layer in self.sparse_layers.values():
             if layer.shards is None:
                 layer.draw()
@@ -320,18 +320,17 @@ class Method:
         """Select new random bits for the next forward and backward pass."""
         self._check_step_begun()
         rank, size = ranks.place()
-        self._set_keys(1, [self.micro_batch * size + rank] * len(self._keyed()))
+        number = self.micro_batch * size + rank
+        self._set_keys(1, lambda _: number)
         self.micro_batch += 1
 
-    def _keyed(self) -> dict[str, SparseLinear]:
-        """The layers that draw random bits."""
-        return {name: m for name, m in self.sparse_layers.items() if "key" in m._buffers}
-
-    def _set_keys(self, place: int, values: list[int]) -> None:
-        """Set entry `place` of all layers' keys, in three launches on each device."""
+    def _set_keys(self, place: int, value: Callable[[str], int]) -> None:
+        """Set entry `place` of the keys of all layers that draw random bits, given a layer's name,
+        in three launches on each device."""
         on: dict[torch.device, list[tuple[SparseLinear, int]]] = {}
-        for layer, value in zip(self._keyed().values(), values, strict=True):
-            on.setdefault(layer.key.device, []).append((layer, value))
+        for name, layer in self.sparse_layers.items():
+            if "key" in layer._buffers:
+                on.setdefault(layer.key.device, []).append((layer, value(name)))
         for given in on.values():
             keys = [layer.key for layer, _ in given]
             numbers = [key[place] for key in keys]

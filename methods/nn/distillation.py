@@ -174,7 +174,7 @@ class Method(base.Method):
 
     @property
     def loss_name(self) -> str:
-        """What the loss is the sum of, as `0.33 task + 0.67 kl`."""
+        """The terms of the loss and their weights, `0.33 task + 0.67 kl` for example."""
         weights = {n: getattr(self.config, f"{n}_weight") for n in ("task", "kl", "layer")}
         return " + ".join(f"{weight:g} {name}" for name, weight in weights.items() if weight)
 

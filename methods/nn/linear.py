@@ -24,7 +24,7 @@ from .precision import Precision, hold_operands, precision_of
 # Attributes of a converted layer, besides parameters and buffers.
 OWN = (
     "config", "pattern", "dtype", "accelerated", "precision", "has_history", "shards", "drawn",
-    "was_loaded", "seen", "begun", "is_dense", "adapting", "_stored",
+    "was_loaded", "seen", "begun", "is_dense", "is_frozen", "adapting", "_stored",
 )  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""What a method measures of its layers: how fast masks change, how many weights are left."""
+"""Measurements of a method's layers: how fast masks change, how many weights are left."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ from .operands import Fp8
 
 @dataclass(frozen=True)
 class Precision:
-    """What a layer with the option `fp8` has more than others.
+    """FP8 as the precision of a layer's products, by the option `fp8`.
 
     Additional buffers, not saved: the codes of the operands of fprop and dgrad, `codes` and
     `codes_dgrad`, and their `code_scales` (fp32 [2]). On FP8 units (`Products.fp8`) a product that

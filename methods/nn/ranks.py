@@ -1,5 +1,5 @@
-"""What must be equal on all ranks of a process group: choices, and the seeds of random ones; and
-conversion on a single rank."""
+"""Choices and seeds that must be equal on all ranks of a process group, and conversion on a single
+rank."""
 
 from __future__ import annotations
 

@@ -172,7 +172,7 @@ def check_products(products: Any) -> None:
 
 @dataclass(eq=False)
 class Shards:
-    """What a converted layer remembers while its parameters are sharded; see the module docstring.
+    """The state of a converted layer while its parameters are sharded; see the module docstring.
 
     derived: meta tensors with the shapes and dtypes of the operands' buffers.
     viewed: True while the layer shows plain tensors, in `rows`, `unsharded` or the forward pass.

@@ -117,7 +117,7 @@ NOTED, RAN, KEPT = [], [], []  # C++ keeps kernels as long as the process
 
 
 def interpret(monkeypatch):
-    """What C++ launches runs in Triton's interpreter; returns the names of the kernels that ran.
+    """Let Triton's interpreter run what C++ launches; return the names of the kernels that ran.
 
     Kernels have no compiled form here: one is known by its place among those that were asked for.
     """
@@ -255,8 +255,8 @@ def test_a_sample_is_launched_before_its_product(tokens, fake, monkeypatch):
     ],
 )
 def test_codes_are_those_of_python(dtype, formats, layout, fake, monkeypatch):
-    """Of a matrix and its transpose, and of a gradient and its sample; also of views, and of
-    nothing."""
+    """The codes of a matrix and its transpose, and of a gradient and its sample, are equal in every
+    bit; also those of views, and of nothing."""
     x, key = torch.randn(2, 50, 128).to(dtype), torch.tensor([3, 4])
     given = x, x[:, 3:20], x[..., 64:], x[:0], x[:1, :1]
     sample = functools.partial(quantize_and_sample, key=key, stride=8, fmt="e5m2", layout=layout)

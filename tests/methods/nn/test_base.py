@@ -209,7 +209,7 @@ def test_keys_are_set_on_several_devices():
     method = s_ste.Method(s_ste.Config(include=["*"], total_steps=4))
     method.convert(model)
     model[1].key = model[1].key.to("meta")
-    method._set_keys(0, [5, 6, 7])
+    method._set_keys(0, {"0": 5, "1": 6, "2": 7}.__getitem__)
     assert [int(layer.drawn[0]) for layer in (model[0], model[2])] == [5, 7]
     assert [int(layer.key[0]) for layer in (model[0], model[2])] == [5, 7]
 
