@@ -1,4 +1,4 @@
-"""One-shot pruning: a 2:4 mask chosen once, by magnitude, Wanda or SparseGPT, then fine-tuning.
+"""One-shot pruning: a mask chosen once, by a score or by learning, and fine-tuning under it.
 
     GEMM   operand 1   operand 2   sparse operand, along
     fprop  X           W           weight, 2:4 along `in`
@@ -14,6 +14,9 @@ with training it is "naive training" (Table 4), and with distillation "fixed mas
 Wanda and SparseGPT prune the layers in the model's order, each for the inputs that come from the
 layers already pruned, as both papers do. The released codes measure a whole transformer block
 before any of its layers is pruned; here every layer is measured separately.
+
+ProxSparse and MaskLLM learn the masks of all layers together, with the model's loss on the
+calibration set (nn/learnt.py has their formulas); the weights are not changed.
 """
 
 from __future__ import annotations
@@ -26,16 +29,22 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.func import functional_call
 
 from common_kernels import nm_mask
 
-from .nn import base, distillation
-from .nn.calibration import collect
+from .nn import base, distillation, ranks
+from .nn.calibration import collect, evaluating
+from .nn.conversion import is_conv1d, weight_of
 from .nn.gemms import DENSE, Products
+from .nn.learnt import maskllm, proxsparse
 from .nn.linear import MaskedLinear
 from .nn.sparsegpt import prune
 
-METRICS = ("magnitude", "wanda", "sparsegpt")
+SCORES = ("magnitude", "wanda", "sparsegpt")
+# The steps and the learning rate of the released codes, by learnt metric.
+LEARNT = {"proxsparse": (400, 1e-4), "maskllm": (2000, 5e-4)}
+METRICS = (*SCORES, *LEARNT)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,10 +53,16 @@ class Config(distillation.Config, base.NMConfig):
 
     n, m: keep n of m consecutive inputs.
     metric: the score of a weight: `magnitude` |W_ij|, `wanda` |W_ij| |X_j| (arXiv 2306.11695), or
-        `sparsegpt` (arXiv 2301.00774), which also updates the kept weights. The latter two need
-        `Method.calibrate`.
+        `sparsegpt` (arXiv 2301.00774), which also updates the kept weights; or how a mask is
+        learnt: `proxsparse` (2:4 alone) or `maskllm` (m up to 8). All but the first need
+        `Method.calibrate`, the last two with labels, on which the model returns its loss.
     calibration_sequences: number of sequences that a driver gives to `Method.calibrate`.
     damping: added to the diagonal of SparseGPT's Hessian, as a fraction of its mean.
+    mask_steps, mask_learning_rate: of the learning of a mask, on one calibration batch after the
+        other, again and again; None for the released code's, LEARNT.
+    penalty: ProxSparse's lambda. What it does grows with the size of the weights: the released
+        scripts have 0.25 for LLaMA-2-7B and 0.5 for 13B.
+    prior: the metric whose mask MaskLLM starts from, without an update of the weights.
     """
 
     task_weight: float = 1.0
@@ -55,11 +70,21 @@ class Config(distillation.Config, base.NMConfig):
     metric: str = "magnitude"
     calibration_sequences: int = 128
     damping: float = 0.01
+    mask_steps: int | None = None
+    mask_learning_rate: float | None = None
+    penalty: float = 0.25
+    prior: str = "sparsegpt"
 
     def __post_init__(self) -> None:
         super().__post_init__()
         base.check_choice("metric", self.metric, METRICS)
-        base.check_range(self, 1, math.inf, "calibration_sequences")
+        base.check_choice("prior", self.prior, SCORES)
+        base.check_range(self, 1, math.inf, "calibration_sequences", "mask_steps")
+        base.check_range(self, 0, math.inf, "mask_learning_rate", "penalty")
+        if self.metric == "proxsparse" and self.pattern("") != (2, 4):
+            raise ValueError(f"metric=proxsparse learns 2:4 masks, not {self.n}:{self.m}")
+        if self.metric == "maskllm" and self.m > 8:
+            raise ValueError(f"metric=maskllm has a logit per pattern, too many with m={self.m}")
         if not 0 < self.damping < 1:
             raise ValueError(f"damping={self.damping}; it must lie between 0 and 1")
 
@@ -133,24 +158,72 @@ class Method(distillation.Method):
                 f"metric={self.config.metric} needs inputs: call method.calibrate(model, batches) "
                 "before convert, or choose metric=magnitude"
             )
+        learnt = self._learn(model) if self.config.metric in LEARNT else {}
         # The operands get their dtype last: calibration must not see rounded weights.
         report = super().convert(model)
         for name, layer in self.layers.items():
-            layer.prune(self._mask(model, name, layer))
+            mask = learnt.get(name)
+            if mask is None:
+                mask, updated = self._choose_mask(model, name, layer, self.config.metric)
+                layer.weight.copy_(updated)
+            layer.prune(mask)
         for layer in self.sparse_layers.values():
             layer.dtype = dtype or layer.weight.dtype
             layer.operand = layer.sparse_weight.to(layer.dtype)
         self._batches = []
         return report
 
-    def _mask(self, model: nn.Module, name: str, layer: MaskedLinear) -> Tensor:
-        """The mask of a layer by the metric; SparseGPT also updates the weight."""
-        metric, weight = self.config.metric, layer.weight
+    def _choose_mask(
+        self, model: nn.Module, name: str, layer: nn.Linear, metric: str
+    ) -> tuple[Tensor, Tensor]:
+        """The mask of a layer by this metric, and its weight [out, in], which SparseGPT updates."""
+        weight, pattern = weight_of(layer).detach(), self.config.pattern(name)
         if metric == "magnitude":
-            return nm_mask(weight, *layer.pattern)
+            return nm_mask(weight, *pattern), weight
         inputs = collect(model, {name: layer}, self._batches, hessian=metric == "sparsegpt")[name]
         if inputs.hessian is None:
-            return nm_mask(weight.float() * inputs.square_sum.sqrt(), *layer.pattern)
-        mask, updated = prune(weight, inputs.hessian, self.config.damping, *layer.pattern)
-        weight.copy_(updated)
-        return mask
+            return nm_mask(weight.float() * inputs.square_sum.sqrt(), *pattern), weight
+        return prune(weight, inputs.hessian, self.config.damping, *pattern)
+
+    def _learn(self, model: nn.Module) -> dict[str, Tensor]:
+        """The learnt masks by layer, of rank 0; `model` is left as it was."""
+        config, linears = self.config, self.matching_linears(model)
+        weights = {name: weight_of(linear).detach() for name, linear in linears.items()}
+
+        def loss(used: Mapping[str, Tensor], batch: Mapping[str, Any]) -> Tensor:
+            given = {}
+            for name, linear in linears.items():
+                weight = used[name].to(linear.weight.dtype)
+                key = f"{name}.weight".lstrip(".")
+                given[key] = weight.t() if is_conv1d(linear) else weight
+
+            def run(**inputs: Any) -> Any:
+                return functional_call(model, given, (), inputs)
+
+            return base.Method.micro_batch_loss(self, run, dict(batch))  # type: ignore[arg-type]
+
+        steps, rate = LEARNT[config.metric]
+        steps = steps if config.mask_steps is None else config.mask_steps
+        rate = rate if config.mask_learning_rate is None else config.mask_learning_rate
+        shared = loss, self._batches, steps, rate
+        with evaluating(model), torch.enable_grad():
+            if config.metric == "proxsparse":
+                masks = proxsparse(weights, *shared, config.penalty)
+            else:
+                priors = self._priors(model)
+                masks = maskllm(weights, priors, *shared, config.n, config.m, config.seed)
+        ranks.take_from_rank_0(mask.view(torch.uint8) for mask in masks.values())
+        return masks
+
+    @torch.no_grad()
+    def _priors(self, model: nn.Module) -> dict[str, Tensor]:
+        """The masks by `prior`, each chosen behind layers that are pruned already."""
+        priors, whole = {}, {}
+        for name, linear in self.matching_linears(model).items():
+            weight = weight_of(linear)
+            whole[name] = weight, weight.clone()
+            priors[name], _ = self._choose_mask(model, name, linear, self.config.prior)
+            weight.masked_fill_(~priors[name], 0.0)
+        for weight, values in whole.values():
+            weight.copy_(values)
+        return priors

@@ -41,7 +41,12 @@ VARIANTS = {  # each value of an option, most with another option's
     ],
     "bi_mask": [{"alpha": 1e-2, "permute_every": 2, "candidates": 8}],
     "cast": [{"refresh_every": 2, "decay": 1.0}],
-    "one_shot": [{}, {"metric": "sparsegpt"}],
+    "one_shot": [
+        {},
+        {"metric": "sparsegpt"},
+        {"metric": "proxsparse", "mask_steps": 2},
+        {"metric": "maskllm", "mask_steps": 2, "prior": "magnitude"},
+    ],
     "projected": [{"healing_fraction": 0.5}],
     "semi_sparse": [
         {},
@@ -131,7 +136,7 @@ def build(name, model, **options):
     """The method, with calibration data if it asks for some."""
     method = methods.build(name, include="ffn", total_steps=STEPS, **options)
     if method.capabilities.calibration_sequences:
-        method.calibrate(model, [{"input": batch(99)[:, :-1]}])
+        method.calibrate(model, [{"input": batch(99)[:, :-1], "target": batch(99)[:, 1:]}])
     return method
 
 

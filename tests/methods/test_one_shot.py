@@ -1,4 +1,7 @@
-"""One-shot pruning: the three metrics, calibration, and a mask that holds during fine-tuning."""
+"""One-shot pruning: the metrics, calibration, and a mask that holds during fine-tuning."""
+
+import itertools
+import math
 
 import pytest
 import torch
@@ -7,8 +10,10 @@ from torch import nn
 
 import methods
 from common_kernels import check24
+from methods.nn import learnt
+from methods.nn.learnt import patterns, prox24, soft_mask
 from methods.nn.sparsegpt import BLOCK, prune
-from methods.one_shot import METRICS
+from methods.one_shot import LEARNT, METRICS
 from tests.methods.loop import training_step
 
 
@@ -37,6 +42,8 @@ class Net(nn.Module):
 
 
 def build(metric, **options):
+    if metric in LEARNT:
+        options = {"mask_steps": 3, **options}
     return methods.build("one_shot", metric=metric, **options)
 
 
@@ -44,7 +51,8 @@ def converted(metric, batches=None, **options):
     model = Net()
     method = build(metric, **options)
     if metric != "magnitude":
-        method.calibrate(model, [{"x": correlated(256, 16)}] if batches is None else batches)
+        x = correlated(256, 16)
+        method.calibrate(model, [{"x": x, "target": x}] if batches is None else batches)
     method.convert(model)
     return model, method
 
@@ -105,6 +113,83 @@ def test_inputs_that_never_fire_and_too_few_tokens():
         assert updated.isfinite().all()
         assert not mask[:, 5].any()
         assert int(check24(updated)) == 0
+
+
+# ------------------------------------------------------------------ learnt masks
+
+
+def prox_objective(x, w, penalty):
+    """Of each group of four, for x and w [..., 4]."""
+    products = [x[..., [*c]].abs().prod(-1) for c in itertools.combinations(range(4), 3)]
+    return (x - w).square().sum(-1) / 2 + penalty * sum(products)
+
+
+def test_no_point_of_a_grid_is_better_than_the_proximal_step():
+    torch.manual_seed(0)
+    w = torch.randn(2, 48, dtype=torch.float64)
+    share = torch.linspace(0, 1, 13, dtype=torch.float64)
+    grid = torch.cartesian_prod(*[share] * 4)  # a solution shrinks entries and keeps their signs
+    counts = set()
+    for penalty in (0.1, 0.5, 1.0, 3.0):
+        found = prox24(w, penalty)
+        assert found.shape == w.shape and not (found * w < 0).any()
+        for x, z in zip(found.view(-1, 4), w.view(-1, 4), strict=True):
+            least = prox_objective(grid * z, z, penalty).min()
+            assert prox_objective(x, z, penalty) <= least + 1e-12
+            counts.add(int(x.count_nonzero()))
+    assert counts == {2, 3, 4}
+    assert torch.equal(prox24(w, 0.0), w)
+
+
+def test_the_proximal_step_by_hand():
+    """Three equal entries x solve x = 1 - x^2 / 2; with penalty 2 the third one is worth less than
+    what it costs."""
+    w = torch.tensor([[1.0, 0.0, -1.0, 1.0]])
+    x = math.sqrt(3) - 1
+    torch.testing.assert_close(prox24(w, 0.5), torch.tensor([[x, 0.0, -x, x]]))
+    assert prox24(w, 2.0).tolist() == [[1.0, 0.0, -1.0, 0.0]]
+
+
+def test_the_expected_gumbel_mask_by_hand():
+    """At the end pattern 01 is twice as likely as each of the other five: 0 and 1 stay with
+    probability 4/7, 2 and 3 with 3/7. Equal logits keep each entry with 1/2 at any time."""
+    table, count = patterns(2, 4), 100_000
+    assert table[0].tolist() == [1, 1, 0, 0] and table.sum(0).tolist() == [3] * 4
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.zeros(count, 6)
+    for done, first, wanted in ((0.0, 0.0, [1 / 2] * 4), (1.0, math.log(2) / 500, [4 / 7, 3 / 7])):
+        logits[:, 0] = first
+        mask = soft_mask(logits, table, done, generator)
+        torch.testing.assert_close(mask.sum(1), torch.full((count,), 2.0))
+        expected = torch.tensor(wanted).repeat_interleave(4 // len(wanted))
+        assert (mask.mean(0) - expected).abs().max() < 6 / math.sqrt(count)
+
+
+def test_learnt_masks_lower_the_loss_and_change_no_weight():
+    x = correlated(256, 16)
+    dense = Net()
+    with torch.no_grad():
+        batch = {"x": x, "target": dense.mlp(x)}
+    found = {}
+    options = {"mask_steps": 150, "mask_learning_rate": 1e-3, "penalty": 0.03, "prior": "magnitude"}
+    for metric in ("magnitude", "proxsparse", "maskllm"):
+        model, method = converted(metric, [batch], **options)
+        assert all(p.grad is None for p in model.parameters()) and model.training
+        for i in (0, 2):
+            layer = model.mlp[i]
+            assert torch.equal(layer.weight, torch.where(layer.mask, dense.mlp[i].weight, 0.0))
+        found[metric] = method.loss(model, batch).item()
+    assert max(found["proxsparse"], found["maskllm"]) < 0.8 * found["magnitude"]
+
+
+def test_maskllm_starts_from_its_prior(monkeypatch):
+    monkeypatch.setattr(learnt, "PRIOR_STRENGTH", 100.0)  # above all noise
+    for metric in ("magnitude", "wanda", "sparsegpt"):
+        model, _ = converted("maskllm", prior=metric, mask_learning_rate=0.0)
+        own, _ = converted(metric)
+        assert torch.equal(model.mlp[0].mask, own.mlp[0].mask)
+        # SparseGPT's updates of the first layer, which a prior leaves out, change the second.
+        assert torch.equal(model.mlp[2].mask, own.mlp[2].mask) == (metric != "sparsegpt")
 
 
 # ------------------------------------------------------------------ the method

@@ -342,6 +342,10 @@ def test_a_conv1d_is_calibrated_and_given_back_along_its_inputs(hf_model):
     method.calibrate(model, [{"input_ids": inputs()["input_ids"]}])
     assert method.input_norms["transformer.h.0.mlp.c_proj"].shape == (128,)
     assert len(method.convert(model).names) == 4
+    model = hf_model("gpt2")
+    method = methods.build("one_shot", metric="proxsparse", mask_steps=1)
+    method.calibrate(model, [inputs()])
+    assert len(method.convert(model).names) == 4
     for name, options in (("slope", {"adapter_rank": 2}), ("ast", {"slorb_k": 4})):
         with pytest.raises(ValueError, match=r"a Conv1D, which cannot keep low-rank.*CausalLM"):
             convert(hf_model("gpt2"), "ffn", name=name, total_steps=9, **options)
