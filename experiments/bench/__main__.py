@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from experiments.bench.report import Report, compare, markdown, provenance, read_record
+from experiments.bench.report import Report, Silent, compare, markdown, provenance, read_record
 from experiments.bench.timing import allow_repeated_steps
 from experiments.support.checkpoint import write_text
 from experiments.support.errors import Terminated, UserError, raise_on_sigterm
@@ -26,6 +26,7 @@ BENCHMARKS = {
     "linear": "forward and backward of one linear with each method and dense",
     "train": "a whole optimizer step of GPT-2, wide blocks, ViT and SAM's encoder",
     "loop": "a user's own loop with transformers' LLaMA, and the host alone",
+    "ranks": "a step on several GPUs with DDP and FSDP2, started by torchrun",
     "driver": "a real training with data, logging and evaluation, compared with a bare loop",
     "decode": "a product with few tokens, 2:4 and dense",
     "serve": "prefill and generation of a LLaMA with packed 2:4 weights and dense ones",
@@ -112,7 +113,8 @@ def run(options: argparse.Namespace) -> None:
         options.out = Path("runs", "bench", f"{name}.json")
     parts = [*options.only, *(getattr(options, "shapes", []))]
     whole = set(parts) == {"*"} and not getattr(options, "missing", False)
-    report = Report(
+    main = os.environ.get("RANK", "0") == "0"
+    report = (Report if main else Silent)(
         options.benchmark, options.device, options.out, options.only, options.revision, whole
     )
     importlib.import_module(f"experiments.bench.{options.benchmark}").bench(options, report)

@@ -5,8 +5,10 @@ Kernels are those of an ordinary step in torch's profiler; on a CPU operators ar
 
 from __future__ import annotations
 
+import json
 import re
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,6 +16,7 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity
 
 from experiments.bench.step import Step
+from experiments.support.checkpoint import write_json
 
 STEPS = 3  # number of profiled steps
 Kernels = list[dict[str, Any]]  # name, kind, ms and calls a step
@@ -58,29 +61,38 @@ def kind(name: str) -> str:
     return next((kind for kind, pattern in PATTERNS if re.search(pattern, name.lower())), OTHER)
 
 
-def profiled(step: Step) -> Kernels:
-    """The kernels of an ordinary step with their times, the longest first; on a CPU the
-    operators."""
-    on_gpu = step.device.type == "cuda"
+def profiled(step: Step, steps: int = STEPS, of_host: bool = False) -> Kernels:
+    """The kernels of an ordinary step with their times, the longest first; on a CPU, or `of_host`,
+    the operators."""
+    there = step.device.type == "cuda"
+    on_gpu = there and not of_host
     activity = ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU
     step.ordinary(0)
     with torch.profiler.profile(activities=[activity]) as profile:
-        for _ in range(STEPS):
+        for _ in range(steps):
             step.ordinary(0)
-        if on_gpu:
+        if there:
             torch.cuda.synchronize()
     where, time = DeviceType.CUDA if on_gpu else DeviceType.CPU, "device" if on_gpu else "cpu"
     rows = [
         {
             "name": event.key,
             "kind": kind(event.key),
-            "ms": getattr(event, f"self_{time}_time_total") / 1e3 / STEPS,
-            "calls": event.count / STEPS,
+            "ms": getattr(event, f"self_{time}_time_total") / 1e3 / steps,
+            "calls": event.count / steps,
         }
         for event in profile.key_averages()
         if event.device_type == where and not getattr(event, "is_user_annotation", False)
     ]
     return sorted(rows, key=lambda row: -row["ms"])
+
+
+def write(out: Path, shape: str, row: str, found: Kernels) -> None:
+    """Add the kernels of a row to `<record>_kernels.json`, which lists every kernel."""
+    path = out.with_name(f"{out.stem}_kernels.json")
+    written = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    written.setdefault(shape, {})[row] = found
+    write_json(path, written)
 
 
 def by_kind(profile: Kernels) -> dict[str, float]:

@@ -181,6 +181,19 @@ class Report:
         self.note(f"written to {self.out}")
 
 
+class Silent(Report):
+    """The report of a rank other than 0: it writes and prints nothing."""
+
+    def note(self, text: str) -> None:
+        pass
+
+    def save(self, earlier: list[dict[str, Any]]) -> None:
+        pass
+
+    def finish(self) -> None:
+        pass
+
+
 def read_record(path: Path) -> dict[str, Any]:
     """The record in `path`. Raises a `UserError` if there is none."""
     try:

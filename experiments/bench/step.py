@@ -55,6 +55,7 @@ class Step:
         self.converted: Converted = variants.convert(
             name, self.model, job.include, self.dtype, job.tokens, matmul
         )
+        self.distribute()
         self.parameters = list(self.model.parameters())
         method = self.converted.method
         options: dict[str, Any] = {"lr": 1e-4, "weight_decay": 0.1}
@@ -65,6 +66,9 @@ class Step:
             self.optimizer = method.optimizer(self.parameters, fused=True, **options)
         self.used = f"{self.converted.used}; FusedAdamW" if fused else self.converted.used
         self.numbers = itertools.count()
+
+    def distribute(self) -> None:
+        """Share the converted model with other ranks, before its optimizer is made."""
 
     def compile(self, backend: str = "inductor") -> None:
         """Compile the blocks separately; they share their code, so one compilation serves all."""

@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
-from pathlib import Path
 
 import torch
 
@@ -21,7 +19,6 @@ from experiments.bench.report import Report, Row
 from experiments.bench.step import Step, held, ready
 from experiments.bench.timing import Call, Time, in_turns
 from experiments.bench.variants import VARIANTS
-from experiments.support.checkpoint import write_json
 from experiments.support.errors import UserError
 
 # The rate of a dense bf16 product of 8192 x 8192 x 8192 on random data after idle time, on an H200.
@@ -93,7 +90,9 @@ def measure(
             found[SHARE] = share_of_peak(6.0 * weights * job.tokens, times[name].ms)
         found["first step s"] = step.first_s
         if options.profile:
-            found |= profile_into(options.out, shape, step)
+            kernels = profile.profiled(step)
+            profile.write(options.out, shape, step.name, kernels)
+            found |= profile.by_kind(kernels)
         report.add(
             Row(
                 name, precision(options.device), shape, step.used, times[name],
@@ -104,15 +103,6 @@ def measure(
     finally:
         for step in steps.values():
             step.close()
-
-
-def profile_into(out: Path, shape: str, step: Step) -> dict[str, float]:
-    """The kernel time of a step by kind; `<record>_kernels.json` lists every kernel."""
-    path, found = out.with_name(f"{out.stem}_kernels.json"), profile.profiled(step)
-    written = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    written.setdefault(shape, {})[step.name] = found
-    write_json(path, written)
-    return profile.by_kind(found)
 
 
 def captured(shape: str, steps: dict[str, Step], report: Report) -> dict[str, Call]:

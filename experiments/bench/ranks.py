@@ -1,0 +1,239 @@
+"""A step on several GPUs: `torchrun --nproc_per_node=2 -m experiments.bench ranks`.
+
+Every rank has a whole batch, the same one, under DDP or FSDP2. Blocks are compiled one by one and
+then sharded, as torchtitan does, and FSDP2 gathers weights in bf16 and sums gradients in fp32.
+Rows are measured one after the other in one run; their peer is dense training of the same kind.
+Without torchrun the rows are those of one GPU alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import math
+import statistics
+import time
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from experiments.bench import linear, profile, variants
+from experiments.bench.jobs import Workload, gpt2
+from experiments.bench.loop import Llama
+from experiments.bench.report import Report, Row
+from experiments.bench.step import Step
+from experiments.bench.timing import Time, quantiles, read_load
+from experiments.bench.train import precision
+from experiments.support.errors import UserError
+from experiments.training.blocks import blocks
+from experiments.training.distributed import World, world
+from methods.nn import sharding
+
+ALONE, DDP, FSDP2 = "alone", "ddp", "fsdp2"
+METHODS = ("dense", "fst", "s_ste", "slope")
+ON_UNITS = "fst, fp8"  # FP8 units need whole weights
+GIB = 2**30
+WARM_UP, PROFILED = 5, 2  # steps; on a CPU one
+OPERATORS = 40  # of the host that are listed
+
+
+@dataclass(frozen=True)
+class Place:
+    """A model and batch, and how the ranks share it."""
+
+    shape: str
+    job: Workload
+    kind: str
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return METHODS if self.kind == FSDP2 else (*METHODS, ON_UNITS)
+
+
+def places(options: argparse.Namespace, ranks: int) -> list[Place]:
+    """The models that fit this device. With whole weights LLaMA has its 26 blocks only where they
+    and their optimizer leave room for 8 x 1024 tokens."""
+    found = []
+    for kind in (FSDP2, DDP) if ranks > 1 else (ALONE,):
+        if options.quick or options.device.type == "cpu":
+            llama = Llama(2, 64, 128, 320, (2, 32))
+            jobs = {"GPT-2 nano, 2 x 32": gpt2("nano", 2, 32)}
+        else:
+            large = torch.cuda.get_device_properties(options.device).total_memory > 100 * GIB
+            llama = Llama(26 if kind == FSDP2 or large else 16, 3200, 8640, 32000, (8, 1024))
+            jobs = {"GPT-2 774M, 16 x 1024": gpt2("774M", 16, 1024)}
+        jobs = {llama.shape: replace(llama.job, include="ffn"), **jobs}
+        found += [Place(shape, job, kind) for shape, job in jobs.items()]
+    return sorted(found, key=lambda place: place.shape, reverse=True)
+
+
+def bench(options: argparse.Namespace, report: Report) -> None:
+    with world(options.device.type) as here:
+        options.device = here.device
+        rows = {
+            f"{name}, {place.kind}, {place.shape}": (place, name)
+            for place in places(options, here.size)
+            for name in place.names
+        }
+        dense: dict[Place, dict[str, float]] = {}
+        for row in report.chosen(rows):
+            place, name = rows[row]
+            start = time.perf_counter()
+            found, took = measure(place, name, options, here)
+            if name == "dense":
+                dense[place] = {"dense": took.ms}
+            peers = dense.get(place, {})
+            report.add(replace(found, time=took, peers=peers))
+            figures = [f"{ms / took.ms:.3f} times as fast as dense" for ms in peers.values()]
+            figures += [f"{figure} {value:,.4g}" for figure, value in found.figures.items()]
+            seconds = time.perf_counter() - start
+            report.note(f"  {'; '.join(figures)}; {found.backend}; measured in {seconds:.0f} s")
+
+
+class Trained(nn.Module):
+    """A model whose `forward` returns the loss of its batch, so that DDP and FSDP2 can wrap it."""
+
+    def __init__(self, model: nn.Module, loss: Any) -> None:
+        super().__init__()
+        self.model, self.loss_of_batch = model, loss
+
+    def forward(self) -> Tensor:
+        return self.loss_of_batch()
+
+
+class Shared(Step):
+    """The step of a rank. compiles: compile its blocks."""
+
+    def __init__(self, name: str, place: Place, matmul: str, here: World) -> None:
+        self.kind, self.here = place.kind, here
+        self.compiles = here.device.type == "cuda"
+        super().__init__(name, place.job, here.device, matmul, fused=name != "dense")
+
+    def distribute(self) -> None:
+        for block in self.blocks if self.compiles else ():
+            block.compile()
+        whole: Any = Trained(self.model, self.forward)
+        if self.kind == FSDP2:
+            from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+            mesh = dist.init_device_mesh(self.device.type, (self.here.size,))
+            narrow = torch.bfloat16 if self.device.type == "cuda" else None
+            policy = MixedPrecisionPolicy(param_dtype=narrow, reduce_dtype=torch.float32)
+            for part in (*blocks(self.model).values(), whole):
+                fully_shard(part, mesh=mesh, mp_policy=policy)
+        elif self.kind == DDP:
+            whole = DistributedDataParallel(whole, init_sync=False, gradient_as_bucket_view=True)
+            whole.broadcast_buffers = False  # as experiments/training/optimization.py
+        self.forward = whole
+
+    def update(self, number: int) -> None:
+        method = self.converted.method
+        gradients = [p.grad for p in self.parameters if p.grad is not None]
+        norm = sharding.full(torch.nn.utils.get_total_norm(gradients))
+        torch.nn.utils.clip_grads_with_norm_(self.parameters, 1.0, norm)
+        method.on_gradients(number, self.optimizer)
+        self.optimizer.step()
+        method.on_step_end(number)
+
+    def wait(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+
+
+def measure(place: Place, name: str, options: argparse.Namespace, here: World) -> tuple[Row, Time]:
+    """The row of a method, and its time.
+
+    Raises:
+        UserError: products are wrong, or weights of ranks differ.
+    """
+    row = f"{name}, {place.kind}"
+    matmul, on_gpu = variants.default_matmul(options), here.device.type == "cuda"
+    dtype = torch.bfloat16 if on_gpu else torch.float32
+    for widths in place.job.linears if name != "dense" else ():
+        linear.gate(name, (place.job.tokens, *widths), dtype, here.device, matmul)
+    begun = time.perf_counter()
+    # A block under DDP is compiled as a whole: its gradients are sent while others are computed.
+    patched = torch._dynamo.config.patch(optimize_ddp=False) if on_gpu else nullcontext()
+    with patched, variants.compiling() if on_gpu else nullcontext():
+        step = Shared(name, place, matmul, here)
+        step.ordinary(0)
+        step.wait()
+        first_s = time.perf_counter() - begun
+        for _ in range(WARM_UP if on_gpu else 1):
+            step.ordinary(0)
+        times, figures = timed(step, options.repeats)
+        figures |= profiled(step, row, place.shape, options, here)
+    figures |= {"first step s": first_s, "parameters M": sum(map(numel, step.parameters)) / 1e6}
+    check(step, row, here)
+    used, job = f"{step.used}; {here.size} x {place.kind}", place.job
+    step.close()
+    figures = {f"{job.unit}/s per GPU": 1e3 * job.items / times.ms, **figures}
+    return Row(row, precision(here.device), place.shape, used, figures=figures), times
+
+
+def numel(parameter: Any) -> int:
+    return parameter.numel()  # of a DTensor the whole
+
+
+def timed(step: Shared, steps: int) -> tuple[Time, dict[str, float]]:
+    """The times of this many steps, launched without waiting for the device between them."""
+    on_gpu, figures = step.device.type == "cuda", {}
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats()
+    step.wait()
+    start = time.perf_counter()
+    step.ordinary(0)
+    host = 1e3 * (time.perf_counter() - start)  # from an idle device on
+    step.wait()
+    marks: list[Any] = []
+    load = None
+    for number in range(steps + 1):
+        if on_gpu:
+            marks.append(torch.cuda.Event(enable_timing=True))
+            marks[-1].record()
+        else:
+            marks.append(time.perf_counter())
+        if number == steps // 2:
+            load = read_load() if on_gpu else None
+        if number < steps:
+            step.ordinary(0)
+    step.wait()
+    pairs = itertools.pairwise(marks)
+    samples = [a.elapsed_time(b) if on_gpu else 1e3 * (b - a) for a, b in pairs]
+    if on_gpu:
+        peaks = step.here.all_gather(torch.cuda.max_memory_allocated() / GIB)
+        figures["peak GiB"] = max(peaks)
+    found = quantiles(samples, "events" if on_gpu else "host", load)
+    figures |= {"min ms": min(samples), "max ms": max(samples), "host ms": host}
+    return replace(found, ms=statistics.median(samples)), figures
+
+
+def profiled(
+    step: Shared, row: str, shape: str, options: argparse.Namespace, here: World
+) -> dict[str, float]:
+    """The times of NCCL's and of all other kernels in a step, of rank 0; `<record>_kernels.json`
+    lists the kernels, and the operators of the host that took longest."""
+    kernels = profile.profiled(step, PROFILED if step.device.type == "cuda" else 1)
+    found = profile.by_kind(kernels)
+    nccl = sum(one["ms"] for one in kernels if "nccl" in one["name"].lower())
+    host = profile.profiled(step, 1, of_host=True)[:OPERATORS]
+    if here.is_main:
+        profile.write(options.out, shape, row, kernels)
+        profile.write(options.out, f"{shape}, host", row, host)
+    return {"NCCL ms": nccl, "other kernels ms": found["kernels ms"] - nccl,
+            "kernels": found["kernels"]}  # fmt: skip
+
+
+def check(step: Shared, row: str, here: World) -> None:
+    """Raise a `UserError` unless the loss is finite, and under DDP all ranks' weights equal."""
+    loss, weights = float(step.loss().detach()), [0.0]
+    if step.kind == DDP:
+        weights = [float(p.detach().double().sum()) for p in step.parameters[:8]]
+    every = here.all_gather(weights)
+    if not math.isfinite(loss) or any(own != weights for own in every):
+        raise UserError(f"{row}: the loss is {loss:.4g}, or the ranks' weights differ: {every}")
