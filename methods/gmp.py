@@ -37,6 +37,7 @@ class Config(distillation.Config):
 
     begin_fraction, end_fraction: the fractions of `total_steps` between which the sparsity rises.
     prune_every: optimizer steps between two prunings.
+    permute: as in `methods.one_shot`.
     """
 
     task_weight: float = 1.0
@@ -44,6 +45,7 @@ class Config(distillation.Config):
     begin_fraction: float = 0.1
     end_fraction: float = 0.6
     prune_every: int = 10
+    permute: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()

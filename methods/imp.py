@@ -29,12 +29,14 @@ class Config(distillation.Config):
     begin_fraction: the fraction of `total_steps` that is dense, at the start; the rest is divided
         into equal rounds.
     rounds: number of rounds of pruning and retraining.
+    permute: as in `methods.one_shot`.
     """
 
     task_weight: float = 1.0
     kl_weight: float = 0.0
     begin_fraction: float = 0.1
     rounds: int = 4
+    permute: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()

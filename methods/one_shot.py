@@ -63,6 +63,8 @@ class Config(distillation.Config, base.NMConfig):
     penalty: ProxSparse's lambda. What it does grows with the size of the weights: the released
         scripts have 0.25 for LLaMA-2-7B and 0.5 for 13B.
     prior: the metric whose mask MaskLLM starts from, without an update of the weights.
+    permute: permute the hidden channels of feed-forward networks first, so that the mask keeps more
+        magnitude (nn/permutation.py).
     """
 
     task_weight: float = 1.0
@@ -74,6 +76,7 @@ class Config(distillation.Config, base.NMConfig):
     mask_learning_rate: float | None = None
     penalty: float = 0.25
     prior: str = "sparsegpt"
+    permute: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -136,6 +139,7 @@ class Method(distillation.Method):
     def __init__(self, config: Any) -> None:
         super().__init__(config)
         self._batches: list[Mapping[str, Any]] = []
+        self._learnt: dict[str, Tensor] = {}  # masks, while the model is converted
 
     @property
     def capabilities(self) -> base.Capabilities:
@@ -158,11 +162,10 @@ class Method(distillation.Method):
                 f"metric={self.config.metric} needs inputs: call method.calibrate(model, batches) "
                 "before convert, or choose metric=magnitude"
             )
-        learnt = self._learn(model) if self.config.metric in LEARNT else {}
         # The operands get their dtype last: calibration must not see rounded weights.
         report = super().convert(model)
         for name, layer in self.layers.items():
-            mask = learnt.get(name)
+            mask = self._learnt.get(name)
             if mask is None:
                 mask, updated = self._choose_mask(model, name, layer, self.config.metric)
                 layer.weight.copy_(updated)
@@ -170,8 +173,13 @@ class Method(distillation.Method):
         for layer in self.sparse_layers.values():
             layer.dtype = dtype or layer.weight.dtype
             layer.operand = layer.sparse_weight.to(layer.dtype)
-        self._batches = []
+        self._batches, self._learnt = [], {}
         return report
+
+    def _prepare(self, model: nn.Module, chosen: dict[str, Any]) -> None:
+        super()._prepare(model, chosen)
+        if self.config.metric in LEARNT:
+            self._learnt = self._learn(model, chosen)
 
     def _choose_mask(
         self, model: nn.Module, name: str, layer: nn.Linear, metric: str
@@ -185,9 +193,9 @@ class Method(distillation.Method):
             return nm_mask(weight.float() * inputs.square_sum.sqrt(), *pattern), weight
         return prune(weight, inputs.hessian, self.config.damping, *pattern)
 
-    def _learn(self, model: nn.Module) -> dict[str, Tensor]:
+    def _learn(self, model: nn.Module, linears: dict[str, Any]) -> dict[str, Tensor]:
         """The learnt masks by layer, of rank 0; `model` is left as it was."""
-        config, linears = self.config, self.matching_linears(model)
+        config = self.config
         weights = {name: weight_of(linear).detach() for name, linear in linears.items()}
 
         def loss(used: Mapping[str, Tensor], batch: Mapping[str, Any]) -> Tensor:
@@ -210,16 +218,16 @@ class Method(distillation.Method):
             if config.metric == "proxsparse":
                 masks = proxsparse(weights, *shared, config.penalty)
             else:
-                priors = self._priors(model)
+                priors = self._priors(model, linears)
                 masks = maskllm(weights, priors, *shared, config.n, config.m, config.seed)
         ranks.take_from_rank_0(mask.view(torch.uint8) for mask in masks.values())
         return masks
 
     @torch.no_grad()
-    def _priors(self, model: nn.Module) -> dict[str, Tensor]:
+    def _priors(self, model: nn.Module, linears: dict[str, Any]) -> dict[str, Tensor]:
         """The masks by `prior`, each chosen behind layers that are pruned already."""
         priors, whole = {}, {}
-        for name, linear in self.matching_linears(model).items():
+        for name, linear in linears.items():
             weight = weight_of(linear)
             whole[name] = weight, weight.clone()
             priors[name], _ = self._choose_mask(model, name, linear, self.config.prior)

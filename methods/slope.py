@@ -57,6 +57,7 @@ class Config(base.NMConfig):
     """Options of SLoPe; the defaults are the paper's without adapters, for all linears of a block.
 
     mask: the row mask, `random` or by `magnitude` (for pretrained weights, for example).
+    permute: as in `methods.one_shot`; for masks by magnitude.
     n, m: keep n of m consecutive weights. patterns: other N:M for some layers, as `GLOB=N:M`, of
         which the last match wins: ["transformer.h.[0-5].*=2:8"].
     column_refresh: optimizer steps between two choices of the column mask; 0 = never after the
@@ -74,6 +75,7 @@ class Config(base.NMConfig):
     include: Any = ("*",)
     exclude: tuple[str, ...] = FIRST_LINEARS + HEADS
     mask: str = "random"
+    permute: bool = False
     n: int = 2
     m: int = 4
     patterns: tuple[str, ...] = ()
@@ -88,6 +90,8 @@ class Config(base.NMConfig):
         super().__post_init__()
         base.check_choice("mask", self.mask, ("random", "magnitude"))
         base.check_choice("adapter_init", self.adapter_init, ("normal", "scaled"))
+        if self.permute and self.mask == "random":
+            raise ValueError("permute=True raises what mask=magnitude keeps, but mask=random")
         if isinstance(self.patterns, str):
             raise ValueError(f"patterns must be a list of GLOB=N:M, got {self.patterns!r}")
         object.__setattr__(self, "patterns", tuple(self.patterns))

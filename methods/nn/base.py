@@ -33,7 +33,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from . import acceleration, conversion, delayed, metrics, plain, ranks, sharding
+from . import acceleration, conversion, delayed, metrics, permutation, plain, ranks, sharding
 from .acceleration import Acceleration
 from .config import Capabilities as Capabilities
 from .config import Config
@@ -131,6 +131,7 @@ class Method:
         sharding.check_unsharded(model)
         chosen, report = self._choose(model)
         self._check(chosen)
+        self._prepare(model, chosen)
         self.report = replace(report, measured=self.Linear is None)
         if self.Linear is not None:
             with torch.no_grad():
@@ -148,6 +149,11 @@ class Method:
             plain.save_plain(model)
         self.layers, self._model = chosen, model
         return self.report
+
+    def _prepare(self, model: nn.Module, chosen: dict[str, Any]) -> None:
+        """Change or measure the dense model before the chosen linears are converted."""
+        if getattr(self.config, "permute", False):
+            permutation.permute(model, chosen, self.config.pattern)
 
     def matching_linears(self, model: nn.Module) -> dict[str, nn.Linear]:
         """The linears that `convert` would convert, by name."""

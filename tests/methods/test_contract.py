@@ -44,7 +44,7 @@ VARIANTS = {  # each value of an option, most with another option's
     "one_shot": [
         {},
         {"metric": "sparsegpt"},
-        {"metric": "proxsparse", "mask_steps": 2},
+        {"metric": "proxsparse", "mask_steps": 2, "permute": True},
         {"metric": "maskllm", "mask_steps": 2, "prior": "magnitude"},
     ],
     "projected": [{"healing_fraction": 0.5}],

@@ -69,6 +69,7 @@ REFUSED = [
     ("slope", {"patterns": ["*=4:2"]}, r"patterns: '\*=4:2'; N:M keeps n of m"),
     ("slope", {"patterns": "*=2:4"}, "must be a list"),
     ("slope", {"mask": "movement"}, "mask='movement'; choose one of random, magnitude"),
+    ("slope", {"permute": True}, "permute=True raises what mask=magnitude keeps, but mask=random"),
     ("slope", {"column_refresh": -1}, "column_refresh=-1; it must be at least 0"),
     ("slope", {"adapter_rank": -4}, "adapter_rank=-4; it must be at least 0"),
     ("slope", {"adapter_fraction": 0.0, "adapter_rank": 1}, r"adapter_fraction=0\.0.*\(0, 1\]"),

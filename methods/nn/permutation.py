@@ -1,0 +1,153 @@
+"""A permutation of input channels with which an N:M mask keeps more of a weight's magnitude.
+
+Pool and Yu, "Channel Permutations for N:M Sparsity" (NeurIPS 2021); the search is that of apex
+(contrib/sparsity/permutation_search_kernels/channel_swap.py, without its random escapes): the swap
+of two columns that gains most, then the next one in groups not yet touched, and again until no swap
+gains. In a feed-forward network the first linear, or both if it is gated, absorbs the permutation
+of the second one's inputs into its outputs, so that the network computes the same.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Iterator, Mapping
+from itertools import combinations
+
+import torch
+from torch import Tensor, nn
+
+from . import ranks
+from .conversion import is_linear, owners_of_parameters, unfit, weight_of
+
+ENOUGH = 1e-3  # the least gain of a swap, as a fraction of what a group keeps
+
+
+@torch.no_grad()
+def permute(
+    model: nn.Module, chosen: Mapping[str, nn.Module], pattern: Callable[[str], tuple[int, int]]
+) -> None:
+    """Permute the hidden channels of each feed-forward network of `model` whose second linear is
+    `chosen`, for its pattern (n, m) by name; in a process group as on rank 0.
+
+    Raises:
+        ValueError: there is no such network.
+    """
+    found = False
+    for name, ups, down in networks(model):
+        if name in chosen:
+            found = True
+            if not down.weight.is_meta:
+                order = search(weight_of(down), *pattern(name))
+                ranks.take_from_rank_0([order])
+                _apply(ups, down, order)
+    if not found:
+        raise ValueError(
+            "permute=True, but no converted linear is the second one of a feed-forward network "
+            "that can absorb a permutation of its inputs; set permute=False"
+        )
+
+
+def networks(model: nn.Module) -> Iterator[tuple[str, list[nn.Module], nn.Module]]:
+    """The name of the second linear, the first linears (two if gated) and the second one of each
+    network: a module with such linears of its own that computes the same after a permutation."""
+    owners = owners_of_parameters(model)
+    for name, module in model.named_modules():
+        linears = {n: child for n, child in module.named_children() if is_linear(child)}
+        if not 2 <= len(linears) <= 3:
+            continue
+        names = [f"{name}.{n}".lstrip(".") for n in linears]
+        if any(unfit(n, child, owners) for n, child in zip(names, linears.values(), strict=True)):
+            continue
+        for i in reversed(range(len(names))):
+            if _absorbs(module, [*linears], i):
+                children = [*linears.values()]
+                down = children.pop(i)
+                yield names[i], children, down
+                break
+
+
+@torch.no_grad()
+def _absorbs(module: nn.Module, names: list[str], index: int) -> bool:
+    """True if the linears of these names but one, of this index, absorb a permutation of its
+    inputs: tried on a copy, because what lies between the linears cannot be known."""
+    children = [getattr(module, name) for name in names]
+    hidden = weight_of(children.pop(index)).shape[1]
+    rows = [len(weight_of(up)) for up in children]
+    if rows not in ([hidden], [hidden, hidden], [2 * hidden]):
+        return False
+    if children[0].weight.is_meta:
+        return True
+    trial = copy.deepcopy(module).float().eval()
+    ups = [getattr(trial, name) for name in names]
+    down = ups.pop(index)
+    with torch.random.fork_rng(devices=()):
+        torch.manual_seed(0)
+        x = torch.randn(1, 4, weight_of(ups[0]).shape[1]).to(down.weight.device)
+        order = torch.randperm(hidden).to(x.device)
+        try:
+            before = trial(x)
+            _apply(ups, down, order)
+            after = trial(x)
+        except Exception:  # of a module that takes other arguments
+            return False
+    if not isinstance(before, Tensor):
+        before, after = before[0], after[0]
+    return bool((after - before).abs().max() <= 1e-4 * before.abs().max())
+
+
+def _apply(ups: list[nn.Module], down: nn.Module, order: Tensor) -> None:
+    weight_of(down).copy_(weight_of(down)[:, order])
+    for up in ups:
+        rows = len(weight_of(up))  # twice as many with value and gate in one linear
+        own = order if rows == len(order) else torch.cat([order, order + len(order)])
+        weight_of(up).copy_(weight_of(up)[own])
+        if isinstance(up.bias, Tensor):
+            up.bias.copy_(up.bias[own])
+
+
+def search(weight: Tensor, n: int, m: int) -> Tensor:
+    """The order of the columns of a weight [out, in], int64 [in], with which an n:m mask keeps
+    more; `in` is a multiple of m."""
+    magnitude = weight.detach().float().abs()
+    order = torch.arange(weight.shape[1], device=weight.device)
+    while True:
+        gain, kept = gains(magnitude[:, order], n, m)
+        groups = len(kept)
+        # The best swap of each pair of groups, and its gain.
+        pairs = gain.view(groups, m, groups, m).transpose(1, 2).flatten(2)
+        best, swap = pairs.max(2)
+        mine, swapped = torch.arange(groups, device=best.device), False
+        while True:
+            value, partner = best.max(1)
+            # These pairs come before all others of their groups.
+            taken = (value > ENOUGH * kept.mean()) & (partner[partner] == mine) & (mine < partner)
+            one = mine[taken]
+            if not len(one):
+                break
+            other = partner[one]
+            position = swap[one, other]
+            a, b = one * m + position // m, other * m + position % m
+            order[a], order[b] = order[b], order[a]
+            used, swapped = torch.cat([one, other]), True
+            best[used], best[:, used] = -math.inf, -math.inf
+        if not swapped:
+            return order
+
+
+def gains(magnitude: Tensor, n: int, m: int) -> tuple[Tensor, Tensor]:
+    """What swapping columns a and b adds to the magnitude that an n:m mask keeps, [in, in], -inf
+    within a group; and what each group keeps. magnitude: [out, in]."""
+    groups = magnitude.unflatten(1, (-1, m))
+    kept = groups.topk(n, dim=2).values.sum((0, 2))
+    # A group whose column k gives way to b keeps in each row the n - 1 largest of the others, and
+    # the larger of b and the n-th; and max(x, y) = (x + y + |x - y|) / 2.
+    others = torch.tensor([*combinations(range(m), m - 1)][::-1], device=magnitude.device)
+    top = groups[:, :, others].topk(n, dim=3).values
+    first, nth = top[..., :-1].sum((0, 3)).flatten(), top[..., -1].flatten(1)
+    larger = nth.sum(0)[:, None] + magnitude.sum(0) + torch.cdist(nth.t(), magnitude.t(), p=1)
+    replaced = first[:, None] + larger / 2
+    before = kept.repeat_interleave(m)
+    gain = replaced + replaced.t() - before[:, None] - before
+    group = torch.arange(len(before), device=gain.device) // m
+    return gain.masked_fill_(group[:, None] == group, -math.inf), kept
