@@ -86,11 +86,7 @@ def variant(name: str) -> Setup:
 
 
 def others(report: Report) -> list[str]:
-    """The methods without a setup that `--only` names.
-
-    Raises:
-        UserError: a method needs AdamW's moments, but this benchmark has no optimizer.
-    """
+    """The methods without a setup that `--only` names."""
     found = [name for name in methods.available() if name in report.only and name not in VARIANTS]
     for name in found:
         own = variant(name)

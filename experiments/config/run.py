@@ -221,11 +221,7 @@ class RunConfig:
         return CausalText(corpus, shape.block_size)
 
     def open_other(self, own: Source, model: nn.Module, device: torch.device) -> Source | None:
-        """The corpus `data.other`, if there is one, as `open_source` opens the run's `own`.
-
-        Raises:
-            UserError: it has other tokens.
-        """
+        """The corpus `data.other`, if there is one, as `open_source` opens the run's `own`."""
         if not isinstance(self.data, DataConfig) or self.data.other_corpus is None:
             return None
         other = dataclasses.replace(self, data=self.data.other_corpus).open_source(model, device)

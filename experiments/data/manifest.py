@@ -88,9 +88,6 @@ class DataConfig:
     def check_result(self, result: dict[str, Any], directory: Path) -> bool:
         """True if the finished run in `directory` was made on these tokens. If they are not
         prepared here, only their source is compared.
-
-        Raises:
-            UserError: the prepared tokens or the run are from another source.
         """
         if (self.directory / "manifest.json").exists():
             return fingerprint(read_manifest(self)) == result["corpus_hash"]
@@ -131,11 +128,7 @@ class DataConfig:
 
 
 def load_encoding(folder: Path, record: dict[str, Any]) -> tiktoken.Encoding | HFTokenizer:
-    """The tokenizer that a manifest's entry `tokenizer` describes; its file is in `folder`.
-
-    Raises:
-        UserError: the file is missing, or another one.
-    """
+    """The tokenizer that a manifest's entry `tokenizer` describes; its file is in `folder`."""
     if record["kind"] == "gpt2":
         return gpt2_encoding()
     path = folder / str(record.get("file"))
@@ -148,11 +141,7 @@ def load_encoding(folder: Path, record: dict[str, Any]) -> tiktoken.Encoding | H
 
 
 def read_manifest(config: DataConfig) -> dict[str, Any]:
-    """The manifest of a prepared corpus.
-
-    Raises:
-        UserError: the corpus is not prepared, or was made from another source.
-    """
+    """The manifest of a prepared corpus."""
     path = config.directory / "manifest.json"
     if not path.is_file():
         raise UserError(f"no prepared corpus: {path} is missing; run {PREPARE}")

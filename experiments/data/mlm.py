@@ -94,10 +94,6 @@ class MaskedText:
     predicted; with `next_sentence` also {"token_types": [B, T], "next_sentence": [B]}, as
     `BertLM.forward` describes them. A batch depends only on the corpus's seed, the step and the
     samples' indices; evaluation batches depend only on the data.
-
-    Raises:
-        UserError: the corpus has no [CLS], [SEP] and [MASK], no [PAD], which fine-tuning needs, or
-            does not fit the model.
     """
 
     unit, one_shape = "tokens", True

@@ -50,11 +50,7 @@ def requirements_hash(part: str = PACKAGES) -> str:
 
 
 def download(folder: Path, split: str) -> list[Path]:
-    """The paths of a split's wheels in `folder`; pip downloads those that are missing.
-
-    Raises:
-        UserError: pip could not download them.
-    """
+    """The paths of a split's wheels in `folder`; pip downloads those that are missing."""
     wanted = {digest: f"{name}=={version}" for name, version, digest in pinned(split)}
     found = _by_hash(folder)
     if not wanted.keys() <= found.keys():

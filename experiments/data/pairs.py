@@ -80,9 +80,6 @@ class TranslationPairs:
 
     Args:
         batch_size: bundles per optimizer step.
-
-    Raises:
-        UserError: the corpus does not fit the model, or no pair is short enough.
     """
 
     unit, one_shape = "tokens", False

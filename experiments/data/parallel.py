@@ -90,9 +90,6 @@ class PairsConfig(DataConfig):
 def documents(config: PairsConfig) -> Documents:
     """The sentences of all splits as documents, alternating source and target, so that one
     tokenizer serves both.
-
-    Raises:
-        UserError: two files of a split have different numbers of lines, or are not UTF-8.
     """
     sizes = {split: 2 * pairs for split, pairs in _count(config).items()}
     languages = [config.source_language, config.target_language]

@@ -196,11 +196,9 @@ def check_vocabulary(highest: int, size: int) -> None:
 def pretrained_tokenizer(folder: str) -> PreTrainedTokenizerBase:
     """The tokenizer of a transformers checkpoint: in a folder, or under an `owner/name` on the hub
     (`owner/name@revision` pins it).
-
-    Raises:
-        UserError: there is none. (transformers makes up an empty one, which gives no tokens.)
     """
     path = _local(folder)
+    # transformers makes up an empty one if there is none.
     if not any((path / name).is_file() for name in FILES):
         raise UserError(
             f"{folder} holds no tokenizer ({', '.join(FILES)}): add the one that its model was "

@@ -106,9 +106,6 @@ class EvaluateConfig(EvaluationSettings):
     def image_data(self) -> ImageConfig:
         """The images to evaluate on: the run's own, or those of `data.source` with the run's
         preprocessing.
-
-        Raises:
-            UserError: the run is one of text.
         """
         run = self.finished_run
         if run is None or not isinstance(run.data, ImageConfig):

@@ -117,9 +117,6 @@ def logistic_regression(
     """(weight [K, C], bias [K]) that minimise mean cross entropy + decay / 2 * |weight|^2, by
     L-BFGS over all N rows; the same problem as scikit-learn's `LogisticRegression(C=1 / (decay *
     N))`. `decay` must be positive.
-
-    Raises:
-        UserError: features that are not finite.
     """
     # scipy is imported here because it is slow to import, and only this function needs it.
     from scipy.optimize import minimize

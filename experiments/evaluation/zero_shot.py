@@ -47,10 +47,6 @@ def identity(
 ) -> dict[str, Any]:
     """Plain values that, besides the model, determine the scores: tasks, lm-eval's version, and the
     hash of the files in a folder of local tasks.
-
-    Raises:
-        UserError: lm-eval is not installed, there is no such folder, or without `allow_code` a task
-            file names Python code, which lm-eval runs.
     """
     check_installed("lm_eval", "tasks need lm-eval", "hf")
     found: dict[str, Any] = {"tasks": list(tasks), "lm_eval": version("lm_eval")}
@@ -118,8 +114,6 @@ def evaluate(
         num_fewshot: examples before each question; None leaves it to the task.
         limit: take only the first questions of each task; None takes all.
         seed: seed for the choice of examples.
-    Raises:
-        UserError: an unknown task, or data that cannot be loaded.
     """
     from lm_eval import simple_evaluate
     from lm_eval.models.huggingface import HFLM

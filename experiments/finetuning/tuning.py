@@ -40,11 +40,7 @@ def finished(config: FinetuneConfig) -> dict[str, Any] | None:
 
 
 def run(config: FinetuneConfig, report: Callable[[str], None] = say) -> FinishedRun:
-    """Fine-tune, or do nothing if it is done.
-
-    Raises:
-        UserError: before anything is written, if run, data and recipe do not fit together.
-    """
+    """Fine-tune, or do nothing if it is done."""
     return routine.run(config, Finetuning, report)
 
 

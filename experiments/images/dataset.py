@@ -120,9 +120,6 @@ class ImageConfig:
 
         If the images of the run's own source are no longer here, or are on the hub, this is
         assumed.
-
-        Raises:
-            UserError: there are no such images.
         """
         here = self.source == EMBEDDED or Path(self.source).expanduser().is_dir()
         if not here and self.source == result["config"]["data"]["source"]:
@@ -182,8 +179,6 @@ def load_images(config: ImageConfig, splits: Sequence[str] = SPLITS) -> Images:
 
     Args:
         splits: those of `SPLITS` that are needed; others may be missing.
-    Raises:
-        UserError: it is not there, or not a folder in one of the two layouts.
     """
     if config.source == EMBEDDED:
         return _digits(config.image_size, splits)
@@ -384,11 +379,7 @@ def _hub(source: str, wanted: Sequence[str]) -> Images:
 
 
 def decode(content: bytes, where: str) -> Image:
-    """The image in an encoded file, in RGB (grey, transparent and CMYK ones are converted).
-
-    Raises:
-        UserError: it cannot be decoded; `where` is named.
-    """
+    """The image in an encoded file, in RGB (grey, transparent and CMYK ones are converted)."""
     from PIL import Image
 
     try:

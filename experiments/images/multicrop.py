@@ -93,9 +93,6 @@ class MultiCrops(ImageBatches):
         batch_size: images per optimizer step.
         workers: processes that decode and crop; 0 = this process. They do not change the batches.
         device: that of the model.
-
-    Raises:
-        UserError: the data set cannot be used, or does not fit the model.
     """
 
     def __init__(

@@ -97,9 +97,6 @@ class ImageSource(ImageBatches):
         workers: processes that decode and augment; 0 = this process. They change no batch.
         device: that of the model.
         splits: the splits to read; ("val",) for evaluation only.
-
-    Raises:
-        UserError: the data set cannot be used, or does not fit the model.
     """
 
     def __init__(

@@ -121,9 +121,6 @@ class ImageBatches:
 
     memory: each split on the model's device if batches can be made there, else {}; workers are not
         used then.
-
-    Raises:
-        UserError: the data set cannot be used, or does not fit the model.
     """
 
     unit, one_shape = "images", True

@@ -59,11 +59,7 @@ class Planned:
     hf: Any = None
 
     def micro_batch(self) -> int:
-        """The number of samples in a micro-batch on each GPU.
-
-        Raises:
-            UserError: the batch cannot be divided among them.
-        """
+        """The number of samples in a micro-batch on each GPU."""
         run, quantizes = self.run, self.run.build_method().capabilities.quantizes
         return micro_batch_size(run.train, run.impl.micro_batch, self.options.gpus, quantizes)
 
@@ -86,11 +82,7 @@ class Planned:
             raise UserError(str(error)) from error
 
     def memory(self) -> dict[str, int]:
-        """Bytes on one GPU by purpose, and their `peak`.
-
-        Raises:
-            UserError: the training cannot be divided among the GPUs in this way.
-        """
+        """Bytes on one GPU by purpose, and their `peak`."""
         run, train, gpus = self.run, self.run.train, self.options.gpus
         impl = dataclasses.replace(run.impl, offload=False)
         world = World(0, gpus, torch.device("cuda"))
@@ -152,11 +144,7 @@ def per_gpu(
 
 
 def lines(planned: Planned) -> Iterator[str]:
-    """The plan as sentences, and the memory as a table.
-
-    Raises:
-        UserError: the GPUs cannot share the batch, or the method does not fit the model.
-    """
+    """The plan as sentences, and the memory as a table."""
     run, gpus, memory = planned.run, planned.options.gpus, planned.options.gpu_memory
     samples = planned.micro_batch()
     found = planned.memory()

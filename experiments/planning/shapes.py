@@ -40,11 +40,7 @@ _OPT = {
 
 
 def transformers_config(path: str) -> Any:
-    """The transformers config of a checkpoint: a local folder, or one whose shape is known here.
-
-    Raises:
-        UserError: it is neither.
-    """
+    """The transformers config of a checkpoint: a local folder, or one whose shape is known here."""
     from transformers import AutoConfig, GPT2Config, LlamaConfig, OPTConfig
 
     if (Path(path) / "config.json").is_file():

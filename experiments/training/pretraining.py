@@ -49,11 +49,7 @@ def finished(config: RunConfig) -> dict[str, Any] | None:
 
 
 def run(config: RunConfig, report: Callable[[str], None] = say) -> FinishedRun:
-    """Train, or resume, or do nothing if the run is done.
-
-    Raises:
-        UserError: before anything is written, if config, data and machine do not fit together.
-    """
+    """Train, or resume, or do nothing if the run is done."""
     return routine.run(config, Pretraining, report)
 
 

@@ -98,11 +98,8 @@ class Training:
 
 
 def run(config: Any, kind: Callable[..., Training], report: Callable[[str], None]) -> FinishedRun:
-    """Train, or resume, or do nothing if the run is done.
-
-    Raises:
-        UserError: before anything is written, if config, data and machine do not fit together.
-    """
+    """Train, or resume, or do nothing if the run is done. If config, data and machine do not fit
+    together, nothing is written."""
     impl: ImplConfig = config.impl
     with process_settings(impl), world(impl.device, impl.offload) as here:
         report = report if here.is_main else silent
