@@ -12,7 +12,6 @@ the backend runs does not matter.
 from __future__ import annotations
 
 import dataclasses
-import importlib.metadata
 import json
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -26,7 +25,7 @@ import torch
 from experiments.bench.timing import SETTLE_LIMIT_S, SETTLED, TURNS, Time, load_text
 from experiments.support.checkpoint import write_json
 from experiments.support.errors import UserError
-from experiments.support.results import cpu_name, git_state
+from experiments.support.results import cpu_name, git_state, version_of
 
 KEY = ("name", "dtype", "shape", "backend")
 PRODUCTS = {"fprop", "dgrad", "wgrad", "Y", "dX", "dW"}  # the last three are of older records
@@ -70,19 +69,12 @@ def provenance(device: torch.device, revision: str | None) -> dict[str, Any]:
     return {
         "device": torch.cuda.get_device_name(device) if on_gpu else cpu_name(),
         "torch": torch.__version__,
-        "triton": _version("triton"),
+        "triton": version_of("triton"),
         "cuda": torch.version.cuda if on_gpu else None,
         "cusparselt": cusparselt.version() if on_gpu and cusparselt.is_available() else None,
         "revision": revision or git["git_revision"],
         "modified": None if revision else git["git_dirty"],
     }
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def identity(row: dict[str, Any]) -> tuple[str, ...]:

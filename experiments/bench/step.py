@@ -21,6 +21,7 @@ from experiments.bench.jobs import Workload
 from experiments.bench.report import MIB
 from experiments.bench.variants import Converted
 from experiments.support import memory
+from experiments.training.graphs import capture
 
 WARM_UP = 2
 
@@ -159,9 +160,9 @@ class Step:
         # Sums with a random order differ in the last bit, and such errors grow (check_compiled).
         noise = variants.deviation(self.name, self.gradients(), want)
         self.optimizer.zero_grad()
-        backward = graph_of(lambda: self.loss().backward(), pool)
+        backward, _ = capture(lambda: self.loss().backward(), pool)
         gradients = [p.grad for p in self.parameters]  # every replay writes these tensors
-        rest = graph_of(lambda: self.update(0), pool)
+        rest, _ = capture(lambda: self.update(0), pool)
         self.converted.before(0)
         backward()
         variants.check_same(self.name, gradients, want, noise)
@@ -181,15 +182,6 @@ class Step:
         """Free the memory that a compiled model would otherwise keep."""
         del self.model, self.forward, self.blocks, self.converted, self.parameters, self.optimizer
         memory.free(self.device)
-
-
-def graph_of(part: Callable[[], Any], pool: Any) -> Callable[[], None]:
-    """A function that replays `part` from a CUDA graph."""
-    graph = torch.cuda.CUDAGraph()
-    torch.cuda.synchronize()
-    with torch.cuda.graph(graph, pool):
-        part()
-    return graph.replay
 
 
 def ready(name: str, job: Workload, device: torch.device, matmul: str, fused: bool = False) -> Step:

@@ -24,7 +24,7 @@ from experiments.data.tokenizer import FILES as TOKENIZERS
 from experiments.support import hub, tensor_files
 from experiments.support.checkpoint import sha256
 from experiments.support.errors import UserError, one_line
-from experiments.support.hashes import file_hash
+from experiments.support.hashes import content_hash, file_hash
 from experiments.support.results import FILE as RESULT
 from experiments.support.results import read_training
 from methods.nn import lowrank
@@ -87,11 +87,8 @@ class HFConfig:
     @cached_property
     def fingerprint(self) -> str:
         """Hash of the architecture and the weights, 16 hex digits."""
-        files = [self.folder / "config.json", *sorted(self.folder.glob("*.safetensors"))]
-        digest = hashlib.sha256()
-        for path in files:
-            digest.update(bytes.fromhex(sha256(path)))
-        return digest.hexdigest()[:16]
+        weights = sorted(self.folder.glob("*.safetensors"))
+        return content_hash([self.folder / "config.json", *weights])
 
     @cached_property
     def tokenizer_fingerprint(self) -> str | None:

@@ -115,8 +115,6 @@ def load_tokens(config: DataConfig, seed: int) -> Corpus:
     The embedded corpus is prepared if it is missing, which takes some seconds; if several processes
     do so at once, the first to finish wins.
     """
-    if seed < 0:
-        raise UserError(f"seed={seed} must not be negative")
     if config.source in (EMBEDDED, NUMBERS) and not config.directory.exists():
         prepare(config)
     manifest = read_manifest(config)

@@ -51,15 +51,9 @@ class PairsConfig(DataConfig):
         super().__post_init__()
         if self.tokenizer not in ("bpe", "gpt2"):  # these can decode every text exactly
             raise UserError(f"data.tokenizer={self.tokenizer}; pairs take bpe or gpt2")
-        languages = (self.source_language, self.target_language)
-        if languages[0] == languages[1]:
-            raise UserError(
-                f"data.source_language and data.target_language are both {languages[0]}"
-            )
-        if self.source == NUMBERS and {*languages} != {"de", "en"}:
-            raise UserError(
-                f"the embedded numbers are in de and en, not in {' and '.join(languages)}"
-            )
+        languages = {self.source_language, self.target_language}
+        if self.source == NUMBERS and languages != {"de", "en"}:
+            raise UserError(f"the embedded numbers are in de and en, not in {languages}")
         check_bounds(self, "data.", batch_tokens=(8, math.inf), max_tokens=(8, math.inf))
 
     @property

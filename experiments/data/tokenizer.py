@@ -152,20 +152,20 @@ class HFTokenizer:
         from tokenizers import Tokenizer
 
         self.text, self.eot_token, self.revision = text, end_of_text, revision
-        self._tokenizer = Tokenizer.from_str(text)
-        self._tokenizer.no_truncation()
-        self._tokenizer.no_padding()
-        self._tokenizer.encode_special_tokens = True  # "[CLS]" in a text is encoded as text
+        self.tokenizer = Tokenizer.from_str(text)
+        self.tokenizer.no_truncation()
+        self.tokenizer.no_padding()
+        self.tokenizer.encode_special_tokens = True  # "[CLS]" in a text is encoded as text
 
     @property
     def n_vocab(self) -> int:
         """Number of tokens."""
-        return max(self._tokenizer.get_vocab().values()) + 1
+        return max(self.tokenizer.get_vocab().values()) + 1
 
     @cached_property
     def special_tokens(self) -> dict[str, int]:
         """Ids of the special tokens by their texts, such as [CLS]; no text is encoded into them."""
-        added = self._tokenizer.get_added_tokens_decoder().items()
+        added = self.tokenizer.get_added_tokens_decoder().items()
         return {token.content: id for id, token in added if token.special}
 
     @property
@@ -175,12 +175,12 @@ class HFTokenizer:
 
     def encode_ordinary_batch(self, text: list[str], num_threads: int = 0) -> list[list[int]]:
         """Token ids of each document, without special tokens; threads are the library's choice."""
-        encoded = self._tokenizer.encode_batch_fast(text, add_special_tokens=False)
+        encoded = self.tokenizer.encode_batch_fast(text, add_special_tokens=False)
         return [encoding.ids for encoding in encoded]
 
     def decode(self, tokens: Sequence[int]) -> str:
         """The text of token ids."""
-        return self._tokenizer.decode(list(tokens), skip_special_tokens=False)
+        return self.tokenizer.decode(list(tokens), skip_special_tokens=False)
 
 
 def check_vocabulary(highest: int, size: int) -> None:

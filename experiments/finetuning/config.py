@@ -20,6 +20,7 @@ from experiments.data.tokenizer import folder_tokenizer
 from experiments.finetuning import glue, inputs, squad
 from experiments.runs.finished import MODES, WEIGHTS_OF, FinishedRun
 from experiments.support.errors import UserError
+from experiments.support.hashes import content_hash
 from experiments.support.names import check_bounds, check_choices, check_seed
 from methods import Method, dense, one_shot
 
@@ -181,8 +182,8 @@ class FinetuneConfig(Settings):
         if not glue.is_folder(self.data):
             return None
         if self.task == SQUAD:
-            return glue.content_hash(squad.files(self.data))
-        return glue.content_hash([*glue.files(self.task, self.data).values()])
+            return content_hash(squad.files(self.data))
+        return content_hash(glue.files(self.task, self.data).values())
 
     def weights_hash(self) -> str:
         """Hash of the weights that are fine-tuned."""

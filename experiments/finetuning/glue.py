@@ -13,16 +13,13 @@ the F1 of always answering yes on the dev split (279 of 408 pairs are positive),
 
 from __future__ import annotations
 
-import hashlib
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 from experiments.support.errors import UserError
-from experiments.support.hashes import file_hash
 from experiments.support.hub import load_dataset
 
 HUB = "nyu-mll/glue"
@@ -123,14 +120,6 @@ def is_folder(data: str) -> bool:
     if not re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", data):
         raise UserError(f"data.source={data} is missing: there is no such folder")
     return False
-
-
-def content_hash(paths: Sequence[Path]) -> str:
-    """Hash of the content of files, 16 hex digits."""
-    digest = hashlib.sha256()
-    for path in paths:
-        digest.update(bytes.fromhex(file_hash(path)))
-    return digest.hexdigest()[:16]
 
 
 def files(task: str, data: str) -> dict[str, Path]:

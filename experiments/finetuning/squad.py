@@ -15,9 +15,8 @@ import string
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -139,7 +138,7 @@ def tokenize(encoding: Encoding, text: str) -> tuple[list[int], list[tuple[int, 
     A token with only some of a character's bytes covers that character.
     """
     if isinstance(encoding, HFTokenizer):
-        encoded = _library_tokenizer(encoding.text).encode(text, add_special_tokens=False)
+        encoded = encoding.tokenizer.encode(text, add_special_tokens=False)
         return encoded.ids, encoded.offsets
     ids = encoding.encode_ordinary(text)
     spans, seen = [], 0
@@ -148,17 +147,6 @@ def tokenize(encoding: Encoding, text: str) -> tuple[list[int], list[tuple[int, 
         seen += sum(not _continues(byte) for byte in piece)
         spans.append((start, seen))
     return ids, spans
-
-
-@cache
-def _library_tokenizer(text: str) -> Any:
-    from tokenizers import Tokenizer
-
-    tokenizer = Tokenizer.from_str(text)
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
-    tokenizer.encode_special_tokens = True  # "[CLS]" in a text is encoded as text
-    return tokenizer
 
 
 def _continues(byte: int) -> bool:

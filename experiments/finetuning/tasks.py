@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from experiments.config.settings import EpochConfig
+from experiments.data.pairs import padded
 from experiments.data.source import Batch, Request
 from experiments.finetuning import glue, inputs, squad
 from experiments.finetuning.config import SQUAD, FinetuneConfig
@@ -133,11 +134,8 @@ def _squad(config: FinetuneConfig, encoding: inputs.Encoding, frame: inputs.Fram
 
 def collate(sequences: list[Encoded], pad: int) -> dict[str, Tensor]:
     """A batch padded on the right to its longest sequence."""
-    length = max(len(s.ids) for s in sequences)
-    ids = np.full((len(sequences), length), pad)
-    for row, sequence in zip(ids, sequences, strict=True):
-        row[: len(sequence.ids)] = sequence.ids
-    positions = np.arange(length)
+    ids = padded([s.ids for s in sequences], pad)
+    positions = np.arange(ids.shape[1])
     mask = positions < np.array([[len(s.ids)] for s in sequences])
     types = (positions >= np.array([[s.second] for s in sequences])) & mask
     return {

@@ -146,8 +146,6 @@ class FinishedRun:
     def model(self, weights: str = "sparse") -> nn.Module:
         """The plain model on the CPU with the final weights; with `dense`, the dense weights behind
         the method's masks, if it keeps them."""
-        if weights not in WEIGHTS_OF:
-            raise UserError(f"weights={weights}; choose one of {', '.join(WEIGHTS_OF)}")
         model = build_model(self.shape)
         load_weights(model, self.directory)
         if weights == "dense" and not self.trained_with.capabilities.ends_dense:
@@ -199,8 +197,6 @@ class FinishedRun:
             `dense` and `sparse` require one or the other; `masked` always takes the last mask.
             Low-rank terms that are not trained further are added to the weights.
         dtype: as for `Method.convert`."""
-        if mode not in MODES:
-            raise UserError(f"mode={mode}; choose one of {', '.join(MODES)}")
         trained = self.trained_with
         if mode in ("sparse", "masked") and trained.capabilities.ends_dense:
             raise UserError(

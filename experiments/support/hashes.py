@@ -6,7 +6,7 @@ import functools
 import hashlib
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from experiments.support.checkpoint import sha256
@@ -27,6 +27,12 @@ def file_hash(path: Path) -> str:
 @functools.cache
 def _remembered(path: Path, inode: int, size: int, changed: int) -> str:
     return sha256(path)
+
+
+def content_hash(paths: Iterable[Path]) -> str:
+    """Hash of the content of files, 16 hex digits."""
+    hashes = b"".join(bytes.fromhex(file_hash(path)) for path in paths)
+    return hashlib.sha256(hashes).hexdigest()[:16]
 
 
 def fingerprint(root: Path, files: Sequence[tuple[str, int]]) -> str:

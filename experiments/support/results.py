@@ -145,7 +145,7 @@ def environment() -> dict[str, Any]:
         **git_state(),
         "python": platform.python_version(),
         "platform": platform.platform(),
-        "versions": {name: _version(name) for name in names},
+        "versions": {name: version_of(name) for name in names},
         "device": device_name(),
         "threads": torch.get_num_threads(),
         "peak_memory_bytes": torch.cuda.max_memory_allocated()
@@ -181,7 +181,8 @@ def git_state() -> dict[str, Any]:
     }
 
 
-def _version(name: str) -> str | None:
+def version_of(name: str) -> str | None:
+    """The version of an installed package, or None."""
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -90,7 +90,7 @@ def _check_memory(device: torch.device) -> None:
         raise torch.OutOfMemoryError(f"{peak=} {held=} {available=}")
 
 
-def capture(part: Callable[[], Tensor], pool: object) -> tuple[Callable[[], None], Tensor]:
+def capture(part: Callable[[], Any], pool: object) -> tuple[Callable[[], None], Any]:
     """A function that replays `part`, and the tensor in which each replay leaves its result.
 
     Args:

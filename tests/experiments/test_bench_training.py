@@ -126,7 +126,7 @@ def test_replayed_steps_and_launched_ones_take_turns(monkeypatch):
     def trained(replays):
         step = steps.Step("fst", jobs.gpt2("nano", 2, 8), CPU, "dense")
         step.ordinary(0)
-        monkeypatch.setattr(steps, "graph_of", lambda part, _: part)
+        monkeypatch.setattr(steps, "capture", lambda part, _: (part, None))
         monkeypatch.setattr(step, "gradients", lambda: [None] * len(step.parameters))
         replay = step.capture(None)
         for call in (replay, step.ordinary, step.searching, replay):

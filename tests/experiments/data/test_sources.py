@@ -127,7 +127,6 @@ def test_settings_that_cannot_be_are_refused_by_name():
         (MLMConfig, PIECES, {"mask_probability": 1.0}, "data.mask_probability=1.0"),
         (MLMConfig, PIECES, {"sequence_length": 4}, "data.sequence_length=4"),
         (PairsConfig, MINE, {"tokenizer": "wordpiece"}, "data.tokenizer=wordpiece"),
-        (PairsConfig, MINE, {"source_language": "de"}, "are both de"),
         (PairsConfig, MINE, {"batch_tokens": 4}, "data.batch_tokens=4"),
         (PairsConfig, MINE, {"source": "numbers", "target_language": "fr"}, "in de and en"),
         (ImageConfig, PETS, {"crop_scale": (0.5, 0.1)}, "data.crop_scale=[0.5, 0.1]"),

@@ -12,6 +12,7 @@ from experiments.finetuning import glue, inputs
 from experiments.finetuning.glue import Examples, load, metrics
 from experiments.finetuning.inputs import Frame
 from experiments.support.errors import UserError
+from experiments.support.hashes import content_hash
 
 GLUE = Path(__file__).parent / "glue"
 TEXTS = ["Anna waits in the garden .", "Ben is not in the kitchen .", "Zoë sings ."]
@@ -31,7 +32,7 @@ def test_every_task_reads_its_own_files():
             assert all(len(t) == texts and all(t) for t in own.texts)
             if task != "stsb":
                 assert set(own.labels) == set(range(len(glue.TASKS[task].labels)))
-        assert glue.content_hash([*glue.files(task, str(GLUE)).values()]) != glue.content_hash([])
+        assert content_hash([*glue.files(task, str(GLUE)).values()]) != content_hash([])
     # A quotation mark is a character, and quotes no tab or line.
     assert any(text.count('"') == 1 for (text,) in load("sst2", str(GLUE))["train"].texts)
 

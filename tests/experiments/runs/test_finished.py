@@ -118,10 +118,6 @@ def test_what_was_asked_for_instead_of_the_rule(finished):
     for mode in ("sparse", "masked"):
         with pytest.raises(UserError, match=f"mode={mode}, but .* ends with dense weights"):
             dense_end.method_for(dense_end.model(), mode, 10, 0)
-    with pytest.raises(UserError, match="mode=both; choose one of auto, sparse, masked, dense"):
-        run.method_for(run.model(), "both", 10, 0)
-    with pytest.raises(UserError, match="weights=both; choose one of sparse, dense"):
-        run.model("both")
 
 
 @pytest.mark.parametrize(
