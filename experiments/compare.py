@@ -20,10 +20,10 @@ import sys
 from functools import partial
 from pathlib import Path
 
-from experiments.config.driver import exit_with_one_line, parse
+from experiments.config.driver import parse
 from experiments.runs import comparison, curves
 from experiments.support.checkpoint import csv_text, write_atomic, write_text
-from experiments.support.errors import UserError
+from experiments.support.errors import UserError, exit_with_one_line
 from experiments.support.progress import say
 
 

@@ -14,15 +14,9 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from experiments.support.errors import (
-    Terminated,
-    UserError,
-    after_broken_pipe,
-    one_line,
-    raise_on_sigterm,
-    suggestion,
-)
-from reproduce.make import HERE, How, attempt, make_all
+from experiments.support.errors import UserError, exit_status, suggestion
+from reproduce.execute.processes import Launch
+from reproduce.make import attempt, make_all
 from reproduce.render import listing
 from reproduce.specs.table import TABLES, TIERS, Table, read_tables
 
@@ -36,6 +30,8 @@ USAGE = Path(__file__).with_name("usage.txt")
 
 class UsageError(UserError):
     """An error in the arguments of the command line."""
+
+    status = 2
 
 
 def read_options(words: list[str], *known: str) -> dict[str, str]:
@@ -57,8 +53,9 @@ def read_options(words: list[str], *known: str) -> dict[str, str]:
     return given
 
 
-def parse(arguments: list[str], tables: list[Table]) -> tuple[list[Table], str, How]:
-    """(the tables that the arguments name, the tier, how missing runs are made)."""
+def parse(arguments: list[str], tables: list[Table]) -> tuple[list[Table], str, Launch | None]:
+    """(the tables that the arguments name, the tier, how missing runs are started; None = in this
+    process)."""
     command, *options = arguments
     chosen = [table for table in tables if table.command == command]
     if command == ALL:
@@ -97,7 +94,9 @@ def parse(arguments: list[str], tables: list[Table]) -> tuple[list[Table], str, 
         launch = (sys.executable, "-m", "torch.distributed.run", *launch[1:])
     if launch and shutil.which(launch[0]) is None:
         raise UsageError(f"launch={words}: there is no command {launch[0]!r} here")
-    return chosen, tier, How(launch, int(per_gpu) if per_gpu else None, "commands" in given)
+    if not given.keys() & {"launch", "per_gpu", "commands"}:
+        return chosen, tier, None
+    return chosen, tier, Launch(launch, int(per_gpu) if per_gpu else None, "commands" in given)
 
 
 def _refuse_uncovered(command: str, paper: str = "") -> None:
@@ -164,38 +163,22 @@ def _do(arguments: list[str], folder: Path, runs: Path) -> int:
     elif "--list" in arguments:
         list_tables(arguments, read_tables(folder), runs)
     else:
-        chosen, tier, how = parse(arguments, read_tables(folder))
-        if command == ALL and not how.commands:
-            return 0 if make_all(chosen, tier, runs, how) else 1
-        if command == QUICKSTART and how == HERE:
+        chosen, tier, launch = parse(arguments, read_tables(folder))
+        prints = launch is not None and launch.prints
+        if command == ALL and not prints:
+            return 0 if make_all(chosen, tier, runs, launch) else 1
+        if command == QUICKSTART and launch is None:
             from reproduce import quickstart
 
             return 0 if quickstart.main(chosen[0], runs) else 1
-        made = [attempt(table, tier, runs, how) for table in chosen]
-        return 0 if how.commands or all(one.complete for one in made) else 1
+        made = [attempt(table, tier, runs, launch) for table in chosen]
+        return 0 if prints or all(one.complete for one in made) else 1
     return 0
 
 
 def main(arguments: list[str], folder: Path = TABLES, runs: Path = RUNS) -> int:
     """Run the command line with these arguments and return the exit status."""
-    raise_on_sigterm()
-    try:
-        status = _do(arguments, folder, runs)
-        sys.stdout.flush()  # in here: at the exit of Python it is too late to handle a broken pipe
-        return status
-    except UserError as error:
-        print(f"error: {one_line(error)}", file=sys.stderr)
-        return 2 if isinstance(error, UsageError) else 1
-    except BrokenPipeError:
-        return after_broken_pipe()
-    except PermissionError as error:
-        print(f"error: cannot write to {error.filename}: {error.strerror}", file=sys.stderr)
-        return 1
-    except (KeyboardInterrupt, Terminated) as stop:
-        terminated = isinstance(stop, Terminated)
-        what, status = ("terminated", 143) if terminated else ("interrupted", 130)
-        print(f"{what}; start the same command again to go on", file=sys.stderr)
-        return status
+    return exit_status(partial(_do, arguments, folder, runs), "goes on")
 
 
 if __name__ == "__main__":

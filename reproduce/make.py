@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from experiments.support.errors import UserError, one_line
 from reproduce.execute import smoke_tasks
+from reproduce.execute.processes import Launch
 from reproduce.render import listing
 from reproduce.specs.table import BENCH, Table
 
@@ -40,38 +41,24 @@ class Made:
         return self.done == self.jobs and not self.reason
 
 
-@dataclass(frozen=True)
-class How:
-    """How missing runs are made: `launch=`, `per_gpu=` and `commands` of the command line.
-
-    launch: the beginning of a training's command. per_gpu: so many runs at once on each GPU. With
-    neither, everything runs in this process. commands: they are printed instead.
-    """
-
-    launch: tuple[str, ...] = ()
-    per_gpu: int | None = None
-    commands: bool = False
-
-
-HERE = How()
-
-
-def make(table: Table, tier: str, runs: Path, how: How = HERE) -> Made:
-    """Run the missing jobs of a table, then write and print the table."""
+def make(table: Table, tier: str, runs: Path, launch: Launch | None = None) -> Made:
+    """Run the missing jobs of a table, then write and print the table. launch: how missing runs are
+    started, if not in this process."""
     if reason := not_offered(table, tier):
         print(f"{table.name}, tier {tier}, is not offered: {reason}", file=sys.stderr)
         return Made(reason=f"not offered: {reason}")
     # These need torch, whose import takes seconds, so that a refusal above comes at once.
     from reproduce import records
     from reproduce.execute.jobs import INPUTS, finished_runs, plan
-    from reproduce.execute.queue import Launch, commands, execute, lacking
+    from reproduce.execute.queue import commands, execute, lacking
     from reproduce.render.figure import draw
     from reproduce.render.table import render_measured
 
     print(f"{table.title}, tier {tier}", flush=True)
     stem, chosen = listing.stem(table, tier, runs), table.tiers[tier]
     stem.parent.mkdir(parents=True, exist_ok=True)
-    if how.commands and (chosen.block or table.driver == BENCH):
+    prints = launch is not None and launch.prints
+    if prints and (chosen.block or table.driver == BENCH):
         own = f"{table.command} paper={table.paper} tier={tier}"
         print(f"python -m reproduce {f'run {chosen.block}' if chosen.block else own}")
         return Made()
@@ -86,12 +73,11 @@ def make(table: Table, tier: str, runs: Path, how: How = HERE) -> Made:
         planned = plan(table, tier, runs)
         if any("{inputs}" in word for one in chosen.measure.values() for word in one.overrides):
             smoke_tasks.write(runs / INPUTS)
-        if how.commands:
-            print("\n".join(commands(planned.jobs, how.launch)))
+        if launch is not None and launch.prints:
+            print("\n".join(commands(planned.jobs, launch.words)))
             return Made()
-        # A job that measures has the device for itself.
-        here = table.driver == BENCH or how == HERE
-        launch = None if here else Launch(how.launch, how.per_gpu)
+        if table.driver == BENCH:  # a job that measures has the device for itself
+            launch = None
         waiting = execute(planned.jobs, partial(print, flush=True), launch)
         done, jobs = finished_runs(planned), len(planned.jobs)
         if waiting == jobs and lacking(job.config for job in planned.jobs):
@@ -138,18 +124,18 @@ def not_offered(table: Table, tier: str) -> str:
     return table.tiers[tier].unavailable
 
 
-def attempt(table: Table, tier: str, runs: Path, how: How = HERE) -> Made:
+def attempt(table: Table, tier: str, runs: Path, launch: Launch | None = None) -> Made:
     """Make a tier of a table as `make` does. A `UserError` is printed as one line and returned as
     the reason, so that the next table can be made."""
     try:
-        return make(table, tier, runs, how)
+        return make(table, tier, runs, launch)
     except UserError as error:
         reason = one_line(error)
         print(f"error: {reason}", file=sys.stderr)
         return Made(reason=reason)
 
 
-def make_all(tables: list[Table], tier: str, runs: Path, how: How = HERE) -> bool:
+def make_all(tables: list[Table], tier: str, runs: Path, launch: Launch | None = None) -> bool:
     """Make every table that has the tier, then the page of results; return True if all tables are
     complete. After each table `runs/tables/all-<tier>.md` says how each ended."""
     from experiments.support.checkpoint import write_text
@@ -165,7 +151,7 @@ def make_all(tables: list[Table], tier: str, runs: Path, how: How = HERE) -> boo
         print(f"== [{number}/{len(wanted)}] {table.name}", flush=True)
         start = time.monotonic()
         try:
-            made = attempt(table, tier, runs, how)
+            made = attempt(table, tier, runs, launch)
         except Exception as error:  # a defect in one table must not prevent the others
             traceback.print_exc()
             made = Made(reason=f"{type(error).__name__}: {one_line(error)}")

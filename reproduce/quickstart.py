@@ -12,8 +12,8 @@ from pathlib import Path
 
 from experiments.data.prepare import prepare
 from reproduce.execute.jobs import finished_runs, plan
-from reproduce.execute.processes import cores
-from reproduce.execute.queue import Launch, execute
+from reproduce.execute.processes import Launch, cores
+from reproduce.execute.queue import execute
 from reproduce.make import Made, write
 from reproduce.render.cells import Numbers
 from reproduce.specs.table import Table

@@ -19,7 +19,7 @@ import torch
 from experiments.bench.report import Report, Silent, compare, markdown, provenance, read_record
 from experiments.bench.timing import allow_repeated_steps
 from experiments.support.checkpoint import write_text
-from experiments.support.errors import Terminated, UserError, raise_on_sigterm
+from experiments.support.errors import UserError, exit_status
 
 BENCHMARKS = {
     "ops": "every operator, compared with a copy",
@@ -35,16 +35,8 @@ BENCHMARKS = {
 
 def main(argv: list[str] | None = None) -> int:
     options = parser().parse_args(argv)
-    raise_on_sigterm()  # so that child processes that are being measured end, too
-    try:
-        return int(options.command(options) or 0)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    except (KeyboardInterrupt, Terminated) as stop:
-        what, status = ("terminated", 143) if isinstance(stop, Terminated) else ("interrupted", 130)
-        print(f"{what}; finished benchmarks are kept", file=sys.stderr)
-        return status
+    after_stop = "begins this benchmark anew; finished ones are kept"
+    return exit_status(lambda: int(options.command(options) or 0), after_stop)
 
 
 def parser() -> argparse.ArgumentParser:

@@ -8,24 +8,13 @@ import functools
 import math
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from pathlib import Path
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from experiments.config.compose import compose, composed, one_line_errors
 from experiments.config.run import freeze
 from experiments.config.yaml_files import CONF, text_of, values_of
-from experiments.support import memory
-from experiments.support.errors import (
-    Diverged,
-    Terminated,
-    UserError,
-    after_broken_pipe,
-    one_line,
-    printable,
-    raise_on_sigterm,
-)
+from experiments.support.errors import Diverged, UserError, exit_with_one_line, one_line
 
 _LAST = """\
 `GROUP=CHOICE --help` shows the options of that choice. -m sweeps over
@@ -176,42 +165,3 @@ def end_rank() -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)
-
-
-@contextmanager
-def exit_with_one_line(after_stop: str) -> Iterator[None]:
-    """End the process with one line of message: on a `UserError`, a file that cannot be written or
-    lack of memory with status 1, on an interrupt with 130, on SIGTERM with 143. A signal reaches
-    every rank, and rank 0 reports it.
-    """
-    raise_on_sigterm()
-    try:
-        yield
-        sys.stdout.flush()  # in here: at the exit of Python it is too late to handle a broken pipe
-    except UserError as error:
-        if error.elsewhere:
-            sys.exit(1)
-        sys.exit(f"error: {one_line(error)}")
-    except BrokenPipeError:
-        sys.exit(after_broken_pipe())
-    except OSError as error:
-        if error.errno is None:
-            raise
-        # Some errors, such as a full disk, have no file name.
-        place, reason = Path(error.filename or "a file"), error.strerror
-        if isinstance(error, FileExistsError) and place.is_symlink():
-            reason = f"a link to {place.readlink()}, which does not exist"
-        sys.exit(f"error: {printable(f'{place}: {reason}')}")
-    except (MemoryError, RuntimeError) as error:
-        if not memory.is_exhausted(error):
-            raise
-        lines = str(error).strip().splitlines() or ["MemoryError"]
-        sys.exit(
-            f"error: out of memory ({lines[0]}); set a smaller impl.micro_batch, batch or model"
-        )
-    except (KeyboardInterrupt, Terminated) as stop:
-        what, status = ("terminated", 143) if isinstance(stop, Terminated) else ("interrupted", 130)
-        if os.environ.get("RANK", "0") == "0":
-            then = stop.args[0] if stop.args else after_stop
-            print(f"{what}; the same command {then}", file=sys.stderr)
-        sys.exit(status)

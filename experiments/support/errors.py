@@ -7,10 +7,11 @@ import re
 import signal
 import sys
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
+from typing import NoReturn
 
 # Error numbers for no more room: disk full, quota exceeded, file too large.
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -22,10 +23,11 @@ class UserError(Exception):
     """An error that the user can fix; its one-line message says what is wrong, with which value,
     and what to do. Whatever reads files or settings may raise it.
 
-    elsewhere: True if another rank has the same error and prints it.
+    elsewhere: True if another rank has the same error and prints it. status: the exit status.
     """
 
     elsewhere = False
+    status = 1
 
 
 class Diverged(UserError):
@@ -107,11 +109,60 @@ class Terminated(BaseException):
     `Exception`, so that no `except Exception` catches it."""
 
 
-def after_broken_pipe() -> int:
-    """Drop further output, whose reader has enough of it (`--help | head`), and return the exit
-    status, which is the shell's for a program that SIGPIPE ends."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # it is flushed at the end
-    return 141
+@contextmanager
+def exit_with_one_line(after_stop: str) -> Iterator[None]:
+    """End the process with one line of message: on a `UserError` with its status, on a file that
+    cannot be written or lack of memory with 1, on an interrupt with 130, on SIGTERM with 143. A
+    signal reaches every rank, and rank 0 reports it.
+
+    after_stop: what the same command does after an interrupt, unless the interrupt's own arguments
+        say it.
+    """
+    raise_on_sigterm()
+    try:
+        yield
+        sys.stdout.flush()  # in here: at the exit of Python it is too late to handle a broken pipe
+    except UserError as error:
+        _fail("" if error.elsewhere else one_line(error), error.status)
+    except BrokenPipeError:  # the reader has enough, as in `--help | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # it is flushed at the end
+        sys.exit(141)  # the shell's status for a program that SIGPIPE ends
+    except OSError as error:
+        if error.errno is None:
+            raise
+        # Some errors, such as a full disk, have no file name.
+        place, reason = Path(error.filename or "a file"), error.strerror
+        if isinstance(error, FileExistsError) and place.is_symlink():
+            reason = f"a link to {place.readlink()}, which does not exist"
+        _fail(printable(f"{place}: {reason}"))
+    except (MemoryError, RuntimeError) as error:
+        from experiments.support import memory  # imports torch
+
+        if not memory.is_exhausted(error):
+            raise
+        lines = str(error).strip().splitlines() or ["MemoryError"]
+        _fail(f"out of memory ({lines[0]}); set a smaller impl.micro_batch, batch or model")
+    except (KeyboardInterrupt, Terminated) as stop:
+        what, status = ("terminated", 143) if isinstance(stop, Terminated) else ("interrupted", 130)
+        if os.environ.get("RANK", "0") == "0":
+            then = stop.args[0] if stop.args else after_stop
+            print(f"{what}; the same command {then}", file=sys.stderr)
+        sys.exit(status)
+
+
+def _fail(message: str, status: int = 1) -> NoReturn:
+    if message:
+        print(f"error: {message}", file=sys.stderr)
+    sys.exit(status)
+
+
+def exit_status(work: Callable[[], int], after_stop: str) -> int:
+    """The exit status of `work`, whose errors are printed as by `exit_with_one_line`."""
+    try:
+        with exit_with_one_line(after_stop):
+            return work()
+    except SystemExit as end:
+        return int(end.code or 0)
 
 
 def raise_on_sigterm() -> None:

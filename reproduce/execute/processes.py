@@ -9,11 +9,26 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
 PATIENCE = 60.0  # seconds that a run may take to save its checkpoint
+
+
+@dataclass(frozen=True)
+class Launch:
+    """How jobs are started as processes. words: the beginning of a training's command, such as
+    torchrun and its options; () = Python. per_gpu: so many jobs run at once on each GPU, or on the
+    CPU if there is none; None = one after the other, which see all GPUs. prints: the commands of
+    missing runs are printed instead."""
+
+    words: tuple[str, ...] = ()
+    per_gpu: int | None = None
+    prints: bool = False
+
+    def places(self) -> list[str | None]:
+        """The GPU of each job that runs at the same time; None = all, or the CPU."""
+        return [None] if self.per_gpu is None else (visible_gpus() or [None]) * self.per_gpu
 
 
 class Process:
@@ -105,6 +120,8 @@ def last_line(log: Path, begin: int = 0) -> str:
 def visible_gpus() -> list[str | None]:
     """The names of the GPUs that this process may use, as in CUDA_VISIBLE_DEVICES. CUDA is not
     initialised for this, since it would take memory on each GPU."""
+    import torch
+
     names = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
     count = torch.cuda.device_count()
     return [*names[:count]] if names[0] else [str(number) for number in range(count)]

@@ -16,6 +16,7 @@ import traceback
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ import torch
 from experiments.support.checkpoint import write_text
 from experiments.support.errors import Stop, UserError, deferred_stop, one_line
 from reproduce.execute.jobs import OUTPUT, Job, Report
-from reproduce.execute.processes import Process, terminate, visible_gpus
+from reproduce.execute.processes import Launch, Process, terminate
 
 POLL = 0.2  # seconds
 SCORES = ("val_top1", "knn_top1", "linear_top1")  # percent, for runs on images
@@ -38,20 +39,6 @@ class Task:
     label: str
     result: Callable[[], dict[str, Any] | None]
     count: int = 1
-
-
-@dataclass(frozen=True)
-class Launch:
-    """How jobs are started as processes. words: the beginning of a training's command, such as
-    torchrun and its options; [] = Python. per_gpu: so many jobs run at once on each GPU, or on the
-    CPU if there is none; None = one after the other, which see all GPUs."""
-
-    words: Sequence[str] = ()
-    per_gpu: int | None = None
-
-    def places(self) -> list[str | None]:
-        """The GPU of each job that runs at the same time; None = all, or the CPU."""
-        return [None] if self.per_gpu is None else (visible_gpus() or [None]) * self.per_gpu
 
 
 def execute(jobs: list[Job], report: Report, launch: Launch | None = None) -> int:
@@ -159,10 +146,11 @@ class Queue:
             self.durations.append(now - started)
             elapsed = now - self.begun
             remaining = elapsed / self.done * self.left
+            spent, ahead = (str(timedelta(seconds=round(s))) for s in (elapsed, remaining))
             told = ", ".join([*_figures(result), f"{self.durations[-1]:.0f} s"])
             self.report(
-                f"[{self.done}/{self.total}] {task.label}: {told} ({clock(elapsed)} elapsed, about "
-                f"{clock(remaining)} left)"
+                f"[{self.done}/{self.total}] {task.label}: {told} ({spent} elapsed, about {ahead} "
+                "left)"
             )
         if left_out:
             self.report(f"left out: {left_out} runs that start there")
@@ -229,10 +217,3 @@ def _figures(result: dict[str, Any]) -> list[str]:
     if "step_seconds" in result:
         told.append(f"{result['step_seconds'] * 1e3:.1f} ms a step")
     return told
-
-
-def clock(seconds: float) -> str:
-    """Seconds as `m:ss`, or as `h:mm:ss` if they are an hour or more."""
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

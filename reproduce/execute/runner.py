@@ -17,7 +17,8 @@ from experiments.images.dataset import load_images
 from experiments.support.errors import UserError
 from reproduce.execute.blocks import EVIDENCE, Block, BlockRun
 from reproduce.execute.jobs import Report
-from reproduce.execute.queue import Launch, Queue, Task, lacking
+from reproduce.execute.processes import Launch
+from reproduce.execute.queue import Queue, Task, lacking
 
 
 def run_block(

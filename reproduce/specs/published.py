@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 FILE = Path(__file__).with_name("published.json")
@@ -56,18 +56,12 @@ def in_unit(number: str, unit: str) -> str:
 @functools.cache
 def _cells(path: Path) -> dict[tuple[str, str, str, str], Published]:
     content = json.loads(path.read_text(encoding="utf-8"))
-    return {
-        (cell["work"], cell["table"], cell["row"], cell["column"]): Published(
-            cell["value"],
-            cell["unit"],
-            cell["evidence"],
-            content["sources"][cell["source"]],
-            cell.get("note", ""),
-            cell.get("confidence", "high"),
-            cell.get("doubt", ""),
-        )
-        for cell in content["cells"]
-    }
+    known, cells = {field.name for field in fields(Published)}, {}
+    for cell in content["cells"]:
+        cell["source"] = content["sources"][cell["source"]]
+        own = {key: value for key, value in cell.items() if key in known}
+        cells[cell["work"], cell["table"], cell["row"], cell["column"]] = Published(**own)
+    return cells
 
 
 def look_up(work: str, table: str, row: str, column: str, path: Path = FILE) -> Published | None:

@@ -31,7 +31,7 @@ def outcomes(monkeypatch):
 
     found = Outcomes({name: Made(2, 2) for name in NAMES})
 
-    def attempt(table, tier, runs, how):
+    def attempt(table, tier, runs, launch):
         found.order.append(table.name)
         if isinstance(found[table.name], BaseException):
             raise found[table.name]
@@ -75,9 +75,9 @@ def test_an_interruption_keeps_what_was_written(tables, outcomes, tmp_path):
 
 def test_it_asks_for_the_papers_tables(tmp_path, capsys):
     tables = read_tables()
-    chosen, tier, how = parse(["all"], tables)
+    chosen, tier, launch = parse(["all"], tables)
     assert {t.name for t in chosen} == {t.name for t in tables if t.paper}
-    assert (tier, how) == ("smoke", make.HERE)
+    assert (tier, launch) == ("smoke", None)
     assert {t.paper for t in parse(["all", "paper=ast"], tables)[0]} == {"ast"}
     assert main(["all", "tier=huge"], runs=tmp_path) == 2
     assert "no tier 'huge' of all; choose of smoke, mini, full" in capsys.readouterr().err

@@ -146,7 +146,7 @@ def test_a_block_is_run_seed_by_seed_and_once(start, children, tmp_path):
     assert children.prepared == ["stdlib"]  # once for all
     assert said[0] == "t: 4 runs, 0 done already; 1 at a time"
     assert said[4].startswith("[4/4] ste, seed 1: val_loss 2.0000, 2000.0 ms a step, ")
-    assert said[4].endswith(" elapsed, about 0:00 left)") and len(said) == 5
+    assert said[4].endswith(" elapsed, about 0:00:00 left)") and len(said) == 5
     kept = tmp_path / "evidence" / "t"
     names = [f"{variant}-seed{seed}.json" for variant in ("dense", "ste") for seed in (0, 1)]
     assert sorted(path.name for path in kept.iterdir()) == names
@@ -317,7 +317,7 @@ def test_a_fault_of_the_disk_is_made_up_for_by_the_next_call(children, monkeypat
 def test_the_runs_of_a_table_go_side_by_side(children, small, tmp_path, monkeypatch):
     """By the same queue: each on a GPU, with its share of the cores, a run that starts from another
     after it."""
-    monkeypatch.setattr(queue, "visible_gpus", lambda: ["3", "5"])
+    monkeypatch.setattr(processes, "visible_gpus", lambda: ["3", "5"])
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(12))
     rows = [TableRow("dense", ["method=dense"]), TableRow("AST", ["method=ast"])]
     rows[1].starts_from = "dense"
@@ -398,7 +398,7 @@ def test_a_signal_ends_the_children(
     monkeypatch.setattr(subprocess.Popen, "poll", look)
     assert main(["run", "t"], runs=tmp_path) == status
     assert not inside
-    assert capsys.readouterr().err == f"{word}; start the same command again to go on\n"
+    assert capsys.readouterr().err == f"{word}; the same command goes on\n"
     ended = directories(block(), tmp_path)["ste, seed 0"]
     assert (ended / "saved").is_file()
     child = json.loads((ended / "seen.json").read_text())

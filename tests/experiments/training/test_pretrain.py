@@ -10,9 +10,8 @@ from contextlib import nullcontext
 import pytest
 import torch
 
-from experiments.config.driver import exit_with_one_line
 from experiments.data.prepare import prepare
-from experiments.support.errors import Terminated, UserError, deferred_stop
+from experiments.support.errors import Terminated, UserError, deferred_stop, exit_with_one_line
 from experiments.training import checkpoints, pretraining, routine
 from experiments.training.distributed import World
 from experiments.training.trainer import Trainer
