@@ -65,11 +65,6 @@ class Watched:
         """Milliseconds per step including data, logging and evaluation. The first quarter of the
         log entries is left out, as the run compiles and warms up; percentiles are over entries."""
         counted = self.records[max(1, len(self.records) // 4) :]
-        if len(counted) < 3:
-            raise UserError(
-                f"{len(self.records)} records are too few to time a step; set train.steps to eight "
-                "times train.log_every at least"
-            )
         (first, start), (last, end) = counted[0], counted[-1]
         between = [1e3 * (t - s) / (n - m) for (m, s), (n, t) in itertools.pairwise(counted)]
         spread = quantiles(between)

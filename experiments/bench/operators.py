@@ -52,13 +52,14 @@ class Op:
     fp32: bool = False
 
 
-def check(name: str, w: Tensor) -> None:
-    """Raise a `UserError` if the operator gives other results than plain PyTorch on this device.
+def check(name: str, w: Tensor, **options: Any) -> None:
+    """Raise a `UserError` if the operator with these options gives other results than plain PyTorch
+    on this device.
 
     Masks and packed bytes must be equal, other numbers up to a few units in the last place.
     """
     op = OPS[name]
-    found, want = (results(op.run(*op.prepare(w), backend=b)) for b in (None, "cpu"))
+    found, want = (results(op.run(*op.prepare(w), **options, backend=b)) for b in (None, "cpu"))
     if not all(map(agree, found, want)):
         raise UserError(
             f"{name} differs from plain PyTorch on shape {tuple(w.shape)}, {w.dtype}: no time is "

@@ -124,27 +124,22 @@ class HFConfig:
         from transformers.utils import logging
 
         logging.disable_progress_bar()
-        names = {name for path in self.folder.glob("*.safetensors") for name in _names(path)}
-
-        def has(part: str) -> bool:
-            return any(part in name for name in names)
-
-        # The heads in a checkpoint show which transformers class it belongs to.
-        choices: dict[str | None, tuple[str, Callable[[Any], GPT | BertLM | ViT]]] = {
-            "gpt2": ("GPT2LMHeadModel", gpt2.from_hf),
-            "bert": (
-                "BertForPreTraining" if has("seq_relationship") else "BertForMaskedLM",
-                bert.from_hf,
-            ),
-            "vit": ("ViTForImageClassification" if has("classifier") else "ViTModel", vit.from_hf),
-        }
-        if self.model_type not in choices:
+        converts: dict[str | None, Callable[[Any], GPT | BertLM | ViT]]
+        converts = {"gpt2": gpt2.from_hf, "bert": bert.from_hf, "vit": vit.from_hf}
+        if (convert := converts.get(self.model_type)) is None:
             raise UserError(
                 f"{self.path} is a checkpoint of {self.model_type}; only those of gpt2, bert and "
                 "vit can be read into models of this project"
             )
-        kind, convert = choices[self.model_type]
         try:
+            # The heads in a checkpoint show which transformers class it belongs to.
+            names = " ".join(
+                str(safe_open(p, "pt").keys()) for p in self.folder.glob("*.safetensors")
+            )
+            bert_kind = "BertForPreTraining" if "seq_relationship" in names else "BertForMaskedLM"
+            vit_kind = "ViTForImageClassification" if "classifier" in names else "ViTModel"
+            kinds = {"gpt2": "GPT2LMHeadModel", "bert": bert_kind, "vit": vit_kind}
+            kind = kinds[str(self.model_type)]
             loaded, info = getattr(transformers, kind).from_pretrained(
                 self.folder, use_safetensors=True, output_loading_info=True
             )
@@ -154,14 +149,6 @@ class HFConfig:
             return convert(loaded.float())
         except (OSError, ValueError, RuntimeError, SafetensorError) as error:
             raise UserError(f"{self.path}: {one_line(error)}") from error
-
-
-def _names(path: Path) -> list[str]:
-    try:
-        with safe_open(path, "pt") as file:
-            return list(file.keys())
-    except SafetensorError as error:
-        raise UserError(f"{path} is damaged ({error})") from error
 
 
 def _model_type(folder: Path) -> str | None:

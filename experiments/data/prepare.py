@@ -321,8 +321,6 @@ def _one(text: str, source: str) -> Documents:
     """One text in two: it ends, after the end of a line if one is near, with what is held out."""
     end = len(text) - -(-len(text) // HELD_OUT)
     end = text.rfind("\n", end // 2, end) + 1 or end
-    if not 0 < end < len(text):
-        raise UserError(f"{source} holds {len(text)} characters; two splits need more")
     return _in_memory(
         {"train": [text[:end]], "val": [text[end:]]},
         {"description": source, "split": f"the end of the text, about 1/{HELD_OUT} of it"},

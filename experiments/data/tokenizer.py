@@ -61,11 +61,6 @@ def train_bpe(documents: Iterable[str], vocab_size: int) -> str:
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-    if vocab_size < 257:
-        raise UserError(
-            f"data.vocab_size={vocab_size} is too small for a byte-level BPE: 256 bytes and the "
-            "end-of-text token need 257"
-        )
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -105,11 +100,6 @@ def train_wordpiece(documents: Iterable[str], vocab_size: int) -> str:
     from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
     from tokenizers.trainers import WordPieceTrainer
 
-    if vocab_size < 64:
-        raise UserError(
-            f"data.vocab_size={vocab_size} is too small for a WordPiece, which keeps an eighth of "
-            "it for characters; give it at least 64"
-        )
     normalizer = normalizers.BertNormalizer(lowercase=True)
     split = pre_tokenizers.BertPreTokenizer()
     texts = [normalizer.normalize_str(document) for document in documents]

@@ -102,12 +102,7 @@ def variants(runs: Iterable[FinishedRun]) -> list[Variant]:
     for run in runs:
         config = flat(run.result)
         variant = found.setdefault(json.dumps(config), Variant("", config, {}))
-        other = variant.runs.setdefault(run.seed, run)
-        if other.directory != run.directory:
-            raise UserError(
-                f"{other.directory} and {run.directory} are the same run (seed {run.seed}); give "
-                "one of them"
-            )
+        variant.runs.setdefault(run.seed, run)
     return _labelled(list(found.values()))
 
 

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
-from typing import NoReturn
 
 # Error numbers for no more room: disk full, quota exceeded, file too large.
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -23,7 +22,8 @@ class UserError(Exception):
     """An error that the user can fix; its one-line message says what is wrong, with which value,
     and what to do. Whatever reads files or settings may raise it.
 
-    elsewhere: True if another rank has the same error and prints it. status: the exit status.
+    elsewhere: True if another rank has the same error and prints it. status: the exit status of
+        commands that return it.
     """
 
     elsewhere = False
@@ -111,9 +111,9 @@ class Terminated(BaseException):
 
 @contextmanager
 def exit_with_one_line(after_stop: str) -> Iterator[None]:
-    """End the process with one line of message: on a `UserError` with its status, on a file that
-    cannot be written or lack of memory with 1, on an interrupt with 130, on SIGTERM with 143. A
-    signal reaches every rank, and rank 0 reports it.
+    """End the process with one line of message: on a `UserError`, a file that cannot be written or
+    lack of memory with status 1, on an interrupt with 130, on SIGTERM with 143. A signal reaches
+    every rank, and rank 0 reports it.
 
     after_stop: what the same command does after an interrupt, unless the interrupt's own arguments
         say it.
@@ -123,7 +123,7 @@ def exit_with_one_line(after_stop: str) -> Iterator[None]:
         yield
         sys.stdout.flush()  # in here: at the exit of Python it is too late to handle a broken pipe
     except UserError as error:
-        _fail("" if error.elsewhere else one_line(error), error.status)
+        sys.exit(1 if error.elsewhere else f"error: {one_line(error)}")
     except BrokenPipeError:  # the reader has enough, as in `--help | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # it is flushed at the end
         sys.exit(141)  # the shell's status for a program that SIGPIPE ends
@@ -134,14 +134,16 @@ def exit_with_one_line(after_stop: str) -> Iterator[None]:
         place, reason = Path(error.filename or "a file"), error.strerror
         if isinstance(error, FileExistsError) and place.is_symlink():
             reason = f"a link to {place.readlink()}, which does not exist"
-        _fail(printable(f"{place}: {reason}"))
+        sys.exit(f"error: {printable(f'{place}: {reason}')}")
     except (MemoryError, RuntimeError) as error:
         from experiments.support import memory  # imports torch
 
         if not memory.is_exhausted(error):
             raise
         lines = str(error).strip().splitlines() or ["MemoryError"]
-        _fail(f"out of memory ({lines[0]}); set a smaller impl.micro_batch, batch or model")
+        sys.exit(
+            f"error: out of memory ({lines[0]}); set a smaller impl.micro_batch, batch or model"
+        )
     except (KeyboardInterrupt, Terminated) as stop:
         what, status = ("terminated", 143) if isinstance(stop, Terminated) else ("interrupted", 130)
         if os.environ.get("RANK", "0") == "0":
@@ -150,19 +152,16 @@ def exit_with_one_line(after_stop: str) -> Iterator[None]:
         sys.exit(status)
 
 
-def _fail(message: str, status: int = 1) -> NoReturn:
-    if message:
-        print(f"error: {message}", file=sys.stderr)
-    sys.exit(status)
-
-
 def exit_status(work: Callable[[], int], after_stop: str) -> int:
     """The exit status of `work`, whose errors are printed as by `exit_with_one_line`."""
     try:
         with exit_with_one_line(after_stop):
             return work()
     except SystemExit as end:
-        return int(end.code or 0)
+        if not isinstance(end.code, str):
+            return end.code or 0
+        print(end.code, file=sys.stderr)
+        return getattr(end.__context__, "status", 1)
 
 
 def raise_on_sigterm() -> None:

@@ -38,11 +38,6 @@ class BlockSource:
     block: Block
     variant: str
 
-    def __post_init__(self) -> None:
-        if self.variant not in self.block.variants:
-            known = ", ".join(self.block.variants)
-            raise ValueError(f"source.variant={self.variant}; block {self.block.name} has {known}")
-
     def run(self, seed: int, runs: Path) -> BlockRun:
         """The run whose weights the runs of this seed start from."""
         variants = {self.variant: self.block.variants[self.variant]}
@@ -78,8 +73,6 @@ class Block:
             if variant not in self.variants:
                 known = ", ".join(self.variants)
                 raise ValueError(f"against: there is no variant {variant}; choose of {known}")
-        if len({run_name(variant, 0) for variant in self.variants}) < len(self.variants):
-            raise ValueError("two variants would have the same file; rename one")
 
     def runs(self, runs: Path) -> Iterator[BlockRun]:
         """All runs, seed by seed, so that an interrupted block has complete seeds."""

@@ -11,10 +11,8 @@ from typing import Any, ClassVar
 
 import torch
 
-import methods
 from common_kernels.matmul import unavailable
 from experiments.bench.timing import SUSTAINED_S, Call, Time, in_turns
-from experiments.bench.variants import VARIANTS
 from experiments.config.run import digest
 from experiments.support import results
 
@@ -60,11 +58,6 @@ class Base:
     runs: str = "runs"
 
     def __post_init__(self) -> None:
-        variants = tuple(dict.fromkeys([*VARIANTS, *methods.available()]))
-        known = {"method": variants, "precision": tuple(PRECISIONS), "device": ("auto", "cuda")}
-        for name, choices in known.items():
-            if (value := getattr(self, name, choices[0])) not in choices:
-                raise ValueError(f"{name}={value}; choose of {', '.join(choices)}")
         for field in dataclasses.fields(self):
             if isinstance(value := getattr(self, field.name), list):
                 object.__setattr__(self, field.name, tuple(value))

@@ -102,7 +102,6 @@ def test_a_block_that_means_nothing(files):
             "driver=training; choose of pretrain, dino",
         ),
         ("t", "title: T", "title: T\nagainst: {dense: gone}", "there is no variant gone"),
-        ("u", "variant: dense", "variant: gone", "source.variant=gone; block t has dense, ste 2e"),
         ("u", "block: t", "block: v", "no block 'v'; there is t, u"),
     ]:
         folder = files(old, new)

@@ -31,7 +31,9 @@ def test_order_and_second_call(small, tmp_path, fake):
     assert fake.order == order
     assert said[0] == "4 runs: 0 done already, 4 to do"
     assert said[1] == "dense, seed 3 ..."
-    assert said[4].startswith("[2/4] dense, seed 1: val_loss 1.0000, 2000.0 ms a step, 0 s (0:00 ")
+    assert said[4].startswith(
+        "[2/4] dense, seed 1: val_loss 1.0000, 2000.0 ms a step, 0 s (0:00:00 "
+    )
     assert [str(run.place) for run in finished_runs(planned)] == order
     execute(planned.jobs, said.append)
     assert said[-1] == "4 runs: 4 done already, 0 to do"

@@ -54,7 +54,6 @@ def test_overrides(tmp_path):
     for wrong, message in {
         "speed=1": "linear has no key speed",
         "width=wide": "width",
-        "method=magic": "method=magic; choose of dense",
         "what=magic": "what=magic; choose of adapters",
     }.items():
         with pytest.raises(UserError, match=message):
@@ -208,11 +207,6 @@ def test_a_wrong_operator_is_not_timed(monkeypatch):
     monkeypatch.setattr(operators, "multiply", lambda x, w, dtype, i: x[i])
     with pytest.raises(UserError, match="the product of s_ste is off by"):
         quick("product", method="s_ste").measure(print)
-    exact = operators.transposable_mask24
-    wrong = lambda w, how: exact(w) & (how == "exact")  # noqa: E731
-    monkeypatch.setattr(operators, "transposable_mask24", wrong)
-    with pytest.raises(UserError, match="the 2-approximation are wrong on"):
-        operators.check_two_approx(torch.randn(8, 8))
 
 
 def test_a_step_has_all_its_micro_batches_and_a_share_of_the_search(monkeypatch):

@@ -67,7 +67,6 @@ def test_a_bad_file_is_one_line_with_file_and_question(tmp_path):
     for content, message in (
         (document(answers=[{**garden, "answer_start": 40}]), "question q7 has an answer outside"),
         (document(answers=[]), "question q7 has an answer outside its context, or none"),
-        ({"version": "1.1", "data": []}, "has no questions"),
         ({"data": [{}]}, "is not in the format of SQuAD v1.1: KeyError: 'paragraphs'"),
         ("{", "is not in the format of SQuAD v1.1: JSONDecodeError"),
         (None, "is missing"),

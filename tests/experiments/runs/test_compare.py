@@ -120,9 +120,6 @@ def test_variants_of_one_method_are_told_apart_by_what_differs(write):
     assert differing(found) == ["train.steps"]
     two = ("dense, steps 20", "s_ste, steps 20")
     assert differing([variant for variant in found if variant.label in two]) == []
-    write("dense", 0, variant="d")
-    with pytest.raises(UserError, match=r"d/seed0 and .*-0/seed0 are the same run \(seed 0\)"):
-        compared(comparison.Path("runs"))
 
 
 def test_the_baseline(three, write):
