@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,11 +27,7 @@ from experiments.support.progress import say
 from experiments.training import pretraining, routine
 from models.vit import ViT
 
-
-def load(overrides: list[str] | None = None) -> RunConfig:
-    """The run that `conf/dino.yaml` and hydra overrides compose. Raises a `UserError` if one does
-    not fit."""
-    return configuration.load(overrides, "dino")
+load = partial(configuration.load, config_name="dino")
 
 
 def finished(config: RunConfig) -> dict[str, Any] | None:

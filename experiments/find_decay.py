@@ -26,6 +26,7 @@ import math
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -104,12 +105,6 @@ class DecaySearch:
             method_options=replace(options, total_steps=steps, measure_every=1),
             train=replace(self.config.train, steps=steps, cooldown_steps=0, log_every=1),
         )
-
-
-def load(overrides: list[str] | None = None) -> DecaySearch:
-    """The search that `conf/find_decay.yaml` and hydra overrides compose. Raises a `UserError` if
-    one does not fit."""
-    return composed("find_decay", freeze_search, overrides or ())
 
 
 def finished(search: DecaySearch) -> dict[str, Any] | None:
@@ -233,6 +228,7 @@ def freeze_search(composed: Any) -> DecaySearch:
     return DecaySearch(config, tuple(sorted({*map(float, values)})))
 
 
+load = partial(composed, "find_decay", freeze_search)
 main = driver("find_decay", freeze_search)(run)
 
 

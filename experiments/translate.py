@@ -20,6 +20,7 @@ import dataclasses
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -64,10 +65,7 @@ def freeze_translation(composition: Any) -> TranslateConfig:
     return TranslateConfig(**vars(run), search=search)
 
 
-def load(overrides: list[str] | None = None) -> TranslateConfig:
-    """The training that `conf/translate.yaml` and hydra overrides compose. Raises a `UserError` if
-    one does not fit."""
-    return composed("translate", freeze_translation, overrides or ())
+load = partial(composed, "translate", freeze_translation)
 
 
 def finished(config: TranslateConfig) -> dict[str, Any] | None:

@@ -265,6 +265,9 @@ def freeze(composition: Any) -> RunConfig:
     fields = [f.name for f in dataclasses.fields(_Top)]
     groups = plain(composition, "data", "impl", "method", "model", "train", *fields)
     method, model = dict(groups["method"]), dict(groups["model"])
+    for group, values in (("method", method), ("model", model)):
+        if "name" not in values:
+            raise UserError(f"{group}: this file is only a part of others, not a complete {group}")
     method_name, model_name = str(method.pop("name")), str(model.pop("name"))
     schema = methods.module(method_name).Config
     if "dino" in groups and not model_name.startswith("vit"):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -178,14 +178,12 @@ class EvaluateConfig(EvaluationSettings):
         return {**dataclasses.asdict(self), "model": model, "runs": str(self.runs)}
 
 
-def load(overrides: list[str] | None = None) -> EvaluateConfig:
-    """The evaluation that `experiments/conf/evaluate.yaml` and hydra overrides compose."""
-    return composed("evaluate", freeze_evaluation, overrides or ())
-
-
-def freeze_evaluation(composed: Any) -> EvaluateConfig:
+def freeze_evaluation(composition: Any) -> EvaluateConfig:
     """The `EvaluateConfig` of a composed `DictConfig`."""
     groups = {"model": ModelChoice, "data": DataChoice, "impl": ImplConfig}
-    values = plain(composed, *groups)
+    values = plain(composition, *groups)
     parts = {name: typed(schema, name, values.pop(name)) for name, schema in groups.items()}
     return EvaluateConfig(**vars(typed(EvaluationSettings, "the config", values)), **parts)
+
+
+load = partial(composed, "evaluate", freeze_evaluation)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -236,15 +237,10 @@ class FinetuneConfig(Settings):
 # ------------------------------------------------------------------ configuration
 
 
-def load(overrides: list[str] | None = None) -> FinetuneConfig:
-    """The fine-tuning that `experiments/conf/finetune.yaml` and hydra overrides compose."""
-    return composed("finetune", freeze_finetuning, overrides or ())
-
-
-def freeze_finetuning(composed: Any) -> FinetuneConfig:
+def freeze_finetuning(composition: Any) -> FinetuneConfig:
     """The `FinetuneConfig` of a composed `DictConfig`."""
     fields = [f.name for f in dataclasses.fields(Settings)]
-    groups = plain(composed, "data", "impl", "model", "recipe", *fields)
+    groups = plain(composition, "data", "impl", "model", "recipe", *fields)
     top = typed(Settings, "the config", {key: groups[key] for key in fields})
     path, data = groups["model"]["path"], groups["data"].get("source")
     if (top.run is None) == (path is None):
@@ -274,3 +270,6 @@ def _for_task(recipe: dict[str, Any], task: str) -> dict[str, Any]:
         key: value.get(task, value.get("default")) if isinstance(value, dict) else value
         for key, value in recipe.items()
     }
+
+
+load = partial(composed, "finetune", freeze_finetuning)

@@ -80,8 +80,8 @@ def render(table: Table, tier: str, runs: list[PlacedRun]) -> Rendered:
 
 
 def render_measured(table: Table, tier: str, path: Path) -> Rendered:
-    """The table of a committed measurement, from its CSV file and the JSON file beside it,
-    as `making` wrote them."""
+    """The table of a committed measurement, from its CSV file and the JSON file beside it, as
+    make.py wrote them."""
     lines = {(line.get("of", ""), line["method"]): line for line in read_rows(path)}
     known: Facts = json.loads(path.with_suffix(".json").read_text(encoding="utf-8"))["facts"]
 
