@@ -26,13 +26,12 @@ from experiments.config import run_names
 from experiments.config.compose import composed, plain, typed
 from experiments.config.initial import HFConfig, load_weights, source_hash, weight_files
 from experiments.config.settings import ImplConfig, TrainConfig, fit_warmup
-from experiments.data.corpus import check_fits, load_tokens
+from experiments.data.corpus import CausalText, check_fits, load_tokens
 from experiments.data.manifest import DataConfig
 from experiments.data.mlm import MaskedText, MLMConfig
 from experiments.data.pairs import TranslationPairs
 from experiments.data.parallel import PairsConfig
 from experiments.data.source import Source
-from experiments.data.text import CausalText
 from experiments.images.dataset import ImageConfig
 from experiments.images.multicrop import MultiCrops
 from experiments.images.source import ImageSource

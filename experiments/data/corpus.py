@@ -1,5 +1,5 @@
-"""Memory-mapped token corpora, and the windows of tokens that training and evaluation take from
-them.
+"""Memory-mapped token corpora, the windows of tokens that training and evaluation take from them,
+and batches of these for causal language models.
 
 Shapes: B sequences of T tokens.
 """
@@ -7,7 +7,7 @@ Shapes: B sequences of T tokens.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -29,7 +29,7 @@ from experiments.data.manifest import (
     token_type,
 )
 from experiments.data.prepare import prepare
-from experiments.data.source import evenly_spaced
+from experiments.data.source import Batch, Request, evenly_spaced
 from experiments.data.tokenizer import HFTokenizer
 from experiments.support.errors import UserError
 
@@ -145,3 +145,31 @@ def check_fits(corpus: Corpus, vocab_size: int, block_size: int = 0) -> None:
                 f"a window needs {block_size + 1}: use a larger corpus or a smaller "
                 "model.block_size"
             )
+
+
+class CausalText:
+    """Batches of windows of `block` tokens; the target of each token is the next one.
+
+    Batches are {"input": [B, T], "target": [B, T]}, int64.
+    """
+
+    unit, one_shape = "tokens", True
+
+    def __init__(self, corpus: Corpus, block: int) -> None:
+        self.corpus, self.tokens_per_sample = corpus, block
+        self.directory, self.fingerprint = corpus.directory, corpus.fingerprint
+        self.eval_size = corpus.eval_size(block)
+
+    def batches(self, requests: Iterable[Request]) -> Iterator[Batch]:
+        for step, samples in requests:
+            yield self.corpus.batch("train", step, samples, self.tokens_per_sample)
+
+    def eval_batches(self, count: int, batch_size: int) -> Iterator[Batch]:
+        return self.corpus.eval_batches(count, batch_size, self.tokens_per_sample)
+
+    def score(self, output: Any, loss: Tensor, batch: Batch) -> tuple[dict[str, Tensor], int]:
+        targets = batch["target"].numel()
+        return {"loss": loss * targets}, targets
+
+    def describe(self) -> dict[str, Any]:
+        return self.corpus.manifest

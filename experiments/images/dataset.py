@@ -240,6 +240,11 @@ def _idx(root: Path, wanted: Sequence[str], name: str) -> Images:
     digests = []
     for split in wanted:
         pixels, labels = (_values(root, file) for file in IDX[split])
+        if pixels.ndim != 3 or not pixels.size or labels.shape != pixels.shape[:1]:
+            raise UserError(
+                f"{root} holds images of the shape {pixels.shape} and labels of {labels.shape} in "
+                f"{' and '.join(IDX[split])}; get them anew"
+            )
         shape = " ".join(map(str, pixels.shape)).encode()
         digest = hashlib.sha256(shape + b"\n" + pixels.tobytes() + labels.tobytes()).hexdigest()
         if name == "fashion_mnist" and digest != FASHION[split]:

@@ -11,18 +11,16 @@ import json
 import math
 import os
 import shutil
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import UnionType
-from typing import IO, Any
+from typing import Any
 
 from experiments.support.errors import UserError, writing
 
 METRICS = {...: int | float | None}  # for `lacks`; None stands for nan
 LOCK = ".lock"
-_GLANCE = 0.2  # seconds; `is_locked` holds a lock for much less
 
 
 def write_atomic(path: Path, write: Callable[[Path], Any]) -> None:
@@ -189,32 +187,14 @@ def exclusive(directory: Path) -> Iterator[None]:
     """Lock `directory` against other processes, and remove what a killed one left half-written."""
     directory.mkdir(parents=True, exist_ok=True)
     with (directory / LOCK).open("w") as lock:
-        deadline = time.monotonic() + _GLANCE
-        while not _try_lock(lock, fcntl.LOCK_EX):
-            if time.monotonic() > deadline:
-                raise UserError(f"another process is running in {directory}; wait for it")
-            time.sleep(_GLANCE / 20)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # until the file is closed
+        except BlockingIOError as error:
+            raise UserError(f"another process is running in {directory}; wait for it") from error
         for folder in (directory, directory / "checkpoints"):
             for debris in folder.glob(".*.[0-9]*"):
                 remove(debris)
         yield
-
-
-def is_locked(directory: Path) -> bool:
-    """True if a process is running in `directory`, as `exclusive` says."""
-    if not (directory / LOCK).is_file():
-        return False
-    with (directory / LOCK).open() as lock:
-        return not _try_lock(lock, fcntl.LOCK_SH)  # shared, for others may look as well
-
-
-def _try_lock(lock: IO[str], how: int) -> bool:
-    """Lock a file until it is closed; False if another process has locked it."""
-    try:
-        fcntl.flock(lock, how | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
 
 
 def sha256(path: Path) -> str:

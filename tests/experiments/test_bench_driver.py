@@ -74,4 +74,4 @@ def test_the_command_ends_with_the_benchmark(tmp_path):
     with pytest.raises(ProcessLookupError):
         os.kill(int(told.read_text()), signal.SIGKILL)
     assert bench.returncode == 143
-    assert said.count("\n") == 1 and said.endswith("; finished benchmarks are kept\n")
+    assert said.count("\n") == 1 and said.endswith("; finished ones are kept\n")

@@ -11,9 +11,8 @@ from common_kernels import check24
 from experiments import distill
 from experiments.config.initial import load_weights
 from experiments.config.run import load
-from experiments.data.corpus import CALIBRATION, load_tokens
+from experiments.data.corpus import CALIBRATION, CausalText, load_tokens
 from experiments.data.prepare import prepare
-from experiments.data.text import CausalText
 from experiments.data.tokenizer import END_OF_TEXT
 from experiments.support.errors import UserError
 from experiments.training import pretraining

@@ -11,12 +11,11 @@ import torch
 from PIL import Image
 
 from experiments.config.run import load
-from experiments.data.corpus import load_tokens
+from experiments.data.corpus import CausalText, load_tokens
 from experiments.data.manifest import DataConfig
 from experiments.data.mlm import MaskedText, MLMConfig
 from experiments.data.parallel import PairsConfig
 from experiments.data.prepare import prepare
-from experiments.data.text import CausalText
 from experiments.images.dataset import ImageConfig
 from experiments.images.multicrop import MultiCrops
 from experiments.images.source import ImageSource
