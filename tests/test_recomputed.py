@@ -177,13 +177,12 @@ def test_the_verdicts_are_those_of_an_independent_computation():
 
 def test_so_are_the_differences_with_their_intervals():
     page = " ".join((ROOT / "docs/evidence.md").read_text().split())
-    told = re.findall(r"(?:([cd]): )?`(\w+)` - `(\w+)` (\S+) \[(\S+), (\S+)\]", page)
+    told = re.findall(r"(?:(c|d|e3): )?`(\w+)` - `(\w+)` (\S+) \[(\S+), (\S+)\]", page)
     assert len(told) > 15
     for mark, first, second, *numbers in told:
         block = mark or ("a" if first in runs("a") else "b")
-        x = list(
-            paired(block, first, second, "linear_top1" if block == "d" else "val_loss").values()
-        )
+        metric = {"d": "linear_top1", "e3": "other_val_loss"}.get(block, "val_loss")
+        x = list(paired(block, first, second, metric).values())
         for number, found in zip(numbers, (np.mean(x), *interval(x)), strict=True):
             digits = len(number.partition(".")[2])
             assert abs(float(number) - found) <= 0.5001 * 10**-digits, (first, second)
