@@ -90,7 +90,7 @@ ORDERS = {
     "cutlass_sm90": {1: "g r g4 g3 g2 g1 g0", 2: "g r r5 r4 g2 r2 r1 r0 g3 r3 g1 g0"},
     "cutlass_sm90_k128": {2: "g r r5 r4 g2 r2 r1 r0 g4 g3 r3 g1 g0"},
     # cuSPARSELt on compute capability 9.0. NVIDIA does not document this order; it was determined
-    # on an H200 with cuSPARSELt 0.8.0 (docs/speed.md).
+    # on an H200 with cuSPARSELt 0.8.0 (docs/measuring.md).
     BUFFERED: {1: "r g r5 r4 r2 r1 r0 g2 g1 g3 r3 g0", 2: "r g r5 r4 r2 r1 r0 g1 g0 g2 r3"},
 }
 
