@@ -28,8 +28,6 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from torch import Tensor, nn
 
-from common_kernels import nm_mask
-
 from . import sr_ste
 from .nn import base, calibration, distillation, lowrank, slorb
 from .nn.conversion import become, check_low_rank, weight_of
@@ -43,7 +41,7 @@ Rule = TypeVar("Rule", bound="AdamW")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(distillation.Config):
+class Config(distillation.Config, base.PartialConfig):
     """Options of AST, besides those of distillation.
 
     metric: the score by which a mask keeps weights: |W| (`magnitude`), or |W| times the norm of its
@@ -125,7 +123,7 @@ class Linear(MaskedLinear):
         scores = self.weight.detach()
         if self.config.metric == "wanda":
             scores = scores * self.input_norm  # in fp32
-        return nm_mask(scores)
+        return self.best_of(scores)
 
     def choose_mask(self) -> None:
         if self.config.refresh_every:

@@ -44,7 +44,7 @@ from .nn.optimizer import Optimizers
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(distillation.Config):
+class Config(distillation.Config, base.PartialConfig):
     """Options of CAST, besides those of distillation.
 
     refresh_every: optimizer steps between two choices of the masks.

@@ -31,10 +31,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from common_kernels import nm_mask
-
 from .nn import base, distillation, ranks
 from .nn.calibration import collect, evaluating
+from .nn.columns import partial_mask, split
 from .nn.conversion import is_conv1d, weight_of
 from .nn.gemms import DENSE, Products
 from .nn.learnt import maskllm, proxsparse
@@ -48,7 +47,7 @@ METRICS = (*SCORES, *LEARNT)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(distillation.Config, base.NMConfig):
+class Config(distillation.Config, base.NMConfig, base.PartialConfig):
     """Options besides those of distillation, which is off by default.
 
     n, m: keep n of m consecutive inputs.
@@ -104,8 +103,9 @@ class Linear(MaskedLinear):
 
     @property
     def phase(self) -> str:
-        kept = int(self.mask.count_nonzero())  # gradual methods remove entries over many steps
-        whole, (n, m) = self.mask.numel(), self.pattern
+        mask = self.grouped(self.mask)
+        kept = int(mask.count_nonzero())  # gradual methods remove entries over many steps
+        whole, (n, m) = mask.numel(), self.pattern
         return "dense" if kept == whole else "sparse" if m * kept <= n * whole else "pruning"
 
     def sparse_products(self) -> Products:
@@ -185,23 +185,33 @@ class Method(distillation.Method):
         self, model: nn.Module, name: str, layer: nn.Linear, metric: str
     ) -> tuple[Tensor, Tensor]:
         """The mask of a layer by this metric, and its weight [out, in], which SparseGPT updates."""
-        weight, pattern = weight_of(layer).detach(), self.config.pattern(name)
+        weight, (n, m) = weight_of(layer).detach(), self.config.pattern(name)
+        grouped, dense = split(weight, self.config.dense_columns, m)
         if metric == "magnitude":
-            return nm_mask(weight, *pattern), weight
+            return partial_mask(weight, grouped, n, m), weight
         inputs = collect(model, {name: layer}, self._batches, hessian=metric == "sparsegpt")[name]
         if inputs.hessian is None:
-            return nm_mask(weight.float() * inputs.square_sum.sqrt(), *pattern), weight
-        return prune(weight, inputs.hessian, self.config.damping, *pattern)
+            scores = weight.float() * inputs.square_sum.sqrt()
+            return partial_mask(scores, grouped, n, m), weight
+        order, damping = torch.cat([grouped, dense]), self.config.damping
+        hessian = inputs.hessian[order][:, order]
+        mask, updated = prune(weight[:, order], hessian, damping, n, m, len(grouped))
+        back = order.argsort()
+        return mask[:, back], updated[:, back]
 
     def _learn(self, model: nn.Module, linears: dict[str, Any]) -> dict[str, Tensor]:
         """The learnt masks by layer, of rank 0; `model` is left as it was."""
         config = self.config
-        weights = {name: weight_of(linear).detach() for name, linear in linears.items()}
+        whole = {name: weight_of(linear).detach() for name, linear in linears.items()}
+        grouped = {n: split(w, config.dense_columns, config.m)[0] for n, w in whole.items()}
+        weights = {name: weight[:, grouped[name]] for name, weight in whole.items()}
 
         def loss(used: Mapping[str, Tensor], batch: Mapping[str, Any]) -> Tensor:
             given = {}
             for name, linear in linears.items():
-                weight = used[name].to(linear.weight.dtype)
+                weight = whole[name].index_copy(
+                    1, grouped[name], used[name].to(linear.weight.dtype)
+                )
                 key = f"{name}.weight".lstrip(".")
                 given[key] = weight.t() if is_conv1d(linear) else weight
 
@@ -219,9 +229,14 @@ class Method(distillation.Method):
                 masks = proxsparse(weights, *shared, config.penalty)
             else:
                 priors = self._priors(model, linears)
+                priors = {name: prior[:, grouped[name]] for name, prior in priors.items()}
                 masks = maskllm(weights, priors, *shared, config.n, config.m, config.seed)
-        ranks.take_from_rank_0(mask.view(torch.uint8) for mask in masks.values())
-        return masks
+        found = {}
+        for name, weight in whole.items():
+            found[name] = torch.ones_like(weight, dtype=torch.bool)
+            found[name][:, grouped[name]] = masks[name]
+        ranks.take_from_rank_0(mask.view(torch.uint8) for mask in found.values())
+        return found
 
     @torch.no_grad()
     def _priors(self, model: nn.Module, linears: dict[str, Any]) -> dict[str, Tensor]:

@@ -26,7 +26,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from common_kernels import nm_mask
 from common_kernels.adamw import Rule
 
 from .nn import base
@@ -35,7 +34,7 @@ from .nn.optimizer import StepWork
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(base.NMConfig):
+class Config(base.NMConfig, base.PartialConfig):
     """Options of projected training.
 
     n, m: keep n of m consecutive inputs.
@@ -67,7 +66,7 @@ class Linear(MaskedLinear):
         self.register_buffer("frozen", torch.zeros_like(self.mask[0, 0]))
 
     def choose_mask(self) -> None:
-        chosen = nm_mask(self.weight.detach(), *self.pattern)
+        chosen = self.best_of(self.weight.detach())
         self.mask.copy_(torch.where(self.frozen, self.mask, chosen))
 
     @torch.no_grad()

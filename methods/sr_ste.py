@@ -65,7 +65,7 @@ class Decay(base.Config):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(Decay, base.NMConfig):
+class Config(Decay, base.NMConfig, base.PartialConfig):
     """Options of SR-STE: those of the decay, and
 
     n, m: keep n of m consecutive inputs.

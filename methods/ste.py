@@ -23,7 +23,7 @@ from .nn.optimizer import StepWork
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(base.NMConfig):
+class Config(base.NMConfig, base.PartialConfig):
     """Options of STE.
 
     n, m: keep n of m consecutive inputs; patterns other than 2:4 have dense products alone.
@@ -37,6 +37,8 @@ class Config(base.NMConfig):
         super().__post_init__()
         if self.fp8 != "off" and self.pattern("") != (2, 4):
             raise ValueError(f"fp8={self.fp8} needs the pattern 2:4, not {self.n}:{self.m}")
+        if self.fp8 != "off" and self.dense_columns:
+            raise ValueError(f"fp8={self.fp8} has no dense columns; set dense_columns=0")
 
 
 class Method(base.Method):

@@ -24,6 +24,7 @@ distillation    methods whose loss includes a dense teacher
 plain           the plain model of a converted one, and copies on the meta device
 calibration     statistics of layer inputs
 sparsegpt       pruning with these statistics
+columns         input columns that stay dense beside a mask
 permutation     a permutation of hidden channels that masks keep more of
 learnt          masks learnt with the loss, of ProxSparse and MaskLLM
 sharding        sparse layers under FSDP2

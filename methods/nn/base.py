@@ -38,6 +38,7 @@ from .acceleration import Acceleration
 from .config import Capabilities as Capabilities
 from .config import Config
 from .config import NMConfig as NMConfig
+from .config import PartialConfig as PartialConfig
 from .config import check_choice as check_choice
 from .config import check_pattern as check_pattern
 from .config import check_range as check_range
@@ -153,7 +154,7 @@ class Method:
     def _prepare(self, model: nn.Module, chosen: dict[str, Any]) -> None:
         """Change or measure the dense model before the chosen linears are converted."""
         if getattr(self.config, "permute", False):
-            permutation.permute(model, chosen, self.config.pattern)
+            permutation.permute(model, chosen, self.config)
 
     def matching_linears(self, model: nn.Module) -> dict[str, nn.Linear]:
         """The linears that `convert` would convert, by name."""
@@ -359,7 +360,11 @@ class Method:
         self._works.clear()
         fused = next((own for own in each(optimizer) if isinstance(own, FusedAdamW)), None)
         if fused:
-            works = {n: self.step_work(layer, step) for n, layer in self.sparse_layers.items()}
+            works = {
+                name: self.step_work(layer, step)
+                for name, layer in self.sparse_layers.items()
+                if layer._buffers.get("grouped_columns") is None  # its pass chooses whole rows
+            }
             self._works = fused.accept({n: work for n, work in works.items() if work})
 
     def step_work(self, layer: Any, step: int) -> StepWork | None:

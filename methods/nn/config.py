@@ -73,6 +73,19 @@ class NMConfig(Config):
         check_pattern(self.n, self.m, f"n={self.n} and m={self.m}")
 
 
+@dataclass(frozen=True, kw_only=True)
+class PartialConfig(Config):
+    """dense_columns: the share of each linear's inputs, those with the largest weights, that stay
+    dense (columns.py). Products are then dense, and `metrics` counts illegal groups of the others.
+    """
+
+    dense_columns: float = 0.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_range(self, 0, 1, "dense_columns")
+
+
 @dataclass(frozen=True)
 class Capabilities:
     """The value of `Method.capabilities`.

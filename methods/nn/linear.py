@@ -14,7 +14,7 @@ from common_kernels.fp8.weights import quantize24_
 from common_kernels.pack import Packed24
 from common_kernels.pack.operands import pack24_
 
-from . import delayed, sharding
+from . import columns, delayed, sharding
 from .conversion import become
 from .fp8_gemms import Fp8Formats, fp8_linear
 from .gemms import DENSE, Products, sparse_linear, under_autocast
@@ -231,6 +231,10 @@ class SparseLinear(nn.Linear):
     def current_mask(self) -> Tensor:
         """The 2:4 mask, bool [out, in], whose changes the flip rate counts."""
         return nm_mask(self.weight.detach())
+
+    def grouped(self, weight: Tensor) -> Tensor:
+        """The columns of a weight or mask [out, in] that have the pattern."""
+        return weight
 
     def refresh_mask(self) -> None:
         """Choose a new mask from the weights."""
@@ -469,24 +473,39 @@ class SparseLinear(nn.Linear):
 class MaskedLinear(SparseLinear):
     """A layer whose operand is the weight under a mask that keeps the n largest of m inputs.
 
-    State besides the base class's: `mask` (bool [out, in]), saved.
+    State besides the base class's, saved: `mask` (bool [out, in]), and with `dense_columns`
+    the other ones, `grouped_columns` (int64 [in - dense], columns.py).
     """
 
     mask: Tensor
+    grouped_columns: Tensor | None
     packs_bits = True
 
     def setup(self, name: str, config: Any, dtype: torch.dtype | None) -> None:
         super().setup(name, config, dtype)
         self.register_buffer("mask", torch.zeros_like(self.weight, dtype=torch.bool))
+        share = getattr(config, "dense_columns", 0.0)
+        grouped = columns.split(self.weight, share, self.pattern[1])[0] if share else None
+        self.register_buffer("grouped_columns", grouped)
 
     def sparse_products(self) -> Products:
-        return replace(super().sparse_products(), fprop=self.pattern == (2, 4))
+        packs = self.pattern == (2, 4) and self.grouped_columns is None
+        return replace(super().sparse_products(), fprop=packs)
+
+    def grouped(self, weight: Tensor) -> Tensor:
+        return weight if self.grouped_columns is None else weight[:, self.grouped_columns]
+
+    def best_of(self, scores: Tensor) -> Tensor:
+        """The mask of the layer's pattern that keeps the largest scores [out, in]."""
+        if self.grouped_columns is None:
+            return nm_mask(scores, *self.pattern)
+        return columns.partial_mask(scores, self.grouped_columns, *self.pattern)
 
     def current_mask(self) -> Tensor:
         return self.mask
 
     def choose_mask(self) -> None:
-        self.mask.copy_(nm_mask(self.weight.detach(), *self.pattern))
+        self.mask.copy_(self.best_of(self.weight.detach()))
 
     def effective_weight(self) -> Tensor:
         return torch.where(self.mask, self.weight.detach(), 0.0)

@@ -84,8 +84,11 @@ def weights(layers: Mapping[str, nn.Module], patterns: Mapping[str, tuple[int, i
     counts = []
     for name, layer in layers.items():
         with sharding.rows(layer):  # one at a time: the weight may be computed on demand
-            own = layer.sparse_weight if isinstance(layer, SparseLinear) else None
-            weight = weight_of(layer) if own is None else own
-            bad = int(check_nm(weight, *patterns[name]))
+            if isinstance(layer, SparseLinear):
+                weight = layer.sparse_weight
+                grouped = layer.grouped(weight)
+            else:
+                weight = grouped = weight_of(layer)
+            bad = int(check_nm(grouped, *patterns[name]))
             counts.append((layer, [int(weight.count_nonzero()), bad, weight.numel()]))
     return [*map(int, sharding.total(counts))]

@@ -11,24 +11,24 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from itertools import combinations
 
 import torch
 from torch import Tensor, nn
 
 from . import ranks
+from .columns import split
+from .config import Config
 from .conversion import is_linear, owners_of_parameters, unfit, weight_of
 
 ENOUGH = 1e-3  # the least gain of a swap, as a fraction of what a group keeps
 
 
 @torch.no_grad()
-def permute(
-    model: nn.Module, chosen: Mapping[str, nn.Module], pattern: Callable[[str], tuple[int, int]]
-) -> None:
+def permute(model: nn.Module, chosen: Mapping[str, nn.Module], config: Config) -> None:
     """Permute the hidden channels of each feed-forward network of `model` whose second linear is
-    `chosen`, for its pattern (n, m) by name; in a process group as on rank 0.
+    `chosen`, for its pattern, dense columns last; in a process group as on rank 0.
 
     Raises:
         ValueError: there is no such network.
@@ -38,7 +38,11 @@ def permute(
         if name in chosen:
             found = True
             if not down.weight.is_meta:
-                order = search(weight_of(down), *pattern(name))
+                weight, (n, m) = weight_of(down), config.pattern(name)
+                share = getattr(config, "dense_columns", 0.0)
+                grouped, dense = split(weight, share, m)
+                best = search(weight[:, grouped], n, m)
+                order = torch.cat([grouped[best], dense])
                 ranks.take_from_rank_0([order])
                 _apply(ups, down, order)
     if not found:

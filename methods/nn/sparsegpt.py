@@ -20,7 +20,12 @@ BLOCK = 128
 
 @torch.no_grad()
 def prune(
-    weight: Tensor, hessian: Tensor, damping: float = 0.01, n: int = 2, m: int = 4
+    weight: Tensor,
+    hessian: Tensor,
+    damping: float = 0.01,
+    n: int = 2,
+    m: int = 4,
+    grouped: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The N:M mask of a weight, and the pruned and updated weight.
 
@@ -32,6 +37,8 @@ def prune(
         hessian: [in, in], sum of x x^T over the calibration tokens; its scale is irrelevant.
         damping: added to the diagonal, as a fraction of its mean; above 0 unless the Hessian is
             positive definite.
+        grouped: the number of columns that are pruned, a multiple of m; the others, on their right,
+            stay dense and are updated.
 
     Returns:
         The mask (bool [out, in]) and the updated weight in the weight's dtype, zero outside the
@@ -48,7 +55,7 @@ def prune(
     inverse = torch.cholesky_inverse(torch.linalg.cholesky(h))
     u = torch.linalg.cholesky(inverse, upper=True).to(w.dtype)
     mask = torch.ones_like(w, dtype=torch.bool)
-    columns = w.shape[1]
+    columns = w.shape[1] if grouped is None else grouped
     block = BLOCK // m * m
     for first in range(0, columns, block):
         last = min(first + block, columns)

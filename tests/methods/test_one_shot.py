@@ -60,13 +60,13 @@ def converted(metric, batches=None, **options):
 # ------------------------------------------------------------------ SparseGPT
 
 
-def obs_reference(weight, hessian, damping):
+def obs_reference(weight, hessian, damping, grouped):
     """The sweep of the paper, column by column, with the inverse of what is left taken anew."""
     w, columns = weight.clone(), weight.shape[1]
     h = hessian + damping * hessian.diagonal().mean() * torch.eye(columns, dtype=hessian.dtype)
     mask = torch.ones_like(w, dtype=torch.bool)
     for j in range(columns):
-        if j % 4 == 0:
+        if j % 4 == 0 and j < grouped:
             # What removing one entry would cost now, its own update included: w_p^2 / [H_F^-1]_pp
             # with F the columns from p on.
             cost = [w[:, p] ** 2 / torch.linalg.inv(h[p:, p:])[0, 0] for p in range(j, j + 4)]
@@ -79,17 +79,19 @@ def obs_reference(weight, hessian, damping):
 
 
 def test_sparsegpt_equals_the_surgeon_step_by_step():
-    """Blocks and the Cholesky factor are a matter of speed; 140 columns make two blocks."""
-    for columns in (16, BLOCK + 12):
+    """Blocks and the Cholesky factor are a matter of speed; 140 columns make two blocks. The last
+    columns can stay dense and are updated."""
+    for columns, grouped in ((16, 16), (16, 8), (BLOCK + 12, BLOCK + 12)):
         torch.manual_seed(0)
         weight = torch.randn(6, columns, dtype=torch.float64)
         x = correlated(4 * columns, columns, dtype=torch.float64)
         hessian = x.t() @ x
-        mask, updated = prune(weight, hessian, damping=0.01)
-        expected_mask, expected = obs_reference(weight, hessian, 0.01)
+        mask, updated = prune(weight, hessian, damping=0.01, grouped=grouped)
+        expected_mask, expected = obs_reference(weight, hessian, 0.01, grouped)
         assert torch.equal(mask, expected_mask)
         torch.testing.assert_close(updated, expected, rtol=1e-7, atol=1e-9)
-        assert torch.equal(mask.unflatten(1, (-1, 4)).sum(2), torch.full((6, columns // 4), 2))
+        kept = torch.tensor([2] * (grouped // 4) + [4] * ((columns - grouped) // 4))
+        assert torch.equal(mask.unflatten(1, (-1, 4)).sum(2), kept.expand(6, -1))
 
 
 def test_sparsegpt_by_hand():

@@ -53,6 +53,8 @@ REFUSED = [
     ("one_shot", {"metric": "proxsparse", "m": 8}, "proxsparse learns 2:4 masks, not 2:8"),
     ("one_shot", {"metric": "maskllm", "m": 16}, "too many with m=16"),
     ("projected", {"healing_fraction": 1.5}, r"healing_fraction=1\.5; it must lie in \[0, 1\]"),
+    ("ste", {"dense_columns": 1.5}, r"dense_columns=1\.5; it must lie in \[0, 1\]"),
+    ("ste", {"dense_columns": 0.5, "fp8": "paper"}, "fp8=paper has no dense columns"),
     ("s_ste", {"gamma": 1.5}, "gamma"),
     ("s_ste", {"fp8": "e3m4"}, "fp8"),
     ("s_ste", {"mvue": "yes"}, "mvue"),

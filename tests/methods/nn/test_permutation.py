@@ -9,6 +9,7 @@ from torch import nn
 
 import methods
 from common_kernels import nm_mask
+from methods.nn.config import Config
 from methods.nn.permutation import gains, networks, permute, search
 from models.bert import BertConfig, BertLM
 from models.gpt2 import GPT, GPTConfig
@@ -76,7 +77,7 @@ def test_a_network_computes_the_same_and_its_mask_keeps_more():
         (found,) = [(name, down) for name, _, down in networks(model)]
         name, down = found
         dense, before = copy.deepcopy(model), down.weight.detach().clone()
-        permute(model, {name: down}, lambda _: (2, 4))
+        permute(model, {name: down}, Config())
         assert kept(down.weight) > 1.01 * kept(before)
         assert torch.equal(down.weight.sort(1).values, before.sort(1).values)
         outputs = [out[0] if isinstance(out := m(x), tuple) else out for m in (model, dense)]
@@ -91,7 +92,7 @@ def test_what_cannot_absorb_it_is_left_alone():
         before = copy.deepcopy(model.state_dict())
         assert not [*networks(model)]
         with pytest.raises(ValueError, match=r"permute=True, but no converted linear.*permute=Fal"):
-            permute(model, dict(model.named_modules()), lambda _: (2, 4))
+            permute(model, dict(model.named_modules()), Config())
         assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
 
 

@@ -1,0 +1,71 @@
+"""Dense columns: which ones, and masks of every method that has them."""
+
+import pytest
+import torch
+from torch import nn
+
+import methods
+from common_kernels import check_nm
+from methods.nn.columns import partial_mask, split
+from tests.methods.loop import training_step
+
+METHODS = (
+    ("ste", {}),
+    ("ste", {"n": 1}),
+    ("sr_ste", {}),
+    ("projected", {"latent": False, "healing_fraction": 0.0}),
+    ("ast", {"kl_weight": 0.0, "task_weight": 1.0, "refresh_every": 1}),
+    ("cast", {"kl_weight": 0.0, "task_weight": 1.0, "refresh_every": 1}),
+    ("one_shot", {}),
+    ("one_shot", {"metric": "wanda"}),
+    ("one_shot", {"metric": "sparsegpt"}),
+    ("one_shot", {"metric": "proxsparse", "mask_steps": 2}),
+    ("one_shot", {"metric": "maskllm", "mask_steps": 2}),
+)
+
+
+def test_by_hand():
+    weight = torch.tensor([[9.0, 1, 2, 3, 0, 4, -3, 1], [0.0, 5, 1, 1, 9, 0, 4, 8]])
+    grouped, dense = split(weight, 0.5, 4)
+    assert (grouped.tolist(), dense.tolist()) == ([2, 3, 5, 6], [0, 1, 4, 7])
+    mask = partial_mask(weight, grouped, 2, 4)
+    assert mask.int().tolist() == [[1, 1, 0, 1, 1, 1, 0, 1], [1, 1, 1, 0, 1, 0, 1, 1]]
+    for share, count in ((0.0, 0), (0.3, 4), (0.8, 8), (1.0, 8)):
+        parts = split(weight, share, 4)
+        assert len(parts[1]) == count and sorted(torch.cat(parts).tolist()) == [*range(8)]
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.mlp = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 16))
+
+    def forward(self, x, target=None):
+        y = self.mlp(x)
+        return y, None if target is None else (y - target).square().mean()
+
+
+@pytest.mark.parametrize(("name", "options"), METHODS)
+def test_the_chosen_columns_stay_dense_and_the_others_are_legal(name, options):
+    model, x = Net(), torch.randn(64, 16)
+    dense = {i: split(model.mlp[i].weight, 0.25, 4)[1] for i in (0, 2)}
+    method = methods.build(name, total_steps=2, dense_columns=0.25, **options)
+    if method.capabilities.calibration_sequences:
+        method.calibrate(model, [{"x": x, "target": x.flip(0)}])
+    method.convert(model)
+    optimizer = method.optimizer(model.parameters(), lr=0.1)
+    for step in range(2):
+        with training_step(method, step, optimizer):
+            method.loss(model, {"x": x, "target": x.flip(0)}).backward()
+    n = options.get("n", 2)
+    assert method.metrics()["illegal_groups"] == 0 and method.phase() != "pruning"
+    assert method.metrics()["density"] == 0.25 + 0.75 * n / 4
+    assert not any(layer.sparse_products().fprop for layer in method.layers.values())
+    method.finalize(model)
+    for i, columns in dense.items():
+        weight = model.mlp[i].weight
+        assert weight[:, columns].all()
+        rest = torch.ones(weight.shape[1], dtype=torch.bool).index_fill(0, columns, False)
+        assert int(check_nm(weight[:, rest], n, 4)) == 0
+        assert not methods.check(model)[f"mlp.{i}"]
