@@ -132,9 +132,7 @@ def load_encoding(folder: Path, record: dict[str, Any]) -> tiktoken.Encoding | H
     if record["kind"] == "gpt2":
         return gpt2_encoding()
     path = folder / str(record.get("file"))
-    if not path.is_file() or sha256(path) != record["sha256"]:
-        state = "was changed" if path.is_file() else "is missing"
-        raise UserError(f"{path}, the tokenizer, {state}; restore the one that was trained with")
+    _check_file(path, record, "restore the tokenizer that was trained with")
     if record["kind"] == "bpe":
         return load_bpe(path)
     return HFTokenizer(path.read_text(encoding="utf-8"), record["end_of_text"])
@@ -186,7 +184,11 @@ def check_files(config: DataConfig, manifest: dict[str, Any]) -> None:
     records = [*manifest["splits"].values()]
     records += [manifest["tokenizer"]] * (manifest["tokenizer"].get("file") is not None)
     for record in records:
-        path = config.directory / record["file"]
-        if not path.is_file() or hashes.file_hash(path) != record["sha256"]:
-            state = "was changed" if path.is_file() else "is missing"
-            raise UserError(f"{path} {state}; delete {config.directory} and run {PREPARE}")
+        remedy = f"delete {config.directory} and run {PREPARE}"
+        _check_file(config.directory / record["file"], record, remedy)
+
+
+def _check_file(path: Path, record: dict[str, Any], remedy: str) -> None:
+    if not path.is_file() or hashes.file_hash(path) != record["sha256"]:
+        state = "was changed" if path.is_file() else "is missing"
+        raise UserError(f"{path} {state}; {remedy}")
