@@ -145,8 +145,6 @@ def read_manifest(config: DataConfig) -> dict[str, Any]:
         raise UserError(f"no prepared corpus: {path} is missing; run {PREPARE}")
     try:
         manifest = read_sealed(path)
-        if not isinstance(manifest, dict):
-            raise ValueError("it is no object")
     except ValueError as error:
         raise UserError(f"{path} is damaged ({error}); delete {path.parent}") from error
     if manifest.get("schema") != SCHEMA:

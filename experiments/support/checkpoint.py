@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import fcntl
-import glob
 import hashlib
 import io
 import json
@@ -14,26 +13,20 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from types import UnionType
 from typing import Any
 
 from experiments.support.errors import UserError, writing
 
-METRICS = {...: int | float | None}  # for `lacks`; None stands for nan
 LOCK = ".lock"
 
 
 def write_atomic(path: Path, write: Callable[[Path], Any]) -> None:
-    """Call `write` on a temporary path beside `path`, sync, and rename it into place. What a killed
-    process left of `path` is removed.
+    """Call `write` on a temporary path beside `path`, sync, and rename it into place.
 
     Raises:
         UserError: the disk is full; nothing half-written is left.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    for left in path.parent.glob(f".{glob.escape(path.name)}.[1-9]*"):
-        if not _is_running(left.suffix[1:]):
-            left.unlink(missing_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         with writing(path):
@@ -46,16 +39,6 @@ def write_atomic(path: Path, write: Callable[[Path], Any]) -> None:
             _sync(path.parent)
     finally:
         temporary.unlink(missing_ok=True)
-
-
-def _is_running(process: str) -> bool:
-    try:
-        os.kill(int(process), 0)
-    except (ProcessLookupError, OverflowError):
-        return False
-    except (PermissionError, ValueError):  # of another user; no process
-        pass
-    return True
 
 
 def publish(building: Path, path: Path) -> None:
@@ -137,32 +120,6 @@ def csv_text(rows: Sequence[Mapping[str, Any]]) -> str:
             {k: f"'{v}" if isinstance(v, str) and v[:1] in {*"=+@"} else v for k, v in row.items()}
         )
     return file.getvalue()
-
-
-def lacks(value: Any, shape: Any, key: str = "") -> str | None:
-    """The first dotted key at which a value from JSON does not fit `shape`; "" if the value itself
-    does not, None if everything fits.
-
-    shape: a type, a function that says whether a value fits, or a dict of shapes, in which the key
-        `...` stands for every key.
-    """
-    if not isinstance(shape, dict):
-        if isinstance(shape, type | UnionType):  # a bool is no number, though Python's int
-            fits = isinstance(value, shape) and (shape is bool or not isinstance(value, bool))
-        else:
-            fits = shape(value)
-        return None if fits else key
-    if not isinstance(value, dict):
-        return key
-    if ... in shape:
-        shape = dict.fromkeys(value, shape[...])
-    parts = (lacks(value.get(k), part, f"{key}.{k}".strip(".")) for k, part in shape.items())
-    return next((found for found in parts if found is not None), None)
-
-
-def is_count(value: Any) -> bool:
-    """True for a whole number that is not negative."""
-    return type(value) is int and value >= 0
 
 
 def finite(value: Any) -> Any:

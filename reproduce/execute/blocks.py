@@ -17,12 +17,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 from experiments.config.run import RunConfig, digest
-from experiments.support.checkpoint import lacks, read_sealed, write_sealed
+from experiments.support.checkpoint import read_sealed, write_sealed
 from experiments.support.errors import UserError
 from experiments.support.results import divergence, read
 from experiments.training.tracking import read_metrics
 from reproduce.execute.jobs import Job
-from reproduce.execute.packed import QUANTITIES, RECORD, read_packed, run_name
+from reproduce.execute.packed import QUANTITIES, RECORD, check_entries, read_packed, run_name
 from reproduce.specs.reading import build, errors_in, read_yaml
 
 BLOCKS = Path(__file__).parents[1] / "specs" / "blocks"
@@ -200,10 +200,9 @@ def read_record(path: Path) -> dict[str, Any]:
     """The record that `BlockRun.keep` wrote to a file."""
     try:
         record = read_sealed(path)
+        check_entries(record, *RECORD, "curves")
     except ValueError as error:
         raise UserError(f"{path} is damaged ({error}); remove or restore it") from error
-    if (found := lacks(record, {**RECORD, "curves": dict})) is not None:
-        raise UserError(f"{path} is damaged (no {found or 'record'} in it); remove or restore it")
     return record
 
 

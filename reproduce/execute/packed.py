@@ -14,23 +14,21 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from experiments.support.checkpoint import METRICS, is_count, lacks, sealed, unsealed, write_text
+from experiments.support.checkpoint import sealed, unsealed, write_text
 from experiments.support.errors import UserError
 
 QUANTITIES = ("val_loss", "loss", "flip_rate", "grad_norm")
-RECORD = {  # the entries of a record that others read, with their types
-    "block": str,
-    "variant": str,
-    "seed": is_count,
-    "overrides": list,
-    "config_hash": str,
-    "metrics": METRICS,
-}
-
+RECORD = ("block", "variant", "seed", "overrides", "config_hash", "metrics")  # read by others
 HASHES = ("sha256", "file_sha256", "curves_sha256")  # of a packed record
 
 Json = dict[str, Any]
 Packed = dict[tuple[str, int], tuple[int, Json]]  # (variant, seed) -> (number of the line, record)
+
+
+def check_entries(record: Json, *names: str) -> None:
+    """Raise a `ValueError` unless a record has these entries; a hash covers what they are."""
+    if absent := next((name for name in names if name not in record), None):
+        raise ValueError(f"no {absent} in it")
 
 
 def run_name(variant: str, seed: int) -> str:
@@ -54,9 +52,7 @@ def _parsed(path: Path, lines: str, csv: str) -> Packed:
     for number, line in enumerate(lines.splitlines(), 1):
         try:
             record = json.loads(line)
-            missing = lacks(record, {**RECORD, **dict.fromkeys(HASHES, str)})
-            if missing is not None:
-                raise ValueError(f"no {missing or 'record'} in it")
+            check_entries(record, *RECORD, *HASHES)
             record = unsealed(record)
         except ValueError as error:
             raise UserError(f"{path}, line {number}, is damaged ({error}); restore it") from error

@@ -1,8 +1,6 @@
 """Atomic writing, and the lock of a directory."""
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -29,16 +27,6 @@ def test_content_is_synced_before_it_gets_its_name_and_the_folder_after(tmp_path
     synced.clear()
     checkpoint.publish(building, tmp_path / "e")
     assert {*synced[:-1]} == {building, file.parent, file} and synced[-1] == tmp_path
-
-
-def test_what_a_killed_process_left_of_a_file_is_removed_when_it_is_written_again(tmp_path):
-    ended = subprocess.Popen([sys.executable, "-c", ""])
-    ended.wait()
-    names = [".t.md.1", f".t.md.{ended.pid}", f".other.md.{ended.pid}", ".t.md.99999999999"]
-    for name in names:
-        (tmp_path / name).write_text("half")
-    checkpoint.write_text(tmp_path / "t.md", "whole")
-    assert {path.name for path in tmp_path.iterdir()} == {names[0], names[2], "t.md"}
 
 
 def test_one_process_holds_a_directory_and_removes_the_debris_of_the_last_one(tmp_path):
