@@ -235,11 +235,7 @@ def load_weights(model: nn.Module, directory: Path, file: str = WEIGHTS) -> None
 def _of_run(model: nn.Module, directory: Path, file: str) -> dict[str, Tensor]:
     """The weights of a finished run by name; where they have low-rank terms, `model` gets
     parameters for them."""
-    path = directory / file
     check_run_files(directory, read_training(directory), file)
-    try:
-        state = tensor_files.load(path, next(model.parameters()).device)
-    except SafetensorError as error:
-        raise UserError(f"{path} is damaged ({error}); run it again") from error
+    state = tensor_files.load(directory / file, next(model.parameters()).device)
     lowrank.attach(model, state)
     return state
