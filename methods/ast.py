@@ -91,6 +91,7 @@ class Linear(MaskedLinear):
     """
 
     config: Config
+    prunes = "mask"
     input_norm: Tensor
     slorb_s: nn.Parameter | None
     slorb_x: nn.Parameter | None

@@ -96,6 +96,10 @@ class Linear(SparseLinear):
     rounds_first = False  # the threshold must come from the unrounded weight
 
     @property
+    def prunes(self) -> str:  # type: ignore[override]
+        return "" if self.config.gamma or self.config.mvue_weight else "soft"
+
+    @property
     def mvue(self) -> str | None:
         return None if self.config.mvue == "off" else self.config.mvue
 

@@ -89,6 +89,8 @@ class PruneGradient(torch.autograd.Function):
 
 
 class ExtendedLinear(MaskedLinear):
+    prunes = "mask"
+
     def forward(self, x: Tensor) -> Tensor:
         return PruneGradient.apply(super().forward(x), *self.pattern)
 

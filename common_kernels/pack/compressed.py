@@ -42,31 +42,40 @@ def _one_by_one(weight: Compressed24, choose: bool, backend: str | None) -> None
     if choose:
         weight.column_mask.copy_(double_prune_bits(values, row_mask, backend=backend))
     if out is not None:
-        mask = unpack_mask(row_mask, 2 * values.shape[1], backend=backend)
-        pruned = expand_nm(values.to(out.dtype), row_mask, backend=backend)
-        out.buffer.copy_(cpu.pack(pruned, mask, out.layout))
+        out.buffer.copy_(_packed_rows(values, row_mask, out.dtype, out.layout, backend))
     if (out := weight.transposed) is not None:
         given = values, row_mask, weight.column_mask, out.dtype, out.layout
         out.buffer.copy_(_packed_transposed(*given, backend))
 
 
-def packed_transposed(
+def packed_one(
     values: Tensor,
     row_mask: Tensor,
-    column_mask: Tensor,
+    column_mask: Tensor | None,
     dtype: torch.dtype,
     layout: str,
     backend: str,
 ) -> Tensor:
-    """The packed bytes of (W * A * B)^T in `dtype`, as `prune_and_pack24_` writes them, for use
-    inside another operator. The tensors are those of a `Compressed24`."""
+    """The packed bytes of (W * A * B)^T in `dtype`, or without a `column_mask` of W * A, as
+    `prune_and_pack24_` writes them, for use inside another operator. The tensors are those of a
+    `Compressed24`."""
     if backend == "triton" and layout != cpu.VENDOR:
         from common_kernels.pack import compressed_triton as triton
 
         if triton.in_blocks(values):
-            masks = row_mask.contiguous(), column_mask.contiguous()
-            return triton.pack_transposed(values.contiguous(), *masks, dtype, layout)
+            turned = None if column_mask is None else column_mask.contiguous()
+            given = values.contiguous(), row_mask.contiguous(), turned
+            return triton.pack_one(*given, dtype, layout)
+    if column_mask is None:
+        return _packed_rows(values, row_mask, dtype, layout, backend)
     return _packed_transposed(values, row_mask, column_mask, dtype, layout, backend)
+
+
+def _packed_rows(
+    values: Tensor, row_mask: Tensor, dtype: torch.dtype, layout: str, backend: str | None
+) -> Tensor:
+    mask = unpack_mask(row_mask, 2 * values.shape[1], backend=backend)
+    return cpu.pack(expand_nm(values.to(dtype), row_mask, backend=backend), mask, layout)
 
 
 def _packed_transposed(

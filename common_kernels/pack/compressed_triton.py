@@ -62,22 +62,25 @@ def prune_and_pack(weights: Sequence[Compressed24], choose: bool) -> list[Compre
     return rest
 
 
-def pack_transposed(
+def pack_one(
     values: torch.Tensor,
     row_mask: torch.Tensor,
-    column_mask: torch.Tensor,
+    column_mask: torch.Tensor | None,
     dtype: torch.dtype,
     layout: str,
 ) -> torch.Tensor:
-    """A new buffer with the packed (W * A * B)^T of one weight [64 a, 64 b]; values and masks are
-    row-major."""
+    """A new buffer with one packed operand of one weight [64 a, 64 b]: (W * A * B)^T, or without a
+    `column_mask` W * A. Values and masks are row-major."""
     rows, columns = values.shape[0], 2 * values.shape[1]
-    buffer = new_buffer(columns, rows, dtype, values.device, layout)
-    order = order_of(layout, dtype)
+    turned = column_mask is not None
+    shape = (columns, rows) if turned else (rows, columns)
+    buffer = new_buffer(*shape, dtype, values.device, layout)
     launch(
-        pack_transposed_kernel, rows // 64 * (columns // 64), values.device,
-        values, row_mask, column_mask, *split(buffer, rows * columns, dtype), rows, columns,
-        ORDER=order, num_warps=2, maxnreg=REGISTERS_TRANSPOSED,
+        pack_one_kernel, rows // 64 * (columns // 64), values.device,
+        values, row_mask, row_mask if column_mask is None else column_mask,
+        *split(buffer, rows * columns, dtype), rows, columns,
+        TRANSPOSED=turned, ORDER=order_of(layout, dtype), num_warps=2,
+        maxnreg=REGISTERS_TRANSPOSED,
     )  # fmt: skip
     return buffer
 
@@ -309,14 +312,15 @@ def prune_and_pack_kernel(
 
 
 @triton.jit
-def pack_transposed_kernel(
-    values, row_mask, column_mask, packed_t, meta_t, rows, columns, ORDER: tl.constexpr
-):
-    """Pack a 64 x 64 block of one weight's transpose under the masks that it has."""
+def pack_one_kernel(
+    values, row_mask, column_mask, packed, meta, rows, columns, TRANSPOSED: tl.constexpr,
+    ORDER: tl.constexpr,
+):  # fmt: skip
+    """Pack a 64 x 64 block of one weight, or of its transpose, under the masks that it has."""
     across = columns // 64
     top = (tl.program_id(0) // across).to(tl.int64) * 64
     left = (tl.program_id(0) % across).to(tl.int64) * 64
     prune_and_pack_block(
-        values, row_mask, column_mask, packed_t, meta_t, packed_t, meta_t, top, left, rows, columns,
-        False, False, True, ORDER, ORDER,
+        values, row_mask, column_mask, packed, meta, packed, meta, top, left, rows, columns,
+        False, not TRANSPOSED, TRANSPOSED, ORDER, ORDER,
     )  # fmt: skip

@@ -72,6 +72,16 @@ def _pack24_(
         with row_major(dense) as written:
             triton.pack(w.contiguous(), mask, source, dtype, scale, buffer, written, layout)
         return
+    kept, pruned = _pruned(w, source, mask, scale, dtype)
+    _write(buffer, pruned, kept, layout)
+    if dense is not None:
+        dense.copy_(torch.where(kept, pruned, 0.0))
+
+
+def _pruned(
+    w: Tensor, source: str, mask: Tensor | None, scale: Tensor | None, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """(the entries of `w` that are kept, the pruned matrix in `dtype`)."""
     if source == "soft":
         # An entry that the threshold sets to zero counts as pruned for the positions, too.
         kept, pruned = nm_mask(w), soft_threshold24(w)
@@ -80,10 +90,55 @@ def _pack24_(
         pruned = torch.where(kept, w, 0.0)
     if scale is not None:
         pruned = pruned.float() * scale
-    pruned = pruned.to(dtype)
-    _write(buffer, pruned, kept, layout)
-    if dense is not None:
-        dense.copy_(torch.where(kept, pruned, 0.0))
+    return kept, pruned.to(dtype)
+
+
+def packed_weight(
+    w: Tensor,
+    source: str,
+    mask: Tensor | None,
+    scale: Tensor | None,
+    dtype: torch.dtype,
+    layout: str,
+    transposed: bool,
+    backend: str,
+) -> Tensor:
+    """The bytes of `pack24_`, or if `transposed` those of the transpose by `pack_both24_`, for use
+    inside an operator."""
+    if backend == "triton" and layout != VENDOR:
+        from common_kernels.pack import triton
+
+        w, mask = w.contiguous(), None if mask is None else mask.contiguous()
+        if transposed:
+            assert mask is not None
+            return triton.pack_transposed(w, mask, dtype, layout)
+        return triton.pack(w, mask, source, dtype, scale, layout=layout)
+    kept, pruned = _pruned(w, source, mask, scale, dtype)
+    if transposed:
+        pruned, kept = pruned.t().contiguous(), kept.t().contiguous()
+    return cpu.pack(pruned, kept, layout)
+
+
+def pruned_weight(
+    w: Tensor,
+    source: str,
+    mask: Tensor | None,
+    scale: Tensor | None,
+    dtype: torch.dtype,
+    backend: str,
+) -> Tensor:
+    """The pruned matrix of `pack24_` as a dense one in `dtype`, for use inside an operator; of any
+    size and pattern if there is a mask."""
+    blocks = not (w.shape[0] % MULTIPLE or w.shape[1] % MULTIPLE)
+    if backend == "triton" and mask is None and blocks and dtype.itemsize == 2:
+        from common_kernels.pack import triton
+
+        dense = torch.empty(w.shape, dtype=dtype, device=w.device)
+        triton.pack(w.contiguous(), None, source, dtype, scale, dense=dense)
+        return dense
+    if mask is not None:
+        return torch.where(_bools(mask, w), w, 0.0).to(dtype)
+    return _pruned(w, source, None, scale, dtype)[1]
 
 
 def pack_both24_(

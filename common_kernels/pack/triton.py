@@ -307,9 +307,24 @@ def pack_both(
         w, w if mask is None else mask.view(torch.uint8),
         pattern_nibbles(w.device),
         *parts[0], *parts[1], rows, columns,
-        SEARCH=mask is None, BITS=is_bits(mask), ORDER=orders[0], ORDER_T=orders[1],
+        SEARCH=mask is None, BITS=is_bits(mask), FIRST=True, ORDER=orders[0], ORDER_T=orders[1],
         num_warps=8 if mask is not None else 2 if w.element_size() == 4 else 4,
     )  # fmt: skip
+
+
+def pack_transposed(
+    w: torch.Tensor, mask: torch.Tensor, dtype: torch.dtype, layout: str
+) -> torch.Tensor:
+    """A new buffer with the packed transpose alone that `pack_both` writes."""
+    rows, columns = w.shape
+    buffer = new_buffer(columns, rows, dtype, w.device, layout)
+    parts, order = split(buffer, w.numel(), dtype), order_of(layout, dtype)
+    launch(
+        pack_both_kernel, rows // 64 * (columns // 64), w.device,
+        w, mask.view(torch.uint8), pattern_nibbles(w.device), *parts, *parts, rows, columns,
+        SEARCH=False, BITS=is_bits(mask), FIRST=False, ORDER=order, ORDER_T=order, num_warps=8,
+    )  # fmt: skip
+    return buffer
 
 
 @functools.cache
@@ -338,9 +353,10 @@ def load_row(base, row, columns, first):
 @triton.jit
 def pack_both_kernel(
     w, mask, patterns, values, meta, values_t, meta_t, rows, columns,
-    SEARCH: tl.constexpr, BITS: tl.constexpr, ORDER: tl.constexpr, ORDER_T: tl.constexpr,
+    SEARCH: tl.constexpr, BITS: tl.constexpr, FIRST: tl.constexpr, ORDER: tl.constexpr,
+    ORDER_T: tl.constexpr,
 ):  # fmt: skip
-    """Pack a 64 x 64 block and its transpose: 16 x 16 tiles, two for each thread."""
+    """Pack a 64 x 64 block, with FIRST, and its transpose: 16 x 16 tiles, two for each thread."""
     across = columns // 64
     top = (tl.program_id(0) // across).to(tl.int64) * 64
     left = (tl.program_id(0) % across).to(tl.int64) * 64
@@ -375,8 +391,9 @@ def pack_both_kernel(
             pair, nibble = entries_stored(a[0][i], a[1][i], a[2][i], a[3][i], column_k)
             pairs_t += (pair,)
             nibbles_t += (nibble,)
-    pair, nibble = tl.permute(stack(pairs), 0, 3, 1, 2), tl.permute(stack(nibbles), 0, 3, 1, 2)
-    store_tiles(values, meta, pair, nibble, top, left, rows, columns, ORDER)
+    if FIRST:
+        pair, nibble = tl.permute(stack(pairs), 0, 3, 1, 2), tl.permute(stack(nibbles), 0, 3, 1, 2)
+        store_tiles(values, meta, pair, nibble, top, left, rows, columns, ORDER)
     pair, nibble = tl.permute(stack(pairs_t), 1, 3, 0, 2), tl.permute(stack(nibbles_t), 1, 3, 0, 2)
     store_tiles(values_t, meta_t, pair, nibble, left, top, columns, rows, ORDER_T)
 

@@ -57,6 +57,7 @@ class CompressedLinear(SparseLinear):
     pattern: Pattern
     adapting: bool  # True if the adapters are in use; until then R is zero
     both_ways = True
+    prunes = "compressed"
     _stored: tuple[Any, Compressed24] | None = None  # the last `stored`, with the tensors it holds
 
     def setup(self, name: str, config: Any, dtype: torch.dtype | None) -> None:
@@ -194,11 +195,22 @@ class CompressedLinear(SparseLinear):
         """The packed operands for inputs of `dtype`, or None; dense ones are made in each pass."""
         if dtype != self.dtype:
             return None, None
+        if self.shards is not None and self.shards.direct:
+            return self.pruned_operands(dtype, self.shards.whole)
         (fprop, dgrad), products = self.packed_operands(), self.accelerated
         if not products.repack:
             return fprop, dgrad
         masks = self.row_mask, self.column_mask
         return fprop, Compressed(self.values, *masks, products.layouts.dgrad)
+
+    def pruned_operands(self, dtype: torch.dtype, masks: dict[str, Tensor]) -> tuple[Any, Any]:
+        values: Any = self._parameters["values"]
+        row_mask, column_mask = masks["row_mask"], masks["column_mask"]
+        runs, layouts = self.accelerated, self.accelerated.layouts
+        return (
+            Compressed(values, row_mask, column_mask, layouts.fprop) if runs.fprop else None,
+            Compressed(values, row_mask, column_mask, layouts.dgrad) if runs.dgrad else None,
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., in] -> [..., out], the same in training and in evaluation but for FP8."""
@@ -210,9 +222,12 @@ class CompressedLinear(SparseLinear):
         else:
             operands = None, None  # dense ones are made
         own, masks = self._parameters, self._buffers  # quicker than attributes
+        row_mask, column_mask = masks["row_mask"], masks["column_mask"]
+        if self.shards is not None and self.shards.direct:
+            row_mask, column_mask = (self.shards.whole[n] for n in ("row_mask", "column_mask"))
         return Product.apply(
-            x, own["values"], own["left"], own["right"], own["bias"], masks["row_mask"],
-            masks["column_mask"], masks["left_mask"], *operands, self.pattern, self.adapting,
+            x, own["values"], own["left"], own["right"], own["bias"], row_mask,
+            column_mask, masks["left_mask"], *operands, self.pattern, self.adapting,
         )  # fmt: skip
 
     def forward_in_fp8(self, x: Tensor, own: Precision) -> Tensor:

@@ -18,7 +18,7 @@ from . import columns, delayed, sharding
 from .conversion import become
 from .fp8_gemms import Fp8Formats, fp8_linear
 from .gemms import DENSE, Products, sparse_linear, under_autocast
-from .operands import Dense, Packed
+from .operands import Dense, Packed, Pruned
 from .precision import Precision, hold_operands, precision_of
 
 # Attributes of a converted layer, besides parameters and buffers.
@@ -92,6 +92,9 @@ class SparseLinear(nn.Linear):
     masks_gradient: bool = False
     shards: sharding.Shards | None = None  # while its parameters are sharded
     precision: Precision | None = None  # FP8; None for products in `dtype`
+    # How each product may prune the weight itself: a source of `pruned_mm24`, or `compressed`;
+    # empty if operands must be derived. A class that overrides sharding.DERIVING says it anew.
+    prunes: str = ""
     both_ways: ClassVar[bool] = False  # True if the weight is 2:4 along `out` as well
 
     def setup(self, name: str, config: Any, dtype: torch.dtype | None) -> None:
@@ -372,6 +375,8 @@ class SparseLinear(nn.Linear):
         """
         if self.precision is not None and self.fp8:
             return self.precision.operands(self)
+        if self.shards is not None and self.shards.direct:
+            return self.pruned_operands(dtype, self.shards.whole)
         fprop = dgrad = None
         products = self.products
         if dtype == self.dtype and (products.fprop or products.dgrad):
@@ -381,6 +386,20 @@ class SparseLinear(nn.Linear):
         weight = self.sparse_weight
         dense = Dense(weight if weight.dtype == dtype else weight.to(dtype))
         return fprop or dense, dgrad or dense
+
+    def pruned_operands(self, dtype: torch.dtype, masks: dict[str, Tensor]) -> tuple[Any, Any]:
+        """`operands` that each product makes from the weight. masks: their bits."""
+        source = "whole" if getattr(self, "is_dense", False) else self.prunes
+        weight: Any = self._parameters["weight"]
+        mask = masks["mask"] if source == "mask" else None
+        scale = self._buffers["scale"] if source == "soft" else None
+        runs, packs = self.products, dtype == self.dtype
+        fprop = runs.layouts.fprop if packs and runs.fprop else ""
+        dgrad = runs.layouts.dgrad if packs and runs.dgrad else ""
+        return (
+            Pruned(weight, mask, scale, source, self.dtype, fprop),
+            Pruned(weight, mask, scale, source, self.dtype, dgrad),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., in] -> [..., out]; in evaluation without FP8."""
@@ -480,6 +499,7 @@ class MaskedLinear(SparseLinear):
     mask: Tensor
     grouped_columns: Tensor | None
     packs_bits = True
+    prunes = "mask"
 
     def setup(self, name: str, config: Any, dtype: torch.dtype | None) -> None:
         super().setup(name, config, dtype)

@@ -1,5 +1,5 @@
 """The operands that take the weight's place in a linear layer's products: `Dense`, `Packed`, `Fp8`,
-and, for dgrad only, `Compressed`.
+and `Compressed` and `Pruned`, which each product makes from the weight and its masks.
 
 An operand stands for a matrix A [out, in] and computes its products with T tokens:
 
@@ -20,7 +20,8 @@ from torch import Tensor
 
 from common_kernels.fp8.operands import rescale, scaled_linear
 from common_kernels.matmul import linear24
-from common_kernels.matmul.compressed import twice_pruned_mm24
+from common_kernels.matmul.compressed import once_pruned_linear24, twice_pruned_mm24
+from common_kernels.matmul.pruned import pruned_mm24
 from common_kernels.pack import BUFFERED, Packed24
 
 
@@ -69,11 +70,36 @@ class Compressed(NamedTuple):
     column_mask: Tensor
     layout: str = BUFFERED
 
+    def linear(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """x [..., in] -> [..., out], of one dtype, by the row mask alone."""
+        return once_pruned_linear24(x, self.values, self.row_mask, bias, layout=self.layout)
+
     def grad(self, dy: Tensor) -> Tensor:
         """dy [..., out] -> [..., in]."""
         masks = self.row_mask, self.column_mask
         dx = twice_pruned_mm24(flat(dy), self.values, *masks, layout=self.layout)
         return dx.view(*dy.shape[:-1], dx.shape[-1])
+
+
+class Pruned(NamedTuple):
+    """A weight [out, in] and what prunes it, as `pruned_mm24` takes them."""
+
+    weight: Tensor
+    mask: Tensor | None
+    scale: Tensor | None
+    source: str
+    dtype: torch.dtype
+    layout: str
+
+    def linear(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """x [..., in] -> [..., out], of one dtype."""
+        given = self.weight, self.source, self.mask, self.scale, bias
+        return pruned_mm24(x, *given, dtype=self.dtype, layout=self.layout)
+
+    def grad(self, dy: Tensor) -> Tensor:
+        """dy [..., out] -> [..., in]."""
+        given = self.weight, self.source, self.mask, self.scale
+        return pruned_mm24(dy, *given, dtype=self.dtype, layout=self.layout, transposed=True)
 
 
 class Fp8(NamedTuple):
@@ -115,9 +141,9 @@ class Fp8(NamedTuple):
         return y if y.dtype == dtype else y.to(dtype)
 
 
-Operand = Dense | Packed | Compressed | Fp8
+Operand = Dense | Packed | Compressed | Pruned | Fp8
 # The number of leading fields that are tensors.
-TENSORS = {Dense: 1, Packed: 1, Compressed: 3, Fp8: 2}
+TENSORS = {Dense: 1, Packed: 1, Compressed: 3, Pruned: 3, Fp8: 2}
 
 
 def save(ctx: Any, operand: Operand | None, *tensors: Tensor | None) -> None:

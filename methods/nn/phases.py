@@ -30,6 +30,7 @@ class SwitchedLinear(MaskedLinear):
 
     dense: Tensor
     is_dense: bool = False
+    prunes = "mask"
 
     def setup(self, name: str, config: Any, dtype: torch.dtype | None) -> None:
         super().setup(name, config, dtype)
@@ -64,6 +65,7 @@ class TransposableLinear(SwitchedLinear):
     config: Any
     rows_together = 4
     both_ways = True
+    prunes = "mask"
 
     @property
     def fp8(self) -> Fp8Formats | None:

@@ -6,9 +6,9 @@ as DTensors. The other state of a converted layer is handled as follows:
     masks               sharded by rows like the weight: DTensors in the layer and in state dicts;
                         each rank also keeps the whole mask as bits, gathered when it has changed
     scale, permutation  whole on every rank, like all other buffers
-    operands            not kept: derived when they are used, from the masks and the weight that
-                        FSDP has gathered, packed for products that run sparse; and derived again
-                        in the backward pass instead of being kept for it
+    operands            not kept: most products prune, and pack where they run sparse, the weight
+                        that FSDP has gathered, each by itself (operands.Pruned). For other layers
+                        operands are derived when they are used, and again in the backward pass
 
 Masks are gathered at the end of a step. If they were gathered in its passes, the gather would wait
 for that of the next block's weights, which runs at the same time, and the products for both.
@@ -109,11 +109,32 @@ def _shard(layer: Any, like: Any) -> None:
             "or models.hf.CausalLM"
         )
     check_products(layer.accelerated)
-    layer.shards = Shards(_drop_operands(layer))
+    layer.shards = Shards(_drop_operands(layer), of_products=prunes_itself(layer))
     for name, buffer in layer._buffers.items():
         if buffer is not None and buffer.ndim == 2 and len(buffer) == len(like):
             layer._buffers[name] = sharded_like(buffer, like)  # on the CPU, with CPU offload
+    layer.shards.gather_masks(layer)
     vars(layer)["forward"] = types.MethodType(_forward(), layer)
+
+
+# What decides which operands a layer has.
+DERIVING = (
+    "effective_weight", "sparse_weight", "exact_weight", "derive", "pack", "draw", "operands",
+    "in_place", "forward", "products", "packed_operands",
+)  # fmt: skip
+
+
+def prunes_itself(layer: Any) -> bool:
+    """True if the products of a layer can prune its weight: its class says how, and none that is
+    derived from that one has other operands."""
+    if layer.precision is not None or not layer.prunes:
+        return False
+    for cls in type(layer).__mro__:
+        if "prunes" in vars(cls):
+            return True
+        if any(name in vars(cls) for name in DERIVING):
+            return False
+    return False
 
 
 def _drop_operands(layer: Any) -> dict[str, Tensor]:
@@ -175,12 +196,16 @@ class Shards:
     """The state of a converted layer while its parameters are sharded; see the module docstring.
 
     derived: meta tensors with the shapes and dtypes of the operands' buffers.
+    of_products: the products prune the gathered weight themselves, and nothing is derived.
     viewed: True while the layer shows plain tensors, in `rows`, `unsharded` or the forward pass.
-    bits: the gathered masks as bits, by buffer name, each with the mask's version at that time.
+    whole: the gathered masks as bits, by buffer name.
+    bits: the same, each with the mask's version at that time.
     """
 
     derived: dict[str, Tensor]
+    of_products: bool = False
     viewed: bool = False
+    whole: dict[str, Tensor] = field(default_factory=dict)
     bits: dict[str, tuple[Any, Tensor]] = field(default_factory=dict)
 
     def hold(self, layer: Any) -> None:
@@ -207,7 +232,13 @@ class Shards:
             local = local.to(buffer.device_mesh.device_type)
             bits = pack_mask(local) if buffer.dtype == torch.bool else local
             self.bits[name] = kept = state, gathered(bits, buffer)
+            self.whole[name] = kept[1]
         return kept[1]
+
+    @property
+    def direct(self) -> bool:
+        """True if the layer's products prune its gathered weight now."""
+        return self.of_products and not self.viewed
 
     @torch.no_grad()
     def derive(self, layer: Any, dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
@@ -246,11 +277,12 @@ class Shards:
 
 @cache
 def _forward() -> Any:
-    """The forward pass of a sharded layer. It is not compiled, although the rest of a model may be;
-    to say so imports torch's compiler, which takes as long as importing torch."""
+    """The forward pass of a sharded layer. Where operands are derived it is not compiled, although
+    the rest of a model may be; to say so imports torch's compiler, which takes as long as importing
+    torch."""
 
     @torch.compiler.disable
-    def forward(layer: Any, x: Tensor) -> Tensor:
+    def forward_of_derived(layer: Any, x: Tensor) -> Tensor:
         derive = partial(layer.shards.derive, layer, autocast_dtype(x), x.device)
         derived = derive()
         with _showing(layer, derived):
@@ -259,6 +291,13 @@ def _forward() -> Any:
             others = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
             with nullcontext() if others else _not_saved(derived, derive):
                 return type(layer).forward(layer, x)
+
+    def forward(layer: Any, x: Tensor) -> Tensor:
+        if not layer.shards.of_products:
+            return forward_of_derived(layer, x)
+        if not torch.compiler.is_compiling():
+            layer.shards.gather_masks(layer)
+        return type(layer).forward(layer, x)
 
     return forward
 

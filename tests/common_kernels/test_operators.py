@@ -27,8 +27,10 @@ from common_kernels.glu import reference as glu
 from common_kernels.lowrank import reference as lowrank
 from common_kernels.masks import reference as masks
 from common_kernels.matmul import linear24, mm24, sample_mm24, unavailable
-from common_kernels.matmul.compressed import twice_pruned_mm24
+from common_kernels.matmul.compressed import once_pruned_linear24, twice_pruned_mm24
+from common_kernels.matmul.pruned import pruned_mm24
 from common_kernels.mvue import reference as mvue
+from common_kernels.pack import BUFFERED
 from common_kernels.pack import reference as pack
 from common_kernels.pack.compressed import prune_and_pack24_
 from common_kernels.pack.operands import pack24_, pack_both24_, sample_pack24
@@ -521,6 +523,26 @@ def cases():
         "sample_mm24": (pure(sample_mm24), {"dy": x, "x": x, "key": key}),
         "twice_pruned_mm24": (
             pure(twice_pruned_mm24), {"x": numbers((32, 128), BF16).to(DEVICE), **stored}
+        ),
+        "once_pruned_linear24": (
+            lambda backend, x, values, row_mask, bias: once_pruned_linear24(
+                x, values, row_mask, bias, backend=backend),
+            {"x": x, "values": values, "row_mask": bits, "bias": wide_bias},
+        ),
+        "pruned_mm24, soft": (
+            lambda backend, x, w, scale, bias: pruned_mm24(
+                x, w, "soft", None, scale, bias, dtype=BF16, layout=BUFFERED, backend=backend),
+            {"x": x, "w": w, "scale": one, "bias": wide_bias},
+        ),
+        "pruned_mm24, transposed": (
+            lambda backend, x, w, mask: pruned_mm24(
+                x, w, "mask", mask, dtype=BF16, layout=BUFFERED, transposed=True, backend=backend),
+            {"x": numbers((32, 128), BF16).to(DEVICE), "w": w, "mask": both},
+        ),
+        "pruned_mm24, dense": (
+            lambda backend, x, w, scale: pruned_mm24(
+                x, w, "soft", None, scale, dtype=BF16, transposed=True, backend=backend),
+            {"x": numbers((32, 128), BF16).to(DEVICE), "w": w, "scale": one},
         ),
         "quantize_both": (pure(quantize_both, "e4m3", "e5m2"), {"x": w}),
         "quantize_both, delayed": (

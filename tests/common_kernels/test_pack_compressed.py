@@ -13,7 +13,7 @@ from common_kernels import (
     unpack_mask,
 )
 from common_kernels.pack import BUFFERED, VENDOR, Packed24, cpu
-from common_kernels.pack.compressed import Compressed24, packed_transposed, prune_and_pack24_
+from common_kernels.pack.compressed import Compressed24, packed_one, prune_and_pack24_
 from tests.common_kernels.conftest import LEARNT
 from tests.each import each
 
@@ -107,7 +107,10 @@ def test_weights_of_several_shapes_and_kinds_at_once(backend, strided):
         check(weight, mask)
         if weight.transposed is not None:
             given = weight.values, weight.row_mask, mask, weight.dtype, weight.transposed.layout
-            assert torch.equal(packed_transposed(*given, backend), weight.transposed.buffer)
+            assert torch.equal(packed_one(*given, backend), weight.transposed.buffer)
+        if weight.packed is not None:
+            given = weight.values, weight.row_mask, None, weight.dtype, weight.packed.layout
+            assert torch.equal(packed_one(*given, backend), weight.packed.buffer)
     prune_and_pack24_([], backend=backend)
 
 

@@ -24,7 +24,13 @@ from common_kernels.fp8.operands import (
 from common_kernels.fp8.weights import quantize24_
 from common_kernels.pack import BUFFERED, VENDOR, Packed24, unpack24
 from common_kernels.pack.cpu import pack
-from common_kernels.pack.operands import pack24_, pack_both24_, sample_pack24
+from common_kernels.pack.operands import (
+    pack24_,
+    pack_both24_,
+    packed_weight,
+    pruned_weight,
+    sample_pack24,
+)
 
 pytest.importorskip("triton", reason="no Triton for this platform")
 from common_kernels.pack.sample_triton import pack_sample
@@ -121,6 +127,11 @@ def test_a_weight_both_ways(master, dtype, layouts):
             outs = [Packed24.empty(shapes[i], dtype, DEVICE, layouts[i]) for i in (0, 1)]
             pack_both24_(*outs, w, given, backend=backend)
             written.append([out.buffer for out in outs])
+            if given is not None:  # each by itself, as inside a product
+                of = w, "mask", given, None, dtype
+                each_alone = [packed_weight(*of, layouts[i], bool(i), backend) for i in (0, 1)]
+                assert all(map(torch.equal, each_alone, written[-1]))
+                assert torch.equal(pruned_weight(*of, backend), want)
         assert holds(outs[0], want, mask) and holds(outs[1], want.t(), mask.t())
         assert all(map(all_equal, zip(*written, strict=True)))
 
