@@ -25,6 +25,7 @@ from common_kernels.matmul import matmul24
 from common_kernels.mvue import mvue24
 from common_kernels.pack import Packed24, convert24, pack24, unpack24
 from common_kernels.pack.interop import to_semi_structured
+from common_kernels.pack.quantized import Quantized24, dequantize24, quantize24
 from common_kernels.philox import philox4x32
 from common_kernels.relu24 import relu24
 from common_kernels.soft_threshold import soft_threshold24
@@ -32,10 +33,12 @@ from common_kernels.soft_threshold import soft_threshold24
 __all__ = [
     "Fragments24",
     "Packed24",
+    "Quantized24",
     "check24",
     "check_nm",
     "compress_nm",
     "convert24",
+    "dequantize24",
     "double_prune_bits",
     "double_prune_mask",
     "expand_nm",
@@ -52,6 +55,7 @@ __all__ = [
     "pack24",
     "pack_mask",
     "philox4x32",
+    "quantize24",
     "quantize_fp8",
     "relu24",
     "soft_threshold24",

@@ -22,14 +22,13 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from models.sparse import (
     CONFIG,
     FORMAT,
-    POSITIONS,
     RECORD,
-    VALUES,
     WEIGHTS,
     add_low_rank,
     check_file,
     expanded,
     pack_on_gpu,
+    parts_of,
     read_record,
     save_merged,
 )
@@ -46,27 +45,27 @@ class Sparse24Config(QuantizationConfigMixin):
 
 
 class Expand(ConversionOps):
-    """Makes a dense weight of its values and positions."""
+    """Makes a dense weight of its values and positions, of integers also of their scales."""
 
-    def __init__(self, described: dict[str, Any]) -> None:
-        self.described = described
+    def __init__(self, described: dict[str, Any], parts: list[str]) -> None:
+        self.described, self.parts = described, parts
 
     def convert(
         self, input_dict: dict[str, Any], *_: Any, full_layer_name: str = "", **__: Any
     ) -> dict[str, Any]:
-        values, positions = (
-            found[0] if isinstance(found, list) else found
-            for found in (input_dict[f"weight.{part}"] for part in (VALUES, POSITIONS))
-        )
-        axis = self.described.get(full_layer_name, {"axis": 1})["axis"]
-        return {"weight": expanded(values, positions, axis)}
+        given = (input_dict[part] for part in self.parts)
+        parts = [found[0] if isinstance(found, list) else found for found in given]
+        told = self.described.get(full_layer_name, {"axis": 1, "dtype": "bfloat16"})
+        weight = expanded(*parts, told=told)
+        # transformers has cast the floats among the parts, but no integers, to the model's dtype.
+        return {"weight": weight.to(parts[-1].dtype) if len(parts) == 3 else weight}
 
 
 @register_quantizer(FORMAT)
 class Sparse24Quantizer(HfQuantizer):
     """Reads a compressed export, whose files it compares with their SHA-256."""
 
-    described: dict[str, Any]  # the sparse tensors in sparse24.json
+    expand: Expand
 
     def update_attn_implementation(self, config: Any) -> Any:
         config.transformers_weights = WEIGHTS
@@ -85,11 +84,12 @@ class Sparse24Quantizer(HfQuantizer):
             check_file(folder, name, record)
         # By the names that this model has: a model without a head lacks the first part.
         own, first = {n for n, _ in model.named_parameters()}, f"{model.base_model_prefix}."
-        self.described = {
+        described = {
             next((n for n in (name, name.removeprefix(first)) if n in own), name): told
             for name, told in record["tensors"].items()
         }
-        for name, told in self.described.items():
+        self.expand = Expand(described, [f"weight.{part}" for part in parts_of(record)])
+        for name, told in described.items():
             if name in own and (rank := told.get("low_rank")):
                 layer: Any = model.get_submodule(name.rpartition(".")[0])
                 rows, columns = told["shape"] if told["axis"] else told["shape"][::-1]
@@ -99,8 +99,7 @@ class Sparse24Quantizer(HfQuantizer):
         return model
 
     def get_weight_conversions(self) -> list[Any]:
-        parts = [f"weight.{part}" for part in (VALUES, POSITIONS)]
-        return [WeightConverter(parts, "weight", [Expand(self.described)])]
+        return [WeightConverter(self.expand.parts, "weight", [self.expand])]
 
     def _process_model_after_weight_loading(self, model: Any, **_: Any) -> nn.Module:
         save_merged(model)

@@ -1,10 +1,11 @@
 """Runs the 2:4 linears of a finished model with packed weights where this is faster.
 
 With few tokens, as in decoding, a product spends its time on reading the weight and on launching
-kernels; `few_tokens24` reads 9/16 of the bytes. With many tokens it spends its time on arithmetic,
-of which a sparse product has half. The number of tokens from which on that product is faster is
-called the crossover. Both limits are measured for each shape of weight on the present GPU, with the
-layers launched from Python or replayed from a CUDA graph, as they will run.
+kernels; `few_tokens24` reads 9/16 of the bytes, of integers (`models.linears.quantize`) a third or
+a fifth. With many tokens it spends its time on arithmetic, of which a sparse product has half. The
+number of tokens from which on that product is faster is called the crossover. Both limits are
+measured for each shape of weight on the present GPU, with the layers launched from Python or
+replayed from a CUDA graph, as they will run.
 
 A layer with a low-rank term beside its 2:4 weight, as SLoPe and SLoRB leave it and as an export
 keeps it, has a method `low_rank`: (left [r, in], or None for sums of in / r neighbours; right
@@ -24,6 +25,7 @@ import functools
 import types
 import weakref
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -33,7 +35,6 @@ from torch import Tensor, nn
 from common_kernels import (
     Fragments24,
     Packed24,
-    check24,
     few_tokens24,
     fragments24,
     lowrank_addmm,
@@ -45,11 +46,13 @@ from common_kernels.matmul.cusparselt import Problem
 from common_kernels.pack import VENDOR, check_form, of_library
 from common_kernels.pack.operands import fill_up, pack24_
 from models.limits import Limits, measured
+from models.linears import has_24, integers_of, is_24, matrix_of, shape_of
 
 # cuSPARSELt makes a plan for each number of tokens. To limit the number of plans, tokens are padded
 # to multiples: of STEP if there are more, else of LEAST, which it needs for 16-bit types.
 STEP, LEAST = 64, 8
 MANY = 4096  # the number of tokens for which the kernels of a shape are compared
+HELD = "values", "meta", "scales"  # the tensors of fragments
 TOGETHER = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")  # in the order of their calls
 
 
@@ -59,16 +62,18 @@ class Joined:
     def __init__(self, layers: Sequence[PackedProduct]) -> None:
         forms = [layer.fragments for layer in layers if layer.fragments is not None]
         self.rows = [form.shape[0] for form in forms]
-        first, values, meta = forms[0], [f.values for f in forms], [f.meta for f in forms]
+        first, held = forms[0], [name for name in HELD if getattr(forms[0], name) is not None]
+        whole = {name: torch.cat([getattr(form, name) for form in forms]) for name in held}
         shape = sum(self.rows), first.shape[1]
-        self.fragments = Fragments24(torch.cat(values), torch.cat(meta), shape, first.dtype)
+        self.fragments = Fragments24(**whole, shape=shape, dtype=first.dtype)
         # Views of the whole, to free the memory that the parts had.
-        own_values = self.fragments.values.split([len(own) for own in values])
-        own_meta = self.fragments.meta.split([len(own) for own in meta])
+        for name, parts in whole.items():
+            lengths = [len(getattr(form, name)) for form in forms]
+            forms = [
+                replace(f, **{name: v}) for f, v in zip(forms, parts.split(lengths), strict=True)
+            ]
         for place, (layer, form) in enumerate(zip(layers, forms, strict=True)):
-            own = own_values[place], own_meta[place]
-            layer.fragments = Fragments24(*own, form.shape, form.dtype)
-            layer.joined = self, place
+            layer.fragments, layer.joined = form, (self, place)
         self.made: tuple[Tensor, tuple[Tensor, ...], int] | None = None  # and who took one last
 
     def product(self, place: int, x: Tensor, rows: Tensor) -> Tensor:
@@ -190,7 +195,8 @@ def _layout_of(module: Any, measures: bool) -> str:
     if measures:
         if weight.device.type != "cuda":
             raise ValueError(f"limits cannot be measured on a {weight.device}; pass them as limits")
-        of = *_shape(module), MANY, weight.dtype, weight.dtype, True, True, module.bias is not None
+        dtype, biased = weight.dtype, module.bias is not None
+        of = *shape_of(module), MANY, dtype, dtype, True, True, biased
         found = fastest(Problem(*of), weight.device)
     return layout_for(weight.device, weight.dtype) if found is None else found.layout
 
@@ -221,9 +227,9 @@ def pack(
     for module in model.modules():
         if isinstance(module, PackedProduct):
             _restore(module)
-    linears = {name: m for name, m in model.named_modules() if _is_24(m)}
+    linears = {name: m for name, m in model.named_modules() if is_24(m)}
     if not linears:
-        held = (m for m in model.modules() if isinstance(m, nn.Linear) and _has_24(m))
+        held = (m for m in model.modules() if isinstance(m, nn.Linear) and has_24(m))
         others = sorted({type(m).__name__ for m in held})
         why = f": its 2:4 weights are in {', '.join(others)}, which is not packed"
         raise ValueError(f"no plain linear of this model is 2:4{why if others else ''}")
@@ -239,7 +245,7 @@ def pack(
         weight: Any = module.weight
         layout = layout_for(weight.device, weight.dtype)
         try:
-            check_form(_shape(module), weight.dtype, layout)
+            check_form(shape_of(module), weight.dtype, layout)
         except ValueError as error:
             unfit.append(f"{name} cannot be packed: {error}")
             continue
@@ -274,8 +280,8 @@ def pack(
 def _join(layers: Sequence[Any]) -> None:
     """Let the layers run as one product with few tokens, if all are packed for as many of them."""
     if all(isinstance(x, PackedProduct) and x.fragments and x.bias is None for x in layers):
-        kinds = {(x.limits.few, x.fragments.shape[1], x.fragments.dtype) for x in layers}
-        if len(kinds) == 1:
+        forms = ((x.limits.few, x.fragments) for x in layers)
+        if len({(few, form.shape[1], form.dtype, form.bits) for few, form in forms}) == 1:
             Joined(layers)
 
 
@@ -285,36 +291,9 @@ def limits_of(model: nn.Module) -> dict[str, Limits]:
     return {name: layer.limits for name, layer in layers if isinstance(layer, PackedProduct)}
 
 
-def is_conv1d(module: nn.Module) -> bool:
-    """True for the linears of transformers' GPT-2, whose weights are [in, out]."""
-    kinds = type(module).__mro__
-    return any(k.__name__ == "Conv1D" and k.__module__.startswith("transformers.") for k in kinds)
-
-
-def _shape(module: Any) -> tuple[int, int]:
-    """(outputs, inputs) of a linear."""
-    shape = tuple(module.weight.shape)
-    return shape[::-1] if is_conv1d(module) else shape
-
-
-def _is_24(module: nn.Module) -> bool:
-    """True for a linear whose weight is 2:4 along its inputs, with or without a low-rank term."""
-    known = type(module) is nn.Linear or is_conv1d(module) or hasattr(module, "low_rank")
-    return known and _has_24(module)
-
-
-def _has_24(module: nn.Module) -> bool:
-    weight: Any = module.weight
-    along = 0 if is_conv1d(module) else 1
-    if weight.is_meta:  # accelerate keeps it on the CPU or on disk
-        return False
-    return weight.shape[along] % 4 == 0 and not int(check24(weight, dim=along))
-
-
 def _packed(module: Any, layout: str) -> PackedProduct:
     """The module itself with its weight packed, to be used with any number of tokens."""
-    weight = module.weight.detach()
-    matrix = weight.t().contiguous() if is_conv1d(module) else weight
+    weight, matrix = module.weight, matrix_of(module)
     if of_library(layout):
         packed = pack24(matrix, matrix != 0, layout)
     else:
@@ -328,9 +307,9 @@ def _packed(module: Any, layout: str) -> PackedProduct:
     module.joined = None
     served = matrix.is_cpu or serves(matrix.device)
     module.fragments = None
-    if served and has_fragments(packed):
+    if served and has_fragments(packed.shape, packed.dtype):
         readable = pack24(matrix, matrix != 0) if layout == VENDOR else packed
-        module.fragments = fragments24(readable)
+        module.fragments = fragments24(integers_of(readable), packed.dtype)
     module.source = weakref.ref(module.weight), module.weight._version
     return module
 

@@ -9,6 +9,8 @@
                                 [rows, columns / 8] with two bits per value
                                 (`common_kernels.Packed24`, layout `neutral`), with groups along the
                                 columns. If `axis` is 0, it is the transpose of X that is stored.
+                                Quantised, there are also X.scales, bf16, and the values are int8,
+                                or uint8 [rows, columns / 4] (`common_kernels.Quantized24`)
                                 With a `low_rank` r the linear also adds (x left^T) right, a term of
                                 SLoPe or SLoRB: `right` [r, out] and `left` [r, in] are stored
                                 beside the weight; without `left` the r inputs of `right` are sums
@@ -31,8 +33,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from common_kernels import Packed24, lowrank_addmm, unpack24
-from models.packed import is_conv1d, pack, reduced
+from common_kernels import Packed24, Quantized24, dequantize24, lowrank_addmm, unpack24
+from models.linears import is_conv1d
+from models.packed import pack, reduced
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -40,7 +43,7 @@ if TYPE_CHECKING:
 FORMAT, VERSION = "sparse24", 1
 RECORD, WEIGHTS = "sparse24.json", "sparse24.safetensors"
 MASKS = "sparse24/masks.safetensors"  # exports of earlier versions also had the masks
-VALUES, POSITIONS = "values", "positions"
+VALUES, POSITIONS, SCALES = "values", "positions", "scales"
 CONFIG, GENERATION = "config.json", "generation_config.json"
 
 
@@ -89,21 +92,31 @@ def check_file(folder: Path, name: str, record: Mapping[str, Any]) -> None:
         )
 
 
-def _expand(stored: Mapping[str, Tensor], described: Mapping[str, Any]) -> dict[str, Tensor]:
-    """The dense tensors of a compressed file by name. described: the entries of its sparse tensors
-    in sparse24.json."""
-    parts = {f"{name}.{part}": name for name in described for part in (VALUES, POSITIONS)}
-    dense = {name: tensor for name, tensor in stored.items() if name not in parts}
-    for name in dict.fromkeys(parts[part] for part in stored if part in parts):
-        values, positions = (stored[f"{name}.{part}"] for part in (VALUES, POSITIONS))
-        dense[name] = expanded(values, positions, described[name]["axis"])
+def parts_of(record: Mapping[str, Any]) -> tuple[str, ...]:
+    """The parts in which the 2:4 weights of a compressed export are stored."""
+    return (VALUES, POSITIONS, SCALES) if record.get("quantize") else (VALUES, POSITIONS)
+
+
+def _expand(stored: Mapping[str, Tensor], record: Mapping[str, Any]) -> dict[str, Tensor]:
+    """The dense tensors of a compressed file by name."""
+    dense, parts = dict(stored), parts_of(record)
+    for name, told in record["tensors"].items():
+        if f"{name}.{VALUES}" in stored:
+            dense[name] = expanded(*(dense.pop(f"{name}.{part}") for part in parts), told=told)
     return dense
 
 
-def expanded(values: Tensor, positions: Tensor, axis: int) -> Tensor:
-    """The dense tensor of stored values and positions, whose groups run along `axis`."""
-    weight = unpack24(Packed24.of(values, positions, "neutral"))
-    return weight if axis == 1 else weight.t().contiguous()
+def expanded(
+    values: Tensor, positions: Tensor, scales: Tensor | None = None, *, told: Mapping[str, Any]
+) -> Tensor:
+    """The dense tensor of stored values and positions, of integers also scales. told: its entry in
+    sparse24.json."""
+    if scales is None:
+        weight = unpack24(Packed24.of(values, positions, "neutral"))
+    else:
+        quantized = Quantized24(values, positions, scales.bfloat16())
+        weight = dequantize24(quantized, getattr(torch, told["dtype"]))
+    return weight if told["axis"] == 1 else weight.t().contiguous()
 
 
 class LowRankTerm(nn.Module):
@@ -234,7 +247,7 @@ def load(folder: str | Path, device: torch.device | str = "cpu") -> PreTrainedMo
             f"{Path(folder) / CONFIG} names {name!r}, which is no model of transformers"
         )
     if WEIGHTS in record["files"]:
-        state = _expand(load_file(Path(folder) / WEIGHTS), record["tensors"])
+        state = _expand(load_file(Path(folder) / WEIGHTS), record)
     factors: dict[str, list[Any]] = {
         name: [(state or {}).pop(part, None) for part in factor_names(name)]
         for name, told in record["tensors"].items()

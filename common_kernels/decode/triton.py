@@ -6,96 +6,158 @@ then, a program takes 32 rows with more than eight tokens. In the loop all tenso
 `[threads]`, so that entry t belongs to thread t: the product is an instruction of all lanes of a
 warp, each with its own part of the operands. (With tensors of two dims Triton may deal the entries
 out in another way; a test looks at what it does.)
+
+Integers become pairs of 16-bit floats in registers (`unpacking`). As the columns of a part share
+their scales, these multiply its fp32 sums.
 """
 
 import torch
 import triton
 import triton.language as tl
 
+from common_kernels.decode.cpu import bits_of
 from common_kernels.launch import launch
 
 
-def product(kind: str) -> str:
+def product(kind: str, pairs: bool) -> str:
     """The code for two products of a warp, of 16 x 64 entries of W with 64 x 8 of x.
 
-    $0 to $3 are sums of two rows and two tokens, $4 to $7 values, $8 positions, $9 to $16 pairs of
-    entries of x, $17 to $20 the sums so far.
+    Its operands are sums of two rows and two tokens, the values as four words of 64 bits or as
+    eight `pairs`, positions, eight pairs of entries of x, and the sums so far.
     """
     one = f"mma.sp::ordered_metadata.sync.aligned.m16n8k32.row.col.f32.{kind}.{kind}.f32"
-    a, sums = "{a0, a1, a2, a3}", "{$0, $1, $2, $3}"
+    count = 8 if pairs else 4
+    rest = [f"${4 + count + i}" for i in range(13)]
+    sums, b, c = "{$0, $1, $2, $3}", rest[1:9], f"{{{', '.join(rest[9:])}}}"
+    a = [f"${4 + i}" for i in range(8)] if pairs else [f"a{i}" for i in range(8)]
+    moves = (
+        ""
+        if pairs
+        else "".join(f"mov.b64 {{{a[2 * i]}, {a[2 * i + 1]}}}, ${4 + i};\n" for i in range(4))
+    )
     return f"""{{
-.reg .b32 a0, a1, a2, a3;
-mov.b64 {{a0, a1}}, $4;
-mov.b64 {{a2, a3}}, $5;
-{one} {sums}, {a}, {{$9, $10, $11, $12}}, {{$17, $18, $19, $20}}, $8, 0x0;
-mov.b64 {{a0, a1}}, $6;
-mov.b64 {{a2, a3}}, $7;
-{one} {sums}, {a}, {{$13, $14, $15, $16}}, {sums}, $8, 0x1;
+.reg .b32 a<8>;
+{moves}{one} {sums}, {{{", ".join(a[:4])}}}, {{{", ".join(b[:4])}}}, {c}, {rest[0]}, 0x0;
+{one} {sums}, {{{", ".join(a[4:])}}}, {{{", ".join(b[4:])}}}, {sums}, {rest[0]}, 0x1;
 }}"""
 
 
-PRODUCTS = {torch.bfloat16: product("bf16"), torch.float16: product("f16")}
+def unpacking(bits: int, kind: str) -> str:
+    """The code that makes pairs of 16-bit floats ($0, ...) of a word of pairs of integers.
+
+    The bits of a pair are those from `bits` * j and from 16 + `bits` * j on. They are put into the
+    mantissa of 128 (fp16: 1024), from which the same without the integer is subtracted. Eight bits
+    do not fit there: then the sign is in the number that is subtracted.
+    """
+    count = 16 // bits
+    middle, minus = (0x4300, 0xBF80) if kind == "bf16" else (0x6400, 0xBC00)  # and -1
+    middle, minus, sign = 0x10001 * middle, 0x10001 * minus, 0x10001 << bits - 1  # of both floats
+    low = sign - 0x10001
+    lines = [f"mov.b32 minus, {minus};", f"mov.b32 base, {middle | sign};"]
+    for j in range(count):
+        lines.append(f"shr.b32 word, ${count}, {bits * j};")
+        if bits == 4:
+            lines.append(f"lop3.b32 number, word, {low | sign}, base, 0x6a;")
+        else:
+            lines.append(f"lop3.b32 number, word, {low}, {middle}, 0xea;")
+            lines.append(f"lop3.b32 base, word, {sign}, {middle}, 0xea;")
+        lines.append(f"fma.rn.{kind}x2 ${j}, base, minus, number;")
+    return "\n".join(["{", ".reg .b32 minus, base, word, number;", *lines, "}"])
+
+
+KINDS = {torch.bfloat16: "bf16", torch.float16: "f16"}
+PRODUCTS = {(d, pairs): product(k, pairs) for d, k in KINDS.items() for pairs in (False, True)}
+UNPACKING = {(d, bits): unpacking(bits, k) for d, k in KINDS.items() for bits in (8, 4)}
 CONSTRAINTS = tl.constexpr(",".join(["=&f"] * 4 + ["l"] * 4 + ["r"] * 9 + ["f"] * 4))
+OF_PAIRS = tl.constexpr(",".join(["=&f"] * 4 + ["r"] * 17 + ["f"] * 4))
 
 
 def few_tokens24(
-    values: torch.Tensor, meta: torch.Tensor, x: torch.Tensor, bias: torch.Tensor | None, rows: int
-) -> torch.Tensor:
+    values: torch.Tensor, meta: torch.Tensor, scales: torch.Tensor | None, x: torch.Tensor,
+    bias: torch.Tensor | None, rows: int,
+) -> torch.Tensor:  # fmt: skip
     tokens, columns = x.shape
     y = x.new_empty(tokens, rows)
     if tokens == 0:
         return y
     x = x.contiguous()
     x = x.clone() if x.storage_offset() % 2 else x  # it is read as pairs
-    two = tokens > 8
-    tiles = 2 if two and rows % 32 == 0 else 1
-    # Enough warps to have many lines of W on their way, measured on an H100.
-    if two:
-        warps = 4 if rows > 8192 else 8
-    else:
-        warps = 4 if rows >= 16384 else 16 if rows <= 4096 or columns > 2 * rows else 8
+    bits, dtype = bits_of(values, rows, columns), y.dtype
+    form = settings(bits, rows, columns, tokens > 8)
     launch(
-        few_tokens_kernel, rows // (16 * tiles), x.device, values, meta,
-        x.view(torch.int32), y if bias is None else bias.contiguous(), y, tokens, rows,
-        columns // 64, PRODUCT=PRODUCTS[y.dtype], BIAS=bias is not None, TWO=two, TILES=tiles,
-        UNROLL=1 if two else 2, WARPS=warps, num_warps=warps, num_stages=1,
+        few_tokens_kernel, rows // (16 * form["TILES"]), x.device, values, meta,
+        meta if scales is None else scales, x.view(torch.int32),
+        y if bias is None else bias.contiguous(), y, tokens, rows, columns // 64,
+        PRODUCT=PRODUCTS[dtype, bits < 16], UNPACKING=UNPACKING.get((dtype, bits), ""), BITS=bits,
+        BIAS=bias is not None, TWO=tokens > 8, **form, num_warps=form["WARPS"], num_stages=1,
     )  # fmt: skip
     return y
 
 
+def settings(bits: int, rows: int, columns: int, two: bool) -> dict[str, int]:
+    """How the work is dealt out: enough warps to have many lines of W on their way, measured on an
+    H100; `two` with more than eight tokens."""
+    tiles = 2 if two and rows % 32 == 0 else 1
+    if two:
+        warps = 4 if rows > 8192 else 8
+    else:
+        warps = 4 if rows >= 16384 else 16 if rows <= 4096 or columns > 2 * rows else 8
+    depth, unroll = (1, 1 if two else 2) if bits == 16 else (2 if two else 4, 1)
+    return {"TILES": tiles, "DEPTH": depth, "UNROLL": unroll, "WARPS": warps}
+
+
 @triton.jit(do_not_specialize=["tokens", "parts"])
 def few_tokens_kernel(
-    values, meta, x, bias, y, tokens, rows, parts,
-    PRODUCT: tl.constexpr, BIAS: tl.constexpr, TWO: tl.constexpr, TILES: tl.constexpr,
-    UNROLL: tl.constexpr, WARPS: tl.constexpr,
+    values, meta, scales, x, bias, y, tokens, rows, parts,
+    PRODUCT: tl.constexpr, UNPACKING: tl.constexpr, BITS: tl.constexpr, BIAS: tl.constexpr,
+    TWO: tl.constexpr, TILES: tl.constexpr, DEPTH: tl.constexpr, UNROLL: tl.constexpr,
+    WARPS: tl.constexpr,
 ):  # fmt: skip
     thread = tl.arange(0, 32 * WARPS)
     lane, warp = thread % 32, thread // 32
     group, quarter = lane // 4, lane % 4
     row = tl.program_id(0).to(tl.int64) * (16 * TILES)
-    at_values = values + row * parts * 8 + (128 * warp + lane)
+    runs = (parts + 1) // 2  # parts in twos share scales
+    at_values = values + row * parts * (BITS // 2) + (8 * BITS * warp + lane)
     at_meta = meta + row * parts * 2 + thread
+    at_scales = scales + row // 2 * runs + (warp // 2 * 8 + group)
     at_x = x + group.to(tl.int64) * (32 * parts) + (32 * warp + quarter)
     zero = tl.zeros([32 * WARPS], tl.float32)
     sums, more = (zero, zero, zero, zero), (zero, zero, zero, zero)
     lower, lower_more = sums, more  # of the second 16 rows
-    for start in tl.range(0, parts, WARPS, loop_unroll_factor=UNROLL):
-        inside = start + warp < parts
-        a = part(at_values, at_meta, inside)
-        if TILES == 2:
-            low = part(at_values + 128 * parts, at_meta + 32 * parts, inside)
-        b = pairs(at_x, inside & (group < tokens))
-        if TWO:
-            c = pairs(at_x + 256 * parts, inside & (group + 8 < tokens))
-            more = warp_product(PRODUCT, a, c, more)
+    for start in tl.range(0, parts, DEPTH * WARPS, loop_unroll_factor=UNROLL):
+        held, tokens_held = (), ()
+        for i in tl.static_range(DEPTH):  # what is read is on its way before the first product
+            inside = start + i * WARPS + warp < parts
+            for tile in tl.static_range(TILES):
+                held += (
+                    part(
+                        at_values + 8 * BITS * (i * WARPS + tile * parts),
+                        at_meta + 32 * (i * WARPS + tile * parts),
+                        at_scales + (4 * i * WARPS + 8 * tile * runs), inside, BITS,
+                    ),
+                )  # fmt: skip
+            tokens_held += (pairs(at_x + 32 * i * WARPS, inside & (group < tokens)),)
+            if TWO:
+                at_more = at_x + (256 * parts + 32 * i * WARPS)
+                tokens_held += (pairs(at_more, inside & (group + 8 < tokens)),)
+        for i in tl.static_range(DEPTH):
+            a = floats(held[TILES * i], UNPACKING, BITS)
+            b = tokens_held[(1 + TWO) * i]
             if TILES == 2:
-                lower_more = warp_product(PRODUCT, low, c, lower_more)
-        sums = warp_product(PRODUCT, a, b, sums)
-        if TILES == 2:
-            lower = warp_product(PRODUCT, low, b, lower)
-        at_values += 128 * WARPS
-        at_meta += 32 * WARPS
-        at_x += 32 * WARPS
+                low = floats(held[TILES * i + 1], UNPACKING, BITS)
+            if TWO:
+                c = tokens_held[2 * i + 1]
+                more = added(PRODUCT, BITS, a, c, more)
+                if TILES == 2:
+                    lower_more = added(PRODUCT, BITS, low, c, lower_more)
+            sums = added(PRODUCT, BITS, a, b, sums)
+            if TILES == 2:
+                lower = added(PRODUCT, BITS, low, b, lower)
+        at_values += 8 * BITS * DEPTH * WARPS
+        at_meta += 32 * DEPTH * WARPS
+        at_scales += 4 * DEPTH * WARPS
+        at_x += 32 * DEPTH * WARPS
     store(sums, y, bias, 0, row, tokens, rows, BIAS, WARPS)
     if TWO:
         store(more, y, bias, 8, row, tokens, rows, BIAS, WARPS)
@@ -106,15 +168,46 @@ def few_tokens_kernel(
 
 
 @triton.jit
-def part(at_values, at_meta, inside):
-    """The values and the positions of 16 x 64 entries of W that a lane has in two products."""
-    return (
-        tl.load(at_values, mask=inside, other=0, eviction_policy="evict_first"),
-        tl.load(at_values + 32, mask=inside, other=0, eviction_policy="evict_first"),
-        tl.load(at_values + 64, mask=inside, other=0, eviction_policy="evict_first"),
-        tl.load(at_values + 96, mask=inside, other=0, eviction_policy="evict_first"),
-        tl.load(at_meta, mask=inside, other=0x44444444),  # 0 and 1 in every group
-    )
+def part(at_values, at_meta, at_scales, inside, BITS: tl.constexpr):
+    """The values, positions and scales of 16 x 64 entries of W that a lane has in two products."""
+    values = ()
+    for i in tl.static_range(BITS // 4):
+        at = at_values + 32 * i
+        values += (tl.load(at, mask=inside, other=0, eviction_policy="evict_first"),)
+    places = tl.load(at_meta, mask=inside, other=0x44444444)  # 0 and 1 in every group
+    scales = tl.load(at_scales, mask=inside, other=0) if BITS < 16 else 0
+    return values, places, scales
+
+
+@triton.jit
+def floats(a, UNPACKING: tl.constexpr, BITS: tl.constexpr):
+    """A part with its integers as pairs of 16-bit floats, and the scales of a lane's two rows."""
+    words, places, scales = a
+    factors, found = (1.0, 1.0), words
+    if BITS < 16:
+        found = ()
+        for i in tl.static_range(BITS // 4):
+            for high in tl.static_range(2):
+                found += unpacked(UNPACKING, BITS, (words[i] >> 32 * high).to(tl.int32))
+        factors = (
+            (scales << 16).to(tl.float32, bitcast=True),
+            (scales & -65536).to(tl.float32, bitcast=True),
+        )
+    return found, places, factors
+
+
+@triton.jit
+def unpacked(UNPACKING: tl.constexpr, BITS: tl.constexpr, word):
+    """The pairs of 16-bit floats in words of pairs of integers."""
+    if BITS == 8:
+        return tl.inline_asm_elementwise(
+            UNPACKING, "=&r,=&r,r", [word], dtype=(tl.int32, tl.int32), is_pure=True, pack=1
+        )
+    else:
+        return tl.inline_asm_elementwise(
+            UNPACKING, "=&r,=&r,=&r,=&r,r", [word],
+            dtype=(tl.int32, tl.int32, tl.int32, tl.int32), is_pure=True, pack=1,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -133,12 +226,27 @@ def pairs(at_x, here):
 
 
 @triton.jit
-def warp_product(PRODUCT: tl.constexpr, a, b, sums):
+def added(PRODUCT: tl.constexpr, BITS: tl.constexpr, a, b, sums):
+    """The sums plus the two products of each warp of a part of W, times its scales, with x."""
+    values, places, factors = a
+    if BITS == 16:
+        return warp_product(PRODUCT, values, places, b, sums)
+    zero = tl.zeros_like(sums[0])
+    new = warp_product(PRODUCT, values, places, b, (zero, zero, zero, zero))
+    return (
+        sums[0] + factors[0] * new[0],
+        sums[1] + factors[0] * new[1],
+        sums[2] + factors[1] * new[2],
+        sums[3] + factors[1] * new[3],
+    )
+
+
+@triton.jit
+def warp_product(PRODUCT: tl.constexpr, values, places, b, sums):
     """The sums plus the two products of each warp, from the registers of its lanes."""
     return tl.inline_asm_elementwise(
-        PRODUCT, CONSTRAINTS,
-        [a[0], a[1], a[2], a[3], a[4], b[0], b[1], b[2], b[3], b[4], b[5], b[6], b[7],
-         sums[0], sums[1], sums[2], sums[3]],
+        PRODUCT, CONSTRAINTS if len(values) == 4 else OF_PAIRS,
+        values + (places,) + b + sums,  # noqa: RUF005 - of the kernel's language
         dtype=(tl.float32, tl.float32, tl.float32, tl.float32), is_pure=True, pack=1,
     )  # fmt: skip
 

@@ -1,8 +1,9 @@
 """Measure a product with few tokens, as in decoding: `python -m experiments.bench decode`.
 
 The weights of one shape take turns, so that none is read from a cache. The limit is the time of the
-dense product times 9/16, the share of its bytes that a packed 2:4 matrix has. More tokens than
-`few_tokens24` takes are multiplied, on a GPU, by the product for many tokens.
+dense product times the share of its bytes that the packed 2:4 matrix has: 9/16, with values of 8 or
+4 bits (rows `int8`, `int4`) 0.32 or 0.20. More tokens than `few_tokens24` takes are multiplied, on
+a GPU, by the product for many tokens.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from common_kernels import few_tokens24, fragments24, nm_mask, pack24
+from common_kernels import dequantize24, few_tokens24, fragments24, nm_mask, pack24, quantize24
 from common_kernels.decode import MOST
 from common_kernels.matmul import Problem, fastest, library_layout, linear24
 from common_kernels.pack import Packed24
@@ -29,6 +30,7 @@ SHAPES = (
     (14336, 4096), (4096, 14336),  # 8B
     (28672, 8192), (8192, 28672),  # 70B
 )  # fmt: skip
+KINDS = {"": 16, ", int8": 8, ", int4": 4}  # bits of a value
 CACHE = 240e6  # bytes of weights in turn, several times those of any GPU's cache
 
 
@@ -36,7 +38,12 @@ CACHE = 240e6  # bytes of weights in turn, several times those of any GPU's cach
 def bench(options: argparse.Namespace, report: Report) -> None:
     on_gpu = options.device.type == "cuda"
     counts = 1, 4, 8, MOST, *((32, 64) if on_gpu else ())
-    names = report.chosen(f"{tokens} tokens" for tokens in counts)
+    names = report.chosen(
+        f"{tokens} tokens{kind}"
+        for kind in KINDS
+        for tokens in counts
+        if not kind or tokens <= MOST
+    )
     for shape in QUICK_SHAPES if options.quick or not on_gpu else SHAPES:
         for name in names:
             measure(name, shape, options, report)
@@ -45,7 +52,8 @@ def bench(options: argparse.Namespace, report: Report) -> None:
 def measure(name: str, shape: tuple[int, int], options: argparse.Namespace, report: Report) -> None:
     """Add the row of one shape. Raises a `UserError` if the product is wrong."""
     (rows, columns), on, dtype = shape, options.device, torch.bfloat16
-    count = 2 if on.type == "cpu" else max(2, -int(-CACHE // (2 * rows * columns)))
+    bits = KINDS[name[name.index(" tokens") + 7 :]]
+    count = 2 if on.type == "cpu" else max(2, -int(-CACHE * 16 // (2 * rows * columns * bits)))
     weights = torch.randn(count, rows, columns, device=on, dtype=dtype)
     x = torch.randn(int(name.split()[0]), columns, device=on, dtype=dtype)
     used, product = "triton" if on.type == "cuda" else "cpu", few_tokens24
@@ -55,6 +63,11 @@ def measure(name: str, shape: tuple[int, int], options: argparse.Namespace, repo
         used, product = found.layout if found else library_layout(on), linear24  # type: ignore
     for w in weights:
         w *= nm_mask(w)
+        if bits < 16:
+            integers = quantize24(pack24(w, w != 0), bits)
+            w.copy_(dequantize24(integers, dtype))
+            packed.append(fragments24(integers))
+            continue
         packed.append(fragments24(pack24(w, w != 0)) if len(x) <= MOST else for_many(w, used))
     what = f"{name} x {columns} -> {rows}"
     allowed = variants.tolerance(variants.variant("dense"), dtype, columns)
@@ -67,8 +80,14 @@ def measure(name: str, shape: tuple[int, int], options: argparse.Namespace, repo
     dense = times["dense"].ms
     report.add(
         Row(name, "bfloat16", f"{columns} -> {rows}", used, times["2:4"], {"dense": dense},
-            limit_ms=9 / 16 * dense)
+            limit_ms=share(bits) * dense)
     )  # fmt: skip
+
+
+def share(bits: int) -> float:
+    """The bytes of a packed 2:4 matrix over those of a dense one in bf16: half of the values, two
+    bits of position for each, and a scale for 128 columns."""
+    return (bits / 2 + 1 + (16 / 128 if bits < 16 else 0)) / 16
 
 
 def for_many(w: Tensor, layout: str) -> Packed24:

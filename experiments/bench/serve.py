@@ -4,6 +4,7 @@ A transformers LLaMA with random weights, whose linears except the head are 2:4,
 
     dense    unchanged
     few      with every linear packed for few tokens alone
+    int4     the same with weights of its own, integers of four bits
     packed   with every linear packed, for any number of tokens
     chosen   as set up by `models.packed.pack`: packed within the measured limits, else dense; with
              --thorough, since measuring takes minutes, the first time also to compile kernels
@@ -32,17 +33,23 @@ from experiments.bench.report import Report, Row
 from experiments.bench.timing import in_turns
 from experiments.bench.variants import agree
 from models.decoding import Decoder
+from models.linears import quantize
 from models.packed import Limits, PackedProduct, limits_of, pack
 
 PROMPT, CONTEXT, NEW = 2048, 128, 128  # tokens
 WORK = {  # the variants of each kind of work
-    "text": ("dense", "few"),
-    "compiled text": ("dense", "few"),
+    "text": ("dense", "few", "int4"),
+    "compiled text": ("dense", "few", "int4"),
     "prefill": ("dense", "packed"),
-    "generation": ("dense", "few", "packed"),
+    "generation": ("dense", "few", "int4", "packed"),
 }
 THOROUGH = {w: (*v, "chosen") if w in ("prefill", "generation") else v for w, v in WORK.items()}
-LIMITS = {"few": Limits(MOST, None), "packed": Limits(MOST, 0), "chosen": None}
+LIMITS = {
+    "few": Limits(MOST, None),
+    "int4": Limits(MOST, None),
+    "packed": Limits(MOST, 0),
+    "chosen": None,
+}
 
 
 @dataclass(frozen=True)
@@ -153,9 +160,14 @@ def build(size: Size, device: torch.device) -> Any:
 
 
 def packed(dense: Any, name: str, graphs: bool, report: Report) -> dict[str, nn.Module]:
-    """The packed variant of a model by its name, which shares the weights; {} if it cannot be."""
+    """The packed variant of a model by its name, which shares the weights unless they are integers;
+    {} if it cannot be."""
     with torch.inference_mode(False):
-        model = copy.deepcopy(dense, {id(p): p for p in dense.parameters()})
+        own = {id(p) for n, p in dense.named_parameters() if name == "int4" and "_proj" in n}
+        shared = {id(p): p for p in dense.parameters() if id(p) not in own}
+        model = copy.deepcopy(dense, shared)
+        if own:
+            quantize(model, 4)
     try:
         pack(model, LIMITS[name], graphs=graphs)
     except ValueError as reason:
@@ -173,12 +185,14 @@ def used_by(model: nn.Module) -> str:
 
 def gate(models: Mapping[str, Any], size: Size, report: Report) -> None:
     """Raise a `UserError` for a variant whose output differs from that of dense products by more
-    than bf16's error over some layers."""
-    for rows, length in ((2, 64), (2, 4)):  # the second for products with few tokens
-        ids = tokens(models["dense"], rows, length)
-        outputs = {n: model.model(ids).last_hidden_state.float() for n, model in models.items()}
-        for name, output in outputs.items():
-            agree(f"{name} disagrees with dense:", output, outputs["dense"], 2**-4)
+    than bf16's error over some layers; of integers, from that of their own dense products."""
+    ids = tokens(models["dense"], 2, 64)
+    want: dict[str, torch.Tensor] = {}
+    for length in (64, 4):  # the second for products with few tokens
+        for name, model in models.items():
+            output = model.model(ids[:, :length]).last_hidden_state.float()
+            expected = want.setdefault(name if name == "int4" else "dense", output)
+            agree(f"{name} disagrees with dense:", output, expected[:, :length], 2**-4)
     report.note(f"correctness of {size.name}: green")
 
 

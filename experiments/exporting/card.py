@@ -53,7 +53,7 @@ def card(
     summed = legality.total(rows)
     facts = {
         "method": run.method,
-        "weights": f"{form.weights}, {form.dtype}",
+        "weights": ", ".join(filter(None, (form.weights, form.dtype, form.quantize))),
         "data": f"{data}, fingerprint {run.result.get('corpus_hash', 'unknown')[:16]}",
         **{
             name.replace("val_", "held-out "): f"{metrics[name]:.4f}, before any rounding"
@@ -72,6 +72,8 @@ def card(
         facts["bytes of the 2:4 weights"] = (
             f"{sizes['compressed']:,}, {share:.4f} of {sizes['dense']:,} as dense tensors"
         )
+        if "integers" in sizes:
+            facts["bytes as dense integers with scales"] = f"{sizes['integers']:,}"
     head = ModelCardData(
         library_name="transformers",
         tags=["sparse24", run.method, "2:4 sparsity"],
@@ -83,6 +85,7 @@ def card(
     options = {k: v for k, v in run.config["method"].items() if k != "name"}
     command = ["python -m experiments.export run=RUN", f"weights={form.weights}"]
     command += [f"dtype={form.dtype}"] * (form.dtype != "fp32")
+    command += [f"quantize={form.quantize}"] * bool(form.quantize)
     command += ["compressed=true"] * form.compressed
     template = Environment(undefined=StrictUndefined, trim_blocks=True, keep_trailing_newline=True)
     return template.from_string(_CARD.read_text(encoding="utf-8")).render(
@@ -92,6 +95,7 @@ def card(
         method=run.method,
         facts=facts,
         compressed=form.compressed,
+        quantize=form.quantize,
         command=" ".join(command),
         options=json.dumps(options, indent=2),
         merged=merged,

@@ -88,6 +88,8 @@ def _build(run: FinishedRun, form: Form, folder: Path, marks: dict[str, Any]) ->
     kind = files.write(model, folder, tokenizer_of(run, model), dtype)
     if isinstance(run.data, ImageConfig):
         _image_processor(run.data).save_pretrained(folder)
+    if form.bits:
+        files.quantize(folder, places, form.bits)
     described, sizes = files.describe(folder, places, patterns), None
     if form.compressed:
         factors = {}
@@ -99,7 +101,7 @@ def _build(run: FinishedRun, form: Form, folder: Path, marks: dict[str, Any]) ->
                 factors[f"{module}.right"] = right[:, held[name]].to(dtype).contiguous()
                 if left is not None:
                     factors[f"{module}.left"] = left.to(dtype, copy=True)
-        sizes = files.compress(folder, described, factors)
+        sizes = files.compress(folder, described, factors, form.bits)
     text = card(run, form, kind, rows, merged, bool(terms), sizes)
     (folder / "README.md").write_text(text, encoding="utf-8")
     paths = sorted(path for path in folder.rglob("*") if path.is_file())
@@ -116,7 +118,7 @@ def _build(run: FinishedRun, form: Form, folder: Path, marks: dict[str, Any]) ->
 def _record(folder: Path) -> dict[str, Any]:
     """The record of the export in a folder; {} if there is none that can be read."""
     try:
-        return read_record(folder)
+        return {"quantize": None, **read_record(folder)}  # which earlier records do not have
     except ValueError:
         return {}
 

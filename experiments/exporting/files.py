@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from common_kernels import check_nm, pack24
+from common_kernels import Packed24, check_nm, dequantize24, pack24, quantize24
 from experiments.support.errors import UserError
 from models.gpt2 import GPT
 from models.hf import CausalLM
-from models.sparse import CONFIG, FORMAT, POSITIONS, VALUES, WEIGHTS, sha256_of
+from models.sparse import CONFIG, FORMAT, POSITIONS, SCALES, VALUES, WEIGHTS, sha256_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -161,25 +161,57 @@ def describe(
     return dict(sorted(found.items()))
 
 
+def packed_of(tensor: Tensor, axis: int) -> Packed24 | None:
+    """A stored weight, whose inputs run along `axis`, as a packed matrix; None unless it is 2:4."""
+    if tensor.shape[axis] % 4 or check_nm(tensor, dim=axis):
+        return None
+    weight = tensor if axis == 1 else tensor.t().contiguous()
+    return pack24(weight, weight != 0)
+
+
+def quantize(folder: Path, places: Mapping[str, tuple[str, int]], bits: int) -> None:
+    """Round the 2:4 weights in a folder to integers of so many bits times scales. places: the
+    result of `where_stored`."""
+    count = 0
+    for path in sorted(folder.glob("model*.safetensors")):
+        state = load_file(path)
+        for name in state.keys() & places.keys():
+            tensor, axis = state[name], places[name][1]
+            if (packed := packed_of(tensor, axis)) is not None:
+                dense = dequantize24(quantize24(packed, bits), tensor.dtype)
+                state[name] = dense if axis == 1 else dense.t().contiguous()
+                count += 1
+        save_file(state, path, {"format": "pt"})
+    if not count:
+        raise UserError("no weight of this model is 2:4, so there is nothing to quantise")
+
+
 def compress(
-    folder: Path, described: Mapping[str, Any], factors: Mapping[str, Tensor]
+    folder: Path, described: Mapping[str, Any], factors: Mapping[str, Tensor], bits: int = 0
 ) -> dict[str, int]:
     """Replace the weights in a folder by their compressed form, and add `factors`, those of their
     low-rank terms; return the bytes of these tensors after (`compressed`) and before (`dense`).
 
-    Tensors that are not 2:4 stay dense.
+    Tensors that are not 2:4 stay dense. With `bits`, as they were quantised, integers are stored,
+    and `integers` are the bytes that a dense matrix of such integers would take.
     """
     kept: dict[str, Tensor] = dict(factors)
     sizes = {"compressed": sum(factor.nbytes for factor in factors.values()), "dense": 0}
     for name, tensor in tensors(folder):
         own = described.get(name)
-        if own is None or tensor.shape[own["axis"]] % 4 or check_nm(tensor, dim=own["axis"]):
+        packed = None if own is None else packed_of(tensor, own["axis"])
+        if packed is None:
             kept[name] = tensor
             continue
-        weight = tensor if own["axis"] == 1 else tensor.t().contiguous()
-        packed = pack24(weight, weight != 0)
-        kept[f"{name}.{VALUES}"], kept[f"{name}.{POSITIONS}"] = packed.values, packed.meta
-        sizes["compressed"] += packed.values.nbytes + packed.meta.nbytes
+        parts = {VALUES: packed.values, POSITIONS: packed.meta}
+        if bits:
+            found = quantize24(packed, bits)
+            parts = {VALUES: found.values, POSITIONS: found.positions, SCALES: found.scales}
+            whole = tensor.numel() * bits // 8 + found.scales.nbytes
+            sizes["integers"] = sizes.get("integers", 0) + whole
+        for part, stored in parts.items():
+            kept[f"{name}.{part}"] = stored
+            sizes["compressed"] += stored.nbytes
         sizes["dense"] += tensor.nbytes
     if not sizes["dense"]:
         raise UserError("no weight of this model is 2:4, so there is nothing to compress")

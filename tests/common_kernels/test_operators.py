@@ -412,6 +412,7 @@ def cases():
     columns = ck.double_prune_bits(values, bits)
     packed = ck.pack24(w.to(BF16), mask, "cusparselt_sm90")
     fragments = ck.fragments24(packed)
+    integers = ck.fragments24(ck.quantize24(packed, 4))
     bias, wide_bias = numbers((64,), BF16).to(DEVICE), numbers((128,), BF16).to(DEVICE)
     one, seen, scales = (torch.tensor(n, device=DEVICE) for n in (1.5, 0.5, [0.0, 0.0]))
     key = torch.tensor([3, 4], device=DEVICE)
@@ -502,6 +503,11 @@ def cases():
             lambda backend, values, *o: ck.few_tokens24(
                 replace(fragments, values=values), *o, backend=backend),
             {"values": fragments.values, "x": x[:5], "bias": wide_bias},
+        ),
+        "few_tokens24 of integers": (
+            lambda backend, values, scales, *o: ck.few_tokens24(
+                replace(integers, values=values, scales=scales), *o, backend=backend),
+            {"values": integers.values, "scales": integers.scales, "x": x[:5], "bias": wide_bias},
         ),
         "pack24_": (
             in_place(lambda buffer, w, mask, scale, dense, backend: pack24_(

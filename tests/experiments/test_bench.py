@@ -50,9 +50,14 @@ def test_every_operator_has_a_row(tmp_path, monkeypatch, capsys):
     for most, used in ((decode.MOST, "cpu"), (2, "cusparselt_sm90")):  # four tokens are few, many
         monkeypatch.setattr(decode, "MOST", most)
         assert main(["decode", "--only", "4 *", *options]) == 0
-        row = json.loads(out.read_text())["benchmarks"]["decode"]["rows"][-1]
-        assert (row["shape"], row["backend"]) == ("128 -> 64", used)
-        assert row["limit_ms"] == pytest.approx(row["peers"]["dense"] * 9 / 16)
+        rows = json.loads(out.read_text())["benchmarks"]["decode"]["rows"]
+        of = {row["name"]: row for row in rows if row["backend"] == used}
+        bits = {"": 9, ", int8": 5.125, ", int4": 3.125} if used == "cpu" else {"": 9}
+        assert of.keys() == {f"4 tokens{kind}" for kind in bits}
+        for kind, share in bits.items():
+            row = of[f"4 tokens{kind}"]
+            assert row["shape"] == "128 -> 64"
+            assert row["limit_ms"] == pytest.approx(row["peers"]["dense"] * share / 16)
 
 
 def test_an_operator_that_differs_from_plain_pytorch_gets_no_time(monkeypatch):

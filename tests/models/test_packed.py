@@ -15,6 +15,7 @@ from torch import nn
 from common_kernels import backend, matmul, nm_mask
 from methods.nn import lowrank
 from models import limits, packed
+from models.linears import quantize
 from models.packed import Limits
 from models.sparse import add_low_rank
 
@@ -263,6 +264,30 @@ def test_what_cannot_be_packed_is_one_line(monkeypatch):
     model = pruned(64, 64, 64)
     model[0].to("meta")  # as accelerate leaves what does not fit
     assert packed.pack(model, Limits(0, 0)) == {"1": (0, 0)}
+
+
+@torch.no_grad()
+def test_few_tokens_are_multiplied_with_the_integers_of_quantised_weights():
+    for bits, rtol in ((8, 2**-7), (4, 0.2)):
+        model = Gated().to(DEVICE, torch.bfloat16)
+        for layer in model.children():
+            layer.weight *= nm_mask(layer.weight)
+        before, x = copy.deepcopy(model), torch.randn(4, 64, device=DEVICE).bfloat16()
+        assert quantize(model, bits) == ["gate_proj", "up_proj"]
+        for layer, own in zip(model.children(), before.children(), strict=True):
+            difference = (layer.weight - own.weight).float()
+            assert 0 < difference.norm() <= rtol * own.weight.float().norm()
+        dense = copy.deepcopy(model)
+        packed.pack(model, Limits(4, None))
+        assert model.gate_proj.joined[0].fragments.bits == model.up_proj.fragments.bits == bits
+        # The dense weights were rounded to bf16 once more.
+        torch.testing.assert_close(model(x), dense(x), rtol=2**-6, atol=2**-6)
+        assert not torch.equal(model(x), before(x))
+        model.up_proj.weight[0, :4] *= 0.7  # it is not made of integers any more
+        packed.pack(model, Limits(4, None))
+        assert (model.gate_proj.fragments.bits, model.up_proj.fragments.bits) == (bits, 16)
+        dense.up_proj.weight[0, :4] *= 0.7
+        torch.testing.assert_close(model(x), dense(x), rtol=2**-6, atol=2**-6)
 
 
 class Gated(nn.Module):

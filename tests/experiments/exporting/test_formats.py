@@ -104,6 +104,45 @@ def test_nine_sixteenths_of_the_bytes_of_bf16(two):
     assert f"| {dense * 9 // 16:,}, 0.5625 of {dense:,} as dense tensors |" in card
 
 
+@pytest.mark.parametrize("family, bits", [("gpt2", 4), ("bert", 8), ("vit", 4)])
+def test_quantised_weights_are_near_and_their_compressed_twin_has_the_same_bits(
+    family, bits, finished, tmp_path
+):
+    """Split, transposed and as they are."""
+    run, own = finished(family), {"dtype": "bf16", "quantize": f"int{bits}"}
+    forms = Form(dtype="bf16"), Form(**own), Form(**own, compressed=True)
+    names = [form.folder for form in forms]
+    assert names[1:] == [f"export-bf16-int{bits}", f"export-bf16-int{bits}-compressed"]
+    first, whole, compressed = (export.export(run, form, report=quiet) for form in forms)
+    assert export.export(run, forms[0], report=quiet) == first  # no other export is in its place
+    exact, rounded = (dict(plain(folder, dtype="auto").state_dict()) for folder in (first, whole))
+    read, loaded = plain(compressed, dtype="auto"), sparse.load(compressed)
+    for found in (read, loaded):
+        same(dict(found.state_dict()), rounded)
+    told, held = sparse.read_record(compressed), 0
+    assert told["tensors"] == sparse.read_record(whole)["tensors"]
+    changed = {n for n, tensor in exact.items() if not torch.equal(tensor, rounded[n])}
+    assert len(changed) == len(told["tensors"])
+    for name in changed:
+        w, near = (state[name].double() for state in (exact, rounded))
+        w, near = (w.t(), near.t()) if family == "gpt2" else (w, near)
+        largest = w.abs().amax(1, keepdim=True)  # of up to 96 inputs, which share a scale
+        top = 2 ** (bits - 1) - 1
+        # Half a step, and roundings of the scale and the product to bf16.
+        assert ((w - near).abs() <= largest * (0.5 / top + 2**-7)).all()
+        assert (near[w == 0] == 0).all()
+        rows, columns = w.shape
+        held += rows * (columns * bits // 16 + -(-columns // 8) + 2)
+    assert told["bytes"]["compressed"] == held
+    card = (compressed / "README.md").read_text()
+    assert f"| weights | sparse, bf16, int{bits} |" in card
+    assert f"| bytes as dense integers with scales | {told['bytes']['integers']:,} |" in card
+    assert f"dtype=bf16 quantize=int{bits} compressed=true" in card
+    model = plain(compressed, dtype=torch.float16)
+    expected = {n: tensor.half() for n, tensor in rounded.items()}
+    same(dict(model.state_dict()), expected)
+
+
 def test_a_model_of_transformers_is_exported_and_compressed(hf_model, overrides, tmp_path):
     base = tmp_path / "base"
     hf_model("llama").save_pretrained(base)
@@ -230,8 +269,9 @@ def test_a_dense_model_has_nothing_to_compress(finished, made_again):
     run = finished("gpt2")
     made_again(run.directory, lambda state: {k: torch.ones_like(v) for k, v in state.items()})
     before = sorted(run.directory.iterdir())
-    with pytest.raises(UserError, match="no weight of this model is 2:4"):
-        export.export(FinishedRun.open(run.directory), Form(compressed=True), report=quiet)
+    for form, what in ((Form(compressed=True), "compress"), (Form(quantize="int4"), "quantise")):
+        with pytest.raises(UserError, match=f"no weight of this model is 2:4, .* to {what}"):
+            export.export(FinishedRun.open(run.directory), form, report=quiet)
     assert [p for p in sorted(run.directory.iterdir()) if p.name != ".lock"] == before
 
 

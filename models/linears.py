@@ -1,0 +1,76 @@
+"""The linears of a model, ours or of transformers, and which of them are 2:4."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from common_kernels import (
+    Packed24,
+    Quantized24,
+    check24,
+    dequantize24,
+    pack24,
+    quantize24,
+    unpack24,
+)
+
+
+def is_conv1d(module: nn.Module) -> bool:
+    """True for the linears of transformers' GPT-2, whose weights are [in, out]."""
+    kinds = type(module).__mro__
+    return any(k.__name__ == "Conv1D" and k.__module__.startswith("transformers.") for k in kinds)
+
+
+def shape_of(module: Any) -> tuple[int, int]:
+    """(outputs, inputs) of a linear."""
+    shape = tuple(module.weight.shape)
+    return shape[::-1] if is_conv1d(module) else shape
+
+
+def matrix_of(module: Any) -> Tensor:
+    """The weight of a linear as [out, in], contiguous."""
+    weight = module.weight.detach()
+    return weight.t().contiguous() if is_conv1d(module) else weight
+
+
+def is_24(module: nn.Module) -> bool:
+    """True for a linear whose weight is 2:4 along its inputs, with or without a low-rank term."""
+    known = type(module) is nn.Linear or is_conv1d(module) or hasattr(module, "low_rank")
+    return known and has_24(module)
+
+
+def has_24(module: nn.Module) -> bool:
+    """True if a module's weight is 2:4 along its inputs."""
+    weight: Any = module.weight
+    along = 0 if is_conv1d(module) else 1
+    if weight.is_meta:  # accelerate keeps it on the CPU or on disk
+        return False
+    return weight.shape[along] % 4 == 0 and not int(check24(weight, dim=along))
+
+
+@torch.no_grad()
+def quantize(model: nn.Module, bits: int) -> list[str]:
+    """Round the weights of a model's 2:4 linears to integers of 8 or 4 bits times scales, in place,
+    and return the names of the linears. Each weight goes to the nearest multiple of the scale of
+    its 128 inputs (`quantize24`)."""
+    names = [name for name, module in model.named_modules() if is_24(module)]
+    for name in names:
+        layer: Any = model.get_submodule(name)
+        matrix = matrix_of(layer)
+        dense = dequantize24(quantize24(pack24(matrix, matrix != 0), bits), matrix.dtype)
+        layer.weight.copy_(dense.t() if is_conv1d(layer) else dense)
+    return names
+
+
+def integers_of(packed: Packed24) -> Packed24 | Quantized24:
+    """The matrix as the integers of 4 or 8 bits that it was made of, for products with few tokens;
+    itself if it was not."""
+    matrix = unpack24(packed)
+    for bits in (4, 8):
+        found = quantize24(packed, bits)
+        if torch.equal(dequantize24(found, packed.dtype), matrix):
+            return found
+    return packed
