@@ -11,8 +11,11 @@ import pytest
 import torch
 import torch.multiprocessing
 
+from tests.interpreter import patch_language_once_a_kernel
+
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported
+    patch_language_once_a_kernel()
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m gpu` chooses

@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # All checks: `bash tests/run.sh [pytest arguments]`. Needs no GPU, and no network once installed.
 # Every check runs whatever the others say; exit status 0 only if all are clean. The first argument may be
-#   all               run the tests whose numbers depend on the CPU again with another instruction set
+#   all               run every combination, and again with another instruction set the tests whose
+#                     numbers depend on the CPU
 #   newest or oldest  the tests alone, with the newest or the lowest versions that pyproject.toml allows,
 #                     in an environment of their own
 set -euo pipefail
@@ -9,7 +10,7 @@ source "$(dirname "${BASH_SOURCE[0]}")/../reproduce/setup.sh"
 # One thread per worker: two workers with two threads each fight for two cores.
 export OMP_NUM_THREADS=1
 tests() {
-    HF_HUB_OFFLINE=1 "$python" -m pytest -n 2 --dist loadfile "$@"
+    HF_HUB_OFFLINE=1 "$python" -m pytest -n 2 --dist loadfile -m "$which" "$@"
 }
 lowest() { # NAME==VERSION of each range in pyproject.toml
     "$python" -c 'import pathlib, re
@@ -17,6 +18,7 @@ text = pathlib.Path("pyproject.toml").read_text().split("[project]")[1]
 for name, version in {*re.findall(r"\"([a-z-]+)(?:\[\w+\])?>=([\d.]+)", text)}:
     print(f"{name}=={version}")'
 }
+which="not combination"
 case ${1:-} in
     newest | oldest)
         cd "$root"
@@ -32,7 +34,7 @@ case ${1:-} in
         tests "$@"
         exit
         ;;
-    all) all=1 && shift ;;
+    all) all=1 which= && shift ;;
     *) all= ;;
 esac
 use_environment dev importlinter
@@ -68,5 +70,5 @@ tests_under_avx2() {
 check tests "$@"
 wait "$linting" || failed+=(linters)
 cat "$said"
-[ -z "$all" ] || check tests_under_avx2 "$@"
+[ -z "$all" ] || which="not combination" check tests_under_avx2 "$@"
 [ ${#failed[@]} -eq 0 ]

@@ -27,7 +27,7 @@ from methods.nn.linear import SparseLinear
 from models.gpt2 import GPT, GPTConfig
 from tests.methods.loop import training_step
 
-STEPS, SEQUENCES, BLOCK = 6, 8, 16
+STEPS, SEQUENCES, BLOCK = 4, 8, 16
 TINY = GPTConfig(n_layer=2, n_head=2, n_embd=16, vocab_size=32, block_size=BLOCK, bias=True)
 
 VARIANTS = {  # each value of an option, most with another option's
@@ -73,7 +73,7 @@ VARIANTS = {  # each value of an option, most with another option's
     ],
     "slope": [
         {},
-        {"n": 1, "m": 2, "mask": "magnitude", "column_refresh": 4},
+        {"n": 1, "m": 2, "mask": "magnitude", "column_refresh": 2},
         {"n": 2, "m": 8, "column_refresh": 0},
         {"adapter_rank": 4, "adapter_fraction": 0.5, "adapter_left_sparse": True},
         {"fp8": "hopper_delayed", "adapter_rank": 2, "adapter_fraction": 0.5},
@@ -85,6 +85,29 @@ CASES = [
     for options in VARIANTS.get(name, [{}])
 ]
 every_method = pytest.mark.parametrize(("name", "options"), CASES)
+
+
+def mostly_in_all(cases, kept):
+    """Parametrization over the cases; `run.sh` alone runs those whose ids are kept."""
+    marks = {True: (), False: pytest.mark.combination}
+    cases = [pytest.param(*c.values, id=c.id, marks=marks[c.id in kept]) for c in cases]
+    return pytest.mark.parametrize(("name", "options"), cases)
+
+
+def chosen(request, *tests):
+    """The cases that this session runs of some tests of the file that asks."""
+    items = [item for item in request.session.items if item.path == request.path]
+    ids = {item.callspec.id for item in items if item.originalname in tests}
+    return [case for case in CASES if case.id in ids]
+
+
+# Of each method one case for what takes several processes: that in which most happens.
+ONE_EACH = {
+    *(name for name in methods.available() if name not in VARIANTS),
+    *("act24-0.5", "ast-4-3", "bi_mask-0.01-2-8", "cast-2-1.0", "fst-0.01-2-0.5", "one_shot"),
+    *("projected-0.5", "s_ste-hopper_delayed", "s_ste", "semi_sparse-exact-2-0.5"),
+    *("slope-4-0.5-True", "sr_ste-0.01", "step-0.34-0.34"),
+}
 
 
 class Run:
@@ -266,16 +289,13 @@ def test_micro_batches_and_checkpointing_change_nothing(name, options):
         whole.load(cut.state())
         expected = whole.step(step)
         assert_same_step(cut.step(step, parts=4), cut.gradients, expected, whole)
-    plain = Run(name, options)
-    expected = [plain.step(step) for step in range(2)]
-    for reentrant in (False, True):
-        run = Run(name, options)
-        for block in run.model.transformer.h:
-            forward = block.forward
-            block.forward = lambda x, f=forward, r=reentrant: checkpoint(f, x, use_reentrant=r)
-        assert [run.step(step) for step in range(2)] == expected
-        for a, b in zip(plain.model.parameters(), run.model.parameters(), strict=True):
-            assert torch.equal(a, b)
+    plain, run = Run(name, options), Run(name, options)
+    for reentrant, block in enumerate(run.model.transformer.h):  # one in each way
+        forward = block.forward
+        block.forward = lambda x, f=forward, r=bool(reentrant): checkpoint(f, x, use_reentrant=r)
+    assert [run.step(step) for step in range(2)] == [plain.step(step) for step in range(2)]
+    for a, b in zip(plain.model.parameters(), run.model.parameters(), strict=True):
+        assert torch.equal(a, b)
 
 
 class OneBlock(Run):
@@ -290,7 +310,12 @@ COMPILED = [  # other options change what is derived between steps
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("name", "options"), COMPILED)
+# The others compile the code of one of these.
+@mostly_in_all(
+    COMPILED,
+    {"act24", "ast-4-3", "fst", "s_ste", "s_ste-paper-True", "semi_sparse", "slope-4-0.5-True",
+     "sr_ste-0.01"},
+)  # fmt: skip
 def test_compile_without_a_graph_break_changes_no_bit(name, options):
     torch._dynamo.reset()
     run, compiled = OneBlock(name, options), OneBlock(name, options)
@@ -341,7 +366,7 @@ def test_an_averaged_model_evaluates_its_own_weights(name, options):
     """torch's EMA averages parameters and copies buffers; `methods.refresh` derives them again."""
     run = Run(name, options)
     average = AveragedModel(run.model, multi_avg_fn=get_ema_multi_avg_fn(0.5))
-    for step in range(3 if adapters(options) else STEPS - 1):  # into the last phase
+    for step in range(2 if adapters(options) else STEPS - 1):  # into the last phase
         run.step(step)
         average.update_parameters(run.model)
     average.eval()
@@ -371,15 +396,15 @@ def test_an_averaged_model_evaluates_its_own_weights(name, options):
     torch.testing.assert_close(logits(average), logits(plain.eval()), rtol=0, atol=0)
 
 
-def _two_ranks(rank, meeting_point, results):
-    """Every step of every case by two processes with half of each of two micro-batches: the state
+def _two_ranks(rank, cases, meeting_point, results):
+    """Every step of the cases by two processes with half of each of two micro-batches: the state
     before it, the loss, the gradients."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=meeting_point, rank=rank, world_size=2)
     half = SEQUENCES // 4
     share = slice(rank * half, (rank + 1) * half)
     found = {}
-    for case in CASES:
+    for case in cases:
         run = Run(*case.values, seed=rank)  # the ranks start from rank 0's weights
         for parameter in run.model.parameters():
             dist.broadcast(parameter.detach(), src=0)
@@ -406,13 +431,14 @@ def _without_fp8(name, options):
 
 
 @pytest.fixture(scope="module")
-def steps_of_two_ranks(start_ranks, tmp_path_factory):
+def steps_of_two_ranks(start_ranks, tmp_path_factory, request):
     folder = tmp_path_factory.mktemp("ranks")
-    start_ranks(_two_ranks, (folder / "store").as_uri(), folder / "steps.pt")
+    cases = chosen(request, "test_two_ranks_equal_one")
+    start_ranks(_two_ranks, cases, (folder / "store").as_uri(), folder / "steps.pt")
     return torch.load(folder / "steps.pt", weights_only=True)
 
 
-@every_method
+@mostly_in_all(CASES, ONE_EACH)
 def test_two_ranks_equal_one(name, options, steps_of_two_ranks, request):
     """MVUE included: rank r samples with the numbers of its own tokens in the global batch. And
     FP8, where the one process cuts its batch as the ranks do."""

@@ -19,18 +19,19 @@ from torch.distributed.tensor import DTensor
 
 from tests.methods.test_contract import (
     CASES,
+    ONE_EACH,
     SEQUENCES,
     STEPS,
     TINY,
     Run,
     assert_same_step,
-    every_method,
+    chosen,
+    mostly_in_all,
 )
 
 RESUMED = STEPS // 2  # the step before which two ranks save and others go on
 # What four ranks do otherwise than two: tiles and sums over whole weights, adapters of fewer rows.
-FOUR = {"ast", "bi_mask-0.01-2-8", "gmp", "s_ste", "slope-4-0.5-True", "fst-0.01-2-0.5"}
-FOUR = [case for case in CASES if case.id in FOUR or case.values[0] == "step"]
+FOUR = {"ast-4-3", "s_ste", "slope-4-0.5-True", "fst-0.01-2-0.5"}
 
 
 class WideRun(Run):
@@ -111,13 +112,13 @@ def finished(run):
     return own(get_model_state_dict(run.model))
 
 
-def _train(rank, ranks, meeting_point, checkpoints, results):
-    """Every step of every case: the state before it, the loss, the gradients, the metrics; and the
+def _train(rank, ranks, cases, meeting_point, checkpoints, results):
+    """Every step of the cases: the state before it, the loss, the gradients, the metrics; and the
     state at the end."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=meeting_point, rank=rank, world_size=ranks)
     found = {}
-    for case in CASES if ranks == 2 else FOUR:
+    for case in cases:
         run, folder = ShardedRun(*case.values), checkpoints / case.id
         steps, first = [], RESUMED if ranks > 2 else 0
         if first:
@@ -143,23 +144,24 @@ def folder(tmp_path_factory):
     return tmp_path_factory.mktemp("sharded")
 
 
-def trained(start_ranks, ranks, folder):
+def trained(start_ranks, ranks, cases, folder):
     store, results = (folder / f"store{ranks}").as_uri(), folder / f"steps{ranks}of"
-    start_ranks(_train, ranks, store, folder, results, ranks=ranks)
+    start_ranks(_train, ranks, cases, store, folder, results, ranks=ranks)
     return whole([torch.load(f"{results}{rank}", weights_only=True) for rank in range(ranks)])
 
 
 @pytest.fixture(scope="module")
-def two_ranks(start_ranks, folder):
-    return trained(start_ranks, 2, folder)
+def two_ranks(start_ranks, folder, request):
+    cases = chosen(request, "test_two_ranks_equal_one", "test_four_ranks_go_on_from_two")
+    return trained(start_ranks, 2, cases, folder)
 
 
 @pytest.fixture(scope="module")
-def four_ranks(start_ranks, folder, two_ranks):
-    return trained(start_ranks, 4, folder)
+def four_ranks(start_ranks, folder, two_ranks, request):
+    return trained(start_ranks, 4, chosen(request, "test_four_ranks_go_on_from_two"), folder)
 
 
-@every_method
+@mostly_in_all(CASES, ONE_EACH)
 def test_two_ranks_equal_one(name, options, two_ranks, folder, request):
     """Each step, the state from which one process goes on, and the end."""
     case = request.node.callspec.id
@@ -177,7 +179,7 @@ def test_two_ranks_equal_one(name, options, two_ranks, folder, request):
         assert_same(after, single.model.state_dict())
 
 
-@pytest.mark.parametrize(("name", "options"), FOUR)
+@mostly_in_all(CASES, FOUR)
 def test_four_ranks_go_on_from_two(name, options, two_ranks, four_ranks, request):
     """The state is the one that was saved, and the steps are those of one process."""
     case = request.node.callspec.id
