@@ -242,12 +242,12 @@ class Bench:
         y.backward(self.gradients[i])
         return y.detach()
 
-    def whole(self, i: int) -> None:
+    def whole(self, i: int, step: int = 0) -> None:
         """Run a step of one micro-batch without the optimizer; if possible, one without a choice of
         masks."""
-        self.converted.before(0)
+        self.converted.before(step)
         self.forward_backward(i)
-        self.converted.after(0)
+        self.converted.after(step)
 
     def hooks(self, step: int) -> None:
         """Run all hooks of a step, with zero gradients."""

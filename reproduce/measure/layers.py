@@ -181,14 +181,9 @@ class SlowDown(Layer):
         dense = bench(self, "dense", gpt2(self), ("*",))
         sparse = bench(self, "bi_mask", gpt2(self), ("*",))
         converted, period = sparse.converted, sparse.converted.method.config.permute_every
-
-        def step(i: int, number: int = 1) -> None:
-            converted.before(number)
-            sparse.forward_backward(i)
-            converted.after(number)
-
-        calls: dict[str, Call] = {"dense": dense.forward_backward, "step": step}
-        times = self.in_turns(calls | {"step with a search": partial(step, number=0)})
+        steps: dict[str, Call] = {"step": partial(sparse.whole, step=1)}
+        steps["step with a search"] = partial(sparse.whole, step=0)
+        times = self.in_turns({"dense": dense.forward_backward, **steps})
         search = max(0.0, times["step with a search"] - times["step"])
         slow_down = (times["step"] + search / period) / times["dense"]
         metrics = {"dense_ms": times["dense"], "step_ms": times["step"], "search_ms": search}
