@@ -45,7 +45,7 @@ def prox24(weight: Tensor, penalty: float) -> Tensor:
 
     In order of magnitude a solution has the two, three or four largest entries, and signs stay. The
     two are kept as they are; three and four are found by coordinate descent from zero, smallest
-    entry first (section 3.3 of the paper). The least of the three objectives decides.
+    entry first (EnumALM, Algorithm 3 of the paper). The least of the three objectives decides.
     """
     groups = weight.reshape(-1, 4)
     sizes, order = groups.abs().sort(dim=1, descending=True, stable=True)

@@ -111,7 +111,8 @@ class Claims:
     width of the interval that a single speed measurement is given, as a share of its value.
     diverged: what happened to runs that became unstable but ended with a number, by `BLOCK VARIANT
     SEED`. rates: what has to be known of the learning rate of a variant, by block and variant.
-    legend: what is printed below the verdicts. papers: the papers' names.
+    legend: what is printed below the verdicts. papers: the papers' names. planned: claims that were
+        written before any of their blocks was run; they are neither judged nor shown.
     """
 
     margin: Margin
@@ -119,6 +120,7 @@ class Claims:
     seeds: int
     noise: float
     claims: list[Claim]
+    planned: list[Claim] = field(default_factory=list)
     released: list[Contrast] = field(default_factory=list)
     diverged: dict[str, str] = field(default_factory=dict)
     rates: dict[str, dict[str, str]] = field(default_factory=dict)
@@ -128,7 +130,8 @@ class Claims:
     @property
     def contrasts(self) -> list[Contrast]:
         """The contrasts of all claims, and those that are planned."""
-        return [c for claim in self.claims for c in (*claim.contrasts, *claim.planned)]
+        every = [*self.claims, *self.planned]
+        return [c for claim in every for c in (*claim.contrasts, *claim.planned)]
 
     @property
     def metrics(self) -> dict[str, str]:
