@@ -22,6 +22,7 @@ from experiments.support.progress import say
 from experiments.training.graphs import Replays
 from experiments.training.schedules import learning_rate, weight_decay
 from methods import FusedAdamW, Method
+from methods.nn import ranks as of_ranks
 from methods.nn import sharding
 from models.base import Model
 
@@ -146,8 +147,7 @@ class Optimization:
         # The blocks of a sharded model are compiled one by one (sharding.py).
         runner: Any = torch.compile(model) if compiled and not sharded else model
         if ranks > 1 and not sharded:
-            for parameter in model.parameters():
-                torch.distributed.broadcast(parameter.detach(), src=0)
+            of_ranks.take_from_rank_0(model.parameters())
             runner = DistributedDataParallel(runner, init_sync=False)
             # Do not broadcast buffers: masks and scales are equal on all ranks anyway, and the
             # random keys must differ. DDP's argument for this is deprecated in some versions of

@@ -136,10 +136,11 @@ class Method:
         self.report = replace(report, measured=self.Linear is None)
         if self.Linear is not None:
             with torch.no_grad():
-                for name, module in chosen.items():
+                for module in chosen.values():
                     conversion.to_linear(module)
-                    # DDP broadcasts weights later, but scales are measured from them now.
-                    ranks.take_from_rank_0([module.weight])
+                # DDP broadcasts weights later, but scales are measured from them now.
+                ranks.take_from_rank_0(module.weight for module in chosen.values())
+                for name, module in chosen.items():
                     with ranks.visiting(module):
                         conversion.become(module, self.Linear)
                         module.setup(name, self.config, dtype)

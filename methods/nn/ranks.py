@@ -32,12 +32,18 @@ def is_alone() -> bool:
     return _place.get() is not None
 
 
+BUCKET = 256 << 20  # bytes that are sent together
+
+
 def take_from_rank_0(tensors: Iterable[Tensor]) -> None:
     """Overwrite these tensors with rank 0's, if this is a rank of a process group in which all
     convert the model together."""
     if dist.is_initialized() and not is_alone():
-        for tensor in tensors:
-            dist.broadcast(tensor.detach(), src=0)
+        # gloo does not know bools.
+        sent = [
+            t.detach().view(torch.uint8) if t.dtype == torch.bool else t.detach() for t in tensors
+        ]
+        dist._broadcast_coalesced(dist.group.WORLD, sent, BUCKET, 0)
 
 
 def place() -> tuple[int, int]:
