@@ -1,5 +1,6 @@
 """Triton's interpreter, and tiny random models of transformers for models and drivers."""
 
+import gc
 import importlib
 import multiprocessing
 import multiprocessing.forkserver
@@ -11,11 +12,11 @@ import pytest
 import torch
 import torch.multiprocessing
 
-from tests.interpreter import patch_language_once_a_kernel
+from tests import interpreter
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported
-    patch_language_once_a_kernel()
+    interpreter.speed_up()
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m gpu` chooses
@@ -26,6 +27,13 @@ def pytest_collection_modifyitems(items):
         reasons = [mark.kwargs.get("reason", "") for mark in item.iter_markers("skipif")]
         if hasattr(item.module, "DEVICE") or any("needs a GPU" in reason for reason in reasons):
             item.add_marker(pytest.mark.gpu)
+
+
+def pytest_collection_finish():
+    """Let no search for garbage go through what has been imported, which takes a second each time:
+    compilers, transformers' Trainer and torch's graphs ask for one again and again."""
+    gc.collect()
+    gc.freeze()
 
 
 # What takes ranks seconds to import.
@@ -52,7 +60,9 @@ def _command_of_rank(rank, ranks, port, module, arguments):
     places |= {"MASTER_ADDR": "localhost", "MASTER_PORT": port}
     os.environ.update({name: str(value) for name, value in places.items()})
     sys.argv = [module, *arguments]
-    importlib.import_module(module).main()
+    main = importlib.import_module(module).main
+    gc.freeze()
+    main()
 
 
 @pytest.fixture(scope="session")

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # All checks: `bash tests/run.sh [pytest arguments]`. Needs no GPU, and no network once installed.
 # Every check runs whatever the others say; exit status 0 only if all are clean. The first argument may be
-#   all               run every combination, and again with another instruction set the tests whose
-#                     numbers depend on the CPU
+#   all               run every test, those that are marked as extra too, and again with another
+#                     instruction set those whose numbers depend on the CPU
 #   newest or oldest  the tests alone, with the newest or the lowest versions that pyproject.toml allows,
 #                     in an environment of their own
 set -euo pipefail
@@ -18,7 +18,7 @@ text = pathlib.Path("pyproject.toml").read_text().split("[project]")[1]
 for name, version in {*re.findall(r"\"([a-z-]+)(?:\[\w+\])?>=([\d.]+)", text)}:
     print(f"{name}=={version}")'
 }
-which="not combination"
+which="not extra"
 case ${1:-} in
     newest | oldest)
         cd "$root"
@@ -70,5 +70,5 @@ tests_under_avx2() {
 check tests "$@"
 wait "$linting" || failed+=(linters)
 cat "$said"
-[ -z "$all" ] || which="not combination" check tests_under_avx2 "$@"
+[ -z "$all" ] || which="not extra" check tests_under_avx2 "$@"
 [ ${#failed[@]} -eq 0 ]

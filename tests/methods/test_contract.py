@@ -89,7 +89,7 @@ every_method = pytest.mark.parametrize(("name", "options"), CASES)
 
 def mostly_in_all(cases, kept):
     """Parametrization over the cases; `run.sh` alone runs those whose ids are kept."""
-    marks = {True: (), False: pytest.mark.combination}
+    marks = {True: (), False: pytest.mark.extra}
     cases = [pytest.param(*c.values, id=c.id, marks=marks[c.id in kept]) for c in cases]
     return pytest.mark.parametrize(("name", "options"), cases)
 

@@ -31,7 +31,7 @@ from tests.methods.test_contract import (
 
 RESUMED = STEPS // 2  # the step before which two ranks save and others go on
 # What four ranks do otherwise than two: tiles and sums over whole weights, adapters of fewer rows.
-FOUR = {"ast-4-3", "s_ste", "slope-4-0.5-True", "fst-0.01-2-0.5"}
+FOUR = {"slope-4-0.5-True", "fst-0.01-2-0.5"}
 
 
 class WideRun(Run):

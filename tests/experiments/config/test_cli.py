@@ -131,6 +131,7 @@ def children(pid):
     return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
+@pytest.mark.extra
 def test_a_rank_that_is_killed_is_started_anew(overrides, tmp_path):
     """torchrun ends the others, starts all again, and they go on."""
     arguments = changed(overrides, "train.steps=60", "train.eval_every=60")

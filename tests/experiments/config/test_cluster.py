@@ -9,6 +9,7 @@ import pytest
 from experiments.config.run import load
 
 
+@pytest.mark.extra
 def test_a_sweep_is_submitted_and_run(overrides, tmp_path):
     """In a process of its own, that is found again by what it prints."""
     pytest.importorskip("submitit")

@@ -200,7 +200,7 @@ def test_it_is_the_training_of_a_plain_loop(name, uninterrupted):
 @every_variant
 def test_resume_equals_an_uninterrupted_training(name, uninterrupted, tmp_path):
     """Before the change of phase, which the run itself makes, and after it; in another folder."""
-    for start in (3, 5):
+    for start in (3, 5) if name in ("fst", "slope") else (3,):
         whole = uninterrupted(name)
         folder = str(whole.directory / f"checkpoint-{start}")
         trainer, method = trainer_for(name, tmp_path, resume_from=folder)
