@@ -15,6 +15,7 @@ import statistics
 import time
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -102,7 +103,7 @@ class Trained(nn.Module):
         super().__init__()
         self.model, self.loss_of_batch = model, loss
 
-    def forward(self) -> Tensor:
+    def forward(self, _: None) -> Tensor:
         return self.loss_of_batch()
 
 
@@ -129,7 +130,7 @@ class Shared(Step):
         elif self.kind == DDP:
             whole = DistributedDataParallel(whole, init_sync=False, gradient_as_bucket_view=True)
             whole.broadcast_buffers = False  # as experiments/training/optimization.py
-        self.forward = whole
+        self.forward = partial(whole, None)  # FSDP2 on a GPU fails without an argument
 
     def update(self, number: int) -> None:
         method = self.converted.method
