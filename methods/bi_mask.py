@@ -70,7 +70,6 @@ class Linear(MaskedLinear):
     permutation: Tensor
     operand_dgrad: Tensor
     rounds_first = False  # dgrad's mask is chosen with the operand
-    packs_bits = False
 
     def setup(self, name: str, config: Any, dtype: torch.dtype | None) -> None:
         super().setup(name, config, dtype)

@@ -85,9 +85,6 @@ class SparseLinear(nn.Linear):
     # True once a hook has taken the weights as they are. They may change before, as where DDP
     # copies equal ones.
     begun: bool = False
-    # True if the mask may be given as bits (`pack_mask`) while operands are derived with a packed
-    # fprop operand: only `pack` reads it then.
-    packs_bits: bool = False
     # True if the weight gets no gradient outside the mask, in `in_place`.
     masks_gradient: bool = False
     shards: sharding.Shards | None = None  # while its parameters are sharded
@@ -498,7 +495,6 @@ class MaskedLinear(SparseLinear):
 
     mask: Tensor
     grouped_columns: Tensor | None
-    packs_bits = True
     prunes = "mask"
 
     def setup(self, name: str, config: Any, dtype: torch.dtype | None) -> None:

@@ -43,7 +43,8 @@ def take_from_rank_0(tensors: Iterable[Tensor]) -> None:
         sent = [
             t.detach().view(torch.uint8) if t.dtype == torch.bool else t.detach() for t in tensors
         ]
-        dist._broadcast_coalesced(dist.group.WORLD, sent, BUCKET, 0)
+        group: Any = dist.group.WORLD
+        dist._broadcast_coalesced(group, sent, BUCKET, 0)
 
 
 def place() -> tuple[int, int]:

@@ -242,14 +242,13 @@ class Shards:
 
     @torch.no_grad()
     def derive(self, layer: Any, dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
-        """Whole masks and operands for inputs of `dtype`, by buffer name; the weight must be whole.
-        Masks are bits if that is enough."""
+        """Whole masks and operands for inputs of `dtype`, by buffer name; the weight must be
+        whole."""
         serves = {
             name: own
             for name, own in self.derived.items()
             if own.dtype != torch.uint8 or dtype == layer.dtype  # packed operands have one dtype
         }
-        as_bits = layer.packs_bits and "packed" in serves
         found = {}
         for name, buffer in layer._buffers.items():
             if not is_sharded(buffer):
@@ -258,7 +257,7 @@ class Shards:
                 found[name] = gathered(buffer.to_local().to(device), buffer)
                 continue
             bits = self.bits_of(name, buffer)
-            unpacked = buffer.dtype == torch.bool and not as_bits
+            unpacked = buffer.dtype == torch.bool
             found[name] = unpack_mask(bits, buffer.shape[1]) if unpacked else bits
         dense = []
         for name, own in serves.items():
