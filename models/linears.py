@@ -54,8 +54,8 @@ def has_24(module: nn.Module) -> bool:
 @torch.no_grad()
 def quantize(model: nn.Module, bits: int) -> list[str]:
     """Round the weights of a model's 2:4 linears to integers of 8 or 4 bits times scales, in place,
-    and return the names of the linears. Each weight goes to the nearest multiple of the scale of
-    its 128 inputs (`quantize24`)."""
+    and return the names of the linears; before `pack`, which then reads the integers. Each weight
+    goes to the nearest multiple of the scale of its 128 inputs (`quantize24`)."""
     names = [name for name, module in model.named_modules() if is_24(module)]
     for name in names:
         layer: Any = model.get_submodule(name)

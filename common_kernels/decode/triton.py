@@ -19,27 +19,16 @@ from common_kernels.decode.cpu import bits_of
 from common_kernels.launch import launch
 
 
-def product(kind: str, pairs: bool) -> str:
+def product(kind: str) -> str:
     """The code for two products of a warp, of 16 x 64 entries of W with 64 x 8 of x.
 
-    Its operands are sums of two rows and two tokens, the values as four words of 64 bits or as
-    eight `pairs`, positions, eight pairs of entries of x, and the sums so far.
+    $0 to $3 are sums of two rows and two tokens, $4 to $11 pairs of values, $12 positions, $13 to
+    $20 pairs of entries of x, $21 to $24 the sums so far.
     """
     one = f"mma.sp::ordered_metadata.sync.aligned.m16n8k32.row.col.f32.{kind}.{kind}.f32"
-    count = 8 if pairs else 4
-    rest = [f"${4 + count + i}" for i in range(13)]
-    sums, b, c = "{$0, $1, $2, $3}", rest[1:9], f"{{{', '.join(rest[9:])}}}"
-    a = [f"${4 + i}" for i in range(8)] if pairs else [f"a{i}" for i in range(8)]
-    moves = (
-        ""
-        if pairs
-        else "".join(f"mov.b64 {{{a[2 * i]}, {a[2 * i + 1]}}}, ${4 + i};\n" for i in range(4))
-    )
-    return f"""{{
-.reg .b32 a<8>;
-{moves}{one} {sums}, {{{", ".join(a[:4])}}}, {{{", ".join(b[:4])}}}, {c}, {rest[0]}, 0x0;
-{one} {sums}, {{{", ".join(a[4:])}}}, {{{", ".join(b[4:])}}}, {sums}, {rest[0]}, 0x1;
-}}"""
+    sums, before = "{$0, $1, $2, $3}", "{$21, $22, $23, $24}"
+    return f"""{one} {sums}, {{$4, $5, $6, $7}}, {{$13, $14, $15, $16}}, {before}, $12, 0x0;
+{one} {sums}, {{$8, $9, $10, $11}}, {{$17, $18, $19, $20}}, {sums}, $12, 0x1;"""
 
 
 def unpacking(bits: int, kind: str) -> str:
@@ -66,10 +55,9 @@ def unpacking(bits: int, kind: str) -> str:
 
 
 KINDS = {torch.bfloat16: "bf16", torch.float16: "f16"}
-PRODUCTS = {(d, pairs): product(k, pairs) for d, k in KINDS.items() for pairs in (False, True)}
+PRODUCTS = {dtype: product(kind) for dtype, kind in KINDS.items()}
 UNPACKING = {(d, bits): unpacking(bits, k) for d, k in KINDS.items() for bits in (8, 4)}
-CONSTRAINTS = tl.constexpr(",".join(["=&f"] * 4 + ["l"] * 4 + ["r"] * 9 + ["f"] * 4))
-OF_PAIRS = tl.constexpr(",".join(["=&f"] * 4 + ["r"] * 17 + ["f"] * 4))
+CONSTRAINTS = tl.constexpr(",".join(["=&f"] * 4 + ["r"] * 17 + ["f"] * 4))
 
 
 def few_tokens24(
@@ -88,7 +76,7 @@ def few_tokens24(
         few_tokens_kernel, rows // (16 * form["TILES"]), x.device, values, meta,
         meta if scales is None else scales, x.view(torch.int32),
         y if bias is None else bias.contiguous(), y, tokens, rows, columns // 64,
-        PRODUCT=PRODUCTS[dtype, bits < 16], UNPACKING=UNPACKING.get((dtype, bits), ""), BITS=bits,
+        PRODUCT=PRODUCTS[dtype], UNPACKING=UNPACKING.get((dtype, bits), ""), BITS=bits,
         BIAS=bias is not None, TWO=tokens > 8, **form, num_warps=form["WARPS"], num_stages=1,
     )  # fmt: skip
     return y
@@ -181,14 +169,14 @@ def part(at_values, at_meta, at_scales, inside, BITS: tl.constexpr):
 
 @triton.jit
 def floats(a, UNPACKING: tl.constexpr, BITS: tl.constexpr):
-    """A part with its integers as pairs of 16-bit floats, and the scales of a lane's two rows."""
+    """A part with its values as pairs of 16-bit floats, and the scales of a lane's two rows."""
     words, places, scales = a
-    factors, found = (1.0, 1.0), words
+    factors, found = (1.0, 1.0), ()
+    for i in tl.static_range(BITS // 4):
+        for high in tl.static_range(2):
+            word = (words[i] >> 32 * high).to(tl.int32)
+            found += unpacked(UNPACKING, BITS, word) if BITS < 16 else (word,)
     if BITS < 16:
-        found = ()
-        for i in tl.static_range(BITS // 4):
-            for high in tl.static_range(2):
-                found += unpacked(UNPACKING, BITS, (words[i] >> 32 * high).to(tl.int32))
         factors = (
             (scales << 16).to(tl.float32, bitcast=True),
             (scales & -65536).to(tl.float32, bitcast=True),
@@ -245,7 +233,7 @@ def added(PRODUCT: tl.constexpr, BITS: tl.constexpr, a, b, sums):
 def warp_product(PRODUCT: tl.constexpr, values, places, b, sums):
     """The sums plus the two products of each warp, from the registers of its lanes."""
     return tl.inline_asm_elementwise(
-        PRODUCT, CONSTRAINTS if len(values) == 4 else OF_PAIRS,
+        PRODUCT, CONSTRAINTS,
         values + (places,) + b + sums,  # noqa: RUF005 - of the kernel's language
         dtype=(tl.float32, tl.float32, tl.float32, tl.float32), is_pure=True, pack=1,
     )  # fmt: skip

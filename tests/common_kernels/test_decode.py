@@ -198,7 +198,7 @@ for architecture, two, bits in (
     (120, 1, 4),
 ):
     dtype = torch.bfloat16
-    constants = dict(PRODUCT=decode.PRODUCTS[dtype, bits < 16], BITS=bits,
+    constants = dict(PRODUCT=decode.PRODUCTS[dtype], BITS=bits,
                      UNPACKING=decode.UNPACKING.get((dtype, bits), ""), BIAS=True, TWO=bool(two),
                      TILES=1 + two, DEPTH=1 + (bits < 16), UNROLL=2 - two, WARPS=4)
     signature = types | dict.fromkeys(constants, "constexpr")
