@@ -104,7 +104,8 @@ def chosen(request, *tests):
 # Of each method one case for what takes several processes: that in which most happens.
 ONE_EACH = {
     *(name for name in methods.available() if name not in VARIANTS),
-    *("act24-0.5", "ast-4-3", "bi_mask-0.01-2-8", "cast-2-1.0", "fst-0.01-2-0.5", "one_shot"),
+    *("act24-0.5", "ast-4-3", "bi_mask-0.01-2-8", "cast-2-1.0", "fst-0.01-2-0.5"),
+    *("one_shot-proxsparse-2-True", "ste-0.25"),
     *("projected-0.5", "s_ste-hopper_delayed", "s_ste", "semi_sparse-exact-2-0.5"),
     *("slope-4-0.5-True", "sr_ste-0.01", "step-0.34-0.34"),
 }
