@@ -81,7 +81,7 @@ def _parsed(config_name: str, text: str) -> Any:
         raise UserError(says) from error
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=1024)
 def _merged(config_name: str, files: tuple[str, ...]) -> Any:
     """The config of a choice of files. It is shared, so callers change a copy."""
     import hydra
