@@ -222,10 +222,10 @@ def added(PRODUCT: tl.constexpr, BITS: tl.constexpr, a, b, sums):
     zero = tl.zeros_like(sums[0])
     new = warp_product(PRODUCT, values, places, b, (zero, zero, zero, zero))
     return (
-        sums[0] + factors[0] * new[0],
-        sums[1] + factors[0] * new[1],
-        sums[2] + factors[1] * new[2],
-        sums[3] + factors[1] * new[3],
+        tl.fma(factors[0], new[0], sums[0]),
+        tl.fma(factors[0], new[1], sums[1]),
+        tl.fma(factors[1], new[2], sums[2]),
+        tl.fma(factors[1], new[3], sums[3]),
     )
 
 
