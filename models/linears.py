@@ -11,6 +11,7 @@ from common_kernels import (
     Packed24,
     Quantized24,
     check24,
+    convert24,
     dequantize24,
     pack24,
     quantize24,
@@ -67,10 +68,16 @@ def quantize(model: nn.Module, bits: int) -> list[str]:
 
 def integers_of(packed: Packed24) -> Packed24 | Quantized24:
     """The matrix as the integers of 4 or 8 bits that it was made of, for products with few tokens;
-    itself if it was not."""
-    matrix = unpack24(packed)
+    the same matrix if it was not."""
+    neutral = convert24(packed, "neutral")
+    # Of a few rows first, which tell other matrices apart in no time.
+    first = Packed24.of(neutral.values[:16], neutral.meta[:16], "neutral")
     for bits in (4, 8):
-        found = quantize24(packed, bits)
-        if torch.equal(dequantize24(found, packed.dtype), matrix):
-            return found
-    return packed
+        if _made_of(first, bits) and _made_of(neutral, bits):
+            return quantize24(neutral, bits)
+    return neutral
+
+
+def _made_of(packed: Packed24, bits: int) -> bool:
+    """True if a matrix is one of integers of so many bits times scales."""
+    return torch.equal(dequantize24(quantize24(packed, bits), packed.dtype), unpack24(packed))
