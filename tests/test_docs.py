@@ -13,12 +13,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from hydra import compose, initialize_config_module
 from torch.utils.data import DataLoader
 
 import methods
 from common_kernels import nm_mask
 from experiments.bench.__main__ import parser as bench_parser
+from experiments.config.compose import compose
 from experiments.support.checkpoint import sha256
 from models.gpt2 import GPT, GPTConfig
 from models.vit import ViT, ViTConfig
@@ -104,46 +104,45 @@ def commands():
 def test_commands_are_understood():
     tables = read_tables(TABLES)
     checked = 0
-    with initialize_config_module("experiments.conf", version_base="1.3"):
-        for page, line in commands():
-            words = shlex.split(line.split("#")[0])
-            if "|" in words:
-                words = words[words.index("|") + 1 :]
-            if not words or "-m" not in words:
-                scripts = [word for word in words if word.endswith((".sh", ".py"))]
-                assert all((ROOT / script).exists() for script in scripts), (page, line)
-                checked += bool(scripts)
-                continue
-            module, *arguments = words[words.index("-m") + 1 :]
-            if module == "experiments.bench":
-                bench_parser().parse_args(arguments)
-            elif module == "reproduce":
-                if arguments[0] == "run":
-                    assert arguments[1] == "BLOCK" or (BLOCKS / f"{arguments[1]}.yaml").exists()
-                elif (  # `w` stands for the paper that a reader adds
-                    arguments[0] not in (*COMMANDS, "--list")
-                    and not {"--list", "paper=w"} & {*arguments}
-                ):
-                    parse(arguments, tables)
-            elif module.startswith("reproduce."):
-                assert (ROOT / f"{module.replace('.', '/')}.py").exists(), line
-            elif module == "experiments.compare":
-                assert all("=" in word or word.startswith("runs/") for word in arguments)
-            elif module.startswith("experiments."):
-                name = module.removeprefix("experiments.")
-                assert (ROOT / "experiments" / f"{name}.py").exists(), line
-                sweep = "-m" in arguments
-                overrides = [word for word in arguments if "=" in word]
-                # The launcher of a sweep is an extra; tests/experiments/config/test_cluster.py.
-                overrides = [o for o in overrides if not o.startswith(("+cluster=", "hydra."))]
-                if sweep:  # composes the first run of a sweep
-                    overrides = [re.sub(r"(,.*)$", "", word) for word in overrides]
-                if name == "prepare_data":
-                    name = "pretrain"
-                compose(name, overrides)
-            else:
-                assert module in ("pytest", "venv"), line
-            checked += 1
+    for page, line in commands():
+        words = shlex.split(line.split("#")[0])
+        if "|" in words:
+            words = words[words.index("|") + 1 :]
+        if not words or "-m" not in words:
+            scripts = [word for word in words if word.endswith((".sh", ".py"))]
+            assert all((ROOT / script).exists() for script in scripts), (page, line)
+            checked += bool(scripts)
+            continue
+        module, *arguments = words[words.index("-m") + 1 :]
+        if module == "experiments.bench":
+            bench_parser().parse_args(arguments)
+        elif module == "reproduce":
+            if arguments[0] == "run":
+                assert arguments[1] == "BLOCK" or (BLOCKS / f"{arguments[1]}.yaml").exists()
+            elif (  # `w` stands for the paper that a reader adds
+                arguments[0] not in (*COMMANDS, "--list")
+                and not {"--list", "paper=w"} & {*arguments}
+            ):
+                parse(arguments, tables)
+        elif module.startswith("reproduce."):
+            assert (ROOT / f"{module.replace('.', '/')}.py").exists(), line
+        elif module == "experiments.compare":
+            assert all("=" in word or word.startswith("runs/") for word in arguments)
+        elif module.startswith("experiments."):
+            name = module.removeprefix("experiments.")
+            assert (ROOT / "experiments" / f"{name}.py").exists(), line
+            sweep = "-m" in arguments
+            overrides = [word for word in arguments if "=" in word]
+            # The launcher of a sweep is an extra; tests/experiments/config/test_cluster.py.
+            overrides = [o for o in overrides if not o.startswith(("+cluster=", "hydra."))]
+            if sweep:  # composes the first run of a sweep
+                overrides = [re.sub(r"(,.*)$", "", word) for word in overrides]
+            if name == "prepare_data":
+                name = "pretrain"
+            compose(name, overrides)
+        else:
+            assert module in ("pytest", "venv"), line
+        checked += 1
     assert checked > 40
 
 
