@@ -84,13 +84,13 @@ def few_tokens24(
 
 def settings(bits: int, rows: int, columns: int, two: bool) -> dict[str, int]:
     """How the work is dealt out: enough warps to have many lines of W on their way, measured on an
-    H100; `two` with more than eight tokens."""
+    H100 with 16 bits and on an H200 with 8 and 4; `two` with more than eight tokens."""
     tiles = 2 if two and rows % 32 == 0 else 1
     if two:
         warps = 4 if rows > 8192 else 8
     else:
         warps = 4 if rows >= 16384 else 16 if rows <= 4096 or columns > 2 * rows else 8
-    depth, unroll = (1, 1 if two else 2) if bits == 16 else (2 if two else 4, 1)
+    depth, unroll = (1, 1 if two else 2) if bits == 16 else (2 if two or warps == 8 else 4, 1)
     return {"TILES": tiles, "DEPTH": depth, "UNROLL": unroll, "WARPS": warps}
 
 
