@@ -91,7 +91,8 @@ def few_tokens24(
         )
     if bias is not None and bias.shape != (rows,):
         raise ValueError(f"bias must have shape ({rows},), not {tuple(bias.shape)}")
-    device = checks.one_device(weight=weight.values, meta=weight.meta, x=x, bias=bias)
+    stored = {"weight": weight.values, "meta": weight.meta, "scales": weight.scales}
+    device = checks.one_device(**stored, x=x, bias=bias)
     name = backends.resolve(device, backend)
     if name == "triton" and not serves(device):
         if backend == "triton" and device.type == "cuda":
