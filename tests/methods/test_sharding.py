@@ -32,7 +32,7 @@ from tests.methods.test_contract import (
 RESUMED = STEPS // 2  # the step before which two ranks save and others go on
 # What four ranks do otherwise than two: tiles and sums over whole weights, adapters of fewer rows.
 FOUR = {"slope-4-0.5-True", "fst-0.01-2-0.5"}
-# Sums in another order change FP8 codes here and there, by an eighth; two ranks are tested with them.
+# Sums in another order change FP8 codes here and there; two ranks are tested with them.
 WITHOUT_FP8 = [case for case in CASES if "fp8" not in case.values[1]]
 
 

@@ -172,7 +172,7 @@ esac
     done = subprocess.run(run, cwd="/", capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     *installed, tested = done.stdout.splitlines()
-    assert tested == "-m pytest -n 2 --dist loadfile -k mask"
+    assert tested == "-m pytest -n 2 --dist loadfile -m not extra -k mask"
     assert ("--upgrade --upgrade-strategy eager -e .[dev]" in done.stdout) is (versions == "newest")
     assert ("torch==2.11" in installed) is ("numpy==2.0" in installed) is (versions == "oldest")
     assert not any("constraints.txt" in line or "setuptools" in line for line in installed)
