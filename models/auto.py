@@ -51,14 +51,20 @@ class Expand(ConversionOps):
         self.described, self.parts = described, parts
 
     def convert(
-        self, input_dict: dict[str, Any], *_: Any, full_layer_name: str = "", **__: Any
+        self,
+        input_dict: dict[str, Any],
+        *_: Any,
+        full_layer_name: str = "",
+        model: Any = None,
+        **__: Any,
     ) -> dict[str, Any]:
         given = (input_dict[part] for part in self.parts)
         parts = [found[0] if isinstance(found, list) else found for found in given]
         told = self.described.get(full_layer_name, {"axis": 1, "dtype": "bfloat16"})
         weight = expanded(*parts, told=told)
-        # transformers has cast the floats among the parts, but no integers, to the model's dtype.
-        return {"weight": weight.to(parts[-1].dtype) if len(parts) == 3 else weight}
+        # transformers has cast floats to the model's dtype, but no integers and scales.
+        dtype = model.get_parameter(full_layer_name).dtype
+        return {"weight": weight.to(dtype) if len(parts) == 3 else weight}
 
 
 @register_quantizer(FORMAT)

@@ -9,7 +9,8 @@
                                 [rows, columns / 8] with two bits per value
                                 (`common_kernels.Packed24`, layout `neutral`), with groups along the
                                 columns. If `axis` is 0, it is the transpose of X that is stored.
-                                Quantised, there are also X.scales, bf16, and the values are int8,
+                                Quantised, there are also X.scales, the bits of bf16 as int16, so
+                                that no reader casts them, and the values are int8,
                                 or uint8 [rows, columns / 4] (`common_kernels.Quantized24`)
                                 With a `low_rank` r the linear also adds (x left^T) right, a term of
                                 SLoPe or SLoRB: `right` [r, out] and `left` [r, in] are stored
@@ -114,7 +115,7 @@ def expanded(
     if scales is None:
         weight = unpack24(Packed24.of(values, positions, "neutral"))
     else:
-        quantized = Quantized24(values, positions, scales.bfloat16())
+        quantized = Quantized24(values, positions, scales.view(torch.bfloat16))
         weight = dequantize24(quantized, getattr(torch, told["dtype"]))
     return weight if told["axis"] == 1 else weight.t().contiguous()
 

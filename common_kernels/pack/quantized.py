@@ -44,8 +44,8 @@ def quantize24(packed: Packed24, bits: int) -> Quantized24:
     """The matrix with each value rounded to the nearest multiple of its scale, ties to even.
 
     bits: 8 or 4. A scale is the largest magnitude that it serves over the largest integer, rounded
-    to bf16. A dequantised matrix, whatever its dtype, gives the same integers and scales again: its
-    largest magnitude is as near to the scale times that integer as the first one was.
+    to bf16. A matrix that was dequantised in the dtype in which it was quantised gives the same
+    integers and scales again; rounded to another dtype, some matrices do not.
 
     Raises ValueError for another number of bits.
     """

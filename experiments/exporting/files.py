@@ -206,7 +206,8 @@ def compress(
         parts = {VALUES: packed.values, POSITIONS: packed.meta}
         if bits:
             found = quantize24(packed, bits)
-            parts = {VALUES: found.values, POSITIONS: found.positions, SCALES: found.scales}
+            scales = found.scales.view(torch.int16)  # transformers would cast floats
+            parts = {VALUES: found.values, POSITIONS: found.positions, SCALES: scales}
             whole = tensor.numel() * bits // 8 + found.scales.nbytes
             sizes["integers"] = sizes.get("integers", 0) + whole
         for part, stored in parts.items():

@@ -139,7 +139,7 @@ def search(weight: Tensor, n: int, m: int) -> Tensor:
 
 
 def gains(magnitude: Tensor, n: int, m: int) -> tuple[Tensor, Tensor]:
-    """What swapping columns a and b adds to the magnitude that an n:m mask keeps, [in, in], -inf
+    """The magnitude that an n:m mask keeps more if columns a and b are swapped, [in, in], -inf
     within a group; and what each group keeps. magnitude: [out, in]."""
     groups = magnitude.unflatten(1, (-1, m))
     kept = groups.topk(n, dim=2).values.sum((0, 2))

@@ -138,6 +138,10 @@ def test_quantised_weights_are_near_and_their_compressed_twin_has_the_same_bits(
     assert f"| weights | sparse, bf16, int{bits} |" in card
     assert f"| bytes as dense integers with scales | {told['bytes']['integers']:,} |" in card
     assert f"dtype=bf16 quantize=int{bits} compressed=true" in card
+    # transformers casts floats: a small scale would not survive fp16.
+    stored = load_file(compressed / sparse.WEIGHTS)
+    scales = [tensor for name, tensor in stored.items() if name.endswith(".scales")]
+    assert len(scales) == len(changed) and {x.dtype for x in scales} == {torch.int16}
     model = plain(compressed, dtype=torch.float16)
     expected = {n: tensor.half() for n, tensor in rounded.items()}
     same(dict(model.state_dict()), expected)
