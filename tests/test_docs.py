@@ -146,9 +146,6 @@ def test_commands_are_understood():
     assert checked > 40
 
 
-# ------------------------------------------------------------------ snippets
-
-
 def llama(**options):
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -390,9 +387,6 @@ def test_the_loop_of_the_readme_runs_and_is_saved_sparse(tmp_path, monkeypatch):
     saved = torch.load("model.pt", weights_only=True)
     assert saved.keys() == tiny().state_dict().keys()
     assert is_24(saved["transformer.h.0.mlp.c_fc.weight"])
-
-
-# ------------------------------------------------------------------ what is quoted
 
 
 def test_the_tree_names_every_package_and_every_method_has_its_row_and_section():

@@ -42,8 +42,6 @@ def test_an_example_does_what_it_says(name, folder, monkeypatch, capfd):
     assert told in capfd.readouterr().out
 
 
-# ------------------------------------------------------------------ recipes for other trainers
-
 TINY = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "vocab_size": 32}
 
 

@@ -43,9 +43,6 @@ def masked(x, mask):
     return torch.where(mask, bits, 0).view(x.dtype)
 
 
-# ------------------------------------------------------------------ against torch's packers
-
-
 @each("dtype", [torch.bfloat16, torch.float16, torch.int8])
 def test_the_order_of_cutlass_on_ampere_is_torchs(dtype):
     """Also of a transpose, and of groups that are not full: their zeros are those of torch."""
@@ -60,9 +57,6 @@ def test_the_order_of_cutlass_on_ampere_is_torchs(dtype):
         same(unpack24(Packed24.of(values, meta, "cutlass_sm80")), pruned)
         dense = conversions.sparse_semi_structured_to_dense_cutlass(packed.values, packed.meta)
         same(dense, pruned)
-
-
-# ------------------------------------------------------------------ by hand
 
 
 @each(("layout", "tiles"), [("cutlass_sm90", 2), ("cutlass_sm90_k128", 4)])
@@ -95,9 +89,6 @@ def test_the_order_of_cutlass_on_hopper_for_two_bytes(layout, tiles):
             expected[address(row, 4 * group) // 4] = nibbles[row, group]
     meta = pack24(matrix((rows, columns), torch.bfloat16), mask, layout).meta.flatten()
     assert torch.equal(meta, expected[::2] | expected[1::2] << 4)
-
-
-# ------------------------------------------------------------------ round trips
 
 
 @each(
@@ -140,9 +131,6 @@ def test_one_buffer_holds_values_and_metadata():
     assert packed.buffer.data_ptr() == packed.values.data_ptr()
 
 
-# ------------------------------------------------------------------ refusals
-
-
 def test_a_mask_that_is_not_24():
     x = matrix((4, 12))
     mask = nm_mask(x)
@@ -175,9 +163,6 @@ def test_what_a_layout_cannot_hold(shape, dtype, layout):
             call()
 
 
-# ------------------------------------------------------------------ as operators
-
-
 @each("layout", ["cutlass_sm80", "cusparselt_sm90"])
 def test_compiled_once_for_all_sizes(layout):
     torch._dynamo.reset()
@@ -197,8 +182,6 @@ def test_compiled_once_for_all_sizes(layout):
     assert graphs.frame_count <= 2
     torch._dynamo.reset()
 
-
-# ------------------------------------------------------------------ on a GPU
 
 on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)

@@ -259,8 +259,6 @@ def test_one_operator_does_what_two_do(layout, tokens):
     assert torch.equal(twice_pruned_mm24(x, *weight, layout=layout), linear24(out, x))
 
 
-# --- the table -----------------------------------------------------------------------------------
-
 PROBLEM = Problem(64, 128, 96, BF16, BF16, True, True)
 
 
@@ -395,8 +393,6 @@ def test_wgrad_is_timed_with_the_packing_of_its_sample(monkeypatch):
         assert packed == [(64, 128)] * times
 
 
-# --- layouts -------------------------------------------------------------------------------------
-
 WGRAD = Problem(64, 112, 64, BF16, BF16, False, False)
 
 
@@ -517,8 +513,6 @@ def test_the_margin_of_a_right_product_holds_for_sums_cut_to_14_bits():
     assert 2.0**-8 < error < table.margin(fp8) == 2.0**-7 + 2.0**-6
     assert table.margin(replace(fp8, dtype=BF16)) == 2.0**-7
 
-
-# --- on a GPU ------------------------------------------------------------------------------------
 
 on_hopper = pytest.mark.skipif(not HOPPER, reason="needs a GPU of compute capability 9.0")
 FORMS = {  # dtypes, whether the dense operand and the result are transposed, and a bias

@@ -377,9 +377,6 @@ def test_packed_matrices(layout, backend):
             same_bits(ck.unpack24(packed).cpu(), torch.where(mask, x, 0))
 
 
-# --- operands and what torch knows of the operators ----------------------------------------------
-
-
 def in_place(function):
     """`function`, which writes to some of its operands, as one that returns the new ones."""
 

@@ -9,14 +9,17 @@ from contextlib import contextmanager
 
 import numpy as np
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 
+from experiments.bench.__main__ import main
 from experiments.config.run import load
 from experiments.data.manifest import DataConfig
 from experiments.data.prepare import prepare
 from experiments.runs.finished import FinishedRun
 from experiments.support.checkpoint import read_sealed, sha256
 from experiments.training import pretraining
+from experiments.training.tracking import read_metrics
 from experiments.training.trainer import Trainer
 
 TINY_MODEL = [
@@ -41,6 +44,36 @@ SHORT = [
 
 def quiet(message):
     """Take a message on progress, and show nothing."""
+
+
+def untimed(config):
+    """The log of a run without its times."""
+    found = read_metrics(config.directory() / "metrics.jsonl")
+    return [{k: v for k, v in r.items() if k != "step_seconds"} for r in found]
+
+
+def losses(directory, key="loss"):
+    return {r["step"]: r[key] for r in read_metrics(directory / "metrics.jsonl") if key in r}
+
+
+def words_of(corpus_dir):
+    """Overrides of the corpus that most tests train on."""
+    data = ["data.name=words", f"data.source={corpus_dir / 'text'}", f"data.root={corpus_dir}"]
+    return [*data, "data.vocab_size=300"]
+
+
+def bench(benchmark, out, *more):
+    """The exit status of a benchmark on a CPU that times everything twice."""
+    options = ["--device", "cpu", "--threads", "1", "--repeats", "2", "--out", str(out)]
+    return main([benchmark, *options, *more])
+
+
+@pytest.fixture(autouse=True)
+def threads():
+    """As many as before, whatever a run has set."""
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="session")
@@ -71,23 +104,16 @@ def corpus_dir(make_corpus):
 @pytest.fixture
 def overrides(corpus_dir, tmp_path):
     """Hydra overrides of a run of twelve steps under `tmp_path/runs`."""
-    data = [
-        "data.name=words",
-        f"data.source={corpus_dir / 'text'}",
-        f"data.root={corpus_dir}",
-        "data.vocab_size=300",
-    ]
-    return [*TINY_MODEL, *SHORT, *data, f"runs={tmp_path / 'runs'}"]
+    return [*TINY_MODEL, *SHORT, *words_of(corpus_dir), f"runs={tmp_path / 'runs'}"]
 
 
 @pytest.fixture(scope="session")
 def trained(corpus_dir, tmp_path_factory):
     """FinishedRun of a nano GPT-2 with dense master weights behind its 2:4 ones, made once. A test
     that changes its files copies `trained.directory`."""
-    data = [f"data.source={corpus_dir / 'text'}", f"data.root={corpus_dir}", "data.vocab_size=300"]
     runs = f"runs={tmp_path_factory.mktemp('runs')}"
-    more = ["data.name=words", "model.block_size=32", "train.learning_rate=1e-2", "method=ste"]
-    config = load([*TINY_MODEL, *SHORT, *data, runs, *more])
+    more = ["model.block_size=32", "train.learning_rate=1e-2", "method=ste"]
+    config = load([*TINY_MODEL, *SHORT, *words_of(corpus_dir), runs, *more])
     pretraining.run(config, quiet)
     return FinishedRun.open(config.directory())
 

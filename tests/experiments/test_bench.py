@@ -14,23 +14,16 @@ from experiments.bench.operators import OPS
 from experiments.bench.report import Report, Row
 from experiments.bench.timing import Time, in_turns, quantiles
 from experiments.support.errors import UserError
+from tests.experiments.conftest import bench
 
 CPU = torch.device("cpu")
 on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 
-@pytest.fixture(autouse=True)
-def threads():
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
-
-
 def test_every_operator_has_a_row(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(ops, "CPU_SHAPE", (48, 32))
     out = tmp_path / "deep" / "cpu.json"
-    options = ["--device", "cpu", "--threads", "1", "--repeats", "2", "--out", str(out)]
-    assert main(["ops", *options]) == 0 and main(["report", str(out)]) == 0
+    assert bench("ops", out) == 0 and main(["report", str(out)]) == 0
     assert "| transposable_mask24 |" in capsys.readouterr().out
     record = json.loads(out.read_text())
     rows = {row["name"]: row for row in record["benchmarks"]["ops"]["rows"]}
@@ -49,7 +42,7 @@ def test_every_operator_has_a_row(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(decode, "fastest", lambda *_: None)
     for most, used in ((decode.MOST, "cpu"), (2, "cusparselt_sm90")):  # four tokens are few, many
         monkeypatch.setattr(decode, "MOST", most)
-        assert main(["decode", "--only", "4 *", *options]) == 0
+        assert bench("decode", out, "--only", "4 *") == 0
         rows = json.loads(out.read_text())["benchmarks"]["decode"]["rows"]
         of = {row["name"]: row for row in rows if row["backend"] == used}
         bits = {"": 9, ", int8": 5.125, ", int4": 3.125} if used == "cpu" else {"": 9}
@@ -205,9 +198,6 @@ def test_the_committed_tables_are_those_of_their_records():
     for name in ("h100", "h200", "h200_serve"):
         record = report.read_record(folder / f"{name}.json")
         assert report.markdown(record) == (folder / f"{name}.md").read_text(encoding="utf-8")
-
-
-# --- bad input -----------------------------------------------------------------------------------
 
 
 def test_two_records_are_compared_by_what_is_as_fast_as_its_peer(tmp_path, capsys):

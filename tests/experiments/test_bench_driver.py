@@ -8,19 +8,11 @@ import sys
 import time
 
 import pytest
-import torch
 
 from experiments.bench import driver
 from experiments.bench.__main__ import main
 from experiments.bench.driver import Watched
 from experiments.support.errors import UserError
-
-
-@pytest.fixture(autouse=True)
-def threads():
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
 
 
 def test_the_command_stands_beside_a_bare_loop(overrides, tmp_path):

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from experiments.bench import linear, loop
-from experiments.bench.__main__ import main
 from experiments.support.errors import UserError
+from tests.experiments.conftest import bench
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="times a CPU")
 
@@ -19,19 +19,11 @@ def tiny(monkeypatch):
     small = {kind: replace(one, layers=1, batch=(2, 8)) for kind, one in loop.QUICK.items()}
     monkeypatch.setattr(loop, "QUICK", small)
     monkeypatch.setattr(loop, "CALLS", 1)
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
-
-
-def run(out, *more):
-    options = ["--device", "cpu", "--threads", "1", "--repeats", "2", "--out", str(out)]
-    return main(["loop", *options, *more])
 
 
 def test_every_row_that_runs_here_stands_beside_dense(tmp_path):
     out = tmp_path / "cpu.json"
-    assert run(out) == 0
+    assert bench("loop", out) == 0
     record = json.loads(out.read_text())["benchmarks"]["loop"]
     rows = {row["name"]: row for row in record["rows"]}
     assert list(rows) == [*loop.HOSTS, *loop.METHODS]
@@ -68,10 +60,10 @@ def test_what_is_wrong_gets_no_time_and_what_is_missing_is_made(tmp_path, monkey
     out, asked = tmp_path / "cpu.json", ("--only", "s_ste", "slope", "--missing")
     with monkeypatch.context() as patch:
         patch.setattr(linear, "gate", gate)
-        assert run(out, *asked) == 1
+        assert bench("loop", out, *asked) == 1
     assert "s_ste is off" in capsys.readouterr().err
     (row,) = json.loads(out.read_text())["benchmarks"]["loop"]["rows"]
     assert row["name"] == "slope"
-    assert run(out, *asked) == 0
+    assert bench("loop", out, *asked) == 0
     rows = json.loads(out.read_text())["benchmarks"]["loop"]["rows"]
     assert [one["name"] for one in rows] == ["slope", "s_ste"] and rows[0] == row

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from experiments.bench import serve
-from experiments.bench.__main__ import main
 from models.packed import Limits, PackedProduct
+from tests.experiments.conftest import bench
 from tests.lifetimes import Reads
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="emulates what a GPU runs")
@@ -21,14 +21,6 @@ def tiny(monkeypatch):
     monkeypatch.setitem(serve.SIZES, "nano", size)
     monkeypatch.setattr(serve, "CONTEXT", 4)
     monkeypatch.setattr(serve, "NEW", 3)
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
-
-
-def run(out, *more):
-    options = ["--device", "cpu", "--threads", "1", "--repeats", "2", "--out", str(out)]
-    return main(["serve", *options, *more])
 
 
 def test_every_variant_that_runs_here_has_its_rows(tmp_path, monkeypatch, capsys):
@@ -38,7 +30,7 @@ def test_every_variant_that_runs_here_has_its_rows(tmp_path, monkeypatch, capsys
         serve, "pack", lambda model, limits, graphs: pack(model, limits or Limits(1, 5))
     )
     out = tmp_path / "cpu.json"
-    assert run(out, "--thorough") == 0
+    assert bench("serve", out, "--thorough") == 0
     record = json.loads(out.read_text())["benchmarks"]["serve"]
     rows = {(row["name"], row["shape"]): row for row in record["rows"]}
     for work, shape, made in (
@@ -59,7 +51,7 @@ def test_every_variant_that_runs_here_has_its_rows(tmp_path, monkeypatch, capsys
             assert figures == ({} if shape == "64 -> 32" else {"tokens": tokens})
     assert not rows
     monkeypatch.setattr(PackedProduct, "forward", lambda self, x: 0 * x @ self.weight.t())
-    assert run(tmp_path / "wrong.json", "--only", "prefill, packed") == 1
+    assert bench("serve", tmp_path / "wrong.json", "--only", "prefill, packed") == 1
     assert "packed disagrees with dense: off by" in capsys.readouterr().err
     assert not (tmp_path / "wrong.json").exists()
 

@@ -13,10 +13,10 @@ from torch._dynamo.utils import counters
 import methods
 from experiments.bench import dense_fp8, jobs, linear, profile, train, variants
 from experiments.bench import step as steps
-from experiments.bench.__main__ import main
 from experiments.bench.variants import VARIANTS
 from experiments.support.errors import UserError
 from models.gpt2 import GPTConfig
+from tests.experiments.conftest import bench
 from tests.lifetimes import Reads
 
 CPU = torch.device("cpu")
@@ -30,16 +30,12 @@ HERE = [
 def small(monkeypatch):
     monkeypatch.setattr(linear, "CPU_SHAPES", (SHAPE,))
     monkeypatch.setattr(jobs, "CPU_JOBS", {"tiny": jobs.gpt2("nano", 2, 8)})
-    threads = torch.get_num_threads()
-    yield
-    torch.set_num_threads(threads)
 
 
 def run(benchmark, tmp_path, *arguments):
     """The rows by name."""
     out = tmp_path / "cpu.json"
-    options = ["--device", "cpu", "--threads", "1", "--repeats", "2", "--out", str(out)]
-    assert main([benchmark, *options, *arguments]) == 0
+    assert bench(benchmark, out, *arguments) == 0
     rows = json.loads(out.read_text())["benchmarks"][benchmark]["rows"]
     return {row["name"]: row for row in rows}
 
@@ -105,8 +101,7 @@ def test_what_is_wrong_is_left_out_and_the_rest_is_measured(tmp_path, monkeypatc
 
     monkeypatch.setattr(linear, "gate", gate)
     out = tmp_path / "cpu.json"
-    options = ["--device", "cpu", "--repeats", "2", "--threads", "1", "--out", str(out)]
-    assert main(["train", "--only", "slope", variants.TORCHAO, *options]) == 1
+    assert bench("train", out, "--only", "slope", variants.TORCHAO) == 1
     record = json.loads(out.read_text())["benchmarks"]["train"]
     (row,) = record["rows"]
     assert (row["name"], row["backend"]) == (variants.TORCHAO, "torchao")

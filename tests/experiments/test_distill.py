@@ -68,9 +68,6 @@ def tokens(vocab_size=300, length=16):
     return torch.randint(0, vocab_size, (4, length), generator=torch.Generator().manual_seed(0))
 
 
-# ---------------------------------------------------------------- what comes out
-
-
 @pytest.mark.parametrize("family", ["gpt2", "opt", "llama"])
 def test_the_export_is_what_plain_transformers_loads(retrain, family):
     config = retrain(family)
@@ -115,9 +112,6 @@ def test_the_wanda_metric_calibrates_on_seeded_windows_of_the_training_text(retr
     assert not torch.equal(windows[0], first_step["input"])
 
 
-# ---------------------------------------------------------------- where weights come from
-
-
 @pytest.fixture
 def from_run(overrides):
     """from_run(directory, "method=ste") -> RunConfig of our own tiny model, from a finished run."""
@@ -146,9 +140,6 @@ def test_our_own_model_starts_from_a_finished_run(tiny, from_run):
         "step": 0,
         "val_loss": pytest.approx(source["metrics"]["val_loss"], rel=1e-6),
     }
-
-
-# ---------------------------------------------------------------- tokens
 
 
 @pytest.fixture

@@ -10,11 +10,8 @@ from experiments.data.manifest import DataConfig
 from experiments.exporting.export import Form, export
 from experiments.runs.finished import FinishedRun
 from experiments.training import pretraining
+from tests.experiments.conftest import quiet
 from tests.faults import check
-
-
-def quiet(message):
-    """Take a message, and show nothing."""
 
 
 def test_the_preparation_of_a_corpus(corpus_dir, tmp_path, monkeypatch):

@@ -56,9 +56,6 @@ def test_pruned_values_matter_only_after_a_refresh():
     assert not torch.equal(layer(x), before)
 
 
-# ---------------------------------------------------------------- masks
-
-
 def test_a_static_mask_never_changes():
     layer, method = converted(refresh_every=0, alpha=0.0, decay_route="gradient")
     mask = layer.mask.clone()
@@ -71,9 +68,6 @@ def test_a_static_mask_never_changes():
     methods.refresh(layer)  # of an averaged copy, say
     assert torch.equal(layer.mask, mask)
     assert torch.equal(layer.sparse_weight, layer.weight.detach() * mask)
-
-
-# ---------------------------------------------------------------- Wanda metric
 
 
 def wanda(layer, batches):
@@ -128,9 +122,6 @@ def test_the_norms_are_those_of_the_dense_model_and_are_saved():
     assert "2.input_norm" in model.state_dict()
 
 
-# ---------------------------------------------------------------- the ramp
-
-
 def test_lambda_rises_linearly_and_stays():
     for options, values in (
         ({"ramp_steps": 10000}, {0: 0.0, 2500: 2.5e-5, 10000: 1e-4, 30000: 1e-4}),
@@ -144,9 +135,6 @@ def test_lambda_rises_linearly_and_stays():
         method = ast.Method(ast.Config(**options))
         for step, value in values.items():
             assert method.decay(step) == pytest.approx(value, rel=1e-12, abs=0)
-
-
-# ---------------------------------------------------------------- the decay
 
 
 def test_pure_decay_tells_the_routes_apart():
@@ -180,9 +168,6 @@ def test_a_layer_without_a_gradient_does_not_stop_the_others():
         method.on_gradients(0, optimizer)
         optimizer.step()
         assert torch.equal(model[1].weight != before, ~model[1].mask)
-
-
-# ---------------------------------------------------------------- the optimizer
 
 
 def test_the_rule_of_the_paper_step_by_step():
@@ -247,9 +232,6 @@ def test_the_optimizer_that_the_route_needs():
         method.on_gradients(0, torch.optim.SGD([layer.weight], lr=0.1))
 
 
-# ---------------------------------------------------------------- when masks change
-
-
 def test_masks_are_chosen_after_every_kth_step_whatever_is_forwarded():
     """So those of the steps 0, k, 2k, ... are new. The released LLaMA code counts forward passes:
     micro-batches and evaluations among them."""
@@ -268,9 +250,6 @@ def test_masks_are_chosen_after_every_kth_step_whatever_is_forwarded():
 
     for period, steps in ((1, [0, 1, 2, 3, 4, 5]), (2, [1, 3, 5]), (3, [2, 5]), (0, [])):
         assert chosen(period) == steps
-
-
-# ---------------------------------------------------------------- the end
 
 
 def test_the_end_has_zeros_of_the_last_mask_in_use():

@@ -39,9 +39,6 @@ def step_of(method, model, step, parts=1, forward=None):
             ((model if forward is None else forward)(part).square().sum() / len(x)).backward()
 
 
-# ---------------------------------------------------------------- the three products
-
-
 def test_mask_by_hand():
     """Row by row the first two columns win three times; a column may keep two of them."""
     rows = [[9.0, 8.0, 1.0, 1.0], [9.0, 8.0, 1.0, 1.0], [5.0, 4.0, 2.0, 1.0], [1.0, 1.0, 1.0, 1.0]]
@@ -60,9 +57,6 @@ def test_both_products_have_a_sparse_weight():
         assert dgrad is fprop and int(check24(dgrad.matrix, dim=0)) == 0
         if algorithm == "exact":
             assert int(layer.mask.sum()) == 32 * 64 // 2
-
-
-# ---------------------------------------------------------------- the schedule of the masks
 
 
 @pytest.fixture
@@ -117,9 +111,6 @@ def test_masks_are_searched_at_steps_0_40_and_80(searches, parts, recompute, tra
     for (_, mask), (_, expected) in zip(changed[1:], plain[1:], strict=True):
         assert torch.equal(mask, expected)
     assert not torch.equal(plain[1][1], plain[0])  # there was something to choose
-
-
-# ---------------------------------------------------------------- the dense phase
 
 
 def test_dense_start():
@@ -214,6 +205,3 @@ def test_going_back_to_a_checkpoint_before_the_switch_makes_the_model_sparse_aga
     for step in range(3, 8):
         step_of(method, layer, step)
     assert torch.equal(layer.weight, weight)
-
-
-# ---------------------------------------------------------------- options

@@ -57,9 +57,6 @@ def converted(metric, batches=None, **options):
     return model, method
 
 
-# ------------------------------------------------------------------ SparseGPT
-
-
 def obs_reference(weight, hessian, damping, grouped):
     """The sweep of the paper, column by column, with the inverse of what is left taken anew."""
     w, columns = weight.clone(), weight.shape[1]
@@ -115,9 +112,6 @@ def test_inputs_that_never_fire_and_too_few_tokens():
         assert updated.isfinite().all()
         assert not mask[:, 5].any()
         assert int(check24(updated)) == 0
-
-
-# ------------------------------------------------------------------ learnt masks
 
 
 def prox_objective(x, w, penalty):
@@ -192,9 +186,6 @@ def test_maskllm_starts_from_its_prior(monkeypatch):
         assert torch.equal(model.mlp[0].mask, own.mlp[0].mask)
         # SparseGPT's updates of the first layer, which a prior leaves out, change the second.
         assert torch.equal(model.mlp[2].mask, own.mlp[2].mask) == (metric != "sparsegpt")
-
-
-# ------------------------------------------------------------------ the method
 
 
 def test_wanda_by_hand():

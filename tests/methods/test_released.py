@@ -65,9 +65,6 @@ def test_options_without_the_defect_are_refused():
             methods.build(f"released.{name}", **options)
 
 
-# ---------------------------------------------------------------- SLoPe's copy of the weight
-
-
 def test_slope_gives_dx_of_the_first_weight():
     for dtype in (torch.float32, torch.bfloat16):
         right, released = (converted(kind, dtype) for kind in (slope, released_slope))
@@ -106,9 +103,6 @@ def dgrad_operand(layer):
     return grad
 
 
-# ---------------------------------------------------------------- FST started again
-
-
 def test_fst_is_sparse_again_after_a_new_start():
     """20 steps, the last 10 of them dense; a new process begins with step 15."""
     options = {"total_steps": 20, "dense_fraction": 0.5, "refresh_every": 4, "alpha": 0.1}
@@ -144,9 +138,6 @@ def assert_equal_steps(first, second, step):
     assert_same(gradients, others)
 
 
-# ---------------------------------------------------------------- SLoPe's inverted mask
-
-
 def test_slope_takes_the_gradients_of_pruned_neighbours():
     right, released = converted(slope), converted(slope_mask)
     seen = {}
@@ -163,9 +154,6 @@ def test_slope_takes_the_gradients_of_pruned_neighbours():
     assert torch.equal(gradients["2.values"], compress_nm(dweight, right[0][2].row_mask))
 
 
-# ---------------------------------------------------------------- SLoPe's dense parameters
-
-
 def test_slope_leaves_what_is_dense_where_it_was():
     right, released = converted(slope), converted(slope_dense)
     before = {name: p.detach().clone() for name, p in released[0].named_parameters()}
@@ -177,9 +165,6 @@ def test_slope_leaves_what_is_dense_where_it_was():
     released[1].on_step_begin(1)
     with pytest.raises(ValueError, match=r"released.slope_dense needs the optimizer"):
         released[1].on_gradients(1)
-
-
-# ---------------------------------------------------------------- torchao's ranking
 
 
 def test_semi_sparse_keeps_the_largest_values():
@@ -202,9 +187,6 @@ def test_semi_sparse_is_the_method_where_no_weight_is_negative():
                 layer.weight.abs_()
         methods.refresh(model)
     assert_equal_steps(*runs, 0)
-
-
-# ---------------------------------------------------------------- AST's integer masks
 
 
 def retrained(kind, steps=3, gradient=1.0, **options):

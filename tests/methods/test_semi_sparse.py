@@ -70,9 +70,6 @@ def train(method, model, steps, parts=1, first=0, lr=0.05):
     return losses
 
 
-# ------------------------------------------------------------------ mode=weight
-
-
 def test_weights_are_ranked_by_magnitude():
     for algorithm in ("greedy", "exact"):
         layer, _ = layer_with(SIGNED, algorithm=algorithm)
@@ -117,9 +114,6 @@ def test_sparse_steps_come_first():
     latent = [model[i].weight.detach().clone() for i in (0, 2)]
     method.finalize(model)
     assert all(torch.equal(model[i].weight, w) for i, w in zip((0, 2), latent, strict=True))
-
-
-# ------------------------------------------------------------------ mode=activation
 
 
 def test_inputs_are_ranked_by_magnitude():
@@ -182,8 +176,6 @@ def assert_one_step(model, losses, reference, expected):
     for a, b in zip(model.parameters(), reference.parameters(), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
 
-
-# ------------------------------------------------------------------ torchao's names
 
 BOTH = pytest.mark.parametrize("cls", [SemiSparseLinear, SemiSparseActivationLinear])
 

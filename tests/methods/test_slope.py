@@ -49,9 +49,6 @@ def drift(layer, generator, scale=0.5):
         layer.values += scale * torch.randn(layer.values.shape, generator=generator)
 
 
-# ---------------------------------------------------------------- masks
-
-
 def test_row_mask_keeps_n_of_m_original_weights():
     for n, m in PATTERNS:
         for rule in ("random", "magnitude"):
@@ -105,9 +102,6 @@ def test_number_of_non_zeros_of_the_twice_pruned_weight():
             method.on_step_end(step)
 
 
-# ---------------------------------------------------------------- the three products
-
-
 def test_forward_is_the_masked_product():
     """On sides of no whole tile, on inputs of any shape and strides."""
     for (out_features, in_features), bias in (((44, 16), False), ((16, 8), True), ((8, 64), True)):
@@ -137,9 +131,6 @@ def test_weight_gradient_is_compressed():
         assert torch.equal(layer.values.grad, dense[mask].view(48, -1))
         assert torch.equal(expand_nm(layer.values.grad, layer.row_mask, n, m), dense * mask)
         assert torch.equal(layer.bias.grad, dy.view(-1, 48).sum(0))
-
-
-# ---------------------------------------------------------------- training
 
 
 def test_the_backward_weight_follows_every_update():
@@ -179,9 +170,6 @@ def train(model, method, optimizer, steps, clip=1.0):
         with training_step(method, step, optimizer):
             method.loss(model, batch(step)).backward()
             nn.utils.clip_grad_norm_(model.parameters(), clip)
-
-
-# ---------------------------------------------------------------- adapters
 
 
 def adapted(left_sparse=False, dtype=torch.float32, bias=True, rank=4):
@@ -358,9 +346,6 @@ def test_adapters_that_were_never_trained_leave_a_plain_linear():
     assert list(layer.state_dict()) == ["weight"]
 
 
-# ---------------------------------------------------------------- state and memory
-
-
 def test_names_shapes_and_dtypes_of_the_state():
     layer, _ = converted(
         24, 16, True, torch.bfloat16, adapter_rank=4, adapter_left_sparse=True, total_steps=100
@@ -407,9 +392,6 @@ def test_no_dense_weight_waits_for_the_backward_pass():
         layer(x)
     known = {t.data_ptr() for t in (x, *layer.parameters(), *layer.buffers())}
     assert len(saved) == 6 and {t.data_ptr() for t in saved} <= known
-
-
-# ---------------------------------------------------------------- which layers, which pattern
 
 
 def test_default_names_of_other_models():

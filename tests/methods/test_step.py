@@ -43,9 +43,6 @@ def one_step(model, method, optimizer, number, gradient):
     method.on_step_end(number)
 
 
-# ---------------------------------------------------------------- phase 1
-
-
 def test_phase_1_is_dense_adamw():
     model, method, optimizer = converted()
     assert method.metrics()["density"] == 1.0  # before the first step, too
@@ -137,9 +134,6 @@ def test_the_threshold_is_adams_eps():
         assert method.start == start
 
 
-# ---------------------------------------------------------------- phase 2
-
-
 def test_update_with_the_frozen_moment_by_hand():
     for fused in (False, True):
         model, method, _ = converted(min_fraction=0.1, max_fraction=0.1)
@@ -182,9 +176,6 @@ def test_a_weight_without_a_gradient_is_left_alone():
         before = model[0].weight.detach().clone()
         method.on_gradients(done, optimizer)
         assert torch.equal(model[0].weight, before)
-
-
-# ---------------------------------------------------------------- what is refused
 
 
 def test_optimizers_without_adams_moments_are_refused_in_the_first_step():

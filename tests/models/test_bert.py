@@ -35,9 +35,6 @@ def padding():
     return (torch.arange(12) < torch.tensor([[7], [12], [1]])).long()
 
 
-# ------------------------------------------------------------------------------ our own
-
-
 def test_cramming_has_the_published_shape():
     """16 layers of width 768, 3072 outputs of which 1536 are gates, no biases but the norms'."""
     norm = 2 * 768
@@ -124,9 +121,6 @@ def test_initialisation():
                 torch.testing.assert_close(parameter.detach(), torch.tensor([128**-0.5]))
             else:
                 assert torch.all(parameter == float("norm" in name and "weight" in name)), name
-
-
-# ------------------------------------------------------------------------------ transformers
 
 
 def hf_model(kind="BertForMaskedLM", **overrides):

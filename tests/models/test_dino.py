@@ -39,9 +39,6 @@ def perturb(model, seed=2):
             parameter.add_(torch.randn_like(parameter))
 
 
-# ---------------------------------------------------------------- the loss
-
-
 def test_the_loss_is_the_mean_over_pairs_of_different_views():
     for views, teachers in ((2, 2), (5, 2)):
         torch.manual_seed(0)
@@ -120,9 +117,6 @@ def test_the_head_is_that_of_the_paper():
     torch.testing.assert_close(head(x), cosines)
 
 
-# ---------------------------------------------------------------- centre
-
-
 def test_the_centre_moves_to_the_mean_of_the_step_s_teacher_outputs():
     model, batch = dino(centre_momentum=0.75), crops()
     model.on_step_begin(0)
@@ -173,9 +167,6 @@ def test_the_metrics_tell_the_two_collapses_apart():
     assert found["teacher_kl"] == pytest.approx(0, abs=1e-5)
 
 
-# ---------------------------------------------------------------- schedules
-
-
 def test_the_ends_of_the_schedules():
     config = dataclasses.replace(CONFIG, momentum=0.9, teacher_warmup=0.3, frozen_fraction=0.05)
     assert config.momentum_at(0) == pytest.approx(0.9)
@@ -210,9 +201,6 @@ def test_frozen_prototypes_get_no_gradient_and_no_decay():
         optimizer.zero_grad()
         model.on_step_end(step)
         assert torch.equal(weight, before) is not moved
-
-
-# ---------------------------------------------------------------- the teacher
 
 
 def test_the_teacher_is_the_moving_average_and_gets_no_gradient():

@@ -47,9 +47,6 @@ def test_initialisation():
             assert torch.all(parameter == expected), name
 
 
-# ---------------------------------------------------------------------------------- transformers
-
-
 def hf_model(**overrides):
     import transformers
 

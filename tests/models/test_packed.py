@@ -171,9 +171,6 @@ def test_a_model_of_transformers_is_packed_and_saved_as_before(tmp_path):
         assert configs[0] == configs[1]
 
 
-# ---------------------------------------------------------------- the limits
-
-
 def test_the_least_number_of_tokens_is_found():
     for first, expected in (
         (1, 1), (2, 4), (5, 8), (8, 8), (9, 32), (64, 64), (100, 128), (129, 256), (500, 512),

@@ -46,9 +46,6 @@ def files(tmp_path):
     return write
 
 
-# ------------------------------------------------------------------------------ the file
-
-
 def test_runs_come_seed_by_seed(files, tmp_path):
     runs = list(read_block("t", files()).runs(tmp_path / "runs"))
     order = [(run.seed, run.variant) for run in runs]
@@ -134,9 +131,6 @@ def test_shipped_blocks_compose(tmp_path):
     kept = [[o for o in own if not o.startswith(rates)] for own in variants.values()]
     asked = [row.overrides for row in table.rows if row.overrides]  # not half the width
     assert sorted(kept) == sorted(asked) and len(kept) == 7
-
-
-# ------------------------------------------------------------------------------ records
 
 
 @pytest.fixture

@@ -40,9 +40,6 @@ def of_claim(values, *contrasts):
     return verdict([j.verdict for j in judged(values, *contrasts)])
 
 
-# ------------------------------------------------------------------------------ one contrast
-
-
 def test_a_contrast_is_judged_by_its_rule():
     cases = [
         ("lower", -0.03, "confirmed"), ("lower", 0.02, "not reproduced"),
@@ -196,9 +193,6 @@ def test_what_is_not_tested_says_why():
     assert math.isnan(found.effect)
 
 
-# ------------------------------------------------------------------------------ a claim
-
-
 def test_p_values_of_a_claim_are_adjusted_together():
     """Two contrasts, each decided alone, are not decided together: the smaller p doubles. What is
     not tested costs the others nothing."""
@@ -229,9 +223,6 @@ def test_one_contrast_refutes_a_claim():
     }  # fmt: skip
     for names, found in expected.items():
         assert of_claim(values, *((name, "dense", "lower") for name in names)) == found
-
-
-# ------------------------------------------------------------------------------ claims.yaml
 
 
 def test_the_claims_are_those_of_the_papers():

@@ -60,8 +60,6 @@ def test_a_variant_is_what_its_row_says(table, tier):
             assert method_of(variants[row.variant]) == method_of(row.overrides), row.label
 
 
-# ------------------------------------------------------------------------------ made records
-
 BLOCK = """
 title: "Block t: toys"
 overrides: [model=gpt2_pico, data=stdlib]

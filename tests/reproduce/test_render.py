@@ -270,9 +270,6 @@ def test_speed_is_never_set_against_the_papers_device(finished_run, monkeypatch,
         assert draw(table, "full", [run], rendered, path) == path.is_file() == drawn
 
 
-# --- figures -------------------------------------------------------------------------------------
-
-
 def test_curves_and_their_panels(finished_run, tmp_path):
     """Steps and losses of models that were trained before cannot be compared with others'."""
     log = [{"step": 4, "val_loss": 2.0, "flip_rate": 0.5}]
@@ -352,8 +349,6 @@ def test_a_second_hand_value_looks_other_than_a_confirmed_one(lines):
     [whisker] = [line for line in axes.lines if line not in handles]
     assert list(whisker.get_ydata()) == [2.5, 3.5]
 
-
-# --- the papers' values and shape ----------------------------------------------------------------
 
 # What the paper says: 2.4 for S-STE's loss and, by notes, 26.4 for its BLEU; of FST nobody knows.
 SAID = {

@@ -114,9 +114,6 @@ def block(seeds=(0, 1), **variants):
     return Block("t", "T", ["train.steps=20"], variants, list(seeds))
 
 
-ONE = block([0], dense=["method=dense"])
-
-
 def second():
     """A block that goes on from the variant `dense` of `block()`."""
     source, variants = BlockSource(block(), "dense"), {"ast": ["method=ast"], "gmp": ["method=gmp"]}
@@ -133,9 +130,6 @@ def wait_for(path):
             return
         time.sleep(0.01)
     raise AssertionError(f"{path} does not appear")
-
-
-# ------------------------------------------------------------------------------ to the end
 
 
 def test_a_block_is_run_seed_by_seed_and_once(start, children, tmp_path):
@@ -206,9 +200,6 @@ def test_what_cannot_run_is_refused_before_any_work(start, children, monkeypatch
         assert not children.started
 
 
-# ------------------------------------------------------------------------------ sources
-
-
 def test_what_a_block_starts_from_is_trained_first(start, children, tmp_path):
     """A source is trained once for all variants of a seed, and has a record of its own."""
     done, said = start(second())
@@ -258,9 +249,6 @@ def test_what_starts_from_a_run_without_weights_is_left_out(how, start, children
     assert said[2].startswith(
         first if how == "failed" else "[1/6] t: dense, seed 0: val_loss is not"
     )
-
-
-# ------------------------------------------------------------------------------ failures
 
 
 def test_a_failure_is_one_line_and_the_rest_go_on(start, children, tmp_path):
@@ -333,9 +321,6 @@ def test_the_runs_of_a_table_go_side_by_side(children, small, tmp_path, monkeypa
     seen = [json.loads((job.config.directory() / "seen.json").read_text()) for job in jobs]
     assert [one["CUDA_VISIBLE_DEVICES"] for one in seen[:2]] == ["3", "5"]
     assert {one["OMP_NUM_THREADS"] for one in seen} == {"3"}
-
-
-# ------------------------------------------------------------------------------ stops
 
 
 def test_the_budget_ends_what_runs(start, children, tmp_path, clock):
@@ -421,9 +406,6 @@ def test_the_exit_status_and_arguments_that_mean_nothing(children, monkeypatch, 
     ]:
         assert main(["run", *arguments], runs=tmp_path) == 2
         assert message in capsys.readouterr().err
-
-
-# ------------------------------------------------------------------------------ places
 
 
 def test_the_gpus_are_those_that_this_process_may_use(monkeypatch):

@@ -62,9 +62,6 @@ def measurements(folder, ours):
     (folder / "slope_table1-full.json").write_text(json.dumps(facts))
 
 
-# ------------------------------------------------------------------------------ scale
-
-
 def test_the_gap_that_a_method_closes():
     """A quarter of the way from dense to half, with Fieller's interval of the pairs, at the seeds
     that all three have; a share of a gap that may be zero means nothing."""
@@ -135,9 +132,6 @@ def test_the_scale_of_runs():
     again = {**retrained[0], "variant": "other", "init": {"weights": "bb"}}
     unequal = "seeds 0, 1, from different trainings of the first model at seeds 1"
     assert setting([*retrained, again]).endswith(unequal)
-
-
-# ------------------------------------------------------------------------------ text
 
 
 def test_what_a_terminal_shows():
@@ -250,9 +244,6 @@ def test_measurements_are_of_a_device(tmp_path):
     assert shown[8] == "    1.667, n = 1; the paper 1.000"
     memory = content(of(measured=[replace(gain, less=True)]), {}, tmp_path)
     assert "  memory of training (SLoPe, Table 1, kernel): not " in text.lines(memory)[5]
-
-
-# ------------------------------------------------------------------------------ files
 
 
 def test_the_numbers_in_the_json_file(tmp_path):

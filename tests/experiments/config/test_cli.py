@@ -20,16 +20,13 @@ from experiments.config.yaml_files import CONF
 from experiments.runs.finished import FinishedRun
 from experiments.support.errors import Diverged, UserError
 from experiments.training.tracking import read_metrics
+from tests.experiments.conftest import losses
 
 
 def changed(overrides, *values):
     """The overrides with these in place of those of the same keys."""
     keys = {value.partition("=")[0] for value in values}
     return [o for o in overrides if o.partition("=")[0] not in keys] + [*values]
-
-
-def losses(directory, key="loss"):
-    return {r["step"]: r[key] for r in read_metrics(directory / "metrics.jsonl") if key in r}
 
 
 def test_a_sweep_makes_one_directory_per_run(overrides, tmp_path, monkeypatch, capsys):
@@ -166,8 +163,6 @@ def test_several_nodes_that_are_to_start_ranks_anew_need_stores_of_their_own(
     with pytest.raises(SystemExit, match=r"^error: --max-restarts=3 on 2 nodes: .*_STORE=1 on "):
         pretrain.main()
 
-
-# ------------------------------------------------------------------ --help and plain texts
 
 DRIVERS = {
     "pretrain": {"model", "data", "method", "train", "impl", "experiment"},

@@ -168,9 +168,6 @@ def test_only_what_differs_from_its_default_identifies_a_run():
     assert identity_of(Config(3, 2.0, ["a"])) == {"width": 3, "rate": 2.0, "names": ["a"]}
 
 
-# ------------------------------------------------------------------ names of directories
-
-
 def test_a_name_has_what_differs_from_the_defaults(monkeypatch):
     monkeypatch.setattr("experiments.config.run.source_hash", lambda path: "0")
     half = "method=dense model=gpt2_nano_half model.n_layer=2 train.batch_size=4"
@@ -200,9 +197,6 @@ def test_a_run_is_found_by_its_hash_under_any_name(tmp_path):
     copied = before.with_name(f"s_ste-copied-{digest}")
     (copied / "seed1").mkdir(parents=True)  # of two, the one that has the seed
     assert (config.directory(), seeded.directory()) == (before / "seed0", copied / "seed1")
-
-
-# ------------------------------------------------------------------ signals, methods
 
 
 def test_errors_of_the_machine_are_one_line(tmp_path):

@@ -255,9 +255,6 @@ def test_the_command_line(tmp_path, folder, byte_gpt2, monkeypatch, capsys):
     assert Path("out/openwebtext-gpt2/manifest.json").is_file()
 
 
-# ------------------------------------------------------------------------------ embedded corpus
-
-
 def test_unusable_sources_are_refused(tmp_path):
     for number, (name, content, message) in enumerate((
         (None, None, "does not exist"),

@@ -65,8 +65,6 @@ def test_a_beam_is_that_of_one_sentence_at_a_time(model, beam, penalty):
     assert all(len(found) <= 10 and END not in found for found in together)
 
 
-# ------------------------------------------------------------------------------ BLEU
-
 REFERENCES = [
     "Der Ost-West-Konflikt hält an, sagte er (noch).",
     "Das Haus kostet 3.5 Millionen Euro.",

@@ -63,9 +63,6 @@ def reload(family, folder):
     return getattr(transformers, f"AutoModelFor{heads[family]}").from_pretrained(folder).eval()
 
 
-# ---------------------------------------------------------------- the model
-
-
 def test_plain_transformers_gives_the_same_outputs(exported):
     family, run, folder, _ = exported
     ours, theirs = run.model().eval(), reload(family, folder)
@@ -123,9 +120,6 @@ def test_dense_weights_are_asked_for_and_go_elsewhere(trained, tmp_path):
     assert "| weights | dense, fp32 |" in (dense / "README.md").read_text()
 
 
-# ---------------------------------------------------------------- the tokenizer
-
-
 def test_the_tokenizer_is_the_run_s(exported, data):
     from transformers import AutoTokenizer
 
@@ -157,9 +151,6 @@ def test_the_tokenizer_is_the_run_s(exported, data):
             tokenizer.sep_token_id,
         ]
     assert folder_tokenizer(str(folder)).encode_ordinary_batch([text])[0] == ids
-
-
-# ---------------------------------------------------------------- the card
 
 
 def test_the_card_says_what_it_is(finished, tmp_path):
@@ -202,9 +193,6 @@ def test_legality_by_hand():
         "| 0 | 2 x 8 | 0.6250 |",
         "| all 1 |  | 0.6250 |",
     ]
-
-
-# ---------------------------------------------------------------- files
 
 
 def test_an_export_is_repeated_unless_it_is_whole_and_of_these_weights(finished, tmp_path):
@@ -261,9 +249,6 @@ def test_the_cramming_form_is_no_bert_of_transformers(finished):
     assert "\n" not in str(caught.value)
     with pytest.raises(UserError, match="transformers has no form of a Linear"):
         files.to_transformers(nn.Linear(2, 2))
-
-
-# ---------------------------------------------------------------- torch's semi-structured tensors
 
 
 def pruned(dtype):

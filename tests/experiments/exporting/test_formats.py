@@ -289,9 +289,6 @@ def test_what_fp16_cannot_hold_is_named(finished, made_again):
         export.export(FinishedRun.open(run.directory), Form(dtype="fp16"), report=quiet)
 
 
-# ---------------------------------------------------------------- damaged and foreign files
-
-
 def test_a_damaged_folder_is_one_line_with_the_file(two):
     """rehashed: the file's hash is right, as if it was written so."""
     whole, compressed = two()

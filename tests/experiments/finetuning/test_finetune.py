@@ -78,9 +78,6 @@ def config(run, task, *more):
     return finetune.load([*given, *more])
 
 
-# ------------------------------------------------------------------ what is learnt
-
-
 @pytest.mark.parametrize("family", ["gpt2", "bert"])
 def test_a_pretrained_model_learns_a_task_and_stays_sparse(runs, family):
     run = runs(family)
@@ -164,9 +161,6 @@ def test_squad_through_the_whole_loop(gpt2):
     assert log[1]["loss"] < log[0]["loss"]
 
 
-# ------------------------------------------------------------------ one step
-
-
 def test_a_batch_is_padded_on_the_right_to_its_longest_sequence():
     pair = [
         Encoded(np.array(ids, dtype=np.int32), n, n - 1) for ids, n in (([5, 6, 7], 2), ([8], 1))
@@ -233,12 +227,6 @@ def test_the_order_of_an_epoch_follows_from_seed_and_epoch_alone(gpt2):
     assert len(first) == 48
 
 
-# ------------------------------------------------------------------ configuration
-
-
-# ------------------------------------------------------------------ a checkpoint of transformers
-
-
 def test_a_checkpoint_of_transformers_is_fine_tuned_and_its_zeros_stay(hf_model, runs, tmp_path):
     from transformers import PreTrainedTokenizerFast
 
@@ -275,9 +263,6 @@ def test_a_checkpoint_of_transformers_is_fine_tuned_and_its_zeros_stay(hf_model,
     digest, path = own.digest(), folder / "tokenizer_config.json"
     path.write_text(path.read_text() + "\n")
     assert finetune.load([*given, "mode=masked"]).digest() != digest
-
-
-# ------------------------------------------------------------------ what is kept, and on two ranks
 
 
 def test_weights_and_predictions_are_kept(gpt2, tmp_path, monkeypatch):

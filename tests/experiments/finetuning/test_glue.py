@@ -18,9 +18,6 @@ GLUE = Path(__file__).parent / "glue"
 TEXTS = ["Anna waits in the garden .", "Ben is not in the kitchen .", "Zoë sings ."]
 
 
-# ------------------------------------------------------------------ files
-
-
 def test_every_task_reads_its_own_files():
     sizes = {"sst2": [64, 32], "mnli": [48, 15, 15]}
     for task in glue.TASKS:
@@ -96,9 +93,6 @@ def test_the_hub_gives_the_same_examples_as_the_files(monkeypatch):
             assert loaded[split].labels.tolist() == own.labels.tolist()
 
 
-# ------------------------------------------------------------------ inputs
-
-
 @pytest.fixture(scope="module")
 def bpe(tmp_path_factory):
     path = tmp_path_factory.mktemp("bpe") / "tokenizer.json"
@@ -148,9 +142,6 @@ def test_the_longer_text_gives_way_first():
     assert odd == [([97] * 4 + [98] * 3, 4)]
     alone = inputs.encode(Letters(), Frame((1,), (2,), (2,), 0), [("aaaa",)], 4)
     assert alone == [([1, 97, 97, 2], 4)]
-
-
-# ------------------------------------------------------------------ metrics
 
 
 def score(task, predicted, labels, **others):

@@ -38,9 +38,6 @@ def wordpiece():
     return HFTokenizer(train_wordpiece(TEXTS * 5, 160), 3)
 
 
-# ------------------------------------------------------------------ files
-
-
 def test_the_files_give_questions_with_their_answers():
     splits = squad.load(str(SQUAD))
     assert {name: len(own) for name, own in splits.items()} == {"train": 24, "dev": 9}
@@ -79,9 +76,6 @@ def test_a_bad_file_is_one_line_with_file_and_question(tmp_path):
             squad.load(str(tmp_path))
         said = str(caught.value)
         assert said.startswith(str(path)) and message in said and "\n" not in said
-
-
-# ------------------------------------------------------------------ spans and windows
 
 
 def test_spans_of_tiktoken_and_of_the_tokenizers_library_agree(bpe, hf_bpe):
@@ -139,9 +133,6 @@ def test_windows_share_the_stride_or_begin_at_its_multiples(bpe):
         assert [w.ids[length:] for w in made] == [ids[first : first + 10] for first in firsts]
 
 
-# ------------------------------------------------------------------ the search
-
-
 def window(index=0, n=12):
     """Two tokens of a question, then one for each character of the context a, b, ... ."""
     spans = [None, None, *((i, i + 1) for i in range(n)), None]
@@ -173,9 +164,6 @@ def test_a_question_without_a_prediction_is_wrong_where_an_empty_one_is_right():
     assert squad.metrics(asked, {"r": "end"}) == {"score": 50.0, "f1": 50.0, "exact_match": 50.0}
     # An article is normalized to nothing, and so is "".
     assert squad.metrics(asked, {"q": "", "r": "end"})["exact_match"] == 100.0
-
-
-# ------------------------------------------------------------------ scores
 
 
 def test_scores_of_predictions_checked_by_hand():

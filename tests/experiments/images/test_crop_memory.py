@@ -91,9 +91,6 @@ def test_a_blurred_point_is_a_gaussian_and_a_constant_stays():
     torch.testing.assert_close(blurred(level, torch.tensor([2.0])), level, **CLOSE)
 
 
-# ------------------------------------------------------------------------------ of files
-
-
 def test_blur_is_drawn_by_kind_of_crop(images):
     data = ImageConfig("mine", "unused", image_size=S)
     config = DinoConfig(total_steps=1, local_crops=3, local_size=4)

@@ -82,9 +82,6 @@ def compared(*paths):
     return variants(find(paths)[0])
 
 
-# ------------------------------------------------------------------------------ variants
-
-
 def test_runs_are_found_at_every_depth(three, write):
     """Seeds, folders, tiers and `impl` apart, runs of one config are a variant."""
     found = compared(three)
@@ -137,9 +134,6 @@ def test_the_baseline(three, write):
     assert chosen(found, "ste") == ["ste, steps 20", "ste, steps 40"]
     for name in ("ste, steps 40", "ste-x"):
         assert chosen(found, name) == ["ste, steps 40"]
-
-
-# ------------------------------------------------------------------------------ the table
 
 
 def test_runs_that_hardly_compare_are_said(write, capsys):
@@ -207,9 +201,6 @@ def test_a_diverged_run_is_not_left_out_and_another_metric(three, write):
             UserError, match=f"metric={metric}: no run has it; there is metrics.val"
         ):
             table(found, found[:1], metric)
-
-
-# ------------------------------------------------------------------------------ the command
 
 
 def test_what_is_written(three, write, tmp_path, capsys):

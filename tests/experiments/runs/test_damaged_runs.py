@@ -19,7 +19,7 @@ from experiments.support.checkpoint import read_sealed, sha256
 from experiments.support.errors import UserError
 from experiments.support.results import read_training
 from experiments.training import pretraining
-from tests.experiments.conftest import TINY_MODEL, quiet
+from tests.experiments.conftest import TINY_MODEL, quiet, words_of
 
 FILES = ["model.safetensors", "latent.safetensors", "ema.safetensors", "tokenizer.json"]
 READERS = {
@@ -43,8 +43,7 @@ def made(corpus_dir, tmp_path_factory):
     overrides = [
         *TINY_MODEL, "method=ste", "train.steps=3", "train.batch_size=2", "train.warmup_steps=0",
         "train.eval_samples=4", "train.ema=0.5", "impl.device=cpu", "impl.threads=1",
-        "data.name=words", f"data.source={corpus_dir / 'text'}",
-        f"data.root={corpus_dir}", "data.vocab_size=300", f"runs={runs}",
+        *words_of(corpus_dir), f"runs={runs}",
     ]  # fmt: skip
     pretraining.run(load(overrides), quiet)
     return overrides

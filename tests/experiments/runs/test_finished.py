@@ -172,9 +172,6 @@ def test_layers_that_a_result_does_not_vouch_for_are_missed(finished):
         run.method_for(run.model(), "auto", 10, 0)
 
 
-# ------------------------------------------------------------------ checkpoints of transformers
-
-
 OURS = {
     "gpt2": ["model.n_layer=1", "model.n_head=2", "model.n_embd=16", "model.vocab_size=320",
              "model.block_size=16", "model.bias=true"],

@@ -37,8 +37,6 @@ def test_a_value_has_the_decimals_that_its_interval_asks_for():
         assert difference_form(value, low, high) == f"+.{places}f"
 
 
-# ------------------------------------------------------------------------------ tests
-
 PAIRS = [
     [0.031, 0.012, 0.027, -0.004, 0.019],
     [-1.5, -0.25, -2.0],
@@ -93,8 +91,6 @@ def test_differences_without_spread():
     assert paired_interval([0.5, 0.5, 0.5]) == (0.5, 0.5)
 
 
-# ------------------------------------------------------------------------------ quotients
-
 GAPS = [0.081, 0.084, 0.077, 0.082, 0.078]
 
 
@@ -112,9 +108,6 @@ def test_ends_of_the_interval_of_a_quotient_are_just_refused():
             # The ends are roots of a quadratic: half of its discriminant's digits at the worst.
             assert [p(low), p(high)] == pytest.approx([1 - confidence] * 2, rel=1e-6)
             assert p((low + g) / 2) > 1 - confidence and p(high + 0.1) < 1 - confidence
-
-
-# ------------------------------------------------------------------------------ Holm
 
 
 def test_holm_is_bonferroni_on_every_subset():

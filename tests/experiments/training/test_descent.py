@@ -4,34 +4,27 @@ import pytest
 import torch
 
 from experiments.training import descent, pretraining
-from experiments.training.tracking import read_metrics
-from tests.experiments.conftest import quiet
+from tests.experiments.conftest import quiet, untimed
 
 SHORT = ("train.steps=6", "train.warmup_steps=2", "train.log_every=1")
 
 
 def changes(config):
     pretraining.run(config, quiet)
-    log = read_metrics(config.directory() / "metrics.jsonl")
+    log = untimed(config)
     return {r["step"]: r for r in log if "actual_change" in r}, log
 
 
-@pytest.mark.parametrize(
-    ("method", "own"),
-    [
-        ("s_ste", ["method.fp8=hopper_delayed"]),
-        ("fst", ["method.refresh_every=2"]),
-    ],
-)
-def test_the_training_stays_the_same(method, own, tiny):
+@pytest.mark.parametrize("own", ["method.fp8=hopper_delayed", "method.refresh_every=2"])
+def test_the_training_stays_the_same(own, tiny):
+    method = "s_ste" if "fp8" in own else "fst"
     plain, observed = (
-        tiny(f"method={method}", *SHORT, *own, *more) for more in ([], ["train.descent_every=2"])
+        tiny(f"method={method}", *SHORT, own, *more) for more in ([], ["train.descent_every=2"])
     )
     assert plain.directory() != observed.directory()
     found, log = changes(observed)
     _, want = changes(plain)
-    seen = [r for r in log if "actual_change" not in r]
-    assert [r | {"step_seconds": 0} for r in seen] == [r | {"step_seconds": 0} for r in want]
+    assert [r for r in log if "actual_change" not in r] == want
     assert list(found) == [0, 2, 4]
     assert all(("old_masks_change" in r) is (method != "s_ste") for r in found.values())
     # The first step has a learning rate of 0: nothing changes.

@@ -14,11 +14,11 @@ from experiments.support.errors import UserError
 from experiments.training import graphs, pretraining
 from experiments.training.blocks import recompute
 from experiments.training.optimization import Optimization
-from experiments.training.tracking import read_metrics
 from models.bert import BertConfig, BertLM
 from models.gpt2 import GPT, GPTConfig
 from models.heads import Classifier
 from models.hf import CausalLM
+from tests.experiments.conftest import untimed
 from tests.experiments.test_dino import TINY as TINY_DINO
 
 GPU, CPU = torch.device("cuda"), torch.device("cpu")
@@ -64,11 +64,6 @@ def test_where_passes_are_launched_instead(hf_model):
             chosen(True, **given)
 
 
-def logged(config):
-    found = read_metrics(config.directory() / "metrics.jsonl")
-    return [{k: v for k, v in r.items() if k != "step_seconds"} for r in found]
-
-
 def test_passes_for_whose_graphs_memory_is_short_are_launched(tiny, tmp_path, monkeypatch):
     """Said once; the failed capture leaves nothing behind."""
     launched, graphed = (
@@ -90,7 +85,7 @@ def test_passes_for_whose_graphs_memory_is_short_are_launched(tiny, tmp_path, mo
         "passes are replayed from CUDA graphs",
         f"{LAUNCHED}in the free memory: they need as much again as the passes take",
     ]
-    assert result["cuda_graphs"] is False and logged(launched) == logged(graphed)
+    assert result["cuda_graphs"] is False and untimed(launched) == untimed(graphed)
 
 
 def test_passes_that_wait_for_the_gpu_end_the_run_in_one_line(tiny, monkeypatch):

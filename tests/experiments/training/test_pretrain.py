@@ -140,9 +140,6 @@ def test_a_run_that_starts_from_other_weights_of_the_same_run_is_not_done(
     assert not third.directory().exists()
 
 
-# ---------------------------------------------------------------- configs
-
-
 def test_sparse_products_are_asked_for_and_told(tiny):
     """On a CPU all are dense; in fp32 there is no sparse one anywhere."""
     said = []

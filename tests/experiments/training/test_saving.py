@@ -17,7 +17,7 @@ from experiments.training import checkpoints, pretraining
 from experiments.training.distributed import World, world
 from experiments.training.saving import Saver
 from experiments.training.tracking import read_metrics
-from tests.experiments.conftest import SHORT, TINY_MODEL, quiet
+from tests.experiments.conftest import SHORT, TINY_MODEL, quiet, untimed, words_of
 
 ALONE = World(0, 1, torch.device("cpu"))
 
@@ -68,9 +68,6 @@ def test_an_error_of_the_writer_is_that_of_the_next_step(tmp_path, full_disk, ga
     assert list(tmp_path.iterdir()) == []
 
 
-# ------------------------------------------------------------------ ranks, and their end
-
-
 def get_stuck():
     """Let the writing of the checkpoint of step 6 never end on this rank."""
     write_atomic = checkpoint.write_atomic
@@ -105,10 +102,9 @@ def killed(corpus_dir, tmp_path_factory):
     """(folder, a run on two ranks that was killed while it wrote a checkpoint and then resumed, one
     in peace, what the killed one left)."""
     folder = tmp_path_factory.mktemp("killed")
-    data = ["data.name=words", f"data.source={corpus_dir / 'text'}", f"data.root={corpus_dir}"]
-    more = ["method=fst", "method.refresh_every=4", "impl.shard=fsdp2", "data.vocab_size=300"]
+    more = ["method=fst", "method.refresh_every=4", "impl.shard=fsdp2"]
     war, peace = (
-        load([*TINY_MODEL, *SHORT, *data, *more, f"runs={folder / name}"])
+        load([*TINY_MODEL, *SHORT, *words_of(corpus_dir), *more, f"runs={folder / name}"])
         for name in ("war", "peace")
     )
     modules = ["experiments.training.pretraining", "torch.distributed.fsdp", "hydra", __name__]
@@ -141,11 +137,7 @@ def test_a_kill_in_the_middle_of_writing_leaves_the_checkpoint_before(killed):
     assert any(name.startswith(".step-000000006") for name in left)
     assert "resumed at step 3 of 12" in (folder / "said").read_text().splitlines()
 
-    def records(config):
-        found = read_metrics(config.directory() / "metrics.jsonl")
-        return [{k: v for k, v in r.items() if k != "step_seconds"} for r in found]
-
-    assert records(war) == records(peace)
+    assert untimed(war) == untimed(peace)
     weights = load_file(peace.directory() / "model.safetensors")
     for name, value in load_file(war.directory() / "model.safetensors").items():
         assert torch.equal(value, weights[name])

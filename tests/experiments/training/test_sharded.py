@@ -14,11 +14,10 @@ from experiments.config.settings import ImplConfig, TrainConfig
 from experiments.support.errors import UserError
 from experiments.training import checkpoints, pretraining, sharding
 from experiments.training.distributed import World, world
-from experiments.training.tracking import read_metrics
 from experiments.training.trainer import Trainer
 from methods import s_ste
 from models.gpt2 import GPT, GPTConfig
-from tests.experiments.conftest import SHORT, TINY_MODEL, Interrupted, quiet
+from tests.experiments.conftest import SHORT, TINY_MODEL, Interrupted, quiet, untimed, words_of
 from tests.experiments.test_dino import TINY as TINY_DINO
 
 # Each passes a choice of masks and, where the method has phases, a switch. A large eps lets AdamW's
@@ -85,9 +84,8 @@ def trained(corpus_dir, tmp_path_factory, start_ranks, request):
     cases = [case for case in CASES if (case, "two") in asked | {("fst", "two")}]
     moving = [case for case in MOVED if (case, "moved") in asked | {("fst", "moved")}]
     folder = tmp_path_factory.mktemp("sharded")
-    data = ["data.name=words", f"data.source={corpus_dir / 'text'}", f"data.root={corpus_dir}"]
     model = [o for o in TINY_MODEL if "n_layer" not in o and "n_embd" not in o]
-    common, found = [*model, *SHORT, *SETTINGS, *data, "data.vocab_size=300"], {}
+    common, found = [*model, *SHORT, *SETTINGS, *words_of(corpus_dir)], {}
     for case, options in CASES.items():
         for place in ("one", "two", "moved", "offloaded"):
             own = [*common, f"method={case}", *options, f"runs={folder / place}"]
@@ -114,9 +112,9 @@ def curves(config):
     """Every number of the log but times, by step and name."""
     return {
         (record["step"], name): value
-        for record in read_metrics(config.directory() / "metrics.jsonl")
+        for record in untimed(config)
         for name, value in record.items()
-        if name != "step_seconds" and not isinstance(value, str)
+        if not isinstance(value, str)
     }
 
 

@@ -19,12 +19,8 @@ from experiments.training import checkpoints, pretraining, trainer
 from experiments.training.optimization import micro_batch_size
 from experiments.training.tracking import read_metrics
 from methods.nn.base import Method
-from tests.experiments.conftest import quiet
+from tests.experiments.conftest import losses, quiet
 from tests.experiments.training.test_checkpoints import ALONE, save
-
-
-def losses(directory, key="loss"):
-    return {r["step"]: r[key] for r in read_metrics(directory / "metrics.jsonl") if key in r}
 
 
 def batch(size, **more):

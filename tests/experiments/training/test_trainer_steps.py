@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,12 +17,11 @@ from experiments.training.distributed import World
 from experiments.training.optimization import DTYPES, micro_batch_size
 from experiments.training.pretraining import HeldOut
 from experiments.training.schedules import learning_rate
-from experiments.training.tracking import read_metrics
 from experiments.training.trainer import Built, Trainer
 from methods import FusedAdamW, fst, s_ste, sr_ste, ste
 from methods.nn import linear
 from models.gpt2 import GPT
-from tests.experiments.conftest import Interrupted, quiet
+from tests.experiments.conftest import Interrupted, quiet, untimed
 from tests.lifetimes import Reads
 
 
@@ -61,12 +61,7 @@ def build(tiny):
 
 
 def records(trainer):
-    """The logged records, without the times."""
-    found = read_metrics(trainer.directory / "metrics.jsonl")
-    return [{k: v for k, v in r.items() if k != "step_seconds"} for r in found]
-
-
-# ---------------------------------------------------------------- one step
+    return untimed(SimpleNamespace(directory=lambda: trainer.directory))
 
 
 class Recording(ste.Method):
@@ -196,9 +191,6 @@ def test_only_skipped_steps_in_a_row_stop_the_run(build, tmp_path, monkeypatch):
         stuck.fit()
 
 
-# ---------------------------------------------------------------- figures
-
-
 def test_evaluation_is_without_dropout_and_counts_every_sequence_once(build):
     """Six sequences in batches of four: the mean is over sequences, not over batches."""
     trainer = build("model.dropout=0.5", "train.eval_samples=6", "train.steps=4")
@@ -226,9 +218,6 @@ def test_a_record_holds_the_mean_loss_since_the_last_one(build, tmp_path):
     spans = {0: [0], 3: [1, 2, 3], 6: [4, 5, 6], 9: [7, 8, 9], 11: [10, 11]}
     expected = {last: sum(single[s] for s in span) / len(span) for last, span in spans.items()}
     assert found == pytest.approx(expected, rel=1e-6)
-
-
-# ---------------------------------------------------------------- state
 
 
 def whole_and_interrupted(build, tmp_path, *overrides, dies, **options):
@@ -365,9 +354,7 @@ def test_graphs_replay_what_is_launched(tiny, tmp_path, interrupted, name):
     assert pretraining.run(graphed).result["cuda_graphs"]
     found = []
     for config in (launched, graphed):
-        read = read_metrics(config.directory() / "metrics.jsonl")
-        weights = load_file(config.directory() / "model.safetensors")
-        found.append(([{k: v for k, v in r.items() if k != "step_seconds"} for r in read], weights))
+        found.append((untimed(config), load_file(config.directory() / "model.safetensors")))
     assert found[0][0] == found[1][0]
     assert all(torch.equal(found[0][1][key], found[1][1][key]) for key in found[0][1])
 
@@ -383,9 +370,6 @@ def test_time_and_skipped_steps_add_up(build):
     assert (second.seconds, found.skipped, found.skipped_in_a_row) == (1e6, 3, 2)
     second.fit()
     assert 1e6 < second.seconds < 2e6
-
-
-# ---------------------------------------------------------------- averaged weights, optimizers
 
 
 def test_averaged_weights_follow_the_recursion_and_leave_training_alone(build, tmp_path):

@@ -75,9 +75,6 @@ def test_conversion_keeps_identity_hooks_flags_and_the_generator():
     assert calls == [1]
 
 
-# ---------------------------------------------------------------- flip rate
-
-
 def one_group(values, name="ste", period=1, **options):
     """A layer of four rows, each of one group with these values, and its method."""
     layer = nn.Linear(4, 4, bias=False)
@@ -247,9 +244,6 @@ def test_torchs_encoder_computes_with_the_masks_in_evaluation_too():
             assert of(model[0]) == before
             plain = [model[0](x), model[0](x, src_key_padding_mask=padding)[~padding]]
         torch.testing.assert_close(shown, plain)
-
-
-# ---------------------------------------------------------------- what a user is told
 
 
 def test_a_printed_model_shows_method_pattern_and_phase():

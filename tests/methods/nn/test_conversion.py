@@ -40,9 +40,6 @@ def linears(**shapes):
     return nn.ModuleDict({name: nn.Linear(*shape) for name, shape in shapes.items()})
 
 
-# ---------------------------------------------------------------- what cannot be converted
-
-
 def bert_of_two_classes():
     return hf.BertForSequenceClassification(hf.BertConfig(num_labels=2, **TINY))
 
@@ -210,9 +207,6 @@ def test_modules_without_a_matrix_are_not_reported():
     assert report.dense == {"conv": "Conv1D, no linear"}
 
 
-# ---------------------------------------------------------------- presets
-
-
 def models():
     """Name, model of two blocks, and how many linears of a block are of its FFN, and in all."""
     plain = {k: v for k, v in TINY.items() if k != "intermediate_size"}
@@ -259,9 +253,6 @@ def test_python_and_yaml_mean_the_same():
         for field in dataclasses.fields(default):
             if field.name != "total_steps":
                 assert getattr(composed, field.name) == getattr(default, field.name), name
-
-
-# ---------------------------------------------------------------- Conv1D of transformers
 
 
 def inputs():

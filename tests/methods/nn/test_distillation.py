@@ -24,9 +24,6 @@ def logits(*shape, seed):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-# ---------------------------------------------------------------- losses
-
-
 def test_divergences_by_hand():
     """softmax(teacher / t) = (3/4, 1/4), softmax(student / t) = (1/2, 1/2)."""
     for t in (1.0, 2.0, 3.0):
@@ -50,9 +47,6 @@ def test_layer_losses_by_hand():
     for loss in (tinybert, squarehead, mobilebert):
         assert loss(teacher, teacher).item() == 0.0
         assert loss(student.bfloat16(), teacher.bfloat16()).dtype == torch.float32
-
-
-# ---------------------------------------------------------------- teacher
 
 
 def batch(seed=0):
@@ -134,9 +128,6 @@ def test_a_teacher_that_cannot_be_compared_is_one_line():
     method.set_teacher(model)  # the model itself, which would be frozen
     with pytest.raises(ValueError, match="a copy"):
         method.convert(model)
-
-
-# ---------------------------------------------------------------- hidden states
 
 
 def hidden(model, inputs):

@@ -90,9 +90,6 @@ def test_scales_beyond_each_other_do_not_overflow():
     torch.testing.assert_close([1e30 * t for t in tiny], [*of_one], rtol=1e-5, atol=1e-5)
 
 
-# ---------------------------------------------------------------- who runs them
-
-
 @pytest.fixture
 def gpu(monkeypatch):
     """A device with FP8 units, on which every sparse product is the faster one."""

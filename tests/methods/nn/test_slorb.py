@@ -100,8 +100,6 @@ def test_stored_parameters_of_gpt2_124m():
         assert 12 * (model.num_params() - before) == expected
 
 
-# ---------------------------------------------------------------- the end
-
 TINY = GPTConfig(n_layer=1, n_head=2, n_embd=16, vocab_size=32, block_size=8, bias=True)
 
 
