@@ -1,6 +1,17 @@
-"""The loop in which tests train a method."""
+"""The loop in which tests train a method, and a linear to look at."""
 
 from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+
+def linear_of(row, rows=4):
+    """A linear without a bias, all of whose rows are `row`."""
+    layer = nn.Linear(len(row), rows, bias=False)
+    with torch.no_grad():
+        layer.weight.copy_(torch.as_tensor(row).expand(rows, len(row)))
+    return layer
 
 
 @contextmanager

@@ -10,17 +10,14 @@ from torch import nn
 import methods
 from common_kernels import nm_mask
 from methods import ast
-from tests.methods.test_contract import Run
+from tests.methods.loop import linear_of, training_step
 
 ROUTES = ("decoupled_first_moment", "gradient", "decoupled")
 
 
 def converted(values=(4.0, 1.0, 3.0, 2.0), **options):
     """One linear [4, 4], all rows equal; nothing but the mask and its decay."""
-    layer = nn.Linear(4, 4, bias=False)
-    with torch.no_grad():
-        layer.weight.copy_(torch.tensor(values).expand(4, 4))
-    options = {"kl_weight": 0.0, "ramp_steps": 0, **options}
+    layer, options = linear_of(values), {"kl_weight": 0.0, "ramp_steps": 0, **options}
     method = ast.Method(ast.Config(include=["*"], **options))
     method.convert(layer)
     return layer, method
@@ -31,11 +28,8 @@ def train(layer, method, grad, steps=1, **options):
     before = layer.weight.detach().clone()
     optimizer = method.optimizer([layer.weight], **{"lr": 1e-3, "weight_decay": 0.0, **options})
     for step in range(steps):
-        method.on_step_begin(step)
-        layer.weight.grad = grad(step)
-        method.on_gradients(step, optimizer)
-        optimizer.step()
-        method.on_step_end(step)
+        with training_step(method, step, optimizer):
+            layer.weight.grad = grad(step)
     return layer.weight.detach() - before
 
 
@@ -83,30 +77,11 @@ def linear(seed=0):
 
 
 def test_the_wanda_mask_by_hand():
-    layer = nn.Linear(4, 4, bias=False)
-    with torch.no_grad():
-        layer.weight.copy_(torch.tensor([4.0, 3.0, 2.0, 1.0]).expand(4, 4))
+    layer = linear_of([4.0, 3.0, 2.0, 1.0])
     # Norms 1, 1, 2, 5: scores 4, 3, 4, 5.
     inputs = torch.tensor([[1.0, 1.0, 2.0, 3.0], [0.0, 0.0, 0.0, 4.0]])
     assert wanda(layer, [{"input": inputs}])[0].tolist() == [True, False, False, True]
     assert not torch.equal(layer.mask, nm_mask(layer.weight))
-
-
-def test_invariances_of_the_wanda_metric():
-    x = torch.randn(64, 16, generator=torch.Generator().manual_seed(1))
-    mask = wanda(linear(), [{"input": x}])
-    assert not torch.equal(mask, nm_mask(linear().weight))
-    assert torch.equal(wanda(linear(), [{"input": 3.0 * x}]), mask)
-    assert torch.equal(wanda(linear(), [{"input": part} for part in x.split(10)]), mask)
-    # A column scaled up whose input is scaled down, by a power of two so that no bit is lost.
-    scale = 2.0 ** torch.randint(-2, 3, (16,), generator=torch.Generator().manual_seed(2))
-    scaled = linear()
-    with torch.no_grad():
-        scaled.weight.mul_(scale)
-    assert torch.equal(wanda(scaled, [{"input": x / scale}]), mask)
-    # Equal norms are no metric at all.
-    signs = torch.sign(x)
-    assert torch.equal(wanda(linear(), [{"input": signs}]), nm_mask(linear().weight))
 
 
 def test_the_norms_are_those_of_the_dense_model_and_are_saved():
@@ -230,26 +205,6 @@ def test_the_optimizer_that_the_route_needs():
         assert type(method.optimizer([layer.weight], lr=1e-3)) is torch.optim.AdamW
         layer.weight.grad = zero(0)
         method.on_gradients(0, torch.optim.SGD([layer.weight], lr=0.1))
-
-
-def test_masks_are_chosen_after_every_kth_step_whatever_is_forwarded():
-    """So those of the steps 0, k, 2k, ... are new. The released LLaMA code counts forward passes:
-    micro-batches and evaluations among them."""
-
-    def chosen(period):
-        run, steps = Run("ast", {"refresh_every": period}), []
-        layer = next(iter(run.method.layers.values()))
-        best = layer.best_mask
-        layer.best_mask = lambda: (steps.append(step), best())[1]
-        for step in range(6):
-            run.step(step, parts=4)
-            with torch.no_grad():
-                run.model.eval()(torch.zeros(1, 4, dtype=torch.int64))
-            run.model.train()
-        return steps
-
-    for period, steps in ((1, [0, 1, 2, 3, 4, 5]), (2, [1, 3, 5]), (3, [2, 5]), (0, [])):
-        assert chosen(period) == steps
 
 
 def test_the_end_has_zeros_of_the_last_mask_in_use():

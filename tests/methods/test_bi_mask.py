@@ -103,23 +103,3 @@ def test_a_structure_that_the_given_order_destroys():
     assert int(layer.operand_dgrad.count_nonzero()) == 8
     method.on_step_begin(0)  # 36 of 70 ways to share the rows out are such
     assert torch.equal(layer.operand_dgrad, layer.sparse_weight)
-
-
-def test_searches_at_steps_0_100_and_200_whatever_the_passes(monkeypatch):
-    """Iterations counted in forward passes would count micro-batches and evaluations."""
-    layer, method = converted(gaussian(8, 16), candidates=2)
-    searched, search, now = [], bi_mask.Linear.search_permutation, [None]
-
-    def record(self, seed):
-        searched.append((now[0], seed))
-        search(self, seed)
-
-    monkeypatch.setattr(bi_mask.Linear, "search_permutation", record)
-    for now[0] in range(201):
-        method.on_step_begin(now[0])
-        for _ in range(3):
-            layer(torch.randn(4, 16)).sum().backward()
-        layer.weight.grad = None
-        method.on_step_end(now[0])
-    assert [step for step, _ in searched] == [0, 100, 200]
-    assert len({seed for _, seed in searched}) == 3

@@ -12,16 +12,14 @@ from torch.distributed.fsdp import fully_shard
 
 import methods
 from methods import cast
-from tests.methods.loop import training_step
+from tests.methods.loop import linear_of, training_step
 
 VALUES = [4.0, 1.0, 3.0, -2.0]  # entries 1 and 3 are pruned
 LR, WD, BETAS, EPS = 1e-2, 0.1, (0.9, 0.95), 1e-8
 
 
 def converted(rows=4, **options):
-    layer = nn.Linear(4, rows, bias=False)
-    with torch.no_grad():
-        layer.weight.copy_(torch.tensor(VALUES).expand(rows, 4))
+    layer = linear_of(VALUES, rows)
     options = {"kl_weight": 0.0, "total_steps": 4, "scale_groups": 0, **options}
     method = methods.build("cast", include=["*"], **options)
     method.convert(layer)

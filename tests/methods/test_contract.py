@@ -21,8 +21,8 @@ from torch.utils.checkpoint import checkpoint
 
 import methods
 from common_kernels import check24
-from methods import act24
-from methods.nn import lowrank
+from methods import act24, ast, bi_mask, fst
+from methods.nn import lowrank, phases
 from methods.nn.linear import SparseLinear
 from models.gpt2 import GPT, GPTConfig
 from tests.methods.loop import training_step
@@ -297,6 +297,40 @@ def test_micro_batches_and_checkpointing_change_nothing(name, options):
     assert [run.step(step) for step in range(2)] == [plain.step(step) for step in range(2)]
     for a, b in zip(plain.model.parameters(), run.model.parameters(), strict=True):
         assert torch.equal(a, b)
+
+
+TILES = phases, "transposable_mask24"
+CHOICES = [  # method, option, what chooses, and after which of six steps
+    *(("ast", {"refresh_every": k}, (ast.Linear, "best_mask"), steps)
+      for k, steps in ((1, [0, 1, 2, 3, 4, 5]), (2, [1, 3, 5]), (3, [2, 5]), (0, []))),
+    ("fst", {"refresh_every": 2, "dense_fraction": 0.0}, TILES, [1, 3, 5]),
+    ("semi_sparse", {}, TILES, [0, 1, 2, 3, 4, 5]),
+    ("semi_sparse", {"refresh_every": 3}, TILES, [2, 5]),
+    ("bi_mask", {"permute_every": 2, "candidates": 2},
+     (bi_mask.Linear, "search_permutation"), [0, 2, 4]),
+]  # fmt: skip
+
+
+def test_choices_follow_the_steps_whatever_is_forwarded(monkeypatch):
+    """Released code counts forward passes: micro-batches and evaluations among them."""
+    for name, options, (place, function), expected in CHOICES:
+        run, steps, given, original = Run(name, options), [], [], getattr(place, function)
+
+        def choose(*args, original=original, steps=steps, given=given):
+            steps.append(step)  # noqa: B023
+            given.append(args[1:])
+            return original(*args)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(place, function, choose)
+            for step in range(6):
+                run.step(step, parts=4)
+                with torch.no_grad():
+                    run.model.eval()(batch(9)[:, :-1])
+                run.model.train()
+        assert steps == [step for step in expected for _ in run.method.layers], name
+    assert len(set(given)) == len(given)  # each permutation is drawn from a seed of its own
+    assert (fst.Config().refresh_every, bi_mask.Config().permute_every) == (40, 100)
 
 
 class OneBlock(Run):

@@ -2,14 +2,11 @@
 
 import copy
 
-import pytest
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from common_kernels import check24, transposable_mask24
 from methods import dense, fst
-from methods.nn import phases
 from tests.methods.loop import training_step
 
 
@@ -57,60 +54,6 @@ def test_both_products_have_a_sparse_weight():
         assert dgrad is fprop and int(check24(dgrad.matrix, dim=0)) == 0
         if algorithm == "exact":
             assert int(layer.mask.sum()) == 32 * 64 // 2
-
-
-@pytest.fixture
-def searches(monkeypatch):
-    """A list that gets the shape of every mask that is searched."""
-    calls = []
-
-    def search(weight, algorithm):
-        calls.append(tuple(weight.shape))
-        return transposable_mask24(weight, algorithm)
-
-    monkeypatch.setattr(phases, "transposable_mask24", search)
-    return calls
-
-
-def checkpointed(model):
-    return lambda x: checkpoint(model, x, use_reentrant=False)
-
-
-@pytest.mark.parametrize(
-    ("parts", "recompute", "training"),
-    [(1, False, True), (4, False, True), (1, True, True), (4, True, False)],
-    ids=["", "micro_batches", "checkpointing", "micro_batches_checkpointing_eval_mode"],
-)
-def test_masks_are_searched_at_steps_0_40_and_80(searches, parts, recompute, training):
-    """Counters that advance in forward passes give another schedule in each of these cases: they
-    count micro-batches, recomputed passes, or nothing at all in eval mode."""
-
-    def masks(parts=1, recompute=False, training=True):
-        layer, method = converted(alpha=1e-2, mvue="off")
-        layer.train(training)
-        forward = checkpointed(layer) if recompute else layer
-        seen, refreshes = [layer.mask.clone()], []
-        layer.refresh = lambda: (refreshes.append(1), fst.Linear.refresh(layer))
-        for step in range(81):
-            before = len(searches)
-            step_of(method, layer, step, parts, forward)
-            with torch.no_grad():
-                layer(torch.randn(4, 16))  # evaluation in between
-            if len(searches) > before:
-                seen.append((step, layer.mask.clone()))
-        assert len(refreshes) == 81  # once per step
-        return seen
-
-    plain = masks(parts)  # sums in another order would part the weights
-    searches.clear()
-    changed = masks(parts, recompute, training)
-    assert len(searches) == 3  # at conversion, for step 0
-    # Those for steps 40 and 80 are chosen from the weights that steps 39 and 79 left.
-    assert [step for step, _ in changed[1:]] == [39, 79]
-    assert torch.equal(changed[0], plain[0])
-    for (_, mask), (_, expected) in zip(changed[1:], plain[1:], strict=True):
-        assert torch.equal(mask, expected)
-    assert not torch.equal(plain[1][1], plain[0])  # there was something to choose
 
 
 def test_dense_start():

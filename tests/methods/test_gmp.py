@@ -11,6 +11,7 @@ import methods
 from common_kernels import check24, nm_mask
 from methods import gmp
 from methods.gmp import prune_towards24
+from tests.methods.loop import training_step
 
 
 def removed(weight, mask):
@@ -82,13 +83,10 @@ def test_training_prunes_for_good():
         optimizer = torch.optim.AdamW(layer.parameters(), lr=0.05)
         phases, densities, flips, mask = [], [], [], layer.mask.clone()
         for step in range(12):
-            method.on_step_begin(step)
-            x = torch.randn(32, 16)
-            (layer(x) - x[:, :8]).square().mean().backward()
-            assert not layer.weight.grad[~layer.mask].any()
-            optimizer.step()
-            optimizer.zero_grad()
-            method.on_step_end(step)
+            with training_step(method, step, optimizer):
+                x = torch.randn(32, 16)
+                (layer(x) - x[:, :8]).square().mean().backward()
+                assert not layer.weight.grad[~layer.mask].any()
             assert not (layer.mask & ~mask).any()
             assert torch.equal(layer.weight != 0, layer.mask)
             assert torch.equal(layer.weight, layer.sparse_weight)

@@ -5,13 +5,11 @@ import torch
 from torch import nn
 
 import methods
-from tests.methods.loop import training_step
+from tests.methods.loop import linear_of, training_step
 
 
 def one_row(values, **options):
-    layer = nn.Linear(4, 4, bias=False)
-    with torch.no_grad():
-        layer.weight.copy_(torch.tensor(values).expand(4, 4))
+    layer = linear_of(values)
     method = methods.build("projected", include=["*"], **options)
     method.convert(layer)
     return layer, method

@@ -13,7 +13,7 @@ import methods
 from common_kernels import check24, transposable_mask24
 from common_kernels.matmul import choice, linear24
 from common_kernels.pack import BUFFERED, VENDOR
-from methods.nn import at_run_time, operands, phases
+from methods.nn import at_run_time, operands
 from methods.nn.acceleration import Choice, Chosen
 from methods.nn.gemms import DENSE
 from methods.semi_sparse import (
@@ -83,23 +83,6 @@ def test_greedy_leaves_a_place_empty_that_the_exact_search_fills():
     exact, _ = layer_with(SEVEN_OF_EIGHT, algorithm="exact")
     assert int(exact.mask.sum()) == 8
     assert SEVEN_OF_EIGHT[exact.mask].sum() >= SEVEN_OF_EIGHT[SEVEN_KEPT].sum()
-
-
-@pytest.mark.parametrize(("refresh_every", "searches"), [(1, [1, 1, 1, 1]), (3, [0, 0, 1, 0])])
-def test_masks_are_chosen_once_per_step_whatever_is_forwarded(monkeypatch, refresh_every, searches):
-    """torchao searched in every forward pass: per micro-batch, in evaluation, when recomputing."""
-    model = mlp()
-    method = converted(model, refresh_every=refresh_every)
-    calls = []
-    search = phases.transposable_mask24
-    monkeypatch.setattr(phases, "transposable_mask24", lambda *a: calls.append(1) or search(*a))
-    for step, expected in enumerate(searches):
-        train(method, model, 1, parts=4, first=step)
-        with torch.no_grad():
-            model.eval()(torch.randn(4, 8))
-        model.train()
-        assert len(calls) == expected * len(method.layers)
-        calls.clear()
 
 
 def test_sparse_steps_come_first():

@@ -8,20 +8,12 @@ import methods
 from common_kernels import check_nm
 from methods import s_ste, ste
 from methods.nn.linear import MaskedLinear
-
-
-def converted(method, values=None):
-    layer = nn.Linear(8, 4, bias=False)
-    if values is not None:
-        with torch.no_grad():
-            layer.weight.copy_(values)
-    method.convert(layer)
-    return layer
+from tests.methods.loop import linear_of, training_step
 
 
 def test_forward_and_mask_by_hand():
-    values = torch.tensor([[1.0, -4.0, 3.0, 2.0, 1.0, 1.0, 1.0, 1.0]]).expand(4, 8)
-    layer = converted(ste.Method(ste.Config(include=["*"])), values)
+    layer = linear_of([1.0, -4.0, 3.0, 2.0, 1.0, 1.0, 1.0, 1.0])
+    ste.Method(ste.Config(include=["*"])).convert(layer)
     # Ties go to the lower index.
     expected = torch.tensor([0.0, -4.0, 3.0, 0.0, 1.0, 1.0, 0.0, 0.0]).expand(4, 8)
     assert torch.equal(layer.effective_weight(), expected)
@@ -39,7 +31,8 @@ def test_gradient_is_that_of_the_product_neither_masked_nor_scaled():
         ste.Method(ste.Config(include=["*"])),
         s_ste.Method(s_ste.Config(include=["*"], mvue="off")),
     ):
-        layer = converted(method)
+        layer = nn.Linear(8, 4, bias=False)
+        method.convert(layer)
         # Y = Wf^T for X = I, so <C^T, Y> = <C, Wf>.
         (layer(torch.eye(8)) * c.t()).sum().backward()
         assert torch.equal(layer.weight.grad, c)
@@ -64,11 +57,8 @@ def test_any_pattern_is_chosen_kept_and_counted(fused):
         kind = methods.FusedAdamW if fused else torch.optim.AdamW
         optimizer = kind(model.parameters(), lr=0.1)
         for step in range(2):
-            method.on_step_begin(step)
-            method.loss(model, {"x": x}).backward()
-            method.on_gradients(step, optimizer)
-            optimizer.step()
-            method.on_step_end(step)
+            with training_step(method, step, optimizer):
+                method.loss(model, {"x": x}).backward()
         measured = method.metrics()
         assert (measured["density"], measured["illegal_groups"]) == (n / m, 0), (name, n, m)
         assert method.pattern("fc") == (n, m) and f"pattern={n}:{m}" in repr(model)

@@ -36,11 +36,8 @@ def train(model, method, optimizer, steps):
 
 def one_step(model, method, optimizer, number, gradient):
     """A step with this gradient of the converted weight, an entry or a matrix."""
-    method.on_step_begin(number)
-    model[0].weight.grad = torch.ones(8, 8) * gradient
-    method.on_gradients(number, optimizer)
-    optimizer.step()
-    method.on_step_end(number)
+    with training_step(method, number, optimizer):
+        model[0].weight.grad = torch.ones(8, 8) * gradient
 
 
 def test_phase_1_is_dense_adamw():
