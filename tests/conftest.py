@@ -10,6 +10,7 @@ import sys
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.multiprocessing
 
 from tests import interpreter
@@ -40,17 +41,29 @@ def pytest_collection_finish():
 IMPORTED_ONCE = ["pytest", "torch._dynamo", "torch.distributed.fsdp", "experiments.pretrain"]
 
 
+def _rank(rank, ranks, store, function, arguments):
+    torch.set_num_threads(1)
+    if store:
+        dist.init_process_group("gloo", init_method=store, rank=rank, world_size=ranks)
+    function(rank, *arguments)
+    if store:
+        dist.barrier()
+        # gloo's threads outlive the group and abort an interpreter that ends
+        # (github.com/pytorch/pytorch/pull/179291).
+        os._exit(0)
+
+
 @pytest.fixture(scope="session")
-def start_ranks():
+def start_ranks(tmp_path_factory):
     """start_ranks(function, *arguments, ranks=2): call function(rank, *arguments) in as many
-    processes and wait for them. All are forked from one that has imported torch."""
+    processes of a group and wait for them. All are forked from one that has imported torch."""
     multiprocessing.set_forkserver_preload(IMPORTED_ONCE)
     multiprocessing.forkserver.ensure_running()  # before a test changes the environment
 
-    def start(function, *arguments, ranks=2):
-        torch.multiprocessing.start_processes(
-            function, arguments, nprocs=ranks, start_method="forkserver"
-        )
+    def start(function, *arguments, ranks=2, group=True):
+        store = group and (tmp_path_factory.mktemp("ranks") / "store").as_uri()
+        given = ranks, store, function, arguments
+        torch.multiprocessing.start_processes(_rank, given, nprocs=ranks, start_method="forkserver")
 
     return start
 
@@ -73,7 +86,8 @@ def run_on_two_ranks(start_ranks):
     def run(module, *arguments):
         with socket.create_server(("localhost", 0)) as server:
             port = server.getsockname()[1]
-        start_ranks(_command_of_rank, 2, port, module, [*map(str, arguments)])
+        given = 2, port, module, [*map(str, arguments)]
+        start_ranks(_command_of_rank, *given, group=False)
 
     return run
 

@@ -11,6 +11,7 @@ from common_kernels.matmul import linear24, mm24
 from common_kernels.matmul.compressed import twice_pruned_mm24
 from common_kernels.pack import Packed24
 from common_kernels.pack.operands import pack24_, pack_both24_, sample_pack24
+from common_kernels.relu24 import relu24_backward
 
 BF16, FP8, CPU = torch.bfloat16, torch.float8_e4m3fn, torch.device("cpu")
 X, WIDE, INTEGERS = torch.ones(4, 8), torch.ones(4, 8).double(), torch.ones(4, 8).long()
@@ -32,7 +33,7 @@ def empty(rows, columns, dtype=BF16, layout="cusparselt_sm90"):
 UNEVEN = {  # the message names the shape
     r"\(4, 6\)": [
         *(lambda f=f: f(SIX) for f in (
-            ck.nm_mask, ck.soft_threshold24, ck.check24, ck.transposable_mask24)),
+            ck.nm_mask, ck.soft_threshold24, ck.check24, ck.transposable_mask24, ck.relu24)),
         lambda: ck.compress_nm(SIX, BITS),
         lambda: ck.pack24(SIX, SIX.bool()),
     ],
@@ -60,6 +61,7 @@ VALUE = [
     lambda: ck.lowrank_addmm(torch.ones(2, 3), torch.ones(2, 4), torch.ones(3, 4)),
     lambda: ck.lowrank_addmm(torch.ones(2, 3), torch.ones(2, 4), torch.ones(4, 3), torch.ones(4)),
     lambda: ck.pack_mask(torch.tensor(True)),
+    lambda: relu24_backward(X, SIX),
     lambda: ck.unpack_mask(BITS, 20),
     lambda: ck.compress_nm(torch.ones(5, 8), BITS),
     lambda: ck.compress_nm(X, BITS, 4, 2),
@@ -95,7 +97,7 @@ TYPE = [
     *(
         lambda call=call: call(WIDE)
         for call in (
-            ck.nm_mask, ck.soft_threshold24, ck.swiglu, lambda x: ck.mvue24(x, 1),
+            ck.nm_mask, ck.soft_threshold24, ck.swiglu, lambda x: ck.mvue24(x, 1), ck.relu24,
             lambda x: ck.masked_decay_(x, X, MASK, 1.0), lambda x: ck.expand_nm(x, BITS),
         )
     ),

@@ -2,7 +2,6 @@
 weights and masks are sharded."""
 
 import math
-import os
 
 import pytest
 import torch
@@ -12,6 +11,7 @@ from torch.distributed.fsdp import fully_shard
 
 import methods
 from methods import cast
+from methods.nn.sharding import full
 from tests.methods.loop import linear_of, training_step
 
 VALUES = [4.0, 1.0, 3.0, -2.0]  # entries 1 and 3 are pruned
@@ -98,34 +98,32 @@ def test_the_loss_and_what_is_refused():
         converted(scale_groups=3)
 
 
-def _decayed(rank, meeting_point, result):
-    """Weights and moments after steps without any gradient, of two ranks with 4 rows each."""
-    dist.init_process_group("gloo", init_method=meeting_point, rank=rank, world_size=2)
+def decayed(mesh=None):
+    """Weights, mask, second moments and metric after steps without any gradient."""
     layer, method = converted(rows=8, decay=0.3)
-    fully_shard(layer, mesh=dist.init_device_mesh("cpu", (2,)))
+    if mesh is not None:
+        fully_shard(layer, mesh=mesh)
     optimizer = optimizer_of(layer, method, wd=0.0)
     for step in range(4):
         with training_step(method, step, optimizer):
             layer.weight.grad = torch.zeros_like(layer.weight)
     state = optimizer.state[layer.weight]
-    found = [x.full_tensor() for x in (layer.weight.detach(), layer.mask, state["exp_avg_sq"])]
-    found.append(method.metrics()["pruned_magnitude"])  # summed over the ranks
+    found = map(full, (layer.weight.detach(), layer.mask, state["exp_avg_sq"]))
+    return [*found, method.metrics()["pruned_magnitude"]]
+
+
+def _decayed(rank, result):
+    """4 rows on each of two ranks."""
+    found = decayed(dist.init_device_mesh("cpu", (2,)))
     if rank == 0:
         torch.save(found, result)
-    dist.barrier()
-    os._exit(0)  # gloo's threads outlive the group and abort an interpreter that ends
 
 
 def test_the_decay_is_not_lost_where_weights_are_sharded(start_ranks, tmp_path):
     """As it was in a reproduction of others, where masks and weights were cut differently."""
-    start_ranks(_decayed, (tmp_path / "store").as_uri(), tmp_path / "found", ranks=2)
-    layer, method = converted(rows=8, decay=0.3)
-    optimizer = optimizer_of(layer, method, wd=0.0)
-    for step in range(4):
-        with training_step(method, step, optimizer):
-            layer.weight.grad = torch.zeros_like(layer.weight)
-    weight, mask, second, share = torch.load(tmp_path / "found", weights_only=True)
-    assert torch.equal(weight, layer.weight) and torch.equal(mask, layer.mask)
-    assert torch.equal(second, optimizer.state[layer.weight]["exp_avg_sq"])
+    start_ranks(_decayed, tmp_path / "found")
+    *tensors, share = torch.load(tmp_path / "found", weights_only=True)
+    *expected, alone = decayed()
+    assert all(map(torch.equal, tensors, expected)) and share == alone  # summed over the ranks
+    weight, mask, _ = tensors
     assert torch.equal(weight != torch.tensor(VALUES), ~mask)  # pruned ones moved, kept ones not
-    assert share == method.metrics()["pruned_magnitude"]

@@ -6,7 +6,6 @@ defaults.
 
 import copy
 import io
-import os
 from dataclasses import replace
 from functools import partial
 
@@ -326,9 +325,9 @@ def test_choices_follow_the_steps_whatever_is_forwarded(monkeypatch):
             for step in range(6):
                 run.step(step, parts=4)
                 with torch.no_grad():
-                    run.model.eval()(batch(9)[:, :-1])
-                run.model.train()
+                    run.model.eval()(batch(9)[:, :-1])  # and is trained on in this mode
         assert steps == [step for step in expected for _ in run.method.layers], name
+        assert {f"{name}.weight" for name in run.report.names} <= run.gradients.keys()
     assert len(set(given)) == len(given)  # each permutation is drawn from a seed of its own
     assert (fst.Config().refresh_every, bi_mask.Config().permute_every) == (40, 100)
 
@@ -431,11 +430,9 @@ def test_an_averaged_model_evaluates_its_own_weights(name, options):
     torch.testing.assert_close(logits(average), logits(plain.eval()), rtol=0, atol=0)
 
 
-def _two_ranks(rank, cases, meeting_point, results):
+def _two_ranks(rank, cases, results):
     """Every step of the cases by two processes with half of each of two micro-batches: the state
     before it, the loss, the gradients."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=meeting_point, rank=rank, world_size=2)
     half = SEQUENCES // 4
     share = slice(rank * half, (rank + 1) * half)
     found = {}
@@ -454,10 +451,6 @@ def _two_ranks(rank, cases, meeting_point, results):
             found[case.id].append((state, float(loss) / 2, run.gradients))
     if rank == 0:
         torch.save(found, results)
-    dist.barrier()
-    # gloo's threads outlive the group and abort an interpreter that ends
-    # (github.com/pytorch/pytorch/pull/179291).
-    os._exit(0)
 
 
 def _without_fp8(name, options):
@@ -467,10 +460,9 @@ def _without_fp8(name, options):
 
 @pytest.fixture(scope="module")
 def steps_of_two_ranks(start_ranks, tmp_path_factory, request):
-    folder = tmp_path_factory.mktemp("ranks")
-    cases = chosen(request, "test_two_ranks_equal_one")
-    start_ranks(_two_ranks, cases, (folder / "store").as_uri(), folder / "steps.pt")
-    return torch.load(folder / "steps.pt", weights_only=True)
+    results = tmp_path_factory.mktemp("two") / "steps.pt"
+    start_ranks(_two_ranks, chosen(request, "test_two_ranks_equal_one"), results)
+    return torch.load(results, weights_only=True)
 
 
 @mostly_in_all(CASES, ONE_EACH)

@@ -1,7 +1,6 @@
 """Every method under FSDP2, in the cases of the contract: two processes and four, as one."""
 
 import copy
-import os
 from dataclasses import replace
 
 import pytest
@@ -114,11 +113,9 @@ def finished(run):
     return own(get_model_state_dict(run.model))
 
 
-def _train(rank, ranks, cases, meeting_point, checkpoints, results):
+def _train(rank, ranks, cases, checkpoints, results):
     """Every step of the cases: the state before it, the loss, the gradients, the metrics; and the
     state at the end."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=meeting_point, rank=rank, world_size=ranks)
     found = {}
     for case in cases:
         run, folder = ShardedRun(*case.values), checkpoints / case.id
@@ -137,8 +134,6 @@ def _train(rank, ranks, cases, meeting_point, checkpoints, results):
             steps.append((state, float(loss) / ranks, gradients, run.method.metrics()))
         found[case.id] = steps, own(get_model_state_dict(run.model)), finished(run)
     torch.save(found, f"{results}{rank}")
-    dist.barrier()
-    os._exit(0)  # gloo's threads outlive the group and abort an interpreter that ends
 
 
 @pytest.fixture(scope="module")
@@ -147,8 +142,8 @@ def folder(tmp_path_factory):
 
 
 def trained(start_ranks, ranks, cases, folder):
-    store, results = (folder / f"store{ranks}").as_uri(), folder / f"steps{ranks}of"
-    start_ranks(_train, ranks, cases, store, folder, results, ranks=ranks)
+    results = folder / f"steps{ranks}of"
+    start_ranks(_train, ranks, cases, folder, results, ranks=ranks)
     return whole([torch.load(f"{results}{rank}", weights_only=True) for rank in range(ranks)])
 
 

@@ -1,6 +1,7 @@
 """The papers' values: what is confirmed, by whom, and what is not."""
 
 import json
+from dataclasses import replace
 from math import comb
 
 from reproduce.render.cells import published_name
@@ -22,7 +23,14 @@ def test_primary_second_hand_empty_and_missing(tmp_path):
     found = {cell["row"]: look_up("w", "T", cell["row"], "c", path) for cell in cells}
     texts = {row: published.text(".1f") for row, published in found.items()}
     assert texts == {"r": "12.5 %", "notes": "12.5 (second-hand)", "none": "none"}
-    assert found["r"].source == "a source" and look_up("w", "T", "r", "other", path) is None
+    sure = found["r"]
+    assert (sure.source, sure.reservation) == ("a source", "")
+    assert look_up("w", "T", "r", "other", path) is None
+    unsure = replace(sure, confidence="medium", note="a damaged copy")
+    assert unsure.reservation == "of medium confidence, from a source: a damaged copy"
+    odd = replace(sure, doubt="nobody believes it", evidence="second-hand")
+    assert odd.reservation == "as printed in a source, but nobody believes it"
+    assert odd.text(".1f") == "12.5 % (second-hand, doubtful)"
 
 
 def test_the_file_is_well_formed():

@@ -418,18 +418,6 @@ def test_a_smaller_tier_is_not_set_against_the_paper(shaped, of_three):
     assert "This tier leaves out the rows S-STE." in render(shaped, "smoke", of_three).header
 
 
-def test_published_values_that_are_not_sure_say_why():
-    sure = published.Published(2.0, "", "primary", "the paper")
-    assert sure.reservation == ""
-    unsure = dataclasses.replace(sure, confidence="medium", note="a damaged copy")
-    assert unsure.reservation == "of medium confidence, from the paper: a damaged copy"
-    odd = dataclasses.replace(sure, doubt="nobody believes it")
-    assert odd.reservation == "as printed in the paper, but nobody believes it"
-    assert dataclasses.replace(odd, evidence="second-hand").text(".1f") == (
-        "2.0 (second-hand, doubtful)"
-    )
-
-
 def test_a_difference_is_marked_by_its_interval(shaped, finished_run):
     """2.7 ± 0.248 does not hold 2.4; one seed has no interval; no other tier is compared."""
     runs = [finished_run("S-STE", seed, v) for seed, v in enumerate([2.6, 2.7, 2.8])]

@@ -55,7 +55,7 @@ def _train(config, last):
         pretraining.run(config, quiet)
 
 
-def _run(rank, ranks, store, runs):
+def _run(rank, ranks, runs):
     """`_train` each of `runs`, whose model rank 0 alone builds with numbers."""
     shard = sharding.shard
 
@@ -65,13 +65,9 @@ def _run(rank, ranks, store, runs):
 
     sharding.shard = watched
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
-    torch.set_num_threads(1)
-    torch.distributed.init_process_group("gloo", init_method=store, rank=rank, world_size=ranks)
     with world("cpu"):
         for config, last in runs:
             _train(config, last)
-    torch.distributed.barrier()
-    os._exit(0)  # gloo's threads outlive the group and abort an interpreter that ends
 
 
 @pytest.fixture(scope="module")
@@ -97,10 +93,10 @@ def trained(corpus_dir, tmp_path_factory, start_ranks, request):
     two = [(found[case, "two"], LAST) for case in (*cases, "dino")]
     two += [(found["fst", "offloaded"], last) for last in (7, LAST)]
     two += [(found[case, "moved"], 7) for case in moving]
-    start_ranks(_run, 2, (folder / "store2").as_uri(), two, ranks=2)
+    start_ranks(_run, 2, two)
     shutil.copytree(folder / "moved", folder / "kept")
     four = [(found[case, "moved"], 10) for case in moving]
-    start_ranks(_run, 4, (folder / "store4").as_uri(), four, ranks=4)
+    start_ranks(_run, 4, four, ranks=4)
     for case in (*cases, "dino"):
         pretraining.run(found[case, "one"], quiet)
     for case in moving:

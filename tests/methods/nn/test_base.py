@@ -16,7 +16,7 @@ from torch import nn
 import methods
 from methods import s_ste, ste
 from methods.nn import metrics
-from tests.methods.loop import training_step
+from tests.methods.loop import linear_of, training_step
 
 
 def mlp():
@@ -77,9 +77,7 @@ def test_conversion_keeps_identity_hooks_flags_and_the_generator():
 
 def one_group(values, name="ste", period=1, **options):
     """A layer of four rows, each of one group with these values, and its method."""
-    layer = nn.Linear(4, 4, bias=False)
-    with torch.no_grad():
-        layer.weight.copy_(torch.tensor(values).expand(4, 4))
+    layer = linear_of(values)
     method = methods.build(name, include=["*"], **options)
     choose_every(method, period)
     method.convert(layer)

@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from torch import nn
 
 import methods
 from common_kernels import check_nm
 from methods.nn.columns import partial_mask, split
 from tests.methods.loop import training_step
+from tests.methods.test_one_shot import Net
 
 METHODS = (
     ("ste", {}),
@@ -33,17 +33,6 @@ def test_by_hand():
     for share, count in ((0.0, 0), (0.3, 4), (0.8, 8), (1.0, 8)):
         parts = split(weight, share, 4)
         assert len(parts[1]) == count and sorted(torch.cat(parts).tolist()) == [*range(8)]
-
-
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.mlp = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 16))
-
-    def forward(self, x, target=None):
-        y = self.mlp(x)
-        return y, None if target is None else (y - target).square().mean()
 
 
 @pytest.mark.parametrize(("name", "options"), METHODS)

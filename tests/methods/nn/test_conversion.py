@@ -1,8 +1,6 @@
 """Tests of which layers `convert` takes, what it says of the others, and transformers' Conv1D."""
 
 import copy
-import dataclasses
-import importlib
 
 import peft
 import pytest
@@ -14,7 +12,6 @@ from torch.ao import quantization
 
 import methods
 from common_kernels import check24
-from experiments.config.run import load
 from methods import ste
 from methods.nn import ranks
 from models.bert import BertConfig, BertLM
@@ -243,16 +240,6 @@ def test_presets_take_the_linears_of_the_blocks_and_no_others():
     model = hf.BertModel(hf.BertConfig(**{**TINY, "num_hidden_layers": 11}))  # two digits
     chosen = ste.Method(ste.Config()).matching_linears(model)
     assert len(chosen) == 2 * 11 and "encoder.layer.10.output.dense" in chosen
-
-
-def test_python_and_yaml_mean_the_same():
-    """Options have one default, in Python and yaml; only the length of a run has none in Python."""
-    for name in methods.available():
-        composed = load([f"method={name}"]).method_options
-        default = importlib.import_module(f"methods.{name}").Config()
-        for field in dataclasses.fields(default):
-            if field.name != "total_steps":
-                assert getattr(composed, field.name) == getattr(default, field.name), name
 
 
 def inputs():
