@@ -139,10 +139,12 @@ def test_the_variants_beside_half_the_width_are_where_their_intervals_put_them()
 def test_what_is_said_of_the_claims_is_what_the_records_say():
     content, told = judge.content(rules(), values()), text("docs/evidence.md")
     claims = content["claims"]
-    comparison = re.compile(r"(?:(c|d|e3):\s)?`(\w+)`\s-\s`(\w+)`\s([+-][\d.]+\s\[[^]]*\])")
+    comparison = re.compile(r"(?:(c|d|e\d\w*):\s)?`(\w+)`\s-\s`(\w+)`\s([+-][\d.]+\s\[[^]]*\])")
     rows = re.findall(r"^\| (\d+): " + r"(.*?) \| " * 5 + r"(.*?) \|$", told, re.M)
     assert [(int(row[0]), row[5]) for row in rows] == [(c["id"], worded(c)) for c in claims]
-    assert all(c["without"].endswith(c["verdict"]) for c in claims if c["without"])
+    for c, row in zip(claims, rows, strict=True):
+        other = c["without"].rpartition(": ")[2]  # the verdict without runs that diverged
+        assert c["verdict"].startswith(other) or other in row[6]
     for claim, (_, words, paper, ours, ratio, _, objection) in zip(claims, rows, strict=True):
         assert not re.search(r"\d\.\d", words + objection)
         if claim["measured"]:
