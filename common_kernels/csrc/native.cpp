@@ -321,8 +321,12 @@ struct Largest {
   }
 };
 
-std::tuple<Tensor, Tensor, Tensor, Tensor> quantize_both24(
-    const Tensor& given, int64_t fmt, int64_t fmt_transposed) {
+using Both = std::tuple<Tensor, Tensor, Tensor, Tensor>;
+using Sampled = std::tuple<Tensor, Tensor, Tensor>;
+
+// scaling: amax and seen, with delayed scaling.
+Both quantize_both(
+    const Tensor& given, int64_t fmt, int64_t fmt_transposed, std::vector<Tensor> scaling = {}) {
   const auto guard = on_device_of(given);
   const Tensor x = readable(given);
   const int64_t columns = x.size(x.dim() - 1), rows = columns ? x.numel() / columns : 0;
@@ -335,19 +339,34 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> quantize_both24(
     torch::stable::fill_(scale_turned, 1);
     return {codes, turned, scale, scale_turned};
   }
-  const auto* found = kernels("quantize_both24", {fmt, fmt_transposed}, {x}, {rows, columns});
+  std::vector<Tensor> tensors{x};
+  tensors.insert(tensors.end(), scaling.begin(), scaling.end());
+  const auto* found = kernels("quantize_both24", {fmt, fmt_transposed}, tensors, {rows, columns});
   void* stream = stream_of(x);
-  const Largest amax(found[0], {address(x)}, x, stream);
-  for (int i = 1; i <= 1 + (fmt == fmt_transposed); ++i) {
+  const bool delayed = !scaling.empty();
+  std::optional<Largest> amax;
+  if (!delayed) amax.emplace(*found++, Shape{address(x)}, x, stream);
+  for (int i = 0; i <= (fmt == fmt_transposed); ++i) {
     found[i](
-        stream, {address(x), address(codes), address(turned), amax.bits, address(scale),
-                 address(scale_turned), address(scale), rows, columns, padded});
+        stream, {address(x), address(codes), address(turned),
+                 delayed ? address(scaling[0]) : amax->bits, address(scale), address(scale_turned),
+                 address(delayed ? scaling[1] : scale), rows, columns, padded});
   }
   return {codes, turned, scale, scale_turned};
 }
 
-std::tuple<Tensor, Tensor, Tensor> quantize_and_sample24(
-    const Tensor& given, const Tensor& key, int64_t stride, int64_t fmt, std::string layout) {
+Both quantize_both24(const Tensor& x, int64_t fmt, int64_t fmt_transposed) {
+  return quantize_both(x, fmt, fmt_transposed);
+}
+
+Both quantize_both24_(
+    const Tensor& x, int64_t fmt, int64_t fmt_transposed, const Tensor& amax, const Tensor& seen) {
+  return quantize_both(x, fmt, fmt_transposed, {amax, seen});
+}
+
+Sampled quantize_and_sample(
+    const Tensor& given, const Tensor& key, int64_t stride, int64_t fmt, const std::string& layout,
+    std::vector<Tensor> scaling = {}) {
   check_together(given, key);
   const auto guard = on_device_of(given);
   const Tensor dy = readable(given), drawn = readable(key);
@@ -357,17 +376,32 @@ std::tuple<Tensor, Tensor, Tensor> quantize_and_sample24(
     torch::stable::fill_(scale, 1);
     return {codes, empty({0}, aoti_torch_dtype_uint8(), dy), scale};
   }
+  std::vector<Tensor> tensors{dy, drawn};
+  tensors.insert(tensors.end(), scaling.begin(), scaling.end());
   const auto* found = kernels(
-      "quantize_and_sample24 " + layout, {stride, fmt}, {dy, drawn}, {tokens, out});
-  Tensor buffer = empty({found[1].bytes}, aoti_torch_dtype_uint8(), dy);
-  const int64_t padded = found[1].blocks / (out / TILE) * TILE, values = address(buffer);
+      "quantize_and_sample24 " + layout, {stride, fmt}, tensors, {tokens, out});
   void* stream = stream_of(dy);
-  const Largest amax(found[0], {address(dy)}, dy, stream);
-  found[1](
+  const bool delayed = !scaling.empty();
+  std::optional<Largest> amax;
+  if (!delayed) amax.emplace(*found++, Shape{address(dy)}, dy, stream);
+  Tensor buffer = empty({found->bytes}, aoti_torch_dtype_uint8(), dy);
+  const int64_t padded = found->blocks / (out / TILE) * TILE, values = address(buffer);
+  (*found)(
       stream, {address(dy), address(drawn), stride, address(codes), values,
-               values + out * padded / 2, amax.bits, address(scale), address(scale), tokens,
-               padded, out});
+               values + out * padded / 2, delayed ? address(scaling[0]) : amax->bits,
+               address(scale), address(delayed ? scaling[1] : scale), tokens, padded, out});
   return {codes, buffer, scale};
+}
+
+Sampled quantize_and_sample24(
+    const Tensor& dy, const Tensor& key, int64_t stride, int64_t fmt, std::string layout) {
+  return quantize_and_sample(dy, key, stride, fmt, layout);
+}
+
+Sampled quantize_and_sample24_(
+    const Tensor& dy, const Tensor& key, int64_t stride, int64_t fmt, std::string layout,
+    const Tensor& amax, const Tensor& seen) {
+  return quantize_and_sample(dy, key, stride, fmt, layout, {amax, seen});
 }
 
 // Writes the codes of a weight and of its transpose; a packed one is a buffer of bytes.
@@ -486,6 +520,8 @@ extern "C" __attribute__((visibility("default"))) void* sparse24_start(
   add("compress24", TORCH_BOX(&compress24));
   add("scaled_linear24", TORCH_BOX(&scaled_linear24));
   add("quantize_both24", TORCH_BOX(&quantize_both24));
+  add("quantize_both24_", TORCH_BOX(&quantize_both24_));
+  add("quantize_and_sample24_", TORCH_BOX(&quantize_and_sample24_));
   add("quantize_weight24_", TORCH_BOX(&quantize_weight24));
   add("quantize_and_sample24", TORCH_BOX(&quantize_and_sample24));
   TORCH_ERROR_CODE_CHECK(aoti_torch_library_init_impl(

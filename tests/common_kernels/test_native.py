@@ -353,17 +353,42 @@ def test_codes_are_those_of_python(dtype, formats, layout, fake, monkeypatch):
     """The codes of a matrix and its transpose, and of a gradient and its sample, are equal in every
     bit; also those of views, and of nothing."""
     x, key = torch.randn(2, 50, 128).to(dtype), torch.tensor([3, 4])
-    given = x, x[:, 3:20], x[..., 64:], x[:0], x[:1, :1]
+    given = [x, x[:, 3:20], x[..., 64:], x[:0], x[:1, :1]]
     sample = functools.partial(quantize_and_sample, key=key, stride=8, fmt="e5m2", layout=layout)
-    wanted = [(quantize_both(t, *formats), sample(t)) for t in given]
+    amax = torch.tensor([2.5, 1.5, 0.7])
+
+    def made(t, place, backend=None):
+        """Without delayed scaling if there is no place."""
+        seen = torch.zeros(3)
+        scaling = {} if place is None else {"amax": amax[place], "seen": seen[place]}
+        both = quantize_both(t, *formats, **scaling, backend=backend)
+        codes, packed, scale = sample(t, **scaling, backend=backend)
+        return *both, codes, packed.buffer, scale, seen, torch.tensor(packed.shape)
+
+    cases = [(t, place) for t in given for place in (None, 0, 1)]
+    wanted = [made(*case) for case in cases]
     ran = interpret(monkeypatch)
     for _ in range(2):
-        for t, (both, (codes, packed, scale)) in zip(given, wanted, strict=True):
-            assert same(quantize_both(t, *formats, backend="triton"), both)
-            got = sample(t, backend="triton")
-            assert same((got[0], got[2]), (codes, scale)) and got[1].shape == packed.shape
-            assert torch.equal(got[1].buffer, packed.buffer)
+        for case, want in zip(cases, wanted, strict=True):
+            assert same(made(*case, "triton"), want)
     assert {*ran} == {"amax_kernel", "quantize_both_kernel", "quantize_and_sample_kernel"}
+
+
+def test_delayed_scaling_is_compiled_as_it_is_run(fake, monkeypatch):
+    x, amax, key = torch.randn(50, 128).to(BF16), torch.tensor([2.5, 1.5]), torch.tensor([3, 4])
+    interpret(monkeypatch)
+
+    def quantized(x, seen):
+        both = quantize_both(x, "e4m3", "e5m2", amax[0], seen[0], backend="triton")
+        sample = quantize_and_sample(x, key, 8, "e5m2", amax[1], seen[1], backend="triton")
+        return *both, sample[0], sample[1].buffer, sample[2]
+
+    results = []
+    for run in (quantized, torch.compile(quantized, backend="aot_eager", fullgraph=True)):
+        seen = torch.zeros(2)
+        results.append((*run(x, seen), seen))
+        assert torch.equal(seen, x.abs().max().float().expand(2)) and seen._version
+    assert same(*results)
 
 
 @each(("n", "m"), [(2, 4), (1, 4), (2, 8)])

@@ -666,6 +666,7 @@ def test_opcheck():
     # What C++ calls to make a plan or a kernel, and what it calls alone.
     others = {
         "plan24", "place24", "kernels24", "launch24", "sample_mm24_launched", "quantize_both24",
-        "quantize_and_sample24", "compress24", "quantize_weight24_",
+        "quantize_and_sample24", "quantize_both24_", "quantize_and_sample24_", "compress24",
+        "quantize_weight24_",
     }  # fmt: skip
     assert checked == names - {f"sparse24::{name}" for name in others}
