@@ -1,13 +1,10 @@
 """Triton's interpreter, and tiny random models of transformers for models and drivers."""
 
-import functools
 import gc
-import hashlib
 import importlib
 import multiprocessing
 import multiprocessing.forkserver
 import os
-import pickle
 import socket
 import sys
 
@@ -38,26 +35,6 @@ def pytest_collection_finish():
     compilers, transformers' Trainer and torch's graphs ask for one again and again."""
     gc.collect()
     gc.freeze()
-
-
-@pytest.fixture(scope="session", autouse=True)
-def merged_once(tmp_path_factory):
-    """What hydra has merged for one worker, in a tenth of a second each, serves the other."""
-    if "PYTEST_XDIST_WORKER" not in os.environ:
-        return
-    from experiments.config import compose
-
-    folder, merged = tmp_path_factory.getbasetemp().parent, compose._merged.__wrapped__
-
-    def shared(*of):
-        path = folder / f"merged-{hashlib.sha256(repr(of).encode()).hexdigest()}"
-        if not path.exists():
-            own = path.with_suffix(f".{os.getpid()}")
-            own.write_bytes(pickle.dumps(merged(*of)))
-            own.replace(path)
-        return pickle.loads(path.read_bytes())
-
-    compose._merged = functools.lru_cache(maxsize=1024)(shared)
 
 
 # What takes ranks seconds to import.
