@@ -81,13 +81,10 @@ def _parsed(config_name: str, text: str) -> Any:
         raise UserError(says) from error
 
 
-@lru_cache(maxsize=1024)
-def _merged(config_name: str, files: tuple[str, ...]) -> Any:
-    """The config of a choice of files. It is shared, so callers change a copy."""
-    import hydra
+def store_methods() -> None:
+    """Give hydra the methods from outside as files of its group `method`. Raises a `UserError` if
+    the module of an installed one cannot be imported."""
     from hydra.core.config_store import ConfigStore
-    from hydra.core.global_hydra import GlobalHydra
-    from hydra.errors import MissingConfigException
 
     try:
         registered = yaml_files.registered_methods()
@@ -96,6 +93,16 @@ def _merged(config_name: str, files: tuple[str, ...]) -> Any:
     for name, options in registered.items():
         node = {"defaults": ["_common", "_self_"], **options}
         ConfigStore.instance().store(f"{name}.yaml", node, group="method")
+
+
+@lru_cache(maxsize=1024)
+def _merged(config_name: str, files: tuple[str, ...]) -> Any:
+    """The config of a choice of files. It is shared, so callers change a copy."""
+    import hydra
+    from hydra.core.global_hydra import GlobalHydra
+    from hydra.errors import MissingConfigException
+
+    store_methods()
     running, GlobalHydra.instance().hydra = (
         GlobalHydra.instance().hydra,
         None,

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
-from experiments.config.compose import compose, composed, one_line_errors
+from experiments.config.compose import compose, composed, one_line_errors, store_methods
 from experiments.config.run import freeze
 from experiments.config.yaml_files import CONF, text_of, values_of
 from experiments.support.errors import Diverged, UserError, exit_with_one_line, one_line
@@ -70,6 +70,7 @@ def driver(
             # Hydra then raises its errors instead of printing them over several lines.
             os.environ["HYDRA_FULL_ERROR"] = "1"
             sys.argv[1:] = ["--multirun", *arguments.overrides]
+            store_methods()
             hydra.main("pkg://experiments.conf", config_name, version_base="1.3")(task)()
             if after_sweep and len(returned) > 1 and os.environ.get("RANK", "0") == "0":
                 after_sweep(returned)

@@ -9,10 +9,12 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import ModuleType
 
 import hydra._internal.core_plugins.basic_launcher as basic_launcher
 import pytest
 
+import methods
 from experiments import pretrain
 from experiments.config.driver import objective, parse
 from experiments.config.run import load
@@ -20,6 +22,7 @@ from experiments.config.yaml_files import CONF
 from experiments.runs.finished import FinishedRun
 from experiments.support.errors import Diverged, UserError
 from experiments.training.tracking import read_metrics
+from methods import ste
 from tests.experiments.conftest import losses
 
 
@@ -45,6 +48,22 @@ def test_a_sweep_makes_one_directory_per_run(overrides, tmp_path, monkeypatch, c
     heading = "| run | val_loss | seeds | minus ste | 95 % interval | pairs |"
     assert f"{heading}\n" in said
     assert "\nwith curves: python -m experiments.compare " in said
+
+
+def test_a_sweep_finds_a_method_from_outside(overrides, tmp_path, monkeypatch):
+    own = ModuleType("swept")
+    own.Config, own.Method = ste.Config, ste.Method
+    monkeypatch.setattr(methods, "_registered", {"swept": own})
+    found = []
+
+    def run(config):
+        found.append(config.method)
+        return FinishedRun(tmp_path, {"metrics": {"val_loss": 2}})
+
+    monkeypatch.setattr(pretrain, "run", run)
+    monkeypatch.setattr("sys.argv", ["pretrain", "-m", *changed(overrides, "method=swept")])
+    pretrain.main()
+    assert found == ["swept"]
 
 
 def test_a_sweeper_is_given_the_loss_of_a_run(overrides, tmp_path, monkeypatch, capsys):
