@@ -64,6 +64,7 @@ def measured(name: str) -> str:
     differences = [own - dense for own, dense in pairs]
     low, high = paired_interval(differences)
     pruned = "feed-forward layers" if block == "a" else "all linears"
+    pruned = "all linears but the first" if variant == "slope" else pruned
     said = f"**Measured** (GPT-2, 5M parameters, {len(differences)} seeds, {pruned}). "
     said += f"The loss ends {mean(differences):+.4f} [{low:+.4f}, {high:+.4f}] nats "
     said += "above that of dense training" if block == "a" else "above further dense training"
