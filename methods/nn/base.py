@@ -177,7 +177,10 @@ class Method:
         """Raise ValueError with the reason if this linear does not fit the method's pattern."""
         (n, m), shape = self.pattern(name), list(weight_of(module).shape)
         if shape[0] % m or shape[1] % m:
-            raise ValueError(f"weight {shape}; {n}:{m} needs both dims to be multiples of {m}")
+            fitting = [-(-size // m) * m for size in shape]
+            raise ValueError(
+                f"weight {shape}; {n}:{m} needs both dims to be multiples of {m}, as in {fitting}"
+            )
 
     def check_matrix(self, kind: str) -> None:
         """Raise ValueError with the reason if the method cannot convert a matrix that modules of

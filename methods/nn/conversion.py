@@ -236,7 +236,7 @@ def choose(
             hint = f"; did you mean {near[0]}?" if near else ""
             raise ValueError(f"{option}: {glob} matches no matrix of the model{hint}")
     if not chosen:
-        raise ValueError(_nothing(model, include, exclude, matched, as_globs(possible)))
+        raise ValueError(_nothing(model, include, exclude, matched, possible))
     total = sum(p.numel() for p in model.parameters())
     return chosen, Report(tuple(chosen), dense, sizes, total)
 
@@ -248,9 +248,17 @@ def _nothing(
     reasons: dict[str, str],
     fit: list[str],
 ) -> str:
-    """The message that says why no linear can be converted, and names those that can: `fit`."""
+    """The message that says why no linear can be converted, and how those that can, `fit`, are
+    chosen: by a preset that has some of them, else by globs for all but the heads."""
     asked = f"include={include if isinstance(include, str) else list(include)}"
-    choose = f"; choose from include={fit[:6]}" if fit else ""
+    presets = [
+        f"include={word}"
+        for word, among in PRESETS.items()
+        if any(fnmatchcase(name, glob) for glob in among for name in fit)
+    ]
+    others = as_globs([name for name in fit if not name.endswith("head")])
+    choose = " or ".join(presets) or (f"from include={others}" if others else "")
+    choose = choose and f"; choose {choose}"
     if reasons:
         groups: dict[str, list[str]] = {}
         for name, reason in reasons.items():

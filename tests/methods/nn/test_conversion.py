@@ -45,7 +45,7 @@ def test_a_head_of_two_classes_is_left_dense():
     model = bert_of_two_classes()
     report = convert(model, ["*"])
     assert len(report.names) == 2 * 6 + 1  # the pooler, too
-    reason = "weight [2, 16]; 2:4 needs both dims to be multiples of 4"
+    reason = "weight [2, 16]; 2:4 needs both dims to be multiples of 4, as in [4, 16]"
     embeddings = "position_embeddings", "token_type_embeddings", "word_embeddings"
     no_linear = {f"bert.embeddings.{name}": "Embedding, no linear" for name in embeddings}
     assert report.dense == no_linear | {"classifier": reason}
@@ -109,7 +109,8 @@ def test_what_is_said_of_globs_and_layers_that_do_not_fit():
     blocks = nn.ModuleDict({"x": nn.ModuleList([block, copy.deepcopy(block)])})
     some = nn.ModuleDict({"fc1": nn.Linear(8, 8), "layers": nn.ModuleList([linears(up=(8, 8))])})
     many = linears(**dict.fromkeys("abcdefg", (8, 8)))
-    named = r"cannot be converted \(weight \[\d, \d\]; .*multiples of 4\); exclude it"
+    heads = nn.ModuleDict({"mlp": linears(up=(8, 8)), "lm_head": nn.Linear(8, 8)})
+    named = r"cannot be converted \(weight .* multiples of 4, as in \[8, 8\]\); exclude it"
     unknown = r"matches no matrix of the model"
     for model, include, exclude, told in (
         (linears(a=(8, 8), b=(8, 6)), ["a", "b"], [], f"b {named}"),
@@ -117,7 +118,10 @@ def test_what_is_said_of_globs_and_layers_that_do_not_fit():
         (nn.Linear(6, 8), ["*"], [], r"converted: the model itself \(weight \[8, 6\]; [^;]*$"),
         (nn.LayerNorm(8), ["*"], [], r"include=\['\*'\] exclude=\[\]; .* linears are: none$"),
         (linears(a=(6, 8)), "ffn", [], r"include=ffn exclude=\[\]; the model's linears are: a$"),
-        (many, ["a"], ["a"], r"exclude=\['a'\]; .* are: a, b, c, d, e, f, \.\.\.; choose from"),
+        (many, ["a"], ["a"], r"exclude=\['a'\]; .* are: a, b, c, d, e, f, \.\.\.; .* .*, 'g'\]$"),
+        (heads, ["up"], [], r"; choose include=ffn or include=all$"),
+        (heads, ["lm_head"], ["lm_head"], r"; choose include=ffn or include=all$"),
+        (linears(up=(8, 8), lm_head=(8, 8)), "ffn", [], r"; choose from include=\['up'\]$"),
         (blocks, ["*.attn.*"], [], r"; choose from include=\['x\.\*\.up'\]$"),  # once for each kind
         (blocks, "ffn", [], r"; choose from include=\['x\.\*\.up'\]$"),
         (some, ["fc*", "layrs.*"], [], rf"^include: layrs\.\* {unknown}; .* layers\.\*\.up\?$"),
