@@ -8,7 +8,7 @@ import re
 import shlex
 import warnings
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partialmethod
 from pathlib import Path
 
 import pytest
@@ -204,7 +204,7 @@ def trained():
 
 
 def test_every_snippet_is_run_here():
-    counts = {"README.md": 1, "docs/own_loop.md": 14, "docs/methods/semi_sparse.md": 1}
+    counts = {"README.md": 1, "docs/own_loop.md": 15, "docs/methods/semi_sparse.md": 1}
     counts |= {"docs/evaluation.md": 1, "docs/serving.md": 2}  # test_finetune.py has the first
     found = {page: len(blocks(page, "python")) for page in PAGES if blocks(page, "python")}
     assert found == {ROOT / name: count for name, count in counts.items()}
@@ -267,6 +267,23 @@ def test_a_sharded_training_is_saved_resumed_and_ended_as_shown(tmp_path, monkey
             exec(snippet(start), names)
         weight = names["weights"]["model.layers.0.mlp.up_proj.weight"]
         assert type(weight) is torch.Tensor and is_24(weight)
+
+
+def test_the_loop_for_a_llama_ends_with_a_saved_sparse_model(tmp_path, monkeypatch):
+    """On a CPU, and with blocks that are traced but not compiled."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(
+        torch.nn.Module, "compile", partialmethod(torch.nn.Module.compile, backend="eager")
+    )
+    llama().save_pretrained("model")
+    ids = batch()["input"]
+    batches = iter([{"input_ids": ids, "labels": ids}] * 4)
+    code = snippet("import torch\nfrom transformers").replace('"cuda"', '"cpu"')
+    exec(code, {"folder": "model", "steps": 2, "accumulate": 2, "batches": batches})
+    saved = type(llama()).from_pretrained("sparse")
+    names = [f"mlp.{name}_proj" for name in ("gate", "up", "down")]
+    names += [f"self_attn.{name}_proj" for name in "qkvo"]
+    assert all(is_24(saved.get_parameter(f"model.layers.0.{name}.weight")) for name in names)
 
 
 def test_acceleration_is_asked_for_as_shown(capsys, monkeypatch):
