@@ -151,8 +151,11 @@ def plain(composition: Any, *needed: str) -> dict[str, Any]:
     return values
 
 
+_TYPED: dict[tuple[type, str], Any] = {}  # made before, because a report needs hundreds of configs
+
+
 def typed(schema: type, group: str, values: Any) -> Any:
-    """The dataclass `schema` with these values, a dict."""
+    """The dataclass `schema`, which is frozen, with these values, a dict. Equal values share it."""
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
@@ -161,13 +164,16 @@ def typed(schema: type, group: str, values: Any) -> Any:
         raise UserError(
             f"{group} has no key {', '.join(unknown)}; it takes {', '.join(sorted(known))}"
         )
+    key = schema, repr(values)
     try:
-        return OmegaConf.to_object(OmegaConf.merge(_structured(schema), values))
+        if key not in _TYPED:
+            _TYPED[key] = OmegaConf.to_object(OmegaConf.merge(_structured(schema), values))
+        return _TYPED[key]
     except OmegaConfBaseException as error:
-        key, reason = f"{group}.{error.full_key}", _first_line(error)
+        name, reason = f"{group}.{error.full_key}", _first_line(error)
         if "is not a ListConfig" in reason:
-            raise UserError(f"{key} must be a list, as in '{key}=[VALUE]'") from error
-        raise UserError(f"{key}: {reason}") from error
+            raise UserError(f"{name} must be a list, as in '{name}=[VALUE]'") from error
+        raise UserError(f"{name}: {reason}") from error
 
 
 @cache
