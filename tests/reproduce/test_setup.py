@@ -134,6 +134,17 @@ def test_every_table_and_figure_has_a_script_that_asks_for_it(clone):
         assert done.stdout.splitlines()[-1] == asked, done.stderr
 
 
+def test_help_installs_nothing(clone):
+    for name in ("run.sh", "table2.sh", "usage.txt"):
+        shutil.copy(ROOT / "reproduce" / name, clone / "reproduce")
+    shutil.rmtree(clone / ".venv")
+    for words in (["--help"], ["tier=mini", "-h"]):
+        script = ["bash", clone / "reproduce" / "table2.sh", *words]
+        done = subprocess.run(script, cwd="/", capture_output=True, text=True)
+        assert done.stdout == (ROOT / "reproduce" / "usage.txt").read_text(), done.stderr
+    assert not (clone / ".venv").exists()
+
+
 def test_an_active_environment_is_used_if_it_has_this_checkout(clone):
     """And a module of the extra; nothing is installed into it, and what is passed by is told."""
     (clone / "reproduce" / "__init__.py").touch()
