@@ -6,7 +6,9 @@ from __future__ import annotations
 import re
 import sys
 from collections import defaultdict
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 from matplotlib import rc_context
 from matplotlib.figure import Figure
@@ -15,8 +17,9 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
 from experiments.runs.stats import mean, paired_interval  # noqa: E402
-from reproduce.execute.blocks import EVIDENCE  # noqa: E402
+from reproduce.execute.blocks import EVIDENCE, read_block  # noqa: E402
 from reproduce.execute.packed import read_packed  # noqa: E402
+from reproduce.judge.claims import read_claims  # noqa: E402
 from reproduce.render.report.figures import COLOURS, STYLE, standalone, svg  # noqa: E402
 
 PAGES = ROOT / "docs" / "methods"
@@ -24,16 +27,34 @@ PAGES = ROOT / "docs" / "methods"
 SHOWN = {name: ("a", name) for name in ("bi_mask", "fst", "s_ste", "semi_sparse", "slope")}
 SHOWN |= {name: ("a", name) for name in ("sr_ste", "ste", "step")}
 SHOWN |= {name: ("b", name) for name in ("ast", "gmp", "imp")} | {"one_shot": ("b", "naive")}
-DENSE = {"a": "dense", "b": "dense_trained_on"}
+SHOWN |= {"act24": ("e41a", "act24"), "cast": ("e41", "cast"), "projected": ("e41", "projected")}
+DENSE = {"a": "dense", "b": "dense_trained_on", "e41": "dense_trained_on", "e41a": "dense"}
+AGAINST = {"a": "that of dense training", "e41a": "that of dense training with squared ReLU"}
+PRUNED = {
+    "slope": "all linears but the first",
+    "act24": "2:4 activations",
+    "a": "feed-forward layers",
+}
 BEGIN, END = "<!-- measured: python docs/make_methods.py -->", "<!-- end -->"
 
 
-def losses(block: str) -> dict[str, list[float]]:
-    """The validation loss of each seed, by variant."""
-    found: dict[str, list[float]] = defaultdict(list)
-    for (variant, _), (_, record) in sorted(read_packed(EVIDENCE, block).items()):
-        found[variant].append(record["metrics"]["val_loss"])
-    return found
+@cache
+def records(block: str) -> dict[tuple[str, int], dict[str, Any]]:
+    """The records of a block, by variant and seed."""
+    return {key: record for key, (_, record) in sorted(read_packed(EVIDENCE, block).items())}
+
+
+def above(block: str, variant: str, without: int | None = None) -> tuple[str, int]:
+    """How far the validation loss ends above that of the block's dense variant, in words, and the
+    number of seeds: those of both variants that started from the same weights."""
+    by_seed = {seed: record for (of, seed), record in records(block).items() if of == variant}
+    differences = []
+    for seed, record in by_seed.items():
+        dense = records(block)[DENSE[block], seed]
+        if seed != without and record.get("init") == dense.get("init"):
+            differences.append(record["metrics"]["val_loss"] - dense["metrics"]["val_loss"])
+    low, high = paired_interval(differences)
+    return f"{mean(differences):+.4f} [{low:+.4f}, {high:+.4f}]", len(differences)
 
 
 def drawing(block: str, variant: str) -> str:
@@ -44,7 +65,7 @@ def drawing(block: str, variant: str) -> str:
         axes = figure.add_axes((0.12, 0.17, 0.85, 0.79))
         for name, colour in zip((DENSE[block], variant), ("soft", "mark"), strict=True):
             by_step: dict[float, list[float]] = defaultdict(list)
-            for (of, _), (_, record) in read_packed(EVIDENCE, block).items():
+            for (of, _), record in records(block).items():
                 for step, value in record["curves"]["val_loss"] if of == name else ():
                     by_step[step].append(value)
             steps = sorted(by_step)[4:]
@@ -57,22 +78,20 @@ def drawing(block: str, variant: str) -> str:
 
 
 def measured(name: str) -> str:
-    """The paragraph on what was measured."""
+    """The paragraph on what was measured, and the method's other variants."""
     block, variant = SHOWN[name]
-    known = losses(block)
-    pairs = zip(known[variant], known[DENSE[block]], strict=True)
-    differences = [own - dense for own, dense in pairs]
-    low, high = paired_interval(differences)
-    pruned = "feed-forward layers" if block == "a" else "all linears"
-    pruned = "all linears but the first" if variant == "slope" else pruned
-    said = f"**Measured** (GPT-2, 5M parameters, {len(differences)} seeds, {pruned}). "
-    said += f"The loss ends {mean(differences):+.4f} [{low:+.4f}, {high:+.4f}] nats "
-    said += "above that of dense training" if block == "a" else "above further dense training"
+    effect, seeds = above(block, variant)
+    pruned = PRUNED.get(variant) or PRUNED.get(block, "all linears")
+    own = [o[7:] for o in read_block(block).variants[variant] if o.startswith("method.")]
+    chosen = f", `{' '.join(own)}`" if own else ""
+    said = f"**Measured** (GPT-2, 5M parameters, {seeds} seeds, {pruned}{chosen}). "
+    said += f"The loss ends {effect} nats above {AGAINST.get(block, 'further dense training')}"
     evidence = (ROOT / "docs" / "evidence.md").read_text(encoding="utf-8")
     if block == "a" and (
         row := re.search(rf"^\| `{variant}` \|.*\| (\S+) \[.*\] \|$", evidence, re.M)
     ):
         said += f", which has this loss after {float(row[1]):.0%} of the tokens"
+    said += unstable(block, variant)
     table = (ROOT / "docs" / "speed.md").read_text(encoding="utf-8")
     rows = re.findall(
         rf"^\| (GPT-2 774M|6 blocks.*?), .*linears \| {name}(, fp8)? \| \S+ \| (\S+)", table, re.M
@@ -83,7 +102,32 @@ def measured(name: str) -> str:
         * bool(speeds)
     )
     picture = f"![Loss of {name} and of dense training](curves/{name}.svg)"
-    return f"{BEGIN}\n{picture}\n\n{said}.\n{END}"
+    return f"{BEGIN}\n{picture}\n\n{said}.\n{others(name)}{END}"
+
+
+def unstable(block: str, variant: str) -> str:
+    """The effect without a run that became unstable, in words; "" if none did."""
+    for seed in read_block(block).seeds:
+        if f"{block} {variant} {seed}" in read_claims().diverged:
+            calm, _ = above(block, variant, without=seed)
+            return f"; without seed {seed}, which became unstable, {calm}"
+    return ""
+
+
+def others(name: str) -> str:
+    """A table of the block's other variants of the method, the best first; "" if there is none."""
+    block, shown = SHOWN[name]
+    variants = read_block(block).variants
+    found = []
+    for variant, overrides in variants.items():
+        own = [o.removeprefix("method.") for o in overrides if o not in variants[shown]]
+        told = " ".join(o for o in own if not re.match(r"train\.(min|warm|cool)|impl\.", o))
+        if variant != shown and f"method={name}" in overrides:
+            effect, _ = above(block, variant)
+            effect += unstable(block, variant)
+            found.append((float(effect.split()[0]), f"| `{told}` | {effect} |"))
+    head = "\n| other options | loss above |\n|---|--:|\n"
+    return head + "".join(f"{row}\n" for _, row in sorted(found)) if found else ""
 
 
 def main() -> None:
