@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from experiments.bench.report import Report, Silent, compare, markdown, provenance, read_record
+from experiments.bench.report import Report, Silent, markdown, provenance, read_record
 from experiments.bench.timing import allow_repeated_steps
 from experiments.support.checkpoint import write_text
 from experiments.support.errors import UserError, exit_status
@@ -36,7 +36,7 @@ BENCHMARKS = {
 def main(argv: list[str] | None = None) -> int:
     options = parser().parse_args(argv)
     after_stop = "begins this benchmark anew; finished ones are kept"
-    return exit_status(lambda: int(options.command(options) or 0), after_stop)
+    return exit_status(lambda: options.command(options) or 0, after_stop)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -82,10 +82,8 @@ def parser() -> argparse.ArgumentParser:
                 help="products of the methods; default: auto on a GPU, dense elsewhere",
             )
         command.set_defaults(command=run, benchmark=name)
-    report = commands.add_parser("report", help="write RECORD.md, or compare two records")
+    report = commands.add_parser("report", help="write RECORD.md")
     report.add_argument("record", type=Path)
-    newer = "newer record to compare with; exit status 1 if a row became over 3 %% slower"
-    report.add_argument("newer", type=Path, nargs="?", help=newer)
     report.set_defaults(command=run_report)
     return parser
 
@@ -115,13 +113,10 @@ def run(options: argparse.Namespace) -> None:
         raise UserError("; ".join(report.refused))
 
 
-def run_report(options: argparse.Namespace) -> int:
-    if options.newer:
-        return int(not compare(options.record, options.newer))
+def run_report(options: argparse.Namespace) -> None:
     table = options.record.with_suffix(".md")
     write_text(table, markdown(read_record(options.record)))
     print(f"written to {table}")
-    return 0
 
 
 if __name__ == "__main__":

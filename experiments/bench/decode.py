@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 
 from common_kernels import dequantize24, few_tokens24, fragments24, nm_mask, pack24, quantize24
 from common_kernels.decode import MOST
@@ -68,7 +67,11 @@ def measure(name: str, shape: tuple[int, int], options: argparse.Namespace, repo
             w.copy_(dequantize24(integers, dtype))
             packed.append(fragments24(integers))
             continue
-        packed.append(fragments24(pack24(w, w != 0)) if len(x) <= MOST else for_many(w, used))
+        if len(x) <= MOST:
+            packed.append(fragments24(pack24(w, w != 0)))
+        else:
+            packed.append(Packed24.empty(w.shape, dtype, on, used))
+            pack24_(packed[-1], w, "magnitude")
     what = f"{name} x {columns} -> {rows}"
     allowed = variants.tolerance(variants.variant("dense"), dtype, columns)
     variants.agree(what, product(packed[-1], x), F.linear(x.float(), w.float()), allowed)
@@ -88,10 +91,3 @@ def share(bits: int) -> float:
     """The bytes of a packed 2:4 matrix over those of a dense one in bf16: half of the values, two
     bits of position for each, and a scale for 128 columns."""
     return (bits / 2 + 1 + (16 / 128 if bits < 16 else 0)) / 16
-
-
-def for_many(w: Tensor, layout: str) -> Packed24:
-    """A 2:4 matrix as the product for many tokens takes it."""
-    packed = Packed24.empty(w.shape, w.dtype, w.device, layout)
-    pack24_(packed, w, "magnitude")
-    return packed

@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -53,24 +53,6 @@ GPU = [
 ]  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Watched:
-    """Times of a run: seconds from its start to its first log entry, and (step, seconds) of each
-    entry with a loss."""
-
-    first_s: float
-    records: list[tuple[int, float]]
-
-    def of_a_step(self) -> Time:
-        """Milliseconds per step including data, logging and evaluation. The first quarter of the
-        log entries is left out, as the run compiles and warms up; percentiles are over entries."""
-        counted = self.records[max(1, len(self.records) // 4) :]
-        (first, start), (last, end) = counted[0], counted[-1]
-        between = [1e3 * (t - s) / (n - m) for (m, s), (n, t) in itertools.pairwise(counted)]
-        spread = quantiles(between)
-        return Time(1e3 * (end - start) / (last - first), spread.p20, spread.p80, "host")
-
-
 def bench(options: argparse.Namespace, report: Report) -> None:
     on_gpu = options.device.type == "cuda"
     given = options.overrides or (QUICK if options.quick else GPU if on_gpu else CPU)
@@ -86,8 +68,8 @@ def bench(options: argparse.Namespace, report: Report) -> None:
             loop = Loop(name, config, options.device)
             loops = [loop.milliseconds(options)]
             report.note(f"{name}: bare loop {loops[0]:.4g} ms")
-            watched = watch(overrides, config.directory())
-            step = watched.of_a_step()
+            seen = watch(overrides, config.directory())
+            step = of_a_step(seen)
             loops.append(Loop(name, config, options.device).milliseconds(options))
             records = [r for r in read_metrics(config.directory() / "metrics.jsonl") if "loss" in r]
         bare = sum(loops) / 2
@@ -105,7 +87,7 @@ def bench(options: argparse.Namespace, report: Report) -> None:
                     "bare loop, after ms": loops[1],
                     "step alone ms": 1e3 * median(r["step_seconds"] for r in records[1:]),
                     **({SHARE: share_of_peak(loop.flops, step.ms)} if on_gpu else {}),
-                    "first record s": watched.first_s,
+                    "first record s": seen[0][1],
                 },
             )
         )  # fmt: skip
@@ -160,11 +142,18 @@ class Loop(Step):
         return timed["step"].ms
 
 
-def watch(overrides: list[str], directory: Path) -> Watched:
-    """Run the command to its end and record when its log entries appear.
+def of_a_step(seen: list[tuple[int, float]]) -> Time:
+    """Milliseconds per step including data, logging and evaluation, of what `watch` has seen. The
+    first quarter is left out, as the run compiles and warms up; percentiles are over entries."""
+    counted = seen[max(1, len(seen) // 4) :]
+    (first, start), (last, end) = counted[0], counted[-1]
+    between = [1e3 * (t - s) / (n - m) for (m, s), (n, t) in itertools.pairwise(counted)]
+    return replace(quantiles(between), ms=1e3 * (end - start) / (last - first))
 
-    Raises a `UserError` with the command's last line if it fails.
-    """
+
+def watch(overrides: list[str], directory: Path) -> list[tuple[int, float]]:
+    """Run the command to its end, and return (step, seconds from the start) of each log entry with
+    a loss. Raises a `UserError` with the command's last line if it fails."""
     command = [*COMMAND, *overrides]
     path, lines, losses = directory / "metrics.jsonl", 0, []
     start = time.perf_counter()
@@ -187,4 +176,4 @@ def watch(overrides: list[str], directory: Path) -> Watched:
         if process.returncode:
             last = said.read().strip().splitlines()[-1:]
             raise UserError(f"{shlex.join(command[1:])} failed: {''.join(last)}")
-    return Watched(losses[0][1], losses)
+    return losses

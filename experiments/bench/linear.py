@@ -10,6 +10,7 @@ three dense products by themselves, half of it for a product that runs sparse.
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterator
 from functools import partial
 
 import torch
@@ -18,8 +19,8 @@ from torch import nn
 
 from experiments.bench import dense_fp8, variants
 from experiments.bench.report import MIB, Report, Row
-from experiments.bench.timing import Call, Time, in_turns
-from experiments.bench.variants import VARIANTS, Bench, Converted
+from experiments.bench.timing import Call, in_turns
+from experiments.bench.variants import VARIANTS, Bench
 from methods.nn.gemms import DENSE
 
 Shape = tuple[int, int, int]  # tokens, in, out
@@ -39,7 +40,7 @@ BUFFERS = 2
 
 def bench(options: argparse.Namespace, report: Report) -> None:
     on_gpu = options.device.type == "cuda"
-    dtype = torch.bfloat16 if on_gpu else torch.float32
+    dtype = variants.dtype_of(options.device)
     names = variants.chosen(report, [*VARIANTS, *variants.others(report)])
     matmul = variants.default_matmul(options)
     shapes = GPU_SHAPES if on_gpu else CPU_SHAPES
@@ -55,7 +56,7 @@ def bench(options: argparse.Namespace, report: Report) -> None:
 
 def compared(
     names: list[str], shape: Shape, dtype: torch.dtype, matmul: str, options: argparse.Namespace
-) -> list[Row]:
+) -> Iterator[Row]:
     """The rows of the named variants, measured in turns with a dense linear."""
     rates = dense_products(shape, dtype, options)
     of = (shape, dtype, options.device, matmul, BUFFERS)
@@ -64,13 +65,22 @@ def compared(
     for name, one in built.items():
         calls |= {f"{name}: {part}": call for part, call in one.calls().items()}
     times = in_turns(calls, options.device, options.repeats, BUFFERS)
-    return [
-        row(
-            name, shape, dtype, one.converted, rates, times["dense"].ms,
-            {part: times[f"{name}: {part}"] for part in one.calls()},
-        )
-        for name, one in built.items()
-    ]  # fmt: skip
+    for name, one in built.items():
+        own, converted = variants.variant(name), one.converted
+        fp8 = own.fp8 and not own.simulated and dense_fp8.E4M3 in rates
+        rate = rates[dense_fp8.E4M3 if fp8 else dtype]
+        sparse = next(iter(converted.sparse.values()), DENSE)
+        parts = [part for part in one.calls() if part != "whole"]
+        yield Row(
+            name, "fp8" if fp8 else str(dtype).removeprefix("torch."), shape_name(shape),
+            converted.used, times[f"{name}: whole"],
+            peers={"dense": times["dense"].ms},
+            limit_ms=sum(rate[p] * (0.5 if getattr(sparse, p) else 1.0) for p in variants.PRODUCTS),
+            figures={
+                **{f"{part} ms": times[f"{name}: {part}"].ms for part in parts},
+                **{f"{part} MiB": n / MIB for part, n in variants.bytes_held(converted).items()},
+            },
+        )  # fmt: skip
 
 
 def shape_name(shape: Shape) -> str:
@@ -139,30 +149,3 @@ def dense_products(
     if device.type == "cuda":
         rates[dense_fp8.E4M3] = {name: times[f"fp8 {name}"].ms for name in variants.PRODUCTS}
     return rates
-
-
-def row(
-    name: str,
-    shape: Shape,
-    dtype: torch.dtype,
-    converted: Converted,
-    rates: dict[torch.dtype, dict[str, float]],
-    dense_ms: float,
-    times: dict[str, Time],
-) -> Row:
-    """The row of a method's linear. times: of its `Bench.calls`."""
-    on_gpu = dense_fp8.E4M3 in rates
-    fp8 = variants.variant(name).fp8 and not variants.variant(name).simulated and on_gpu
-    rate = rates[dense_fp8.E4M3 if fp8 else dtype]
-    products = next(iter(converted.sparse.values()), DENSE)
-    halves = {p: 0.5 if getattr(products, p) else 1.0 for p in variants.PRODUCTS}
-    return Row(
-        name, "fp8" if fp8 else str(dtype).removeprefix("torch."), shape_name(shape),
-        converted.used, times["whole"],
-        peers={"dense": dense_ms},
-        limit_ms=sum(halves[p] * rate[p] for p in variants.PRODUCTS),
-        figures={
-            **{f"{part} ms": time.ms for part, time in times.items() if part != "whole"},
-            **{f"{part} MiB": n / MIB for part, n in variants.bytes_held(converted).items()},
-        },
-    )  # fmt: skip

@@ -24,12 +24,11 @@ import torch.nn.functional as F
 from torch import nn
 
 from common_kernels.matmul import linear24
-from experiments.bench import linear, variants
+from experiments.bench import variants
 from experiments.bench.jobs import Built, Workload, mlp, vit
 from experiments.bench.report import Report, Row
-from experiments.bench.step import Step
+from experiments.bench.step import Step, gate, precision
 from experiments.bench.timing import SETTLE_LIMIT_S, SUSTAINED_S, Time, in_turns, quantiles, settled
-from experiments.bench.train import precision
 from experiments.support.errors import UserError
 from methods.nn.linear import SparseLinear
 from methods.nn.operands import Packed
@@ -121,7 +120,12 @@ def bench(options: argparse.Namespace, report: Report) -> None:
                     continue
                 own = loop(name)
                 dense = dense or loop("dense")
-                report.add(beside_dense(own, dense, options))
+                calls = {"own": own.step, "dense": dense.step}
+                with own.compiling():
+                    times = in_turns(
+                        calls, options.device, options.repeats, graphs=False, steps=True
+                    )
+                report.add(own.result(times["own"], {"dense": times["dense"].ms}))
             except UserError as error:  # its products are wrong; the others are measured
                 report.refuse(str(error))
         if dense:
@@ -139,8 +143,7 @@ class Loop(Step):
     ) -> None:
         setup = row.removeprefix(WIDE).removeprefix(IMAGES).removesuffix(COMPILED)
         setup = setup.removesuffix(ADAMW).removesuffix(TRAINER)
-        for widths in job.linears if setup != "dense" else ():
-            linear.gate(setup, (job.tokens, *widths), dtype_of(device), device, matmul)
+        gate(setup, job, device, matmul)
         super().__init__(setup, job, device, matmul, fused=setup != "dense" and ADAMW not in row)
         self.shape, self.job, self.row = shape, job, row
         self.compiling = variants.compiling if compiled else nullcontext
@@ -159,14 +162,6 @@ class Loop(Step):
         }
         self.close()
         return Row(self.row, precision(self.device), self.shape, used, own, peers, figures=figures)
-
-
-def beside_dense(own: Loop, dense: Loop, options: argparse.Namespace) -> Row:
-    """The row of a method, in turns with dense."""
-    calls = {"own": own.step, "dense": dense.step}
-    with own.compiling():
-        times = in_turns(calls, options.device, options.repeats, graphs=False, steps=True)
-    return own.result(times["own"], {"dense": times["dense"].ms})
 
 
 def in_the_trainer(
@@ -231,7 +226,7 @@ def in_the_trainer(
 def host(name: str, width: int, matmul: str, options: argparse.Namespace) -> Row:
     """The host's time of a layer's passes, with that of `nn.Linear` as the peer, and of a product
     with that of `F.linear`."""
-    on, dtype = options.device, dtype_of(options.device)
+    on, dtype = options.device, variants.dtype_of(options.device)
     plain = nn.Linear(width, width, bias=False, device=on)
     model = nn.Sequential(nn.Linear(width, width, bias=False, device=on))
     # Every product that can be sparse is, even if that is slower for the device.
@@ -278,7 +273,3 @@ def launched(run: Any, device: torch.device) -> float:
     for _ in range(CALLS):
         run()
     return 1e3 * (time.perf_counter() - start) / CALLS
-
-
-def dtype_of(device: torch.device) -> torch.dtype:
-    return torch.bfloat16 if device.type == "cuda" else torch.float32

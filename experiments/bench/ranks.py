@@ -23,13 +23,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from experiments.bench import linear, profile, variants
+from experiments.bench import profile, variants
 from experiments.bench.jobs import Workload, gpt2
 from experiments.bench.loop import Llama
 from experiments.bench.report import Report, Row
-from experiments.bench.step import Step
+from experiments.bench.step import Step, gate, precision
 from experiments.bench.timing import Time, quantiles, read_load
-from experiments.bench.train import precision
 from experiments.support.errors import UserError
 from experiments.training.blocks import blocks
 from experiments.training.distributed import World, world
@@ -154,9 +153,7 @@ def measure(place: Place, name: str, options: argparse.Namespace, here: World) -
     """
     row = f"{name}, {place.kind}"
     matmul, on_gpu = variants.default_matmul(options), here.device.type == "cuda"
-    dtype = torch.bfloat16 if on_gpu else torch.float32
-    for widths in place.job.linears if name != "dense" else ():
-        linear.gate(name, (place.job.tokens, *widths), dtype, here.device, matmul)
+    gate(name, place.job, here.device, matmul)
     begun = time.perf_counter()
     # A block under DDP is compiled as a whole: its gradients are sent while others are computed.
     patched = torch._dynamo.config.patch(optimize_ddp=False) if on_gpu else nullcontext()
@@ -169,16 +166,13 @@ def measure(place: Place, name: str, options: argparse.Namespace, here: World) -
             step.ordinary(0)
         times, figures = timed(step, options.repeats)
         figures |= profiled(step, row, place.shape, options, here)
-    figures |= {"first step s": first_s, "parameters M": sum(map(numel, step.parameters)) / 1e6}
+    parameters = sum(p.numel() for p in step.parameters)  # of a DTensor the whole
+    figures |= {"first step s": first_s, "parameters M": parameters / 1e6}
     check(step, row, here)
     used, job = f"{step.used}; {here.size} x {place.kind}", place.job
     step.close()
     figures = {f"{job.unit}/s per GPU": 1e3 * job.items / times.ms, **figures}
     return Row(row, precision(here.device), place.shape, used, figures=figures), times
-
-
-def numel(parameter: Any) -> int:
-    return parameter.numel()  # of a DTensor the whole
 
 
 def timed(step: Shared, steps: int) -> tuple[Time, dict[str, float]]:

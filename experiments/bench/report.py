@@ -24,7 +24,7 @@ import torch
 
 from experiments.bench.timing import SETTLE_LIMIT_S, SETTLED, TURNS, Time, load_text
 from experiments.support.checkpoint import write_json
-from experiments.support.errors import UserError
+from experiments.support.errors import UserError, first_line
 from experiments.support.results import cpu_name, git_state, version_of
 
 KEY = ("name", "dtype", "shape", "backend")
@@ -140,8 +140,7 @@ class Report:
         try:
             call()
         except Exception as error:  # a refusal is a result here
-            reason = str(error).strip().splitlines() or [""]
-            self.leave_out(f"{name}: {type(error).__name__}: {reason[0][:200]}")
+            self.leave_out(f"{name}: {first_line(error)}")
             return False
         return True
 
@@ -203,12 +202,7 @@ COLUMNS = (
     *KEY, "ms", "p20", "p80", "times as fast as", "limit, ms", "share", "figures",
 )  # fmt: skip
 HIDDEN = ("p20", "p80", "limit, ms")  # on a terminal
-COMPARED = (
-    "benchmark", *KEY[:3], "old ms", "new ms", "new/old", "peer", "old x", "new x", "verdict",
-)  # fmt: skip
-TEXTS = (*KEY, "times as fast as", "figures", "benchmark", "peer", "verdict")  # no numbers
-PEERS = ("dense", "clone")  # a row is compared with the first of these that it has
-WITHIN = 0.03  # of a row's time, by which two records may differ
+TEXTS = (*KEY, "times as fast as", "figures")  # no numbers
 
 
 def cells(row: dict[str, Any]) -> list[str]:
@@ -294,50 +288,3 @@ def loads(rows: list[dict[str, Any]]) -> list[str]:
     if len(known) < len(timed):
         lines.append(f"In bursts, after idle time: {len(timed) - len(known)} of {len(rows)} rows.")
     return lines
-
-
-# --- two records ---------------------------------------------------------------------------------
-
-
-def compare(old: Path, new: Path) -> bool:
-    """Print the rows that both records have; True if none is slower by more than WITHIN.
-
-    The GPU's state differs between runs, so a row is judged by its speed relative to a peer of the
-    same run (dense, or a copy), and a row without a peer by its time.
-    """
-    before, now = read_record(old), read_record(new)
-    if before["device"] != now["device"]:
-        devices = f"{before['device']} and {now['device']}"
-        raise UserError(f"{old} and {new} are records of two devices, {devices}")
-    lines = []
-    for benchmark, part in now["benchmarks"].items():
-        rows = before["benchmarks"].get(benchmark, {"rows": []})["rows"]
-        earlier = {identity(row): row for row in rows if row["ms"] is not None}
-        lines += [
-            compared(benchmark, earlier[identity(row)], row)
-            for row in part["rows"]
-            if row["ms"] is not None and identity(row) in earlier
-        ]
-    if not lines:
-        raise UserError(f"{old} and {new} have no timed row in common")
-    print(table({h: [line[i] for line in lines] for i, h in enumerate(COMPARED)}))
-    slower = [f"{line[0]} {line[1]}, {line[3]}" for line in lines if "slower" in line[-1]]
-    summary = f"{len(lines)} rows in both; slower by more than {WITHIN:.0%}: {len(slower)}"
-    print(summary + (f" ({'; '.join(slower)})" if slower else ""))
-    return not slower
-
-
-def compared(benchmark: str, old: dict[str, Any], new: dict[str, Any]) -> list[str]:
-    """The cells of a row of both records, by COMPARED. The row `dense` is not judged."""
-    shared = old["peers"].keys() & new["peers"].keys() - {new["name"]}
-    peer = next((name for name in PEERS if name in shared), "")
-    speeds = [(row["peers"][peer] if peer else 1.0) / row["ms"] for row in (old, new)]
-    slower = 0.0 if new["name"] == "dense" else speeds[0] / speeds[1] - 1
-    verdict = f"slower by {slower:.0%}" if slower > WITHIN else ""
-    if slower < -WITHIN:
-        verdict = f"faster by {1 / (1 + slower) - 1:.0%}"
-    return [
-        benchmark, *(new[key] for key in KEY[:3]),
-        *(f"{row['ms']:.4g}" for row in (old, new)), f"{new['ms'] / old['ms']:.2f}", peer,
-        *(f"{speed:.2f}" if peer else "" for speed in speeds), verdict,
-    ]  # fmt: skip

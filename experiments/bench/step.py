@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 import methods
-from experiments.bench import variants
+from experiments.bench import linear, variants
 from experiments.bench.jobs import Workload
 from experiments.bench.report import MIB
 from experiments.bench.variants import Converted
@@ -24,6 +24,16 @@ from experiments.support import memory
 from experiments.training.graphs import capture
 
 WARM_UP = 2
+
+
+def precision(device: torch.device) -> str:
+    return "bfloat16 autocast" if device.type == "cuda" else "float32"
+
+
+def gate(name: str, job: Workload, device: torch.device, matmul: str) -> None:
+    """Raise a `UserError` if the products of a linear of the model are wrong."""
+    for widths in job.linears if name != "dense" else ():
+        linear.gate(name, (job.tokens, *widths), variants.dtype_of(device), device, matmul)
 
 
 class Step:
@@ -51,8 +61,7 @@ class Step:
         self.others = torch.cuda.memory_allocated() if device.type == "cuda" else 0
         with device:
             self.model, self.forward, self.blocks = job.build()
-        default = torch.bfloat16 if device.type == "cuda" else torch.float32
-        self.dtype = dtype or default
+        self.dtype = dtype or variants.dtype_of(device)
         self.converted: Converted = variants.convert(
             name, self.model, job.include, self.dtype, job.tokens, matmul
         )

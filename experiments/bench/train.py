@@ -13,12 +13,13 @@ import gc
 
 import torch
 
-from experiments.bench import linear, profile, variants
+from experiments.bench import profile, variants
 from experiments.bench.jobs import Workload, jobs
 from experiments.bench.report import Report, Row
-from experiments.bench.step import Step, held, ready
+from experiments.bench.step import Step, gate, held, precision, ready
 from experiments.bench.timing import Call, Time, in_turns
 from experiments.bench.variants import VARIANTS
+from experiments.support.errors import first_line
 
 # The rate of a dense bf16 product of 8192 x 8192 x 8192 on random data after idle time, on an H200.
 PEAK_TFLOPS = 790.0
@@ -72,7 +73,7 @@ def measure(
     except torch.cuda.OutOfMemoryError:
         raise
     except Exception as error:  # the others are measured
-        report.refuse(f"{shape}, {name}: {type(error).__name__}: {first_line(error)}")
+        report.refuse(f"{shape}, {name}: {first_line(error)}")
     else:
         found = {f"{job.unit}/s": 1e3 * job.items / times[name].ms}
         found |= {**figures(name, times, step.converted.searching + 1), **memory[name]}
@@ -116,10 +117,6 @@ def captured(shape: str, steps: dict[str, Step], report: Report) -> dict[str, Ca
     return calls
 
 
-def first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [""])[0][:200]
-
-
 def figures(name: str, times: dict[str, Time], period: int) -> dict[str, float]:
     """The times besides that of an ordinary launched step, and ratios to those of dense.
 
@@ -143,14 +140,3 @@ def figures(name: str, times: dict[str, Time], period: int) -> dict[str, float]:
 def share_of_peak(flops: float, ms: float) -> float:
     """`flops` in `ms` milliseconds, in percent of PEAK_TFLOPS."""
     return 100 * flops / ms / 1e9 / PEAK_TFLOPS
-
-
-def precision(device: torch.device) -> str:
-    return "bfloat16 autocast" if device.type == "cuda" else "float32"
-
-
-def gate(name: str, job: Workload, device: torch.device, matmul: str) -> None:
-    """Raise a `UserError` if the products of a linear of the model are wrong."""
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    for widths in job.linears:
-        linear.gate(name, (job.tokens, *widths), dtype, device, matmul)

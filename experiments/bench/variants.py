@@ -202,6 +202,11 @@ def bytes_held(
     return held
 
 
+def dtype_of(device: torch.device) -> torch.dtype:
+    """The dtype in which products are measured."""
+    return torch.bfloat16 if device.type == "cuda" else torch.float32
+
+
 def default_matmul(options: argparse.Namespace) -> str:
     return options.matmul or ("auto" if options.device.type == "cuda" else "dense")
 

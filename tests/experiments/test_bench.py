@@ -200,32 +200,6 @@ def test_the_committed_tables_are_those_of_their_records():
         assert report.markdown(record) == (folder / f"{name}.md").read_text(encoding="utf-8")
 
 
-def test_two_records_are_compared_by_what_is_as_fast_as_its_peer(tmp_path, capsys):
-    """A row that has no peer by its time."""
-    files = []
-    for name, rows in {
-        "old": [("dense", 100.0, 100.0), ("slope", 90.0, 100.0), ("s_ste", 90.0, 100.0)],
-        "new": [("dense", 110.0, 110.0), ("slope", 103.0, 110.0), ("s_ste", 88.0, 110.0),
-                ("ste", 88.0, 110.0)],
-    }.items():  # fmt: skip
-        collected = Report("train", CPU, tmp_path / f"{name}.json")
-        for method, ms, dense in rows:
-            collected.add(row(method, ms, peers={"dense": dense}))
-        collected.add(row("alone", 2.0 if name == "old" else 2.2))
-        files.append(str(tmp_path / f"{name}.json"))
-    assert main(["report", *files]) == 1
-    printed = capsys.readouterr().out
-    assert "4 rows in both; slower by more than 3%: 2 (train slope, 8 x 8; train alone" in printed
-    for line in (
-        "dense | bfloat16 | 8 x 8 | 100 | 110 | 1.10 |  |  |  |  |",
-        "slope | bfloat16 | 8 x 8 | 90 | 103 | 1.14 | dense | 1.11 | 1.07 | slower by 4% |",
-        "s_ste | bfloat16 | 8 x 8 | 90 | 88 | 0.98 | dense | 1.11 | 1.25 | faster by 12% |",
-        "alone | bfloat16 | 8 x 8 | 2 | 2.2 | 1.10 |  |  |  | slower by 10% |",
-    ):
-        assert f"| train | {line}" in printed
-    assert main(["report", files[0], files[0]]) == 0
-
-
 def test_bad_options_are_one_line(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "list.json").write_text("[]")

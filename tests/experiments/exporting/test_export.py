@@ -10,11 +10,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from common_kernels import check_nm, nm_mask
+from common_kernels import check_nm
 from experiments.data.corpus import load_tokens
 from experiments.data.manifest import DataConfig
 from experiments.data.tokenizer import folder_tokenizer
-from experiments.exporting import export, files, semi_structured
+from experiments.exporting import export, files
 from experiments.exporting import tokenizer as tokenizer_module
 from experiments.exporting.export import Form
 from experiments.runs.finished import FinishedRun
@@ -22,9 +22,7 @@ from experiments.support.errors import UserError
 from experiments.training import legality
 from models.bert import BertConfig, BertLM
 from models.gpt2 import GPT, GPTConfig
-from models.hf import CausalLM
 from models.sparse import sha256_of
-from tests.cpu_operators import register_cpu_operators
 from tests.experiments.conftest import quiet
 
 # Tensor of the exported file -> dim of its inputs. Query, key and value lie in one tensor of ours.
@@ -249,40 +247,6 @@ def test_the_cramming_form_is_no_bert_of_transformers(finished):
     assert "\n" not in str(caught.value)
     with pytest.raises(UserError, match="transformers has no form of a Linear"):
         files.to_transformers(nn.Linear(2, 2))
-
-
-def pruned(dtype):
-    """A GPT whose FFN is 2:4, in the form that generates."""
-    torch.manual_seed(0)
-    config = GPTConfig(n_layer=1, n_head=2, n_embd=64, vocab_size=320, block_size=64)
-    model = GPT(config)
-    with torch.no_grad():
-        for name, layer in model.named_modules():
-            if ".mlp.c_" in name:
-                layer.weight *= nm_mask(layer.weight)
-    return CausalLM(files.to_transformers(model)).to(dtype).eval()
-
-
-@pytest.mark.parametrize("layout", ["cutlass_sm80", "cusparselt_sm90"])
-def test_semi_structured_tensors_hold_the_same_weights(layout):
-    operators = register_cpu_operators()
-    dense, sparse = pruned(torch.bfloat16), pruned(torch.bfloat16)
-    names = semi_structured.to_semi_structured(sparse, layout)
-    assert names == ["model.transformer.h.0.mlp.c_fc", "model.transformer.h.0.mlp.c_proj"]
-    ids = torch.randint(0, 320, (1, 64), generator=torch.Generator().manual_seed(0))
-    with torch.no_grad():
-        expected, found = dense(ids)[0], sparse(ids)[0]
-    # Two sums of bf16 products in different orders, behind a norm: some units of 2^-8.
-    torch.testing.assert_close(found.float(), expected.float(), rtol=2**-6, atol=2**-6)
-    for name in names:
-        weight = sparse.get_parameter(f"{name}.weight")
-        assert type(weight.data).__name__.startswith("SparseSemiStructuredTensor")
-        identity = torch.eye(weight.shape[1], dtype=torch.bfloat16)
-        product = nn.functional.linear(identity, weight).t()  # exact: one term in every sum
-        assert torch.equal(product, dense.get_parameter(f"{name}.weight"))
-        strided = identity[:, None].expand(-1, 3, -1).transpose(0, 1)  # [3, in, in]
-        assert torch.equal(sparse.get_submodule(name)(strided), dense.get_submodule(name)(strided))
-    del operators
 
 
 def test_an_exported_vit_prepares_images_as_validation_does(exported):
