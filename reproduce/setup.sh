@@ -42,8 +42,9 @@ cpu_torch() { # PyTorch's CPU build where there is no NVIDIA GPU, if the reader 
         read -rp "no NVIDIA GPU here: install PyTorch's CPU build, 4 GB less? [Y/n] " answer
         case $answer in [nN]*) ;; *) build=cpu ;; esac
     fi
+    # Without dependencies, of which that index lacks some versions: `install` gets them from PyPI.
     [ "$build" != cpu ] || "$python" -m pip install --quiet --disable-pip-version-check --no-compile \
-        --index-url https://download.pytorch.org/whl/cpu -c constraints.txt torch torchvision ||
+        --no-deps --index-url https://download.pytorch.org/whl/cpu -c constraints.txt torch torchvision ||
         echo "PyTorch's CPU build cannot be had from download.pytorch.org; the ordinary one follows"
 }
 

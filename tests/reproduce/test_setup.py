@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from reproduce.specs.table import read_tables
 
@@ -26,7 +27,9 @@ def clone(tmp_path):
 case "$*" in
     "-m pip install "*" -c constraints.txt -e ."*)
         echo "${{@: -1}}" >>{tmp_path}/installed; exit ${{PIP_STATUS:-0}} ;;
+    "-m pip install "*) echo "$*" >{tmp_path}/torch ;;
     "-m pip "*) exit 0 ;;
+    *"find_spec('torch')"*) exit 1 ;;
     *) exec {sys.executable} "$@" ;;
 esac
 """
@@ -53,6 +56,16 @@ def installed(clone):
     lines = path.read_text().split() if path.exists() else []
     path.unlink(missing_ok=True)
     return lines
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_the_cpu_build_of_torch_comes_first_if_it_is_asked_for(clone):
+    """Without its dependencies: PyTorch's index lacks some of the versions in constraints.txt."""
+    use(clone, SPARSE24_TORCH="cpu")
+    (said,) = (clone / "torch").read_text().splitlines()
+    index = "--no-deps --index-url https://download.pytorch.org/whl/cpu"
+    assert said.endswith(f"{index} -c constraints.txt torch torchvision")
+    assert installed(clone) == ["."]
 
 
 def test_installs_once(clone):
