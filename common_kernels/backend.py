@@ -56,9 +56,14 @@ def resolve_fp8(device: torch.device, backend: str | None = None) -> str:
     return "cpu" if device.type == "cuda" and not _casts_to_fp8(device) else name
 
 
-@functools.cache
 def _casts_to_fp8(device: torch.device) -> bool:
-    return torch.cuda.get_device_capability(device) >= (8, 9)
+    return _capability(device) >= (8, 9)
+
+
+# torch.compiler.assume_constant_result without the import of torch._dynamo, which takes a second.
+_casts_to_fp8._dynamo_marked_constant = True  # type: ignore[attr-defined]
+# Not as a decorator of the function above: torch.compile warns of those.
+_capability = functools.cache(torch.cuda.get_device_capability)
 
 
 def current(device: torch.device) -> AbstractContextManager[Any]:

@@ -14,6 +14,8 @@ from torch._library.autograd import make_autograd_impl
 
 LIBRARY = torch.library.Library("sparse24", "FRAGMENT")
 KERNELS: dict[str, Callable[..., torch.Tensor | None]] = {}  # see `kernels_of`
+# Called in the first operator on a GPU that C++ can take over: `start` of matmul/native.py.
+STARTS: list[Callable[[], None]] = []
 
 # A call whose dispatch keys are all in this set goes straight to the function: strided tensors on
 # a CPU or a GPU, and no active mode that must see the call.
@@ -113,9 +115,16 @@ def launched_by_cpp(schema: str, fake: Callable | None = None) -> Callable[[Call
     name = schema.partition("(")[0]
 
     def register(function: Callable) -> Any:
+        def in_python(*arguments: Any) -> Any:
+            if fake and any(isinstance(x, torch.Tensor) and x.is_cuda for x in arguments):
+                for start in STARTS:  # for the next call
+                    start()
+            return function(*arguments)
+
         LIBRARY.define(schema)
-        eval_frame.set_code_exec_strategy(function.__code__, _SKIP)
-        LIBRARY.impl(name, function, "CompositeExplicitAutograd")
+        for code in (in_python.__code__, function.__code__):
+            eval_frame.set_code_exec_strategy(code, _SKIP)
+        LIBRARY.impl(name, in_python, "CompositeExplicitAutograd")
         if fake is not None:
             LIBRARY.impl(name, torch.library.fallthrough_kernel, "Autograd")
             torch.library.register_fake(f"sparse24::{name}", fake, lib=LIBRARY)

@@ -8,6 +8,7 @@
 #include <torch/csrc/stable/tensor.h>
 
 #include <array>
+#include <cstring>
 #include <functional>
 #include <map>
 #include <mutex>
@@ -37,6 +38,15 @@ struct Launch {
   void* bias;  // where the kernel reads it
   int64_t workspace;  // bytes
   void* space;  // the workspace; null if it is allocated in each launch
+  int (*own)(const void* arguments, void* stream);  // launches our own kernel; `plan` is its sizes
+  const char* refused;  // what is said if it fails, before the status
+  int64_t values;  // bytes of the packed matrix before its metadata
+};
+
+struct Arguments {  // of our own kernels, as in product24_sm90.cu
+  int64_t sizes[4];
+  const void *values, *metadata, *x, *bias, *scale_a, *scale_b;
+  void *result, *workspace;
 };
 
 // `native.Kernel` has the same fields.
@@ -101,6 +111,8 @@ void* stream_of(const Tensor& x) {
 
 int64_t address(const Tensor& x) { return reinterpret_cast<int64_t>(x.data_ptr()); }
 
+void* pointer(const std::optional<Tensor>& x) { return x ? x->data_ptr() : nullptr; }
+
 std::optional<torch::stable::accelerator::DeviceGuard> on_device_of(const Tensor& x) {
   if (!x.is_cuda()) return std::nullopt;
   return std::optional<torch::stable::accelerator::DeviceGuard>(
@@ -150,26 +162,29 @@ void check_together(const Tensor& x, const Tensor& y) {
       "the operands of a product are on several devices: move them to one");
 }
 
-// The product by cuSPARSELt, written into `out`; `tokens` is as in `Problem`.
+// The product, written into `out`; `tokens` is as in `Problem`. Only our own kernels take scales.
 void multiply(
-    const Tensor& buffer, int64_t rows, int64_t columns, int64_t tokens, const Tensor& dense,
-    const std::optional<Tensor>& bias, bool dense_transposed, bool result_transposed,
+    const Tensor& buffer, const std::string& layout, int64_t rows, int64_t columns, int64_t tokens,
+    const Tensor& dense, const std::optional<Tensor>& bias, const std::optional<Tensor>& scale,
+    const std::optional<Tensor>& other, bool dense_transposed, bool result_transposed,
     ScalarType out_dtype, const Tensor& out) {
   const int32_t result_dtype = to<int32_t>(from(out_dtype)), dtype = dtype_of(dense);
   const int32_t device = dense.get_device_index();
   void* stream = stream_of(dense);
   const auto number = reinterpret_cast<int64_t>(stream);
-  const int64_t flags = dense_transposed | result_transposed << 1 | bias.has_value() << 2;
+  const bool biased = bias && !scale;
+  const int64_t flags = dense_transposed | result_transposed << 1 | biased << 2;
+  const int64_t named = std::hash<std::string>{}(layout);
   const auto& launch = made_once<Launch>(
-      Shape{rows, columns, tokens, dtype, result_dtype, flags, device, number},
+      Shape{rows, columns, tokens, dtype, result_dtype, flags, device, number, named},
       "sparse24::plan24", [&] {
-        return std::array<StableIValue, 10>{
+        return std::array<StableIValue, 11>{
             from(rows), from(columns), from(tokens), from(dtype), from(result_dtype),
-            from(dense_transposed), from(result_transposed), from(bias.has_value()),
+            from(dense_transposed), from(result_transposed), from(biased), from(layout),
             from(int64_t(device)), from(number)};
       });
   std::unique_lock<std::mutex> alone(launching, std::defer_lock);
-  if (bias) {
+  if (bias && !launch.own) {
     alone.lock();  // threads on one stream share the plan's place for the bias
     Tensor read = torch::stable::from_blob(launch.bias, {rows}, {1}, dense.device(), out_dtype);
     TORCH_ERROR_CODE_CHECK(aoti_torch_copy_(read.get(), bias->get(), 0));
@@ -181,6 +196,17 @@ void multiply(
     space = workspace->data_ptr();
   }
   const Tensor a = readable(buffer), b = readable(dense);
+  if (launch.own) {
+    std::optional<Tensor> added;
+    if (bias) added = readable(torch::stable::to(*bias, out_dtype));
+    Arguments given{
+        {}, a.data_ptr(), static_cast<const char*>(a.data_ptr()) + launch.values, b.data_ptr(),
+        pointer(added), pointer(scale), pointer(other), out.data_ptr(), space};
+    std::memcpy(given.sizes, launch.plan, sizeof given.sizes);
+    const int status = launch.own(&given, stream);
+    if (status) throw std::runtime_error(launch.refused + std::to_string(status));
+    return;
+  }
   const float one = 1, zero = 0;
   const int status = launch.matmul(
       launch.handle, launch.plan, &one, a.data_ptr(), b.data_ptr(), &zero, out.data_ptr(),
@@ -191,8 +217,9 @@ void multiply(
 }
 
 Tensor matmul24(
-    const Tensor& buffer, int64_t rows, int64_t columns, const Tensor& dense,
-    const std::optional<Tensor>& bias, bool dense_transposed, bool result_transposed,
+    const Tensor& buffer, std::string layout, int64_t rows, int64_t columns, const Tensor& dense,
+    const std::optional<Tensor>& bias, const std::optional<Tensor>& scale,
+    const std::optional<Tensor>& other, bool dense_transposed, bool result_transposed,
     ScalarType out_dtype) {
   check_together(buffer, dense);
   if (bias) check_together(*bias, dense);
@@ -209,13 +236,13 @@ Tensor matmul24(
   Tensor out = empty(shape, to<int32_t>(from(out_dtype)), dense);
   if (dense.numel() == 0) return torch::stable::zero_(out);
   multiply(
-      buffer, rows, columns, tokens, dense, bias, dense_transposed, result_transposed, out_dtype,
-      out);
+      buffer, layout, rows, columns, tokens, dense, bias, scale, other, dense_transposed,
+      result_transposed, out_dtype, out);
   return out;
 }
 
 Tensor sample_mm24(
-    const Tensor& dy, const Tensor& x, const Tensor& key, int64_t stride) {
+    const Tensor& dy, const Tensor& x, const Tensor& key, int64_t stride, std::string layout) {
   check_together(dy, x);
   check_together(key, x);
   const auto guard = on_device_of(dy);
@@ -226,13 +253,13 @@ Tensor sample_mm24(
   Tensor out = empty({rows, columns}, dtype, x);
   if (!dy.numel() || !x.numel()) return torch::stable::zero_(out);
   Tensor of = readable(dy), with = readable(key);
-  const Kernel& kernel = *kernels("sample24", {stride}, {of, with}, {rows, tokens});
+  const Kernel& kernel = *kernels("sample24 " + layout, {stride}, {of, with}, {rows, tokens});
   Tensor buffer = empty({kernel.bytes}, aoti_torch_dtype_uint8(), dy);
   const int64_t values = address(buffer), meta = values + rows * tokens / 2 * dy.element_size();
   kernel(stream_of(dy), {address(of), address(with), stride, values, meta, tokens});
   multiply(
-      buffer, rows, tokens, columns, x, std::nullopt, false, false,
-      to<ScalarType>(from(dtype)), out);
+      buffer, layout, rows, tokens, columns, x, std::nullopt, std::nullopt, std::nullopt, false,
+      false, to<ScalarType>(from(dtype)), out);
   return out;
 }
 
@@ -294,8 +321,12 @@ struct Largest {
   }
 };
 
-std::tuple<Tensor, Tensor, Tensor, Tensor> quantize_both24(
-    const Tensor& given, int64_t fmt, int64_t fmt_transposed) {
+using Both = std::tuple<Tensor, Tensor, Tensor, Tensor>;
+using Sampled = std::tuple<Tensor, Tensor, Tensor>;
+
+// scaling: amax and seen, with delayed scaling.
+Both quantize_both(
+    const Tensor& given, int64_t fmt, int64_t fmt_transposed, std::vector<Tensor> scaling = {}) {
   const auto guard = on_device_of(given);
   const Tensor x = readable(given);
   const int64_t columns = x.size(x.dim() - 1), rows = columns ? x.numel() / columns : 0;
@@ -308,19 +339,34 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> quantize_both24(
     torch::stable::fill_(scale_turned, 1);
     return {codes, turned, scale, scale_turned};
   }
-  const auto* found = kernels("quantize_both24", {fmt, fmt_transposed}, {x}, {rows, columns});
+  std::vector<Tensor> tensors{x};
+  tensors.insert(tensors.end(), scaling.begin(), scaling.end());
+  const auto* found = kernels("quantize_both24", {fmt, fmt_transposed}, tensors, {rows, columns});
   void* stream = stream_of(x);
-  const Largest amax(found[0], {address(x)}, x, stream);
-  for (int i = 1; i <= 1 + (fmt == fmt_transposed); ++i) {
+  const bool delayed = !scaling.empty();
+  std::optional<Largest> amax;
+  if (!delayed) amax.emplace(*found++, Shape{address(x)}, x, stream);
+  for (int i = 0; i <= (fmt == fmt_transposed); ++i) {
     found[i](
-        stream, {address(x), address(codes), address(turned), amax.bits, address(scale),
-                 address(scale_turned), address(scale), rows, columns, padded});
+        stream, {address(x), address(codes), address(turned),
+                 delayed ? address(scaling[0]) : amax->bits, address(scale), address(scale_turned),
+                 address(delayed ? scaling[1] : scale), rows, columns, padded});
   }
   return {codes, turned, scale, scale_turned};
 }
 
-std::tuple<Tensor, Tensor, Tensor> quantize_and_sample24(
-    const Tensor& given, const Tensor& key, int64_t stride, int64_t fmt, std::string layout) {
+Both quantize_both24(const Tensor& x, int64_t fmt, int64_t fmt_transposed) {
+  return quantize_both(x, fmt, fmt_transposed);
+}
+
+Both quantize_both24_(
+    const Tensor& x, int64_t fmt, int64_t fmt_transposed, const Tensor& amax, const Tensor& seen) {
+  return quantize_both(x, fmt, fmt_transposed, {amax, seen});
+}
+
+Sampled quantize_and_sample(
+    const Tensor& given, const Tensor& key, int64_t stride, int64_t fmt, const std::string& layout,
+    std::vector<Tensor> scaling = {}) {
   check_together(given, key);
   const auto guard = on_device_of(given);
   const Tensor dy = readable(given), drawn = readable(key);
@@ -330,17 +376,32 @@ std::tuple<Tensor, Tensor, Tensor> quantize_and_sample24(
     torch::stable::fill_(scale, 1);
     return {codes, empty({0}, aoti_torch_dtype_uint8(), dy), scale};
   }
+  std::vector<Tensor> tensors{dy, drawn};
+  tensors.insert(tensors.end(), scaling.begin(), scaling.end());
   const auto* found = kernels(
-      "quantize_and_sample24 " + layout, {stride, fmt}, {dy, drawn}, {tokens, out});
-  Tensor buffer = empty({found[1].bytes}, aoti_torch_dtype_uint8(), dy);
-  const int64_t padded = found[1].blocks / (out / TILE) * TILE, values = address(buffer);
+      "quantize_and_sample24 " + layout, {stride, fmt}, tensors, {tokens, out});
   void* stream = stream_of(dy);
-  const Largest amax(found[0], {address(dy)}, dy, stream);
-  found[1](
+  const bool delayed = !scaling.empty();
+  std::optional<Largest> amax;
+  if (!delayed) amax.emplace(*found++, Shape{address(dy)}, dy, stream);
+  Tensor buffer = empty({found->bytes}, aoti_torch_dtype_uint8(), dy);
+  const int64_t padded = found->blocks / (out / TILE) * TILE, values = address(buffer);
+  (*found)(
       stream, {address(dy), address(drawn), stride, address(codes), values,
-               values + out * padded / 2, amax.bits, address(scale), address(scale), tokens,
-               padded, out});
+               values + out * padded / 2, delayed ? address(scaling[0]) : amax->bits,
+               address(scale), address(delayed ? scaling[1] : scale), tokens, padded, out});
   return {codes, buffer, scale};
+}
+
+Sampled quantize_and_sample24(
+    const Tensor& dy, const Tensor& key, int64_t stride, int64_t fmt, std::string layout) {
+  return quantize_and_sample(dy, key, stride, fmt, layout);
+}
+
+Sampled quantize_and_sample24_(
+    const Tensor& dy, const Tensor& key, int64_t stride, int64_t fmt, std::string layout,
+    const Tensor& amax, const Tensor& seen) {
+  return quantize_and_sample(dy, key, stride, fmt, layout, {amax, seen});
 }
 
 // Writes the codes of a weight and of its transpose; a packed one is a buffer of bytes.
@@ -374,12 +435,13 @@ void quantize_weight24(
 
 // The product of codes by cuSPARSELt, times factor / (scale * other), plus the bias.
 Tensor scaled24(
-    const Tensor& buffer, int64_t rows, int64_t columns, const Tensor& dense,
+    const Tensor& buffer, std::string layout, int64_t rows, int64_t columns, const Tensor& dense,
     const std::optional<Tensor>& bias, const Tensor& scale, const Tensor& other, int64_t factor,
     bool linear, ScalarType out_dtype) {
   const int32_t dtype = linear ? aoti_torch_dtype_bfloat16() : aoti_torch_dtype_float32();
   const Tensor y = matmul24(
-      buffer, rows, columns, dense, std::nullopt, true, linear, to<ScalarType>(from(dtype)));
+      buffer, layout, rows, columns, dense, std::nullopt, std::nullopt, std::nullopt, true, linear,
+      to<ScalarType>(from(dtype)));
   const auto guard = on_device_of(y);
   const int32_t result = to<int32_t>(from(out_dtype));
   const int64_t last = y.size(y.dim() - 1);
@@ -452,12 +514,14 @@ extern "C" __attribute__((visibility("default"))) void* sparse24_start(
   const auto add = [&](const char* name, auto* boxed) {
     TORCH_ERROR_CODE_CHECK(torch_library_impl(library, name, boxed, TORCH_ABI_VERSION));
   };
-  add("matmul24_cusparselt", TORCH_BOX(&matmul24));
-  add("sample_mm24_cusparselt", TORCH_BOX(&sample_mm24));
+  add("matmul24_launched", TORCH_BOX(&matmul24));
+  add("sample_mm24_launched", TORCH_BOX(&sample_mm24));
   add("matmul24_of_codes", TORCH_BOX(&scaled24));
   add("compress24", TORCH_BOX(&compress24));
   add("scaled_linear24", TORCH_BOX(&scaled_linear24));
   add("quantize_both24", TORCH_BOX(&quantize_both24));
+  add("quantize_both24_", TORCH_BOX(&quantize_both24_));
+  add("quantize_and_sample24_", TORCH_BOX(&quantize_and_sample24_));
   add("quantize_weight24_", TORCH_BOX(&quantize_weight24));
   add("quantize_and_sample24", TORCH_BOX(&quantize_and_sample24));
   TORCH_ERROR_CODE_CHECK(aoti_torch_library_init_impl(

@@ -35,8 +35,11 @@ def quantize_both(
     """
     device = checks.one_device(x=x, amax=amax, seen=seen)
     name = backends.resolve_fp8(device, backend)
+    given = x, FORMATS.index(fmt), FORMATS.index(fmt_transposed)
     if amax is None and name == "triton":
-        return _both_at_once(x, FORMATS.index(fmt), FORMATS.index(fmt_transposed))
+        return _both_at_once(*given)
+    if name == "triton" and x.numel():
+        return _both_delayed(*given, amax, _written(seen))
     return _quantize_both(x, fmt, fmt_transposed, amax, seen, name)
 
 
@@ -97,12 +100,23 @@ def quantize_and_sample(
     """
     device = checks.one_device(dy=dy, key=key, amax=amax, seen=seen)
     name = backends.resolve_fp8(device, backend)
-    if amax is None and name == "triton" and layout != cpu.VENDOR:
-        codes, buffer, scale = _sample_at_once(dy, key, stride, FORMATS.index(fmt), layout)
+    given = dy, key, stride, FORMATS.index(fmt), layout
+    by_kernel = name == "triton" and layout != cpu.VENDOR
+    if amax is None and by_kernel:
+        codes, buffer, scale = _sample_at_once(*given)
+    elif by_kernel and dy.numel():
+        codes, buffer, scale = _sample_delayed(*given, amax, _written(seen))
     else:
         codes, buffer, scale = _quantize_and_sample(dy, key, stride, fmt, amax, seen, layout, name)
     shape = dy.shape[-1], _filled_up(dy, layout)
     return codes, Packed24(buffer, shape, codes.dtype, layout), scale
+
+
+def _written(seen: Any) -> Any:
+    """`seen`, for an operator that autograd passes by and that writes into it."""
+    if not torch.compiler.is_compiling() and not seen.is_inference():
+        torch.autograd.graph.increment_version(seen)
+    return seen
 
 
 def _filled_up(dy: Tensor, layout: str) -> int:
@@ -152,8 +166,8 @@ def _sample_like(
     )
 
 
-# The same without delayed scaling, for GPUs, where C++ replaces the kernels (matmul/native.py).
-# Formats are indices into FORMATS. Nothing is written to, so torch.compile quantises an input of
+# The same for GPUs, where C++ replaces the kernels (matmul/native.py). Formats are indices into
+# FORMATS. Without delayed scaling nothing is written to, so torch.compile quantises an input of
 # several layers once.
 FORMATS = tuple(fp8.FORMATS)
 _both_at_once = launched_by_cpp(
@@ -171,14 +185,35 @@ _sample_at_once = launched_by_cpp(
 )
 
 
+_both_delayed = launched_by_cpp(
+    "quantize_both24_(Tensor x, int fmt, int fmt_transposed, Tensor amax, Tensor(a!) seen) -> "
+    "(Tensor, Tensor, Tensor, Tensor)",
+    lambda x, fmt, other, *_: _both_like(x, FORMATS[fmt], FORMATS[other]),
+)(lambda x, fmt, other, *given: _quantize_both(x, FORMATS[fmt], FORMATS[other], *given, "triton"))
+_sample_delayed = launched_by_cpp(
+    "quantize_and_sample24_(Tensor dy, Tensor key, SymInt stride, int fmt, str layout, "
+    "Tensor amax, Tensor(a!) seen) -> (Tensor, Tensor, Tensor)",
+    lambda dy, key, stride, fmt, layout, *_: _sample_like(
+        dy, key, stride, FORMATS[fmt], layout, ""
+    ),
+)(
+    lambda dy, key, stride, fmt, layout, *given: _quantize_and_sample(
+        dy, key, stride, FORMATS[fmt], *given, layout, "triton"
+    )
+)
+
+
 @kernels_of("quantize_both24")
-def _(fmt: int, other: int, x: Tensor) -> None:
-    _quantize_both(x, FORMATS[fmt], FORMATS[other], None, None, "triton")
+def _(fmt: int, other: int, x: Tensor, amax: Any = None, seen: Any = None) -> None:
+    _quantize_both(x, FORMATS[fmt], FORMATS[other], amax, seen, "triton")
 
 
 @kernels_of("quantize_and_sample24")
-def _(layout: str, stride: int, fmt: int, dy: Tensor, key: Tensor) -> Tensor:
-    return _quantize_and_sample(dy, key, stride, FORMATS[fmt], None, None, layout, "triton")[1]
+def _(
+    layout: str, stride: int, fmt: int, dy: Tensor, key: Tensor, amax: Any = None, seen: Any = None
+) -> Tensor:
+    given = dy, key, stride, FORMATS[fmt], amax, seen, layout, "triton"
+    return _quantize_and_sample(*given)[1]
 
 
 @kernels_of("rescale")

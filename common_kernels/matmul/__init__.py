@@ -162,12 +162,12 @@ def linear24(
         return torch.ops.aten._unsafe_view(y, [*x.shape[:-1], rows])
     given = packed.buffer, packed.layout, rows, columns, x
     if scales is None:
-        return _unscaled(*given, bias, True, True, out_dtype or x.dtype)
+        return _multiply(*given, bias, None, None, True, True, out_dtype or x.dtype)
     scale, other = scales
     if of_library(packed.layout):
-        return _rescaled(*given, bias, scale, other, 1, True, out_dtype or torch.bfloat16)
+        return _of_codes(*given, bias, scale, other, 1, True, out_dtype or torch.bfloat16)
     bias = None if bias is None else bias.to(torch.bfloat16)
-    y = _matmul24(*given, bias, scale, other, True, True, torch.bfloat16)
+    y = _multiply(*given, bias, scale, other, True, True, torch.bfloat16)
     # In torch 2.11 torch.compile silently drops the backward pass of an autograd Function that
     # returns the result of a `to` that changes nothing.
     return y if out_dtype in (None, y.dtype) else y.to(out_dtype)
@@ -209,10 +209,11 @@ def mm24(
         dtype = out_dtype or (fp32 if scales else x.dtype)
         return x.new_zeros(shape[::-1] if result_transposed else shape, dtype=dtype)
     if scale is None or other is None:
-        return _unscaled(*given, transposed, result_transposed, out_dtype or x.dtype)
+        rest = transposed, result_transposed, out_dtype or x.dtype
+        return _multiply(*given, None, None, *rest)
     if of_library(packed.layout):
-        return _rescaled(*given, scale, other, factor, False, out_dtype or fp32)
-    y = _matmul24(*given, scale / factor, other, transposed, False, fp32)
+        return _of_codes(*given, scale, other, factor, False, out_dtype or fp32)
+    y = _multiply(*given, scale / factor, other, transposed, False, fp32)
     return y if out_dtype in (None, fp32) else y.to(out_dtype)
 
 
@@ -232,13 +233,13 @@ def sample_mm24(
     """
     tokens = dy.numel() // dy.shape[-1]
     name = backends.resolve(dy.device, backend)
-    ours = layout == library_layout(dy.device) and layout != VENDOR
-    if ours and name == "triton" and not tokens % tokens_multiple(layout, dy.dtype):
-        return _by_one_sample(dy, x, key, stride)
+    whole = not tokens % tokens_multiple(layout, dy.dtype)
+    if whole and name == "triton" and layout != VENDOR:
+        return _by_one_sample(dy, x, key, stride, layout)
     dy, x = dy.reshape(tokens, dy.shape[-1]), x.reshape(tokens, x.shape[-1])
-    whole = whole_blocks(dy, dy.dtype, layout)
-    x = fill_up(x, whole.shape[0] - tokens).contiguous()
-    return _sample_mm24(whole, x, key, stride, layout, name)
+    filled = whole_blocks(dy, dy.dtype, layout)
+    x = fill_up(x, filled.shape[0] - tokens).contiguous()
+    return _sample_mm24(filled, x, key, stride, layout, name)
 
 
 @custom_op("sparse24::sample_mm24", mutates_args=())
@@ -248,7 +249,7 @@ def _sample_mm24(
     checks.one_device(dy=dy, x=x, key=key)
     buffer = packed_sample(dy, key, stride, dy.dtype, layout, backend)
     tokens, rows = dy.shape
-    return _unscaled(buffer, layout, rows, tokens, x, None, False, False, x.dtype)
+    return _multiply(buffer, layout, rows, tokens, x, None, None, None, False, False, x.dtype)
 
 
 @_sample_mm24.register_fake
@@ -265,52 +266,24 @@ def _check_fit(packed: Any, x: Tensor, summed: int) -> None:
         )
 
 
-def _unscaled(
+def _multiply(
     buffer: Tensor,
     layout: str,
     rows: int,
     columns: int,
     dense: Tensor,
     bias: Tensor | None,
-    dense_transposed: bool,
-    result_transposed: bool,
-    out_dtype: torch.dtype,
+    *rest: Any,
 ) -> Tensor:
-    """The product of operands without scales, by the operator that C++ runs where it can."""
-    rest = dense_transposed, result_transposed, out_dtype
+    """The product by the operator that C++ runs where it can, unless autograd must see it."""
     differentiable = torch.is_grad_enabled() and (
         dense.requires_grad or (bias is not None and bias.requires_grad)
     )
-    if layout != library_layout(buffer.device) or differentiable:
-        return _matmul24(buffer, layout, rows, columns, dense, bias, None, None, *rest)
-    return _by_cusparselt(buffer, rows, columns, dense, bias, *rest)
+    multiply = _matmul24 if differentiable else _launched
+    return multiply(buffer, layout, rows, columns, dense, bias, *rest)
 
 
-def _rescaled(
-    buffer: Tensor,
-    layout: str,
-    rows: int,
-    columns: int,
-    dense: Tensor,
-    bias: Tensor | None,
-    scale: Tensor,
-    other: Tensor,
-    factor: int,
-    linear: bool,
-    out_dtype: torch.dtype,
-) -> Tensor:
-    """The product by cuSPARSELt of codes, the dense ones given as [..., columns], times factor /
-    (scale * other). linear: it is [..., rows], computed in bf16; else [rows, ...] in fp32."""
-    given = rows, columns, dense
-    if layout == library_layout(buffer.device):
-        return _scaled(buffer, *given, bias, scale, other, factor, linear, out_dtype)
-    dtype = torch.bfloat16 if linear else torch.float32
-    y = _unscaled(buffer, layout, *given, None, True, linear, dtype)
-    return rescale(y, scale, other, factor, bias, out_dtype)
-
-
-@custom_op("sparse24::matmul24", mutates_args=())
-def _matmul24(
+def _product(
     buffer: Tensor,
     layout: str,
     rows: int,
@@ -323,40 +296,30 @@ def _matmul24(
     result_transposed: bool,
     out_dtype: torch.dtype,
 ) -> Tensor:
-    """The product; our own kernels also divide it by the two scales."""
-    scales = None if scale is None or other is None else (scale, other)
-    problem = (
-        rows, columns, _tokens(dense, columns, dense_transposed), dense.dtype, out_dtype,
-        dense_transposed, result_transposed, bias is not None and scales is None, layout,
-    )  # fmt: skip
-    return _product(buffer, dense, bias, scales, problem)
-
-
-def _product(
-    buffer: Tensor,
-    dense: Tensor,
-    bias: Tensor | None,
-    scales: tuple[Tensor, Tensor] | None,
-    problem: tuple[Any, ...],
-) -> Tensor:
-    """The product; `problem` holds the fields of a `Problem`. If both operands are transposed, the
-    dense one may have several leading dims."""
+    """The product; our own kernels also divide it by the two scales. If both operands are
+    transposed, the dense one may have several leading dims."""
     checks.one_device(matrix=buffer, x=dense, bias=bias)
-    device, described = buffer.device, Problem(*problem)
-    shape = described.result_shape
-    if described.dense_transposed and described.result_transposed:
-        shape = (*dense.shape[:-1], described.rows)
-    dense = dense.reshape(described.dense_shape).contiguous()
+    device, scales = buffer.device, None if scale is None or other is None else (scale, other)
+    tokens = dense.numel() // columns if dense_transposed else dense.shape[1]
+    fields = (
+        rows, columns, tokens, dense.dtype, out_dtype, dense_transposed, result_transposed,
+        bias is not None and scales is None, layout,
+    )  # fmt: skip
+    problem = Problem(*fields)
+    shape = problem.result_shape
+    if dense_transposed and result_transposed:
+        shape = (*dense.shape[:-1], rows)
+    dense = dense.reshape(problem.dense_shape).contiguous()
     if device.type == "cpu":
         with torch.autocast("cpu", enabled=False):
-            y = emulate(buffer, dense, bias, scales, described)
+            y = emulate(buffer, dense, bias, scales, problem)
         return torch.ops.aten._unsafe_view(y, shape)
-    out = torch.empty(shape, dtype=described.out_dtype, device=device)
+    out = torch.empty(shape, dtype=out_dtype, device=device)
     if not dense.numel():
         return out.zero_()
     with backends.current(device):
         stream = torch._C._cuda_getCurrentRawStream(device.index)
-        plan = _plan(problem, device.index, stream)
+        plan = _plan(fields, device.index, stream)
         given = aligned(buffer), aligned(dense), out
         if isinstance(plan, cuda.Plan):
             own = None if bias is None else aligned(bias.to(out.dtype).contiguous())
@@ -366,83 +329,66 @@ def _product(
     return out
 
 
-def _tokens(dense: Tensor, columns: int, dense_transposed: bool) -> int:
-    """The number of columns of the dense operand, as `Problem.tokens`."""
-    return dense.numel() // columns if dense_transposed else dense.shape[1]
-
-
-@_matmul24.register_fake
-def _(buffer, layout, rows, columns, dense, bias, scale, other, *rest):
-    return _fake(buffer, rows, columns, dense, bias, *rest)
-
-
-def _fake(buffer, rows, columns, dense, bias, dense_transposed, result_transposed, out_dtype):
+def _fake(buffer, layout, rows, columns, dense, bias, scale, other, *rest):
     checks.one_device(matrix=buffer, x=dense, bias=bias)
+    dense_transposed, result_transposed, out_dtype = rest
     if dense_transposed and result_transposed:
         return buffer.new_empty((*dense.shape[:-1], rows), dtype=out_dtype)
     shape = (rows, dense.shape[0 if dense_transposed else 1])
     return buffer.new_empty(shape[::-1] if result_transposed else shape, dtype=out_dtype)
 
 
-@launched_by_cpp(
-    "matmul24_cusparselt(Tensor buffer, SymInt rows, SymInt columns, Tensor dense, Tensor? bias, "
-    "bool dense_transposed, bool result_transposed, ScalarType out_dtype) -> Tensor",
+_matmul24 = custom_op("sparse24::matmul24", mutates_args=())(_product)
+_matmul24.register_fake(_fake)
+_launched = launched_by_cpp(
+    "matmul24_launched(Tensor buffer, str layout, SymInt rows, SymInt columns, Tensor dense, "
+    "Tensor? bias, Tensor? scale, Tensor? other, bool dense_transposed, bool result_transposed, "
+    "ScalarType out_dtype) -> Tensor",
     _fake,
-)
-def _by_cusparselt(buffer, rows, columns, dense, bias, dense_transposed, *rest):
-    if buffer.is_cuda:
-        native.start()  # for the next call
-    tokens = _tokens(dense, columns, dense_transposed)
-    result_transposed, out_dtype = rest
-    problem = (
-        rows, columns, tokens, dense.dtype, out_dtype, dense_transposed, result_transposed,
-        bias is not None, library_layout(buffer.device),
-    )  # fmt: skip
-    return _product(buffer, dense, bias, None, problem)
+)(_product)
 
 
 @launched_by_cpp(
-    "matmul24_of_codes(Tensor buffer, SymInt rows, SymInt columns, Tensor dense, Tensor? bias, "
-    "Tensor scale, Tensor other, int factor, bool linear, ScalarType out_dtype) -> Tensor",
-    lambda buffer, rows, columns, dense, bias, scale, other, factor, linear, out_dtype: _fake(
-        buffer, rows, columns, dense, bias, True, linear, out_dtype
+    "matmul24_of_codes(Tensor buffer, str layout, SymInt rows, SymInt columns, Tensor dense, "
+    "Tensor? bias, Tensor scale, Tensor other, int factor, bool linear, ScalarType out_dtype) "
+    "-> Tensor",
+    lambda buffer, layout, rows, columns, dense, bias, scale, other, factor, *rest: _fake(
+        buffer, layout, rows, columns, dense, bias, scale, other, True, *rest
     ),
 )
-def _scaled(buffer, rows, columns, dense, bias, scale, other, factor, linear, out_dtype):
+def _of_codes(buffer, layout, rows, columns, dense, bias, scale, other, factor, linear, out_dtype):
+    """The product by cuSPARSELt of codes, the dense ones given as [..., columns], times factor /
+    (scale * other). linear: it is [..., rows], computed in bf16; else [rows, ...] in fp32."""
     dtype = torch.bfloat16 if linear else torch.float32
-    y = _by_cusparselt(buffer, rows, columns, dense, None, True, linear, dtype)
+    given = buffer, layout, rows, columns, dense
+    y = _product(*given, None, None, None, True, linear, dtype)
     return rescale(y, scale, other, factor, bias, out_dtype)
 
 
 @launched_by_cpp(
-    "sample_mm24_cusparselt(Tensor dy, Tensor x, Tensor key, SymInt stride) -> Tensor",
+    "sample_mm24_launched(Tensor dy, Tensor x, Tensor key, SymInt stride, str layout) -> Tensor",
     _fake_sample_mm24,
 )
-def _by_one_sample(dy, x, key, stride):
-    if dy.is_cuda:
-        native.start()
+def _by_one_sample(dy, x, key, stride, layout):
     dy, x = dy.reshape(-1, dy.shape[-1]).contiguous(), x.reshape(-1, x.shape[-1])
-    return _sample_mm24(dy, x, key, stride, library_layout(dy.device), "triton")
+    return _sample_mm24(dy, x, key, stride, layout, "triton")
 
 
 @kernels_of("sample24")
-def _(stride, dy, key):
-    layout = library_layout(dy.device)
+def _(layout, stride, dy, key):
     whole = whole_blocks(dy.reshape(-1, dy.shape[-1]), dy.dtype, layout)
     return packed_sample(whole, key, stride, dy.dtype, layout, "triton")
 
 
 @launched_by_cpp(
     "plan24(int rows, int columns, int tokens, ScalarType dtype, ScalarType out_dtype, "
-    "bool dense_transposed, bool result_transposed, bool biased, int device, int stream) -> int"
+    "bool dense_transposed, bool result_transposed, bool biased, str layout, int device, "
+    "int stream) -> int"
 )
 def _(*given):
     *fields, device, stream = given
     try:
-        layout = library_layout(table.device_of(device))
-        plan = _plan((*fields, layout), device, stream)
-        assert isinstance(plan, cusparselt.Plan)
-        return native.launch(plan)
+        return native.launch(_plan(tuple(fields), device, stream))
     except Exception as error:  # would be lost on its way through C++
         return native.failed(error)
 

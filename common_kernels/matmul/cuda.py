@@ -173,6 +173,10 @@ def _load(library: Path) -> ctypes.CDLL:
 class Plan:
     """A product that can be launched repeatedly, on one device and any of its streams.
 
+    C++ reads `launch`, the kernel's function; `sizes`, the bytes of its arguments before the
+    addresses; `values`, the bytes of the packed matrix before its metadata; `workspace`, its bytes;
+    and `refused`, the message of a failure before its status.
+
     Raises:
         CudaProductError: no kernel has this number, or CUTLASS refuses the shape.
         cuda_build.BuildError: the kernel cannot be compiled here.
@@ -190,11 +194,12 @@ class Plan:
         processors = torch.cuda.get_device_properties(device).multi_processor_count
         p = problem
         arguments = _Arguments(p.rows, p.tokens, p.columns, raster, swizzle, processors, clusters)
-        self._sizes = bytes(arguments)[: _Arguments.values.offset]
-        self._launch = self._library.launch
-        self._workspace = self._library.workspace_bytes(ctypes.byref(arguments))
-        self._values = p.rows * (p.columns // 2) * p.dtype.itemsize
+        self.sizes = bytes(arguments)[: _Arguments.values.offset]
+        self.launch = self._library.launch
+        self.workspace = self._library.workspace_bytes(ctypes.byref(arguments))
+        self.values = p.rows * (p.columns // 2) * p.dtype.itemsize
         self.result_shape, self.out_dtype = p.result_shape, p.out_dtype
+        self.refused = f"kernel {self.config.name} refused {p}: status "
 
     def run(
         self,
@@ -210,15 +215,13 @@ class Plan:
             buffer: the values of the packed matrix [rows, columns], then its metadata.
             bias: bf16 [rows]. scales: fp32 numbers by which the sum is divided, on the device.
         """
-        workspace = work_space(self._workspace, out.device)
+        workspace = work_space(self.workspace, out.device)
         values, (scale, other) = buffer.data_ptr(), scales or (None, None)
         pointers = _POINTERS(
-            values, values + self._values, dense.data_ptr(), _address(bias), _address(scale),
+            values, values + self.values, dense.data_ptr(), _address(bias), _address(scale),
             _address(other), out.data_ptr(), _address(workspace),
         )  # fmt: skip
         stream = torch._C._cuda_getCurrentRawStream(out.device.index)
-        status = self._launch(self._sizes + pointers, stream)
+        status = self.launch(self.sizes + pointers, stream)
         if status:
-            raise CudaProductError(
-                f"kernel {self.config.name} refused {self.problem}: status {status}"
-            )
+            raise CudaProductError(f"{self.refused}{status}")

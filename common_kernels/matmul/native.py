@@ -1,4 +1,4 @@
-"""The launch of cuSPARSELt's products in C++, with the sample of wgrad's, which takes the CPU a
+"""The launch of sparse products in C++, with the sample of wgrad's, which takes the CPU a
 fraction of the time that Python takes.
 
 `csrc/native.cpp` is compiled when a GPU first needs it, by the C++ compiler alone (CXX, else c++).
@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from common_kernels.backend import HAS_TRITON, lasting
-from common_kernels.library import KERNELS, LIBRARY, launched_by_cpp
-from common_kernels.matmul import cusparselt
+from common_kernels.library import KERNELS, LIBRARY, STARTS, launched_by_cpp
+from common_kernels.matmul import cuda, cusparselt
 from common_kernels.matmul.cuda_build import SOURCES, BuildError, alone, cache, compiled, say
 
 if TYPE_CHECKING:
@@ -51,6 +51,9 @@ class Launch(ctypes.Structure):
         ("bias", ctypes.c_void_p),
         ("workspace", ctypes.c_int64),
         ("space", ctypes.c_void_p),
+        ("own", ctypes.c_void_p),
+        ("refused", ctypes.c_char_p),
+        ("values", ctypes.c_int64),
     )
 
 
@@ -76,8 +79,17 @@ SMALL = 4 << 20  # bytes of a workspace that a plan keeps; a larger one is alloc
 _kept: dict[object, Any] = {}  # by plan; C++ has the addresses
 
 
-def launch(plan: cusparselt.Plan) -> int:
+def launch(plan: cusparselt.Plan | cuda.Plan) -> int:
     """The address of the `Launch` of a plan."""
+    if isinstance(plan, cuda.Plan):
+        found = _kept[plan] = Launch(
+            plan=ctypes.cast(ctypes.c_char_p(plan.sizes), ctypes.c_void_p),
+            workspace=plan.workspace,
+            own=ctypes.cast(plan.launch, ctypes.c_void_p),
+            refused=plan.refused.encode(),
+            values=plan.values,
+        )
+        return ctypes.addressof(found)
     library = cusparselt.library()
     functions = library.cusparseLtMatmul, library.cusparseLtGetErrorString
     if 0 < plan.workspace <= SMALL:
@@ -170,6 +182,9 @@ def start() -> None:
             f"({VARIABLE}=0 hides this warning)",
             stacklevel=2,
         )
+
+
+STARTS.append(start)
 
 
 def let_launch() -> None:

@@ -1,5 +1,6 @@
 """The launch in C++ against that in Python. The library that both call notes its arguments."""
 
+import contextlib
 import ctypes
 import functools
 import inspect
@@ -14,11 +15,20 @@ from pathlib import Path
 import pytest
 import torch
 
-from common_kernels import compress_nm, matmul, nm_mask, pack_mask, transposable_mask24
+from common_kernels import compress_nm, library, matmul, nm_mask, pack_mask, transposable_mask24
 from common_kernels.backend import lasting
 from common_kernels.fp8.operands import quantize_and_sample, quantize_both, scaled_linear
 from common_kernels.fp8.weights import quantize24_
-from common_kernels.matmul import Problem, cusparselt, linear24, mm24, native, sample_mm24, table
+from common_kernels.matmul import (
+    Problem,
+    cuda,
+    cusparselt,
+    linear24,
+    mm24,
+    native,
+    sample_mm24,
+    table,
+)
 from common_kernels.pack import BUFFERED, Packed24
 from common_kernels.pack import cusparselt as loader
 from tests.each import each
@@ -50,6 +60,17 @@ int cusparseLtMatmul(void *handle, void *plan, float *alpha, void *a, void *b, f
   memcpy(d, b, 1024);
   if (bias) memcpy(d, bias, 128);
   return status; }
+size_t given[13];  // to our own kernel: its sizes, its addresses, and the stream
+int launch(size_t *arguments, void *on) {
+  memcpy(given, arguments, 96);
+  given[12] = (size_t)on;
+  memcpy((void *)given[10], (void *)given[6], 1024);
+  for (int i = 0; i < 3; ++i)
+    if (given[7 + i]) memcpy((char *)given[10] + 256 * i, (void *)given[7 + i], i ? 4 : 128);
+  return status; }
+int most_clusters(void) { return 66; }
+long metadata_place(int a, int b, int c, int d) { return 0; }
+long workspace_bytes(int *sizes) { return sizes[2]; }
 size_t taken[12];
 int cuLaunchKernel(void *function, unsigned blocks, unsigned y, unsigned z, unsigned threads,
                    unsigned ty, unsigned tz, unsigned shared, void *on, void **given, void **more) {
@@ -83,13 +104,19 @@ def fake(monkeypatch, tmp_path, tmp_path_factory):
     fake.cusparseLtMatmul.argtypes = (*(ctypes.c_void_p,) * 10, ctypes.c_int32)
 
     def plan(fields, device, stream):
-        return plans.setdefault((fields, stream), cusparselt.Plan(Problem(*fields), 0, "cpu"))
+        if (fields, stream) not in plans:
+            plans[fields, stream] = table.plan_of(Problem(*fields), 0, "cpu")
+        return plans[fields, stream]
 
     stream, current = ctypes.c_void_p.in_dll(fake, "stream"), "_cuda_getCurrentRawStream"
     monkeypatch.setattr(torch._C, current, lambda _: stream.value, raising=False)
     for module in (cusparselt, loader):
         monkeypatch.setattr(module, "library", lambda: fake)
         monkeypatch.setattr(module, "handle", lambda device: ctypes.create_string_buffer(16))
+    monkeypatch.setattr(cuda, "_library", lambda config: cuda._load(tmp_path / "fake.so"))
+    monkeypatch.setattr(torch.cuda, "device", contextlib.nullcontext)
+    multiprocessors = types.SimpleNamespace(multi_processor_count=132)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: multiprocessors)
     monkeypatch.setattr(matmul, "_plan", plan)
     monkeypatch.setattr(table, "device_of", lambda index: torch.device("cpu"))
     # One build serves all tests.
@@ -222,6 +249,74 @@ def test_the_library_is_called_as_from_python(dtype, form, fake):
     assert {**seen(fake), **{name: got[name] for name in other}} == got
 
 
+OWN = cuda.LAYOUTS[0]
+FORMS = (
+    *((BF16, OWN, form) for form in ("plain", "fp32 bias", "bias", "unaligned", "sum")),
+    (BF16, cuda.LAYOUTS[1], "bias"),
+    *((torch.float8_e4m3fn, OWN, form) for form in ("plain", "fp32 bias", "unaligned")),
+    (torch.float8_e5m2, OWN, "transposed sum"),
+)
+
+
+@each(("dtype", "layout", "form"), FORMS)
+def test_our_own_kernels_are_called_as_from_python(dtype, layout, form, fake):
+    packed, x = Packed24.empty((64, 128), dtype, layout=layout), torch.randn(32, 128).to(dtype)
+    bias = {"fp32 bias": torch.randn(64), "bias": torch.randn(64).to(BF16)}.get(form)
+    if form == "unaligned":
+        x = torch.cat([x.view(torch.uint8)] * 2).view(dtype).flatten()[1:4097].view(32, 128)
+    scales = torch.tensor([3.0, 0.7]).unbind() if dtype.itemsize == 1 else None
+
+    def seen():
+        return [*(ctypes.c_size_t * 13).in_dll(fake, "given")]
+
+    now(fake)
+    if "sum" in form:
+        x = x if scales else x.view(128, 32)
+        y = mm24(packed, x, transposed=bool(scales), scales=scales, factor=2)
+        scales = scales and (scales[0] / 2, scales[1])
+    else:
+        y = linear24(packed, x, bias, scales=scales)
+    got = seen()
+    (problem, stream), plan = [*fake.plans.items()][-1]
+    assert problem[-2:] == (bias is not None and not scales, layout) and got[12] == stream
+    assert got[4:6] == [packed.buffer.data_ptr(), packed.buffer.data_ptr() + plan.values]
+    assert got[10] == y.data_ptr() and got[6] % 16 == 0 and got[11]
+    assert (got[6] == x.data_ptr()) == (form != "unaligned")
+    want = torch.zeros(y.shape, dtype=y.dtype)
+    plan.run(packed.buffer, x, want, None if bias is None else bias.to(BF16), scales)
+    sizes = [64 | 32 << 32, 128 | 1 << 32, 1 | 132 << 32, 66]  # raster and swizzle are 1
+    assert got[:4] == seen()[:4] == sizes and [*map(bool, got)] == [*map(bool, seen())]
+    assert torch.equal(*(t.view(torch.uint8).flatten()[:1024] for t in (y, want)))
+    now(fake, status=203)
+    refused = rf"^kernel \w+ refused Problem\(.*{layout}.*: status 203$"
+    with pytest.raises(RuntimeError, match=refused):
+        torch.ops.sparse24.matmul24_launched(
+            packed.buffer, layout, 64, 128, x, bias, *(scales or (None, None)), *problem[5:7],
+            problem[4],
+        )  # fmt: skip
+
+
+def test_products_of_a_layer_may_have_different_kernels(fake, monkeypatch):
+    """cuSPARSELt multiplies in fprop, our own kernels in dgrad and on the sample."""
+    from methods.nn.gemms import sparse_linear
+    from methods.nn.operands import Packed
+
+    ran = interpret(monkeypatch)
+    monkeypatch.setenv("SPARSE24_BACKEND", "triton")
+    weight = torch.randn(64, 128, requires_grad=True)
+    fprop, dgrad = (
+        Packed(Packed24.empty(shape, BF16, layout=layout).buffer, shape, BF16, layout)
+        for shape, layout in (((64, 128), BUFFERED), ((128, 64), OWN))
+    )
+    x, key = torch.randn(64, 128).to(BF16).requires_grad_(), torch.tensor([1, 2])
+    for stream in (5, 6, 5):
+        now(fake, stream)
+        sparse_linear(x, weight, fprop, dgrad, None, key, "exact", OWN).sum().backward()
+    layouts = [fields[-1] for fields, _ in fake.plans]
+    assert layouts == 2 * [BUFFERED, OWN, OWN] and x.grad.shape == x.shape
+    assert ran == 3 * ["sample_kernel"]
+
+
 def bits(*tensors):
     return [t.contiguous().view(torch.uint8) if t.ndim else t for t in tensors]
 
@@ -258,17 +353,42 @@ def test_codes_are_those_of_python(dtype, formats, layout, fake, monkeypatch):
     """The codes of a matrix and its transpose, and of a gradient and its sample, are equal in every
     bit; also those of views, and of nothing."""
     x, key = torch.randn(2, 50, 128).to(dtype), torch.tensor([3, 4])
-    given = x, x[:, 3:20], x[..., 64:], x[:0], x[:1, :1]
+    given = [x, x[:, 3:20], x[..., 64:], x[:0], x[:1, :1]]
     sample = functools.partial(quantize_and_sample, key=key, stride=8, fmt="e5m2", layout=layout)
-    wanted = [(quantize_both(t, *formats), sample(t)) for t in given]
+    amax = torch.tensor([2.5, 1.5, 0.7])
+
+    def made(t, place, backend=None):
+        """Without delayed scaling if there is no place."""
+        seen = torch.zeros(3)
+        scaling = {} if place is None else {"amax": amax[place], "seen": seen[place]}
+        both = quantize_both(t, *formats, **scaling, backend=backend)
+        codes, packed, scale = sample(t, **scaling, backend=backend)
+        return *both, codes, packed.buffer, scale, seen, torch.tensor(packed.shape)
+
+    cases = [(t, place) for t in given for place in (None, 0, 1)]
+    wanted = [made(*case) for case in cases]
     ran = interpret(monkeypatch)
     for _ in range(2):
-        for t, (both, (codes, packed, scale)) in zip(given, wanted, strict=True):
-            assert same(quantize_both(t, *formats, backend="triton"), both)
-            got = sample(t, backend="triton")
-            assert same((got[0], got[2]), (codes, scale)) and got[1].shape == packed.shape
-            assert torch.equal(got[1].buffer, packed.buffer)
+        for case, want in zip(cases, wanted, strict=True):
+            assert same(made(*case, "triton"), want)
     assert {*ran} == {"amax_kernel", "quantize_both_kernel", "quantize_and_sample_kernel"}
+
+
+def test_delayed_scaling_is_compiled_as_it_is_run(fake, monkeypatch):
+    x, amax, key = torch.randn(50, 128).to(BF16), torch.tensor([2.5, 1.5]), torch.tensor([3, 4])
+    interpret(monkeypatch)
+
+    def quantized(x, seen):
+        both = quantize_both(x, "e4m3", "e5m2", amax[0], seen[0], backend="triton")
+        sample = quantize_and_sample(x, key, 8, "e5m2", amax[1], seen[1], backend="triton")
+        return *both, sample[0], sample[1].buffer, sample[2]
+
+    results = []
+    for run in (quantized, torch.compile(quantized, backend="aot_eager", fullgraph=True)):
+        seen = torch.zeros(2)
+        results.append((*run(x, seen), seen))
+        assert torch.equal(seen, x.abs().max().float().expand(2)) and seen._version
+    assert same(*results)
 
 
 @each(("n", "m"), [(2, 4), (1, 4), (2, 8)])
@@ -291,9 +411,9 @@ def test_a_product_of_codes_is_rescaled_as_in_python(linear, fake, monkeypatch):
     packed = Packed24.empty(shape, torch.float8_e5m2)
     dense = torch.randn(tokens, shape[1] // 2).to(BF16).view(torch.float8_e5m2)
     scales, dtype = torch.tensor([3.0, 0.7]).unbind(), BF16 if linear else torch.float32
-    given = packed.buffer, *shape, dense
+    given = packed.buffer, packed.layout, *shape, dense
     now(fake)
-    y = torch.ops.sparse24.matmul24_cusparselt(*given, None, True, linear, dtype)
+    y = torch.ops.sparse24.matmul24_launched(*given, None, None, None, True, linear, dtype)
     assert y.nbytes == 1024
     ran, bias = interpret(monkeypatch), torch.randn(64)
     for out, b in (
@@ -444,6 +564,17 @@ def test_compiled_and_differentiated_as_before(fake):
     with pytest.raises(RuntimeError, match="autograd"):
         linear24(packed, x.requires_grad_()).float().sum().backward()
     assert len(fake.plans) == plans
+
+
+def test_any_first_product_on_a_gpu_lets_cpp_start(monkeypatch):
+    class OnGpu(torch.Tensor):
+        is_cuda = True
+
+    started, x = [], torch.randn(32, 128).to(BF16).as_subclass(OnGpu)
+    monkeypatch.setattr(library, "STARTS", [lambda: started.append(True)])
+    for count, layout in enumerate((BUFFERED, OWN), 1):
+        linear24(Packed24.empty((64, 128), BF16, layout=layout), x)
+        assert len(started) == count
 
 
 def test_without_a_compiler_python_goes_on_and_says_so(monkeypatch):

@@ -487,6 +487,10 @@ def cases():
             without_backend(lambda buffer, *o: linear24(of(buffer, layout="cutlass_sm90"), *o)),
             {"buffer": packed.buffer, "x": x, "bias": wide_bias},
         ),
+        "linear24, differentiable": (
+            without_backend(lambda buffer, x: linear24(of(buffer), x.detach().requires_grad_())),
+            {"buffer": packed.buffer, "x": x},
+        ),
         "mm24 of codes": (
             without_backend(lambda buffer, x, *scales: mm24(
                 of(buffer, dtype=FP8[0]), x, transposed=True, scales=scales, factor=2)),
@@ -661,7 +665,8 @@ def test_opcheck():
     names = {n for n in torch._C._dispatch_get_all_op_names() if n.startswith("sparse24::")}
     # What C++ calls to make a plan or a kernel, and what it calls alone.
     others = {
-        "plan24", "place24", "kernels24", "launch24", "sample_mm24_cusparselt", "quantize_both24",
-        "quantize_and_sample24", "compress24", "quantize_weight24_",
+        "plan24", "place24", "kernels24", "launch24", "sample_mm24_launched", "quantize_both24",
+        "quantize_and_sample24", "quantize_both24_", "quantize_and_sample24_", "compress24",
+        "quantize_weight24_",
     }  # fmt: skip
     assert checked == names - {f"sparse24::{name}" for name in others}
