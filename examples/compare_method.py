@@ -1,7 +1,7 @@
 """Compare my method with these: one's own beside `dense` and `ste`, with the same seeds and data.
 
     python examples/compare_method.py
-    python examples/compare_method.py --steps 400 --seeds 3
+    python examples/compare_method.py --steps 400 --seeds 5
 
 The method, STE whose masks are chosen only every tenth step, is the two classes below. An installed
 package makes its own known to every command (docs/extending.md); here `methods.register` does.
@@ -41,7 +41,7 @@ class Method(base.Method):
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=100, help="optimizer steps of each run")
-    parser.add_argument("--seeds", type=int, default=2)
+    parser.add_argument("--seeds", type=int, default=3)
     options = parser.parse_args()
     mine = types.ModuleType("mine")
     mine.Config, mine.Method = Config, Method

@@ -128,6 +128,7 @@ def help_text(
     """The text of `--help`: the driver's docstring, then the file of its options and that of each
     chosen group, which explain them. groups: the groups that it reads; () = its whole config."""
     import hydra
+    from omegaconf import OmegaConf
 
     compose(config_name, overrides)  # says in one line what does not fit
     with hydra.initialize_config_module("experiments.conf", version_base="1.3"):
@@ -141,7 +142,9 @@ def help_text(
         known = " ".join(sorted(name for name in values_of(group) if "." not in name))
         chosen = choices[group] or "null"
         path = CONF / group / f"{chosen}.yaml"
-        said = f"{text_of(path)}" if path.is_file() else ""
+        said = text_of(path) if path.is_file() else ""
+        if group == "method" and not said:  # one of another package has no file
+            said = OmegaConf.to_yaml(composition.method)
         parts.append(f"{group}={chosen}, one of: {known}\n{said}")
     return "\n\n".join([*(part.rstrip() for part in parts), _LAST])
 

@@ -243,7 +243,8 @@ def _summary(variant: Variant, other: Variant, metric: str) -> Summary:
 
 
 def markdown(found: list[Variant], rows: list[Summary], metric: str = METRIC) -> str:
-    """The rows as a Markdown table, preceded by a warning if runs differ in length or data."""
+    """The rows as a Markdown table, preceded by a warning if runs differ in length or data, and
+    followed by one if an interval rests on two pairs."""
     several = {row.against for row in rows if row.against}
     shown = f"minus {min(several)}" if len(several) == 1 else "compared with | difference"
     heads = [f"run | {metric.rpartition('.')[2]} | seeds", f"{shown} | 95 % interval | pairs"]
@@ -259,7 +260,9 @@ def markdown(found: list[Variant], rows: list[Summary], metric: str = METRIC) ->
             line += f" {less} | {interval} | {row.pairs or '-'} |"
         lines.append(line)
     warning = caution(found)
-    return "\n".join([*([warning, ""] if warning else []), *lines]) + "\n"
+    few = "An interval of two pairs is often narrow by chance: run three seeds or more."
+    below = ["", few] if any(row.pairs == 2 for row in rows) else []
+    return "\n".join([*([warning, ""] if warning else []), *lines, *below]) + "\n"
 
 
 def caution(found: list[Variant]) -> str:

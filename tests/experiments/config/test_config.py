@@ -16,6 +16,7 @@ from omegaconf import OmegaConf
 
 import methods
 from experiments.config.compose import composed
+from experiments.config.driver import help_text
 from experiments.config.run import ImplConfig, TrainConfig, load
 from experiments.config.yaml_files import CONF
 from experiments.support.errors import UserError, exit_with_one_line
@@ -277,5 +278,6 @@ def test_a_method_from_outside_is_found_by_its_name(installed, tmp_path, monkeyp
         assert type(run.build_method()) is module.Method
         assert (run.method_options.beta, run.method_options.n) == (0.25, 1)
         assert run.directory().parent.name.startswith("mine-n_1-beta_0.25-")
+        assert "\nbeta: " in help_text("NAME", "", "pretrain", ["method=mine"])
     finally:
         methods._installed.cache_clear()

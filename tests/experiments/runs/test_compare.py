@@ -193,6 +193,8 @@ def test_a_diverged_run_is_not_left_out_and_another_metric(three, write):
     found = compared(three)
     text = markdown(found, table(found, found[:1]))
     assert "| slope | not finite | 2 | +nan | - | 2 |\n" in text
+    few = "\nAn interval of two pairs is often narrow by chance: run three seeds or more.\n"
+    assert text.endswith(few) and few not in markdown(found, table(found[:2], found[:1]))
     assert table(found, found[:1], "metrics.flip_rate")[1].difference == 0.0
     del found[-1].runs[1].result["metrics"]["flip_rate"]  # a run may lack it
     assert math.isnan(table(found, found[:1], "metrics.flip_rate")[-1].mean)
