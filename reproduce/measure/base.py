@@ -1,25 +1,32 @@
-"""The settings that measures share, and what a measure returns."""
+"""What measures share: settings, what they return, and the modules and calls that they time."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
+from torch import Tensor, nn
 
 from common_kernels.matmul import unavailable
+from experiments.bench import linear, variants
 from experiments.bench.timing import SUSTAINED_S, Call, Time, in_turns
+from experiments.bench.variants import Bench
 from experiments.config.run import digest
 from experiments.support import results
+from experiments.support.errors import check_installed
+from models.gpt2 import GPTConfig
 
 Report = Callable[[str], None]
 Metrics = dict[str, float | None]  # None: it cannot be measured on this device
 Result = tuple[Metrics, str]  # metrics by name, and a description of what ran the products
 BUFFERS = 2  # inputs of every call, used in rotation
+LAUNCHED = {"graph": "in a CUDA graph", "events": "launched from Python", "host": "not in a graph"}
 PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -32,10 +39,10 @@ class Times(dict[str, float]):
         first, self.clocks = next(iter(times.values())), {time.clock for time in times.values()}
         self.load: Metrics = {"sm_mhz": first.mhz, "watts": first.watts}
 
-    def launched(self, on_cpu: str = "not in a graph") -> str:
-        """A description of how the calls were launched. on_cpu: what it says on a CPU."""
-        how = {"graph": "in a CUDA graph", "events": "launched from Python", "host": on_cpu}
-        return " and ".join(sorted(how[clock] for clock in self.clocks))
+    @property
+    def launched(self) -> str:
+        """A description of how the calls were launched."""
+        return " and ".join(sorted(LAUNCHED[clock] for clock in self.clocks))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,11 +63,6 @@ class Base:
     seed: int = 0
     tier: str = "none"
     runs: str = "runs"
-
-    def __post_init__(self) -> None:
-        for field in dataclasses.fields(self):
-            if isinstance(value := getattr(self, field.name), list):
-                object.__setattr__(self, field.name, tuple(value))
 
     @property
     def on(self) -> torch.device:
@@ -129,7 +131,6 @@ class Layer(Base):
     shrink: int = 1
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         for name in ("width", "inner"):
             if value := getattr(self, name):
                 object.__setattr__(self, name, value // self.shrink)
@@ -143,6 +144,11 @@ class Layer(Base):
     def ffn(self) -> int:
         """Width of the feed-forward network."""
         return self.inner or 4 * self.width
+
+    @property
+    def block(self) -> GPTConfig:
+        """The shape of a GPT-2 block."""
+        return GPTConfig(1, self.heads, self.width, vocab_size=1, n_inner=self.inner)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,3 +164,129 @@ class MethodLayer(Layer):
     def ends_dense(self) -> bool:
         """True for FST, which leaves a dense model: its inference is that of a dense one."""
         return self.method == "fst"
+
+
+# --- models --------------------------------------------------------------------------------------
+
+
+class LlamaLayer(nn.Module):
+    """A layer of transformers' LLaMA with its norm: hidden states [B, T, C] -> [B, T, C].
+
+    It calls the model's parts, because the forward pass of the model itself waits for the GPU when
+    it looks for several sequences in one, and can then not be captured in a CUDA graph.
+    """
+
+    def __init__(self, config: Layer) -> None:
+        super().__init__()
+        shape = llama_config(config, layers=1, vocab_size=8)
+        from transformers import LlamaModel
+
+        self.model: Any = LlamaModel(shape)
+
+    def forward(self, x: Tensor) -> Tensor:
+        positions = torch.arange(x.shape[1], device=x.device)[None]
+        rotations = self.model.rotary_emb(x, position_ids=positions)
+        for layer in self.model.layers:  # without a mask, attention is causal
+            x = layer(x, position_ids=positions, position_embeddings=rotations)
+        return self.model.norm(x)
+
+
+def llama_config(config: Any, layers: int, vocab_size: int) -> Any:
+    """transformers' config of a LLaMA of the config's shape."""
+    check_installed("transformers", "a LLaMA needs transformers", "hf")
+    from transformers import LlamaConfig
+
+    return LlamaConfig(
+        hidden_size=config.width,
+        intermediate_size=config.ffn,
+        num_attention_heads=config.heads,
+        num_key_value_heads=getattr(config, "kv_heads", None) or config.heads,
+        num_hidden_layers=layers,
+        vocab_size=vocab_size,
+    )
+
+
+# --- modules under a method ----------------------------------------------------------------------
+
+# Raises a `UserError` if a method's products of a shape are wrong. Cached for all repeats: the
+# expected products are in fp32, which takes long.
+gate = functools.cache(linear.gate)
+
+
+def bench(
+    config: Layer,
+    name: str,
+    build: Callable[[], nn.Module],
+    include: tuple[str, ...],
+    products: str | None = None,
+    **options: Any,
+) -> Bench:
+    """A module made by `build`, under the method `name`, with random inputs and output gradients;
+    if `config` needs sparse products, those of its feed-forward network were checked.
+
+    products: the backend of the products, instead of `config.matmul`. options: further options of
+    the method.
+    """
+    by, ffn = products or config.matmul, (config.width, config.ffn)
+    for widths in (ffn, ffn[::-1]) if config.products and name != "dense" else ():
+        gate(name, (config.tokens, *widths), config.dtype, config.on, by)
+    torch.manual_seed(config.seed)
+    size = (BUFFERS, config.batch, config.length, config.width)
+    with config.on:
+        model = build().to(config.dtype)
+        xs, dys = (list(torch.randn(size, dtype=config.dtype)) for _ in range(2))
+    converted = variants.convert(name, model, include, config.dtype, config.tokens, by, **options)
+    return Bench(converted, xs, dys)
+
+
+def adapting(rank: int) -> dict[str, Any]:
+    """The options of SLoPe with adapters of this rank from the first step on."""
+    return {"adapter_rank": rank, "adapter_fraction": 1.0, "total_steps": 1}
+
+
+def evaluating(built: Bench) -> Call:
+    """A forward pass of the model in evaluation mode."""
+    model = built.converted.model
+
+    @torch.no_grad()
+    def call(i: int) -> Tensor:
+        model.eval()
+        y = model(built.inputs[i])
+        model.train()
+        return y
+
+    return call
+
+
+# --- training steps and forward passes of a dense and a sparse module ----------------------------
+
+
+def to_compare(dense: Bench, sparse: Bench, trained: Mapping[str, Bench]) -> dict[str, Call]:
+    """The calls to time: training steps of both models, whole and in parts, and forward passes in
+    evaluation mode of the models in `trained`, if there are any, and of the dense one."""
+    calls = {"dense": dense.forward_backward, **sparse.calls()}
+    for name, built in ({"dense": dense, **trained} if trained else {}).items():
+        built.converted.before(0)
+        calls[f"inference {name}"] = evaluating(built)
+    return calls
+
+
+def inference_speedup(times: Mapping[str, float], name: str) -> float:
+    """The speed of a model of `to_compare` over dense at inference; 1 if it was not timed, because
+    it ends dense."""
+    return times.get("inference dense", 1.0) / times.get(f"inference {name}", 1.0)
+
+
+def step_ms(times: Mapping[str, float], sparse: Bench) -> float:
+    """The time of a whole sparse step with its share of the mask search. times: those of the calls
+    of `to_compare`."""
+    search = times.get("hooks, masks chosen", times["hooks"]) - times["hooks"]
+    return times["whole"] + max(0.0, search) / sparse.converted.method.capabilities.mask_period
+
+
+def ranks_of(width: int, percents: Iterable[float]) -> dict[str, int]:
+    """The ranks of adapters by the end of their metrics' names, `_1_56` for 1.56 % of the width."""
+    return {
+        f"_{percent:g}".replace(".", "_"): max(1, round(width * percent / 100))
+        for percent in percents
+    }

@@ -23,16 +23,20 @@ from experiments.support.errors import UserError
 from methods.nn.gemms import groups_of, sample_tokens
 from methods.nn.linear import MaskedLinear
 from models import transformer
-from models.gpt2 import MLP, SIZES, Block, GPTConfig
-from reproduce.measure.base import Base, Layer, MethodLayer, Metrics, Report, Result
-from reproduce.measure.setup import (
+from models.gpt2 import MLP, SIZES, Block
+from reproduce.measure.base import (
     BUFFERS,
+    Base,
+    Layer,
+    LlamaLayer,
+    MethodLayer,
+    Metrics,
+    Report,
+    Result,
     adapting,
     bench,
-    check_ffn,
-    check_products,
-    gpt2,
-    llama_layer,
+    gate,
+    inference_speedup,
     ranks_of,
     step_ms,
     to_compare,
@@ -43,8 +47,8 @@ MICRO_STEPS = 64  # forward and backward passes in one iteration of the logs of 
 
 def linears(config: MethodLayer) -> tuple[Bench, Bench]:
     """A linear width -> inner, dense and under the config's method, after its products agreed."""
-    check_products(config, (config.width, config.ffn))
     of = ((config.tokens, config.width, config.ffn), config.dtype, config.on, config.matmul)
+    gate(config.method, *of)
     return linear.build("dense", *of, BUFFERS), linear.build(config.method, *of, BUFFERS)
 
 
@@ -61,7 +65,7 @@ class Linear(MethodLayer):
         times = self.in_turns(calls)
         metrics: Metrics = {f"{name}_ms": ms for name, ms in times.items()}
         metrics["speedup"] = times["dense"] / times["sparse"]
-        return metrics | times.load, f"{sparse.converted.used}, {times.launched()}"
+        return metrics | times.load, f"{sparse.converted.used}, {times.launched}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,11 +81,9 @@ class GPT2Block(MethodLayer):
     what: ClassVar[str] = "gpt2"
 
     def measure(self, _: Report) -> Result:
-        shape = GPTConfig(1, self.heads, self.width, vocab_size=1, n_inner=self.inner)
-        check_ffn(self)
         built = {
-            "ffn": lambda: nn.Sequential(OrderedDict(mlp=MLP(shape))),  # as the globs name it
-            "block": lambda: Block(shape),
+            "ffn": lambda: nn.Sequential(OrderedDict(mlp=MLP(self.block))),  # as the globs name it
+            "block": lambda: Block(self.block),
         }
         sparse: dict[str, Bench] = {}
         calls: dict[str, Call] = {}
@@ -89,8 +91,8 @@ class GPT2Block(MethodLayer):
             dense, sparse[part] = (
                 bench(self, n, build, ("*mlp.*",)) for n in ("dense", self.method)
             )
-            inference = {} if self.ends_dense else {"inference": sparse[part]}
-            named = to_compare(dense, sparse[part], inference).items()
+            trained = {} if self.ends_dense else {"sparse": sparse[part]}
+            named = to_compare(dense, sparse[part], trained).items()
             calls |= {f"{part} {name}": call for name, call in named}
         found = self.in_turns(calls)
         metrics = found.load
@@ -101,12 +103,9 @@ class GPT2Block(MethodLayer):
                 f"{part}_sparse_ms": MICRO_STEPS * times["products"],
                 f"{part}_speedup": times["dense"] / times["products"],
                 f"{part}_step_speedup": times["dense"] / step_ms(times, sparse[part]),
-                f"{part}_inference_speedup": 1.0,
+                f"{part}_inference_speedup": inference_speedup(times, "sparse"),
             }
-            if not self.ends_dense:
-                speedup = times["dense inference"] / times["inference"]
-                metrics[f"{part}_inference_speedup"] = speedup
-        return metrics, f"{sparse[part].converted.used}, {found.launched()}"
+        return metrics, f"{sparse[part].converted.used}, {found.launched}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,29 +127,25 @@ class Decoder(MethodLayer):
 
     def measure(self, _: Report) -> Result:
         include = ("*",) if self.method == "slope" else ("*mlp.*",)
-        build = llama_layer(self) if self.kv_heads else gpt2(self)
-        check_ffn(self)
-        dense = bench(self, "dense", build, include)
-        sparse = bench(self, self.method, build, include)
+
+        def build() -> nn.Module:
+            return LlamaLayer(self) if self.kv_heads else Block(self.block)
+
+        dense, sparse = (bench(self, name, build, include) for name in ("dense", self.method))
         trained, ranks = {} if self.ends_dense else {"": sparse}, ranks_of(self.width, self.ranks)
         for end, rank in ranks.items() if trained else ():
             trained[end] = bench(self, self.method, build, include, **adapting(rank))
-        times = self.in_turns(
-            to_compare(dense, sparse, {f"inference{end}": one for end, one in trained.items()})
-        )
+        times = self.in_turns(to_compare(dense, sparse, trained))
         metrics: Metrics = {
             "train_speedup": times["dense"] / step_ms(times, sparse),
             "train_memory": training_bytes(sparse) / training_bytes(dense),
             **times.load,
         }
         for end in ("", *ranks):
-            speedup = memory = 1.0
-            if end in trained:
-                speedup = times["dense inference"] / times[f"inference{end}"]
-                memory = stored_bytes(trained[end]) / stored_bytes(dense)
-            metrics[f"inference_speedup{end}"] = speedup
+            metrics[f"inference_speedup{end}"] = inference_speedup(times, end)
+            memory = stored_bytes(trained[end]) / stored_bytes(dense) if trained else 1.0
             metrics[f"inference_memory{end}"] = memory
-        return metrics, f"{sparse.converted.used}, {times.launched()}"
+        return metrics, f"{sparse.converted.used}, {times.launched}"
 
 
 def training_bytes(built: Bench) -> int:
@@ -178,8 +173,9 @@ class SlowDown(Layer):
     products: ClassVar[tuple[str, ...]] = ()
 
     def measure(self, _: Report) -> Result:
-        dense = bench(self, "dense", gpt2(self), ("*",))
-        sparse = bench(self, "bi_mask", gpt2(self), ("*",))
+        dense, sparse = (
+            bench(self, name, lambda: Block(self.block), ("*",)) for name in ("dense", "bi_mask")
+        )
         converted, period = sparse.converted, sparse.converted.method.config.permute_every
         steps: dict[str, Call] = {"step": partial(sparse.whole, step=1)}
         steps["step with a search"] = partial(sparse.whole, step=0)
@@ -274,7 +270,7 @@ class Training(Base):
         built: dict[str, Step] = {}
         for name in ("dense", self.method):
             for widths in job.linears if name != "dense" else ():
-                check_products(self, widths, job.tokens)
+                gate(name, (job.tokens, *widths), self.dtype, self.on, self.matmul)
             built[name] = Step(name, job, self.on, self.matmul)
             for _ in range(2):  # warm up; its blocks are not compiled
                 built[name].ordinary(0)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar
@@ -16,13 +15,12 @@ from common_kernels import backend, double_prune_mask, geglu, nm_mask, pack24, t
 from common_kernels.masks import ALGORITHMS
 from common_kernels.matmul import library_layout, linear24, unavailable
 from experiments.bench import dense_fp8, operators, variants
+from experiments.bench.ops import rotating
 from experiments.bench.timing import Call
 from methods.slope import parse_pattern
 from reproduce.measure.base import BUFFERS, Base, Layer, MethodLayer, Metrics, Report, Result
 
 CACHE = 128 * 2**20  # bytes, more than the last cache of any GPU measured here
-Function = Callable[[Tensor], Tensor]
-Multiply = Callable[[list[Tensor], Tensor, torch.dtype, int], Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,18 +39,16 @@ class Product(MethodLayer):
             w = torch.randn(size, size, dtype=self.dtype)
         if setup.fp8:
             x, w = [a.to(dense_fp8.E4M3) for a in x], w.to(dense_fp8.E4M3)
-        call: Multiply = multiply
-        used = "dense"
         if setup.method != "dense":
             mask = nm_mask(w.to(self.dtype))
             w = (w.to(self.dtype) * mask).to(w.dtype)
-            if unavailable("cusparselt", self.on, w.dtype) is None:
-                packed, used = pack24(w, mask, layout=library_layout(self.on)), "cusparselt"
-                call = lambda x, _, dtype, i: linear24(packed, x[i], out_dtype=dtype)  # noqa: E731
-        product = partial(call, x, w, self.dtype)
+        call, used = partial(multiply, x, w, self.dtype), "dense"
+        if setup.method != "dense" and unavailable("cusparselt", self.on, w.dtype) is None:
+            packed, used = pack24(w, mask, layout=library_layout(self.on)), "cusparselt"
+            call = rotating(partial(linear24, packed, out_dtype=self.dtype), [(a,) for a in x])
         allowed, want = variants.tolerance(setup, self.dtype, size), x[0].float() @ w.float().t()
-        variants.agree(f"the product of {self.method} is", product(0), want, allowed)
-        times = self.in_turns({"product": product})
+        variants.agree(f"the product of {self.method} is", call(0), want, allowed)
+        times = self.in_turns({"product": call})
         ms = times["product"]
         return {"tflops": 2 * size**3 / ms / 1e9, "ms": ms, **times.load}, used
 
@@ -86,21 +82,18 @@ class Search(Layer):
         with self.on:
             weights = {key: list(torch.randn(count, *shape, dtype=d)) for key, d in dtypes.items()}
         calls: dict[str, Call] = {}
-        for key, rotating in weights.items():
+        for key, several in weights.items():
             for algorithm in ALGORITHMS:
-                operators.check("transposable_mask24", rotating[0], algorithm=algorithm)
-                calls[algorithm + key] = partial(_search, rotating, algorithm)
+                operators.check("transposable_mask24", several[0], algorithm=algorithm)
+                search = partial(transposable_mask24, algorithm=algorithm)
+                calls[algorithm + key] = rotating(search, [(w,) for w in several])
         times = self.in_turns(calls, count)
         metrics = times.load | {f"{name}_ms": ms for name, ms in times.items()}
-        for key, rotating in weights.items():
-            nbytes = rotating[0].nbytes
+        for key, several in weights.items():
+            nbytes = several[0].nbytes
             metrics |= {f"{a}{key}_gbs": nbytes / times[a + key] / 1e6 for a in ALGORITHMS}
             metrics[f"over_two_approx{key}"] = times[f"two_approx{key}"] / times[f"exact{key}"]
         return metrics, backend.resolve(self.on)
-
-
-def _search(weights: list[Tensor], algorithm: str, i: int) -> Tensor:
-    return transposable_mask24(weights[i], algorithm)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,10 +119,11 @@ class Geglu(Layer):
                 dy = random(count, (tokens, wide // 2), layout, self.dtype)
             for name in ("geglu", "geglu, forward and backward"):
                 operators.check(name, x[0])
+            leaves = [(t.requires_grad_(), d) for t, d in zip(x, dy, strict=True)]
             for kind, function in functions.items():
-                leaves = [t.requires_grad_() for t in x]
-                calls[f"{kind}_{layout}_forward"] = partial(_forward, function, x)
-                calls[f"{kind}_{layout}"] = partial(_gradient, function, leaves, dy)
+                forward = torch.no_grad()(function)
+                calls[f"{kind}_{layout}_forward"] = rotating(forward, [(t,) for t in x])
+                calls[f"{kind}_{layout}"] = rotating(operators.gradients(function), leaves)
         times = self.in_turns(calls, count)
         metrics = times.load
         for name, ms in times.items():
@@ -150,15 +144,6 @@ def plain_geglu(x: Tensor) -> Tensor:
     """GEGLU by torch's operators, in x's dtype."""
     value, gate = x.chunk(2, -1)
     return value * F.gelu(gate, approximate="tanh")
-
-
-def _forward(function: Function, xs: list[Tensor], i: int) -> Tensor:
-    with torch.no_grad():
-        return function(xs[i])
-
-
-def _gradient(function: Function, xs: list[Tensor], dys: list[Tensor], i: int) -> Tensor:
-    return operators.gradients(function)(xs[i], dys[i])
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,10 +20,19 @@ from experiments.bench import variants
 from experiments.bench.timing import Call
 from models import packed
 from models.decoding import Decoder
-from models.gpt2 import MLP, GPTConfig
+from models.gpt2 import MLP
 from models.packed import Limits, PackedProduct
-from reproduce.measure.base import BUFFERS, Layer, MethodLayer, Metrics, Report, Result, Times
-from reproduce.measure.setup import bench, check_ffn, llama_config
+from reproduce.measure.base import (
+    BUFFERS,
+    Layer,
+    MethodLayer,
+    Metrics,
+    Report,
+    Result,
+    Times,
+    bench,
+    llama_config,
+)
 
 
 @torch.no_grad()
@@ -152,10 +161,8 @@ class PackedMLP(MethodLayer):
     what: ClassVar[str] = "mlp"
 
     def measure(self, _: Report) -> Result:
-        shape = GPTConfig(1, 1, self.width, vocab_size=1, n_inner=self.inner)
-        check_ffn(self)
         dense, sparse = (
-            bench(self, name, lambda: MLP(shape), ("*",)) for name in ("dense", self.method)
+            bench(self, name, lambda: MLP(self.block), ("*",)) for name in ("dense", self.method)
         )
         inputs = [x.detach().flatten(0, 1) for x in dense.inputs]
         calls: dict[str, Call] = {"dense": dense.forward_backward, "sparse": sparse.whole}
@@ -189,7 +196,7 @@ class Decode(Layer):
             metrics |= {f"{name}_prompt_ms": prompt, f"{name}_step_ms": step}
             metrics[f"{name}_rate"] = rates[name]
         metrics["speedup"] = rates["sparse"] / rates["dense"]
-        return metrics, f"{layout}, {times.launched()}"
+        return metrics, f"{layout}, {times.launched}"
 
 
 class Decoding:

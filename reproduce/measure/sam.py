@@ -21,9 +21,8 @@ from experiments.bench import variants
 from experiments.bench.sam import ATTENTION, PATCH, encoder
 from experiments.bench.timing import Call
 from experiments.bench.variants import Bench
-from reproduce.measure.base import Base, Metrics, Report, Result
+from reproduce.measure.base import Base, Metrics, Report, Result, gate
 from reproduce.measure.packed import packed_layers, to_packed
-from reproduce.measure.setup import check_products
 
 # max-autotune without its two slowest parts, which would take minutes: inductor's own kernels are
 # tuned, products stay with cuBLAS. CUDA graphs come from experiments.bench.timing.
@@ -88,7 +87,7 @@ class EncoderTraining(Images):
         metrics |= times.load | {f"{label}_ms": ms for label, ms in times.items()}
         metrics["speedup"] = times["dense"] / times["sparse"]
         used = built["sparse"].converted.used
-        return metrics, f"{used}, {times.launched(on_cpu='not compiled')}"
+        return metrics, f"{used}, {times.launched}"
 
 
 def build_encoder(config: Images) -> Any:
@@ -112,7 +111,8 @@ def encoder_bench(name: str, images: Tensor, config: EncoderTraining) -> Bench:
     model = build_encoder(config)
     mlp = model.blocks[0].mlp
     for layer in (mlp.fc1, mlp.fc2):
-        check_products(config, (layer.in_features, layer.out_features))
+        shape = config.tokens, layer.in_features, layer.out_features
+        gate(config.method, shape, config.dtype, config.on, config.matmul)
     size = (config.dtype, config.tokens, config.matmul)
     converted = variants.convert(name, model, ("*mlp.*",), *size)
     with torch.no_grad():
@@ -184,7 +184,7 @@ class EncoderInference(Images):
         on_gpu = self.on.type == "cuda"
         mib = forward_mib(calls[own], built[own]) if on_gpu else None
         metrics = times.load | {"rate": rate, "speedup": speedup, "mib": mib}
-        return metrics, f"{products}, {times.launched()}"
+        return metrics, f"{products}, {times.launched}"
 
 
 def forward_mib(call: Call, model: nn.Module) -> float:

@@ -24,8 +24,17 @@ from experiments.bench.variants import Bench
 from methods.nn import operands
 from methods.nn.compressed import CompressedLinear
 from methods.nn.operands import Dense, Packed
-from reproduce.measure.base import BUFFERS, Layer, Report, Result
-from reproduce.measure.setup import adapting, bench, check_once, evaluating, gpt2, ranks_of
+from models.gpt2 import Block
+from reproduce.measure.base import (
+    BUFFERS,
+    Layer,
+    Report,
+    Result,
+    adapting,
+    bench,
+    evaluating,
+    ranks_of,
+)
 
 SHARES = (1.0, 2.0, 5.0, 10.0)  # ranks of low-rank products, in percent of the width
 # Plain attention writes the whole matrix of scores to memory; fused attention does not.
@@ -168,9 +177,7 @@ class SlopeLayer(Layer):
 
     def measure(self, _: Report) -> Result:
         products = sparse_products(self)
-        for widths in ((self.width, self.ffn), (self.ffn, self.width)):
-            check_once("slope", (self.tokens, *widths), self.dtype, self.on, products)
-        build = partial(bench, self, build=gpt2(self), include=("*",))
+        build = partial(bench, self, build=lambda: Block(self.block), include=("*",))
         dense = build("dense")
         ranks = {"": 0, **ranks_of(self.width, self.ranks)}
         uncut, cut = (

@@ -74,4 +74,4 @@ def test_the_cell_of_a_table(tmp_path):
     metrics = result["metrics"]
     assert metrics["speedup"] == metrics["dense_ms"] / metrics["sparse_ms"]
     assert metrics["dense_gb"] is None and metrics["launched_speedup"] is None
-    assert result["backend"] == "dense, not compiled"
+    assert result["backend"] == "dense, not in a graph"
