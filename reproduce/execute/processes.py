@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
+import shutil
 import signal
 import subprocess
-import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -32,7 +31,8 @@ class Launch:
 
 
 class Process:
-    """A process that runs a command. If this process dies, however it does, it gets SIGTERM.
+    """A process that runs a command. If this process dies, however it does, it gets SIGTERM, where
+    there is Linux's setpriv.
 
     Args:
         command: in words.
@@ -46,22 +46,21 @@ class Process:
     ) -> None:
         self.log = log
         log.parent.mkdir(parents=True, exist_ok=True)
-        threads = max(1, cores() // at_once)
-        environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
+        environment = {**os.environ, "OMP_NUM_THREADS": str(max(1, cores() // at_once))}
         if gpu is not None:
             environment["CUDA_VISIBLE_DEVICES"] = gpu
+        ending = ["setpriv", "--pdeathsig", "TERM"] if shutil.which("setpriv") else []
         with log.open("ab") as file:
             self.begin = file.tell()
+            # A separate session, so that Ctrl-C does not reach the run: our SIGTERM would be its
+            # second signal and end it before it has saved.
             self.process = subprocess.Popen(
-                command,
+                [*ending, *command],
                 stdin=subprocess.DEVNULL,
                 stdout=file,
                 stderr=file,
                 env=environment,
-                # A separate session, so that Ctrl-C does not reach the run: our SIGTERM would be
-                # its second signal and end it before it has saved.
                 start_new_session=True,
-                preexec_fn=_end_with_parent(),
             )
 
     def ended(self) -> bool:
@@ -70,10 +69,11 @@ class Process:
 
     def reason(self) -> str:
         """The reason why the process failed, in one line."""
-        status = self.process.returncode
-        if status < 0:
+        if (status := self.process.returncode) < 0:
             return f"it was ended by {signal.Signals(-status).name}; see {self.log}"
-        return f"{last_line(self.log, self.begin)} (see {self.log})"
+        text = self.log.read_bytes()[self.begin :].decode(errors="replace")
+        said = [line.strip() for line in text.splitlines() if line.strip()]
+        return f"{said[-1] if said else 'it printed nothing'} (see {self.log})"
 
 
 def cores() -> int:
@@ -93,28 +93,6 @@ def terminate(processes: Sequence[Process]) -> None:
         except subprocess.TimeoutExpired:
             os.killpg(one.process.pid, signal.SIGKILL)  # torchrun's ranks, too
             one.process.wait()
-
-
-def _end_with_parent() -> Callable[[], None] | None:
-    """The function that a child calls first, so that the kernel sends it SIGTERM when this process
-    dies; None where that is not Linux's."""
-    if not sys.platform.startswith("linux"):
-        return None
-    prctl, parent = ctypes.CDLL(None).prctl, os.getpid()
-
-    def ask() -> None:
-        prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
-        if os.getppid() != parent:  # it has died already
-            os.kill(os.getpid(), signal.SIGTERM)
-
-    return ask
-
-
-def last_line(log: Path, begin: int = 0) -> str:
-    """The last line of a process's output that is not empty. begin: its first byte in the file."""
-    text = log.read_bytes()[begin:].decode(errors="replace")
-    lines = [line for line in text.splitlines() if line.strip()]
-    return lines[-1].strip() if lines else "it printed nothing"
 
 
 def visible_gpus() -> list[str | None]:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import shlex
 import signal
-import statistics
 import time
 import traceback
 from collections.abc import Callable, Iterable, Sequence
@@ -58,7 +57,7 @@ class Queue:
 
     waiting: in the order in which they are to be started; a source stands before what starts from
     it. todo: the jobs of all tasks that are not done. working: (task, process, time of its start)
-    by place. durations: seconds of each finished task. total, done, failed: numbers of runs.
+    by place. total, done, failed: numbers of runs.
     """
 
     def __init__(self, tasks: list[Task], report: Report, launch: Launch | None = None) -> None:
@@ -66,7 +65,6 @@ class Queue:
         self.todo = {task.job for task in tasks}
         self.places = [None] if launch is None else launch.places()
         self.working: dict[int, tuple[Task, Process, float]] = {}
-        self.durations: list[float] = []
         self.total, self.done, self.failed = sum(task.count for task in tasks), 0, 0
 
     @property
@@ -83,14 +81,13 @@ class Queue:
             # wait for that process would end. A job in this process handles signals itself.
             with nullcontext(Stop()) if self.launch is None else deferred_stop(again=False) as stop:
                 while stop.number is None and time.monotonic() < deadline:
-                    begun = self._fill(deadline)
+                    if not self._fill() and not self.working:
+                        break
                     if self.working:
                         time.sleep(POLL)
-                    elif not begun:
-                        break
                     for place in [p for p, (_, own, _) in self.working.items() if own.ended()]:
                         task, process, started = self.working.pop(place)
-                        self._ended(task, process.reason, started)
+                        self._ended(task, process.reason(), started)
             if stop.number is not None and stop.kind is not None:
                 signal.raise_signal(stop.number)  # its handler defers a second one
                 raise stop.kind
@@ -99,21 +96,17 @@ class Queue:
             for task, _, _ in self.working.values():  # a stopped one may have finished
                 self.done += task.count if task.result() is not None else 0
 
-    def _fill(self, deadline: float) -> bool:
-        """Start a task at every free place, if one as long as the others can end in time; return
-        True if one was started."""
-        expected = statistics.median(self.durations) if self.durations else 0.0
-        ready, begun = [task for task in self.waiting if task.job.source not in self.todo], False
-        for place, gpu in enumerate(self.places):
-            started = time.monotonic()
-            if place not in self.working and ready and started + expected < deadline:
-                task = ready.pop(0)
-                self.waiting.remove(task)
-                self._start(task, place, gpu, started)
-                begun = True
-        return begun
+    def _fill(self) -> bool:
+        """Start a task at every free place; return True if one was started."""
+        ready = [task for task in self.waiting if task.job.source not in self.todo]
+        free = [place for place in range(len(self.places)) if place not in self.working]
+        for place, task in zip(free, ready, strict=False):
+            self.waiting.remove(task)
+            self._start(task, place)
+        return bool(free and ready)
 
-    def _start(self, task: Task, place: int, gpu: str | None, started: float) -> None:
+    def _start(self, task: Task, place: int) -> None:
+        started = time.monotonic()
         try:
             if self.launch is None:
                 self.report(f"{task.label} ...")
@@ -122,32 +115,29 @@ class Queue:
                 command = task.job.command(self.launch.words)
                 assert command is not None  # its source is finished
                 log = task.job.config.directory() / OUTPUT
-                process = Process(command, log, gpu, len(self.places))
+                process = Process(command, log, self.places[place], len(self.places))
                 self.working[place] = task, process, started
                 return
+            reason = "it has no result"
         except (UserError, OSError) as error:  # a command that the system refuses
             reason = one_line(error)
-            self._ended(task, lambda: reason, started)
-        else:
-            self._ended(task, lambda: "it has no result", started)
+        self._ended(task, reason, started)
 
-    def _ended(self, task: Task, reason: Callable[[], str], started: float) -> None:
+    def _ended(self, task: Task, reason: str, started: float) -> None:
         """Report the result of a task, or why it has none. What starts from it is left out if it
         has no weights, also because it diverged, which is a result."""
         result, now = task.result(), time.monotonic()
+        left_out = self._leave_out(task.job) if task.job.result() is None else 0
         if result is None:
             self.failed += task.count
-            self.report(f"failed: {task.label}: {reason()}")
+            self.report(f"failed: {task.label}: {reason}")
         else:
             self.todo.discard(task.job)
             self.done += task.count
-        left_out = self._leave_out(task.job) if task.job.result() is None else 0
-        if result is not None:
-            self.durations.append(now - started)
             elapsed = now - self.begun
             remaining = elapsed / self.done * self.left
             spent, ahead = (str(timedelta(seconds=round(s))) for s in (elapsed, remaining))
-            told = ", ".join([*_figures(result), f"{self.durations[-1]:.0f} s"])
+            told = ", ".join([*_figures(result), f"{now - started:.0f} s"])
             self.report(
                 f"[{self.done}/{self.total}] {task.label}: {told} ({spent} elapsed, about {ahead} "
                 "left)"
@@ -157,15 +147,13 @@ class Queue:
 
     def _leave_out(self, job: Job) -> int:
         """Give up the tasks that need the weights of a job; return the number of their runs."""
-        lost, left_out = {job}, []
-        for one in self.waiting:
+        lost, before = {job}, self.failed
+        for one in [*self.waiting]:
             if one.job.source in lost:
                 lost.add(one.job)
-                left_out.append(one)
-        self.waiting = [one for one in self.waiting if one not in left_out]
-        count = sum(one.count for one in left_out)
-        self.failed += count
-        return count
+                self.waiting.remove(one)
+                self.failed += one.count
+        return self.failed - before
 
 
 def run_here(job: Job, report: Report) -> None:

@@ -263,9 +263,7 @@ def test_a_failure_is_one_line_and_the_rest_go_on(start, children, tmp_path):
     assert start(block())[1][1].startswith("failed: dense, seed 0: it was ended by SIGKILL; see ")
     children.do = {}
     assert start(block())[0] and children.started == ["dense, seed 0", "dense, seed 1"]
-    before = log.read_bytes()  # a later attempt does not lose what the first said
-    assert before.count(b"step 1") == 3 and processes.last_line(log) == "step 1"
-    assert processes.last_line(log, len(before)) == "it printed nothing"
+    assert log.read_bytes().count(b"step 1") == 3  # a later attempt loses nothing of the first
 
 
 def test_children_end_with_a_runner_that_is_killed(tmp_path):
@@ -314,7 +312,7 @@ def test_the_runs_of_a_table_go_side_by_side(children, small, tmp_path, monkeypa
     with monkeypatch.context() as patch:
         patch.setattr(Job, "command", lambda job, words: [str(tmp_path)])  # no program
         assert queue.execute(jobs, said.append, launch) == 4
-    assert said[1].startswith("failed: dense, seed 0: [Errno 13] Permission denied")
+    assert said[1].startswith("failed: dense, seed 0: ") and "Permission denied" in said[1]
     assert said.count("left out: 1 runs that start there") == 2
     assert queue.execute(jobs, said.append, launch) == 4
     assert all(job.result() is not None for job in jobs)
@@ -337,13 +335,10 @@ def test_the_budget_ends_what_runs(start, children, tmp_path, clock):
     assert children.started == ["ste, seed 0", "dense, seed 1", "ste, seed 1"]
 
 
-@pytest.mark.parametrize(("seconds", "minutes", "started"), [(100, 4, 2), (1000, 10, 1)])
-def test_what_ends_with_the_budget_counts(
-    seconds, minutes, started, start, children, tmp_path, clock
-):
-    """Runs take 100 s each, so of 240 s the 40 that are left after two are too few for a third."""
+@pytest.mark.parametrize(("seconds", "started"), [(100, 2), (1000, 1)])
+def test_what_ends_with_the_budget_counts(seconds, started, start, children, tmp_path, clock):
     clock(lambda: seconds * len(list(tmp_path.glob("gpt2-stdlib/*/*/result.json"))))
-    done, said = start(block(), minutes=minutes)
+    done, said = start(block(), minutes=3)
     assert not done and children.started == ["dense, seed 0", "ste, seed 0"][:started]
     assert said[-1] == f"{4 - started} runs are left; start the same command again to go on"
     assert (tmp_path / "evidence" / "t" / "dense-seed0.json").is_file()
