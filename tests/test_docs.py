@@ -205,9 +205,21 @@ def trained():
 
 def test_every_snippet_is_run_here():
     counts = {"README.md": 1, "docs/own_loop.md": 15, "docs/methods/semi_sparse.md": 1}
-    counts |= {"docs/evaluation.md": 1, "docs/serving.md": 2}  # test_finetune.py has the first
+    counts |= {
+        "docs/evaluation.md": 1,
+        "docs/serving.md": 2,
+        "docs/extending.md": 1,
+    }  # test_finetune.py has the first
     found = {page: len(blocks(page, "python")) for page in PAGES if blocks(page, "python")}
     assert found == {ROOT / name: count for name, count in counts.items()}
+
+
+def test_a_layer_is_used_without_a_model(capsys):
+    (code,) = blocks(ROOT / "docs" / "extending.md", "python")
+    names = {}
+    exec(code, names)
+    assert type(names["layer"]) is torch.nn.Linear and is_24(names["layer"].weight)
+    assert "tensor(" in capsys.readouterr().out
 
 
 def test_the_merge_of_adapters_keeps_the_pattern_only_as_shown():
