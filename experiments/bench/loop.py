@@ -209,6 +209,7 @@ def in_the_trainer(
             folder, max_steps=10_000, per_device_train_batch_size=sequences, learning_rate=1e-4,
             lr_scheduler_type="constant", bf16=on_gpu, use_cpu=not on_gpu, report_to=[],
             logging_strategy="no", save_strategy="no", disable_tqdm=True,
+            logging_nan_inf_filter=False,  # which makes the host wait for the loss of every step
         )  # fmt: skip
         callbacks = [MethodCallback(own.converted.method, model, arguments), Turns()]
         optimizers = own.optimizer, None
