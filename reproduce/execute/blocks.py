@@ -22,7 +22,7 @@ from experiments.support.errors import UserError
 from experiments.support.results import divergence, read
 from experiments.training.tracking import read_metrics
 from reproduce.execute.jobs import Job
-from reproduce.execute.packed import QUANTITIES, RECORD, check_entries, read_packed, run_name
+from reproduce.execute.packed import QUANTITIES, read_packed, run_name
 from reproduce.specs.reading import build, errors_in, read_yaml
 
 BLOCKS = Path(__file__).parents[1] / "specs" / "blocks"
@@ -67,14 +67,6 @@ class Block:
     source: BlockSource | None = None
     notes: list[str] = field(default_factory=list)
     against: dict[str, str] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        for variant in (*self.against, *self.against.values()):
-            if variant not in self.variants:
-                known = ", ".join(self.variants)
-                raise ValueError(f"against: there is no variant {variant}; choose of {known}")
-        if len({run_name(variant, 0) for variant in self.variants}) < len(self.variants):
-            raise ValueError("two variants would have the same file; rename one")
 
     def runs(self, runs: Path) -> Iterator[BlockRun]:
         """All runs, seed by seed, so that an interrupted block has complete seeds."""
@@ -199,11 +191,9 @@ def _digest(driver: str, overrides: tuple[str, ...], seed: int, source: str | No
 def read_record(path: Path) -> dict[str, Any]:
     """The record that `BlockRun.keep` wrote to a file."""
     try:
-        record = read_sealed(path)
-        check_entries(record, *RECORD, "curves")
+        return read_sealed(path)
     except ValueError as error:
         raise UserError(f"{path} is damaged ({error}); remove or restore it") from error
-    return record
 
 
 def curves(log: list[dict[str, Any]]) -> dict[str, list[list[float]]]:

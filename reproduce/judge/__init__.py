@@ -27,6 +27,7 @@ from reproduce.judge.verdicts import (
     Measured,
     judge,
     judge_speed,
+    pairs,
     verdict,
     with_planned,
 )
@@ -35,7 +36,7 @@ from reproduce.specs.reading import MEASURED
 
 Json = dict[str, Any]
 RULES = ("level", "seeds", "noise", "margin", "legend")
-SAID = ("id", "paper", "short", "number", "regime", "note")  # of a claim, as in claims.yaml
+SAID = ("id", "paper", "short", "number", "note")  # of a claim, as in claims.yaml
 PRELIMINARY = 2  # least number of seeds for which g is shown with an effect that is not tested
 
 
@@ -82,7 +83,7 @@ def _claim(claims: Claims, claim: Claim, values: Values, folder: Path) -> Json:
     where = " and ".join(dict.fromkeys(part.where for part in parts if part.where))
     if found == NOT_TESTED:
         no_margin = any(part.why.startswith("no margin") for part in parts)
-        where = "in the paper's regime" if claim.regime else "(no margin)" if no_margin else ""
+        where = "(no margin)" if no_margin else ""
     diverged = any(j.without for j in judged)
     variants = dict.fromkeys((c.block, v) for c in claim.contrasts for v in (c.variant, c.against))
     return {
@@ -109,12 +110,12 @@ def _at(claim: Claim, values: Values, devices: list[str]) -> str:
     """The device, or the scale of the compared runs, for which the verdict on a claim holds."""
     if claim.measured:
         return f"measured on {'; '.join(devices)}" if devices else ""
-    compared = {}
-    for c in claim.contrasts:
-        first, second = (values.get((c.block, variant), {}) for variant in (c.variant, c.against))
-        for seed in first.keys() & second.keys():
-            compared[c.block, c.variant, seed] = first[seed]
-            compared[c.block, c.against, seed] = second[seed]
+    compared = {
+        (c.block, variant, seed): record
+        for c in claim.contrasts
+        for seed, two in pairs(values, c).items()
+        for variant, record in zip((c.variant, c.against), two, strict=True)
+    }
     words = setting(compared[run] for run in sorted(compared))
     return f"at this scale: {words}" if words else ""
 

@@ -85,9 +85,8 @@ class Claim:
     """One claim, judged by contrasts of runs or of measured times and bytes.
 
     says: the claim in words; short: in a few. number: what the paper measured. planned: contrasts
-    that join the others once their runs are complete. regime: why the runs are not in the paper's
-    regime, so that the claim is not tested whatever they show. note: what else has to be known of
-    the verdict. settles: what would decide the claim.
+    that join the others once their runs are complete. note: what else has to be known of the
+    verdict. settles: what would decide the claim.
     """
 
     id: int
@@ -96,7 +95,6 @@ class Claim:
     number: str
     contrasts: list[Contrast] = field(default_factory=list)
     planned: list[Contrast] = field(default_factory=list)
-    regime: str = ""
     note: str = ""
     settles: str = ""
     measured: list[Speed] = field(default_factory=list)

@@ -22,7 +22,6 @@ from experiments.runs.stats import (
     p_value,
     paired_interval,
 )
-from experiments.support.errors import UserError
 from experiments.support.results import number
 from reproduce.judge.claims import Claim, Claims, Contrast, Speed
 from reproduce.records import Values, model
@@ -32,7 +31,6 @@ from reproduce.specs.table import TABLES, read_table
 CONFIRMED, DIRECTION, INCONCLUSIVE = "confirmed", "direction only", "inconclusive"
 REFUTED, NOT_REPRODUCED, NOT_TESTED = "refuted", "not reproduced", "not tested"
 SHOWN = "shown, not judged"
-REGIME = "not in the paper's regime"  # why a contrast of such a claim is not tested
 # A claim, or a contrast of several rows, has the first of these that one of its parts has.
 VERDICTS = (REFUTED, NOT_REPRODUCED, NOT_TESTED, INCONCLUSIVE, DIRECTION, CONFIRMED)
 
@@ -187,16 +185,18 @@ def differences(values: Values, block: str, variant: str, against: str, metric: 
     return [*_by_seed(values, Contrast(block, variant, against, "lower", metric)).values()]
 
 
-def _both(values: Values, c: Contrast) -> tuple[dict[int, Any], dict[int, Any], list[int]]:
-    """(the records of the two variants of a contrast, the seeds that both have)."""
+def pairs(values: Values, c: Contrast) -> dict[int, tuple[Any, Any]]:
+    """The records of the two variants of a contrast at the seeds that both have."""
     first, second = (values.get((c.block, variant), {}) for variant in (c.variant, c.against))
-    return first, second, sorted(first.keys() & second.keys())
+    return {s: (first[s], second[s]) for s in sorted(first.keys() & second.keys())}
 
 
 def _by_seed(values: Values, c: Contrast) -> dict[int, float]:
-    first, second, shared = _both(values, c)
-    seeds = [s for s in shared if first[s].get("init") == second[s].get("init")]
-    return {s: number(first[s], c.metric) - number(second[s], c.metric) for s in seeds}
+    return {
+        s: number(first, c.metric) - number(second, c.metric)
+        for s, (first, second) in pairs(values, c).items()
+        if first.get("init") == second.get("init")
+    }
 
 
 def with_planned(claims: Claims, claim: Claim, values: Values) -> Claim:
@@ -226,13 +226,8 @@ def judge(claims: Claims, claim: Claim, values: Values) -> list[Judged]:
 
 
 def _judged(claims: Claims, claim: Claim, values: Values) -> list[Judged]:
-    judged = []
-    for j, certain in _adjusted(
-        [_tested(claims, c, values) for c in claim.contrasts], claims.level
-    ):
-        why = j.why or (claim.regime and REGIME)
-        judged.append(replace(j, why=why) if why else replace(j, verdict=_verdict(j, certain)))
-    return judged
+    tested = _adjusted([_tested(claims, c, values) for c in claim.contrasts], claims.level)
+    return [j if j.why else replace(j, verdict=_verdict(j, certain)) for j, certain in tested]
 
 
 def _verdict(j: Judged, certain: int) -> str:
@@ -249,13 +244,21 @@ def _tested(claims: Claims, c: Contrast, values: Values) -> Judged:
     """A contrast with the p-values of its own test, still without a verdict, or with the reason
     why it cannot be tested."""
     by_seed = _by_seed(values, c)
-    paired, other_data = list(by_seed.values()), _on_other_data(values, c)
+    paired = list(by_seed.values())
     place = f"at {model(values.get((c.block, c.variant), {}).values())}"
     judged = Judged(rule=c, n=len(paired), published=c.published, place=place)
-    if len(paired) > 1 and all(map(math.isfinite, paired)) and not other_data:
+    unequal = [
+        str(s)
+        for s, two in pairs(values, c).items()
+        if len({r.get("corpus_hash") for r in two}) > 1
+    ]
+    if len(paired) > 1 and all(map(math.isfinite, paired)) and not unequal:
         judged = _with_effect(judged, by_seed)
-    if why := _untestable(claims, c, paired) or other_data:
+    if why := _untestable(claims, c, paired):
         return replace(judged, why=why)
+    if unequal:
+        had = f"{c.variant} and {c.against} had different data at seeds {', '.join(unequal)}"
+        return replace(judged, why=had)
     equality = _tested_for_equality(claims, judged, values)
     if c.expect == "equal":
         return equality
@@ -307,24 +310,12 @@ def _untestable(claims: Claims, c: Contrast, paired: list[float]) -> str:
     return ""
 
 
-def _on_other_data(values: Values, c: Contrast) -> str:
-    """The seeds at which the two runs had different data, as a reason in words, or ""."""
-    first, second, shared = _both(values, c)
-    unequal = [s for s in shared if first[s].get("corpus_hash") != second[s].get("corpus_hash")]
-    seeds = ", ".join(map(str, unequal))
-    return f"{c.variant} and {c.against} had different data at seeds {seeds}" if unequal else ""
-
-
 # --- measurements --------------------------------------------------------------------------------
 
 
 def judge_speed(claims: Claims, speed: Speed, folder: Path = MEASURED) -> Measured:
     """A contrast of measurements with its verdict by the tables in `folder`."""
-    if not (path := TABLES / f"{speed.table}.yaml").exists():
-        raise UserError(f"claims.yaml: there is no table {speed.table} ({path})")
-    table, stem = read_table(path), f"{speed.table}-full"
-    if speed.column not in {c.label for c in table.columns}:
-        raise UserError(f"claims.yaml: {speed.table} has no column {speed.column!r}")
+    table, stem = read_table(TABLES / f"{speed.table}.yaml"), f"{speed.table}-full"
     command = f"python -m reproduce {table.command} paper={table.paper} tier=full"
     found = Measured(rule=speed, name=table.title.partition(":")[0])
     rows = read_rows(folder / f"{stem}.csv")
@@ -338,8 +329,6 @@ def judge_speed(claims: Claims, speed: Speed, folder: Path = MEASURED) -> Measur
         for row in (row for row in runs if row.get(value)):
             ours.setdefault(row["method"], {})[int(row["seed"])] = float(row[value])
     labels = [label for label in ours if label.endswith(speed.rows)]
-    if not labels:
-        raise UserError(f"{folder}: {speed.table} has no {speed.column!r} of rows {speed.rows!r}")
     lines, why = [_row(speed, label, paper, ours) for label in labels], ""
     fewest = min(line.n for line in lines)
     if speed.than and fewest < claims.seeds:

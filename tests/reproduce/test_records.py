@@ -89,11 +89,9 @@ def test_a_record_of_another_config_does_not_count_and_is_named(tmp_path, folder
 
 def test_a_damaged_record_is_named(tmp_path, folder):
     path = keep(tmp_path, folder, "t", "dense")
-    for text, what in (('{"block": "t"', ".*"), ('{"block": "t"}', ".no variant in it.")):
-        path.write_text(text, encoding="utf-8")
-        message = rf"dense-seed0.json is damaged {what}; remove or restore it"
-        with pytest.raises(UserError, match=message):
-            read_evidence(tmp_path, blocks=folder)
+    path.write_text('{"block": "t"', encoding="utf-8")
+    with pytest.raises(UserError, match=r"dense-seed0.json is damaged .*; remove or restore it"):
+        read_evidence(tmp_path, blocks=folder)
 
 
 def test_committed_records_have_hashes_and_claims_stops_at_a_changed_digit(
@@ -106,7 +104,6 @@ def test_committed_records_have_hashes_and_claims_stops_at_a_changed_digit(
     for changed, old, new, message in (
         (lines, '"val_loss": 2.', '"val_loss": 3.', "a.jsonl, line 1, is damaged (its content"),
         (lines, '"sha256": "', '"sha": "', "a.jsonl, line 1, is damaged (no sha256 in it)"),
-        (lines, '"curves_sha256": ', '"curves": ', "a.jsonl, line 1, is damaged (no curves_sha256"),
         (curves, "loss,0,9", "loss,0,8", "a.curves.csv, line 2 and following, is damaged"),
     ):
         for path in (lines, curves):
