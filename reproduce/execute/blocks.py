@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from pathlib import Path
@@ -49,23 +50,17 @@ class BlockSource:
 
 @dataclass(frozen=True)
 class Block:
-    """Many runs of one small model: every variant with every seed.
-
-    title: what is trained. overrides: hydra overrides of all variants. variants: the further
-    overrides of each variant by its label, the most important variant first. driver: the driver
-    that trains. source: where the initial weights come from; None = random. notes: shown on the
-    page of results. against: the variants that are not compared with the baseline, each with the
-    variant that it is compared with.
-    """
+    """Many runs of one small model: every variant with every seed."""
 
     name: str
-    title: str
-    overrides: list[str]
-    variants: dict[str, list[str]]
+    title: str  # what is trained
+    overrides: list[str]  # of hydra, of all variants
+    variants: dict[str, list[str]]  # further overrides by label, the most important variant first
     seeds: list[int]
     driver: Literal["pretrain", "dino", "translate"] = "pretrain"
-    source: BlockSource | None = None
-    notes: list[str] = field(default_factory=list)
+    source: BlockSource | None = None  # where the initial weights come from; None = random
+    notes: list[str] = field(default_factory=list)  # shown on the page of results
+    # The variants that are not compared with the baseline, each with the one that it is.
     against: dict[str, str] = field(default_factory=dict)
 
     def runs(self, runs: Path) -> Iterator[BlockRun]:
@@ -82,18 +77,14 @@ class Block:
 
 @dataclass(frozen=True)
 class BlockRun:
-    """The run of one variant with one seed.
-
-    overrides: the variant's overrides without the seed. job: the job that trains it. source: the
-    run whose weights it starts from, if any.
-    """
+    """The run of one variant with one seed."""
 
     block: str
     variant: str
     seed: int
-    overrides: tuple[str, ...]
-    job: Job
-    source: BlockRun | None = None
+    overrides: tuple[str, ...]  # without the seed
+    job: Job  # that trains it
+    source: BlockRun | None = None  # the run whose weights it starts from
 
     def file(self, folder: Path) -> Path:
         """The path of its record in a folder of records."""
@@ -102,11 +93,11 @@ class BlockRun:
     @property
     def setup(self) -> dict[str, Any]:
         """The entries of its record that say what was trained, without paths of this machine."""
-        if self.source is None:
-            return {"overrides": self.job.overrides}
-        start = self.source
-        source = {"block": start.block, "variant": start.variant, "overrides": start.job.overrides}
-        return {"overrides": self.job.overrides, "source": source}
+        own: dict[str, Any] = {"overrides": self.job.overrides}
+        if (start := self.source) is not None:
+            start_of = {"block": start.block, "variant": start.variant}
+            own["source"] = {**start_of, "overrides": start.job.overrides}
+        return own
 
     @cached_property
     def config(self) -> Any:
@@ -127,23 +118,22 @@ class BlockRun:
         """Its record, from the first folder that has one with the hash of this config; None if no
         folder has."""
         for folder in folders:
-            path = self.file(folder)
-            _, record = read_packed(folder, self.block).get((self.variant, self.seed), (0, None))
-            for found in (record, read_record(path) if path.is_file() else None):
-                if found is not None and found["config_hash"] == self.digest():
-                    return found
+            found = [read_record(path)] if (path := self.file(folder)).is_file() else []
+            if packed := read_packed(folder, self.block).get((self.variant, self.seed)):
+                found = [packed[1], *found]
+            for record in found:
+                if record["config_hash"] == self.digest():
+                    return record
         return None
 
     def result(self) -> dict[str, Any] | None:
         """The content of its `result.json`, also if it diverged, which is a result of a block; None
         if it has not ended."""
         found = self.job.result()
-        try:
+        with suppress(UserError):  # there is none, or the config is refused, of which its job tells
             if found is None and (config := self.job.config) is not None:
                 lost = read(config.directory(), config.digest(), diverged=True)
                 found = lost if divergence(lost) else None
-        except UserError:  # there is none, or the config is refused, of which its job tells
-            pass
         return found
 
     def keep(self, folder: Path) -> dict[str, Any] | None:

@@ -24,30 +24,22 @@ class Margin:
 
 @dataclass(frozen=True)
 class Contrast:
-    """A comparison of two variants of a block.
-
-    variant, against: the difference is that of `variant` minus `against`. expect: its expected
-    sign, `lower` or `higher`, or `equal` if it should lie within the margin. metric: what is
-    compared, a dotted path into a record. margin_of: the block whose gap in loss gives the margin,
-    if it is not `block`. paper: the paper's values of the two, perplexities or accuracies.
-    own_setting: the runs are in the paper's setting, or in one that it says its claim holds for.
-    defect: of released code that `variant` has and `against` does not have; the effect is shown but
-    not judged, because no paper claims anything about it.
-    """
+    """A comparison of two variants of a block: `variant` minus `against`."""
 
     block: str
     variant: str
     against: str
+    # The expected sign, or `equal` if the difference should lie within the margin. "" for a defect.
     expect: Literal["lower", "higher", "equal", ""] = ""
-    metric: str = "metrics.val_loss"
-    margin_of: str | None = None
+    metric: str = "metrics.val_loss"  # what is compared, a dotted path into a record
+    margin_of: str | None = None  # the block whose gap in loss gives the margin, if not `block`
+    # The paper's values of the two, perplexities or accuracies.
     paper: list[float] = field(default_factory=list)
+    # The runs are in the paper's setting, or in one that it says its claim holds for.
     own_setting: bool = False
+    # The defect of released code that `variant` has and `against` does not have; the effect is
+    # shown but not judged, because no paper claims anything about it.
     defect: str = ""
-
-    def __post_init__(self) -> None:
-        if not (self.expect or self.defect):
-            raise ValueError(f"{self.variant}, {self.against}: expect is missing")
 
     @property
     def published(self) -> float | None:
@@ -62,68 +54,55 @@ class Contrast:
 @dataclass(frozen=True)
 class Speed:
     """A contrast of the rows of a measured table with dense, or with other rows, in time or memory.
+    The values are relative to dense."""
 
-    table, column: of reproduce/measured; the values are relative to dense. kind: what was timed,
-    explained in claims.yaml. rows: how the labels of the judged rows end. than: how the labels of
-    the rows end that these should be faster than, if it compares rows. less: the values are bytes,
-    where less is better. left_out: rows that are shown and not judged, with the reason.
-    own_setting: as of `Contrast`.
-    """
-
-    table: str
+    table: str  # of reproduce/measured
     column: str
-    kind: Literal["kernel", "step", "projected", "counted"]
-    rows: str = ""
-    than: str = ""
-    less: bool = False
+    kind: Literal["kernel", "step", "projected", "counted"]  # what was timed; see claims.yaml
+    rows: str = ""  # how the labels of the judged rows end
+    than: str = ""  # how those of the rows end that these should be faster than, instead of dense
+    less: bool = False  # the values are bytes, where less is better
+    # Rows that are shown and not judged, with the reason.
     left_out: dict[str, str] = field(default_factory=dict)
-    own_setting: bool = False
+    own_setting: bool = False  # as of `Contrast`
 
 
 @dataclass(frozen=True)
 class Claim:
-    """One claim, judged by contrasts of runs or of measured times and bytes.
-
-    says: the claim in words; short: in a few. number: what the paper measured. planned: contrasts
-    that join the others once their runs are complete. note: what else has to be known of the
-    verdict. settles: what would decide the claim.
-    """
+    """One claim, judged by contrasts of runs or of measured times and bytes."""
 
     id: int
     paper: str
-    says: str
-    number: str
+    says: str  # the claim in words
+    number: str  # what the paper measured
     contrasts: list[Contrast] = field(default_factory=list)
+    # Those that join the others once their runs are complete.
     planned: list[Contrast] = field(default_factory=list)
-    note: str = ""
-    settles: str = ""
+    note: str = ""  # what else has to be known of the verdict
+    settles: str = ""  # what would decide the claim
     measured: list[Speed] = field(default_factory=list)
-    short: str = ""
+    short: str = ""  # the claim in a few words
 
 
 @dataclass(frozen=True)
 class Claims:
-    """All claims with the rules that they share.
-
-    level: the significance level. seeds: the least number of seeds for a test. noise: half the
-    width of the interval that a single speed measurement is given, as a share of its value.
-    diverged: what happened to runs that became unstable but ended with a number, by `BLOCK VARIANT
-    SEED`. rates: what has to be known of the learning rate of a variant, by block and variant.
-    legend: what is printed below the verdicts. papers: the papers' names. planned: claims that were
-        written before any of their blocks was run; they are neither judged nor shown.
-    """
+    """All claims with the rules that they share."""
 
     margin: Margin
-    level: float
-    seeds: int
+    level: float  # of significance
+    seeds: int  # the least number for a test
+    # Half the width of the interval that a single speed measurement is given, as a share of it.
     noise: float
     claims: list[Claim]
+    # Written before any of their blocks was run; neither judged nor shown.
     planned: list[Claim] = field(default_factory=list)
     released: list[Contrast] = field(default_factory=list)
+    # What happened to runs that became unstable but ended with a number, by `BLOCK VARIANT SEED`.
     diverged: dict[str, str] = field(default_factory=dict)
+    # What has to be known of the learning rate of a variant, by block and variant.
     rates: dict[str, dict[str, str]] = field(default_factory=dict)
-    legend: str = ""
-    papers: dict[str, str] = field(default_factory=dict)
+    legend: str = ""  # what is printed below the verdicts
+    papers: dict[str, str] = field(default_factory=dict)  # their names
 
     @property
     def contrasts(self) -> list[Contrast]:

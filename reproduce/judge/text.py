@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import textwrap
 from collections.abc import Iterable
 from pathlib import Path
@@ -15,6 +16,11 @@ from reproduce.judge.verdicts import CONFIRMED, NOT_TESTED, SHOWN, VERDICTS
 
 WIDTH = 80
 Json = dict[str, Any]  # claims.json or a part of it
+
+
+def formatted(value: float | None, form: str) -> str:
+    """A number in this format; `-` if it is None or not finite."""
+    return "-" if value is None or not math.isfinite(value) else f"{value:{form}}"
 
 
 def wrapped(lines: Iterable[str]) -> list[str]:
@@ -86,7 +92,7 @@ _ENVIRONMENT = Environment(
     trim_blocks=True,
     lstrip_blocks=True,
 )
-_ENVIRONMENT.filters["format_"] = lambda value, form: "-" if value is None else f"{value:{form}}"
+_ENVIRONMENT.filters["formatted"] = formatted
 _ENVIRONMENT.globals |= {
     **{f.__name__: f for f in (worded, without, p_value, statement, agreement, range_of)},
     "form_of": lambda c: difference_form(c["effect"], c["low"], c["high"]),

@@ -37,23 +37,17 @@ VERDICTS = (REFUTED, NOT_REPRODUCED, NOT_TESTED, INCONCLUSIVE, DIRECTION, CONFIR
 
 @dataclass(frozen=True, kw_only=True)
 class Effect:
-    """An effect with the verdict on it.
+    """An effect, the mean with its 95 % interval, and the verdict on it."""
 
-    n: number of seeds or repeats. effect, low, high: its mean with the 95 % interval. published:
-    the paper's effect in the same unit, if it gives one. p_expected, p_contrary: p-values of the
-    expected result and of the contrary, adjusted by Holm's method. why: the reason why it was not
-    tested; the effect is then preliminary, or nan.
-    """
-
-    n: int
+    n: int  # of seeds or repeats
     effect: float = math.nan
     low: float = math.nan
     high: float = math.nan
-    published: float | None = None
-    p_expected: float = math.nan
+    published: float | None = None  # the paper's effect in the same unit, if it gives one
+    p_expected: float = math.nan  # of the expected result, adjusted by Holm's method
     p_contrary: float = math.nan
     verdict: str = NOT_TESTED
-    why: str = ""
+    why: str = ""  # it was not tested; the effect is then preliminary, or nan
     nothing: ClassVar[float] = 0.0  # the effect where there is none
 
     @property
@@ -69,20 +63,15 @@ E = TypeVar("E", bound=Effect)
 
 @dataclass(frozen=True, kw_only=True)
 class Judged(Effect):
-    """The effect of a contrast of runs.
-
-    margin: the difference up to which the variants are equal; None without one. equal: they are, by
-    TOST. by_seed: the paired differences. without: the result without the seeds `lost` of a run
-    that diverged, if there was one. place: the model, for which the verdict holds.
-    """
+    """The effect of a contrast of runs."""
 
     rule: Contrast
-    margin: float | None = None
-    equal: bool = False
-    by_seed: dict[int, float] = field(default_factory=dict)
-    without: Judged | None = None
+    margin: float | None = None  # the difference up to which the variants are equal
+    equal: bool = False  # they are, by TOST
+    by_seed: dict[int, float] = field(default_factory=dict)  # the paired differences
+    without: Judged | None = None  # the result without the seeds `lost` of a run that diverged
     lost: tuple[int, ...] = ()
-    place: str = ""
+    place: str = ""  # the model, for which the verdict holds
 
     @property
     def where(self) -> str:
@@ -112,16 +101,15 @@ class Row(Effect):
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """A contrast of measurements with its rows. name: of the table. device, code: of the
-    measurement. why: the reason why it was not tested."""
+    """A contrast of measurements with its rows."""
 
     rule: Speed
-    name: str
+    name: str  # of the table
     verdict: str = NOT_TESTED
     lines: list[Row] = field(default_factory=list)
     device: str = ""
-    code: str = ""
-    why: str = ""
+    code: str = ""  # its revision
+    why: str = ""  # it was not tested
 
     @property
     def where(self) -> str:

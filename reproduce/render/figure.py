@@ -11,6 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,6 @@ from reproduce.render.table import Rendered
 from reproduce.specs.table import Figure, Table
 
 SOURCES = ("paper", "paper (second-hand)", "ours")
-STARTS = ("random weights", "a trained model")
 INTERVAL = "whisker: 95 % interval of our mean"
 NAMES = curves.NAMES | {
     "predicted_change": "predicted change (nats)",
@@ -96,18 +96,18 @@ def of_curves(runs: list[PlacedRun], quantities: Iterable[str]) -> tuple[list[Po
         for label, run in zip(labels, runs, strict=True)
     ]
     data = curves.points(logs, quantities)
-    retrained = {label for label, run in zip(labels, runs, strict=True) if run.result.get("init")}
+    retrained = {label for label, _, result in logs if result.get("init")}
     kinds = {"": {*labels}}
     if retrained and retrained < {*labels}:
-        apart = ({*labels} - retrained, retrained)
-        kinds = {f", from {start}": own for start, own in zip(STARTS, apart, strict=True)}
-    panels = {
-        f"{NAMES.get(quantity, quantity)}{start}": partial(
-            curves.draw, quantity=quantity, data=data, labels=own
-        )
-        for quantity in dict.fromkeys(point.quantity for point in data)
-        for start, own in kinds.items()
-    }
+        kinds = {
+            ", from random weights": {*labels} - retrained,
+            ", from a trained model": retrained,
+        }
+    panels: dict[str, Callable[[Any], None]] = {}
+    for quantity in dict.fromkeys(point.quantity for point in data):
+        for start, own in kinds.items():
+            draw = partial(curves.draw, quantity=quantity, data=data, labels=own)
+            panels[f"{NAMES.get(quantity, quantity)}{start}"] = draw
     return data, panels
 
 
@@ -210,37 +210,28 @@ def values(table: Table, summary: list[Numbers]) -> list[Value]:
     `Rendered`."""
     wanted = table.figure.columns or [c.label for c in table.columns if c.published]
     bars = []
-    for quantity in wanted:
-        for line in summary:
-            label = ", ".join(str(line[part]) for part in ("of", "method") if part in line)
-            start = f"{quantity}: "
-            own = {
-                key.removeprefix(start): float(entry)
-                for key, entry in line.items()
-                if key.startswith(start) and isinstance(entry, float | int)
-            }
-            if "paper" in own:
-                second_hand = line[f"{start}evidence"] == "second-hand"
-                bars.append(Value(quantity, label, SOURCES[second_hand], own["paper"]))
-            for name in own.keys() & {"mean", "sum"}:
-                ends = own.get("low"), own.get("high")
-                bars.append(Value(quantity, label, "ours", own[name], *ends))
+    for quantity, line in product(wanted, summary):
+        label = ", ".join(str(line[part]) for part in ("of", "method") if part in line)
+        names = ("paper", "evidence", "mean", "sum", "low", "high")
+        own: dict[str, Any] = {name: line.get(f"{quantity}: {name}") for name in names}
+        if own["paper"] is not None:
+            source = SOURCES[own["evidence"] == "second-hand"]
+            bars.append(Value(quantity, label, source, own["paper"]))
+        for ours in (own[name] for name in ("mean", "sum") if own[name] is not None):
+            bars.append(Value(quantity, label, "ours", ours, own["low"], own["high"]))
     return bars
 
 
 def of_values(figure: Figure, data: list[Value], units: dict[str, str]) -> Panels:
     """The paper's values and ours, as bars or as lines; a panel for each column. units: of the
     table's columns, by label."""
-    own: dict[str, list[Value]] = defaultdict(list)
-    for entry in data:
-        own[entry.quantity].append(entry)
-    words = {label: "x dense" if unit == "x" else unit for label, unit in units.items()}
-    return {
-        quantity + (f" ({words[quantity]})" if words[quantity] else ""): partial(
-            draw_values, data=of, lines=figure.kind == "lines"
-        )
-        for quantity, of in own.items()
-    }
+    panels: dict[str, Callable[[Any], None]] = {}
+    for quantity in dict.fromkeys(entry.quantity for entry in data):
+        unit = "x dense" if units[quantity] == "x" else units[quantity]
+        own = [entry for entry in data if entry.quantity == quantity]
+        draw = partial(draw_values, data=own, lines=figure.kind == "lines")
+        panels[f"{quantity} ({unit})" if unit else quantity] = draw
+    return panels
 
 
 def draw_values(axes: Any, data: list[Value], lines: bool) -> None:

@@ -17,140 +17,100 @@ from reproduce.specs.reading import build, errors_in, read_yaml
 
 TABLES = Path(__file__).parent / "tables"
 TIERS = ("smoke", "mini", "full")
-TRAINING = ("pretrain", "dino", "translate")
 BENCH = "bench"
 
 
 @dataclass
 class Measure:
-    """A measurement that is made of every finished training.
-
-    overrides: hydra overrides; `{inputs}` is replaced by the folder with the files of
-        reproduce/execute/smoke_tasks.py.
-    tasks: the tasks to fine-tune on, each separately; empty for `evaluate`.
-    """
+    """A measurement that is made of every finished training."""
 
     driver: Literal["finetune", "evaluate"]
+    # Of hydra; `{inputs}` is the folder with the files of reproduce/execute/smoke_tasks.py.
     overrides: list[str] = field(default_factory=list)
+    # The tasks to fine-tune on, each separately; empty for `evaluate`.
     tasks: list[str] = field(default_factory=list)
 
 
 @dataclass
 class Variant:
-    """One of several settings in which all rows are run, for example a model size.
-
-    key: replaces `{variant}` in overrides.
-    overrides: hydra overrides of all its rows.
-    rows: labels of the rows that it has; empty = all.
-    published: its name in `published.json`.
-    """
+    """One of several settings in which all rows are run, for example a model size."""
 
     label: str
-    key: str = ""
-    overrides: list[str] = field(default_factory=list)
-    rows: list[str] = field(default_factory=list)
-    published: str | None = None
+    key: str = ""  # replaces `{variant}` in overrides
+    overrides: list[str] = field(default_factory=list)  # of hydra, in all its rows
+    rows: list[str] = field(default_factory=list)  # labels of its rows; empty = all
+    published: str | None = None  # its name in `published.json`
 
 
 @dataclass
 class Tier:
-    """One budget at which a table can be made.
+    """One budget at which a table can be made."""
 
-    setting: what is trained, and what it replaces of the paper's setting; printed.
-    needs: the data and the machine that are needed, in words.
-    overrides: hydra overrides of every row.
-    started: further overrides of the rows that start from another row.
-    seeds: the seeds of every row; empty if the tier shows a block.
-    measure: the measurements of what was trained, by names that columns refer to.
-    variants: the variants of this tier, instead of the table's.
-    rows: labels of the rows that it has; empty = all.
-    block: name of the block whose records it shows: those of the rows' variants, with the block's
-        seeds.
-    pretrained: True if the model comes with trained weights, from which all rows start.
-    incomparable: the reason why our values are not compared with the paper's even in the tier
-        `full`; "" if they are.
-    unavailable: the reason why the tier cannot be made; "" if it can.
-    """
-
-    setting: str = ""
-    needs: str = ""
-    overrides: list[str] = field(default_factory=list)
-    started: list[str] = field(default_factory=list)
-    seeds: list[int] = field(default_factory=list)
+    setting: str = ""  # what is trained, and what it replaces of the paper's setting; printed
+    needs: str = ""  # the data and the machine that are needed, in words
+    overrides: list[str] = field(default_factory=list)  # of hydra, in every row
+    started: list[str] = field(default_factory=list)  # more of rows that start from another row
+    seeds: list[int] = field(default_factory=list)  # of every row; empty if it shows a block
+    # The measurements of what was trained, by names that columns refer to.
     measure: dict[str, Measure] = field(default_factory=dict)
-    variants: list[Variant] = field(default_factory=list)
-    rows: list[str] = field(default_factory=list)
+    variants: list[Variant] = field(default_factory=list)  # instead of the table's
+    rows: list[str] = field(default_factory=list)  # labels of its rows; empty = all
+    # The name of the block whose records it shows: those of the rows' variants, with its seeds.
     block: str = ""
-    pretrained: bool = False
+    pretrained: bool = False  # the model comes with trained weights, from which all rows start
+    # Why our values are not compared with the paper's even in the tier `full`.
     incomparable: str = ""
-    unavailable: str = ""
+    unavailable: str = ""  # why the tier cannot be made
 
 
 @dataclass
 class TableRow:
-    """One row of a table: a method with its options.
-
-    overrides: hydra overrides.
-    tiers: further overrides by tier.
-    measure: further overrides of a measurement, by its name.
-    published: the row's name in `published.json`.
-    published_table: the table there, if it is not the table's own `published_table`.
-    cells: the place of a column's published value as [row, column], by the column's label, where
-        the table's `published_row` and `published_column` do not give it.
-    starts_from: label of an earlier row; the initial weights are those of its finished run with the
-        same variant and seed.
-    against: label of the row that it is compared with, instead of the first row.
-    stage: True if the row is only trained for others to start from, and neither measured nor shown.
-    not_run: the reason why only the paper's values are shown; "" if the row is run.
-    variant: the row's variant in the block that a tier shows, or `<block>/<variant>` for a variant
-        of the block that it starts from. A row without overrides appears only in tiers that show a
-        block.
-    """
+    """One row of a table: a method with its options."""
 
     label: str
+    # Of hydra. A row without overrides appears only in tiers that show a block.
     overrides: list[str] = field(default_factory=list)
-    tiers: dict[str, list[str]] = field(default_factory=dict)
+    tiers: dict[str, list[str]] = field(default_factory=dict)  # further overrides by tier
+    # Further overrides of a measurement, by its name.
     measure: dict[str, list[str]] = field(default_factory=dict)
-    published: str | None = None
-    published_table: str | None = None
+    published: str | None = None  # its name in `published.json`
+    published_table: str | None = None  # the table there, instead of the table's own
+    # The place of a column's published value as [row, column], by the column's label, where the
+    # table's `published_row` and `published_column` do not give it.
     cells: dict[str, list[str]] = field(default_factory=dict)
+    # Label of an earlier row: the initial weights are those of its finished run with the same
+    # variant and seed.
     starts_from: str | None = None
-    against: str | None = None
-    stage: bool = False
-    not_run: str = ""
+    against: str | None = None  # label of the row to compare with, instead of the first
+    stage: bool = False  # only trained for others to start from, and neither measured nor shown
+    not_run: str = ""  # why only the paper's values are shown
+    # Its variant in the block that a tier shows, or `<block>/<variant>` for a variant of the block
+    # that this one starts from.
     variant: str = ""
 
 
 @dataclass
 class Column:
-    """One column of a table: a quantity of a run.
-
-    value: the number of a run, one of
-        a dotted path into `result.json`;
-        `tail.<name>`: the mean of this entry of `metrics.jsonl` over the last tenth of the steps;
-        `<measure>.<metric>` or `<measure>.<task>.<metric>`: a metric of a measurement;
-        `<measure>.mean`: the mean of the scores of its tasks;
-        several of these, separated by commas: their mean;
-        `exp.<value>`: the exponential of another one;
-        None: it cannot be measured.
-    show: how the numbers of all seeds are shown: `mean_std`, `mean`, `interval` (the mean with its
-        95 % interval), `sum` or `paired` (mean difference at equal seeds to the first row, or
-        the row's `against`, with its 95 % interval).
-    format: Python format of a number.
-    published: the column's name in `published.json`, if the published values are shown.
-    scale: factor of what is shown, for example 100 for a share in percent.
-    unit: the printed unit, if published values do not give one.
-    tiers: another `value` in some tiers.
-    """
+    """One column of a table: a quantity of a run."""
 
     label: str
+    # The number of a run, one of
+    #   a dotted path into `result.json`;
+    #   `tail.<name>`: the mean of this entry of `metrics.jsonl` over the last tenth of the steps;
+    #   `<measure>.<metric>` or `<measure>.<task>.<metric>`: a metric of a measurement;
+    #   `<measure>.mean`: the mean of the scores of its tasks;
+    #   several of these, separated by commas: their mean;
+    #   `exp.<value>`: the exponential of another one;
+    #   None: it cannot be measured.
     value: str | None = None
+    # How the numbers of all seeds are shown; `interval`: the mean with its 95 % interval; `paired`:
+    # the same of differences at equal seeds to the first row, or the row's `against`.
     show: Literal["mean_std", "mean", "interval", "sum", "paired"] = "mean_std"
-    format: str = ".3f"
-    published: str | None = None
-    scale: float = 1.0
-    unit: str = ""
-    tiers: dict[str, str | None] = field(default_factory=dict)
+    format: str = ".3f"  # Python's, of a number
+    published: str | None = None  # its name in `published.json`, if those values are shown
+    scale: float = 1.0  # factor of what is shown, for example 100 for a share in percent
+    unit: str = ""  # printed, if published values do not give one
+    tiers: dict[str, str | None] = field(default_factory=dict)  # another `value` in some tiers
 
     def value_in(self, tier: str) -> str | None:
         """The column's `value` in a tier."""
@@ -159,39 +119,26 @@ class Column:
 
 @dataclass
 class Figure:
-    """The figure of a table.
+    """The figure of a table."""
 
-    kind: one of
-        `curves`: quantities of the log, such as the loss, against the step;
-        `blocks`: the flip rate of each transformer block, of runs with `method.flips_by_layer`;
-        `scatter`: two quantities of all steps against each other, row by row, and the
-            distribution of the second;
-        `bars` or `lines`: the paper's values and ours in `columns`, row by row (`lines` for rows
-        that have an order);
-        `none`: no figure.
-    columns: labels of the columns in `bars` or `lines`; empty = those with published values.
-    quantities: the panels of `curves`; x and y of `scatter`.
-    """
-
+    # One of
+    #   `curves`: quantities of the log, such as the loss, against the step;
+    #   `blocks`: the flip rate of each transformer block, of runs with `method.flips_by_layer`;
+    #   `scatter`: two quantities of all steps against each other, row by row, and the distribution
+    #   of the second;
+    #   `bars` or `lines`: the paper's values and ours, row by row (`lines` if rows have an order);
+    #   `none`: no figure.
     kind: Literal["curves", "blocks", "scatter", "bars", "lines", "none"] = "curves"
+    # Labels of those in `bars` or `lines`; empty = all with published values.
     columns: list[str] = field(default_factory=list)
+    # The panels of `curves`; x and y of `scatter`.
     quantities: list[str] = field(default_factory=lambda: ["val_loss", "flip_rate"])
 
 
 @dataclass
 class Table:
     """A table of a paper or of this project. Its first row is the dense baseline, except for
-    benchmarks and searches for decay factors, which measure their baseline themselves.
-
-    driver: the driver that runs its rows.
-    paper, number: the paper and the number of the table; None for this project's own. Table 2 is
-        `2`, Table 2 of an appendix `B2`, Figure 7 `figure7`.
-    published_table: the table's name in `published.json`.
-    published_setting: the paper's setting; printed.
-    published_row, published_column: the names of a cell in `published.json`, with `{row}`,
-        `{variant}` and `{column}` for the published names of these.
-    notes: lines that are printed below the settings.
-    """
+    benchmarks and searches for decay factors, which measure their baseline themselves."""
 
     name: str
     title: str
@@ -200,19 +147,16 @@ class Table:
     columns: list[Column]
     variants: list[Variant] = field(default_factory=list)
     driver: Literal["pretrain", "dino", "translate", "bench", "find_decay"] = "pretrain"
-    paper: str | None = None
-    number: str | None = None
-    published_table: str | None = None
-    published_setting: str = ""
+    paper: str | None = None  # None for this project's own
+    number: str | None = None  # Table 2 is `2`, Table 2 of an appendix `B2`, Figure 7 `figure7`
+    published_table: str | None = None  # its name in `published.json`
+    published_setting: str = ""  # the paper's; printed
+    # The names of a cell in `published.json`, with `{row}`, `{variant}` and `{column}` for the
+    # published names of these.
     published_row: str = "{row}"
     published_column: str = "{column}"
-    notes: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)  # lines that are printed below the settings
     figure: Figure = field(default_factory=Figure)
-
-    @property
-    def has_baseline(self) -> bool:
-        """True if its rows are trainings, the first of which is the dense baseline."""
-        return self.driver in TRAINING
 
     @property
     def command(self) -> str:

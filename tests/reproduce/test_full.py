@@ -8,13 +8,15 @@ import pytest
 
 from reproduce.execute import jobs
 from reproduce.execute.jobs import Job
-from reproduce.specs.table import TRAINING, read_tables
+from reproduce.specs.table import read_tables
 from tests.reproduce.conftest import overridden
 
 TABLES = {
     table.name: table
     for table in read_tables()
-    if table.driver in TRAINING and "full" in table.tiers and not table.tiers["full"].unavailable
+    if table.driver in ("pretrain", "dino", "translate")
+    and "full" in table.tiers
+    and not table.tiers["full"].unavailable
 }
 SHORT = [
     *("train.steps=2", "train.warmup_steps=1", "train.batch_size=2", "train.dtype=fp32"),

@@ -12,6 +12,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from experiments.runs.stats import difference_form
+from reproduce.judge.text import formatted
 
 MINUS = "\N{MINUS SIGN}"
 HERE = Path(__file__).parent
@@ -21,11 +22,6 @@ ROOT = HERE.parents[2]
 def slug(*words: object) -> str:
     """An id made of these words."""
     return re.sub(r"[^a-z0-9]+", "-", " ".join(map(str, words)).lower()).strip("-")
-
-
-def formatted(value: float | None, form: str) -> str:
-    """A number in this format; `-` if it is None or not finite."""
-    return "-" if value is None or not math.isfinite(value) else f"{value:{form}}"
 
 
 def signed(value: float, low: float = math.nan, high: float = math.nan) -> str:
