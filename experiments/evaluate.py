@@ -138,7 +138,7 @@ def summary(result: dict[str, Any]) -> str:
 def _described(config: EvaluateConfig) -> str:
     run = config.finished_run
     if run is None:
-        return f"as they are stored in {config.model.path}"
+        return f"as they are stored in {config.path}"
     if run.trained_with.capabilities.ends_dense:
         return f"dense, as the method ({run.method}) of {config.run} ended"
     if config.weights == "dense":

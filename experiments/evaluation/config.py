@@ -22,30 +22,19 @@ from experiments.support.names import check_bounds, check_choices, check_seed
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelChoice:
-    """A model to evaluate instead of a run. path: folder of a transformers causal model."""
-
-    path: str | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class DataChoice:
-    """Images to evaluate on instead of the run's own. source: folder or hub id."""
-
-    source: str | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
 class EvaluationSettings:
     """Settings of an evaluation: the model's weights and what they are measured on
     (conf/evaluate.yaml explains each).
 
+    path: folder of a transformers causal model instead of a run (`model.path`).
+    source: folder or hub id of images instead of the run's own (`data.source`).
     block_size: tokens of perplexity's windows; null = the model's block size.
     dtype: dtype of autocast, `fp32` for none.
     num_fewshot, limit: see `zero_shot.evaluate`.
     """
 
     run: str | None
+    path: str | None
     weights: str
     dtype: str
     ppl: str | None
@@ -56,6 +45,7 @@ class EvaluationSettings:
     num_fewshot: int | None
     limit: int | None
     images: str | None
+    source: str | None
     seed: int
     tier: str
     runs: Path
@@ -63,25 +53,23 @@ class EvaluationSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluateConfig(EvaluationSettings):
-    """An evaluation's whole config: `EvaluationSettings` and the groups model, data and impl."""
+    """An evaluation's whole config."""
 
-    model: ModelChoice
-    data: DataChoice
     impl: ImplConfig
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "tasks", zero_shot.expand(self.tasks))
-        if (self.run is None) == (self.model.path is None):
+        if (self.run is None) == (self.path is None):
             raise ValueError("give one of run=DIR (a finished run) and model.path=FOLDER")
         check_choices(self, "", {"weights": WEIGHTS_OF, "dtype": DTYPES})
         if self.images is not None:
             check_choices(self, "", {"images": ("val",)})
-        if self.model.path is not None and (self.weights != "sparse" or self.images is not None):
+        if self.path is not None and (self.weights != "sparse" or self.images is not None):
             raise ValueError(
                 "weights= and images= are for runs: a transformers folder has only its own weights "
                 "of a language model"
             )
-        if self.data.source is not None and self.images is None:
+        if self.source is not None and self.images is None:
             raise ValueError("data.source is only for images; add images=val")
         check_seed(self.seed, 32)  # the limit of numpy's generator
         count = (1, math.inf)
@@ -95,7 +83,7 @@ class EvaluateConfig(EvaluationSettings):
     @cached_property
     def hf(self) -> HFConfig | None:
         """The transformers checkpoint that is evaluated; None for a run."""
-        return None if self.model.path is None else HFConfig(self.model.path)
+        return None if self.path is None else HFConfig(self.path)
 
     @cached_property
     def text(self) -> Text | None:
@@ -110,9 +98,9 @@ class EvaluateConfig(EvaluationSettings):
         run = self.finished_run
         if run is None or not isinstance(run.data, ImageConfig):
             raise UserError(f"images need a ViT, {self.run} was trained on text")
-        if self.data.source is None:
+        if self.source is None:
             return run.data
-        return dataclasses.replace(run.data, name="images", source=self.data.source)
+        return dataclasses.replace(run.data, name="images", source=self.source)
 
     @cached_property
     def images_hash(self) -> str:
@@ -174,16 +162,19 @@ class EvaluateConfig(EvaluationSettings):
 
     def as_dict(self) -> dict[str, Any]:
         """The whole config as plain values, for `result.json`."""
-        model = {**dataclasses.asdict(self.model), "path": self.hf and self.hf.pinned}
-        return {**dataclasses.asdict(self), "model": model, "runs": str(self.runs)}
+        values = dataclasses.asdict(self)
+        del values["path"]
+        data, model = {"source": values.pop("source")}, {"path": self.hf and self.hf.pinned}
+        return {**values, "model": model, "data": data, "runs": str(self.runs)}
 
 
 def freeze_evaluation(composition: Any) -> EvaluateConfig:
     """The `EvaluateConfig` of a composed `DictConfig`."""
-    groups = {"model": ModelChoice, "data": DataChoice, "impl": ImplConfig}
-    values = plain(composition, *groups)
-    parts = {name: typed(schema, name, values.pop(name)) for name, schema in groups.items()}
-    return EvaluateConfig(**vars(typed(EvaluationSettings, "the config", values)), **parts)
+    values = plain(composition, "model", "data", "impl")
+    choices = {"path": values.pop("model")["path"], "source": values.pop("data")["source"]}
+    impl = typed(ImplConfig, "impl", values.pop("impl"))
+    settings = typed(EvaluationSettings, "the config", {**values, **choices})
+    return EvaluateConfig(**vars(settings), impl=impl)
 
 
 load = partial(composed, "evaluate", freeze_evaluation)

@@ -20,7 +20,7 @@ import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -40,11 +40,6 @@ SPLITS = ("train", "val")
 FORMATS = ("JPEG", "PNG", "PPM", "BMP", "TIFF", "WEBP", "GIF")
 IDX = {split: (f"{name}-images-idx3-ubyte", f"{name}-labels-idx1-ubyte")
        for split, name in (("train", "train"), ("val", "t10k"))}  # fmt: skip
-# Hashes of both splits of Fashion-MNIST, as `_idx` computes them.
-FASHION = {
-    "train": "6ba2795ebd1931a1643ac1ad7e66168dd73d5f20e4df4779820d98f2344a6045",
-    "val": "eb7d6a637e06928bd180beb02809c9da0dee278decfc7b9eaad5427f5b5585c4",
-}
 
 
 @dataclass(frozen=True)
@@ -127,17 +122,6 @@ class ImageConfig:
         return load_images(self).fingerprint == result["corpus_hash"]
 
 
-class Split(Protocol):
-    """The images of one split, in a fixed order."""
-
-    @property
-    def labels(self) -> np.ndarray:
-        """Class of each image, int64 [N]."""
-
-    def open(self, index: int) -> Image:
-        """The image in RGB. Raises a `UserError` that names its file if it cannot be decoded."""
-
-
 @dataclass(frozen=True)
 class Images:
     """A data set. splits: `train` and `val`, or one of them. classes: their names, by label.
@@ -153,16 +137,6 @@ class Images:
     splits: dict[str, Split]
     fingerprint: str
     revisions: tuple[str, ...] = ()
-
-    @property
-    def train(self) -> Split:
-        """The training split."""
-        return self.splits["train"]
-
-    @property
-    def val(self) -> Split:
-        """The validation split."""
-        return self.splits["val"]
 
     def describe(self) -> dict[str, Any]:
         """The images' entry in `result.json`."""
@@ -185,7 +159,7 @@ def load_images(config: ImageConfig, splits: Sequence[str] = SPLITS) -> Images:
     path = Path(config.source).expanduser()
     if path.is_dir():
         pairs = any(_find(path, name) for names in IDX.values() for name in names)
-        return _idx(path, splits, config.name) if pairs else _folder(path, splits)
+        return _idx(path, splits) if pairs else _folder(path, splits)
     if path.exists() or path.is_absolute() or config.source.startswith((".", "~")):
         raise UserError(
             f"data.source={config.source} is no folder; give one with train/<class>/ and "
@@ -194,7 +168,8 @@ def load_images(config: ImageConfig, splits: Sequence[str] = SPLITS) -> Images:
     return _hub(config.source, splits)
 
 
-# ---- the four kinds of data sets
+# ---- the four kinds of data sets: the images of a split in a fixed order, with the class of each,
+# int64 [N], and `open`, which gives an image in RGB or a `UserError` that names its file
 
 
 @dataclass(frozen=True)
@@ -235,7 +210,7 @@ def _digits(image_size: int, splits: Sequence[str]) -> Images:
     )
 
 
-def _idx(root: Path, wanted: Sequence[str], name: str) -> Images:
+def _idx(root: Path, wanted: Sequence[str]) -> Images:
     splits: dict[str, Split] = {}
     digests = []
     for split in wanted:
@@ -246,14 +221,9 @@ def _idx(root: Path, wanted: Sequence[str], name: str) -> Images:
                 f"{' and '.join(IDX[split])}; get them anew"
             )
         shape = " ".join(map(str, pixels.shape)).encode()
-        digest = hashlib.sha256(shape + b"\n" + pixels.tobytes() + labels.tobytes()).hexdigest()
-        if name == "fashion_mnist" and digest != FASHION[split]:
-            raise UserError(
-                f"{root} does not hold the {split} images of Fashion-MNIST: give yours a name, "
-                "data.name=..."
-            )
+        content = shape + b"\n" + pixels.tobytes() + labels.tobytes()
+        digests.append(hashlib.sha256(content).hexdigest())
         splits[split] = Arrays(pixels, labels.astype(np.int64))
-        digests.append(digest)
     classes = 1 + max(int(own.labels.max()) for own in splits.values())
     return Images(root, tuple(map(str, range(classes))), splits, _joined(wanted, digests))
 
@@ -376,6 +346,9 @@ def _hub(source: str, wanted: Sequence[str]) -> Images:
         splits[split] = own
     revisions = tuple(commits(first.info.download_checksums or ()))
     return Images(Path(hub_id), classes, splits, _joined(wanted, digests), revisions)
+
+
+Split = Arrays | Files | _Rows
 
 
 def decode(content: bytes, where: str) -> Image:

@@ -141,7 +141,10 @@ class ImageSource(ImageBatches):
         if self.memory:
             input, target = self.memory["train"].augmented(indices, self.seed, step, samples)
         else:
-            train, keys = self.images.train, ((self.seed, _AUGMENT, step, i) for i in samples)
+            train, keys = (
+                self.images.splits["train"],
+                ((self.seed, _AUGMENT, step, i) for i in samples),
+            )
             input = torch.stack(augmented(train, indices, keys, self.augment))
             target = torch.from_numpy(train.labels[indices])
         if self.config.mixes:

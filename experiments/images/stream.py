@@ -160,7 +160,7 @@ class ImageBatches:
     def indices(self, numbers: np.ndarray) -> np.ndarray:
         """The indices in the training split, int64 [B], of the images with these numbers since the
         beginning of training, in which each epoch has its own random order."""
-        count = len(self.images.train.labels)
+        count = len(self.images.splits["train"].labels)
         epochs, positions = np.divmod(numbers, count)
         found = np.empty_like(positions)
         for epoch in np.unique(epochs):
@@ -173,7 +173,7 @@ class ImageBatches:
 
     @property
     def eval_size(self) -> int:
-        return len(self.images.val.labels)
+        return len(self.images.splits["val"].labels)
 
     def eval_batches(self, count: int, batch_size: int) -> Iterator[Batch]:
         """Batches of `count` validation images, evenly spaced over the split, which is sorted by

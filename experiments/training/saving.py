@@ -68,11 +68,6 @@ class Saver:
             found = self.pending.result() if done else None
         except UserError as error:
             problem = str(error)
-        except OSError as error:  # for example a folder that was removed or cannot be written
-            problem = (
-                f"{error.filename or self.directory} cannot be written: {error.strerror or error}; "
-                "fix that, and run the same command again"
-            )
         results = self.world.all_gather((done, found, problem))
         for *_, message in results:
             if message is not None:
