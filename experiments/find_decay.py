@@ -14,7 +14,7 @@ method's own kind, because transposable masks flip more often than row-wise ones
 updates.
 
 The runs and their files are those of `experiments.pretrain`: finished ones are not repeated,
-interrupted ones continue. The comparison, `decay.json`, is written to
+interrupted ones continue. The comparison, `result.json`, is written to
 `runs/<model>-<data>/find_decay/<method>-<hash>`.
 """
 
@@ -34,7 +34,6 @@ from experiments.config.compose import composed, plain
 from experiments.config.driver import driver
 from experiments.config.run import RunConfig, freeze, resolve
 from experiments.support import results
-from experiments.support.checkpoint import write_json
 from experiments.support.errors import UserError
 from experiments.support.progress import say, silent
 from experiments.support.results import read_metrics
@@ -139,36 +138,22 @@ def run(search: DecaySearch, report: Callable[[str], None] = say) -> dict[str, A
             )
         record = compared(search, entries)
         report(f"\n{markdown(record)}")
-        good = [entry for entry in record["candidates"] if entry["feasible"]]
-        alphas_of = [entry["alpha"] for entry in good] or [None]
-        best = record["recommended"]
         result = {
             **{key: runs[0].result[key] for key in ("corpus", "backend", "world_size", "steps")},
             "config_hash": this.id,
-            "config": record["config"],
+            "config": search.config.as_dict(),
             "seed": search.config.seed,
             "tier": search.config.tier,
-            "metrics": {
-                "alpha": best,
-                "mu": next((entry["mu"] for entry in good if entry["alpha"] == best), None),
-                "least": alphas_of[0],
-                "largest": alphas_of[-1],
-                "dense_flip_rate": record["dense"]["flip_rate"],
-            },
+            **record,
         }
-
-        def write() -> dict[str, Any]:
-            write_json(this.directory / "decay.json", record)
-            return results.write_result(this.directory, result)
-
-        written = here.broadcast_from_rank0(write)
-        report(f"written: {this.directory}/decay.json")
+        written = here.broadcast_from_rank0(lambda: results.write_result(this.directory, result))
+        report(f"written: {this.directory / results.FILE}")
         return written
 
 
 def compared(search: DecaySearch, entries: list[dict[str, Any]]) -> dict[str, Any]:
-    """The content of `decay.json`, with the feasible candidate farthest from both bounds as
-    `recommended`. entries: figures of the dense run and of each candidate's."""
+    """The candidates and the metrics, which recommend the feasible candidate farthest from both
+    bounds. entries: figures of the dense run and of each candidate's."""
     reference, *others = entries
     if not reference["flip_rate"]:
         raise UserError(
@@ -181,30 +166,28 @@ def compared(search: DecaySearch, entries: list[dict[str, Any]]) -> dict[str, An
         feasible = FEASIBLE[0] <= mu <= FEASIBLE[1]
         candidates.append({"alpha": alpha, "mu": mu, "feasible": feasible, **entry})
     good = [entry for entry in candidates if entry["feasible"]]
-    best = min(good, key=lambda entry: abs(entry["mu"] - sum(FEASIBLE) / 2), default=None)
-    advice = (
-        "no candidate is feasible: try larger ones where mu is above, smaller where it is below"
-    )
-    if best is not None:
-        advice = f"alpha={best['alpha']:g} (mu={best['mu']:.2f}), farthest from both bounds"
+    none = dict.fromkeys(("alpha", "mu"))
+    best = min(good, key=lambda entry: abs(entry["mu"] - sum(FEASIBLE) / 2), default=none)
     return {
-        "method": search.config.method,
-        "config": search.config.as_dict(),
         "window": [search.window.start, search.window.stop],
-        "feasible_mu": FEASIBLE,
         "dense": reference,
         "candidates": candidates,
-        "recommended": None if best is None else best["alpha"],
-        "advice": advice,
+        "metrics": {
+            "alpha": best["alpha"],
+            "mu": best["mu"],
+            "least": min((entry["alpha"] for entry in good), default=None),
+            "largest": max((entry["alpha"] for entry in good), default=None),
+            "dense_flip_rate": reference["flip_rate"],
+        },
     }
 
 
 def markdown(record: dict[str, Any]) -> str:
-    """The search's results as a Markdown table."""
-    (first, stop), (low, high) = record["window"], record["feasible_mu"]
+    """What `compared` found, as a Markdown table and a sentence."""
+    (first, stop), metrics = record["window"], record["metrics"]
     lines = [
         f"Flip rates per step, mean of steps {first} to {stop - 1}, the end of the warm-up; "
-        f"feasible: {low:.2f} <= mu <= {high:.2f}.",
+        f"feasible: {FEASIBLE[0]:.2f} <= mu <= {FEASIBLE[1]:.2f}.",
         "",
         "| alpha | flip rate | mu | feasible | validation loss |",
         "|---|---|---|---|---|",
@@ -215,7 +198,11 @@ def markdown(record: dict[str, Any]) -> str:
         f"| {name} | {e['flip_rate']:.2e} | {e['mu']:.3f} | {mark} | {e['val_loss']:.4f} |"
         for name, mark, e in named
     ]
-    return "\n".join([*lines, "", f"Recommended: {record['advice']}."])
+    advice = "No candidate is feasible: try larger ones where mu is above, smaller where below."
+    if metrics["alpha"] is not None:
+        chosen = f"alpha={metrics['alpha']:g} (mu={metrics['mu']:.2f})"
+        advice = f"Recommended: {chosen}, farthest from both bounds."
+    return "\n".join([*lines, "", advice])
 
 
 def freeze_search(composed: Any) -> DecaySearch:
