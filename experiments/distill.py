@@ -16,14 +16,14 @@ from collections.abc import Callable
 
 from experiments.config.driver import driver
 from experiments.config.run import RunConfig
-from experiments.exporting import export, form
+from experiments.exporting import export, files
 from experiments.runs.comparison import of_sweep
 from experiments.runs.finished import FinishedRun
 from experiments.support.errors import check_installed
 from experiments.support.progress import say
 from experiments.training import pretraining
 
-EXPORT = form.FOLDER
+EXPORT = files.FOLDER
 
 
 def run(config: RunConfig, report: Callable[[str], None] = say) -> FinishedRun:

@@ -32,7 +32,7 @@ from experiments.evaluation.config import EvaluateConfig, freeze_evaluation
 from experiments.evaluation.config import load as load
 from experiments.evaluation.perplexity import perplexity, windows
 from experiments.exporting import export, files
-from experiments.exporting.tokenizer import tokenizer_of
+from experiments.exporting.files import tokenizer_of
 from experiments.images.dataset import load_images
 from experiments.images.source import ImageSource
 from experiments.support import checkpoint, results
@@ -217,7 +217,7 @@ def _accuracy(
         workers=config.impl.workers,
         splits=("val",),
     )
-    device, count = next(model.parameters()).device, len(source.images.val.labels)
+    device, count = next(model.parameters()).device, len(source.images.splits["val"].labels)
 
     def forward(part: Batch) -> tuple[Any, Any, Batch]:
         on_device = {name: send(tensor, device) for name, tensor in part.items()}

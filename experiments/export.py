@@ -33,7 +33,7 @@ from typing import Any
 from experiments.config.compose import plain, typed
 from experiments.config.driver import driver
 from experiments.exporting.export import export
-from experiments.exporting.form import Form
+from experiments.exporting.files import Form
 from experiments.runs.finished import FinishedRun
 from experiments.support.errors import UserError
 

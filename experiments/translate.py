@@ -11,7 +11,8 @@ weights if there are any (`train.average_last`):
 
 The translations are written to `translations.txt` in the run directory, one per line. The metrics
 in `result.json` include `bleu`, `bleu_tokenized` and `exact_match`, all in percent
-(experiments/evaluation/bleu.py), and `val_bleu` and `val_bleu_tokenized` for the validation split.
+(experiments/evaluation/translation.py), and `val_bleu` and `val_bleu_tokenized` for the
+validation split.
 """
 
 from __future__ import annotations
@@ -32,8 +33,7 @@ from experiments.config.run import RunConfig
 from experiments.data.corpus import Corpus, load_tokens
 from experiments.data.pairs import Sentences, padded
 from experiments.data.parallel import PairsConfig
-from experiments.evaluation import bleu
-from experiments.evaluation.beam import Search, translate
+from experiments.evaluation.translation import Search, require_sacrebleu, score, translate
 from experiments.runs.comparison import of_sweep
 from experiments.runs.finished import FinishedRun
 from experiments.support.checkpoint import write_text
@@ -83,7 +83,7 @@ def _is_scored(config: TranslateConfig, done: FinishedRun) -> bool:
 
 def run(config: TranslateConfig, report: Callable[[str], None] = say) -> FinishedRun:
     """Train as `pretraining.run` does, then translate."""
-    bleu.require()
+    require_sacrebleu()
     done = pretraining.run(config, report)
     if int(os.environ.get("RANK", "0")) or _is_scored(config, done):
         return done
@@ -93,9 +93,9 @@ def run(config: TranslateConfig, report: Callable[[str], None] = say) -> Finishe
     corpus = load_tokens(config.data, config.seed)
     model.eval().to("cuda" if gpu else "cpu")
     with routine.process_settings(config.impl):
-        validation, _ = bleu.score(*translations(model, corpus, "val", config.search))
+        validation, _ = score(*translations(model, corpus, "val", config.search))
         found, references = translations(model, corpus, "test", config.search)
-    scores, signature = bleu.score(found, references)
+    scores, signature = score(found, references)
     write_text(done.directory / FILE, "".join(f"{line}\n" for line in found))
     of_val = {f"val_{name}": validation[name] for name in ("bleu", "bleu_tokenized")}
     search = dataclasses.asdict(config.search)

@@ -17,10 +17,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+import methods
 from experiments.bench import dense_fp8, variants
 from experiments.bench.report import MIB, Report, Row
 from experiments.bench.timing import Call, in_turns
 from experiments.bench.variants import VARIANTS, Bench
+from experiments.support.errors import UserError
 from methods.nn.gemms import DENSE
 
 Shape = tuple[int, int, int]  # tokens, in, out
@@ -41,7 +43,7 @@ BUFFERS = 2
 def bench(options: argparse.Namespace, report: Report) -> None:
     on_gpu = options.device.type == "cuda"
     dtype = variants.dtype_of(options.device)
-    names = variants.chosen(report, [*VARIANTS, *variants.others(report)])
+    names = variants.chosen(report, [*VARIANTS, *others(report)])
     matmul = variants.default_matmul(options)
     shapes = GPU_SHAPES if on_gpu else CPU_SHAPES
     for shape in QUICK_SHAPES if options.quick else shapes:
@@ -52,6 +54,16 @@ def bench(options: argparse.Namespace, report: Report) -> None:
             report.add(row)
     if not on_gpu:
         report.leave_out("without a GPU: bf16, sparse and FP8 products, large shapes")
+
+
+def others(report: Report) -> list[str]:
+    """The methods without a setup that `--only` names."""
+    found = [name for name in methods.available() if name in report.only and name not in VARIANTS]
+    for name in found:
+        own = variants.variant(name)
+        if methods.build(own.method, **own.options).capabilities.needs_adamw:
+            raise UserError(f"--only {name}: it needs AdamW, and this benchmark has no optimizer")
+    return found
 
 
 def compared(

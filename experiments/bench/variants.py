@@ -85,16 +85,6 @@ def variant(name: str) -> Setup:
     return VARIANTS.get(name) or Setup(name, {"total_steps": 10_000})
 
 
-def others(report: Report) -> list[str]:
-    """The methods without a setup that `--only` names."""
-    found = [name for name in methods.available() if name in report.only and name not in VARIANTS]
-    for name in found:
-        own = variant(name)
-        if methods.build(own.method, **own.options).capabilities.needs_adamw:
-            raise UserError(f"--only {name}: it needs AdamW, and this benchmark has no optimizer")
-    return found
-
-
 def chosen(report: Report, names: Iterable[str]) -> list[str]:
     """The requested `names` that can be measured here; the report says why others cannot."""
     found = report.chosen(names)

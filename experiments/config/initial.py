@@ -22,9 +22,8 @@ from torch import Tensor, nn
 from experiments.data.tokenizer import ALL_FILES
 from experiments.data.tokenizer import FILES as TOKENIZERS
 from experiments.support import hub, tensor_files
-from experiments.support.checkpoint import sha256
+from experiments.support.checkpoint import content_hash, file_hash, sha256
 from experiments.support.errors import UserError, one_line
-from experiments.support.hashes import content_hash, file_hash
 from experiments.support.results import FILE as RESULT
 from experiments.support.results import read_training
 from methods.nn import lowrank
@@ -84,13 +83,13 @@ class HFConfig:
         """True if the folder holds a tokenizer."""
         return any((self.folder / name).is_file() for name in TOKENIZERS)
 
-    @cached_property
+    @property
     def fingerprint(self) -> str:
         """Hash of the architecture and the weights, 16 hex digits."""
         weights = sorted(self.folder.glob("*.safetensors"))
         return content_hash([self.folder / "config.json", *weights])
 
-    @cached_property
+    @property
     def tokenizer_fingerprint(self) -> str | None:
         """Hash of the files of the tokenizer, 16 hex digits; None without one."""
         if not self.has_tokenizer:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from experiments.support import hashes
+from experiments.support import checkpoint
 from experiments.support.errors import UserError
 
 # Values of `DataConfig.source` that are not files:
@@ -90,7 +90,7 @@ def record(source: str, text_column: str, files: Files) -> dict[str, Any]:
         **named,
         "files": len(sizes),
         "bytes": sum(size for _, size in sizes),
-        "sha256": hashes.fingerprint(root, sizes),
+        "sha256": checkpoint.fingerprint(root, sizes),
     }
 
 

@@ -22,7 +22,7 @@ from experiments.data import corpus_source
 from experiments.data.corpus_source import EMBEDDED, WHEELS
 from experiments.data.package_text import requirements_hash
 from experiments.data.tokenizer import HFTokenizer, folder_tokenizer, gpt2_encoding, load_bpe
-from experiments.support import hashes
+from experiments.support import checkpoint
 from experiments.support.checkpoint import read_sealed, sha256
 from experiments.support.errors import UserError
 from experiments.support.names import check_name, identity_of
@@ -187,6 +187,6 @@ def check_files(config: DataConfig, manifest: dict[str, Any]) -> None:
 
 
 def _check_file(path: Path, record: dict[str, Any], remedy: str) -> None:
-    if not path.is_file() or hashes.file_hash(path) != record["sha256"]:
+    if not path.is_file() or checkpoint.file_hash(path) != record["sha256"]:
         state = "was changed" if path.is_file() else "is missing"
         raise UserError(f"{path} {state}; {remedy}")

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from experiments.images.dataset import ImageConfig
-from experiments.images.stream import ImageBatches, epoch_order, read_ahead
+from experiments.images.source import ImageBatches, epoch_order, read_ahead
 from experiments.support.errors import UserError
 from models.vit import ViT
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from jinja2 import Environment, StrictUndefined
 
-from experiments.exporting.form import Form
+from experiments.exporting.files import Form
 from experiments.runs.finished import FinishedRun
 from experiments.training import legality
 from models.sparse import RECORD, WEIGHTS

@@ -16,8 +16,7 @@ from experiments.config.initial import weight_files
 from experiments.config.run import digest
 from experiments.exporting import files
 from experiments.exporting.card import card
-from experiments.exporting.form import Form
-from experiments.exporting.tokenizer import tokenizer_of
+from experiments.exporting.files import Form, tokenizer_of
 from experiments.images.dataset import ImageConfig
 from experiments.runs.finished import FinishedRun
 from experiments.support import checkpoint

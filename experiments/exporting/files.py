@@ -1,13 +1,16 @@
-"""Writes a model's files for transformers, a description of the sparse tensors, or their compressed
-form (`models/sparse.py`)."""
+"""The form of an export, and its files: the model for transformers, its tokenizer, a description of
+the sparse tensors, or their compressed form (`models/sparse.py`).
+"""
 
 from __future__ import annotations
 
 import copy
 import importlib
 import json
+import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,13 +20,102 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from common_kernels import Packed24, check_nm, dequantize24, pack24, quantize24
+from experiments.config.initial import HFConfig
+from experiments.config.settings import DTYPES
+from experiments.data.tokenizer import HFTokenizer, pretrained_tokenizer
+from experiments.runs.finished import WEIGHTS_OF, FinishedRun
 from experiments.support.errors import UserError
+from experiments.support.names import check_choices
 from models.gpt2 import GPT
 from models.hf import CausalLM
 from models.sparse import CONFIG, FORMAT, POSITIONS, SCALES, VALUES, WEIGHTS, sha256_of
+from models.vit import ViT
 
 if TYPE_CHECKING:
+    import tiktoken
     from transformers import PreTrainedTokenizerBase
+
+
+FOLDER = "export"  # in the run directory
+BITS = {"int8": 8, "int4": 4}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Form:
+    """The form in which a run is written.
+
+    weights: `sparse`, the final weights, or `dense`, the master weights.
+    dtype: the dtype to which weights are rounded.
+    quantize: null, or int8 or int4 to round 2:4 weights to such integers times scales.
+    compressed: write 2:4 weights as values and positions.
+    license: the hub's id of a license, for the model card.
+    """
+
+    weights: str = "sparse"
+    dtype: str = "fp32"
+    quantize: str | None = None
+    compressed: bool = False
+    license: str | None = None
+
+    def __post_init__(self) -> None:
+        check_choices(self, "", {"weights": WEIGHTS_OF, "dtype": DTYPES})
+        if self.quantize is not None:
+            check_choices(self, "", {"quantize": BITS})
+        if self.compressed and self.weights != "sparse":
+            raise ValueError("compressed=true holds sparse weights; leave weights=dense out")
+        if self.license is not None and not re.fullmatch(r"[\w.-]+", self.license):
+            raise ValueError(f"license={self.license}; give an id of the hub, apache-2.0 for one")
+
+    @property
+    def bits(self) -> int:
+        """The bits of the integers; 0 without."""
+        return BITS.get(self.quantize or "", 0)
+
+    @property
+    def folder(self) -> str:
+        """The name of the export's folder in the run directory."""
+        parts = [FOLDER] + [self.weights] * (self.weights != "sparse")
+        parts += [self.dtype] * (self.dtype != "fp32") + [self.quantize or ""] * bool(self.quantize)
+        parts += ["compressed"] * self.compressed
+        return "-".join(parts)
+
+
+def tokenizer_of(run: FinishedRun, model: nn.Module) -> PreTrainedTokenizerBase | None:
+    """The tokenizer of a run in transformers' form; None for a run on images, and for a checkpoint
+    of transformers that came without one."""
+    if isinstance(model, ViT):
+        return None
+    from tokenizers import Tokenizer
+    from transformers import PreTrainedTokenizerFast
+
+    if isinstance(run.shape, HFConfig):
+        if not run.shape.has_tokenizer:
+            return None
+        return pretrained_tokenizer(str(run.shape.folder))
+    encoding, shape = run.tokenizer(), getattr(model, "config", model)
+    roles = {"bos_token": encoding.decode([encoding.eot_token])}
+    roles["eos_token"] = roles["bos_token"]
+    file = run.result["corpus"]["tokenizer"].get("file")
+    if not isinstance(encoding, HFTokenizer):
+        fast = Tokenizer.from_file(str(run.directory / file)) if file else _converted(encoding)
+    else:
+        fast = Tokenizer.from_str(encoding.text)
+        if "[CLS]" in encoding.special_tokens:  # a BERT tokenizer
+            roles = {f"{token[1:-1].lower()}_token": token for token in encoding.special_tokens}
+    return PreTrainedTokenizerFast(
+        tokenizer_object=fast, model_max_length=shape.block_size, **roles
+    )
+
+
+def _converted(encoding: tiktoken.Encoding) -> Any:
+    """The `tokenizers.Tokenizer` of a tiktoken `Encoding`: same ids, the special tokens at the
+    end."""
+    from transformers.convert_slow_tokenizer import TikTokenConverter
+
+    special = sorted(encoding._special_tokens, key=encoding._special_tokens.__getitem__)
+    converter: Any = TikTokenConverter(pattern=encoding._pat_str, extra_special_tokens=special)
+    converter.load_tiktoken_bpe = lambda _: encoding._mergeable_ranks  # instead of a file
+    return converter.converted()
 
 
 def to_transformers(model: nn.Module) -> Any:

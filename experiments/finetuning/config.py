@@ -20,8 +20,8 @@ from experiments.config.settings import DTYPES, EpochConfig, ImplConfig
 from experiments.data.tokenizer import folder_tokenizer
 from experiments.finetuning import glue, inputs, squad
 from experiments.runs.finished import MODES, WEIGHTS_OF, FinishedRun
+from experiments.support.checkpoint import content_hash
 from experiments.support.errors import UserError
-from experiments.support.hashes import content_hash
 from experiments.support.names import check_bounds, check_choices, check_seed
 from methods import Method, dense, one_shot
 

@@ -1,19 +1,27 @@
-"""Fine-tuning on one task."""
+"""Fine-tuning on one task: GLUE and SQuAD as sequences with targets, heads and metrics."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
+import json
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from torch import Tensor
 
 from common_kernels import backend
 from experiments.config.initial import damage
 from experiments.config.run import resolve
+from experiments.config.settings import EpochConfig
+from experiments.data.pairs import padded
+from experiments.data.source import Batch, Request
 from experiments.data.tokenizer import check_vocabulary
-from experiments.finetuning.config import FinetuneConfig
-from experiments.finetuning.tasks import TaskMetrics, TaskSource, load_problem
+from experiments.finetuning import glue, inputs, squad
+from experiments.finetuning.config import SQUAD, FinetuneConfig
 from experiments.runs.finished import FinishedRun
 from experiments.support import checkpoint, results
 from experiments.support.errors import UserError
@@ -27,8 +35,213 @@ from experiments.training.trainer import Built, Trainer
 from methods import dense
 from models.bert import BertLM
 from models.gpt2 import GPT
-from models.heads import Head
+from models.heads import Classifier, Head, SpanPredictor
 from models.hf import CausalLM
+
+EVAL_BATCH = 64  # sequences per forward pass, unless impl.micro_batch says
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """One sequence. ids: int32 [T]. second: index of the first token of type 1. target: class,
+    number or span, as the head takes it."""
+
+    ids: np.ndarray
+    second: int
+    target: Any
+
+
+def _encoded(ids: list[int], second: int, target: Any) -> Encoded:
+    return Encoded(np.array(ids, dtype=np.int32), second, target)
+
+
+Logits = dict[str, list[np.ndarray]]  # the logits of each sequence, by split
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A task: its sequences, its metrics and its head.
+
+    examples: number of examples by split (SQuAD has more sequences, its windows).
+    pad: token id that fills shorter sequences.
+    metrics: function from the logits of the dev splits, [..., outputs] per sequence, to metrics.
+    files: function from these logits to the texts of prediction files by name.
+    head: function that adds the task's head to a pretrained model.
+    labels: the names of the head's outputs, if they are classes.
+    """
+
+    train: list[Encoded]
+    dev: dict[str, list[Encoded]]
+    examples: dict[str, int]
+    pad: int
+    metrics: Callable[[Logits], dict[str, float]]
+    files: Callable[[Logits], dict[str, str]]
+    head: Callable[[Any], Head]
+    labels: tuple[str, ...] = ()
+
+
+def load_problem(config: FinetuneConfig, encoding: inputs.Encoding) -> Problem:
+    """Read and encode the data of one task."""
+    make = _squad if config.task == SQUAD else _classification
+    return make(config, encoding, inputs.Frame.of(encoding))
+
+
+def _classification(
+    config: FinetuneConfig, encoding: inputs.Encoding, frame: inputs.Frame
+) -> Problem:
+    """A task of GLUE: a class for each example, or a number."""
+    task, recipe = config.task, config.recipe
+    splits, labels = glue.load(task, config.data), glue.TASKS[task].labels
+    sequences = {}
+    for split, each in splits.items():
+        encoded = inputs.encode(encoding, frame, each.texts, recipe.max_length)
+        targets = each.labels.tolist()
+        sequences[split] = [_encoded(*e, t) for e, t in zip(encoded, targets, strict=True)]
+
+    def predicted(logits: Logits) -> dict[str, np.ndarray]:
+        return {
+            split: np.stack(rows).argmax(1) if labels else np.stack(rows)[:, 0]
+            for split, rows in logits.items()
+        }
+
+    def files(logits: Logits) -> dict[str, str]:
+        texts = {}
+        for split, values in predicted(logits).items():
+            pairs = zip(values.tolist(), splits[split].labels.tolist(), strict=True)
+            named = [[labels[x] if labels else x for x in pair] for pair in pairs]
+            rows = [{"prediction": value, "label": label} for value, label in named]
+            texts[f"{split}.csv"] = checkpoint.csv_text(rows)
+        return texts
+
+    return Problem(
+        train=sequences.pop("train"),
+        dev=sequences,
+        examples={split: len(examples) for split, examples in splits.items()},
+        pad=frame.pad,
+        metrics=lambda logits: glue.metrics(task, predicted(logits), splits),
+        files=files,
+        head=lambda model: Classifier(model, len(labels) or 1, recipe.dropout),
+        labels=labels,
+    )
+
+
+def _squad(config: FinetuneConfig, encoding: inputs.Encoding, frame: inputs.Frame) -> Problem:
+    recipe, questions = config.recipe, squad.load(config.data)
+    lengths = recipe.max_length, recipe.stride, recipe.stride_is
+    windows = {
+        split: squad.windows(encoding, frame, asked, *lengths) for split, asked in questions.items()
+    }
+    train, dev = ([_encoded(w.ids, w.second, w.answer) for w in own] for own in windows.values())
+
+    def answers(logits: Logits) -> dict[str, str]:
+        return squad.best_answers(questions["dev"], windows["dev"], logits["dev"])
+
+    return Problem(
+        train=train,
+        dev={"dev": dev},
+        examples={split: len(asked) for split, asked in questions.items()},
+        pad=frame.pad,
+        metrics=lambda logits: squad.metrics(questions["dev"], answers(logits)),
+        files=lambda logits: {"dev.json": json.dumps(answers(logits), indent=1) + "\n"},
+        head=SpanPredictor,
+    )
+
+
+def collate(sequences: list[Encoded], pad: int) -> dict[str, Tensor]:
+    """A batch padded on the right to its longest sequence."""
+    ids = padded([s.ids for s in sequences], pad)
+    positions = np.arange(ids.shape[1])
+    mask = positions < np.array([[len(s.ids)] for s in sequences])
+    types = (positions >= np.array([[s.second] for s in sequences])) & mask
+    return {
+        "input": torch.from_numpy(ids),
+        "token_types": torch.from_numpy(types.astype(np.int64)),
+        "attention_mask": torch.from_numpy(mask),
+        "target": torch.tensor([s.target for s in sequences]),
+    }
+
+
+class TaskSource:
+    """The training sequences of a task, in an order that depends on the seed and the epoch.
+
+    data, data_hash: the folder or the hub's id, and the hash of the files in a folder.
+    """
+
+    unit, one_shape = "tokens", False
+
+    def __init__(
+        self, problem: Problem, train: EpochConfig, seed: int, data: str, data_hash: str | None
+    ) -> None:
+        self.problem, self.train, self.seed = problem, train, seed
+        self.directory, self.fingerprint = Path(data), data_hash or data
+
+    @property
+    def tokens_per_sample(self) -> int:
+        """The mean number of tokens of a sequence without padding."""
+        return round(sum(len(s.ids) for s in self.problem.train) / len(self.problem.train))
+
+    def batches(self, requests: Iterable[Request]) -> Iterator[Batch]:
+        """One batch for each request, in order."""
+        sequences, size = self.problem.train, self.train.batch_size
+        for step, indices in requests:
+            epoch, within = divmod(step, self.train.epoch_steps)
+            order = _order(self.seed, epoch + 1, len(sequences))
+            chosen = [sequences[order[within * size + index]] for index in indices]
+            yield collate(chosen, self.problem.pad)
+
+
+@lru_cache(maxsize=1)
+def _order(seed: int, epoch: int, count: int) -> np.ndarray:
+    """The order of `count` sequences in an epoch, the first 1."""
+    return np.random.default_rng([seed, epoch]).permutation(count)
+
+
+class TaskMetrics:
+    """The metrics of a task on its dev splits, as a trainer's `evaluation`. Ranks share the work.
+
+    batch: sequences per forward pass; None: `EVAL_BATCH`. `losses` and `files` hold the losses by
+    split and the texts of the prediction files of the last evaluation.
+    """
+
+    def __init__(self, problem: Problem, batch: int | None) -> None:
+        self.problem, self.batch = problem, batch or EVAL_BATCH
+        self.losses: dict[str, float] = {}
+        self.files: dict[str, str] = {}
+
+    @torch.no_grad()
+    def __call__(self, trainer: Trainer) -> dict[str, float]:
+        """The metrics of the trainer's model, equal on all ranks."""
+        logits: Logits = {}
+        for split, sequences in self.problem.dev.items():
+            logits[split], self.losses[split] = self._run(trainer, split, sequences)
+        self.files = self.problem.files(logits)
+        return self.problem.metrics(logits)
+
+    def _run(
+        self, trainer: Trainer, split: str, sequences: list[Encoded]
+    ) -> tuple[list[np.ndarray], float]:
+        """(logits of each sequence, mean loss)."""
+        parts = [sequences[i : i + self.batch] for i in range(0, len(sequences), self.batch)]
+        here = trainer.world
+        turns = -(-len(parts) // here.size)
+        # Every rank runs the model equally often; batches that are run twice count once.
+        mine = [min(turn * here.size + here.rank, len(parts) - 1) for turn in range(turns)]
+        found: dict[int, tuple[list[np.ndarray], float]] = {}
+        for index in mine:
+            batch = collate(parts[index], self.problem.pad)
+            output, loss, _ = trainer.forward(batch)
+            if output.isnan().any():
+                raise UserError(
+                    f"the model's logits on {split} are NaN after step {trainer.step}; lower "
+                    "recipe.learning_rate, or choose recipe.dtype=fp32"
+                )
+            logits = list(output.float().cpu().numpy())
+            found[index] = logits, float(loss) * len(parts[index])
+        found = {i: each for own in here.all_gather(found) for i, each in own.items()}
+        ordered = [found[index] for index in range(len(parts))]
+        total = sum(loss for _, loss in ordered)
+        return [row for logits, _ in ordered for row in logits], total / max(1, len(sequences))
+
 
 PREDICTIONS = "predictions"
 

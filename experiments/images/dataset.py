@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from experiments.support import hashes
+from experiments.support import checkpoint
 from experiments.support.errors import UserError, one_line
 from experiments.support.hub import commits, load_dataset
 from experiments.support.names import check_bounds, check_name, identity_of
@@ -283,7 +283,7 @@ def _folder(root: Path, wanted: Sequence[str]) -> Images:
         start = len(str(root / split)) + 1
         names = [path[start:] for path, _ in own.samples]
         sizes = [Path(path).stat().st_size for path, _ in own.samples]
-        digests.append(hashes.fingerprint(root / split, [*zip(names, sizes, strict=True)]))
+        digests.append(checkpoint.fingerprint(root / split, [*zip(names, sizes, strict=True)]))
         stored = np.array([os.fsencode(name) for name in names])
         splits[split] = Files(root / split, stored, np.array(own.targets))
     return Images(root, tuple(classes), splits, _joined(wanted, digests))
@@ -337,8 +337,8 @@ def _hub(source: str, wanted: Sequence[str]) -> Images:
         own = _Rows(rows, image[0], labels, f"{hub_id}, {names[split]}")
         size = rows.info.dataset_size
         digest = hashlib.sha256(f"{len(rows)} {size}".encode() + labels.tobytes())
-        small = (size or math.inf) <= hashes.LIMIT
-        count = len(rows) if small else min(hashes.SAMPLED, len(rows))
+        small = (size or math.inf) <= checkpoint.LIMIT
+        count = len(rows) if small else min(checkpoint.SAMPLED, len(rows))
         for number in range(count):
             content = own.content(number * len(rows) // count)
             digest.update(hashlib.sha256(content).digest())

@@ -15,17 +15,16 @@ import torch
 from torch import Tensor
 
 from experiments.data.source import Batch, Request, send
-from experiments.images.crop_memory import GreyCrops, uniform
 from experiments.images.dataset import ImageConfig
-from experiments.images.source import turn_and_shift
-from experiments.images.stream import ImageBatches, augmented
+from experiments.images.memory import GreyCrops, uniform
+from experiments.images.source import ImageBatches, augmented, turn_and_shift
 from models.dino import DinoConfig
 from models.vit import ViTConfig
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-    from experiments.images.stream import Transform
+    from experiments.images.source import Transform
 
 _TRAIN, _EVAL = 2, 3  # in the key of a draw; 0 and 1 are those of supervised training
 # Rates of blur and of solarization (as a share of `DinoConfig.solarize`) by kind of crop.
@@ -86,7 +85,7 @@ class MultiCrops(ImageBatches):
     a validation image only by its index.
 
     Images in memory that are neither rotated nor shifted are cropped on the device, without workers
-    (experiments/images/crop_memory.py).
+    (experiments/images/memory.py).
 
     Args:
         shape: of the model.

@@ -12,6 +12,11 @@ It is written as a hidden folder, synced, and renamed once it is complete; the t
 rank needs memory for more than its part. Any number of ranks, also a single process without FSDP2,
 can read a checkpoint from a folder that all of them see. torch.distributed.checkpoint is not used
 because its format contains pickles.
+
+`Saver.save` copies the state to the host's memory and returns; a thread writes the copy while
+training continues, with sharded weights every rank its rows. The thread does not communicate:
+between steps the ranks exchange whether their files are written, and once all are, rank 0 turns the
+folder into a checkpoint.
 """
 
 from __future__ import annotations
@@ -21,6 +26,8 @@ import json
 import shutil
 import time
 from collections.abc import Callable
+from concurrent import futures
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -298,3 +305,81 @@ def placed(state: Any, like: Any) -> Any:
         stride=like.stride(),
     )
     return there.to(like.device)  # the CPU, with CPU offload
+
+
+# ------------------------------------------------------------------ in the background
+
+
+Work = Callable[[], Any]  # done in the thread; returns what other ranks must know, if anything
+
+
+class Saver:
+    """Writes the checkpoints of a training into `directory`, one at a time. All ranks must make the
+    same calls, except `close`."""
+
+    def __init__(self, directory: Path, world: World) -> None:
+        self.directory, self.world = directory, world
+        self.thread = futures.ThreadPoolExecutor(1, "checkpoint")
+        self.pending: futures.Future[Any] | None = None
+        self.finish: Callable[[dict[str, Any]], Any] | None = None  # with the files of all ranks
+        self.abandon: Callable[[], None] | None = None  # what all ranks have written
+
+    def save(self, step: int, state: dict[str, Any]) -> None:
+        """Wait until the previous checkpoint is written, then begin to write the state before
+        optimizer step `step`. The state may change as soon as this returns.
+
+        Raises:
+            UserError: see `poll`.
+        """
+        self.wait()
+        place, rank = (self.directory, step), self.world.rank
+        rows: dict[str, Tensor] = {}
+        copied = on_host(state, self.world.is_main, rows, {})
+        self.abandon = partial(abandon, *place)
+        begin = partial(write, *place, rank, rows, copied)
+        if rows:
+            self.finish = partial(finish, *place)
+            self.pending = self.thread.submit(begin)
+        else:  # rank 0 alone writes
+            work: Work = (lambda: finish(*place, begin())) if rank == 0 else dict
+            self.pending = self.thread.submit(work)
+
+    def poll(self) -> None:
+        """Check whether the files are written, and complete the checkpoint; call it between steps.
+
+        Raises:
+            UserError: on every rank, if one of them could not write.
+        """
+        if self.pending is None:
+            return
+        found: Any = None
+        done, problem = self.pending.done(), None
+        try:
+            found = self.pending.result() if done else None
+        except UserError as error:
+            problem = str(error)
+        results = self.world.all_gather((done, found, problem))
+        for *_, message in results:
+            if message is not None:
+                futures.wait([self.pending])
+                self.world.all_gather(None)  # no rank writes any more
+                if self.abandon is not None:
+                    self.abandon()
+                raise UserError(message)
+        if not all(written for written, *_ in results):
+            return
+        self.pending, complete, self.finish = None, self.finish, None
+        if complete is not None:
+            files = {name: record for _, own, _ in results for name, record in own.items()}
+            work: Work = partial(complete, files) if self.world.is_main else dict  # nothing to do
+            self.pending = self.thread.submit(work)
+
+    def wait(self) -> None:
+        """Return when the last checkpoint is written. Raises the errors of `poll`."""
+        while self.pending is not None:
+            futures.wait([self.pending])
+            self.poll()
+
+    def close(self) -> None:
+        """Let the thread finish writing, and end it."""
+        self.thread.shutdown()

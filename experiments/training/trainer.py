@@ -25,6 +25,7 @@ from experiments.support.errors import Diverged, Stop, UserError, deferred_stop,
 from experiments.support.progress import Progress
 from experiments.support.results import revision
 from experiments.training import averages, checkpoints
+from experiments.training.checkpoints import Saver
 from experiments.training.descent import Descent
 from experiments.training.distributed import World
 from experiments.training.graphs import choose
@@ -34,7 +35,6 @@ from experiments.training.optimization import (
     generators,
     set_generators,
 )
-from experiments.training.saving import Saver
 from experiments.training.schedules import learning_rate
 from experiments.training.tracking import MetricsLog
 from methods import Method

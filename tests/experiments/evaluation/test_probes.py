@@ -10,7 +10,7 @@ from sklearn.neighbors import KNeighborsClassifier
 from experiments.evaluation import probes
 from experiments.evaluation.probes import features, knn, linear, logistic_regression
 from experiments.images.dataset import ImageConfig
-from experiments.images.stream import ImageBatches
+from experiments.images.source import ImageBatches
 from experiments.support.errors import UserError
 from models.vit import ViT, ViTConfig
 

@@ -5,8 +5,8 @@ import sacrebleu
 import torch
 from sacrebleu.tokenizers.tokenizer_intl import TokenizerV14International
 
-from experiments.evaluation import bleu
-from experiments.evaluation.beam import Search, translate
+from experiments.evaluation import translation
+from experiments.evaluation.translation import Search, translate
 from models.transformer import Transformer, TransformerConfig
 from tests.each import each
 
@@ -80,7 +80,7 @@ TRANSLATIONS = [
 
 
 def test_bleu_is_sacrebleu_s():
-    scores, signature = bleu.score(TRANSLATIONS, REFERENCES)
+    scores, signature = translation.score(TRANSLATIONS, REFERENCES)
     assert scores["bleu"] == sacrebleu.corpus_bleu(TRANSLATIONS, [REFERENCES]).score
     assert 0 < scores["bleu"] < 100 and scores["exact_match"] == 25.0
     assert "tok:13a" in signature and f"version:{sacrebleu.__version__}" in signature
@@ -91,4 +91,4 @@ def test_bleu_is_sacrebleu_s():
     plain = sacrebleu.corpus_bleu(found, [expected], smooth_method="none", tokenize="none")
     assert scores["bleu_tokenized"] == plain.score != scores["bleu"]
     # Without a common run of four words there is nothing, where SacreBLEU smooths.
-    assert bleu.score(["a b c"], ["a b d"])[0]["bleu_tokenized"] == 0.0
+    assert translation.score(["a b c"], ["a b d"])[0]["bleu_tokenized"] == 0.0

@@ -15,7 +15,6 @@ from experiments.data.corpus import load_tokens
 from experiments.data.manifest import DataConfig
 from experiments.data.tokenizer import folder_tokenizer
 from experiments.exporting import export, files
-from experiments.exporting import tokenizer as tokenizer_module
 from experiments.exporting.export import Form
 from experiments.runs.finished import FinishedRun
 from experiments.support.errors import UserError
@@ -137,7 +136,7 @@ def test_the_tokenizer_is_the_run_s(exported, data):
         own = json.loads(manifest.read_text())["model"]["merges"]
         written = json.loads((folder / "tokenizer.json").read_text())["model"]["merges"]
         assert written == own  # as they were learnt
-        converted = tokenizer_module._converted(encoding)  # as GPT-2's own, which has no such file
+        converted = files._converted(encoding)  # as GPT-2's own, which has no such file
         assert converted.encode(text).ids == ids and converted.decode(ids) == text
         assert converted.encode("<|endoftext|>").ids == [encoding.eot_token]
     else:
@@ -253,7 +252,7 @@ def test_an_exported_vit_prepares_images_as_validation_does(exported):
     from PIL import Image
     from transformers import CLIPImageProcessor
 
-    from experiments.images.stream import eval_transform
+    from experiments.images.source import eval_transform
 
     family, run, folder, _ = exported
     if family != "vit":

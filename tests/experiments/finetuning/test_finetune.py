@@ -15,7 +15,7 @@ from common_kernels import nm_mask
 from experiments import finetune
 from experiments.config.run import load, resolve
 from experiments.finetuning import glue, tuning
-from experiments.finetuning.tasks import Encoded, collate
+from experiments.finetuning.tuning import Encoded, collate
 from experiments.support import tensor_files
 from experiments.support.checkpoint import read_sealed
 from experiments.support.errors import UserError

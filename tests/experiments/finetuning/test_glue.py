@@ -11,8 +11,8 @@ from experiments.data.tokenizer import HFTokenizer, load_bpe, train_bpe, train_w
 from experiments.finetuning import glue, inputs
 from experiments.finetuning.glue import Examples, load, metrics
 from experiments.finetuning.inputs import Frame
+from experiments.support.checkpoint import content_hash
 from experiments.support.errors import UserError
-from experiments.support.hashes import content_hash
 
 GLUE = Path(__file__).parent / "glue"
 TEXTS = ["Anna waits in the garden .", "Ben is not in the kitchen .", "Zoë sings ."]

@@ -7,9 +7,9 @@ import pytest
 import torch
 from torchvision.transforms import functional as TF
 
-from experiments.images import crop_memory as cm
-from experiments.images.crop_memory import GreyCrops, blurred, uniform
+from experiments.images import memory as cm
 from experiments.images.dataset import ImageConfig
+from experiments.images.memory import GreyCrops, blurred, uniform
 from experiments.images.multicrop import crop_transform, grey_crops
 from models.dino import DinoConfig
 
@@ -27,7 +27,7 @@ def images():
 
 def draws(**values):
     """The draws for one crop of each of 5 images: 0.5 but for what is given."""
-    found = torch.full((5, 1, cm._DRAWS), 0.5)
+    found = torch.full((5, 1, cm._CROP_DRAWS), 0.5)
     for name, value in values.items():
         found[..., getattr(cm, f"_{name.upper()}")] = value
     return found

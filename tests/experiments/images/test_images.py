@@ -13,8 +13,7 @@ import torch
 from PIL import Image
 
 from experiments.images.dataset import ImageConfig, load_images
-from experiments.images.source import ImageSource, train_transform
-from experiments.images.stream import read_ahead
+from experiments.images.source import ImageSource, read_ahead, train_transform
 from experiments.support.errors import UserError
 from models.vit import ViTConfig
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from experiments.support import hashes
+from experiments.support import checkpoint
 
 
 @pytest.fixture
@@ -14,7 +14,7 @@ def folder(tmp_path):
 
 def fingerprint(folder):
     files = sorted(path for path in folder.iterdir())
-    return hashes.fingerprint(folder, [(path.name, path.stat().st_size) for path in files])
+    return checkpoint.fingerprint(folder, [(path.name, path.stat().st_size) for path in files])
 
 
 def flip(path, position):
@@ -37,9 +37,9 @@ def test_every_bit_of_a_small_folder_counts_and_its_place_does_not(folder, tmp_p
 
 
 def test_of_a_large_folder_the_ends_of_some_files_count(folder, monkeypatch):
-    monkeypatch.setattr(hashes, "LIMIT", 500)
-    monkeypatch.setattr(hashes, "SAMPLED", 4)
-    monkeypatch.setattr(hashes, "END", 10)
+    monkeypatch.setattr(checkpoint, "LIMIT", 500)
+    monkeypatch.setattr(checkpoint, "SAMPLED", 4)
+    monkeypatch.setattr(checkpoint, "END", 10)
     first = fingerprint(folder)
     for name, position, counts in (
         ("2.bin", 0, True), ("2.bin", 99, True), ("2.bin", 50, False), ("3.bin", 0, False),
@@ -53,13 +53,15 @@ def test_of_a_large_folder_the_ends_of_some_files_count(folder, monkeypatch):
 
 
 def test_a_file_is_read_once_as_long_as_it_is_left_alone(tmp_path, monkeypatch):
-    path, read, sha256 = tmp_path / "weights", [], hashes.sha256
+    path, read, sha256 = tmp_path / "weights", [], checkpoint.sha256
     path.write_bytes(b"a")
-    monkeypatch.setattr(hashes, "sha256", lambda path: read.append(path) or sha256(path))
-    first = hashes.file_hash(path)
-    assert hashes.file_hash(path) == first and len(read) == 2  # it may be written again any moment
-    monkeypatch.setattr(hashes, "_SETTLED", 0)
-    assert [hashes.file_hash(path) for _ in range(3)] == [first] * 3 and len(read) == 3
+    monkeypatch.setattr(checkpoint, "sha256", lambda path: read.append(path) or sha256(path))
+    first = checkpoint.file_hash(path)
+    assert (
+        checkpoint.file_hash(path) == first and len(read) == 2
+    )  # it may be written again any moment
+    monkeypatch.setattr(checkpoint, "_SETTLED", 0)
+    assert [checkpoint.file_hash(path) for _ in range(3)] == [first] * 3 and len(read) == 3
     (tmp_path / "new").write_bytes(b"b")
     (tmp_path / "new").replace(path)
-    assert hashes.file_hash(path) != first and len(read) == 4
+    assert checkpoint.file_hash(path) != first and len(read) == 4

@@ -14,8 +14,8 @@ from experiments.config.run import load
 from experiments.support import checkpoint
 from experiments.support.errors import UserError
 from experiments.training import checkpoints, pretraining
+from experiments.training.checkpoints import Saver
 from experiments.training.distributed import World, world
-from experiments.training.saving import Saver
 from experiments.training.tracking import read_metrics
 from tests.experiments.conftest import SHORT, TINY_MODEL, quiet, untimed, words_of
 
