@@ -62,7 +62,7 @@ def drawing(block: str, variant: str) -> str:
     dense training first."""
     with rc_context(fname=STYLE):
         figure = Figure(figsize=(6.4, 3.3), dpi=72)
-        axes = figure.add_axes((0.12, 0.17, 0.85, 0.79))
+        axes = figure.add_axes((0.14, 0.17, 0.83, 0.79))
         for name, colour in zip((DENSE[block], variant), ("soft", "mark"), strict=True):
             by_step: dict[float, list[float]] = defaultdict(list)
             for (of, _), record in records(block).items():
@@ -70,7 +70,8 @@ def drawing(block: str, variant: str) -> str:
                     by_step[step].append(value)
             steps = sorted(by_step)[4:]
             means = [mean(by_step[step]) for step in steps]
-            axes.plot(steps, means, color=COLOURS[colour][0], label=name)
+            label = name.replace("_trained_on", ", trained on")
+            axes.plot(steps, means, color=COLOURS[colour][0], label=label)
         axes.set(xlabel="step", ylabel="validation loss (nats)")
         axes.legend(frameon=False)
         title = f"Loss of {variant} and of dense training"
