@@ -56,7 +56,11 @@ def has_24(module: nn.Module) -> bool:
 def quantize(model: nn.Module, bits: int) -> list[str]:
     """Round the weights of a model's 2:4 linears to integers of 8 or 4 bits times scales, in place,
     and return the names of the linears; before `pack`, which then reads the integers. Each weight
-    goes to the nearest multiple of the scale of its 128 inputs (`quantize24`)."""
+    goes to the nearest multiple of the scale of its 128 inputs (`quantize24`).
+
+    Cast the model to the dtype in which it will run first: rounded to another one afterwards,
+    weights compute the same but cannot be told to be integers, unless they go from bf16 to fp16.
+    """
     names = [name for name, module in model.named_modules() if is_24(module)]
     for name in names:
         layer: Any = model.get_submodule(name)
@@ -70,11 +74,16 @@ def integers_of(packed: Packed24) -> Packed24 | Quantized24:
     """The matrix as the integers of 4 or 8 bits that it was made of, for products with few tokens;
     the same matrix if it was not."""
     neutral = convert24(packed, "neutral")
+    rounded = neutral.values.bfloat16()
+    if torch.equal(rounded.to(packed.dtype), neutral.values):  # they may have been cast from bf16
+        own = Packed24.of(rounded, neutral.meta, "neutral")
+    else:
+        own = neutral
     # Of a few rows first, which tell other matrices apart in no time.
-    first = Packed24.of(neutral.values[:16], neutral.meta[:16], "neutral")
+    first = Packed24.of(own.values[:16], own.meta[:16], "neutral")
     for bits in (4, 8):
-        if _made_of(first, bits) and _made_of(neutral, bits):
-            return quantize24(neutral, bits)
+        if _made_of(first, bits) and _made_of(own, bits):
+            return quantize24(own, bits)
     return neutral
 
 

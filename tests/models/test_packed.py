@@ -285,6 +285,9 @@ def test_few_tokens_are_multiplied_with_the_integers_of_quantised_weights():
         assert (model.gate_proj.fragments.bits, model.up_proj.fragments.bits) == (bits, 16)
         dense.up_proj.weight[40, :4] *= 0.7
         torch.testing.assert_close(model(x), dense(x), rtol=2**-6, atol=2**-6)
+        packed.pack(model.half(), Limits(4, None))
+        assert (model.gate_proj.fragments.bits, model.up_proj.fragments.bits) == (bits, 16)
+        torch.testing.assert_close(model(x.half()), dense(x).half(), rtol=2**-6, atol=2**-6)
 
 
 class Gated(nn.Module):
