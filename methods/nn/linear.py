@@ -344,6 +344,8 @@ class SparseLinear(nn.Linear):
         with self.unsharded():
             self.restart()
             delayed.reload(self)
+        if self.shards is not None:
+            self.shards.gather_masks(self)  # a compiled forward pass does not
 
     def restart(self) -> None:
         """`reload` on whole tensors."""

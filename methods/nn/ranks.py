@@ -44,7 +44,8 @@ def take_from_rank_0(tensors: Iterable[Tensor]) -> None:
             t.detach().view(torch.uint8) if t.dtype == torch.bool else t.detach() for t in tensors
         ]
         group: Any = dist.group.WORLD
-        dist._broadcast_coalesced(group, sent, BUCKET, 0)
+        if sent:  # torch refuses an empty list
+            dist._broadcast_coalesced(group, sent, BUCKET, 0)
 
 
 def place() -> tuple[int, int]:

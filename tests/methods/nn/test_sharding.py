@@ -5,12 +5,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 import methods
 from common_kernels import nm_mask
-from methods.nn import sharding
+from methods.nn import ranks, sharding
 from methods.nn.gemms import Products
 from methods.nn.linear import MaskedLinear
 from tests.methods.loop import training_step
@@ -156,6 +156,29 @@ def test_a_compiled_model_computes_the_same(name, mesh):
     torch._dynamo.reset()
 
 
+@pytest.mark.parametrize("change", ["load", "refresh"])
+def test_a_compiled_model_has_the_masks_of_weights_that_were_loaded_or_changed(change, mesh):
+    torch._dynamo.reset()
+    model, _ = converted("sr_ste", mesh)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    x = torch.ones(2, 16, requires_grad=True)
+    compiled(x)
+    weights = {n: sharding.full(t).flip(-1) for n, t in model.state_dict().items()}
+    if change == "load":
+        options = StateDictOptions(full_state_dict=True)
+        set_model_state_dict(model, weights, options=options)
+    else:
+        for module in model.modules():
+            module.reshard() if isinstance(module, FSDPModule) else None
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                parameter.to_local().copy_(weights[name])
+        methods.refresh(model)
+    found = compiled(x)[0]
+    torch.testing.assert_close(found, model(x)[0], rtol=0, atol=1e-6)
+    torch._dynamo.reset()
+
+
 def test_a_model_that_was_evaluated_before_a_step_is_noticed(mesh):
     """FSDP leaves the root's weights gathered after a forward pass without a backward pass."""
     model, method = converted(mesh=mesh)
@@ -169,6 +192,10 @@ def test_a_model_that_was_evaluated_before_a_step_is_noticed(mesh):
     method.on_step_end(0)
     method.finalize(model)
     assert type(model.second) is nn.Linear and isinstance(model.second.weight, DTensor)
+
+
+def test_nothing_to_take_from_rank_0_is_no_error(mesh):
+    ranks.take_from_rank_0([])
 
 
 def test_what_cannot_be_sharded_is_refused_in_a_line(mesh, hf_model):
