@@ -114,13 +114,15 @@ def search(weight: Tensor, n: int, m: int) -> Tensor:
     more; `in` is a multiple of m."""
     magnitude = weight.detach().float().abs()
     order = torch.arange(weight.shape[1], device=weight.device)
+    distances = magnitude.new_empty(len(order), len(order))
+    changed = torch.ones_like(order, dtype=torch.bool)
     while True:
-        gain, kept = gains(magnitude[:, order], n, m)
-        groups = len(kept)
+        gain, kept = gains(magnitude[:, order], n, m, distances, changed)
+        changed, groups = torch.zeros_like(changed), len(kept)
         # The best swap of each pair of groups, and its gain.
         pairs = gain.view(groups, m, groups, m).transpose(1, 2).flatten(2)
         best, swap = pairs.max(2)
-        mine, swapped = torch.arange(groups, device=best.device), False
+        mine = torch.arange(groups, device=best.device)
         while True:
             value, partner = best.max(1)
             # These pairs come before all others of their groups.
@@ -132,15 +134,26 @@ def search(weight: Tensor, n: int, m: int) -> Tensor:
             position = swap[one, other]
             a, b = one * m + position // m, other * m + position % m
             order[a], order[b] = order[b], order[a]
-            used, swapped = torch.cat([one, other]), True
+            used = torch.cat([one, other])
+            changed.view(groups, m)[used] = True
             best[used], best[:, used] = -math.inf, -math.inf
-        if not swapped:
+        if not changed.any():
             return order
 
 
-def gains(magnitude: Tensor, n: int, m: int) -> tuple[Tensor, Tensor]:
+def gains(
+    magnitude: Tensor, n: int, m: int, distances: Tensor, changed: Tensor
+) -> tuple[Tensor, Tensor]:
     """The magnitude that an n:m mask keeps more if columns a and b are swapped, [in, in], -inf
-    within a group; and what each group keeps. magnitude: [out, in]."""
+    within a group; and what each group keeps.
+
+    Args:
+        magnitude: [out, in].
+        distances: [in, in], what takes most of the time, kept from call to call: the sums of
+            |x - y| over the rows, where x is the n-th largest of a group without one column.
+        changed: bool [in], the columns of groups that differ from the last call's; only their
+            distances are computed.
+    """
     groups = magnitude.unflatten(1, (-1, m))
     kept = groups.topk(n, dim=2).values.sum((0, 2))
     # A group whose column k gives way to b keeps in each row the n - 1 largest of the others, and
@@ -148,7 +161,10 @@ def gains(magnitude: Tensor, n: int, m: int) -> tuple[Tensor, Tensor]:
     others = torch.tensor([*combinations(range(m), m - 1)][::-1], device=magnitude.device)
     top = groups[:, :, others].topk(n, dim=3).values
     first, nth = top[..., :-1].sum((0, 3)).flatten(), top[..., -1].flatten(1)
-    larger = nth.sum(0)[:, None] + magnitude.sum(0) + torch.cdist(nth.t(), magnitude.t(), p=1)
+    new, old = changed.nonzero().flatten(), (~changed).nonzero()
+    distances[new] = torch.cdist(nth.t()[new], magnitude.t(), p=1)
+    distances[old, new] = torch.cdist(nth.t()[old.flatten()], magnitude.t()[new], p=1)
+    larger = nth.sum(0)[:, None] + magnitude.sum(0) + distances
     replaced = first[:, None] + larger / 2
     before = kept.repeat_interleave(m)
     gain = replaced + replaced.t() - before[:, None] - before
