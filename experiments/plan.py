@@ -12,8 +12,7 @@ from typing import Any
 from experiments.config.compose import plain, typed
 from experiments.config.driver import driver
 from experiments.config.run import freeze
-from experiments.planning.plan import Options, Planned, lines
-from experiments.planning.shapes import stand_in, transformers_config
+from experiments.planning.plan import Options, Planned, lines, stand_in, transformers_config
 
 
 def freeze_plan(composed: Any) -> Planned:

@@ -17,8 +17,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from experiments.data.corpus_source import EMBEDDED, NUMBERS
 from experiments.data.manifest import (
+    EMBEDDED,
+    NUMBERS,
     SPLITS,
     TRAINED,
     DataConfig,

@@ -1,4 +1,4 @@
-"""The settings of a text corpus, and the manifest of its prepared tokens.
+"""The settings of a text corpus, the files of its source, and the manifest of its prepared tokens.
 
 A prepared corpus is a folder with `train.bin`, `val.bin`, `manifest.json`, and `tokenizer.json`
 unless the tokenizer is GPT-2's. Tokens are little-endian uint16, or uint32 for vocabularies above
@@ -11,16 +11,14 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import platform
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from experiments.data import corpus_source
-from experiments.data.corpus_source import EMBEDDED, WHEELS
-from experiments.data.package_text import requirements_hash
+from experiments.data.package_text import WHEELS, requirements_hash
 from experiments.data.tokenizer import HFTokenizer, folder_tokenizer, gpt2_encoding, load_bpe
 from experiments.support import checkpoint
 from experiments.support.checkpoint import read_sealed, sha256
@@ -29,6 +27,110 @@ from experiments.support.names import check_name, identity_of
 
 if TYPE_CHECKING:
     import tiktoken
+
+
+# Values of `DataConfig.source` that are not files:
+EMBEDDED = "stdlib"  # Python's standard library
+NUMBERS = "numbers"  # pairs of sentences (experiments/data/numbers.py)
+HUB = "hf://"
+_BUILDERS = {
+    ".parquet": "parquet",
+    ".jsonl": "json",
+    ".jsonl.gz": "json",
+    ".json.gz": "json",  # C4's own form
+    ".txt": "text",
+}
+
+
+@dataclass(frozen=True)
+class Documents:
+    """The documents of a source, by split. `batches(split)` can be called repeatedly (a tokenizer
+    is trained on them first); `batches(split, first)` begins with document number `first`."""
+
+    batches: Callable[..., Iterator[list[str]]]
+    documents: dict[str, int]  # split -> how many
+    description: dict[str, Any]  # for the manifest: where they come from, how they were split
+
+
+def data_files(source: str) -> tuple[str, list[str] | str]:
+    """(name of the `datasets` builder for a source, its files in sorted order)."""
+    if source.startswith(HUB):
+        by_suffix = (builder for suffix, builder in _BUILDERS.items() if source.endswith(suffix))
+        return next(by_suffix, "parquet"), source
+    path = Path(source)
+    if not path.exists():
+        raise UserError(f"data.source={source} does not exist")
+    files = sorted(path.rglob("*")) if path.is_dir() else [path]
+    by_builder: dict[str, list[str]] = {}
+    for file in files:
+        for suffix, builder in _BUILDERS.items():
+            if file.name.endswith(suffix):
+                by_builder.setdefault(builder, []).append(str(file))
+    if len(by_builder) != 1:
+        found = ", ".join(f"{len(v)} {k}" for k, v in by_builder.items()) or "none"
+        raise UserError(
+            f"data.source={source} must hold files of one kind out of {', '.join(_BUILDERS)}; "
+            f"found: {found}"
+        )
+    return next(iter(by_builder.items()))
+
+
+def _is_local(source: str) -> bool:
+    return source not in (EMBEDDED, NUMBERS, *WHEELS) and not source.startswith(HUB)
+
+
+def not_utf8(paths: list[str]) -> str | None:
+    """A sentence about the first of these text files that is not UTF-8; None if all are."""
+    for path in paths:
+        try:
+            with Path(path).open(encoding="utf-8") as file:
+                for _ in file:
+                    pass
+        except UnicodeDecodeError as error:
+            return f"{path} is not UTF-8: it has the byte {error.object[error.start]:#04x}"
+    return None
+
+
+Files = Callable[[], tuple[str, list[str] | str]]  # like `data_files` of one source
+
+
+def source_record(source: str, text_column: str, files: Files) -> dict[str, Any]:
+    """The manifest's entry for a source; for local files with their number, size and
+    `fingerprint`."""
+    named = {"path": source, "text_column": text_column}
+    if not _is_local(source):
+        return named
+    _, paths = files()
+    root = Path(source) if Path(source).is_dir() else Path(source).parent
+    sizes = [(Path(p).relative_to(root).as_posix(), Path(p).stat().st_size) for p in paths]
+    return {
+        **named,
+        "files": len(sizes),
+        "bytes": sum(size for _, size in sizes),
+        "sha256": checkpoint.fingerprint(root, sizes),
+    }
+
+
+def check_source(
+    source: str, text_column: str, files: Files, made_from: dict[str, Any], made: Path
+) -> None:
+    """Raise a `UserError` unless the corpus `made` was made from this source; `made_from` is its
+    manifest's entry.
+
+    Local files are compared by content, as they may have moved. If they are gone, which a prepared
+    corpus allows, their recorded path is compared. A pattern of the hub is compared as text.
+    """
+    path, column = made_from["path"], made_from.get("text_column", text_column)
+    same = (path, column) == (source, text_column)
+    if _is_local(source) and Path(source).exists() and "sha256" in made_from:
+        found = source_record(source, text_column, files)["sha256"]
+        same = (found, text_column) == (made_from["sha256"], column)
+    if not same:
+        raise UserError(
+            f"{made} was made from {path} (column {column}), not from {source} (column "
+            f"{text_column}) as it is: give this text another data.name, or delete {made}"
+        )
+
 
 SCHEMA = 1
 SPLITS = ("train", "val")
@@ -92,7 +194,7 @@ class DataConfig:
         if (self.directory / "manifest.json").exists():
             return fingerprint(read_manifest(self)) == result["corpus_hash"]
         made_from = result["corpus"]["source"]
-        corpus_source.check(self.source, self.text_column, self.files, made_from, directory)
+        check_source(self.source, self.text_column, self.files, made_from, directory)
         return True
 
     @property
@@ -104,7 +206,7 @@ class DataConfig:
 
     def files(self) -> tuple[str, list[str] | str]:
         """(name of the `datasets` builder for the source, its files in sorted order)."""
-        return corpus_source.data_files(self.source)
+        return data_files(self.source)
 
     @property
     def tokenizer_kind(self) -> str:
@@ -152,7 +254,7 @@ def read_manifest(config: DataConfig) -> dict[str, Any]:
             f"{path} has schema {manifest.get('schema')}, this version reads {SCHEMA}; delete "
             f"{path.parent} and run {PREPARE}"
         )
-    corpus_source.check(
+    check_source(
         config.source, config.text_column, config.files, manifest["source"], config.directory
     )
     return manifest

@@ -17,10 +17,10 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
-from experiments.data.corpus_source import CODE, PACKAGES, PROSE
 from experiments.support.checkpoint import sha256
 from experiments.support.errors import UserError
 
+PACKAGES, PROSE, CODE = WHEELS = ("packages", "packages_prose", "packages_code")
 REQUIREMENTS = Path(__file__).parent / "packages"
 SUFFIXES = (".py", ".pyi", ".pyx", ".rst", ".md")
 DOCUMENTATION = (".rst", ".md")

@@ -17,8 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from experiments.data import numbers
-from experiments.data.corpus_source import HUB, NUMBERS, Documents, not_utf8
-from experiments.data.manifest import DataConfig
+from experiments.data.manifest import HUB, NUMBERS, DataConfig, Documents, not_utf8
 from experiments.support import hub
 from experiments.support.errors import UserError, check_installed, first_line
 from experiments.support.names import check_bounds

@@ -26,23 +26,21 @@ import numpy as np
 from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress, TimeElapsedColumn, TimeRemainingColumn
 
-from experiments.data import corpus_source, package_text, parallel
-from experiments.data.corpus_source import (
-    EMBEDDED,
-    PACKAGES,
-    WHEELS,
-    Documents,
-    data_files,
-    not_utf8,
-)
+from experiments.data import package_text, parallel
 from experiments.data.manifest import (
+    EMBEDDED,
     SCHEMA,
     SPLITS,
     DataConfig,
+    Documents,
+    data_files,
     file_record,
+    not_utf8,
     read_manifest,
+    source_record,
     token_type,
 )
+from experiments.data.package_text import PACKAGES, WHEELS
 from experiments.data.parallel import PairsConfig
 from experiments.data.tokenizer import (
     SEP,
@@ -142,7 +140,7 @@ def _build(
             encoding = HFTokenizer(text, end_of_text=SPECIAL.index(SEP))
     if isinstance(encoding, HFTokenizer):
         path.write_text(encoding.text, encoding="utf-8")
-    made_from = corpus_source.record(config.source, config.text_column, config.files)
+    made_from = source_record(config.source, config.text_column, config.files)
     manifest: dict[str, Any] = {
         "schema": SCHEMA,
         "name": config.name,

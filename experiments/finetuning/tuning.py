@@ -314,7 +314,7 @@ class Finetuning(Training):
             backend.resolve(here.device)
             dtype = DTYPES[recipe.dtype]
             method = source.method_for(model, config.mode, train.steps, config.seed, dtype)
-            check_shardable(method, config.impl, train, here)
+            check_shardable(method, config.impl, here)
         except (ValueError, RuntimeError) as error:
             raise UserError(str(error)) from error
         self.kind = "dense" if isinstance(method, dense.Method) else "sparse"

@@ -162,11 +162,6 @@ def finish(directory: Path, step: int, files: dict[str, Any]) -> None:
             shutil.rmtree(other)
 
 
-def abandon(directory: Path, step: int) -> None:
-    """Remove the files of a checkpoint that cannot be completed."""
-    shutil.rmtree(_places(directory, step)[1], ignore_errors=True)
-
-
 def _not_visible(directory: Path, names: list[str]) -> list[str]:
     """The `names` that do not appear in `directory` within the time that a network file system may
     need to show another node's files."""
@@ -321,8 +316,8 @@ class Saver:
         self.directory, self.world = directory, world
         self.thread = futures.ThreadPoolExecutor(1, "checkpoint")
         self.pending: futures.Future[Any] | None = None
-        self.finish: Callable[[dict[str, Any]], Any] | None = None  # with the files of all ranks
-        self.abandon: Callable[[], None] | None = None  # what all ranks have written
+        self.place = directory, -1  # of the checkpoint that is written, with its step
+        self.sharded = False  # all ranks write it, and rank 0 has yet to complete it
 
     def save(self, step: int, state: dict[str, Any]) -> None:
         """Wait until the previous checkpoint is written, then begin to write the state before
@@ -332,17 +327,15 @@ class Saver:
             UserError: see `poll`.
         """
         self.wait()
-        place, rank = (self.directory, step), self.world.rank
+        self.place = place = self.directory, step
         rows: dict[str, Tensor] = {}
         copied = on_host(state, self.world.is_main, rows, {})
-        self.abandon = partial(abandon, *place)
-        begin = partial(write, *place, rank, rows, copied)
-        if rows:
-            self.finish = partial(finish, *place)
-            self.pending = self.thread.submit(begin)
-        else:  # rank 0 alone writes
-            work: Work = (lambda: finish(*place, begin())) if rank == 0 else dict
-            self.pending = self.thread.submit(work)
+        begin = partial(write, *place, self.world.rank, rows, copied)
+        work: Work = begin
+        self.sharded = bool(rows)
+        if not rows:  # rank 0 alone writes
+            work = (lambda: finish(*place, begin())) if self.world.is_main else dict
+        self.pending = self.thread.submit(work)
 
     def poll(self) -> None:
         """Check whether the files are written, and complete the checkpoint; call it between steps.
@@ -363,15 +356,15 @@ class Saver:
             if message is not None:
                 futures.wait([self.pending])
                 self.world.all_gather(None)  # no rank writes any more
-                if self.abandon is not None:
-                    self.abandon()
+                shutil.rmtree(_places(*self.place)[1], ignore_errors=True)
                 raise UserError(message)
         if not all(written for written, *_ in results):
             return
-        self.pending, complete, self.finish = None, self.finish, None
-        if complete is not None:
+        self.pending = None
+        if self.sharded:
+            self.sharded = False
             files = {name: record for _, own, _ in results for name, record in own.items()}
-            work: Work = partial(complete, files) if self.world.is_main else dict  # nothing to do
+            work: Work = partial(finish, *self.place, files) if self.world.is_main else dict
             self.pending = self.thread.submit(work)
 
     def wait(self) -> None:

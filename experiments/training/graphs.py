@@ -81,15 +81,6 @@ def _obstacle(
     return None
 
 
-def _check_memory(device: torch.device) -> None:
-    """Raise torch.OutOfMemoryError if the graphs' memory pool might not fit beside that of launched
-    steps, which took `peak` bytes at most and hold `held` between steps."""
-    available = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
-    peak, held = torch.cuda.max_memory_allocated(device), torch.cuda.memory_allocated(device)
-    if held + 2 * MARGIN * (peak - held) > available:
-        raise torch.OutOfMemoryError(f"{peak=} {held=} {available=}")
-
-
 def capture(part: Callable[[], Any], pool: object) -> tuple[Callable[[], None], Any]:
     """A function that replays `part`, and the tensor in which each replay leaves its result.
 
@@ -219,7 +210,13 @@ class Replays:
         before = [p.grad for p in self.parameters]
         try:
             if device.type == "cuda":
-                _check_memory(device)
+                # The graphs' memory pool lies beside that of launched steps, which took `peak`
+                # bytes at most and hold `held` between steps.
+                free = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
+                peak = torch.cuda.max_memory_allocated(device)
+                held = torch.cuda.memory_allocated(device)
+                if held + 2 * MARGIN * (peak - held) > free:
+                    raise torch.OutOfMemoryError(f"{peak=} {held=} {free=}")
             if self._pool is None and torch.cuda.is_available():
                 self._pool = torch.cuda.graph_pool_handle()
             inputs = {name: value.clone() for name, value in batch.items()}

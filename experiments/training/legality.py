@@ -32,14 +32,9 @@ class LinearSparsity:
         return self.nonzeros / (self.shape[0] * self.shape[1])
 
     def as_dict(self) -> dict[str, Any]:
-        return {
-            "name": self.name,
-            "shape": list(self.shape),
-            "pattern": f"{self.pattern[0]}:{self.pattern[1]}",
-            "density": self.density,
-            "groups": self.groups,
-            "illegal_groups": self.illegal_groups,
-        }
+        own = {"shape": list(self.shape), "pattern": ":".join(map(str, self.pattern))}
+        counts = {"groups": self.groups, "illegal_groups": self.illegal_groups}
+        return {"name": self.name, **own, "density": self.density, **counts}
 
 
 @torch.no_grad()

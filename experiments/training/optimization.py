@@ -15,12 +15,11 @@ import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from experiments.config.settings import TrainConfig
+from experiments.config.settings import ImplConfig, TrainConfig, learning_rate, weight_decay
 from experiments.data.source import Batch, send
 from experiments.support.errors import Diverged, UserError
 from experiments.support.progress import say
 from experiments.training.graphs import Replays
-from experiments.training.schedules import learning_rate, weight_decay
 from methods import FusedAdamW, Method
 from methods.nn import ranks as of_ranks
 from methods.nn import sharding
@@ -115,7 +114,6 @@ class Optimization:
     If the model has hooks of its own, each is called before the method's hook of the same name.
 
     Args:
-        fused: see `make_optimizer`.
         graphed: replay the passes from CUDA graphs.
         report: called if graphs cannot be used after all (graphs.Replays).
         ranks: number of processes that share each step's samples.
@@ -128,9 +126,8 @@ class Optimization:
         method: Method,
         train: TrainConfig,
         device: torch.device,
+        impl: ImplConfig | None = None,
         *,
-        compiled: bool = False,
-        fused: bool = False,
         graphed: bool = False,
         report: Callable[[str], None] = say,
         ranks: int = 1,
@@ -138,14 +135,15 @@ class Optimization:
     ) -> None:
         self.model, self.method, self.train = model, method, train
         self.device, self.dtype, self.group = device, DTYPES[train.dtype], group
-        self.optimizer = make_optimizer(method, model, train, fused)
+        impl = impl or ImplConfig()
+        self.optimizer = make_optimizer(method, model, train, impl.optimizer == "fused")
         # Remember indices, because loading a checkpoint replaces the groups.
         decayed = model.param_groups(1.0)
         self.decayed = [i for i, group in enumerate(decayed) if group["weight_decay"]]
         self.scaler = torch.amp.GradScaler(device.type, enabled=self.dtype is torch.float16)
         sharded = any(map(sharding.is_sharded, model.parameters()))
         # The blocks of a sharded model are compiled one by one (sharding.py).
-        runner: Any = torch.compile(model) if compiled and not sharded else model
+        runner: Any = torch.compile(model) if impl.compile and not sharded else model
         if ranks > 1 and not sharded:
             of_ranks.take_from_rank_0(model.parameters())
             runner = DistributedDataParallel(runner, init_sync=False)

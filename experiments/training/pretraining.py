@@ -235,7 +235,7 @@ def _prepare(config: RunConfig, here: World) -> tuple[Model, Method, Source]:
     """The converted model (on its device, unless it will be sharded), its method, and the
     data."""
     method = config.build_method()
-    check_shardable(method, config.impl, config.train, here)
+    check_shardable(method, config.impl, here)
     # A model to be sharded is built on rank 0 in the host's memory, and on the others on `meta`.
     sharded = shards_weights(config.impl, here) and not method.capabilities.calibration_sequences
 

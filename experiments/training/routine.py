@@ -22,14 +22,13 @@ from experiments.config.run import Run, resolve
 from experiments.config.settings import ImplConfig
 from experiments.runs.finished import FinishedRun
 from experiments.support import checkpoint, results, tensor_files
-from experiments.support.errors import Diverged, UserError
+from experiments.support.errors import Diverged, UserError, check_installed
 from experiments.support.progress import silent
 from experiments.training import averages, legality
 from experiments.training.blocks import recompute
 from experiments.training.distributed import World, world
 from experiments.training.optimization import DTYPES
 from experiments.training.sharding import Shards, accelerate, shards_weights
-from experiments.training.tracking import check_viewers
 from experiments.training.trainer import Built, Trainer
 from models.dino import DINO
 
@@ -107,7 +106,8 @@ def run(config: Any, kind: Callable[..., Training], report: Callable[[str], None
         training = kind(run, report)
         if (ended := _ended(training, here)[0]) is not None:
             return FinishedRun(run.directory, ended)
-        check_viewers(impl.loggers)
+        for viewer in impl.loggers:
+            check_installed(viewer, f"impl.loggers has {viewer}", "logging")
         training.hashes = training.inputs()
         built = training.build(here)
         if impl.activation_checkpointing:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from experiments.config.settings import ImplConfig, TrainConfig
+from experiments.config.settings import ImplConfig
 from experiments.support.errors import UserError
 from experiments.training.blocks import blocks
 from experiments.training.distributed import World
@@ -34,7 +34,7 @@ def shards_weights(impl: ImplConfig, world: World) -> bool:
     return impl.shard == "fsdp2" and world.size > 1
 
 
-def check_shardable(method: Method, impl: ImplConfig, train: TrainConfig, world: World) -> None:
+def check_shardable(method: Method, impl: ImplConfig, world: World) -> None:
     """Raise a `UserError` if these settings do not work with sharded weights."""
     if not shards_weights(impl, world):
         if impl.offload:
@@ -47,11 +47,6 @@ def check_shardable(method: Method, impl: ImplConfig, train: TrainConfig, world:
         raise UserError(
             "impl.repack_backward=true with impl.shard=fsdp2: no operand of sharded weights is "
             "held between passes; set it to false"
-        )
-    if train.descent_every:
-        raise UserError(
-            f"train.descent_every={train.descent_every} with impl.shard=fsdp2: it needs whole "
-            "weights; set impl.shard=ddp"
         )
     fp8 = FP8[getattr(method.config, "fp8", "off")]
     if fp8 is not None and fp8.on_units and world.device.type == "cuda":

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from experiments.support.checkpoint import finite, write_text
-from experiments.support.errors import check_installed, writing
+from experiments.support.errors import writing
 from experiments.support.results import read_metrics as read_metrics
 
 WANDB_ID = "wandb_id.txt"
@@ -65,12 +65,6 @@ class MetricsLog:
             self._tensorboard.close()
         if self._wandb is not None:
             self._wandb.finish()
-
-
-def check_viewers(viewers: tuple[str, ...]) -> None:
-    """Raise a UserError for a viewer that is not installed."""
-    for name in viewers:
-        check_installed(name, f"impl.loggers has {name}", "logging")
 
 
 def _numbers(record: dict[str, Any]) -> dict[str, float]:

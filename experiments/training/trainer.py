@@ -13,12 +13,12 @@ from collections.abc import Callable, Iterator
 from contextlib import closing, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from experiments.config.settings import ImplConfig, TrainConfig
+from experiments.config.settings import ImplConfig, TrainConfig, learning_rate
 from experiments.data.source import Batch, Request, TrainingSource
 from experiments.support import memory
 from experiments.support.errors import Diverged, Stop, UserError, deferred_stop, first_line
@@ -35,12 +35,10 @@ from experiments.training.optimization import (
     generators,
     set_generators,
 )
-from experiments.training.schedules import learning_rate
 from experiments.training.tracking import MetricsLog
 from methods import Method
 from models.base import Model
 
-VERSION = 1  # of the state in a checkpoint; raise it when its entries or their meaning change
 # A function that evaluates a trainer's model and returns metrics by name.
 Evaluation = Callable[["Trainer"], dict[str, float]]
 
@@ -100,8 +98,7 @@ class Trainer:
             method,
             train,
             world.device,
-            compiled=impl.compile,
-            fused=impl.optimizer == "fused",
+            impl,
             graphed=replayed,
             report=report,
             ranks=world.size,
@@ -250,7 +247,16 @@ class Trainer:
         try:
             loss, norm = self.optimization.step(self.step, batches, shares)
         except NonFiniteGradient as error:
-            self._stop_non_finite(float(self.world.all_reduce_mean(error.loss)), before)
+            mean = float(self.world.all_reduce_mean(error.loss))
+            # This step has not changed the weights yet, so they are the last good ones.
+            self.save(before)
+            self.saver.wait()
+            raise Diverged(
+                f"the gradient of step {self.step} is not finite (loss {mean:.4g})",
+                f"the state before it is saved in {self.checkpoints}. Start anew with a lower "
+                f"{self.group}.learning_rate"
+                f"{'' if self.train.dtype == 'fp32' else f', or with {self.group}.dtype=fp32'}",
+            ) from error
         if descent is not None:
             changes = descent.after().items()
             means = {name: float(self.world.all_reduce_mean(change)) for name, change in changes}
@@ -305,17 +311,6 @@ class Trainer:
             output, loss = self.model(**on_device)
         return output, loss, on_device
 
-    def _stop_non_finite(self, loss: float, before: dict[str, Tensor]) -> NoReturn:
-        # This step has not changed the weights yet, so they are the last good ones.
-        self.save(before)
-        self.saver.wait()
-        raise Diverged(
-            f"the gradient of step {self.step} is not finite (loss {loss:.4g})",
-            f"the state before it is saved in {self.checkpoints}. Start anew with a lower "
-            f"{self.group}.learning_rate"
-            f"{'' if self.train.dtype == 'fp32' else f', or with {self.group}.dtype=fp32'}",
-        )
-
     # ------------------------------------------------------------------ state
 
     def save(self, own: dict[str, Tensor] | None = None) -> None:
@@ -330,7 +325,6 @@ class Trainer:
             self.lines = self.log.lines
             self.log.sync()
         state = {
-            "version": VERSION,
             "revisions": self.revisions,
             "identity": self.identity,
             "data": self.source.fingerprint,
@@ -351,9 +345,6 @@ class Trainer:
         if state is None:
             return
         revisions = state.get("revisions", ["unknown"])
-        # Earlier versions of the code wrote no number, but the layout of version 1.
-        if (found := state.get("version", 1)) != VERSION:
-            raise self._unfit(f"its layout has version {found}, not {VERSION}", revisions)
         if state.get("identity") != self.identity:
             raise UserError(
                 f"{self.checkpoints} belongs to another config, or to other weights to start "
@@ -369,16 +360,14 @@ class Trainer:
         except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
             if memory.is_exhausted(error):
                 raise
-            raise self._unfit(first_line(error), revisions) from error
+            raise UserError(
+                f"{self.checkpoints} does not fit this version of the code ({first_line(error)}); "
+                f"go on with the one that wrote it, revision {revisions[-1]}, or remove it to "
+                "begin anew"
+            ) from error
         self.revisions = list(dict.fromkeys([*revisions, *self.revisions]))
         if self.world.is_main:
             self.report(f"resumed at step {self.step} of {self.train.steps}")
-
-    def _unfit(self, why: str, revisions: list[str]) -> UserError:
-        return UserError(
-            f"{self.checkpoints} does not fit this version of the code ({why}); go on with the one "
-            f"that wrote it, revision {revisions[-1]}, or remove it to begin anew"
-        )
 
     def _load(self, state: dict[str, Any]) -> None:
         like = {**self.optimization.places(), "averages": self.averages}

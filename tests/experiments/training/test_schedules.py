@@ -5,8 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from experiments.config.settings import TrainConfig
-from experiments.training.schedules import learning_rate, weight_decay
+from experiments.config.settings import TrainConfig, learning_rate, weight_decay
 
 
 def train(**changes):

@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 
 from experiments import dino
 from experiments.config.run import load
-from experiments.config.settings import ImplConfig, TrainConfig
+from experiments.config.settings import ImplConfig
 from experiments.support.errors import UserError
 from experiments.training import checkpoints, pretraining, sharding
 from experiments.training.distributed import World, world
@@ -188,14 +188,10 @@ def test_a_checkpoint_is_split_by_ranks_and_holds_no_pickle(trained):
     assert state["step"] == 6 and len(state["generators"]) == 2
 
 
-def train(**more):
-    return TrainConfig(steps=1, batch_size=2, learning_rate=1.0, **more)
-
-
-def refusal(method, impl, device="cpu", **more):
+def refusal(method, impl, device="cpu"):
     two = World(0, 2, torch.device(device))
     with pytest.raises(UserError) as error:
-        sharding.check_shardable(method, ImplConfig(shard="fsdp2", **impl), train(**more), two)
+        sharding.check_shardable(method, ImplConfig(shard="fsdp2", **impl), two)
     return str(error.value)
 
 
@@ -203,9 +199,8 @@ def test_what_shards_do_not_serve_is_one_line():
     method = s_ste.Method(s_ste.Config(fp8="hopper"))
     assert "method.fp8=hopper with impl.shard=fsdp2" in refusal(method, {}, "cuda")
     assert "impl.repack_backward=true with impl.sh" in refusal(method, {"repack_backward": True})
-    assert "train.descent_every=5 with impl.shard=fsdp2" in refusal(method, {}, descent_every=5)
     with pytest.raises(UserError, match=r"impl\.offload=true needs several processes"):
-        sharding.check_shardable(method, ImplConfig(shard="fsdp2", offload=True), train(), ALONE)
+        sharding.check_shardable(method, ImplConfig(shard="fsdp2", offload=True), ALONE)
 
 
 def test_weights_that_autocast_rounds_are_gathered_rounded():

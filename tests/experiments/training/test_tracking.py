@@ -51,7 +51,7 @@ def test_a_run_that_was_stopped_has_one_chart_and_one_event_file(
     tiny, wandb, tensorboard, monkeypatch, interrupted
 ):
     """With all of its records and its config, and those before the stop but once."""
-    monkeypatch.setattr(routine, "check_viewers", lambda viewers: None)
+    monkeypatch.setattr(routine, "check_installed", lambda *viewer: None)
     config = tiny("method=ste", "impl.loggers=[wandb,tensorboard]")
     with interrupted(5):
         pretraining.run(config, lambda message: None)

@@ -10,13 +10,13 @@ import torch
 from safetensors.torch import load_file
 
 import methods
+from experiments.config.settings import learning_rate
 from experiments.support.errors import UserError
 from experiments.training import averages, graphs, pretraining
 from experiments.training import optimization as module
 from experiments.training.distributed import World
 from experiments.training.optimization import DTYPES, micro_batch_size
 from experiments.training.pretraining import HeldOut
-from experiments.training.schedules import learning_rate
 from experiments.training.trainer import Built, Trainer
 from methods import FusedAdamW, fst, s_ste, sr_ste, ste
 from methods.nn import linear
