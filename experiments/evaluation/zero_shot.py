@@ -21,6 +21,7 @@ from experiments.support.errors import UserError, check_installed
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+
 # The tasks of AST's Table 2 and SLoPe's Table 3, which report plain `acc`, and of SLoPe's Table
 # B.5.
 TASK_SETS = {
@@ -91,35 +92,29 @@ def _check_code(tasks: list[Path]) -> None:
 
 
 def evaluate(
+    config: Any,
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
-    tasks: Sequence[str],
     max_length: int,
-    *,
-    task_folder: str | None = None,
-    num_fewshot: int | None = None,
-    limit: int | None = None,
-    batch: int = 8,
-    dtype: torch.dtype | None = None,
-    seed: int = 0,
+    batch: int,
+    dtype: torch.dtype | None,
 ) -> dict[str, dict[str, Any]]:
-    """Results by task or group of tasks: `metrics`, `stderr`, `version`, `n` and
-    `num_fewshot`.
+    """Results by task or group of tasks: `metrics`, `stderr`, `version`, `n` and `num_fewshot`.
+
+    Task files of `config.task_folder` take precedence over lm-eval's own; paths in them are
+    relative to the working directory.
 
     Args:
+        config: that of the evaluation (`EvaluateConfig`).
         model: on its device. max_length: tokens that it takes at once.
         dtype: dtype of autocast; None computes in the dtype of the weights.
-        task_folder: folder with task files, which take precedence over lm-eval's own; paths in them
-            are relative to the working directory.
-        num_fewshot: examples before each question; None leaves it to the task.
-        limit: take only the first questions of each task; None takes all.
-        seed: seed for the choice of examples.
     """
     from lm_eval import simple_evaluate
     from lm_eval.models.huggingface import HFLM
     from lm_eval.tasks import TaskManager
 
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
+    tasks, task_folder, seed = config.tasks, config.task_folder, config.seed
     manager = TaskManager(include_path=task_folder, include_defaults=False)
     if not set(tasks) <= set(manager.all_tasks):  # loading lm-eval's own takes some seconds
         manager = TaskManager(include_path=task_folder)
@@ -140,8 +135,8 @@ def evaluate(
         found = simple_evaluate(
             lm,
             tasks=list(tasks),
-            num_fewshot=num_fewshot,
-            limit=limit,
+            num_fewshot=config.num_fewshot,
+            limit=config.limit,
             task_manager=manager,
             bootstrap_iters=1000,  # for metrics whose standard error has no closed form
             log_samples=False,

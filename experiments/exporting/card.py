@@ -21,6 +21,7 @@ PIPELINES = {
     "ForMaskedLM": "fill-mask",
     "ForImageClassification": "image-classification",
 }
+HELD_OUT = ("val_loss", "val_top1")  # metrics in a card
 _CARD = Path(__file__).with_name("card.md")  # a template of Jinja
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
@@ -46,34 +47,9 @@ def card(
 
     source = _on_hub(run.config["data"]["source"])
     base = _on_hub(run.config["model"].get("path", "").partition("@")[0])
-    data = source or run.config["data"].get("name", "unnamed")
     metrics = run.result.get("metrics", {})
     if form.weights == "dense" and not run.trained_with.capabilities.ends_dense:
         metrics = {}  # those of other weights
-    summed = legality.total(rows)
-    facts = {
-        "method": run.method,
-        "weights": ", ".join(filter(None, (form.weights, form.dtype, form.quantize))),
-        "data": f"{data}, fingerprint {run.result.get('corpus_hash', 'unknown')[:16]}",
-        **{
-            name.replace("val_", "held-out "): f"{metrics[name]:.4f}, before any rounding"
-            for name in ("val_loss", "val_top1")
-            if isinstance(metrics.get(name), float)
-        },
-        "density of the converted linears": f"{summed['density']:.4f}",
-        "illegal groups": f"{summed['illegal_groups']} of {summed['groups']}",
-        "licence": form.license or "not stated; ask whoever trained it",
-        "config hash": run.config_hash,
-        "seed": run.result["seed"],
-        "tier": run.result["tier"],
-    }
-    if sizes is not None:
-        share = sizes["compressed"] / sizes["dense"]
-        facts["bytes of the 2:4 weights"] = (
-            f"{sizes['compressed']:,}, {share:.4f} of {sizes['dense']:,} as dense tensors"
-        )
-        if "integers" in sizes:
-            facts["bytes as dense integers with scales"] = f"{sizes['integers']:,}"
     head = ModelCardData(
         library_name="transformers",
         tags=["sparse24", run.method, "2:4 sparsity"],
@@ -83,20 +59,17 @@ def card(
         base_model=base,
     )
     options = {k: v for k, v in run.config["method"].items() if k != "name"}
-    command = ["python -m experiments.export run=RUN", f"weights={form.weights}"]
-    command += [f"dtype={form.dtype}"] * (form.dtype != "fp32")
-    command += [f"quantize={form.quantize}"] * bool(form.quantize)
-    command += ["compressed=true"] * form.compressed
     template = Environment(undefined=StrictUndefined, trim_blocks=True, keep_trailing_newline=True)
     return template.from_string(_CARD.read_text(encoding="utf-8")).render(
         head=head.to_yaml(),
         name=run.model_name if "path" not in run.config["model"] else base or kind,
+        data=source or run.config["data"].get("name", "unnamed"),
         kind=kind,
-        method=run.method,
-        facts=facts,
-        compressed=form.compressed,
-        quantize=form.quantize,
-        command=" ".join(command),
+        run=run,
+        form=form,
+        held_out={k: v for k, v in metrics.items() if k in HELD_OUT and isinstance(v, float)},
+        total=legality.total(rows),
+        sizes=sizes,
         options=json.dumps(options, indent=2),
         merged=merged,
         split=split,

@@ -71,7 +71,15 @@ class Summary:
 def find(paths: Iterable[Path]) -> tuple[list[FinishedRun], list[Path]]:
     """(finished runs at or below these paths, each once; directories of unfinished ones)."""
     asked = list(paths)
-    directories = {run.resolve(): run for path in asked for run in _runs_at(path)}
+    directories: dict[Path, Path] = {}
+    for path in asked:
+        # The path itself, or the nearest level of folders below it that has runs. Results inside a
+        # run, such as evaluations, do not count.
+        for below in (".", "*", "*/*", "*/*/*"):
+            places = (f"{below}/{name}" for name in ("config.json", FILE))
+            if found := {file.parent for place in places for file in path.glob(place)}:
+                directories |= {run.resolve(): run for run in sorted(found)}
+                break
     runs, unfinished = [], []
     for directory in directories.values():
         try:
@@ -84,16 +92,6 @@ def find(paths: Iterable[Path]) -> tuple[list[FinishedRun], list[Path]]:
     if not runs:
         raise UserError(f"no finished run at {', '.join(map(str, asked)) or 'no path'}")
     return runs, unfinished
-
-
-def _runs_at(path: Path) -> list[Path]:
-    """The run directories at a path: the path itself, or the nearest level of folders below it that
-    has runs. Results inside a run, such as evaluations, do not count."""
-    for below in (".", "*", "*/*", "*/*/*"):
-        places = (f"{below}/{name}" for name in ("config.json", FILE))
-        if found := {file.parent for place in places for file in path.glob(place)}:
-            return sorted(found)
-    return []
 
 
 def variants(runs: Iterable[FinishedRun]) -> list[Variant]:
@@ -135,19 +133,18 @@ def _labelled(found: list[Variant]) -> list[Variant]:
         method = variant.config["method.name"]
         own = differing([other for other in found if other.config["method.name"] == method])
         keys = sorted(variant.config.keys() & {*own, *_swept(found)})
-        words = [f"{_word(key, variant.config)} {variant.config[key]}" for key in keys]
-        label = ", ".join([method, *words])
+        words = [method]
+        for key in keys:
+            # The name without its group, unless another group has a setting of this name.
+            last = key.rpartition(".")[2]
+            same = sum(other.rpartition(".")[2] == last for other in variant.config)
+            name = last if last != "seed" and same == 1 else key.replace(".", " ")
+            words.append(f"{name.replace('_', ' ')} {variant.config[key]}")
+        label = ", ".join(words)
         if len(label) > LONGEST and folders.count(variant.folder) == 1:
             label = variant.folder
         labelled.append(replace(variant, label=label))
     return labelled
-
-
-def _word(key: str, config: dict[str, str]) -> str:
-    """The name of a setting without its group, unless another group has one of this name."""
-    last = key.rpartition(".")[2]
-    alone = last != "seed" and sum(other.rpartition(".")[2] == last for other in config) == 1
-    return (last if alone else key.replace(".", " ")).replace("_", " ")
 
 
 def _swept(found: list[Variant]) -> list[str]:
@@ -234,7 +231,7 @@ def _summary(variant: Variant, other: Variant, metric: str) -> Summary:
     paired = [
         numbers[s] - reference[s]
         for s in numbers
-        if s in reference and _alike(variant.runs[s], other.runs[s])
+        if s in reference and _kind(variant.runs[s]) == _kind(other.runs[s])
     ]
     if not paired:
         return row
@@ -267,32 +264,24 @@ def markdown(found: list[Variant], rows: list[Summary], metric: str = METRIC) ->
 
 def caution(found: list[Variant]) -> str:
     """A warning if runs differ in length, data or tokenizer; "" otherwise."""
-    kinds = {"length": _length, "data or tokenizer": _data}
-    said = []
-    for kind, of in kinds.items():
-        values = dict.fromkeys(of(run) for variant in found for run in variant.runs.values())
-        if len(values) > 1:
-            said.append(f"of different {kind} ({'; '.join(values)})")
+    kinds = zip(*(_kind(run) for variant in found for run in variant.runs.values()), strict=True)
+    said = [
+        f"of different {what} ({'; '.join(dict.fromkeys(values))})"
+        for what, values in zip(("length", "data or tokenizer"), kinds, strict=True)
+        if len({*values}) > 1
+    ]
     less = "no differences are shown between such runs"
     return f"Careful: these runs are {', and '.join(said)}; {less}." if said else ""
 
 
-def _alike(run: FinishedRun, other: FinishedRun) -> bool:
-    """True if two runs have the same length, data and tokenizer."""
-    return (_length(run), _data(run)) == (_length(other), _data(other))
-
-
-def _length(run: FinishedRun) -> str:
-    tokens = run.result.get("tokens")
-    steps = f"{run.result['config']['train']['steps']:,} steps"
-    return f"{steps}, {tokens:,} tokens" if isinstance(tokens, int) else steps
-
-
-def _data(run: FinishedRun) -> str:
-    corpus = run.result.get("corpus") or {}
-    tokenizer = corpus.get("tokenizer")
+def _kind(run: FinishedRun) -> tuple[str, str]:
+    """The length of a run, and its data with their tokenizer; only equal ones are compared."""
+    tokens, config = run.result.get("tokens"), run.result["config"]
+    length = f"{config['train']['steps']:,} steps"
+    length += f", {tokens:,} tokens" if isinstance(tokens, int) else ""
+    tokenizer = (run.result.get("corpus") or {}).get("tokenizer")
     size = f", {tokenizer.get('kind')} of {tokenizer.get('vocab_size')}" if tokenizer else ""
-    return f"{run.result['config']['data']['name']} {str(run.result.get('corpus_hash'))[:12]}{size}"
+    return length, f"{config['data']['name']} {str(run.result.get('corpus_hash'))[:12]}{size}"
 
 
 def with_spread(center: float, spread: float) -> str:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import math
 import textwrap
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -65,18 +64,10 @@ def points(
         }
         for key, value in own.items():
             found[key].append(value)
+    in_order = sorted(found.items(), key=lambda item: order.index(item[0][0]))
     return [
-        Point(
-            quantity,
-            label,
-            step,
-            mean(values),
-            std(values) if len(values) > 1 else None,
-            len(values),
-        )
-        for (quantity, label, step), values in sorted(
-            found.items(), key=lambda item: order.index(item[0][0])
-        )
+        Point(*key, mean(own), std(own) if len(own) > 1 else None, len(own))
+        for key, own in in_order
     ]
 
 
@@ -100,17 +91,11 @@ def draw(
             continue
         steps, means = [p.step for p in shown], [p.mean for p in shown]
         colour, style = look(number)
-        axes.plot(
-            steps,
-            means,
-            label=label,
-            color=colour,
-            linestyle=style,
-            # Later lines are thinner, so that a curve below another one remains visible.
-            linewidth=max(1.0, 2.6 - 0.4 * number),
-            marker=MARKERS[number % len(MARKERS)] if quantity in EVALUATED else None,
-            markersize=4,
-        )
+        # Later lines are thinner, so that a curve below another one remains visible.
+        width = max(1.0, 2.6 - 0.4 * number)
+        marker = MARKERS[number % len(MARKERS)] if quantity in EVALUATED else None
+        line = {"linestyle": style, "linewidth": width, "marker": marker, "markersize": 4}
+        axes.plot(steps, means, label=label, color=colour, **line)
         low = [p.mean - (p.std or 0.0) for p in shown]
         high = [p.mean + (p.std or 0.0) for p in shown]
         axes.fill_between(steps, low, high, color=colour, alpha=0.15, linewidth=0)
@@ -156,7 +141,8 @@ def figure(
         list(legend.values()),
         list(legend),
         loc="outside lower center",
-        ncols=_columns([*legend], size[0]),
+        # At font size 8, in inches a character and a line sample.
+        ncols=max(1, min(3, int(size[0] / (0.06 * max(map(len, legend), default=0) + 0.55)))),
         fontsize=8,
         frameon=False,
     )
@@ -164,15 +150,3 @@ def figure(
         text.set_parse_math(False)  # a name may have dollar signs
     canvas.suptitle(title, fontsize=9)
     canvas.savefig(path, dpi=200, format="png")
-
-
-def _columns(labels: Sequence[str], width: float) -> int:
-    """The number of columns in which a legend at font size 8 is no wider than the figure."""
-    for n in (3, 2):
-        # Legend columns are filled in order; the first ones may have one more entry.
-        each, more = divmod(len(labels), n)
-        starts = [column * each + min(column, more) for column in range(n + 1)]
-        longest = [max(map(len, labels[a:b]), default=0) for a, b in pairwise(starts)]
-        if 0.06 * sum(longest) + 0.55 * n <= width:  # inches per character and per line sample
-            return n
-    return 1

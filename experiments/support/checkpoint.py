@@ -142,14 +142,21 @@ def remove(path: Path) -> None:
 
 
 @contextmanager
-def exclusive(directory: Path) -> Iterator[None]:
-    """Lock `directory` against other processes, and remove what a killed one left half-written."""
+def exclusive(directory: Path, wait: Callable[[str], None] | None = None) -> Iterator[None]:
+    """Lock `directory` against other processes, and remove what a killed one left half-written.
+
+    wait: is told that another process is running there, which is waited for; None = an error.
+    """
     directory.mkdir(parents=True, exist_ok=True)
     with (directory / LOCK).open("w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # until the file is closed
         except BlockingIOError as error:
-            raise UserError(f"another process is running in {directory}; wait for it") from error
+            busy = f"another process is running in {directory}"
+            if wait is None:
+                raise UserError(f"{busy}; wait for it") from error
+            wait(f"{busy}; this one waits for it")
+            fcntl.flock(lock, fcntl.LOCK_EX)
         for folder in (directory, directory / "checkpoints"):
             for debris in folder.glob(".*.[0-9]*"):
                 remove(debris)
