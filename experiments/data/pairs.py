@@ -94,7 +94,8 @@ class TranslationPairs:
         self.limit = min(data.max_tokens or model.block_size, model.block_size, data.batch_tokens)
         self._epochs: dict[int, tuple[np.ndarray, np.ndarray]] = {}
         self.train, self.val = (
-            ShortPairs(self._sentences(s), self.limit) for s in ("train", "val")
+            ShortPairs(Sentences(corpus.tokens[split], self.end), self.limit)
+            for split in ("train", "val")
         )
         for name, split in (("train", self.train), ("val", self.val)):
             if not len(split.pairs):
@@ -102,9 +103,6 @@ class TranslationPairs:
                     f"no pair of the {name} split of {self.directory} has at most {self.limit} "
                     "tokens in either language; set data.max_tokens higher"
                 )
-
-    def _sentences(self, split: str) -> Sentences:
-        return Sentences(self.corpus.tokens[split], self.end)
 
     @cached_property
     def _starts(self) -> np.ndarray:
@@ -137,18 +135,15 @@ class TranslationPairs:
             # Keep the previous epoch, since a step may contain the end of one and the start of the
             # next.
             self._epochs = {e: p for e, p in self._epochs.items() if e == epoch - 1}
-            self._epochs[epoch] = self._shuffled(epoch)
+            # Pairs sorted by length, in random order among equals; random order of the bundles.
+            split = self.train
+            keys = self._words(_PAIRS, epoch, len(split.pairs))
+            order = np.lexsort((keys, split.lengths[:, 0], split.lengths[:, 1], split.longest))
+            bundles = self._words(_BUNDLES, epoch, len(self._starts) - 1)
+            self._epochs[epoch] = split.pairs[order], np.argsort(bundles, kind="stable")
         order, bundles = self._epochs[epoch]
         first, last = self._starts[bundles[place] : bundles[place] + 2]
         return order[first:last]
-
-    def _shuffled(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
-        """(pairs sorted by length, in random order among equals; random order of the bundles)."""
-        split = self.train
-        keys = self._words(_PAIRS, epoch, len(split.pairs))
-        order = np.lexsort((keys, split.lengths[:, 0], split.lengths[:, 1], split.longest))
-        bundles = self._words(_BUNDLES, epoch, len(self._starts) - 1)
-        return split.pairs[order], np.argsort(bundles, kind="stable")
 
     def _words(self, key: int, epoch: int, count: int) -> np.ndarray:
         return np.random.Philox(

@@ -79,7 +79,11 @@ def load_bpe(path: Path) -> tiktoken.Encoding:
     import tiktoken
 
     vocabulary: dict[str, int] = json.loads(path.read_text(encoding="utf-8"))["model"]["vocab"]
-    byte_of = {character: byte for byte, character in enumerate(byte_characters())}
+    # A byte that prints in Latin-1 stands for itself; the others take, in order, the code points
+    # from 256 on.
+    prints = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    substitutes = iter(range(256, 512))
+    byte_of = {chr(byte if byte in prints else next(substitutes)): byte for byte in range(256)}
     ranks = {bytes(byte_of[c] for c in token): rank for token, rank in vocabulary.items()}
     return tiktoken.Encoding(
         name=path.parent.name,
@@ -236,14 +240,3 @@ def folder_tokenizer(folder: str) -> HFTokenizer:
         )
     text = tokenizer.backend_tokenizer.to_str()
     return HFTokenizer(text, end, hub.commit(Path(tokenizer.name_or_path)))
-
-
-def byte_characters() -> list[str]:
-    """The character that stands for each byte in a byte-level `tokenizer.json`.
-
-    A byte that prints in Latin-1 stands for itself; the others take, in order, the code points
-    from 256 on.
-    """
-    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    substitutes = iter(range(256, 512))
-    return [chr(byte if byte in printable else next(substitutes)) for byte in range(256)]

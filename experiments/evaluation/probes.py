@@ -94,12 +94,6 @@ def linear(x: Tensor, y: Tensor, test_x: Tensor, n_classes: int) -> tuple[Tensor
     deviation, mean = torch.std_mean(x, dim=0)
     deviation = deviation.clamp_min(1e-6 * float(deviation.max()))  # for constant features
     x, test_x = (x - mean) / deviation, (test_x - mean) / deviation
-    best = _best_decay(x, y, n_classes)
-    weight, bias = logistic_regression(x, y, n_classes, best)
-    return (test_x @ weight.T + bias).argmax(1), best
-
-
-def _best_decay(x: Tensor, y: Tensor, n_classes: int) -> float:
     held_out = torch.zeros(len(x), dtype=torch.bool, device=x.device)
     held_out[::10] = True
     fit_x, fit_y = x[~held_out], y[~held_out]  # one copy, for all decays
@@ -108,7 +102,9 @@ def _best_decay(x: Tensor, y: Tensor, n_classes: int) -> float:
         weight, bias = logistic_regression(fit_x, fit_y, n_classes, decay)
         return top1((x[held_out] @ weight.T + bias).argmax(1), y[held_out])
 
-    return max(DECAYS, key=lambda decay: (score(decay), decay))
+    best = max(DECAYS, key=lambda decay: (score(decay), decay))
+    weight, bias = logistic_regression(x, y, n_classes, best)
+    return (test_x @ weight.T + bias).argmax(1), best
 
 
 def logistic_regression(

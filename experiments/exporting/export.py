@@ -86,7 +86,16 @@ def _build(run: FinishedRun, form: Form, folder: Path, marks: dict[str, Any]) ->
     places = files.where_stored(model, list(patterns), folder / ".probe")
     kind = files.write(model, folder, tokenizer_of(run, model), dtype)
     if isinstance(run.data, ImageConfig):
-        _image_processor(run.data).save_pretrained(folder)
+        from transformers import CLIPImageProcessor  # with the validation transform
+
+        side = run.data.image_size
+        CLIPImageProcessor(
+            size={"shortest_edge": math.floor(side / run.data.crop_pct)},
+            crop_size={"height": side, "width": side},
+            resample=3,  # bicubic
+            image_mean=list(run.data.mean),
+            image_std=list(run.data.std),
+        ).save_pretrained(folder)
     if form.bits:
         files.quantize(folder, places, form.bits)
     described, sizes = files.describe(folder, places, patterns), None
@@ -145,20 +154,6 @@ def read_patterns(folder: Path) -> dict[str, tuple[int, int]]:
         raise UserError(str(error)) from error
     patterns = {name: entry["pattern"].split(":") for name, entry in told.items()}
     return {name: (int(n), int(m)) for name, (n, m) in patterns.items()}
-
-
-def _image_processor(data: ImageConfig) -> Any:
-    """The validation transform as an image processor of transformers."""
-    from transformers import CLIPImageProcessor
-
-    side = data.image_size
-    return CLIPImageProcessor(
-        size={"shortest_edge": math.floor(side / data.crop_pct)},
-        crop_size={"height": side, "width": side},
-        resample=3,  # bicubic
-        image_mean=list(data.mean),
-        image_std=list(data.std),
-    )
 
 
 @torch.no_grad()

@@ -144,7 +144,10 @@ def _read(task: str, path: Path) -> Examples:
         if task == "qqp" and len(fields) <= max(label, *places):
             continue
         try:
-            labels.append(_label(spec, fields[label]))
+            own = spec.labels.index(fields[label]) if spec.labels else float(fields[label])
+            if not spec.labels and not 0 <= own <= 5:
+                raise ValueError(own)
+            labels.append(own)
             texts.append(tuple(fields[place] for place in places))
         except (IndexError, ValueError) as error:
             raise UserError(
@@ -152,15 +155,6 @@ def _read(task: str, path: Path) -> Examples:
                 f"the label {', '.join(spec.labels) or 'from 0 to 5'}"
             ) from error
     return Examples(texts, np.array(labels))
-
-
-def _label(spec: Task, text: str) -> int | float:
-    """The class or the number. Raises a ValueError for any other text."""
-    if spec.labels:
-        return spec.labels.index(text)
-    if not 0 <= (value := float(text)) <= 5:
-        raise ValueError(text)
-    return value
 
 
 # ------------------------------------------------------------------ metrics

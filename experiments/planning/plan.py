@@ -136,7 +136,13 @@ def loss_of(
         tokens = run.data.sequence_length or shape.block_size
         most = run.data.max_predictions or tokens
         predicted = samples * min(most, max(1, round(run.data.mask_probability * tokens)))
-        return lambda model: _masked_loss(model, samples, tokens, predicted)
+
+        def masked(model: BertLM) -> Tensor:  # here simply the first words are masked
+            hidden = model.bert(torch.zeros(samples, tokens, dtype=torch.int64))
+            logits = model.predictions(hidden.flatten(0, 1)[:predicted])
+            return F.cross_entropy(logits, torch.zeros(predicted, dtype=torch.int64))
+
+        return masked
     names: tuple[str, ...] = ("input", "target")
     if isinstance(run.data, PairsConfig):  # a sample is a bundle of pairs
         tokens = min(run.data.max_tokens or shape.block_size, shape.block_size)
@@ -147,13 +153,6 @@ def loss_of(
     return lambda model: method.loss(
         model, {name: torch.zeros(samples, tokens, dtype=torch.int64) for name in names}
     )
-
-
-def _masked_loss(model: BertLM, samples: int, tokens: int, predicted: int) -> Tensor:
-    """The loss of masked words; here simply the first words are masked."""
-    hidden = model.bert(torch.zeros(samples, tokens, dtype=torch.int64))
-    logits = model.predictions(hidden.flatten(0, 1)[:predicted])
-    return F.cross_entropy(logits, torch.zeros(predicted, dtype=torch.int64))
 
 
 MIB, GIB = 2**20, 2**30

@@ -208,12 +208,11 @@ def fingerprint(root: Path, files: Sequence[tuple[str, int]]) -> str:
     count = len(files) if whole else min(SAMPLED, len(files))
     for number in range(count):
         path = root / files[number * len(files) // count][0]
-        digest.update(bytes.fromhex(file_hash(path)) if whole else _ends(path))
+        if whole:
+            digest.update(bytes.fromhex(file_hash(path)))
+            continue
+        with path.open("rb") as file:
+            digest.update(file.read(END))
+            file.seek(max(END, path.stat().st_size - END))
+            digest.update(file.read(END))
     return digest.hexdigest()
-
-
-def _ends(path: Path) -> bytes:
-    with path.open("rb") as file:
-        first = file.read(END)
-        file.seek(max(END, path.stat().st_size - END))
-        return first + file.read(END)

@@ -50,15 +50,10 @@ def identity_of(config: Any) -> dict[str, Any]:
     set is removed. Whoever changes the default of a field gives the field another name, because
     old runs would be taken for runs with the new default.
     """
-    values = dataclasses.asdict(config)
-    return {
-        field.name: values[field.name]
-        for field in dataclasses.fields(config)
-        if getattr(config, field.name) != _default(field)
-    }
-
-
-def _default(field: dataclasses.Field[Any]) -> Any:
-    """The default of a field; `MISSING` without one."""
-    made = field.default_factory
-    return field.default if made is dataclasses.MISSING else made()
+    values, found = dataclasses.asdict(config), {}
+    for field in dataclasses.fields(config):
+        made = field.default_factory
+        default = field.default if made is dataclasses.MISSING else made()
+        if getattr(config, field.name) != default:
+            found[field.name] = values[field.name]
+    return found

@@ -144,8 +144,10 @@ def shard(
     keeps_root: keep parameters outside of blocks gathered from the forward to the backward pass.
     world: its rank 0 provides the weights; if None, every rank has them.
     """
-    from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
+    # The dtypes in which parameters are gathered and gradients summed.
+    dtypes: dict[str, Any] = {"reduce_dtype": torch.float32, "cast_forward_inputs": False}
     options: dict[str, Any] = {"mesh": mesh}
     if offload:
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu")
@@ -155,7 +157,15 @@ def shard(
             _materialize_from_rank0(part, done, world)
         if part is model:
             options["reshard_after_forward"] = None if keeps_root else True
-        fully_shard(part, mp_policy=_policy(model, dtype), **options)
+        if dtype is not None and gathers_rounded():
+            rounded = {id(p) for p in _rounded(model)}
+            dtypes |= {
+                "param_dtype": dtype,
+                "param_dtype_override_fn": lambda p, own=rounded: (
+                    dtype if id(p) in own else p.dtype
+                ),
+            }
+        fully_shard(part, mp_policy=MixedPrecisionPolicy(**dtypes), **options)
         sharding.shard_layers(part.modules())
 
 
@@ -201,20 +211,6 @@ def gathers_rounded() -> bool:
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
     return "param_dtype_override_fn" in inspect.signature(MixedPrecisionPolicy).parameters
-
-
-def _policy(model: nn.Module, dtype: torch.dtype | None) -> Any:
-    """FSDP2's policy for the dtypes in which parameters are gathered and gradients summed."""
-    from torch.distributed.fsdp import MixedPrecisionPolicy
-
-    options: dict[str, Any] = {"reduce_dtype": torch.float32, "cast_forward_inputs": False}
-    if dtype is not None and gathers_rounded():
-        rounded = {id(p) for p in _rounded(model)}
-        options |= {
-            "param_dtype": dtype,
-            "param_dtype_override_fn": lambda p: dtype if id(p) in rounded else p.dtype,
-        }
-    return MixedPrecisionPolicy(**options)
 
 
 def _rounded(model: nn.Module) -> Iterator[nn.Parameter]:
