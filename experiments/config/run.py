@@ -22,10 +22,10 @@ import torch
 from torch import nn
 
 import methods
-from experiments.config import run_names
 from experiments.config.compose import composed, plain, typed
 from experiments.config.initial import HFConfig, load_weights, source_hash, weight_files
 from experiments.config.settings import ImplConfig, TrainConfig, fit_warmup
+from experiments.config.yaml_files import tag
 from experiments.data.corpus import CausalText, check_fits, load_tokens
 from experiments.data.manifest import DataConfig
 from experiments.data.mlm import MaskedText, MLMConfig
@@ -149,18 +149,19 @@ class RunConfig:
         return digest(self.identity())
 
     def directory(self) -> Path:
-        """`<runs>/<model>-<data>/<method>-<tag>-<hash without seed>/seed<seed>`; see run_names."""
+        """`<runs>/<model>-<data>/<tag>-<hash without seed>/seed<seed>`. The readable tag
+        (`yaml_files.tag`) does not identify a run: one with this hash is found under any."""
         values, family = self.as_dict(), self.identity()
-        method, model, train = (values[group] for group in ("method", "model", "train"))
         del family["seed"]
-        model.pop("path", None)
+        values["model"].pop("path", None)
         folder = self.model_name if self.dino is None else f"dino_{self.model_name}"
-        return run_names.find(
-            self.runs / f"{folder}-{self.data.name}",
-            digest(family)[:8],
-            self.seed,
-            lambda: run_names.name(method, model, train, "" if self.init is None else "init"),
-        )
+        parent, seed = self.runs / f"{folder}-{self.data.name}", f"seed{self.seed}"
+        known = digest(family)[:8]
+        there = sorted(parent.glob(f"*-{known}"), key=lambda p: (not (p / seed).exists(), p))
+        if there:  # of several, one that has this seed
+            return there[0] / seed
+        groups = {name: values[name] for name in ("method", "model", "train")}
+        return parent / f"{tag(groups, '' if self.init is None else 'init')}-{known}" / seed
 
     def as_dict(self) -> dict[str, Any]:
         """The whole resolved config as plain values, for `config.json` and `result.json`."""

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -31,11 +31,8 @@ from experiments.data.manifest import (
 )
 from experiments.data.prepare import prepare
 from experiments.data.source import Batch, Request, evenly_spaced
-from experiments.data.tokenizer import HFTokenizer
+from experiments.data.tokenizer import Encoding
 from experiments.support.errors import UserError
-
-if TYPE_CHECKING:
-    import tiktoken
 
 CALIBRATION = 2**40  # the step number of calibration samples, which training never reaches
 
@@ -60,7 +57,7 @@ class Corpus:
         return fingerprint(self.manifest)
 
     @cached_property
-    def encoding(self) -> tiktoken.Encoding | HFTokenizer:
+    def encoding(self) -> Encoding:
         """The tokenizer of the corpus."""
         return load_encoding(self.directory, self.manifest["tokenizer"])
 

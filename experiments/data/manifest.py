@@ -14,20 +14,22 @@ import platform
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from experiments.data.package_text import WHEELS, requirements_hash
-from experiments.data.tokenizer import HFTokenizer, folder_tokenizer, gpt2_encoding, load_bpe
+from experiments.data.tokenizer import (
+    Encoding,
+    HFTokenizer,
+    folder_tokenizer,
+    gpt2_encoding,
+    load_bpe,
+)
 from experiments.support import checkpoint
 from experiments.support.checkpoint import read_sealed, sha256
 from experiments.support.errors import UserError
 from experiments.support.names import check_name, identity_of
-
-if TYPE_CHECKING:
-    import tiktoken
-
 
 # Values of `DataConfig.source` that are not files:
 EMBEDDED = "stdlib"  # Python's standard library
@@ -229,7 +231,7 @@ class DataConfig:
         return Path(self.root) / f"{self.name}{version}-{tokenizer}"
 
 
-def load_encoding(folder: Path, record: dict[str, Any]) -> tiktoken.Encoding | HFTokenizer:
+def load_encoding(folder: Path, record: dict[str, Any]) -> Encoding:
     """The tokenizer that a manifest's entry `tokenizer` describes; its file is in `folder`."""
     if record["kind"] == "gpt2":
         return gpt2_encoding()

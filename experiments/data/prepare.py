@@ -17,7 +17,7 @@ from array import array
 from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from rich.console import Console
@@ -42,6 +42,7 @@ from experiments.data.parallel import PairsConfig
 from experiments.data.tokenizer import (
     SEP,
     SPECIAL,
+    Encoding,
     HFTokenizer,
     folder_tokenizer,
     gpt2_encoding,
@@ -60,9 +61,6 @@ from experiments.support.checkpoint import (
 )
 from experiments.support.errors import UserError, check_installed, first_line, writing
 from experiments.support.progress import say
-
-if TYPE_CHECKING:
-    import tiktoken
 
 HELD_OUT = 100  # one in this many documents of the user's own text is for validation
 _BATCH = 256  # documents encoded at once
@@ -86,7 +84,7 @@ def prepare(config: DataConfig) -> Path:
     directory = config.directory
     building = directory.with_name(f".{directory.name}.building")
     if not directory.exists():
-        encoding: tiktoken.Encoding | HFTokenizer | None = None  # to be trained on the corpus
+        encoding: Encoding | None = None  # to be trained on the corpus
         if config.tokenizer_kind == "gpt2":  # these fail before the long work
             encoding = gpt2_encoding()
         elif config.tokenizer_kind == "hf":
@@ -114,7 +112,7 @@ def _build(
     building: Path,
     config: DataConfig,
     source: Documents,
-    encoding: tiktoken.Encoding | HFTokenizer | None,
+    encoding: Encoding | None,
 ) -> None:
     """Write the whole corpus into the folder `building`."""
     path = building / "tokenizer.json"
@@ -176,7 +174,7 @@ def _encode(
     path: Path,
     name: str,
     source: Documents,
-    encoding: tiktoken.Encoding | HFTokenizer,
+    encoding: Encoding,
     progress: Progress,
 ) -> np.ndarray:
     """Encode the split with the name of the file `path` into it, each document followed by an

@@ -4,6 +4,8 @@ documents.
 There are GPT-2's own vocabulary, if it is cached or can be downloaded; a byte-level BPE or BERT's
 WordPiece, trained on the corpus by the `tokenizers` library and kept in its `tokenizer.json`
 format, which transformers can read; and the tokenizer of a transformers checkpoint.
+
+Fine-tuning puts texts into one sequence with a model's special tokens (`Frame`).
 """
 
 from __future__ import annotations
@@ -12,9 +14,10 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from experiments.support import hub
 from experiments.support.checkpoint import read_sealed
@@ -23,6 +26,7 @@ from experiments.support.errors import UserError
 if TYPE_CHECKING:
     import tiktoken
     from transformers import PreTrainedTokenizerBase
+
 
 END_OF_TEXT = "<|endoftext|>"
 # A checkpoint of transformers with a tokenizer has one of these.
@@ -177,6 +181,9 @@ class HFTokenizer:
         return self.tokenizer.decode(list(tokens), skip_special_tokens=False)
 
 
+Encoding: TypeAlias = "tiktoken.Encoding | HFTokenizer"
+
+
 def check_vocabulary(highest: int, size: int) -> None:
     """Raise a `UserError` unless a model with a vocabulary of `size` covers the token id
     `highest`."""
@@ -240,3 +247,64 @@ def folder_tokenizer(folder: str) -> HFTokenizer:
         )
     text = tokenizer.backend_tokenizer.to_str()
     return HFTokenizer(text, end, hub.commit(Path(tokenizer.name_or_path)))
+
+
+# ---- texts as one sequence
+
+
+if TYPE_CHECKING:
+    import tiktoken
+
+
+@dataclass(frozen=True)
+class Frame:
+    """The special tokens with which texts become one sequence.
+
+    BERT: [CLS] a [SEP] b [SEP], where the second text and its [SEP] have type 1. Causal models: a b
+    with nothing between them, as in transformers for GPT-2 and in FST's and S-STE's runs. `pad`
+    fills the end of shorter sequences, which no model attends to.
+    """
+
+    start: tuple[int, ...]
+    between: tuple[int, ...]
+    end: tuple[int, ...]
+    pad: int
+
+    @classmethod
+    def of(cls, encoding: Encoding) -> Frame:
+        """The frame of the models that a tokenizer is made for."""
+        special = encoding.special_tokens if isinstance(encoding, HFTokenizer) else {}
+        if CLS in special:
+            if missing := [name for name in (SEP, PAD) if name not in special]:
+                raise UserError(f"the tokenizer has {CLS}, but no {', '.join(missing)}")
+            separator = (special[SEP],)
+            return cls((special[CLS],), separator, separator, special[PAD])
+        return cls((), (), (), encoding.eot_token)
+
+    def special(self, texts: int) -> int:
+        """The number of special tokens in a sequence of so many texts."""
+        return len(self.start) + (texts - 1) * len(self.between) + len(self.end)
+
+    def join(self, texts: Sequence[Sequence[int]]) -> tuple[list[int], int]:
+        """(ids of one sequence, never empty; index of its first token of type 1)."""
+        first = [*self.start, *texts[0]]
+        if len(texts) == 1:
+            ids = [*first, *self.end] or [self.pad]
+            return ids, len(ids)
+        first += self.between
+        return [*first, *texts[1], *self.end] or [self.pad], len(first)
+
+
+def encode(
+    encoding: Encoding, frame: Frame, texts: Sequence[tuple[str, ...]], max_length: int
+) -> list[tuple[list[int], int]]:
+    """`Frame.join` of each example, with at most `max_length` tokens; of two texts the longer one
+    is cut first."""
+    columns = [encoding.encode_ordinary_batch(list(column)) for column in zip(*texts, strict=True)]
+    encoded = []
+    for parts in zip(*columns, strict=True):
+        available = max_length - frame.special(len(parts))
+        first, second = len(parts[0]), len(parts[1]) if len(parts) == 2 else 0
+        first = min(first, max(available - second, available - available // 2))
+        encoded.append(frame.join([parts[0][:first], *(p[: available - first] for p in parts[1:])]))
+    return encoded

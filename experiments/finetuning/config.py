@@ -17,8 +17,8 @@ from experiments.config.compose import composed, plain, typed
 from experiments.config.initial import HFConfig, weight_files
 from experiments.config.run import digest
 from experiments.config.settings import DTYPES, EpochConfig, ImplConfig
-from experiments.data.tokenizer import folder_tokenizer
-from experiments.finetuning import glue, inputs, squad
+from experiments.data.tokenizer import Encoding, folder_tokenizer
+from experiments.finetuning import glue, squad
 from experiments.runs.finished import MODES, WEIGHTS_OF, FinishedRun
 from experiments.support.checkpoint import content_hash
 from experiments.support.errors import UserError
@@ -102,7 +102,7 @@ class Checkpoint:
         bert = self.config.model_type == "bert"
         return self.config.build_ours() if bert else self.config.build()
 
-    def tokenizer(self) -> inputs.Encoding:
+    def tokenizer(self) -> Encoding:
         return folder_tokenizer(str(self.config.folder))
 
     def method_for(

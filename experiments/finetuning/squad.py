@@ -16,18 +16,13 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 
-from experiments.data.tokenizer import HFTokenizer
+from experiments.data.tokenizer import Encoding, Frame, HFTokenizer
 from experiments.finetuning.glue import is_folder
-from experiments.finetuning.inputs import Frame
 from experiments.support.errors import UserError
 from experiments.support.hub import load_dataset
-
-if TYPE_CHECKING:
-    from experiments.finetuning.inputs import Encoding
 
 HUB = "rajpurkar/squad"
 REVISION = "7b6d24c440a36b6815f21b70d25016731768db1f"  # of HUB

@@ -19,8 +19,8 @@ from experiments.config.run import resolve
 from experiments.config.settings import EpochConfig
 from experiments.data.pairs import padded
 from experiments.data.source import Batch, Request
-from experiments.data.tokenizer import check_vocabulary
-from experiments.finetuning import glue, inputs, squad
+from experiments.data.tokenizer import Encoding, Frame, check_vocabulary, encode
+from experiments.finetuning import glue, squad
 from experiments.finetuning.config import SQUAD, FinetuneConfig
 from experiments.runs.finished import FinishedRun
 from experiments.support import checkpoint, results
@@ -80,21 +80,19 @@ class Problem:
     labels: tuple[str, ...] = ()
 
 
-def load_problem(config: FinetuneConfig, encoding: inputs.Encoding) -> Problem:
+def load_problem(config: FinetuneConfig, encoding: Encoding) -> Problem:
     """Read and encode the data of one task."""
     make = _squad if config.task == SQUAD else _classification
-    return make(config, encoding, inputs.Frame.of(encoding))
+    return make(config, encoding, Frame.of(encoding))
 
 
-def _classification(
-    config: FinetuneConfig, encoding: inputs.Encoding, frame: inputs.Frame
-) -> Problem:
+def _classification(config: FinetuneConfig, encoding: Encoding, frame: Frame) -> Problem:
     """A task of GLUE: a class for each example, or a number."""
     task, recipe = config.task, config.recipe
     splits, labels = glue.load(task, config.data), glue.TASKS[task].labels
     sequences = {}
     for split, each in splits.items():
-        encoded = inputs.encode(encoding, frame, each.texts, recipe.max_length)
+        encoded = encode(encoding, frame, each.texts, recipe.max_length)
         targets = each.labels.tolist()
         sequences[split] = [_encoded(*e, t) for e, t in zip(encoded, targets, strict=True)]
 
@@ -125,7 +123,7 @@ def _classification(
     )
 
 
-def _squad(config: FinetuneConfig, encoding: inputs.Encoding, frame: inputs.Frame) -> Problem:
+def _squad(config: FinetuneConfig, encoding: Encoding, frame: Frame) -> Problem:
     recipe, questions = config.recipe, squad.load(config.data)
     lengths = recipe.max_length, recipe.stride, recipe.stride_is
     windows = {

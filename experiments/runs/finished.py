@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -16,6 +16,7 @@ from experiments.config.initial import AVERAGED, LATENT, check_run_files, load_w
 from experiments.config.run import FAMILIES, DataConfig, ImageConfig, ModelConfig, build_model
 from experiments.data.manifest import load_encoding
 from experiments.data.mlm import MLMConfig
+from experiments.data.tokenizer import Encoding
 from experiments.support import tensor_files
 from experiments.support.checkpoint import write_sealed
 from experiments.support.errors import UserError
@@ -23,11 +24,6 @@ from experiments.support.results import FILE, read_training
 from methods import dense, one_shot
 from methods.nn import lowrank
 from models.bert import BertConfig
-
-if TYPE_CHECKING:
-    import tiktoken
-
-    from experiments.data.tokenizer import HFTokenizer
 
 WEIGHTS_OF = ("sparse", "dense")
 MODES = ("auto", "sparse", "masked", "dense")
@@ -130,7 +126,7 @@ class FinishedRun:
         """(n, m) of the converted linear of this name."""
         return self.trained_with.pattern(name)
 
-    def tokenizer(self) -> tiktoken.Encoding | HFTokenizer:
+    def tokenizer(self) -> Encoding:
         """The tokenizer that it was trained with, from the run's copy of its file."""
         if isinstance(self.data, ImageConfig):
             raise UserError(f"{self.directory} was trained on images and has no tokenizer")

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.attention import sdpa_kernel
 
 from experiments.bench import variants
-from experiments.bench.sam import ATTENTION, PATCH, encoder
+from experiments.bench.jobs import ATTENTION, PATCH, encoder
 from experiments.bench.timing import Call
 from experiments.bench.variants import Bench
 from reproduce.measure.base import Base, Metrics, Report, Result, gate

@@ -7,10 +7,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from experiments.data.tokenizer import HFTokenizer, load_bpe, train_bpe, train_wordpiece
-from experiments.finetuning import glue, inputs
+from experiments.data.tokenizer import (
+    Frame,
+    HFTokenizer,
+    encode,
+    load_bpe,
+    train_bpe,
+    train_wordpiece,
+)
+from experiments.finetuning import glue
 from experiments.finetuning.glue import Examples, load, metrics
-from experiments.finetuning.inputs import Frame
 from experiments.support.checkpoint import content_hash
 from experiments.support.errors import UserError
 
@@ -110,16 +116,16 @@ def test_bert_sees_cls_a_sep_b_sep_and_gpt2_a_b(bpe, wordpiece):
     frame = Frame.of(wordpiece)
     pad, cls, sep = (wordpiece.special_tokens[t] for t in ("[PAD]", "[CLS]", "[SEP]"))
     assert frame.pad == pad
-    [single] = inputs.encode(wordpiece, frame, [("Anna waits",)], 32)
+    [single] = encode(wordpiece, frame, [("Anna waits",)], 32)
     assert single == ([cls, *a, sep], len(a) + 2)  # no token of type 1
-    [pair] = inputs.encode(wordpiece, frame, [("Anna waits", "in the garden .")], 32)
+    [pair] = encode(wordpiece, frame, [("Anna waits", "in the garden .")], 32)
     assert pair == ([cls, *a, sep, *b, sep], len(a) + 2)
     a, b = bpe.encode_ordinary_batch(["Anna waits", "in the garden ."])
     frame = Frame.of(bpe)
     assert frame.pad == bpe.eot_token
-    [pair] = inputs.encode(bpe, frame, [("Anna waits", "in the garden .")], 64)
+    [pair] = encode(bpe, frame, [("Anna waits", "in the garden .")], 64)
     assert pair == ([*a, *b], len(a))
-    assert inputs.encode(bpe, frame, [("",)], 64) == [([bpe.eot_token], 1)]
+    assert encode(bpe, frame, [("",)], 64) == [([bpe.eot_token], 1)]
 
 
 class Letters:
@@ -134,13 +140,13 @@ class Letters:
 def test_the_longer_text_gives_way_first():
     for a, b, kept_a, kept_b in ((3, 2, 3, 2), (9, 3, 5, 3), (3, 9, 3, 5), (9, 9, 4, 4)):
         texts = ("a" * a, "b" * b)
-        encoded = inputs.encode(Letters(), Frame.of(Letters()), [texts], 8)
+        encoded = encode(Letters(), Frame.of(Letters()), [texts], 8)
         assert encoded == [([97] * kept_a + [98] * kept_b, kept_a)]
-        framed = inputs.encode(Letters(), Frame((1,), (2,), (2,), 0), [texts], 11)
+        framed = encode(Letters(), Frame((1,), (2,), (2,), 0), [texts], 11)
         assert framed == [([1, *[97] * kept_a, 2, *[98] * kept_b, 2], kept_a + 2)]
-    odd = inputs.encode(Letters(), Frame.of(Letters()), [("a" * 9, "b" * 9)], 7)
+    odd = encode(Letters(), Frame.of(Letters()), [("a" * 9, "b" * 9)], 7)
     assert odd == [([97] * 4 + [98] * 3, 4)]
-    alone = inputs.encode(Letters(), Frame((1,), (2,), (2,), 0), [("aaaa",)], 4)
+    alone = encode(Letters(), Frame((1,), (2,), (2,), 0), [("aaaa",)], 4)
     assert alone == [([1, 97, 97, 2], 4)]
 
 

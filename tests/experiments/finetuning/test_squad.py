@@ -8,9 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from experiments.data.tokenizer import HFTokenizer, load_bpe, train_bpe, train_wordpiece
+from experiments.data.tokenizer import Frame, HFTokenizer, load_bpe, train_bpe, train_wordpiece
 from experiments.finetuning import squad
-from experiments.finetuning.inputs import Frame
 from experiments.finetuning.squad import Question, Window, best_answers, tokenize, windows
 from experiments.support.errors import UserError
 
