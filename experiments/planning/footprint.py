@@ -34,42 +34,24 @@ MOMENTS = {"adamw": 2, "lamb": 2, "lion": 1}
 @dataclass(frozen=True)
 class Footprint:
     """Bytes of a model under a method and of one micro-batch, before they are divided among GPUs.
+    `packed` and `operands` are what the buffers of converted layers hold."""
 
-    parameters: number of parameters of the plain model.
-    trained: trained weights.
-    frozen: weights of a teacher.
-    moments: the optimizer's moments.
-    masks: masks in the buffers of the converted layers.
-    bits: the same masks at one bit per entry.
-    packed: packed operands in these buffers.
-    operands: all other operands there.
-    casts: copies of weights in autocast's dtype, which are kept from forward to backward.
-    activations: everything else that autograd keeps.
-    checkpointed: what is kept instead with activation checkpointing: the inputs of all blocks, and
-        everything that one block recomputes.
-    loss: temporary memory of the loss.
-    passing: operands of the block that has most of them.
-    block: number of weights of the largest block.
-    root: number of weights outside of blocks.
-    width: bytes per number under autocast.
-    """
-
-    parameters: int
-    trained: int
-    frozen: int
-    moments: int
-    masks: int
-    bits: int
-    packed: int
-    operands: int
-    casts: int
-    activations: int
-    checkpointed: int
-    loss: int
-    passing: int
-    block: int
-    root: int
-    width: int
+    parameters: int  # number of parameters of the plain model
+    trained: int  # trained weights
+    frozen: int  # weights of a teacher
+    moments: int  # the optimizer's moments
+    masks: int  # masks in the buffers of the converted layers
+    bits: int  # the same masks at one bit per entry
+    packed: int  # packed operands
+    operands: int  # all other operands
+    casts: int  # copies of weights in autocast's dtype, kept from forward to backward
+    activations: int  # everything else that autograd keeps
+    checkpointed: int  # kept instead with checkpointing: inputs of all blocks, and all of one
+    loss: int  # temporary memory of the loss
+    passing: int  # operands of the block that has most of them
+    block: int  # number of weights of the largest block
+    root: int  # number of weights outside of blocks
+    width: int  # bytes per number under autocast
 
 
 def footprint(
@@ -117,6 +99,8 @@ def footprint(
         with autocast, saved.counting(), _Fused():
             loss(model)
         trained = sum(p.nbytes for p in own.values() if p.requires_grad)
+        buffers = [b for layer in layers.values() for b in layer.buffers()]
+        bools = sum(b.nbytes for b in buffers if b.dtype == torch.bool)
         numbers = {block: sum(p.numel() for p in block.parameters()) for block in saved.blocks}
         narrow = compiled and teacher is None and dtype is not None
         outside = saved.outside(narrow)
@@ -128,7 +112,7 @@ def footprint(
             frozen=sum(p.nbytes for p in own.values()) - trained,
             moments=MOMENTS[optimizer] * trained,
             **{kind: _held(layers.values(), kind) for kind in ("masks", "packed", "operands")},
-            bits=sum(map(_bits, layers.values())),
+            bits=_held(layers.values(), "masks") - bools + bools // 8,
             casts=saved.casts,
             activations=sum(saved.of_blocks.values()) + outside,
             checkpointed=saved.inputs + max(saved.of_blocks.values(), default=0) + outside,
@@ -145,11 +129,6 @@ def footprint(
 def _held(modules: Iterable[nn.Module], *kinds: str) -> int:
     layers = [module for module in modules if isinstance(module, SparseLinear)]
     return sum(buffer_bytes(layer, kind) for layer in layers for kind in kinds)
-
-
-def _bits(layer: SparseLinear) -> int:
-    bools = sum(b.nbytes for b in layer.buffers() if b.dtype == torch.bool)
-    return bools // 8 + buffer_bytes(layer, "masks") - bools
 
 
 def _hold_packed(layer: SparseLinear, repack: bool) -> None:
@@ -196,14 +175,12 @@ class _Watch(TorchDispatchMode):
         if func is torch.ops.aten._to_copy.default and _storage(args[0]) in self.weights:
             self.casts[_storage(result)] = result
         elif self.outside and isinstance(result, Tensor):
-            self._count(result.untyped_storage())
+            made = result.untyped_storage()
+            if made._cdata not in self.weights and made._cdata not in self.casts:
+                self.alive[made._cdata] = StorageWeakRef(made), made.nbytes()
+                self.alive = {k: v for k, v in self.alive.items() if not v[0].expired()}
+                self.most = max(self.most, sum(size for _, size in self.alive.values()))
         return result
-
-    def _count(self, made: Any) -> None:
-        if made._cdata not in self.weights and made._cdata not in self.casts:
-            self.alive[made._cdata] = StorageWeakRef(made), made.nbytes()
-            self.alive = {k: v for k, v in self.alive.items() if not v[0].expired()}
-            self.most = max(self.most, sum(size for _, size in self.alive.values()))
 
 
 class _Saved:
@@ -222,12 +199,16 @@ class _Saved:
 
     @contextmanager
     def counting(self) -> Iterator[None]:
-        hooks = []
-        for number, block in enumerate(self.blocks):
-            hooks += [
-                block.register_forward_pre_hook(self._enter(number), with_kwargs=True),
-                block.register_forward_hook(lambda *_: self._leave()),
-            ]
+        def enter(block: nn.Module, args: Any, options: Any) -> None:
+            self.here, self.watch.outside = self.blocks.index(block), False
+            given = [x for x in (*args, *options.values()) if isinstance(x, Tensor)]
+            self.inputs += given[0].nbytes if given and given[0].requires_grad else 0
+
+        def leave(*_: Any) -> None:
+            self.here, self.watch.outside = None, True
+
+        hooks = [block.register_forward_pre_hook(enter, with_kwargs=True) for block in self.blocks]
+        hooks += [block.register_forward_hook(leave) for block in self.blocks]
         self.watch.outside = True
         try:
             with torch.autograd.graph.saved_tensors_hooks(self._take, lambda tensor: tensor):
@@ -251,17 +232,6 @@ class _Saved:
                 size = size // tensor.dtype.itemsize * self.dtype.itemsize
             total += size
         return total
-
-    def _enter(self, number: int) -> Callable[..., None]:
-        def enter(_: nn.Module, args: Any, options: Any) -> None:
-            self.here, self.watch.outside = number, False
-            given = [x for x in (*args, *options.values()) if isinstance(x, Tensor)]
-            self.inputs += given[0].nbytes if given and given[0].requires_grad else 0
-
-        return enter
-
-    def _leave(self) -> None:
-        self.here, self.watch.outside = None, True
 
     def _take(self, tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
