@@ -33,7 +33,7 @@ from experiments.support.names import check_name, identity_of
 
 # Values of `DataConfig.source` that are not files:
 EMBEDDED = "stdlib"  # Python's standard library
-NUMBERS = "numbers"  # pairs of sentences (experiments/data/numbers.py)
+NUMBERS = "numbers"  # pairs of sentences (experiments/data/parallel.py)
 HUB = "hf://"
 _BUILDERS = {
     ".parquet": "parquet",

@@ -4,19 +4,27 @@ The source is a folder of text files with one sentence per line (`train.en` and 
 `test.*`); a folder of Parquet files as WMT14 has them on the hub (`train-*`, `validation-*`,
 `test-*`), with a column `translation` that holds both languages; such a folder on the hub; or the
 embedded numbers.
+
+These are German numbers and their English translations, a task that needs no files:
+
+    zweihundertvierunddreißigtausendfünf    two hundred thirty-four thousand five
+
+A German number is one word with the ones before the tens, so a model must learn to split it and to
+change the order. The numbers are below a million and chosen by a hash; the three splits are
+disjoint.
 """
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from itertools import islice
+from itertools import count, islice
 from pathlib import Path
 from typing import Any
 
-from experiments.data import numbers
 from experiments.data.manifest import HUB, NUMBERS, DataConfig, Documents, not_utf8
 from experiments.support import hub
 from experiments.support.errors import UserError, check_installed, first_line
@@ -94,7 +102,7 @@ def documents(config: PairsConfig) -> Documents:
 def _count(config: PairsConfig) -> dict[str, int]:
     """Number of pairs of each split."""
     if config.source == NUMBERS:
-        return {split: numbers.SIZES[split] for split in SPLITS}
+        return {split: SIZES[split] for split in SPLITS}
     if config.files()[0] == "parquet":
         table = _tables(config)
         return {split: len(table[split]) for split in SPLITS}
@@ -124,7 +132,7 @@ def _batches(config: PairsConfig, split: str, first: int = 0) -> Iterator[list[s
 def _pairs(config: PairsConfig, split: str) -> Iterable[Pair]:
     source, target = config.source_language, config.target_language
     if config.source == NUMBERS:
-        found = numbers.pairs(split)
+        found = number_pairs(split)
         return found if source == "de" else ((english, german) for german, english in found)
     if config.files()[0] == "parquet":
         rows = _tables(config)[split]
@@ -169,3 +177,66 @@ def _tables(config: PairsConfig) -> Any:
             f"{config.source} has no column translation with {' and '.join(sorted(languages))}"
         )
     return table
+
+
+# ---- the embedded numbers
+
+
+LIMIT = 10**6  # of the numbers
+SIZES = {"test": 500, "val": 500, "train": 20_000}  # the splits are filled in this order
+
+_GERMAN, _GERMAN_TENS, _ENGLISH, _ENGLISH_TENS = (
+    words.split()
+    for words in (
+        "null eins zwei drei vier fünf sechs sieben acht neun zehn elf zwölf dreizehn vierzehn "
+        "fünfzehn sechzehn siebzehn achtzehn neunzehn",
+        "zwanzig dreißig vierzig fünfzig sechzig siebzig achtzig neunzig",
+        "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen "
+        "fifteen sixteen seventeen eighteen nineteen",
+        "twenty thirty forty fifty sixty seventy eighty ninety",
+    )
+)
+
+
+def german(number: int) -> str:
+    """The German words of a number from 0 to 999,999, written as one."""
+    for unit, word in ((1000, "tausend"), (100, "hundert")):
+        many, rest = divmod(number, unit)
+        if many:
+            return f"{_german_before(many)}{word}{german(rest) if rest else ''}"
+    if number < 20:
+        return _GERMAN[number]
+    tens, ones = divmod(number, 10)
+    return f"{_german_before(ones)}und" * (ones > 0) + _GERMAN_TENS[tens - 2]
+
+
+def _german_before(number: int) -> str:
+    """The German words of a number in front of another word: `eins` loses its s."""
+    words = german(number)
+    return words.removesuffix("s") if words.endswith("eins") else words
+
+
+def english(number: int) -> str:
+    """The English words of a number from 0 to 999,999, without "and"."""
+    for unit, word in ((1000, "thousand"), (100, "hundred")):
+        many, rest = divmod(number, unit)
+        if many:
+            return f"{english(many)} {word}{' ' + english(rest) if rest else ''}"
+    if number < 20:
+        return _ENGLISH[number]
+    tens, ones = divmod(number, 10)
+    return _ENGLISH_TENS[tens - 2] + f"-{_ENGLISH[ones]}" * (ones > 0)
+
+
+def numbers(split: str) -> list[int]:
+    """The numbers of a split, all different and in none of the others."""
+    words = (hashlib.sha256(str(i).encode()).digest() for i in count())
+    drawn = (int.from_bytes(word, "big") % LIMIT for word in words)
+    total = [*dict.fromkeys(islice(drawn, 2 * sum(SIZES.values())))]  # each once; half are enough
+    first = sum(SIZES[name] for name in list(SIZES)[: list(SIZES).index(split)])
+    return total[first : first + SIZES[split]]
+
+
+def number_pairs(split: str) -> Iterator[tuple[str, str]]:
+    """(German, English) of each number of a split."""
+    return ((german(number), english(number)) for number in numbers(split))

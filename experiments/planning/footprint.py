@@ -17,7 +17,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -104,8 +103,8 @@ def footprint(
         numbers = {block: sum(p.numel() for p in block.parameters()) for block in saved.blocks}
         narrow = compiled and teacher is None and dtype is not None
         outside = saved.outside(narrow)
-        # The gradients of log-probabilities and logits, or the temporaries of a distillation loss.
-        held = 0 if narrow else max(2 * saved.largest, watch.most - outside)
+        # The gradients of log-probabilities and logits; distillation has them for both models.
+        held = 0 if narrow else (2 if teacher is None else 4) * saved.largest
         return Footprint(
             parameters=parameters,
             trained=trained,
@@ -157,16 +156,12 @@ class _Fused(TorchFunctionMode):
 
 class _Watch(TorchDispatchMode):
     """Returns 0 when code reads a number from a tensor (such as a count of errors), and records in
-    `casts` the storages of copies of `weights` in another dtype. `most` is the peak of the bytes of
-    other tensors created `outside` of blocks."""
+    `casts` the storages of copies of `weights` in another dtype."""
 
     def __init__(self) -> None:
         super().__init__()
         self.weights: set[int] = set()
         self.casts: dict[int, Any] = {}
-        self.outside = False
-        self.alive: dict[int, tuple[StorageWeakRef, int]] = {}
-        self.most = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default:
@@ -174,12 +169,6 @@ class _Watch(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         if func is torch.ops.aten._to_copy.default and _storage(args[0]) in self.weights:
             self.casts[_storage(result)] = result
-        elif self.outside and isinstance(result, Tensor):
-            made = result.untyped_storage()
-            if made._cdata not in self.weights and made._cdata not in self.casts:
-                self.alive[made._cdata] = StorageWeakRef(made), made.nbytes()
-                self.alive = {k: v for k, v in self.alive.items() if not v[0].expired()}
-                self.most = max(self.most, sum(size for _, size in self.alive.values()))
         return result
 
 
@@ -200,21 +189,19 @@ class _Saved:
     @contextmanager
     def counting(self) -> Iterator[None]:
         def enter(block: nn.Module, args: Any, options: Any) -> None:
-            self.here, self.watch.outside = self.blocks.index(block), False
+            self.here = self.blocks.index(block)
             given = [x for x in (*args, *options.values()) if isinstance(x, Tensor)]
             self.inputs += given[0].nbytes if given and given[0].requires_grad else 0
 
         def leave(*_: Any) -> None:
-            self.here, self.watch.outside = None, True
+            self.here = None
 
         hooks = [block.register_forward_pre_hook(enter, with_kwargs=True) for block in self.blocks]
         hooks += [block.register_forward_hook(leave) for block in self.blocks]
-        self.watch.outside = True
         try:
             with torch.autograd.graph.saved_tensors_hooks(self._take, lambda tensor: tensor):
                 yield
         finally:
-            self.watch.outside = False
             for hook in hooks:
                 hook.remove()
 

@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 
 from common_kernels import check24
 from experiments import translate
-from experiments.data import numbers
+from experiments.data import parallel
 from experiments.runs.finished import FinishedRun
 from experiments.support.checkpoint import read_sealed
 from experiments.support.errors import UserError
@@ -27,7 +27,7 @@ TINY = [
 
 @pytest.fixture
 def small(monkeypatch):
-    monkeypatch.setattr(numbers, "SIZES", {"test": 12, "val": 40, "train": 120})
+    monkeypatch.setattr(parallel, "SIZES", {"test": 12, "val": 40, "train": 120})
 
 
 @pytest.fixture
@@ -69,7 +69,7 @@ def test_the_averaged_weights_translate(tiny):
         model.eval(), source.corpus, "test", config.search
     )
     assert "".join(f"{line}\n" for line in translations) == first
-    assert references == [english for _, english in numbers.pairs("test")]
+    assert references == [english for _, english in parallel.number_pairs("test")]
     plain = tiny("method=sr_ste", "train.average_last=0", "train.average_every=0")
     pretraining.run(plain, quiet)
     assert FinishedRun.open(plain.directory()).averaged() is None

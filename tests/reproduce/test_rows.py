@@ -7,7 +7,7 @@ import re
 import pytest
 
 from experiments import dino
-from experiments.data import numbers
+from experiments.data import parallel
 from reproduce import measure
 from reproduce.execute import smoke_tasks
 from reproduce.execute.jobs import INPUTS, finished_runs, plan
@@ -88,7 +88,7 @@ def test_the_baseline_of_every_script(command, shared, monkeypatch):
     monkeypatch.setattr(dino, "probe", lambda *_: {"knn_top1": 50.0, "linear_top1": 60.0})
     own = {"gpt2_nano": ["train=nano", *TINY["gpt2"], *data]}
     monkeypatch.setattr(adapters, "TRAININGS", own)
-    monkeypatch.setattr(numbers, "SIZES", {"test": 10, "val": 40, "train": 200})
+    monkeypatch.setattr(parallel, "SIZES", {"test": 10, "val": 40, "train": 200})
     for table in (first_row(t) for t in TABLES if t.command == command):
         planned, said = plan(overridden(table, "smoke", short(table, data)), "smoke", runs), []
         execute(planned.jobs, said.append)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from experiments.data import numbers, parallel
+from experiments.data import parallel
 from experiments.data.corpus import Corpus, load_tokens
 from experiments.data.manifest import read_manifest
 from experiments.data.pairs import TranslationPairs, cut
@@ -31,19 +31,19 @@ def test_numbers_in_words():
         (234_070, "zweihundertvierunddreißigtausendsiebzig",
          "two hundred thirty-four thousand seventy"),
     ):  # fmt: skip
-        assert (numbers.german(number), numbers.english(number)) == (german, english)
-    splits = [numbers.numbers(split) for split in numbers.SIZES]
-    assert len({n for found in splits for n in found}) == sum(numbers.SIZES.values())
+        assert (parallel.german(number), parallel.english(number)) == (german, english)
+    splits = [parallel.numbers(split) for split in parallel.SIZES]
+    assert len({n for found in splits for n in found}) == sum(parallel.SIZES.values())
 
 
 def test_the_embedded_numbers_give_back_every_sentence(monkeypatch, tmp_path):
     """A hundredth of them, prepared on first use."""
-    monkeypatch.setattr(numbers, "SIZES", {"test": 20, "val": 40, "train": 400})
+    monkeypatch.setattr(parallel, "SIZES", {"test": 20, "val": 40, "train": 400})
     config = PairsConfig("numbers", "numbers", str(tmp_path), "bpe", 300, source_language="de",
                          target_language="en")  # fmt: skip
     corpus = load_tokens(config, seed=3)
     test = text_of(corpus, "test")
-    assert list(zip(test[::2], test[1::2], strict=True)) == list(numbers.pairs("test"))
+    assert list(zip(test[::2], test[1::2], strict=True)) == list(parallel.number_pairs("test"))
     documents = {name: record["documents"] for name, record in corpus.manifest["splits"].items()}
     assert documents == {"train": 800, "val": 80, "test": 40}
 
