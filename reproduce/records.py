@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -26,50 +25,26 @@ Values = dict[tuple[str, str], dict[int, dict[str, Any]]]  # (block, variant) ->
 
 
 @dataclass(frozen=True)
-class StoredRecord:
-    """A record and its file. line: its line, in a file of several. why: the reason why it does not
-    count; "" if it counts."""
-
-    path: Path
-    record: dict[str, Any]
-    why: str = ""
-    line: int = 0
-
-    def __str__(self) -> str:
-        return f"{self.path}, line {self.line}" if self.line else str(self.path)
-
-
-@dataclass(frozen=True)
 class Evidence:
-    """The records in some folders.
+    """The records in some folders: the values of those that count, and those that do not count,
+    each with the reason. If several folders have a record of the same run, the first counts."""
 
-    kept: the records that count, by (block, variant) and seed. If several folders have a record of
-        the same run, it is that of the first folder.
-    outdated: the records that do not count.
-    """
-
-    kept: dict[tuple[str, str], dict[int, StoredRecord]]
-    outdated: list[StoredRecord]
-
-    @cached_property
-    def values(self) -> Values:
-        """The contents of the records that count."""
-        return {
-            key: {seed: stored.record for seed, stored in seeds.items()}
-            for key, seeds in self.kept.items()
-        }
+    values: Values = field(default_factory=dict)
+    outdated: list[tuple[dict[str, Any], str]] = field(default_factory=list)
 
     def warnings(self) -> list[str]:
         """A line for each variant with records that do not count: the seeds, the reason and the
         first file."""
-        variants: dict[tuple[str, str, str], list[StoredRecord]] = {}
-        for stored in self.outdated:
-            key = stored.record["block"], stored.record["variant"], stored.why
-            variants.setdefault(key, []).append(stored)
+        variants: dict[tuple[str, str, str], list[dict[str, Any]]] = {}
+        for record, why in self.outdated:
+            variants.setdefault((record["block"], record["variant"], why), []).append(record)
         lines = []
         for (block, variant, why), several in variants.items():
-            seeds = " ".join(map(str, sorted({stored.record["seed"] for stored in several})))
-            lines.append(f"left out: block {block}, {variant}, seeds {seeds}: {why} ({several[0]})")
+            seeds = " ".join(map(str, sorted({record["seed"] for record in several})))
+            place = str(several[0]["file"])
+            if line := several[0]["line"]:
+                place += f", line {line}"
+            lines.append(f"left out: block {block}, {variant}, seeds {seeds}: {why} ({place})")
         return lines
 
 
@@ -82,17 +57,15 @@ def read_evidence(
         only: names of the blocks whose records are wanted; None = all. Fewer are faster: the config
             of every variant is composed, which takes over 0.1 s.
     """
-    evidence = Evidence({}, [])
+    evidence = Evidence()
     runs: dict[str, dict[tuple[str, int], BlockRun]] = {}
-    found: list[StoredRecord] = []
+    found: list[dict[str, Any]] = []
     for folder in folders:  # packed records, then those in files of their own
         for path in sorted(folder.glob("*.jsonl")):
             if only is None or path.stem in only:
-                packed = read_packed(folder, path.stem).values()
-                found += [StoredRecord(path, record, line=line) for line, record in packed]
-        found += [StoredRecord(p, read_record(p)) for p in sorted(folder.glob("*/*.json"))]
-    for stored in found:
-        record = stored.record
+                found += read_packed(folder, path.stem).values()
+        found += map(read_record, sorted(folder.glob("*/*.json")))
+    for record in found:
         block, variant, seed = record["block"], record["variant"], record["seed"]
         if only is not None and block not in only:
             continue
@@ -102,31 +75,28 @@ def read_evidence(
             runs[block] = {(run.variant, run.seed): run for run in known}
         run = runs[block].get((variant, seed))
         if run is None:
-            evidence.outdated.append(replace(stored, why="no block has such a run"))
+            evidence.outdated.append((record, "no block has such a run"))
         elif run.digest() != record["config_hash"]:
-            evidence.outdated.append(replace(stored, why="its config is another one now"))
+            evidence.outdated.append((record, "its config is another one now"))
         else:
-            evidence.kept.setdefault((block, variant), {}).setdefault(seed, stored)
+            evidence.values.setdefault((block, variant), {}).setdefault(seed, record)
     return evidence
 
 
 def pack(own: Path, committed: Path, blocks: Path = BLOCKS) -> list[str]:
     """Pack the records that count in `own` into those that are `committed`; return a line for each
     block with new ones. A committed record gives way only if it does not count any more."""
+    new: dict[str, dict[tuple[str, int], dict[str, Any]]] = {}
+    for (block, variant), seeds in read_evidence(committed, own, blocks=blocks).values.items():
+        for seed, record in seeds.items():
+            if not record["line"]:
+                of_file = record | {"file_sha256": sha256(record["file"])}
+                new.setdefault(block, {})[variant, seed] = of_file
     said = []
-    evidence = read_evidence(committed, own, blocks=blocks)
-    for block in sorted({block for block, _ in evidence.kept}):
-        new = [
-            stored.record | {"file_sha256": sha256(stored.path)}
-            for (name, _), seeds in evidence.kept.items()
-            for stored in seeds.values()
-            if name == block and not stored.line
-        ]
-        if new:
-            packed = {key: record for key, (_, record) in read_packed(committed, block).items()}
-            packed |= {(record["variant"], record["seed"]): record for record in new}
-            write_packed(committed, block, packed.values())
-            said.append(f"{committed / block}.jsonl: {len(new)} more, {len(packed)} in all")
+    for block, records in sorted(new.items()):
+        packed = read_packed(committed, block) | records
+        write_packed(committed, block, packed.values())
+        said.append(f"{committed / block}.jsonl: {len(records)} more, {len(packed)} in all")
     return said
 
 
@@ -205,15 +175,15 @@ def collect(
                 f"{table.name}, {row.label!r}: block {block.name} has no variant {row.variant}"
             )
         run = asked[row.variant, seed]
-        stored = evidence.kept.get((run.block, run.variant), {}).get(seed)
-        if stored is None:
+        record = evidence.values.get((run.block, run.variant), {}).get(seed)
+        if record is None:
             if seed not in collected.missing.setdefault(row.variant, []):
                 collected.missing[row.variant].append(seed)
             continue
         steps: dict[float, dict[str, float]] = {}  # the curves as entries of a metrics.jsonl
-        for name, points in stored.record["curves"].items():
+        for name, points in record["curves"].items():
             for step, value in points:
                 steps.setdefault(step, {"step": step})[name] = value
         place, log = Place(variant.label, row.label, seed), [steps[step] for step in sorted(steps)]
-        collected.runs.append(PlacedRun(place, stored.path, stored.record, log, {}))
+        collected.runs.append(PlacedRun(place, record["file"], record, log, {}))
     return collected

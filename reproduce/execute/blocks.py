@@ -120,7 +120,7 @@ class BlockRun:
         for folder in folders:
             found = [read_record(path)] if (path := self.file(folder)).is_file() else []
             if packed := read_packed(folder, self.block).get((self.variant, self.seed)):
-                found = [packed[1], *found]
+                found = [packed, *found]
             for record in found:
                 if record["config_hash"] == self.digest():
                     return record
@@ -181,7 +181,7 @@ def _digest(driver: str, overrides: tuple[str, ...], seed: int, source: str | No
 def read_record(path: Path) -> dict[str, Any]:
     """The record that `BlockRun.keep` wrote to a file."""
     try:
-        return read_sealed(path)
+        return read_sealed(path) | {"file": path, "line": 0}
     except ValueError as error:
         raise UserError(f"{path} is damaged ({error}); remove or restore it") from error
 

@@ -20,7 +20,8 @@ from experiments.support.errors import UserError
 QUANTITIES = ("val_loss", "loss", "flip_rate", "grad_norm")
 
 Json = dict[str, Any]
-Packed = dict[tuple[str, int], tuple[int, Json]]  # (variant, seed) -> (number of the line, record)
+Packed = dict[tuple[str, int], Json]  # (variant, seed) -> record
+PLACE = ("file", "line")  # of a record that was read: its file, and its line or 0
 
 
 def run_name(variant: str, seed: int) -> str:
@@ -60,7 +61,7 @@ def _parsed(path: Path, lines: str, csv: str) -> Packed:
         for row in own:
             _, quantity, step, value = row.split(",")
             curves[quantity].append([int(step), float(value) if value else None])
-        found[variant, seed] = number, record | {"curves": curves}
+        found[variant, seed] = record | {"curves": curves, "file": path, "line": number}
     return found
 
 
@@ -79,7 +80,7 @@ def write_packed(folder: Path, block: str, records: Iterable[Json]) -> None:
             for step, value in record["curves"].get(quantity, [])
         ]
         csv += rows
-        entries = {key: value for key, value in record.items() if key != "curves"}
+        entries = {k: value for k, value in record.items() if k not in ("curves", *PLACE)}
         lines.append(json.dumps(sealed({**entries, "curves_sha256": _hash(rows)})))
     path = folder / f"{block}.jsonl"
     before = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []

@@ -57,7 +57,7 @@ def test_the_first_of_several_folders_counts(tmp_path, folder):
     assert losses(evidence) == dense | {("u", "more"): {0: 4.0}}
     assert evidence.outdated == [] and evidence.warnings() == []
     assert losses(read_evidence(first, second, blocks=folder, only={"t"})) == dense
-    assert read_evidence(tmp_path / "nowhere").kept == {}
+    assert read_evidence(tmp_path / "nowhere").values == {}
 
 
 def test_a_record_of_another_config_does_not_count_and_is_named(tmp_path, folder):
@@ -70,7 +70,7 @@ def test_a_record_of_another_config_does_not_count_and_is_named(tmp_path, folder
     write_json(again, read_sealed(again) | {"overrides": other_words})
     evidence = read_evidence(committed, own, blocks=folder)
     assert losses(evidence) == {("t", "dense"): {1: 2.0}}
-    assert [kept.path for kept in evidence.outdated] == paths
+    assert [record["file"] for record, _ in evidence.outdated] == paths
     assert evidence.warnings() == [
         f"left out: block t, dense, seeds 1 16: its config is another one now ({paths[0]})"
     ]
@@ -78,11 +78,11 @@ def test_a_record_of_another_config_does_not_count_and_is_named(tmp_path, folder
     gone = [keep(other, folder, "t", "dense", variant="gone")]
     gone += [keep(other, folder, "t", "it", block="no_block")]
     started = keep(other, folder, "u", "more")
-    assert [*read_evidence(other, blocks=folder).kept] == [("u", "more")]
+    assert [*read_evidence(other, blocks=folder).values] == [("u", "more")]
     (folder / "t.yaml").write_text(BLOCK.replace("steps=4", "steps=5"), encoding="utf-8")
     evidence = read_evidence(other, blocks=folder)
     why = dict.fromkeys(gone, "no block has such a run")
-    assert {kept.path: kept.why for kept in evidence.outdated} == why | {
+    assert {record["file"]: why for record, why in evidence.outdated} == why | {
         started: "its config is another one now"
     }
 
@@ -124,22 +124,23 @@ def test_records_are_packed_and_found_again(tmp_path, folder):
               "grad_norm": []}  # fmt: skip
     paths = [keep(own, folder, "t", "it", seed, curves=curves) for seed in (16, 1)]
     keep(own, folder, "t", "dense", config_hash="0" * 16)  # does not count
-    before = {s: k.record for s, k in read_evidence(own, blocks=folder).kept["t", "it"].items()}
+    before = read_evidence(own, blocks=folder).values["t", "it"]
     assert pack(own, committed, folder) == [f"{committed}/t.jsonl: 2 more, 2 in all"]
     files = sorted(committed.iterdir())
     assert [path.name for path in files] == ["t.curves.csv", "t.jsonl"]
     assert files[0].read_text().splitlines()[:3] == [
         "run,quantity,step,value", "it-seed1,val_loss,0,0.1", "it-seed1,val_loss,2,"
     ]  # fmt: skip
-    packed = read_evidence(committed, own, blocks=folder).kept["t", "it"]
-    assert {seed: stored.line for seed, stored in packed.items()} == {1: 1, 16: 2}
-    assert packed[16].record == before[16] | {"file_sha256": sha256(paths[0])}
+    packed = read_evidence(committed, own, blocks=folder).values["t", "it"]
+    assert {seed: record["line"] for seed, record in packed.items()} == {1: 1, 16: 2}
+    place = {"file": committed / "t.jsonl", "line": 2}
+    assert packed[16] == before[16] | {"file_sha256": sha256(paths[0]), **place}
     assert pack(own, committed, folder) == []
     (run,) = [r for r in read_block("t", folder).runs(own) if (r.variant, r.seed) == ("it", 1)]
-    assert run.record(committed) == packed[1].record and run.record(tmp_path) is None
+    assert run.record(committed) == packed[1] and run.record(tmp_path) is None
     # One more, and one whose packed record does not count any more and gives way.
     keep(own, folder, "t", "it", 0, curves=curves)
-    (_, one), (_, other) = (read_packed(committed, "t")["it", seed] for seed in (1, 16))
+    one, other = (read_packed(committed, "t")["it", seed] for seed in (1, 16))
     write_packed(committed, "t", [one, other | {"config_hash": "0" * 16, "curves": {}}])
     check(committed, lambda: pack(own, committed, folder), 4)
     assert pack(own, committed, folder) == []

@@ -12,7 +12,7 @@ from experiments.runs.stats import mean, paired_interval
 from experiments.support.checkpoint import write_json
 from reproduce.__main__ import main as reproduce
 from reproduce.execute.blocks import BLOCKS, EVIDENCE, read_block
-from reproduce.execute.packed import read_packed
+from reproduce.execute.packed import PLACE, read_packed
 from reproduce.judge.claims import read_claims
 from reproduce.render.report import html, page, tables
 from reproduce.specs.table import read_tables
@@ -49,7 +49,8 @@ def made(tmp_path_factory):
     """The page as the command writes it, with a record of one's own beside the committed ones: it
     is outdated, and its name must be escaped."""
     runs = tmp_path_factory.mktemp("work") / "runs"
-    gone = read_packed(EVIDENCE, "a")["dense", 0][1] | {"variant": "<b>was"}
+    own = read_packed(EVIDENCE, "a")["dense", 0] | {"variant": "<b>was"}
+    gone = {key: value for key, value in own.items() if key not in PLACE}
     write_json(runs / "evidence" / "a" / "was-seed0.json", gone)
     assert reproduce(["report"], runs=runs) == 0
     return runs / "report" / "index.html"
@@ -123,7 +124,7 @@ def test_the_main_figure_as_a_file(tmp_path):
 
 
 def test_each_fp8_variant_is_compared_with_its_method_in_bf16(text):
-    losses = {key: r["metrics"]["val_loss"] for key, (_, r) in read_packed(EVIDENCE, "fp8").items()}
+    losses = {key: r["metrics"]["val_loss"] for key, r in read_packed(EVIDENCE, "fp8").items()}
     seeds = [seed for variant, seed in losses if variant == "ste"]
     differences = [losses["ste_fp8", seed] - losses["ste", seed] for seed in seeds]
     low, high = paired_interval(differences)
@@ -155,7 +156,7 @@ def test_the_shape_of_tables(text):
     heads = [one.partition(" ")[0] for one in re.findall(head, part)[:5]]
     assert heads == ["variant", "val_loss", "minus", "share", "verdict"]
     kept = read_packed(EVIDENCE, "a")
-    losses = [record["metrics"]["val_loss"] for _, record in kept.values()]
+    losses = [record["metrics"]["val_loss"] for record in kept.values()]
     assert all(f">{loss:.6f}<" in part for loss in losses) and "evidence/a.jsonl" in part
     main = read_block("a")
     left = len(main.variants) * len(main.seeds) - len(kept)

@@ -19,7 +19,7 @@ from reproduce.judge import Json
 from reproduce.judge.claims import Claims, Margin
 from reproduce.judge.scale import GapClosed, gap_closed
 from reproduce.judge.verdicts import differences, verdict
-from reproduce.records import Evidence, StoredRecord, Values
+from reproduce.records import Evidence, Values
 from reproduce.render.report.html import badge, interval, signed, slug
 
 NOTHING = "-"  # a cell without a value
@@ -39,17 +39,15 @@ class Shown:
     block: Block
     metric: str
     margin: Margin
-    variants: dict[str, dict[int, StoredRecord]]
+    variants: dict[str, dict[int, Json]]
     verdicts: dict[str, dict[int, list[str]]] = field(default_factory=dict)
 
     @cached_property
     def methods(self) -> dict[str, str]:
         """The method of each variant."""
-        given = {
-            variant: [o.removeprefix("method=") for o in own if o.startswith("method=")]
-            for variant, own in self.block.variants.items()
-        }
-        return {variant: "".join(names[-1:]) for variant, names in given.items()}
+        variants = self.block.variants.items()
+        given = {variant: dict(o.split("=", 1) for o in own) for variant, own in variants}
+        return {variant: chosen.get("method", "") for variant, chosen in given.items()}
 
     @cached_property
     def baseline(self) -> str:
@@ -74,13 +72,10 @@ class Shown:
         other = self.block.against.get(variant, self.baseline)
         return "" if other == variant else other
 
-    @cached_property
+    @property
     def values(self) -> Values:
-        """The contents of its records."""
-        return {
-            (self.block.name, variant): {seed: stored.record for seed, stored in seeds.items()}
-            for variant, seeds in self.variants.items()
-        }
+        """Its records by block and variant."""
+        return {(self.block.name, variant): seeds for variant, seeds in self.variants.items()}
 
     @cached_property
     def by_seed(self) -> dict[str, list[float]]:
@@ -101,7 +96,7 @@ class Shown:
         is compared with."""
         rows = {}
         for variant, seeds in self.variants.items():
-            numbers = [number(stored.record, self.metric) for stored in seeds.values()]
+            numbers = [number(record, self.metric) for record in seeds.values()]
             row = Summary(variant, len(numbers), mean(numbers), std(numbers))
             if paired := self.by_seed.get(variant):
                 low, high = paired_interval(paired)
@@ -139,13 +134,13 @@ class Shown:
     @property
     def paths(self) -> list[Path]:
         """The files of its records."""
-        stored = (one for seeds in self.variants.values() for one in seeds.values())
-        return list(dict.fromkeys(one.path for one in stored))
+        records = (record for seeds in self.variants.values() for record in seeds.values())
+        return list(dict.fromkeys(record["file"] for record in records))
 
 
 def shown_blocks(claims: Claims, evidence: Evidence, judged: Json) -> list[Shown]:
     """Every block that judges a claim or has records; pilots come last. judged: the verdicts."""
-    names = {block for block, _ in evidence.kept} | claims.metrics.keys()
+    names = {block for block, _ in evidence.values} | claims.metrics.keys()
     shown = []
     for name in sorted(names, key=lambda name: (name.startswith("pilot"), name)):
         block, verdicts = read_block(name), dict[str, dict[int, list[str]]]()
@@ -153,7 +148,7 @@ def shown_blocks(claims: Claims, evidence: Evidence, judged: Json) -> list[Shown
             for c in (c for c in claim["contrasts"] if c["block"] == name):
                 of_claim = verdicts.setdefault(c["variant"], {}).setdefault(claim["id"], [])
                 of_claim.append(c["verdict"])
-        kept = {v: evidence.kept.get((name, v), {}) for v in block.variants}
+        kept = {v: evidence.values.get((name, v), {}) for v in block.variants}
         there = {v: dict(sorted(seeds.items())) for v, seeds in kept.items() if seeds}
         metric = claims.metrics.get(name, "metrics.val_loss")
         shown.append(Shown(block, metric, claims.margin, there, verdicts))
@@ -213,9 +208,9 @@ def table_of_seeds(shown: Shown) -> Table:
     """The value of every run of a block, and the code and devices that made them."""
     rows = []
     for variant, seeds in shown.variants.items():
-        values = {seed: s.record["metrics"][shown.quantity] for seed, s in seeds.items()}
+        values = {seed: r["metrics"][shown.quantity] for seed, r in seeds.items()}
         numbers = {seed: "not finite" if v is None else f"{v:.6f}" for seed, v in values.items()}
-        made = [stored.record["environment"] for stored in seeds.values()]
+        made = [record["environment"] for record in seeds.values()]
         code = [(e["git_revision"] or "unknown")[:7] + "+" * bool(e["git_dirty"]) for e in made]
         row = {"variant": variant}
         row |= {f"seed {seed}": numbers.get(seed, NOTHING) for seed in shown.block.seeds}
