@@ -25,15 +25,11 @@ NAMED = 5  # so many missing runs are named in the printed line
 
 @dataclass(frozen=True)
 class Made:
-    """The state of a table's tier after an attempt to make it.
+    """The state of a table's tier after an attempt to make it."""
 
-    jobs: number of trainings, benchmarks and measurements that it consists of. done: how many of
-    them are finished. reason: why the table could not be made; "" if it could.
-    """
-
-    jobs: int = 0
-    done: int = 0
-    reason: str = ""
+    jobs: int = 0  # number of trainings, benchmarks and measurements that it consists of
+    done: int = 0  # how many of them are finished
+    reason: str = ""  # why the table could not be made
 
     @property
     def complete(self) -> bool:
@@ -125,14 +121,17 @@ def not_offered(table: Table, tier: str) -> str:
 
 
 def attempt(table: Table, tier: str, runs: Path, launch: Launch | None = None) -> Made:
-    """Make a tier of a table as `make` does. A `UserError` is printed as one line and returned as
-    the reason, so that the next table can be made."""
+    """Make a tier of a table as `make` does. An error is printed and returned as the reason, so
+    that the next table can be made."""
     try:
         return make(table, tier, runs, launch)
     except UserError as error:
         reason = one_line(error)
         print(f"error: {reason}", file=sys.stderr)
-        return Made(reason=reason)
+    except Exception as error:  # a defect in one table must not prevent the others
+        traceback.print_exc()
+        reason = f"{type(error).__name__}: {one_line(error)}"
+    return Made(reason=reason)
 
 
 def make_all(tables: list[Table], tier: str, runs: Path, launch: Launch | None = None) -> bool:
@@ -150,12 +149,7 @@ def make_all(tables: list[Table], tier: str, runs: Path, launch: Launch | None =
     for number, table in enumerate(wanted, 1):
         print(f"== [{number}/{len(wanted)}] {table.name}", flush=True)
         start = time.monotonic()
-        try:
-            made = attempt(table, tier, runs, launch)
-        except Exception as error:  # a defect in one table must not prevent the others
-            traceback.print_exc()
-            made = Made(reason=f"{type(error).__name__}: {one_line(error)}")
-        ended[table.name] = made
+        made = ended[table.name] = attempt(table, tier, runs, launch)
         status = "complete" if made.complete else "failed" if made.reason else "incomplete"
         minutes = f"{(time.monotonic() - start) / 60:.1f}"
         lines.append(Line([table.name], [status, f"{made.done} of {made.jobs}", minutes]))

@@ -141,17 +141,12 @@ def _trained(record: dict[str, Any]) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Collected:
-    """A table whose tier shows a block, with the block's records.
+    """A table whose tier shows a block, with the block's records."""
 
-    table: the table, with the seeds of the block. runs: the records of its rows, in the form of
-    runs. missing: the seeds without a record, by variant. warnings: lines on records that do not
-    count.
-    """
-
-    table: Table
-    runs: list[PlacedRun] = field(default_factory=list)
-    missing: dict[str, list[int]] = field(default_factory=dict)
-    warnings: list[str] = field(default_factory=list)
+    table: Table  # with the seeds of the block
+    runs: list[PlacedRun] = field(default_factory=list)  # the records of its rows, as runs
+    missing: dict[str, list[int]] = field(default_factory=dict)  # seeds without one, by variant
+    warnings: list[str] = field(default_factory=list)  # on records that do not count
 
 
 def collect(

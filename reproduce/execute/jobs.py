@@ -29,18 +29,14 @@ INPUTS = "smoke_tasks"  # folder below that of the runs, written by smoke_tasks.
 
 @dataclass(eq=False)
 class Job:
-    """One training, benchmark or measurement.
-
-    runs: the folder of all runs. source: the job whose finished run this one starts from or
-    measures; the path of that run is passed as the override `source_key`.
-    """
+    """One training, benchmark or measurement."""
 
     label: str
     driver: str
     overrides: list[str]
-    runs: Path
-    source: Job | None = None
-    source_key: str = ""
+    runs: Path  # the folder of all runs
+    source: Job | None = None  # whose finished run this one starts from or measures
+    source_key: str = ""  # of the override that takes the path of that run
     _config: Any = field(default=None, repr=False)
 
     def __str__(self) -> str:
@@ -110,13 +106,10 @@ class Place:
 
 @dataclass(frozen=True)
 class Plan:
-    """All jobs of a table in the order in which they run.
-
-    places: the jobs of each place: its training or benchmark, and its measurements by `<measure>`
-    or `<measure>.<task>`.
-    """
+    """All jobs of a table in the order in which they run."""
 
     jobs: list[Job]
+    # Each training or benchmark, and its measurements by `<measure>` or `<measure>.<task>`.
     places: dict[Place, tuple[Job, dict[str, Job]]]
 
 
@@ -182,16 +175,13 @@ def quoted(path: Path) -> str:
 
 @dataclass(frozen=True)
 class PlacedRun:
-    """A finished training or benchmark, and its place in a table.
-
-    result: the content of its `result.json`. log: the entries of its `metrics.jsonl`. measures: the
-    content of the `result.json` of each of its measurements, by `<measure>` or `<measure>.<task>`.
-    """
+    """A finished training or benchmark, and its place in a table."""
 
     place: Place
     directory: Path
-    result: dict[str, Any]
-    log: list[dict[str, Any]]
+    result: dict[str, Any]  # the content of its `result.json`
+    log: list[dict[str, Any]]  # the entries of its `metrics.jsonl`
+    # The `result.json` of each of its measurements, by `<measure>` or `<measure>.<task>`.
     measures: dict[str, dict[str, Any]]
 
 
@@ -199,12 +189,9 @@ def finished_runs(plan: Plan) -> list[PlacedRun]:
     """The finished runs of a plan, in the order of the table's places."""
     runs = []
     for place, (job, measures) in plan.places.items():
-        result = job.result()
-        if result is None:
-            continue
-        directory = job.config.directory()
-        log = read_metrics(directory / "metrics.jsonl")
-        results = {part: measure.result() for part, measure in measures.items()}
-        finished = {part: content for part, content in results.items() if content is not None}
-        runs.append(PlacedRun(place, directory, result, log, finished))
+        if (result := job.result()) is not None:
+            directory = job.config.directory()
+            log = read_metrics(directory / "metrics.jsonl")
+            found = {part: own for part, one in measures.items() if (own := one.result())}
+            runs.append(PlacedRun(place, directory, result, log, found))
     return runs

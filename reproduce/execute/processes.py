@@ -16,14 +16,13 @@ PATIENCE = 60.0  # seconds that a run may take to save its checkpoint
 
 @dataclass(frozen=True)
 class Launch:
-    """How jobs are started as processes. words: the beginning of a training's command, such as
-    torchrun and its options; () = Python. per_gpu: so many jobs run at once on each GPU, or on the
-    CPU if there is none; None = one after the other, which see all GPUs. prints: the commands of
-    missing runs are printed instead."""
+    """How jobs are started as processes."""
 
+    # The beginning of a training's command, such as torchrun and its options; () = Python.
     words: tuple[str, ...] = ()
+    # So many jobs at once on each GPU, or on the CPU; None = one after the other on all GPUs.
     per_gpu: int | None = None
-    prints: bool = False
+    prints: bool = False  # the commands of missing runs are printed instead
 
     def places(self) -> list[str | None]:
         """The GPU of each job that runs at the same time; None = all, or the CPU."""
@@ -31,14 +30,10 @@ class Launch:
 
 
 class Process:
-    """A process that runs a command. If this process dies, however it does, it gets SIGTERM, where
-    there is Linux's setpriv.
+    """A process that runs a command, whose output is appended to `log`. If this process dies,
+    however it does, it gets SIGTERM, where there is Linux's setpriv.
 
-    Args:
-        command: in words.
-        log: the file to which its output is appended.
-        gpu: the only one that it sees; None = all.
-        at_once: so many processes share the CPU.
+    gpu: the only one that it sees; None = all. at_once: so many processes share the CPU.
     """
 
     def __init__(

@@ -31,13 +31,12 @@ SCORES = ("val_top1", "knn_top1", "linear_top1")  # percent, for runs on images
 
 @dataclass(eq=False)
 class Task:
-    """A job to run. result: the result of the job, once it is finished and kept. count: how many
-    runs share it."""
+    """A job to run."""
 
     job: Job
     label: str
-    result: Callable[[], dict[str, Any] | None]
-    count: int = 1
+    result: Callable[[], dict[str, Any] | None]  # of the job, once it is finished and kept
+    count: int = 1  # how many runs share it
 
 
 def execute(jobs: list[Job], report: Report, launch: Launch | None = None) -> int:

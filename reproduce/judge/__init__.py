@@ -17,20 +17,9 @@ from typing import Any
 from experiments.support.checkpoint import write_json
 from experiments.support.errors import UserError
 from reproduce.execute.blocks import EVIDENCE
-from reproduce.judge import scale, text
+from reproduce.judge import scale, text, verdicts
 from reproduce.judge.claims import Claim, Claims, read_claims
-from reproduce.judge.verdicts import (
-    CONFIRMED,
-    NOT_TESTED,
-    SHOWN,
-    Judged,
-    Measured,
-    judge,
-    judge_speed,
-    pairs,
-    verdict,
-    with_planned,
-)
+from reproduce.judge.verdicts import Judged, Measured
 from reproduce.records import Values, read_evidence, setting
 from reproduce.specs.reading import MEASURED
 
@@ -49,7 +38,7 @@ def content(claims: Claims, values: Values, measured: Path = MEASURED) -> Json:
     ]
     # Defects have no verdict, so that two seeds are enough.
     released = dataclasses.replace(claims, seeds=2)
-    defects = judge(released, Claim(0, "", "", "", claims.released), values)
+    defects = verdicts.judge(released, Claim(0, "", "", "", claims.released), values)
     return {
         "rules": {key: plain(getattr(claims, key)) for key in RULES},
         "blocks": [gap for gap in gaps if gap is not None],
@@ -73,15 +62,16 @@ def plain(value: Any) -> Any:
 
 
 def _claim(claims: Claims, claim: Claim, values: Values, folder: Path) -> Json:
-    claim = with_planned(claims, claim, values)
-    judged = judge(claims, claim, values)
-    measured = [judge_speed(claims, speed, folder) for speed in claim.measured]
+    claim = verdicts.with_planned(claims, claim, values)
+    judged = verdicts.judge(claims, claim, values)
+    measured = [verdicts.judge_speed(claims, speed, folder) for speed in claim.measured]
     parts: list[Judged | Measured] = [*judged, *measured]
-    parts = [part for part in parts if part.verdict != SHOWN]
+    parts = [part for part in parts if part.verdict != verdicts.SHOWN]
     counts = Counter(part.verdict for part in parts)
-    found, calm = verdict(counts), verdict([(j.without or j).verdict for j in judged])
+    found = verdicts.verdict(counts)
+    calm = verdicts.verdict([(j.without or j).verdict for j in judged])
     where = " and ".join(dict.fromkeys(part.where for part in parts if part.where))
-    if found == NOT_TESTED:
+    if found == verdicts.NOT_TESTED:
         no_margin = any(part.why.startswith("no margin") for part in parts)
         where = "(no margin)" if no_margin else ""
     diverged = any(j.without for j in judged)
@@ -100,7 +90,7 @@ def _claim(claims: Claims, claim: Claim, values: Values, folder: Path) -> Json:
             for block, variant in variants
             if (rate := claims.rates.get(block, {}).get(variant))
         },
-        "settles": "" if found == CONFIRMED else claim.settles,
+        "settles": "" if found == verdicts.CONFIRMED else claim.settles,
         "contrasts": [plain(j) | {"gap_closed": _gap_closed(claims, j, values)} for j in judged],
         "measured": [plain(m) for m in measured],
     }
@@ -113,7 +103,7 @@ def _at(claim: Claim, values: Values, devices: list[str]) -> str:
     compared = {
         (c.block, variant, seed): record
         for c in claim.contrasts
-        for seed, two in pairs(values, c).items()
+        for seed, two in verdicts.pairs(values, c).items()
         for variant, record in zip((c.variant, c.against), two, strict=True)
     }
     words = setting(compared[run] for run in sorted(compared))

@@ -21,12 +21,12 @@ ENOUGH = 5.0
 @dataclass(frozen=True)
 class GapClosed:
     """g = (L - L_dense) / (L_half - L_dense) of a loss or an accuracy L: 0 is as good as dense, 1
-    as bad as half the width. low, high: Fieller's interval over the n seeds that all three have."""
+    as bad as half the width."""
 
     value: float
-    low: float
+    low: float  # Fieller's interval
     high: float
-    n: int
+    n: int  # the seeds that all three have
 
 
 def gap_closed(

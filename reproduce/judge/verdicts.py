@@ -14,14 +14,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
-from experiments.runs.stats import (
-    equivalence_p_value,
-    excludes_zero,
-    holm,
-    mean,
-    p_value,
-    paired_interval,
-)
+from experiments.runs import stats
 from experiments.support.results import number
 from reproduce.judge.claims import Claim, Claims, Contrast, Speed
 from reproduce.records import Values, model
@@ -145,8 +138,8 @@ def _adjusted(effects: list[E], level: float) -> list[tuple[E, int]]:
     """The effects with p-values adjusted for the number of tested ones, each with the certainty of
     its sign as in `by_size`."""
     tested = [e for e in effects if not e.why]
-    expected = iter(holm([e.p_expected for e in tested]))
-    contrary = iter(holm([e.p_contrary for e in tested]))
+    expected = iter(stats.holm([e.p_expected for e in tested]))
+    contrary = iter(stats.holm([e.p_contrary for e in tested]))
     found = []
     for e in effects:
         if not e.why:
@@ -251,13 +244,15 @@ def _tested(claims: Claims, c: Contrast, values: Values) -> Judged:
     if c.expect == "equal":
         return equality
     judged = replace(judged, margin=equality.margin, equal=equality.equal)
-    return _with_p(judged, (judged.effect < 0) == (c.expect == "lower"), p_value(paired))
+    return _with_p(judged, (judged.effect < 0) == (c.expect == "lower"), stats.p_value(paired))
 
 
 def _with_effect(judged: Judged, by_seed: dict[int, float]) -> Judged:
     paired = list(by_seed.values())
-    low, high = paired_interval(paired)
-    return replace(judged, n=len(paired), effect=mean(paired), low=low, high=high, by_seed=by_seed)
+    low, high = stats.paired_interval(paired)
+    return replace(
+        judged, n=len(paired), effect=stats.mean(paired), low=low, high=high, by_seed=by_seed
+    )
 
 
 def _tested_for_equality(claims: Claims, judged: Judged, values: Values) -> Judged:
@@ -270,18 +265,18 @@ def _tested_for_equality(claims: Claims, judged: Judged, values: Values) -> Judg
     by_seed = {s: difference for s, difference in judged.by_seed.items() if s in gaps}
     paired, gap = list(by_seed.values()), [gaps[s] for s in by_seed]
     why = _untestable(claims, half, gap)
-    if not why and not excludes_zero(*paired_interval(gap, 1 - claims.level)):
+    if not why and not stats.excludes_zero(*stats.paired_interval(gap, 1 - claims.level)):
         why = f"{rule.upper} does not differ significantly from {rule.lower}"
     if why:  # a share of a gap that may be zero means nothing
         return replace(judged, why=f"no margin: {why}")
     # The ends of the margin seed by seed, because the gap has an error as the difference has.
-    ends = [math.copysign(rule.share, mean(gap)) * one for one in gap]
-    above = p_value([d - end for d, end in zip(paired, ends, strict=True)], side="above")
-    below = p_value([d + end for d, end in zip(paired, ends, strict=True)], side="below")
-    p = equivalence_p_value(paired, ends)
+    ends = [math.copysign(rule.share, stats.mean(gap)) * one for one in gap]
+    above = stats.p_value([d - end for d, end in zip(paired, ends, strict=True)], side="above")
+    below = stats.p_value([d + end for d, end in zip(paired, ends, strict=True)], side="below")
+    p = stats.equivalence_p_value(paired, ends)
     return replace(
         _with_effect(judged, by_seed),
-        margin=rule.share * abs(mean(gap)),
+        margin=rule.share * abs(stats.mean(gap)),
         equal=p < claims.level,
         p_expected=p,
         p_contrary=min(1.0, 2 * min(above, below)),  # the difference may lie beyond either end
@@ -340,17 +335,17 @@ def _row(
     if not speed.than:
         # A count has no error, however often it was made.
         values = list(repeats.values())[: 1 if speed.kind == "counted" else None]
-        low, high = paired_interval(values)
-        return replace(row, n=len(values), effect=mean(values), low=low, high=high)
+        low, high = stats.paired_interval(values)
+        return replace(row, n=len(values), effect=stats.mean(values), low=low, high=high)
     other = label.removesuffix(speed.rows) + speed.than
     both = sorted(repeats.keys() & ours.get(other, {}).keys())
     logs = [math.log(repeats[seed] / ours[other][seed]) for seed in both]
-    middle = mean(logs) if logs else math.nan
-    low, high = map(math.exp, paired_interval(logs))
+    middle = stats.mean(logs) if logs else math.nan
+    low, high = map(math.exp, stats.paired_interval(logs))
     quotient = paper[label] / paper[other] if {label, other} <= paper.keys() else None
     n, effect = len(both), math.exp(middle)
     row = replace(row, n=n, effect=effect, low=low, high=high, published=quotient)
-    return _with_p(row, middle > 0, p_value(logs))
+    return _with_p(row, middle > 0, stats.p_value(logs))
 
 
 def _judged_row(claims: Claims, speed: Speed, row: Row, certain: int) -> Row:

@@ -32,33 +32,24 @@ PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 class Times(dict[str, float]):
     """Milliseconds of calls that took turns, by name. load: the GPU's SM clock in MHz and its power
-    in W meanwhile, as metrics."""
+    in W meanwhile, as metrics. launched: a description of how the calls were launched."""
 
     def __init__(self, times: Mapping[str, Time]) -> None:
         super().__init__((name, time.ms) for name, time in times.items())
-        first, self.clocks = next(iter(times.values())), {time.clock for time in times.values()}
+        first = next(iter(times.values()))
         self.load: Metrics = {"sm_mhz": first.mhz, "watts": first.watts}
-
-    @property
-    def launched(self) -> str:
-        """A description of how the calls were launched."""
-        return " and ".join(sorted(LAUNCHED[clock] for clock in self.clocks))
+        self.launched = " and ".join(sorted({LAUNCHED[time.clock] for time in times.values()}))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Base:
-    """The settings of every measure.
-
-    precision: dtype of weights and products on a GPU, bf16 or fp16; a CPU uses fp32.
-    repeats: samples of each time.
-    device: `auto`, or `cuda` to require a GPU.
-    """
+    """The settings of every measure."""
 
     what: ClassVar[str]  # the name of the measure
     products: ClassVar[tuple[str, ...]] = ("cusparselt",)  # one of which must be there on a GPU
-    precision: str = "bf16"
-    repeats: int = 7
-    device: str = "auto"
+    precision: str = "bf16"  # of weights and products on a GPU, or fp16; a CPU uses fp32
+    repeats: int = 7  # samples of each time
+    device: str = "auto"  # or `cuda` to require a GPU
     threads: int = 2
     seed: int = 0
     tier: str = "none"
@@ -117,18 +108,14 @@ class Base:
 
 @dataclass(frozen=True, kw_only=True)
 class Layer(Base):
-    """The settings of a measure of a layer on batch * length tokens.
-
-    inner: width of the feed-forward network; null = 4 * width.
-    shrink: divisor of width and inner, for small tiers.
-    """
+    """The settings of a measure of a layer on batch * length tokens."""
 
     batch: int = 1
     length: int = 1
     width: int = 0
-    inner: int | None = None
+    inner: int | None = None  # width of the feed-forward network; null = 4 * width
     heads: int = 1
-    shrink: int = 1
+    shrink: int = 1  # divisor of width and inner, for small tiers
 
     def __post_init__(self) -> None:
         for name in ("width", "inner"):
@@ -153,12 +140,9 @@ class Layer(Base):
 
 @dataclass(frozen=True, kw_only=True)
 class MethodLayer(Layer):
-    """The settings of a measure of a layer under a method.
+    """The settings of a measure of a layer under a method."""
 
-    method: a key of experiments.bench.variants.VARIANTS, or the name of a method.
-    """
-
-    method: str
+    method: str  # a key of experiments.bench.variants.VARIANTS, or the name of a method
 
     @property
     def ends_dense(self) -> bool:

@@ -24,23 +24,8 @@ from methods.nn.gemms import groups_of, sample_tokens
 from methods.nn.linear import MaskedLinear
 from models import transformer
 from models.gpt2 import MLP, SIZES, Block
-from reproduce.measure.base import (
-    BUFFERS,
-    Base,
-    Layer,
-    LlamaLayer,
-    MethodLayer,
-    Metrics,
-    Report,
-    Result,
-    adapting,
-    bench,
-    gate,
-    inference_speedup,
-    ranks_of,
-    step_ms,
-    to_compare,
-)
+from reproduce.measure import base
+from reproduce.measure.base import Base, Layer, MethodLayer, Metrics, Report, Result
 
 MICRO_STEPS = 64  # forward and backward passes in one iteration of the logs of FST's authors
 
@@ -48,8 +33,8 @@ MICRO_STEPS = 64  # forward and backward passes in one iteration of the logs of 
 def linears(config: MethodLayer) -> tuple[Bench, Bench]:
     """A linear width -> inner, dense and under the config's method, after its products agreed."""
     of = ((config.tokens, config.width, config.ffn), config.dtype, config.on, config.matmul)
-    gate(config.method, *of)
-    return linear.build("dense", *of, BUFFERS), linear.build(config.method, *of, BUFFERS)
+    base.gate(config.method, *of)
+    return linear.build("dense", *of, base.BUFFERS), linear.build(config.method, *of, base.BUFFERS)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,10 +74,10 @@ class GPT2Block(MethodLayer):
         calls: dict[str, Call] = {}
         for part, build in built.items():
             dense, sparse[part] = (
-                bench(self, n, build, ("*mlp.*",)) for n in ("dense", self.method)
+                base.bench(self, n, build, ("*mlp.*",)) for n in ("dense", self.method)
             )
             trained = {} if self.ends_dense else {"sparse": sparse[part]}
-            named = to_compare(dense, sparse[part], trained).items()
+            named = base.to_compare(dense, sparse[part], trained).items()
             calls |= {f"{part} {name}": call for name, call in named}
         found = self.in_turns(calls)
         metrics = found.load
@@ -102,8 +87,8 @@ class GPT2Block(MethodLayer):
                 f"{part}_dense_ms": MICRO_STEPS * times["dense"],
                 f"{part}_sparse_ms": MICRO_STEPS * times["products"],
                 f"{part}_speedup": times["dense"] / times["products"],
-                f"{part}_step_speedup": times["dense"] / step_ms(times, sparse[part]),
-                f"{part}_inference_speedup": inference_speedup(times, "sparse"),
+                f"{part}_step_speedup": times["dense"] / base.step_ms(times, sparse[part]),
+                f"{part}_inference_speedup": base.inference_speedup(times, "sparse"),
             }
         return metrics, f"{sparse[part].converted.used}, {found.launched}"
 
@@ -115,34 +100,33 @@ class Decoder(MethodLayer):
     Memory is what stays allocated: in training weights, gradients, the moments of AdamW in fp32,
     masks, packed and dense operands; at inference the weights as they are stored. Activations are
     not included.
-
-    kv_heads: number of key and value heads of a LLaMA layer; null = a GPT-2 block, which has OPT's
-        shapes.
-    ranks: ranks of adapters at inference, in percent of the width.
     """
 
     what: ClassVar[str] = "decoder"
-    kv_heads: int | None = None
-    ranks: tuple[float, ...] = ()
+    kv_heads: int | None = None  # of a LLaMA layer; null = a GPT-2 block, which has OPT's shapes
+    ranks: tuple[float, ...] = ()  # of adapters at inference, in percent of the width
 
     def measure(self, _: Report) -> Result:
         include = ("*",) if self.method == "slope" else ("*mlp.*",)
 
         def build() -> nn.Module:
-            return LlamaLayer(self) if self.kv_heads else Block(self.block)
+            return base.LlamaLayer(self) if self.kv_heads else Block(self.block)
 
-        dense, sparse = (bench(self, name, build, include) for name in ("dense", self.method))
-        trained, ranks = {} if self.ends_dense else {"": sparse}, ranks_of(self.width, self.ranks)
+        dense, sparse = (base.bench(self, name, build, include) for name in ("dense", self.method))
+        trained, ranks = (
+            {} if self.ends_dense else {"": sparse},
+            base.ranks_of(self.width, self.ranks),
+        )
         for end, rank in ranks.items() if trained else ():
-            trained[end] = bench(self, self.method, build, include, **adapting(rank))
-        times = self.in_turns(to_compare(dense, sparse, trained))
+            trained[end] = base.bench(self, self.method, build, include, **base.adapting(rank))
+        times = self.in_turns(base.to_compare(dense, sparse, trained))
         metrics: Metrics = {
-            "train_speedup": times["dense"] / step_ms(times, sparse),
+            "train_speedup": times["dense"] / base.step_ms(times, sparse),
             "train_memory": training_bytes(sparse) / training_bytes(dense),
             **times.load,
         }
         for end in ("", *ranks):
-            metrics[f"inference_speedup{end}"] = inference_speedup(times, end)
+            metrics[f"inference_speedup{end}"] = base.inference_speedup(times, end)
             memory = stored_bytes(trained[end]) / stored_bytes(dense) if trained else 1.0
             metrics[f"inference_memory{end}"] = memory
         return metrics, f"{sparse.converted.used}, {times.launched}"
@@ -174,7 +158,8 @@ class SlowDown(Layer):
 
     def measure(self, _: Report) -> Result:
         dense, sparse = (
-            bench(self, name, lambda: Block(self.block), ("*",)) for name in ("dense", "bi_mask")
+            base.bench(self, name, lambda: Block(self.block), ("*",))
+            for name in ("dense", "bi_mask")
         )
         converted, period = sparse.converted, sparse.converted.method.config.permute_every
         steps: dict[str, Call] = {"step": partial(sparse.whole, step=1)}
@@ -252,25 +237,22 @@ class Training(Base):
     The time of a step is the sum of what is timed: a step of one micro-batch with all hooks and
     AdamW, the further micro-batches, and the step's share of the mask search. For `run_speedup` the
     last sixth of the steps is dense, as in FST's trainings.
-
-    model: a size of GPT-2, `transformer_SIZE` or `deit_base`.
-    accumulate: micro-batches per step. steps: steps of a whole training.
     """
 
     what: ClassVar[str] = "train"
     method: str
-    model: str
+    model: str  # a size of GPT-2, `transformer_SIZE` or `deit_base`
     batch: int = 1
     length: int = 1
-    accumulate: int = 1
-    steps: int = 0
+    accumulate: int = 1  # micro-batches per step
+    steps: int = 0  # of a whole training
 
     def measure(self, report: Report) -> Result:
         job = workload(self)
         built: dict[str, Step] = {}
         for name in ("dense", self.method):
             for widths in job.linears if name != "dense" else ():
-                gate(name, (job.tokens, *widths), self.dtype, self.on, self.matmul)
+                base.gate(name, (job.tokens, *widths), self.dtype, self.on, self.matmul)
             built[name] = Step(name, job, self.on, self.matmul)
             for _ in range(2):  # warm up; its blocks are not compiled
                 built[name].ordinary(0)

@@ -42,7 +42,8 @@ class Product(MethodLayer):
         if setup.method != "dense":
             mask = nm_mask(w.to(self.dtype))
             w = (w.to(self.dtype) * mask).to(w.dtype)
-        call, used = partial(multiply, x, w, self.dtype), "dense"
+        call: Call = partial(multiply, x, w, self.dtype)
+        used = "dense"
         if setup.method != "dense" and unavailable("cusparselt", self.on, w.dtype) is None:
             packed, used = pack24(w, mask, layout=library_layout(self.on)), "cusparselt"
             call = rotating(partial(linear24, packed, out_dtype=self.dtype), [(a,) for a in x])

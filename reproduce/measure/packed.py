@@ -22,17 +22,8 @@ from models import packed
 from models.decoding import Decoder
 from models.gpt2 import MLP
 from models.packed import Limits, PackedProduct
-from reproduce.measure.base import (
-    BUFFERS,
-    Layer,
-    MethodLayer,
-    Metrics,
-    Report,
-    Result,
-    Times,
-    bench,
-    llama_config,
-)
+from reproduce.measure import base
+from reproduce.measure.base import Layer, MethodLayer, Metrics, Report, Result, Times
 
 
 @torch.no_grad()
@@ -130,7 +121,7 @@ class Kernels(Layer):
         generator = torch.Generator(self.on).manual_seed(self.seed)
 
         def normal(*size: int) -> list[Tensor]:
-            size = (BUFFERS, *size)
+            size = (base.BUFFERS, *size)
             return list(torch.randn(size, device=self.on, generator=generator).to(self.dtype))
 
         xs, ws = normal(self.tokens, self.width), normal(self.ffn, self.width)
@@ -162,7 +153,8 @@ class PackedMLP(MethodLayer):
 
     def measure(self, _: Report) -> Result:
         dense, sparse = (
-            bench(self, name, lambda: MLP(self.block), ("*",)) for name in ("dense", self.method)
+            base.bench(self, name, lambda: MLP(self.block), ("*",))
+            for name in ("dense", self.method)
         )
         inputs = [x.detach().flatten(0, 1) for x in dense.inputs]
         calls: dict[str, Call] = {"dense": dense.forward_backward, "sparse": sparse.whole}
@@ -225,7 +217,7 @@ class Decoding:
 def llama(config: Decode) -> Any:
     """A LLaMA of the config's shape with random weights."""
     vocab_size = 32_000 if config.on.type == "cuda" else 320
-    shape = llama_config(config, config.layers, vocab_size)
+    shape = base.llama_config(config, config.layers, vocab_size)
     from transformers import AutoModelForCausalLM
 
     torch.manual_seed(config.seed)

@@ -31,17 +31,13 @@ COMPILED = {"max_autotune": True, "max_autotune_gemm_backends": "ATEN"}
 
 @dataclass(frozen=True, kw_only=True)
 class Images(Base):
-    """An encoder and its batch.
-
-    model: the name of a model in timm, whose `width` and `heads` are changed if they are given.
-    image: side of the images in pixels.
-    """
+    """An encoder and its batch."""
 
     batch: int = 1
-    width: int = 0
+    width: int = 0  # of the model, with `heads`, if it is not that of timm
     heads: int = 1
-    model: str
-    image: int = 1024
+    model: str  # its name in timm
+    image: int = 1024  # side of the images in pixels
 
     @property
     def tokens(self) -> int:
@@ -61,15 +57,14 @@ class EncoderTraining(Images):
     method: str
 
     def measure(self, report: Report) -> Result:
-        already = allocated(self.on)  # by earlier measurements, such as cuBLAS's workspaces
         images = random_images(self)
         built: dict[str, Bench] = {}
         held: dict[str, int] = {}  # bytes between steps
         metrics: Metrics = {"launched_speedup": None}
         for label, name in {"dense": "dense", "sparse": self.method}.items():
-            before = allocated(self.on)
+            before = torch.cuda.memory_allocated()
             built[label] = encoder_bench(name, images, self)
-            held[label] = allocated(self.on) - before
+            held[label] = torch.cuda.memory_allocated() - before
             metrics |= {f"{label}_launched_ms": None, f"{label}_gb": None}
         calls: dict[str, Call] = {label: one.whole for label, one in built.items()}
         with sdpa_kernel(ATTENTION):
@@ -81,8 +76,7 @@ class EncoderTraining(Images):
                 for label, one in built.items():
                     compile_blocks(label, one, {"options": COMPILED})
                 for label, one in built.items():
-                    others = already + sum(held.values()) - held[label]
-                    metrics[f"{label}_gb"] = peak(one, others) / 1e9
+                    metrics[f"{label}_gb"] = peak(one, held[label]) / 1e9
             times = self.in_turns(calls, 1)
         metrics |= times.load | {f"{label}_ms": ms for label, ms in times.items()}
         metrics["speedup"] = times["dense"] / times["sparse"]
@@ -121,11 +115,7 @@ def encoder_bench(name: str, images: Tensor, config: EncoderTraining) -> Bench:
 
 
 def compile_blocks(name: str, built: Bench, how: dict[str, Any]) -> None:
-    """Compile the blocks, which share their code.
-
-    Args:
-        how: arguments of torch.compile.
-    """
+    """Compile the blocks, which share their code. how: arguments of torch.compile."""
     built.whole(0)
     want = built.found()
     blocks: Any = built.converted.model.blocks
@@ -137,15 +127,11 @@ def compile_blocks(name: str, built: Bench, how: dict[str, Any]) -> None:
     built.clear()
 
 
-def allocated(device: torch.device) -> int:
-    """Bytes that torch has allocated on a GPU; 0 on a CPU."""
-    return torch.cuda.memory_allocated() if device.type == "cuda" else 0
-
-
-def peak(built: Bench, others: int) -> int:
-    """Peak bytes that torch has allocated during a step, minus `others`, the bytes that are not
-    this model's."""
+def peak(built: Bench, held: int) -> int:
+    """Peak bytes that torch has allocated during a step for this model, which has `held` bytes
+    between steps."""
     built.clear()
+    others = torch.cuda.memory_allocated() - held
     torch.cuda.reset_peak_memory_stats()
     built.whole(0)
     built.clear()

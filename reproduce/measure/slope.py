@@ -25,16 +25,8 @@ from methods.nn import operands
 from methods.nn.compressed import CompressedLinear
 from methods.nn.operands import Dense, Packed
 from models.gpt2 import Block
-from reproduce.measure.base import (
-    BUFFERS,
-    Layer,
-    Report,
-    Result,
-    adapting,
-    bench,
-    evaluating,
-    ranks_of,
-)
+from reproduce.measure import base
+from reproduce.measure.base import Layer, Report, Result
 
 SHARES = (1.0, 2.0, 5.0, 10.0)  # ranks of low-rank products, in percent of the width
 # Plain attention writes the whole matrix of scores to memory; fused attention does not.
@@ -111,7 +103,7 @@ class Shapes(Layer):
         for name, shape in shapes.items():
             with self.on:
                 w = torch.randn(shape, dtype=self.dtype) / math.sqrt(shape[1])
-                x = list(torch.randn(BUFFERS, self.tokens, shape[1], dtype=self.dtype))
+                x = list(torch.randn(base.BUFFERS, self.tokens, shape[1], dtype=self.dtype))
             pruned = torch.where(nm_mask(w), w, 0.0)
             sparse: dict[str, Any] = {name: whole(pruned, packed)}
             if name == "upsample":
@@ -127,7 +119,7 @@ class Shapes(Layer):
         for kind in (*shapes, "tiled"):
             dense = times[f"dense {'upsample' if kind == 'tiled' else kind}"]
             metrics[f"{kind}_speedup"] = dense / times[f"sparse {kind}"]
-        for end in ranks_of(size, SHARES):
+        for end in base.ranks_of(size, SHARES):
             metrics[f"rank{end}_speedup"] = times["rank full"] / times[f"rank{end}"]
         metrics |= {"setup_ms": times["setup"], "multiply_ms": multiply}
         metrics["setup_over_multiply"] = times["setup"] / multiply
@@ -155,7 +147,7 @@ def low_rank(x: list[Tensor], config: Shapes) -> dict[str, Call]:
     def two_products(left: Tensor, right: Tensor, i: int) -> Tensor:
         return F.linear(F.linear(x[i], left), right)
 
-    for name, rank in {**ranks_of(size, SHARES), " full": size}.items():
+    for name, rank in {**base.ranks_of(size, SHARES), " full": size}.items():
         with config.on:
             left, right = (torch.randn(s, dtype=config.dtype) for s in ((rank, size), (size, rank)))
         calls[f"rank{name}"] = partial(two_products, left, right)
@@ -177,9 +169,9 @@ class SlopeLayer(Layer):
 
     def measure(self, _: Report) -> Result:
         products = sparse_products(self)
-        build = partial(bench, self, build=lambda: Block(self.block), include=("*",))
+        build = partial(base.bench, self, build=lambda: Block(self.block), include=("*",))
         dense = build("dense")
-        ranks = {"": 0, **ranks_of(self.width, self.ranks)}
+        ranks = {"": 0, **base.ranks_of(self.width, self.ranks)}
         uncut, cut = (
             {end: adapted(build, rank, products) for end, rank in ranks.items()} for _ in range(2)
         )
@@ -196,14 +188,14 @@ class SlopeLayer(Layer):
             "sparse_fused": attending("fused", uncut[""].forward_backward),
             "sparse_tiled": attending("plain", cut[""].forward_backward),
             "hooks": lambda _: uncut[""].hooks(0),
-            "inference dense": attending("plain", evaluating(dense)),
-            "inference dense_fused": attending("fused", evaluating(dense)),
+            "inference dense": attending("plain", base.evaluating(dense)),
+            "inference dense_fused": attending("fused", base.evaluating(dense)),
         }
         for end, built in uncut.items():
-            forward = evaluating(built)
+            forward = base.evaluating(built)
             calls[f"inference sparse{end}"] = attending("plain", forward)
             calls[f"inference sparse_fused{end}"] = attending("fused", forward)
-            calls[f"inference sparse_tiled{end}"] = attending("plain", evaluating(cut[end]))
+            calls[f"inference sparse_tiled{end}"] = attending("plain", base.evaluating(cut[end]))
             if end:
                 calls[f"inference sparse_apart{end}"] = attending("plain", apart(built))
                 check(apart(built)(0), forward(0), "adapters apart", self)
@@ -224,7 +216,7 @@ def adapted(build: Callable[..., Bench], rank: int, products: str) -> Bench:
     """A layer under SLoPe, with adapters of this rank from the first step on; none if it is 0."""
     options: dict[str, Any] = {"products": products}
     if rank:
-        options |= adapting(rank)
+        options |= base.adapting(rank)
     built = build("slope", **options)
     for layer in compressed(built):
         if layer.right is not None:
@@ -278,7 +270,7 @@ class Apart(CompressedLinear):
 def apart(built: Bench) -> Call:
     """A forward pass whose adapters have products of their own. The layers are changed for this
     pass only, because other calls time the same ones."""
-    forward = evaluating(built)
+    forward = base.evaluating(built)
 
     def call(i: int) -> Tensor:
         for layer in compressed(built):

@@ -24,12 +24,11 @@ Numbers = dict[str, float | int | str | None]
 
 @dataclass(frozen=True)
 class Cell:
-    """One printed cell. text: as printed. numbers: the numbers in it, by name. values: the values
-    of the single seeds, if it shows their mean."""
+    """One printed cell."""
 
     text: str
-    numbers: Numbers = field(default_factory=dict)
-    values: list[float] = field(default_factory=list)
+    numbers: Numbers = field(default_factory=dict)  # those in it, by name
+    values: list[float] = field(default_factory=list)  # of the seeds, if it shows their mean
 
 
 def value(run: PlacedRun, path: str, measures: dict[str, Measure]) -> float | None:
@@ -172,12 +171,6 @@ def text(table: Table, tier: str, column: Column, numbers: Numbers, unit: str = 
     return f"{in_unit(f'{numbers[name]:{form}}{spread}', unit)}{count}"
 
 
-def compared(table: Table, tier: str) -> bool:
-    """True if our values of a tier are compared with the paper's: only in the full tier, whose
-    setting is the paper's, and never for speed, which the paper measured on another device."""
-    return tier == "full" and table.driver != BENCH and not table.tiers[tier].incomparable
-
-
 def paper(
     table: Table, tier: str, variant: Variant, row: TableRow, column: Column, own: Cell
 ) -> tuple[Cell, Cell]:
@@ -195,7 +188,9 @@ def paper(
         return Cell("-"), Cell("")
     published = Cell(cell.text(column.format), {"paper": cell.value, "evidence": cell.evidence})
     mean = own.numbers.get("mean")
-    if not compared(table, tier) or cell.value is None or not isinstance(mean, float):
+    # Only the setting of the full tier is the paper's, and never the device that speed is of.
+    compared = tier == "full" and table.driver != BENCH and not table.tiers[tier].incomparable
+    if not compared or cell.value is None or not isinstance(mean, float):
         return published, Cell("")
     low, high = stats.paired_interval([v - cell.value for v in own.values])
     outside = low > 0 or high < 0  # False for a single seed, which has no interval

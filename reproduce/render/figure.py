@@ -31,21 +31,22 @@ NAMES = curves.NAMES | {
     "actual_change": "actual change (nats)",
     "old_masks_change": "change, old masks (nats)",
 }
-OF_LAYER = "flip_rate."  # of the entries of metrics.jsonl of runs with method.flips_by_layer
+# The entries of metrics.jsonl of runs with method.flips_by_layer, and in them the layer's block:
+# its name up to the first number, or all of it if it has none.
+OF_LAYER = re.compile(r"flip_rate\.((?:[^.\d]\w*\.)*\d+(?=\.|$)|.*)")
 INNER = (0.02, 0.98)  # the quantiles that a scatter shows, because single steps lie far outside
 Panels = Mapping[str, Callable[[Any], None]]  # functions that draw on axes, by the y axis' label
 
 
 @dataclass(frozen=True)
 class Value:
-    """One bar, or one point of a line. source: one of `SOURCES`. low, high: the interval of the
-    mean, if there is one."""
+    """One bar, or one point of a line."""
 
     quantity: str
     method: str
-    source: str
+    source: str  # one of `SOURCES`
     value: float
-    low: float | None = None
+    low: float | None = None  # the interval of the mean, if there is one
     high: float | None = None
 
 
@@ -123,8 +124,8 @@ def of_blocks(runs: list[PlacedRun]) -> tuple[list[Point], Panels]:
         panel = "flip rate, " + ", ".join(filter(None, [run.place.variant, run.place.row]))
         for record in (record for record in run.log if record["step"] > 0):
             blocks: dict[str, list[float]] = defaultdict(list)
-            for key in (key for key in record if key.startswith(OF_LAYER)):
-                blocks[block_of(key.removeprefix(OF_LAYER))].append(record[key])
+            for of_layer in filter(None, map(OF_LAYER.match, record)):
+                blocks[of_layer[1]].append(record[of_layer.string])
             for block, rates in blocks.items():
                 by_point[panel, block, record["step"]].append(mean(rates))
     data = [
@@ -138,13 +139,6 @@ def of_blocks(runs: list[PlacedRun]) -> tuple[list[Point], Panels]:
 
     names = dict.fromkeys(point.quantity for point in data)
     return data, {panel: partial(draw_panel, panel=panel) for panel in names}
-
-
-def block_of(name: str) -> str:
-    """The name of a layer's block: the layer's name up to the first number, or all of it if it has
-    none."""
-    match = re.match(r"(?:[^.\d]\w*\.)*\d+(?=\.|$)", name)
-    return match[0] if match else name
 
 
 # --- steps ---------------------------------------------------------------------------------------

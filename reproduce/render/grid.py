@@ -26,15 +26,12 @@ class Line:
 
 @dataclass(frozen=True)
 class Grid:
-    """A table as it is printed.
+    """A table as it is printed."""
 
-    stubs: headings over the names. columns: headings over the values. groups: for each column the
-    quantity that it shows, or "" if its heading says so; the columns of a quantity form a part.
-    """
-
-    stubs: list[str]
+    stubs: list[str]  # headings over the names
+    # The quantity that each column shows, or "" if its heading says so; those of one form a part.
     groups: list[str]
-    columns: list[str]
+    columns: list[str]  # headings over the values
     lines: list[Line]
 
     def parts(self, width: int = WIDTH) -> list[Grid]:

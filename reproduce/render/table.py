@@ -10,19 +10,8 @@ from itertools import product
 from pathlib import Path
 
 from reproduce.execute.jobs import PlacedRun
-from reproduce.render.cells import (
-    DENSE,
-    OTHER,
-    Cell,
-    Numbers,
-    measured,
-    offered,
-    ours,
-    paper,
-    published_cell,
-    text,
-    value,
-)
+from reproduce.render import cells
+from reproduce.render.cells import DENSE, OTHER, Cell, Numbers
 from reproduce.render.grid import BLANK, OURS, PAPER, SOURCE, STUBS, WIDTH, Grid, Line
 from reproduce.render.header import Facts, all_dense, facts, header
 from reproduce.specs.reading import read_rows
@@ -35,20 +24,15 @@ CellOf = Callable[[str, TableRow, Column, str], Cell]  # of variant, row, column
 
 @dataclass(frozen=True)
 class Rendered:
-    """A rendered table.
-
-    header: the lines above it. units: the unit of each of the table's columns, by label. grid: its
-    rows and columns as printed. facts: on the runs. summary: a line of numbers
-    for every variant and row. per_run: a line of numbers for every run.
-    """
+    """A rendered table."""
 
     title: str
-    header: list[str]
-    units: dict[str, str]
+    header: list[str]  # the lines above it
+    units: dict[str, str]  # of the table's columns, by label
     grid: Grid
-    facts: Facts
-    summary: list[Numbers]
-    per_run: list[Numbers]
+    facts: Facts  # on the runs
+    summary: list[Numbers]  # a line for every variant and row
+    per_run: list[Numbers]  # a line for every run
 
     def markdown(self) -> str:
         """The header and the table as Markdown, wrapped at 80 characters if words allow it."""
@@ -69,7 +53,7 @@ def render(table: Table, tier: str, runs: list[PlacedRun]) -> Rendered:
     def cell(variant: str, row: TableRow, column: Column, unit: str) -> Cell:
         first = row.against or _shown_rows(table, tier)[0].label
         own, baseline = (by_place.get((variant, label), []) for label in (row.label, first))
-        made = ours(table, tier, column, own, baseline, unit)
+        made = cells.ours(table, tier, column, own, baseline, unit)
         if row.against and column.show == "paired" and made.numbers.get("n"):
             return Cell(made.text + OTHER, {**made.numbers, "against": row.against})
         dense = made.numbers.get("n") and any(all_dense(run.result) for run in own)
@@ -91,8 +75,8 @@ def render_measured(table: Table, tier: str, path: Path) -> Rendered:
         own = {name.removeprefix(start): float(line[name]) for name in names if line.get(name)}
         numbers: Numbers = {**own, "n": int(line.get(f"{start}n") or 0)}
         if not numbers["n"]:
-            return ours(table, tier, column, [], [], unit)
-        return Cell(text(table, tier, column, numbers, unit), numbers)
+            return cells.ours(table, tier, column, [], [], unit)
+        return Cell(cells.text(table, tier, column, numbers, unit), numbers)
 
     return _rendered(table, tier, cell, known, [])
 
@@ -104,8 +88,8 @@ def _rendered(
     places = [*product(table.variants_of(tier), table.rows_of(tier))]
     units: dict[str, str] = {}
     for column in table.columns:  # the unit of its spec, or else that of its published values
-        cells = (published_cell(table, *place, column) for place in places)
-        theirs = next((cell.unit for cell in cells if cell is not None), "")
+        confirmed_cells = (cells.published_cell(table, *place, column) for place in places)
+        theirs = next((cell.unit for cell in confirmed_cells if cell is not None), "")
         units[column.label] = column.unit or theirs
     mine: dict[Key, Cell] = {}
     papers: dict[Key, tuple[Cell, Cell]] = {}
@@ -117,9 +101,9 @@ def _rendered(
         key = (variant.label, row.label, column.label)
         mine[key] = own
         if table.paper and (column.published or column.label in row.cells):
-            papers[key] = paper(table, tier, variant, row, column, own)
+            papers[key] = cells.paper(table, tier, variant, row, column, own)
     confirmed = {column for (*_, column), (cell, _) in papers.items() if "paper" in cell.numbers}
-    shown = [c for c in table.columns if measured(table, tier, c) or c.label in confirmed]
+    shown = [c for c in table.columns if cells.measured(table, tier, c) or c.label in confirmed]
     printed = {column for *_, column in papers} if tier != "smoke" else set()
     with_paper = any(column.label in printed for column in shown)
     unknown = printed - {column.label for column in shown}
@@ -182,7 +166,7 @@ def _grid(
     def names(place: dict[str, str]) -> list[str]:
         return [label for axis, label in place.items() if axis in named]
 
-    offers = {column.label for column in columns if measured(table, tier, column)}
+    offers = {column.label for column in columns if cells.measured(table, tier, column)}
 
     def own(key: Key) -> str:
         if key[-1] not in offers or mine[key].text == NOT_OFFERED:
@@ -217,8 +201,8 @@ def _per_run(table: Table, tier: str, run: PlacedRun) -> Numbers:
     own |= {"method": run.place.row, "seed": run.place.seed}
     for column in table.columns:
         path = column.value_in(tier)
-        if path is not None and offered(table, tier, path):
-            own[path] = value(run, path, table.tiers[tier].measure)
+        if path is not None and cells.offered(table, tier, path):
+            own[path] = cells.value(run, path, table.tiers[tier].measure)
     if table.driver == BENCH:
         own["backend"] = run.result["backend"]
     environment = run.result["environment"]

@@ -12,20 +12,15 @@ FILE = Path(__file__).with_name("published.json")
 
 @dataclass(frozen=True)
 class Published:
-    """A published value that was confirmed.
+    """A published value that was confirmed."""
 
-    value: None if the source says that there is none, for example because memory ran out. evidence:
-    `primary`, or `second-hand` if it comes from somebody's notes or was read off a plot.
-    confidence: `high` or `medium`. doubt: why the printed value is hard to believe, or "".
-    """
-
-    value: float | None
+    value: float | None  # None: the source says so, for example because memory ran out
     unit: str
-    evidence: str
+    evidence: str  # `primary`, or `second-hand` if from somebody's notes or read off a plot
     source: str
     note: str = ""
-    confidence: str = "high"
-    doubt: str = ""
+    confidence: str = "high"  # or `medium`
+    doubt: str = ""  # why the printed value is hard to believe
 
     def text(self, spec: str) -> str:
         """The value as it is printed. spec: the Python format of the number."""

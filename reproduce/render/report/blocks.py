@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import shlex
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from experiments.support.results import number
 from reproduce.execute.blocks import Block, read_block
 from reproduce.judge import Json
 from reproduce.judge.claims import Claims, Margin
-from reproduce.judge.scale import GapClosed, gap_closed
+from reproduce.judge.scale import gap_closed
 from reproduce.judge.verdicts import differences, verdict
 from reproduce.records import Evidence, Values
 from reproduce.render.report.html import badge, interval, signed, slug
@@ -29,18 +29,14 @@ Table = dict[str, Any]  # the arguments of the macro of this name
 
 @dataclass(frozen=True)
 class Shown:
-    """A block with its records.
-
-    metric: what its variants are compared by, a dotted path into a record. margin: `upper`, half
-    the width, differs from the baseline by the gap. variants: the records by variant and seed.
-    verdicts: by variant and claim, those on its contrasts with others.
-    """
+    """A block with its records."""
 
     block: Block
-    metric: str
-    margin: Margin
-    variants: dict[str, dict[int, Json]]
-    verdicts: dict[str, dict[int, list[str]]] = field(default_factory=dict)
+    metric: str  # what its variants are compared by, a dotted path into a record
+    margin: Margin  # `upper`, half the width, differs from the baseline by the gap
+    variants: dict[str, dict[int, Json]]  # the records by variant and seed
+    # By variant and claim, those on its contrasts with others.
+    verdicts: dict[str, dict[int, list[str]]]
 
     @cached_property
     def methods(self) -> dict[str, str]:
@@ -85,10 +81,6 @@ class Shown:
             for variant in self.variants
             if (other := self.against(variant))
         }
-
-    def gap_closed(self, variant: str) -> GapClosed | None:
-        """The share of the gap that a variant loses; None if it is not known."""
-        return gap_closed(self.values, self.block.name, variant, self.metric, self.margin, 2)
 
     @cached_property
     def rows(self) -> dict[str, Summary]:
@@ -198,7 +190,7 @@ def _g(shown: Shown, variant: str) -> str:
     """The share of the gap between the baselines that a variant loses, with its interval."""
     if math.isfinite(shown.gap) and variant in (shown.baseline, shown.margin.upper):
         return str(int(variant == shown.margin.upper))
-    g = shown.gap_closed(variant)
+    g = gap_closed(shown.values, shown.block.name, variant, shown.metric, shown.margin, 2)
     if g is None:
         return NOTHING
     return f"{g.value:.2f} {interval(g.low, g.high, '.2f')}".removesuffix(" -")
