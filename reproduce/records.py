@@ -51,12 +51,8 @@ class Evidence:
 def read_evidence(
     *folders: Path, blocks: Path = BLOCKS, only: Collection[str] | None = None
 ) -> Evidence:
-    """The records in these folders.
-
-    Args:
-        only: names of the blocks whose records are wanted; None = all. Fewer are faster: the config
-            of every variant is composed, which takes over 0.1 s.
-    """
+    """The records in these folders. only: names of the blocks whose records are wanted; None = all.
+    Fewer are faster: the config of every variant is composed, which takes over 0.1 s."""
     evidence = Evidence()
     runs: dict[str, dict[tuple[str, int], BlockRun]] = {}
     found: list[dict[str, Any]] = []

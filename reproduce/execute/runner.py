@@ -30,24 +30,13 @@ def run_block(
     committed: Path = EVIDENCE,
 ) -> bool:
     """Run everything that has no record yet, seed by seed; return True if all runs have a record in
-    the end.
-
-    Args:
-        minutes: time budget; None = until all is done.
-        per_gpu: simultaneous runs on each GPU, or on the CPU if there is no GPU.
-        committed: folder of committed records.
-    """
+    the end. minutes, per_gpu: as on the command line. committed: folder of committed records."""
     every, folders = list(block.runs(runs)), (committed, runs / "evidence")
     trainings = _missing(every, folders)
-    tasks = [
-        Task(
-            own[0].job,
-            " = ".join(str(run.job) for run in own),
-            partial(_kept, own, folders),
-            len(own),
-        )
-        for own in trainings
-    ]
+    tasks = []
+    for own in trainings:
+        label = " = ".join(str(run.job) for run in own)
+        tasks.append(Task(own[0].job, label, partial(_kept, own, folders), len(own)))
     queue = Queue(tasks, report, Launch(per_gpu=per_gpu))
     sources = sum(training[0].block != block.name for training in trainings)
     report(

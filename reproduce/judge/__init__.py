@@ -122,11 +122,8 @@ def _gap_closed(claims: Claims, j: Judged, values: Values) -> Json:
 
 
 def main(runs: Path, which: str = "", report: Callable[[str], None] = print) -> None:
-    """Print and write the verdicts by the committed records and those of one's own runs.
-
-    Args:
-        which: the number of a claim, to print all about it, or `all`; "" = a line for each.
-    """
+    """Print and write the verdicts by the committed records and those of one's own runs. which: the
+    number of a claim, to print all about it, or `all`; "" = a line for each."""
     claims = read_claims()
     ids = [str(claim.id) for claim in claims.claims]
     if which not in ("", "all", *ids):

@@ -117,14 +117,9 @@ def verdict(verdicts: Collection[str]) -> str:
 
 
 def by_size(interval: Sequence[float], half: float | None, certain: int, own_setting: bool) -> str:
-    """The verdict on an effect, positive in the paper's direction.
-
-    Args:
-        interval: of our effect.
-        half: half of the paper's effect, or None if it gives none.
-        certain: 1 if the sign is certainly the paper's, -1 if it is the opposite, else 0.
-        own_setting: ours is the paper's own setting.
-    """
+    """The verdict on an effect, positive in the paper's direction. interval: of our effect. half:
+    half of the paper's effect, or None if it gives none. certain: 1 if the sign is certainly the
+    paper's, -1 if it is the opposite, else 0. own_setting: ours is the paper's own setting."""
     low, high = sorted(interval)
     against = REFUTED if own_setting else NOT_REPRODUCED
     if certain < 0:

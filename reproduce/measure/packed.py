@@ -38,11 +38,9 @@ def to_packed(
     name of the packed layout. Where the device has no sparse products, they are pruned but multiply
     dense, and the name is `dense`.
 
-    Args:
-        chosen: True for the names of linears to pack.
-        tokens: numbers of tokens that will be multiplied; the fastest product for each is searched.
-        few: up to so many tokens are multiplied by `few_tokens24`, and more run packed only where
-            that is faster; the name then begins with `few`.
+    chosen: True for the names of linears to pack. tokens: numbers of tokens that will be
+    multiplied; the fastest product for each is searched. few: up to so many tokens are multiplied
+    by `few_tokens24`, and more run packed only where that is faster; the name then begins so.
     """
     for name, module in model.named_modules():
         if type(module) is nn.Linear and chosen(name):

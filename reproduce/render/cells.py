@@ -98,13 +98,8 @@ def ours(
     baseline: list[PlacedRun],
     unit: str = "",
 ) -> Cell:
-    """Our cell of one row.
-
-    Args:
-        runs: the row's runs, one for each seed.
-        baseline: the runs of the row that it is compared with.
-        unit: printed after the numbers, as by `in_unit`.
-    """
+    """Our cell of one row. runs: the row's runs, one for each seed. baseline: those of the row that
+    it is compared with. unit: printed after the numbers, as by `in_unit`."""
     path, chosen = column.value_in(tier), table.tiers[tier]
     if path is None:
         return Cell("not measured", {"n": 0})
@@ -118,10 +113,9 @@ def ours(
         }
         for some in (runs, baseline)
     )
-    paired = column.show == "paired"
-    if paired and runs and runs == baseline:
-        return Cell("baseline")
-    if paired:
+    if column.show == "paired":
+        if runs and runs == baseline:
+            return Cell("baseline")
         own = {seed: v - base[seed] for seed, v in own.items() if seed in base}
     if (
         own

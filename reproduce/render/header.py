@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +30,6 @@ def header(table: Table, tier: str, known: Facts, unknown: set[str]) -> list[str
     which there is neither a value of the paper's nor one of ours."""
     chosen, rows = table.tiers[tier], table.rows_of(tier)
     variants = table.variants_of(tier)
-    not_run: dict[str, list[str]] = {}
-    for row in rows:
-        not_run.setdefault(row.not_run, []).append(row.label)
     lacking = [c.label for c in table.columns if not measured(table, tier, c)]
     text = TEMPLATE.render(
         MARK=MARK,
@@ -47,7 +45,6 @@ def header(table: Table, tier: str, known: Facts, unknown: set[str]) -> list[str
         measures=table.driver == BENCH,
         shrinks=any(override.startswith("shrink=") for override in chosen.overrides),
         intervals=any(column.show == "interval" for column in table.columns),
-        not_run=not_run,
         absent={
             "rows": [row.label for row in table.rows if row not in rows and not row.stage],
             "rows of": [one.label for one in table.variants if one not in variants],
@@ -63,14 +60,15 @@ def header(table: Table, tier: str, known: Facts, unknown: set[str]) -> list[str
 def _reservations(table: Table, tier: str) -> dict[str, list[str]]:
     """The rows whose published values are second-hand or doubtful, by source and reason; {} in the
     smoke tier, which shows no published value."""
-    rows: dict[str, dict[str, None]] = {}
-    for variant in table.variants_of(tier) if tier != "smoke" else ():
-        for row in table.rows_of(tier):
-            for column in table.columns:
-                cell = None if row.stage else published_cell(table, variant, row, column)
-                if cell is not None and cell.reservation:
-                    rows.setdefault(cell.reservation, {})[row.label] = None
-    return {reservation: [*labels] for reservation, labels in rows.items()}
+    found: dict[str, list[str]] = {}
+    variants = table.variants_of(tier) if tier != "smoke" else []
+    rows = [row for row in table.rows_of(tier) if not row.stage]
+    for variant, row, column in product(variants, rows, table.columns):
+        cell = published_cell(table, variant, row, column)
+        if cell is not None and row.label not in found.setdefault(cell.reservation, []):
+            found[cell.reservation].append(row.label)
+    found.pop("", None)
+    return found
 
 
 def facts(table: Table, tier: str, runs: list[PlacedRun]) -> Facts:

@@ -21,13 +21,12 @@ FILE = HERE / "specs" / "coverage.yaml"
 
 @dataclass(frozen=True)
 class Item:
-    """One table or figure of a paper, or a range of them. reason: why it has no spec; "" if it has
-    one."""
+    """One table or figure of a paper, or a range of them."""
 
     paper: str
     number: str
     caption: str
-    reason: str = ""
+    reason: str = ""  # why it has no spec
 
     @property
     def name(self) -> str:

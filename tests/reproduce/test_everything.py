@@ -31,13 +31,13 @@ def outcomes(monkeypatch):
 
     found = Outcomes({name: Made(2, 2) for name in NAMES})
 
-    def attempt(table, tier, runs, launch):
+    def ended(table, tier, runs, launch):
         found.order.append(table.name)
         if isinstance(found[table.name], BaseException):
             raise found[table.name]
         return found[table.name]
 
-    monkeypatch.setattr(make, "attempt", attempt)
+    monkeypatch.setattr(make, "make", ended)
     monkeypatch.setattr(page, "main", lambda runs: print("the page"))
     return found
 

@@ -19,12 +19,11 @@ MEASURED = Path(__file__).parents[2] / "measured"
 
 @dataclass(frozen=True)
 class Made:
-    """A table as it was rendered for a tier. files: where its numbers are; [] if nothing was run
-    for it."""
+    """A table as it was rendered for a tier."""
 
     tier: str
     rendered: Rendered
-    files: list[Path] = field(default_factory=list)
+    files: list[Path] = field(default_factory=list)  # where its numbers are, if it was run
 
     @property
     def where(self) -> str:
