@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
-from functools import cached_property
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from torch import Tensor
@@ -38,39 +37,40 @@ class Weight24:
     packed: Packed24 | None = None
     transposed: Packed24 | None = None
     amax: Tensor | None = None
+    kept: tuple[Tensor | None, ...] = field(init=False)
+    written: list[Tensor] = field(init=False)
+    _kind: tuple[Any, ...] = field(init=False)
 
     @property
     def tensors(self) -> dict[str, Tensor | None]:
         """Every field by name; a packed matrix is given by its buffer of bytes."""
-        found = {field.name: getattr(self, field.name) for field in fields(self)}
+        found = {field.name: getattr(self, field.name) for field in fields(self) if field.init}
         return {n: t.buffer if isinstance(t, Packed24) else t for n, t in found.items()}
+
+    def __post_init__(self) -> None:
+        """Find out once what is the same in each step: everything but the gradient.
+
+        kept: all tensors but the gradient, in the order of the fields.
+        written: the tensors that a step may write.
+        """
+        own = {name: t for name, t in self.tensors.items() if name != "grad"}
+        packed = [p and (p.shape, p.dtype, p.layout) for p in (self.packed, self.transposed)]
+        vars(self).update(
+            kept=tuple(own.values()),
+            written=[t for name, t in own.items() if t is not None and name != "scale"],
+            _kind=(*(t if t is None else _form(t) for t in own.values()), *packed),
+        )
 
     def with_grad(self, grad: Tensor) -> Weight24:
         """The same weight in another step, in which only the gradient is another tensor."""
         new = object.__new__(Weight24)
-        vars(new).update(vars(self), grad=grad)  # with what was found out about the others
+        vars(new).update(vars(self), grad=grad)
         return new
-
-    @cached_property
-    def kept(self) -> tuple[Tensor | None, ...]:
-        """All tensors but the gradient, in the order of the fields."""
-        return tuple(t for name, t in self.tensors.items() if name != "grad")
-
-    @cached_property
-    def written(self) -> list[Tensor]:
-        """The tensors that a step may write."""
-        own = self.tensors.items()
-        return [t for name, t in own if t is not None and name not in ("grad", "scale")]
 
     @property
     def kind(self) -> tuple[Any, ...]:
         """The properties that must be equal for weights to share one check and one launch."""
         return *_form(self.grad), self._kind
-
-    @cached_property
-    def _kind(self) -> tuple[Any, ...]:
-        packed = [p and (p.shape, p.dtype, p.layout) for p in (self.packed, self.transposed)]
-        return *(t if t is None else _form(t) for t in self.kept), *packed
 
 
 def _form(tensor: Tensor) -> tuple[Any, ...]:

@@ -175,33 +175,32 @@ class FusedAdamW(torch.optim.AdamW):
         """The tensors of a step, most of which are those of the step before."""
         layer, weight, buffers = work.layer, work.weight, work.layer._buffers
         state = self.state[weight]
-        assert weight.grad is not None
         packs = ("operand", "packed", "packed_transposed") if work.derives else ()
         own = (
             weight, state["exp_avg"], state["exp_avg_sq"], state["step"], work.mask, work.scale,
             work.amax, layer.accelerated, *(buffers[name] for name in packs),
         )  # fmt: skip
         known = vars(self).setdefault("_given", {})  # a copied optimizer has none
-        before, given = known.get(id(weight), ((), None))
-        if len(before) == len(own) and all(a is b for a, b in zip(before, own, strict=True)):
-            return given.with_grad(rows_of(weight.grad))
-        fprop, dgrad = layer.packed_operands() if work.derives else (None, None)
-        found = Weight24(
-            weight=rows_of(weight),
-            grad=rows_of(weight.grad),
-            exp_avg=rows_of(state["exp_avg"]),
-            exp_avg_sq=rows_of(state["exp_avg_sq"]),
-            step=rows_of(state["step"]),
-            mask=rows_of(work.mask),
-            scale=work.scale,
-            dense=layer.operand if work.derives else None,
-            packed=None if fprop is None else fprop.matrix,
-            transposed=None if dgrad is None else dgrad.matrix,
-            amax=work.amax,
-        )
-        if not is_sharded(weight):  # whose local tensors are other ones each time
-            known[id(weight)] = own, found
-        return found
+        before, found = known.get(id(weight), ((), None))
+        if len(before) != len(own) or any(a is not b for a, b in zip(before, own, strict=True)):
+            fprop, dgrad = layer.packed_operands() if work.derives else (None, None)
+            found = Weight24(
+                weight=rows_of(weight),
+                grad=torch.empty(0),  # this step's is not kept: DDP's first buckets would stay with it
+                exp_avg=rows_of(state["exp_avg"]),
+                exp_avg_sq=rows_of(state["exp_avg_sq"]),
+                step=rows_of(state["step"]),
+                mask=rows_of(work.mask),
+                scale=work.scale,
+                dense=layer.operand if work.derives else None,
+                packed=None if fprop is None else fprop.matrix,
+                transposed=None if dgrad is None else dgrad.matrix,
+                amax=work.amax,
+            )
+            if not is_sharded(weight):  # whose local tensors are other ones each time
+                known[id(weight)] = own, found
+        assert weight.grad is not None
+        return found.with_grad(rows_of(weight.grad))
 
     def _amax_buffer(self, weight: Tensor) -> Tensor:
         """The weight's fp32 [] for amax, the same in each step, so that the kernel's table of

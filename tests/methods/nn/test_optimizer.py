@@ -5,6 +5,7 @@ That no bit changes on a CPU, for every method, refresh and phase, is in test_co
 
 import copy
 import io
+import weakref
 
 import pytest
 import torch
@@ -146,6 +147,15 @@ def test_codes_in_fp8_are_derived_by_the_hooks(monkeypatch):
                 patch.setattr(layer, "refresh_mask", lambda: pytest.fail("chosen again"))
             patch.setattr(cpu, "amax_of", lambda _: pytest.fail("searched again"))
             run.method.on_step_end(7)
+
+
+def test_no_gradient_is_held_after_its_step():
+    run = Run("ste", {})
+    with training_step(run.method, 0, run.optimizer):
+        run.gradients(0)
+        gradient = weakref.ref(run.model[0].weight.grad)
+    run.optimizer.zero_grad()
+    assert gradient() is None
 
 
 def test_leaves_other_work_to_the_hooks():
