@@ -195,7 +195,15 @@ def test_rows_of_several_runs_stand_in_one_record(tmp_path):
 
 def test_the_committed_tables_are_those_of_their_records():
     folder = Path(report.__file__).parents[1] / "bench_results"
-    for name in ("h100", "h200", "h200_loop", "h200_loop_auto", "h200_ranks", "h200_serve"):
+    for name in (
+        "h100",
+        "h200",
+        "h200_loop",
+        "h200_loop_auto",
+        "h200_ranks",
+        "h200_ranks_auto",
+        "h200_serve",
+    ):
         record = report.read_record(folder / f"{name}.json")
         assert report.markdown(record) == (folder / f"{name}.md").read_text(encoding="utf-8")
 
