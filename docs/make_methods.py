@@ -41,7 +41,7 @@ BEGIN, END = "<!-- measured: python docs/make_methods.py -->", "<!-- end -->"
 @cache
 def records(block: str) -> dict[tuple[str, int], dict[str, Any]]:
     """The records of a block, by variant and seed."""
-    return {key: record for key, (_, record) in sorted(read_packed(EVIDENCE, block).items())}
+    return dict(sorted(read_packed(EVIDENCE, block).items()))
 
 
 def above(block: str, variant: str, without: int | None = None) -> tuple[str, int]:

@@ -186,7 +186,7 @@ class FusedAdamW(torch.optim.AdamW):
             fprop, dgrad = layer.packed_operands() if work.derives else (None, None)
             found = Weight24(
                 weight=rows_of(weight),
-                grad=torch.empty(0),  # this step's is not kept: DDP's first buckets would stay with it
+                grad=torch.empty(0),  # a gradient that is kept keeps DDP's first buckets
                 exp_avg=rows_of(state["exp_avg"]),
                 exp_avg_sq=rows_of(state["exp_avg_sq"]),
                 step=rows_of(state["step"]),
