@@ -30,11 +30,9 @@ from experiments.support.progress import say
 from experiments.training import routine
 from experiments.training.distributed import World
 from experiments.training.optimization import DTYPES, micro_batch_size
-from experiments.training.routine import Finalized, Training, finalized_averages
-from experiments.training.routine import save_model as save_model
+from experiments.training.routine import Finalized, Training, finalized_averages, save_model
 from experiments.training.sharding import Shards, check_shardable, shards_weights
-from experiments.training.trainer import Built, Trainer
-from methods import Method
+from experiments.training.trainer import Built, Evaluation, Trainer
 from methods.nn.acceleration import Acceleration
 from methods.nn.ranks import alone
 from models.base import Model
@@ -77,23 +75,58 @@ class Pretraining(Training):
         return self.config.init_weights(), None
 
     def build(self, here: World) -> Built:
-        config = self.config
+        config, method = self.config, self.config.build_method()
         # Every rank would raise the same error; let rank 0 report it.
-        quantizes = config.build_method().capabilities.quantizes
+        quantizes = method.capabilities.quantizes
         micro_batch = here.broadcast_from_rank0(
             lambda: micro_batch_size(config.train, config.impl.micro_batch, here.size, quantizes)
         )
-        model, method, self.source = _prepare(config, here)
-        self.other = here.rank0_first(lambda: config.open_other(self.source, model, here.device))
+        check_shardable(method, config.impl, here)
+        # A model to be sharded is built on rank 0 in the host's memory, and on the others on
+        # `meta`.
+        count = method.capabilities.calibration_sequences
+        sharded = shards_weights(config.impl, here) and not count
+
+        def build_model() -> Model:
+            torch.manual_seed(config.seed)
+            try:
+                if sharded:
+                    return config.build_model() if here.is_main else config.build_shape()
+                return config.build_model().to(here.device)
+            except ValueError as error:
+                raise UserError(str(error)) from error
+
+        try:
+            backend.resolve(here.device)
+            model = here.rank0_first(build_model) if sharded else build_model()
+            source = here.rank0_first(lambda: config.open_source(model, here.device))
+            source.eval_batches(1, 1)  # is there anything to evaluate on?
+            if count:
+                firsts = range(0, count, CALIBRATION_BATCH)
+                parts = (range(count)[i : i + CALIBRATION_BATCH] for i in firsts)
+                batches = source.batches((CALIBRATION, part) for part in parts)
+                on_device = ({k: send(v, here.device) for k, v in b.items()} for b in batches)
+                method.calibrate(model, on_device)
+            with alone(here.device) if sharded else nullcontext():
+                method.convert(model, dtype=DTYPES[config.train.dtype])
+        except (ValueError, RuntimeError) as error:
+            raise UserError(str(error)) from error
+        self.source = source
+        self.other = here.rank0_first(lambda: config.open_other(source, model, here.device))
         return Built(
             model=model,
             method=method,
-            source=self.source,
-            evaluation=HeldOut(self.source, config.train.eval_samples),
+            source=source,
+            evaluation=self.on(source),
             train=config.train,
             micro_batch=micro_batch,
-            tokens=micro_batch * self.source.tokens_per_sample,
+            tokens=micro_batch * source.tokens_per_sample,
         )
+
+    def on(self, source: Source) -> Evaluation:
+        """The evaluation on the held-out samples of a source."""
+        samples = self.config.train.eval_samples
+        return lambda trainer: held_out(source, samples, trainer.micro_batch, trainer.forward)
 
     def begin(self, trainer: Trainer) -> None:
         method, here = trainer.method, trainer.world
@@ -130,7 +163,7 @@ class Pretraining(Training):
     def measure(self, trainer: Trainer) -> dict[str, float]:
         metrics = trainer.evaluate_weights() | self.means
         if self.other is not None:
-            trainer.evaluation = HeldOut(self.other, self.config.train.eval_samples)
+            trainer.evaluation = self.on(self.other)
             metrics["other_val_loss"] = trainer.evaluate_weights()["val_loss"]
         return metrics
 
@@ -202,68 +235,22 @@ def gain(
     return {**acceleration.as_dict(), "step": step}
 
 
-class HeldOut:
-    """The evaluation of pre-training: means over fixed held-out samples, equal on all ranks, of
-    `val_loss` in nats and of the source's other metrics.
-
-    samples: their number; `source` may have fewer.
-    """
-
-    def __init__(self, source: Source, samples: int) -> None:
-        self.source, self.samples = source, min(samples, source.eval_size)
-
-    def __call__(self, trainer: Trainer) -> dict[str, float]:
-        return held_out(self.source, self.samples, trainer.micro_batch, trainer.forward)
-
-
 def held_out(
     source: Source, samples: int, batch: int, forward: Callable[[Batch], tuple[Any, Any, Batch]]
 ) -> dict[str, float]:
-    """Means over the first held-out samples. batch: samples at once. forward: runs the model, as
-    `Trainer.forward` does."""
+    """Means over fixed held-out samples, equal on all ranks, of `val_loss` in nats and of the
+    source's other metrics.
+
+    samples: their number; `source` may have fewer. batch: samples at once. forward: runs the model,
+        as `Trainer.forward` does."""
     totals: dict[str, Tensor] = {}
     count = 0
-    for part in source.eval_batches(samples, batch):
+    for part in source.eval_batches(min(samples, source.eval_size), batch):
         output, loss, on_device = forward(part)
         sums, targets = source.score(output, loss.float(), on_device)
         totals = {name: totals.get(name, 0) + value for name, value in sums.items()}
         count += targets
     return {f"val_{name}": float(value) / count for name, value in totals.items()}
-
-
-def _prepare(config: RunConfig, here: World) -> tuple[Model, Method, Source]:
-    """The converted model (on its device, unless it will be sharded), its method, and the
-    data."""
-    method = config.build_method()
-    check_shardable(method, config.impl, here)
-    # A model to be sharded is built on rank 0 in the host's memory, and on the others on `meta`.
-    sharded = shards_weights(config.impl, here) and not method.capabilities.calibration_sequences
-
-    def build() -> Model:
-        torch.manual_seed(config.seed)
-        try:
-            if sharded:
-                return config.build_model() if here.is_main else config.build_shape()
-            return config.build_model().to(here.device)
-        except ValueError as error:
-            raise UserError(str(error)) from error
-
-    try:
-        backend.resolve(here.device)
-        model = here.rank0_first(build) if sharded else build()
-        source = here.rank0_first(lambda: config.open_source(model, here.device))
-        source.eval_batches(1, 1)  # is there anything to evaluate on?
-        if count := method.capabilities.calibration_sequences:
-            firsts = range(0, count, CALIBRATION_BATCH)
-            parts = (range(count)[i : i + CALIBRATION_BATCH] for i in firsts)
-            batches = source.batches((CALIBRATION, part) for part in parts)
-            on_device = ({k: send(v, here.device) for k, v in b.items()} for b in batches)
-            method.calibrate(model, on_device)
-        with alone(here.device) if sharded else nullcontext():
-            method.convert(model, dtype=DTYPES[config.train.dtype])
-    except (ValueError, RuntimeError) as error:
-        raise UserError(str(error)) from error
-    return model, method, source
 
 
 def keep_tokenizer(corpus: dict[str, Any], source: Path, directory: Path) -> list[str]:

@@ -16,7 +16,7 @@ from experiments.images.source import ImageSource
 from experiments.runs.finished import FinishedRun
 from experiments.support.checkpoint import read_sealed
 from experiments.support.errors import UserError
-from experiments.training import pretraining
+from experiments.training.routine import save_model
 from models.vit import ViT, ViTConfig
 from tests.experiments.conftest import quiet
 
@@ -135,7 +135,7 @@ def vit_run(directory, n_classes):
         "data": data,
         "method": {"name": "dense"},
     }
-    pretraining.save_model(model, directory / "model.safetensors")
+    save_model(model, directory / "model.safetensors")
     content = {"schema": 1, "config_hash": "0", "config": config, "seed": 0, "converted": []}
     content["corpus"] = {"classes": [str(digit) for digit in range(10)]}
     (directory / "result.json").write_text(json.dumps(content))

@@ -14,6 +14,7 @@ from experiments.exporting.export import Form, export
 from experiments.images.dataset import ImageConfig
 from experiments.runs.finished import FinishedRun
 from experiments.training import pretraining
+from experiments.training.routine import save_model
 from models.bert import BertConfig, BertLM
 from models.gpt2 import GPT, GPTConfig
 from models.vit import ViT, ViTConfig
@@ -62,7 +63,7 @@ def write_run(directory, family, model, data):
     with torch.no_grad():
         for layer in chosen.values():
             layer.weight *= nm_mask(layer.weight)
-    pretraining.save_model(model, directory / "model.safetensors")
+    save_model(model, directory / "model.safetensors")
     result = {"schema": 1, "config_hash": "0123456789abcdef", "config": config, "seed": 3,
               "tier": "smoke", "converted": list(chosen)}  # fmt: skip
     if family != "vit":

@@ -16,7 +16,7 @@ from experiments.training import averages, graphs, pretraining
 from experiments.training import optimization as module
 from experiments.training.distributed import World
 from experiments.training.optimization import DTYPES, micro_batch_size
-from experiments.training.pretraining import HeldOut
+from experiments.training.pretraining import held_out
 from experiments.training.trainer import Built, Trainer
 from methods import FusedAdamW, fst, s_ste, sr_ste, ste
 from methods.nn import linear
@@ -52,7 +52,8 @@ def build(tiny):
         method.convert(model, dtype=DTYPES[config.train.dtype])
         source, quantizes = config.open_source(model), method.capabilities.quantizes
         micro_batch = micro_batch_size(config.train, config.impl.micro_batch, 1, quantizes)
-        evaluation = HeldOut(source, config.train.eval_samples)
+        samples = config.train.eval_samples
+        evaluation = lambda own: held_out(source, samples, own.micro_batch, own.forward)  # noqa: E731
         built = Built(model, method, source, evaluation, config.train, micro_batch, 0)
         here = World(0, 1, torch.device("cpu"))
         return Trainer(built, config.impl, here, config.directory(), config.digest(), {}, quiet)
