@@ -31,16 +31,8 @@ TASKS = (*glue.TASKS, SQUAD)
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """Settings for fine-tuning on a task. Batches are counted in sequences (SQuAD: windows).
-
-    learning_rate: the peak; it rises from 0 over `warmup_fraction` of the steps and falls to 0.
-    grad_clip: largest global norm; 0 = off.
-    dropout: rate before the classifier; the trunk keeps its own.
-    max_length: largest number of tokens of a sequence.
-    stride: tokens by which two windows of a SQuAD context overlap; with stride_is=step the tokens
-        from the start of one window to the start of the next.
-    dtype: dtype of autocast.
-    """
+    """Settings for fine-tuning on a task; conf/recipe/nano.yaml explains each. Batches are counted in
+    sequences (SQuAD: windows). The learning rate rises from 0 and falls to 0."""
 
     epochs: int
     batch_size: int

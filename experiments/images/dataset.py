@@ -44,25 +44,15 @@ IDX = {split: (f"{name}-images-idx3-ubyte", f"{name}-labels-idx1-ubyte")
 
 @dataclass(frozen=True)
 class ImageConfig:
-    """Settings of an image data set and its augmentation in training (by default as DeiT).
+    """Settings of an image data set and its augmentation in training (by default as DeiT);
+    conf/data/imagenet.yaml explains each.
 
     source: "digits", a local folder in ImageNet's layout or with idx files, or an id on the hub,
         owner/name or owner/name@revision.
-    image_size: side length in pixels that the model sees.
-    mean, std: of the channels, for pixels in [0, 1].
-    crop_pct: timm's setting of the centre crop for evaluation.
-    crop_scale: range of the area that the random resized crop keeps; null = the whole image.
-    flip: probability of horizontal mirroring.
-    rotate: range of a random rotation in degrees.
-    shift: range of a random shift as a fraction of the side.
-    rand_augment: timm's description; null = off.
-    color_jitter: strength; timm ignores it if rand_augment is on.
-    random_erasing: probability.
-    mixup, cutmix: their alpha; 0 = off. With both on, each is used half of the time. Neighbours in
-        the batch (0 and 1, 2 and 3, ...) are mixed, every pair with its own weight, so that the
-        result does not depend on how a batch is split. Batches and micro-batches must be even.
-    repeats: how often an image appears in a batch, each time augmented anew (repeated
-        augmentation).
+    crop_pct, rand_augment, color_jitter: as timm's; it ignores color_jitter beside rand_augment.
+    mixup, cutmix: with both on, each is used half of the time. Neighbours in the batch (0 and 1, 2
+        and 3, ...) are mixed, every pair with its own weight, so that the result does not depend on
+        how a batch is split. Batches and micro-batches must be even.
     """
 
     name: str
