@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from experiments.bench.report import Report, Silent, markdown, provenance, read_record
+from experiments.bench.report import Report, markdown, provenance, read_record
 from experiments.bench.timing import allow_repeated_steps
 from experiments.support.checkpoint import write_text
 from experiments.support.errors import UserError, exit_status
@@ -103,10 +103,9 @@ def run(options: argparse.Namespace) -> None:
         options.out = Path("runs", "bench", f"{name}.json")
     parts = [*options.only, *(getattr(options, "shapes", []))]
     whole = set(parts) == {"*"} and not getattr(options, "missing", False)
-    main = os.environ.get("RANK", "0") == "0"
-    report = (Report if main else Silent)(
-        options.benchmark, options.device, options.out, options.only, options.revision, whole
-    )
+    silent = os.environ.get("RANK", "0") != "0"
+    of = options.benchmark, options.device, options.out, options.only, options.revision
+    report = Report(*of, whole, silent)
     importlib.import_module(f"experiments.bench.{options.benchmark}").bench(options, report)
     report.finish()
     if report.refused:

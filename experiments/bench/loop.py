@@ -256,21 +256,15 @@ def host(name: str, width: int, matmul: str, options: argparse.Namespace) -> Row
     samples: dict[str, list[float]] = {call: [] for call in calls}
     for turn in range(options.repeats + 1):
         for call, run in calls.items():
-            milliseconds = launched(run, on)
+            if on.type == "cuda":
+                torch.cuda.synchronize()
+            start = time.perf_counter()  # the host's time, without waiting for the device
+            for _ in range(CALLS):
+                run()
             if turn:  # the first one compiles
-                samples[call].append(milliseconds)
+                samples[call].append(1e3 * (time.perf_counter() - start) / CALLS)
     found = {call: statistics.median(own) for call, own in samples.items()}
     figures = {f"{call} us": 1e3 * found[call] for call in ("product", "F.linear") if call in found}
     shape, time_ = f"{TOKENS} x {width} -> {width}", quantiles(samples["sparse"])
     used, peers = converted.used, {"dense": found["dense"]}
     return Row(name, precision(on), shape, used, time_, peers, figures=figures)
-
-
-def launched(run: Any, device: torch.device) -> float:
-    """The milliseconds that the host takes for a call, without waiting for the device."""
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    start = time.perf_counter()
-    for _ in range(CALLS):
-        run()
-    return 1e3 * (time.perf_counter() - start) / CALLS

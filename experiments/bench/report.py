@@ -94,8 +94,11 @@ class Report:
         only: Sequence[str] = ("*",),
         revision: str | None = None,
         whole: bool = False,
+        silent: bool = False,
     ) -> None:
-        """whole: all rows are measured, so that rows of an earlier run are removed."""
+        """whole: all rows are measured, so that rows of an earlier run are removed. silent: write
+        and print nothing, as on ranks other than 0."""
+        self.silent = silent
         self.benchmark, self.out, self.only, self.whole = benchmark, out, only, whole
         self.environment = provenance(device, revision)
         self.rows: list[dict[str, Any]] = []
@@ -127,7 +130,8 @@ class Report:
 
     def note(self, text: str) -> None:
         """Print a line of progress."""
-        print(text, file=sys.stderr)
+        if not self.silent:
+            print(text, file=sys.stderr)
 
     def add(self, row: Row) -> None:
         self.rows.append({**flat(row), **self.environment})
@@ -160,29 +164,19 @@ class Report:
         old = {identity(row): row for row in earlier}
         rows = list({**old, **new}.values())
         self.record["benchmarks"][self.benchmark] = {"rows": rows, "left_out": self.left_out}
-        write_json(self.out, self.record)
+        if not self.silent:
+            write_json(self.out, self.record)
 
     def finish(self) -> None:
         """Print the table and save the record. A whole run removes all rows of an earlier one."""
         self.save([] if self.whole else self.earlier)
+        if self.silent:
+            return
         shown = columns(self.rows).items()
         print(table({head: own for head, own in shown if head not in HIDDEN}))
         for text in self.left_out:
             self.note(f"left out: {text}")
         self.note(f"written to {self.out}")
-
-
-class Silent(Report):
-    """The report of a rank other than 0: it writes and prints nothing."""
-
-    def note(self, text: str) -> None:
-        pass
-
-    def save(self, earlier: list[dict[str, Any]]) -> None:
-        pass
-
-    def finish(self) -> None:
-        pass
 
 
 def read_record(path: Path) -> dict[str, Any]:

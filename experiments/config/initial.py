@@ -83,13 +83,13 @@ class HFConfig:
         """True if the folder holds a tokenizer."""
         return any((self.folder / name).is_file() for name in TOKENIZERS)
 
-    @property
+    @cached_property
     def fingerprint(self) -> str:
         """Hash of the architecture and the weights, 16 hex digits."""
         weights = sorted(self.folder.glob("*.safetensors"))
         return content_hash([self.folder / "config.json", *weights])
 
-    @property
+    @cached_property
     def tokenizer_fingerprint(self) -> str | None:
         """Hash of the files of the tokenizer, 16 hex digits; None without one."""
         if not self.has_tokenizer:

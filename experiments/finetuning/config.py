@@ -31,8 +31,8 @@ TASKS = (*glue.TASKS, SQUAD)
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """Settings for fine-tuning on a task; conf/recipe/nano.yaml explains each. Batches are counted in
-    sequences (SQuAD: windows). The learning rate rises from 0 and falls to 0."""
+    """Settings for fine-tuning on a task; conf/recipe/nano.yaml explains each. Batches are counted
+    in sequences (SQuAD: windows). The learning rate rises from 0 and falls to 0."""
 
     epochs: int
     batch_size: int
@@ -240,9 +240,12 @@ def freeze_finetuning(composition: Any) -> FinetuneConfig:
             "give either run=DIR, the directory of a finished run, or model.path=FOLDER, a "
             "checkpoint of transformers"
         )
+    source: Path | HFConfig = Path(top.run or "")
+    if path is not None:  # of its own, since it remembers what it found in the files
+        source = dataclasses.replace(typed(HFConfig, "model", groups["model"]))
     return FinetuneConfig(
         **vars(top),
-        source=Path(top.run or "") if path is None else typed(HFConfig, "model", groups["model"]),
+        source=source,
         data=data or (squad.HUB if top.task == SQUAD else glue.HUB),
         recipe=typed(Recipe, "recipe", _for_task(groups["recipe"], top.task)),
         impl=typed(ImplConfig, "impl", groups["impl"]),

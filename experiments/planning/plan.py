@@ -39,7 +39,7 @@ from experiments.data.parallel import PairsConfig
 from experiments.planning.footprint import Footprint, footprint
 from experiments.support.errors import UserError
 from experiments.support.names import check_bounds
-from experiments.training import averages, sharding
+from experiments.training import sharding
 from experiments.training.distributed import World
 from experiments.training.optimization import DTYPES, micro_batch_size
 from models.bert import BertLM
@@ -217,7 +217,7 @@ class Planned:
             impl.shard,
             accumulates=train.batch_size > samples * gpus,
             checkpointing=impl.activation_checkpointing,
-            averaged=averages.is_kept(train),
+            averaged=bool(train.ema or train.average_last),
         )
 
 

@@ -12,11 +12,6 @@ from experiments.config.settings import TrainConfig
 from methods import refresh
 
 
-def is_kept(train: TrainConfig) -> bool:
-    """True if a training keeps an averaged copy."""
-    return bool(train.ema or train.average_last)
-
-
 def trained(model: nn.Module) -> dict[str, Tensor]:
     """The trained parameters of a model by name, detached."""
     return {n: p.detach() for n, p in model.named_parameters() if p.requires_grad}

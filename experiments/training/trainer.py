@@ -104,7 +104,7 @@ class Trainer:
             ranks=world.size,
             group=group,
         )
-        own = averages.trained(model) if averages.is_kept(train) else {}
+        own = averages.trained(model) if train.ema or train.average_last else {}
         self.averages = {name: value.clone() for name, value in own.items()}
         self.revisions = [revision()]  # of the code, in the order in which they trained
         self.step = 0

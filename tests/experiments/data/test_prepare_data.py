@@ -110,7 +110,7 @@ def byte_gpt2(monkeypatch):
     encoding = tiktoken.Encoding(
         "bytes", pat_str=r"(?s).", mergeable_ranks=ranks, special_tokens={END_OF_TEXT: 50256}
     )
-    monkeypatch.setattr(preparing, "gpt2_encoding", lambda: encoding)
+    monkeypatch.setattr(preparing.tokenizer, "gpt2_encoding", lambda: encoding)
     return encoding
 
 
@@ -198,14 +198,14 @@ def test_a_stopped_preparation_continues_and_gives_the_same_files(
     def interrupted(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(preparing, "gpt2_encoding", Watched)
+    monkeypatch.setattr(preparing.tokenizer, "gpt2_encoding", Watched)
     names = {"train.bin", "val.bin", "manifest.json"}
     for case, left in ((32, 96), (120, 2), (0, 0)):
         config = DataConfig("mini", str(folder), str(tmp_path / f"data{case}"))
         encoded.clear()
         stop = case
         with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-            patch.setattr(preparing, "write_sealed", interrupted)
+            patch.setattr(preparing.checkpoint, "write_sealed", interrupted)
             prepare(config)
         assert not config.directory.exists()
         encoded.clear()
@@ -218,7 +218,7 @@ def test_a_stopped_preparation_continues_and_gives_the_same_files(
         assert [path.name for path in config.directory.parent.iterdir()] == ["mini-gpt2"]
     config = DataConfig("mini", str(folder), str(tmp_path / "anew"))
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(preparing, "write_sealed", interrupted)
+        patch.setattr(preparing.checkpoint, "write_sealed", interrupted)
         prepare(config)
     write_jsonl(folder, [text.upper() for text in TEXTS])
     with ExitStack() as other:
