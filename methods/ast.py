@@ -33,7 +33,6 @@ from .nn import base, calibration, distillation, lowrank, slorb
 from .nn.conversion import become, check_low_rank, weight_of
 from .nn.linear import MaskedLinear
 from .nn.optimizer import Optimizers, each, group_of
-from .nn.ranks import layer_seed
 
 METRICS = ("magnitude", "wanda")
 ROUTES = ("decoupled_first_moment", "gradient", "decoupled")
@@ -55,8 +54,8 @@ class Config(distillation.Config, base.PartialConfig):
         divided by the root of the mean of u^2; it needs `Method.optimizer`), `gradient` (added to
         the gradient after clipping, so that both of Adam's moments include it), or `decoupled`
         (W -= lr lambda (1 - M) W). The last two work with any optimizer.
-    slorb_k: number of inputs per rank of SLoRB; 0 = off. slorb_init: `mean`, `sum` or `xavier`.
-        slorb_train_x: train X as a dense matrix, instead of keeping the fixed indicator of blocks.
+    slorb_k: number of inputs per rank of SLoRB; 0 = off.
+    slorb_train_x: train X as a dense matrix, instead of keeping the fixed indicator of blocks.
     """
 
     metric: str = "magnitude"
@@ -67,20 +66,16 @@ class Config(distillation.Config, base.PartialConfig):
     ramp_steps: int | None = None
     decay_route: str = "decoupled_first_moment"
     slorb_k: int = 0
-    slorb_init: str = "mean"
     slorb_train_x: bool = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
         base.check_choice("metric", self.metric, METRICS)
         base.check_choice("decay_route", self.decay_route, ROUTES)
-        base.check_choice("slorb_init", self.slorb_init, slorb.INITS)
         base.check_range(self, 1, math.inf, "calibration_sequences")
         base.check_range(self, 0, math.inf, "refresh_every", "slorb_k", "ramp_steps")
         base.check_range(self, 0, sr_ste.LARGEST, "alpha")
         base.check_range(self, 0, 1, "ramp_fraction")
-        if self.slorb_k and self.slorb_init == "xavier" and not self.slorb_train_x:
-            raise ValueError("slorb_init=xavier draws X, so it needs slorb_train_x=true")
 
 
 class Linear(MaskedLinear):
@@ -108,16 +103,14 @@ class Linear(MaskedLinear):
             if config.slorb_train_x:
                 self.slorb_x = nn.Parameter(self.weight.new_empty(rank, self.in_features))
 
-    def begin(self, name: str, input_norm: Tensor | None) -> None:
+    def begin(self, input_norm: Tensor | None) -> None:
         """Choose the first mask, and initialise S and X for it."""
         if input_norm is not None:
             self.input_norm.copy_(input_norm)
         self.mask.copy_(self.best_mask())
         self.refresh()
         if self.slorb_s is not None:
-            generator = torch.Generator().manual_seed(layer_seed(self.config.seed, name, 0))
-            init = self.config.slorb_init
-            slorb.initialize(self.weight, self.mask, self.slorb_s, self.slorb_x, init, generator)
+            slorb.initialize(self.weight, self.mask, self.slorb_s, self.slorb_x)
 
     def best_mask(self) -> Tensor:
         """The mask that keeps the highest scores now."""
@@ -189,7 +182,7 @@ class Method(distillation.Method):
         report = super().convert(model, dtype)
         with torch.no_grad():
             for name, layer in self.sparse_layers.items():
-                layer.begin(name, self.input_norms.get(name))
+                layer.begin(self.input_norms.get(name))
         self.input_norms = {}
         return report
 

@@ -12,8 +12,8 @@ with a = t / T, m the first moment and w a weight,
     m' = m where M keeps w, else (1 - a) m + a lambda sign(w)
     v <- b2 v + (1 - b2) m'^2;   w <- w - lr / (1 - b1^(t+1)) m' / (sqrt(v / (1 - b2^(t+1))) + eps)
 
-so that pruned weights are near zero when `finalize` removes them. A [out, scale_groups], from ones,
-scales each row's blocks of inputs and is folded into the weight at the end. The loss is a third of
+so that pruned weights are near zero when `finalize` removes them. A [out, 2], from ones, scales
+both halves of each row and is folded into the weight at the end. The loss is a third of
 the KL divergence from the dense model, at temperature 1, and two thirds of the task's.
 
 The authors published no code. Default values are the paper's for LLaMA2-7B, and the indices of t
@@ -37,7 +37,6 @@ from torch import Tensor, nn
 
 from . import ast
 from .nn import base, distillation, sharding
-from .nn.conversion import weight_of
 from .nn.gemms import DENSE, Products
 from .nn.linear import MaskedLinear
 from .nn.optimizer import Optimizers
@@ -49,7 +48,6 @@ class Config(distillation.Config, base.PartialConfig):
 
     refresh_every: optimizer steps between two choices of the masks.
     decay: lambda.
-    scale_groups: blocks of inputs of a row that have a scale of their own; 0 = no scale.
     """
 
     task_weight: float = 2 / 3
@@ -57,38 +55,32 @@ class Config(distillation.Config, base.PartialConfig):
     temperature: float = 1.0
     refresh_every: int = 10
     decay: float = 4e-7
-    scale_groups: int = 2
 
     def __post_init__(self) -> None:
         super().__post_init__()
         base.check_range(self, 1, math.inf, "refresh_every")
-        base.check_range(self, 0, math.inf, "decay", "scale_groups")
+        base.check_range(self, 0, math.inf, "decay")
 
 
 class Linear(MaskedLinear):
     """A linear that trains dense and evaluates under its mask.
 
-    State besides `MaskedLinear`'s: the Parameter `weight_scale` [out, scale_groups] (None for 0).
+    State besides `MaskedLinear`'s: the Parameter `weight_scale` [out, 2].
     """
 
     config: Config
-    weight_scale: nn.Parameter | None
+    weight_scale: nn.Parameter
 
     def setup(self, name: str, config: Any, dtype: torch.dtype | None) -> None:
         super().setup(name, config, dtype)
-        groups = config.scale_groups
-        ones = self.weight.detach().new_ones(self.out_features, groups)
-        self.weight_scale = nn.Parameter(ones) if groups else None
+        self.weight_scale = nn.Parameter(self.weight.detach().new_ones(self.out_features, 2))
 
     def sparse_products(self) -> Products:
         return DENSE
 
     def scaled_weight(self) -> Tensor:
         """W * A [out, in], through which gradients flow to both."""
-        if self.weight_scale is None:
-            return self.weight
-        blocks = self.weight.unflatten(1, (self.config.scale_groups, -1))
-        return (blocks * self.weight_scale.unsqueeze(2)).flatten(1)
+        return (self.weight.unflatten(1, (2, -1)) * self.weight_scale.unsqueeze(2)).flatten(1)
 
     def effective_weight(self) -> Tensor:
         return torch.where(self.mask, self.scaled_weight().detach(), 0.0)
@@ -121,12 +113,6 @@ class Method(distillation.Method):
         if not self.config.total_steps:
             raise ValueError("the decay rises over total_steps; set total_steps")
         return super().convert(model, dtype)
-
-    def check_layer(self, name: str, module: nn.Module) -> None:
-        super().check_layer(name, module)
-        inputs, groups = weight_of(module).shape[1], self.config.scale_groups
-        if groups and inputs % groups:
-            raise ValueError(f"scale_groups={groups} does not divide its {inputs} inputs")
 
     def optimizer(self, groups: Any, **options: Any) -> torch.optim.Optimizer:
         options.pop("fused", None)  # it changes only the speed

@@ -56,7 +56,6 @@ class Config(distillation.Config, base.NMConfig, base.PartialConfig):
         learnt: `proxsparse` (2:4 alone) or `maskllm` (m up to 8). All but the first need
         `Method.calibrate`, the last two with labels, on which the model returns its loss.
     calibration_sequences: number of sequences that a driver gives to `Method.calibrate`.
-    damping: added to the diagonal of SparseGPT's Hessian, as a fraction of its mean.
     mask_steps, mask_learning_rate: of the learning of a mask, on one calibration batch after the
         other, again and again; None for the released code's, LEARNT.
     penalty: ProxSparse's lambda. What it does grows with the size of the weights: the released
@@ -70,7 +69,6 @@ class Config(distillation.Config, base.NMConfig, base.PartialConfig):
     kl_weight: float = 0.0
     metric: str = "magnitude"
     calibration_sequences: int = 128
-    damping: float = 0.01
     mask_steps: int | None = None
     mask_learning_rate: float | None = None
     penalty: float = 0.25
@@ -87,8 +85,6 @@ class Config(distillation.Config, base.NMConfig, base.PartialConfig):
             raise ValueError(f"metric=proxsparse learns 2:4 masks, not {self.n}:{self.m}")
         if self.metric == "maskllm" and self.m > 8:
             raise ValueError(f"metric=maskllm has a logit per pattern, too many with m={self.m}")
-        if not 0 < self.damping < 1:
-            raise ValueError(f"damping={self.damping}; it must lie between 0 and 1")
 
 
 class Linear(MaskedLinear):
@@ -193,9 +189,9 @@ class Method(distillation.Method):
         if inputs.hessian is None:
             scores = weight.float() * inputs.square_sum.sqrt()
             return partial_mask(scores, grouped, n, m), weight
-        order, damping = torch.cat([grouped, dense]), self.config.damping
+        order = torch.cat([grouped, dense])
         hessian = inputs.hessian[order][:, order]
-        mask, updated = prune(weight[:, order], hessian, damping, n, m, len(grouped))
+        mask, updated = prune(weight[:, order], hessian, n=n, m=m, grouped=len(grouped))
         back = order.argsort()
         return mask[:, back], updated[:, back]
 

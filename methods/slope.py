@@ -13,9 +13,11 @@ moments, clipping, DDP buckets and checkpoints are compressed as well. Dense ope
 for a product and not kept. The model ends N:M sparse.
 
 In the last `adapter_fraction` of the steps Y gains X L R / rank (nn/compressed_gemms.py), where L
-is random and R is zero until then. Both are parameters from the start, but get no gradient before
-their phase, so the optimizer creates their moments only then. A model with trained adapters ends
-with `lowrank.SparsePlusLowRank` layers. With `fp8` all three products are in FP8.
+has unit variance and R is zero until then. Both are parameters from the start, but get no gradient
+before their phase, so the optimizer creates their moments only then. A model with trained adapters
+ends with `lowrank.SparsePlusLowRank` layers. With `fp8` all three products are in FP8.
+
+The paper keeps L^T in the layer's N:M, so that X [W^T | L] is one sparse product; here L is dense.
 
 In the released training code the mask is inverted, the copy of W^T is never updated, dense
 parameters never move, and the merged form omits the scale. The accuracy experiments (separate code)
@@ -64,10 +66,6 @@ class Config(base.NMConfig):
         first.
     adapter_rank: rank of the low-rank adapters; 0 = none (the paper: 0.4 to 6% of the width).
     adapter_fraction: fraction of `total_steps`, at the end, that trains them; at least one step.
-    adapter_init: initialisation of L, `normal` (unit variance, the paper's) or `scaled` (variance
-        1 / in).
-    adapter_left_sparse: keep L^T in the layer's N:M. The paper does this so that X [W^T | L] is one
-        sparse product; here a packed W and L are two products, of which that with L is dense.
     fp8: FP8 products: `off`, `paper`, `hybrid`, `hopper` or `hopper_delayed`, as in
         `methods.fst`, except that wgrad is a dense product. Adapters are never in FP8.
     """
@@ -82,14 +80,11 @@ class Config(base.NMConfig):
     column_refresh: int = 1
     adapter_rank: int = 0
     adapter_fraction: float = 0.01
-    adapter_init: str = "normal"
-    adapter_left_sparse: bool = False
     fp8: str = "off"
 
     def __post_init__(self) -> None:
         super().__post_init__()
         base.check_choice("mask", self.mask, ("random", "magnitude"))
-        base.check_choice("adapter_init", self.adapter_init, ("normal", "scaled"))
         if self.permute and self.mask == "random":
             raise ValueError("permute=True raises what mask=magnitude keeps, but mask=random")
         if isinstance(self.patterns, str):
@@ -101,12 +96,11 @@ class Config(base.NMConfig):
         base.check_range(self, 0, math.inf, "column_refresh", "adapter_rank")
         if not 0.0 < self.adapter_fraction <= 1.0:
             raise ValueError(f"adapter_fraction={self.adapter_fraction}; it must lie in (0, 1]")
-        for name in ("adapter_fraction", "adapter_init", "adapter_left_sparse"):
-            if not self.adapter_rank and getattr(self, name) != getattr(Config, name):
-                raise ValueError(
-                    f"{name}={getattr(self, name)} needs adapters, and adapter_rank=0 has none; "
-                    "set a rank of at least 1"
-                )
+        if not self.adapter_rank and self.adapter_fraction != Config.adapter_fraction:
+            raise ValueError(
+                f"adapter_fraction={self.adapter_fraction} needs adapters, and adapter_rank=0 has "
+                "none; set a rank of at least 1"
+            )
 
     def pattern(self, name: str) -> tuple[int, int]:
         n, m = super().pattern(name)

@@ -26,7 +26,6 @@ window is rounded down (999 steps for beta2 = 0.999), and phase 1 may last one s
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -44,17 +43,14 @@ from .nn.sharding import summed
 class Config(base.Config):
     """Options of STEP; the defaults are the paper's.
 
-    criterion: the mean in z, `arithmetic` (the paper's option 1) or `geometric` (option 2).
     min_fraction, max_fraction: fractions of `total_steps` between which phase 1 ends.
     """
 
-    criterion: str = "arithmetic"
     min_fraction: float = 0.1
     max_fraction: float = 0.5
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        base.check_choice("criterion", self.criterion, ("arithmetic", "geometric"))
         if not 0.0 <= self.min_fraction <= self.max_fraction < 1.0:
             raise ValueError(
                 f"min_fraction={self.min_fraction}, max_fraction={self.max_fraction}; they must "
@@ -120,17 +116,11 @@ class Method(SwitchedMethod):
             change = weight.grad.float().square()
             if weight in optimizer.state:
                 change -= optimizer.state[weight]["exp_avg_sq"]
-            change = change.abs_().mul_(1 - group["betas"][1])
-            if self.config.criterion == "geometric":
-                # A single entry that did not change would make the geometric mean zero.
-                change = change.clamp_min_(torch.finfo(torch.float32).tiny).log_()
-            total += summed(change)
+            total += summed(change.abs_().mul_(1 - group["betas"][1]))
             entries += change.numel()
-        mean = float(total) / entries
         group = held[0][2]
         window = round(1 / (1 - group["betas"][1]))
-        change_now = math.exp(mean) if self.config.criterion == "geometric" else mean
-        self.changes = [*self.changes, change_now][-window:]
+        self.changes = [*self.changes, float(total) / entries][-window:]
         settled = sum(self.changes) / len(self.changes) < group["eps"]
         total = self.config.total_steps
         settled &= steps >= int(self.config.min_fraction * total)

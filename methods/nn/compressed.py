@@ -6,7 +6,6 @@ which a layer with trained adapters becomes at the end.
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -25,7 +24,7 @@ from common_kernels.fp8.weights import quantize_compressed24_
 from common_kernels.pack.compressed import Compressed24, prune_and_pack24_
 
 from . import delayed
-from .compressed_gemms import Fp8Product, Pattern, Product, dense_left
+from .compressed_gemms import Fp8Product, Pattern, Product
 from .conversion import become
 from .gemms import DENSE, Products
 from .linear import SparseLinear
@@ -38,11 +37,11 @@ from .ranks import layer_seed
 class CompressedLinear(SparseLinear):
     """A linear layer that stores its weight as compressed `values` and bit masks.
 
-    Parameters: `values` [out, in * n / m], `bias`, and with adapters `left` = L^T [r, in]
-    (compressed like `values` if it is sparse) and `right` = R [r, out].
+    Parameters: `values` [out, in * n / m], `bias`, and with adapters `left` = L^T [r, in] and
+    `right` = R [r, out].
 
     Saved buffers, bits packed in uint8: `row_mask` [out, in / 8], one bit per weight;
-    `column_mask` [out, in * n / m / 8], one bit per value; `left_mask` [r, in / 8] of a sparse L.
+    `column_mask` [out, in * n / m / 8], one bit per value.
     Buffers that are not saved: `packed` and `packed_transposed`, the packed bytes of W_R and W_RC^T
     for products that run sparse. With `Products.repack` W_RC^T is packed in each backward pass and
     not kept.
@@ -53,7 +52,6 @@ class CompressedLinear(SparseLinear):
     right: nn.Parameter | None
     row_mask: Tensor
     column_mask: Tensor
-    left_mask: Tensor | None
     pattern: Pattern
     adapting: bool  # True if the adapters are in use; until then R is zero
     both_ways = True
@@ -73,37 +71,30 @@ class CompressedLinear(SparseLinear):
         weight, bias = self._parameters.pop("weight"), self._parameters.pop("bias")
         assert weight is not None
         self.dtype, self.accelerated = dtype or weight.dtype, DENSE
-        self.register_buffer("row_mask", self._choose_mask(weight.detach(), name, "mask"))
+        self.register_buffer("row_mask", self._row_mask(weight.detach(), name))
         values = compress_nm(weight.detach(), self.row_mask, *self.pattern)
         self.values = nn.Parameter(values, requires_grad=weight.requires_grad)
         self.register_parameter("bias", bias)
         self.register_buffer("column_mask", pack_mask(torch.ones_like(values, dtype=torch.bool)))
-        left = right = left_mask = None
-        if config.adapter_rank:
+        left = right = None
+        if rank := config.adapter_rank:
             generator = self._generator(name, "left")
-            shape = (config.adapter_rank, self.in_features)
-            drawn = torch.randn(shape, generator=generator, device="cpu")
-            if config.adapter_init == "scaled":
-                drawn /= math.sqrt(self.in_features)
-            drawn = drawn.to(weight)
-            if config.adapter_left_sparse:
-                left_mask = self._choose_mask(drawn, name, "left mask")
-                drawn = compress_nm(drawn, left_mask, *self.pattern)
-            left = nn.Parameter(drawn)
-            right = nn.Parameter(weight.new_zeros(config.adapter_rank, self.out_features))
+            drawn = torch.randn(rank, self.in_features, generator=generator, device="cpu")
+            left = nn.Parameter(drawn.to(weight))
+            right = nn.Parameter(weight.new_zeros(rank, self.out_features))
         self.register_parameter("left", left)
         self.register_parameter("right", right)
-        self.register_buffer("left_mask", left_mask)
         self._set_precision()
 
-    def _choose_mask(self, x: Tensor, name: str, purpose: str) -> Tensor:
-        """The packed N:M mask of x along its last dim, by the rule of the option `mask`."""
-        # If x is already N:M (from an earlier run), keep its zeros rather than draw a mask.
-        random = self.config.mask == "random" and not x.is_meta
-        if random and int(check_nm(x, *self.pattern)):
-            generator = self._generator(name, purpose)
-            x = torch.rand(x.shape, generator=generator, device="cpu").to(x.device)
-        return pack_mask(nm_mask(x, *self.pattern))
+    def _row_mask(self, weight: Tensor, name: str) -> Tensor:
+        """The packed N:M mask of a weight, by the rule of the option `mask`."""
+        # If it is already N:M (from an earlier run), keep its zeros rather than draw a mask.
+        random = self.config.mask == "random" and not weight.is_meta
+        if random and int(check_nm(weight, *self.pattern)):
+            generator = self._generator(name, "mask")
+            drawn = torch.rand(weight.shape, generator=generator, device="cpu")
+            weight = drawn.to(weight.device)
+        return pack_mask(nm_mask(weight, *self.pattern))
 
     def _generator(self, name: str, purpose: str) -> torch.Generator:
         """A CPU generator for this layer, so that every device and every rank draws the same."""
@@ -227,12 +218,12 @@ class CompressedLinear(SparseLinear):
             row_mask, column_mask = (self.shards.whole[n] for n in ("row_mask", "column_mask"))
         return Product.apply(
             x, own["values"], own["left"], own["right"], own["bias"], row_mask,
-            column_mask, masks["left_mask"], *operands, self.pattern, self.adapting,
+            column_mask, *operands, self.pattern, self.adapting,
         )  # fmt: skip
 
     def forward_in_fp8(self, x: Tensor, own: Precision) -> Tensor:
         return Fp8Product.apply(
-            x, self.values, self.left, self.right, self.bias, self.row_mask, self.left_mask,
+            x, self.values, self.left, self.right, self.bias, self.row_mask,
             *own.operands(self), self.pattern, self.adapting, own.formats, *delayed.of(self),
         )  # fmt: skip
 
@@ -250,11 +241,8 @@ class CompressedLinear(SparseLinear):
                 "method has converted, and finalize that one"
             )
         self.refresh()
-        adapted, weight, bias, right = self.adapting, self.weight, self.bias, self.right
-        trained = self.values.requires_grad
-        if adapted:
-            assert self.left is not None
-            left = dense_left(self.left.detach(), self.left_mask, self.pattern)
+        adapted, weight, bias = self.adapting, self.weight, self.bias
+        left, right, trained = self.left, self.right, self.values.requires_grad
         for name in [*self._parameters, *self._buffers]:
             delattr(self, name)
         self._forget()
@@ -262,4 +250,4 @@ class CompressedLinear(SparseLinear):
         self.register_parameter("weight", nn.Parameter(weight, requires_grad=trained))
         self.register_parameter("bias", bias)
         if adapted:
-            self.left, self.right = nn.Parameter(left), right
+            self.left, self.right = left, right

@@ -35,19 +35,8 @@ from .operands import Dense, flat, save, saved
 Pattern = tuple[int, int]  # (n, m)
 
 
-def dense_left(left: Tensor, left_mask: Tensor | None, pattern: Pattern) -> Tensor:
-    """The dense L^T [r, in] of an adapter, which is stored compressed if it has a mask."""
-    return left if left_mask is None else expand_nm(left, left_mask, *pattern)
-
-
 def adapter_gradients(
-    dy: Tensor,
-    x: Tensor,
-    left: Tensor,
-    right: Tensor,
-    left_mask: Tensor | None,
-    pattern: Pattern,
-    grad_x: Tensor | None,
+    dy: Tensor, x: Tensor, left: Tensor, right: Tensor, grad_x: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """The gradients of `left` and `right`. The adapters' part of dX is added to `grad_x` in place.
 
@@ -55,14 +44,11 @@ def adapter_gradients(
         dy, x: [T, out] and [T, in].
         grad_x: [T, in], or None if x needs no gradient.
     """
-    dense = dense_left(left.to(x.dtype), left_mask, pattern)
+    used = left.to(x.dtype)
     dy2 = dy @ right.to(x.dtype).t() / len(right)
-    grad_left = dy2.t() @ x
-    if left_mask is not None:
-        grad_left = compress_nm(grad_left, left_mask, *pattern)
-    grad_right = (x @ dense.t()).t() @ dy / len(right)
+    grad_left, grad_right = dy2.t() @ x, (x @ used.t()).t() @ dy / len(right)
     if grad_x is not None:
-        grad_x.addmm_(dy2, dense)
+        grad_x.addmm_(dy2, used)
     return grad_left.to(left.dtype), grad_right.to(right.dtype)
 
 
@@ -73,19 +59,17 @@ class Product(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx, x, values, left, right, bias, row_mask, column_mask, left_mask, fprop, dgrad, pattern,
-        adapting,
-    ):  # fmt: skip
+        ctx, x, values, left, right, bias, row_mask, column_mask, fprop, dgrad, pattern, adapting
+    ):
         ctx.pattern, ctx.adapting = pattern, adapting
         ctx.bias_dtype = None if bias is None else bias.dtype
-        save(ctx, dgrad, x, values, left, right, row_mask, column_mask, left_mask)
+        save(ctx, dgrad, x, values, left, right, row_mask, column_mask)
         if fprop is None:
             fprop = Dense(expand_nm(values.to(x.dtype), row_mask, *pattern))
         if not adapting:
             return fprop.linear(x, bias)
-        dense, right = dense_left(left.to(x.dtype), left_mask, pattern), right.to(x.dtype)
-        y1, y2 = fprop.linear(x, None), F.linear(x, dense)
-        return lowrank_addmm(y1, y2, right, bias, 1 / len(right))
+        y1, y2 = fprop.linear(x, None), F.linear(x, left.to(x.dtype))
+        return lowrank_addmm(y1, y2, right.to(x.dtype), bias, 1 / len(right))
 
     @staticmethod
     def backward(ctx, grad_y):
@@ -94,7 +78,7 @@ class Product(torch.autograd.Function):
 
     @staticmethod
     def _backward(ctx, grad_y):
-        dgrad, x, values, left, right, row_mask, column_mask, left_mask = saved(ctx)
+        dgrad, x, values, left, right, row_mask, column_mask = saved(ctx)
         dy, x2d = grad_y.reshape(-1, grad_y.shape[-1]), x.reshape(-1, x.shape[-1])
         grad_x = grad_values = grad_left = grad_right = grad_bias = None
         if ctx.needs_input_grad[0]:
@@ -108,14 +92,12 @@ class Product(torch.autograd.Function):
         # Adapters are inputs even before their phase, when they get no gradient: DDP waits for
         # every parameter that it knows.
         if ctx.adapting:
-            grad_left, grad_right = adapter_gradients(
-                dy, x2d, left, right, left_mask, ctx.pattern, grad_x
-            )
+            grad_left, grad_right = adapter_gradients(dy, x2d, left, right, grad_x)
         if grad_x is not None:
             grad_x = grad_x.reshape(x.shape)
         if ctx.needs_input_grad[4]:
             grad_bias = dy.sum(0).to(ctx.bias_dtype)
-        return grad_x, grad_values, grad_left, grad_right, grad_bias, *(None,) * 7
+        return grad_x, grad_values, grad_left, grad_right, grad_bias, *(None,) * 6
 
 
 class Fp8Product(torch.autograd.Function):
@@ -123,8 +105,8 @@ class Fp8Product(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx, x, values, left, right, bias, row_mask, left_mask, fprop, dgrad, pattern, adapting,
-        formats, amax, seen,
+        ctx, x, values, left, right, bias, row_mask, fprop, dgrad, pattern, adapting, formats,
+        amax, seen,
     ):  # fmt: skip
         ctx.pattern, ctx.adapting, ctx.formats = pattern, adapting, formats
         ctx.on_units = fprop.on_units
@@ -132,17 +114,17 @@ class Fp8Product(torch.autograd.Function):
         ctx.seen = seen  # not saved by autograd: it changes before the backward pass
         with without_autocast(x):
             codes, kept, scale = quantized_input(x, formats, fprop.on_units, amax, seen)
-            adapters = (x, left, right, left_mask) if adapting else (None,) * 4
+            adapters = (x, left, right) if adapting else (None,) * 3
             save(ctx, dgrad, kept, scale, amax, row_mask, *adapters)
             y = fprop.linear(codes, None if adapting else bias, x.dtype)
             if adapting:
-                y2 = F.linear(x, dense_left(left.to(x.dtype), left_mask, pattern))
+                y2 = F.linear(x, left.to(x.dtype))
                 y = lowrank_addmm(y, y2, right.to(x.dtype), bias, 1 / len(right))
             return y
 
     @staticmethod
     def backward(ctx, dy):
-        dgrad, x, x_scale, amax, row_mask, given, left, right, left_mask = saved(ctx)
+        dgrad, x, x_scale, amax, row_mask, given, left, right = saved(ctx)
         grad_x = grad_values = grad_left = grad_right = grad_bias = None
         with without_autocast(dy):
             codes, turned = quantized_gradient(dy, ctx.formats, ctx.on_units, amax, ctx.seen)
@@ -155,9 +137,7 @@ class Fp8Product(torch.autograd.Function):
                 del product
             if ctx.adapting:
                 to = None if grad_x is None else flat(grad_x)
-                grad_left, grad_right = adapter_gradients(
-                    flat(dy), flat(given), left, right, left_mask, ctx.pattern, to
-                )
+                grad_left, grad_right = adapter_gradients(flat(dy), flat(given), left, right, to)
             if ctx.needs_input_grad[4]:
                 grad_bias = flat(dy).sum(0).to(ctx.dtypes[1])
-        return grad_x, grad_values, grad_left, grad_right, grad_bias, *(None,) * 9
+        return grad_x, grad_values, grad_left, grad_right, grad_bias, *(None,) * 8

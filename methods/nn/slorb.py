@@ -13,9 +13,7 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
-
-INITS = ("mean", "sum", "xavier")
+from torch import Tensor
 
 
 def check(in_features: int, k: int) -> None:
@@ -37,30 +35,12 @@ def boost(x: Tensor, s: Tensor, projection: Tensor | None) -> Tensor:
 
 
 @torch.no_grad()
-def initialize(
-    weight: Tensor,
-    mask: Tensor,
-    s: Tensor,
-    projection: Tensor | None,
-    init: str,
-    generator: torch.Generator,
-) -> None:
-    """Initialise S and X in place for a dense weight [out, in] and its mask.
-
-    `mean`: S holds the sum of each block's pruned weights divided by k, so that W~ + S X has the
-    block sums of W. `sum`: k times that. `xavier`: X is random and S zero, so that the layer
-    computes with W~ alone.
-    """
+def initialize(weight: Tensor, mask: Tensor, s: Tensor, projection: Tensor | None) -> None:
+    """Initialise S and X in place for a dense weight [out, in] and its mask: S holds the sum of
+    each block's pruned weights divided by k, so that W~ + S X has the block sums of W."""
     blocks = s.shape[1]
     k = weight.shape[1] // blocks
     if projection is not None:
         projection.copy_(indicator(weight.shape[1], k))
-    if init == "xavier":
-        assert projection is not None
-        drawn = torch.empty(projection.shape)
-        nn.init.xavier_uniform_(drawn, generator=generator)
-        projection.copy_(drawn)
-        s.zero_()
-        return
     pruned = torch.where(mask, 0.0, weight.float()).unflatten(1, (blocks, k)).sum(-1)
-    s.copy_(pruned if init == "sum" else pruned / k)
+    s.copy_(pruned / k)

@@ -52,9 +52,7 @@ class Linear(CompressedLinear):
         """x [..., in] -> [..., out]."""
         x, pattern = self.checked_input(x), self.pattern
         masks, none = (self.row_mask, self.column_mask), (None, None)
-        y = Product.apply(
-            x, self.values.detach(), *none, self.bias, *masks, None, *none, pattern, False
-        )
+        y = Product.apply(x, self.values.detach(), *none, self.bias, *masks, *none, pattern, False)
         return _WeightGradient.apply(y, x.detach(), self.values, ~self.row_mask, pattern)
 
 

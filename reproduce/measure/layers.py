@@ -144,7 +144,7 @@ def training_bytes(built: Bench) -> int:
 def stored_bytes(built: Bench) -> int:
     """Bytes of the model after training: its parameters, and the row masks of SLoPe's layers."""
     model = built.converted.model
-    masks = [b for name, b in model.named_buffers() if name.endswith(("row_mask", "left_mask"))]
+    masks = [b for name, b in model.named_buffers() if name.endswith("row_mask")]
     return sum(t.nbytes for t in [*model.parameters(), *masks])
 
 

@@ -20,7 +20,7 @@ LR, WD, BETAS, EPS = 1e-2, 0.1, (0.9, 0.95), 1e-8
 
 def converted(rows=4, **options):
     layer = linear_of(VALUES, rows)
-    options = {"kl_weight": 0.0, "total_steps": 4, "scale_groups": 0, **options}
+    options = {"kl_weight": 0.0, "total_steps": 4, **options}
     method = methods.build("cast", include=["*"], **options)
     method.convert(layer)
     return layer, method
@@ -66,7 +66,7 @@ def test_pruned_weights_shrink_by_about_the_rate_in_each_step_whatever_lambda_is
 
 
 def test_training_is_dense_and_evaluation_and_the_end_are_pruned_and_scaled():
-    layer, method = converted(scale_groups=2)
+    layer, method = converted()
     assert torch.equal(layer.weight_scale, torch.ones(4, 2))
     with torch.no_grad():
         layer.weight_scale.copy_(torch.tensor([2.0, 3.0]).expand(4, 2))
@@ -94,8 +94,6 @@ def test_the_loss_and_what_is_refused():
     layer.weight.grad = torch.zeros(4, 4)
     with pytest.raises(ValueError, match=r"CAST has its own .*AdamW lacks: .* lr=\.\.\.\)$"):
         method.on_gradients(0, torch.optim.AdamW([layer.weight]))
-    with pytest.raises(ValueError, match=r"scale_groups=3 does not divide its 4 inputs"):
-        converted(scale_groups=3)
 
 
 def decayed(mesh=None):

@@ -53,7 +53,7 @@ VARIANTS = {  # each value of an option, most with another option's
         {"mode": "activation", "sparse_fraction": 0.5},
     ],
     "ste": [{}, {"dense_columns": 0.25}],
-    "step": [{"min_fraction": 0.34, "max_fraction": 0.34}, {"criterion": "geometric"}],
+    "step": [{"min_fraction": 0.34, "max_fraction": 0.34}],
     "fst": [
         {},
         {"alpha": 1e-2, "refresh_every": 2, "dense_fraction": 0.5},
@@ -74,7 +74,7 @@ VARIANTS = {  # each value of an option, most with another option's
         {},
         {"n": 1, "m": 2, "mask": "magnitude", "column_refresh": 2},
         {"n": 2, "m": 8, "column_refresh": 0},
-        {"adapter_rank": 4, "adapter_fraction": 0.5, "adapter_left_sparse": True},
+        {"adapter_rank": 4, "adapter_fraction": 0.5},
         {"fp8": "hopper_delayed", "adapter_rank": 2, "adapter_fraction": 0.5},
     ],
 }

@@ -50,32 +50,10 @@ def test_mean_by_hand():
     weight = torch.tensor([[4.0, 1.0, 3.0, 2.0, 8.0, 7.0, 6.0, 1.0]])
     mask = torch.tensor([[1, 0, 1, 0, 1, 1, 0, 0]], dtype=torch.bool)
     s, x = torch.empty(1, 2), torch.empty(2, 8)
-    generator = torch.Generator()
-    slorb.initialize(weight, mask, s, x, "mean", generator)
+    slorb.initialize(weight, mask, s, x)
     assert s.tolist() == [[0.75, 1.75]] and torch.equal(x, slorb.indicator(8, 4))
-    slorb.initialize(weight, mask, s, None, "sum", generator)
-    assert s.tolist() == [[3.0, 7.0]]
-    slorb.initialize(weight, torch.ones_like(mask), s, None, "mean", generator)
+    slorb.initialize(weight, torch.ones_like(mask), s, None)
     assert s.tolist() == [[0.0, 0.0]]
-
-
-def test_xavier_starts_as_the_sparse_layer_and_follows_from_the_seed_of_the_method():
-    """So every rank draws the same, whatever its own weights were before."""
-    layer, _ = converted(slorb_init="xavier")
-    x = torch.randn(3, 16)
-    assert torch.equal(layer(x), F.linear(x, layer.sparse_weight, layer.bias))
-    # Uniform up to sqrt(6 / (fan_in + fan_out)); of 64 entries the mean magnitude is half of that.
-    bound = (6 / (16 + 4)) ** 0.5
-    assert (layer.slorb_x.abs() <= bound).all()
-    assert layer.slorb_x.abs().mean().item() == pytest.approx(bound / 2, rel=0.3)
-    state = torch.get_rng_state()
-    for seed in (0, 1):
-        twin = nn.utils.skip_init(nn.Linear, 16, 8)
-        nn.init.constant_(twin.weight, 1.0)
-        options = {"slorb_k": 4, "slorb_init": "xavier", "ramp_steps": 0, "seed": seed}
-        methods.build("ast", include=["*"], **options).convert(twin)
-        assert torch.equal(twin.slorb_x, layer.slorb_x) == (seed == 0)
-    assert torch.equal(torch.get_rng_state(), state)
 
 
 def test_gradients_reach_both_factors_and_the_dense_weight():
