@@ -104,21 +104,12 @@ def module(name: str) -> ModuleType:
         return importlib.import_module(f"{__name__}.{name}")
     if name in own():
         return own()[name]
-    if (new := name.replace("t_sr_ste", "fst")) != name:
-        raise ValueError(f"the method {name} is called {new} now")
     raise ValueError(f"no method {name!r}; {_choose(name, available(), 'choose one of')}")
 
 
 def _choose(given: str, names: list[str], words: str) -> str:
     near = get_close_matches(given.replace("-", "_"), names, 1)
     return f"{f'did you mean {near[0]}? ' if near else ''}{words} {', '.join(names)}"
-
-
-def __getattr__(name: str) -> ModuleType:
-    """`from methods import t_sr_ste` says what it is called now."""
-    if name == "t_sr_ste":
-        raise ImportError("methods.t_sr_ste is called methods.fst now")
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def build(name: str, **options: Any) -> Method:

@@ -22,7 +22,7 @@ dense squared ReLU.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -205,15 +205,13 @@ def is_squared_relu(module: nn.Module) -> bool:
 class Method(SwitchedMethod):
     Config = Config
     Linear = Linear
+    abilities = base.Capabilities(ends_dense=True)
+    saved = ("kept",)
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
         self._networks: dict[str, tuple[str, str, nn.Module]] = {}
         self.kept: dict[str, float] = {}  # the measured shares by the name of the second linear
-
-    @property
-    def capabilities(self) -> base.Capabilities:
-        return replace(super().capabilities, ends_dense=True)
 
     @property
     def fraction(self) -> str:
@@ -268,16 +266,9 @@ class Method(SwitchedMethod):
         if not self._measures(step):
             return
         downs = self.downs()
-        count, sums = len(downs), [layer.kept.tolist() for layer in downs.values()]
-        # One entry for each layer, so that one sum over the ranks serves all.
-        totals = sharding.total(
-            (layer, [n if i == j else 0.0 for n in sums[i] for j in range(count)])
-            for i, layer in enumerate(downs.values())
-        )
-        self.kept = {
-            name: totals[i] / totals[count + i] if totals[count + i] else 1.0
-            for i, name in enumerate(downs)
-        }
+        sums = sharding.total_each((layer, layer.kept.tolist()) for layer in downs.values())
+        shares = (kept / whole if whole else 1.0 for kept, whole in sums)
+        self.kept = dict(zip(downs, shares, strict=True))
 
     def metrics(self) -> dict[str, float | int | str]:
         """The base class's, and `kept_magnitude`: the share of the sum of activations that pruning
@@ -298,10 +289,3 @@ class Method(SwitchedMethod):
         for _, _, activation in self._networks.values():
             vars(activation).pop("forward", None)
         return model
-
-    def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), "kept": self.kept}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        super().load_state_dict(state)
-        self.kept = state["kept"]

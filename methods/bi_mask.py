@@ -25,7 +25,7 @@ their iterations and so search in every forward pass.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -107,10 +107,7 @@ def weights_in_both_masks(mask: Tensor, permutation: Tensor) -> Tensor:
 class Method(sr_ste.Method):
     Config = Config
     Linear = Linear
-
-    @property
-    def capabilities(self) -> base.Capabilities:  # dgrad's weight is another
-        return replace(super().capabilities, changes_only_weights=False)
+    abilities = base.Capabilities(acts_on_gradients=True)  # dgrad's weight is another
 
     def step_work(self, layer: Any, step: int) -> StepWork | None:
         """None: the optimizer's pass cannot derive dgrad's permuted operand."""

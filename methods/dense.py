@@ -12,8 +12,6 @@ The model is not changed. On the linears that a sparse method with the same glob
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from .nn import base
 
 
@@ -23,10 +21,7 @@ class Config(base.Config):
 
 class Method(base.Method):
     Config = Config
+    abilities = base.Capabilities(ends_dense=True)
 
     def phase(self) -> str:
         return "dense"
-
-    @property
-    def capabilities(self) -> base.Capabilities:
-        return replace(super().capabilities, ends_dense=True)

@@ -19,7 +19,7 @@ return. AST (arXiv 2407.20584, Table 1) retrains this baseline with distillation
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -83,18 +83,13 @@ class Method(distillation.Method):
 
     Config = Config
     Linear = one_shot.Linear
+    abilities = base.Capabilities(changes_only_weights=True)
+    fraction = "end_fraction"
+    saved = ("pruned",)
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
         self.pruned = 0.0
-
-    @property
-    def fraction(self) -> str:
-        return "end_fraction"
-
-    @property
-    def capabilities(self) -> base.Capabilities:
-        return replace(super().capabilities, changes_only_weights=True)
 
     def share(self, step: int) -> float:
         """The share that should be pruned at optimizer step `step`."""
@@ -128,10 +123,3 @@ class Method(distillation.Method):
         if self.pruned == 0.0:
             return "dense"
         return "sparse" if self.pruned == 1.0 else "pruning"
-
-    def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), "pruned": self.pruned}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        super().load_state_dict(state)
-        self.pruned = state["pruned"]

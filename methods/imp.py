@@ -47,10 +47,7 @@ class Config(distillation.Config):
 
 class Method(gmp.Method):
     Config = Config  # type: ignore[assignment]  # has no end_fraction
-
-    @property
-    def fraction(self) -> str:
-        return "begin_fraction"
+    fraction = "begin_fraction"
 
     def share(self, step: int) -> float:
         """The share that should be pruned at optimizer step `step`, by the rounds begun so far."""

@@ -20,7 +20,7 @@ which is the same for every optimizer that treats entries separately.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -88,10 +88,7 @@ class Linear(MaskedLinear):
 class Method(base.Method):
     Config = Config
     Linear = Linear
-
-    @property
-    def capabilities(self) -> base.Capabilities:
-        return replace(super().capabilities, changes_only_weights=True)
+    abilities = base.Capabilities(changes_only_weights=True)
 
     @property
     def fraction(self) -> str:

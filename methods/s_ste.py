@@ -185,10 +185,7 @@ class Linear(SparseLinear):
 class Method(base.Method):
     Config = Config
     Linear = Linear
-
-    @property
-    def capabilities(self) -> base.Capabilities:
-        return replace(super().capabilities, changes_only_weights=True)
+    abilities = base.Capabilities(changes_only_weights=True)
 
     def step_work(self, layer: Any, step: int) -> StepWork | None:
         config = self.config

@@ -126,7 +126,8 @@ class Method(base.Method):
     @property
     def capabilities(self) -> base.Capabilities:
         # Adapters must get no gradients, of DDP for example, before their phase.
-        return replace(super().capabilities, acts_on_gradients=self.config.adapter_rank > 0)
+        acts = self.abilities.acts_on_gradients or self.config.adapter_rank > 0
+        return replace(super().capabilities, acts_on_gradients=acts)
 
     @property
     def fraction(self) -> str:

@@ -20,7 +20,7 @@ of each m consecutive outputs of dY before both products of the backward pass; i
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -98,15 +98,12 @@ class ExtendedLinear(MaskedLinear):
 class Method(base.Method):
     Config: ClassVar[type[base.Config]] = Config
     Linear = MaskedLinear
+    abilities = base.Capabilities(acts_on_gradients=True, changes_only_weights=True)
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
         if getattr(config, "prune_gradient", False):
             self.Linear = ExtendedLinear  # type: ignore[misc]
-
-    @property
-    def capabilities(self) -> base.Capabilities:
-        return replace(super().capabilities, acts_on_gradients=True, changes_only_weights=True)
 
     @torch.no_grad()
     def on_gradients(self, step: int, optimizer: Optimizers = None) -> None:

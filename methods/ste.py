@@ -12,7 +12,7 @@ the products are in FP8 (nn/fp8_gemms.py); only fprop is sparse.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from common_kernels.adamw import Rule
@@ -44,10 +44,7 @@ class Config(base.NMConfig, base.PartialConfig):
 class Method(base.Method):
     Config = Config
     Linear = MaskedLinear
-
-    @property
-    def capabilities(self) -> base.Capabilities:
-        return replace(super().capabilities, changes_only_weights=True)
+    abilities = base.Capabilities(changes_only_weights=True)
 
     def step_work(self, layer: Any, step: int) -> StepWork | None:
         return StepWork(layer=layer, rule=Rule(choose="rows"), mask=layer.mask)

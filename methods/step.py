@@ -26,7 +26,7 @@ window is rounded down (999 steps for beta2 = 0.999), and phase 1 may last one s
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -68,24 +68,16 @@ class Method(SwitchedMethod):
 
     Config = Config
     Linear = SwitchedLinear
+    abilities = base.Capabilities(
+        acts_on_gradients=True, changes_only_weights=True, needs_adamw=True
+    )
+    fraction = "max_fraction"
+    saved = ("changes", "start")
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
         self.changes: list[float] = []
         self.start: int | None = None
-
-    @property
-    def fraction(self) -> str:
-        return "max_fraction"
-
-    @property
-    def capabilities(self) -> base.Capabilities:
-        return replace(
-            super().capabilities,
-            acts_on_gradients=True,
-            changes_only_weights=True,
-            needs_adamw=True,
-        )
 
     def dense_at(self, step: int) -> bool:
         return self.start is None or step < self.start
@@ -130,13 +122,6 @@ class Method(SwitchedMethod):
     def _check_state(self, step: int) -> None:
         effect = "it does not know whether phase 2 has begun, and would be dense"
         raise RuntimeError(without_state(step, effect))
-
-    def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), "changes": self.changes, "start": self.start}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        super().load_state_dict(state)
-        self.changes, self.start = list(state["changes"]), state["start"]
 
 
 def _adam_group(optimizers: list[Any], weight: Tensor) -> tuple[Any, dict[str, Any]]:

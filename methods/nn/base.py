@@ -46,14 +46,14 @@ from .conversion import Report, weight_of
 from .gemms import Products
 from .linear import SparseLinear
 from .optimizer import FusedAdamW, Optimizers, StepWork, each
-from .order import CallOrder, no_micro_batch
+from .order import CallOrder
 
 
 class Method:
     """A training method; see the module docstring for the order of calls.
 
-    Subclasses set `Config` and `Linear`, say in `capabilities` what drivers must know, and override
-    the hooks that they need.
+    Subclasses set `Config` and `Linear`, say in `abilities`, or in `capabilities` where it depends
+    on options, what drivers must know, and override the hooks that they need.
 
     Raises:
         TypeError: `config` is not of this method's `Config`.
@@ -61,6 +61,8 @@ class Method:
 
     Config: ClassVar[type[Config]] = Config
     Linear: ClassVar[type[SparseLinear] | None] = None
+    abilities: ClassVar[Capabilities] = Capabilities()  # those with any options
+    saved: ClassVar[tuple[str, ...]] = ()  # attributes in `state_dict`
 
     def __init__(self, config: Any) -> None:
         given = type(config)
@@ -86,7 +88,7 @@ class Method:
     @property
     def capabilities(self) -> Capabilities:
         """The properties of this method and its options that a driver must know."""
-        return Capabilities(quantizes=getattr(self.config, "fp8", "off") != "off")
+        return replace(self.abilities, quantizes=getattr(self.config, "fp8", "off") != "off")
 
     @property
     def fraction(self) -> str:
@@ -290,10 +292,6 @@ class Method:
         """Raise RuntimeError, or warn, if the method's own state matters in a training that goes on
         from a checkpoint at this step; called if only the model's state was loaded."""
 
-    def _check_step_begun(self) -> None:
-        if torch.is_grad_enabled():
-            self._order.check_step_begun(self._trained())
-
     def _end(self, step: int) -> None:
         self._shard()
         self._order.check_step_begun(self._trained())
@@ -329,7 +327,8 @@ class Method:
 
     def open_micro_batch(self) -> None:
         """Select new random bits for the next forward and backward pass."""
-        self._check_step_begun()
+        if torch.is_grad_enabled():
+            self._order.check_step_begun(self._trained())
         rank, size = ranks.place()
         number = self.micro_batch * size + rank
         self._set_keys(1, lambda _: number)
@@ -360,7 +359,10 @@ class Method:
         self._had_gradients = True
         self._order.check_step_begun((), changing=self.micro_batch > 0)
         if not self.micro_batch and any(layer.mvue for layer in self.sparse_layers.values()):
-            raise RuntimeError(no_micro_batch(step))
+            raise RuntimeError(
+                f"no micro-batch was opened in step {step}, so that all would draw equal random "
+                "bits: call open_micro_batch() before each forward pass, or use loss(model, batch)"
+            )
         self._works.clear()
         fused = next((own for own in each(optimizer) if isinstance(own, FusedAdamW)), None)
         if fused:
@@ -515,7 +517,8 @@ class Method:
 
     def state_dict(self) -> dict[str, Any]:
         """The method's state that is not in the model's parameters or buffers, as plain values."""
-        return {"method": type(self).__module__, **self.flips.state_dict()}
+        own = {name: getattr(self, name) for name in self.saved}
+        return {"method": type(self).__module__, **self.flips.state_dict(), **own}
 
     def check_state(self, state: dict[str, Any]) -> None:
         """Raise ValueError if the state is that of another method."""
@@ -530,6 +533,8 @@ class Method:
         self.check_state(state)
         self._order = CallOrder(resumed=True)
         self.flips.load_state_dict(state)
+        for name in self.saved:
+            setattr(self, name, state[name])
 
     def _shard(self) -> None:
         sharding.shard_layers(self.layers.values(), self._model)

@@ -34,25 +34,18 @@ class FlipRates:
         """Count the bits in which the masks differ from those at `begin`, if it was called."""
         if self._before is None:
             return
-        pairs = zip(self._before, masks(layers), strict=True)
+        names = [name for name, _ in self._before]
         flips = [
-            (name, float(flip_rate(old, new)) * new.numel(), new.numel())
-            for (_, old), (name, new) in pairs
+            (layers[name], [float(flip_rate(old, new)) * new.numel(), new.numel()])
+            for (_, old), (name, new) in zip(self._before, masks(layers), strict=True)
         ]
         self._before = None
-        # One entry for each layer, so that one sum over the ranks serves all.
-        count = len(flips)
-        sums = sharding.total(
-            (layers[name], [n if i == j else 0 for n in numbers for j in range(count)])
-            for i, (name, *numbers) in enumerate(flips)
-        )
-        changed, entries = sums[:count], sums[count:]
-        self.per_refresh = sum(changed) / max(1, sum(entries))
+        sums = sharding.total_each(flips)
+        self.per_refresh = sum(n for n, _ in sums) / max(1, sum(n for _, n in sums))
         self.per_step = self.per_refresh / period
         if by_layer:
-            self.of_layers = {
-                name: changed[i] / max(1, entries[i]) / period for i, (name, *_) in enumerate(flips)
-            }
+            rates = (changed / max(1, entries) / period for changed, entries in sums)
+            self.of_layers = dict(zip(names, rates, strict=True))
 
     def state_dict(self) -> dict[str, Any]:
         return {

@@ -153,8 +153,10 @@ class FusedAdamW(torch.optim.AdamW):
             launches.setdefault((work.weight.device, work.rule), []).append(work)
         for (device, rule), together in launches.items():
             for work in together:
-                if work.scales:
-                    work.amax = self._amax_buffer(work.weight)
+                if work.scales:  # the same in each step, as the kernel's table has its address
+                    buffers = vars(self).setdefault("_amax", {})  # a copied optimizer has none
+                    key = id(work.weight), device
+                    work.amax = buffers.setdefault(key, torch.empty((), device=device))
             adamw24_(
                 [self._tensors(work) for work in together],
                 Rates(
@@ -201,15 +203,6 @@ class FusedAdamW(torch.optim.AdamW):
                 known[id(weight)] = own, found
         assert weight.grad is not None
         return found.with_grad(rows_of(weight.grad))
-
-    def _amax_buffer(self, weight: Tensor) -> Tensor:
-        """The weight's fp32 [] for amax, the same in each step, so that the kernel's table of
-        addresses stays valid."""
-        buffers = vars(self).setdefault("_amax", {})  # a copied optimizer has none
-        key = id(weight), weight.device
-        if key not in buffers:
-            buffers[key] = torch.empty((), device=weight.device)
-        return buffers[key]
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict of this class or of `torch.optim.AdamW`."""

@@ -88,11 +88,3 @@ def without_state(step: int, effect: str) -> str:
         f"not called: {effect}; call method.load_state_dict(state), with the method.state_dict() "
         "that was saved with the model's"
     )
-
-
-def no_micro_batch(step: int) -> str:
-    """The message that a step draws the random bits of one micro-batch for all."""
-    return (
-        f"no micro-batch was opened in step {step}, so that all would draw equal random bits: call "
-        "open_micro_batch() before each forward pass, or use loss(model, batch)"
-    )

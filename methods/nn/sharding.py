@@ -393,12 +393,6 @@ def _sharded_tensors(layer: Any) -> dict[str, Any]:
     }
 
 
-def _plain(own: Any, tensor: Tensor) -> Tensor:
-    if isinstance(own, nn.Parameter):
-        return nn.Parameter(tensor.detach(), requires_grad=own.requires_grad)
-    return tensor
-
-
 def rows(layer: Any) -> AbstractContextManager[None]:
     """A context in which sharded tensors of `layer` are plain tensors on the mesh's device: this
     rank's rows. In-place changes are kept."""
@@ -419,7 +413,9 @@ def _plain_tensors(layer: Any, whole: bool) -> Iterator[None]:
     own, shown = _sharded_tensors(layer), {}
     for name, tensor in own.items():
         plain = tensor.full_tensor() if whole else tensor.to_local()
-        shown[name] = _plain(tensor, plain.to(tensor.device_mesh.device_type))
+        shown[name] = plain = plain.to(tensor.device_mesh.device_type)
+        if isinstance(tensor, nn.Parameter):
+            shown[name] = nn.Parameter(plain.detach(), requires_grad=tensor.requires_grad)
     versions = {n: t._version for n, t in shown.items()}
     with _showing(layer, shown):
         yield
@@ -447,6 +443,17 @@ def total(counts: Iterable[tuple[Any, Sequence[float]]]) -> list[float]:
         sums[key] = sums[key] + count if key in sums else count
     totals = [_over_ranks(count, *(key or ())) for key, count in sums.items()]
     return torch.stack(totals).sum(0).tolist() if totals else []
+
+
+def total_each(counts: Iterable[tuple[Any, Sequence[float]]]) -> list[list[float]]:
+    """As `total`, but those of each layer by itself, in one sum over the ranks."""
+    pairs = [*counts]
+    many = len(pairs)
+    sums = total(
+        (layer, [n if i == j else 0.0 for n in numbers for j in range(many)])
+        for i, (layer, numbers) in enumerate(pairs)
+    )
+    return [sums[i::many] for i in range(many)]
 
 
 def _over_ranks(count: Tensor, mesh: Any = None, placements: Any = ()) -> Tensor:

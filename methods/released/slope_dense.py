@@ -11,8 +11,6 @@ Everything sparse is as in `methods.slope`.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from .. import slope
 from ..nn.config import Capabilities
 from ..nn.optimizer import Optimizers, each
@@ -21,9 +19,7 @@ Config = slope.Config
 
 
 class Method(slope.Method):
-    @property
-    def capabilities(self) -> Capabilities:
-        return replace(super().capabilities, acts_on_gradients=True)
+    abilities = Capabilities(acts_on_gradients=True)
 
     def on_gradients(self, step: int, optimizer: Optimizers = None) -> None:
         super().on_gradients(step, optimizer)

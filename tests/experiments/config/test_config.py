@@ -112,11 +112,6 @@ def test_bad_overrides_are_one_line_that_names_the_key():
             assert message in str(caught.value) and "\n" not in str(caught.value), overrides
     with pytest.raises(UserError, match=r"^runs/x is no KEY=VALUE; run=runs/x may be meant$"):
         composed("evaluate", lambda config: config, ["runs/x"])
-    for ask in (lambda: methods.build("t_sr_ste"), lambda: methods.t_sr_ste):
-        with pytest.raises(
-            (ValueError, ImportError), match=r"t_sr_ste is called (methods\.)?fst now$"
-        ):
-            ask()
 
 
 def test_values_that_are_set_in_a_copy_are_those_that_hydra_sets():
