@@ -84,7 +84,7 @@ def custom_op(name: str, *, mutates_args: tuple[str, ...] = ()) -> Callable[[Cal
         mutated = [parameters.index(argument) for argument in mutates_args]
 
         def autograd(keyset: DispatchKeySet, *args: Any) -> Any:
-            written = [args[i] for i in mutated if args[i] is not None]
+            written = [args[i] for i in mutated if i < len(args) and args[i] is not None]
             if torch.is_grad_enabled() and torch._C._any_requires_grad(*args):
                 _refuse_to_write(name, written)
                 return by_torch(keyset, *args)

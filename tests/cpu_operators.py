@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from common_kernels.pack import Packed24, pack24, unpack24
-from common_kernels.pack.interop import cslt_form
+from common_kernels.pack.interop import parts
 
 
 def register_cpu_operators() -> torch.library.Library:
@@ -51,7 +51,7 @@ def _sparse_semi_structured_addmm(
 
 
 def _cslt_compress(input: Tensor) -> Tensor:
-    return cslt_form(pack24(input, input != 0, "cusparselt_sm90")).clone()
+    return parts(pack24(input, input != 0, "cusparselt_sm90"))[0].clone()
 
 
 def _cslt_sparse_mm(

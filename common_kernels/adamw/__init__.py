@@ -18,7 +18,7 @@ from torch import Tensor
 from common_kernels import backend as backends
 from common_kernels import checks
 from common_kernels.adamw import cpu
-from common_kernels.adamw.weights import CHOICES, Rates, Rule, Weight24
+from common_kernels.adamw.weights import CHOICES, Rates, Rule, Step, Weight24
 
 __all__ = ["CHOICES", "Rates", "Rule", "Weight24", "adamw24_"]
 
@@ -51,12 +51,13 @@ def adamw24_(
         kinds.setdefault(weight.kind, []).append(weight)
     for first, *_ in kinds.values():
         _check(first)
+    step = Step(rates, rule, grad_scale, found_inf)
     if backends.resolve(device, backend) == "triton":
         from common_kernels.adamw import triton
 
-        triton.adamw24_(list(kinds.values()), rates, rule, grad_scale, found_inf)
+        triton.adamw24_(list(kinds.values()), step)
     else:
-        cpu.adamw24_(weights, rates, rule, grad_scale, found_inf)
+        cpu.adamw24_(weights, step)
 
 
 def _check(given: Weight24) -> None:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
-from common_kernels.adamw.weights import Rates, Rule, Weight24
+from common_kernels.adamw.weights import Rule, Step, Weight24
 from common_kernels.decay import cpu as decay
 from common_kernels.fp8.cpu import amax_of
 from common_kernels.masks import nm_mask, transposable_mask24
@@ -16,36 +16,25 @@ from common_kernels.pack.operands import pack24_, pack_both24_
 from common_kernels.soft_threshold import soft_threshold24
 
 
-def adamw24_(
-    weights: Sequence[Weight24],
-    rates: Rates,
-    rule: Rule,
-    grad_scale: Tensor | None,
-    found_inf: Tensor | None,
-) -> None:
+def adamw24_(weights: Sequence[Weight24], step: Step) -> None:
     for given in weights:
-        update(given, rates, rule, grad_scale, found_inf)
-        write_operands(given, rule)
+        update(given, step)
+        write_operands(given, step.rule)
 
 
-def update(
-    given: Weight24,
-    rates: Rates,
-    rule: Rule,
-    grad_scale: Tensor | None,
-    found_inf: Tensor | None,
-) -> None:
+def update(given: Weight24, step: Step) -> None:
     """Apply AdamW's update with torch's fused kernel, which needs row-major tensors."""
+    rates, alpha = step.rates, step.rule.alpha
     grad = given.grad.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
-    if grad_scale is not None:
-        grad /= grad_scale
-    if rule.alpha and given.mask is not None:
-        decay.masked_decay_(grad, given.weight, given.mask, rule.alpha)
+    if step.grad_scale is not None:
+        grad /= step.grad_scale
+    if alpha and given.mask is not None:
+        decay.masked_decay_(grad, given.weight, given.mask, alpha)
     written = given.weight, given.exp_avg, given.exp_avg_sq
     weight, exp_avg, exp_avg_sq = rows = [t.contiguous() for t in written]
     adamw(
         [weight], [grad], [exp_avg], [exp_avg_sq], [], [given.step],
-        fused=True, found_inf=found_inf, amsgrad=False, maximize=False, lr=rates.lr,
+        fused=True, found_inf=step.found_inf, amsgrad=False, maximize=False, lr=rates.lr,
         beta1=rates.betas[0], beta2=rates.betas[1], eps=rates.eps, weight_decay=rates.weight_decay,
     )  # fmt: skip
     for tensor, row in zip(written, rows, strict=True):

@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from common_kernels.adamw import cpu
-from common_kernels.adamw.weights import Rates, Rule, Weight24
+from common_kernels.adamw.weights import Step, Weight24
 from common_kernels.launch import by_triton, cast, keep24, magnitude, pointer, table_of, vectors
 from common_kernels.masks.triton import best_place, greedy_bits, network, row_word, row_words
 from common_kernels.pack import VENDOR, Packed24
@@ -41,13 +41,7 @@ SCALARS = tl.constexpr(13)  # the place, after the addresses, where six fp32 sca
 NO_SCALARS = (0,) * (ROW.value - SCALARS.value)
 
 
-def adamw24_(
-    kinds: Sequence[Sequence[Weight24]],
-    rates: Rates,
-    rule: Rule,
-    grad_scale: Tensor | None,
-    found_inf: Tensor | None,
-) -> None:
+def adamw24_(kinds: Sequence[Sequence[Weight24]], step: Step) -> None:
     """Step the weights; within each of `kinds`, shapes, dtypes and layouts are equal."""
     launches: list[list[Weight24]] = []
     rows: list[tuple[int, ...]] = []  # of the table
@@ -57,7 +51,7 @@ def adamw24_(
             continue
         if packed_by_library(of_a_kind[0]):
             for given in of_a_kind:
-                step_then_pack(given, rates, rule, grad_scale, found_inf)
+                step_then_pack(given, step)
             continue
         fitting, can = [], fits(of_a_kind[0])
         for given in of_a_kind:
@@ -69,7 +63,7 @@ def adamw24_(
                 others.append(given)
         if fitting:
             launches.append(fitting)
-    cpu.adamw24_(others, rates, rule, grad_scale, found_inf)
+    cpu.adamw24_(others, step)
     if not launches:
         return
     together = [given for fitting in launches for given in fitting]
@@ -78,6 +72,7 @@ def adamw24_(
         torch._foreach_zero_(found)
     device = together[0].weight.device
     table = table_of(device, list(chain.from_iterable(rows))).view(-1, ROW.value)
+    rates, found_inf = step.rates, step.found_inf
     beta1, beta2 = rates.betas
     by_triton(
         scalars_kernel, len(together), device,
@@ -86,7 +81,7 @@ def adamw24_(
         RATE_IS_TENSOR=isinstance(rates.lr, Tensor), SKIPS=found_inf is not None, num_warps=1,
     )  # fmt: skip
     for fitting in launches:
-        start(fitting, table, rule, grad_scale, found_inf)
+        start(fitting, table, step)
         table = table[len(fitting) :]
     torch.autograd.graph.increment_version([t for w in together for t in w.written])
 
@@ -96,20 +91,14 @@ def packed_by_library(given: Weight24) -> bool:
     return any(p is not None and p.layout == VENDOR for p in (given.packed, given.transposed))
 
 
-def step_then_pack(
-    given: Weight24,
-    rates: Rates,
-    rule: Rule,
-    grad_scale: Tensor | None,
-    found_inf: Tensor | None,
-) -> None:
+def step_then_pack(given: Weight24, step: Step) -> None:
     """Step one weight, whose operands cuSPARSELt packs from the dense one."""
     out, dense = given.packed or given.transposed, given.dense
     assert out is not None
     if dense is None:
         dense = torch.empty_like(given.weight, dtype=out.dtype)
     stepped = replace(given, dense=dense, packed=None, transposed=None)
-    adamw24_([[stepped]], rates, rule, grad_scale, found_inf)
+    adamw24_([[stepped]], step)
     for packed, matrix in (given.packed, dense), (given.transposed, dense.t()):
         if packed is not None:
             torch.autograd.graph.increment_version(by_library(matrix, packed.buffer))
@@ -124,14 +113,8 @@ def fits(given: Weight24) -> bool:
     )
 
 
-def start(
-    weights: list[Weight24],
-    table: Tensor,
-    rule: Rule,
-    grad_scale: Tensor | None,
-    found_inf: Tensor | None,
-) -> None:
-    first = weights[0]
+def start(weights: list[Weight24], table: Tensor, step: Step) -> None:
+    first, rule, grad_scale, found_inf = weights[0], step.rule, step.grad_scale, step.found_inf
     rows, columns = first.weight.shape
     operands = [t for t in (first.dense, first.packed, first.transposed) if t is not None]
     blocks = len(weights) * triton.cdiv(rows, TILE) * triton.cdiv(columns, TILE)

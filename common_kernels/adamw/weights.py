@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -103,3 +103,12 @@ class Rates:
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
     weight_decay: float = 1e-2
+
+
+class Step(NamedTuple):
+    """The arguments of `adamw24_` besides the weights."""
+
+    rates: Rates
+    rule: Rule
+    grad_scale: Tensor | None
+    found_inf: Tensor | None

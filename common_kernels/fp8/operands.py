@@ -17,6 +17,8 @@ from common_kernels.mvue import sampled24
 from common_kernels.pack import BUFFERED, Packed24, cpu
 from common_kernels.pack.operands import MULTIPLE, fill_up, tokens_multiple
 
+FORMATS = tuple(fp8.FORMATS)
+
 
 def quantize_both(
     x: Tensor,
@@ -33,44 +35,41 @@ def quantize_both(
     Returns the codes of x in `fmt`, the codes of x^T [k, n rounded up to a multiple of 64] in
     `fmt_transposed`, padded with zeros, and the scale of each. amax, seen: as for `quantize_fp8`.
     """
-    device = checks.one_device(x=x, amax=amax, seen=seen)
-    name = backends.resolve_fp8(device, backend)
+    name = backends.resolve_fp8(checks.one_device(x=x, amax=amax, seen=seen), backend)
     given = x, FORMATS.index(fmt), FORMATS.index(fmt_transposed)
-    if amax is None and name == "triton":
-        return _both_at_once(*given)
-    if name == "triton" and x.numel():
-        return _both_delayed(*given, amax, _written(seen))
-    return _quantize_both(x, fmt, fmt_transposed, amax, seen, name)
+    if name != "triton" or (amax is not None and not x.numel()):
+        return _quantize_both(*given, name, amax, seen)
+    return _both_at_once(*given) if amax is None else _both_delayed(*given, amax, _written(seen))
 
 
+# In the operators formats are indices into FORMATS, as C++ takes them.
 @custom_op("sparse24::quantize_both", mutates_args=("seen",))
 def _quantize_both(
     x: Tensor,
-    fmt: str,
-    fmt_transposed: str,
-    amax: Tensor | None,
-    seen: Tensor | None,
+    fmt: int,
+    fmt_transposed: int,
     backend: str,
+    amax: Tensor | None = None,
+    seen: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    formats = FORMATS[fmt], FORMATS[fmt_transposed]
     if backend == "triton" and x.numel():
         from common_kernels.fp8 import operands_triton
 
-        return operands_triton.quantize_both(x.contiguous(), fmt, fmt_transposed, amax, seen)
-    codes, scale = fp8.quantize_fp8(x.contiguous(), fmt, amax, seen)
+        return operands_triton.quantize_both(x.contiguous(), *formats, amax, seen)
+    codes, scale = fp8.quantize_fp8(x.contiguous(), formats[0], amax, seen)
     x = x.reshape(-1, x.shape[-1])
-    turned, scale_turned = fp8.quantize_fp8(x, fmt_transposed, amax)
+    turned, scale_turned = fp8.quantize_fp8(x, formats[1], amax)
     return codes, fill_up(turned, -len(x) % MULTIPLE).t().contiguous(), scale, scale_turned
 
 
 @_quantize_both.register_fake
-def _both_like(
-    x: Tensor, fmt: str, fmt_transposed: str, *_: Any
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _both_like(x: Tensor, fmt: int, fmt_transposed: int, *_: Any) -> tuple[Tensor, ...]:
     rows = (x.numel() // x.shape[-1] + MULTIPLE - 1) // MULTIPLE * MULTIPLE
     scale = x.new_empty((), dtype=torch.float32)
     return (
-        x.new_empty(x.shape, dtype=fp8.FORMATS[fmt]),
-        x.new_empty((x.shape[-1], rows), dtype=fp8.FORMATS[fmt_transposed]),
+        x.new_empty(x.shape, dtype=fp8.FORMATS[FORMATS[fmt]]),
+        x.new_empty((x.shape[-1], rows), dtype=fp8.FORMATS[FORMATS[fmt_transposed]]),
         scale,
         torch.empty_like(scale),
     )
@@ -101,13 +100,12 @@ def quantize_and_sample(
     device = checks.one_device(dy=dy, key=key, amax=amax, seen=seen)
     name = backends.resolve_fp8(device, backend)
     given = dy, key, stride, FORMATS.index(fmt), layout
-    by_kernel = name == "triton" and layout != cpu.VENDOR
-    if amax is None and by_kernel:
+    if name != "triton" or layout == cpu.VENDOR or (amax is not None and not dy.numel()):
+        codes, buffer, scale = _quantize_and_sample(*given, name, amax, seen)
+    elif amax is None:
         codes, buffer, scale = _sample_at_once(*given)
-    elif by_kernel and dy.numel():
-        codes, buffer, scale = _sample_delayed(*given, amax, _written(seen))
     else:
-        codes, buffer, scale = _quantize_and_sample(dy, key, stride, fmt, amax, seen, layout, name)
+        codes, buffer, scale = _sample_delayed(*given, amax, _written(seen))
     shape = dy.shape[-1], _filled_up(dy, layout)
     return codes, Packed24(buffer, shape, codes.dtype, layout), scale
 
@@ -130,34 +128,32 @@ def _quantize_and_sample(
     dy: Tensor,
     key: Tensor,
     stride: int,
-    fmt: str,
-    amax: Tensor | None,
-    seen: Tensor | None,
+    fmt: int,
     layout: str,
     backend: str,
+    amax: Tensor | None = None,
+    seen: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    name, padded = FORMATS[fmt], _filled_up(dy, layout)
     if backend == "triton" and layout != cpu.VENDOR and dy.numel():
         from common_kernels.fp8 import operands_triton
 
-        return operands_triton.quantize_and_sample(
-            dy.contiguous(), key.contiguous(), stride, fmt, layout, _filled_up(dy, layout), amax,
-            seen,
-        )  # fmt: skip
-    codes, scale = fp8.quantize_fp8(dy.contiguous(), fmt, amax, seen)
+        given = dy.contiguous(), key.contiguous(), stride, name, layout, padded
+        return operands_triton.quantize_and_sample(*given, amax, seen)
+    codes, scale = fp8.quantize_fp8(dy.contiguous(), name, amax, seen)
     dy = dy.reshape(-1, dy.shape[-1])
-    filled = fill_up(dy, _filled_up(dy, layout) - len(dy))
+    filled = fill_up(dy, padded - len(dy))
     sample = sampled24(filled.float(), key, stride, dim=0)
-    top = torch.finfo(fp8.FORMATS[fmt]).max
     sample = sample.t().contiguous()
-    own = (sample * (0.5 * scale)).clamp_(-top, top).to(codes.dtype)
+    own = fp8.codes_of(sample, 0.5 * scale, name)
     return codes, cpu.pack(own, sample != 0, layout), scale
 
 
 @_quantize_and_sample.register_fake
 def _sample_like(
-    dy: Tensor, key: Tensor, stride: int, fmt: str, *more: Any
-) -> tuple[Tensor, Tensor, Tensor]:
-    dtype, layout = fp8.FORMATS[fmt], more[-2]
+    dy: Tensor, key: Tensor, stride: int, fmt: int, layout: str, *_: Any
+) -> tuple[Tensor, ...]:
+    dtype = fp8.FORMATS[FORMATS[fmt]]
     size = cpu.buffer_bytes(dy.shape[-1], _filled_up(dy, layout), dtype, layout)
     return (
         dy.new_empty(dy.shape, dtype=dtype),
@@ -166,54 +162,47 @@ def _sample_like(
     )
 
 
-# The same for GPUs, where C++ replaces the kernels (matmul/native.py). Formats are indices into
-# FORMATS. Without delayed scaling nothing is written to, so torch.compile quantises an input of
-# several layers once.
-FORMATS = tuple(fp8.FORMATS)
+# The same for GPUs, where C++ replaces the kernels (matmul/native.py). Without delayed scaling
+# nothing is written to, so torch.compile quantises an input of several layers once.
+def _both_by_kernel(x: Tensor, fmt: int, other: int, *scaling: Tensor) -> tuple[Tensor, ...]:
+    return _quantize_both(x, fmt, other, "triton", *scaling)
+
+
+def _sample_by_kernel(
+    dy: Tensor, key: Tensor, stride: int, fmt: int, layout: str, *scaling: Tensor
+) -> tuple[Tensor, ...]:
+    return _quantize_and_sample(dy, key, stride, fmt, layout, "triton", *scaling)
+
+
 _both_at_once = launched_by_cpp(
     "quantize_both24(Tensor x, int fmt, int fmt_transposed) -> (Tensor, Tensor, Tensor, Tensor)",
-    lambda x, fmt, other: _both_like(x, FORMATS[fmt], FORMATS[other]),
-)(lambda x, fmt, other: _quantize_both(x, FORMATS[fmt], FORMATS[other], None, None, "triton"))
-_sample_at_once = launched_by_cpp(
-    "quantize_and_sample24(Tensor dy, Tensor key, SymInt stride, int fmt, str layout) -> "
-    "(Tensor, Tensor, Tensor)",
-    lambda dy, key, stride, fmt, layout: _sample_like(dy, key, stride, FORMATS[fmt], layout, ""),
-)(
-    lambda dy, key, stride, fmt, layout: _quantize_and_sample(
-        dy, key, stride, FORMATS[fmt], None, None, layout, "triton"
-    )
-)
-
-
+    _both_like,
+)(_both_by_kernel)
 _both_delayed = launched_by_cpp(
     "quantize_both24_(Tensor x, int fmt, int fmt_transposed, Tensor amax, Tensor(a!) seen) -> "
     "(Tensor, Tensor, Tensor, Tensor)",
-    lambda x, fmt, other, *_: _both_like(x, FORMATS[fmt], FORMATS[other]),
-)(lambda x, fmt, other, *given: _quantize_both(x, FORMATS[fmt], FORMATS[other], *given, "triton"))
+    _both_like,
+)(_both_by_kernel)
+_sample_at_once = launched_by_cpp(
+    "quantize_and_sample24(Tensor dy, Tensor key, SymInt stride, int fmt, str layout) -> "
+    "(Tensor, Tensor, Tensor)",
+    _sample_like,
+)(_sample_by_kernel)
 _sample_delayed = launched_by_cpp(
     "quantize_and_sample24_(Tensor dy, Tensor key, SymInt stride, int fmt, str layout, "
     "Tensor amax, Tensor(a!) seen) -> (Tensor, Tensor, Tensor)",
-    lambda dy, key, stride, fmt, layout, *_: _sample_like(
-        dy, key, stride, FORMATS[fmt], layout, ""
-    ),
-)(
-    lambda dy, key, stride, fmt, layout, *given: _quantize_and_sample(
-        dy, key, stride, FORMATS[fmt], *given, layout, "triton"
-    )
-)
+    _sample_like,
+)(_sample_by_kernel)
 
 
 @kernels_of("quantize_both24")
-def _(fmt: int, other: int, x: Tensor, amax: Any = None, seen: Any = None) -> None:
-    _quantize_both(x, FORMATS[fmt], FORMATS[other], amax, seen, "triton")
+def _(fmt: int, other: int, x: Tensor, *scaling: Tensor) -> None:
+    _both_by_kernel(x, fmt, other, *scaling)
 
 
 @kernels_of("quantize_and_sample24")
-def _(
-    layout: str, stride: int, fmt: int, dy: Tensor, key: Tensor, amax: Any = None, seen: Any = None
-) -> Tensor:
-    given = dy, key, stride, FORMATS[fmt], amax, seen, layout, "triton"
-    return _quantize_and_sample(*given)[1]
+def _(layout: str, stride: int, fmt: int, dy: Tensor, key: Tensor, *scaling: Tensor) -> Tensor:
+    return _sample_by_kernel(dy, key, stride, fmt, layout, *scaling)[1]
 
 
 @kernels_of("rescale")
@@ -232,6 +221,7 @@ def _(*scales: Tensor) -> None:
     operands_triton.inverse(*scales)
 
 
+@custom_op("sparse24::rescale", mutates_args=())
 def rescale(
     y: Tensor,
     scale: Tensor,
@@ -239,27 +229,13 @@ def rescale(
     factor: float = 1.0,
     bias: Tensor | None = None,
     dtype: torch.dtype | None = None,
-    *,
     backend: str | None = None,
 ) -> Tensor:
     """y [rows, columns] * factor / (scale * other) + bias [columns], computed in fp32 and rounded
     once to `dtype` (default: y's). scale, other: fp32 []."""
     device = checks.one_device(y=y, scale=scale, other=other, bias=bias)
-    name = backends.resolve(device, backend)
-    return _rescale(y, scale, other, factor, bias, dtype or y.dtype, name)
-
-
-@custom_op("sparse24::rescale", mutates_args=())
-def _rescale(
-    y: Tensor,
-    scale: Tensor,
-    other: Tensor,
-    factor: float,
-    bias: Tensor | None,
-    dtype: torch.dtype,
-    backend: str,
-) -> Tensor:
-    if backend == "triton" and y.numel() and y.is_contiguous():
+    dtype = dtype or y.dtype
+    if backends.resolve(device, backend) == "triton" and y.numel() and y.is_contiguous():
         from common_kernels.fp8 import operands_triton
 
         out = torch.empty_like(y, dtype=dtype)
@@ -270,8 +246,9 @@ def _rescale(
     return (result if bias is None else result + bias.float()).to(dtype, copy=True)
 
 
-@_rescale.register_fake
-def _(y, scale, other, factor, bias, dtype, backend):
+@rescale.register_fake
+def _(y, scale, other, factor=1.0, bias=None, dtype=None, backend=None):
+    checks.one_device(y=y, scale=scale, other=other, bias=bias)
     return torch.empty_like(y, dtype=dtype)
 
 

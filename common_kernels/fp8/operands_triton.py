@@ -5,26 +5,13 @@ import torch
 import triton
 import triton.language as tl
 
-from common_kernels import backend
 from common_kernels.fp8.cpu import FORMATS
 from common_kernels.fp8.triton import coded, constants, largest, scale_from
 from common_kernels.launch import INTERPRETED, cast, launch, magnitude
 from common_kernels.mvue.triton import philox, sample_stored, uniform
-from common_kernels.pack.triton import (
-    new_buffer,
-    order_of,
-    split,
-    store_meta,
-)
+from common_kernels.pack.triton import new_buffer, order_of, split, store_meta
 
 TILE = 64
-
-
-def codes_like(shape: tuple[int, ...], fmt: str, device: torch.device) -> torch.Tensor:
-    """Uninitialised memory for codes: in fp32 under Triton's interpreter, which casts to FP8
-    wrongly."""
-    dtype = torch.float32 if backend.interpreted() else FORMATS[fmt]
-    return torch.empty(shape, dtype=dtype, device=device)
 
 
 def quantize_both(
@@ -37,8 +24,8 @@ def quantize_both(
     columns = x.shape[-1]
     rows = x.numel() // columns
     padded = triton.cdiv(rows, TILE) * TILE
-    codes = codes_like(x.shape, fmt, x.device)
-    transposed = codes_like((columns, padded), fmt_transposed, x.device)
+    codes = x.new_empty(x.shape, dtype=FORMATS[fmt])
+    transposed = x.new_empty((columns, padded), dtype=FORMATS[fmt_transposed])
     scales = torch.empty((), device=x.device), torch.empty((), device=x.device)
     bits = largest(x) if amax is None else amax.view(torch.int32)
     # Codes of one format are written in two launches: in one, Triton 3.6 drops some of the stores.
@@ -51,18 +38,16 @@ def quantize_both(
             *constants(fmt), *constants(fmt_transposed), OWN=own, TRANSPOSED=other,
             SEEN=seen is not None, TILE=TILE,
         )  # fmt: skip
-    return codes.to(FORMATS[fmt]), transposed.to(FORMATS[fmt_transposed]), *scales
+    return codes, transposed, *scales
 
 
 @triton.jit
 def encode(y, TOP: tl.constexpr, SMALLEST: tl.constexpr, LIFT: tl.constexpr):
-    """Scaled numbers rounded to codes, in fp32; a negative number that rounds to zero is -0.0.
+    """Scaled numbers as the codes that a cast makes of them, in fp32.
 
-    Only the interpreter needs it: a GPU's cast to FP8 rounds to nearest even and saturates.
+    Only the interpreter rounds here: a GPU's cast to FP8 rounds to nearest even and saturates.
     """
-    if not INTERPRETED:
-        return y
-    return coded(y, TOP, SMALLEST, LIFT)
+    return coded(y, TOP, SMALLEST, LIFT) if INTERPRETED else y
 
 
 @triton.jit
@@ -107,21 +92,17 @@ def quantize_and_sample(
     """See operands.quantize_and_sample. padded: tokens of the sample, a multiple of 64."""
     out = dy.shape[-1]
     tokens = dy.numel() // out
-    codes = codes_like(dy.shape, fmt, dy.device)
-    buffer = new_buffer(out, padded, FORMATS[fmt], dy.device, layout)
-    stored, meta = split(buffer, out * padded, FORMATS[fmt])
-    values = codes_like(stored.shape, fmt, dy.device) if backend.interpreted() else stored
+    codes = dy.new_empty(dy.shape, dtype=FORMATS[fmt])
+    buffer = new_buffer(out, padded, codes.dtype, dy.device, layout)
     scale = torch.empty((), device=dy.device)
     launch(
         quantize_and_sample_kernel, padded // TILE * (out // TILE), dy.device,
-        dy, key, stride, codes, values, meta,
+        dy, key, stride, codes, *split(buffer, out * padded, codes.dtype),
         largest(dy) if amax is None else amax.view(torch.int32), scale,
         scale if seen is None else seen.view(torch.int32), tokens, padded, out,
-        *constants(fmt), SEEN=seen is not None, ORDER=order_of(layout, FORMATS[fmt]),
+        *constants(fmt), SEEN=seen is not None, ORDER=order_of(layout, codes.dtype),
     )  # fmt: skip
-    if backend.interpreted():
-        stored.copy_(values)
-    return codes.to(FORMATS[fmt]), buffer, scale
+    return codes, buffer, scale
 
 
 @triton.jit

@@ -7,10 +7,10 @@ import torch
 import triton
 import triton.language as tl
 
-from common_kernels import backend, layout
+from common_kernels import layout
 from common_kernels.fp8 import cpu
 from common_kernels.fp8.cpu import FORMATS
-from common_kernels.launch import cast, launch, magnitude
+from common_kernels.launch import INTERPRETED, cast, launch, magnitude
 
 BLOCK = 4096
 
@@ -24,11 +24,9 @@ def quantize_fp8(
     if x.numel() == 0:
         return cpu.quantize_fp8(x, fmt, amax, seen)
     scale = torch.empty((), device=x.device)
-    # Triton's interpreter casts to FP8 wrongly, so codes are stored in fp32 there and cast later.
-    dtype = torch.float32 if backend.interpreted() else FORMATS[fmt]
-    codes = torch.empty_like(x, dtype=dtype)
+    codes = torch.empty_like(x, dtype=FORMATS[fmt])
     quantize(x, codes, scale, fmt, True, amax, seen)
-    return codes.to(FORMATS[fmt]), scale
+    return codes, scale
 
 
 def fp8_numbers(
@@ -38,16 +36,14 @@ def fp8_numbers(
         return cpu.fp8_numbers(x, fmt, kept)
     numbers = torch.empty_like(x, dtype=cpu.exact(x))
     scales = torch.empty(2, device=x.device)
-    # Stored in fp32 first under the interpreter, as above.
-    dtype = torch.float32 if backend.interpreted() else FORMATS[kept or fmt]
-    codes = torch.empty_like(x if kept else x.new_empty(0), dtype=dtype)
+    codes = torch.empty_like(x if kept else x.new_empty(0), dtype=FORMATS[kept or fmt])
     flat = [layout.in_memory_order(t) for t in (x, numbers)]
     launch(
         numbers_kernel, triton.cdiv(x.numel(), BLOCK), x.device,
         *flat, layout.in_memory_order(codes) if kept else flat[1], largest(flat[0]), scales,
         x.numel(), *constants(fmt), *constants(kept or fmt), KEPT=kept != "", BLOCK=BLOCK,
     )  # fmt: skip
-    return numbers, codes.to(FORMATS[kept or fmt]), scales
+    return numbers, codes, scales
 
 
 def fake_fp8(x: torch.Tensor, fmt: str) -> torch.Tensor:
@@ -158,8 +154,11 @@ def scale_from(bits, TOP: tl.constexpr):
 def coded(y, TOP: tl.constexpr, SMALLEST: tl.constexpr, LIFT: tl.constexpr):
     """y rounded as by `rounded`; a negative number that rounds to zero is -0.0."""
     sign = y.to(tl.int32, bitcast=True) & -2147483648
-    code = rounded(y, TOP, SMALLEST, LIFT)
-    return (code.to(tl.int32, bitcast=True) | sign).to(tl.float32, bitcast=True)
+    code = rounded(y, TOP, SMALLEST, LIFT).to(tl.int32, bitcast=True)
+    if INTERPRETED:  # its cast makes a NaN's mantissa, three or two bits of it, the code's
+        nan = 0x00700000 if TOP == 448 else 0x00600000
+        code |= tl.where((code & 0x7FFFFFFF) > 0x7F800000, nan, 0)
+    return (code | sign).to(tl.float32, bitcast=True)
 
 
 @triton.jit

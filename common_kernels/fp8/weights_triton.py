@@ -4,20 +4,16 @@ equal to the PyTorch path of weights.py."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
-from common_kernels import backend
-from common_kernels.fp8.cpu import NAMES
-from common_kernels.fp8.operands_triton import codes_like, encode
+from common_kernels.fp8.cpu import FORMATS
+from common_kernels.fp8.operands_triton import encode
 from common_kernels.fp8.triton import constants, scale_from
 from common_kernels.launch import cast, keep24, launch, load_groups, magnitude
-from common_kernels.pack.operands import row_major
 from common_kernels.pack.triton import (
     bools,
     entries_stored,
@@ -25,7 +21,7 @@ from common_kernels.pack.triton import (
     order_of,
     split,
     stack,
-    store_meta,
+    store_tiles,
 )
 from common_kernels.soft_threshold.triton import less, threshold
 
@@ -36,38 +32,33 @@ WHOLE, MASK, BITS, SOFT = 0, 1, 2, 3
 
 
 class Target(NamedTuple):
-    """The destination of codes: the values and metadata of a packed matrix, or a dense matrix."""
+    """The destination of codes: the values and metadata of a packed matrix, or a dense matrix,
+    which is row-major or, as the second of two, the transpose of a row-major one."""
 
     out: torch.Tensor
-    meta: torch.Tensor | None
-    order: str = ""  # of the metadata
+    fmt: str
+    meta: torch.Tensor
+    order: str = ""  # of the metadata; empty if the matrix is dense
 
     @property
-    def fmt(self) -> str:
-        return NAMES[self.out.dtype]
+    def form(self) -> int:
+        """1: packed, 2: dense row-major, 3: dense, the transpose of a row-major matrix; 0 stands
+        for one that is not written."""
+        return 1 if self.order else 2 if self.out.is_contiguous() else 3
 
 
-@contextmanager
-def target(
-    out: torch.Tensor, dtype: torch.dtype, layout: str, entries: int, turned: bool = False
-) -> Iterator[Target]:
-    """Yield the target for `out`, a packed buffer (uint8) or dense codes.
-
-    Dense codes must be row-major, or with `turned` the transpose of a row-major matrix. For others
-    the target is a temporary matrix, which is copied to `out` afterwards.
-    """
-    if out.dtype == torch.uint8:
-        yield Target(*split(out, entries, dtype), order_of(layout, dtype))
-    elif turned and out.t().is_contiguous():
-        yield Target(out, None)
-    else:
-        with row_major(out) as written:
-            yield Target(written, None)
+def target(out: torch.Tensor, fmt: str, layout: str, entries: int) -> Target:
+    """The target of codes in a format: `out` is a packed buffer (uint8) or dense."""
+    if out.dtype != torch.uint8:
+        return Target(out, fmt, out)
+    values, meta = split(out, entries, FORMATS[fmt])
+    return Target(values, fmt, meta, order_of(layout, values.dtype))
 
 
 def quantize24_(
-    own: Target,
-    other: Target,
+    kinds: str,
+    own: torch.Tensor,
+    other: torch.Tensor,
     scales: torch.Tensor,
     w: torch.Tensor,
     mask: torch.Tensor | None,
@@ -78,72 +69,60 @@ def quantize24_(
     masked, kind = (w, WHOLE) if mask is None else (mask.view(torch.uint8), MASK)
     if beta is not None:
         masked, kind = beta, SOFT
-    if amax is None:
-        bits = torch.zeros((), dtype=torch.int32, device=w.device)
-        launch(
-            weight_amax_kernel, triton.cdiv(w.numel(), BLOCK), w.device,
-            w, masked, bits, w.numel(), KIND=kind, BLOCK=BLOCK,
-        )  # fmt: skip
-    else:
-        bits = amax.view(torch.int32)
-    rows, columns = w.shape
-    start(own, other, scales, (w, masked, w), bits.expand(2), rows, columns, kind)
+    bits = largest(w, masked, kind, ()) if amax is None else amax.view(torch.int32)
+    start(kinds, own, other, scales, (w, masked, w), bits.expand(2), w.shape, kind)
 
 
 def quantize_compressed24_(
-    own: Target,
-    other: Target,
+    kinds: str,
+    own: torch.Tensor,
+    other: torch.Tensor,
     scales: torch.Tensor,
     values: torch.Tensor,
     row_mask: torch.Tensor,
     column_mask: torch.Tensor,
 ) -> None:
     """weights.quantize_compressed24_ for a row-major 2:4 weight [64 a, 64 b] and masks."""
-    amax = torch.zeros(2, dtype=torch.int32, device=values.device)
+    amax = largest(values, column_mask, BITS, (2,))
+    shape = values.shape[0], 2 * values.shape[1]
+    start(kinds, own, other, scales, (values, row_mask, column_mask), amax, shape, BITS)
+
+
+def largest(x: torch.Tensor, mask: torch.Tensor, kind: int, shape: tuple[int, ...]) -> torch.Tensor:
+    """The bits of the largest magnitudes, int32 of a shape."""
+    amax = torch.zeros(shape, dtype=torch.int32, device=x.device)
     launch(
-        weight_amax_kernel, triton.cdiv(values.numel(), BLOCK), values.device,
-        values, column_mask, amax, values.numel(), KIND=BITS, BLOCK=BLOCK,
+        weight_amax_kernel, triton.cdiv(x.numel(), BLOCK), x.device,
+        x, mask, amax, x.numel(), KIND=kind, BLOCK=BLOCK,
     )  # fmt: skip
-    rows, columns = values.shape[0], 2 * values.shape[1]
-    start(own, other, scales, (values, row_mask, column_mask), amax, rows, columns, BITS)
+    return amax
 
 
 def start(
-    own: Target,
-    other: Target,
+    kinds: str,
+    own: torch.Tensor,
+    other: torch.Tensor,
     scales: torch.Tensor,
     given: tuple[torch.Tensor, ...],
     amax: torch.Tensor,
-    rows: int,
-    columns: int,
+    shape: tuple[int, int],
     kind: int,
 ) -> None:
-    # 0: not written, 1: packed, 2: dense row-major, 3: dense, the transpose of a row-major matrix
-    forms = [1 if t.meta is not None else 2 if t.out.is_contiguous() else 3 for t in (own, other)]
-    parts = [forms]
-    if forms == [2, 2] and own.fmt == other.fmt:
+    words, (rows, columns) = kinds.split(), shape
+    first = target(own, *words[:2], rows * columns)
+    second = target(other, *words[2:], rows * columns)
+    parts = [(first.form, second.form)]
+    if parts == [(2, 2)] and first.fmt == second.fmt:
         # Two launches: in one, Triton 3.6 drops some of the stores.
-        parts = [[2, 0], [0, 2]]
-    device, interpreted = scales.device, backend.interpreted()
-    written = own.out, other.out
-    if interpreted:  # it casts to FP8 wrongly, so codes are stored in fp32 and cast afterwards
-        written = tuple(
-            codes_like(t.out.t().shape if form == 3 else t.out.shape, t.fmt, device)
-            for t, form in zip((own, other), forms, strict=True)
-        )
-    for now in parts:
+        parts = [(2, 0), (0, 2)]
+    for form, form_t in parts:
         launch(
-            quantize24_kernel, rows // TILE * (columns // TILE), device,
-            *given, amax[:1], amax[1:], scales,
-            written[0], written[0] if own.meta is None else own.meta,
-            written[1], written[1] if other.meta is None else other.meta, rows, columns,
-            *constants(own.fmt), *constants(other.fmt),
-            KIND=kind, OWN=now[0], OTHER=now[1], ORDER=own.order, ORDER_T=other.order,
+            quantize24_kernel, rows // TILE * (columns // TILE), scales.device,
+            *given, amax[:1], amax[1:], scales, first.out, first.meta, second.out, second.meta,
+            rows, columns, *constants(first.fmt), *constants(second.fmt),
+            KIND=kind, OWN=form, OTHER=form_t, ORDER=first.order, ORDER_T=second.order,
             num_warps=8,
         )  # fmt: skip
-    if interpreted:
-        for target, codes, form in zip((own, other), written, forms, strict=True):
-            target.out.copy_(codes.t() if form == 3 else codes)
 
 
 @triton.jit
@@ -254,7 +233,7 @@ def quantize24_kernel(
             pairs += (encode(pair * s, TOP, SMALLEST, LIFT),)
             nibbles += (nibble,)
         pair, nibble = tl.permute(stack(pairs), 0, 3, 1, 2), tl.permute(stack(nibbles), 0, 3, 1, 2)
-        store_packed(own, meta, pair, nibble, top, left, rows, columns, ORDER)
+        store_tiles(own, meta, pair, nibble, top, left, rows, columns, ORDER)
     if OWN == 2:
         quads = ()
         for i in tl.static_range(4):
@@ -268,7 +247,7 @@ def quantize24_kernel(
             pairs += (encode(pair * s_t, TOP_T, SMALLEST_T, LIFT_T),)
             nibbles += (nibble,)
         pair, nibble = tl.permute(stack(pairs), 1, 3, 0, 2), tl.permute(stack(nibbles), 1, 3, 0, 2)
-        store_packed(other, meta_t, pair, nibble, left, top, columns, rows, ORDER_T)
+        store_tiles(other, meta_t, pair, nibble, left, top, columns, rows, ORDER_T)
     if OTHER == 2 or OTHER == 3:
         quads = ()
         for i in tl.static_range(4):
@@ -285,16 +264,6 @@ def four(a, k):
     a0, a1 = tl.where(k[0], a[0].to(tl.float32), 0.0), tl.where(k[1], a[1].to(tl.float32), 0.0)
     a2, a3 = tl.where(k[2], a[2].to(tl.float32), 0.0), tl.where(k[3], a[3].to(tl.float32), 0.0)
     return tl.reshape(tl.join(tl.join(a0, a2), tl.join(a1, a3)), [256, 4])
-
-
-@triton.jit
-def store_packed(values, meta, pairs, nibbles, top, left, rows, columns, ORDER: tl.constexpr):
-    """Store packed tiles of a one-byte type, as pack.triton.store_tiles does for 16-bit types."""
-    r = top + tl.arange(0, 64)[:, None]
-    at = r * (columns // 2) + left // 2 + tl.arange(0, 32)[None, :]
-    tl.store(values + at, tl.reshape(pairs, [64, 32]).to(values.dtype.element_ty))
-    nibbles = tl.reshape(nibbles, [64, 16])
-    store_meta(meta, nibbles, top // 64, left // 4, rows, columns, ORDER, 16)
 
 
 @triton.jit

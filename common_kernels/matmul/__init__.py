@@ -42,7 +42,7 @@ from common_kernels.matmul.choice import (
     own_layout,
     unavailable,
 )
-from common_kernels.matmul.cusparselt import Problem, aligned
+from common_kernels.matmul.cusparselt import Problem
 from common_kernels.matmul.emulation import emulate
 from common_kernels.pack import (
     BUFFERED,
@@ -52,6 +52,7 @@ from common_kernels.pack import (
     of_library,
     unpack24,
 )
+from common_kernels.pack.cusparselt import aligned
 from common_kernels.pack.operands import fill_up, packed_sample, tokens_multiple, whole_blocks
 
 __all__ = [

@@ -12,9 +12,9 @@ from typing import NamedTuple
 import torch
 
 from common_kernels import backend as backends
-from common_kernels.matmul import cuda, cuda_build, cusparselt, table
+from common_kernels.matmul import cuda, cuda_build, table
 from common_kernels.matmul.cusparselt import Problem
-from common_kernels.pack import BUFFERED, VENDOR, check_form, cpu, learn, pack24
+from common_kernels.pack import BUFFERED, VENDOR, check_form, cpu, cusparselt, learn, pack24
 
 BACKENDS = ("dense", "cusparselt", "cuda")
 # For tests on GPUs whose order of the metadata is known: `learnt`, it is learnt all the same;
@@ -200,7 +200,8 @@ def fastest(
     with torch.autocast(device.type, enabled=False), torch.cuda.device(index):
         for moved in _served(problem, layouts, device):
             layout = moved.layout
-            if layout in cuda.LAYOUTS and not _compiles(device, problem.dtype):
+            if layout in cuda.LAYOUTS and (reason := unavailable("cuda", device, problem.dtype)):
+                _do_without(reason)
                 continue
             try:
                 entry = table.entry(moved, index, within=2.0)
@@ -247,13 +248,6 @@ def measured(
         if entry is not None:
             found.append(Measured(moved.layout, entry.ms, entry.dense_ms))
     return min(found, key=lambda one: one.share, default=None)
-
-
-def _compiles(device: torch.device, dtype: torch.dtype) -> bool:
-    reason = unavailable("cuda", device, dtype)
-    if reason:
-        _do_without(reason)
-    return reason is None
 
 
 @functools.cache  # so that it warns once

@@ -19,26 +19,10 @@ from common_kernels.pack.cusparselt import (
     OPAQUE,
     ROW_MAJOR,
     TYPES,
-    CuSparseLtError,
-    aligned,
     call,
     describe,
     handle,
-    library,
-    version,
 )
-
-__all__ = [
-    "TYPES",
-    "CuSparseLtError",
-    "Plan",
-    "Problem",
-    "aligned",
-    "handle",
-    "library",
-    "version",
-    "work_space",
-]
 
 _FLOAT32 = 0
 _COLUMN_MAJOR = 1  # cusparseOrder_t
@@ -102,25 +86,13 @@ class Plan:
         self._launching = threading.Lock()
         self._descriptors = [ctypes.create_string_buffer(OPAQUE) for _ in range(7)]
         a, b, c, d, matmul, selection, self.opaque = self._descriptors
-        describe(
-            "Structured", self.handle, a, p.rows, p.columns, p.columns, TYPES[p.dtype], ROW_MAJOR, 0
-        )
-        describe(
-            "Dense", self.handle, b, *p.dense_shape, p.dense_shape[1], TYPES[p.dtype], ROW_MAJOR
-        )
+        dtype, out_dtype = TYPES[p.dtype], TYPES.get(p.out_dtype, _FLOAT32)
+        sizes, lead = (p.rows, p.tokens), p.result_shape[1]
         order = _COLUMN_MAJOR if p.result_transposed else ROW_MAJOR
-        out_dtype = TYPES.get(p.out_dtype, _FLOAT32)
+        describe("Structured", self.handle, a, p.rows, p.columns, p.columns, dtype, ROW_MAJOR, 0)
+        describe("Dense", self.handle, b, *p.dense_shape, p.dense_shape[1], dtype, ROW_MAJOR)
         for descriptor in (c, d):
-            describe(
-                "Dense",
-                self.handle,
-                descriptor,
-                p.rows,
-                p.tokens,
-                p.result_shape[1],
-                out_dtype,
-                order,
-            )
+            describe("Dense", self.handle, descriptor, *sizes, lead, out_dtype, order)
         call(
             "cusparseLtMatmulDescriptorInit", self.handle, matmul, _PLAIN,
             _TRANSPOSED if p.dense_transposed else _PLAIN, a, b, c, d, _COMPUTE_32F,

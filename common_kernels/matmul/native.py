@@ -25,6 +25,7 @@ from common_kernels.backend import HAS_TRITON, lasting
 from common_kernels.library import KERNELS, LIBRARY, STARTS, launched_by_cpp
 from common_kernels.matmul import cuda, cusparselt
 from common_kernels.matmul.cuda_build import SOURCES, BuildError, alone, cache, compiled, say
+from common_kernels.pack.cusparselt import library
 
 if TYPE_CHECKING:
     from common_kernels.launch import Launched
@@ -90,8 +91,7 @@ def launch(plan: cusparselt.Plan | cuda.Plan) -> int:
             values=plan.values,
         )
         return ctypes.addressof(found)
-    library = cusparselt.library()
-    functions = library.cusparseLtMatmul, library.cusparseLtGetErrorString
+    functions = library().cusparseLtMatmul, library().cusparseLtGetErrorString
     if 0 < plan.workspace <= SMALL:
         # As for the bias, the stream's next launch may use the same memory: it runs later.
         plan.space = lasting(plan.device, plan.workspace, torch.uint8)

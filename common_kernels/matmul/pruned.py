@@ -1,7 +1,7 @@
-"""Products with a weight that is pruned, and packed, in the same operator.
+"""Products with a weight that is pruned, or packed, in the same operator.
 
-Nothing derived from the weight is kept between passes: for weights that are gathered anew in each
-pass (FSDP2). It is one operator for the reason that matmul/compressed.py gives.
+It is one operator because the packing does not depend on x: torch.compile would otherwise move it
+into the forward pass and keep the packed operands of all layers until the backward pass.
 """
 
 from __future__ import annotations
@@ -14,12 +14,14 @@ from common_kernels import backend as backends
 from common_kernels import checks
 from common_kernels.library import custom_op
 from common_kernels.matmul import linear24
-from common_kernels.pack import Packed24
+from common_kernels.pack import BUFFERED, Packed24
+from common_kernels.pack.compressed import packed_one
 from common_kernels.pack.operands import packed_weight, pruned_weight
 
 WHOLE = "whole"  # a source that prunes nothing
 
 
+@custom_op("sparse24::pruned_mm24", mutates_args=())
 def pruned_mm24(
     x: Tensor,
     w: Tensor,
@@ -27,14 +29,14 @@ def pruned_mm24(
     mask: Tensor | None = None,
     scale: Tensor | None = None,
     bias: Tensor | None = None,
-    *,
-    dtype: torch.dtype,
+    dtype: torch.dtype | None = None,
     layout: str = "",
     transposed: bool = False,
     backend: str | None = None,
 ) -> Tensor:
     """x A^T + bias [..., rows], or with `transposed` x A [..., columns], for A [rows, columns]: `w`
-    pruned and rounded to `dtype`.
+    pruned and rounded to `dtype` (default: x's). Nothing derived from it is kept: for weights that
+    are gathered anew in each pass (FSDP2).
 
     Args:
         source, mask, scale: as for `pack24_`, or `whole` for a `w` that is only rounded. With
@@ -42,34 +44,72 @@ def pruned_mm24(
         layout: that in which A is packed; empty for a dense product.
     """
     name = backends.resolve(checks.one_device(x=x, w=w, mask=mask, scale=scale, bias=bias), backend)
-    return _pruned_mm24(x, w, source, mask, scale, bias, dtype, layout, transposed, name)
-
-
-@custom_op("sparse24::pruned_mm24", mutates_args=())
-def _pruned_mm24(
-    x: Tensor,
-    w: Tensor,
-    source: str,
-    mask: Tensor | None,
-    scale: Tensor | None,
-    bias: Tensor | None,
-    dtype: torch.dtype,
-    layout: str,
-    transposed: bool,
-    backend: str,
-) -> Tensor:
+    dtype = dtype or x.dtype
     if layout:
-        buffer = packed_weight(w, source, mask, scale, dtype, layout, transposed, backend)
+        buffer = packed_weight(w, source, mask, scale, dtype, layout, transposed, name)
         rows, columns = w.shape
         shape = (columns, rows) if transposed else (rows, columns)
         return linear24(Packed24(buffer, shape, dtype, layout), x, bias)
-    dense = w if source == WHOLE else pruned_weight(w, source, mask, scale, dtype, backend)
+    dense = w if source == WHOLE else pruned_weight(w, source, mask, scale, dtype, name)
     dense = dense.to(dtype).to(x.dtype)
     if transposed:
         return x @ dense
     return F.linear(x, dense, None if bias is None else bias.to(x.dtype))
 
 
-@_pruned_mm24.register_fake
-def _(x, w, source, mask, scale, bias, dtype, layout, transposed, backend):
+@pruned_mm24.register_fake
+def _(x, w, source, mask=None, scale=None, bias=None, dtype=None, layout="", transposed=False, *_):
+    checks.one_device(x=x, w=w, mask=mask, scale=scale, bias=bias)
     return x.new_empty((*x.shape[:-1], w.shape[1 if transposed else 0]))
+
+
+@custom_op("sparse24::twice_pruned_mm24", mutates_args=())
+def twice_pruned_mm24(
+    x: Tensor,
+    values: Tensor,
+    row_mask: Tensor,
+    column_mask: Tensor,
+    layout: str = BUFFERED,
+    backend: str | None = None,
+) -> Tensor:
+    """x [tokens, rows] (W * A * B), of shape [tokens, columns]: SLoPe's dgrad, `linear24` with the
+    operand that `prune_and_pack24_` would write, whose memory is freed when this returns.
+
+    Args:
+        x: a 16-bit tensor.
+        values, row_mask, column_mask: W [rows, columns] under the masks A and B, as in
+            `Compressed24`.
+        layout: the layout of the packed operand.
+    """
+    device = checks.one_device(x=x, values=values, row_mask=row_mask, column_mask=column_mask)
+    name = backends.resolve(device, backend)
+    buffer = packed_one(values, row_mask, column_mask, x.dtype, layout, name)
+    return linear24(Packed24(buffer, (2 * values.shape[1], len(values)), x.dtype, layout), x)
+
+
+@twice_pruned_mm24.register_fake
+def _(x, values, row_mask, column_mask, *_):
+    checks.one_device(x=x, values=values, row_mask=row_mask, column_mask=column_mask)
+    return x.new_empty(x.shape[0], 2 * values.shape[1])
+
+
+@custom_op("sparse24::once_pruned_linear24", mutates_args=())
+def once_pruned_linear24(
+    x: Tensor,
+    values: Tensor,
+    row_mask: Tensor,
+    bias: Tensor | None = None,
+    layout: str = BUFFERED,
+    backend: str | None = None,
+) -> Tensor:
+    """x [..., columns] (W * A)^T + bias, of shape [..., rows]: SLoPe's fprop, in the same way."""
+    device = checks.one_device(x=x, values=values, row_mask=row_mask, bias=bias)
+    name = backends.resolve(device, backend)
+    buffer = packed_one(values, row_mask, None, x.dtype, layout, name)
+    return linear24(Packed24(buffer, (len(values), 2 * values.shape[1]), x.dtype, layout), x, bias)
+
+
+@once_pruned_linear24.register_fake
+def _(x, values, row_mask, bias=None, *_):
+    checks.one_device(x=x, values=values, row_mask=row_mask, bias=bias)
+    return x.new_empty((*x.shape[:-1], values.shape[0]))

@@ -29,8 +29,9 @@ from common_kernels.fp8.operands import rescale, scaled_linear
 from common_kernels.masks import nm_mask
 from common_kernels.matmul import cuda, cusparselt
 from common_kernels.matmul.cuda import CudaProductError
-from common_kernels.matmul.cusparselt import CuSparseLtError, Problem
+from common_kernels.matmul.cusparselt import Problem
 from common_kernels.pack import BUFFERED, VENDOR, cpu
+from common_kernels.pack.cusparselt import CuSparseLtError, version
 
 SHIPPED = Path(__file__).with_name("measured.json")
 # On an H200 with cuSPARSELt 0.8.0 fp16 has 52 algorithms. Those from 36 on raise an illegal
@@ -301,7 +302,7 @@ def cache_file() -> Path:
 
 def _key(device: int, layout: str) -> str:
     ours = layout in cuda.LAYOUTS
-    by = f"CUTLASS {cuda.version()}" if ours else f"cuSPARSELt {cusparselt.version()}"
+    by = f"CUTLASS {cuda.version()}" if ours else f"cuSPARSELt {version()}"
     return f"{torch.cuda.get_device_name(device)}, {by}"
 
 

@@ -26,26 +26,21 @@ def prune_and_pack24_(
     for weight in weights:
         by_device.setdefault(weight.values.device, []).append(weight)
     for device, rest in by_device.items():
-        if backends.resolve(device, backend) == "triton":
+        name = backends.resolve(device, backend)
+        if name == "triton":
             from common_kernels.pack import compressed_triton as triton
 
             rest = triton.prune_and_pack(rest, choose)
         for weight in rest:
-            _one_by_one(weight, choose, backend)
+            given = weight.values, weight.row_mask
+            if choose:
+                weight.column_mask.copy_(double_prune_bits(*given, backend=name))
+            for out, mask in zip(weight.operands, (None, weight.column_mask), strict=True):
+                if out is not None:
+                    out.buffer.copy_(packed_one(*given, mask, out.dtype, out.layout, name))
     written = [out.buffer for weight in weights for out in weight.operands if out is not None]
     written += [weight.column_mask for weight in weights] if choose else []
     torch.autograd.graph.increment_version(written)
-
-
-def _one_by_one(weight: Compressed24, choose: bool, backend: str | None) -> None:
-    values, row_mask, out = weight.values, weight.row_mask, weight.packed
-    if choose:
-        weight.column_mask.copy_(double_prune_bits(values, row_mask, backend=backend))
-    if out is not None:
-        out.buffer.copy_(_packed_rows(values, row_mask, out.dtype, out.layout, backend))
-    if (out := weight.transposed) is not None:
-        given = values, row_mask, weight.column_mask, out.dtype, out.layout
-        out.buffer.copy_(_packed_transposed(*given, backend))
 
 
 def packed_one(
@@ -67,25 +62,8 @@ def packed_one(
             given = values.contiguous(), row_mask.contiguous(), turned
             return triton.pack_one(*given, dtype, layout)
     if column_mask is None:
-        return _packed_rows(values, row_mask, dtype, layout, backend)
-    return _packed_transposed(values, row_mask, column_mask, dtype, layout, backend)
-
-
-def _packed_rows(
-    values: Tensor, row_mask: Tensor, dtype: torch.dtype, layout: str, backend: str | None
-) -> Tensor:
-    mask = unpack_mask(row_mask, 2 * values.shape[1], backend=backend)
-    return cpu.pack(expand_nm(values.to(dtype), row_mask, backend=backend), mask, layout)
-
-
-def _packed_transposed(
-    values: Tensor,
-    row_mask: Tensor,
-    column_mask: Tensor,
-    dtype: torch.dtype,
-    layout: str,
-    backend: str | None,
-) -> Tensor:
+        mask = unpack_mask(row_mask, 2 * values.shape[1], backend=backend)
+        return cpu.pack(expand_nm(values.to(dtype), row_mask, backend=backend), mask, layout)
     kept = unpack_mask(column_mask, values.shape[1], backend=backend)
     twice = torch.where(kept, values, 0.0).to(dtype)
     both = expand_nm(kept.to(dtype), row_mask, backend=backend) != 0

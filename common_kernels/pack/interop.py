@@ -38,18 +38,12 @@ def to_semi_structured(
     if packed.dtype not in cls._DTYPE_SHAPE_CONSTRAINTS:
         taken = ", ".join(map(str, cls._DTYPE_SHAPE_CONSTRAINTS))
         raise ValueError(f"{cls.__name__} takes {taken}, not {packed.dtype}")
-    parts = (*_parts(packed), *(_parts(transposed) if transposed is not None else (None, None)))
-    return cls(torch.Size(packed.shape), *parts, None)
+    both = (*parts(packed), *(parts(transposed) if transposed is not None else (None, None)))
+    return cls(torch.Size(packed.shape), *both, None)
 
 
-def _parts(packed: Packed24) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """torch's attributes `packed` and `meta` of the matrix."""
+def parts(packed: Packed24) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """torch's attributes `packed` and `meta` of the matrix; cuSPARSELt has both in one."""
     if packed.layout == "cusparselt_sm90":
-        return cslt_form(packed), None
+        return packed.buffer.view(packed.dtype).view(packed.shape[0], -1), None
     return packed.values, packed.meta
-
-
-def cslt_form(packed: Packed24) -> torch.Tensor:
-    """The buffer as `torch._cslt_compress` returns it: `[rows, ...]` of the values' dtype."""
-    width = packed.values.shape[1] + packed.meta.shape[1] // packed.dtype.itemsize
-    return packed.buffer.view(packed.dtype).view(packed.shape[0], width)

@@ -20,8 +20,7 @@ from torch import Tensor
 
 from common_kernels.fp8.operands import rescale, scaled_linear
 from common_kernels.matmul import linear24
-from common_kernels.matmul.compressed import once_pruned_linear24, twice_pruned_mm24
-from common_kernels.matmul.pruned import pruned_mm24
+from common_kernels.matmul.pruned import once_pruned_linear24, pruned_mm24, twice_pruned_mm24
 from common_kernels.pack import BUFFERED, Packed24
 
 
@@ -63,7 +62,7 @@ class Packed(NamedTuple):
 
 class Compressed(NamedTuple):
     """A 2:4 matrix as its kept `values` and two masks, which each product packs in `layout`
-    (common_kernels/matmul/compressed.py)."""
+    (common_kernels/matmul/pruned.py)."""
 
     values: Tensor
     row_mask: Tensor

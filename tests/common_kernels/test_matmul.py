@@ -32,12 +32,13 @@ from common_kernels.matmul import (
     table,
     unavailable,
 )
-from common_kernels.matmul.compressed import twice_pruned_mm24
 from common_kernels.matmul.emulation import emulate
+from common_kernels.matmul.pruned import twice_pruned_mm24
 from common_kernels.matmul.table import Entry
 from common_kernels.pack import BUFFERED, VENDOR, Packed24, cpu, pack24, unpack24
 from common_kernels.pack import cusparselt as loader
 from common_kernels.pack.compressed import Compressed24, prune_and_pack24_
+from common_kernels.pack.cusparselt import CuSparseLtError
 from common_kernels.pack.operands import sample_pack24
 from tests.common_kernels.conftest import LEARNT
 from tests.each import each
@@ -115,7 +116,7 @@ def test_the_choice_of_a_backend_is_told():
 def test_cusparselt_is_that_of_torch_or_of_nvidia_s_wheel(monkeypatch, tmp_path):
     """By its bare name if torch has loaded it, else from where the wheel keeps it: since version
     0.10 that is another folder."""
-    name, loaded, library = "libcusparseLt.so.0", [], cusparselt.library.__wrapped__
+    name, loaded, library = "libcusparseLt.so.0", [], loader.library.__wrapped__
 
     def load(path):
         if path == name:
@@ -126,7 +127,7 @@ def test_cusparselt_is_that_of_torch_or_of_nvidia_s_wheel(monkeypatch, tmp_path)
     monkeypatch.setattr(loader.ctypes, "CDLL", load)
     for wheel in ("cusparselt", "cu13"):
         monkeypatch.setattr(sys, "path", [str(tmp_path / wheel)])
-        with pytest.raises(cusparselt.CuSparseLtError, match="cannot be loaded: libcusparseLt"):
+        with pytest.raises(CuSparseLtError, match="cannot be loaded: libcusparseLt"):
             library()
         path = tmp_path / wheel / "nvidia" / wheel / "lib" / name
         path.parent.mkdir(parents=True)
@@ -151,12 +152,12 @@ def test_a_backend_that_cannot_serve_says_why(monkeypatch):
 def test_cusparselt_serves_every_gpu_that_the_library_knows(monkeypatch):
     def knows(index):
         if capability == (11, 0):
-            raise cusparselt.CuSparseLtError("cusparseLtInit: architecture mismatch")
+            raise CuSparseLtError("cusparseLtInit: architecture mismatch")
 
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    monkeypatch.setattr(cusparselt, "library", lambda: None)
-    monkeypatch.setattr(cusparselt, "handle", knows)
+    monkeypatch.setattr(loader, "library", lambda: None)
+    monkeypatch.setattr(loader, "handle", knows)
     monkeypatch.setattr(choice.learn, "layout_on", lambda device: None)  # no order is learnt
     for capability, bf16, fp8 in (
         ((7, 5), "8.0 or later, this GPU has (7, 5)", "8.9 or later, this GPU has (7, 5)"),
@@ -269,7 +270,7 @@ class FakePlan:
 
     def __init__(self, problem, algorithm, device):
         if algorithm == 3:
-            raise cusparselt.CuSparseLtError("no")
+            raise CuSparseLtError("no")
         self.problem, self.algorithm, self.algorithms = problem, algorithm, 4
 
     def run(self, buffer, dense, out, bias=None):
@@ -367,7 +368,7 @@ def test_where_nothing_is_right_can_be_written_or_may_be_measured(
 @no_library
 def test_a_library_that_cannot_pack_or_plan_leaves_products_dense(fake_library, monkeypatch):
     def no(*_):
-        raise cusparselt.CuSparseLtError("not supported")
+        raise CuSparseLtError("not supported")
 
     problem = replace(PROBLEM, layout=VENDOR)
     for module, name in ((cpu, "by_library"), (table, "plan_of")):
@@ -539,7 +540,7 @@ def test_every_algorithm_that_may_be_chosen(form):
     for algorithm in range(min(number, table.USABLE.get(p.dtype, number))):
         try:
             plan = cusparselt.Plan(p, algorithm, 0)
-        except cusparselt.CuSparseLtError:
+        except CuSparseLtError:
             continue
         first = None
         for _ in range(20):

@@ -110,8 +110,9 @@ def fake(monkeypatch, tmp_path, tmp_path_factory):
 
     stream, current = ctypes.c_void_p.in_dll(fake, "stream"), "_cuda_getCurrentRawStream"
     monkeypatch.setattr(torch._C, current, lambda _: stream.value, raising=False)
-    for module in (cusparselt, loader):
+    for module in (native, loader):
         monkeypatch.setattr(module, "library", lambda: fake)
+    for module in (cusparselt, loader):
         monkeypatch.setattr(module, "handle", lambda device: ctypes.create_string_buffer(16))
     monkeypatch.setattr(cuda, "_library", lambda config: cuda._load(tmp_path / "fake.so"))
     monkeypatch.setattr(torch.cuda, "device", contextlib.nullcontext)
@@ -543,7 +544,7 @@ def test_errors_keep_their_message(fake, monkeypatch):
         linear24(packed, x)
 
     def refuse(*_):
-        raise cusparselt.CuSparseLtError("run it dense")
+        raise loader.CuSparseLtError("run it dense")
 
     now(fake)
     monkeypatch.setattr(matmul, "_plan", refuse)

@@ -27,8 +27,7 @@ from common_kernels.glu import reference as glu
 from common_kernels.lowrank import reference as lowrank
 from common_kernels.masks import reference as masks
 from common_kernels.matmul import linear24, mm24, sample_mm24, unavailable
-from common_kernels.matmul.compressed import once_pruned_linear24, twice_pruned_mm24
-from common_kernels.matmul.pruned import pruned_mm24
+from common_kernels.matmul.pruned import once_pruned_linear24, pruned_mm24, twice_pruned_mm24
 from common_kernels.mvue import reference as mvue
 from common_kernels.pack import BUFFERED
 from common_kernels.pack import reference as pack

@@ -8,7 +8,7 @@ import torch
 import common_kernels as ck
 from common_kernels.fp8.weights import quantize24_
 from common_kernels.matmul import linear24, mm24
-from common_kernels.matmul.compressed import twice_pruned_mm24
+from common_kernels.matmul.pruned import twice_pruned_mm24
 from common_kernels.pack import Packed24
 from common_kernels.pack.operands import pack24_, pack_both24_, sample_pack24
 from common_kernels.relu24 import relu24_backward

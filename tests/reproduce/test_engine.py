@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from common_kernels.matmul import cusparselt
+from common_kernels.pack import cusparselt
 from experiments import evaluate, finetune
 from experiments.support import results
 from experiments.support.errors import UserError
