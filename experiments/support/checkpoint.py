@@ -152,10 +152,9 @@ def exclusive(directory: Path, wait: Callable[[str], None] | None = None) -> Ite
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # until the file is closed
         except BlockingIOError as error:
-            busy = f"another process is running in {directory}"
             if wait is None:
-                raise UserError(f"{busy}; wait for it") from error
-            wait(f"{busy}; this one waits for it")
+                raise UserError(f"another process is running in {directory}; wait for it") from error
+            wait(f"another process is running in {directory}; this one waits for it")
             fcntl.flock(lock, fcntl.LOCK_EX)
         for folder in (directory, directory / "checkpoints"):
             for debris in folder.glob(".*.[0-9]*"):
