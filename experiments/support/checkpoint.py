@@ -153,7 +153,8 @@ def exclusive(directory: Path, wait: Callable[[str], None] | None = None) -> Ite
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # until the file is closed
         except BlockingIOError as error:
             if wait is None:
-                raise UserError(f"another process is running in {directory}; wait for it") from error
+                message = f"another process is running in {directory}; wait for it"
+                raise UserError(message) from error
             wait(f"another process is running in {directory}; this one waits for it")
             fcntl.flock(lock, fcntl.LOCK_EX)
         for folder in (directory, directory / "checkpoints"):
