@@ -14,7 +14,6 @@ import time
 import traceback
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -29,42 +28,41 @@ POLL = 0.2  # seconds
 SCORES = ("val_top1", "knn_top1", "linear_top1")  # percent, for runs on images
 
 
-@dataclass(eq=False)
-class Task:
-    """A job to run."""
-
-    job: Job
-    label: str
-    result: Callable[[], dict[str, Any] | None]  # of the job, once it is finished and kept
-    count: int = 1  # how many runs share it
+Result = dict[str, Any] | None
 
 
 def execute(jobs: list[Job], report: Report, launch: Launch | None = None) -> int:
     """Run the jobs of a table that are not finished, in order; return how many they were. launch:
     as processes, instead of in this one."""
-    tasks = [Task(job, str(job), job.result) for job in jobs if job.result() is None]
-    report(f"{len(jobs)} runs: {len(jobs) - len(tasks)} done already, {len(tasks)} to do")
-    if tasks and (why := lacking(task.job.config for task in tasks)):
+    left = [job for job in jobs if job.result() is None]
+    report(f"{len(jobs)} runs: {len(jobs) - len(left)} done already, {len(left)} to do")
+    if left and (why := lacking(job.config for job in left)):
         report(f"nothing is run: {why}; tier=smoke runs anywhere")
     else:
-        Queue(tasks, report, launch).work()
-    return len(tasks)
+        Queue(left, report, launch).work()
+    return len(left)
 
 
 class Queue:
-    """The tasks that wait, and those that are running.
+    """The jobs that wait, and those that are running.
 
     waiting: in the order in which they are to be started; a source stands before what starts from
-    it. todo: the jobs of all tasks that are not done. working: (task, process, time of its start)
-    by place. total, done, failed: numbers of runs.
+    it. todo: all that are not done. working: (job, process, time of its start) by place. result:
+    that of a job, once it is finished and kept. total, done, failed: numbers of jobs.
     """
 
-    def __init__(self, tasks: list[Task], report: Report, launch: Launch | None = None) -> None:
-        self.waiting, self.report, self.launch = [*tasks], report, launch
-        self.todo = {task.job for task in tasks}
+    def __init__(
+        self,
+        jobs: list[Job],
+        report: Report,
+        launch: Launch | None = None,
+        result: Callable[[Job], Result] = Job.result,
+    ) -> None:
+        self.waiting, self.report, self.launch, self.result = [*jobs], report, launch, result
+        self.todo = {*jobs}
         self.places = [None] if launch is None else launch.places()
-        self.working: dict[int, tuple[Task, Process, float]] = {}
-        self.total, self.done, self.failed = sum(task.count for task in tasks), 0, 0
+        self.working: dict[int, tuple[Job, Process, float]] = {}
+        self.total, self.done, self.failed = len(jobs), 0, 0
 
     @property
     def left(self) -> int:
@@ -85,73 +83,72 @@ class Queue:
                     if self.working:
                         time.sleep(POLL)
                     for place in [p for p, (_, own, _) in self.working.items() if own.ended()]:
-                        task, process, started = self.working.pop(place)
-                        self._ended(task, process.reason(), started)
+                        job, process, started = self.working.pop(place)
+                        self._ended(job, process.reason(), started)
             if stop.number is not None and stop.kind is not None:
                 signal.raise_signal(stop.number)  # its handler defers a second one
                 raise stop.kind
         finally:
             terminate([process for _, process, _ in self.working.values()])
-            for task, _, _ in self.working.values():  # a stopped one may have finished
-                self.done += task.count if task.result() is not None else 0
+            for job, _, _ in self.working.values():  # a stopped one may have finished
+                self.done += self.result(job) is not None
 
     def _fill(self) -> bool:
-        """Start a task at every free place; return True if one was started."""
-        ready = [task for task in self.waiting if task.job.source not in self.todo]
+        """Start a job at every free place; return True if one was started."""
+        ready = [job for job in self.waiting if job.source not in self.todo]
         free = [place for place in range(len(self.places)) if place not in self.working]
-        for place, task in zip(free, ready, strict=False):
-            self.waiting.remove(task)
-            self._start(task, place)
+        for place, job in zip(free, ready, strict=False):
+            self.waiting.remove(job)
+            self._start(job, place)
         return bool(free and ready)
 
-    def _start(self, task: Task, place: int) -> None:
+    def _start(self, job: Job, place: int) -> None:
         started = time.monotonic()
         try:
             if self.launch is None:
-                self.report(f"{task.label} ...")
-                run_here(task.job, self.report)
+                self.report(f"{job} ...")
+                run_here(job, self.report)
             else:
-                command = task.job.command(self.launch.words)
+                command = job.command(self.launch.words)
                 assert command is not None  # its source is finished
-                log = task.job.config.directory() / OUTPUT
+                log = job.config.directory() / OUTPUT
                 process = Process(command, log, self.places[place], len(self.places))
-                self.working[place] = task, process, started
+                self.working[place] = job, process, started
                 return
             reason = "it has no result"
         except (UserError, OSError) as error:  # a command that the system refuses
             reason = one_line(error)
-        self._ended(task, reason, started)
+        self._ended(job, reason, started)
 
-    def _ended(self, task: Task, reason: str, started: float) -> None:
-        """Report the result of a task, or why it has none. What starts from it is left out if it
+    def _ended(self, job: Job, reason: str, started: float) -> None:
+        """Report the result of a job, or why it has none. What starts from it is left out if it
         has no weights, also because it diverged, which is a result."""
-        result, now = task.result(), time.monotonic()
-        left_out = self._leave_out(task.job) if task.job.result() is None else 0
+        result, now = self.result(job), time.monotonic()
+        left_out = self._leave_out(job) if job.result() is None else 0
         if result is None:
-            self.failed += task.count
-            self.report(f"failed: {task.label}: {reason}")
+            self.failed += 1
+            self.report(f"failed: {job}: {reason}")
         else:
-            self.todo.discard(task.job)
-            self.done += task.count
+            self.todo.discard(job)
+            self.done += 1
             elapsed = now - self.begun
             remaining = elapsed / self.done * self.left
             spent, ahead = (str(timedelta(seconds=round(s))) for s in (elapsed, remaining))
             told = ", ".join([*_figures(result), f"{now - started:.0f} s"])
             self.report(
-                f"[{self.done}/{self.total}] {task.label}: {told} ({spent} elapsed, about {ahead} "
-                "left)"
+                f"[{self.done}/{self.total}] {job}: {told} ({spent} elapsed, about {ahead} left)"
             )
         if left_out:
             self.report(f"left out: {left_out} runs that start there")
 
     def _leave_out(self, job: Job) -> int:
-        """Give up the tasks that need the weights of a job; return the number of their runs."""
+        """Give up the jobs that need the weights of a job; return their number."""
         lost, before = {job}, self.failed
         for one in [*self.waiting]:
-            if one.job.source in lost:
-                lost.add(one.job)
+            if one.source in lost:
+                lost.add(one)
                 self.waiting.remove(one)
-                self.failed += one.count
+                self.failed += 1
         return self.failed - before
 
 

@@ -7,7 +7,6 @@ budget no run is started, and running ones are told to stop.
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from experiments.support.errors import UserError
 from reproduce.execute.blocks import EVIDENCE, Block, BlockRun
 from reproduce.execute.jobs import Report
 from reproduce.execute.processes import Launch
-from reproduce.execute.queue import Queue, Task, lacking
+from reproduce.execute.queue import Queue, lacking
 
 
 def run_block(
@@ -33,45 +32,42 @@ def run_block(
     the end. minutes, per_gpu: as on the command line. committed: folder of committed records."""
     every, folders = list(block.runs(runs)), (committed, runs / "evidence")
     trainings = _missing(every, folders)
-    tasks = []
-    for own in trainings:
-        label = " = ".join(str(run.job) for run in own)
-        tasks.append(Task(own[0].job, label, partial(_kept, own, folders), len(own)))
-    queue = Queue(tasks, report, Launch(per_gpu=per_gpu))
-    sources = sum(training[0].block != block.name for training in trainings)
+    of_job = {run.job: run for run in trainings}
+    launch = Launch(per_gpu=per_gpu)
+    queue = Queue([*of_job], report, launch, lambda job: _kept(of_job[job], folders))
+    sources = sum(run.block != block.name for run in trainings)
     report(
         f"{block.name}: {len(every)} runs, {len(every) + sources - queue.total} done already; "
         f"{len(queue.places)} at a time"
     )
     if block.source is not None and sources:
         report(f"before them {sources} of block {block.source.block.name}, where they start")
-    _prepare(block, [first.config for first, *_ in trainings])
+    _prepare(block, [run.config for run in trainings])
     queue.work(minutes)
     if queue.left:
         report(f"{queue.left} runs are left; start the same command again to go on")
     return queue.done == queue.total
 
 
-def _missing(every: list[BlockRun], folders: tuple[Path, Path]) -> list[list[BlockRun]]:
-    """The trainings to do, in order, each with its runs: variants of the same config share it. A
-    source whose weights are missing comes before runs that start from it."""
-    trainings: dict[str, list[BlockRun]] = {}
+def _missing(every: list[BlockRun], folders: tuple[Path, Path]) -> list[BlockRun]:
+    """The runs to train, in order; a source whose weights are missing comes before runs that start
+    from it."""
+    trainings: dict[str, BlockRun] = {}
     for run in every:
         if run.record(*folders) is None and run.keep(folders[1]) is None:
-            if run.source is not None and _kept([run.source], folders) is None:
-                first, *_ = trainings.setdefault(run.source.digest(), [run.source])
-                run.job.source = first.job  # for which the queue lets this run wait
-            trainings.setdefault(run.digest(), []).append(run)
+            if run.source is not None and _kept(run.source, folders) is None:
+                source = trainings.setdefault(run.source.digest(), run.source)
+                run.job.source = source.job  # for which the queue lets this run wait
+            trainings[run.digest()] = run
     return list(trainings.values())
 
 
-def _kept(training: list[BlockRun], folders: tuple[Path, Path]) -> dict[str, Any] | None:
-    """The result of a training, if it has ended and its weights are here. Its records are saved,
-    unless there are some already (for a source that was made again)."""
-    for run in training:
-        if run.result() is None or (run.record(*folders) or run.keep(folders[1])) is None:
-            return None
-    return training[0].result()
+def _kept(run: BlockRun, folders: tuple[Path, Path]) -> dict[str, Any] | None:
+    """The result of a run, if it has ended and its weights are here. Its record is saved, unless
+    there is one already (for a source that was made again)."""
+    if run.result() is None or (run.record(*folders) or run.keep(folders[1])) is None:
+        return None
+    return run.result()
 
 
 def _prepare(block: Block, configs: list[Any]) -> None:

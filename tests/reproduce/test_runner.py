@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 from experiments.images.dataset import load_images
-from experiments.support.checkpoint import read_sealed, write_text
+from experiments.support.checkpoint import write_text
 from experiments.support.errors import UserError
 from reproduce.__main__ import main
 from reproduce.execute import blocks, processes, queue, runner
@@ -157,20 +157,6 @@ def test_a_block_is_run_seed_by_seed_and_once(start, children, tmp_path):
     assert start(block()) == (True, every)
     (tmp_path / "no" / "t" / "ste-seed1.json").unlink()
     assert start(block())[0] and children.started == ["ste, seed 1"]
-
-
-def test_variants_of_one_config_share_their_training(start, children, tmp_path):
-    """It is trained once, and both have a record."""
-    same = block(ste=["method=ste"], again=["method=ste", "train.steps=20"], dense=["method=dense"])
-    done, said = start(same, per_gpu=2)
-    assert done and len(children.started) == 4
-    assert any(" ste, seed 0 = again, seed 0: val_loss 1.0000" in line for line in said)
-    ste, again = (
-        read_sealed(tmp_path / "evidence" / "t" / f"{name}-seed1.json") for name in ("ste", "again")
-    )
-    assert ste["metrics"] == again["metrics"]
-    assert (ste["variant"], again["variant"]) == ("ste", "again")
-    assert start(same)[1] == ["t: 6 runs, 6 done already; 1 at a time"]
 
 
 def test_a_run_without_labels_is_done_when_it_is_probed(start, children):
