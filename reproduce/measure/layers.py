@@ -19,11 +19,9 @@ from experiments.bench.jobs import Workload
 from experiments.bench.step import Step
 from experiments.bench.timing import Call
 from experiments.bench.variants import Bench, bytes_held
-from experiments.support.errors import UserError
 from methods.nn.gemms import groups_of, sample_tokens
 from methods.nn.linear import MaskedLinear
-from models import transformer
-from models.gpt2 import MLP, SIZES, Block
+from models.gpt2 import MLP, Block
 from reproduce.measure import base
 from reproduce.measure.base import Base, Layer, MethodLayer, Metrics, Report, Result
 
@@ -262,16 +260,15 @@ class Training(Base):
             if step.converted.searching:
                 calls[f"{name}, masks chosen"] = step.searching
         times = self.in_turns(calls, 1, graphs=False)
-        metrics, found = times.load, {}
-        for name, step in built.items():
+        metrics, found = times.load, []
+        for key, (name, step) in zip(("dense", "sparse"), built.items(), strict=True):
             ms, further = times[name], times[f"{name}, micro-batch"]
-            search = times[f"{name}, masks chosen"] - ms if step.converted.searching else 0.0
+            search = times.get(f"{name}, masks chosen", ms) - ms
             share = max(0.0, search) / (step.converted.searching + 1)
-            found[name] = ms + share + (self.accumulate - 1) * further
-            key = "dense" if name == "dense" else "sparse"
-            metrics |= {f"{key}_ms": found[name], f"{key}_micro_batch_ms": further}
-            metrics[f"{key}_hours"] = self.steps * found[name] / 3.6e6
-        dense, sparse = found["dense"], found[self.method]
+            found.append(ms + share + (self.accumulate - 1) * further)
+            metrics |= {f"{key}_ms": found[-1], f"{key}_micro_batch_ms": further}
+            metrics[f"{key}_hours"] = self.steps * found[-1] / 3.6e6
+        dense, sparse = found
         metrics |= {"speedup": dense / sparse, "run_speedup": dense / (sparse * 5 / 6 + dense / 6)}
         used = built[self.method].used
         for step in built.values():
@@ -281,15 +278,12 @@ class Training(Base):
 
 def workload(config: Training) -> Workload:
     """The model that the config names, with its batch."""
-    name, batch, length = config.model, config.batch, config.length
-    if name in SIZES:
-        return jobs.gpt2(name, batch, length)
-    family, _, size = name.partition("_")
-    if family == "transformer" and size in transformer.SIZES:
-        return jobs.translation(size, batch, length)
-    if name == "deit_base":
-        return jobs.vit("deit_base_patch16_224", batch, 768, 196)
-    raise UserError(f"model={name}; it is a size of GPT-2, transformer_SIZE or deit_base")
+    family, _, size = config.model.partition("_")
+    if family == "deit":
+        return jobs.vit("deit_base_patch16_224", config.batch, 768, 196)
+    if family == "transformer":
+        return jobs.translation(size, config.batch, config.length)
+    return jobs.gpt2(config.model, config.batch, config.length)
 
 
 def micro_batch(step: Step) -> Call:

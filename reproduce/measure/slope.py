@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar, NamedTuple
@@ -181,26 +180,20 @@ class SlopeLayer(Layer):
             for want, got in zip(*pairs, strict=True):
                 assert want is not None and got is not None
                 check(got, want, "tiles", self)
-        calls = {
-            "dense": attending("plain", dense.forward_backward),
-            "dense_fused": attending("fused", dense.forward_backward),
-            "sparse": attending("plain", uncut[""].forward_backward),
-            "sparse_fused": attending("fused", uncut[""].forward_backward),
-            "sparse_tiled": attending("plain", cut[""].forward_backward),
-            "hooks": lambda _: uncut[""].hooks(0),
-            "inference dense": attending("plain", base.evaluating(dense)),
-            "inference dense_fused": attending("fused", base.evaluating(dense)),
-        }
+        timed = {"dense": ("plain", dense), "dense_fused": ("fused", dense)}
+        calls: dict[str, Call] = {}
         for end, built in uncut.items():
-            forward = base.evaluating(built)
-            calls[f"inference sparse{end}"] = attending("plain", forward)
-            calls[f"inference sparse_fused{end}"] = attending("fused", forward)
-            calls[f"inference sparse_tiled{end}"] = attending("plain", base.evaluating(cut[end]))
+            timed |= {f"sparse{end}": ("plain", built), f"sparse_fused{end}": ("fused", built)}
+            timed[f"sparse_tiled{end}"] = "plain", cut[end]
             if end:
                 calls[f"inference sparse_apart{end}"] = attending("plain", apart(built))
-                check(apart(built)(0), forward(0), "adapters apart", self)
-        with sixteen_bit_scores():
-            times = self.in_turns(calls)
+                check(apart(built)(0), base.evaluating(built)(0), "adapters apart", self)
+            else:
+                calls |= {n: attending(how, b.forward_backward) for n, (how, b) in timed.items()}
+                calls["hooks"] = lambda _: uncut[""].hooks(0)
+        for name, (how, built) in timed.items():
+            calls[f"inference {name}"] = attending(how, base.evaluating(built))
+        times = self.in_turns(calls)
         metrics = times.load | {"hooks_ms": times["hooks"]}
         for name, ms in times.items():
             kind, _space, what = name.rpartition(" ")
@@ -233,25 +226,18 @@ def compressed(built: Bench) -> Iterator[CompressedLinear]:
 
 
 def attending(kind: str, call: Call) -> Call:
-    """The call with this kind of attention, a key of `ATTENTION`."""
+    """The call with this kind of attention, a key of `ATTENTION`. Plain attention computes its
+    scores in the 16-bit dtype of its inputs, as the paper's models do."""
+    allow_sixteen_bit_scores = torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp
 
     def run(i: int) -> Any:
+        allow_sixteen_bit_scores(True)
         with sdpa_kernel(ATTENTION[kind]):
-            return call(i)
+            y = call(i)
+        allow_sixteen_bit_scores(False)
+        return y
 
     return run
-
-
-@contextmanager
-def sixteen_bit_scores() -> Iterator[None]:
-    """Let plain attention compute its scores in the 16-bit dtype of its inputs, as the paper's
-    models do."""
-    before = torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed()
-    torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(True)
-    try:
-        yield
-    finally:
-        torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(before)
 
 
 class Apart(CompressedLinear):
