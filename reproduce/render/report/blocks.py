@@ -4,27 +4,25 @@ from __future__ import annotations
 
 import math
 import shlex
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from markupsafe import Markup
-
-from experiments.runs.comparison import Summary, with_spread
+from experiments.runs.comparison import Summary
 from experiments.runs.stats import excludes_zero, mean, paired_interval, std
 from experiments.support.results import number
 from reproduce.execute.blocks import Block, read_block
 from reproduce.judge import Json
 from reproduce.judge.claims import Claims, Margin
 from reproduce.judge.scale import gap_closed
-from reproduce.judge.verdicts import differences, verdict
+from reproduce.judge.verdicts import differences
 from reproduce.records import Evidence, Values
-from reproduce.render.report.html import badge, interval, signed, slug
+from reproduce.render.report.html import interval
 
 NOTHING = "-"  # a cell without a value
 WORDS = ("variant", "compared with", "verdict", "revision", "device", "command")  # no numbers
-Table = dict[str, Any]  # the arguments of the macro of this name
 
 
 @dataclass(frozen=True)
@@ -117,6 +115,21 @@ class Shown:
             and not method.startswith("released/")
         ]
 
+    def g(self, variant: str) -> str:
+        """The share of the gap between the baselines that a variant loses, with its interval."""
+        if math.isfinite(self.gap) and variant in (self.baseline, self.margin.upper):
+            return str(int(variant == self.margin.upper))
+        g = gap_closed(self.values, self.block.name, variant, self.metric, self.margin, 2)
+        if g is None:
+            return NOTHING
+        return f"{g.value:.2f} {interval(g.low, g.high, '.2f')}".removesuffix(" -")
+
+    def commands(self) -> Iterator[tuple[str, str]]:
+        """Yields (variant, command that trains it) for the first seed."""
+        for run in replace(self.block, seeds=self.block.seeds[:1]).runs(Path("runs")):
+            words = ["python", *(run.job.command() or [])[1:]]
+            yield run.variant, shlex.join(word for word in words if not word.startswith("runs="))
+
     @property
     def missing(self) -> int:
         """The number of its runs without a record."""
@@ -147,75 +160,10 @@ def shown_blocks(claims: Claims, evidence: Evidence, judged: Json) -> list[Shown
     return shown
 
 
-# --- tables --------------------------------------------------------------------------------------
-
-
-def _table(caption: str, rows: list[dict[str, Any]]) -> Table:
-    """A table of cells by the heading of their column; a column without a value is left out."""
+def filled(caption: str, rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """The arguments of the macro `table` for cells by the heading of their column; a column without
+    a value is left out."""
     heads = [head for head in rows[0] if any(row[head] not in ("", NOTHING) for row in rows)]
     cells = [[row[head] or NOTHING for head in heads] for row in rows]
     words = [place for place, head in enumerate(heads) if head in WORDS]
     return {"caption": caption, "heads": heads, "rows": cells, "words": words}
-
-
-def table_of_variants(shown: Shown) -> Table:
-    """Values, differences and verdicts of a block's variants."""
-    several = len({shown.against(variant) for variant in shown.block.variants} - {""}) > 1
-    minus = "difference" if several else f"minus {shown.baseline}"
-    link = Markup('{} <a href="#claim-{}">claim {}</a>')
-    anchor, rows = Markup('<span id="{}">{}</span>'), []
-    for variant in shown.block.variants:
-        row, difference, verdicts = shown.rows.get(variant), "", Markup("not run")
-        if row is not None:
-            verdicts = Markup(", ").join(
-                link.format(badge(verdict(words)), claim, claim)
-                for claim, words in shown.verdicts.get(variant, {}).items()
-            )
-        if row is not None and row.pairs:
-            ends = interval(row.low, row.high).removesuffix(NOTHING)
-            difference = f"{signed(row.difference, row.low, row.high)} {ends}".rstrip()
-            difference += f" (n={row.pairs})"
-        rows.append({
-            "variant": anchor.format(slug("variant", shown.block.name, variant), variant),
-            f"{shown.quantity} ± std (n)": row and f"{with_spread(row.mean, row.std)} (n={row.n})",
-            f"{minus} [95 %] (n pairs)": difference,
-            "compared with": shown.against(variant) * (several and bool(difference)),
-            "share of the gap, g [95 %]": _g(shown, variant) if row else "",
-            "verdict": verdicts,
-        })  # fmt: skip
-    return _table(f"Variants of block {shown.block.name}", rows)
-
-
-def _g(shown: Shown, variant: str) -> str:
-    """The share of the gap between the baselines that a variant loses, with its interval."""
-    if math.isfinite(shown.gap) and variant in (shown.baseline, shown.margin.upper):
-        return str(int(variant == shown.margin.upper))
-    g = gap_closed(shown.values, shown.block.name, variant, shown.metric, shown.margin, 2)
-    if g is None:
-        return NOTHING
-    return f"{g.value:.2f} {interval(g.low, g.high, '.2f')}".removesuffix(" -")
-
-
-def table_of_seeds(shown: Shown) -> Table:
-    """The value of every run of a block, and the code and devices that made them."""
-    rows = []
-    for variant, seeds in shown.variants.items():
-        values = {seed: r["metrics"][shown.quantity] for seed, r in seeds.items()}
-        numbers = {seed: "not finite" if v is None else f"{v:.6f}" for seed, v in values.items()}
-        made = [record["environment"] for record in seeds.values()]
-        code = [(e["git_revision"] or "unknown")[:7] + "+" * bool(e["git_dirty"]) for e in made]
-        row = {"variant": variant}
-        row |= {f"seed {seed}": numbers.get(seed, NOTHING) for seed in shown.block.seeds}
-        row["revision"] = ", ".join(dict.fromkeys(code))
-        rows.append(row | {"device": ", ".join(dict.fromkeys(e["device"] for e in made))})
-    return _table(f"{shown.quantity} of block {shown.block.name} by seed", rows)
-
-
-def table_of_commands(shown: Shown) -> Table:
-    """The command that trains each variant of a block, for the first seed."""
-    code, rows = Markup("<code>{}</code>"), []
-    for run in replace(shown.block, seeds=shown.block.seeds[:1]).runs(Path("runs")):
-        words = ["python", *(run.job.command() or [])[1:]]
-        line = shlex.join(word for word in words if not word.startswith("runs="))
-        rows.append({"variant": run.variant, "command": code.format(line)})
-    return _table(f"Commands of block {shown.block.name}", rows)

@@ -6,7 +6,6 @@ import math
 import os
 import re
 from pathlib import Path, PurePath
-from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
@@ -58,5 +57,3 @@ TEMPLATES = Environment(
 )
 TEMPLATES.filters["formatted"] = formatted
 TEMPLATES.globals |= {f.__name__: f for f in (signed, interval, slug)} | {"minus": MINUS}
-macros: Any = TEMPLATES.get_template("macros.html").module
-badge = macros.badge

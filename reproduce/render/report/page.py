@@ -10,6 +10,7 @@ from pathlib import Path
 
 from markupsafe import Markup
 
+from experiments.runs.comparison import with_spread
 from experiments.runs.curves import NAMES
 from experiments.runs.stats import excludes_zero
 from experiments.support.checkpoint import write_text
@@ -19,15 +20,16 @@ from reproduce.execute.blocks import EVIDENCE
 from reproduce.judge import Json, text
 from reproduce.judge.claims import read_claims
 from reproduce.judge.scale import ENOUGH
+from reproduce.judge.verdicts import verdict
 from reproduce.records import read_evidence
 from reproduce.render import listing
 from reproduce.render.header import revision
-from reproduce.render.report import blocks, figures, tables
-from reproduce.render.report.blocks import Shown, shown_blocks
+from reproduce.render.report import figures, tables
+from reproduce.render.report.blocks import Shown, filled, shown_blocks
 from reproduce.render.report.html import HERE, TEMPLATES, link
 from reproduce.specs.table import read_tables
 
-OF_BLOCKS = (blocks.table_of_commands, blocks.table_of_seeds, blocks.table_of_variants)
+OF_BLOCKS = (filled, verdict, with_spread)
 OF_VERDICTS = (text.agreement, text.p_value, text.range_of, text.statement, text.without)
 MAIN = "a"  # the block of the main figure
 
