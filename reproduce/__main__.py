@@ -16,7 +16,6 @@ from pathlib import Path
 
 from experiments.support.errors import UserError, exit_status, suggestion
 from reproduce.execute.processes import Launch
-from reproduce.make import attempt, make_all
 from reproduce.render import listing
 from reproduce.specs.table import TABLES, TIERS, Table, read_tables
 
@@ -164,14 +163,14 @@ def _do(arguments: list[str], folder: Path, runs: Path) -> int:
         list_tables(arguments, read_tables(folder), runs)
     else:
         chosen, tier, launch = parse(arguments, read_tables(folder))
+        from reproduce import make, quickstart  # they import torch, which takes seconds
+
         prints = launch is not None and launch.prints
         if command == ALL and not prints:
-            return 0 if make_all(chosen, tier, runs, launch) else 1
+            return 0 if make.make_all(chosen, tier, runs, launch) else 1
         if command == QUICKSTART and launch is None:
-            from reproduce import quickstart
-
             return 0 if quickstart.main(chosen[0], runs) else 1
-        made = [attempt(table, tier, runs, launch) for table in chosen]
+        made = [make.attempt(table, tier, runs, launch) for table in chosen]
         return 0 if prints or all(one.complete for one in made) else 1
     return 0
 

@@ -8,17 +8,20 @@ import traceback
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from experiments.support.checkpoint import csv_text, write_json, write_text
 from experiments.support.errors import UserError, one_line
+from reproduce import records
 from reproduce.execute import smoke_tasks
+from reproduce.execute.jobs import INPUTS, PlacedRun, finished_runs, plan
 from reproduce.execute.processes import Launch
+from reproduce.execute.queue import commands, execute, lacking
 from reproduce.render import listing
+from reproduce.render.figure import draw
+from reproduce.render.grid import Grid, Line
+from reproduce.render.report import page
+from reproduce.render.table import Rendered, render, render_measured
 from reproduce.specs.table import BENCH, Table
-
-if TYPE_CHECKING:  # they import torch
-    from reproduce.execute.jobs import PlacedRun
-    from reproduce.render.table import Rendered
 
 NAMED = 5  # so many missing runs are named in the printed line
 
@@ -43,13 +46,6 @@ def make(table: Table, tier: str, runs: Path, launch: Launch | None = None) -> M
     if reason := not_offered(table, tier):
         print(f"{table.name}, tier {tier}, is not offered: {reason}", file=sys.stderr)
         return Made(reason=f"not offered: {reason}")
-    # These need torch, whose import takes seconds, so that a refusal above comes at once.
-    from reproduce import records
-    from reproduce.execute.jobs import INPUTS, finished_runs, plan
-    from reproduce.execute.queue import commands, execute, lacking
-    from reproduce.render.figure import draw
-    from reproduce.render.table import render_measured
-
     print(f"{table.title}, tier {tier}", flush=True)
     stem, chosen = listing.stem(table, tier, runs), table.tiers[tier]
     stem.parent.mkdir(parents=True, exist_ok=True)
@@ -100,10 +96,6 @@ def write(
 ) -> tuple[Rendered, Path, bool]:
     """Write a table of these finished runs; return it, the path of its files without their ends,
     and whether it has a figure."""
-    from experiments.support.checkpoint import csv_text, write_json, write_text
-    from reproduce.render.figure import draw
-    from reproduce.render.table import render
-
     stem, rendered = listing.stem(table, tier, runs), render(table, tier, done)
     write_text(Path(f"{stem}.md"), rendered.markdown())
     write_text(Path(f"{stem}.csv"), csv_text(rendered.summary))
@@ -137,10 +129,6 @@ def attempt(table: Table, tier: str, runs: Path, launch: Launch | None = None) -
 def make_all(tables: list[Table], tier: str, runs: Path, launch: Launch | None = None) -> bool:
     """Make every table that has the tier, then the page of results; return True if all tables are
     complete. After each table `runs/tables/all-<tier>.md` says how each ended."""
-    from experiments.support.checkpoint import write_text
-    from reproduce.render.grid import Grid, Line
-    from reproduce.render.report import page
-
     wanted = [table for table in tables if not not_offered(table, tier)]
     ended: dict[str, Made] = {}
     lines: list[Line] = []

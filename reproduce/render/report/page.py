@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -34,22 +33,22 @@ OF_VERDICTS = (text.agreement, text.p_value, text.range_of, text.statement, text
 MAIN = "a"  # the block of the main figure
 
 
-def main(runs: Path, report: Callable[[str], None] = print) -> None:
+def main(runs: Path) -> None:
     """Write the page, with the committed results and those of blocks and tables made here."""
     folder = runs / "report"
-    _write(folder / "index.html", build(runs, folder), report)
+    _write(folder / "index.html", build(runs, folder))
 
 
-def write_figure(path: Path, report: Callable[[str], None] = print) -> None:
+def write_figure(path: Path) -> None:
     """Write only the main figure of the committed results, which README.md shows."""
     shown = shown_blocks(read_claims(), read_evidence(EVIDENCE), {"claims": []})
-    _write(path, figures.standalone(figures.differences(_main(shown))), report)
+    _write(path, figures.standalone(figures.differences(_main(shown))))
 
 
-def _write(path: Path, content: str, report: Callable[[str], None]) -> None:
+def _write(path: Path, content: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     write_text(path, content)
-    report(f"written: {path}")
+    print(f"written: {path}")
 
 
 def build(runs: Path, folder: Path) -> str:
