@@ -48,7 +48,6 @@ def make(table: Table, tier: str, runs: Path, launch: Launch | None = None) -> M
         return Made(reason=f"not offered: {reason}")
     print(f"{table.title}, tier {tier}", flush=True)
     stem, chosen = listing.stem(table, tier, runs), table.tiers[tier]
-    stem.parent.mkdir(parents=True, exist_ok=True)
     prints = launch is not None and launch.prints
     if prints and (chosen.block or table.driver == BENCH):
         own = f"{table.command} paper={table.paper} tier={tier}"

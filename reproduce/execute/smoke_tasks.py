@@ -25,6 +25,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from experiments.support.checkpoint import write_text
+
 MODULES = {
     "train": ("argparse", "inspect", "tarfile", "typing", "ast", "pickle"),
     "dev": ("optparse", "configparser", "textwrap", "shlex", "pprint"),
@@ -59,9 +61,7 @@ def write(folder: Path) -> Path:
     }
     texts[f"lm_eval/{TASK}.yaml"] = json.dumps(task)  # JSON is YAML
     for name, text in texts.items():
-        path = building / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text + "\n", encoding="utf-8")
+        write_text(building / name, text + "\n")
     with suppress(OSError):  # another process has written it meanwhile
         building.rename(folder)
     shutil.rmtree(building, ignore_errors=True)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -112,16 +111,18 @@ def _at(claim: Claim, values: Values, devices: list[str]) -> str:
 
 def _gap_closed(claims: Claims, j: Judged, values: Values) -> Json:
     """g of the variants of a contrast, by variant; half the width is left out, whose g is 1."""
-    c, seeds = j.rule, PRELIMINARY if j.why else claims.seeds
-    found: Json = {}
-    if c.metric == claims.metrics[c.block] and math.isfinite(j.effect):
-        for variant in (v for v in (c.variant, c.against) if v != claims.margin.upper):
-            g = scale.gap_closed(values, c.block, variant, c.metric, claims.margin, seeds)
-            found |= {} if g is None else {variant: plain(g)}
-    return found
+    c, margin, seeds = j.rule, claims.margin, PRELIMINARY if j.why else claims.seeds
+    if c.metric != claims.metrics[c.block] or not math.isfinite(j.effect):
+        return {}
+    return {
+        variant: plain(g)
+        for variant in (c.variant, c.against)
+        if variant != margin.upper
+        and (g := scale.gap_closed(values, c.block, variant, c.metric, margin, seeds))
+    }
 
 
-def main(runs: Path, which: str = "", report: Callable[[str], None] = print) -> None:
+def main(runs: Path, which: str = "") -> None:
     """Print and write the verdicts by the committed records and those of one's own runs. which: the
     number of a claim, to print all about it, or `all`; "" = a line for each."""
     claims = read_claims()
@@ -130,8 +131,7 @@ def main(runs: Path, which: str = "", report: Callable[[str], None] = print) -> 
         raise UserError(f"no claim {which!r}; there are {ids[0]} to {ids[-1]}, and all")
     evidence = read_evidence(EVIDENCE, runs / "evidence", only=claims.blocks)
     judged = content(claims, evidence.values)
-    for line in text.wrapped([*text.lines(judged, which), *evidence.warnings()]):
-        report(line)
     path = runs / "report" / "claims.json"
     write_json(path, judged)
-    report(f"written: {path}")
+    said = text.wrapped([*text.lines(judged, which), *evidence.warnings()])
+    print(*said, f"written: {path}", sep="\n")

@@ -35,19 +35,15 @@ MAIN = "a"  # the block of the main figure
 
 def main(runs: Path) -> None:
     """Write the page, with the committed results and those of blocks and tables made here."""
-    folder = runs / "report"
-    _write(folder / "index.html", build(runs, folder))
+    path = runs / "report" / "index.html"
+    write_text(path, build(runs, path.parent))
+    print(f"written: {path}")
 
 
 def write_figure(path: Path) -> None:
     """Write only the main figure of the committed results, which README.md shows."""
     shown = shown_blocks(read_claims(), read_evidence(EVIDENCE), {"claims": []})
-    _write(path, figures.standalone(figures.differences(_main(shown))))
-
-
-def _write(path: Path, content: str) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_text(path, content)
+    write_text(path, figures.standalone(figures.differences(_main(shown))))
     print(f"written: {path}")
 
 
