@@ -44,7 +44,7 @@ class BlockSource:
         variants = {self.variant: self.block.variants[self.variant]}
         one = replace(self.block, variants=variants, against={}, seeds=[seed])
         run = next(one.runs(runs))
-        run.job.label = f"{self.block.name}: {run.job}"
+        run.label = f"{self.block.name}: {run}"
         return run
 
 
@@ -67,24 +67,22 @@ class Block:
         """All runs, seed by seed, so that an interrupted block has complete seeds."""
         for seed in self.seeds:
             source = None if self.source is None else self.source.run(seed, runs)
-            start = None if source is None else source.job
             for variant, own in self.variants.items():
-                shared = (*self.overrides, *own, "tier=mini")
-                overrides = [*shared, f"seed={seed}"]
-                job = Job(f"{variant}, seed {seed}", self.driver, overrides, runs, start, "init")
-                yield BlockRun(self.name, variant, seed, shared, job, source)
+                overrides = [*self.overrides, *own, "tier=mini", f"seed={seed}"]
+                yield BlockRun(
+                    f"{variant}, seed {seed}", self.driver, overrides, runs, source_key="init",
+                    source=source, block=self.name, variant=variant, seed=seed,
+                )  # fmt: skip
 
 
-@dataclass(frozen=True)
-class BlockRun:
-    """The run of one variant with one seed."""
+@dataclass(eq=False, kw_only=True)
+class BlockRun(Job):
+    """The run of one variant with one seed. The seed is the last of its overrides."""
 
+    source: BlockRun | None
     block: str
     variant: str
     seed: int
-    overrides: tuple[str, ...]  # without the seed
-    job: Job  # that trains it
-    source: BlockRun | None = None  # the run whose weights it starts from
 
     def file(self, folder: Path) -> Path:
         """The path of its record in a folder of records."""
@@ -93,26 +91,24 @@ class BlockRun:
     @property
     def setup(self) -> dict[str, Any]:
         """The entries of its record that say what was trained, without paths of this machine."""
-        own: dict[str, Any] = {"overrides": self.job.overrides}
+        own: dict[str, Any] = {"overrides": self.overrides}
         if (start := self.source) is not None:
             start_of = {"block": start.block, "variant": start.variant}
-            own["source"] = {**start_of, "overrides": start.job.overrides}
+            own["source"] = {**start_of, "overrides": start.overrides}
         return own
 
     @cached_property
-    def config(self) -> Any:
+    def intended(self) -> Any:
         """Its config, even if the run it starts from is not finished."""
-        if self.source is None:
-            return self.job.config
-        return self.job.compose(self.source.config.directory())
+        return self.compose(None if self.source is None else self.source.intended.directory())
 
     def digest(self) -> str:
         """The hash of its config, with the hash of the source in place of its weights."""
         source = None if self.source is None else self.source.digest()
         try:
-            return _digest(self.job.driver, self.overrides, self.seed, source)
+            return _digest(self.driver, tuple(self.overrides[:-1]), self.seed, source)
         except UserError as error:
-            raise UserError(f"block {self.block}, {self.job}: {error}") from error
+            raise UserError(f"block {self.block}, {self}: {error}") from error
 
     def record(self, *folders: Path) -> dict[str, Any] | None:
         """Its record, from the first folder that has one with the hash of this config; None if no
@@ -126,12 +122,12 @@ class BlockRun:
                     return record
         return None
 
-    def result(self) -> dict[str, Any] | None:
+    def ended(self) -> dict[str, Any] | None:
         """The content of its `result.json`, also if it diverged, which is a result of a block; None
         if it has not ended."""
-        found = self.job.result()
+        found = self.result()
         with suppress(UserError):  # there is none, or the config is refused, of which its job tells
-            if found is None and (config := self.job.config) is not None:
+            if found is None and (config := self.config) is not None:
                 lost = read(config.directory(), config.digest(), diverged=True)
                 found = lost if divergence(lost) else None
         return found
@@ -139,10 +135,10 @@ class BlockRun:
     def keep(self, folder: Path) -> dict[str, Any] | None:
         """Write the record of the run into a folder of records and return it; None if the run has
         not ended."""
-        result = self.result()
+        result = self.ended()
         if result is None:
             return None
-        log = read_metrics(self.job.config.directory() / "metrics.jsonl")
+        log = read_metrics(self.config.directory() / "metrics.jsonl")
         environment = result["environment"]
         record = {
             "block": self.block,

@@ -28,9 +28,6 @@ POLL = 0.2  # seconds
 SCORES = ("val_top1", "knn_top1", "linear_top1")  # percent, for runs on images
 
 
-Result = dict[str, Any] | None
-
-
 def execute(jobs: list[Job], report: Report, launch: Launch | None = None) -> int:
     """Run the jobs of a table that are not finished, in order; return how many they were. launch:
     as processes, instead of in this one."""
@@ -53,10 +50,10 @@ class Queue:
 
     def __init__(
         self,
-        jobs: list[Job],
+        jobs: Sequence[Job],
         report: Report,
         launch: Launch | None = None,
-        result: Callable[[Job], Result] = Job.result,
+        result: Callable[[Any], dict[str, Any] | None] = Job.result,
     ) -> None:
         self.waiting, self.report, self.launch, self.result = [*jobs], report, launch, result
         self.todo = {*jobs}

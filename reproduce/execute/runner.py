@@ -32,9 +32,8 @@ def run_block(
     the end. minutes, per_gpu: as on the command line. committed: folder of committed records."""
     every, folders = list(block.runs(runs)), (committed, runs / "evidence")
     trainings = _missing(every, folders)
-    of_job = {run.job: run for run in trainings}
     launch = Launch(per_gpu=per_gpu)
-    queue = Queue([*of_job], report, launch, lambda job: _kept(of_job[job], folders))
+    queue = Queue(trainings, report, launch, lambda run: _kept(run, folders))
     sources = sum(run.block != block.name for run in trainings)
     report(
         f"{block.name}: {len(every)} runs, {len(every) + sources - queue.total} done already; "
@@ -42,7 +41,7 @@ def run_block(
     )
     if block.source is not None and sources:
         report(f"before them {sources} of block {block.source.block.name}, where they start")
-    _prepare(block, [run.config for run in trainings])
+    _prepare(block, [run.intended for run in trainings])
     queue.work(minutes)
     if queue.left:
         report(f"{queue.left} runs are left; start the same command again to go on")
@@ -56,8 +55,8 @@ def _missing(every: list[BlockRun], folders: tuple[Path, Path]) -> list[BlockRun
     for run in every:
         if run.record(*folders) is None and run.keep(folders[1]) is None:
             if run.source is not None and _kept(run.source, folders) is None:
-                source = trainings.setdefault(run.source.digest(), run.source)
-                run.job.source = source.job  # for which the queue lets this run wait
+                # The one for which the queue lets this run wait.
+                run.source = trainings.setdefault(run.source.digest(), run.source)
             trainings[run.digest()] = run
     return list(trainings.values())
 
@@ -65,9 +64,9 @@ def _missing(every: list[BlockRun], folders: tuple[Path, Path]) -> list[BlockRun
 def _kept(run: BlockRun, folders: tuple[Path, Path]) -> dict[str, Any] | None:
     """The result of a run, if it has ended and its weights are here. Its record is saved, unless
     there is one already (for a source that was made again)."""
-    if run.result() is None or (run.record(*folders) or run.keep(folders[1])) is None:
+    if run.ended() is None or (run.record(*folders) or run.keep(folders[1])) is None:
         return None
-    return run.result()
+    return run.ended()
 
 
 def _prepare(block: Block, configs: list[Any]) -> None:

@@ -50,12 +50,12 @@ def test_runs_come_seed_by_seed(files, tmp_path):
     runs = list(read_block("t", files()).runs(tmp_path / "runs"))
     order = [(run.seed, run.variant) for run in runs]
     assert order == [(3, "dense"), (3, "ste 2e-3"), (1, "dense"), (1, "ste 2e-3")]
-    assert str(runs[1].job) == "ste 2e-3, seed 3"
-    assert runs[1].job.overrides == [
+    assert str(runs[1]) == "ste 2e-3, seed 3"
+    assert runs[1].overrides == [
         *("model=gpt2_nano", "train.steps=20", "method=ste", "train.learning_rate=2e-3"),
         *("tier=mini", "seed=3"),
     ]
-    config = runs[1].job.config
+    config = runs[1].config
     assert (config.method, config.seed, config.tier) == ("ste", 3, "mini")
     assert (config.train.steps, config.train.learning_rate) == (20, 2e-3)
     assert config.runs == tmp_path / "runs"
@@ -69,16 +69,16 @@ def test_a_block_goes_on_from_another(files, finish, tmp_path):
     assert ast.source is gmp.source
     of_t = {run.digest(): run for run in read_block("t", tmp_path).runs(tmp_path / "runs")}
     assert of_t[ast.source.digest()].setup == ast.source.setup
-    assert str(ast.source.job) == "t: dense, seed 1"
+    assert str(ast.source) == "t: dense, seed 1"
     digests = ast.digest(), gmp.digest()
-    assert len({*digests, ast.job.compose(None).digest()}) == 3
-    assert ast.job.config is None and ast.job.result() is None
+    assert len({*digests, ast.compose(None).digest()}) == 3
+    assert ast.config is None and ast.result() is None
 
-    finish(ast.source.job.config)
-    assert ast.job.config.init == ast.source.job.config.directory()
-    assert (ast.job.config.digest(), gmp.job.config.digest()) == digests
-    finish(ast.job.config, init={})
-    kept, overrides = ast.keep(tmp_path / "evidence"), ast.source.job.overrides
+    finish(ast.source.config)
+    assert ast.config.init == ast.source.config.directory()
+    assert (ast.config.digest(), gmp.config.digest()) == digests
+    finish(ast.config, init={})
+    kept, overrides = ast.keep(tmp_path / "evidence"), ast.source.overrides
     assert kept["source"] == {"block": "t", "variant": "dense", "overrides": overrides}
 
     other, _ = read_block("u", files("variant: dense", "variant: ste 2e-3")).runs(tmp_path / "runs")
@@ -144,7 +144,7 @@ def test_a_run_is_kept_and_recognised(run, finish, tmp_path):
     assert run.keep(own) is None  # not finished
     assert run.record(committed, own) is None
     log = [{"step": 0, "loss": 4.0, "flip_rate": None}, {"step": 10, "val_loss": 2.6}]
-    finish(run.job.config, log)
+    finish(run.config, log)
     kept, path = run.keep(own), own / "t" / "a_b_c-seed7.json"
     assert read_sealed(path) == kept
     expected = {
@@ -195,6 +195,6 @@ def test_the_hash_of_every_seed_is_that_of_its_config():
     """It is taken from one config for all seeds of a variant."""
     for name in ("a", "b", "d"):
         *_, run = read_block(name).runs(Path("runs"))  # another method or option in each
-        own = replace(run.config, init=None).identity()
-        start = {} if run.source is None else {"init": run.source.config.digest()}
+        own = replace(run.intended, init=None).identity()
+        start = {} if run.source is None else {"init": run.source.intended.digest()}
         assert run.seed > 0 and run.digest() == digest({**own, **start})

@@ -121,7 +121,7 @@ def second():
 
 
 def directories(of, folder):
-    return {str(run.job): run.job.config.directory() for run in of.runs(folder)}
+    return {str(run): run.config.directory() for run in of.runs(folder)}
 
 
 def wait_for(path):
@@ -162,7 +162,7 @@ def test_a_block_is_run_seed_by_seed_and_once(start, children, tmp_path):
 def test_a_run_without_labels_is_done_when_it_is_probed(start, children):
     """A run that is only trained has a result, but not the accuracies that claims are judged by."""
     images = Block("t", "T", ["train.steps=20"], {"dense": ["method=dense"]}, [0], driver="dino")
-    digits = load_images(next(images.runs(Path())).job.config.data).fingerprint
+    digits = load_images(next(images.runs(Path())).config.data).fingerprint
     children.result = {"corpus_hash": digits, "init": None}
     done, said = start(images)
     assert not done and said[1].startswith("failed: dense, seed 0: ")

@@ -127,7 +127,7 @@ class Shown:
     def commands(self) -> Iterator[tuple[str, str]]:
         """Yields (variant, command that trains it) for the first seed."""
         for run in replace(self.block, seeds=self.block.seeds[:1]).runs(Path("runs")):
-            words = ["python", *(run.job.command() or [])[1:]]
+            words = ["python", *(run.command() or [])[1:]]
             yield run.variant, shlex.join(word for word in words if not word.startswith("runs="))
 
     @property
