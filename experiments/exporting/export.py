@@ -83,8 +83,8 @@ def _build(run: FinishedRun, form: Form, folder: Path, marks: dict[str, Any]) ->
     merged = merge_low_rank(model)
     dtype = TORCH[form.dtype]
     files.round_weights(model, list(patterns), dtype)
-    places = files.where_stored(model, list(patterns), folder / ".probe")
     kind = files.write(model, folder, tokenizer_of(run, model), dtype)
+    places = files.where_stored(model, list(patterns), folder)
     if isinstance(run.data, ImageConfig):
         from transformers import CLIPImageProcessor  # with the validation transform
 
@@ -101,12 +101,11 @@ def _build(run: FinishedRun, form: Form, folder: Path, marks: dict[str, Any]) ->
     described, sizes = files.describe(folder, places, patterns), None
     if form.compressed:
         factors = {}
-        held = files.rows_stored(model, places, folder / ".probe") if terms else {}
-        for name, (linear, _) in places.items():
+        for name, (linear, _, own) in places.items():
             if linear in terms:
                 module, (left, right) = name.rpartition(".")[0], terms[linear]
                 described[name] |= {"low_rank": len(right), "left": left is not None}
-                factors[f"{module}.right"] = right[:, held[name]].to(dtype).contiguous()
+                factors[f"{module}.right"] = right[:, own].to(dtype).contiguous()
                 if left is not None:
                     factors[f"{module}.left"] = left.to(dtype, copy=True)
         sizes = files.compress(folder, described, factors, form.bits)

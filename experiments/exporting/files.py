@@ -4,12 +4,10 @@ the sparse tensors, or their compressed form (`models/sparse.py`).
 
 from __future__ import annotations
 
-import copy
 import importlib
 import json
 import re
-import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -173,62 +171,36 @@ def round_weights(model: nn.Module, linears: list[str], dtype: torch.dtype) -> N
         weight.masked_fill_(weight == 0, 0.0)
 
 
-def where_stored(model: nn.Module, linears: list[str], scratch: Path) -> dict[str, tuple[str, int]]:
-    """(linear, axis of its inputs) of each tensor, by name, that holds the weights of one of
-    `linears`, or some rows of them, once `model` is written.
+def where_stored(
+    model: nn.Module, linears: list[str], folder: Path
+) -> dict[str, tuple[str, int, slice]]:
+    """(linear, axis of its inputs, its rows) of each tensor in a folder, by name, that holds the
+    weights of one of `linears` of the written `model`, or some rows of them.
 
-    To be independent of transformers' names, transpositions and splits (of a fused QKV, for
-    example), a copy of the model is written in which every weight has the number of its linear, and
-    the numbers are looked up in the files. Weights of the first input are larger by one half, which
-    shows the axis.
+    They are found by their content, to be independent of transformers' names, transpositions and
+    splits (of a fused QKV, for example).
     """
-
-    def fill(weight: Tensor, number: int) -> None:
-        weight.fill_(number + 2)  # other tensors contain 0
-        weight[:, 0] += 0.5
-
     found = {}
-    for name, tensor in _probed(model, linears, fill, scratch).items():
-        numbers = tensor.floor()
-        if tensor.ndim != 2 or numbers[0, 0] < 2 or (numbers != numbers[0, 0]).any():
-            continue
-        axis = 1 if bool((tensor[:, 0] > numbers[:, 0]).all()) else 0
-        found[name] = linears[int(numbers[0, 0]) - 2], axis
-    return found
-
-
-def rows_stored(
-    model: nn.Module, places: Mapping[str, tuple[str, int]], scratch: Path
-) -> dict[str, Tensor]:
-    """The rows of its linear that each tensor of `places` holds, found in the same way."""
-
-    def fill(weight: Tensor, number: int) -> None:
-        weight.copy_(torch.arange(len(weight))[:, None].expand_as(weight))
-
-    stored = _probed(model, [linear for linear, _ in places.values()], fill, scratch)
-    return {name: stored[name].select(axis, 0).long() for name, (_, axis) in places.items()}
-
-
-@torch.no_grad()
-def _probed(
-    model: nn.Module, linears: list[str], fill: Callable[[Tensor, int], None], scratch: Path
-) -> dict[str, Tensor]:
-    """The tensors, by name, as which a copy of `model` is written whose parameters are 0, but for
-    the weights of `linears`, which `fill` fills given their numbers."""
-    probe = copy.deepcopy(model)
-    for parameter in probe.parameters():
-        parameter.zero_()
-    for number, linear in enumerate(linears):
-        fill(probe.get_parameter(f"{linear}.weight"), number)
-    write(probe, scratch)
-    found = dict(tensors(scratch))
-    shutil.rmtree(scratch)
+    for name, tensor in tensors(folder):
+        for linear in linears if tensor.ndim == 2 else ():
+            weight = model.get_parameter(f"{linear}.weight")
+            for axis, rows in ((1, tensor), (0, tensor.t())):
+                rows = rows.to(weight.dtype)
+                if rows.shape[1] != weight.shape[1] or len(rows) > len(weight):
+                    continue
+                firsts = [0]
+                if len(rows) < len(weight):
+                    firsts = (weight == rows[0]).all(1).nonzero().flatten().tolist()
+                for first in firsts:
+                    own = slice(first, first + len(rows))
+                    if torch.equal(weight[first], rows[0]) and torch.equal(weight[own], rows):
+                        found[name] = linear, axis, own
     return found
 
 
 def describe(
     folder: Path,
-    places: Mapping[str, tuple[str, int]],
+    places: Mapping[str, tuple[str, int, slice]],
     patterns: Mapping[str, tuple[int, int]],
 ) -> dict[str, dict[str, Any]]:
     """The entries of sparse24.json for the tensors in a folder, by name, in order. places: the
@@ -237,7 +209,7 @@ def describe(
     for name, tensor in tensors(folder):
         if name not in places:
             continue
-        linear, axis = places[name]
+        linear, axis, _ = places[name]
         n, m = patterns[linear]
         found[name] = {
             "shape": list(tensor.shape),
@@ -260,7 +232,7 @@ def packed_of(tensor: Tensor, axis: int) -> Packed24 | None:
     return pack24(weight, weight != 0)
 
 
-def quantize(folder: Path, places: Mapping[str, tuple[str, int]], bits: int) -> None:
+def quantize(folder: Path, places: Mapping[str, tuple[str, int, slice]], bits: int) -> None:
     """Round the 2:4 weights in a folder to integers of so many bits times scales. places: the
     result of `where_stored`."""
     count = 0
