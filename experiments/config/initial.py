@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -214,7 +214,13 @@ def load_weights(model: nn.Module, directory: Path, file: str = WEIGHTS) -> None
     hf = _checkpoint(directory)
     if hf is not None and next(model.parameters()).is_meta:
         return
-    state = dict(hf.build_ours().named_parameters()) if hf else _of_run(model, directory, file)
+    state: Mapping[str, Tensor]
+    if hf is not None:
+        state = dict(hf.build_ours().named_parameters())
+    else:
+        check_run_files(directory, read_training(directory), file)
+        state = tensor_files.load(directory / file, next(model.parameters()).device)
+        lowrank.attach(model, state)  # where the weights have low-rank terms
     own = dict(model.named_parameters())
     wrong = sorted(
         name
@@ -229,12 +235,3 @@ def load_weights(model: nn.Module, directory: Path, file: str = WEIGHTS) -> None
     with torch.no_grad():
         for name, parameter in own.items():
             parameter.copy_(state[name])
-
-
-def _of_run(model: nn.Module, directory: Path, file: str) -> dict[str, Tensor]:
-    """The weights of a finished run by name; where they have low-rank terms, `model` gets
-    parameters for them."""
-    check_run_files(directory, read_training(directory), file)
-    state = tensor_files.load(directory / file, next(model.parameters()).device)
-    lowrank.attach(model, state)
-    return state

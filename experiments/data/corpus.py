@@ -30,7 +30,7 @@ from experiments.data.manifest import (
     token_type,
 )
 from experiments.data.prepare import prepare
-from experiments.data.source import Batch, Request, evenly_spaced
+from experiments.data.source import Batch, Request, evenly_spaced, random_words
 from experiments.data.tokenizer import Encoding
 from experiments.support.errors import UserError
 
@@ -74,10 +74,8 @@ class Corpus:
         """
         indices = np.asarray(sequences, dtype=np.int64)
         positions = len(self.tokens[split]) - block
-        words = np.random.Philox(
-            key=np.array([self.seed, SPLITS.index(split)], dtype=np.uint64),
-            counter=np.array([0, step, 0, 0], dtype=np.uint64),
-        ).random_raw(int(indices.max()) + 1)
+        key, counter = (self.seed, SPLITS.index(split)), (0, step, 0, 0)
+        words = random_words(key, counter, int(indices.max()) + 1)
         # 64 bits against at most 2^34 positions: the bias of the remainder is below 2^-30.
         return self.windows(split, (words[indices] % np.uint64(positions)).astype(np.int64), block)
 

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from experiments.data.corpus import Corpus, check_fits
 from experiments.data.manifest import DataConfig
-from experiments.data.source import Batch, Request
+from experiments.data.source import Batch, Request, random_words
 from experiments.data.tokenizer import CLS, MASK, PAD, SEP, HFTokenizer
 from experiments.support.errors import UserError
 from experiments.support.names import check_bounds
@@ -172,10 +172,8 @@ class MaskedText:
         """
         first = int(samples.min())
         counters = (_PAIR_WORDS + self.tokens_per_sample + 3) // 4  # each gives four words
-        rows = np.random.Philox(
-            key=np.array(key, dtype=np.uint64),
-            counter=np.array([first * counters, step, 0, 0], dtype=np.uint64),
-        ).random_raw((int(samples.max()) - first + 1, 4 * counters))
+        shape = int(samples.max()) - first + 1, 4 * counters
+        rows = random_words(key, (first * counters, step, 0, 0), shape)
         return rows[samples - first]
 
     def _batch(self, split: str, windows: np.ndarray, words: np.ndarray) -> Batch:

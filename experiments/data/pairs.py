@@ -18,7 +18,7 @@ from torch import Tensor
 
 from experiments.data.corpus import Corpus, check_fits
 from experiments.data.parallel import PairsConfig
-from experiments.data.source import Batch, Request, evenly_spaced
+from experiments.data.source import Batch, Request, evenly_spaced, random_words
 from experiments.support.errors import UserError
 from models.transformer import TransformerConfig
 
@@ -137,19 +137,14 @@ class TranslationPairs:
             self._epochs = {e: p for e, p in self._epochs.items() if e == epoch - 1}
             # Pairs sorted by length, in random order among equals; random order of the bundles.
             split = self.train
-            keys = self._words(_PAIRS, epoch, len(split.pairs))
+            seed, at = self.corpus.seed, (0, epoch, 0, 0)
+            keys = random_words((seed, _PAIRS), at, len(split.pairs))
             order = np.lexsort((keys, split.lengths[:, 0], split.lengths[:, 1], split.longest))
-            bundles = self._words(_BUNDLES, epoch, len(self._starts) - 1)
+            bundles = random_words((seed, _BUNDLES), at, len(self._starts) - 1)
             self._epochs[epoch] = split.pairs[order], np.argsort(bundles, kind="stable")
         order, bundles = self._epochs[epoch]
         first, last = self._starts[bundles[place] : bundles[place] + 2]
         return order[first:last]
-
-    def _words(self, key: int, epoch: int, count: int) -> np.ndarray:
-        return np.random.Philox(
-            key=np.array([self.corpus.seed, key], dtype=np.uint64),
-            counter=np.array([0, epoch, 0, 0], dtype=np.uint64),
-        ).random_raw(count)
 
     @property
     def eval_size(self) -> int:

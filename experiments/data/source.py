@@ -8,7 +8,7 @@ the batch's targets.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -32,6 +32,14 @@ def evenly_spaced(count: int, available: int, directory: Path) -> np.ndarray:
             f"{available}: set train.eval_samples to 1 to {available}"
         )
     return np.arange(count, dtype=np.int64) * available // count
+
+
+def random_words(key: Sequence[int], counter: Sequence[int], count: Any) -> np.ndarray:
+    """[count] uint64 words of Philox, a function of the key (two words), the counter (four, of
+    which each gives four words) and their place."""
+    at = {"key": key, "counter": counter}
+    words = {name: np.array(own, dtype=np.uint64) for name, own in at.items()}
+    return np.random.Philox(**words).random_raw(count)
 
 
 def send(value: Tensor, device: torch.device | str) -> Tensor:

@@ -27,7 +27,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from experiments.data.source import send
+from experiments.data.source import random_words, send
 from experiments.images.dataset import Arrays, ImageConfig, Images
 
 _DRAWS = 3  # random numbers of a training image: shift down, shift right, mirroring
@@ -131,9 +131,7 @@ def _blend(values: Tensor, weight: Tensor) -> Tensor:
 def _uniform(kind: int, seed: int, step: int, places: range, count: int) -> np.ndarray:
     """Uniform random numbers [places, count] in [0, 1); each row depends only on (seed, step, kind,
     place)."""
-    key = np.array([seed, 0], dtype=np.uint64)
-    counter = np.array([0, step, kind, 0], dtype=np.uint64)
-    words = np.random.Philox(key=key, counter=counter).random_raw(count * places.stop)
+    words = random_words((seed, 0), (0, step, kind, 0), count * places.stop)
     return (words[count * places.start :] >> np.uint64(11)).reshape(-1, count) * 2.0**-53
 
 

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from experiments.data.source import Batch, Request, evenly_spaced
+from experiments.data.source import Batch, Request, evenly_spaced, random_words
 from experiments.images.dataset import SPLITS, ImageConfig, Split, load_images
 from experiments.images.memory import hold, mixed
 from experiments.support.errors import UserError
@@ -36,8 +36,7 @@ if TYPE_CHECKING:
 def epoch_order(count: int, seed: int, epoch: int) -> np.ndarray:
     """The order of `count` images in one epoch: a permutation that depends only on seed and
     epoch."""
-    key = np.array([seed, epoch], dtype=np.uint64)
-    return np.argsort(np.random.Philox(key=key).random_raw(count), kind="stable")
+    return np.argsort(random_words((seed, epoch), (0, 0, 0, 0), count), kind="stable")
 
 
 R = TypeVar("R")
