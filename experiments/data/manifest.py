@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import platform
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -262,10 +262,6 @@ def read_manifest(config: DataConfig) -> dict[str, Any]:
     return manifest
 
 
-def _joined(records: Sequence[dict[str, Any]]) -> str:
-    return hashlib.sha256(" ".join(str(r.get("sha256")) for r in records).encode()).hexdigest()
-
-
 def token_type(vocab_size: int) -> np.dtype[Any]:
     """The dtype of tokens in files for a tokenizer of this size: uint16 or uint32."""
     return np.dtype("<u2" if vocab_size <= 2**16 else "<u4")
@@ -273,7 +269,8 @@ def token_type(vocab_size: int) -> np.dtype[Any]:
 
 def fingerprint(manifest: dict[str, Any]) -> str:
     """Hash of the tokens of all splits and of the tokenizer, from their hashes in the manifest."""
-    return _joined([*manifest["splits"].values(), manifest["tokenizer"]])
+    records = [*manifest["splits"].values(), manifest["tokenizer"]]
+    return hashlib.sha256(" ".join(str(r.get("sha256")) for r in records).encode()).hexdigest()
 
 
 def file_record(path: Path) -> dict[str, Any]:

@@ -80,12 +80,6 @@ class Problem:
     labels: tuple[str, ...] = ()
 
 
-def load_problem(config: FinetuneConfig, encoding: Encoding) -> Problem:
-    """Read and encode the data of one task."""
-    make = _squad if config.task == SQUAD else _classification
-    return make(config, encoding, Frame.of(encoding))
-
-
 def _classification(config: FinetuneConfig, encoding: Encoding, frame: Frame) -> Problem:
     """A task of GLUE: a class for each example, or a number."""
     task, recipe = config.task, config.recipe
@@ -300,7 +294,8 @@ class Finetuning(Training):
                 f"{longest} here"
             )
         encoding, lowered = source.tokenizer(), replace(config, recipe=recipe)
-        self.problem = problem = here.rank0_first(lambda: load_problem(lowered, encoding))
+        make, frame = _squad if config.task == SQUAD else _classification, Frame.of(encoding)
+        self.problem = problem = here.rank0_first(lambda: make(lowered, encoding, frame))
         splits = (problem.train, *problem.dev.values())
         vocabulary: Any = getattr(pretrained, "config", pretrained).vocab_size
         check_vocabulary(max(max(s.ids) for split in splits for s in split), vocabulary)

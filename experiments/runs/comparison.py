@@ -16,14 +16,8 @@ from experiments.config.yaml_files import as_typed
 from experiments.runs.curves import Point, points
 from experiments.runs.finished import RETIRED, FinishedRun
 from experiments.runs.stats import decimals, difference_form, mean, paired_interval, std
+from experiments.support import results
 from experiments.support.errors import UserError
-from experiments.support.results import (
-    FILE,
-    NoResult,
-    number,
-    read_metrics,
-    read_training,
-)
 
 METRIC = "metrics.val_loss"
 LONGEST = 80  # largest number of characters in a label; folder names are about as long at most
@@ -48,7 +42,7 @@ class Variant:
 
     def numbers(self, metric: str) -> dict[int, float]:
         """The values of `metric` by seed, in ascending order of the seeds."""
-        return {seed: number(self.runs[seed].result, metric) for seed in sorted(self.runs)}
+        return {seed: results.number(self.runs[seed].result, metric) for seed in sorted(self.runs)}
 
 
 @dataclass(frozen=True)
@@ -76,16 +70,16 @@ def find(paths: Iterable[Path]) -> tuple[list[FinishedRun], list[Path]]:
         # The path itself, or the nearest level of folders below it that has runs. Results inside a
         # run, such as evaluations, do not count.
         for below in (".", "*", "*/*", "*/*/*"):
-            places = (f"{below}/{name}" for name in ("config.json", FILE))
+            places = (f"{below}/{name}" for name in ("config.json", results.FILE))
             if found := {file.parent for place in places for file in path.glob(place)}:
                 directories |= {run.resolve(): run for run in sorted(found)}
                 break
     runs, unfinished = [], []
     for directory in directories.values():
         try:
-            result = read_training(directory, diverged=True)
+            result = results.read_training(directory, diverged=True)
             runs.append(FinishedRun(directory, result))
-        except NoResult as reason:
+        except results.NoResult as reason:
             if reason.why not in ("missing", "unfinished"):
                 raise
             unfinished.append(directory)
@@ -297,7 +291,7 @@ def curves(found: list[Variant], baselines: list[Variant]) -> list[Point]:
     """The curves of each variant, averaged over its seeds, the baselines' first."""
     ordered = [*baselines, *(variant for variant in found if variant not in baselines)]
     logs = [
-        (variant.label, read_metrics(run.directory / "metrics.jsonl"), run.result)
+        (variant.label, results.read_metrics(run.directory / "metrics.jsonl"), run.result)
         for variant in ordered
         for run in variant.runs.values()
     ]
