@@ -77,10 +77,6 @@ def data_files(source: str) -> tuple[str, list[str] | str]:
     return next(iter(by_builder.items()))
 
 
-def _is_local(source: str) -> bool:
-    return source not in (EMBEDDED, NUMBERS, *WHEELS) and not source.startswith(HUB)
-
-
 def not_utf8(paths: list[str]) -> str | None:
     """A sentence about the first of these text files that is not UTF-8; None if all are."""
     for path in paths:
@@ -91,47 +87,6 @@ def not_utf8(paths: list[str]) -> str | None:
         except UnicodeDecodeError as error:
             return f"{path} is not UTF-8: it has the byte {error.object[error.start]:#04x}"
     return None
-
-
-Files = Callable[[], tuple[str, list[str] | str]]  # like `data_files` of one source
-
-
-def source_record(source: str, text_column: str, files: Files) -> dict[str, Any]:
-    """The manifest's entry for a source; for local files with their number, size and
-    `fingerprint`."""
-    named = {"path": source, "text_column": text_column}
-    if not _is_local(source):
-        return named
-    _, paths = files()
-    root = Path(source) if Path(source).is_dir() else Path(source).parent
-    sizes = [(Path(p).relative_to(root).as_posix(), Path(p).stat().st_size) for p in paths]
-    return {
-        **named,
-        "files": len(sizes),
-        "bytes": sum(size for _, size in sizes),
-        "sha256": checkpoint.fingerprint(root, sizes),
-    }
-
-
-def check_source(
-    source: str, text_column: str, files: Files, made_from: dict[str, Any], made: Path
-) -> None:
-    """Raise a `UserError` unless the corpus `made` was made from this source; `made_from` is its
-    manifest's entry.
-
-    Local files are compared by content, as they may have moved. If they are gone, which a prepared
-    corpus allows, their recorded path is compared. A pattern of the hub is compared as text.
-    """
-    path, column = made_from["path"], made_from.get("text_column", text_column)
-    same = (path, column) == (source, text_column)
-    if _is_local(source) and Path(source).exists() and "sha256" in made_from:
-        found = source_record(source, text_column, files)["sha256"]
-        same = (found, text_column) == (made_from["sha256"], column)
-    if not same:
-        raise UserError(
-            f"{made} was made from {path} (column {column}), not from {source} (column "
-            f"{text_column}) as it is: give this text another data.name, or delete {made}"
-        )
 
 
 SCHEMA = 1
@@ -195,8 +150,7 @@ class DataConfig:
         """
         if (self.directory / "manifest.json").exists():
             return fingerprint(read_manifest(self)) == result["corpus_hash"]
-        made_from = result["corpus"]["source"]
-        check_source(self.source, self.text_column, self.files, made_from, directory)
+        self.check_source(result["corpus"]["source"], directory)
         return True
 
     @property
@@ -205,6 +159,35 @@ class DataConfig:
         if self.other is None:
             return None
         return dataclasses.replace(self, name=self.other, source=self.other, other=None)
+
+    def source_record(self) -> dict[str, Any]:
+        """The manifest's entry for the source; for local files with their number, size and
+        `fingerprint`."""
+        named = {"path": self.source, "text_column": self.text_column}
+        if self.source in (EMBEDDED, NUMBERS, *WHEELS) or self.source.startswith(HUB):
+            return named
+        paths, source = self.files()[1], Path(self.source)
+        root = source if source.is_dir() else source.parent
+        sizes = [(Path(p).relative_to(root).as_posix(), Path(p).stat().st_size) for p in paths]
+        total = {"files": len(sizes), "bytes": sum(size for _, size in sizes)}
+        return {**named, **total, "sha256": checkpoint.fingerprint(root, sizes)}
+
+    def check_source(self, made_from: dict[str, Any], made: Path) -> None:
+        """Raise a `UserError` unless the corpus `made` was made from this source; `made_from` is
+        its manifest's entry.
+
+        Local files are compared by content, as they may have moved. If they are gone, which a
+        prepared corpus allows, their recorded path is compared, as is a pattern of the hub."""
+        path, column = made_from["path"], made_from.get("text_column", self.text_column)
+        same = (path, column) == (self.source, self.text_column)
+        if "sha256" in made_from and Path(self.source).exists():
+            found = self.source_record().get("sha256")
+            same = (found, self.text_column) == (made_from["sha256"], column)
+        if not same:
+            raise UserError(
+                f"{made} was made from {path} (column {column}), not from {self.source} (column "
+                f"{self.text_column}) as it is: give this text another data.name, or delete {made}"
+            )
 
     def files(self) -> tuple[str, list[str] | str]:
         """(name of the `datasets` builder for the source, its files in sorted order)."""
@@ -256,9 +239,7 @@ def read_manifest(config: DataConfig) -> dict[str, Any]:
             f"{path} has schema {manifest.get('schema')}, this version reads {SCHEMA}; delete "
             f"{path.parent} and run {PREPARE}"
         )
-    check_source(
-        config.source, config.text_column, config.files, manifest["source"], config.directory
-    )
+    config.check_source(manifest["source"], config.directory)
     return manifest
 
 

@@ -34,7 +34,6 @@ from experiments.data.manifest import (
     file_record,
     not_utf8,
     read_manifest,
-    source_record,
     token_type,
 )
 from experiments.data.package_text import PACKAGES, WHEELS
@@ -113,11 +112,10 @@ def _build(
             )
     if isinstance(encoding, tokenizer.HFTokenizer):
         path.write_text(encoding.text, encoding="utf-8")
-    made_from = source_record(config.source, config.text_column, config.files)
     manifest: dict[str, Any] = {
         "schema": SCHEMA,
         "name": config.name,
-        "source": {**made_from, **source.description},
+        "source": {**config.source_record(), **source.description},
         "tokenizer": {
             "kind": config.tokenizer_kind,
             "vocab_size": encoding.n_vocab,
