@@ -1,11 +1,15 @@
-"""The base class of models, with a default for each hook that a trainer calls; named sizes, and
-checks of sizes."""
+"""The base class of models, with a default for each hook that a trainer calls; the parts that
+models share, named sizes, and checks of configs.
+
+Shapes: B sequences, T tokens, C = n_embd channels, H = n_head heads, V = vocab_size.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any, ClassVar, Self
 
+import torch
 from torch import Tensor, nn
 
 
@@ -60,6 +64,48 @@ class Model(nn.Module):
         return {}
 
 
+def sinusoids(length: int, width: int) -> Tensor:
+    """The table [length, width] of sin and cos of position / 10000^(2i / width), in alternation
+    (Vaswani et al., 2017, arXiv 1706.03762, section 3.5)."""
+    frequencies = 10000.0 ** -(torch.arange(0, width, 2) / width)
+    angles = torch.arange(length)[:, None] * frequencies
+    return torch.stack([angles.sin(), angles.cos()], dim=-1).flatten(1)
+
+
+class MLP(nn.Module):
+    """Feed-forward network, [B, T, C] -> [B, T, C].
+
+    activation: from the outputs of the first linear, `config.ffn_width`, to the inputs of the
+        second, of which a `gated` one has half as many.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        activation: Callable[[Tensor], Tensor],
+        gated: bool = False,
+        bias: bool = True,
+    ) -> None:
+        super().__init__()
+        self.activation, inner = activation, config.ffn_width // (1 + gated)
+        self.fc1 = nn.Linear(config.n_embd, config.ffn_width, bias=bias)
+        self.fc2 = nn.Linear(inner, config.n_embd, bias=bias)
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.dropout(self.fc2(self.activation(self.fc1(x))))
+
+
+@torch.no_grad()
+def draw_weights(module: nn.Module, std: Callable[[str], float] = lambda name: 0.02) -> None:
+    """Draw a module's matrices from N(0, std), given their names, and set biases to zero."""
+    for name, parameter in module.named_parameters():
+        if parameter.dim() == 2:
+            parameter.normal_(std=std(name))
+        elif name.endswith("bias"):
+            parameter.zero_()
+
+
 class Sized:
     """Base class of configs with named sizes."""
 
@@ -87,14 +133,18 @@ class TextConfig(Sized):
         return 4 * self.n_embd if self.n_inner is None else self.n_inner
 
 
-def check_sizes(config: Any) -> None:
-    """Raise a `ValueError` if `n_embd` in the config of a text model is not a multiple of
-    `n_head`."""
-    if config.n_embd % config.n_head:
-        raise ValueError(
-            f"n_embd must be a multiple of n_head, got n_embd={config.n_embd}, "
-            f"n_head={config.n_head}"
-        )
+def check_multiple(config: Any, name: str, of: str) -> None:
+    """Raise a `ValueError` if a number in a config is not a multiple of another one."""
+    value, factor = getattr(config, name), getattr(config, of)
+    if value % factor:
+        raise ValueError(f"{name} must be a multiple of {of}, got {name}={value}, {of}={factor}")
+
+
+def check_choice(config: Any, name: str, *choices: str) -> None:
+    """Raise a `ValueError` if a word in a config is none of these."""
+    if (value := getattr(config, name)) not in choices:
+        *first, last = map(repr, choices)
+        raise ValueError(f"{name} must be {', '.join(first)} or {last}, got {value!r}")
 
 
 def check_length(tokens: int, block_size: int) -> None:

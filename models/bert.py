@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from models.base import Model
+from models.base import Model, draw_weights
 from models.bert_encoder import EPS, TOKEN_TYPES, Bert, layer_norm
 from models.bert_encoder import SIZES as SIZES
 from models.bert_encoder import BertConfig as BertConfig
@@ -62,16 +62,7 @@ class BertLM(Model):
         self.predictions = Predictions(config)
         self.predictions.decoder.weight = self.bert.embeddings.word_embeddings.weight
         self.seq_relationship = nn.Linear(config.n_embd, 2) if config.next_sentence else None
-        self._init_weights()
-
-    @torch.no_grad()
-    def _init_weights(self) -> None:
-        """Draw the weights from N(0, 0.02) and set biases to zero."""
-        for name, parameter in self.named_parameters():
-            if parameter.dim() == 2:
-                parameter.normal_(std=0.02)
-            elif name.endswith("bias"):
-                parameter.zero_()
+        draw_weights(self)
 
     def forward(
         self,

@@ -18,8 +18,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from models.base import TextConfig, check_length, check_sizes
-from models.positions import sinusoids
+from models.base import (
+    MLP,
+    TextConfig,
+    check_choice,
+    check_length,
+    check_multiple,
+    sinusoids,
+)
 
 TOKEN_TYPES = 2
 EPS = 1e-12  # epsilon of the layer norms
@@ -74,9 +80,8 @@ class BertConfig(TextConfig):
     sizes = SIZES
 
     def __post_init__(self) -> None:
-        check_sizes(self)
-        if self.positions not in ("learned", "sinusoidal"):
-            raise ValueError(f"positions must be 'learned' or 'sinusoidal', got {self.positions!r}")
+        check_multiple(self, "n_embd", "n_head")
+        check_choice(self, "positions", "learned", "sinusoidal")
 
 
 def layer_norm(config: BertConfig) -> nn.LayerNorm:
@@ -153,29 +158,11 @@ class Attention(nn.Module):
         return self.dropout(self.output(self.self(x, mask)))
 
 
-class MLP(nn.Module):
-    """Feed-forward network, [B, T, C] -> [B, T, C].
-
-    GEGLU is value * GELU(gate), with the tanh form of GELU. The values are the first half of the
-    outputs of fc1, the gates the second half.
-    """
-
-    def __init__(self, config: BertConfig) -> None:
-        super().__init__()
-        self.glu = config.glu
-        inner = config.ffn_width // 2 if config.glu else config.ffn_width
-        self.fc1 = nn.Linear(config.n_embd, config.ffn_width, bias=config.bias)
-        self.fc2 = nn.Linear(inner, config.n_embd, bias=config.bias)
-        self.dropout = nn.Dropout(config.dropout)
-
-    def forward(self, x: Tensor) -> Tensor:
-        u = self.fc1(x)
-        if self.glu:
-            value, gate = u.chunk(2, dim=-1)
-            u = value * F.gelu(gate, approximate="tanh")
-        else:
-            u = F.gelu(u)
-        return self.dropout(self.fc2(u))
+def geglu(u: Tensor) -> Tensor:
+    """value * GELU(gate), with the tanh form of GELU: [..., 2 n] -> [..., n]. The values are the
+    first half, the gates the second half."""
+    value, gate = u.chunk(2, dim=-1)
+    return value * F.gelu(gate, approximate="tanh")
 
 
 class Layer(nn.Module):
@@ -186,7 +173,7 @@ class Layer(nn.Module):
         self.pre_norm = config.pre_norm
         self.attention = Attention(config)
         self.norm_1 = layer_norm(config)
-        self.mlp = MLP(config)
+        self.mlp = MLP(config, geglu if config.glu else F.gelu, config.glu, config.bias)
         self.norm_2 = layer_norm(config)
 
     def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:

@@ -18,7 +18,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from models.base import Model, SquaredReLU, TextConfig, check_length, check_sizes
+from models.base import (
+    Model,
+    SquaredReLU,
+    TextConfig,
+    check_choice,
+    check_length,
+    check_multiple,
+    draw_weights,
+)
 from models.conversion import check_plain, check_settings
 
 if TYPE_CHECKING:
@@ -59,9 +67,8 @@ class GPTConfig(TextConfig):
     sizes = SIZES
 
     def __post_init__(self) -> None:
-        check_sizes(self)
-        if self.gelu not in _GELU_FROM_HF.values():
-            raise ValueError(f"gelu must be 'erf', 'tanh' or 'relu2', got {self.gelu!r}")
+        check_multiple(self, "n_embd", "n_head")
+        check_choice(self, "gelu", "erf", "tanh", "relu2")
 
 
 class Attention(nn.Module):
@@ -144,19 +151,9 @@ class GPT(Model):
         self.transformer = Transformer(config)
         self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
         self.lm_head.weight = self.transformer.wte.weight
-        self._init_weights()
-
-    @torch.no_grad()
-    def _init_weights(self) -> None:
-        """Draw the weights from N(0, 0.02), the 2L projections into the residual stream from
-        N(0, 0.02 / sqrt(2L)), and set biases to zero."""
-        for name, parameter in self.named_parameters():
-            if name.endswith("c_proj.weight"):
-                parameter.normal_(std=0.02 / math.sqrt(2 * self.config.n_layer))
-            elif parameter.dim() == 2:
-                parameter.normal_(std=0.02)
-            elif name.endswith("bias"):
-                parameter.zero_()
+        # The 2L projections into the residual stream are smaller.
+        std = 0.02 / math.sqrt(2 * config.n_layer)
+        draw_weights(self, lambda name: std if name.endswith("c_proj.weight") else 0.02)
 
     def forward(self, input: Tensor, target: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
         """Token ids [B, T] -> (logits [B, T, V] of every position, loss or None).

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from models.base import Model
+from models.base import Model, draw_weights
 from models.bert import BertLM
 from models.bert_encoder import Bert, Pooler
 from models.gpt2 import GPT, Transformer
@@ -61,14 +61,6 @@ class Head(Model):
         ).last_hidden_state
 
 
-@torch.no_grad()
-def _fresh(module: nn.Module) -> nn.Module:
-    """The module with new weights from N(0, 0.02), drawn by torch's generator, and zero biases."""
-    for parameter in module.parameters():
-        parameter.normal_(std=0.02) if parameter.dim() == 2 else parameter.zero_()
-    return module
-
-
 class Classifier(Head):
     """A classifier of sequences into `n_labels` classes, or, with `n_labels` 1, a regression.
 
@@ -86,10 +78,12 @@ class Classifier(Head):
         self.n_labels = n_labels
         self.pooler: nn.Module | None = None
         if isinstance(self.trunk, Bert) and self.trunk.pooler is None:
-            self.pooler = _fresh(Pooler(self.trunk.config))
+            self.pooler = Pooler(self.trunk.config)
+            draw_weights(self.pooler)
         self.dropout = nn.Dropout(dropout)
         biased = isinstance(self.trunk, Bert)
-        self.classifier = _fresh(nn.Linear(self.width, n_labels, bias=biased))
+        self.classifier = nn.Linear(self.width, n_labels, bias=biased)
+        draw_weights(self.classifier)
 
     def forward(
         self,
@@ -129,7 +123,8 @@ class SpanPredictor(Head):
 
     def __init__(self, pretrained: GPT | BertLM | CausalLM) -> None:
         super().__init__(pretrained)
-        self.qa_outputs = _fresh(nn.Linear(self.width, 2))
+        self.qa_outputs = nn.Linear(self.width, 2)
+        draw_weights(self.qa_outputs)
 
     def forward(
         self,

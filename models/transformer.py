@@ -18,8 +18,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from models.base import Model, TextConfig, check_length, check_sizes
-from models.positions import sinusoids
+from models.base import (
+    MLP,
+    Model,
+    TextConfig,
+    check_length,
+    check_multiple,
+    sinusoids,
+)
 
 SIZES: dict[str, dict[str, Any]] = {
     "nano": {"n_layer": 2, "n_head": 4, "n_embd": 128, "vocab_size": 384, "block_size": 64},
@@ -54,7 +60,7 @@ class TransformerConfig(TextConfig):
     sizes = SIZES
 
     def __post_init__(self) -> None:
-        check_sizes(self)
+        check_multiple(self, "n_embd", "n_head")
 
 
 KeysValues = tuple[Tensor, Tensor]  # each [B, H, T, C/H]
@@ -87,19 +93,6 @@ class Attention(nn.Module):
         return self.dropout(self.out_proj(y.transpose(1, 2).flatten(2)))
 
 
-class MLP(nn.Module):
-    """Feed-forward network, [B, T, C] -> [B, T, ffn_width] -> [B, T, C]."""
-
-    def __init__(self, config: TransformerConfig) -> None:
-        super().__init__()
-        self.fc1 = nn.Linear(config.n_embd, config.ffn_width)
-        self.fc2 = nn.Linear(config.ffn_width, config.n_embd)
-        self.dropout = nn.Dropout(config.dropout)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.dropout(self.fc2(F.relu(self.fc1(x))))
-
-
 class EncoderLayer(nn.Module):
     """Layer of the encoder, [B, S, C] -> [B, S, C]; mask [B, 1, 1, S] or None."""
 
@@ -108,7 +101,7 @@ class EncoderLayer(nn.Module):
         self.pre_norm = config.pre_norm
         self.self_attn = Attention(config)
         self.norm_1 = nn.LayerNorm(config.n_embd)
-        self.mlp = MLP(config)
+        self.mlp = MLP(config, F.relu)
         self.norm_2 = nn.LayerNorm(config.n_embd)
 
     def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
@@ -156,7 +149,7 @@ class DecoderLayer(nn.Module):
         self.norm_1 = nn.LayerNorm(config.n_embd)
         self.encoder_attn = Attention(config)
         self.norm_2 = nn.LayerNorm(config.n_embd)
-        self.mlp = MLP(config)
+        self.mlp = MLP(config, F.relu)
         self.norm_3 = nn.LayerNorm(config.n_embd)
 
     def forward(self, x: Tensor, memory: Tensor | LayerState, mask: Tensor | None) -> Tensor:

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from models.base import Model, Sized, SquaredReLU, param_groups
+from models.base import Model, Sized, SquaredReLU, check_choice, check_multiple, param_groups
 from models.conversion import check_plain, check_settings
 
 if TYPE_CHECKING:
@@ -71,19 +71,10 @@ class ViTConfig(Sized):
     sizes = SIZES
 
     def __post_init__(self) -> None:
-        if self.init not in ("timm", "jax"):
-            raise ValueError(f"init must be 'timm' or 'jax', got {self.init!r}")
-        if self.width % self.heads:
-            raise ValueError(
-                f"width must be a multiple of heads, got width={self.width}, heads={self.heads}"
-            )
-        if self.image_size % self.patch_size:
-            raise ValueError(
-                f"image_size must be a multiple of patch_size, got image_size={self.image_size}, "
-                f"patch_size={self.patch_size}"
-            )
-        if self.pool not in ("token", "avg"):
-            raise ValueError(f"pool must be 'token' or 'avg', got {self.pool!r}")
+        check_choice(self, "init", "timm", "jax")
+        check_multiple(self, "width", "heads")
+        check_multiple(self, "image_size", "patch_size")
+        check_choice(self, "pool", "token", "avg")
 
     @property
     def tokens(self) -> int:
