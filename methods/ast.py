@@ -187,13 +187,11 @@ class Method(distillation.Method):
         return report
 
     def check_layer(self, name: str, module: nn.Module) -> None:
-        weight = weight_of(module)
-        if weight.shape[1] % 4:
-            raise ValueError(
-                f"weight {list(weight.shape)}; 2:4 along its inputs needs a multiple of 4 of them"
-            )
-        if self.config.slorb_k:
-            slorb.check(weight.shape[1], self.config.slorb_k)
+        if (inputs := weight_of(module).shape[1]) % 4:
+            raise ValueError(f"{inputs} inputs; 2:4 needs a multiple of 4")
+        if k := self.config.slorb_k:
+            if inputs % k:
+                raise ValueError(f"slorb_k={k} does not divide its {inputs} inputs; choose another")
             check_low_rank(module)
 
     def decay(self, step: int) -> float:

@@ -6,13 +6,10 @@
     wgrad  dY          X           none; flows to W unmasked
 
 It is the hard N:M constraint of torchao's pruning-aware training (prototype/pat:
-`NMSparseConstraint` in `PruneOptimizer`). The optimizer steps from `latent` weights, which the
+`NMSparseConstraint` in `PruneOptimizer`). The optimizer steps from latent weights, which the
 projection leaves alone, by the gradient at the projected ones; this is `ste` until the "healing",
 the last steps. Then the mask is frozen, the latent weights of pruned entries are given up, and only
 the kept entries train on. The model ends 2:4 sparse.
-
-With `latent=False` it is the projected gradient method proper: pruned entries restart from zero in
-every step, so that one returns only if a single step makes it larger than a kept one.
 
 torchao masks the gradient in the healing; here pruned entries are set to zero again after a step,
 which is the same for every optimizer that treats entries separately.
@@ -38,12 +35,10 @@ class Config(base.NMConfig, base.PartialConfig):
     """Options of projected training.
 
     n, m: keep n of m consecutive inputs.
-    latent: steps start from latent weights, as in torchao; if not, from the projected ones.
     healing_fraction: share of `total_steps`, the last ones, in which the mask is frozen. torchao
         leaves it to the user; 0 = never.
     """
 
-    latent: bool = True
     healing_fraction: float = 0.2
 
     def __post_init__(self) -> None:
@@ -52,7 +47,7 @@ class Config(base.NMConfig, base.PartialConfig):
 
 
 class Linear(MaskedLinear):
-    """A masked linear whose weight itself has the zeros of its mask, from the healing on or always.
+    """A masked linear whose weight itself has the zeros of its mask from the healing on.
 
     State besides `MaskedLinear`'s: `frozen` (bool [], saved), True in the healing, and `is_frozen`,
     a Python copy of it, because a step must not wait for the device.
@@ -71,8 +66,7 @@ class Linear(MaskedLinear):
 
     @torch.no_grad()
     def update_buffers(self) -> None:
-        pruned = ~self.mask
-        self.weight.masked_fill_(pruned & self.frozen if self.config.latent else pruned, 0.0)
+        self.weight.masked_fill_(~self.mask & self.frozen, 0.0)
 
     def restart(self) -> None:
         if not self.frozen.is_meta:  # a meta tensor cannot be read
@@ -108,7 +102,7 @@ class Method(base.Method):
             self._remember(step)  # so that the zeros are not taken for an optimizer step
 
     def step_work(self, layer: Any, step: int) -> StepWork | None:
-        if not self.config.latent or self.heals_at(step):
+        if self.heals_at(step):
             return None
         return StepWork(layer=layer, rule=Rule(choose="rows"), mask=layer.mask)
 

@@ -18,7 +18,7 @@ An operand is `Dense`, `Packed` if it is 2:4 along the summed dim and the sparse
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -32,18 +32,8 @@ from common_kernels.pack import BUFFERED
 from .operands import Dense, Packed, flat, save, saved
 
 
-class _Brief:
-    """A dataclass that prints only the fields that differ from their defaults."""
-
-    def __repr__(self) -> str:
-        plain = type(self)()
-        values = {f.name: getattr(self, f.name) for f in fields(self)}  # type: ignore[arg-type]
-        shown = [f"{n}={value!r}" for n, value in values.items() if value != getattr(plain, n)]
-        return f"{type(self).__name__}({', '.join(shown)})"
-
-
-@dataclass(frozen=True, repr=False)
-class Layouts(_Brief):
+@dataclass(frozen=True)
+class Layouts:
     """The layouts of the packed operands of the three products."""
 
     fprop: str = BUFFERED
@@ -51,8 +41,8 @@ class Layouts(_Brief):
     wgrad: str = BUFFERED
 
 
-@dataclass(frozen=True, repr=False)
-class Products(_Brief):
+@dataclass(frozen=True)
+class Products:
     """Which of a layer's three products run on packed operands; the others are dense.
 
     fprop: Wf is packed. dgrad: Wb^T is packed. wgrad: the transposed sample of dY is packed. fp8:

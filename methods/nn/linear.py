@@ -170,10 +170,6 @@ class SparseLinear(nn.Linear):
             self.operand = self.weight.to(self.dtype, copy=True)
         self.refresh()
 
-    def _empty_packed(self, rows: int, columns: int, layout: str) -> Packed24:
-        device = next(self.parameters()).device
-        return Packed24.empty((rows, columns), self.dtype, device, layout)
-
     def packed_operands(self) -> tuple[Packed | None, Packed | None]:
         """The packed operands of fprop and of dgrad; None for one that is not held."""
         buffers, layouts = self._buffers, self.accelerated.layouts  # quicker than attributes
@@ -187,11 +183,11 @@ class SparseLinear(nn.Linear):
     def both_packed(self) -> tuple[Packed24, Packed24]:
         """Both packed operands, for a kernel that writes both; a temporary one if it is not
         held."""
-        rows, columns = self.out_features, self.in_features
-        (fprop, dgrad), layouts = self.packed_operands(), self.accelerated.layouts
+        shape, layouts = (self.out_features, self.in_features), self.accelerated.layouts
+        (fprop, dgrad), of = self.packed_operands(), (self.dtype, self.weight.device)
         return (
-            self._empty_packed(rows, columns, layouts.fprop) if fprop is None else fprop.matrix,
-            self._empty_packed(columns, rows, layouts.dgrad) if dgrad is None else dgrad.matrix,
+            Packed24.empty(shape, *of, layouts.fprop) if fprop is None else fprop.matrix,
+            Packed24.empty(shape[::-1], *of, layouts.dgrad) if dgrad is None else dgrad.matrix,
         )
 
     @property
@@ -437,13 +433,9 @@ class SparseLinear(nn.Linear):
             return self.key.clone()
         return self.drawn
 
-    def weight_in_use(self) -> Tensor:
-        """The weight in use, for a product made elsewhere (matrices.py)."""
-        self.check_in_forward()
-        return self.in_place(self.weight.dtype)
-
     def in_place(self, dtype: torch.dtype) -> Tensor:
-        """The weight in use in `dtype`, whose gradient goes to `weight`."""
+        """The weight in use in `dtype`, whose gradient goes to `weight`, for a product made
+        elsewhere."""
         mask = self.mask if self.masks_gradient else None
         return InPlaceOf.apply(self.weight, self.sparse_weight.to(dtype), mask)
 

@@ -93,7 +93,8 @@ def _showing(plain: Any, names: tuple[str, ...]) -> Any:
     def shown(name: str) -> property:
         def weight(self: Any) -> torch.Tensor:
             layer = self._modules[f"sparse_{name}"]
-            return layer.weight_in_use().view(layer.place[2])
+            layer.check_in_forward()
+            return layer.in_place(layer.weight.dtype).view(layer.place[2])
 
         return property(weight)
 

@@ -16,12 +16,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
-def check(in_features: int, k: int) -> None:
-    """Raise ValueError if blocks of k do not divide the inputs of a linear."""
-    if in_features % k:
-        raise ValueError(f"slorb_k={k} does not divide its {in_features} inputs; choose another k")
-
-
 def indicator(in_features: int, k: int) -> Tensor:
     """X_ij = 1 where i k <= j < (i + 1) k, else 0: [in / k, in]."""
     return torch.eye(in_features // k).repeat_interleave(k, dim=1)

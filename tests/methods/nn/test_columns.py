@@ -13,7 +13,7 @@ METHODS = (
     ("ste", {}),
     ("ste", {"n": 1}),
     ("sr_ste", {}),
-    ("projected", {"latent": False, "healing_fraction": 0.0}),
+    ("projected", {"healing_fraction": 0.0}),
     ("ast", {"kl_weight": 0.0, "task_weight": 1.0, "refresh_every": 1}),
     ("cast", {"kl_weight": 0.0, "task_weight": 1.0, "refresh_every": 1}),
     ("one_shot", {}),
