@@ -37,7 +37,7 @@ from torch import nn
 
 from common_kernels.pack.compressed import prune_and_pack24_
 
-from .nn import base, delayed
+from .nn import base, delayed, sharding
 from .nn.compressed import CompressedLinear
 from .nn.conversion import check_low_rank, weight_of
 from .nn.optimizer import Optimizers, each
@@ -204,15 +204,15 @@ class Method(base.Method):
     @torch.no_grad()
     def on_step_end(self, step: int) -> None:
         self._end(step)
-        due, together = self._chooses(step), []
-        for layer in self.layers.values():
-            if (stored := layer.stored()) is not None:
-                together.append(stored)
-                continue
-            if due:
-                layer.refresh_mask()
+        stored = {name: layer.stored() for name, layer in self.layers.items()}
+        others = [layer for name, layer in self.layers.items() if stored[name] is None]
+        due = self._chooses(step)
+        for layer in others if due else ():
+            layer.refresh_mask()
+        sharding.gather_masks(others)
+        for layer in others:
             layer.update_operands()
-        prune_and_pack24_(together, choose=due)
+        prune_and_pack24_([own for own in stored.values() if own is not None], choose=due)
         delayed.update(self.layers.values())
         self._remember(None)
 

@@ -386,15 +386,16 @@ class Method:
     def on_step_end(self, step: int) -> None:
         """Choose masks that are due and derive all operands; call it after `optimizer.step()`."""
         self._end(step)
-        due = self._chooses(step)
+        done = {name: work for name, work in self._works.items() if work.done}
+        if self._chooses(step):
+            for layer in (own for name, own in self.sparse_layers.items() if name not in done):
+                layer.refresh_mask()
+        sharding.gather_masks(self.sparse_layers.values())
         for name, layer in self.sparse_layers.items():
-            work = self._works.get(name)
-            if work is None or not work.done:
-                if due:
-                    layer.refresh_mask()
+            if name not in done:
                 layer.refresh()
-            elif not work.derives:
-                layer.refresh(work.amax)
+            elif not done[name].derives:
+                layer.refresh(done[name].amax)
         self._works.clear()
         delayed.update(self.sparse_layers.values())
         self.flips.count(self.layers, self.capabilities.mask_period, self.config.flips_by_layer)

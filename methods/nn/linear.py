@@ -311,7 +311,7 @@ class SparseLinear(nn.Linear):
         if self.shards is None:
             self.derive(amax)
         else:
-            self.shards.gather_masks(self)
+            sharding.gather_masks([self])
 
     def derive(self, amax: Tensor | None = None) -> None:
         """Write the operands that the layer holds. amax: the largest magnitude of the weight in use
@@ -341,7 +341,7 @@ class SparseLinear(nn.Linear):
             self.restart()
             delayed.reload(self)
         if self.shards is not None:
-            self.shards.gather_masks(self)  # a compiled forward pass does not
+            sharding.gather_masks([self])  # a compiled forward pass does not
 
     def restart(self) -> None:
         """`reload` on whole tensors."""

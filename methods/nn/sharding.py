@@ -82,10 +82,13 @@ def shard_layers(layers: Iterable[nn.Module], model: nn.Module | None = None) ->
     for module in () if model is None else model.modules():
         if isinstance(module, fsdp.FSDPModule):
             module.reshard()
+    new = []
     for layer in layers:
         own = [p for p in layer._parameters.values() if is_sharded(p)]
         if own and getattr(layer, "shards", own) is None:
             _shard(layer, own[0])
+            new.append(layer)
+    gather_masks(new)
 
 
 def _shard(layer: Any, like: Any) -> None:
@@ -113,7 +116,6 @@ def _shard(layer: Any, like: Any) -> None:
     for name, buffer in layer._buffers.items():
         if buffer is not None and buffer.ndim == 2 and len(buffer) == len(like):
             layer._buffers[name] = sharded_like(buffer, like)  # on the CPU, with CPU offload
-    layer.shards.gather_masks(layer)
     vars(layer)["forward"] = types.MethodType(_forward(), layer)
 
 
@@ -199,14 +201,14 @@ class Shards:
     of_products: the products prune the gathered weight themselves, and nothing is derived.
     viewed: True while the layer shows plain tensors, in `rows`, `unsharded` or the forward pass.
     whole: the gathered masks as bits, by buffer name.
-    bits: the same, each with the mask's version at that time.
+    gathered: the masks that were gathered, each with its versions at that time.
     """
 
     derived: dict[str, Tensor]
     of_products: bool = False
     viewed: bool = False
     whole: dict[str, Tensor] = field(default_factory=dict)
-    bits: dict[str, tuple[Any, Tensor]] = field(default_factory=dict)
+    gathered: dict[str, tuple[Any, Any]] = field(default_factory=dict)
 
     def hold(self, layer: Any) -> None:
         """Record which operands `layer` needs if it shows whole tensors; none are kept."""
@@ -215,25 +217,13 @@ class Shards:
             layer.hold()
             self.derived = _drop_operands(layer)
 
-    def gather_masks(self, layer: Any) -> None:
-        """Gather the masks of `layer` that have changed."""
+    def changed(self, layer: Any) -> Iterator[tuple[Shards, str, Any]]:
+        """The sharded masks of `layer` that have changed since they were gathered, with names."""
         for name, buffer in layer._buffers.items():
             if is_sharded(buffer) and _is_mask(buffer):
-                self.bits_of(name, buffer)
-
-    def bits_of(self, name: str, buffer: Any) -> Tensor:
-        """The whole of a sharded mask as bits on the mesh's device, gathered if it has changed."""
-        local, kept = buffer.to_local(), self.bits.get(name)
-        # Hooks change the local rows and loading changes the DTensor; each has its own version.
-        # All ranks change their rows at the same time, so either all gather or none.
-        versions = buffer._version, local._version
-        if kept is None or kept[0][0] is not buffer or kept[0][1] != versions:
-            state = buffer, versions
-            local = local.to(buffer.device_mesh.device_type)
-            bits = pack_mask(local) if buffer.dtype == torch.bool else local
-            self.bits[name] = kept = state, gathered(bits, buffer)
-            self.whole[name] = kept[1]
-        return kept[1]
+                before, versions = self.gathered.get(name, (None, None))
+                if before is not buffer or versions != _versions(buffer):
+                    yield self, name, buffer
 
     @property
     def direct(self) -> bool:
@@ -249,6 +239,7 @@ class Shards:
             for name, own in self.derived.items()
             if own.dtype != torch.uint8 or dtype == layer.dtype  # packed operands have one dtype
         }
+        gather_masks([layer])
         found = {}
         for name, buffer in layer._buffers.items():
             if not is_sharded(buffer):
@@ -256,7 +247,7 @@ class Shards:
             if not _is_mask(buffer):
                 found[name] = gathered(buffer.to_local().to(device), buffer)
                 continue
-            bits = self.bits_of(name, buffer)
+            bits = self.whole[name]
             unpacked = buffer.dtype == torch.bool
             found[name] = unpack_mask(bits, buffer.shape[1]) if unpacked else bits
         dense = []
@@ -295,7 +286,7 @@ def _forward() -> Any:
         if not layer.shards.of_products:
             return forward_of_derived(layer, x)
         if not torch.compiler.is_compiling():
-            layer.shards.gather_masks(layer)
+            gather_masks([layer])
         return type(layer).forward(layer, x)
 
     return forward
@@ -326,10 +317,44 @@ def chunk_of(tensor: Any) -> int:
 def gathered(local: Tensor, like: Any) -> Tensor:
     """All rows [rows, ...] from this rank's `local` ones, which are sharded as `like` is."""
     local = F.pad(local, (0, 0, 0, chunk_of(like) - len(local)))
-    mesh, dim = like.device_mesh, shard_dim(like)
-    found = local.new_empty(len(local) * mesh.size(dim), local.shape[1])
+    return _all_gather(local, like.device_mesh, shard_dim(like))[: len(like)]
+
+
+def _all_gather(local: Tensor, mesh: Any, dim: int) -> Tensor:
+    """The ranks' `local` tensors [n, ...] of equal shape, one after the other: [ranks * n, ...]."""
+    found = local.new_empty(len(local) * mesh.size(dim), *local.shape[1:])
     dist.all_gather_into_tensor(found, local, group=mesh.get_group(dim))
-    return found[: len(like)]
+    return found
+
+
+def gather_masks(layers: Iterable[Any]) -> None:
+    """Gather the masks of sharded layers that have changed, by one collective for each mesh.
+
+    All ranks change their rows at the same time, so either all gather or none.
+    """
+    meshes: dict[tuple[Any, int], list[tuple[Shards, str, Any]]] = {}
+    for layer in layers:
+        for entry in layer.shards.changed(layer) if layer.shards is not None else ():
+            meshes.setdefault((entry[2].device_mesh, shard_dim(entry[2])), []).append(entry)
+    for (mesh, dim), masks in meshes.items():
+        ranks, parts = mesh.size(dim), []
+        for _, _, buffer in masks:
+            local = buffer.to_local().to(mesh.device_type)
+            bits = pack_mask(local) if buffer.dtype == torch.bool else local
+            parts.append(F.pad(bits, (0, 0, 0, chunk_of(buffer) - len(bits))))
+        sizes = [part.numel() for part in parts]
+        together = _all_gather(torch.cat([part.flatten() for part in parts]), mesh, dim)
+        wholes = [part.new_empty(ranks * len(part), part.shape[1]) for part in parts]
+        places = [w.view(ranks, size) for w, size in zip(wholes, sizes, strict=True)]
+        torch.split_with_sizes_copy(together.view(ranks, -1), sizes, 1, out=places)
+        for (shards, name, buffer), whole in zip(masks, wholes, strict=True):
+            shards.whole[name] = whole[: len(buffer)]
+            shards.gathered[name] = buffer, _versions(buffer)
+
+
+def _versions(buffer: Any) -> tuple[int, int]:
+    """Hooks change the local rows and loading changes the DTensor; each has its own version."""
+    return buffer._version, buffer.to_local()._version
 
 
 def _is_mask(buffer: Any) -> bool:
