@@ -58,6 +58,11 @@ def parser() -> argparse.ArgumentParser:
         if name == "loop":
             missing = "only rows that the record does not have yet from this revision of the code"
             command.add_argument("--missing", action="store_true", help=missing)
+        if name == "linear":
+            sizes = "shapes of your own in place of the usual ones"
+            command.add_argument(
+                "--shapes", nargs="+", default=[], type=shape, metavar="IN,OUT,TOKENS", help=sizes
+            )
         if name == "train":
             globs = "globs on the shapes of rows"
             command.add_argument("--shapes", nargs="+", default=["*"], help=globs)
@@ -86,6 +91,12 @@ def parser() -> argparse.ArgumentParser:
     report.add_argument("record", type=Path)
     report.set_defaults(command=run_report)
     return parser
+
+
+def shape(text: str) -> tuple[int, int, int]:
+    """The shape of `linear` (tokens, in, out) that IN,OUT,TOKENS names."""
+    inputs, outputs, tokens = map(int, text.split(","))
+    return tokens, inputs, outputs
 
 
 def run(options: argparse.Namespace) -> None:

@@ -46,7 +46,7 @@ def bench(options: argparse.Namespace, report: Report) -> None:
     names = variants.chosen(report, [*VARIANTS, *others(report)])
     matmul = variants.default_matmul(options)
     shapes = GPU_SHAPES if on_gpu else CPU_SHAPES
-    for shape in QUICK_SHAPES if options.quick else shapes:
+    for shape in options.shapes or (QUICK_SHAPES if options.quick else shapes):
         for name in names:
             gate(name, shape, dtype, options.device, matmul)
         report.note(f"correctness of {shape_name(shape)}: green")

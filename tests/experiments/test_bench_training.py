@@ -53,6 +53,11 @@ def test_linear_has_every_variant_with_its_parts(tmp_path):
     assert {name: rows[name]["backend"] for name in backends} == backends
 
 
+def test_linear_measures_other_shapes(tmp_path):
+    rows = run("linear", tmp_path, "--only", "dense", "--shapes", "32,16,48")
+    assert rows["dense"]["shape"] == "48 x 32 -> 16"
+
+
 def test_train_has_times_memory_and_a_profile(tmp_path):
     rows = run("train", tmp_path, "--only", "dense", "fst", "--fused", "--profile")
     assert list(rows) == ["dense", "fst"]
