@@ -35,7 +35,7 @@ class Launched(NamedTuple):
 
 # Set by matmul/native.py where C++ can launch kernels: a function that prepares what Triton has
 # launched on a device, and the operator that takes the result and the kernel's arguments.
-prepare: Callable[[Launched, int], int] | None = None
+prepare: Callable[[Sequence[Launched], int], int] | None = None
 start: Any = None
 KNOWN = 4096  # launches that are kept
 _known: dict[tuple[Any, ...], tuple[int, list[int]]] = {}
@@ -66,7 +66,7 @@ def launch(kernel: Any, blocks: int, device: torch.device, *args: Any, **options
             _known.clear()
         kinds = enumerate(launched.compiled.src.signature.values())
         _known[tuple(key)] = (
-            prepare(launched, device.index), [i for i, kind in kinds if kind != "constexpr"]
+            prepare([launched], device.index), [i for i, kind in kinds if kind != "constexpr"]
         )  # fmt: skip
         return
     given = [numbers[i] for i in known[1]]

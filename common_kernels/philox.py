@@ -29,25 +29,18 @@ def philox4x32(seed: int | torch.Tensor, counter: torch.Tensor) -> Words:
     """
     if not isinstance(seed, torch.Tensor):
         checks.integer(seed, "seed")
-    zeros = torch.zeros_like(counter), torch.zeros_like(counter)
-    return rounds(seed, (counter & WORD, (counter >> 32) & WORD, *zeros))
+    zeros = torch.zeros_like(counter)
+    return rounds(seed, (counter & WORD, counter >> 32 & WORD, zeros, zeros))
 
 
 def rounds(seed: int | torch.Tensor, counter: Words) -> Words:
-    """The ten rounds of Philox. The counter is four int64 tensors with entries in [0, 2^32), which
-    are overwritten."""
+    """The ten rounds of Philox. The counter is four int64 tensors with entries in [0, 2^32)."""
     c0, c1, c2, c3 = counter
-    left, right = torch.empty_like(c0), torch.empty_like(c0)
-    k0, k1 = seed & WORD, (seed >> 32) & WORD
+    k0, k1 = seed & WORD, seed >> 32 & WORD
     for _ in range(ROUNDS):
-        # The products wrap as unsigned 64-bit numbers do. The low words keep their high halves
-        # until the last mask, since only the low 32 bits of an exclusive or are used.
-        torch.mul(c0, MULTIPLIERS[0], out=left)
-        torch.mul(c2, MULTIPLIERS[1], out=right)
-        torch.bitwise_right_shift(right, 32, out=c0)
-        torch.bitwise_right_shift(left, 32, out=c2)
-        c0.bitwise_xor_(c1).bitwise_xor_(k0).bitwise_and_(WORD)
-        c2.bitwise_xor_(c3).bitwise_xor_(k1).bitwise_and_(WORD)
-        c1, right, c3, left = right, c1, left, c3
-        k0, k1 = (k0 + WEYL[0]) & WORD, (k1 + WEYL[1]) & WORD
-    return c0, c1.bitwise_and_(WORD), c2, c3.bitwise_and_(WORD)
+        # The products wrap as unsigned 64-bit numbers do.
+        left, right = c0 * MULTIPLIERS[0], c2 * MULTIPLIERS[1]
+        c0, c1 = (right >> 32 & WORD) ^ c1 ^ k0, right & WORD
+        c2, c3 = (left >> 32 & WORD) ^ c3 ^ k1, left & WORD
+        k0, k1 = k0 + WEYL[0] & WORD, k1 + WEYL[1] & WORD
+    return c0, c1, c2, c3

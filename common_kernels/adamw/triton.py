@@ -25,7 +25,7 @@ from common_kernels.launch import by_triton, cast, keep24, magnitude, pointer, t
 from common_kernels.masks.triton import best_place, greedy_bits, network, row_word, row_words
 from common_kernels.pack import VENDOR, Packed24
 from common_kernels.pack.cpu import by_library
-from common_kernels.pack.triton import entries_stored, order_of, stack, store_tiles
+from common_kernels.pack.triton import columns_of, order_of, store_tiles, store_turned, tiles_stored
 from common_kernels.soft_threshold.triton import shrink
 
 TILE = 64
@@ -47,13 +47,14 @@ def adamw24_(kinds: Sequence[Sequence[Weight24]], step: Step) -> None:
     rows: list[tuple[int, ...]] = []  # of the table
     others: list[Weight24] = []
     for of_a_kind in kinds:
-        if of_a_kind[0].weight.numel() == 0:
+        first = of_a_kind[0]
+        if first.weight.numel() == 0:
             continue
-        if packed_by_library(of_a_kind[0]):
+        if VENDOR in {p and p.layout for p in (first.packed, first.transposed)}:
             for given in of_a_kind:
                 step_then_pack(given, step)
             continue
-        fitting, can = [], fits(of_a_kind[0])
+        fitting, can = [], fits(first)
         for given in of_a_kind:
             row = addresses(given)
             if can and not any(row[place] % 16 for place in MATRICES):
@@ -86,13 +87,8 @@ def adamw24_(kinds: Sequence[Sequence[Weight24]], step: Step) -> None:
     torch.autograd.graph.increment_version([t for w in together for t in w.written])
 
 
-def packed_by_library(given: Weight24) -> bool:
-    """True if cuSPARSELt packs the operands."""
-    return any(p is not None and p.layout == VENDOR for p in (given.packed, given.transposed))
-
-
 def step_then_pack(given: Weight24, step: Step) -> None:
-    """Step one weight, whose operands cuSPARSELt packs from the dense one."""
+    """Step one weight, whose operands cuSPARSELt packs from the dense one, in its own layout."""
     out, dense = given.packed or given.transposed, given.dense
     assert out is not None
     if dense is None:
@@ -321,26 +317,13 @@ def adamw_kernel(
         else:
             store_rows(dense, a, row, column, rows, columns, WHOLE)
     if PACKED:
-        pairs, nibbles = (), ()
-        for i in tl.static_range(4):
-            pair, nibble = entries_stored(a[i][0], a[i][1], a[i][2], a[i][3], k[i])
-            pairs += (pair,)
-            nibbles += (nibble,)
-        pair = tl.permute(stack(pairs), 0, 3, 1, 2)
-        nibble = tl.permute(stack(nibbles), 0, 3, 1, 2)
+        pairs, nibbles = tiles_stored(a, k)
         values, meta = vectors(at, 8, OPERAND), vectors(at, 11, tl.int32)
-        store_tiles(values, meta, pair, nibble, top, left, rows, columns, ORDER)
+        store_tiles(values, meta, pairs, nibbles, top, left, rows, columns, ORDER)
     if TRANSPOSED:
-        pairs, nibbles = (), ()
-        for i in tl.static_range(4):
-            column_k = (k[0][i], k[1][i], k[2][i], k[3][i])
-            pair, nibble = entries_stored(a[0][i], a[1][i], a[2][i], a[3][i], column_k)
-            pairs += (pair,)
-            nibbles += (nibble,)
-        pair = tl.permute(stack(pairs), 1, 3, 0, 2)
-        nibble = tl.permute(stack(nibbles), 1, 3, 0, 2)
+        pairs, nibbles = tiles_stored(columns_of(a), columns_of(k))
         values, meta = vectors(at, 9, OPERAND), vectors(at, 12, tl.int32)
-        store_tiles(values, meta, pair, nibble, left, top, columns, rows, ORDER_T)
+        store_turned(values, meta, pairs, nibbles, top, left, rows, columns, ORDER_T)
 
 
 @triton.jit

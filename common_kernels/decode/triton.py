@@ -201,16 +201,10 @@ def unpacked(UNPACKING: tl.constexpr, BITS: tl.constexpr, word):
 @triton.jit
 def pairs(at_x, here):
     """The eight pairs of entries of x that a lane has in two products."""
-    return (
-        tl.load(at_x, mask=here, other=0),
-        tl.load(at_x + 4, mask=here, other=0),
-        tl.load(at_x + 8, mask=here, other=0),
-        tl.load(at_x + 12, mask=here, other=0),
-        tl.load(at_x + 16, mask=here, other=0),
-        tl.load(at_x + 20, mask=here, other=0),
-        tl.load(at_x + 24, mask=here, other=0),
-        tl.load(at_x + 28, mask=here, other=0),
-    )
+    found = ()
+    for i in tl.static_range(8):
+        found += (tl.load(at_x + 4 * i, mask=here, other=0),)
+    return found
 
 
 @triton.jit

@@ -23,10 +23,8 @@ def quantize_fp8(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     if x.numel() == 0:
         return cpu.quantize_fp8(x, fmt, amax, seen)
-    scale = torch.empty((), device=x.device)
     codes = torch.empty_like(x, dtype=FORMATS[fmt])
-    quantize(x, codes, scale, fmt, True, amax, seen)
-    return codes, scale
+    return codes, run(x, codes, fmt, amax=amax, seen=seen)[0]
 
 
 def fp8_numbers(
@@ -35,40 +33,40 @@ def fp8_numbers(
     if x.numel() == 0:
         return cpu.fp8_numbers(x, fmt, kept)
     numbers = torch.empty_like(x, dtype=cpu.exact(x))
-    scales = torch.empty(2, device=x.device)
     codes = torch.empty_like(x if kept else x.new_empty(0), dtype=FORMATS[kept or fmt])
-    flat = [layout.in_memory_order(t) for t in (x, numbers)]
-    launch(
-        numbers_kernel, triton.cdiv(x.numel(), BLOCK), x.device,
-        *flat, layout.in_memory_order(codes) if kept else flat[1], largest(flat[0]), scales,
-        x.numel(), *constants(fmt), *constants(kept or fmt), KEPT=kept != "", BLOCK=BLOCK,
-    )  # fmt: skip
-    return numbers, codes, scales
+    return numbers, codes, run(x, numbers, fmt, codes, kept)
 
 
 def fake_fp8(x: torch.Tensor, fmt: str) -> torch.Tensor:
     out = torch.empty_like(x)
     if x.numel():
-        quantize(x, out, torch.empty((), device=x.device), fmt, False)
+        run(x, out, fmt, fake=True)
     return out
 
 
-def quantize(
+def run(
     x: torch.Tensor,
     out: torch.Tensor,
-    scale: torch.Tensor,
     fmt: str,
-    codes: bool,
+    codes: torch.Tensor | None = None,
+    kept: str = "",
+    fake: bool = False,
     amax: torch.Tensor | None = None,
     seen: torch.Tensor | None = None,
-) -> None:
+) -> torch.Tensor:
+    """Write the codes of x, or what they stand for if `fake`, into `out`, and with `kept` those in
+    another format into `codes`. Returns both scales, fp32 [2]."""
     x, out = layout.in_memory_order(x), layout.in_memory_order(out)
     bits = largest(x) if amax is None else amax.view(torch.int32)
+    scales = torch.empty(2, device=x.device)
     launch(
-        fp8_kernel, triton.cdiv(x.numel(), BLOCK), x.device, x, out, bits, scale,
-        scale if seen is None else seen.view(torch.int32), x.numel(),
-        *constants(fmt), CODES=codes, SEEN=seen is not None, BLOCK=BLOCK,
+        fp8_kernel, triton.cdiv(x.numel(), BLOCK), x.device,
+        x, out, layout.in_memory_order(codes) if kept else out, bits, scales,
+        bits if seen is None else seen.view(torch.int32), x.numel(),
+        *constants(fmt), *constants(kept or fmt), FAKE=fake, KEPT=kept != "",
+        SEEN=seen is not None, BLOCK=BLOCK,
     )  # fmt: skip
+    return scales
 
 
 @functools.cache
@@ -101,30 +99,10 @@ def amax_kernel(x, amax, size, BLOCK: tl.constexpr):
 
 @triton.jit
 def fp8_kernel(
-    x, out, amax, scale, seen, size,
-    TOP: tl.constexpr, SMALLEST: tl.constexpr, LIFT: tl.constexpr,
-    CODES: tl.constexpr, SEEN: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    s = scale_from(tl.load(amax), TOP)
-    if tl.program_id(0) == 0:
-        tl.store(scale, s)
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    a = tl.load(x + at, mask=at < size, other=0).to(tl.float32)
-    if SEEN:
-        tl.atomic_max(seen, tl.max(magnitude(a), 0))
-    if CODES:
-        y = coded(a * s, TOP, SMALLEST, LIFT)
-    else:
-        y = tl.div_rn(rounded(a * s, TOP, SMALLEST, LIFT), s)
-    tl.store(out + at, cast(y, out.dtype.element_ty), mask=at < size)
-
-
-@triton.jit
-def numbers_kernel(
-    x, numbers, codes, amax, scales, size,
+    x, out, codes, amax, scales, seen, size,
     TOP: tl.constexpr, SMALLEST: tl.constexpr, LIFT: tl.constexpr,
     TOP_K: tl.constexpr, SMALLEST_K: tl.constexpr, LIFT_K: tl.constexpr,
-    KEPT: tl.constexpr, BLOCK: tl.constexpr,
+    FAKE: tl.constexpr, KEPT: tl.constexpr, SEEN: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     bits = tl.load(amax)
     s, s_k = scale_from(bits, TOP), scale_from(bits, TOP_K)
@@ -133,8 +111,13 @@ def numbers_kernel(
         tl.store(scales + 1, s_k)
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     a = tl.load(x + at, mask=at < size, other=0).to(tl.float32)
-    y = coded(a * s, TOP, SMALLEST, LIFT)
-    tl.store(numbers + at, cast(y, numbers.dtype.element_ty), mask=at < size)
+    if SEEN:
+        tl.atomic_max(seen, tl.max(magnitude(a), 0))
+    if FAKE:
+        y = tl.div_rn(rounded(a * s, TOP, SMALLEST, LIFT), s)
+    else:
+        y = coded(a * s, TOP, SMALLEST, LIFT)
+    tl.store(out + at, cast(y, out.dtype.element_ty), mask=at < size)
     if KEPT:
         y = coded(a * s_k, TOP_K, SMALLEST_K, LIFT_K)
         tl.store(codes + at, cast(y, codes.dtype.element_ty), mask=at < size)

@@ -16,12 +16,14 @@ from common_kernels.fp8.triton import constants, scale_from
 from common_kernels.launch import cast, keep24, launch, load_groups, magnitude
 from common_kernels.pack.triton import (
     bools,
-    entries_stored,
+    columns_of,
     load_row,
     order_of,
     split,
     stack,
     store_tiles,
+    store_turned,
+    tiles_stored,
 )
 from common_kernels.soft_threshold.triton import less, threshold
 
@@ -227,31 +229,18 @@ def quantize24_kernel(
         k += (places,)
         b += (kept,)
     if OWN == 1:
-        pairs, nibbles = (), ()
-        for i in tl.static_range(4):
-            pair, nibble = entries_stored(a[i][0], a[i][1], a[i][2], a[i][3], k[i])
-            pairs += (encode(pair * s, TOP, SMALLEST, LIFT),)
-            nibbles += (nibble,)
-        pair, nibble = tl.permute(stack(pairs), 0, 3, 1, 2), tl.permute(stack(nibbles), 0, 3, 1, 2)
-        store_tiles(own, meta, pair, nibble, top, left, rows, columns, ORDER)
+        pairs, nibbles = tiles_stored(a, k)
+        pairs = codes_of(pairs, s, TOP, SMALLEST, LIFT)
+        store_tiles(own, meta, pairs, nibbles, top, left, rows, columns, ORDER)
     if OWN == 2:
-        quads = ()
-        for i in tl.static_range(4):
-            quads += (encode(four(a[i], k[i]) * s, TOP, SMALLEST, LIFT),)
+        quads = codes_of(fours(a, k), s, TOP, SMALLEST, LIFT)
         store_dense(own, tl.permute(stack(quads), 0, 3, 1, 2), top, left, columns)
     if OTHER == 1:
-        pairs, nibbles = (), ()
-        for j in tl.static_range(4):
-            column_b = (b[0][j], b[1][j], b[2][j], b[3][j])
-            pair, nibble = entries_stored(a[0][j], a[1][j], a[2][j], a[3][j], column_b)
-            pairs += (encode(pair * s_t, TOP_T, SMALLEST_T, LIFT_T),)
-            nibbles += (nibble,)
-        pair, nibble = tl.permute(stack(pairs), 1, 3, 0, 2), tl.permute(stack(nibbles), 1, 3, 0, 2)
-        store_tiles(other, meta_t, pair, nibble, left, top, columns, rows, ORDER_T)
+        pairs, nibbles = tiles_stored(columns_of(a), columns_of(b))
+        pairs = codes_of(pairs, s_t, TOP_T, SMALLEST_T, LIFT_T)
+        store_turned(other, meta_t, pairs, nibbles, top, left, rows, columns, ORDER_T)
     if OTHER == 2 or OTHER == 3:
-        quads = ()
-        for i in tl.static_range(4):
-            quads += (encode(four(a[i], b[i]) * s_t, TOP_T, SMALLEST_T, LIFT_T),)
+        quads = codes_of(fours(a, b), s_t, TOP_T, SMALLEST_T, LIFT_T)
         if OTHER == 3:
             store_dense(other, tl.permute(stack(quads), 0, 3, 1, 2), top, left, columns)
         else:
@@ -259,11 +248,24 @@ def quantize24_kernel(
 
 
 @triton.jit
-def four(a, k):
-    """The four entries of a row of each tile, `[256, 4]` in fp32, 0 where k is False."""
-    a0, a1 = tl.where(k[0], a[0].to(tl.float32), 0.0), tl.where(k[1], a[1].to(tl.float32), 0.0)
-    a2, a3 = tl.where(k[2], a[2].to(tl.float32), 0.0), tl.where(k[3], a[3].to(tl.float32), 0.0)
-    return tl.reshape(tl.join(tl.join(a0, a2), tl.join(a1, a3)), [256, 4])
+def codes_of(rows, scale, TOP: tl.constexpr, SMALLEST: tl.constexpr, LIFT: tl.constexpr):
+    """The codes of four tensors, times their scale."""
+    codes = ()
+    for i in tl.static_range(4):
+        codes += (encode(rows[i] * scale, TOP, SMALLEST, LIFT),)
+    return codes
+
+
+@triton.jit
+def fours(rows, kept):
+    """The entries of the four rows of tiles, each `[256, 4]` in fp32, 0 where they are not kept."""
+    found = ()
+    for i in tl.static_range(4):
+        a, k = rows[i], kept[i]
+        a0, a1 = tl.where(k[0], a[0].to(tl.float32), 0.0), tl.where(k[1], a[1].to(tl.float32), 0.0)
+        a2, a3 = tl.where(k[2], a[2].to(tl.float32), 0.0), tl.where(k[3], a[3].to(tl.float32), 0.0)
+        found += (tl.reshape(tl.join(tl.join(a0, a2), tl.join(a1, a3)), [256, 4]),)
+    return found
 
 
 @triton.jit

@@ -201,14 +201,11 @@ def transposable_mask24(w: torch.Tensor, algorithm: str) -> torch.Tensor:
 @triton.jit
 def load_tiles(w, tile_row, first, columns, BLOCK: tl.constexpr):
     """The magnitudes of BLOCK tiles of a tile row, as bits: four rows of four tensors `[BLOCK]`."""
-    row = w + tile_row * 16 * columns
-    count = columns - first
-    return (
-        load_groups(row + 4 * first, 0, count, 1, BLOCK, True),
-        load_groups(row + 4 * columns + 4 * first, 0, count, 1, BLOCK, True),
-        load_groups(row + 8 * columns + 4 * first, 0, count, 1, BLOCK, True),
-        load_groups(row + 12 * columns + 4 * first, 0, count, 1, BLOCK, True),
-    )
+    row, rows = w + tile_row * 16 * columns, ()
+    for i in tl.static_range(4):
+        at = row + 4 * i * columns + 4 * first
+        rows += (load_groups(at, 0, columns - first, 1, BLOCK, True),)
+    return rows
 
 
 @triton.jit

@@ -267,21 +267,14 @@ def _check_fit(packed: Any, x: Tensor, summed: int) -> None:
         )
 
 
-def _multiply(
-    buffer: Tensor,
-    layout: str,
-    rows: int,
-    columns: int,
-    dense: Tensor,
-    bias: Tensor | None,
-    *rest: Any,
-) -> Tensor:
+def _multiply(*given: Any) -> Tensor:
     """The product by the operator that C++ runs where it can, unless autograd must see it."""
+    dense, bias = given[4:6]
     differentiable = torch.is_grad_enabled() and (
         dense.requires_grad or (bias is not None and bias.requires_grad)
     )
     multiply = _matmul24 if differentiable else _launched
-    return multiply(buffer, layout, rows, columns, dense, bias, *rest)
+    return multiply(*given)
 
 
 def _product(

@@ -122,28 +122,35 @@ def build(source: Path, wanted: Mapping[str, Mapping[str, int]]) -> dict[str, Pa
     """
     place = folder(source)
     paths = {name: place / f"{name}.so" for name in wanted}
-    if all(path.is_file() for path in paths.values()):
-        return paths
-    try:
-        place.mkdir(parents=True, exist_ok=True)
-        with alone(place.with_suffix(".lock")):
-            todo = [name for name, path in paths.items() if not path.is_file()]
-            workers = max(1, min(len(todo), os.cpu_count() or 1))
-            if todo:
-                say(f"compiling {len(todo)} CUDA kernels, {workers} at a time, into {place}")
-            with ThreadPoolExecutor(workers) as pool:
-                commands = [functools.partial(command, source, wanted[name]) for name in todo]
-                list(pool.map(compiled, commands, [paths[name] for name in todo]))
-    except OSError as error:
-        raise BuildError(
-            f"CUDA kernels cannot be kept in {place} ({error}); set XDG_CACHE_HOME to a folder "
-            "that can be written"
-        ) from error
+    commands = {
+        path: functools.partial(command, source, wanted[name]) for name, path in paths.items()
+    }
+    make(place, commands, "CUDA kernels")
     return paths
 
 
+def make(place: Path, commands: Mapping[Path, Callable[[Path], list[str]]], what: str) -> None:
+    """Compile those libraries in the folder `place` that are missing, in parallel."""
+    if all(path.is_file() for path in commands):
+        return
+    try:
+        place.mkdir(parents=True, exist_ok=True)
+        with alone(place.with_suffix(".lock"), what):
+            todo = [path for path in commands if not path.is_file()]
+            workers = max(1, min(len(todo), os.cpu_count() or 1))
+            if todo:
+                say(f"compiling {len(todo)} {what}, {workers} at a time, into {place}")
+            with ThreadPoolExecutor(workers) as pool:
+                list(pool.map(compiled, [commands[path] for path in todo], todo))
+    except OSError as error:
+        raise BuildError(
+            f"{what} cannot be kept in {place} ({error}); set XDG_CACHE_HOME to a folder that can "
+            "be written"
+        ) from error
+
+
 @contextmanager
-def alone(lock: Path) -> Iterator[None]:
+def alone(lock: Path, what: str) -> Iterator[None]:
     """Hold the lock: one process of this machine compiles, and the others use the result."""
     import fcntl  # missing on Windows, where nothing is compiled
 
@@ -151,7 +158,7 @@ def alone(lock: Path) -> Iterator[None]:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            say("another process compiles CUDA kernels; waiting for it")
+            say(f"another process compiles {what}; waiting for it")
             fcntl.flock(file, fcntl.LOCK_EX)
         yield
 

@@ -24,7 +24,7 @@ import torch
 from common_kernels.backend import HAS_TRITON, lasting
 from common_kernels.library import KERNELS, LIBRARY, STARTS, launched_by_cpp
 from common_kernels.matmul import cuda, cusparselt
-from common_kernels.matmul.cuda_build import SOURCES, BuildError, alone, cache, compiled, say
+from common_kernels.matmul.cuda_build import SOURCES, BuildError, cache, make
 from common_kernels.pack.cusparselt import library
 
 if TYPE_CHECKING:
@@ -115,14 +115,9 @@ def place(device: torch.device) -> int:
     return ctypes.addressof(found)
 
 
-def kernel(launched: Launched, device: int) -> int:
-    """The address of the `Kernel` that C++ launches for one that Triton has launched."""
-    return kernels([launched], device)
-
-
 def kernels(launched: Sequence[Launched], device: int, size: int = 0) -> int:
-    """The address of the first of several, which lie side by side; `size` is that of the buffer
-    that they fill, if C++ allocates it."""
+    """The address of the first of the `Kernel`s, side by side, that C++ launches for those that
+    Triton has launched; `size` is that of the buffer that they fill, if C++ allocates it."""
     start = ctypes.cast(driver().cuLaunchKernel, ctypes.c_void_p)
     made = []
     for of, blocks in launched:
@@ -174,8 +169,11 @@ def start() -> None:
         shim = ctypes.CDLL(str(TORCH / "lib" / "libtorch_cuda.so"))
         stream = shim.aoti_torch_get_current_cuda_stream
         register(b"CUDA", stream, driver().cuMemsetD32Async)
-        if HAS_TRITON:
-            let_launch()
+        if HAS_TRITON:  # let C++ launch Triton's kernels from now on
+            from common_kernels import launch
+
+            launch.start = torch.ops.sparse24.launch24.default
+            launch.prepare = kernels
     except (OSError, RuntimeError) as error:  # RuntimeError: no compiler, no home directory
         warnings.warn(
             f"{error}: sparse products are launched from Python, which takes the CPU longer "
@@ -185,14 +183,6 @@ def start() -> None:
 
 
 STARTS.append(start)
-
-
-def let_launch() -> None:
-    """Let C++ launch Triton's kernels from now on."""
-    from common_kernels import launch
-
-    launch.start = torch.ops.sparse24.launch24.default
-    launch.prepare = kernel
 
 
 def load() -> ctypes._CFuncPtr:  # type: ignore[name-defined]
@@ -217,10 +207,5 @@ def build() -> Path:
         where = f"-I{TORCH / 'include'}", f"-L{TORCH / 'lib'}"
         return [compiler, *FLAGS, *where, str(SOURCE), "-ltorch_cpu", "-o", str(to)]
 
-    if not path.is_file():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with alone(path.with_suffix(".lock")):
-            if not path.is_file():
-                say(f"compiling the launch of sparse products into {path}")
-                compiled(command, path)
+    make(cache(), {path: command}, "launches of sparse products")
     return path

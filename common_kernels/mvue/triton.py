@@ -74,20 +74,12 @@ def lanes_kernel(
         bits = tl.where(group & 2 == 0, tl.where(group & 1 == 0, w0, w1),
                         tl.where(group & 1 == 0, w2, w3))  # fmt: skip
     inside = (row < rows) & (lane < lanes)
-    at0 = row * 4 * lanes + lane
-    at1 = at0 + lanes
-    at2 = at1 + lanes
-    at3 = at2 + lanes
-    x0 = tl.load(x + at0, mask=inside, other=0).to(tl.float32)
-    x1 = tl.load(x + at1, mask=inside, other=0).to(tl.float32)
-    x2 = tl.load(x + at2, mask=inside, other=0).to(tl.float32)
-    x3 = tl.load(x + at3, mask=inside, other=0).to(tl.float32)
-    y0, y1, y2, y3 = sample(x0, x1, x2, x3, uniform(bits))
-    dtype: tl.constexpr = out.dtype.element_ty
-    tl.store(out + at0, cast(y0, dtype), mask=inside)
-    tl.store(out + at1, cast(y1, dtype), mask=inside)
-    tl.store(out + at2, cast(y2, dtype), mask=inside)
-    tl.store(out + at3, cast(y3, dtype), mask=inside)
+    at, entries = row * 4 * lanes + lane, ()
+    for i in tl.static_range(4):
+        entries += (tl.load(x + at + i * lanes, mask=inside, other=0).to(tl.float32),)
+    y = sample(entries[0], entries[1], entries[2], entries[3], uniform(bits))
+    for i in tl.static_range(4):
+        tl.store(out + at + i * lanes, cast(y[i], out.dtype.element_ty), mask=inside)
 
 
 @triton.jit

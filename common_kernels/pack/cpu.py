@@ -59,12 +59,6 @@ def expand(values: torch.Tensor, nibbles: torch.Tensor) -> torch.Tensor:
     return dense.scatter_(-1, positions(nibbles), bits).flatten(-2).view(values.dtype)
 
 
-def mask_of(nibbles: torch.Tensor) -> torch.Tensor:
-    """The bool mask `[rows, columns]` of the stored entries, two in each group."""
-    mask = torch.zeros(*nibbles.shape, 4, dtype=torch.bool, device=nibbles.device)
-    return mask.scatter_(-1, positions(nibbles), True).flatten(-2)
-
-
 def positions(nibbles: torch.Tensor) -> torch.Tensor:
     """The positions (i0, i1) in nibbles `[...]`: `[..., 2]` int64."""
     return torch.stack([nibbles & 3, nibbles >> 2], -1).long()

@@ -6,10 +6,6 @@ bit, those of the operators on dense tensors followed by `pack24`, which is also
 path computes them. Nothing waits for a GPU, so masks are not checked to be 2:4.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import TypeVar
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -22,7 +18,6 @@ from common_kernels.mvue import sampled24
 from common_kernels.pack import BUFFERED, VENDOR, Packed24, check_form, cpu
 from common_kernels.soft_threshold import soft_threshold24
 
-Out = TypeVar("Out", Tensor, Tensor | None)
 MULTIPLE = 64
 TOKENS = 16  # in cuSPARSELt's layout a sample of dY has a multiple of this many tokens
 
@@ -69,11 +64,13 @@ def _pack24_(
         from common_kernels.pack import triton
 
         mask = None if mask is None else mask.contiguous()
-        with row_major(dense) as written:
-            triton.pack(w.contiguous(), mask, source, dtype, scale, buffer, written, layout)
+        written = None if dense is None else dense.contiguous()  # of which all is overwritten
+        triton.pack(w.contiguous(), mask, source, dtype, scale, buffer, written, layout)
+        if dense is not None and written is not dense:
+            dense.copy_(written)
         return
     kept, pruned = _pruned(w, source, mask, scale, dtype)
-    _write(buffer, pruned, kept, layout)
+    buffer.copy_(cpu.pack(pruned, kept, layout))
     if dense is not None:
         dense.copy_(torch.where(kept, pruned, 0.0))
 
@@ -111,7 +108,9 @@ def packed_weight(
         w, mask = w.contiguous(), None if mask is None else mask.contiguous()
         if transposed:
             assert mask is not None
-            return triton.pack_transposed(w, mask, dtype, layout)
+            buffer = triton.new_buffer(w.shape[1], w.shape[0], dtype, w.device, layout)
+            triton.pack_both(w, mask, dtype, (None, buffer), (layout, layout))
+            return buffer
         return triton.pack(w, mask, source, dtype, scale, layout=layout)
     kept, pruned = _pruned(w, source, mask, scale, dtype)
     if transposed:
@@ -183,8 +182,9 @@ def _pack_both24_(
         return
     kept = transposable_mask24(w) if mask is None else _bools(mask, w)
     pruned = torch.where(kept, w, 0.0).to(dtype)
-    _write(buffer, pruned, kept, layout)
-    _write(transposed, pruned.t().contiguous(), kept.t().contiguous(), layout_transposed)
+    buffer.copy_(cpu.pack(pruned, kept, layout))
+    turned = pruned.t().contiguous(), kept.t().contiguous()
+    transposed.copy_(cpu.pack(*turned, layout_transposed))
 
 
 def sample_pack24(
@@ -223,13 +223,6 @@ def tokens_multiple(layout: str, dtype: torch.dtype) -> int:
     return check_form((0, 0), dtype, layout).columns
 
 
-@custom_op("sparse24::sample_pack24", mutates_args=())
-def _sample_pack24(
-    dy: Tensor, key: Tensor, stride: int, dtype: torch.dtype, layout: str, backend: str
-) -> Tensor:
-    return packed_sample(dy, key, stride, dtype, layout, backend)
-
-
 def packed_sample(
     dy: Tensor, key: Tensor, stride: int, dtype: torch.dtype, layout: str, backend: str
 ) -> Tensor:
@@ -242,6 +235,9 @@ def packed_sample(
     if layout == VENDOR:
         return cpu.by_library(sample.to(dtype))
     return cpu.pack(sample.to(dtype), sample != 0, layout)
+
+
+_sample_pack24 = custom_op("sparse24::sample_pack24", mutates_args=())(packed_sample)
 
 
 @_sample_pack24.register_fake
@@ -257,21 +253,6 @@ def fill_up(x: Tensor, rows: int) -> Tensor:
     bytes_alone = x.element_size() == 1  # torch cannot pad FP8; pad its bytes
     padded = F.pad(x.view(torch.uint8) if bytes_alone else x, (0, 0, 0, rows))
     return padded.view(x.dtype)
-
-
-@contextmanager
-def row_major(out: Out) -> Iterator[Out]:
-    """Yield `out` if it is row-major, as the kernels need; else a temporary matrix that is copied
-    to `out` afterwards."""
-    if out is None or out.is_contiguous():
-        yield out
-    else:
-        yield (written := torch.empty(out.shape, dtype=out.dtype, device=out.device))
-        out.copy_(written)
-
-
-def _write(buffer: Tensor, pruned: Tensor, kept: Tensor, layout: str) -> None:
-    buffer.copy_(cpu.pack(pruned, kept, layout))
 
 
 def _check(out: Packed24, shape: torch.Size) -> None:

@@ -294,37 +294,24 @@ def pack_both(
     w: torch.Tensor,
     mask: torch.Tensor | None,
     dtype: torch.dtype,
-    buffers: tuple[torch.Tensor, torch.Tensor],
+    buffers: tuple[torch.Tensor | None, torch.Tensor],
     layouts: tuple[str, str],
 ) -> None:
     """Pack w [64 a, 64 b] and its transpose into two buffers under a transposable mask, the given
-    one, else the best, in one read. dtype: 16-bit."""
+    one, else the best, in one read. Without a first buffer only the transpose. dtype: 16-bit."""
     rows, columns = w.shape
     orders = [order_of(layout, dtype) for layout in layouts]
-    parts = [split(buffer, w.numel(), dtype) for buffer in buffers]
+    first, second = buffers
+    parts = [split(b, w.numel(), dtype) for b in (second if first is None else first, second)]
     launch(
         pack_both_kernel, rows // 64 * (columns // 64), w.device,
         w, w if mask is None else mask.view(torch.uint8),
         pattern_nibbles(w.device),
         *parts[0], *parts[1], rows, columns,
-        SEARCH=mask is None, BITS=is_bits(mask), FIRST=True, ORDER=orders[0], ORDER_T=orders[1],
+        SEARCH=mask is None, BITS=is_bits(mask), FIRST=first is not None,
+        ORDER=orders[0], ORDER_T=orders[1],
         num_warps=8 if mask is not None else 2 if w.element_size() == 4 else 4,
     )  # fmt: skip
-
-
-def pack_transposed(
-    w: torch.Tensor, mask: torch.Tensor, dtype: torch.dtype, layout: str
-) -> torch.Tensor:
-    """A new buffer with the packed transpose alone that `pack_both` writes."""
-    rows, columns = w.shape
-    buffer = new_buffer(columns, rows, dtype, w.device, layout)
-    parts, order = split(buffer, w.numel(), dtype), order_of(layout, dtype)
-    launch(
-        pack_both_kernel, rows // 64 * (columns // 64), w.device,
-        w, mask.view(torch.uint8), pattern_nibbles(w.device), *parts, *parts, rows, columns,
-        SEARCH=False, BITS=is_bits(mask), FIRST=False, ORDER=order, ORDER_T=order, num_warps=8,
-    )  # fmt: skip
-    return buffer
 
 
 @functools.cache
@@ -360,14 +347,11 @@ def pack_both_kernel(
     across = columns // 64
     top = (tl.program_id(0) // across).to(tl.int64) * 64
     left = (tl.program_id(0) % across).to(tl.int64) * 64
-    a = (
-        load_row(w, top, columns, left),
-        load_row(w, top + 1, columns, left),
-        load_row(w, top + 2, columns, left),
-        load_row(w, top + 3, columns, left),
-    )
-    pairs, nibbles, pairs_t, nibbles_t = (), (), (), ()
+    a, k = (), ()
+    for i in tl.static_range(4):
+        a += (load_row(w, top + i, columns, left),)
     if SEARCH:
+        pairs, nibbles, pairs_t, nibbles_t = (), (), (), ()
         pattern = tl.load(patterns + best_place(a[0], a[1], a[2], a[3]))
         for i in tl.static_range(4):
             nibble = pattern >> 4 * i & 15
@@ -377,25 +361,13 @@ def pack_both_kernel(
             pairs_t += (entries_at(a[0][i], a[1][i], a[2][i], a[3][i], nibble),)
             nibbles_t += (nibble,)
     else:
-        k = (
-            load_kept(mask, top, columns, left, BITS),
-            load_kept(mask, top + 1, columns, left, BITS),
-            load_kept(mask, top + 2, columns, left, BITS),
-            load_kept(mask, top + 3, columns, left, BITS),
-        )
         for i in tl.static_range(4):
-            pair, nibble = entries_stored(a[i][0], a[i][1], a[i][2], a[i][3], k[i])
-            pairs += (pair,)
-            nibbles += (nibble,)
-            column_k = (k[0][i], k[1][i], k[2][i], k[3][i])
-            pair, nibble = entries_stored(a[0][i], a[1][i], a[2][i], a[3][i], column_k)
-            pairs_t += (pair,)
-            nibbles_t += (nibble,)
+            k += (load_kept(mask, top + i, columns, left, BITS),)
+        pairs, nibbles = tiles_stored(a, k)
+        pairs_t, nibbles_t = tiles_stored(columns_of(a), columns_of(k))
     if FIRST:
-        pair, nibble = tl.permute(stack(pairs), 0, 3, 1, 2), tl.permute(stack(nibbles), 0, 3, 1, 2)
-        store_tiles(values, meta, pair, nibble, top, left, rows, columns, ORDER)
-    pair, nibble = tl.permute(stack(pairs_t), 1, 3, 0, 2), tl.permute(stack(nibbles_t), 1, 3, 0, 2)
-    store_tiles(values_t, meta_t, pair, nibble, left, top, columns, rows, ORDER_T)
+        store_tiles(values, meta, pairs, nibbles, top, left, rows, columns, ORDER)
+    store_turned(values_t, meta_t, pairs_t, nibbles_t, top, left, rows, columns, ORDER_T)
 
 
 @triton.jit
@@ -407,13 +379,46 @@ def stack(tiles):
 
 
 @triton.jit
-def store_tiles(values, meta, pairs, nibbles, top, left, rows, columns, ORDER: tl.constexpr):
-    """Store the packed 64 x 64 block at (top, left) of a matrix [rows, columns].
+def columns_of(a):
+    """The four columns of tiles from their four rows, each four tensors."""
+    return (
+        (a[0][0], a[1][0], a[2][0], a[3][0]), (a[0][1], a[1][1], a[2][1], a[3][1]),
+        (a[0][2], a[1][2], a[2][2], a[3][2]), (a[0][3], a[1][3], a[2][3], a[3][3]),
+    )  # fmt: skip
 
-    pairs: `[16 tile rows, 4, 16 tile columns, 2]`; nibbles: `[16 tile rows, 4, 16 tile columns,
-    1]`. Values that are stored together are moved between threads together, since each move waits
-    for all warps.
-    """
+
+@triton.jit
+def tiles_stored(a, k):
+    """The stored pairs of the four rows (or columns) of tiles, and their nibbles. a, k: their
+    entries and whether each is kept."""
+    pairs, nibbles = (), ()
+    for i in tl.static_range(4):
+        pair, nibble = entries_stored(a[i][0], a[i][1], a[i][2], a[i][3], k[i])
+        pairs += (pair,)
+        nibbles += (nibble,)
+    return pairs, nibbles
+
+
+@triton.jit
+def store_tiles(values, meta, pairs, nibbles, top, left, rows, columns, ORDER: tl.constexpr):
+    """Store the packed 64 x 64 block at (top, left) of a matrix [rows, columns], from the pairs and
+    nibbles of the tiles' four rows, each `[256, ...]`."""
+    pair, nibble = tl.permute(stack(pairs), 0, 3, 1, 2), tl.permute(stack(nibbles), 0, 3, 1, 2)
+    store_block(values, meta, pair, nibble, top, left, rows, columns, ORDER)
+
+
+@triton.jit
+def store_turned(values, meta, pairs, nibbles, top, left, rows, columns, ORDER: tl.constexpr):
+    """Store the block in the matrix's transpose, from those of the tiles' four columns."""
+    pair, nibble = tl.permute(stack(pairs), 1, 3, 0, 2), tl.permute(stack(nibbles), 1, 3, 0, 2)
+    store_block(values, meta, pair, nibble, left, top, columns, rows, ORDER)
+
+
+@triton.jit
+def store_block(values, meta, pairs, nibbles, top, left, rows, columns, ORDER: tl.constexpr):
+    """Store a block's pairs `[16 tile rows, 4, 16 tile columns, 2]` and nibbles `[..., 1]`. Values
+    that are stored together are moved between threads together, since each move waits for all
+    warps."""
     r = top + tl.arange(0, 64)[:, None]
     at = r * (columns // 2) + left // 2 + tl.arange(0, 32)[None, :]
     tl.store(values + at, cast(tl.reshape(pairs, [64, 32]), values.dtype.element_ty))

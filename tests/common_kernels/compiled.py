@@ -22,6 +22,7 @@ import common_kernels
 from common_kernels import backend
 from common_kernels.adamw import Rates, Rule, Weight24
 from common_kernels.adamw import triton as adamw
+from common_kernels.adamw.weights import Step
 from common_kernels.decode import triton as decode
 from common_kernels.fp8 import operands_triton
 from common_kernels.masks import triton as masks
@@ -132,7 +133,8 @@ def others():
     operands = {name: Packed24.empty((64, 64), bf16) for name in ("packed", "transposed")}
     weight = Weight24(**fields, **operands, step=torch.tensor(1.0), mask=x > 0)
     rule = Rule(alpha=0.1, choose="exact")
-    adamw.adamw24_([[weight]], Rates(lr=0.1), rule, torch.tensor(1.0), torch.tensor(0.0))
+    step = Step(Rates(lr=0.1), rule, torch.tensor(1.0), torch.tensor(0.0))
+    adamw.adamw24_([[weight]], step)
 
 
 def kernels():

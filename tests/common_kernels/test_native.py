@@ -494,7 +494,7 @@ def test_kernels_of_triton_are_launched_with_their_own_arguments(fake, monkeypat
     run(x, 448.0)
     assert len(by_triton) == 2
     monkeypatch.setattr(launch, "start", torch.ops.sparse24.launch24.default)
-    monkeypatch.setattr(launch, "prepare", native.kernel)
+    monkeypatch.setattr(launch, "prepare", native.kernels)
     now(fake, 77)
     half = 0x3F000000
     for count, (own, top) in enumerate(((x, 448.0), (x, 57344.0), (x[1:], 448.0), (x.half(), 1.0))):
