@@ -78,6 +78,22 @@ def drawing(block: str, variant: str) -> str:
         return standalone(svg(figure, title, "Mean validation loss over the seeds, by step."))
 
 
+def by_dense_columns() -> str:
+    """An SVG of how far SparseGPT's loss ends above dense training by the share of dense columns,
+    with 95 % intervals over the seeds of block e41."""
+    with rc_context(fname=STYLE):
+        figure = Figure(figsize=(6.4, 2.8), dpi=72)
+        axes = figure.add_axes((0.14, 0.2, 0.83, 0.75))
+        for share in (0, 0.125, 0.25, 0.5, 0.75):
+            variant = f"sparsegpt_{1000 * share:.0f}" if share else "sparsegpt"
+            value, low, high = map(float, re.findall(r"[-+][\d.]+", above("e41", variant)[0]))
+            reach = [[value - low], [high - value]]
+            axes.errorbar(share, value, yerr=reach, fmt="o", color=COLOURS["mark"][0], capsize=3)
+        axes.set(xlabel="share of dense columns", ylabel="loss above dense (nats)", ylim=(0, None))
+        title = "Loss of SparseGPT with dense columns"
+        return standalone(svg(figure, title, "Validation loss above dense, by their share."))
+
+
 def measured(name: str) -> str:
     """The paragraph on what was measured, and the method's other variants."""
     block, variant = SHOWN[name]
@@ -143,6 +159,7 @@ def main() -> None:
         )
         drawn = drawing(block, variant)
         (PAGES / "curves" / f"{name}.svg").write_text(drawn, encoding="utf-8")
+    (PAGES / "curves" / "dense_columns.svg").write_text(by_dense_columns(), encoding="utf-8")
 
 
 if __name__ == "__main__":

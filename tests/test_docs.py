@@ -446,6 +446,7 @@ def test_what_is_generated_is_up_to_date():
         assert measured.measured(name) in text(page), name
         drawn = measured.drawing(block, variant)
         assert text(page.parent / "curves" / f"{name}.svg") == drawn
+    assert text(measured.PAGES / "curves" / "dense_columns.svg") == measured.by_dense_columns()
 
 
 def test_the_paths_through_the_code_are_short_and_lead_through_what_they_name():
