@@ -8,17 +8,16 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from experiments.config.run import load
 from experiments.training.optimization import DTYPES, Optimization
-from methods.nn.compressed import CompressedLinear
 from reproduce.measure.base import Base, Metrics, Report, Result
 
 # The overrides that choose the data and the training of a model, as in blocks and the quickstart.
@@ -30,7 +29,13 @@ TRAININGS = {
     ],
 }
 MOST = 100  # steps that train the adapters, as in the paper; never more than a quarter of all
-State = dict[str, list[Tensor]]  # of all layers, L^T under `left` and R under `right`
+State = list[tuple[Tensor, ...]]  # L^T and R of each layer
+# What is compared of them: L, R, and the matrix [out, in] that they add.
+PARTS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "down": lambda left, right: left,
+    "up": lambda left, right: right,
+    "both": lambda left, right: right.t() @ left,
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,11 +55,13 @@ class Adapters(Base):
     def measure(self, _: Report) -> Result:
         states = trained(dataclasses.replace(self, after=100))
         now, end = states[max(1, round(len(states) * self.after / 100)) - 1], states[-1]
-        pairs = {key: list(zip(now[key], end[key], strict=True)) for key in end}
-        products = zip(*(matrices(state) for state in (now, end)), strict=True)
         metrics: Metrics = {"steps": float(len(states))}
-        metrics |= {"down": mean_cosine(pairs["left"]), "up": mean_cosine(pairs["right"])}
-        metrics["both"] = mean_cosine(list(products))
+        for name, part in PARTS.items():
+            cosines = [
+                F.cosine_similarity(part(*a).flatten(), part(*b).flatten(), 0)
+                for a, b in zip(now, end, strict=True)
+            ]
+            metrics[name] = torch.stack(cosines).mean().item()
         return metrics, f"training of {self.model}"
 
 
@@ -83,22 +90,9 @@ def trained(config: Adapters) -> list[State]:
     return states
 
 
-def adapters(layers: Iterable[nn.Linear]) -> State:
+def adapters(layers: Iterable[Any]) -> State:
     """Copies of the adapters of these layers."""
-    state: State = {"left": [], "right": []}
-    for layer in layers:
-        assert isinstance(layer, CompressedLinear)
-        for name, copies in state.items():
-            copies.append(getattr(layer, name).detach().float().cpu().clone())
-    return state
-
-
-def matrices(state: State) -> list[Tensor]:
-    """The low-rank matrices [out, in] that the adapters add."""
-    return [r.t() @ left for left, r in zip(state["left"], state["right"], strict=True)]
-
-
-def mean_cosine(pairs: list[tuple[Tensor, Tensor]]) -> float:
-    """The mean cosine similarity of pairs of tensors, each flattened to one vector."""
-    similarities = [F.cosine_similarity(a.flatten(), b.flatten(), 0) for a, b in pairs]
-    return torch.stack(similarities).mean().item()
+    return [
+        tuple(t.detach().to("cpu", torch.float32, copy=True) for t in (layer.left, layer.right))
+        for layer in layers
+    ]

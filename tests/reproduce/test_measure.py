@@ -244,7 +244,7 @@ def test_similarity_is_that_of_the_step_to_the_end(monkeypatch):
     """Two layers, four steps: L stays, R is halfway at cosines of 0 and 0.6 to its end."""
     ends = [torch.tensor([[0.0, 1.0]]), torch.tensor([[3.0, 4.0]])]
     still, turned = [torch.ones(1, 2)] * 2, [torch.tensor([[1.0, 0.0]])] * 2
-    states = [{"left": still, "right": turned}] * 2 + [{"left": still, "right": ends}] * 2
+    states = [[*zip(still, right, strict=True)] for right in (turned, turned, ends, ends)]
     monkeypatch.setattr(adapters, "trained", lambda config: states)
     config = Adapters(model="gpt2_nano", adapter_rank=4, after=50)
     found, _ = config.measure(print)
