@@ -14,7 +14,7 @@ from reproduce.__main__ import main as reproduce
 from reproduce.execute.blocks import BLOCKS, EVIDENCE, read_block
 from reproduce.execute.packed import PLACE, read_packed
 from reproduce.judge.claims import read_claims
-from reproduce.render.report import html, page, tables
+from reproduce.render.report import html, page
 from reproduce.specs.table import read_tables
 
 
@@ -105,7 +105,7 @@ def test_every_claim_table_and_block_is_there_with_links_that_lead_somewhere(mad
     files = {(made.parent / a["href"]).resolve() for a in links if "data-source" in a}
     assert {path for path in files if not path.is_file()} == set()
     assert (EVIDENCE / "a.jsonl").resolve() in files
-    assert {path.resolve() for path in tables.MEASURED.glob("*/*.csv")} <= files
+    assert {path.resolve() for path in page.MEASURED.glob("*/*.csv")} <= files
 
 
 def test_what_comes_from_records_is_escaped_and_what_is_left_out_is_told(text):
@@ -175,7 +175,7 @@ def test_tables_that_were_made_here_are_shown_from_their_runs(tmp_path):
     specs = {table.name: table for table in read_tables()}
     (tmp_path / "tables").mkdir()
     write_json(tmp_path / "tables" / "sste_table4-smoke.json", {"jobs": 1, "done": 0})
-    smoke, mini = tables.found(specs["sste_table4"], tmp_path)
+    smoke, mini = page.tiers_of(specs["sste_table4"], tmp_path)
     assert (smoke.where, mini.where) == ("tier smoke", "tier mini on NVIDIA H200")
     assert "Nothing is trained for this tier" in "".join(mini.rendered.header)
 

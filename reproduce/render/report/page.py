@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -14,23 +15,26 @@ from experiments.runs.curves import NAMES
 from experiments.runs.stats import excludes_zero
 from experiments.support.checkpoint import write_text
 from experiments.support.results import git_state
-from reproduce import judge
+from reproduce import judge, records
 from reproduce.execute.blocks import EVIDENCE
+from reproduce.execute.jobs import finished_runs, plan
 from reproduce.judge import Json, text
 from reproduce.judge.claims import read_claims
 from reproduce.judge.scale import ENOUGH
 from reproduce.judge.verdicts import verdict
-from reproduce.records import read_evidence
 from reproduce.render import listing
+from reproduce.render.grid import PAPER
 from reproduce.render.header import revision
-from reproduce.render.report import figures, tables
+from reproduce.render.report import figures
 from reproduce.render.report.blocks import Shown, filled, shown_blocks
 from reproduce.render.report.html import HERE, TEMPLATES, link
-from reproduce.specs.table import read_tables
+from reproduce.render.table import Rendered, render, render_measured
+from reproduce.specs.table import Table, read_tables
 
 OF_BLOCKS = (filled, verdict, with_spread)
 OF_VERDICTS = (text.agreement, text.p_value, text.range_of, text.statement, text.without)
 MAIN = "a"  # the block of the main figure
+MEASURED = HERE.parents[1] / "measured"
 
 
 def main(runs: Path) -> None:
@@ -42,14 +46,14 @@ def main(runs: Path) -> None:
 
 def write_figure(path: Path) -> None:
     """Write only the main figure of the committed results, which README.md shows."""
-    shown = shown_blocks(read_claims(), read_evidence(EVIDENCE), {"claims": []})
+    shown = shown_blocks(read_claims(), records.read_evidence(EVIDENCE), {"claims": []})
     write_text(path, figures.standalone(figures.differences(_main(shown))))
     print(f"written: {path}")
 
 
 def build(runs: Path, folder: Path) -> str:
     """The HTML of the page. folder: where it is written to, for relative links."""
-    rules, evidence = read_claims(), read_evidence(EVIDENCE, runs / "evidence")
+    rules, evidence = read_claims(), records.read_evidence(EVIDENCE, runs / "evidence")
     judged = judge.content(rules, evidence.values)
     shown, specs = shown_blocks(rules, evidence, judged), read_tables()
     measured = [m for claim in judged["claims"] for m in claim["measured"]]
@@ -64,7 +68,7 @@ def build(runs: Path, folder: Path) -> str:
         judged=judged,
         link=partial(link, folder),
         main=main,
-        measured_files=lambda pattern: sorted(tables.MEASURED.glob(f"*/{pattern}")),
+        measured_files=lambda pattern: sorted(MEASURED.glob(f"*/{pattern}")),
         names=NAMES,
         reproduce=HERE.parents[1],
         revision=revision(git_state()),
@@ -72,7 +76,7 @@ def build(runs: Path, folder: Path) -> str:
         specs=specs,
         speeds=_speeds(measured),
         style=figures.variables() + Markup((HERE / "style.css").read_text(encoding="utf-8")),
-        tables_made={table.name: tables.found(table, runs) for table in specs},
+        tables_made={table.name: tiers_of(table, runs) for table in specs},
         variants={(s.block.name, v) for s in shown if s.variants for v in s.block.variants},
         warnings=evidence.warnings(),
     )
@@ -90,3 +94,50 @@ def _speeds(measured: list[Json]) -> Json:
         "device": ", ".join(dict.fromkeys(m["device"].partition(",")[0] for m in of_speed)),
         "lines": [line for m in of_speed for line in m["lines"] if not line["why"]],
     }
+
+
+# --- the papers' tables ---------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Made:
+    """A table as it was rendered for a tier."""
+
+    tier: str
+    rendered: Rendered
+    files: list[Path] = field(default_factory=list)  # where its numbers are, if it was run
+
+    @property
+    def where(self) -> str:
+        """The tier and the device in words."""
+        device = self.rendered.facts["Device"].partition(",")[0]
+        return f"tier {self.tier}" + (f" on {device}" if device else "")
+
+
+def tiers_of(table: Table, runs: Path) -> list[Made]:
+    """The tiers of a table that were made, the committed ones first; if none was, the largest tier
+    with only the paper's values."""
+    made = []
+    for tier in table.tiers:
+        for path in sorted(MEASURED.glob(f"*/{table.name}-{tier}.csv")):
+            made.append(_of(tier, render_measured(table, tier, path), path.with_suffix("")))
+    for tier, one in table.tiers.items():
+        if one.block:
+            collected = records.collect(table, tier, runs)
+            path = EVIDENCE / f"{one.block}.jsonl"
+            if collected.runs and path.is_file():
+                made.append(Made(tier, render(collected.table, tier, collected.runs), [path]))
+        elif listing.read_progress(table, tier, runs) is not None:
+            rendered = render(table, tier, finished_runs(plan(table, tier, runs)))
+            made.append(_of(tier, rendered, listing.stem(table, tier, runs)))
+    if made:
+        return made
+    tier = [name for name, one in table.tiers.items() if not one.unavailable][-1]
+    empty = render(table, tier, [])
+    papers = [line for line in empty.grid.lines if line.names[-1] == PAPER]
+    return [Made(tier, replace(empty, grid=replace(empty.grid, lines=papers)))]
+
+
+def _of(tier: str, rendered: Rendered, stem: Path) -> Made:
+    files = [stem.with_name(stem.name + end) for end in (".md", ".csv", "-runs.csv")]
+    return Made(tier, rendered, [path for path in files if path.is_file()])
