@@ -34,14 +34,15 @@ class UsageError(UserError):
 
 
 def read_options(words: list[str], *known: str) -> dict[str, str]:
-    """The values of the options by key. known: how they are typed, `key=VALUE` or `key`; the value
-    `N` is a positive number, whole for all but `minutes`."""
+    """The values of the options by key. known: how they are typed, `key=VALUE`, `key=value` if it
+    has this one value, or `key`; `N` is a positive number, whole for all but `minutes`."""
     kinds = {key: (value, equals) for key, equals, value in (one.partition("=") for one in known)}
     given: dict[str, str] = {}
     for word in words:
         key, equals, value = word.partition("=")
         kind, takes = kinds.get(key, ("", ""))
-        if key not in kinds or key in given or equals != takes or bool(value) != bool(takes):
+        wrong = key not in kinds or key in given or equals != takes or bool(value) != bool(takes)
+        if wrong or (kind.islower() and value != kind):
             how = f"use {', '.join(known)}, each once" if known else "there are no options"
             raise UsageError(f"cannot use {word!r}; {how}")
         if kind == "N":
@@ -69,8 +70,6 @@ def parse(arguments: list[str], tables: list[Table]) -> tuple[list[Table], str, 
     rows = ["rows=all"] * (command == QUICKSTART)
     given = read_options(options, *OPTIONS, *rows)
     if "rows" in given:
-        if given["rows"] != "all":
-            raise UsageError(f"rows={given['rows']}: it must be all")
         tiers = {name: replace(tier, rows=[]) for name, tier in chosen[0].tiers.items()}
         chosen = [replace(chosen[0], tiers=tiers)]
     if "paper" in given:

@@ -71,17 +71,15 @@ def _walk(results: Any, path: str, run: PlacedRun) -> float | None:
 
 def offered(table: Table, tier: str, path: str) -> bool:
     """True if the tier makes the measurements that `path`, the `value` of a column, needs."""
-    name, _, rest = path.partition(".")
-    if "," in path:
-        return all(offered(table, tier, part.strip()) for part in path.split(","))
-    if name == "exp":
-        return offered(table, tier, rest)
-    if not any(name in other.measure for other in table.tiers.values()):
-        return True
-    measure = table.tiers[tier].measure.get(name)
-    if measure is None or not measure.tasks:
-        return measure is not None
-    return rest == "mean" or rest.partition(".")[0] in measure.tasks
+    own = table.tiers[tier].measure
+    names = {name for other in table.tiers.values() for name in other.measure}
+    for part in path.removeprefix("exp.").split(","):
+        name, _, rest = part.strip().partition(".")
+        tasks = own[name].tasks if name in own else []
+        of_task = not tasks or rest == "mean" or rest.partition(".")[0] in tasks
+        if name in names - own.keys() or not of_task:
+            return False
+    return True
 
 
 def measured(table: Table, tier: str, column: Column) -> bool:

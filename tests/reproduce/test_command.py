@@ -33,7 +33,7 @@ from reproduce.specs.table import read_tables
         (["table2", "tier="], "error: cannot use 'tier='"),
         (["table2", "tier=smoke", "tier=mini"], "error: cannot use 'tier=mini'"),
         (["quickstart", "train.steps=3"], "error: cannot use 'train.steps=3'"),
-        (["quickstart", "rows=3"], "error: rows=3: it must be all"),
+        (["quickstart", "rows=3"], "error: cannot use 'rows=3'"),
         (["table2", "rows=all"], "error: cannot use 'rows=all'"),
         (["quickstart", "launch=torchrun", "per_gpu=1"], "launch= gives every run all GPUs"),
         (["quickstart", "per_gpu=0"], "per_gpu=0: it must be a positive number"),
