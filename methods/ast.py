@@ -34,8 +34,6 @@ from .nn.conversion import become, check_low_rank, weight_of
 from .nn.linear import MaskedLinear
 from .nn.optimizer import Optimizers, each, group_of
 
-METRICS = ("magnitude", "wanda")
-ROUTES = ("decoupled_first_moment", "gradient", "decoupled")
 Rule = TypeVar("Rule", bound="AdamW")
 
 
@@ -70,8 +68,9 @@ class Config(distillation.Config, base.PartialConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        base.check_choice("metric", self.metric, METRICS)
-        base.check_choice("decay_route", self.decay_route, ROUTES)
+        base.check_choice("metric", self.metric, ("magnitude", "wanda"))
+        routes = "decoupled_first_moment", "gradient", "decoupled"
+        base.check_choice("decay_route", self.decay_route, routes)
         base.check_range(self, 1, math.inf, "calibration_sequences")
         base.check_range(self, 0, math.inf, "refresh_every", "slorb_k", "ramp_steps")
         base.check_range(self, 0, sr_ste.LARGEST, "alpha")

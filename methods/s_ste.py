@@ -35,8 +35,6 @@ from .nn.linear import SparseLinear
 from .nn.operands import Dense
 from .nn.optimizer import StepWork
 
-BETA_RECIPES = ("none", "keep_l1", "mse", "mse_dynamic")
-
 # Offset of the random numbers for the weight's sample; those for dY count up from 0.
 _WEIGHT_STREAM = 1 << 60
 
@@ -67,7 +65,7 @@ class Config(base.Config):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        base.check_choice("beta", self.beta, BETA_RECIPES)
+        base.check_choice("beta", self.beta, ("none", "keep_l1", "mse", "mse_dynamic"))
         base.check_range(self, 0, 1, "gamma")
 
 

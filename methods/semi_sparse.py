@@ -51,8 +51,6 @@ from .nn.gemms import Products, under_autocast
 from .nn.optimizer import StepWork
 from .nn.phases import SwitchedLinear, SwitchedMethod, TransposableLinear
 
-MODES = ("weight", "activation")
-
 
 @dataclass(frozen=True, kw_only=True)
 class Config(base.Config):
@@ -76,7 +74,7 @@ class Config(base.Config):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        base.check_choice("mode", self.mode, MODES)
+        base.check_choice("mode", self.mode, ("weight", "activation"))
         base.check_choice("algorithm", self.algorithm, ("greedy", "exact", "rows"))
         if self.mode == "activation" and self.fp8 != "off":
             raise ValueError(f"fp8={self.fp8} needs mode=weight; mode=activation has no FP8")

@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import itertools
 import sys
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,28 +23,24 @@ def save_plain(model: nn.Module) -> None:
     if transformers is not None and isinstance(model, transformers.PreTrainedModel):
         layers = {n: m for n, m in model.named_modules() if isinstance(m, SparseLinear)}
         shapes = {name: without_numbers(layer, layer) for name, layer in layers.items()}
-        vars(model)["save_pretrained"] = _Save(model, shapes)
+        # A partial, so that models can be pickled and a copy of a model saves its own weights.
+        vars(model)["save_pretrained"] = partial(_save, model, shapes)
 
 
-class _Save:
-    """`PreTrainedModel.save_pretrained` of `model`, with the state of the plain model. An object,
-    so that models can be pickled and a copy of a model saves its own weights."""
-
-    def __init__(self, model: Any, shapes: dict[str, SparseLinear]) -> None:
-        self.model, self.shapes = model, shapes
-
-    def __call__(
-        self,
-        save_directory: Any,
-        is_main_process: bool = True,
-        state_dict: dict[str, Tensor] | None = None,
-        **options: Any,
-    ) -> Any:
-        own = self.model.state_dict() if state_dict is None else state_dict
-        whole = {name: sharding.full(x) for name, x in own.items()}
-        state = plain_state(self.model, whole, self.shapes)
-        kind = type(self.model)
-        return kind.save_pretrained(self.model, save_directory, is_main_process, state, **options)
+def _save(
+    model: Any,
+    shapes: dict[str, SparseLinear],
+    save_directory: Any,
+    is_main_process: bool = True,
+    state_dict: dict[str, Tensor] | None = None,
+    **options: Any,
+) -> Any:
+    """`PreTrainedModel.save_pretrained` of `model`, with the state of the plain model."""
+    own = model.state_dict() if state_dict is None else state_dict
+    whole = {name: sharding.full(x) for name, x in own.items()}
+    state = plain_state(model, whole, shapes)
+    kind = type(model)
+    return kind.save_pretrained(model, save_directory, is_main_process, state, **options)
 
 
 def plain_state(
