@@ -198,12 +198,6 @@ def _save_merged(
     return type(self).save_pretrained(self, folder, *args, state_dict=state, **options)
 
 
-def factor_names(weight: str) -> tuple[str, str]:
-    """The names of the stored factors (left, right) of a stored weight."""
-    module = weight.rpartition(".")[0]
-    return f"{module}.left", f"{module}.right"
-
-
 def _linear_of(model: nn.Module, name: str, sha256: str) -> nn.Module:
     """The module of a stored weight, found by its content if transformers calls it otherwise."""
     try:
@@ -250,7 +244,10 @@ def load(folder: str | Path, device: torch.device | str = "cpu") -> PreTrainedMo
     if WEIGHTS in record["files"]:
         state = _expand(load_file(Path(folder) / WEIGHTS), record)
     factors: dict[str, list[Any]] = {
-        name: [(state or {}).pop(part, None) for part in factor_names(name)]
+        name: [
+            (state or {}).pop(f"{name.removesuffix('weight')}{part}", None)
+            for part in ("left", "right")
+        ]
         for name, told in record["tensors"].items()
         if "low_rank" in told
     }

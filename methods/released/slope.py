@@ -22,27 +22,11 @@ from common_kernels import expand_nm, unpack_mask
 
 from .. import slope
 from ..nn.compressed import CompressedLinear
-from ..nn.gemms import Products, under_autocast
+from ..nn.gemms import Products
+from ..nn.operands import Dense
 from . import needs
 
 Config = slope.Config
-
-
-class _InputGradient(torch.autograd.Function):
-    """Returns y [..., out], with dX = dY W' for a W' that y was not computed with."""
-
-    @staticmethod
-    def forward(ctx, x, y, values, row_mask, pattern):
-        ctx.pattern = pattern
-        ctx.save_for_backward(values, row_mask)
-        return y.view_as(y)
-
-    @staticmethod
-    def backward(ctx, grad_y):
-        values, row_mask = ctx.saved_tensors
-        weight = expand_nm(values.to(grad_y.dtype), row_mask, *ctx.pattern)
-        grad_x = grad_y.reshape(-1, grad_y.shape[-1]) @ weight
-        return grad_x.reshape(*grad_y.shape[:-1], weight.shape[1]), grad_y, None, None, None
 
 
 class Linear(CompressedLinear):
@@ -63,10 +47,9 @@ class Linear(CompressedLinear):
     def sparse_products(self) -> Products:
         return replace(super().sparse_products(), dgrad=False)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """x [..., in] -> [..., out]."""
-        y = super().forward(x.detach())
-        return _InputGradient.apply(under_autocast(x), y, self.first, self.row_mask, self.pattern)
+    def operands(self, dtype: torch.dtype) -> tuple[Any, Any]:
+        first = expand_nm(self.first.to(dtype), self.row_mask, *self.pattern)
+        return super().operands(dtype)[0], Dense(first)
 
 
 class Method(slope.Method):

@@ -16,32 +16,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from common_kernels import compress_nm
+from common_kernels import expand_nm, unpack_mask
 
 from .. import slope
 from ..nn.compressed import CompressedLinear
 from ..nn.compressed_gemms import Product
 from ..nn.gemms import DENSE, Products
+from ..nn.operands import Dense
 from . import needs
 
 Config = slope.Config
-
-
-class _WeightGradient(torch.autograd.Function):
-    """Returns y [..., out]; dvalues are the entries of dY^T X under another mask than y's."""
-
-    @staticmethod
-    def forward(ctx, y, x, values, mask, pattern):
-        ctx.pattern, ctx.dtype = pattern, values.dtype
-        ctx.save_for_backward(x, mask)
-        return y.view_as(y)
-
-    @staticmethod
-    def backward(ctx, grad_y):
-        x, mask = ctx.saved_tensors
-        dy, x2d = grad_y.reshape(-1, grad_y.shape[-1]), x.reshape(-1, x.shape[-1])
-        grad_values = compress_nm(dy.t() @ x2d, mask, *ctx.pattern, dtype=ctx.dtype)
-        return grad_y, None, grad_values, None, None
 
 
 class Linear(CompressedLinear):
@@ -50,10 +34,16 @@ class Linear(CompressedLinear):
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., in] -> [..., out]."""
-        x, pattern = self.checked_input(x), self.pattern
-        masks, none = (self.row_mask, self.column_mask), (None, None)
-        y = Product.apply(x, self.values.detach(), *none, self.bias, *masks, *none, pattern, False)
-        return _WeightGradient.apply(y, x.detach(), self.values, ~self.row_mask, pattern)
+        x, values = self.checked_input(x), self.values.detach()
+        kept = unpack_mask(self.column_mask, values.shape[-1])
+        operands = (
+            Dense(expand_nm(own.to(x.dtype), self.row_mask, *self.pattern))
+            for own in (values, torch.where(kept, values, 0.0))
+        )
+        # Both operands are given, so this mask only chooses the entries of dW.
+        masks = ~self.row_mask, self.column_mask
+        given = x, self.values, None, None, self.bias, *masks, *operands
+        return Product.apply(*given, self.pattern, False)
 
 
 class Method(slope.Method):
