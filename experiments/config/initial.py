@@ -112,11 +112,6 @@ class HFConfig:
         """The model on the meta device, without its weights."""
         return CausalLM.shape_of(self.folder, self.block_size)
 
-    @cached_property
-    def model_type(self) -> str | None:
-        """The architecture's name in transformers (`model_type` of its config.json)."""
-        return _model_type(self.folder)
-
     def build_ours(self) -> GPT | BertLM | ViT:
         """This project's model with the same outputs, on the CPU in fp32."""
         import transformers
@@ -125,9 +120,10 @@ class HFConfig:
         logging.disable_progress_bar()
         converts: dict[str | None, Callable[[Any], GPT | BertLM | ViT]]
         converts = {"gpt2": gpt2.from_hf, "bert": bert.from_hf, "vit": vit.from_hf}
-        if (convert := converts.get(self.model_type)) is None:
+        found = model_type(self.folder)
+        if (convert := converts.get(found)) is None:
             raise UserError(
-                f"{self.path} is a checkpoint of {self.model_type}; only those of gpt2, bert and "
+                f"{self.path} is a checkpoint of {found}; only those of gpt2, bert and "
                 "vit can be read into models of this project"
             )
         try:
@@ -138,7 +134,7 @@ class HFConfig:
             bert_kind = "BertForPreTraining" if "seq_relationship" in names else "BertForMaskedLM"
             vit_kind = "ViTForImageClassification" if "classifier" in names else "ViTModel"
             kinds = {"gpt2": "GPT2LMHeadModel", "bert": bert_kind, "vit": vit_kind}
-            kind = kinds[str(self.model_type)]
+            kind = kinds[str(found)]
             loaded, info = getattr(transformers, kind).from_pretrained(
                 self.folder, use_safetensors=True, output_loading_info=True
             )
@@ -150,7 +146,7 @@ class HFConfig:
             raise UserError(f"{self.path}: {one_line(error)}") from error
 
 
-def _model_type(folder: Path) -> str | None:
+def model_type(folder: Path) -> str | None:
     """`model_type` of a transformers `config.json`; None for the one of a run, or without one."""
     try:
         found = json.loads((folder / "config.json").read_text(encoding="utf-8"))
@@ -161,7 +157,7 @@ def _model_type(folder: Path) -> str | None:
 
 def _checkpoint(directory: Path) -> HFConfig | None:
     """`directory` as a transformers checkpoint; None if it holds, or will hold, a run."""
-    return None if _model_type(directory) is None else HFConfig(str(directory))
+    return None if model_type(directory) is None else HFConfig(str(directory))
 
 
 def source_hash(directory: Path) -> str:

@@ -6,6 +6,7 @@ import dataclasses
 import math
 import shutil
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -44,12 +45,18 @@ def export(
     marks = {"config_hash": run.config_hash, **dataclasses.asdict(form)}
     with checkpoint.exclusive(run.directory):
         source = {"source": weight_files(run.directory, form.weights)}
-        found = _record(folder)
+        found: dict[str, Any] = {"quantize": None, "files": {}}  # entries of some records only
+        with suppress(ValueError):  # it is no export, or damaged
+            found |= read_record(folder)
         ours = marks.items() <= found.items()
-        if ours and source.items() <= found.items() and _is_intact(folder, found):
-            report(f"exported already: {folder}")
-            return folder
-        if folder.exists() and (not ours or (others := _others(folder, found))):
+        if ours and source.items() <= found.items():
+            hashes = {folder / name: sha256 for name, sha256 in found["files"].items()}
+            if all(p.is_file() and checkpoint.sha256(p) == sha256 for p, sha256 in hashes.items()):
+                report(f"exported already: {folder}")
+                return folder
+        there = (p.relative_to(folder) for p in sorted(folder.rglob("*")) if p.is_file())
+        others = [p.as_posix() for p in there if p.as_posix() not in {*found["files"], RECORD}]
+        if folder.exists() and (others or not ours):
             holds = others[0] if ours else "no such export of this run"
             raise UserError(
                 f"{folder} must be written anew, and holds {holds}; move it away, or give another "
@@ -120,26 +127,6 @@ def _build(run: FinishedRun, form: Form, folder: Path, marks: dict[str, Any]) ->
     record |= {} if sizes is None else {"bytes": sizes}
     record |= {"tensors": described, "files": hashes}
     checkpoint.write_json(folder / RECORD, record)
-
-
-def _record(folder: Path) -> dict[str, Any]:
-    """The record of the export in a folder; {} if there is none that can be read."""
-    try:
-        return {"quantize": None, **read_record(folder)}  # which earlier records do not have
-    except ValueError:
-        return {}
-
-
-def _is_intact(folder: Path, record: dict[str, Any]) -> bool:
-    """True if the files of an export are unchanged."""
-    paths = {folder / name: sha256 for name, sha256 in record["files"].items()}
-    return all(p.is_file() and checkpoint.sha256(p) == sha256 for p, sha256 in paths.items())
-
-
-def _others(folder: Path, record: dict[str, Any]) -> list[str]:
-    """The files in an export's folder that are not part of the export, for example `.git`."""
-    paths = (p.relative_to(folder).as_posix() for p in sorted(folder.rglob("*")) if p.is_file())
-    return [path for path in paths if path not in record["files"] and path != RECORD]
 
 
 def read_patterns(folder: Path) -> dict[str, tuple[int, int]]:

@@ -14,7 +14,7 @@ from torch import nn
 
 from common_kernels import check24
 from experiments.config.compose import composed, plain, typed
-from experiments.config.initial import HFConfig, weight_files
+from experiments.config.initial import HFConfig, model_type, weight_files
 from experiments.config.run import digest
 from experiments.config.settings import DTYPES, EpochConfig, ImplConfig
 from experiments.data.tokenizer import Encoding, folder_tokenizer
@@ -91,7 +91,7 @@ class Checkpoint:
 
     def model(self, weights: str = "sparse") -> nn.Module:
         # A checkpoint has only one kind of weights.
-        bert = self.config.model_type == "bert"
+        bert = model_type(self.config.folder) == "bert"
         return self.config.build_ours() if bert else self.config.build()
 
     def tokenizer(self) -> Encoding:
