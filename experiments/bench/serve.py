@@ -142,20 +142,16 @@ def works(work: str, size: Size) -> Iterable[tuple[int, str, Callable[[Any, int]
 
 def build(size: Size, device: torch.device) -> Any:
     """The dense model."""
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers import AutoModelForCausalLM, LlamaConfig
 
     torch.manual_seed(0)
     settings: dict[str, Any] = {**size.shape, "max_position_embeddings": 2 * PROMPT}
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.bfloat16)
-    try:
-        with device, torch.inference_mode(False), torch.no_grad():
-            dense = LlamaForCausalLM(LlamaConfig(**settings)).eval()
-            for name, parameter in dense.named_parameters():
-                if "_proj" in name:
-                    parameter *= nm_mask(parameter)
-    finally:
-        torch.set_default_dtype(before)
+    with device, torch.inference_mode(False), torch.no_grad():
+        config = LlamaConfig(**settings)
+        dense: Any = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+        for name, parameter in dense.named_parameters():
+            if "_proj" in name:
+                parameter *= nm_mask(parameter)
     return dense.requires_grad_(False)
 
 
