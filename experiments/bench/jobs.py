@@ -9,7 +9,6 @@ import argparse
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any
 
@@ -20,7 +19,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from experiments.bench import variants
 from experiments.bench.report import Report
-from experiments.support.errors import UserError
 from models.gpt2 import GPT, Block, GPTConfig
 from models.transformer import Transformer, TransformerConfig
 
@@ -250,8 +248,4 @@ def jobs(options: argparse.Namespace, report: Report) -> dict[str, Workload]:
         found = CPU_JOBS
     else:
         found = GPU_JOBS
-    asked = {s: j for s, j in found.items() if any(fnmatchcase(s, g) for g in options.shapes)}
-    if not asked:
-        globs = " ".join(options.shapes)
-        raise UserError(f"--shapes {globs} matches none of: {'; '.join(found)}")
-    return asked
+    return {name: found[name] for name in report.chosen(found, "--shapes", options.shapes)}

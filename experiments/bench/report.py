@@ -114,12 +114,14 @@ class Report:
             )
         self.earlier = self.record["benchmarks"].get(benchmark, {"rows": []})["rows"]
 
-    def chosen(self, names: Iterable[str]) -> list[str]:
-        """The `names` that `--only` selects. Raises a `UserError` if there are none."""
-        names = list(names)
-        found = [n for n in names if any(fnmatchcase(n, glob) for glob in self.only)]
+    def chosen(
+        self, names: Iterable[str], option: str = "--only", globs: Sequence[str] = ()
+    ) -> list[str]:
+        """The `names` that an option's globs select. Raises a `UserError` if there are none."""
+        names, globs = list(names), globs or self.only
+        found = [n for n in names if any(fnmatchcase(n, glob) for glob in globs)]
         if not found:
-            raise UserError(f"--only {' '.join(self.only)} matches none of: {'; '.join(names)}")
+            raise UserError(f"{option} {' '.join(globs)} matches none of: {'; '.join(names)}")
         return found
 
     def lacking(self, names: list[str]) -> list[str]:
