@@ -185,15 +185,15 @@ def where_stored(
         for linear in linears if tensor.ndim == 2 else ():
             weight = model.get_parameter(f"{linear}.weight")
             for axis, rows in ((1, tensor), (0, tensor.t())):
-                rows = rows.to(weight.dtype)
                 if rows.shape[1] != weight.shape[1] or len(rows) > len(weight):
                     continue
-                firsts = [0]
+                first_row, starts = rows[0].to(weight.dtype), [0]
                 if len(rows) < len(weight):
-                    firsts = (weight == rows[0]).all(1).nonzero().flatten().tolist()
-                for first in firsts:
-                    own = slice(first, first + len(rows))
-                    if torch.equal(weight[first], rows[0]) and torch.equal(weight[own], rows):
+                    starts = (weight == first_row).all(1).nonzero().flatten().tolist()
+                for start in starts:
+                    own = slice(start, start + len(rows))
+                    same = torch.equal(weight[start], first_row)
+                    if same and torch.equal(weight[own], rows.to(weight.dtype)):
                         found[name] = linear, axis, own
     return found
 
