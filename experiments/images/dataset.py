@@ -20,17 +20,15 @@ import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+from PIL import Image
 
 from experiments.support import checkpoint
 from experiments.support.errors import UserError, one_line
 from experiments.support.hub import commits, load_dataset
 from experiments.support.names import check_bounds, check_name, identity_of
-
-if TYPE_CHECKING:
-    from PIL.Image import Image
 
 EMBEDDED = "digits"  # the value of `ImageConfig.source` that needs no files
 HELD_OUT = 400  # digits for validation
@@ -169,14 +167,11 @@ class Arrays:
     pixels: np.ndarray
     labels: np.ndarray
 
-    def open(self, index: int) -> Image:
-        from PIL import Image
-
+    def open(self, index: int) -> Image.Image:
         return Image.fromarray(self.pixels[index]).convert("RGB")
 
 
 def _digits(image_size: int, splits: Sequence[str]) -> Images:
-    from PIL import Image
     from sklearn.datasets import load_digits
     from sklearn.model_selection import train_test_split
 
@@ -247,7 +242,7 @@ class Files:
     names: np.ndarray  # with the class; bytes [N], an array because forked workers can share it
     labels: np.ndarray
 
-    def open(self, index: int) -> Image:
+    def open(self, index: int) -> Image.Image:
         path = self.directory / os.fsdecode(bytes(self.names[index]))
         return decode(path.read_bytes(), str(path))
 
@@ -293,7 +288,7 @@ class _Rows:
     labels: np.ndarray
     name: str
 
-    def open(self, index: int) -> Image:
+    def open(self, index: int) -> Image.Image:
         return decode(self.content(index), f"{self.name}, row {index}")
 
     def content(self, index: int) -> bytes:
@@ -341,9 +336,8 @@ def _hub(source: str, wanted: Sequence[str]) -> Images:
 Split = Arrays | Files | _Rows
 
 
-def decode(content: bytes, where: str) -> Image:
+def decode(content: bytes, where: str) -> Image.Image:
     """The image in an encoded file, in RGB (grey, transparent and CMYK ones are converted)."""
-    from PIL import Image
 
     try:
         return Image.open(io.BytesIO(content), formats=FORMATS).convert("RGB")

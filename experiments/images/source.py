@@ -10,10 +10,11 @@ import random
 import signal
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
+from PIL import Image, ImageOps
 from torch import Tensor
 
 from experiments.data.source import Batch, Request, evenly_spaced, random_words
@@ -22,14 +23,7 @@ from experiments.images.memory import hold, mixed
 from experiments.support.errors import UserError
 from models.vit import ViTConfig
 
-if TYPE_CHECKING:
-    from PIL.Image import Image
-
-
-if TYPE_CHECKING:
-    from PIL.Image import Image
-
-    Transform = Callable[[Image], torch.Tensor]
+Transform = Callable[[Image.Image], torch.Tensor]
 
 
 @lru_cache(maxsize=4)
@@ -46,7 +40,7 @@ def augmented(
     split: Split,
     indices: np.ndarray,
     keys: Iterable[tuple[int, ...]],
-    augment: Callable[[Image], R],
+    augment: Callable[[Image.Image], R],
 ) -> list[R]:
     """`augment` of each image of these indices, with random choices that depend on its key alone.
 
@@ -243,11 +237,9 @@ def turn_and_shift(config: ImageConfig) -> list[Any]:
     return [T.RandomRotation(config.rotate, interpolation=bilinear)] if config.rotate else []
 
 
-def _posterize(image: Image, bits: int, **_: Any) -> Image:
+def _posterize(image: Image.Image, bits: int, **_: Any) -> Image.Image:
     """The image with only the `bits` highest bits of each value; black for 0 bits, which
     RandAugment uses at full strength and Pillow 13 and later reject."""
-    from PIL import Image, ImageOps
-
     if bits >= 8:
         return image
     return ImageOps.posterize(image, bits) if bits else Image.new(image.mode, image.size)
