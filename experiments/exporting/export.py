@@ -1,22 +1,24 @@
-"""Writes a finished run as a folder for other libraries."""
+"""Writes a finished run as a folder for other libraries, with a model card."""
 
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
+import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
+from jinja2 import Environment, StrictUndefined
 from torch import Tensor, nn
 
 from experiments.config.initial import weight_files
 from experiments.config.run import digest
 from experiments.exporting import files
-from experiments.exporting.card import card
 from experiments.exporting.files import Form, tokenizer_of
 from experiments.images.dataset import ImageConfig
 from experiments.runs.finished import FinishedRun
@@ -24,10 +26,9 @@ from experiments.support import checkpoint
 from experiments.support.errors import UserError, check_installed, writing
 from experiments.support.progress import say
 from experiments.training import legality
+from experiments.training.optimization import DTYPES
 from methods.nn import lowrank
-from models.sparse import FORMAT, RECORD, VERSION, read_record
-
-TORCH = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+from models.sparse import FORMAT, RECORD, VERSION, WEIGHTS, read_record
 
 
 def export(
@@ -88,7 +89,7 @@ def _build(run: FinishedRun, form: Form, folder: Path, marks: dict[str, Any]) ->
     rows = legality.measure(model, patterns)  # before merging, which destroys the N:M pattern
     terms = split_low_rank(model) if form.compressed else {}
     merged = merge_low_rank(model)
-    dtype = TORCH[form.dtype]
+    dtype = DTYPES[form.dtype] or torch.float32
     files.round_weights(model, list(patterns), dtype)
     kind = files.write(model, folder, tokenizer_of(run, model), dtype)
     places = files.where_stored(model, list(patterns), folder)
@@ -166,3 +167,76 @@ def merge_low_rank(model: nn.Module) -> bool:
     found = any(isinstance(m, lowrank.LowRankLinear) for m in model.modules())
     lowrank.merge(model)
     return found
+
+
+# ---- the model card
+
+
+# The hub's name of the task of each kind of model.
+PIPELINES = {
+    "LMHeadModel": "text-generation",
+    "ForCausalLM": "text-generation",
+    "ForMaskedLM": "fill-mask",
+    "ForImageClassification": "image-classification",
+}
+HELD_OUT = ("val_loss", "val_top1")  # metrics in a card
+_CARD = Path(__file__).with_name("card.md")  # a template of Jinja
+HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+
+
+def card(
+    run: FinishedRun,
+    form: Form,
+    kind: str,
+    rows: list[legality.LinearSparsity],
+    merged: bool,
+    split: bool,
+    sizes: Mapping[str, int] | None,
+) -> str:
+    """The text of README.md, from the template `card.md`.
+
+    Args:
+        kind: the model's class in transformers.
+        rows: its converted linears before low-rank terms were merged.
+        merged, split: it had low-rank terms, which were merged into its weights, or are kept.
+        sizes: the result of `files.compress`; None if the export is not compressed.
+    """
+    from huggingface_hub import ModelCardData
+
+    source = _on_hub(run.config["data"]["source"])
+    base = _on_hub(run.config["model"].get("path", "").partition("@")[0])
+    metrics = run.result.get("metrics", {})
+    if form.weights == "dense" and not run.trained_with.capabilities.ends_dense:
+        metrics = {}  # those of other weights
+    head = ModelCardData(
+        library_name="transformers",
+        tags=["sparse24", run.method, "2:4 sparsity"],
+        license=form.license or "unknown",
+        pipeline_tag=next((tag for end, tag in PIPELINES.items() if kind.endswith(end)), None),
+        datasets=source,
+        base_model=base,
+    )
+    options = {k: v for k, v in run.config["method"].items() if k != "name"}
+    template = Environment(undefined=StrictUndefined, trim_blocks=True, keep_trailing_newline=True)
+    return template.from_string(_CARD.read_text(encoding="utf-8")).render(
+        head=head.to_yaml(),
+        name=run.model_name if "path" not in run.config["model"] else base or kind,
+        data=source or run.config["data"].get("name", "unnamed"),
+        kind=kind,
+        run=run,
+        form=form,
+        held_out={k: v for k, v in metrics.items() if k in HELD_OUT and isinstance(v, float)},
+        total=legality.total(rows),
+        sizes=sizes,
+        options=json.dumps(options, indent=2),
+        merged=merged,
+        split=split,
+        linears=legality.table(rows),
+        record=RECORD,
+        weights_file=WEIGHTS,
+    )
+
+
+def _on_hub(source: str) -> str | None:
+    """`source` if it is an id on the hub; None for a local folder or embedded data."""
+    return source if HUB_ID.fullmatch(source) and not Path(source).exists() else None
