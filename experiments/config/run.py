@@ -36,7 +36,7 @@ from experiments.images.dataset import ImageConfig
 from experiments.images.multicrop import MultiCrops
 from experiments.images.source import ImageSource
 from experiments.support.errors import UserError
-from experiments.support.names import check_name, check_seed, identity_of
+from experiments.support.names import SEEDS, check_bounds, check_name, identity_of
 from methods.nn import base, distillation
 from models.base import Model
 from models.bert import BertConfig, BertLM
@@ -247,7 +247,7 @@ class _Top:
     init: Path | None
 
     def __post_init__(self) -> None:
-        check_seed(self.seed)
+        check_bounds(self, "", seed=SEEDS)
 
 
 def digest(value: dict[str, Any]) -> str:

@@ -18,7 +18,7 @@ from experiments.evaluation.perplexity import Text
 from experiments.images.dataset import ImageConfig, load_images
 from experiments.runs.finished import WEIGHTS_OF, FinishedRun
 from experiments.support.errors import UserError
-from experiments.support.names import check_bounds, check_choices, check_seed
+from experiments.support.names import check_bounds, check_choices
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,9 +71,10 @@ class EvaluateConfig(EvaluationSettings):
             )
         if self.source is not None and self.images is None:
             raise ValueError("data.source is only for images; add images=val")
-        check_seed(self.seed, 32)  # the limit of numpy's generator
-        count = (1, math.inf)
-        check_bounds(self, "", block_size=(2, math.inf), num_fewshot=(0, math.inf), limit=count)
+        count, seeds = (1, math.inf), (0, 2**32 - 1)  # the limit of numpy's generator
+        check_bounds(
+            self, "", block_size=(2, math.inf), num_fewshot=(0, math.inf), limit=count, seed=seeds
+        )
 
     @cached_property
     def finished_run(self) -> FinishedRun | None:

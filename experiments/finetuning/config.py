@@ -22,7 +22,7 @@ from experiments.finetuning import glue, squad
 from experiments.runs.finished import MODES, WEIGHTS_OF, FinishedRun
 from experiments.support.checkpoint import content_hash
 from experiments.support.errors import UserError
-from experiments.support.names import check_bounds, check_choices, check_seed
+from experiments.support.names import SEEDS, check_bounds, check_choices
 from methods import Method, dense, one_shot
 
 SQUAD = "squad"
@@ -140,7 +140,7 @@ class Settings:
     weights: str
 
     def __post_init__(self) -> None:
-        check_seed(self.seed)
+        check_bounds(self, "", seed=SEEDS)
         known = {"task": TASKS, "mode": MODES, "weights": WEIGHTS_OF}
         check_choices(self, "", known)
         if self.weights == "dense" and self.mode != "dense":

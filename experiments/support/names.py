@@ -8,6 +8,8 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+SEEDS = (0, 2**63 - 1)  # which random generators take
+
 
 def check_name(key: str, name: str) -> None:
     """Raise a `ValueError` unless `name`, the value of `key`, can name a folder: one plain path
@@ -17,12 +19,6 @@ def check_name(key: str, name: str) -> None:
             f"{key}={name!r} names a folder: begin with a letter or digit, then use only letters, "
             "digits and . _ + -, at most 100 characters"
         )
-
-
-def check_seed(seed: int, bits: int = 63) -> None:
-    """Raise a `ValueError` unless the random generators take this seed."""
-    if not 0 <= seed < 2**bits:
-        raise ValueError(f"seed={seed}; it must lie in [0, 2**{bits})")
 
 
 def check_choices(settings: Any, group: str, choices: Mapping[str, Iterable[str]]) -> None:

@@ -66,7 +66,7 @@ BAD = {
         "train.average_last=2 train.average_every=1 train.ema=0.5": "exclude each other",
         "train.descent_every=1 impl.shard=fsdp2": "passes, which do not work with impl.shard",
         "impl.offload=true": "impl.offload=true with impl.shard=ddp",
-        "seed=-1": "seed=-1; it must lie in [0, 2**63)",
+        "seed=-1": "seed=-1; it must lie in [0, 9,223,",
         "~method": "the config has no method: leave ~method out",
         "impl.loggers=[csv]": "choose from tensorboard, wandb",
         "method.beta=max": "beta='max'; choose one of none",
