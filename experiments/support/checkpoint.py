@@ -133,14 +133,6 @@ def finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def remove(path: Path) -> None:
-    """Remove a file or a folder, if it is there."""
-    if path.is_dir():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)
-
-
 @contextmanager
 def exclusive(directory: Path, wait: Callable[[str], None] | None = None) -> Iterator[None]:
     """Lock `directory` against other processes, and remove what a killed one left half-written.
@@ -159,7 +151,10 @@ def exclusive(directory: Path, wait: Callable[[str], None] | None = None) -> Ite
             fcntl.flock(lock, fcntl.LOCK_EX)
         for folder in (directory, directory / "checkpoints"):
             for debris in folder.glob(".*.[0-9]*"):
-                remove(debris)
+                if debris.is_dir():
+                    shutil.rmtree(debris)
+                else:
+                    debris.unlink(missing_ok=True)
         yield
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 
 from experiments.support import checkpoint
@@ -86,12 +86,10 @@ def load(path: Path, device: torch.device) -> dict[str, Tensor]:
         SafetensorError: a file is damaged.
     """
     tensors: dict[str, Tensor] = {}
+    read_on = "cpu" if device.type == "meta" else str(device)
     for part in files(path):
-        if part.suffix == ".json":
-            continue
-        if device.type != "meta":
-            tensors |= load_file(part, str(device))
-            continue
-        with safe_open(part, "pt") as file:
-            tensors |= {name: file.get_tensor(name).to(device) for name in list(file.keys())}
+        if part.suffix != ".json":
+            with safe_open(part, "pt", read_on) as file:
+                names = list(file.keys())
+                tensors |= {name: file.get_tensor(name).to(device) for name in names}
     return tensors

@@ -169,7 +169,10 @@ class Replays:
             batches: micro-batches on the device. Each is taken after the previous one's passes were
                 started.
         """
-        state = phase, tuple(held[name] for held, name in self._flags), self._places()
+        # The addresses of all tensors of the model that a graph reads.
+        tensors = (tensor for held in self._held for tensor in held.values())
+        places = tuple(tensor.data_ptr() for tensor in tensors if tensor is not None)
+        state = phase, tuple(held[name] for held, name in self._flags), places
         if state != self._state:
             self._state = state
             self.forget()
@@ -186,11 +189,6 @@ class Replays:
             yield partial(self.backward, batch, share) if replay is None else replay
         self.steps += bool(self._graphs)
         self._count += 1
-
-    def _places(self) -> tuple[int, ...]:
-        """The addresses of all tensors of the model that a graph reads."""
-        tensors = (tensor for held in self._held for tensor in held.values())
-        return tuple(tensor.data_ptr() for tensor in tensors if tensor is not None)
 
     def _replay(
         self, first: bool, form: Form, batch: Batch, share: float
