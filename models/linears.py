@@ -52,6 +52,24 @@ def has_24(module: nn.Module) -> bool:
     return weight.shape[along] % 4 == 0 and not int(check24(weight, dim=along))
 
 
+def linears_24(model: nn.Module) -> dict[str, nn.Module]:
+    """The 2:4 linears of a model by name.
+
+    Raises:
+        ValueError: there is none.
+    """
+    found = {name: module for name, module in model.named_modules() if is_24(module)}
+    if not found:
+        held = (m for m in model.modules() if isinstance(m, nn.Linear) and has_24(m))
+        others = sorted({type(m).__name__ for m in held})
+        why = f": its 2:4 weights are in {', '.join(others)}" if others else ""
+        raise ValueError(
+            f"no plain linear of this model is 2:4{why} (after training with a method, call "
+            "method.finalize(model) first; fst ends dense)"
+        )
+    return found
+
+
 @torch.no_grad()
 def quantize(model: nn.Module, bits: int) -> list[str]:
     """Round the weights of a model's 2:4 linears to integers of 8 or 4 bits times scales, in place,
@@ -60,14 +78,16 @@ def quantize(model: nn.Module, bits: int) -> list[str]:
 
     Cast the model to the dtype in which it will run first: rounded to another one afterwards,
     weights compute the same but cannot be told to be integers, unless they go from bf16 to fp16.
+
+    Raises:
+        ValueError: no linear is 2:4.
     """
-    names = [name for name, module in model.named_modules() if is_24(module)]
-    for name in names:
-        layer: Any = model.get_submodule(name)
+    layers: dict[str, Any] = linears_24(model)
+    for layer in layers.values():
         matrix = matrix_of(layer)
         dense = dequantize24(quantize24(pack24(matrix, matrix != 0), bits), matrix.dtype)
         layer.weight.copy_(dense.t() if is_conv1d(layer) else dense)
-    return names
+    return [*layers]
 
 
 def integers_of(packed: Packed24) -> Packed24 | Quantized24:

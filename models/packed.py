@@ -46,7 +46,7 @@ from common_kernels.matmul.cusparselt import Problem
 from common_kernels.pack import VENDOR, check_form, of_library
 from common_kernels.pack.operands import fill_up, pack24_
 from models.limits import Limits, measured
-from models.linears import has_24, integers_of, is_24, matrix_of, shape_of
+from models.linears import integers_of, linears_24, matrix_of, shape_of
 
 # cuSPARSELt makes a plan for each number of tokens. To limit the number of plans, tokens are padded
 # to multiples: of STEP if there are more, else of LEAST, which it needs for 16-bit types.
@@ -227,12 +227,7 @@ def pack(
     for module in model.modules():
         if isinstance(module, PackedProduct):
             _restore(module)
-    linears = {name: m for name, m in model.named_modules() if is_24(m)}
-    if not linears:
-        held = (m for m in model.modules() if isinstance(m, nn.Linear) and has_24(m))
-        others = sorted({type(m).__name__ for m in held})
-        why = f": its 2:4 weights are in {', '.join(others)}, which is not packed"
-        raise ValueError(f"no plain linear of this model is 2:4{why if others else ''}")
+    linears = linears_24(model)
     for name, module in linears.items():
         if module.get_parameter("weight").is_inference():
             raise ValueError(

@@ -59,7 +59,10 @@ def read_record(folder: str | Path) -> dict[str, Any]:
         record = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         reason = f"{path}: {error.strerror}"
-        raise ValueError(f"no export of sparse24 in {folder} ({reason})") from error
+        raise ValueError(
+            f"no export of sparse24 in {folder} ({reason}); a model that save_pretrained wrote is "
+            "loaded by from_pretrained and runs packed after models.packed.pack(model)"
+        ) from error
     except ValueError as error:
         raise ValueError(f"{path} is damaged ({error}); export the run again") from error
     if not isinstance(record, dict) or record.get("format") != FORMAT:

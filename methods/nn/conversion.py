@@ -22,6 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from common_kernels import check_nm
+
 from . import matrices
 
 # Names of the linears of feed-forward networks: in this project's models and in GPT-2, LLaMA and
@@ -48,7 +50,7 @@ class Report:
     one that is called `weight` has the name of its module. sizes: number of entries of all these
     matrices; a shared one counts once. total_parameters: number of entries in the model. measured:
     True for `dense`, which converts nothing: `names` are then the linears on which it measures what
-    a sparse method would do.
+    a sparse method would do. warnings: what is probably not meant.
     """
 
     names: tuple[str, ...]
@@ -56,6 +58,7 @@ class Report:
     sizes: dict[str, int]
     total_parameters: int
     measured: bool = False
+    warnings: tuple[str, ...] = ()
 
     @property
     def sparse_parameters(self) -> int:
@@ -71,6 +74,7 @@ class Report:
             lines = [f"{count} converted, {of}"]
             if share < 1 / 3:
                 lines.append("  warning: less than a third of the parameters is converted")
+            lines += [f"  warning: {warning}" for warning in self.warnings]
         kind = "measured" if self.measured else "sparse"
         groups: dict[tuple[str, str], list[int]] = {}
         for name, reason in (dict.fromkeys(self.names, "") | self.dense).items():
@@ -87,6 +91,15 @@ class Report:
 
 def some_names(names: list[str]) -> str:
     return ", ".join(names[:6]) + (", ..." if len(names) > 6 else "")
+
+
+def loses_24(linear: Any) -> bool:
+    """True if a linear that stays dense is 2:4, so that training fills its zeros."""
+    weight = weight_of(linear).detach()
+    if not linear.weight.requires_grad or weight.is_meta or weight.shape[1] % 4:
+        return False
+    # One row tells a dense weight in no time; an empty one, as of an adapter, has no pattern.
+    return not (check_nm(weight[:1], 2, 4) or check_nm(weight, 2, 4)) and bool(weight.any())
 
 
 def globs(include: str | tuple[str, ...]) -> tuple[str, ...]:
@@ -207,6 +220,7 @@ def choose(
     counted: set[int] = set()
     matched: dict[str, str] = {}  # by include, and cannot be converted
     possible: list[str] = []
+    lost: list[str] = []  # linears that are 2:4 and not included
     for name, module, attribute in every_matrix(model):
         weight = module._parameters.get(attribute)
         sizes[name] = 0 if weight is None or id(weight) in counted else weight.numel()
@@ -217,6 +231,8 @@ def choose(
         try:
             linear = fit(name, module, attribute)
             possible.append(name)
+            if not asked and loses_24(linear):
+                lost.append(name)
         except ValueError as error:
             if name in wanted and not excluded:
                 raise ValueError(f"{name} cannot be converted ({error}); exclude it") from None
@@ -238,7 +254,19 @@ def choose(
     if not chosen:
         raise ValueError(_nothing(model, include, exclude, matched, possible))
     total = sum(p.numel() for p in model.parameters())
-    return chosen, Report(tuple(chosen), dense, sizes, total)
+    warnings = []
+    if lost:
+        warnings.append(
+            f"2:4 already but not in include, so that training fills their zeros: "
+            f"{some_names(as_globs(lost))}"
+        )
+    trained = {x.weight.dtype for x in chosen.values() if x.weight.requires_grad}
+    if small := trained & {torch.bfloat16, torch.float16}:
+        warnings.append(
+            f"weights in {str(small.pop()).removeprefix('torch.')} lose small updates; train fp32 "
+            "ones under autocast: model.float(), then convert(model, dtype=torch.bfloat16)"
+        )
+    return chosen, Report(tuple(chosen), dense, sizes, total, warnings=tuple(warnings))
 
 
 def _nothing(

@@ -11,7 +11,7 @@ from torch import nn
 from torch.ao import quantization
 
 import methods
-from common_kernels import check24
+from common_kernels import check24, nm_mask
 from methods import ste
 from methods.nn import ranks
 from models.bert import BertConfig, BertLM
@@ -72,6 +72,25 @@ def test_the_report_says_what_is_converted_and_that_dense_converts_nothing():
     both = "\n  sparse  36.4%  up\n  sparse  36.4%  down\n  dense "
     assert str(report) == f"2 linears converted, {of}{both}{left}"
     assert convert(linears(a=(8, 8), b=(8, 8)), ["*"], ["b"]).dense == {"b": "in exclude"}
+
+
+def test_the_report_warns_of_patterns_that_training_destroys_and_of_16_bit_weights():
+    """A frozen weight keeps its pattern, and an empty one has none."""
+    model = linears(a=(8, 8), b=(8, 8), c=(8, 8), d=(8, 8))
+    with torch.no_grad():
+        for name in "abc":
+            model[name].weight *= nm_mask(model[name].weight)
+        model["d"].weight.zero_()
+    model["c"].requires_grad_(False)
+    partly, whole = copy.deepcopy(model), copy.deepcopy(model).bfloat16()
+    told = convert(partly, ["a"], name="one_shot")
+    assert told.warnings == (
+        "2:4 already but not in include, so that training fills their zeros: b",
+    )
+    assert f"  warning: {told.warnings[0]}" in str(told).splitlines()
+    (warning,) = convert(whole, ["*"], name="one_shot").warnings
+    assert warning.startswith("weights in bfloat16 lose small updates")
+    assert convert(model, ["*"], name="one_shot").warnings == ()
 
 
 def test_a_method_that_needs_its_own_products_leaves_attention_of_torch_and_says_so():
