@@ -12,7 +12,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from experiments.runs.stats import difference_form
 from reproduce.judge.scale import ENOUGH
-from reproduce.judge.verdicts import CONFIRMED, NOT_TESTED, SHOWN, VERDICTS
+from reproduce.judge.verdicts import CONFIRMED, VERDICTS
 
 WIDTH = 80
 Json = dict[str, Any]  # claims.json or a part of it
@@ -52,33 +52,6 @@ def worded(part: Json) -> str:
     return f"{part['verdict']} {part['where']}".rstrip()
 
 
-def without(c: Json) -> str:
-    """The verdict on a contrast without a run that diverged, in words; "" if none did."""
-    seeds = ", ".join(map(str, c["lost"]))
-    return f"without seed {seeds}, which diverged: {worded(c['without'])}" if c["without"] else ""
-
-
-def p_value(c: Json) -> str:
-    """The p-value of a tested contrast: of the expected result or, if it is smaller, of the
-    contrary, which is then marked."""
-    expected, contrary = c["p_expected"], c["p_contrary"]
-    return f"{contrary:.2g} (contrary)" if contrary < expected else f"{expected:.2g}"
-
-
-def statement(m: Json) -> str:
-    """A contrast of measurements in words, with the table that it is judged by."""
-    memory = "memory of " if m["less"] else ""
-    than = f", times as fast as {m['than'].strip(' /')}" if m["than"] else ""
-    return f"{memory}{m['column']}{than} ({m['name']}, {m['kind']})"
-
-
-def agreement(m: Json) -> str:
-    """The number of rows that confirm a contrast of measurements; "" if no row is judged."""
-    judged = [x["verdict"] for x in m["lines"] if x["verdict"] not in (SHOWN, NOT_TESTED)]
-    what = "at least half of the paper's gain"
-    return f"{what} in {judged.count(CONFIRMED)} of {len(judged)} rows" if judged else ""
-
-
 def range_of(m: Json, key: str, form: str = ".3f") -> str:
     """The least and the greatest of a number over the rows, in words; one if they are equal."""
     rows = [x for x in m["lines"] if x[key] is not None and not (key == "share" and x["why"])]
@@ -94,7 +67,7 @@ _ENVIRONMENT = Environment(
 )
 _ENVIRONMENT.filters["formatted"] = formatted
 _ENVIRONMENT.globals |= {
-    **{f.__name__: f for f in (worded, without, p_value, statement, agreement, range_of)},
+    **{f.__name__: f for f in (worded, range_of)},
     "form_of": lambda c: difference_form(c["effect"], c["low"], c["high"]),
     "enough": ENOUGH,
     "verdicts": VERDICTS,

@@ -162,7 +162,8 @@ def test_what_a_terminal_shows():
 def test_a_refutation_is_told_with_the_p_value_that_it_rests_on():
     asked = [("it", "dense", expect) for expect in ("equal", "lower", "higher")]
     found = contrasts_of(*asked, dense=BASE, half=shifted(0.08), it=shifted(0.05))
-    told = [(c["verdict"], *text.p_value(c).split(" ")) for c in found]
+    words = text.TEMPLATE.environment.get_template("words.jinja").module
+    told = [(c["verdict"], *words.p_value(c).split(" ")) for c in found]
     assert [(verdict, *more) for verdict, _, *more in told] == [
         ("not reproduced", "(contrary)"), ("not reproduced", "(contrary)"), ("confirmed",)
     ]  # fmt: skip

@@ -11,6 +11,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from experiments.runs.stats import difference_form
+from reproduce.judge import text
 from reproduce.judge.text import formatted
 
 MINUS = "\N{MINUS SIGN}"
@@ -26,8 +27,8 @@ def slug(*words: object) -> str:
 def signed(value: float, low: float = math.nan, high: float = math.nan) -> str:
     """A difference with its sign and as many decimals as suit its interval; `-` if it is not
     finite."""
-    text = formatted(value, difference_form(value, low, high))
-    return text if text == "-" else text.replace("-", MINUS)
+    said = formatted(value, difference_form(value, low, high))
+    return said if said == "-" else said.replace("-", MINUS)
 
 
 def interval(low: float, high: float, form: str = "") -> str:
@@ -48,7 +49,7 @@ def link(page: Path, path: Path) -> Markup:
 
 
 TEMPLATES = Environment(
-    loader=FileSystemLoader(HERE / "templates"),
+    loader=FileSystemLoader([HERE / "templates", Path(text.__file__).parent]),
     autoescape=True,
     undefined=StrictUndefined,
     extensions=["jinja2.ext.do"],
@@ -56,4 +57,5 @@ TEMPLATES = Environment(
     lstrip_blocks=True,
 )
 TEMPLATES.filters["formatted"] = formatted
-TEMPLATES.globals |= {f.__name__: f for f in (signed, interval, slug)} | {"minus": MINUS}
+OF_TEXT = (text.range_of, text.worded)
+TEMPLATES.globals |= {f.__name__: f for f in (signed, interval, slug, *OF_TEXT)} | {"minus": MINUS}

@@ -18,7 +18,7 @@ from experiments.support.results import git_state
 from reproduce import judge, records
 from reproduce.execute.blocks import EVIDENCE
 from reproduce.execute.jobs import finished_runs, plan
-from reproduce.judge import Json, text
+from reproduce.judge import Json
 from reproduce.judge.claims import read_claims
 from reproduce.judge.scale import ENOUGH
 from reproduce.judge.verdicts import verdict
@@ -32,7 +32,6 @@ from reproduce.render.table import Rendered, render, render_measured
 from reproduce.specs.table import Table, read_tables
 
 OF_BLOCKS = (filled, verdict, with_spread)
-OF_VERDICTS = (text.agreement, text.p_value, text.range_of, text.statement, text.without)
 MAIN = "a"  # the block of the main figure
 MEASURED = HERE.parents[1] / "measured"
 
@@ -59,7 +58,7 @@ def build(runs: Path, folder: Path) -> str:
     measured = [m for claim in judged["claims"] for m in claim["measured"]]
     main = _main(shown)
     return TEMPLATES.get_template("page.html").render(
-        **{function.__name__: function for function in (*OF_BLOCKS, *OF_VERDICTS)},
+        **{function.__name__: function for function in OF_BLOCKS},
         counts=Counter(claim["verdict"] for claim in judged["claims"]),
         covered=listing.items(),
         drawn=figures.differences(main) if math.isfinite(main.gap) else "",
