@@ -9,14 +9,20 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
+
+from jinja2 import Environment
 
 from reproduce.specs.reading import read_rows, read_yaml
 from reproduce.specs.table import Table
 
 HERE = Path(__file__).parents[1]
 FILE = HERE / "specs" / "coverage.yaml"
+TEMPLATE = Environment(trim_blocks=True, lstrip_blocks=True).from_string(
+    Path(__file__).with_name("list.jinja").read_text(encoding="utf-8")
+)
 
 
 @dataclass(frozen=True)
@@ -92,48 +98,31 @@ def measured_file(path: Path) -> str:
 def lines(tables: list[Table], runs: Path, papers: dict[str, list[Item]]) -> list[str]:
     """The lines that `--list` prints."""
     specs: dict[tuple[str | None, str | None], list[Table]] = {}
-    text = []
     for table in tables:
         specs.setdefault((table.paper, table.number), []).append(table)
-        if table.paper is None:
-            text += [table.title, *_tiers(table, runs)]
+    every = [item for listed in papers.values() for item in listed]
     # The parts of a figure are separate specs: the figure counts if all of its parts do.
-    total = covered = 0
-    for title, listed in papers.items():
-        text += ["", f"{title}  (paper={listed[0].paper})"]
-        for item in listed:
-            parts = specs.get((item.paper, item.number), [])
-            text.append(f"  {item.name}: {item.caption}")
-            text += [] if parts else [f"    not covered: {item.reason}"]
-            text += [f"  {line}" for table in parts for line in _tiers(table, runs)]
-            total += item.count
-            covered += item.count * bool(parts)
-    if not papers:
-        return text
-    said = f"{covered} covered by a spec, {total - covered} not, each with its reason"
-    return [*text, "", f"{total} numbered tables and figures: {said}"]
+    covered = sum(item.count for item in every if (item.paper, item.number) in specs)
+    total = sum(item.count for item in every)
+    state = partial(_state, runs)
+    return TEMPLATE.render(
+        specs=specs, papers=papers, covered=covered, total=total, state=state
+    ).splitlines()
 
 
-def _tiers(table: Table, runs: Path) -> list[str]:
-    """A line for each tier of a table: how many runs were done when it was last made here, which
-    results are committed, and what it needs."""
-    text = []
-    for name, tier in table.tiers.items():
-        parts = []
-        if made := read_progress(table, name, runs):
-            parts.append(f"{made['done']} of {made['jobs']} runs done at the last call")
-        evidence = HERE / "evidence" / f"{tier.block}.jsonl"
-        if tier.block and evidence.is_file():
-            records = len(evidence.read_text(encoding="utf-8").splitlines())
-            parts.append(f"{records} committed records of block {tier.block}")
-        if path := measured_csv(table, name):
-            parts.append(f"measured: {measured_file(path)}")
-        state = "; ".join(parts) or "not made"
-        if tier.block:
-            state += f" (`python -m reproduce run {tier.block}`)"
-        if tier.unavailable:
-            state = f"not offered: {tier.unavailable}"
-        elif tier.needs:
-            state += f" (needs {tier.needs})"
-        text.append(f"  {table.command} tier={name}: {state}")
-    return text
+def _state(runs: Path, table: Table, name: str) -> str:
+    """How many runs of a tier were done when it was last made here, which results are committed,
+    and what it needs."""
+    tier, parts = table.tiers[name], []
+    if tier.unavailable:
+        return f"not offered: {tier.unavailable}"
+    if made := read_progress(table, name, runs):
+        parts.append(f"{made['done']} of {made['jobs']} runs done at the last call")
+    evidence = HERE / "evidence" / f"{tier.block}.jsonl"
+    if tier.block and evidence.is_file():
+        records = len(evidence.read_text(encoding="utf-8").splitlines())
+        parts.append(f"{records} committed records of block {tier.block}")
+    if path := measured_csv(table, name):
+        parts.append(f"measured: {measured_file(path)}")
+    run = f" (`python -m reproduce run {tier.block}`)" if tier.block else ""
+    return ("; ".join(parts) or "not made") + run + (f" (needs {tier.needs})" if tier.needs else "")
