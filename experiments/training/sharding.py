@@ -59,12 +59,6 @@ def check_shardable(method: Method, impl: ImplConfig, world: World) -> None:
 def accelerate(method: Method, tokens: int, impl: ImplConfig) -> dict[str, Products]:
     """Call `Method.accelerate` with the settings of `impl`, after sharding, and return its
     products. Raises `UserError` for its errors."""
-    repacks = any(layer.repacks for layer in method.sparse_layers.values())
-    if impl.repack_backward and method.layers and not repacks:
-        raise UserError(
-            "impl.repack_backward=true: no layer here has an operand that can be packed in the "
-            "backward pass; it is for slope with 2:4 weights and without FP8, set it to false"
-        )
     try:  # with auto the environment variable decides
         matmul = None if impl.matmul == "auto" else impl.matmul
         return method.accelerate(tokens, matmul, impl.repack_backward)
