@@ -43,10 +43,12 @@ _notes = threading.local()  # `launched`: what `noted` has yielded, in this thre
 
 
 def launch(kernel: Any, blocks: int, device: torch.device, *args: Any, **options: Any) -> None:
-    """Run `kernel` in `blocks` programs on `device`; from the second time on by C++ if it can,
-    which takes the CPU a fraction of the time that Triton takes. Only constants of the kernel may
-    be given by name."""
+    """Run `kernel` in `blocks` programs, if any, on `device`; from the second time on by C++ if it
+    can, which takes the CPU a fraction of the time that Triton takes. Only constants of the kernel
+    may be given by name."""
     noting = getattr(_notes, "launched", None) is not None
+    if not blocks:
+        return
     if prepare is None or noting or device.index != torch.cuda.current_device():
         by_triton(kernel, blocks, device, *args, **options)
         return

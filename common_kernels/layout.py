@@ -19,8 +19,7 @@ def as_groups(x: torch.Tensor, dim: int, m: int) -> torch.Tensor:
     """x in memory order as `[rows, m, lanes]`: groups of m along `dim`, whose entries lie `lanes`
     apart.
 
-    A view if x is dense, else a view of a copy of x in the layout of `torch.empty_like(x)`. x must
-    not be empty.
+    A view if x is dense, else a view of a copy of x in the layout of `torch.empty_like(x)`.
     """
     dim %= x.ndim
     if not x.is_contiguous():
@@ -28,4 +27,4 @@ def as_groups(x: torch.Tensor, dim: int, m: int) -> torch.Tensor:
             x = x.clone()
         order = memory_order(x)
         x, dim = x.permute(order), order.index(dim)
-    return x.view(-1, m, x.shape[dim + 1 :].numel())
+    return x.view(x.shape[: dim + 1].numel() // m, m, x.shape[dim + 1 :].numel())

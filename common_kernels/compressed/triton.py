@@ -17,13 +17,12 @@ def pack_mask(mask: torch.Tensor) -> torch.Tensor:
     mask = mask.contiguous()
     columns = mask.shape[-1]
     bits = mask.new_empty((*mask.shape[:-1], -(-columns // 8)), dtype=torch.uint8)
-    if bits.numel():
-        words = columns % 8 == 0 and mask.data_ptr() % 4 == 0
-        launch(
-            pack_mask_kernel, triton.cdiv(bits.numel(), BLOCK), mask.device,
-            mask.view(torch.int32) if words else mask.view(torch.uint8), bits,
-            bits.numel(), columns, WORDS=words, BLOCK=BLOCK,
-        )  # fmt: skip
+    words = columns > 0 and columns % 8 == 0 and mask.data_ptr() % 4 == 0
+    launch(
+        pack_mask_kernel, triton.cdiv(bits.numel(), BLOCK), mask.device,
+        mask.view(torch.int32) if words else mask.view(torch.uint8), bits,
+        bits.numel(), columns, WORDS=words, BLOCK=BLOCK,
+    )  # fmt: skip
     return bits
 
 
@@ -51,13 +50,12 @@ def pack_mask_kernel(mask, bits, count, columns, WORDS: tl.constexpr, BLOCK: tl.
 def unpack_mask(bits: torch.Tensor, columns: int) -> torch.Tensor:
     bits = bits.contiguous()
     mask = bits.new_empty((*bits.shape[:-1], columns), dtype=torch.bool)
-    if mask.numel():
-        words = columns % 8 == 0
-        launch(
-            unpack_mask_kernel, triton.cdiv(bits.numel(), BLOCK), bits.device,
-            bits, mask.view(torch.int32) if words else mask.view(torch.uint8),
-            bits.numel(), columns, WORDS=words, BLOCK=BLOCK,
-        )  # fmt: skip
+    words = columns > 0 and columns % 8 == 0
+    launch(
+        unpack_mask_kernel, triton.cdiv(bits.numel(), BLOCK), bits.device,
+        bits, mask.view(torch.int32) if words else mask.view(torch.uint8),
+        bits.numel(), columns, WORDS=words, BLOCK=BLOCK,
+    )  # fmt: skip
     return mask
 
 
@@ -89,8 +87,7 @@ def compress_nm(
         return compress_nm(x, bits, n, m, x.dtype).to(dtype)
     x = x.contiguous()
     values = x.new_empty(cpu.compressed_shape(x, n, m), dtype=dtype)
-    if x.numel():
-        move_groups(compress_kernel, x, values, bits, n, m, WIDENS=widens)
+    move_groups(compress_kernel, x, values, bits, n, m, WIDENS=widens)
     return values
 
 
@@ -98,8 +95,7 @@ def expand_nm(values: torch.Tensor, bits: torch.Tensor, n: int, m: int) -> torch
     if m > LARGEST_M:
         return cpu.expand_nm(values, bits, n, m)
     x = values.new_empty(cpu.expanded_shape(values, n, m))
-    if x.numel():
-        move_groups(expand_kernel, x, values.contiguous(), bits, n, m)
+    move_groups(expand_kernel, x, values.contiguous(), bits, n, m)
     return x
 
 
@@ -229,11 +225,10 @@ def double_prune_bits(values: torch.Tensor, bits: torch.Tensor, n: int, m: int) 
         return pack_mask(compress_nm(nm_mask(x, n, m, 0), bits, n, m, torch.bool))
     column_bits = bits.new_empty(rows, width // 8)
     count = column_bits.numel() // 4
-    if count:
-        launch(
-            double_prune_kernel, triton.cdiv(count, 128), values.device,
-            values.contiguous(), bits.contiguous(), column_bits, count, width // 8, BLOCK=128,
-        )  # fmt: skip
+    launch(
+        double_prune_kernel, triton.cdiv(count, 128), values.device,
+        values.contiguous(), bits.contiguous(), column_bits, count, width // 8, BLOCK=128,
+    )  # fmt: skip
     return column_bits
 
 

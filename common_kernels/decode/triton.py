@@ -111,8 +111,10 @@ def few_tokens_kernel(
     at_scales = scales + row // 2 * runs + (warp // 2 * 8 + group)
     at_x = x + group.to(tl.int64) * (32 * parts) + (32 * warp + quarter)
     zero = tl.zeros([32 * WARPS], tl.float32)
-    sums, more = (zero, zero, zero, zero), (zero, zero, zero, zero)
-    lower, lower_more = sums, more  # of the second 16 rows
+    # Of each set of tokens, the second first, and in it of each 16 rows.
+    sums = ()
+    for _ in tl.static_range((1 + TWO) * TILES):
+        sums += ((zero, zero, zero, zero),)
     for start in tl.range(0, parts, DEPTH * WARPS, loop_unroll_factor=UNROLL):
         held, tokens_held = (), ()
         for i in tl.static_range(DEPTH):  # what is read is on its way before the first product
@@ -130,29 +132,20 @@ def few_tokens_kernel(
                 at_more = at_x + (256 * parts + 32 * i * WARPS)
                 tokens_held += (pairs(at_more, inside & (group + 8 < tokens)),)
         for i in tl.static_range(DEPTH):
-            a = floats(held[TILES * i], UNPACKING, BITS)
-            b = tokens_held[(1 + TWO) * i]
-            if TILES == 2:
-                low = floats(held[TILES * i + 1], UNPACKING, BITS)
-            if TWO:
-                c = tokens_held[2 * i + 1]
-                more = added(PRODUCT, BITS, a, c, more)
-                if TILES == 2:
-                    lower_more = added(PRODUCT, BITS, low, c, lower_more)
-            sums = added(PRODUCT, BITS, a, b, sums)
-            if TILES == 2:
-                lower = added(PRODUCT, BITS, low, b, lower)
+            rows_held, new = (), ()
+            for tile in tl.static_range(TILES):
+                rows_held += (floats(held[TILES * i + tile], UNPACKING, BITS),)
+            for n in tl.static_range((1 + TWO) * TILES):
+                b = tokens_held[(1 + TWO) * i + TWO - n // TILES]
+                new += (added(PRODUCT, BITS, rows_held[n % TILES], b, sums[n]),)
+            sums = new
         at_values += 8 * BITS * DEPTH * WARPS
         at_meta += 32 * DEPTH * WARPS
         at_scales += 4 * DEPTH * WARPS
         at_x += 32 * DEPTH * WARPS
-    store(sums, y, bias, 0, row, tokens, rows, BIAS, WARPS)
-    if TWO:
-        store(more, y, bias, 8, row, tokens, rows, BIAS, WARPS)
-    if TILES == 2:
-        store(lower, y, bias, 0, row + 16, tokens, rows, BIAS, WARPS)
-        if TWO:
-            store(lower_more, y, bias, 8, row + 16, tokens, rows, BIAS, WARPS)
+    for n in tl.static_range((1 + TWO) * TILES):
+        first, tile = 8 * (TWO - n // TILES), n % TILES
+        store(sums[n], y, bias, first, row + 16 * tile, tokens, rows, BIAS, WARPS)
 
 
 @triton.jit

@@ -138,9 +138,9 @@ def coded(y, TOP: tl.constexpr, SMALLEST: tl.constexpr, LIFT: tl.constexpr):
     """y rounded as by `rounded`; a negative number that rounds to zero is -0.0."""
     sign = y.to(tl.int32, bitcast=True) & -2147483648
     code = rounded(y, TOP, SMALLEST, LIFT).to(tl.int32, bitcast=True)
-    if INTERPRETED:  # its cast makes a NaN's mantissa, three or two bits of it, the code's
-        nan = 0x00700000 if TOP == 448 else 0x00600000
-        code |= tl.where((code & 0x7FFFFFFF) > 0x7F800000, nan, 0)
+    if INTERPRETED:  # its cast makes a NaN's mantissa, rounded to three or two bits, the code's
+        nan = 0x7FF00000 if TOP == 448 else 0x7FE00000
+        code = tl.where((code & 0x7FFFFFFF) > 0x7F800000, nan, code)
     return (code | sign).to(tl.float32, bitcast=True)
 
 

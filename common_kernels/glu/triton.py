@@ -1,4 +1,4 @@
-"""Gated activations in Triton: one kernel forward and one backward, for any dense layout."""
+"""Gated activations in Triton, forward and backward, for any dense layout."""
 
 import torch
 import triton
@@ -16,7 +16,7 @@ SATURATED = tl.constexpr(cpu.SATURATED)
 def glu(x: torch.Tensor, activation: str) -> torch.Tensor:
     out = cpu.half_like(x)
     if out.numel():
-        run_in_pairs(glu_kernel, x, activation, layout.in_memory_order(out))
+        run_in_pairs(x, activation, x, layout.in_memory_order(out), False)
     return out
 
 
@@ -24,7 +24,7 @@ def glu_backward(dy: torch.Tensor, x: torch.Tensor, activation: str) -> torch.Te
     dx = torch.empty_like(x)
     if x.numel():
         upstream = layout.in_memory_order(cpu.laid_out(dy, x))
-        run_in_pairs(glu_backward_kernel, x, activation, upstream, as_halves(dx))
+        run_in_pairs(x, activation, upstream, as_halves(dx), True)
     return dx
 
 
@@ -34,38 +34,35 @@ def as_halves(x: torch.Tensor) -> torch.Tensor:
     return groups.view(len(groups), 2, -1)
 
 
-def run_in_pairs(kernel, x: torch.Tensor, activation: str, *more: torch.Tensor) -> None:
+def run_in_pairs(
+    x: torch.Tensor, activation: str, dy: torch.Tensor, out: torch.Tensor, backward: bool
+) -> None:
     halves = as_halves(x)
     count = halves.numel() // 2
     launch(
-        kernel, triton.cdiv(count, BLOCK), x.device,
-        halves, *more, count, halves.shape[-1], GELU=activation == "gelu", BLOCK=BLOCK,
+        glu_kernel, triton.cdiv(count, BLOCK), x.device, halves, dy, out, count, halves.shape[-1],
+        BACKWARD=backward, GELU=activation == "gelu", BLOCK=BLOCK,
     )  # fmt: skip
 
 
 @triton.jit
-def glu_kernel(x, out, count, run, GELU: tl.constexpr, BLOCK: tl.constexpr):
-    start = tl.program_id(0).to(tl.int64) * BLOCK
-    place = start + tl.arange(0, BLOCK)
-    at, inside = x + first_entries(start, run, 2, BLOCK), place < count
-    value = tl.load(at, mask=inside, other=0).to(tl.float32)
-    gate = tl.load(at + run, mask=inside, other=0).to(tl.float32)
-    s, _ = sigmoid(gate, GELU)
-    tl.store(out + place, cast(value * (gate * s), out.dtype.element_ty), mask=inside)
-
-
-@triton.jit
-def glu_backward_kernel(x, dy, dx, count, run, GELU: tl.constexpr, BLOCK: tl.constexpr):
+def glu_kernel(
+    x, dy, out, count, run, BACKWARD: tl.constexpr, GELU: tl.constexpr, BLOCK: tl.constexpr
+):
     start = tl.program_id(0).to(tl.int64) * BLOCK
     place = start + tl.arange(0, BLOCK)
     at, inside = first_entries(start, run, 2, BLOCK), place < count
     value = tl.load(x + at, mask=inside, other=0).to(tl.float32)
     gate = tl.load(x + at + run, mask=inside, other=0).to(tl.float32)
-    upstream = tl.load(dy + place, mask=inside, other=0).to(tl.float32)
     s, slope = sigmoid(gate, GELU)
-    dtype: tl.constexpr = dx.dtype.element_ty
-    tl.store(dx + at, cast(upstream * (gate * s), dtype), mask=inside)
-    tl.store(dx + at + run, cast(upstream * (value * (s + gate * slope)), dtype), mask=inside)
+    dtype: tl.constexpr = out.dtype.element_ty
+    if BACKWARD:
+        upstream = tl.load(dy + place, mask=inside, other=0).to(tl.float32)
+        dgate = upstream * (value * (s + gate * slope))
+        tl.store(out + at, cast(upstream * (gate * s), dtype), mask=inside)
+        tl.store(out + at + run, cast(dgate, dtype), mask=inside)
+    else:
+        tl.store(out + place, cast(value * (gate * s), dtype), mask=inside)
 
 
 @triton.jit

@@ -37,8 +37,6 @@ def nm_mask(x: torch.Tensor, n: int, m: int, dim: int) -> torch.Tensor:
     mask = torch.empty_like(x, dtype=torch.bool)
     if n in (0, m):
         return mask.fill_(n == m)
-    if x.numel() == 0:
-        return mask
     groups, kept = layout.as_groups(x, dim, m), layout.as_groups(mask, dim, m)
     lanes, count = groups.shape[-1], groups.numel() // m
     arguments = (groups, kept.view(torch.uint8), count, lanes)
@@ -185,16 +183,12 @@ def transposable_mask24(w: torch.Tensor, algorithm: str) -> torch.Tensor:
     columns = w.shape[-1] // 4
     block = min(TILES, triton.next_power_of_2(columns))
     across = triton.cdiv(columns, block)
-    blocks = across * (w.numel() // (16 * columns))
-    arguments = w.contiguous(), kept.view(torch.int32), columns, across
-    if algorithm == "exact":
-        words = row_words(w.device)
-        launch(exact_kernel, blocks, w.device, *arguments, words, BLOCK=block, num_warps=2)
-    else:
-        launch(
-            greedy_kernel, blocks, w.device, *arguments,
-            NETWORK=network(16), BLOCK=block, num_warps=2,
-        )  # fmt: skip
+    exact = algorithm == "exact"
+    launch(
+        tiles_kernel, across * (w.numel() // (16 * columns)), w.device,
+        w.contiguous(), kept.view(torch.int32), columns, across, row_words(w.device),
+        EXACT=exact, NETWORK=() if exact else network(16), BLOCK=block, num_warps=2,
+    )  # fmt: skip
     return mask if kept is mask else mask.copy_(kept)
 
 
@@ -277,26 +271,19 @@ def best_place(r0, r1, r2, r3):
 
 
 @triton.jit
-def exact_kernel(w, mask, columns, across, words, BLOCK: tl.constexpr):
+def tiles_kernel(
+    w, mask, columns, across, words,
+    EXACT: tl.constexpr, NETWORK: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     tile_row = (tl.program_id(0) // across).to(tl.int64)
     first = (tl.program_id(0) % across) * BLOCK
-    r0, r1, r2, r3 = load_tiles(w, tile_row, first, columns, BLOCK)
-    place = best_place(r0, r1, r2, r3)
+    rows = load_tiles(w, tile_row, first, columns, BLOCK)
+    found = best_place(rows[0], rows[1], rows[2], rows[3]) if EXACT else greedy_bits(rows, NETWORK)
     at = first + tl.arange(0, BLOCK)
     out = mask + tile_row * 4 * columns + at
     for r in tl.static_range(4):
-        tl.store(out + r * columns, tl.load(words + 4 * place + r), mask=at < columns)
-
-
-@triton.jit
-def greedy_kernel(w, mask, columns, across, NETWORK: tl.constexpr, BLOCK: tl.constexpr):
-    tile_row = (tl.program_id(0) // across).to(tl.int64)
-    first = (tl.program_id(0) % across) * BLOCK
-    taken = greedy_bits(load_tiles(w, tile_row, first, columns, BLOCK), NETWORK)
-    at = first + tl.arange(0, BLOCK)
-    out = mask + tile_row * 4 * columns + at
-    for r in tl.static_range(4):
-        tl.store(out + r * columns, row_word(taken, r), mask=at < columns)
+        word = tl.load(words + 4 * found + r) if EXACT else row_word(found, r)
+        tl.store(out + r * columns, word, mask=at < columns)
 
 
 @triton.jit
@@ -335,8 +322,6 @@ def check_nm(x: torch.Tensor, n: int, m: int, dim: int) -> torch.Tensor:
     if x.dtype not in checks.FLOATS:
         return cpu.check_nm(x, n, m, dim)
     total = torch.zeros((), dtype=torch.int64, device=x.device)
-    if x.numel() == 0:
-        return total
     groups = layout.as_groups(x, dim, m)
     rows, _, lanes = groups.shape
     near = lanes == 1 and m & (m - 1) == 0 and m <= CHECKED

@@ -96,18 +96,18 @@ def matmul24(
     x2d = x.detach() if x.requires_grad else x
     if x.ndim != 2:
         x2d = x2d.reshape(-1, x.shape[-1])
-    if name == "cusparselt":
-        own = packed
-        if packed.layout not in (VENDOR, library_layout(x.device)):
-            of = *packed.shape, len(x2d), packed.dtype, packed.dtype, True, True
-            own = convert24(packed, library_layout_for(Problem(*of), x.device))
-        y = linear24(own, x2d, bias, _out_dtype(x.dtype))
-    elif name == "cuda":
-        own = packed if packed.layout in cuda.LAYOUTS else convert24(packed, cuda.LAYOUTS[0])
-        y = linear24(own, x2d, bias, _out_dtype(x.dtype))
-    else:
+    out_dtype = torch.bfloat16 if x.element_size() == 1 else x.dtype
+    if name == "dense":
         y = F.linear(*(t.float() if t.element_size() == 1 else t for t in (x2d, unpack24(packed))))
-        y = (y if bias is None else y + bias).to(_out_dtype(x.dtype))
+        y = (y if bias is None else y + bias).to(out_dtype)
+    else:
+        layout = packed.layout
+        if name == "cuda" and layout not in cuda.LAYOUTS:
+            layout = cuda.LAYOUTS[0]
+        elif name == "cusparselt" and layout not in (VENDOR, library_layout(x.device)):
+            of = *packed.shape, len(x2d), packed.dtype, packed.dtype, True, True
+            layout = library_layout_for(Problem(*of), x.device)
+        y = linear24(convert24(packed, layout), x2d, bias, out_dtype)
     return y if x.ndim == 2 else y.reshape(*x.shape[:-1], packed.shape[0])
 
 
@@ -126,10 +126,6 @@ def chosen(packed: Packed24, backend: str | None = None) -> str:
     if reason:
         raise RuntimeError(f"matmul backend {backend!r} cannot serve {str(device)!r}: {reason}")
     return backend
-
-
-def _out_dtype(dtype: torch.dtype) -> torch.dtype:
-    return torch.bfloat16 if dtype.itemsize == 1 else dtype
 
 
 def linear24(

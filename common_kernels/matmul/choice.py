@@ -92,34 +92,31 @@ def unavailable(backend: str, device: torch.device | str, dtype: torch.dtype) ->
     """
     if backend not in BACKENDS:
         raise ValueError(f"unknown matmul backend {backend!r}: choose one of {', '.join(BACKENDS)}")
-    device = torch.device(device)
+    device, own = torch.device(device), backend == "cuda"
+    emulated = device.type == "cpu" and backends.interpreted()
     if backend == "dense":
         return None
-    emulated = device.type == "cpu" and backends.interpreted()
-    if not emulated and (reason := _lacking(backend, device, dtype)):
+    if not emulated and (reason := _lacking(own, device, dtype.itemsize == 1)):
         return reason
-    if backend == "cusparselt":
-        known = dtype in cusparselt.TYPES
-        return None if known else f"cuSPARSELt takes bf16, fp16 and FP8 here, not {dtype}"
-    if dtype not in cuda.TYPES:
-        return f"our own products take bf16 and FP8, not {dtype}"
-    return None if emulated else cuda_build.missing()
+    if dtype not in (cuda.TYPES if own else cusparselt.TYPES):
+        named = "our own products take bf16" if own else "cuSPARSELt takes bf16, fp16"
+        return f"{named} and FP8 here, not {dtype}"
+    return cuda_build.missing() if own and not emulated else None
 
 
-def _lacking(backend: str, device: torch.device, dtype: torch.dtype) -> str | None:
-    """The reason why `device` cannot run the backend's products; None if it can."""
-    needs = "our own products need a GPU of compute capability 9.x"
-    least = (8, 9) if dtype.itemsize == 1 else (8, 0)
-    if backend == "cusparselt":
-        what = "FP8" if dtype.itemsize == 1 else "cuSPARSELt"
-        needs = f"{what} needs a GPU of compute capability 8.{least[1]} or later"
+def _lacking(own: bool, device: torch.device, codes: bool) -> str | None:
+    """The reason why `device` cannot run our own products, or cuSPARSELt's; None if it can."""
+    least = (9, 0) if own else (8, 9) if codes else (8, 0)
+    what = "our own products need" if own else "FP8 needs" if codes else "cuSPARSELt needs"
+    which = "9.x" if own else f"8.{least[1]} or later"
+    needs = f"{what} a GPU of compute capability {which}"
     if device.type != "cuda":
         return f"{needs}, not a {device.type}"
     found = torch.cuda.get_device_capability(device)
-    if found < least or (backend == "cuda" and found[0] != 9):
+    if found < least or (own and found[0] != 9):
         return f"{needs}, this GPU has {found}"
     try:
-        if backend == "cusparselt":
+        if not own:
             cusparselt.library()
             if found != (9, 0):  # does this version of the library know the GPU?
                 cusparselt.handle(device.index or 0)

@@ -45,11 +45,7 @@ class Launch(ctypes.Structure):
 
     _fields_ = (
         ("failure", ctypes.c_char_p),
-        ("matmul", ctypes.c_void_p),
-        ("error_string", ctypes.c_void_p),
-        ("handle", ctypes.c_void_p),
-        ("plan", ctypes.c_void_p),
-        ("bias", ctypes.c_void_p),
+        *((n, ctypes.c_void_p) for n in ("matmul", "error_string", "handle", "plan", "bias")),
         ("workspace", ctypes.c_int64),
         ("space", ctypes.c_void_p),
         ("own", ctypes.c_void_p),
@@ -64,12 +60,8 @@ class Kernel(ctypes.Structure):
 
     _fields_ = (
         ("failure", ctypes.c_char_p),
-        ("launch", ctypes.c_void_p),
-        ("function", ctypes.c_void_p),
-        ("blocks", ctypes.c_int32),
-        ("threads", ctypes.c_int32),
-        ("shared", ctypes.c_int32),
-        ("device", ctypes.c_int32),
+        *((name, ctypes.c_void_p) for name in ("launch", "function")),
+        *((name, ctypes.c_int32) for name in ("blocks", "threads", "shared", "device")),
         ("bytes", ctypes.c_int64),
         ("ones", ctypes.c_int64),
     )

@@ -27,7 +27,7 @@ import torch
 
 from common_kernels.fp8.operands import rescale, scaled_linear
 from common_kernels.masks import nm_mask
-from common_kernels.matmul import cuda, cusparselt
+from common_kernels.matmul import cuda, cuda_build, cusparselt
 from common_kernels.matmul.cuda import CudaProductError
 from common_kernels.matmul.cusparselt import Problem
 from common_kernels.pack import BUFFERED, VENDOR, cpu
@@ -296,8 +296,7 @@ def _table(device: int, layout: str) -> dict[Problem, Entry]:
 
 
 def cache_file() -> Path:
-    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(home) / "sparse24" / "matmul.json"
+    return cuda_build.cache().with_name("matmul.json")
 
 
 def _key(device: int, layout: str) -> str:

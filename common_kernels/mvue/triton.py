@@ -20,8 +20,6 @@ def mvue24(x: torch.Tensor, key: torch.Tensor, stride: int, design: str, dim: in
     if design == "sequential":  # a test variant without a kernel of its own
         return cpu.mvue24(x, key, stride, design, dim)
     out = torch.empty_like(x)
-    if x.numel() == 0:
-        return out
     if not x.is_contiguous():  # the groups are numbered in row-major order
         return out.copy_(mvue24(x.contiguous(), key, stride, design, dim))
     groups, results = layout.as_groups(x, dim, 4), layout.as_groups(out, dim, 4)
@@ -74,12 +72,14 @@ def lanes_kernel(
         bits = tl.where(group & 2 == 0, tl.where(group & 1 == 0, w0, w1),
                         tl.where(group & 1 == 0, w2, w3))  # fmt: skip
     inside = (row < rows) & (lane < lanes)
-    at, entries = row * 4 * lanes + lane, ()
-    for i in tl.static_range(4):
-        entries += (tl.load(x + at + i * lanes, mask=inside, other=0).to(tl.float32),)
+    at, places, entries = row * 4 * lanes + lane, (), ()
+    for _ in tl.static_range(4):
+        places += (at,)
+        entries += (tl.load(x + at, mask=inside, other=0).to(tl.float32),)
+        at += lanes
     y = sample(entries[0], entries[1], entries[2], entries[3], uniform(bits))
     for i in tl.static_range(4):
-        tl.store(out + at + i * lanes, cast(y[i], out.dtype.element_ty), mask=inside)
+        tl.store(out + places[i], cast(y[i], out.dtype.element_ty), mask=inside)
 
 
 @triton.jit

@@ -151,8 +151,8 @@ def convert24(packed: Packed24, layout: str) -> Packed24:
     if layout == VENDOR:
         matrix = unpack24(packed)
         return pack24(matrix, matrix.view(cpu.INTEGERS[dtype.itemsize]) != 0, layout)
-    meta = _reorder_meta(meta_bytes(packed), *shape, dtype.itemsize, packed.layout, layout)
-    return Packed24.of(packed.values, meta, layout)
+    nibbles = cpu.gather(meta_bytes(packed), *shape, packed.layout, dtype.itemsize)
+    return Packed24.of(packed.values, cpu.scatter(nibbles, layout, dtype.itemsize), layout)
 
 
 def check_form(shape: tuple[int, int], dtype: torch.dtype, layout: str) -> cpu.Form:
@@ -225,15 +225,3 @@ def _unpack24(values: torch.Tensor, meta: torch.Tensor, layout: str) -> torch.Te
 @_unpack24.register_fake
 def _(values, meta, layout):
     return values.new_empty(values.shape[0], 2 * values.shape[1])
-
-
-@custom_op("sparse24::reorder_meta", mutates_args=())
-def _reorder_meta(
-    meta: torch.Tensor, rows: int, columns: int, itemsize: int, source: str, target: str
-) -> torch.Tensor:
-    return cpu.scatter(cpu.gather(meta, rows, columns, source, itemsize), target, itemsize)
-
-
-@_reorder_meta.register_fake
-def _(meta, rows, columns, itemsize, source, target):
-    return meta.new_empty(rows * cpu.LAYOUTS[target].forms[itemsize].row_bytes(columns))
