@@ -207,7 +207,7 @@ def test_every_snippet_is_run_here():
     counts = {"README.md": 1, "docs/own_loop.md": 15, "docs/methods/semi_sparse.md": 1}
     counts |= {
         "docs/evaluation.md": 1,
-        "docs/serving.md": 2,
+        "docs/serving.md": 3,
         "docs/extending.md": 1,
     }  # test_finetune.py has the first
     found = {page: len(blocks(page, "python")) for page in PAGES if blocks(page, "python")}
@@ -329,11 +329,13 @@ def test_an_export_is_loaded_and_fine_tuned_as_shown(tmp_path, capsys, monkeypat
     files = {n: sha256(folder / n) for n in ("config.json", "model.safetensors")}
     record = {"format": "sparse24", "version": 1, "tensors": {}, "files": files}
     (folder / "sparse24.json").write_text(json.dumps(record))
-    own, code = blocks(ROOT / "docs" / "serving.md", "python")
+    own, code, rounded = blocks(ROOT / "docs" / "serving.md", "python")
     packed: list = []
     monkeypatch.setattr("models.packed.pack", packed.append)  # needs a GPU
     exec(own, {"folder": folder, "device": "cpu"})
-    assert packed[0].dtype == torch.bfloat16
+    exec(rounded, {"folder": folder, "device": "cpu", "ids": torch.tensor([[1, 2]])})
+    assert [model.dtype for model in packed] == [torch.bfloat16] * 2
+    assert capsys.readouterr().out == f"{len(weights)} linears rounded\n"
     loaded = {"folder": folder, "device": "cpu"}
     exec(code, loaded)
     assert capsys.readouterr().out == "{}\n"
@@ -541,6 +543,19 @@ def test_speeds_are_those_of_the_records():
     for figure, name in re.findall(r"(1\.\d\d) \(`(\w+)`\)", text(ROOT / "README.md")):
         (line,) = re.findall(rf"^\| {name}, compiled \|.* 2048 -> .*$", loop, re.M)
         assert f"| dense {figure} |" in line
+
+
+def test_products_of_integers_are_those_of_the_record():
+    path = ROOT / "experiments" / "bench_results" / "h200_integers.json"
+    record = json.loads(path.read_text(encoding="utf-8"))["rows"]
+    told = shown(
+        "docs/serving.md", "How small does it get with integers?", r"(?:\d+ -> \d+ )?\| \d"
+    )
+    want = [
+        [str(row["tokens"]), *(f"{row['dense'] / row[k]:.2f}" for k in ("sparse", "int8", "int4"))]
+        for row in record
+    ]
+    assert [cells[1:] for cells in told] == want
 
 
 def test_the_citation_and_the_hooks_are_valid():
