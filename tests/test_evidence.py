@@ -110,16 +110,10 @@ def test_the_differences_and_the_figure_are_those_of_the_records(tmp_path):
     kept, drawn = (re.findall(r'aria-label="(.*?)"', text(path)) for path in figures)
     assert drawn == kept and len(kept) == 1  # coordinates may differ between matplotlib's versions
     told = " ".join(text("README.md").split())
-    short = told.split("Measured (")[1].split(" ## ")[0]
-    groups = re.findall(r"((?:`\w+`(?:,? and |, )?)+(?:half the width)?)[\w ]* (0\.\d\d)", short)
-    for names, rounded in groups:
-        for name in re.findall(r"`(\w+)`", names) + ["half"] * ("half" in names):
-            variant = {"one_shot": "naive"}.get(name, name)
-            row = (other if variant in ("ast", "naive") else main).rows[variant]
-            assert (f"{row.difference:.2f}", row.pairs) == (rounded, 5), name
-    assert len(groups) == 4
+    (rounded,) = re.findall(r"`one_shot` .* `ast`, which end (0\.\d\d) above further dense", told)
+    for variant in ("ast", "naive"):
+        assert (f"{other.rows[variant].difference:.2f}", other.rows[variant].pairs) == (rounded, 5)
     assert f"FP8 costs `s_ste` another {fmean(lost('a', 's_ste_fp8', 's_ste')):.3f}" in told
-    assert f"Without one unstable run `fst` ends at {fmean(lost('a', 'fst')[:-1]):.3f}" in told
     assert min(interval("a_large", name, "half")[0] for name in ("slope", "fst")) > 0
 
 
