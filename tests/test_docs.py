@@ -10,6 +10,7 @@ import warnings
 from contextlib import contextmanager
 from functools import cache, partialmethod
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -208,14 +209,29 @@ def test_every_snippet_is_run_here():
     counts |= {
         "docs/evaluation.md": 1,
         "docs/serving.md": 3,
-        "docs/extending.md": 1,
+        "docs/extending.md": 2,
     }  # test_finetune.py has the first
     found = {page: len(blocks(page, "python")) for page in PAGES if blocks(page, "python")}
     assert found == {ROOT / name: count for name, count in counts.items()}
 
 
+def test_the_method_of_a_few_lines_keeps_what_it_kept(monkeypatch):
+    code, _ = blocks(ROOT / "docs" / "extending.md", "python")
+    monkeypatch.setattr("methods._registered", {})
+    module = ModuleType("keeping")
+    exec(code, vars(module))
+    methods.register(module)
+    layer = torch.nn.Linear(4, 4)
+    layer.weight.data[:] = torch.tensor([2.0, -2.0, 1.0, 1.0])
+    methods.build("keeping", include=["*"]).convert(layer)
+    for other, first in ((2.1, True), (2.3, False)):
+        layer.weight.data[:, 2:] = other
+        layer.refresh_mask()
+        assert layer.mask.tolist() == [[first, first, not first, not first]] * 4
+
+
 def test_a_layer_is_used_without_a_model(capsys):
-    (code,) = blocks(ROOT / "docs" / "extending.md", "python")
+    _, code = blocks(ROOT / "docs" / "extending.md", "python")
     names = {}
     exec(code, names)
     assert type(names["layer"]) is torch.nn.Linear and is_24(names["layer"].weight)
