@@ -111,10 +111,8 @@ class Decoder(MethodLayer):
             return base.LlamaLayer(self) if self.kv_heads else Block(self.block)
 
         dense, sparse = (base.bench(self, name, build, include) for name in ("dense", self.method))
-        trained, ranks = (
-            {} if self.ends_dense else {"": sparse},
-            base.ranks_of(self.width, self.ranks),
-        )
+        ranks = base.ranks_of(self.width, self.ranks)
+        trained = {} if self.ends_dense else {"": sparse}
         for end, rank in ranks.items() if trained else ():
             trained[end] = base.bench(self, self.method, build, include, **base.adapting(rank))
         times = self.in_turns(base.to_compare(dense, sparse, trained))

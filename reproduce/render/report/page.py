@@ -31,7 +31,6 @@ from reproduce.render.report.html import HERE, TEMPLATES, link
 from reproduce.render.table import Rendered, render, render_measured
 from reproduce.specs.table import Table, read_tables
 
-OF_BLOCKS = (filled, verdict, with_spread)
 MAIN = "a"  # the block of the main figure
 MEASURED = HERE.parents[1] / "measured"
 
@@ -58,12 +57,12 @@ def build(runs: Path, folder: Path) -> str:
     measured = [m for claim in judged["claims"] for m in claim["measured"]]
     main = _main(shown)
     return TEMPLATES.get_template("page.html").render(
-        **{function.__name__: function for function in OF_BLOCKS},
         counts=Counter(claim["verdict"] for claim in judged["claims"]),
         covered=listing.items(),
         drawn=figures.differences(main) if math.isfinite(main.gap) else "",
         enough=ENOUGH,
         excludes_zero=excludes_zero,
+        filled=filled,
         judged=judged,
         link=partial(link, folder),
         main=main,
@@ -76,6 +75,8 @@ def build(runs: Path, folder: Path) -> str:
         speeds=_speeds(measured),
         style=figures.variables() + Markup((HERE / "style.css").read_text(encoding="utf-8")),
         tables_made={table.name: tiers_of(table, runs) for table in specs},
+        verdict=verdict,
+        with_spread=with_spread,
         variants={(s.block.name, v) for s in shown if s.variants for v in s.block.variants},
         warnings=evidence.warnings(),
     )
