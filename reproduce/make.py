@@ -106,9 +106,7 @@ def write(
 
 def not_offered(table: Table, tier: str) -> str:
     """The reason why a table has no such tier; "" if it has one."""
-    if tier not in table.tiers:
-        return "it has no such tier"
-    return table.tiers[tier].unavailable
+    return table.tiers[tier].unavailable if tier in table.tiers else "it has no such tier"
 
 
 def attempt(table: Table, tier: str, runs: Path, launch: Launch | None = None) -> Made:

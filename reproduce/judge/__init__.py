@@ -115,7 +115,7 @@ def _gap_closed(claims: Claims, j: Judged, values: Values) -> Json:
     if c.metric != claims.metrics[c.block] or not math.isfinite(j.effect):
         return {}
     return {
-        variant: plain(g)
+        variant: g
         for variant in (c.variant, c.against)
         if variant != margin.upper
         and (g := scale.gap_closed(values, c.block, variant, c.metric, margin, seeds))

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import math
 import statistics
-from dataclasses import dataclass
 from typing import Any
 
 from experiments.runs.stats import mean, paired_interval, ratio_interval, std
@@ -18,23 +17,15 @@ from reproduce.records import Values
 ENOUGH = 5.0
 
 
-@dataclass(frozen=True)
-class GapClosed:
-    """g = (L - L_dense) / (L_half - L_dense) of a loss or an accuracy L: 0 is as good as dense, 1
-    as bad as half the width."""
-
-    value: float
-    low: float  # Fieller's interval
-    high: float
-    n: int  # the seeds that all three have
-
-
 def gap_closed(
     values: Values, block: str, variant: str, metric: str, margin: Margin, seeds: int
-) -> GapClosed | None:
-    """g of a variant; None for the dense variant itself, with fewer than `seeds` seeds that all
-    three variants have, if a value is not finite, and if the gap does not differ significantly from
-    zero."""
+) -> dict[str, float] | None:
+    """g = (L - L_dense) / (L_half - L_dense) of a loss or an accuracy L: 0 is as good as dense, 1
+    as bad as half the width. With Fieller's interval, and the number of seeds that all three have.
+
+    None for the dense variant itself, with fewer than `seeds` such seeds, if a value is not finite,
+    and if the gap does not differ significantly from zero.
+    """
     names = (variant, margin.lower, margin.upper)
     common = set.intersection(*({*values.get((block, name), {})} for name in names))
     if variant == margin.lower or len(common) < seeds:
@@ -46,7 +37,7 @@ def gap_closed(
     low, high = ratio_interval(lost, gaps)
     if not math.isfinite(low):
         return None
-    return GapClosed(mean(lost) / mean(gaps), low, high, len(common))
+    return {"value": mean(lost) / mean(gaps), "low": low, "high": high, "n": len(common)}
 
 
 def half_width_gap(

@@ -38,12 +38,7 @@ def read_rows(path: Path) -> list[dict[str, str]]:
 
 def read_yaml(path: Path) -> dict[str, Any]:
     """The keys with values of a YAML file, read by the C parser if it is installed, which is much
-    faster.
-
-    Raises:
-        yaml.YAMLError: the file is not YAML.
-        ValueError: it has no keys.
-    """
+    faster. Raises a `yaml.YAMLError`, or a `ValueError` if it has no keys."""
     import yaml
 
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
@@ -69,13 +64,8 @@ _hints = functools.cache(typing.get_type_hints)  # most of the time otherwise
 
 
 def build(kind: Any, given: Any, where: str) -> Any:
-    """The plain value `given` converted to the type `kind`, which may be a dataclass.
-
-    Args:
-        where: where the value is, for error messages.
-    Raises:
-        ValueError: the value cannot be converted.
-    """
+    """The plain value `given` converted to the type `kind`, which may be a dataclass. Raises a
+    `ValueError` that says `where` the value is if it cannot be converted."""
     origin, inside = typing.get_origin(kind), typing.get_args(kind)
     if dataclasses.is_dataclass(kind) and isinstance(given, dict):
         constructor: Any = kind

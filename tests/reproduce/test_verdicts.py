@@ -73,12 +73,12 @@ def test_the_gap_that_a_method_closes():
         return scale.gap_closed(of, "a", variant, LOSS, MARGIN, seeds)
 
     found = closed("it", 5)
-    assert (found.value, found.n) == (pytest.approx(0.25), 5)
-    assert (found.low, found.high) == pytest.approx(ratio_interval(own, gap))
-    assert closed("half", 5).value == pytest.approx(1.0)
+    assert (found["value"], found["n"]) == (pytest.approx(0.25), 5)
+    assert (found["low"], found["high"]) == pytest.approx(ratio_interval(own, gap))
+    assert closed("half", 5)["value"] == pytest.approx(1.0)
     assert closed("dense", 5) is None and closed("it", 6) is None
     del variants["a", "half"][2], variants["a", "dense"][3]
-    assert closed("it", 3).n == 3
+    assert closed("it", 3)["n"] == 3
     variants["a", "it"][0]["metrics"]["val_loss"] = None
     assert closed("it", 3) is None
     assert closed("it", 5, values(dense=BASE, half=shifted(0.0), it=shifted(0.02))) is None

@@ -122,7 +122,7 @@ class Shown:
         g = gap_closed(self.values, self.block.name, variant, self.metric, self.margin, 2)
         if g is None:
             return NOTHING
-        return f"{g.value:.2f} {interval(g.low, g.high, '.2f')}".removesuffix(" -")
+        return f"{g['value']:.2f} {interval(g['low'], g['high'], '.2f')}".removesuffix(" -")
 
     def commands(self) -> Iterator[tuple[str, str]]:
         """Yields (variant, command that trains it) for the first seed."""
