@@ -112,8 +112,8 @@ def main() -> None:
     if not CUDA:
         print("No NVIDIA GPU here: this shows the loop and the loss; nothing trains faster.")
     text = options.text.read_text(encoding="utf-8")
-    ids = AutoTokenizer.from_pretrained(options.model)(text)["input_ids"] if options.model else None
-    tokens = torch.tensor(ids or list(text.encode()))
+    tokenizer = AutoTokenizer.from_pretrained(options.model) if options.model else None
+    tokens = torch.tensor(tokenizer(text)["input_ids"] if tokenizer else list(text.encode()))
     held_out = len(tokens) // 10
     shape = options.batch, options.length
     given = {"include": options.include, "total_steps": options.steps, "measure_every": 0}
@@ -128,6 +128,8 @@ def main() -> None:
         loss = evaluate(model, batches(tokens[-held_out:], shape, seed=1))
         print(f"{name}: validation loss {loss:.3f}, {ms:.1f} ms a step, {sparse} linears are 2:4")
     model.save_pretrained(options.to)
+    if tokenizer:
+        tokenizer.save_pretrained(options.to)
 
 
 if __name__ == "__main__":
