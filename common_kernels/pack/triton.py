@@ -350,8 +350,8 @@ def pack_both_kernel(
     a, k = (), ()
     for i in tl.static_range(4):
         a += (load_row(w, top + i, columns, left),)
+    pairs, nibbles, pairs_t, nibbles_t = (), (), (), ()
     if SEARCH:
-        pairs, nibbles, pairs_t, nibbles_t = (), (), (), ()
         pattern = tl.load(patterns + best_place(a[0], a[1], a[2], a[3]))
         for i in tl.static_range(4):
             nibble = pattern >> 4 * i & 15
@@ -363,8 +363,14 @@ def pack_both_kernel(
     else:
         for i in tl.static_range(4):
             k += (load_kept(mask, top + i, columns, left, BITS),)
-        pairs, nibbles = tiles_stored(a, k)
-        pairs_t, nibbles_t = tiles_stored(columns_of(a), columns_of(k))
+        a_t, k_t = columns_of(a), columns_of(k)
+        for i in tl.static_range(4):  # a row and a column in turns, as they share their entries
+            pair, nibble = entries_stored(a[i][0], a[i][1], a[i][2], a[i][3], k[i])
+            pairs += (pair,)
+            nibbles += (nibble,)
+            pair, nibble = entries_stored(a_t[i][0], a_t[i][1], a_t[i][2], a_t[i][3], k_t[i])
+            pairs_t += (pair,)
+            nibbles_t += (nibble,)
     if FIRST:
         store_tiles(values, meta, pairs, nibbles, top, left, rows, columns, ORDER)
     store_turned(values_t, meta_t, pairs_t, nibbles_t, top, left, rows, columns, ORDER_T)
