@@ -66,7 +66,7 @@ def _pack24_(
         mask = None if mask is None else mask.contiguous()
         written = None if dense is None else dense.contiguous()  # of which all is overwritten
         triton.pack(w.contiguous(), mask, source, dtype, scale, buffer, written, layout)
-        if dense is not None and written is not dense:
+        if dense is not None and written is not None and written is not dense:
             dense.copy_(written)
         return
     kept, pruned = _pruned(w, source, mask, scale, dtype)
