@@ -96,7 +96,7 @@ def test_the_differences_and_the_figure_are_those_of_the_records(tmp_path):
     want = []
     for row in sorted_rows(main, set(main.leading) - {main.baseline}):
         g = gap_closed(values(), "a", row.label, main.metric, rules().margin, rules().seeds)
-        share = "1" if row.label == "half" else f"{g.value:.2f} [{g.low:.2f}, {g.high:.2f}]"
+        share = "{value:.2f} [{low:.2f}, {high:.2f}]".format(**g) if row.label != "half" else "1"
         assert row.pairs == 5
         want.append((row.label, cell(row), share))
     assert want == re.findall(r"^\| `(\w+)` \| (\+.*?) \| (\d.*?) \| ", told, re.M)
@@ -123,8 +123,8 @@ def test_the_variants_beside_half_the_width_are_where_their_intervals_put_them()
     for variant in set(main.leading) - {"dense", "half", "shallow", "dense_narrow"}:
         assert main.rows[variant].low > 0
         g = gap_closed(values(), "a", variant, main.metric, rules().margin, rules().seeds)
-        better = "better than `half`" if g.high < 1 else "no difference shown"
-        where["worse" if g.low > 1 else better].add(variant)
+        better = "better than `half`" if g["high"] < 1 else "no difference shown"
+        where["worse" if g["low"] > 1 else better].add(variant)
     told = re.findall(r"^- (.*?): (`.*)$", words, re.M)
     assert {name: set(re.findall(r"`(\w+)`", variants)) for name, variants in told} == where
     variants = sorted(set().union(*where.values()))

@@ -37,9 +37,10 @@ from common_kernels.matmul.pruned import twice_pruned_mm24
 from common_kernels.matmul.table import Entry
 from common_kernels.pack import BUFFERED, VENDOR, Packed24, cpu, pack24, unpack24
 from common_kernels.pack import cusparselt as loader
-from common_kernels.pack.compressed import Compressed24, prune_and_pack24_
+from common_kernels.pack.compressed import prune_and_pack24_
 from common_kernels.pack.cusparselt import CuSparseLtError
 from common_kernels.pack.operands import sample_pack24
+from common_kernels.pack.weight import Compressed24
 from tests.common_kernels.conftest import LEARNT
 from tests.each import each
 

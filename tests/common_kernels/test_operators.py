@@ -31,8 +31,9 @@ from common_kernels.matmul.pruned import once_pruned_linear24, pruned_mm24, twic
 from common_kernels.mvue import reference as mvue
 from common_kernels.pack import BUFFERED
 from common_kernels.pack import reference as pack
-from common_kernels.pack.compressed import Compressed24, prune_and_pack24_
+from common_kernels.pack.compressed import prune_and_pack24_
 from common_kernels.pack.operands import pack24_, pack_both24_, sample_pack24
+from common_kernels.pack.weight import Compressed24
 from common_kernels.relu24 import reference as relu24
 from common_kernels.relu24 import relu24_backward, relu24_packed
 from common_kernels.soft_threshold import reference as soft_threshold
