@@ -49,7 +49,9 @@ def quantize24_(
     device = checks.one_device(
         w=w, mask=mask, scales=scales, amax=amax, beta=beta, own=first, other=second
     )
-    name = backends.resolve_fp8(device, backend) if _fits(kinds, first, second, *w.shape) else "cpu"
+    name = backends.resolve_fp8(device, backend)
+    if not _fits(kinds, first, second, *w.shape):
+        name = "cpu"
     mask = None if mask is None else mask.contiguous()
     given = kinds, first, second, scales, w.contiguous(), mask, beta, amax
     if name == "triton" and not w.requires_grad:

@@ -349,7 +349,7 @@ class Saver:
         done, problem = self.pending.done(), None
         try:
             found = self.pending.result() if done else None
-        except UserError as error:
+        except (UserError, OSError) as error:  # the other ranks wait for this one's answer
             problem = str(error)
         results = self.world.all_gather((done, found, problem))
         for *_, message in results:

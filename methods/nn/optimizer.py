@@ -91,8 +91,17 @@ class FusedAdamW(torch.optim.AdamW):
     _works: tuple[Mapping[str, StepWork], ...] = ()  # one per method, which may empty its own
     _by_weight: Mapping[int, StepWork] = {}  # the running step's work, by the weight's id
 
-    def __init__(self, params: Any, *args: Any, **options: Any) -> None:
-        super().__init__(params, *args, **options, fused=True)
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        *,
+        capturable: bool = False,
+    ) -> None:
+        super().__init__(params, lr, betas, eps, weight_decay, capturable=capturable, fused=True)
 
     def accept(self, works: Mapping[str, StepWork]) -> dict[str, StepWork]:
         """Accept work for the next step and return it by name, in a dict that the caller keeps.
