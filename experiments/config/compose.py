@@ -155,7 +155,7 @@ _TYPED: dict[tuple[type, str], Any] = {}  # made before, because a report needs 
 
 
 def typed(schema: type, group: str, values: Any) -> Any:
-    """The dataclass `schema`, which is frozen, with these values, a dict. Equal values share it."""
+    """The dataclass `schema`, which is frozen, with these values, a dict."""
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
@@ -168,7 +168,7 @@ def typed(schema: type, group: str, values: Any) -> Any:
     try:
         if key not in _TYPED:
             _TYPED[key] = OmegaConf.to_object(OmegaConf.merge(_structured(schema), values))
-        return _TYPED[key]
+        return copy.copy(_TYPED[key])  # what a config finds out is its own
     except OmegaConfBaseException as error:
         name, reason = f"{group}.{error.full_key}", _first_line(error)
         if "is not a ListConfig" in reason:

@@ -280,8 +280,7 @@ def freeze(composition: Any) -> RunConfig:
     if family not in FAMILIES:
         raise UserError(f"model.name={model_name}; choose one of {', '.join(FAMILIES)}")
     model_schema, data_schema, takes = FAMILIES[family]
-    # A copy of its own, since it remembers what it found in the files.
-    shape = dataclasses.replace(typed(model_schema, "model", model))
+    shape = typed(model_schema, "model", model)
     data = dict(groups["data"])
     kind = "images" if "image_size" in data else data.get("objective", "causal")
     wanted = "images" if family == "vit" else getattr(data_schema, "objective", "causal")

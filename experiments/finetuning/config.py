@@ -241,8 +241,8 @@ def freeze_finetuning(composition: Any) -> FinetuneConfig:
             "checkpoint of transformers"
         )
     source: Path | HFConfig = Path(top.run or "")
-    if path is not None:  # of its own, since it remembers what it found in the files
-        source = dataclasses.replace(typed(HFConfig, "model", groups["model"]))
+    if path is not None:
+        source = typed(HFConfig, "model", groups["model"])
     return FinetuneConfig(
         **vars(top),
         source=source,

@@ -38,6 +38,11 @@ SPLITS = ("train", "val")
 FORMATS = ("JPEG", "PNG", "PPM", "BMP", "TIFF", "WEBP", "GIF")
 IDX = {split: (f"{name}-images-idx3-ubyte", f"{name}-labels-idx1-ubyte")
        for split, name in (("train", "train"), ("val", "t10k"))}  # fmt: skip
+# Hashes of both splits of Fashion-MNIST, as `_idx` computes them.
+FASHION = {
+    "train": "6ba2795ebd1931a1643ac1ad7e66168dd73d5f20e4df4779820d98f2344a6045",
+    "val": "eb7d6a637e06928bd180beb02809c9da0dee278decfc7b9eaad5427f5b5585c4",
+}
 
 
 @dataclass(frozen=True)
@@ -147,7 +152,7 @@ def load_images(config: ImageConfig, splits: Sequence[str] = SPLITS) -> Images:
     path = Path(config.source).expanduser()
     if path.is_dir():
         pairs = any(_find(path, name) for names in IDX.values() for name in names)
-        return _idx(path, splits) if pairs else _folder(path, splits)
+        return _idx(path, splits, config.name) if pairs else _folder(path, splits)
     if path.exists() or path.is_absolute() or config.source.startswith((".", "~")):
         raise UserError(
             f"data.source={config.source} is no folder; give one with train/<class>/ and "
@@ -195,7 +200,7 @@ def _digits(image_size: int, splits: Sequence[str]) -> Images:
     )
 
 
-def _idx(root: Path, wanted: Sequence[str]) -> Images:
+def _idx(root: Path, wanted: Sequence[str], name: str) -> Images:
     splits: dict[str, Split] = {}
     digests = []
     for split in wanted:
@@ -208,6 +213,11 @@ def _idx(root: Path, wanted: Sequence[str]) -> Images:
         shape = " ".join(map(str, pixels.shape)).encode()
         content = shape + b"\n" + pixels.tobytes() + labels.tobytes()
         digests.append(hashlib.sha256(content).hexdigest())
+        if name == "fashion_mnist" and digests[-1] != FASHION[split]:
+            raise UserError(
+                f"{root} does not hold the {split} images of Fashion-MNIST: give yours a name, "
+                "data.name=..."
+            )
         splits[split] = Arrays(pixels, labels.astype(np.int64))
     classes = 1 + max(int(own.labels.max()) for own in splits.values())
     return Images(root, tuple(map(str, range(classes))), splits, _joined(wanted, digests))

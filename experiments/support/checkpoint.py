@@ -26,12 +26,12 @@ def write_atomic(path: Path, write: Callable[[Path], Any]) -> None:
     """Call `write` on a temporary path beside `path`, sync, and rename it into place.
 
     Raises:
-        UserError: see `writing`; nothing half-written is left.
+        UserError: the disk is full; nothing half-written is left.
     """
+    path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         with writing(path):
-            path.parent.mkdir(parents=True, exist_ok=True)
             temporary.touch()
             usual = temporary.stat().st_mode
             write(temporary)

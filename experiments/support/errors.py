@@ -1,6 +1,7 @@
 """Errors and signals that end a driver early, each printed as one line."""
 
 import difflib
+import errno
 import os
 import re
 import signal
@@ -11,6 +12,8 @@ from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 
+# Error numbers for no more room: disk full, quota exceeded, file too large.
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 # Also characters that change the direction of writing, and bytes that are not UTF-8.
 _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 
@@ -75,8 +78,10 @@ def first_line(error: BaseException) -> str:
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """A context for writing `path`, in which an error of the operating system, such as a full disk,
-    is a `UserError`. torch hides it behind its own error, and safetensors only quotes its number.
+    """A context for writing `path`: a full disk raises a `UserError`, and other errors of the
+    operating system an `OSError`, both naming `path`.
+
+    torch hides the system's error behind its own, and safetensors only quotes its number.
     """
     try:
         yield
@@ -84,16 +89,19 @@ def writing(path: Path) -> Iterator[None]:
         raise
     except Exception as error:
         cause: BaseException | None = error
-        while cause is not None and getattr(cause, "errno", None) is None:
+        while cause is not None and getattr(cause, "errno", None) not in _FULL:
             cause = cause.__cause__ or cause.__context__
         quoted = re.search(r"\(os error (\d+)\)", str(error))
-        number = getattr(cause, "errno", None) or (quoted and int(quoted[1]))
-        if number is None:
-            raise
-        raise UserError(
-            f"{path} cannot be written: {os.strerror(number)}; make room there, or choose "
-            "another place, and run the same command again"
-        ) from error
+        hidden = None if isinstance(error, OSError) else getattr(error.__context__, "errno", None)
+        number = getattr(cause, "errno", None) or (int(quoted[1]) if quoted else hidden)
+        if number in _FULL:
+            raise UserError(
+                f"{path} cannot be written: {os.strerror(number)}; make room there, or choose "
+                "another place, and run the same command again"
+            ) from error
+        if number is not None:
+            raise OSError(number, os.strerror(number), str(path)) from error
+        raise
 
 
 class Terminated(BaseException):
@@ -122,8 +130,11 @@ def exit_with_one_line(after_stop: str) -> Iterator[None]:
     except OSError as error:
         if error.errno is None:
             raise
-        place = error.filename or "a file"  # some errors, such as a full disk, have no name
-        sys.exit(printable(f"error: {place}: {error.strerror}"))
+        # Some errors, such as a full disk, have no file name.
+        place, reason = Path(error.filename or "a file"), error.strerror
+        if isinstance(error, FileExistsError) and place.is_symlink():
+            reason = f"a link to {place.readlink()}, which does not exist"
+        sys.exit(printable(f"error: {place}: {reason}"))
     except (MemoryError, RuntimeError) as error:
         from experiments.support import memory  # imports torch
 

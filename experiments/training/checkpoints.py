@@ -349,8 +349,13 @@ class Saver:
         done, problem = self.pending.done(), None
         try:
             found = self.pending.result() if done else None
-        except (UserError, OSError) as error:  # the other ranks wait for this one's answer
+        except UserError as error:
             problem = str(error)
+        except OSError as error:  # for example a folder that was removed or cannot be written
+            problem = (
+                f"{error.filename or self.directory} cannot be written: {error.strerror or error}; "
+                "fix that, and run the same command again"
+            )
         results = self.world.all_gather((done, found, problem))
         for *_, message in results:
             if message is not None:

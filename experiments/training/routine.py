@@ -22,7 +22,7 @@ from experiments.config.run import Run, resolve
 from experiments.config.settings import ImplConfig
 from experiments.runs.finished import FinishedRun
 from experiments.support import checkpoint, results, tensor_files
-from experiments.support.errors import Diverged, check_installed
+from experiments.support.errors import Diverged, UserError, check_installed
 from experiments.support.progress import silent
 from experiments.training import averages, legality
 from experiments.training.blocks import recompute
@@ -116,6 +116,11 @@ def run(config: Any, kind: Callable[..., Training], report: Callable[[str], None
         if shards_weights(impl, here):
             shards = Shards(built.model, built.method, impl, DTYPES[built.train.dtype], here)
         accelerate(built.method, built.tokens, impl)
+        if training.inputs() != training.hashes:
+            raise UserError(
+                f"{run.directory}: the weights to start from, or the data, were changed while they "
+                "were read; run the same command again"
+            )
         with ExitStack() as stack:
             here.broadcast_from_rank0(
                 lambda: stack.enter_context(checkpoint.exclusive(run.directory))

@@ -39,6 +39,7 @@ from experiments.training.tracking import MetricsLog
 from methods import Method
 from models.base import Model
 
+VERSION = 1  # of the state in a checkpoint; raise it when its entries or their meaning change
 # A function that evaluates a trainer's model and returns metrics by name.
 Evaluation = Callable[["Trainer"], dict[str, float]]
 
@@ -325,6 +326,7 @@ class Trainer:
             self.lines = self.log.lines
             self.log.sync()
         state = {
+            "version": VERSION,
             "revisions": self.revisions,
             "identity": self.identity,
             "data": self.source.fingerprint,
@@ -370,6 +372,9 @@ class Trainer:
             self.report(f"resumed at step {self.step} of {self.train.steps}")
 
     def _load(self, state: dict[str, Any]) -> None:
+        # Earlier versions of the code wrote no number, but the layout of version 1.
+        if (found := state.get("version", 1)) != VERSION:
+            raise ValueError(f"its layout has version {found}, not {VERSION}")
         like = {**self.optimization.places(), "averages": self.averages}
         state = checkpoints.placed(state, like)
         self.optimization.load_state_dict(state)

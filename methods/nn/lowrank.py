@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import ClassVar
 
 import torch
@@ -17,13 +17,17 @@ from .gemms import under_autocast
 
 
 class LowRankLinear(nn.Linear):
-    """A linear [out, in] with explicit zeros, and a term X L R of low rank. Its method `low_rank`
-    returns L^T [r, in] (None for sums of blocks of inputs), R [r, out] and the term's scale;
-    `add_term_` adds the term to the weight."""
+    """A linear [out, in] with explicit zeros, and a term of low rank."""
 
     factors: ClassVar[tuple[str, ...]]  # the names of the term's Parameters, in a state dict too
-    low_rank: Callable[[], tuple[Tensor | None, Tensor, float]]
-    add_term_: Callable[[], None]
+
+    def low_rank(self) -> tuple[Tensor | None, Tensor, float]:
+        """L^T [r, in] (None for sums of blocks of inputs), R [r, out] and the scale of X L R."""
+        raise NotImplementedError
+
+    def add_term_(self) -> None:
+        """Add the term to the weight."""
+        raise NotImplementedError
 
 
 class SparsePlusLowRank(LowRankLinear):

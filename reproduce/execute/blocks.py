@@ -63,6 +63,14 @@ class Block:
     # The variants that are not compared with the baseline, each with the one that it is.
     against: dict[str, str] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        for variant in (*self.against, *self.against.values()):
+            if variant not in self.variants:
+                known = ", ".join(self.variants)
+                raise ValueError(f"against: there is no variant {variant}; choose of {known}")
+        if len({run_name(variant, 0) for variant in self.variants}) < len(self.variants):
+            raise ValueError("two variants would have the same file; rename one")
+
     def runs(self, runs: Path) -> Iterator[BlockRun]:
         """All runs, seed by seed, so that an interrupted block has complete seeds."""
         for seed in self.seeds:

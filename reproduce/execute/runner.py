@@ -57,6 +57,12 @@ def _missing(every: list[BlockRun], folders: tuple[Path, Path]) -> list[BlockRun
             if run.source is not None and _kept(run.source, folders) is None:
                 # The one for which the queue lets this run wait.
                 run.source = trainings.setdefault(run.source.digest(), run.source)
+            same = trainings.get(run.digest(), run)
+            if same.block == run.block and same is not run:
+                raise UserError(
+                    f"block {run.block}: {same.variant} and {run.variant} have the same config; "
+                    "leave one out"
+                )
             trainings[run.digest()] = run
     return list(trainings.values())
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
 from experiments.runs import stats
+from experiments.support.errors import UserError
 from experiments.support.results import number
 from reproduce.judge.claims import Claim, Claims, Contrast, Speed
 from reproduce.records import Values, model
@@ -293,7 +294,11 @@ def _untestable(claims: Claims, c: Contrast, paired: list[float]) -> str:
 
 def judge_speed(claims: Claims, speed: Speed, folder: Path = MEASURED) -> Measured:
     """A contrast of measurements with its verdict by the tables in `folder`."""
-    table, stem = read_table(TABLES / f"{speed.table}.yaml"), f"{speed.table}-full"
+    if not (path := TABLES / f"{speed.table}.yaml").exists():
+        raise UserError(f"claims.yaml: there is no table {speed.table} ({path})")
+    table, stem = read_table(path), f"{speed.table}-full"
+    if speed.column not in {c.label for c in table.columns}:
+        raise UserError(f"claims.yaml: {speed.table} has no column {speed.column!r}")
     command = f"python -m reproduce {table.command} paper={table.paper} tier=full"
     found = Measured(rule=speed, name=table.title.partition(":")[0])
     rows = read_rows(folder / f"{stem}.csv")
@@ -307,6 +312,8 @@ def judge_speed(claims: Claims, speed: Speed, folder: Path = MEASURED) -> Measur
         for row in (row for row in runs if row.get(value)):
             ours.setdefault(row["method"], {})[int(row["seed"])] = float(row[value])
     labels = [label for label in ours if label.endswith(speed.rows)]
+    if not labels:
+        raise UserError(f"{folder}: {speed.table} has no {speed.column!r} of rows {speed.rows!r}")
     lines, why = [_row(speed, label, paper, ours) for label in labels], ""
     fewest = min(line.n for line in lines)
     if speed.than and fewest < claims.seeds:

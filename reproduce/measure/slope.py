@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar, NamedTuple
@@ -193,7 +194,8 @@ class SlopeLayer(Layer):
                 calls["hooks"] = lambda _: uncut[""].hooks(0)
         for name, (how, built) in timed.items():
             calls[f"inference {name}"] = attending(how, base.evaluating(built))
-        times = self.in_turns(calls)
+        with sixteen_bit_scores():
+            times = self.in_turns(calls)
         metrics = times.load | {"hooks_ms": times["hooks"]}
         for name, ms in times.items():
             kind, _space, what = name.rpartition(" ")
@@ -226,18 +228,25 @@ def compressed(built: Bench) -> Iterator[CompressedLinear]:
 
 
 def attending(kind: str, call: Call) -> Call:
-    """The call with this kind of attention, a key of `ATTENTION`. Plain attention computes its
-    scores in the 16-bit dtype of its inputs, as the paper's models do."""
-    allow_sixteen_bit_scores = torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp
+    """The call with this kind of attention, a key of `ATTENTION`."""
 
     def run(i: int) -> Any:
-        allow_sixteen_bit_scores(True)
         with sdpa_kernel(ATTENTION[kind]):
-            y = call(i)
-        allow_sixteen_bit_scores(False)
-        return y
+            return call(i)
 
     return run
+
+
+@contextmanager
+def sixteen_bit_scores() -> Iterator[None]:
+    """Let plain attention compute its scores in the 16-bit dtype of its inputs, as the paper's
+    models do."""
+    before = torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed()
+    torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(True)
+    try:
+        yield
+    finally:
+        torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(before)
 
 
 class Apart(CompressedLinear):

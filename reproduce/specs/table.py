@@ -8,7 +8,7 @@ instead show the records of a block (reproduce/specs/blocks); then nothing is ru
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -158,6 +158,31 @@ class Table:
     notes: list[str] = field(default_factory=list)  # lines that are printed below the settings
     figure: Figure = field(default_factory=Figure)
 
+    def __post_init__(self) -> None:
+        rows, columns, variants = (
+            [one.label for one in some] for some in (self.rows, self.columns, self.variants)
+        )
+        for labels in (rows, columns, variants):
+            if len({*labels}) < len(labels):
+                raise ValueError(f"two rows, columns or variants have the same label: {labels}")
+        trains, first = self.driver not in (BENCH, "find_decay"), [*self.rows, TableRow("")][0]
+        if trains and "method=dense" not in first.overrides:
+            raise ValueError("the first row must be the dense baseline (method=dense)")
+        _check("tiers", self.tiers, TIERS)
+        _check("figure.columns", self.figure.columns, columns)
+        measures = {name for tier in self.tiers.values() for name in tier.measure}
+        for position, row in enumerate(self.rows):
+            _check(f"{row.label!r}: starts_from", [row.starts_from], [None, *rows[:position]])
+            _check(f"{row.label!r}: tiers", row.tiers, self.tiers)
+            _check(f"{row.label!r}: measure", row.measure, measures)
+        for name, tier in self.tiers.items():
+            if not (tier.unavailable or tier.block or tier.seeds):
+                raise ValueError(f"tier {name} needs seeds")
+            _check(f"tier {name}: rows", tier.rows, rows)
+            shown = [row for row in self.rows_of(name) if not row.stage]
+            others = [None, *(row.label for row in shown)]
+            _check(f"tier {name}: against", [row.against for row in shown], others)
+
     @property
     def command(self) -> str:
         """The table's name on the command line: `table<number>`, `figure<number>` or its own
@@ -184,6 +209,13 @@ class Table:
     def variants_of(self, tier: str) -> list[Variant]:
         """The variants of a tier; a single nameless one for a table without variants."""
         return self.tiers[tier].variants or self.variants or [Variant("")]
+
+
+def _check(name: str, values: Iterable[str | None], choices: Iterable[str | None]) -> None:
+    """Raise a `ValueError` unless all values are among the choices."""
+    known = [*choices]
+    if wrong := next((value for value in values if value not in known), None):
+        raise ValueError(f"{name}={wrong}; choose of {', '.join(filter(None, known))}")
 
 
 def read_table(path: Path) -> Table:

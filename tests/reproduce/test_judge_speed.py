@@ -6,6 +6,7 @@ import math
 import pytest
 
 from experiments.runs.stats import paired_interval
+from experiments.support.errors import UserError
 from reproduce.judge.claims import Claims, Margin, Speed, read_claims
 from reproduce.judge.verdicts import judge_speed
 from reproduce.specs.reading import MEASURED, read_rows
@@ -147,6 +148,14 @@ def test_what_is_not_judged_says_why(found, tmp_path):
     nowhere = judge_speed(CLAIMS, Speed("slope_table1", "training", "kernel"), tmp_path / "none")
     assert (nowhere.verdict, nowhere.lines, nowhere.device) == ("not tested", [], "")
     assert nowhere.why == f"not measured ({COMMAND})"
+    with pytest.raises(UserError, match="slope_table1 has no 'training' of rows ' / none'"):
+        found(PAIR, rows=" / none")
+    for speed, message in (
+        (Speed("slope_table9", "training", "kernel"), "there is no table slope_table9"),
+        (Speed("slope_table1", "trainings", "kernel"), "slope_table1 has no column 'trainings'"),
+    ):
+        with pytest.raises(UserError, match=message):
+            judge_speed(CLAIMS, speed)
 
 
 def test_the_committed_measurements_have_what_is_claimed():

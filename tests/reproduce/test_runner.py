@@ -159,6 +159,12 @@ def test_a_block_is_run_seed_by_seed_and_once(start, children, tmp_path):
     assert start(block())[0] and children.started == ["ste, seed 1"]
 
 
+def test_two_variants_of_one_config_are_refused(start):
+    same = block(ste=["method=ste"], again=["method=ste", "train.steps=20"])
+    with pytest.raises(UserError, match="block t: ste and again have the same config"):
+        start(same)
+
+
 def test_a_run_without_labels_is_done_when_it_is_probed(start, children):
     """A run that is only trained has a result, but not the accuracies that claims are judged by."""
     images = Block("t", "T", ["train.steps=20"], {"dense": ["method=dense"]}, [0], driver="dino")

@@ -18,7 +18,7 @@ from reproduce.execute import jobs
 from reproduce.execute.jobs import Job, plan
 from reproduce.judge.claims import Claim
 from reproduce.specs.reading import build
-from reproduce.specs.table import TIERS, Table, read_table, read_tables
+from reproduce.specs.table import Figure, Table, TableRow, Tier, read_table, read_tables
 
 TABLES = {table.name: table for table in read_tables()}
 OFFERED = [
@@ -269,24 +269,32 @@ def test_offered_tiers_say_what_they_train_and_speeds_have_an_interval():
             assert all(column.show == "interval" for column in rates), name
 
 
-@pytest.mark.parametrize("name", TABLES)
-def test_tables_name_what_they_have(name):
-    table = TABLES[name]
-    rows, columns, variants = (
-        [one.label for one in some] for some in (table.rows, table.columns, table.variants)
-    )
-    assert all(len({*labels}) == len(labels) for labels in (rows, columns, variants))
-    assert table.driver not in TRAINED or "method=dense" in table.rows[0].overrides
-    assert table.tiers.keys() <= {*TIERS} and {*table.figure.columns} <= {*columns}
-    measures = {key for tier in table.tiers.values() for key in tier.measure}
-    for place, row in enumerate(table.rows):
-        assert row.starts_from in (None, *rows[:place])
-        assert row.tiers.keys() <= table.tiers.keys() and row.measure.keys() <= measures
-    for key, tier in table.tiers.items():
-        assert tier.unavailable or tier.block or tier.seeds
-        assert {*tier.rows} <= {*rows}
-        shown = [row for row in table.rows_of(key) if not row.stage]
-        assert {row.against for row in shown} <= {None, *(row.label for row in shown)}
+DENSE = TableRow("dense", ["method=dense"])
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"rows": [DENSE, TableRow("dense", ["method=ste"])]}, "two rows, .* have the same label"),
+        ({"rows": [TableRow("a", ["method=ste"])]}, "first row must be the dense baseline"),
+        ({"rows": []}, "first row must be the dense baseline"),
+        ({"rows": [DENSE, TableRow("a", starts_from="b")]}, "'a': starts_from=b; choose of dense"),
+        (
+            {"rows": [DENSE, TableRow("a", against="b")]},
+            "tier smoke: against=b; choose of dense, a",
+        ),
+        ({"tiers": {"huge": Tier(seeds=[0])}}, "tiers=huge; choose of smoke, mini, full"),
+        ({"tiers": {"smoke": Tier()}}, "tier smoke needs seeds"),
+        ({"tiers": {"smoke": Tier(seeds=[0], rows=["b"])}}, "tier smoke: rows=b; choose of dense"),
+        ({"rows": [TableRow("a", ["method=dense"], measure={"m": []})]}, "'a': measure=m"),
+        ({"rows": [TableRow("a", ["method=dense"], tiers={"full": []})]}, "'a': tiers=full"),
+        ({"figure": Figure("bars", ["c"])}, "figure.columns=c"),
+    ],
+)
+def test_tables_that_make_no_sense(changed, message):
+    given = {"rows": [DENSE], "columns": [], "tiers": {"smoke": Tier(seeds=[0])}}
+    with pytest.raises(ValueError, match=message):
+        Table("t", "T", **given | changed)
 
 
 def test_errors_name_the_file(tmp_path):

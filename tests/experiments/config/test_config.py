@@ -196,9 +196,11 @@ def test_a_run_is_found_by_its_hash_under_any_name(tmp_path):
 
 
 def test_errors_of_the_machine_are_one_line(tmp_path):
+    (tmp_path / "link").symlink_to(tmp_path / "no\x1bwhere")
     for act, said in (
         (lambda: np.empty(2**60, np.uint8), r"^error: out of memory \([^\n]*$"),
         (lambda: torch.empty(2**60, dtype=torch.uint8), r"^error: out of memory \([^\n]*$"),
+        ((tmp_path / "link").mkdir, r"^error: .*/link: a link to .*/no\\x1bwhere, which "),
         ((tmp_path / "\x07" / "x").mkdir, r"^error: [^\x07]*\\x07/x: No such file"),
     ):
         with pytest.raises(SystemExit, match=said), exit_with_one_line("begins it anew"):

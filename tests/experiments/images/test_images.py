@@ -101,8 +101,8 @@ def test_the_digits_hold_out_400_of_1797_by_class():
 
 
 def test_idx_files_gzipped_or_not_are_read_and_a_bad_one_is_refused(tmp_path, write_idx):
-    def load_folder(root, splits=("train", "val")):
-        return load_images(ImageConfig("mine", str(root), image_size=8), splits)
+    def load_folder(root, name="mine", splits=("train", "val")):
+        return load_images(ImageConfig(name, str(root), image_size=8), splits)
 
     noise = np.random.default_rng(0).integers(0, 40, (12, 8, 8), dtype=np.uint8)
     plain, zipped = (write_idx(tmp_path / name, zipped=name == "zip") for name in ("idx", "zip"))
@@ -117,6 +117,8 @@ def test_idx_files_gzipped_or_not_are_read_and_a_bad_one_is_refused(tmp_path, wr
     path = zipped / "t10k-labels-idx1-ubyte.gz"
     path.write_bytes(gzip.compress(gzip.decompress(path.read_bytes())[:-1] + b"\1"))
     assert load_folder(zipped).fingerprint != load_folder(plain).fingerprint
+    with pytest.raises(UserError, match=r"does not hold the train images of .*data\.name="):
+        load_folder(plain, "fashion_mnist")
     images_of, labels = plain / "train-images-idx3-ubyte", plain / "train-labels-idx1-ubyte"
     for path, change in (
         (images_of, lambda _: b""),

@@ -127,6 +127,18 @@ def test_a_run_that_starts_from_other_weights_of_the_same_run_is_not_done(
     made_again(first.directory(), scaled(3.0))
     with pytest.raises(UserError, match="belongs to another config"):
         pretraining.run(second, quiet)
+    # Nor is one begun whose first weights are replaced while they are read.
+    third = tiny("method=s_ste", f"init={first.directory()}")
+    build = pretraining.Pretraining.build
+
+    def replacing(*args):
+        made_again(first.directory(), scaled(0.5))
+        return build(*args)
+
+    monkeypatch.setattr(pretraining.Pretraining, "build", replacing)
+    with pytest.raises(UserError, match="were changed while they were read"):
+        pretraining.run(third, quiet)
+    assert not third.directory().exists()
 
 
 def test_sparse_products_are_asked_for_and_told(tiny):

@@ -1,5 +1,6 @@
 """Checkpoints that are written while the training goes on."""
 
+import errno
 import multiprocessing
 import os
 import threading
@@ -66,6 +67,20 @@ def test_an_error_of_the_writer_is_that_of_the_next_step(tmp_path, full_disk, ga
     with pytest.raises(UserError, match=r"state\.pt cannot be written: File too large"):
         saver.poll()
     assert list(tmp_path.iterdir()) == []
+
+
+def test_any_error_of_the_system_is_told_to_all_ranks(tmp_path, monkeypatch):
+    """A rank that raised it alone would leave the others waiting for its answer."""
+
+    def stale(path):
+        raise OSError(errno.ESTALE, "Stale file handle", str(path))
+
+    saver = Saver(tmp_path, ALONE)
+    monkeypatch.setattr(checkpoint, "sha256", stale)
+    saver.save(1, {"w": torch.zeros(4)})
+    with pytest.raises(UserError, match=r"state\.pt cannot be written: Stale file handle; fix"):
+        saver.wait()
+    saver.close()
 
 
 def get_stuck():

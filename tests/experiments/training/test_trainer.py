@@ -78,7 +78,7 @@ def test_a_run_writes_what_it_says(tiny):
     assert stored["metrics"]["val_loss"] < losses(directory, "val_loss")[0]
 
 
-def test_a_run_lists_its_revisions_and_refuses_checkpoints_of_other_entries(
+def test_a_run_lists_its_revisions_and_refuses_checkpoints_of_another_layout(
     tiny, monkeypatch, interrupted
 ):
     config = tiny("method=ste", "impl.checkpoint_every=1")
@@ -92,6 +92,7 @@ def test_a_run_lists_its_revisions_and_refuses_checkpoints_of_other_entries(
     newest = folder / f"step-{state['step']:09d}"
     unfit = r"checkpoints does not fit this version of the code \({}\); .* revision second, or"
     for changed, why in (
+        ({"version": 9}, "ValueError: its layout has version 9, not 1"),
         ({"model": {}}, "RuntimeError: Error.*"),
         ({"optimizer": {}}, "KeyError: .*"),
         ({"generators": 5}, "TypeError: .*"),
