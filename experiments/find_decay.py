@@ -183,7 +183,7 @@ def compared(search: DecaySearch, entries: list[dict[str, Any]]) -> dict[str, An
 
 
 def markdown(record: dict[str, Any]) -> str:
-    """What `compared` found, as a Markdown table and a sentence."""
+    """A Markdown table of what `compared` found, and a sentence."""
     (first, stop), metrics = record["window"], record["metrics"]
     lines = [
         f"Flip rates per step, mean of steps {first} to {stop - 1}, the end of the warm-up; "

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable
 
 
 def each(names: str | tuple[str, ...], values: Iterable) -> Callable:
-    """As pytest.mark.parametrize, but all values in one test; a failure names its values. Fixtures
-    are made once for all of them."""
+    """A decorator like pytest.mark.parametrize, with all values in one test; a failure names its
+    values. Fixtures are made once for all of them."""
     split = [name.strip() for name in names.split(",")] if isinstance(names, str) else [*names]
 
     def decorate(test: Callable) -> Callable:

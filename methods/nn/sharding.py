@@ -83,12 +83,14 @@ def shard_layers(layers: Iterable[nn.Module], model: nn.Module | None = None) ->
         if isinstance(module, fsdp.FSDPModule):
             module.reshard()
     new = []
-    for layer in layers:
-        own = [p for p in layer._parameters.values() if is_sharded(p)]
-        if own and getattr(layer, "shards", own) is None:
-            _shard(layer, own[0])
-            new.append(layer)
-    gather_masks(new)
+    try:
+        for layer in layers:
+            own = [p for p in layer._parameters.values() if is_sharded(p)]
+            if own and getattr(layer, "shards", own) is None:
+                _shard(layer, own[0])
+                new.append(layer)
+    finally:  # also if a later layer is refused
+        gather_masks(new)
 
 
 def _shard(layer: Any, like: Any) -> None:
@@ -471,7 +473,7 @@ def total(counts: Iterable[tuple[Any, Sequence[float]]]) -> list[float]:
 
 
 def total_each(counts: Iterable[tuple[Any, Sequence[float]]]) -> list[list[float]]:
-    """As `total`, but those of each layer by itself, in one sum over the ranks."""
+    """The sums of the counts of each layer, as of `total`, in one sum over the ranks."""
     pairs = [*counts]
     many = len(pairs)
     sums = total(

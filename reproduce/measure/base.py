@@ -1,4 +1,4 @@
-"""What measures share: settings, what they return, and the modules and calls that they time."""
+"""Settings and results of all measures, and the modules and calls that they time."""
 
 from __future__ import annotations
 

@@ -70,7 +70,7 @@ def bench(benchmark, out, *more):
 
 @pytest.fixture(autouse=True)
 def threads():
-    """As many as before, whatever a run has set."""
+    """Restore the number of threads, which runs set."""
     before = torch.get_num_threads()
     yield
     torch.set_num_threads(before)

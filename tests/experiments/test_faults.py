@@ -1,5 +1,5 @@
-"""What a fault of the disk interrupts ends, once it is started again, with exactly the files that
-it has without a fault. reproduce/test_runner.py has the same for a block."""
+"""Commands that a fault of the disk interrupts end, once they are started again, with exactly the
+files that they write without a fault. reproduce/test_runner.py has the same for a block."""
 
 import json
 from functools import partial

@@ -76,7 +76,7 @@ def write_text(folder):
 
 
 def write_parquet(folder):
-    """As WMT14's files on the hub are."""
+    """Write the lines as WMT14's files on the hub have them."""
     import datasets
 
     for split, pairs in LINES.items():

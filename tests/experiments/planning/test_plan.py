@@ -202,7 +202,7 @@ def test_every_family_has_a_plan(overrides, parameters):
 
 
 def test_the_command_line(monkeypatch, capsys, tmp_path, hf_model):
-    """Of a local checkpoint, whose shape is read."""
+    """A plan for a local checkpoint, whose shape is read."""
     hf_model("llama").save_pretrained(tmp_path)
     overrides = [f"model.path={tmp_path}", "method=ste", "method.include=[*.layers.*]"]
     monkeypatch.setattr("sys.argv", ["plan", "model=hf", "plan.gpus=2", *overrides])

@@ -22,7 +22,7 @@ TOKENS = torch.arange(32).reshape(2, 16) * 7 % 300
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """Where this module's runs of four steps are, each trained once."""
+    """The folder of this module's runs of four steps, each trained once."""
     return tmp_path_factory.mktemp("trained")
 
 

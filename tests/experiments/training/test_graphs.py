@@ -48,7 +48,7 @@ def test_graphs_where_nothing_speaks_against_them():
 
 
 def test_where_passes_are_launched_instead(hf_model):
-    """What graphs cannot serve is refused where they were asked for."""
+    """CUDA graphs are refused, where they were asked for, if they cannot serve the training."""
     for why, given in (
         ("without a GPU", {"device": CPU}),
         ("with 2 processes", {"ranks": 2}),

@@ -413,7 +413,7 @@ FP8 = [(n, {"fp8": "hopper"}) for n in ("ste", "fst", "s_ste", "slope", "semi_sp
 
 @pytest.mark.parametrize("kernels", ["cusparselt", "cuda"])
 def test_no_tokens_and_one_token_without_leading_dims(kernels):
-    """As an expert without tokens sees them. Weights that no product takes get zeros, as DDP
+    """An expert without tokens sees such inputs. Weights that no product takes get zeros, as DDP
     needs."""
     if reason := matmul.unavailable(kernels, DEVICE, BF16):
         pytest.skip(reason)

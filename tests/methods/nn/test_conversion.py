@@ -178,7 +178,7 @@ def test_adapters_are_converted_only_if_named_and_routers_never():
 
 
 def test_every_method_refuses_weights_without_numbers():
-    """What it would measure on them is noise: S-STE's scale was 8.7e13 after `to_empty`."""
+    """A method would measure noise on them: S-STE's scale was 8.7e13 after `to_empty`."""
     for name in methods.available():
         with torch.device("meta"):
             model = nn.ModuleDict({"mlp": nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))})
