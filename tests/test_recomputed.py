@@ -186,3 +186,44 @@ def test_so_are_the_differences_with_their_intervals():
         for number, found in zip(numbers, (np.mean(x), *interval(x)), strict=True):
             digits = len(number.partition(".")[2])
             assert abs(float(number) - found) <= 0.5001 * 10**-digits, (first, second)
+
+
+def test_the_shares_of_the_width_at_two_sizes():
+    """phi of block e6 by the rule in its file, and that of block a from the same three widths."""
+    of_a = {**runs("a"), "three_quarters": runs("e1")["width_075"]}
+    generator = np.random.default_rng(0)
+    said = " ".join(
+        (ROOT / "reproduce/specs/blocks/e6.yaml").read_text().split("Found:")[1].split()
+    )
+    text = (ROOT / "docs/evidence.md").read_text().partition("- **e6**")[2].partition("- **")[0]
+    for name in ("s_ste", "bi_mask", "sr_ste", "fst"):
+        shares = []
+        for of in (runs("e6"), of_a):
+            widths = ("half", "three_quarters", "dense")
+            losses = np.array(
+                [[of[v][seed]["metrics"]["val_loss"] for seed in range(5)] for v in (*widths, name)]
+            )
+
+            def share(chosen, losses=losses):
+                *line, loss = losses[:, chosen].mean(1)
+                slope, end = np.polyfit(np.log([0.5, 0.75, 1.0]), line, 1)
+                return math.exp((loss - end) / slope)
+
+            resampled = [share(generator.integers(5, size=5)) for _ in range(2000)]
+            shares.append((share(np.arange(5)), *np.quantile(resampled, (0.025, 0.975))))
+        (e6, *at_e6), (a, *at_a) = shares
+        if name == "fst":  # above the loss of half the width, where the rule gives no number
+            assert e6 < 0.5 and "fst below 0.5 (" in said and "below 0.5 (`fst`)" in text
+        else:
+            assert f"{e6:.2f} (`{name}`)" in " ".join(text.split())
+        found = re.search(
+            rf"{name} (?:below )?(\S+)(?: \[(\S+), (\S+)\])? \((\S+) \[(\S+), (\S+)\]\)", said
+        )
+        numbers = [float(x) for x in found.groups() if x]
+        computed = [*((0.5,) if name == "fst" else (e6, *at_e6)), a, *at_a]
+        # The ends come from 2,000 random draws.
+        assert np.allclose(numbers, computed, atol=0.015), (name, numbers, computed)
+    half, dense = (runs("e6")[variant] for variant in ("half", "dense"))
+    costs = [half[s]["metrics"]["val_loss"] - dense[s]["metrics"]["val_loss"] for s in range(5)]
+    low, high = interval(costs)
+    assert f"half costs {np.mean(costs):+.4f} [{low:+.4f}, {high:+.4f}]" in said

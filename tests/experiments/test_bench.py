@@ -202,6 +202,7 @@ def test_the_committed_tables_are_those_of_their_records():
         "h200_loop_auto",
         "h200_ranks",
         "h200_ranks_auto",
+        "h200_ranks_later",
         "h200_serve",
     ):
         record = report.read_record(folder / f"{name}.json")
