@@ -188,42 +188,37 @@ def test_so_are_the_differences_with_their_intervals():
             assert abs(float(number) - found) <= 0.5001 * 10**-digits, (first, second)
 
 
+def share_of_width(of, variant):
+    """phi by the rule in e6.yaml, with its interval."""
+    variants = ("half", "three_quarters", "dense", variant)
+    losses = np.array([[of[v][seed]["metrics"]["val_loss"] for seed in range(5)] for v in variants])
+
+    def share(seeds):
+        *line, loss = losses[:, seeds].mean(1)
+        slope, end = np.polyfit(np.log([0.5, 0.75, 1.0]), line, 1)
+        return math.exp((loss - end) / slope)
+
+    draws = np.random.default_rng(0).integers(5, size=(2000, 5))
+    return share(slice(None)), *np.quantile([share(draw) for draw in draws], (0.025, 0.975))
+
+
 def test_the_shares_of_the_width_at_two_sizes():
-    """phi of block e6 by the rule in its file, and that of block a from the same three widths."""
-    of_a = {**runs("a"), "three_quarters": runs("e1")["width_075"]}
-    generator = np.random.default_rng(0)
-    said = " ".join(
-        (ROOT / "reproduce/specs/blocks/e6.yaml").read_text().split("Found:")[1].split()
-    )
-    text = (ROOT / "docs/evidence.md").read_text().partition("- **e6**")[2].partition("- **")[0]
-    for name in ("s_ste", "bi_mask", "sr_ste", "fst"):
-        shares = []
-        for of in (runs("e6"), of_a):
-            widths = ("half", "three_quarters", "dense")
-            losses = np.array(
-                [[of[v][seed]["metrics"]["val_loss"] for seed in range(5)] for v in (*widths, name)]
-            )
-
-            def share(chosen, losses=losses):
-                *line, loss = losses[:, chosen].mean(1)
-                slope, end = np.polyfit(np.log([0.5, 0.75, 1.0]), line, 1)
-                return math.exp((loss - end) / slope)
-
-            resampled = [share(generator.integers(5, size=5)) for _ in range(2000)]
-            shares.append((share(np.arange(5)), *np.quantile(resampled, (0.025, 0.975))))
-        (e6, *at_e6), (a, *at_a) = shares
-        if name == "fst":  # above the loss of half the width, where the rule gives no number
-            assert e6 < 0.5 and "fst below 0.5 (" in said and "below 0.5 (`fst`)" in text
-        else:
-            assert f"{e6:.2f} (`{name}`)" in " ".join(text.split())
-        found = re.search(
-            rf"{name} (?:below )?(\S+)(?: \[(\S+), (\S+)\])? \((\S+) \[(\S+), (\S+)\]\)", said
+    at = runs("e6"), {**runs("a"), "three_quarters": runs("e1")["width_075"]}
+    told, page = (
+        " ".join((ROOT / file).read_text().partition(mark)[2].split())
+        for file, mark in (
+            ("reproduce/specs/blocks/e6.yaml", "Found:"),
+            ("docs/evidence.md", "**e6**"),
         )
-        numbers = [float(x) for x in found.groups() if x]
-        computed = [*((0.5,) if name == "fst" else (e6, *at_e6)), a, *at_a]
-        # The ends come from 2,000 random draws.
-        assert np.allclose(numbers, computed, atol=0.015), (name, numbers, computed)
-    half, dense = (runs("e6")[variant] for variant in ("half", "dense"))
-    costs = [half[s]["metrics"]["val_loss"] - dense[s]["metrics"]["val_loss"] for s in range(5)]
-    low, high = interval(costs)
-    assert f"half costs {np.mean(costs):+.4f} [{low:+.4f}, {high:+.4f}]" in said
+    )
+    for name in ("s_ste", "bi_mask", "sr_ste", "fst"):
+        (phi, *ends), of_a = (share_of_width(of, name) for of in at)
+        if phi < 0.5:  # above the loss of half the width the rule gives no number
+            own, short = "below 0.5", "below 0.5"
+        else:
+            own, short = "{:.2f} [{:.2f}, {:.2f}]".format(phi, *ends), f"{phi:.2f}"
+        assert "{} {} ({:.2f} [{:.2f}, {:.2f}])".format(name, own, *of_a) in told
+        assert f"{short} (`{name}`)" in page
+    costs = [*paired("e6", "half", "dense", "val_loss").values()]
+    cost = "half costs {:+.4f} [{:+.4f}, {:+.4f}]".format(np.mean(costs), *interval(costs))
+    assert len(costs) == 5 and cost in told

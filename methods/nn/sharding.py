@@ -82,19 +82,19 @@ def shard_layers(layers: Iterable[nn.Module], model: nn.Module | None = None) ->
     for module in () if model is None else model.modules():
         if isinstance(module, fsdp.FSDPModule):
             module.reshard()
-    new = []
-    try:
-        for layer in layers:
-            own = [p for p in layer._parameters.values() if is_sharded(p)]
-            if own and getattr(layer, "shards", own) is None:
-                _shard(layer, own[0])
-                new.append(layer)
-    finally:  # also if a later layer is refused
-        gather_masks(new)
+    new = {}
+    for layer in layers:
+        own = [p for p in layer._parameters.values() if is_sharded(p)]
+        if own and getattr(layer, "shards", own) is None:
+            _check(layer, own[0])
+            new[layer] = own[0]
+    for layer, like in new.items():  # if none is refused
+        _shard(layer, like)
+    gather_masks(new)
 
 
-def _shard(layer: Any, like: Any) -> None:
-    """Give a converted layer its `Shards`. like: one of its sharded parameters."""
+def _check(layer: Any, like: Any) -> None:
+    """Raise ValueError if a converted layer cannot be sharded. like: as for `_shard`."""
     from torch.distributed.tensor import Shard
 
     cut = [p for p in like.placements if not p.is_replicate()]
@@ -114,6 +114,10 @@ def _shard(layer: Any, like: Any) -> None:
             "or models.hf.CausalLM"
         )
     check_products(layer.accelerated)
+
+
+def _shard(layer: Any, like: Any) -> None:
+    """Give a converted layer its `Shards`. like: one of its sharded parameters."""
     layer.shards = Shards(_drop_operands(layer), of_products=prunes_itself(layer))
     for name, buffer in layer._buffers.items():
         if buffer is not None and buffer.ndim == 2 and len(buffer) == len(like):

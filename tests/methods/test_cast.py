@@ -118,7 +118,7 @@ def _decayed(rank, result):
 
 
 def test_the_decay_is_not_lost_where_weights_are_sharded(start_ranks, tmp_path):
-    """As it was in a reproduction of others, where masks and weights were cut differently."""
+    """A reproduction of others lost it, where masks and weights were cut differently."""
     start_ranks(_decayed, tmp_path / "found")
     *tensors, share = torch.load(tmp_path / "found", weights_only=True)
     *expected, alone = decayed()

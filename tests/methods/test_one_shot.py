@@ -115,7 +115,7 @@ def test_inputs_that_never_fire_and_too_few_tokens():
 
 
 def prox_objective(x, w, penalty):
-    """Of each group of four, for x and w [..., 4]."""
+    """ProxSparse's objective of each group of four, for x and w [..., 4]."""
     products = [x[..., [*c]].abs().prod(-1) for c in itertools.combinations(range(4), 3)]
     return (x - w).square().sum(-1) / 2 + penalty * sum(products)
 

@@ -71,7 +71,7 @@ def test_any_pattern_is_chosen_kept_and_counted(fused):
 
 
 def test_illegal_groups_are_counted_by_the_layers_own_pattern():
-    """As `docs/extending.md` says for a method of one's own: nothing else has to be overridden."""
+    """A method of one's own has to override nothing else (docs/extending.md)."""
 
     class Own(MaskedLinear):
         def setup(self, name, config, dtype):

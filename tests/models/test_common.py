@@ -1,4 +1,4 @@
-"""What all models share: sizes, tied heads, dropout, parameter groups, and what they refuse."""
+"""Properties of all models: sizes, tied heads, dropout, parameter groups, and what they refuse."""
 
 import copy
 import dataclasses

@@ -303,7 +303,7 @@ class Gated(nn.Module):
 
 @torch.no_grad()
 def test_a_product_in_the_middle_is_taken_once():
-    """Of an input that is overwritten before the last of the linears has run."""
+    """The input is overwritten before the last of the linears has run."""
     model = nn.ModuleDict({n: pruned(64, 64)[0] for n in ("q_proj", "k_proj", "v_proj")})
     for layer in model.values():
         layer.bias = None

@@ -141,7 +141,7 @@ def test_a_margin_has_an_error_of_its_own():
 
 
 def test_only_seeds_that_can_be_compared_count():
-    """Those of both variants, with the same first model; for equality also those with a margin."""
+    """Seeds of both variants count, with the same first model; for equality also a margin."""
     values = records(dense={**dict(enumerate(BASE)), 7: 100.0, 8: 3.0}, half=shifted(0.08),
                      it={**dict(enumerate(shifted(-0.02))), 9: 900.0},
                      near={**dict(enumerate(shifted(0.001))), 8: 9.0})  # fmt: skip

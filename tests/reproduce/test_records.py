@@ -118,7 +118,7 @@ def test_committed_records_have_hashes_and_claims_stops_at_a_changed_digit(
 
 
 def test_records_are_packed_and_found_again(tmp_path, folder):
-    """What is packed is the same whether at once or in steps, and whatever stops in between."""
+    """Packing at once or in steps gives the same, whatever stops in between."""
     own, committed = tmp_path / "own", tmp_path / "committed"
     curves = {"val_loss": [[0, 0.1], [2, None]], "loss": [], "flip_rate": [[1, 1e-7]],
               "grad_norm": []}  # fmt: skip

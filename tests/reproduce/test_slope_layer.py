@@ -18,8 +18,8 @@ def quick(**changed):
 
 @pytest.fixture(params=["dense", "cusparselt"])
 def products(request, monkeypatch):
-    """What multiplies: on a CPU dense products, or as on a GPU packed operands in bf16, by an
-    emulation."""
+    """Set what multiplies: dense products, as on a CPU, or packed operands in bf16, as on a GPU, by
+    an emulation."""
     if request.param == "cusparselt":
         monkeypatch.setattr(Base, "dtype", torch.bfloat16)
         monkeypatch.setattr(slope, "sparse_products", lambda config: "cusparselt")

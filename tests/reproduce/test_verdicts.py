@@ -1,4 +1,4 @@
-"""What is written of the claims, from made-up records: text, JSON and CSV."""
+"""Texts, JSON and CSV of the claims, from made-up records."""
 
 import json
 import math

@@ -367,7 +367,7 @@ def test_a_layer_that_cannot_be_converted_elsewhere_comes_home(monkeypatch):
 
 
 def test_hooks_of_accelerate_call_the_converted_layer():
-    """Of a model that `device_map` spreads: they keep the forward pass of the class they saw."""
+    """Hooks of a model that `device_map` spreads keep the forward pass of the class they saw."""
     hooks = pytest.importorskip("accelerate.hooks")
     x = torch.randn(4, 16)
     for name in ("ste", "slope", "semi_sparse"):

@@ -13,7 +13,7 @@ def converted(name="ste", fp8="hopper_delayed", **options):
 
 
 def assert_equal(one, other):
-    """Of two steps: y, dX and dW to the last bit."""
+    """Assert that y, dX and dW of two steps agree to the last bit."""
     (y, dx, grads), (other_y, other_dx, other_grads) = one[0], other[0]
     assert torch.equal(y, other_y) and torch.equal(dx, other_dx)
     assert torch.equal(grads["weight"], other_grads["weight"])

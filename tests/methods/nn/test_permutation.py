@@ -75,7 +75,7 @@ class Gated(nn.Module):
 
 
 class Scaled(nn.Sequential):
-    """What lies between the linears is not the same for all channels."""
+    """Linears with something between them that is not the same for all channels."""
 
     def __init__(self):
         super().__init__(nn.Linear(8, 16), nn.PReLU(16), nn.Linear(16, 8))
