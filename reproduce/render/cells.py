@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from itertools import product
 from typing import Any
 
 from experiments.runs import stats
 from experiments.runs.finished import FinishedRun
 from experiments.support.errors import UserError
 from reproduce.execute.jobs import PlacedRun
-from reproduce.specs.published import Published, in_unit, look_up
+from reproduce.specs.published import Published, in_unit, look_up, names_in
 from reproduce.specs.table import BENCH, Column, Measure, Table, TableRow, Variant
 
 ILLEGAL = "sparsity.illegal_groups"
@@ -198,6 +199,25 @@ def published_cell(
     if name is None or table.paper is None or where is None:
         return None
     return look_up(table.paper, where, *name)
+
+
+def unmatched(table: Table) -> tuple[list[str], list[str]]:
+    """(the tables of the paper's that the spec names and `published.json` does not have, the names
+    there of rows, columns or cells of the others that the spec does not name). A misspelt name
+    shows here, and what nobody confirmed or we do not measure."""
+    asked: dict[str, set[tuple[str, str]]] = {}
+    for tier, row, column in product(table.tiers, table.rows, table.columns):
+        of = asked.setdefault(row.published_table or table.published_table or "", set())
+        for variant in table.variants_of(tier):
+            of |= {*filter(None, [published_name(table, variant, row, column)])}
+    there = {of: names_in(table.paper or "", of) for of in asked}
+    found = []
+    for of, names in asked.items():
+        rows, columns = {row for row, _ in names}, {column for _, column in names}
+        for row, column in (name for name in there[of] if name not in names):
+            own = f"{row} / {column}" if column in columns else column
+            found.append(own if row in rows else row)
+    return [of for of in asked if of and not there[of]], [*dict.fromkeys(found)]
 
 
 def published_name(

@@ -14,7 +14,7 @@ from jinja2 import Environment, StrictUndefined
 from experiments.bench.timing import load_text
 from reproduce.execute.jobs import PlacedRun
 from reproduce.records import setting
-from reproduce.render.cells import DENSE, MARK, OTHER, measured, published_cell
+from reproduce.render.cells import DENSE, MARK, OTHER, measured, published_cell, unmatched
 from reproduce.specs.table import BENCH, Table
 
 Facts = dict[str, Any]  # on the runs of a table, as `facts` gives them
@@ -31,6 +31,7 @@ def header(table: Table, tier: str, known: Facts, unknown: set[str]) -> list[str
     chosen, rows = table.tiers[tier], table.rows_of(tier)
     variants = table.variants_of(tier)
     lacking = [c.label for c in table.columns if not measured(table, tier, c)]
+    unknown_tables, names = unmatched(table)
     text = TEMPLATE.render(
         MARK=MARK,
         OTHER=OTHER,
@@ -52,6 +53,8 @@ def header(table: Table, tier: str, known: Facts, unknown: set[str]) -> list[str
         lacking=lacking,
         unknown=[label for label in lacking if label in unknown],
         reservations=_reservations(table, tier),
+        unknown_tables=unknown_tables,
+        unmatched=names,
         known=known,
     )
     return [line for line in text.splitlines() if line]

@@ -16,10 +16,9 @@ from typing import Any
 from jinja2 import Environment
 
 from reproduce.specs.reading import read_rows, read_yaml
-from reproduce.specs.table import Table
+from reproduce.specs.table import COVERAGE, Table
 
 HERE = Path(__file__).parents[1]
-FILE = HERE / "specs" / "coverage.yaml"
 TEMPLATE = Environment(trim_blocks=True, lstrip_blocks=True).from_string(
     Path(__file__).with_name("list.jinja").read_text(encoding="utf-8")
 )
@@ -52,7 +51,7 @@ class Item:
         return ends[-1] - ends[0] + 1 if ends else 0
 
 
-def items(path: Path = FILE) -> dict[str, list[Item]]:
+def items(path: Path = COVERAGE) -> dict[str, list[Item]]:
     """The tables and figures by the title of their paper, in the order of the paper. The `paper` of
     an item is the name that `paper=` takes."""
     return {

@@ -13,9 +13,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from experiments.support.errors import UserError
 from reproduce.specs.reading import build, errors_in, read_yaml
 
 TABLES = Path(__file__).parent / "tables"
+COVERAGE = TABLES.with_name("coverage.yaml")  # every table and figure of the papers, for `--list`
 TIERS = ("smoke", "mini", "full")
 BENCH = "bench"
 
@@ -231,5 +233,16 @@ def read_table(path: Path) -> Table:
 
 
 def read_tables(folder: Path = TABLES) -> list[Table]:
-    """All tables in a folder, sorted by name."""
-    return [read_table(path) for path in sorted(folder.glob("*.yaml"))]
+    """All tables in a folder, sorted by name. Raises a `UserError` for one that `--list` would not
+    name, because coverage.yaml lacks it."""
+    tables = [read_table(path) for path in sorted(folder.glob("*.yaml"))]
+    covered = {paper: [*map(str, of["items"])] for paper, of in read_yaml(COVERAGE).items()}
+    for table in (table for table in tables if table.paper):
+        if table.paper not in covered:
+            lacks = f"the paper {table.paper}; add `{table.paper}:` with `title:` and `items:`"
+        elif table.number not in covered[table.paper]:
+            lacks = f"{table.number} of {table.paper}; add it to `items:` with its caption"
+        else:
+            continue
+        raise UserError(f"{folder / table.name}.yaml: {COVERAGE.name} lacks {lacks}")
+    return tables

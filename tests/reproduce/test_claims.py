@@ -269,18 +269,22 @@ def test_a_file_of_claims_that_means_nothing(tmp_path):
     path = tmp_path / "claims.yaml"
     text = (
         "margin: {share: 0.25, lower: dense, upper: half}\nlevel: 0.05\nseeds: 2\nnoise: 0.02\n"
+        "papers: {fst: FST}\n"
         "claims:\n"
+        "  - {id: 3, paper: fst, says: it is fast, number: '1'}\n"
         "  - {id: 1, paper: fst, says: it trains, number: '1',\n"
         "     contrasts: [{block: a, variant: it, against: dense, expect: lower, paper: [1, 2]}],\n"
         "     measured: [{table: t, column: c, kind: step}]}\n"
     )
     path.write_text(text, encoding="utf-8")
-    assert read_claims(path).claims[0].contrasts[0].metric == "metrics.val_loss"
+    assert read_claims(path).claims[1].contrasts[0].metric == "metrics.val_loss"
     for old, new, message in [
         ("expect: lower", "expect: less", "expect=less; choose of lower, higher, equal"),
         ("level: 0.05", "level: often", "level: 'often' is not of type float"),
         ("says:", "tells:", "has no key tells"),
         ("kind: step", "kind: guess", "kind=guess; choose of kernel, step, projected"),
+        ("id: 1", "id: 3", "two claims have the id 3; give one of them 4"),
+        ("1, paper: fst", "1, paper: w", "paper w has no name; add `w: NAME` to `papers:`"),
     ]:
         path.write_text(text.replace(old, new), encoding="utf-8")
         with pytest.raises(UserError) as error:

@@ -3,6 +3,7 @@
 import subprocess
 import sys
 
+from reproduce.__main__ import main
 from reproduce.render import listing
 from reproduce.specs.table import TableRow, Tier, read_tables
 
@@ -49,6 +50,15 @@ def test_the_list_is_complete_and_needs_no_torch(tmp_path):
         for name, tier in table.tiers.items():
             assert f"{table.command} tier={name}: " in done.stdout
             assert not tier.needs or f"needs {tier.needs}" in done.stdout
+
+
+def test_a_table_that_coverage_lacks_is_refused(tmp_path, capsys):
+    path = tmp_path / "w_table1.yaml"
+    for paper, number, said in (("w", 1, "the paper w; add `w:`"), ("fst", 99, "99 of fst; add")):
+        text = f"{{title: T, paper: {paper}, number: '{number}', driver: bench, tiers: {{}}"
+        path.write_text(f"{text}, rows: [], columns: []}}")
+        assert main(["--list"], tmp_path, tmp_path) == 1
+        assert f"error: {path}: coverage.yaml lacks {said}" in capsys.readouterr().err
 
 
 def test_a_tier_says_what_there_is_of_it(small, tmp_path, monkeypatch):

@@ -403,6 +403,15 @@ def test_ours_are_below_the_paper_s(shaped, of_three):
     assert "Not run: other: too large." in header
 
 
+def test_published_names_that_the_spec_does_not_name_are_told(shaped):
+    shaped.rows = [*SHAPED[:1], TableRow("S-STE", ["method=s_ste"], published="SSTE")]
+    for tier in shaped.tiers:
+        header = render(shaped, tier, []).header
+        assert "Published, but named by no row or column of this table: S-STE." in header
+    shaped.published_table = "Tabel"
+    assert "published.json has no value of Tabel." in render(shaped, "full", []).header
+
+
 def test_a_smaller_tier_is_not_set_against_the_paper(shaped, of_three):
     rendered = render(shaped, "smoke", of_three)
     assert body(rendered)[:2] == [
