@@ -1,8 +1,7 @@
 """Committed records: `evidence/BLOCK.jsonl` has a line for each run, `BLOCK.curves.csv` the curves.
 
-A line has all entries of the file that the runner wrote except `curves`, and three hashes: its own
-(`sha256`), that of the run's rows in the CSV (`curves_sha256`) and that of the file
-(`file_sha256`).
+A line has all entries of the runner's file except `curves`, and three hashes: its own (`sha256`),
+that of the run's rows in the CSV (`curves_sha256`) and that of the file (`file_sha256`).
 """
 
 from __future__ import annotations

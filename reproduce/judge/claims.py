@@ -14,8 +14,7 @@ FILE = Path(__file__).parents[1] / "specs" / "claims.yaml"
 
 @dataclass(frozen=True)
 class Margin:
-    """The difference up to which two variants count as equal: a `share` of the gap between the
-    variants `lower` and `upper`."""
+    """What counts as equal: a `share` of the gap between the variants `lower` and `upper`."""
 
     share: float
     lower: str
@@ -112,8 +111,7 @@ class Claims:
 
     @property
     def metrics(self) -> dict[str, str]:
-        """The main metric of each block that judges a claim, a loss or an accuracy: that of its
-        first contrast."""
+        """The main metric of each block that judges a claim: that of its first contrast."""
         found: dict[str, str] = {}
         for contrast in self.contrasts:
             found.setdefault(contrast.block, contrast.metric)

@@ -10,6 +10,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from itertools import starmap
 from typing import Any, ClassVar
 
 import torch
@@ -57,18 +58,15 @@ class Adapters(Base):
         now, end = states[max(1, round(len(states) * self.after / 100)) - 1], states[-1]
         metrics: Metrics = {"steps": float(len(states))}
         for name, part in PARTS.items():
-            cosines = [
-                F.cosine_similarity(part(*a).flatten(), part(*b).flatten(), 0)
-                for a, b in zip(now, end, strict=True)
-            ]
+            pairs = zip(starmap(part, now), starmap(part, end), strict=True)
+            cosines = [F.cosine_similarity(a.flatten(), b.flatten(), 0) for a, b in pairs]
             metrics[name] = torch.stack(cosines).mean().item()
         return metrics, f"training of {self.model}"
 
 
 @functools.cache
 def trained(config: Adapters) -> list[State]:
-    """The adapters after each of the steps that train them. Cached, because all rows of the table
-    show the same training."""
+    """The adapters after each of their steps. Cached: all rows show the same training."""
     adapting = min(MOST, config.steps // 4)
     run = load([
         f"model={config.model}", *TRAININGS[config.model], "method=slope", f"seed={config.seed}",

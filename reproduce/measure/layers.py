@@ -71,9 +71,8 @@ class GPT2Block(MethodLayer):
         sparse: dict[str, Bench] = {}
         calls: dict[str, Call] = {}
         for part, build in built.items():
-            dense, sparse[part] = (
-                base.bench(self, n, build, ("*mlp.*",)) for n in ("dense", self.method)
-            )
+            names = ("dense", self.method)
+            dense, sparse[part] = (base.bench(self, n, build, ("*mlp.*",)) for n in names)
             trained = {} if self.ends_dense else {"sparse": sparse[part]}
             named = base.to_compare(dense, sparse[part], trained).items()
             calls |= {f"{part} {name}": call for name, call in named}
@@ -129,8 +128,7 @@ class Decoder(MethodLayer):
 
 
 def training_bytes(built: Bench) -> int:
-    """Bytes that stay during training: weights, gradients, two fp32 moments, and what the converted
-    layers keep."""
+    """Bytes that stay in training: two fp32 moments, weights, gradients, and layers' own."""
     trained = [p for p in built.converted.model.parameters() if p.requires_grad]
     gradients = sum(p.nbytes for p in trained)
     moments = 2 * 4 * sum(p.numel() for p in trained)
@@ -153,10 +151,8 @@ class SlowDown(Layer):
     products: ClassVar[tuple[str, ...]] = ()
 
     def measure(self, _: Report) -> Result:
-        dense, sparse = (
-            base.bench(self, name, lambda: Block(self.block), ("*",))
-            for name in ("dense", "bi_mask")
-        )
+        both = ("dense", "bi_mask")
+        dense, sparse = (base.bench(self, n, lambda: Block(self.block), ("*",)) for n in both)
         converted, period = sparse.converted, sparse.converted.method.config.permute_every
         steps: dict[str, Call] = {"step": partial(sparse.whole, step=1)}
         steps["step with a search"] = partial(sparse.whole, step=0)

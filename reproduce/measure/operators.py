@@ -164,10 +164,8 @@ class ImposedZeros(Base):
     def measure(self, _: Report) -> Result:
         _glob, n, m = parse_pattern(f"*={self.pattern}")
         generator = torch.Generator(self.on).manual_seed(self.seed)
-        weight, other = (
-            torch.randn(self.width, self.width, generator=generator, device=self.on)
-            for _ in range(2)
-        )
+        size, given = (self.width, self.width), {"generator": generator, "device": self.on}
+        weight, other = (torch.randn(size, **given) for _ in range(2))
         metrics: Metrics = {"closed_form": imposed(n, m)}
         for name, scores in {"random": other, "magnitude": weight}.items():
             once = torch.where(nm_mask(scores, n, m), weight, 0.0)
@@ -178,10 +176,7 @@ class ImposedZeros(Base):
 
 
 def imposed(n: int, m: int) -> float:
-    """The share by the lemma: E[max(B - n, 0)] / m, where B has the binomial distribution of m
-    draws with probability n / m."""
-    share = n / m
-    surplus = (
-        math.comb(m, j) * share**j * (1 - share) ** (m - j) * (j - n) for j in range(n + 1, m + 1)
-    )
+    """The share by the lemma: E[max(B - n, 0)] / m, where B is binomial (m draws, n / m)."""
+    p = n / m
+    surplus = (math.comb(m, j) * p**j * (1 - p) ** (m - j) * (j - n) for j in range(n + 1, m + 1))
     return sum(surplus) / m

@@ -150,10 +150,8 @@ class PackedMLP(MethodLayer):
     what: ClassVar[str] = "mlp"
 
     def measure(self, _: Report) -> Result:
-        dense, sparse = (
-            base.bench(self, name, lambda: MLP(self.block), ("*",))
-            for name in ("dense", self.method)
-        )
+        both = ("dense", self.method)
+        dense, sparse = (base.bench(self, n, lambda: MLP(self.block), ("*",)) for n in both)
         inputs = [x.detach().flatten(0, 1) for x in dense.inputs]
         calls: dict[str, Call] = {"dense": dense.forward_backward, "sparse": sparse.whole}
         return microseconds(self.in_turns(calls | packing(inputs))), sparse.converted.used

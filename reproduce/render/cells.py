@@ -21,6 +21,7 @@ DENSE = "‡"  # printed after a figure of a method whose products were all dens
 UNKNOWN = "not available"  # printed for a value of the paper that nobody confirmed
 
 Numbers = dict[str, float | int | str | None]
+Runs = list[PlacedRun]
 
 
 @dataclass(frozen=True)
@@ -33,8 +34,7 @@ class Cell:
 
 
 def value(run: PlacedRun, path: str, measures: dict[str, Measure]) -> float | None:
-    """The number of a run that `path`, the `value` of a column, names; None if the run does not
-    have it."""
+    """The number of a run at `path`, the `value` of a column; None if the run lacks it."""
     name, _, rest = path.partition(".")
     if "," in path:
         return _mean([value(run, part.strip(), measures) for part in path.split(",")])
@@ -90,12 +90,7 @@ def measured(table: Table, tier: str, column: Column) -> bool:
 
 
 def ours(
-    table: Table,
-    tier: str,
-    column: Column,
-    runs: list[PlacedRun],
-    baseline: list[PlacedRun],
-    unit: str = "",
+    table: Table, tier: str, column: Column, runs: Runs, baseline: Runs, unit: str = ""
 ) -> Cell:
     """Our cell of one row. runs: the row's runs, one for each seed. baseline: those of the row that
     it is compared with. unit: printed after the numbers, as by `in_unit`."""
@@ -116,15 +111,7 @@ def ours(
         if runs and runs == baseline:
             return Cell("baseline")
         own = {seed: v - base[seed] for seed, v in own.items() if seed in base}
-    if (
-        own
-        and column.value == ILLEGAL
-        and all(
-            "config" in run.result  # not the record of a block
-            and FinishedRun(run.directory, run.result).trained_with.capabilities.ends_dense
-            for run in runs
-        )
-    ):
+    if own and column.value == ILLEGAL and all(map(_ends_dense, runs)):
         return Cell("dense by design", {"n": len(own)})
     if not own:
         finished = len(runs) == len(chosen.seeds) and path.partition(".")[0] not in chosen.measure
@@ -133,6 +120,13 @@ def ours(
     numbers = _numbers(column, [*own.values()])
     means = column.show in ("mean_std", "interval")
     return Cell(text(table, tier, column, numbers, unit), numbers, [*own.values()] * means)
+
+
+def _ends_dense(run: PlacedRun) -> bool:
+    of_block = "config" not in run.result  # the record of a block does not tell
+    return (
+        not of_block and FinishedRun(run.directory, run.result).trained_with.capabilities.ends_dense
+    )
 
 
 def _numbers(column: Column, values: list[float]) -> Numbers:
@@ -153,10 +147,8 @@ def text(table: Table, tier: str, column: Column, numbers: Numbers, unit: str = 
     n, form = numbers["n"], column.format
     always = column.show == "mean_std" and table.paper is not None and n != 1
     count = f" (n={n})" if n != len(table.tiers[tier].seeds) or always else ""
-    spread = ""
-    if numbers.get("std") is not None:
-        spread = f" ± {numbers['std']:{form}}"
-    elif "low" in numbers:
+    spread = f" ± {numbers['std']:{form}}" if numbers.get("std") is not None else ""
+    if "low" in numbers:
         spread = f" [{numbers['low']:{form}}, {numbers['high']:{form}}]"
     if column.show == "paired":
         return f"{numbers['mean']:{form}}{spread}{count or ' (n=1)' * (n == 1)}"
@@ -213,10 +205,10 @@ def unmatched(table: Table) -> tuple[list[str], list[str]]:
     there = {of: names_in(table.paper or "", of) for of in asked}
     found = []
     for of, names in asked.items():
-        rows, columns = {row for row, _ in names}, {column for _, column in names}
-        for row, column in (name for name in there[of] if name not in names):
-            own = f"{row} / {column}" if column in columns else column
-            found.append(own if row in rows else row)
+        rows, columns = map(set, zip(*names, strict=True)) if names else (set(), set())
+        for one, other in (name for name in there[of] if name not in names):
+            own = f"{one} / {other}" if other in columns else other
+            found.append(own if one in rows else one)
     return [of for of in asked if of and not there[of]], [*dict.fromkeys(found)]
 
 

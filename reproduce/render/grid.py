@@ -81,10 +81,8 @@ def _text(part: Grid) -> list[str]:
     widths = _widths([heads, *rows])
 
     def line(cells: list[str]) -> str:
-        padded = [
-            cell.ljust(width) if number < left else cell.rjust(width)
-            for number, (cell, width) in enumerate(zip(cells, widths, strict=True))
-        ]
+        both = enumerate(zip(cells, widths, strict=True))
+        padded = [cell.ljust(w) if n < left else cell.rjust(w) for n, (cell, w) in both]
         return f"| {' | '.join(padded)} |"
 
     rule = ["-" * w if n < left else "-" * (w - 1) + ":" for n, w in enumerate(widths)]

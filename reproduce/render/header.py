@@ -1,5 +1,4 @@
-"""Writes the lines above a table: what was run, on what, and what differs from the paper. The texts
-are in `header.jinja`."""
+"""Writes the lines above a table by the texts in `header.jinja`."""
 
 from __future__ import annotations
 

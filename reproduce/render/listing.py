@@ -69,8 +69,7 @@ def stem(table: Table, tier: str, runs: Path) -> Path:
 
 
 def read_progress(table: Table, tier: str, runs: Path) -> dict[str, Any] | None:
-    """The numbers of `jobs` and of those `done` when a tier was last made here; None if it never
-    was."""
+    """The numbers of `jobs` and of those `done` when a tier was last made here, or None."""
     path = stem(table, tier, runs).with_suffix(".json")
     return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
 
@@ -110,8 +109,7 @@ def lines(tables: list[Table], runs: Path, papers: dict[str, list[Item]]) -> lis
 
 
 def _state(runs: Path, table: Table, name: str) -> str:
-    """How many runs of a tier were done when it was last made here, which results are committed,
-    and what it needs."""
+    """How many runs of a tier were done, which results are committed, what it needs."""
     tier, parts = table.tiers[name], []
     if tier.unavailable:
         return f"not offered: {tier.unavailable}"

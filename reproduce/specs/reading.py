@@ -50,8 +50,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
 
 @contextmanager
 def errors_in(path: Path) -> Iterator[None]:
-    """A context for reading `path`: an error in its content is raised as a `UserError` that names
-    the file."""
+    """A context for reading `path`: errors in its content become a `UserError` naming it."""
     import yaml
 
     try:

@@ -187,8 +187,7 @@ class Table:
 
     @property
     def command(self) -> str:
-        """The table's name on the command line: `table<number>`, `figure<number>` or its own
-        name."""
+        """Its name on the command line: `table<number>`, `figure<number>` or its own."""
         if self.number is None:
             return self.name
         return self.number if self.number.startswith("figure") else f"table{self.number}"
@@ -238,11 +237,7 @@ def read_tables(folder: Path = TABLES) -> list[Table]:
     tables = [read_table(path) for path in sorted(folder.glob("*.yaml"))]
     covered = {paper: [*map(str, of["items"])] for paper, of in read_yaml(COVERAGE).items()}
     for table in (table for table in tables if table.paper):
-        if table.paper not in covered:
-            lacks = f"the paper {table.paper}; add `{table.paper}:` with `title:` and `items:`"
-        elif table.number not in covered[table.paper]:
-            lacks = f"{table.number} of {table.paper}; add it to `items:` with its caption"
-        else:
-            continue
-        raise UserError(f"{folder / table.name}.yaml: {COVERAGE.name} lacks {lacks}")
+        if table.number not in covered.get(str(table.paper), []):
+            where = f"add it with its caption to `items:` of `{table.paper}:`, beside a `title:`"
+            raise UserError(f"{table.name}.yaml: {COVERAGE.name} lacks {table.number}; {where}")
     return tables

@@ -53,12 +53,12 @@ def test_the_list_is_complete_and_needs_no_torch(tmp_path):
 
 
 def test_a_table_that_coverage_lacks_is_refused(tmp_path, capsys):
-    path = tmp_path / "w_table1.yaml"
-    for paper, number, said in (("w", 1, "the paper w; add `w:`"), ("fst", 99, "99 of fst; add")):
+    for paper, number in (("w", 1), ("fst", 99)):
         text = f"{{title: T, paper: {paper}, number: '{number}', driver: bench, tiers: {{}}"
-        path.write_text(f"{text}, rows: [], columns: []}}")
+        (tmp_path / "t.yaml").write_text(f"{text}, rows: [], columns: []}}")
         assert main(["--list"], tmp_path, tmp_path) == 1
-        assert f"error: {path}: coverage.yaml lacks {said}" in capsys.readouterr().err
+        said = f"error: t.yaml: coverage.yaml lacks {number}; add it with its caption to `items:`"
+        assert capsys.readouterr().err.startswith(f"{said} of `{paper}:`")
 
 
 def test_a_tier_says_what_there_is_of_it(small, tmp_path, monkeypatch):
