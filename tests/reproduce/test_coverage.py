@@ -35,13 +35,15 @@ def test_every_table_is_listed_once_and_says_whether_it_is_covered():
 
 
 def test_the_list_is_complete_and_needs_no_torch(tmp_path):
+    """Nor does an error in the arguments."""
     code = (
-        "import sys; from reproduce.__main__ import main; status = main(['--list']); "
+        "import sys; from reproduce.__main__ import main; status = main(sys.argv[1:]); "
         "sys.exit(status if not {'torch', 'matplotlib', 'hydra'} & set(sys.modules) else 99)"
     )
-    command = [sys.executable, "-c", code]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
+    for word, status in (("table99", 2), ("--list", 0)):
+        command = [sys.executable, "-c", code, word]
+        done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+        assert done.returncode == status, done.stderr
     for known in listing.items().values():
         for item in known:
             assert f"  {item.name}: {item.caption}\n" in done.stdout

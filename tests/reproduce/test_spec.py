@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import importlib
-import itertools
 import re
 from pathlib import Path
 
@@ -13,7 +12,6 @@ import yaml
 import experiments
 from experiments.finetuning import glue
 from experiments.support.errors import UserError
-from methods import sr_ste
 from reproduce.execute import jobs
 from reproduce.execute.jobs import Job, plan
 from reproduce.judge.claims import Claim
@@ -191,15 +189,6 @@ def test_published_settings_of_fst(tmp_path):
     }  # fmt: skip
     deit = options("fst_table8", "full", tmp_path)
     assert deit["FST"] == ("fst", {"alpha": 1e-3, "refresh_every": 10})
-
-
-def test_sr_ste_adds_its_own_factor_to_the_gradients(tmp_path):
-    assert sr_ste.Config().alpha == 2e-4 and sr_ste.Config().decay_on == "gradients"
-    for name, tier in itertools.product(
-        ("fst_table8", "sste_table5", "sste_table6"), ("smoke", "full")
-    ):
-        variant = TABLES[name].variants_of(tier)[0].label
-        assert options(name, tier, tmp_path, variant)["SR-STE"] == ("sr_ste", {})
 
 
 def test_ablations_leave_out_or_add_what_their_labels_say(tmp_path):
