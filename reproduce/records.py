@@ -1,9 +1,8 @@
 """Reads the records of the blocks' runs, decides which of them count, packs them, and gives a table
 the records of its rows in the place of runs.
 
-A record counts if a block has a run with its variant and seed whose config has the hash in the
-record. A record that was made with another default, override or initial model belongs to another
-experiment: claims, tables and the page of results leave it out and name it.
+A record counts if a block has a run with its variant and seed whose config has its hash. Others,
+of another default, override or initial model, are left out of all views and named.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
 """Blocks of many small runs, by which claims are judged: `reproduce/specs/blocks/<name>.yaml`.
 
-A block trains the same small model in many variants: methods and their options. Every
-variant has the same seeds, so that variants can be compared seed by seed. A block may start from
-models that another block has trained: then all variants of a seed start from the same finished run.
-Such a run is identified by its own config and that of the run it starts from, so that its record is
-recognised on a machine that has no weights.
+A block trains the same small model in many variants, methods and their options, with the same
+seeds, so that they can be compared seed by seed. A block may start from models of another block:
+then all variants of a seed start from the same finished run. Such a run is identified by its own
+config and that of the run it starts from, so that a machine without weights knows its record.
 """
 
 from __future__ import annotations

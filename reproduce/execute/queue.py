@@ -43,9 +43,8 @@ def execute(jobs: list[Job], report: Report, launch: Launch | None = None) -> in
 class Queue:
     """The jobs that wait, and those that are running.
 
-    waiting: in the order in which they are to be started; a source stands before what starts from
-    it. todo: all that are not done. working: (job, process, time of its start) by place. result:
-    that of a job, once it is finished and kept. total, done, failed: numbers of jobs.
+    waiting: in the order of their start, a source before what starts from it. todo: all that are
+    not done. working: (job, process, start) by place. result: of a job that is finished and kept.
     """
 
     def __init__(

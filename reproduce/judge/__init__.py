@@ -1,8 +1,7 @@
 """Judges the papers' claims by records of runs and by measured tables: `python -m reproduce claims
 [N|all]` prints the verdicts and writes them to `runs/report`.
 
-claims.py has the rules, verdicts.py judges one contrast, scale.py says what a difference means in
-a block, and text.py puts it into words.
+claims.py has the rules, verdicts.py judges, scale.py compares with a block's gap, text.py words it.
 """
 
 from __future__ import annotations

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import starmap
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -84,13 +84,6 @@ def trained(config: Adapters) -> list[State]:
     for step in range(config.steps):
         optimization.step(step, batches, [1.0])
         if step >= config.steps - adapting:
-            states.append(adapters(method.layers.values()))
+            both = [(layer.left, layer.right) for layer in method.layers.values()]
+            states.append([tuple(t.detach().cpu().float().clone() for t in pair) for pair in both])
     return states
-
-
-def adapters(layers: Iterable[Any]) -> State:
-    """Copies of the adapters of these layers."""
-    return [
-        tuple(t.detach().to("cpu", torch.float32, copy=True) for t in (layer.left, layer.right))
-        for layer in layers
-    ]

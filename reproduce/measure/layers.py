@@ -15,7 +15,6 @@ from common_kernels.matmul import mm24
 from common_kernels.pack import Packed24
 from common_kernels.pack.operands import sample_pack24
 from experiments.bench import jobs, linear
-from experiments.bench.jobs import Workload
 from experiments.bench.step import Step
 from experiments.bench.timing import Call
 from experiments.bench.variants import Bench, bytes_held
@@ -240,7 +239,13 @@ class Training(Base):
     steps: int = 0  # of a whole training
 
     def measure(self, report: Report) -> Result:
-        job = workload(self)
+        family, _, size = self.model.partition("_")
+        if family == "deit":
+            job = jobs.vit("deit_base_patch16_224", self.batch, 768, 196)
+        elif family == "transformer":
+            job = jobs.translation(size, self.batch, self.length)
+        else:
+            job = jobs.gpt2(self.model, self.batch, self.length)
         built: dict[str, Step] = {}
         for name in ("dense", self.method):
             for widths in job.linears if name != "dense" else ():
@@ -268,16 +273,6 @@ class Training(Base):
         for step in built.values():
             step.close()
         return metrics, used
-
-
-def workload(config: Training) -> Workload:
-    """The model that the config names, with its batch."""
-    family, _, size = config.model.partition("_")
-    if family == "deit":
-        return jobs.vit("deit_base_patch16_224", config.batch, 768, 196)
-    if family == "transformer":
-        return jobs.translation(size, config.batch, config.length)
-    return jobs.gpt2(config.model, config.batch, config.length)
 
 
 def micro_batch(step: Step) -> Call:

@@ -35,12 +35,11 @@ def to_packed(
     few: int = 0,
 ) -> str:
     """Prune the chosen linears of `model` to 2:4 by magnitude and pack them, in place; return the
-    name of the packed layout. Where the device has no sparse products, they are pruned but multiply
-    dense, and the name is `dense`.
+    name of the packed layout. Without sparse products they multiply dense, and it is `dense`.
 
-    chosen: True for the names of linears to pack. tokens: numbers of tokens that will be
-    multiplied; the fastest product for each is searched. few: up to so many tokens are multiplied
-    by `few_tokens24`, and more run packed only where that is faster; the name then begins so.
+    chosen: tells which names to pack. tokens: numbers of tokens for which the fastest product is
+    searched. few: up to so many tokens are multiplied by `few_tokens24`, and more run packed only
+    where that is faster; the name then begins so.
     """
     for name, module in model.named_modules():
         if type(module) is nn.Linear and chosen(name):

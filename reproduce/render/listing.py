@@ -1,7 +1,6 @@
 """Lists every table and figure of the papers: the spec that covers it, or the reason why none does.
 
-The list is in `specs/coverage.yaml`. Neither torch nor a driver is imported here, so that `python
--m reproduce --list` answers at once.
+The list is in `specs/coverage.yaml`. Neither torch nor a driver is imported: it answers at once.
 """
 
 from __future__ import annotations

@@ -23,6 +23,10 @@ from reproduce.specs.table import TABLES, read_tables
     [
         (["table99"], "error: no table or command 'table99'; table9 may be meant; python -m repro"),
         (["pack", "x"], "error: cannot use 'x'; there are no options"),
+        (["run"], "no block is named: python -m reproduce run BLOCK"),
+        (["run", "t", "hours=1"], "cannot use 'hours=1'; use minutes=N, per_gpu=N"),
+        (["run", "t", "minutes=nan"], "minutes=nan: it must be a positive number"),
+        (["report", "figure="], "cannot use 'figure='; use figure=FILE"),
         (["claims", "8", "9"], "cannot use 'claims 8 9'; use claims, claims N or claims all"),
         (["table2", "paper=nobody"], "no table2 of paper 'nobody'; there is ast, fst, slope, sste"),
         (["figure6"], "error: figure 6 of paper=fst is not covered: a diagram\n"),

@@ -50,11 +50,8 @@ def test_one_measurement_has_the_noise_for_its_interval(found):
         assert (one.verdict, line.verdict, line.n) == (expected, expected, 1)
         assert (line.label, line.published, line.effect) == ("x", paper, ours)
         assert math.isnan(line.low) and math.isnan(line.high)
-        assert (one.name, one.device, one.code) == (
-            "SLoPe, Table 1",
-            "NVIDIA Toy, 2 threads",
-            "c0ffee",
-        )
+        told = ("SLoPe, Table 1", "NVIDIA Toy, 2 threads", "c0ffee")
+        assert (one.name, one.device, one.code) == told
         assert one.where == ("on NVIDIA Toy" if expected == "not reproduced" else "")
 
 
