@@ -1,8 +1,7 @@
 """Runs a block: `python -m reproduce run BLOCK [minutes=N] [per_gpu=N]`.
 
-A run is done if it has a record in `reproduce/evidence` or `runs/evidence`. A run from which others
-start is trained before them if its weights are missing, even if it has a record. After the time
-budget no run is started, and running ones are told to stop.
+A run is done if it has a record in `reproduce/evidence` or `runs/evidence`; one from which others
+start is trained all the same if its weights are missing. The time budget stops running ones.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Judges contrasts: an effect with its interval beside the paper's effect gives a verdict.
 
-A contrast of runs has one effect, the mean difference of two variants over their seeds. A contrast
-of measurements has one for each row of a table, a factor over dense or over another row. Both are
-judged by the rules in claims.yaml.
+A contrast of runs has one effect, the mean difference of two variants over their seeds; one of
+measurements a factor for each row of a table. Both are judged by the rules in claims.yaml.
 """
 
 from __future__ import annotations
@@ -230,8 +229,8 @@ def _tested(claims: Claims, c: Contrast, values: Values) -> Judged:
 
 def _with_effect(judged: Judged, found: dict[int, float]) -> Judged:
     paired = list(found.values())
-    ends = dict(zip(("low", "high"), stats.paired_interval(paired), strict=True))
-    return replace(judged, n=len(paired), effect=stats.mean(paired), by_seed=found, **ends)
+    (low, high), effect = stats.paired_interval(paired), stats.mean(paired)
+    return replace(judged, n=len(paired), effect=effect, low=low, high=high, by_seed=found)
 
 
 def _tested_for_equality(claims: Claims, judged: Judged, values: Values) -> Judged:

@@ -1,7 +1,6 @@
 """Measures how similar SLoPe's adapters are to their final values during training: Figure 3b.
 
-The trainer stores only the final weights, so a small model is trained here, and its adapters are
-copied after every step.
+The trainer stores only final weights: a small model is trained here, with a copy after each step.
 """
 
 from __future__ import annotations
@@ -22,12 +21,10 @@ from experiments.training.optimization import DTYPES, Optimization
 from reproduce.measure.base import Base, Metrics, Report, Result
 
 # The overrides that choose the data and the training of a model, as in blocks and the quickstart.
+RATES = ("train.learning_rate=0.008", "train.min_learning_rate=0.0008")
 TRAININGS = {
     "gpt2_nano": ["data=stdlib", "train=nano"],
-    "gpt2_5m": [
-        *("data=packages", "train=mini"),
-        *("train.learning_rate=0.008", "train.min_learning_rate=0.0008"),
-    ],
+    "gpt2_5m": ["data=packages", "train=mini", *RATES],
 }
 MOST = 100  # steps that train the adapters, as in the paper; never more than a quarter of all
 State = list[tuple[Tensor, ...]]  # L^T and R of each layer

@@ -152,8 +152,8 @@ class MethodLayer(Layer):
 class LlamaLayer(nn.Module):
     """A layer of transformers' LLaMA with its norm: hidden states [B, T, C] -> [B, T, C].
 
-    It calls the model's parts, because the forward pass of the model itself waits for the GPU when
-    it looks for several sequences in one, and can then not be captured in a CUDA graph.
+    It calls the model's parts: the model's own forward pass looks for several sequences in one, so
+    that it waits for the GPU and cannot be captured in a CUDA graph.
     """
 
     def __init__(self, config: Layer) -> None:

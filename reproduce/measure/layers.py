@@ -93,9 +93,8 @@ class GPT2Block(MethodLayer):
 class Decoder(MethodLayer):
     """Speed and memory of a decoder layer over dense, in training and at inference.
 
-    Memory is what stays allocated: in training weights, gradients, the moments of AdamW in fp32,
-    masks, packed and dense operands; at inference the weights as they are stored. Activations are
-    not included.
+    Memory is what stays allocated, without activations: in training weights, gradients, AdamW's
+    moments in fp32, masks, packed and dense operands; at inference the weights as stored.
     """
 
     what: ClassVar[str] = "decoder"

@@ -142,9 +142,8 @@ class Kernels(Layer):
 
 @dataclass(frozen=True, kw_only=True)
 class PackedMLP(MethodLayer):
-    """Times of forward and backward of an MLP width -> inner -> width, dense and with 2:4 weights
-    that are chosen and packed in every step, and of the calls of `packing` on its input, in
-    microseconds."""
+    """Microseconds of forward and backward of an MLP width -> inner -> width, dense and with 2:4
+    weights chosen and packed in every step, and of the calls of `packing` on its input."""
 
     what: ClassVar[str] = "mlp"
 

@@ -139,8 +139,7 @@ def peak(built: Bench, held: int) -> int:
 @dataclass(frozen=True, kw_only=True)
 class EncoderInference(Images):
     """Images per second of the encoder whose linears in the parts `packed` are 2:4, its speed over
-    dense, and the peak memory of a forward pass in MiB.
-    """
+    dense, and the peak memory of a forward pass in MiB."""
 
     what: ClassVar[str] = "sam_inference"
     packed: tuple[str, ...] = ()

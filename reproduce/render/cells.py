@@ -123,10 +123,9 @@ def ours(
 
 
 def _ends_dense(run: PlacedRun) -> bool:
-    of_block = "config" not in run.result  # the record of a block does not tell
-    return (
-        not of_block and FinishedRun(run.directory, run.result).trained_with.capabilities.ends_dense
-    )
+    if "config" not in run.result:  # the record of a block
+        return False
+    return FinishedRun(run.directory, run.result).trained_with.capabilities.ends_dense
 
 
 def _numbers(column: Column, values: list[float]) -> Numbers:
@@ -199,13 +198,12 @@ def unmatched(table: Table) -> tuple[list[str], list[str]]:
     shows here, and what nobody confirmed or we do not measure."""
     asked: dict[str, set[tuple[str, str]]] = {}
     for tier, row, column in product(table.tiers, table.rows, table.columns):
-        of = asked.setdefault(row.published_table or table.published_table or "", set())
+        known = asked.setdefault(row.published_table or table.published_table or "", set())
         for variant in table.variants_of(tier):
-            of |= {*filter(None, [published_name(table, variant, row, column)])}
-    there = {of: names_in(table.paper or "", of) for of in asked}
-    found = []
+            known |= {*filter(None, [published_name(table, variant, row, column)])}
+    there, found = {of: names_in(table.paper or "", of) for of in asked}, []
     for of, names in asked.items():
-        rows, columns = map(set, zip(*names, strict=True)) if names else (set(), set())
+        rows, columns = {one for one, _ in names}, {other for _, other in names}
         for one, other in (name for name in there[of] if name not in names):
             own = f"{one} / {other}" if other in columns else other
             found.append(own if one in rows else one)

@@ -118,10 +118,8 @@ def of_blocks(runs: list[PlacedRun]) -> tuple[list[Point], Panels]:
                 blocks[of_layer[1]].append(record[of_layer.string])
             for block, rates in blocks.items():
                 by_point[panel, block, record["step"]].append(mean(rates))
-    data = [
-        Point(*key, mean(rates), std(rates) if len(rates) > 1 else None, len(rates))
-        for key, rates in by_point.items()
-    ]
+    of_rates = {key: (mean(own), std(own), len(own)) for key, own in by_point.items()}
+    data = [Point(*key, mid, s if n > 1 else None, n) for key, (mid, s, n) in of_rates.items()]
 
     def draw_panel(axes: Any, panel: str) -> None:
         curves.draw(axes, panel, data)

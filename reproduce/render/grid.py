@@ -1,7 +1,6 @@
 """Lays out a table as in the papers, split into parts that are at most 80 characters wide.
 
-A line has the names and the values of a row. The paper's values are on a separate line above ours,
-so that a column is only as wide as the wider of the two.
+The paper's values are on a line above ours, so that a column is as wide as the wider of the two.
 """
 
 from __future__ import annotations

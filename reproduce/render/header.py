@@ -17,9 +17,8 @@ from reproduce.render.cells import DENSE, MARK, OTHER, measured, published_cell,
 from reproduce.specs.table import BENCH, Table
 
 Facts = dict[str, Any]  # on the runs of a table, as `facts` gives them
-TEMPLATE = Environment(trim_blocks=True, undefined=StrictUndefined).from_string(
-    Path(__file__).with_name("header.jinja").read_text(encoding="utf-8")
-)
+_TEXT = Path(__file__).with_name("header.jinja").read_text(encoding="utf-8")
+TEMPLATE = Environment(trim_blocks=True, undefined=StrictUndefined).from_string(_TEXT)
 # The facts that have lines.
 NAMED = ("Corpus", "Device", "Peak memory", "Code", "Products", "Dense", "Clocks")
 
@@ -119,9 +118,8 @@ def _common(fact: Callable[[dict[str, Any]], str], runs: list[PlacedRun]) -> str
     if len(rows) < 2:
         return "".join(rows)
     *fewer, most = sorted(rows, key=lambda text: rows[text].total())
-    others = [
-        f"{text} ({', '.join(f'{n} of {row}' for row, n in rows[text].items())})" for text in fewer
-    ]
+    of = {text: ", ".join(f"{n} of {row}" for row, n in rows[text].items()) for text in fewer}
+    others = [f"{text} ({named})" for text, named in of.items()]
     total = rows[most].total()
     return f"not the same for all runs: {'; '.join(others)}; {most} (the other {total})"
 

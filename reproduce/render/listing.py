@@ -18,9 +18,8 @@ from reproduce.specs.reading import read_rows, read_yaml
 from reproduce.specs.table import COVERAGE, Table
 
 HERE = Path(__file__).parents[1]
-TEMPLATE = Environment(trim_blocks=True, lstrip_blocks=True).from_string(
-    Path(__file__).with_name("list.jinja").read_text(encoding="utf-8")
-)
+_TEXT = Path(__file__).with_name("list.jinja").read_text(encoding="utf-8")
+TEMPLATE = Environment(trim_blocks=True, lstrip_blocks=True).from_string(_TEXT)
 
 
 @dataclass(frozen=True)

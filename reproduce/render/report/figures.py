@@ -35,9 +35,8 @@ LEFT, WIDTH, RIGHT, TOP, BOTTOM = 14, 250, 66, 48, 46  # of the axes and around 
 
 def variables() -> Markup:
     """The style sheet that sets the colours' variables for light and for dark pages."""
-    light, dark = (
-        "".join(f"--{name}: {pair[dark]}; " for name, pair in COLOURS.items()) for dark in (0, 1)
-    )
+    both = ([f"--{name}: {pair[dark]}; " for name, pair in COLOURS.items()] for dark in (0, 1))
+    light, dark = map("".join, both)
     of_dark = f"@media (prefers-color-scheme: dark) {{ :root {{ {dark}}} }}"
     return Markup(f":root {{ {light}}}\n{of_dark}")
 
