@@ -372,12 +372,10 @@ def test_the_gpus_are_those_that_this_process_may_use(monkeypatch):
     monkeypatch.setattr("torch.cuda._lazy_init", lambda: pytest.fail("it initialises CUDA"))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     for variable, count, expected in [
-        (None, 2, ["0", "1"]),
-        (None, 0, []),
+        (None, 2, ["0", "1"]), (None, 0, []), ("", 0, []),
         ("GPU-c0ffee,GPU-dead", 2, ["GPU-c0ffee", "GPU-dead"]),
         ("4,9,5", 1, ["4"]),  # CUDA takes those before the first that is not there
-        ("", 0, []),
-    ]:
+    ]:  # fmt: skip
         if variable is not None:
             monkeypatch.setenv("CUDA_VISIBLE_DEVICES", variable)
         monkeypatch.setattr("torch.cuda.device_count", lambda count=count: count)
