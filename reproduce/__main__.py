@@ -54,8 +54,7 @@ def read_options(words: list[str], *known: str) -> dict[str, str]:
 
 
 def parse(arguments: list[str], tables: list[Table]) -> tuple[list[Table], str, Launch | None]:
-    """(the tables that the arguments name, the tier, how missing runs are started; None = in this
-    process)."""
+    """(the chosen tables, the tier, how missing runs are started; None = in this process)."""
     command, *options = arguments
     chosen = [table for table in tables if table.command == command]
     if command == ALL:

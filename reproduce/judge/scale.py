@@ -1,5 +1,4 @@
-"""Puts a block's results into scale: the gap between dense and half the width, and the share of it
-that a method loses."""
+"""Puts a block's results into scale: the gap to half the width, and the share of it lost."""
 
 from __future__ import annotations
 
@@ -31,9 +30,8 @@ def gap_closed(
     if variant == margin.lower or len(common) < seeds:
         return None
     three = {(block, name): {s: values[block, name][s] for s in common} for name in names}
-    lost, gaps = (
-        differences(three, block, name, margin.lower, metric) for name in (variant, margin.upper)
-    )
+    both = (variant, margin.upper)
+    lost, gaps = (differences(three, block, name, margin.lower, metric) for name in both)
     low, high = ratio_interval(lost, gaps)
     if not math.isfinite(low):
         return None

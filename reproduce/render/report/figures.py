@@ -35,12 +35,10 @@ LEFT, WIDTH, RIGHT, TOP, BOTTOM = 14, 250, 66, 48, 46  # of the axes and around 
 
 def variables() -> Markup:
     """The style sheet that sets the colours' variables for light and for dark pages."""
-    light, dark = (
-        "".join(f"--{name}: {pair[dark]}; " for name, pair in COLOURS.items()) for dark in (0, 1)
-    )
-    return Markup(
-        f":root {{ {light}}}\n@media (prefers-color-scheme: dark) {{ :root {{ {dark}}} }}"
-    )
+    both = ([f"--{name}: {pair[dark]}; " for name, pair in COLOURS.items()] for dark in (0, 1))
+    light, dark = map("".join, both)
+    of_dark = f"@media (prefers-color-scheme: dark) {{ :root {{ {dark}}} }}"
+    return Markup(f":root {{ {light}}}\n{of_dark}")
 
 
 def svg(figure: Figure, title: str, description: str) -> Markup:
@@ -84,10 +82,8 @@ def differences(shown: Shown) -> Markup:
     A second axis has the difference of the half-width baseline, the gap, for its unit, and a band
     the differences that count as equal.
     """
-    rows = sorted(
-        (shown.rows[variant] for variant in shown.leading if shown.rows[variant].pairs),
-        key=lambda row: row.difference,
-    )
+    paired = [shown.rows[variant] for variant in shown.leading if shown.rows[variant].pairs]
+    rows = sorted(paired, key=lambda row: row.difference)
     baseline, half, gap = shown.baseline, shown.margin.upper, shown.gap
     band = shown.margin.share * gap
     names = [baseline, *(row.label for row in rows)]

@@ -18,7 +18,6 @@ from experiments.support.results import git_state
 from reproduce import judge, records
 from reproduce.execute.blocks import EVIDENCE
 from reproduce.execute.jobs import finished_runs, plan
-from reproduce.judge import Json
 from reproduce.judge.claims import read_claims
 from reproduce.judge.scale import ENOUGH
 from reproduce.judge.verdicts import verdict
@@ -55,6 +54,8 @@ def build(runs: Path, folder: Path) -> str:
     judged = judge.content(rules, evidence.values)
     shown, specs = shown_blocks(rules, evidence, judged), read_tables()
     measured = [m for claim in judged["claims"] for m in claim["measured"]]
+    # Rows that are factors of speed over dense and can be true.
+    speeds = [m for m in measured if m["lines"] and not (m["than"] or m["less"])]
     main = _main(shown)
     return TEMPLATES.get_template("page.html").render(
         counts=Counter(claim["verdict"] for claim in judged["claims"]),
@@ -72,7 +73,10 @@ def build(runs: Path, folder: Path) -> str:
         revision=revision(git_state()),
         shown=shown,
         specs=specs,
-        speeds=_speeds(measured),
+        speeds={
+            "device": ", ".join(dict.fromkeys(m["device"].partition(",")[0] for m in speeds)),
+            "lines": [line for m in speeds for line in m["lines"] if not line["why"]],
+        },
         style=figures.variables() + Markup((HERE / "style.css").read_text(encoding="utf-8")),
         tables_made={table.name: tiers_of(table, runs) for table in specs},
         verdict=verdict,
@@ -84,19 +88,6 @@ def build(runs: Path, folder: Path) -> str:
 
 def _main(shown: list[Shown]) -> Shown:
     return next(s for s in shown if s.block.name == MAIN)
-
-
-def _speeds(measured: list[Json]) -> Json:
-    """The rows of measured tables that are factors of speed over dense and can be true, as those
-    of one table, with their devices."""
-    of_speed = [m for m in measured if m["lines"] and not (m["than"] or m["less"])]
-    return {
-        "device": ", ".join(dict.fromkeys(m["device"].partition(",")[0] for m in of_speed)),
-        "lines": [line for m in of_speed for line in m["lines"] if not line["why"]],
-    }
-
-
-# --- the papers' tables ---------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -115,8 +106,7 @@ class Made:
 
 
 def tiers_of(table: Table, runs: Path) -> list[Made]:
-    """The tiers of a table that were made, the committed ones first; if none was, the largest tier
-    with only the paper's values."""
+    """The tiers that were made, committed ones first; else the largest, without our values."""
     made = []
     for tier in table.tiers:
         for path in sorted(MEASURED.glob(f"*/{table.name}-{tier}.csv")):
