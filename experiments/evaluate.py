@@ -43,6 +43,7 @@ from experiments.training.distributed import World, world
 from experiments.training.optimization import DTYPES
 from experiments.training.pretraining import held_out
 from experiments.training.routine import process_settings
+from methods.nn import lowrank
 from models.gpt2 import GPT
 from models.hf import CausalLM
 
@@ -99,7 +100,7 @@ def _evaluate(
         if config.images is not None:
             metrics |= _accuracy(config, model, batch, dtype)
         if tokenizer is not None:  # tasks come last, because they may change the model
-            export.merge_low_rank(model)
+            lowrank.merge(model)
             theirs = files.to_transformers(model).to(here.device)
             longest: Any = getattr(model, "config", model)
             details = zero_shot.evaluate(

@@ -21,7 +21,7 @@ from experiments.config.run import digest
 from experiments.exporting import files
 from experiments.exporting.files import Form, tokenizer_of
 from experiments.images.dataset import ImageConfig
-from experiments.runs.finished import FinishedRun
+from experiments.runs.finished import FinishedRun, drop_low_rank_terms
 from experiments.support import checkpoint
 from experiments.support.errors import UserError, check_installed, writing
 from experiments.support.progress import say
@@ -88,7 +88,8 @@ def _build(run: FinishedRun, form: Form, folder: Path, marks: dict[str, Any]) ->
     patterns = {name: run.pattern(name) for name in run.converted}
     rows = legality.measure(model, patterns)  # before merging, which destroys the N:M pattern
     terms = split_low_rank(model) if form.compressed else {}
-    merged = merge_low_rank(model)
+    merged = any(isinstance(layer, lowrank.LowRankLinear) for layer in model.modules())
+    lowrank.merge(model)
     dtype = DTYPES[form.dtype] or torch.float32
     files.round_weights(model, list(patterns), dtype)
     kind = files.write(model, folder, tokenizer_of(run, model), dtype)
@@ -152,20 +153,7 @@ def split_low_rank(model: nn.Module) -> dict[str, tuple[Tensor | None, Tensor]]:
         if isinstance(layer, lowrank.LowRankLinear):
             left, right, scale = layer.low_rank()
             found[name] = None if left is None else left.detach(), scale * right.detach()
-            for factor in set(layer._parameters) - {"weight", "bias"}:
-                delattr(layer, factor)
-            layer.__class__ = nn.Linear  # type: ignore[assignment]
-    return found
-
-
-@torch.no_grad()
-def merge_low_rank(model: nn.Module) -> bool:
-    """Add the low-rank terms of SLoRB and SLoPe to the weights in place; True if there were any.
-
-    The model computes the same, but loses its N:M pattern.
-    """
-    found = any(isinstance(m, lowrank.LowRankLinear) for m in model.modules())
-    lowrank.merge(model)
+            drop_low_rank_terms(layer)
     return found
 
 

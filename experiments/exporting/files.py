@@ -7,6 +7,7 @@ from __future__ import annotations
 import importlib
 import json
 import re
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -180,22 +181,25 @@ def where_stored(
     They are found by their content, to be independent of transformers' names, transpositions and
     splits (of a fused QKV, for example).
     """
+    weights = {linear: model.get_parameter(f"{linear}.weight") for linear in linears}
+    places = defaultdict(list)  # of each row, by its checksum
+    for linear, weight in weights.items():
+        for number, checksum in enumerate(_checksums(weight)):
+            places[checksum].append((linear, number))
     found = {}
     for name, tensor in tensors(folder):
-        for linear in linears if tensor.ndim == 2 else ():
-            weight = model.get_parameter(f"{linear}.weight")
-            for axis, rows in ((1, tensor), (0, tensor.t())):
-                if rows.shape[1] != weight.shape[1] or len(rows) > len(weight):
-                    continue
-                first_row, starts = rows[0].to(weight.dtype), [0]
-                if len(rows) < len(weight):
-                    starts = (weight == first_row).all(1).nonzero().flatten().tolist()
-                for start in starts:
-                    own = slice(start, start + len(rows))
-                    same = torch.equal(weight[start], first_row)
-                    if same and torch.equal(weight[own], rows.to(weight.dtype)):
-                        found[name] = linear, axis, own
+        for axis, rows in ((1, tensor), (0, tensor.t())) if tensor.ndim == 2 else ():
+            for linear, first in places.get(_checksums(rows[:1])[0], ()):
+                own, weight = slice(first, first + len(rows)), weights[linear]
+                if torch.equal(weight[own], rows.to(weight.dtype)):
+                    found[name] = linear, axis, own
     return found
+
+
+def _checksums(rows: Tensor) -> list[int]:
+    """A number for each row that depends only on its values, 0 and -0 being the same."""
+    bits = (rows.float() + 0.0).contiguous().view(torch.int32)
+    return (bits * torch.arange(1, 2 * rows.shape[1], 2)).sum(1).tolist()
 
 
 def describe(

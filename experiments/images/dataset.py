@@ -20,15 +20,17 @@ import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from PIL import Image
 
 from experiments.support import checkpoint
 from experiments.support.errors import UserError, one_line
 from experiments.support.hub import commits, load_dataset
 from experiments.support.names import check_bounds, check_name, identity_of
+
+if TYPE_CHECKING:  # Pillow is imported where images are opened: texts do without it
+    from PIL import Image
 
 EMBEDDED = "digits"  # the value of `ImageConfig.source` that needs no files
 HELD_OUT = 400  # digits for validation
@@ -173,10 +175,13 @@ class Arrays:
     labels: np.ndarray
 
     def open(self, index: int) -> Image.Image:
+        from PIL import Image
+
         return Image.fromarray(self.pixels[index]).convert("RGB")
 
 
 def _digits(image_size: int, splits: Sequence[str]) -> Images:
+    from PIL import Image
     from sklearn.datasets import load_digits
     from sklearn.model_selection import train_test_split
 
@@ -348,6 +353,7 @@ Split = Arrays | Files | _Rows
 
 def decode(content: bytes, where: str) -> Image.Image:
     """The image in an encoded file, in RGB (grey, transparent and CMYK ones are converted)."""
+    from PIL import Image
 
     try:
         return Image.open(io.BytesIO(content), formats=FORMATS).convert("RGB")

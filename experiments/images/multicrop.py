@@ -8,10 +8,10 @@ augmentation from `DinoConfig`. Shapes: B images, S = image_size and s = local_s
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from PIL import Image, ImageFilter
 from torch import Tensor
 
 from experiments.data.source import Batch, Request, send
@@ -20,6 +20,9 @@ from experiments.images.memory import GreyCrops, uniform
 from experiments.images.source import ImageBatches, Transform, augmented, turn_and_shift
 from models.dino import DinoConfig
 from models.vit import ViTConfig
+
+if TYPE_CHECKING:
+    from PIL import Image
 
 _TRAIN, _EVAL = 2, 3  # in the key of a draw; 0 and 1 are those of supervised training
 # Rates of blur and of solarization (as a share of `DinoConfig.solarize`) by kind of crop.
@@ -68,6 +71,8 @@ def grey_crops(data: ImageConfig, dino: DinoConfig, *kinds: str) -> GreyCrops:
 
 def _blur(image: Image.Image) -> Image.Image:
     """The image blurred by a Gaussian of 0.1 to 2 pixels, drawn at random."""
+    from PIL import ImageFilter
+
     return image.filter(ImageFilter.GaussianBlur(torch.empty(1).uniform_(0.1, 2.0).item()))
 
 

@@ -10,11 +10,10 @@ import random
 import signal
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
-from PIL import Image, ImageOps
 from torch import Tensor
 
 from experiments.data.source import Batch, Request, evenly_spaced, random_words
@@ -23,7 +22,10 @@ from experiments.images.memory import hold, mixed
 from experiments.support.errors import UserError
 from models.vit import ViTConfig
 
-Transform = Callable[[Image.Image], torch.Tensor]
+if TYPE_CHECKING:
+    from PIL import Image
+
+Transform = Callable[["Image.Image"], torch.Tensor]
 
 
 @lru_cache(maxsize=4)
@@ -240,6 +242,8 @@ def turn_and_shift(config: ImageConfig) -> list[Any]:
 def _posterize(image: Image.Image, bits: int, **_: Any) -> Image.Image:
     """The image with only the `bits` highest bits of each value; black for 0 bits, which
     RandAugment uses at full strength and Pillow 13 and later reject."""
+    from PIL import Image, ImageOps
+
     if bits >= 8:
         return image
     return ImageOps.posterize(image, bits) if bits else Image.new(image.mode, image.size)

@@ -150,7 +150,7 @@ class FinishedRun:
             with torch.no_grad():
                 for name in masters:
                     # A low-rank term replaces the pruned weights, which dense weights still have.
-                    _drop_low_rank_terms(model.get_submodule(name.removesuffix(".weight")))
+                    drop_low_rank_terms(model.get_submodule(name.removesuffix(".weight")))
                     model.get_parameter(name).copy_(self.latent[name])
         return model
 
@@ -212,7 +212,7 @@ class FinishedRun:
             method.convert(model, dtype)
             return method
         for layer in there:
-            _drop_low_rank_terms(layer)  # the layer's own state has them
+            drop_low_rank_terms(layer)  # the layer's own state has them
         method = methods.module(self.method).Method(type(own)(**{**vars(own), **common}))
         method.convert(model, dtype)
         for name, layer in method.sparse_layers.items():
@@ -231,7 +231,8 @@ def _low_rank_terms(layer: nn.Module) -> set[str]:
     return set(layer._parameters) - {"weight", "bias"}
 
 
-def _drop_low_rank_terms(layer: nn.Module) -> None:
+def drop_low_rank_terms(layer: nn.Module) -> None:
+    """Make a linear with a low-rank term a plain one, in place, without adding the term."""
     for name in _low_rank_terms(layer):
         delattr(layer, name)
     layer.__class__ = nn.Linear
