@@ -153,10 +153,8 @@ def _described(config: EvaluateConfig) -> str:
 
 
 def _model(config: EvaluateConfig) -> tuple[nn.Module, dict[str, tuple[int, int]]]:
-    """(the model on the CPU, the N:M pattern of each linear whose legality is reported).
-
-    For a folder these are the linears in its record or, without one, all linears with 2:4.
-    """
+    """(the model on the CPU, the N:M pattern of each linear whose legality is reported): in a
+    folder those of its record or, without one, 2:4 for all linears."""
     if config.finished_run is not None:
         run = config.finished_run
         return run.model(config.weights), {name: run.pattern(name) for name in run.converted}

@@ -99,10 +99,8 @@ def chosen(report: Report, names: Iterable[str]) -> list[str]:
 
 @dataclass
 class Converted:
-    """A converted model. `used`: a description of what runs its products, for the rows.
-
-    sparse: for each converted linear, which of its products run on packed operands.
-    """
+    """A converted model. used: what runs its products, for the rows. sparse: for each converted
+    linear, which of its products run on packed operands."""
 
     model: nn.Module
     method: methods.Method
@@ -139,11 +137,8 @@ def convert(
     matmul: str,
     **options: Any,
 ) -> Converted:
-    """Convert the matching linears of `model`, in place.
-
-    tokens: in a micro-batch. matmul: as for `methods.Method.accelerate`. options: further options
-    of the method.
-    """
+    """Convert the matching linears of `model`, in place. tokens: in a micro-batch. matmul: as for
+    `methods.Method.accelerate`. options: further options of the method."""
     own = variant(name)
     # All convert the same linears. Flip rates are not measured: that waits for the GPU, and a
     # training does it rarely.
@@ -154,7 +149,9 @@ def convert(
         dense_fp8.convert(method.layers.values())
         return Converted(model, method, "scaled_mm", {})
     if name == TORCHAO:
-        dense_fp8.convert_by_torchao(model, set(method.layers))
+        from torchao.float8 import convert_to_float8_training  # with its recipe for training
+
+        convert_to_float8_training(model, module_filter_fn=lambda _, name: name in method.layers)
         return Converted(model, method, "torchao", {})
     if own.method == "dense":
         return Converted(model, method, "dense", {})
@@ -202,11 +199,8 @@ def default_matmul(options: argparse.Namespace) -> str:
 
 
 class Bench:
-    """The calls to time on a converted model: forward, backward and hooks, rotating over several
-    inputs.
-
-    inputs, gradients: inputs of the model and gradients of its output, one of each per buffer.
-    """
+    """The calls to time on a converted model. inputs, gradients: inputs of the model and gradients
+    of its output, which the calls take in rotation."""
 
     def __init__(self, converted: Converted, inputs: list[Tensor], gradients: list[Tensor]) -> None:
         self.converted, self.gradients = converted, gradients

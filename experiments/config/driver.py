@@ -107,10 +107,8 @@ class _Parser(argparse.ArgumentParser):
 
 
 def parse(arguments: Sequence[str], texts: Sequence[str] = ()) -> argparse.Namespace:
-    """The command line: flags, `overrides`, and each of the plain `texts` by name.
-
-    `NAME=TEXT`, `--NAME=TEXT` and `--NAME TEXT` give the text as it is typed, with quotation marks,
-    brackets, equals signs and line breaks."""
+    """The command line: flags, `overrides`, and each of the plain `texts` by name, as they are
+    typed after `NAME=`, `--NAME=` or `--NAME `."""
     parser = _Parser(add_help=False, allow_abbrev=False)
     for names in (("--help", "-h"), ("--multirun", "-m"), ("--resolve",)):
         parser.add_argument(*names, action="store_true")

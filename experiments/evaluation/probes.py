@@ -9,7 +9,6 @@ training and M test images, C features, K classes.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from functools import partial
 
 import numpy as np
@@ -76,7 +75,7 @@ def knn(x: Tensor, y: Tensor, test_x: Tensor, n_classes: int) -> Tensor:
     """
     train = F.normalize(x, dim=1)
     found = []
-    for rows in _chunks(test_x, max(1, _COSINES // len(train))):
+    for rows in test_x.split(max(1, _COSINES // len(train))):
         cosines, nearest = (F.normalize(rows, dim=1) @ train.T).topk(min(NEIGHBOURS, len(train)))
         weights = (cosines / TEMPERATURE).exp()
         votes = weights.new_zeros(len(rows), n_classes).scatter_add_(1, y[nearest], weights)
@@ -133,7 +132,7 @@ def logistic_regression(
         loss = decay / 2 * weight.square().sum()
         loss.backward()
         total = loss.detach().double()
-        for rows, classes in zip(_chunks(x, _ROWS), _chunks(y, _ROWS), strict=True):
+        for rows, classes in zip(x.split(_ROWS), y.split(_ROWS), strict=True):
             loss = F.cross_entropy(F.linear(rows, weight, bias), classes, reduction="sum") / len(x)
             loss.backward()
             total += loss.detach()
@@ -167,7 +166,7 @@ def _basis(x: Tensor, n_classes: int, decay: float) -> Tensor:
     L-BFGS finds the minimum quickly in these coordinates. Features of an image model are strongly
     correlated, and in their own coordinates 500 steps are too few if the decay is small.
     """
-    products = (rows.T @ rows for rows in _chunks(x, _ROWS))
+    products = (rows.T @ rows for rows in x.split(_ROWS))
     moments = sum(products, x.new_zeros(())) / len(x)
     values, vectors = torch.linalg.eigh(moments.double())
     curvature = values.clamp_min(0) / n_classes + decay  # p (1 - p) is about 1 / K at first
@@ -177,7 +176,3 @@ def _basis(x: Tensor, n_classes: int, decay: float) -> Tensor:
 def top1(predicted: Tensor, y: Tensor) -> float:
     """Percent of the predictions [M] that are right."""
     return 100.0 * (predicted == y).float().mean().item()
-
-
-def _chunks(rows: Tensor, size: int) -> Iterator[Tensor]:
-    return iter(rows.split(size))

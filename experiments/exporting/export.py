@@ -37,9 +37,8 @@ def export(
     to: Path | None = None,
     report: Callable[[str], None] = say,
 ) -> Path:
-    """Write the export of a run and return its folder; an intact export of these weights is kept.
-
-    It is written to a temporary folder and renamed when it is complete."""
+    """Write the export of a run, atomically, and return its folder; an intact export of these
+    weights is kept."""
     form = form or Form()
     check_installed("transformers", "the export needs the transformers library", "hf")
     folder = run.directory / form.folder if to is None else to

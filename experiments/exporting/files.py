@@ -139,8 +139,7 @@ def write(
     dtype: torch.dtype = torch.float32,
 ) -> str:
     """Write config and weights of a plain model as transformers' `save_pretrained` does, and its
-    tokenizer, whose end-of-text token becomes the one at which GPT-2 stops generating; return the
-    name of the transformers class."""
+    tokenizer, at whose end-of-text token GPT-2 then stops; return the transformers class's name."""
     from transformers.utils import logging
 
     logging.disable_progress_bar()

@@ -92,10 +92,8 @@ class Examples:
 
 
 def load(task: str, data: str) -> dict[str, Examples]:
-    """The splits `train`, `dev` and, of MNLI, `dev_mismatched`.
-
-    Args:
-        data: a folder in GLUE's layout, or the id of GLUE on the hub."""
+    """The splits `train`, `dev` and, of MNLI, `dev_mismatched`, from a folder in GLUE's layout or
+    the hub."""
     if is_folder(data):
         return {split: _read(task, path) for split, path in files(task, data).items()}
     spec = TASKS[task]
@@ -168,6 +166,7 @@ def metrics(
     A correlation is undefined if predictions or labels are all equal; it then counts as 0.
     """
     labels = examples["dev"].labels
+    accuracy = {"accuracy": (predicted["dev"] == labels).mean()}
     if task == "cola":
         from sklearn.metrics import matthews_corrcoef
 
@@ -184,12 +183,9 @@ def metrics(
     elif task in ("mrpc", "qqp"):
         from sklearn.metrics import f1_score
 
-        result = {
-            "f1": f1_score(labels, predicted["dev"], zero_division=0.0),
-            "accuracy": (predicted["dev"] == labels).mean(),
-        }
+        result = {"f1": f1_score(labels, predicted["dev"], zero_division=0.0), **accuracy}
     else:
-        result = {"accuracy": (predicted["dev"] == labels).mean()}
+        result = accuracy
         if task == "mnli":
             other = predicted["dev_mismatched"] == examples["dev_mismatched"].labels
             result["accuracy_mismatched"] = other.mean()

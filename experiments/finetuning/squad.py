@@ -65,10 +65,7 @@ class Window:
 
 
 def load(data: str) -> dict[str, list[Question]]:
-    """The splits `train` and `dev`.
-
-    Args:
-        data: a folder with SQuAD's own JSON files, or the id of SQuAD v1.1 on the hub."""
+    """The splits `train` and `dev`, from a folder with SQuAD's own JSON files or the hub."""
     if is_folder(data):
         return {split: _read(Path(data) / name) for split, name in FILES.items()}
     dataset = load_dataset(data, None, REVISION if data == HUB else None)
@@ -124,10 +121,8 @@ def _read(path: Path) -> list[Question]:
 
 
 def tokenize(encoding: Encoding, text: str) -> tuple[list[int], list[tuple[int, int]]]:
-    """The token ids of a text, and the characters [start, end) that each token covers.
-
-    A token with only some of a character's bytes covers that character.
-    """
+    """The token ids of a text, and the characters [start, end) that each token covers, even if it
+    has only some of a character's bytes."""
     if isinstance(encoding, HFTokenizer):
         encoded = encoding.tokenizer.encode(text, add_special_tokens=False)
         return encoded.ids, encoded.offsets

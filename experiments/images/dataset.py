@@ -106,11 +106,8 @@ class ImageConfig:
         return identity
 
     def check_result(self, result: dict[str, Any], directory: Path) -> bool:
-        """True if the finished run in `directory` was made on these images.
-
-        If the images of the run's own source are no longer here, or are on the hub, this is
-        assumed.
-        """
+        """True if the finished run in `directory` was made on these images; assumed if those of its
+        own source are no longer here, or on the hub."""
         here = self.source == EMBEDDED or Path(self.source).expanduser().is_dir()
         if not here and self.source == result["config"]["data"]["source"]:
             return True
@@ -144,11 +141,8 @@ class Images:
 
 
 def load_images(config: ImageConfig, splits: Sequence[str] = SPLITS) -> Images:
-    """The data set of `config`. Its files are listed and hashed, but none is decoded yet.
-
-    Args:
-        splits: those of `SPLITS` that are needed; others may be missing.
-    """
+    """The data set of `config`, of which only `splits` are needed. Its files are listed and hashed,
+    but none is decoded yet."""
     if config.source == EMBEDDED:
         return _digits(config.image_size, splits)
     path = Path(config.source).expanduser()

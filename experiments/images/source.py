@@ -124,6 +124,13 @@ class ImageBatches:
 
     memory: each split on the model's device if batches can be made there, else {}; workers are not
         used then.
+
+    Args:
+        shape: of the model.
+        batch_size: samples per optimizer step.
+        workers: processes that decode and augment; 0 = this process. They change no batch.
+        device: that of the model.
+        splits: the splits to read; ("val",) for evaluation only.
     """
 
     unit, one_shape = "images", True
@@ -134,8 +141,8 @@ class ImageBatches:
         shape: ViTConfig,
         seed: int,
         batch_size: int,
-        workers: int,
-        device: torch.device | str,
+        workers: int = 0,
+        device: torch.device | str = "cpu",
         splits: Sequence[str] = SPLITS,
     ) -> None:
         self.images = load_images(config, splits)
@@ -145,10 +152,14 @@ class ImageBatches:
             )
         self.config, self.seed, self.batch_size = config, seed, batch_size
         self.memory = hold(self.images, config, device)
-        self.workers = 0 if self.memory else workers
+        self.shape, self.processes = shape, workers
         self.directory, self.fingerprint = self.images.directory, self.images.fingerprint
         self.tokens_per_sample = shape.tokens
         self.prepare = eval_transform(config)
+
+    @property
+    def workers(self) -> int:
+        return 0 if self.memory else self.processes
 
     def plain(self, split: str, indices: np.ndarray) -> Batch:
         """The images with these indices in a split, without augmentation (`input`), and their
@@ -260,36 +271,20 @@ class ImageSource(ImageBatches):
     choices of a sample are keyed by (seed, step, index in the batch).
 
     Images in memory for which `experiments.images.memory` suffices are augmented on the device,
-    without workers.
-
-    Args:
-        shape: of the model.
-        batch_size: samples per optimizer step.
-        workers: processes that decode and augment; 0 = this process. They change no batch.
-        device: that of the model.
-        splits: the splits to read; ("val",) for evaluation only.
+    without workers. The arguments are those of `ImageBatches`.
     """
 
-    def __init__(
-        self,
-        config: ImageConfig,
-        shape: ViTConfig,
-        seed: int,
-        batch_size: int,
-        workers: int = 0,
-        device: torch.device | str = "cpu",
-        splits: Sequence[str] = SPLITS,
-    ) -> None:
-        super().__init__(config, shape, seed, batch_size, workers, device, splits)
-        if shape.n_classes != (classes := len(self.images.classes)):
+    def __init__(self, config: ImageConfig, *others: Any, **named: Any) -> None:
+        super().__init__(config, *others, **named)
+        if self.shape.n_classes != (classes := len(self.images.classes)):
             raise UserError(
-                f"{self.directory} has {classes} classes, the model has {shape.n_classes}: set "
-                f"model.n_classes={classes}"
+                f"{self.directory} has {classes} classes, the model has {self.shape.n_classes}: "
+                f"set model.n_classes={classes}"
             )
-        if config.mixes and batch_size % 2:
-            raise UserError(_ODD.format(f"train.batch_size={batch_size}"))
-        repeats = range(config.repeats)
-        self.order = np.concatenate([np.arange(i, batch_size, config.repeats) for i in repeats])
+        if config.mixes and self.batch_size % 2:
+            raise UserError(_ODD.format(f"train.batch_size={self.batch_size}"))
+        firsts, every = range(config.repeats), config.repeats
+        self.order = np.concatenate([np.arange(i, self.batch_size, every) for i in firsts])
         self.augment = train_transform(config)
 
     def score(self, output: Tensor, loss: Tensor, batch: Batch) -> tuple[dict[str, Tensor], int]:
@@ -312,10 +307,8 @@ class ImageSource(ImageBatches):
         if self.memory:
             input, target = self.memory["train"].augmented(indices, self.seed, step, samples)
         else:
-            train, keys = (
-                self.images.splits["train"],
-                ((self.seed, _AUGMENT, step, i) for i in samples),
-            )
+            train = self.images.splits["train"]
+            keys = ((self.seed, _AUGMENT, step, i) for i in samples)
             input = torch.stack(augmented(train, indices, keys, self.augment))
             target = torch.from_numpy(train.labels[indices])
         if self.config.mixes:

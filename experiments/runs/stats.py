@@ -19,11 +19,8 @@ def std(values: Sequence[float]) -> float:
 
 
 def paired_interval(differences: Sequence[float], confidence: float = 0.95) -> tuple[float, float]:
-    """Confidence interval of the mean of paired differences: Student's t, n - 1 degrees of freedom.
-
-    If pairs share initial weights and data, it is far narrower than an interval for two independent
-    means. A single pair gives (nan, nan).
-    """
+    """Confidence interval of the mean of paired differences: Student's t, n - 1 degrees of freedom;
+    (nan, nan) for a single pair. Pairs that share weights and data make it narrow."""
     n = len(differences)
     if n < 2:
         return math.nan, math.nan

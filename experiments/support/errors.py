@@ -78,11 +78,8 @@ def first_line(error: BaseException) -> str:
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """A context for writing `path`: a full disk raises a `UserError`, and other errors of the
-    operating system an `OSError`, both naming `path`.
-
-    torch hides the system's error behind its own, and safetensors only quotes its number.
-    """
+    """A context for writing `path`: a full disk raises a `UserError`, other errors of the system,
+    which torch hides and safetensors only quotes, an `OSError`, both naming `path`."""
     try:
         yield
     except UserError:

@@ -38,12 +38,9 @@ def choose(
     train: TrainConfig,
     one_shape: bool,
 ) -> tuple[bool, str | None]:
-    """Decide whether passes are replayed from graphs: (the decision, the line to report for
-    `auto`).
-
-    Args:
-        setting: the value of `impl.cuda_graphs`.
-        one_shape: all batches with equally many samples have the same shapes."""
+    """Decide whether passes are replayed from graphs, by `impl.cuda_graphs`: (the decision, the
+    line to report for `auto`). one_shape: batches with equally many samples have the same
+    shapes."""
     if setting is False:
         return False, None
     why = _obstacle(device, ranks, model, train, one_shape)
@@ -160,15 +157,9 @@ class Replays:
     def of(
         self, batches: Iterator[Batch], shares: Sequence[float], phase: str
     ) -> Iterator[Callable[[], Tensor]]:
-        """Yield for each micro-batch of a step a function that runs its passes and returns its
-        loss.
-
-        Gradients must be None before the first call; they are complete after the last.
-
-        Args:
-            batches: micro-batches on the device. Each is taken after the previous one's passes were
-                started.
-        """
+        """Yield for each micro-batch of a step, on the device, a function that runs its passes and
+        returns its loss; the next one is taken after these were started. Gradients must be None
+        before the first call; they are complete after the last."""
         # The addresses of all tensors of the model that a graph reads.
         tensors = (tensor for held in self._held for tensor in held.values())
         places = tuple(tensor.data_ptr() for tensor in tensors if tensor is not None)

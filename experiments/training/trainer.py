@@ -127,11 +127,8 @@ class Trainer:
         return self.directory / "checkpoints"
 
     def fit(self) -> None:
-        """Train from the present state to the last step.
-
-        Raises:
-            Diverged: most steps were skipped, or a gradient is not finite.
-        """
+        """Train from the present state to the last step. Raises `Diverged` if most steps were
+        skipped, or a gradient is not finite."""
         main = self.world.is_main
         if main:
             self.log = MetricsLog(self.directory, self.lines, self.impl.loggers, self.config)
@@ -202,11 +199,7 @@ class Trainer:
 
     def _log_step(self, norm: float) -> float | None:
         """Record this step if a record is due; return the mean loss since the last one, if there is
-        one to show.
-
-        Args:
-            norm: the gradient's norm before clipping.
-        """
+        one to show. norm: the gradient's before clipping."""
         if self.train.epoch_steps is not None:
             return float(self.loss_sum) / (self.loss_count or math.nan)
         if self.step % self.train.log_every and self.step != self.train.steps - 1:
@@ -315,11 +308,8 @@ class Trainer:
     # ------------------------------------------------------------------ state
 
     def save(self, own: dict[str, Tensor] | None = None) -> None:
-        """Begin to checkpoint the state before step `self.step`; every rank must call it.
-
-        Args:
-            own: states of this rank's random generators to save instead of the present ones.
-        """
+        """Begin to checkpoint the state before step `self.step`, with other states of this rank's
+        random generators if `own` are given; every rank must call it."""
         states = self.world.all_gather(own or generators(self.world.device))
         loss_sum = self.world.all_reduce_mean(self.loss_sum)
         if self.log is not None:
