@@ -270,12 +270,9 @@ def compiling() -> Any:
 
 
 def expected(layer: nn.Linear, x: Tensor, dy: Tensor, fp8: str = "") -> dict[str, Tensor]:
-    """The results of the three products of a converted linear, computed by masked dense formulas in
-    fp32 from the layer's operands, quantised where the layer quantises.
-
-    x [T, in], dy [T, out]; the gradient is that of `layer.weight`, or of SLoPe's values.
-    fp8: a key of FORMATS, or none.
-    """
+    """The three products of a converted linear for x [T, in] and dy [T, out], by masked dense
+    formulas in fp32, quantised as the layer does (`fp8`: a key of FORMATS, or none). The gradient
+    is that of `layer.weight`, or of SLoPe's values."""
     x, dy32, (forward, backward) = x.detach().float(), dy.float(), weights(layer)
     seen, sample = dy32, sampled(layer, dy)
     of_forward = of_backward = x
@@ -326,11 +323,9 @@ def sampled(layer: nn.Linear, dy: Tensor) -> Tensor | None:
 
 
 def tolerance(own: Setup, dtype: torch.dtype, summed: int) -> float:
-    """A bound on the relative error (in norm) of a product, derived from its roundings.
-
-    Three roundings to `dtype` (operand, sample, result) and fp32 sums of `summed` terms. FP8 units
-    take 32 terms at a time and keep 14 bits of the sum.
-    """
+    """A bound on the relative error (in norm) of a product: three roundings to `dtype` (operand,
+    sample, result) and fp32 sums of `summed` terms, of which FP8 units take 32 at a time and keep
+    14 bits of the sum."""
     unit = torch.finfo(dtype).eps / 2 * 3 + math.sqrt(summed) * torch.finfo(torch.float32).eps / 2
     return unit + (summed / 32 * 2**-14 if own.fp8 and not own.simulated else 0.0)
 
@@ -366,11 +361,8 @@ def check_same(
     name: str, got: list[Tensor | None], want: list[Tensor | None], noise: float = 0.0
 ) -> None:
     """Raise a `UserError` unless the gradients of a compiled model equal those of the model
-    uncompiled.
-
-    Fused code rounds differently, and a rounding can change what MVUE keeps, so the tolerance only
-    detects missing or wrong products. noise: how much two runs of the same code differ.
-    """
+    uncompiled. Fused code rounds differently, which can change what MVUE keeps, so only missing or
+    wrong products are detected. noise: how much two runs of the same code differ."""
     error = deviation(name, got, want)
     if not error <= 0.3 + noise:
         raise UserError(

@@ -31,11 +31,9 @@ def composed(config_name: str, typed: Callable[[Any], T], overrides: Sequence[st
 
 
 def compose(config_name: str, overrides: Sequence[str]) -> Any:
-    """The `DictConfig` that hydra composes.
-
-    It takes hydra 0.1 s to merge the files, and a report needs hundreds of configs. So the files
-    are merged once for each choice of them, and values are then set in a copy, as hydra does.
-    """
+    """The `DictConfig` that hydra composes. Merging the files takes hydra 0.1 s, and a report needs
+    hundreds of configs, so it is done once for each choice of files, and values are set in a
+    copy."""
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 

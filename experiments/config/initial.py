@@ -41,11 +41,9 @@ _CHECKPOINT_FILES = ("*.json", "*.safetensors", "*.txt", "tokenizer.model")
 
 @dataclass(frozen=True)
 class HFConfig:
-    """A transformers checkpoint; `build` loads it as a causal language model.
-
-    path: a local folder, or an id on the hub, which owner/name@revision pins.
-    block_size: tokens per training sequence; null = as many as the model takes.
-    """
+    """A transformers checkpoint. path: a local folder, or an id on the hub, which
+    owner/name@revision pins. block_size: tokens per training sequence; null = as many as the model
+    takes."""
 
     path: str
     block_size: int | None = None

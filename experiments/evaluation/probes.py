@@ -63,16 +63,9 @@ def features(model: ViT, images: ImageBatches, split: str) -> tuple[Tensor, Tens
 
 
 def knn(x: Tensor, y: Tensor, test_x: Tensor, n_classes: int) -> Tensor:
-    """Class of each test image by a vote of its 20 nearest training images, by cosine.
-
-    A neighbour with cosine c has exp(c / 0.07) votes, as in DINO.
-
-    Args:
-        x, y: features [N, C] and classes [N] of the training images.
-        test_x: features [M, C].
-    Returns:
-        int64 [M]. A tie goes to the lower class.
-    """
+    """Class of each test image, int64 [M], by a vote of its 20 nearest training images, where one
+    with the cosine c has exp(c / 0.07) votes, as in DINO; a tie goes to the lower class. x, y:
+    features [N, C] and classes [N] of the training images. test_x: features [M, C]."""
     train = F.normalize(x, dim=1)
     found = []
     for rows in test_x.split(max(1, _COSINES // len(train))):
@@ -84,12 +77,9 @@ def knn(x: Tensor, y: Tensor, test_x: Tensor, n_classes: int) -> Tensor:
 
 
 def linear(x: Tensor, y: Tensor, test_x: Tensor, n_classes: int) -> tuple[Tensor, float]:
-    """(predicted classes int64 [M] of the test images by logistic regression, its weight decay).
-
-    Features are standardised by the training images. The decay is the one of `DECAYS` with the
-    highest accuracy on every tenth training image after a fit on the others (the largest in a tie);
-    the final fit uses all training images.
-    """
+    """(predicted classes int64 [M] of the test images by logistic regression on standardised
+    features, its weight decay): the one of `DECAYS` with the highest accuracy on every tenth
+    training image after a fit on the others (the largest in a tie); the final fit uses all."""
     deviation, mean = torch.std_mean(x, dim=0)
     deviation = deviation.clamp_min(1e-6 * float(deviation.max()))  # for constant features
     x, test_x = (x - mean) / deviation, (test_x - mean) / deviation
@@ -160,12 +150,9 @@ def logistic_regression(
 
 
 def _basis(x: Tensor, n_classes: int, decay: float) -> Tensor:
-    """Directions in the space of features, the columns of [C, C], in which the loss of the
-    regression is about equally curved.
-
-    L-BFGS finds the minimum quickly in these coordinates. Features of an image model are strongly
-    correlated, and in their own coordinates 500 steps are too few if the decay is small.
-    """
+    """Directions in the space of features, the columns of [C, C], in which the loss is about
+    equally curved: features are strongly correlated, and in their own coordinates 500 steps are too
+    few if the decay is small."""
     products = (rows.T @ rows for rows in x.split(_ROWS))
     moments = sum(products, x.new_zeros(())) / len(x)
     values, vectors = torch.linalg.eigh(moments.double())

@@ -180,14 +180,9 @@ def card(
     split: bool,
     sizes: Mapping[str, int] | None,
 ) -> str:
-    """The text of README.md, from the template `card.md`.
-
-    Args:
-        kind: the model's class in transformers.
-        rows: its converted linears before low-rank terms were merged.
-        merged, split: it had low-rank terms, which were merged into its weights, or are kept.
-        sizes: the result of `files.compress`; None if the export is not compressed.
-    """
+    """The text of README.md, from the template `card.md`. kind: the class in transformers. rows:
+    the converted linears before low-rank terms were merged (`merged`) or kept apart (`split`).
+    sizes: the result of `files.compress`; None if not compressed."""
     from huggingface_hub import ModelCardData
 
     source = _on_hub(run.config["data"]["source"])

@@ -255,12 +255,9 @@ def quantize(folder: Path, places: Mapping[str, tuple[str, int, slice]], bits: i
 def compress(
     folder: Path, described: Mapping[str, Any], factors: Mapping[str, Tensor], bits: int = 0
 ) -> dict[str, int]:
-    """Replace the weights in a folder by their compressed form, and add `factors`, those of their
-    low-rank terms; return the bytes of these tensors after (`compressed`) and before (`dense`).
-
-    Tensors that are not 2:4 stay dense. With `bits`, as they were quantised, integers are stored,
-    and `integers` are the bytes that a dense matrix of such integers would take.
-    """
+    """Replace the weights in a folder by their compressed form (with `bits`, integers, as they were
+    quantised), and add `factors`, those of their low-rank terms; tensors that are not 2:4 stay
+    dense. Return the bytes after (`compressed`), before (`dense`), and of dense `integers`."""
     kept: dict[str, Tensor] = dict(factors)
     sizes = {"compressed": sum(factor.nbytes for factor in factors.values()), "dense": 0}
     for name, tensor in tensors(folder):

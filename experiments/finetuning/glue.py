@@ -28,13 +28,11 @@ REVISION = "bcdcba79d07bc864c1c254ccfcedcce55bcc9a8c"  # of HUB
 
 @dataclass(frozen=True)
 class Task:
-    """A task: where its examples are, and what its labels are.
+    """A task. texts, label: names of the columns in the files. hub_texts: those on the hub, if they
+    differ. header: names of all columns, if the files have none.
 
-    texts, label: names of the columns in the files.
-    labels: possible values of the label column, in the order of the classes; none for STS-B, whose
-        label is a number from 0 to 5.
-    header: names of the columns, if the files have no header.
-    hub_texts: names of the columns on the hub, if they differ.
+    labels: values of the label column, in the order of the classes; none for STS-B, whose label is
+        a number from 0 to 5.
     """
 
     folder: str
@@ -161,10 +159,8 @@ def _read(task: str, path: Path) -> Examples:
 def metrics(
     task: str, predicted: dict[str, np.ndarray], examples: dict[str, Examples]
 ) -> dict[str, float]:
-    """All metrics of a task in percent, by dev split, and `score`, the task's main metric.
-
-    A correlation is undefined if predictions or labels are all equal; it then counts as 0.
-    """
+    """All metrics of a task in percent, by dev split, and `score`, the main one. A correlation is
+    undefined if predictions or labels are all equal; it then counts as 0."""
     labels = examples["dev"].labels
     accuracy = {"accuracy": (predicted["dev"] == labels).mean()}
     if task == "cola":

@@ -63,9 +63,7 @@ class Problem:
     """A task: its sequences, its metrics and its head.
 
     examples: number of examples by split (SQuAD has more sequences, its windows).
-    pad: token id that fills shorter sequences.
-    metrics: function from the logits of the dev splits, [..., outputs] per sequence, to metrics.
-    files: function from these logits to the texts of prediction files by name.
+    metrics, files: of the logits of the dev splits, [..., outputs] per sequence; texts by name.
     head: function that adds the task's head to a pretrained model.
     labels: the names of the head's outputs, if they are classes.
     """

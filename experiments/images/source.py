@@ -45,11 +45,8 @@ def augmented(
     augment: Callable[[Image.Image], R],
 ) -> list[R]:
     """`augment` of each image of these indices, with random choices that depend on its key alone.
-
-    timm and torchvision draw from Python's, NumPy's and torch's CPU generators, which are seeded
-    for each image and restored after the last: saving NumPy's state takes longer than augmenting
-    an image.
-    """
+    Python's, NumPy's and torch's CPU generators are seeded for each image and restored after the
+    last: saving NumPy's state takes longer than augmenting an image."""
     before = random.getstate(), np.random.get_state(), torch.default_generator.get_state()
     made = []
     try:
@@ -122,15 +119,10 @@ class ImageBatches:
     """Base class of the sources of image batches (see experiments/data/source.py). A subclass makes
     the batches of `_train_batch`.
 
-    memory: each split on the model's device if batches can be made there, else {}; workers are not
-        used then.
-
-    Args:
-        shape: of the model.
-        batch_size: samples per optimizer step.
-        workers: processes that decode and augment; 0 = this process. They change no batch.
-        device: that of the model.
-        splits: the splits to read; ("val",) for evaluation only.
+    shape: of the model. batch_size: samples per optimizer step. device: that of the model.
+    workers: processes that decode and augment; 0 = this process. They change no batch.
+    splits: the splits to read; ("val",) for evaluation only.
+    memory: each split on the device if batches can be made there, without workers; else {}.
     """
 
     unit, one_shape = "images", True

@@ -222,13 +222,9 @@ def per_gpu(
     checkpointing: bool = False,
     averaged: bool = False,
 ) -> dict[str, int]:
-    """Bytes on one GPU by purpose, and their `peak`.
-
-    Args:
-        accumulates: a step has several micro-batches, so that gradients are held together with
-            activations. Otherwise a layer's activations are freed when its gradients are computed.
-        averaged: an average of the weights is kept.
-    """
+    """Bytes on one GPU by purpose, and their `peak`. accumulates: a step has several micro-batches,
+    so that gradients are held together with activations; otherwise these are freed layer by layer.
+    averaged: an average of the weights is kept."""
     shared = shard == "fsdp2" and gpus > 1
     share = gpus if shared else 1
     communication = need.trained if shard == "ddp" and gpus > 1 else 0

@@ -179,13 +179,12 @@ class FinishedRun:
         dtype: torch.dtype | None = None,
     ) -> methods.Method:
         """Convert `model`, which contains `self.model()` under the same names, for fine-tuning, and
-        return the method.
+        return the method. dtype: as for `Method.convert`.
 
-        mode: `auto` follows the method: dense after a dense last phase; otherwise the method's own
-            way to continue (S-STE projects, SLoPe keeps masks and adapters), or the last mask.
-            `dense` and `sparse` require one or the other; `masked` always takes the last mask.
-            Low-rank terms that are not trained further are added to the weights.
-        dtype: as for `Method.convert`."""
+        mode: `dense`, `sparse`, `masked` (under the last mask), or `auto`: dense after a dense last
+            phase; otherwise the method's own way to continue, or the last mask. Low-rank terms that
+            are not trained further are added to the weights.
+        """
         trained = self.trained_with
         if mode in ("sparse", "masked") and trained.capabilities.ends_dense:
             raise UserError(

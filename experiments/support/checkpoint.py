@@ -176,13 +176,10 @@ def content_hash(paths: Iterable[Path]) -> str:
 
 
 def fingerprint(root: Path, files: Sequence[tuple[str, int]]) -> str:
-    """A hash of files below `root`, 64 hex digits. files: (relative path, bytes) of each, in order;
-    the name of `root` does not count.
-
-    It covers the names and sizes of all files and, up to 256 MiB in total, every byte. Beyond that
-    it covers the first and last 64 KiB of up to 512 evenly spaced files, so a few files replaced by
-    others of the same name and size may go unnoticed.
-    """
+    """A hash of `files` below `root` (relative path and bytes of each, in order), 64 hex digits. It
+    covers names and sizes and, up to 256 MiB in total, every byte. Beyond that it covers the first
+    and last 64 KiB of up to 512 evenly spaced files, so a few files replaced by others of the same
+    name and size may go unnoticed."""
     digest = hashlib.sha256()
     for name, size in files:
         digest.update(os.fsencode(f"{name} {size}\n"))

@@ -102,15 +102,12 @@ def make_optimizer(
 
 class Optimization:
     """Optimizer steps of `model`, which `method` has converted and which is on its device, sharded
-    or whole.
+    or whole. Hooks of the model's own are called before the method's of the same name.
 
-    If the model has hooks of its own, each is called before the method's hook of the same name.
-
-    Args:
-        graphed: replay the passes from CUDA graphs.
-        report: called if graphs cannot be used after all (graphs.Replays).
-        ranks: number of processes that share each step's samples.
-        group: the name of the config group of `train`, for messages.
+    graphed: replay the passes from CUDA graphs; `report` is called if they cannot be used after
+        all.
+    ranks: number of processes that share each step's samples.
+    group: the name of the config group of `train`, for messages.
     """
 
     def __init__(

@@ -46,11 +46,10 @@ Evaluation = Callable[["Trainer"], dict[str, float]]
 
 @dataclass
 class Built:
-    """A converted model with its method, data and evaluation, ready for a `Trainer`.
+    """A converted model with its method, data and evaluation, ready for a `Trainer`; on its device,
+    unless it will be sharded.
 
-    model: converted by `method`; on its device, unless it will be sharded.
-    evaluation: evaluates the model in evaluation mode, every `train.eval_every` steps (or after
-        each epoch, if `train` has epochs) and at the end.
+    evaluation: evaluates the model every `train.eval_every` steps, or after each epoch.
     micro_batch: samples per rank and forward pass. tokens: tokens of the longest micro-batch.
     """
 
@@ -64,14 +63,9 @@ class Built:
 
 
 class Trainer:
-    """Trains a built model, which is on its device by now.
-
-    Args:
-        identity: hashes of the config and the initial weights; a checkpoint with another identity,
-            or made on other data, is refused.
-        config: the run's config, for the viewers of its log.
-        group: the name of the config group of `train`, for messages.
-    """
+    """Trains a built model, which is on its device by now. identity: hashes of the config and the
+    initial weights; a checkpoint with another one, or of other data, is refused. config: for the
+    viewers of the log. group: the name of the config group of `train`, for messages."""
 
     def __init__(
         self,
