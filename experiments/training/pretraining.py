@@ -1,9 +1,4 @@
-"""Pre-training.
-
-The run directory gets `config.json`, `metrics.jsonl`, `checkpoints/` while it runs, and at the end
-`model.safetensors` (plain weights, pruned entries zero; in several files if large) and
-`result.json`.
-"""
+"""Pre-training; experiments/pretrain.py lists the files of a run."""
 
 from __future__ import annotations
 
