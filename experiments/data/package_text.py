@@ -5,30 +5,48 @@ SHA-256 of every wheel; the large corpus is also trained on those of `more.txt`.
 has its own packages, so that text repeated within a package cannot leak into it. The text can be
 divided into prose (documentation, and the strings in triple quotes that begin a line, mostly
 docstrings) and code (the rest).
+
+The English corpus has the paragraphs of running English in these wheels, in more documentation
+(`prose.txt`) and in collections of English texts (`english.txt`), each paragraph once.
 """
 
 from __future__ import annotations
 
+import csv
 import hashlib
+import io
 import re
 import subprocess
 import sys
 import textwrap
 import zipfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from experiments.support.checkpoint import sha256
 from experiments.support.errors import UserError
 
-WHEELS = ("packages", "packages_prose", "packages_code", "packages_large")
-PACKAGES, PROSE, CODE, LARGE = WHEELS
+WHEELS = ("packages", "packages_prose", "packages_code", "packages_large", "english")
+PACKAGES, PROSE, CODE, LARGE, ENGLISH = WHEELS
 REQUIREMENTS = Path(__file__).parent / "packages"
 SUFFIXES = (".py", ".pyi", ".pyx", ".rst", ".md")
 DOCUMENTATION = (".rst", ".md")
 LONGEST = 200_000  # bytes; longer files are mostly tables of numbers
 # A string in triple quotes, with the white space before it if it begins a line.
 _STRING = re.compile(r"""(^[ \t]*)?[a-zA-Z]{0,2}(\"{3}|'{3})(.*?)\2[ \t]*""", re.M | re.S)
+
+# A paragraph is running English if it has this many words and characters, letters and single spaces
+# are this share of it, and words of the list are this share of its words.
+_WORDS, _CHARACTERS, _LETTERS, _COMMON_WORDS = 20, 80, 0.85, 0.25
+_WORD = re.compile(r"[A-Za-z][A-Za-z'\u2019-]*")
+_COMMON = frozenset(
+    _WORD.findall(
+        "the of and to in a is that for it as was with be on by this are or an at from not i he "
+        "his you have had but they which we if will can all"
+    )
+)
+_HELD_OUT = 20  # one in this many documents of english.txt is held out
 
 # Always the wheels of this platform, whatever the machine is, since only their text is read.
 _GLIBC = ("2_28", "2_27", "2_24", "2_17")
@@ -38,14 +56,22 @@ _PINNED = re.compile(r"([\w.-]+)==(\S+) --hash=sha256:([0-9a-f]{64})")
 
 def requirements(split: str, part: str = PACKAGES) -> list[Path]:
     """The requirement files of a split."""
-    names = (split, "more") if (split, part) == ("train", LARGE) else (split,)
-    return [REQUIREMENTS / f"{name}.txt" for name in names]
+    more = {
+        ("train", LARGE): ("more",),
+        ("train", ENGLISH): ("more", "prose", "english"),
+        ("val", ENGLISH): ("english",),
+    }
+    return [REQUIREMENTS / f"{name}.txt" for name in (split, *more.get((split, part), ()))]
 
 
 def pinned(split: str, part: str = PACKAGES) -> list[tuple[str, str, str]]:
     """(name, version, sha256) of every wheel of a split, in the order of its files."""
     texts = [file.read_text(encoding="utf-8") for file in requirements(split, part)]
-    matches = [_PINNED.fullmatch(line) for text in texts for line in text.splitlines()]
+    return _pinned("\n".join(texts))
+
+
+def _pinned(text: str) -> list[tuple[str, str, str]]:
+    matches = map(_PINNED.fullmatch, text.splitlines())
     return [(m[1], m[2], m[3]) for m in matches if m is not None]
 
 
@@ -54,6 +80,9 @@ def requirements_hash(part: str = PACKAGES) -> str:
     rules = f"{SUFFIXES} {LONGEST} {[pinned(split, part) for split in ('train', 'val')]}"
     if part in (PROSE, CODE):
         rules += f" {_STRING.pattern}"
+    if part == ENGLISH:
+        numbers = _WORDS, _CHARACTERS, _LETTERS, _COMMON_WORDS, _HELD_OUT
+        rules += f" {_STRING.pattern} {numbers} {sorted(_COMMON)}"
     return hashlib.sha256(rules.encode()).hexdigest()[:8]
 
 
@@ -109,6 +138,71 @@ def read(wheels: list[Path], part: str = PACKAGES) -> list[str]:
     return [text for _, text in sorted(texts.values())]
 
 
+def english(folder: Path) -> dict[str, list[str]]:
+    """The paragraphs of running English in the wheels of both splits, by file or row of a table,
+    ordered as `read` orders them. A paragraph that is in both splits is only in the held-out one.
+    """
+    text = (REQUIREMENTS / "english.txt").read_text(encoding="utf-8")
+    divided = {digest for _, _, digest in _pinned(text)}  # the others are in one split as a whole
+    seen: set[bytes] = set()
+    documents = {}
+    for split in ("val", "train"):
+        found = []
+        wheels = download(folder, split, ENGLISH)
+        for wheel, (_, _, digest) in zip(wheels, pinned(split, ENGLISH), strict=True):
+            for name, text in _documents(wheel):
+                order = hashlib.sha256(f"{wheel.name.partition('-')[0]}/{name}".encode()).digest()
+                held_out = int.from_bytes(order, "big") % _HELD_OUT == 0
+                if digest in divided and held_out != (split == "val"):
+                    continue
+                kept = []
+                for paragraph in filter(is_english, _paragraphs(text)):
+                    known = hashlib.sha256(paragraph.encode()).digest()
+                    if known not in seen:
+                        seen.add(known)
+                        kept.append(paragraph)
+                if kept:
+                    found.append((order, "\n\n".join(kept)))
+        documents[split] = [text for _, text in sorted(found)]
+    return documents
+
+
+def _documents(wheel: Path) -> Iterator[tuple[str, str]]:
+    """The names and texts of what may hold English in a wheel: documentation, strings in triple
+    quotes, plain text, and the longest cell of each row of a table."""
+    with zipfile.ZipFile(wheel) as archive:
+        for name in archive.namelist():
+            suffix = Path(name).suffix
+            if suffix not in (*SUFFIXES, ".txt", ".tab"):
+                continue
+            try:
+                text = archive.read(name).decode("utf-8")
+            except UnicodeDecodeError:
+                continue
+            if suffix == ".tab":
+                for number, row in enumerate(csv.reader(io.StringIO(text), delimiter="\t")):
+                    yield f"{name}:{number}", max(row, key=len, default="")
+            elif suffix in (*DOCUMENTATION, ".txt"):
+                yield name, text
+            else:
+                yield name, "\n\n".join(string[3] for string in _STRING.finditer(text))
+
+
+def _paragraphs(text: str) -> Iterator[str]:
+    return (" ".join(part.split()) for part in re.split(r"\n\s*\n", text))
+
+
+def is_english(paragraph: str) -> bool:
+    """Whether a paragraph is running English rather than code, a table, a list or another tongue,
+    by the share of letters in it and of very common words."""
+    words = _WORD.findall(paragraph)
+    if len(words) < _WORDS or len(paragraph) < _CHARACTERS:
+        return False
+    common = sum(word.lower() in _COMMON for word in words)
+    letters = sum(map(len, words)) + len(words)
+    return letters > _LETTERS * len(paragraph) and common > _COMMON_WORDS * len(words)
+
+
 def _part(text: str, documentation: bool, part: str) -> str:
     """The prose of a file, or its code: the file without it."""
     if documentation:
@@ -124,12 +218,17 @@ def _part(text: str, documentation: bool, part: str) -> str:
 
 def description(split_texts: dict[str, list[str]], part: str = PACKAGES) -> dict[str, Any]:
     """The manifest's entry for the source, with every package and its hash."""
+    text = f"{', '.join(SUFFIXES)} files of up to {LONGEST:,} bytes in pinned wheels"
+    split_rule = "by package: those of val.txt are held out"
+    if part == ENGLISH:
+        text = "paragraphs of running English in pinned wheels, each once"
+        split_rule += f", and one in {_HELD_OUT} documents of english.txt"
     return {
-        "description": f"{', '.join(SUFFIXES)} files of up to {LONGEST:,} bytes in pinned wheels"
+        "description": text
         + {PROSE: ": documentation and docstrings", CODE: ", without their docstrings"}.get(
             part, ""
         ),
-        "split": "by package: those of val.txt are held out",
+        "split": split_rule,
         "characters": {split: sum(map(len, texts)) for split, texts in split_texts.items()},
         "packages": {
             split: [

