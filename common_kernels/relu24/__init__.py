@@ -1,5 +1,5 @@
 """Squared ReLU of which each four neighbours along the last dim keep the two largest (arXiv
-2503.16672), forward and backward, and packed in the same pass."""
+2503.16672), forward and backward, and packed, also as FP8 codes, in the same pass."""
 
 from typing import Any
 
@@ -8,6 +8,7 @@ from torch import Tensor
 
 from common_kernels import backend as backends
 from common_kernels import checks
+from common_kernels.fp8.cpu import FORMATS
 from common_kernels.library import operator_of
 from common_kernels.pack import Packed24
 from common_kernels.pack.cpu import buffer_bytes
@@ -46,6 +47,40 @@ def relu24_backward(
     return dz, packed
 
 
+def relu24_codes(
+    z: Tensor,
+    fmt: str,
+    layout: str,
+    dh: Tensor | None = None,
+    amax: Tensor | None = None,
+    seen: Tensor | None = None,
+    *,
+    backend: str | None = None,
+) -> tuple[Packed24, Tensor, Tensor, Tensor]:
+    """The FP8 codes of H' = relu24(z), or with dH of dZ = relu24_backward(dH, H'), for z [rows,
+    columns], in one pass after one search for the largest magnitude.
+
+    Returns the codes packed in `layout`, those of the transpose [columns, rows], dense, their scale
+    as of `quantize_fp8`, and with dH the sums of each 64 rows of dZ in fp32 [rows / 64, columns],
+    whose sum is a bias' gradient. Both dims are multiples of 64 and of what the layout needs. fmt,
+    amax, seen: as for `quantize_fp8`; with amax there is no search.
+    """
+    checks.float_tensor(z)
+    name = backends.resolve_fp8(checks.one_device(z=z, dh=dh, amax=amax, seen=seen), backend)
+    buffer, *rest = _codes(z, dh, fmt, layout, amax, seen, name)
+    return Packed24(buffer, (z.shape[0], z.shape[1]), FORMATS[fmt], layout), *rest
+
+
+def _empty_codes(
+    z: Tensor, dh: Tensor | None, fmt: str, layout: str, *_: Any
+) -> tuple[Tensor, ...]:
+    (rows, columns), scale = z.shape, z.new_empty((), dtype=torch.float32)
+    size = buffer_bytes(rows, columns, FORMATS[fmt], layout)
+    sums = scale.new_empty(0) if dh is None else scale.new_empty(rows // 64, columns)
+    turned = z.new_empty((columns, rows), dtype=FORMATS[fmt])
+    return z.new_empty(size, dtype=torch.uint8), turned, scale, sums
+
+
 def _empty(x: Tensor, layout: str) -> tuple[Tensor, Tensor]:
     size = buffer_bytes(x.shape[0], x.shape[1], x.dtype, layout) if layout else 0
     like = torch.empty_like(x, memory_format=torch.contiguous_format)
@@ -54,6 +89,7 @@ def _empty(x: Tensor, layout: str) -> tuple[Tensor, Tensor]:
 
 _forward = operator_of(cpu.relu24, lambda z, prune, layout: _empty(z, layout))
 _backward = operator_of(cpu.relu24_backward, lambda dh, h, layout: _empty(dh, layout))
+_codes = operator_of(cpu.relu24_codes, _empty_codes, mutates_args=("seen",))
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from common_kernels.fp8.cpu import amax_of, codes_of, record, scale_from
 from common_kernels.masks.cpu import nm_mask
 from common_kernels.pack import cpu as pack
 
@@ -24,3 +25,20 @@ def relu24_backward(dh: Tensor, h: Tensor, layout: str) -> tuple[Tensor, Tensor]
 
 def packed(x: Tensor, kept: Tensor, layout: str) -> Tensor:
     return pack.pack(x, kept, layout) if layout else x.new_empty(0, dtype=torch.uint8)
+
+
+def relu24_codes(
+    z: Tensor, dh: Tensor | None, fmt: str, layout: str, amax: Tensor | None, seen: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The codes of H', or of dZ if dH is given, packed, and transposed; their scale; and the sums
+    of each 64 rows of dZ."""
+    x = h = relu24(z, True, "")[0]
+    kept = nm_mask(torch.where(z <= 0, 0.0, z.float()), 2, 4, 1)
+    sums = z.new_empty(0, dtype=torch.float32)
+    if dh is not None:
+        x, kept = relu24_backward(dh, h, "")[0], h != 0
+        sums = x.float().unflatten(0, (-1, 64)).sum(1)
+    record(seen, x)
+    scale = scale_from(amax_of(x) if amax is None else amax, fmt)
+    codes = codes_of(x, scale, fmt)
+    return pack.pack(codes, kept, layout), codes.t().contiguous(), scale, sums

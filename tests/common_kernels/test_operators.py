@@ -35,7 +35,7 @@ from common_kernels.pack.compressed import prune_and_pack24_
 from common_kernels.pack.operands import pack24_, pack_both24_, sample_pack24
 from common_kernels.pack.weight import Compressed24
 from common_kernels.relu24 import reference as relu24
-from common_kernels.relu24 import relu24_backward, relu24_packed
+from common_kernels.relu24 import relu24_backward, relu24_codes, relu24_packed
 from common_kernels.soft_threshold import reference as soft_threshold
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -468,6 +468,13 @@ def cases():
             pure(relu24_backward, "cusparselt_sm90"),
             {"dh": w.to(BF16), "h": torch.where(mask, w.abs(), 0.0).to(BF16)},
         ),
+        "relu24_codes, of the gradient": (
+            delayed(lambda z, dh, *more, backend: relu24_codes(
+                z, "e5m2", "cusparselt_sm90", dh, *more, backend=backend
+            )),
+            {"z": w.to(BF16), "dh": w.to(BF16), "amax": one, "seen": seen},
+        ),
+        "relu24_codes": (pure(relu24_codes, "e4m3", "cusparselt_sm90"), {"z": w.to(BF16)}),
         "relu24": (pure(ck.relu24), {"z": w}),
         "lowrank_addmm": (
             pure(ck.lowrank_addmm),
