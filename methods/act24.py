@@ -9,7 +9,8 @@ Haziza et al., arXiv 2503.16672. Z = X W1^T + b1, H = relu(Z)^2, H' keeps the tw
 four features of H, Y = H' W2^T + b2. Most entries of H are zero, so that little is lost.
 dZ = 2 dH sqrt(H') has the zeros of H'. Activation, choice and packing are one pass, and so are the
 gradient and its packing (common_kernels/relu24). The paper also prunes H' and dZ along the tokens
-for the two wgrads, except for the densest features; here these products are dense.
+for the two wgrads, except for the densest features; here these products are dense. With `fp8` all
+six products are in FP8 (nn/fp8_gemms.py); codes are made in the pass that packs them.
 
 A network is two linears of one module, with a squared ReLU as a module between them: our models
 with `gelu=relu2` or `squared_relu`, transformers' with `hidden_act=relu2` (Nemotron, which is
@@ -23,21 +24,25 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from common_kernels import quantize_fp8
+from common_kernels.fp8.operands import rescale
 from common_kernels.matmul import mm24
-from common_kernels.pack import check_form
+from common_kernels.pack import Packed24, check_form
 from common_kernels.pack.operands import MULTIPLE, fill_up
-from common_kernels.relu24 import relu24, relu24_backward, relu24_packed
+from common_kernels.relu24 import relu24, relu24_backward, relu24_codes, relu24_packed
 
-from .nn import base, conversion, sharding
+from .nn import base, conversion, delayed, sharding
+from .nn.fp8_gemms import Fp8Formats, quantized_gradient, quantized_input, weight_gradient
 from .nn.gemms import Products, without_autocast
-from .nn.operands import flat, with_leading_dims
+from .nn.operands import Fp8, flat, with_leading_dims
 from .nn.phases import SwitchedMethod
+from .nn.precision import hold_operands
 from .semi_sparse import ActivationLinear
 
 
@@ -47,10 +52,13 @@ class Config(base.Config):
 
     dense_fraction: share of `total_steps`, the first ones, in which nothing is pruned.
     prune_evaluation: prune in evaluation, too, as the paper does.
+    fp8: FP8 products in the steps that prune: `off`, `paper`, `hybrid`, `hopper` or
+        `hopper_delayed`, as in `methods.fst`.
     """
 
     dense_fraction: float = 0.0
     prune_evaluation: bool = False
+    fp8: str = "off"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -66,10 +74,7 @@ class FeedForward(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, w1, b1, w2, b2, prune, layouts, measures):
-        given = flat(x)
-        tokens, forms = len(given), [check_form((0, 0), x.dtype, one) for one in layouts if one]
-        padding = -tokens % math.lcm(*(MULTIPLE for _ in forms), *(form.rows for form in forms))
-        given = fill_up(given, padding)
+        given, tokens = filled_up(flat(x), x.dtype, layouts), x.numel() // x.shape[-1]
         z = F.linear(given, w1, b1)
         if layouts[0]:
             h, packed = relu24_packed(z, layouts[0])
@@ -78,13 +83,10 @@ class FeedForward(torch.autograd.Function):
         else:
             h = relu24(z, prune)
             y = F.linear(h[:tokens], w2, b2)
-        sums = y.new_empty(0)
-        if measures:
-            whole = z[:tokens].float().relu().square().sum()
-            sums = torch.stack([h[:tokens].float().sum(), whole])
+        sums = sums_of(z[:tokens], h[:tokens]) if measures else y.new_empty(0)
         ctx.mark_non_differentiable(sums)
         ctx.save_for_backward(given, w1, w2, h)
-        ctx.padding, ctx.layout, ctx.like = padding, layouts[1], x.shape
+        ctx.padding, ctx.layout, ctx.like = len(given) - tokens, layouts[1], x.shape
         return with_leading_dims(y, x), sums
 
     @staticmethod
@@ -103,14 +105,146 @@ class FeedForward(torch.autograd.Function):
         return dx, dw1, db1, dw2, db2, None, None, None
 
 
+def filled_up(x: Tensor, dtype: torch.dtype, layouts: tuple[str, str]) -> Tensor:
+    """x [tokens, in] with as many tokens as packing in `dtype` needs."""
+    forms = [check_form((0, 0), dtype, one) for one in layouts if one]
+    multiple = math.lcm(*(MULTIPLE for _ in forms), *(form.rows for form in forms))
+    return fill_up(x, -len(x) % multiple)
+
+
+def sums_of(z: Tensor, h: Tensor) -> Tensor:
+    """The sums of H' and H, fp32 [2]."""
+    return torch.stack([h.float().sum(), z.float().relu().square().sum()])
+
+
+class InFp8(NamedTuple):
+    """What a linear multiplies with in FP8: the operands of fprop (None in the backward pass) and
+    dgrad, the formats, whether FP8 units multiply, and the state of delayed scaling."""
+
+    fprop: Any
+    dgrad: Fp8
+    formats: Fp8Formats
+    on_units: bool
+    amax: Tensor | None
+    seen: Tensor | None
+
+    def scaling(self, place: int) -> tuple[Tensor | None, Tensor | None]:
+        """The arguments (amax, seen) of `relu24_codes`. place: 0 for H', 1 for dZ."""
+        return (
+            None if self.amax is None else self.amax[place],
+            None if self.seen is None else self.seen[place],
+        )
+
+    def product(self, x: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """X A^T + bias, and X's codes and their scale for wgrad."""
+        given = x, self.formats, self.on_units, self.amax, self.seen
+        codes, kept, scale = quantized_input(*given)
+        return self.fprop.linear(codes, bias, x.dtype), kept, scale
+
+    def gradient(self, dy: Tensor) -> tuple[Fp8, Tensor | None]:
+        return quantized_gradient(dy, self.formats, self.on_units, self.amax, self.seen)
+
+
+def of_packed(
+    packed: Packed24, scale: Tensor, other: Fp8, bias: Tensor | None, tokens: int, like: Tensor
+) -> Tensor:
+    """The product of packed codes and those of a weight, of `tokens` tokens, in like's dtype."""
+    y = mm24(packed, other.codes, torch.bfloat16, transposed=True)[:tokens]
+    return rescale(y, scale, other.scale, 1.0, bias, like.dtype)
+
+
+class Fp8FeedForward(torch.autograd.Function):
+    """`FeedForward` in FP8, pruned. w1, w2: master weights, which only receive gradients. Z is kept
+    in the place of H'."""
+
+    @staticmethod
+    def forward(ctx, x, w1, b1, w2, b2, up, down, layouts, measures):
+        with without_autocast(x):
+            given = filled_up(flat(x), torch.float8_e4m3fn, layouts)
+            tokens = x.numel() // x.shape[-1]
+            z, x_kept, x_scale = up.product(given, b1)
+            if len(z) > tokens:  # else b1 would count for the scale
+                z[tokens:] = 0
+            if layouts[0]:
+                of = z, down.formats.fprop, layouts[0], None, *down.scaling(0)
+                packed, h_kept, h_scale, _ = relu24_codes(*of)
+                y = of_packed(packed, h_scale, down.fprop, b2, tokens, x)
+            else:
+                y, h_kept, h_scale = down.product(relu24(z), b2)
+                y = y if len(y) == tokens else y[:tokens].clone()
+            sums = sums_of(z[:tokens], relu24(z[:tokens])) if measures else y.new_empty(0)
+        ctx.mark_non_differentiable(sums)
+        operands = *up.dgrad[:2], up.amax, *down.dgrad[:2], down.amax
+        ctx.save_for_backward(*operands, x_kept, x_scale, h_kept, h_scale, z)
+        # What was seen is not saved by autograd: it changes before the backward pass.
+        ctx.rest = [(own.dgrad[2:], own.formats, own.on_units, own.seen) for own in (up, down)]
+        ctx.dtypes = [None if t is None else t.dtype for t in (w1, b1, w2, b2)]
+        ctx.padding, ctx.layout, ctx.like = len(given) - tokens, layouts[1], x.shape
+        return with_leading_dims(y, x), sums
+
+    @staticmethod
+    def backward(ctx, dy, _):
+        *operands, x, x_scale, h, h_scale, z = ctx.saved_tensors
+        up, down = (
+            InFp8(None, Fp8(*operands[i : i + 2], *rest), formats, on_units, operands[i + 2], seen)
+            for i, (rest, formats, on_units, seen) in zip((0, 3), ctx.rest, strict=True)
+        )
+        needs, (type1, bias1, type2, bias2) = ctx.needs_input_grad, ctx.dtypes
+        dw1 = db1 = dw2 = db2 = None
+        with without_autocast(dy):
+            dy = fill_up(flat(dy), ctx.padding)
+            codes, turned = down.gradient(dy)
+            dh = down.dgrad.grad(codes, dy.dtype)
+            if needs[3]:
+                dw2 = weight_gradient(codes, turned, h, h_scale, down.on_units, type2)
+            tokens = len(dy) - ctx.padding
+            if ctx.layout:
+                of = z, up.formats.gradient, ctx.layout, dh, *up.scaling(1)
+                packed, turned, scale, to_sum = relu24_codes(*of)
+                dx = of_packed(packed, scale, up.dgrad, None, tokens, dy)
+                codes = Fp8(turned, scale)
+            else:
+                to_sum = relu24_backward(dh, relu24(z))[0]
+                codes, turned = up.gradient(to_sum)
+                dx = up.dgrad.grad(codes, dy.dtype)[:tokens]
+            if needs[1]:
+                dw1 = weight_gradient(codes, turned, x, x_scale, up.on_units, type1)
+            if needs[2]:
+                db1 = to_sum.sum(0).to(bias1)
+            if needs[4]:
+                db2 = dy.sum(0).to(bias2)
+        return dx.view(ctx.like), dw1, db1, dw2, db2, None, None, None, None
+
+
 class Linear(ActivationLinear):
     """One of the two linears of a network. Its weight is dense and cast when it is used."""
 
     config: Any
 
-    def allocate(self) -> None:
-        """Hold no operand."""
+    @property
+    def fp8(self) -> Fp8Formats | None:
+        own = self.precision  # not super().fp8, which torch.compile mistakes
+        return None if self.is_dense or own is None else own.formats
+
+    @torch.no_grad()
+    def hold(self) -> None:
+        """Hold no operand, or in FP8 the codes of the weight, which is not packed."""
+        hold_operands(self)
         self.operand = None
+        self.refresh()
+
+    def quantized_weight(self) -> tuple[Tensor, None]:
+        return self.weight.detach(), None
+
+    def in_fp8(self) -> InFp8:
+        """Codes of the weight and all that belongs to them; of a sharded one they are made here."""
+        own: Any = self.precision
+        if self._buffers["code_scales"] is None:
+            formats = own.formats.fprop, own.formats.dgrad
+            operands = [Fp8(*quantize_fp8(self.weight.detach(), fmt)) for fmt in formats]
+        else:
+            operands = own.operands(self)
+        return InFp8(*operands, own.formats, self.products.fp8, *delayed.of(self))
 
     def cast(self, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
         """Weight and bias in `dtype`, which pass their gradients on."""
@@ -121,6 +255,7 @@ class Up(Linear):
     """The first linear, which leaves its product to the second."""
 
     passed: tuple[int, torch.Size] | None = None  # what the second one should get
+    both_ways = True  # dgrad's packed operand, dZ, and W1 are codes of one format
 
     def sparse_products(self) -> Products:
         return Products(dgrad=True, of_input=True)
@@ -154,16 +289,22 @@ class Down(Linear):
             )
         evaluates = not self.training and not torch.is_grad_enabled()
         prune = not self.is_dense and (self.config.prune_evaluation or not evaluates)
+        in_fp8 = prune and not evaluates and self.fp8 is not None
         layouts = "", ""
-        if prune and x.dtype == self.dtype:
+        if prune and (in_fp8 or (self.fp8 is None and x.dtype == self.dtype)):
             fprop, dgrad = self.products, up.products
             layouts = (
                 fprop.layouts.fprop if fprop.fprop else "",
                 dgrad.layouts.dgrad if dgrad.dgrad else "",
             )
         measures = self.measuring and self.training
-        weights = *up.cast(x.dtype), *self.cast(x.dtype)
-        y, sums = FeedForward.apply(x, *weights, prune, layouts, measures)
+        if in_fp8:
+            weights = up.weight, up.bias, self.weight, self.bias
+            of_weights = up.in_fp8(), self.in_fp8()
+            y, sums = Fp8FeedForward.apply(x, *weights, *of_weights, layouts, measures)
+        else:
+            weights = *up.cast(x.dtype), *self.cast(x.dtype)
+            y, sums = FeedForward.apply(x, *weights, prune, layouts, measures)
         if measures:
             self.kept.add_(sums)
         return y
@@ -238,6 +379,9 @@ class Method(SwitchedMethod):
         for up, down, activation in self._networks.values():
             first, second = self.layers[up], self.layers[down]
             conversion.become(first, Up)
+            if first.precision is not None:  # with the formats of this class
+                first._set_precision()
+                first.reload()
             conversion.become(second, Down)
             kept = torch.zeros(2, device=second.weight.device)
             vars(second).update(up=first, measuring=False, kept=kept)  # `up` is no submodule

@@ -88,8 +88,6 @@ def hold_operands(layer: Any) -> None:
     """Allocate the packed operands that the layer's products take, and free the others; in FP8 also
     the codes, in a phase without FP8 those of the simulation."""
     products, layouts, own = layer.products, layer.products.layouts, layer.precision
-    if products.of_input:  # no weight is packed
-        return
     rows, columns = layer.out_features, layer.in_features
     device = next(layer.parameters()).device
 
@@ -105,6 +103,7 @@ def hold_operands(layer: Any) -> None:
     ):
         dtype = layer.dtype if own is None else FORMATS[getattr(own.formats, product)]
         runs = getattr(products, product) and not (product == "dgrad" and products.repack)
+        runs = runs and not products.of_input  # else no weight is packed
         if runs:
             layout = getattr(layouts, product)
             check_form(shape, dtype, layout)
