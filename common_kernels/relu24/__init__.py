@@ -52,33 +52,24 @@ def relu24_codes(
     fmt: str,
     layout: str,
     dh: Tensor | None = None,
+    dense: bool = False,
     amax: Tensor | None = None,
     seen: Tensor | None = None,
     *,
     backend: str | None = None,
-) -> tuple[Packed24, Tensor, Tensor, Tensor]:
-    """The FP8 codes of H' = relu24(z), or with dH of dZ = relu24_backward(dH, H'), for z [rows,
-    columns], in one pass after one search for the largest magnitude.
+) -> tuple[Tensor, Packed24, Tensor, Tensor]:
+    """H' = relu24(z), or with dH dZ = relu24_backward(dH, H'), as FP8 codes, in one pass after a
+    search for the largest magnitude.
 
-    Returns the codes packed in `layout`, those of the transpose [columns, rows], dense, their scale
-    as of `quantize_fp8`, and with dH the sums of each 64 rows of dZ in fp32 [rows / 64, columns],
-    whose sum is a bias' gradient. Both dims are multiples of 64 and of what the layout needs. fmt,
-    amax, seen: as for `quantize_fp8`; with amax there is no search.
+    Returns the matrix itself if `dense` (else an empty tensor), its codes packed in `layout`, those
+    of its transpose, not packed, and their scale. Sizes are as for `relu24_packed`; fmt, amax and
+    seen as for `quantize_fp8`: with amax there is no search.
     """
     checks.float_tensor(z)
     name = backends.resolve_fp8(checks.one_device(z=z, dh=dh, amax=amax, seen=seen), backend)
-    buffer, *rest = _codes(z, dh, fmt, layout, amax, seen, name)
-    return Packed24(buffer, (z.shape[0], z.shape[1]), FORMATS[fmt], layout), *rest
-
-
-def _empty_codes(
-    z: Tensor, dh: Tensor | None, fmt: str, layout: str, *_: Any
-) -> tuple[Tensor, ...]:
-    (rows, columns), scale = z.shape, z.new_empty((), dtype=torch.float32)
-    size = buffer_bytes(rows, columns, FORMATS[fmt], layout)
-    sums = scale.new_empty(0) if dh is None else scale.new_empty(rows // 64, columns)
-    turned = z.new_empty((columns, rows), dtype=FORMATS[fmt])
-    return z.new_empty(size, dtype=torch.uint8), turned, scale, sums
+    x, buffer, turned, scale = _codes(z, dh, fmt, layout, dense, amax, seen, name)
+    shape = z.shape[0], z.shape[1]
+    return x, Packed24(buffer, shape, FORMATS[fmt], layout), turned, scale
 
 
 def _empty(x: Tensor, layout: str) -> tuple[Tensor, Tensor]:
@@ -89,7 +80,11 @@ def _empty(x: Tensor, layout: str) -> tuple[Tensor, Tensor]:
 
 _forward = operator_of(cpu.relu24, lambda z, prune, layout: _empty(z, layout))
 _backward = operator_of(cpu.relu24_backward, lambda dh, h, layout: _empty(dh, layout))
-_codes = operator_of(cpu.relu24_codes, _empty_codes, mutates_args=("seen",))
+_codes = operator_of(
+    cpu.relu24_codes,
+    lambda z, dh, fmt, layout, dense, *_: cpu.room_for_codes(z, fmt, layout, dense),
+    mutates_args=("seen",),
+)
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:

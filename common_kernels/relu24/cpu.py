@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from common_kernels.fp8.cpu import amax_of, codes_of, record, scale_from
+from common_kernels.fp8.cpu import FORMATS, quantize_fp8
 from common_kernels.masks.cpu import nm_mask
 from common_kernels.pack import cpu as pack
 
@@ -28,17 +28,29 @@ def packed(x: Tensor, kept: Tensor, layout: str) -> Tensor:
 
 
 def relu24_codes(
-    z: Tensor, dh: Tensor | None, fmt: str, layout: str, amax: Tensor | None, seen: Tensor | None
+    z: Tensor,
+    dh: Tensor | None,
+    fmt: str,
+    layout: str,
+    dense: bool,
+    amax: Tensor | None,
+    seen: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The codes of H', or of dZ if dH is given, packed, and transposed; their scale; and the sums
-    of each 64 rows of dZ."""
+    """H', or dZ if dH is given, if `dense`; its codes packed, and transposed; their scale."""
     x = h = relu24(z, True, "")[0]
     kept = nm_mask(torch.where(z <= 0, 0.0, z.float()), 2, 4, 1)
-    sums = z.new_empty(0, dtype=torch.float32)
     if dh is not None:
         x, kept = relu24_backward(dh, h, "")[0], h != 0
-        sums = x.float().unflatten(0, (-1, 64)).sum(1)
-    record(seen, x)
-    scale = scale_from(amax_of(x) if amax is None else amax, fmt)
-    codes = codes_of(x, scale, fmt)
-    return pack.pack(codes, kept, layout), codes.t().contiguous(), scale, sums
+    codes, scale = quantize_fp8(x, fmt, amax, seen)
+    return x if dense else x[:0], pack.pack(codes, kept, layout), codes.t().contiguous(), scale
+
+
+def room_for_codes(z: Tensor, fmt: str, layout: str, dense: bool) -> tuple[Tensor, ...]:
+    """Uninitialised tensors for the results of `relu24_codes`."""
+    (rows, columns), dtype = z.shape, FORMATS[fmt]
+    out, turned = (
+        z.new_empty(rows if dense else 0, columns),
+        z.new_empty(columns, rows, dtype=dtype),
+    )
+    buffer = z.new_empty(pack.buffer_bytes(rows, columns, dtype, layout), dtype=torch.uint8)
+    return out, buffer, turned, z.new_empty((), dtype=torch.float32)

@@ -470,7 +470,7 @@ def cases():
         ),
         "relu24_codes, of the gradient": (
             delayed(lambda z, dh, *more, backend: relu24_codes(
-                z, "e5m2", "cusparselt_sm90", dh, *more, backend=backend
+                z, "e5m2", "cusparselt_sm90", dh, True, *more, backend=backend
             )),
             {"z": w.to(BF16), "dh": w.to(BF16), "amax": one, "seen": seen},
         ),
