@@ -30,17 +30,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from common_kernels import quantize_fp8
-from common_kernels.fp8.operands import rescale
 from common_kernels.matmul import mm24
-from common_kernels.pack import Packed24, check_form
+from common_kernels.pack import check_form
 from common_kernels.pack.operands import MULTIPLE, fill_up
 from common_kernels.relu24 import relu24, relu24_backward, relu24_codes, relu24_packed
 
 from .nn import base, conversion, delayed, sharding
 from .nn.fp8_gemms import Fp8Formats, quantized_gradient, quantized_input, weight_gradient
 from .nn.gemms import Products, without_autocast
-from .nn.operands import Fp8, flat, with_leading_dims
+from .nn.operands import Fp8, flat, save, saved, with_leading_dims
 from .nn.phases import SwitchedMethod
 from .nn.precision import hold_operands
 from .semi_sparse import ActivationLinear
@@ -74,7 +72,7 @@ class FeedForward(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, w1, b1, w2, b2, prune, layouts, measures):
-        given, tokens = filled_up(flat(x), x.dtype, layouts), x.numel() // x.shape[-1]
+        given, tokens = filled_up(x, x.dtype, layouts), x[..., 0].numel()
         z = F.linear(given, w1, b1)
         if layouts[0]:
             h, packed = relu24_packed(z, layouts[0])
@@ -106,10 +104,10 @@ class FeedForward(torch.autograd.Function):
 
 
 def filled_up(x: Tensor, dtype: torch.dtype, layouts: tuple[str, str]) -> Tensor:
-    """x [tokens, in] with as many tokens as packing in `dtype` needs."""
+    """x [..., in] as [tokens, in], with as many tokens as packing in `dtype` needs."""
     forms = [check_form((0, 0), dtype, one) for one in layouts if one]
     multiple = math.lcm(*(MULTIPLE for _ in forms), *(form.rows for form in forms))
-    return fill_up(x, -len(x) % multiple)
+    return fill_up(flat(x), -x[..., 0].numel() % multiple)
 
 
 def sums_of(z: Tensor, h: Tensor) -> Tensor:
@@ -118,113 +116,77 @@ def sums_of(z: Tensor, h: Tensor) -> Tensor:
 
 
 class InFp8(NamedTuple):
-    """What a linear multiplies with in FP8: the operands of fprop (None in the backward pass) and
-    dgrad, the formats, whether FP8 units multiply, and the state of delayed scaling."""
+    """What a linear multiplies with on FP8 units, and the state of delayed scaling."""
 
-    fprop: Any
+    fprop: Fp8
     dgrad: Fp8
     formats: Fp8Formats
-    on_units: bool
     amax: Tensor | None
     seen: Tensor | None
 
-    def scaling(self, place: int) -> tuple[Tensor | None, Tensor | None]:
-        """The arguments (amax, seen) of `relu24_codes`. place: 0 for H', 1 for dZ."""
-        return (
-            None if self.amax is None else self.amax[place],
-            None if self.seen is None else self.seen[place],
-        )
-
-    def product(self, x: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        """X A^T + bias, and X's codes and their scale for wgrad."""
-        given = x, self.formats, self.on_units, self.amax, self.seen
-        codes, kept, scale = quantized_input(*given)
-        return self.fprop.linear(codes, bias, x.dtype), kept, scale
-
-    def gradient(self, dy: Tensor) -> tuple[Fp8, Tensor | None]:
-        return quantized_gradient(dy, self.formats, self.on_units, self.amax, self.seen)
-
-
-def of_packed(
-    packed: Packed24, scale: Tensor, other: Fp8, bias: Tensor | None, tokens: int, like: Tensor
-) -> Tensor:
-    """The product of packed codes and those of a weight, of `tokens` tokens, in like's dtype."""
-    y = mm24(packed, other.codes, torch.bfloat16, transposed=True)[:tokens]
-    return rescale(y, scale, other.scale, 1.0, bias, like.dtype)
-
 
 class Fp8FeedForward(torch.autograd.Function):
-    """`FeedForward` in FP8, pruned. w1, w2: master weights, which only receive gradients. Z is kept
-    in the place of H'."""
+    """`FeedForward` on FP8 units, at least one layout given. Of w1 and w2, the master weights, only
+    the gradients are made here."""
 
     @staticmethod
     def forward(ctx, x, w1, b1, w2, b2, up, down, layouts, measures):
-        with without_autocast(x):
-            given = filled_up(flat(x), torch.float8_e4m3fn, layouts)
-            tokens = x.numel() // x.shape[-1]
-            z, x_kept, x_scale = up.product(given, b1)
-            if len(z) > tokens:  # else b1 would count for the scale
-                z[tokens:] = 0
-            if layouts[0]:
-                of = z, down.formats.fprop, layouts[0], None, *down.scaling(0)
-                packed, h_kept, h_scale, _ = relu24_codes(*of)
-                y = of_packed(packed, h_scale, down.fprop, b2, tokens, x)
-            else:
-                y, h_kept, h_scale = down.product(relu24(z), b2)
-                y = y if len(y) == tokens else y[:tokens].clone()
-            sums = sums_of(z[:tokens], relu24(z[:tokens])) if measures else y.new_empty(0)
+        given, tokens = filled_up(x, torch.float8_e4m3fn, layouts), x[..., 0].numel()
+        codes, x_kept, x_scale = quantized_input(given, up.formats, True, *up[3:])
+        z = up.fprop.linear(codes, b1, x.dtype)
+        z[tokens:] = 0  # else b1 would count for the scale of H'
+        if layouts[0]:
+            h, codes, h_kept = packed_codes(z, None, down.formats.fprop, layouts[0], *down[3:])
+        else:
+            h = relu24(z)
+            codes, h_kept, _ = quantized_input(h, down.formats, True, *down[3:])
+        y = down.fprop.linear(codes, b2, x.dtype)
+        y = y if len(y) == tokens else y[:tokens].clone()
+        sums = sums_of(z[:tokens], h[:tokens]) if measures else y.new_empty(0)
         ctx.mark_non_differentiable(sums)
-        operands = *up.dgrad[:2], up.amax, *down.dgrad[:2], down.amax
-        ctx.save_for_backward(*operands, x_kept, x_scale, h_kept, h_scale, z)
+        kept = x_kept, x_scale, h_kept, codes.scale, h
+        save(ctx, up.dgrad, *down.dgrad[:2], up.amax, down.amax, *kept)
         # What was seen is not saved by autograd: it changes before the backward pass.
-        ctx.rest = [(own.dgrad[2:], own.formats, own.on_units, own.seen) for own in (up, down)]
+        ctx.own = up.formats, up.seen, down.formats, down.seen
         ctx.dtypes = [None if t is None else t.dtype for t in (w1, b1, w2, b2)]
         ctx.padding, ctx.layout, ctx.like = len(given) - tokens, layouts[1], x.shape
         return with_leading_dims(y, x), sums
 
     @staticmethod
     def backward(ctx, dy, _):
-        *operands, x, x_scale, h, h_scale, z = ctx.saved_tensors
-        up, down = (
-            InFp8(None, Fp8(*operands[i : i + 2], *rest), formats, on_units, operands[i + 2], seen)
-            for i, (rest, formats, on_units, seen) in zip((0, 3), ctx.rest, strict=True)
-        )
-        needs, (type1, bias1, type2, bias2) = ctx.needs_input_grad, ctx.dtypes
-        dw1 = db1 = dw2 = db2 = None
-        with without_autocast(dy):
-            dy = fill_up(flat(dy), ctx.padding)
-            codes, turned = down.gradient(dy)
-            dh = down.dgrad.grad(codes, dy.dtype)
-            if needs[3]:
-                dw2 = weight_gradient(codes, turned, h, h_scale, down.on_units, type2)
-            tokens = len(dy) - ctx.padding
-            if ctx.layout:
-                of = z, up.formats.gradient, ctx.layout, dh, *up.scaling(1)
-                packed, turned, scale, to_sum = relu24_codes(*of)
-                dx = of_packed(packed, scale, up.dgrad, None, tokens, dy)
-                codes = Fp8(turned, scale)
-            else:
-                to_sum = relu24_backward(dh, relu24(z))[0]
-                codes, turned = up.gradient(to_sum)
-                dx = up.dgrad.grad(codes, dy.dtype)[:tokens]
-            if needs[1]:
-                dw1 = weight_gradient(codes, turned, x, x_scale, up.on_units, type1)
-            if needs[2]:
-                db1 = to_sum.sum(0).to(bias1)
-            if needs[4]:
-                db2 = dy.sum(0).to(bias2)
-        return dx.view(ctx.like), dw1, db1, dw2, db2, None, None, None, None
+        dgrad, w2, w2_scale, amax, amax2, x, x_scale, h_kept, h_scale, h = saved(ctx)
+        formats, seen, formats2, seen2 = ctx.own
+        needs, (dtype, bias, dtype2, bias2) = ctx.needs_input_grad, ctx.dtypes
+        dy = fill_up(flat(dy), ctx.padding)
+        codes, turned = quantized_gradient(dy, formats2, True, amax2, seen2)
+        dh = Fp8(w2, w2_scale, True).grad(codes, dy.dtype)
+        dw2 = weight_gradient(codes, turned, h_kept, h_scale, True, dtype2) if needs[3] else None
+        if ctx.layout:
+            dz, codes, turned = packed_codes(dh, h, formats.gradient, ctx.layout, amax, seen)
+        else:
+            dz = relu24_backward(dh, h)[0]
+            codes, turned = quantized_gradient(dz, formats, True, amax, seen)
+        dx = dgrad.grad(codes, dy.dtype)[: len(dy) - ctx.padding].view(ctx.like)
+        dw1 = weight_gradient(codes, turned, x, x_scale, True, dtype) if needs[1] else None
+        db1 = dz.sum(0).to(bias) if needs[2] else None
+        db2 = dy.sum(0).to(bias2) if needs[4] else None
+        return dx, dw1, db1, dw2, db2, None, None, None, None
+
+
+def packed_codes(
+    x: Tensor, h: Tensor | None, fmt: str, layout: str, amax: Tensor | None, seen: Tensor | None
+) -> tuple[Tensor, Fp8, Tensor]:
+    """H' from Z, or dZ from dH and H', with its packed codes and those of its transpose."""
+    place = 0 if h is None else 1
+    scaling = (None if t is None else t[place] for t in (amax, seen))
+    out, packed, turned, scale = relu24_codes(x, h, fmt, layout, *scaling)
+    return out, Fp8(packed.buffer, scale, True, packed.shape, layout), turned
 
 
 class Linear(ActivationLinear):
     """One of the two linears of a network. Its weight is dense and cast when it is used."""
 
     config: Any
-
-    @property
-    def fp8(self) -> Fp8Formats | None:
-        own = self.precision  # not super().fp8, which torch.compile mistakes
-        return None if self.is_dense or own is None else own.formats
 
     @torch.no_grad()
     def hold(self) -> None:
@@ -237,14 +199,9 @@ class Linear(ActivationLinear):
         return self.weight.detach(), None
 
     def in_fp8(self) -> InFp8:
-        """Codes of the weight and all that belongs to them; of a sharded one they are made here."""
-        own: Any = self.precision
-        if self._buffers["code_scales"] is None:
-            formats = own.formats.fprop, own.formats.dgrad
-            operands = [Fp8(*quantize_fp8(self.weight.detach(), fmt)) for fmt in formats]
-        else:
-            operands = own.operands(self)
-        return InFp8(*operands, own.formats, self.products.fp8, *delayed.of(self))
+        """What `Fp8FeedForward` takes of this layer."""
+        assert self.precision is not None
+        return InFp8(*self.precision.operands(self), self.precision.formats, *delayed.of(self))
 
     def cast(self, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
         """Weight and bias in `dtype`, which pass their gradients on."""
@@ -298,10 +255,14 @@ class Down(Linear):
                 dgrad.layouts.dgrad if dgrad.dgrad else "",
             )
         measures = self.measuring and self.training
-        if in_fp8:
-            weights = up.weight, up.bias, self.weight, self.bias
-            of_weights = up.in_fp8(), self.in_fp8()
-            y, sums = Fp8FeedForward.apply(x, *weights, *of_weights, layouts, measures)
+        if in_fp8 and any(layouts):
+            weights = up.weight, up.bias, self.weight, self.bias, up.in_fp8(), self.in_fp8()
+            y, sums = Fp8FeedForward.apply(x, *weights, layouts, measures)
+        elif in_fp8:
+            z = up.forward_in_fp8(x, up.precision)
+            h = relu24(z)
+            y = self.forward_in_fp8(h, self.precision)
+            sums = sums_of(z.detach(), h.detach()) if measures else None
         else:
             weights = *up.cast(x.dtype), *self.cast(x.dtype)
             y, sums = FeedForward.apply(x, *weights, prune, layouts, measures)

@@ -48,32 +48,28 @@ def relu24_backward(
 
 
 def relu24_codes(
-    z: Tensor,
+    x: Tensor,
+    h: Tensor | None,
     fmt: str,
     layout: str,
-    dh: Tensor | None = None,
-    dense: bool = False,
     amax: Tensor | None = None,
     seen: Tensor | None = None,
     *,
     backend: str | None = None,
 ) -> tuple[Tensor, Packed24, Tensor, Tensor]:
-    """H' = relu24(z), or with dH dZ = relu24_backward(dH, H'), as FP8 codes, in one pass after a
-    search for the largest magnitude.
+    """H' from Z, or dZ from dH if H' is given as h, with its FP8 codes packed in `layout`, those of
+    its transpose, and their scale, in one pass after a search for the largest magnitude.
 
-    Returns the matrix itself if `dense` (else an empty tensor), its codes packed in `layout`, those
-    of its transpose, not packed, and their scale. Sizes are as for `relu24_packed`; fmt, amax and
-    seen as for `quantize_fp8`: with amax there is no search.
+    Sizes: as for `relu24_packed`. fmt, amax, seen: as for `quantize_fp8`; with amax no search.
     """
-    checks.float_tensor(z)
-    name = backends.resolve_fp8(checks.one_device(z=z, dh=dh, amax=amax, seen=seen), backend)
-    x, buffer, turned, scale = _codes(z, dh, fmt, layout, dense, amax, seen, name)
-    shape = z.shape[0], z.shape[1]
-    return x, Packed24(buffer, shape, FORMATS[fmt], layout), turned, scale
+    name = backends.resolve_fp8(checks.one_device(x=x, h=h, amax=amax, seen=seen), backend)
+    out, buffer, *rest = _codes(x, h, fmt, layout, amax, seen, name)
+    packed = Packed24(buffer, (x.shape[0], x.shape[1]), FORMATS[fmt], layout)
+    return out, packed, rest[0], rest[1]
 
 
-def _empty(x: Tensor, layout: str) -> tuple[Tensor, Tensor]:
-    size = buffer_bytes(x.shape[0], x.shape[1], x.dtype, layout) if layout else 0
+def _empty(x: Tensor, layout: str, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
+    size = buffer_bytes(x.shape[0], x.shape[1], dtype or x.dtype, layout) if layout else 0
     like = torch.empty_like(x, memory_format=torch.contiguous_format)
     return like, x.new_empty(size, dtype=torch.uint8)
 
@@ -82,7 +78,11 @@ _forward = operator_of(cpu.relu24, lambda z, prune, layout: _empty(z, layout))
 _backward = operator_of(cpu.relu24_backward, lambda dh, h, layout: _empty(dh, layout))
 _codes = operator_of(
     cpu.relu24_codes,
-    lambda z, dh, fmt, layout, dense, *_: cpu.room_for_codes(z, fmt, layout, dense),
+    lambda x, h, fmt, layout, *_: (
+        *_empty(x, layout, FORMATS[fmt]),
+        x.new_empty(x.shape[::-1], dtype=FORMATS[fmt]),
+        x.new_empty((), dtype=torch.float32),
+    ),
     mutates_args=("seen",),
 )
 

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from common_kernels.fp8.cpu import FORMATS, quantize_fp8
+from common_kernels.fp8.cpu import quantize_fp8
 from common_kernels.masks.cpu import nm_mask
 from common_kernels.pack import cpu as pack
 
@@ -23,34 +23,15 @@ def relu24_backward(dh: Tensor, h: Tensor, layout: str) -> tuple[Tensor, Tensor]
     return dz, packed(dz, kept, layout)
 
 
+def relu24_codes(
+    x: Tensor, h: Tensor | None, fmt: str, layout: str, amax: Tensor | None, seen: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """H' from Z or, if H' is given, dZ from dH; its codes packed, and transposed; their scale."""
+    out = relu24(x, True, "")[0] if h is None else relu24_backward(x, h, "")[0]
+    kept = nm_mask(torch.where(x <= 0, 0.0, x.float()), 2, 4, 1) if h is None else h != 0
+    codes, scale = quantize_fp8(out, fmt, amax, seen)
+    return out, pack.pack(codes, kept, layout), codes.t().contiguous(), scale
+
+
 def packed(x: Tensor, kept: Tensor, layout: str) -> Tensor:
     return pack.pack(x, kept, layout) if layout else x.new_empty(0, dtype=torch.uint8)
-
-
-def relu24_codes(
-    z: Tensor,
-    dh: Tensor | None,
-    fmt: str,
-    layout: str,
-    dense: bool,
-    amax: Tensor | None,
-    seen: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """H', or dZ if dH is given, if `dense`; its codes packed, and transposed; their scale."""
-    x = h = relu24(z, True, "")[0]
-    kept = nm_mask(torch.where(z <= 0, 0.0, z.float()), 2, 4, 1)
-    if dh is not None:
-        x, kept = relu24_backward(dh, h, "")[0], h != 0
-    codes, scale = quantize_fp8(x, fmt, amax, seen)
-    return x if dense else x[:0], pack.pack(codes, kept, layout), codes.t().contiguous(), scale
-
-
-def room_for_codes(z: Tensor, fmt: str, layout: str, dense: bool) -> tuple[Tensor, ...]:
-    """Uninitialised tensors for the results of `relu24_codes`."""
-    (rows, columns), dtype = z.shape, FORMATS[fmt]
-    out, turned = (
-        z.new_empty(rows if dense else 0, columns),
-        z.new_empty(columns, rows, dtype=dtype),
-    )
-    buffer = z.new_empty(pack.buffer_bytes(rows, columns, dtype, layout), dtype=torch.uint8)
-    return out, buffer, turned, z.new_empty((), dtype=torch.float32)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from common_kernels import quantize_fp8
 from common_kernels.fp8.cpu import FORMATS
 from common_kernels.pack import Packed24, check_form
 from common_kernels.pack.cpu import buffer_bytes
@@ -64,6 +65,10 @@ class Precision:
 
     def operands(self, layer: Any) -> tuple[Fp8, Fp8]:
         """The operands of fprop and of dgrad."""
+        if layer.code_scales is None:  # in the forward pass of another layer than this sharded one
+            formats = self.formats.fprop, self.formats.dgrad
+            fprop, dgrad = (Fp8(*quantize_fp8(layer.weight.detach(), fmt)) for fmt in formats)
+            return fprop, dgrad
         scale, scale_dgrad = layer.code_scales.unbind()
         rows, columns, layouts = layer.out_features, layer.in_features, layer.accelerated.layouts
         if layer.packed is None:
