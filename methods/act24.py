@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -36,7 +36,7 @@ from common_kernels.pack.operands import MULTIPLE, fill_up
 from common_kernels.relu24 import relu24, relu24_backward, relu24_codes, relu24_packed
 
 from .nn import base, conversion, delayed, sharding
-from .nn.fp8_gemms import Fp8Formats, quantized_gradient, quantized_input, weight_gradient
+from .nn.fp8_gemms import quantized_gradient, quantized_input, weight_gradient
 from .nn.gemms import Products, without_autocast
 from .nn.operands import Fp8, flat, save, saved, with_leading_dims
 from .nn.phases import SwitchedMethod
@@ -67,110 +67,82 @@ class FeedForward(torch.autograd.Function):
     """x [..., in] -> [..., out], and the sums of H' and H (fp32 [2]) if `measures`, else [0].
 
     w1 [hidden, in], w2 [out, hidden] and biases or None are of x's dtype. layouts: of H' and of dZ,
-    packed; "" for a dense product.
+    packed; "" for a dense product. up, down: `Linear.in_fp8` of both for FP8 units, else None. With
+    them w1 and w2 are the master weights, of which only the gradients are made here.
     """
 
     @staticmethod
-    def forward(ctx, x, w1, b1, w2, b2, prune, layouts, measures):
-        given, tokens = filled_up(x, x.dtype, layouts), x[..., 0].numel()
-        z = F.linear(given, w1, b1)
-        if layouts[0]:
-            h, packed = relu24_packed(z, layouts[0])
-            y = mm24(packed, w2, transposed=True)[:tokens]
-            y = y.clone() if b2 is None else y + b2
+    def forward(ctx, x, w1, b1, w2, b2, prune, layouts, measures, up, down):
+        given, dtype = flat(x), torch.float8_e4m3fn if up else x.dtype
+        tokens, forms = len(given), [check_form((0, 0), dtype, one) for one in layouts if one]
+        padding = -tokens % math.lcm(*(MULTIPLE for _ in forms), *(form.rows for form in forms))
+        given = fill_up(given, padding)
+        if up:
+            (fprop, dgrad, formats, *amax), (fprop2, dgrad2, formats2, *amax2) = up, down
+            codes, given, scale = quantized_input(given, formats, True, *amax)
+            z = fprop.linear(codes, b1, x.dtype)
+            z[tokens:] = 0  # else b1 would count for the scale of H'
+            if layouts[0]:
+                h, codes, kept = packed_codes(z, None, formats2.fprop, layouts[0], *amax2)
+            else:
+                h = relu24(z)
+                codes, kept, _ = quantized_input(h, formats2, True, *amax2)
+            y = fprop2.linear(codes, b2, x.dtype)
+            y = y[:tokens].clone() if padding else y
+            save(ctx, dgrad, given, kept, h, *dgrad2[:2], scale, codes.scale, amax[0], amax2[0])
+            # What was seen is not saved by autograd: it changes before the backward pass.
+            ctx.own = formats, amax[1], formats2, amax2[1], w1.dtype, w2.dtype
         else:
-            h = relu24(z, prune)
-            y = F.linear(h[:tokens], w2, b2)
+            z = F.linear(given, w1, b1)
+            if layouts[0]:
+                h, packed = relu24_packed(z, layouts[0])
+                y = mm24(packed, w2, transposed=True)[:tokens]
+                y = y.clone() if b2 is None else y + b2
+            else:
+                h = relu24(z, prune)
+                y = F.linear(h[:tokens], w2, b2)
+            ctx.save_for_backward(given, w1, w2, h)
         sums = sums_of(z[:tokens], h[:tokens]) if measures else y.new_empty(0)
         ctx.mark_non_differentiable(sums)
-        ctx.save_for_backward(given, w1, w2, h)
-        ctx.padding, ctx.layout, ctx.like = len(given) - tokens, layouts[1], x.shape
+        ctx.fp8, ctx.padding, ctx.layout, ctx.like = bool(up), padding, layouts[1], x.shape
         return with_leading_dims(y, x), sums
 
     @staticmethod
     def backward(ctx, dy, _):
-        given, w1, w2, h = ctx.saved_tensors
         with without_autocast(dy):
             dy = fill_up(flat(dy), ctx.padding)
-            dz, packed = relu24_backward(dy @ w2, h, ctx.layout)
-            needs, dx = ctx.needs_input_grad, None
-            if needs[0]:
-                dx = dz @ w1 if packed is None else mm24(packed, w1)
+            products = gradients_in_fp8 if ctx.fp8 else gradients
+            dz, dx, dw1, dw2 = products(ctx, dy, ctx.needs_input_grad)
+            if dx is not None:
                 dx = dx[: len(dx) - ctx.padding].view(ctx.like)
-            dw1 = dz.t() @ given if needs[1] else None
-            dw2 = dy.t() @ h if needs[3] else None
-            db1, db2 = (g.sum(0) if n else None for g, n in ((dz, needs[2]), (dy, needs[4])))
-        return dx, dw1, db1, dw2, db2, None, None, None
+            needs = ctx.needs_input_grad[2::2]
+            db1, db2 = (g.sum(0) if n else None for g, n in zip((dz, dy), needs, strict=False))
+        return dx, dw1, db1, dw2, db2, *(None,) * 5
 
 
-def filled_up(x: Tensor, dtype: torch.dtype, layouts: tuple[str, str]) -> Tensor:
-    """x [..., in] as [tokens, in], with as many tokens as packing in `dtype` needs."""
-    forms = [check_form((0, 0), dtype, one) for one in layouts if one]
-    multiple = math.lcm(*(MULTIPLE for _ in forms), *(form.rows for form in forms))
-    return fill_up(flat(x), -x[..., 0].numel() % multiple)
+def gradients(ctx: Any, dy: Tensor, needs: tuple[bool, ...]) -> tuple[Tensor | None, ...]:
+    """dZ, dX, dW1 and dW2."""
+    given, w1, w2, h = ctx.saved_tensors
+    dz, packed = relu24_backward(dy @ w2, h, ctx.layout)
+    dx = None
+    if needs[0]:
+        dx = dz @ w1 if packed is None else mm24(packed, w1)
+    return dz, dx, dz.t() @ given if needs[1] else None, dy.t() @ h if needs[3] else None
 
 
-def sums_of(z: Tensor, h: Tensor) -> Tensor:
-    """The sums of H' and H, fp32 [2]."""
-    return torch.stack([h.float().sum(), z.float().relu().square().sum()])
-
-
-class InFp8(NamedTuple):
-    """What a linear multiplies with on FP8 units, and the state of delayed scaling."""
-
-    fprop: Fp8
-    dgrad: Fp8
-    formats: Fp8Formats
-    amax: Tensor | None
-    seen: Tensor | None
-
-
-class Fp8FeedForward(torch.autograd.Function):
-    """`FeedForward` on FP8 units, at least one layout given. Of w1 and w2, the master weights, only
-    the gradients are made here."""
-
-    @staticmethod
-    def forward(ctx, x, w1, b1, w2, b2, up, down, layouts, measures):
-        given, tokens = filled_up(x, torch.float8_e4m3fn, layouts), x[..., 0].numel()
-        codes, x_kept, x_scale = quantized_input(given, up.formats, True, *up[3:])
-        z = up.fprop.linear(codes, b1, x.dtype)
-        z[tokens:] = 0  # else b1 would count for the scale of H'
-        if layouts[0]:
-            h, codes, h_kept = packed_codes(z, None, down.formats.fprop, layouts[0], *down[3:])
-        else:
-            h = relu24(z)
-            codes, h_kept, _ = quantized_input(h, down.formats, True, *down[3:])
-        y = down.fprop.linear(codes, b2, x.dtype)
-        y = y if len(y) == tokens else y[:tokens].clone()
-        sums = sums_of(z[:tokens], h[:tokens]) if measures else y.new_empty(0)
-        ctx.mark_non_differentiable(sums)
-        kept = x_kept, x_scale, h_kept, codes.scale, h
-        save(ctx, up.dgrad, *down.dgrad[:2], up.amax, down.amax, *kept)
-        # What was seen is not saved by autograd: it changes before the backward pass.
-        ctx.own = up.formats, up.seen, down.formats, down.seen
-        ctx.dtypes = [None if t is None else t.dtype for t in (w1, b1, w2, b2)]
-        ctx.padding, ctx.layout, ctx.like = len(given) - tokens, layouts[1], x.shape
-        return with_leading_dims(y, x), sums
-
-    @staticmethod
-    def backward(ctx, dy, _):
-        dgrad, w2, w2_scale, amax, amax2, x, x_scale, h_kept, h_scale, h = saved(ctx)
-        formats, seen, formats2, seen2 = ctx.own
-        needs, (dtype, bias, dtype2, bias2) = ctx.needs_input_grad, ctx.dtypes
-        dy = fill_up(flat(dy), ctx.padding)
-        codes, turned = quantized_gradient(dy, formats2, True, amax2, seen2)
-        dh = Fp8(w2, w2_scale, True).grad(codes, dy.dtype)
-        dw2 = weight_gradient(codes, turned, h_kept, h_scale, True, dtype2) if needs[3] else None
-        if ctx.layout:
-            dz, codes, turned = packed_codes(dh, h, formats.gradient, ctx.layout, amax, seen)
-        else:
-            dz = relu24_backward(dh, h)[0]
-            codes, turned = quantized_gradient(dz, formats, True, amax, seen)
-        dx = dgrad.grad(codes, dy.dtype)[: len(dy) - ctx.padding].view(ctx.like)
-        dw1 = weight_gradient(codes, turned, x, x_scale, True, dtype) if needs[1] else None
-        db1 = dz.sum(0).to(bias) if needs[2] else None
-        db2 = dy.sum(0).to(bias2) if needs[4] else None
-        return dx, dw1, db1, dw2, db2, None, None, None, None
+def gradients_in_fp8(ctx: Any, dy: Tensor, needs: tuple[bool, ...]) -> tuple[Tensor | None, ...]:
+    dgrad, given, kept, h, w2, w2_scale, scale, scale2, amax, amax2 = saved(ctx)
+    formats, seen, formats2, seen2, dtype, dtype2 = ctx.own
+    codes, turned = quantized_gradient(dy, formats2, True, amax2, seen2)
+    dh = Fp8(w2, w2_scale, True).grad(codes, dy.dtype)
+    dw2 = weight_gradient(codes, turned, kept, scale2, True, dtype2) if needs[3] else None
+    if ctx.layout:
+        dz, codes, turned = packed_codes(dh, h, formats.gradient, ctx.layout, amax, seen)
+    else:
+        dz = relu24_backward(dh, h)[0]
+        codes, turned = quantized_gradient(dz, formats, True, amax, seen)
+    dw1 = weight_gradient(codes, turned, given, scale, True, dtype) if needs[1] else None
+    return dz, dgrad.grad(codes, dy.dtype), dw1, dw2
 
 
 def packed_codes(
@@ -181,6 +153,11 @@ def packed_codes(
     scaling = (None if t is None else t[place] for t in (amax, seen))
     out, packed, turned, scale = relu24_codes(x, h, fmt, layout, *scaling)
     return out, Fp8(packed.buffer, scale, True, packed.shape, layout), turned
+
+
+def sums_of(z: Tensor, h: Tensor) -> Tensor:
+    """The sums of H' and H, fp32 [2]."""
+    return torch.stack([h.float().sum(), z.float().relu().square().sum()])
 
 
 class Linear(ActivationLinear):
@@ -198,10 +175,10 @@ class Linear(ActivationLinear):
     def quantized_weight(self) -> tuple[Tensor, None]:
         return self.weight.detach(), None
 
-    def in_fp8(self) -> InFp8:
-        """What `Fp8FeedForward` takes of this layer."""
+    def in_fp8(self) -> tuple[Any, ...]:
+        """The codes for fprop and dgrad, the formats, and the state of delayed scaling."""
         assert self.precision is not None
-        return InFp8(*self.precision.operands(self), self.precision.formats, *delayed.of(self))
+        return *self.precision.operands(self), self.precision.formats, *delayed.of(self)
 
     def cast(self, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
         """Weight and bias in `dtype`, which pass their gradients on."""
@@ -255,17 +232,17 @@ class Down(Linear):
                 dgrad.layouts.dgrad if dgrad.dgrad else "",
             )
         measures = self.measuring and self.training
-        if in_fp8 and any(layouts):
-            weights = up.weight, up.bias, self.weight, self.bias, up.in_fp8(), self.in_fp8()
-            y, sums = Fp8FeedForward.apply(x, *weights, layouts, measures)
-        elif in_fp8:
+        if in_fp8 and not any(layouts):
             z = up.forward_in_fp8(x, up.precision)
             h = relu24(z)
             y = self.forward_in_fp8(h, self.precision)
             sums = sums_of(z.detach(), h.detach()) if measures else None
         else:
-            weights = *up.cast(x.dtype), *self.cast(x.dtype)
-            y, sums = FeedForward.apply(x, *weights, prune, layouts, measures)
+            weights, own = (*up.cast(x.dtype), *self.cast(x.dtype)), (None, None)
+            if in_fp8:
+                weights = up.weight, up.bias, self.weight, self.bias
+                own = up.in_fp8(), self.in_fp8()
+            y, sums = FeedForward.apply(x, *weights, prune, layouts, measures, *own)
         if measures:
             self.kept.add_(sums)
         return y

@@ -41,13 +41,7 @@ def relu24_codes(
 
 
 def run(
-    x: Tensor,
-    h: Tensor | None,
-    prune: bool,
-    layout: str,
-    fmt: str = "",
-    amax: Tensor | None = None,
-    seen: Tensor | None = None,
+    x: Tensor, h: Tensor | None, prune: bool, layout: str, fmt: str = "", *scaling: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The result, of x's shape, its packed bytes, and with `fmt` the codes of its transpose and
     their scale. h: given for the gradient."""
@@ -57,24 +51,22 @@ def run(
     order = order_of(own, dtype) if own else ""
     groups, warps = (8, 4) if not own or (not fmt and is_written(order, 8)) else (16, 8)
     buffer = torch.empty(0, dtype=torch.uint8, device=x.device)
-    turned, scale = buffer, torch.empty((), device=x.device)
-    values = meta = buffer
+    values = meta = turned = scale = bits = buffer
+    amax, seen = scaling or (None, None)
     if own:
         buffer = new_buffer(*x.shape, dtype, x.device, own)
         values, meta = split(buffer, x.numel(), dtype)
     if fmt:
-        turned = x.new_empty(x.shape[::-1], dtype=dtype)
-    bits = scale if amax is None else amax
+        turned, scale = x.new_empty(x.shape[::-1], dtype=dtype), torch.empty((), device=x.device)
+        bits = (torch.zeros_like(scale) if amax is None else amax).view(torch.int32)
     stages = (0,) if not fmt else (1, 2) if amax is None else (2,)
-    if stages[0] == 1:
-        bits = torch.zeros_like(scale)
     if x.numel():
         rows, columns = x.shape if own else (x.numel(), 4 * groups)
         for stage in stages:
             launch(
                 relu24_kernel, triton.cdiv(x.numel(), 256 * groups), x.device,
-                x, x if h is None else h, out, values, meta, rows, columns, turned, scale,
-                bits.view(torch.int32), (bits if seen is None else seen).view(torch.int32),
+                x, x if h is None else h, out, values, meta, rows, columns, turned, scale, bits,
+                bits if seen is None else seen.view(torch.int32),
                 *constants(fmt or "e4m3"), BACKWARD=h is not None, PRUNE=prune, ORDER=order,
                 GROUPS=groups, STAGE=stage, SEEN=seen is not None, num_warps=warps,
             )  # fmt: skip
