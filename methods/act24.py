@@ -67,7 +67,7 @@ class FeedForward(torch.autograd.Function):
     """x [..., in] -> [..., out], and the sums of H' and H (fp32 [2]) if `measures`, else [0].
 
     w1 [hidden, in], w2 [out, hidden] and biases or None are of x's dtype. layouts: of H' and of dZ,
-    packed; "" for a dense product. up, down: `Linear.in_fp8` of both for FP8 units, else None. With
+    packed; "" for a dense product. up, down: `Linear.in_fp8` of both for FP8 units, else (). With
     them w1 and w2 are the master weights, of which only the gradients are made here.
     """
 
@@ -233,12 +233,14 @@ class Down(Linear):
             )
         measures = self.measuring and self.training
         if in_fp8 and not any(layouts):
+            assert up.precision is not None and self.precision is not None
             z = up.forward_in_fp8(x, up.precision)
             h = relu24(z)
             y = self.forward_in_fp8(h, self.precision)
-            sums = sums_of(z.detach(), h.detach()) if measures else None
+            sums = sums_of(z.detach(), h.detach()) if measures else y
         else:
-            weights, own = (*up.cast(x.dtype), *self.cast(x.dtype)), (None, None)
+            weights = *up.cast(x.dtype), *self.cast(x.dtype)
+            own: tuple[tuple[Any, ...], ...] = (), ()
             if in_fp8:
                 weights = up.weight, up.bias, self.weight, self.bias
                 own = up.in_fp8(), self.in_fp8()
