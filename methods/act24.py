@@ -109,28 +109,26 @@ class FeedForward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dy, _):
+        needs, dx = ctx.needs_input_grad, None
         with without_autocast(dy):
             dy = fill_up(flat(dy), ctx.padding)
-            products = gradients_in_fp8 if ctx.fp8 else gradients
-            dz, dx, dw1, dw2 = products(ctx, dy, ctx.needs_input_grad)
+            if ctx.fp8:
+                dz, dx, dw1, dw2 = gradients_in_fp8(ctx, dy, needs)
+            else:
+                given, w1, w2, h = ctx.saved_tensors
+                dz, packed = relu24_backward(dy @ w2, h, ctx.layout)
+                if needs[0]:
+                    dx = dz @ w1 if packed is None else mm24(packed, w1)
+                dw1 = dz.t() @ given if needs[1] else None
+                dw2 = dy.t() @ h if needs[3] else None
             if dx is not None:
                 dx = dx[: len(dx) - ctx.padding].view(ctx.like)
-            needs = ctx.needs_input_grad[2::2]
-            db1, db2 = (g.sum(0) if n else None for g, n in zip((dz, dy), needs, strict=False))
+            db1, db2 = (g.sum(0) if n else None for g, n in ((dz, needs[2]), (dy, needs[4])))
         return dx, dw1, db1, dw2, db2, *(None,) * 5
 
 
-def gradients(ctx: Any, dy: Tensor, needs: tuple[bool, ...]) -> tuple[Tensor | None, ...]:
+def gradients_in_fp8(ctx: Any, dy: Tensor, needs: tuple[bool, ...]) -> tuple[Any, ...]:
     """dZ, dX, dW1 and dW2."""
-    given, w1, w2, h = ctx.saved_tensors
-    dz, packed = relu24_backward(dy @ w2, h, ctx.layout)
-    dx = None
-    if needs[0]:
-        dx = dz @ w1 if packed is None else mm24(packed, w1)
-    return dz, dx, dz.t() @ given if needs[1] else None, dy.t() @ h if needs[3] else None
-
-
-def gradients_in_fp8(ctx: Any, dy: Tensor, needs: tuple[bool, ...]) -> tuple[Tensor | None, ...]:
     dgrad, given, kept, h, w2, w2_scale, scale, scale2, amax, amax2 = saved(ctx)
     formats, seen, formats2, seen2, dtype, dtype2 = ctx.own
     codes, turned = quantized_gradient(dy, formats2, True, amax2, seen2)
@@ -164,6 +162,7 @@ class Linear(ActivationLinear):
     """One of the two linears of a network. Its weight is dense and cast when it is used."""
 
     config: Any
+    precision: Any
 
     @torch.no_grad()
     def hold(self) -> None:
@@ -177,7 +176,6 @@ class Linear(ActivationLinear):
 
     def in_fp8(self) -> tuple[Any, ...]:
         """The codes for fprop and dgrad, the formats, and the state of delayed scaling."""
-        assert self.precision is not None
         return *self.precision.operands(self), self.precision.formats, *delayed.of(self)
 
     def cast(self, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
@@ -233,7 +231,6 @@ class Down(Linear):
             )
         measures = self.measuring and self.training
         if in_fp8 and not any(layouts):
-            assert up.precision is not None and self.precision is not None
             z = up.forward_in_fp8(x, up.precision)
             h = relu24(z)
             y = self.forward_in_fp8(h, self.precision)

@@ -73,15 +73,12 @@ def others(report: Report) -> list[str]:
 def compared(
     names: list[str], shape: Shape, dtype: torch.dtype, matmul: str, options: argparse.Namespace
 ) -> Iterator[Row]:
-    """The rows of the named variants, all linears or all networks, measured in turns with a dense
-    one, and networks in FP8 with a dense one in FP8."""
-    tokens, inputs, outputs = shape
+    """The rows of the named variants, all linears or all networks, in turns with dense ones."""
     network, rates = variants.variant(names[0]).network, [dense_products(shape, dtype, options)]
     peers, text = ["dense"], shape_name(shape)
     if network:
-        rates.append(dense_products((tokens, outputs, inputs), dtype, options))
-        peers, text = [variants.RELU2, variants.RELU2_FP8], f"{text} -> {inputs}"
-        peers = peers if options.device.type == "cuda" else peers[:1]
+        rates.append(dense_products((shape[0], shape[2], shape[1]), dtype, options))
+        peers, text = [variants.RELU2, variants.RELU2_FP8], f"{text} -> {shape[1]}"
     of = (shape, dtype, options.device, matmul, BUFFERS)
     built = {name: build(name, *of) for name in names}
     calls: dict[str, Call] = {peer: build(peer, *of).forward_backward for peer in peers}

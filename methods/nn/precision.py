@@ -66,9 +66,8 @@ class Precision:
     def operands(self, layer: Any) -> tuple[Fp8, Fp8]:
         """The operands of fprop and of dgrad."""
         if layer.code_scales is None:  # in the forward pass of another layer than this sharded one
-            formats = self.formats.fprop, self.formats.dgrad
-            fprop, dgrad = (Fp8(*quantize_fp8(layer.weight.detach(), fmt)) for fmt in formats)
-            return fprop, dgrad
+            w, own = layer.weight.detach(), self.formats
+            return Fp8(*quantize_fp8(w, own.fprop)), Fp8(*quantize_fp8(w, own.dgrad))
         scale, scale_dgrad = layer.code_scales.unbind()
         rows, columns, layouts = layer.out_features, layer.in_features, layer.accelerated.layouts
         if layer.packed is None:

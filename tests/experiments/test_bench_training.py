@@ -48,7 +48,8 @@ def test_linear_has_every_variant_with_its_parts(tmp_path):
         network = name in variants.NETWORKS
         shape = "64 x 16 -> 32 -> 16" if network else "64 x 16 -> 32"
         assert (row["shape"], row["dtype"]) == (shape, "float32") and row["limit_ms"] > 0
-        assert row["peers"].keys() == {variants.RELU2 if network else "dense"}
+        peers = {variants.RELU2, variants.RELU2_FP8} if network else {"dense"}
+        assert row["peers"].keys() == peers
         searching = {"hooks, masks chosen ms"} if name.startswith("fst") else set()
         held = {f"{part} MiB" for part in ("weights", "masks", "packed", "operands")}
         assert row["figures"].keys() == {"products ms", "hooks ms"} | searching | held
