@@ -43,6 +43,7 @@ from experiments.training.distributed import World, world
 from experiments.training.optimization import DTYPES
 from experiments.training.pretraining import held_out
 from experiments.training.routine import process_settings
+from methods.nn import lowrank
 from models.gpt2 import GPT
 from models.hf import CausalLM
 
@@ -99,7 +100,7 @@ def _evaluate(
         if config.images is not None:
             metrics |= _accuracy(config, model, batch, dtype)
         if tokenizer is not None:  # tasks come last, because they may change the model
-            export.merge_low_rank(model)
+            lowrank.merge(model)
             theirs = files.to_transformers(model).to(here.device)
             longest: Any = getattr(model, "config", model)
             details = zero_shot.evaluate(
@@ -152,10 +153,8 @@ def _described(config: EvaluateConfig) -> str:
 
 
 def _model(config: EvaluateConfig) -> tuple[nn.Module, dict[str, tuple[int, int]]]:
-    """(the model on the CPU, the N:M pattern of each linear whose legality is reported).
-
-    For a folder these are the linears in its record or, without one, all linears with 2:4.
-    """
+    """(the model on the CPU, the N:M pattern of each linear whose legality is reported): in a
+    folder those of its record or, without one, 2:4 for all linears."""
     if config.finished_run is not None:
         run = config.finished_run
         return run.model(config.weights), {name: run.pattern(name) for name in run.converted}

@@ -113,10 +113,8 @@ def finished(search: DecaySearch) -> dict[str, Any] | None:
 
 
 def run(search: DecaySearch, report: Callable[[str], None] = say) -> dict[str, Any]:
-    """Train what is missing, write and report the comparison; return the content of `result.json`.
-
-    Its metrics are the recommended factor and its mu, the smallest and the largest feasible
-    candidate (all None if no candidate is feasible), and the flip rate of the dense run."""
+    """Train what is missing, write and report the comparison (see `compared`); return the content
+    of `result.json`."""
     impl = search.config.impl
     with world(impl.device, impl.offload) as here:  # one process group for all the runs
         report = report if here.is_main else silent

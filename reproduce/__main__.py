@@ -54,8 +54,7 @@ def read_options(words: list[str], *known: str) -> dict[str, str]:
 
 
 def parse(arguments: list[str], tables: list[Table]) -> tuple[list[Table], str, Launch | None]:
-    """(the tables that the arguments name, the tier, how missing runs are started; None = in this
-    process)."""
+    """(the chosen tables, the tier, how missing runs are started; None = in this process)."""
     command, *options = arguments
     chosen = [table for table in tables if table.command == command]
     if command == ALL:
@@ -145,12 +144,12 @@ def _do(arguments: list[str], folder: Path, runs: Path) -> int:
             raise UsageError(f"cannot use {given!r}; use claims, claims N or claims all")
         judge.main(runs, "".join(rest))
     elif command == "report":
-        options = read_options(rest, "figure=FILE")
+        options = read_options(rest, "figure=FILE", "sizes=FILE")
         from reproduce.render.report import page
 
-        if options:
-            page.write_figure(Path(options["figure"]))
-        else:
+        for name, file in options.items():
+            page.write_figure(name, Path(file))
+        if not options:
             page.main(runs)
     elif command == "pack":
         read_options(rest)

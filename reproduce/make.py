@@ -93,8 +93,7 @@ def make(table: Table, tier: str, runs: Path, launch: Launch | None = None) -> M
 def write(
     table: Table, tier: str, done: list[PlacedRun], made: Made, runs: Path
 ) -> tuple[Rendered, Path, bool]:
-    """Write a table of these finished runs; return it, the path of its files without their ends,
-    and whether it has a figure."""
+    """Write a table; return it, the path of its files without their ends, if it has a figure."""
     stem, rendered = listing.stem(table, tier, runs), render(table, tier, done)
     write_text(Path(f"{stem}.md"), rendered.markdown())
     write_text(Path(f"{stem}.csv"), csv_text(rendered.summary))

@@ -1,7 +1,6 @@
 """The quickstart, `python -m reproduce quickstart [rows=all]`: tiny models and what they lose.
 
-They train side by side, one on each core with one thread: two processes with one thread make 1.4
-times the steps of one with two.
+They train side by side with one thread: two such processes make 1.4 times the steps of one of two.
 """
 
 from __future__ import annotations

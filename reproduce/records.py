@@ -1,9 +1,8 @@
 """Reads the records of the blocks' runs, decides which of them count, packs them, and gives a table
 the records of its rows in the place of runs.
 
-A record counts if a block has a run with its variant and seed whose config has the hash in the
-record. A record that was made with another default, override or initial model belongs to another
-experiment: claims, tables and the page of results leave it out and name it.
+A record counts if a block has a run with its variant and seed whose config has its hash. Others,
+of another default, override or initial model, are left out of all views and named.
 """
 
 from __future__ import annotations
@@ -33,8 +32,7 @@ class Evidence:
     outdated: list[tuple[dict[str, Any], str]] = field(default_factory=list)
 
     def warnings(self) -> list[str]:
-        """A line for each variant with records that do not count: the seeds, the reason and the
-        first file."""
+        """A line for each variant with such records: the seeds, the reason, the first file."""
         variants: dict[tuple[str, str, str], list[dict[str, Any]]] = {}
         for record, why in self.outdated:
             variants.setdefault((record["block"], record["variant"], why), []).append(record)
@@ -105,12 +103,10 @@ def model(records: Iterable[dict[str, Any]]) -> str:
 def setting(records: Iterable[dict[str, Any]]) -> str:
     """Model, length of training, data and seeds of runs, in words; "" without runs. Seeds at which
     runs started from different weights, because their first model was trained twice, are named."""
-    runs = list(records)
-    if not runs:
+    if not (runs := list(records)):
         return ""
-    parts = [
-        " or ".join(dict.fromkeys(several)) for several in zip(*map(_trained, runs), strict=True)
-    ]
+    every = zip(*map(_trained, runs), strict=True)
+    parts = [" or ".join(dict.fromkeys(several)) for several in every]
     parts.append(f"seeds {', '.join(map(str, sorted({run['seed'] for run in runs})))}")
     starts = {(r["block"], r["seed"], str(r.get("init"))) for r in runs if "source" in r}
     several = Counter((block, seed) for block, seed, _ in starts)
@@ -130,9 +126,6 @@ def _trained(record: dict[str, Any]) -> tuple[str, ...]:
     data = f"data={chosen['data']}" if "data" in chosen else "the default data"
     batch = f"{round(tokens / max(1, record['steps'])):,} {unit} a step"
     return name, f"{length} {unit}", batch, f"{data} ({record['corpus_hash'][:12]})"
-
-
-# --- the records of a table ----------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -162,14 +155,13 @@ def collect(
     collected = Collected(table, warnings=evidence.warnings())
     for variant, row, seed in table.trainings(tier):
         if (row.variant, seed) not in asked:
-            raise UserError(
-                f"{table.name}, {row.label!r}: block {block.name} has no variant {row.variant}"
-            )
+            lacks = f"block {block.name} has no variant {row.variant}"
+            raise UserError(f"{table.name}, {row.label!r}: {lacks}")
         run = asked[row.variant, seed]
         record = evidence.values.get((run.block, run.variant), {}).get(seed)
         if record is None:
-            if seed not in collected.missing.setdefault(row.variant, []):
-                collected.missing[row.variant].append(seed)
+            missing = collected.missing.setdefault(row.variant, [])
+            missing += [seed] * (seed not in missing)
             continue
         steps: dict[float, dict[str, float]] = {}  # the curves as entries of a metrics.jsonl
         for name, points in record["curves"].items():

@@ -14,6 +14,7 @@ from types import ModuleType
 
 import pytest
 import torch
+from omegaconf import OmegaConf
 from torch.utils.data import DataLoader
 
 import methods
@@ -45,12 +46,21 @@ def blocks(page, language):
     return re.findall(rf"^```{language}\n(.*?)^```", text(page), re.S | re.M)
 
 
+def prose(page):
+    """Without its blocks of code."""
+    return re.sub(r"^```.*?^```", "", text(page), flags=re.S | re.M)
+
+
 def anchors(page):
     """The names that GitHub gives to the headings of a page."""
-    titles = re.findall(
-        r"^#+ (.*)$", re.sub(r"^```.*?^```", "", text(page), flags=re.S | re.M), re.M
-    )
+    titles = re.findall(r"^#+ (.*)$", prose(page), re.M)
     return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+def block(page, start):
+    """The one python block of a page whose code begins so."""
+    (found,) = (b for b in blocks(ROOT / page, "python") if b.startswith(start))
+    return found
 
 
 def test_the_readme_is_short_and_every_page_is_in_the_index():
@@ -94,8 +104,7 @@ def commands():
             for line in block.replace("\\\n", " ").splitlines():
                 if line.split(" ")[0] in ("python", "bash", "torchrun", "echo"):
                     yield page, line
-        prose = re.sub(r"^```.*?^```", "", text(page), flags=re.S | re.M)
-        for line in re.findall(r"`([^`\n]+)`", prose):
+        for line in re.findall(r"`([^`\n]+)`", prose(page)):
             if line.startswith(("python -m", "python docs")) and "NAME" not in line:
                 yield page, line
             elif SETTINGS.fullmatch(line) and not re.search("NAME|FOLDER", line):
@@ -120,10 +129,8 @@ def test_commands_are_understood():
         elif module == "reproduce":
             if arguments[0] == "run":
                 assert arguments[1] == "BLOCK" or (BLOCKS / f"{arguments[1]}.yaml").exists()
-            elif (  # `w` stands for the paper that a reader adds
-                arguments[0] not in (*COMMANDS, "--list")
-                and not {"--list", "paper=w"} & {*arguments}
-            ):
+            # `w` stands for the paper that a reader adds
+            elif arguments[0] not in COMMANDS and not {"--list", "paper=w"} & {*arguments}:
                 parse(arguments, tables)
         elif module.startswith("reproduce."):
             assert (ROOT / f"{module.replace('.', '/')}.py").exists(), line
@@ -132,11 +139,9 @@ def test_commands_are_understood():
         elif module.startswith("experiments."):
             name = module.removeprefix("experiments.")
             assert (ROOT / "experiments" / f"{name}.py").exists(), line
-            sweep = "-m" in arguments
-            overrides = [word for word in arguments if "=" in word]
-            # The launcher of a sweep is an extra; tests/experiments/config/test_cluster.py.
-            overrides = [o for o in overrides if not o.startswith(("+cluster=", "hydra."))]
-            if sweep:  # composes the first run of a sweep
+            # The launcher of a sweep is an extra; tests/experiments/config/test_cli.py.
+            overrides = [w for w in arguments if "=" in w and not w.startswith(("+clu", "hydra."))]
+            if "-m" in arguments:  # composes the first run of a sweep
                 overrides = [re.sub(r"(,.*)$", "", word) for word in overrides]
             if name == "prepare_data":
                 name = "pretrain"
@@ -187,9 +192,7 @@ def batch():
 
 
 def snippet(start):
-    """The one python block of own_loop.md whose code begins with `start`."""
-    (found,) = (b for b in blocks(ROOT / "docs" / "own_loop.md", "python") if b.startswith(start))
-    return found
+    return block("docs/own_loop.md", start)
 
 
 def trained():
@@ -206,11 +209,8 @@ def trained():
 
 def test_every_snippet_is_run_here():
     counts = {"README.md": 1, "docs/own_loop.md": 15, "docs/methods/semi_sparse.md": 1}
-    counts |= {
-        "docs/evaluation.md": 1,
-        "docs/serving.md": 3,
-        "docs/extending.md": 2,
-    }  # test_finetune.py has the first
+    counts |= {"docs/serving.md": 3, "docs/extending.md": 2}
+    counts |= {"docs/evaluation.md": 1}  # test_finetune.py has it
     found = {page: len(blocks(page, "python")) for page in PAGES if blocks(page, "python")}
     assert found == {ROOT / name: count for name, count in counts.items()}
 
@@ -230,12 +230,17 @@ def test_the_method_of_a_few_lines_keeps_what_it_kept(monkeypatch):
         assert layer.mask.tolist() == [[first, first, not first, not first]] * 4
 
 
-def test_a_layer_is_used_without_a_model(capsys):
-    _, code = blocks(ROOT / "docs" / "extending.md", "python")
+def test_layers_are_used_without_a_model_and_swapped_for_torchao_s(capsys):
     names = {}
-    exec(code, names)
+    exec(blocks(ROOT / "docs" / "extending.md", "python")[1], names)
     assert type(names["layer"]) is torch.nn.Linear and is_24(names["layer"].weight)
     assert "tensor(" in capsys.readouterr().out
+    model = ViT(ViTConfig(width=32, depth=1, heads=2, image_size=8, patch_size=4, n_classes=3)).vit
+    kinds = []
+    given = {"model": model, "train": lambda model: kinds.append(type(model.blocks[0].mlp.fc1))}
+    exec(block("docs/methods/semi_sparse.md", ""), given)
+    assert [kind.__name__ for kind in kinds] == ["SemiSparseLinear"]
+    assert type(model.blocks[0].mlp.fc1) is torch.nn.Linear
 
 
 def test_the_merge_of_adapters_keeps_the_pattern_only_as_shown():
@@ -248,15 +253,6 @@ def test_the_merge_of_adapters_keeps_the_pattern_only_as_shown():
         told = methods.check(names["model"])
         assert {told[name] for name in names["masks"]} == {holds}
         exec(f"for name, mask{mask}", names)
-
-
-def test_code_for_torchao_runs():
-    (swap,) = blocks(ROOT / "docs" / "methods" / "semi_sparse.md", "python")
-    model = ViT(ViTConfig(width=32, depth=1, heads=2, image_size=8, patch_size=4, n_classes=3)).vit
-    kinds = []
-    exec(swap, {"model": model, "train": lambda model: kinds.append(type(model.blocks[0].mlp.fc1))})
-    assert [kind.__name__ for kind in kinds] == ["SemiSparseLinear"]
-    assert type(model.blocks[0].mlp.fc1) is torch.nn.Linear
 
 
 def test_a_training_ends_sparse_is_saved_and_resumed(tmp_path, monkeypatch):
@@ -357,11 +353,9 @@ def test_an_export_is_loaded_and_fine_tuned_as_shown(tmp_path, capsys, monkeypat
     assert capsys.readouterr().out == "{}\n"
     same = dict(loaded["model"].named_parameters())
     assert all(torch.equal(same[n], p) for n, p in model.named_parameters())
-    (code,) = (b for b in blocks(ROOT / "docs" / "own_loop.md", "python") if "MethodCallback" in b)
+    code = snippet("from methods.integ")
     code = re.sub(r'methods\.build\("\w+"', 'methods.build("one_shot"', code)
-    rows = [{"input_ids": row, "labels": row} for row in torch.randint(0, 32, (8, 16))]
-    names = {"arguments": trainer_arguments(tmp_path / "out"), "dataset": rows, "folder": folder}
-    exec(code, {**names, "model": model, "method": methods.build("one_shot", total_steps=2)})
+    exec(code, callback_names(tmp_path, model, "one_shot") | {"folder": folder})
     tuned = type(model).from_pretrained(tmp_path / "out")
     for name in weights:
         found = tuned.get_parameter(name)
@@ -373,64 +367,59 @@ def test_lightning_trains_as_the_loop_does():
     lightning = pytest.importorskip("pytorch_lightning")
     names = {}
     exec(snippet("import pytorch_lightning"), names)
-    rows = torch.randint(0, 32, (5, 4, 17), generator=torch.Generator().manual_seed(0))
-    batches = [{"input": row[:, :-1], "target": row[:, 1:]} for row in rows]
-    found = []
-    for alone in (True, False):
-        torch.manual_seed(0)
-        model = GPT(GPTConfig(n_layer=2, n_head=2, n_embd=16, vocab_size=32, block_size=16))
+    batches = [batch() for _ in range(5)]
+
+    def made():
         options = {"refresh_every": 2, "dense_fraction": 0.3, "alpha": 1e-2}
-        method = methods.build("fst", total_steps=3, **options)
+        model, method = tiny(), methods.build("fst", total_steps=3, **options)
         method.convert(model)
-        found.append((model, method))
-        if not alone:
-            quiet = ("logger", "enable_checkpointing", "enable_progress_bar")
-            trainer = lightning.Trainer(
-                max_steps=3, accumulate_grad_batches=2, gradient_clip_val=1.0, accelerator="cpu",
-                enable_model_summary=False, **dict.fromkeys(quiet, False),
-            )  # fmt: skip
-            trainer.fit(names["Sparse"](model, method), DataLoader(batches, batch_size=None))
-            continue
-        optimizer = method.optimizer(model.parameters(), lr=1e-3)
-        for step in range(3):
-            method.on_step_begin(step)
-            for batch in batches[2 * step : 2 * step + 2]:
-                (method.loss(model, batch) / 2).backward()
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            method.on_gradients(step, optimizer)
-            optimizer.step()
-            optimizer.zero_grad()
-            method.on_step_end(step)
-    (model, method), (other, its) = found
-    assert all(
-        torch.equal(*pair) for pair in zip(model.parameters(), other.parameters(), strict=True)
-    )
+        return model, method
+
+    model, method = made()
+    optimizer = method.optimizer(model.parameters(), lr=1e-3)
+    for step in range(3):
+        method.on_step_begin(step)
+        for own in batches[2 * step : 2 * step + 2]:
+            (method.loss(model, own) / 2).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        method.on_gradients(step, optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+        method.on_step_end(step)
+    other, its = made()
+    off = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar"), False)
+    trainer = lightning.Trainer(
+        max_steps=3, accumulate_grad_batches=2, gradient_clip_val=1.0, accelerator="cpu",
+        enable_model_summary=False, **off,
+    )  # fmt: skip
+    trainer.fit(names["Sparse"](other, its), DataLoader(batches, batch_size=None))
+    assert all(map(torch.equal, model.parameters(), other.parameters()))
     assert method.metrics() == its.metrics()
 
 
+def callback_names(path, model, method):
+    """What the snippet with transformers' Trainer finds."""
+    return {
+        "arguments": trainer_arguments(path / "out", per_device_train_batch_size=4),
+        "dataset": [{"input_ids": r, "labels": r} for r in torch.randint(0, 32, (8, 16))],
+        "model": model,
+        "method": methods.build(method, total_steps=2),
+    }
+
+
 def test_a_model_of_transformers_is_trained_as_shown(tmp_path):
-    (code,) = (b for b in blocks(ROOT / "docs/own_loop.md", "python") if "MethodCallback" in b)
     model = llama(max_position_embeddings=16)
     model.save_pretrained(tmp_path / "model")
-    names = {
-        "arguments": trainer_arguments(tmp_path / "out", per_device_train_batch_size=4),
-        "dataset": [{"input_ids": r, "labels": r} for r in torch.randint(0, 32, (8, 16))],
-        "folder": tmp_path / "model",
-        "model": model,
-        "method": methods.build("s_ste", total_steps=2),
-    }
-    exec(code, names)
+    names = callback_names(tmp_path, model, "s_ste") | {"folder": tmp_path / "model"}
+    exec(snippet("from methods.integ"), names)
     stored = type(model).from_pretrained(tmp_path / "out")
     assert is_24(stored.model.layers[0].mlp.up_proj.weight)
 
 
 def test_the_loop_of_the_readme_runs_and_is_saved_sparse(tmp_path, monkeypatch):
-    (loop,) = blocks(ROOT / "README.md", "python")
     monkeypatch.chdir(tmp_path)
-    model = tiny()
-    exec(
-        loop, {"torch": torch, "model": model, "steps": 3, "batches": iter(batch() for _ in "123")}
-    )
+    names = {"torch": torch, "model": tiny(), "steps": 3, "batches": iter([batch()] * 3)}
+    exec(block("README.md", ""), names)
     saved = torch.load("model.pt", weights_only=True)
     assert saved.keys() == tiny().state_dict().keys()
     assert is_24(saved["transformer.h.0.mlp.c_fc.weight"])
@@ -459,30 +448,11 @@ def test_what_is_generated_is_up_to_date():
     """If not: `python docs/make_configuration.py` and `python docs/make_methods.py`."""
     configuration, measured = script("make_configuration"), script("make_methods")
     assert text(configuration.PAGE) == configuration.page()
+    curves = measured.PAGES / "curves"
     for name, (block, variant) in measured.SHOWN.items():
-        page = measured.PAGES / f"{name}.md"
-        assert measured.measured(name) in text(page), name
-        drawn = measured.drawing(block, variant)
-        assert text(page.parent / "curves" / f"{name}.svg") == drawn
-    assert text(measured.PAGES / "curves" / "dense_columns.svg") == measured.by_dense_columns()
-
-
-def test_the_paths_through_the_code_are_short_and_lead_through_what_they_name():
-    page = text(ROOT / "docs" / "extending.md")
-    paths = (
-        "a command to a result",
-        "a yaml to a kernel",
-        "a spec to a table",
-        "records to a verdict",
-    )
-    for heading in (f"From {path}" for path in paths):
-        part = page.split(f"\n### {heading}\n")[1].split("\n### ")[0]
-        items = re.findall(r"^\d\. `(\S+)`: (.*?)(?=^\d\. |\Z)", part, re.S | re.M)
-        assert len(items) == 6
-        for name, told in items:
-            content = text(ROOT / name)
-            for word in re.findall(r"`(\w+)`", told):
-                assert re.search(rf"\b{word}\b", content), (name, word)
+        assert measured.measured(name) in text(measured.PAGES / f"{name}.md"), name
+        assert text(curves / f"{name}.svg") == measured.drawing(block, variant)
+    assert text(curves / "dense_columns.svg") == measured.by_dense_columns()
 
 
 @cache
@@ -512,11 +482,10 @@ def test_the_quoted_errors_are_those_of_the_source():
 
 @cache
 def rows(benchmark):
-    record = (ROOT / "experiments" / "bench_results" / "h200.md").read_text(encoding="utf-8")
+    record = text(ROOT / "experiments" / "bench_results" / "h200.md")
     part = record.split(f"\n## {benchmark}\n")[1].split("\n## ")[0]
-    cells = [
-        [c.strip() for c in line.split("|")[1:-1]] for line in part.splitlines() if "|" in line
-    ]
+    lines = (line.split("|")[1:-1] for line in part.splitlines() if "|" in line)
+    cells = [[cell.strip() for cell in line] for line in lines]
     return {(row[0], row[2]): row for row in cells}
 
 
@@ -530,11 +499,12 @@ def shown(page, section, first):
 def test_speeds_are_those_of_the_records():
     """Each as a factor over dense, of a layer or of a step, launched and in CUDA graphs."""
     factors = []
-    widths = {"1,280": "GPT-2 774M, 16 x 1024, all linears"}
-    widths["4,096"] = "6 blocks 4096 -> 14336, 8 x 1024, all linears"
+    widths = {
+        "1,280": "GPT-2 774M, 16 x 1024, all linears",
+        "4,096": "6 blocks 4096 -> 14336, 8 x 1024, all linears",
+    }
     names = ["s_ste", "slope", "fst", "dense fp8", "s_ste, fp8", "fst, fp8"]
     steps = shown("README.md", "What it gives", r"\d")
-    assert [width for width, *_ in steps] == list(widths)
     for width, *figures in steps:
         factors += [("train", widths[width], *pair) for pair in zip(names, figures, strict=True)]
     names = ["ste", "semi_sparse", "slope", "fst", "s_ste", "s_ste, fp8", "dense fp8"]
@@ -549,17 +519,14 @@ def test_speeds_are_those_of_the_records():
         assert {f"step in CUDA graphs ms {graphs}", f"peak MiB {peak}"} <= {*found}
         told = next(f for f in found if f.startswith("in graphs, times as fast as dense"))
         assert float(told.split()[-1]) == pytest.approx(float(faster_in_graphs), abs=0.0051)
-    small = [
-        f for _, shape, name, f in factors if "124M" in shape and name in ("fst", "s_ste", "slope")
-    ]
+    of = ("fst", "s_ste", "slope")
+    small = [f for _, shape, name, f in factors if "124M" in shape and name in of]
     assert f"(at 768 {min(small)} to {max(small)})" in text(ROOT / "README.md")
     factors = [factor for factor in factors if factor[-1]]
     for benchmark, shape, name, figure in factors:
         assert f"dense {figure}" in rows(benchmark)[name, shape][7].split("; "), (shape, name)
     assert (len(steps), len(times), len(factors)) == (2, 29, 9 + 42 + 29)
-    loop = (ROOT / "experiments" / "bench_results" / "h200_loop_auto.md").read_text(
-        encoding="utf-8"
-    )
+    loop = text(ROOT / "experiments" / "bench_results" / "h200_loop_auto.md")
     for figure, name in re.findall(r"(1\.\d\d) \(`(\w+)`\)", text(ROOT / "README.md")):
         (line,) = re.findall(rf"^\| {name}, compiled \|.* 2048 -> .*$", loop, re.M)
         assert f"| dense {figure} |" in line
@@ -567,25 +534,20 @@ def test_speeds_are_those_of_the_records():
 
 def test_products_of_integers_are_those_of_the_record():
     path = ROOT / "experiments" / "bench_results" / "h200_integers.json"
-    record = json.loads(path.read_text(encoding="utf-8"))["rows"]
-    told = shown(
-        "docs/serving.md", "How small does it get with integers?", r"(?:\d+ -> \d+ )?\| \d"
-    )
+    section = "How small does it get with integers?"
+    told = shown("docs/serving.md", section, r"(?:\d+ -> \d+ )?\| \d")
     want = [
         [str(row["tokens"]), *(f"{row['dense'] / row[k]:.2f}" for k in ("sparse", "int8", "int4"))]
-        for row in record
+        for row in json.loads(text(path))["rows"]
     ]
     assert [cells[1:] for cells in told] == want
 
 
 def test_the_citation_and_the_hooks_are_valid():
-    from omegaconf import OmegaConf
-
     citation = OmegaConf.to_container(OmegaConf.load(ROOT / "CITATION.cff"))
-    version = re.search(r'^version = "(.*)"$', (ROOT / "pyproject.toml").read_text(), re.M)[1]
+    version = re.search(r'^version = "(.*)"$', text(ROOT / "pyproject.toml"), re.M)[1]
     assert (citation["title"], citation["version"]) == ("sparse24", version)
     hooks = OmegaConf.to_container(OmegaConf.load(ROOT / ".pre-commit-config.yaml"))
     entries = [hook["entry"] for hook in hooks["repos"][0]["hooks"]]
-    script = (ROOT / "tests" / "run.sh").read_text(encoding="utf-8")
-    checks = re.findall(r'^ *check "\$bin/(.*)$', script, re.M)
+    checks = re.findall(r'^ *check "\$bin/(.*)$', text(ROOT / "tests" / "run.sh"), re.M)
     assert entries == [check.replace('"', "") for check in checks]

@@ -74,13 +74,3 @@ def convert(linears: Iterable[nn.Linear]) -> None:
     """Make `linears` compute in FP8, in place."""
     for linear in linears:
         linear.__class__ = Linear
-
-
-def convert_by_torchao(model: nn.Module, names: set[str]) -> None:
-    """Make the linears of these names compute in FP8 by torchao, in place; they keep their weights.
-
-    The recipe is torchao's for training: as here, one scale per tensor that is measured each time.
-    """
-    from torchao.float8 import convert_to_float8_training
-
-    convert_to_float8_training(model, module_filter_fn=lambda _, name: name in names)

@@ -95,11 +95,8 @@ def bench(options: argparse.Namespace, report: Report) -> None:
 
 class Loop(Step):
     """A plain loop over the same batch, with the model, method, micro-batches and optimizer of a
-    config, without data, logging and evaluation.
-
-    items, unit: number and kind of what a step trains on. flops: operations per step, 6 for each
-    parameter and token. shape: a description.
-    """
+    config. items, unit: number and kind of what a step trains on. flops: operations per step, 6 for
+    each parameter and token."""
 
     def __init__(self, name: str, config: RunConfig, device: torch.device) -> None:
         train, impl = config.train, config.impl

@@ -28,10 +28,8 @@ ATTENTION = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
 def encoder(name: str, **changed: Any) -> nn.Module:
-    """timm's model `name` up to its neck: images [B, 3, S, S] to features [B, 256, S/16, S/16].
-
-    changed: arguments of the model that replace timm's.
-    """
+    """timm's model `name` with the arguments `changed` up to its neck: images [B, 3, S, S] to
+    features [B, 256, S/16, S/16]."""
     import timm
 
     model: Any = timm.create_model(name, num_classes=0, global_pool="", **changed)

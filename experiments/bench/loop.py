@@ -133,10 +133,8 @@ def bench(options: argparse.Namespace, report: Report) -> None:
 
 
 class Loop(Step):
-    """A model in the loop of docs/own_loop.md, with the setup of a row.
-
-    Raises a `UserError` if the products of its layers are wrong.
-    """
+    """A model in the loop of docs/own_loop.md, with the setup of a row. Raises a `UserError` if the
+    products of its layers are wrong."""
 
     def __init__(
         self, shape: str, job: Workload, compiled: bool, matmul: str, device: torch.device, row: str

@@ -37,12 +37,9 @@ def gate(name: str, job: Workload, device: torch.device, matmul: str) -> None:
 
 
 class Step:
-    """A model under a method with its optimizer, whose steps are run one after the other.
-
-    fused: use `methods.FusedAdamW`; otherwise the method's optimizer, for most torch's fused AdamW.
-    dtype: of autocast, by default bf16 on a GPU; fp32 means none.
-    first_s: seconds to the end of the first step, including building the model and compilation.
-    """
+    """A model under a method with its optimizer, whose steps are run one after the other. fused:
+    use `methods.FusedAdamW`. dtype: of autocast, by default bf16 on a GPU; fp32 means none.
+    first_s: seconds to the end of the first step, including building the model and compilation."""
 
     first_s = 0.0
     accumulated = 1
@@ -159,12 +156,9 @@ class Step:
         self.run(self.converted.searching)
 
     def capture(self, pool: Any) -> Callable[[int], None]:
-        """Capture an ordinary step, without the hooks at its beginning, in two CUDA graphs, and
-        return a function that replays it.
-
-        pool: memory pool for temporaries, which the graphs may share.
-        Raises a `UserError` if the gradients of a replay differ from those of the step itself.
-        """
+        """Capture an ordinary step, without the hooks at its beginning, in two CUDA graphs that may
+        share `pool`, and return a function that replays it. Raises a `UserError` if the gradients
+        of a replay differ from those of the step itself."""
         want = [None if g is None else g.clone() for g in self.gradients()]
         # Sums with a random order differ in the last bit, and such errors grow (check_compiled).
         noise = variants.deviation(self.name, self.gradients(), want)
@@ -217,12 +211,9 @@ def check_compiled(step: Step) -> None:
     arguments that it gets in a step.
 
     Blocks and matrices are checked separately, because an error in the last bit grows through a
-    model: it changes FP8 codes, and these change what MVUE keeps. With FP8 in all linears of GPT-2,
-    a last-bit error in the input of each block changes the gradients by 0.19 after 2 blocks, 0.28
-    after 12 and 0.30 after 36 (emulated, width 256), as much as FP8 itself changes them from
-    bf16's. A last-bit error of each tensor within a block changes its matrices' gradients by 0.09
-    to 0.19.
-    """
+    model: it changes FP8 codes, and these what MVUE keeps. With FP8 in all linears of GPT-2
+    (emulated, width 256) it changes the gradients by 0.19 after 2 blocks and 0.30 after 36, as much
+    as FP8 itself, and within a block those of its matrices by 0.09 to 0.19."""
     with variants.compiling():
         for block, args in step.arguments():
             want, got = (step.results(block, args, run) for run in (block.forward, block))

@@ -170,11 +170,8 @@ def gpu_clocks(
     calls: Mapping[str, Call], buffers: int, graphs: bool, steps: bool = False
 ) -> dict[str, tuple[Clock, str]]:
     """(clock, its kind) of each call on the GPU. The function given to a clock is called while the
-    GPU works.
-
-    The graphs share their memory pool, because none reads what another has written there: tensors
-    that calls pass to one another were allocated before.
-    """
+    GPU works. The graphs share their memory pool: what calls pass to one another was allocated
+    before."""
     # Only graphs get a separate stream, since memory cached for one stream cannot serve another.
     stream = torch.cuda.Stream() if graphs else torch.cuda.current_stream()
     stream.wait_stream(torch.cuda.current_stream())

@@ -111,10 +111,8 @@ def chosen(report: Report, names: Iterable[str]) -> list[str]:
 
 @dataclass
 class Converted:
-    """A converted model. `used`: a description of what runs its products, for the rows.
-
-    sparse: for each converted linear, which of its products run on packed operands.
-    """
+    """A converted model. used: what runs its products, for the rows. sparse: for each converted
+    linear, which of its products run on packed operands."""
 
     model: nn.Module
     method: methods.Method
@@ -151,11 +149,8 @@ def convert(
     matmul: str,
     **options: Any,
 ) -> Converted:
-    """Convert the matching linears of `model`, in place.
-
-    tokens: in a micro-batch. matmul: as for `methods.Method.accelerate`. options: further options
-    of the method.
-    """
+    """Convert the matching linears of `model`, in place. tokens: in a micro-batch. matmul: as for
+    `methods.Method.accelerate`. options: further options of the method."""
     own = variant(name)
     # All convert the same linears. Flip rates are not measured: that waits for the GPU, and a
     # training does it rarely.
@@ -166,7 +161,9 @@ def convert(
         dense_fp8.convert(method.layers.values())
         return Converted(model, method, "scaled_mm", {})
     if name == TORCHAO:
-        dense_fp8.convert_by_torchao(model, set(method.layers))
+        from torchao.float8 import convert_to_float8_training  # with its recipe for training
+
+        convert_to_float8_training(model, module_filter_fn=lambda _, name: name in method.layers)
         return Converted(model, method, "torchao", {})
     if own.method == "dense":
         return Converted(model, method, "dense", {})
@@ -214,11 +211,8 @@ def default_matmul(options: argparse.Namespace) -> str:
 
 
 class Bench:
-    """The calls to time on a converted model: forward, backward and hooks, rotating over several
-    inputs.
-
-    inputs, gradients: inputs of the model and gradients of its output, one of each per buffer.
-    """
+    """The calls to time on a converted model. inputs, gradients: inputs of the model and gradients
+    of its output, which the calls take in rotation."""
 
     def __init__(self, converted: Converted, inputs: list[Tensor], gradients: list[Tensor]) -> None:
         self.converted, self.gradients = converted, gradients
@@ -288,12 +282,9 @@ def compiling() -> Any:
 
 
 def expected(layer: nn.Linear, x: Tensor, dy: Tensor, fp8: str = "") -> dict[str, Tensor]:
-    """The results of the three products of a converted linear, computed by masked dense formulas in
-    fp32 from the layer's operands, quantised where the layer quantises.
-
-    x [T, in], dy [T, out]; the gradient is that of `layer.weight`, or of SLoPe's values.
-    fp8: a key of FORMATS, or none.
-    """
+    """The three products of a converted linear for x [T, in] and dy [T, out], by masked dense
+    formulas in fp32, quantised as the layer does (`fp8`: a key of FORMATS, or none). The gradient
+    is that of `layer.weight`, or of SLoPe's values."""
     x, dy32, (forward, backward) = x.detach().float(), dy.float(), weights(layer)
     seen, sample = dy32, sampled(layer, dy)
     of_forward = of_backward = x
@@ -344,11 +335,9 @@ def sampled(layer: nn.Linear, dy: Tensor) -> Tensor | None:
 
 
 def tolerance(own: Setup, dtype: torch.dtype, summed: int) -> float:
-    """A bound on the relative error (in norm) of a product, derived from its roundings.
-
-    Three roundings to `dtype` (operand, sample, result) and fp32 sums of `summed` terms. FP8 units
-    take 32 terms at a time and keep 14 bits of the sum.
-    """
+    """A bound on the relative error (in norm) of a product: three roundings to `dtype` (operand,
+    sample, result) and fp32 sums of `summed` terms, of which FP8 units take 32 at a time and keep
+    14 bits of the sum."""
     unit = torch.finfo(dtype).eps / 2 * 3 + math.sqrt(summed) * torch.finfo(torch.float32).eps / 2
     return unit + (summed / 32 * 2**-14 if own.fp8 and not own.simulated else 0.0)
 
@@ -399,11 +388,8 @@ def check_same(
     name: str, got: list[Tensor | None], want: list[Tensor | None], noise: float = 0.0
 ) -> None:
     """Raise a `UserError` unless the gradients of a compiled model equal those of the model
-    uncompiled.
-
-    Fused code rounds differently, and a rounding can change what MVUE keeps, so the tolerance only
-    detects missing or wrong products. noise: how much two runs of the same code differ.
-    """
+    uncompiled. Fused code rounds differently, which can change what MVUE keeps, so only missing or
+    wrong products are detected. noise: how much two runs of the same code differ."""
     error = deviation(name, got, want)
     if not error <= 0.3 + noise:
         raise UserError(

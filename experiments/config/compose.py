@@ -20,9 +20,8 @@ T = TypeVar("T")
 
 
 def composed(config_name: str, typed: Callable[[Any], T], overrides: Sequence[str] = ()) -> T:
-    """`typed` of the config that `experiments/conf/<config_name>.yaml` and hydra overrides compose;
-    a `UserError` says in one line what does not fit. A config that records the command line that
-    makes it (`with_command`) is given it."""
+    """`typed` of the config that `experiments/conf/<config_name>.yaml` and hydra overrides compose,
+    which records the command line if it can. Raises a `UserError` if something does not fit."""
     with one_line_errors():
         config: Any = typed(compose(config_name, overrides))
     if hasattr(config, "with_command"):
@@ -32,11 +31,9 @@ def composed(config_name: str, typed: Callable[[Any], T], overrides: Sequence[st
 
 
 def compose(config_name: str, overrides: Sequence[str]) -> Any:
-    """The `DictConfig` that hydra composes.
-
-    It takes hydra 0.1 s to merge the files, and a report needs hundreds of configs. So the files
-    are merged once for each choice of them, and values are then set in a copy, as hydra does.
-    """
+    """The `DictConfig` that hydra composes. Merging the files takes hydra 0.1 s, and a report needs
+    hundreds of configs, so it is done once for each choice of files, and values are set in a
+    copy."""
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
@@ -103,10 +100,8 @@ def _merged(config_name: str, files: tuple[str, ...]) -> Any:
     from hydra.errors import MissingConfigException
 
     store_methods()
-    running, GlobalHydra.instance().hydra = (
-        GlobalHydra.instance().hydra,
-        None,
-    )  # in a job of a sweep
+    running = GlobalHydra.instance().hydra  # in a job of a sweep
+    GlobalHydra.instance().hydra = None
     try:
         with hydra.initialize_config_module("experiments.conf", version_base="1.3"):
             return hydra.compose(config_name, overrides=list(files))

@@ -31,14 +31,11 @@ def driver(
 ) -> Callable[[Callable[[Any], Any]], Callable[[], None]]:
     """Make `main(config)` a command line: hydra overrides, `-m` sweeps, errors in one line.
 
-    Args:
-        typed: makes the config of `main` from the composed one.
-        after_stop: what the same command will do after an interrupt, for the message, unless the
-            interrupt's own arguments say it.
-        groups: the config groups that `main` reads and `--help` shows; () = the whole config.
-        after_sweep: called on rank 0 with the results of `main` for the runs of a sweep that
-            succeeded.
-        worst: what a sweeper gets for a run that diverged, after which it goes on.
+    typed: makes the config of `main` from the composed one.
+    after_stop: what the same command will do after an interrupt, unless the interrupt says it.
+    groups: the config groups that `main` reads and `--help` shows; () = the whole config.
+    after_sweep: called on rank 0 with the results of the runs of a sweep that succeeded.
+    worst: what a sweeper gets for a run that diverged, after which it goes on.
     """
 
     def decorate(main: Callable[[Any], Any]) -> Callable[[], None]:
@@ -107,10 +104,8 @@ class _Parser(argparse.ArgumentParser):
 
 
 def parse(arguments: Sequence[str], texts: Sequence[str] = ()) -> argparse.Namespace:
-    """The command line: flags, `overrides`, and each of the plain `texts` by name.
-
-    `NAME=TEXT`, `--NAME=TEXT` and `--NAME TEXT` give the text as it is typed, with quotation marks,
-    brackets, equals signs and line breaks."""
+    """The command line: flags, `overrides`, and each of the plain `texts` by name, as they are
+    typed after `NAME=`, `--NAME=` or `--NAME `."""
     parser = _Parser(add_help=False, allow_abbrev=False)
     for names in (("--help", "-h"), ("--multirun", "-m"), ("--resolve",)):
         parser.add_argument(*names, action="store_true")
@@ -159,12 +154,9 @@ def objective(returned: Any) -> float | None:
 
 
 def end_rank() -> NoReturn:
-    """End this process with status 0 without finalising the interpreter.
-
-    During finalisation a gloo thread that still waits for the interpreter's lock would abort the
-    process, and torchrun would report a finished run as failed
-    (github.com/pytorch/pytorch/pull/179291).
-    """
+    """End this process with status 0 without finalising the interpreter: a gloo thread that waits
+    for its lock would abort the process, and torchrun report a finished run as failed
+    (github.com/pytorch/pytorch/pull/179291)."""
     atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()

@@ -41,11 +41,9 @@ _CHECKPOINT_FILES = ("*.json", "*.safetensors", "*.txt", "tokenizer.model")
 
 @dataclass(frozen=True)
 class HFConfig:
-    """A transformers checkpoint; `build` loads it as a causal language model.
-
-    path: a local folder, or an id on the hub, which owner/name@revision pins.
-    block_size: tokens per training sequence; null = as many as the model takes.
-    """
+    """A transformers checkpoint. path: a local folder, or an id on the hub, which
+    owner/name@revision pins. block_size: tokens per training sequence; null = as many as the model
+    takes."""
 
     path: str
     block_size: int | None = None
@@ -203,10 +201,9 @@ def check_run_files(directory: Path, result: dict[str, Any], *names: str) -> Non
 
 
 def load_weights(model: nn.Module, directory: Path, file: str = WEIGHTS) -> None:
-    """Load the weights of the finished run or transformers checkpoint in `directory` into the plain
-    `model`, in place. A model on the meta device only gets the parameters that loading would add.
-
-    file: the name of the weights' file in a run."""
+    """Load the weights of the finished run (from `file`) or transformers checkpoint in `directory`
+    into the plain `model`, in place. A model on `meta` only gets the parameters that loading would
+    add."""
     hf = _checkpoint(directory)
     if hf is not None and next(model.parameters()).is_meta:
         return

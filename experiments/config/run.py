@@ -78,8 +78,21 @@ def resolve(config: C) -> Run[C]:
     return Run(config, found.digest(), found.directory())
 
 
-@dataclass(frozen=True)
-class RunConfig:
+@dataclass(frozen=True, kw_only=True)
+class Top:
+    """The settings of a training outside of groups."""
+
+    seed: int
+    tier: str
+    runs: Path
+    init: Path | None
+
+    def __post_init__(self) -> None:
+        check_bounds(self, "", seed=SEEDS)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig(Top):
     """A run's whole configuration. `method_options`: the method's own `Config`.
 
     init: the directory of a finished run, or of a transformers checkpoint, whose weights this run
@@ -89,10 +102,6 @@ class RunConfig:
     command: the command line that makes this run, if it was composed from one.
     """
 
-    seed: int
-    tier: str
-    runs: Path
-    init: Path | None
     model_name: str
     model: ModelConfig
     data: DataConfig | ImageConfig
@@ -201,9 +210,8 @@ class RunConfig:
         return methods.module(self.method).Method(self.method_options)
 
     def open_source(self, model: nn.Module, device: torch.device | None = None) -> Source:
-        """The data set as batches of the shape that `model` takes.
-
-        device: where the model will run; by default where it is now."""
+        """The data set as batches of the shape that `model` takes. device: where the model will
+        run; by default where it is now."""
         if isinstance(self.data, ImageConfig):
             assert isinstance(self.model, ViTConfig)
             batch, workers = self.train.batch_size, self.impl.workers
@@ -239,17 +247,6 @@ def build_model(shape: ModelConfig) -> Model:
     return shape.build() if isinstance(shape, HFConfig) else KINDS[type(shape)](shape)
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Top:
-    seed: int
-    tier: str
-    runs: Path
-    init: Path | None
-
-    def __post_init__(self) -> None:
-        check_bounds(self, "", seed=SEEDS)
-
-
 def digest(value: dict[str, Any]) -> str:
     """Hash of plain values, 16 hex digits."""
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
@@ -262,7 +259,7 @@ def load(overrides: list[str] | None = None, config_name: str = "pretrain") -> R
 
 def freeze(composition: Any) -> RunConfig:
     """The `RunConfig` of a composed `DictConfig`."""
-    fields = [f.name for f in dataclasses.fields(_Top)]
+    fields = [f.name for f in dataclasses.fields(Top)]
     groups = plain(composition, "data", "impl", "method", "model", "train", *fields)
     method, model = dict(groups["method"]), dict(groups["model"])
     for group, values in (("method", method), ("model", model)):
@@ -274,7 +271,7 @@ def freeze(composition: Any) -> RunConfig:
         raise UserError(f"self-distillation is for a ViT, not for {model_name}; see model=vit_nano")
     settings, changed = fit_warmup(groups["train"])
     train = typed(TrainConfig, "train", settings)  # first: other groups refer to it
-    run = typed(_Top, "the config", {key: groups[key] for key in fields})
+    run = typed(Top, "the config", {key: groups[key] for key in fields})
     check_name("model.name", model_name)
     family = "hf" if "path" in model else model_name.partition("_")[0]
     if family not in FAMILIES:

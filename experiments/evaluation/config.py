@@ -24,14 +24,7 @@ from experiments.support.names import check_bounds, check_choices
 @dataclass(frozen=True, kw_only=True)
 class EvaluationSettings:
     """Settings of an evaluation: the model's weights and what they are measured on
-    (conf/evaluate.yaml explains each).
-
-    path: folder of a transformers causal model instead of a run (`model.path`).
-    source: folder or hub id of images instead of the run's own (`data.source`).
-    block_size: tokens of perplexity's windows; null = the model's block size.
-    dtype: dtype of autocast, `fp32` for none.
-    num_fewshot, limit: see `zero_shot.evaluate`.
-    """
+    (conf/evaluate.yaml explains each). path: `model.path`. source: `data.source`."""
 
     run: str | None
     path: str | None
@@ -93,9 +86,7 @@ class EvaluateConfig(EvaluationSettings):
 
     @cached_property
     def image_data(self) -> ImageConfig:
-        """The images to evaluate on: the run's own, or those of `data.source` with the run's
-        preprocessing.
-        """
+        """The images to evaluate on, with the run's preprocessing."""
         run = self.finished_run
         if run is None or not isinstance(run.data, ImageConfig):
             raise UserError(f"images need a ViT, {self.run} was trained on text")
@@ -123,11 +114,8 @@ class EvaluateConfig(EvaluationSettings):
         return "dense" if self.finished_run.trained_with.capabilities.ends_dense else self.weights
 
     def identity(self) -> dict[str, Any]:
-        """Everything that the result depends on, as plain values.
-
-        It contains the hash of a run's config or of a folder's files, and of the content of text
-        and images.
-        """
+        """Everything that the result depends on, as plain values: hashes of the run's config or the
+        folder's files, and of the content of text and images."""
         identity: dict[str, Any] = {"weights": self.weights, "dtype": self.dtype}
         if self.finished_run is not None:
             identity["run"] = self.finished_run.config_hash

@@ -38,11 +38,8 @@ _LARGEST = math.log(sys.float_info.max)  # nats; a larger loss's perplexity over
 
 @dataclass(frozen=True)
 class Text:
-    """A text to measure perplexity on, read on demand.
-
-    source: `wikitext2` (from the hub) or a file: WikiText as .parquet with a column `text`, or as
-        .raw, both row by row; any other file is UTF-8 text that is taken as it is.
-    """
+    """A text to measure perplexity on, read on demand: `wikitext2` (from the hub) or a file,
+    WikiText row by row as .parquet with a column `text` or as .raw, any other as UTF-8 text."""
 
     source: str
 
@@ -97,13 +94,9 @@ def windows(tokens: Sequence[int], block: int) -> Tensor:
 def window_losses(
     model: nn.Module, stream: Tensor, batch: int, dtype: torch.dtype | None = None
 ) -> Tensor:
-    """Mean cross entropy in nats of each window: [n] fp64, on the CPU.
-
-    Args:
-        model: `model(input [B, T])` gives (logits [B, T, V], None). It is put into eval mode.
-        stream: windows [n, block]. batch: windows per forward pass.
-        dtype: of autocast; None computes in the dtype of the weights.
-    """
+    """Mean cross entropy in nats of each window of `stream` [n, block]: [n] fp64, on the CPU.
+    `model(input [B, T])` gives (logits [B, T, V], None); it is put into eval mode. dtype: of
+    autocast; None computes in that of the weights."""
     device = next(model.parameters()).device
     model.eval()
     losses = []

@@ -9,7 +9,6 @@ training and M test images, C features, K classes.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from functools import partial
 
 import numpy as np
@@ -64,19 +63,12 @@ def features(model: ViT, images: ImageBatches, split: str) -> tuple[Tensor, Tens
 
 
 def knn(x: Tensor, y: Tensor, test_x: Tensor, n_classes: int) -> Tensor:
-    """Class of each test image by a vote of its 20 nearest training images, by cosine.
-
-    A neighbour with cosine c has exp(c / 0.07) votes, as in DINO.
-
-    Args:
-        x, y: features [N, C] and classes [N] of the training images.
-        test_x: features [M, C].
-    Returns:
-        int64 [M]. A tie goes to the lower class.
-    """
+    """Class of each test image, int64 [M], by a vote of its 20 nearest training images, where one
+    with the cosine c has exp(c / 0.07) votes, as in DINO; a tie goes to the lower class. x, y:
+    features [N, C] and classes [N] of the training images. test_x: features [M, C]."""
     train = F.normalize(x, dim=1)
     found = []
-    for rows in _chunks(test_x, max(1, _COSINES // len(train))):
+    for rows in test_x.split(max(1, _COSINES // len(train))):
         cosines, nearest = (F.normalize(rows, dim=1) @ train.T).topk(min(NEIGHBOURS, len(train)))
         weights = (cosines / TEMPERATURE).exp()
         votes = weights.new_zeros(len(rows), n_classes).scatter_add_(1, y[nearest], weights)
@@ -85,12 +77,9 @@ def knn(x: Tensor, y: Tensor, test_x: Tensor, n_classes: int) -> Tensor:
 
 
 def linear(x: Tensor, y: Tensor, test_x: Tensor, n_classes: int) -> tuple[Tensor, float]:
-    """(predicted classes int64 [M] of the test images by logistic regression, its weight decay).
-
-    Features are standardised by the training images. The decay is the one of `DECAYS` with the
-    highest accuracy on every tenth training image after a fit on the others (the largest in a tie);
-    the final fit uses all training images.
-    """
+    """(predicted classes int64 [M] of the test images by logistic regression on standardised
+    features, its weight decay): the one of `DECAYS` with the highest accuracy on every tenth
+    training image after a fit on the others (the largest in a tie); the final fit uses all."""
     deviation, mean = torch.std_mean(x, dim=0)
     deviation = deviation.clamp_min(1e-6 * float(deviation.max()))  # for constant features
     x, test_x = (x - mean) / deviation, (test_x - mean) / deviation
@@ -133,7 +122,7 @@ def logistic_regression(
         loss = decay / 2 * weight.square().sum()
         loss.backward()
         total = loss.detach().double()
-        for rows, classes in zip(_chunks(x, _ROWS), _chunks(y, _ROWS), strict=True):
+        for rows, classes in zip(x.split(_ROWS), y.split(_ROWS), strict=True):
             loss = F.cross_entropy(F.linear(rows, weight, bias), classes, reduction="sum") / len(x)
             loss.backward()
             total += loss.detach()
@@ -161,13 +150,10 @@ def logistic_regression(
 
 
 def _basis(x: Tensor, n_classes: int, decay: float) -> Tensor:
-    """Directions in the space of features, the columns of [C, C], in which the loss of the
-    regression is about equally curved.
-
-    L-BFGS finds the minimum quickly in these coordinates. Features of an image model are strongly
-    correlated, and in their own coordinates 500 steps are too few if the decay is small.
-    """
-    products = (rows.T @ rows for rows in _chunks(x, _ROWS))
+    """Directions in the space of features, the columns of [C, C], in which the loss is about
+    equally curved: features are strongly correlated, and in their own coordinates 500 steps are too
+    few if the decay is small."""
+    products = (rows.T @ rows for rows in x.split(_ROWS))
     moments = sum(products, x.new_zeros(())) / len(x)
     values, vectors = torch.linalg.eigh(moments.double())
     curvature = values.clamp_min(0) / n_classes + decay  # p (1 - p) is about 1 / K at first
@@ -177,7 +163,3 @@ def _basis(x: Tensor, n_classes: int, decay: float) -> Tensor:
 def top1(predicted: Tensor, y: Tensor) -> float:
     """Percent of the predictions [M] that are right."""
     return 100.0 * (predicted == y).float().mean().item()
-
-
-def _chunks(rows: Tensor, size: int) -> Iterator[Tensor]:
-    return iter(rows.split(size))

@@ -45,18 +45,13 @@ class Search:
 def translate(
     model: Transformer, source: Tensor, source_mask: Tensor, end: int, vocab_size: int, how: Search
 ) -> list[list[int]]:
-    """The best translation of each source, as tokens without end-of-text.
+    """The best translation of each of the sources [B, S], as tokens without end-of-text (`end`,
+    with which translations also begin). vocab_size: that of the tokenizer; the model, in evaluation
+    mode, may have more.
 
     In each step, those among the K best continuations that end become finished translations, and
     the K best that do not end are continued. A sentence is done with K finished translations, or at
-    the greatest length, where all must end.
-
-    Args:
-        model: in evaluation mode.
-        source, source_mask: [B, S], the model's inputs.
-        end: the end-of-text token, with which translations also begin.
-        vocab_size: number of tokens of the tokenizer; the model may have more.
-    """
+    the greatest length, where all must end."""
     sentences, beam, device = len(source), how.beam, source.device
     limit = model.config.block_size - 1  # largest number of tokens without the end
     most = (source_mask.sum(1) + how.longer).clamp(max=limit)

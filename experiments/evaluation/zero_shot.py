@@ -100,15 +100,8 @@ def evaluate(
     dtype: torch.dtype | None,
 ) -> dict[str, dict[str, Any]]:
     """Results by task or group of tasks: `metrics`, `stderr`, `version`, `n` and `num_fewshot`.
-
     Task files of `config.task_folder` take precedence over lm-eval's own; paths in them are
-    relative to the working directory.
-
-    Args:
-        config: that of the evaluation (`EvaluateConfig`).
-        model: on its device. max_length: tokens that it takes at once.
-        dtype: dtype of autocast; None computes in the dtype of the weights.
-    """
+    relative to the working directory. dtype: of autocast; None computes in that of the weights."""
     from lm_eval import simple_evaluate
     from lm_eval.models.huggingface import HFLM
     from lm_eval.tasks import TaskManager

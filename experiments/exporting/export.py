@@ -21,7 +21,7 @@ from experiments.config.run import digest
 from experiments.exporting import files
 from experiments.exporting.files import Form, tokenizer_of
 from experiments.images.dataset import ImageConfig
-from experiments.runs.finished import FinishedRun
+from experiments.runs.finished import FinishedRun, drop_low_rank_terms
 from experiments.support import checkpoint
 from experiments.support.errors import UserError, check_installed, writing
 from experiments.support.progress import say
@@ -37,9 +37,8 @@ def export(
     to: Path | None = None,
     report: Callable[[str], None] = say,
 ) -> Path:
-    """Write the export of a run and return its folder; an intact export of these weights is kept.
-
-    It is written to a temporary folder and renamed when it is complete."""
+    """Write the export of a run, atomically, and return its folder; an intact export of these
+    weights is kept."""
     form = form or Form()
     check_installed("transformers", "the export needs the transformers library", "hf")
     folder = run.directory / form.folder if to is None else to
@@ -88,7 +87,8 @@ def _build(run: FinishedRun, form: Form, folder: Path, marks: dict[str, Any]) ->
     patterns = {name: run.pattern(name) for name in run.converted}
     rows = legality.measure(model, patterns)  # before merging, which destroys the N:M pattern
     terms = split_low_rank(model) if form.compressed else {}
-    merged = merge_low_rank(model)
+    merged = any(isinstance(layer, lowrank.LowRankLinear) for layer in model.modules())
+    lowrank.merge(model)
     dtype = DTYPES[form.dtype] or torch.float32
     files.round_weights(model, list(patterns), dtype)
     kind = files.write(model, folder, tokenizer_of(run, model), dtype)
@@ -152,20 +152,7 @@ def split_low_rank(model: nn.Module) -> dict[str, tuple[Tensor | None, Tensor]]:
         if isinstance(layer, lowrank.LowRankLinear):
             left, right, scale = layer.low_rank()
             found[name] = None if left is None else left.detach(), scale * right.detach()
-            for factor in set(layer._parameters) - {"weight", "bias"}:
-                delattr(layer, factor)
-            layer.__class__ = nn.Linear  # type: ignore[assignment]
-    return found
-
-
-@torch.no_grad()
-def merge_low_rank(model: nn.Module) -> bool:
-    """Add the low-rank terms of SLoRB and SLoPe to the weights in place; True if there were any.
-
-    The model computes the same, but loses its N:M pattern.
-    """
-    found = any(isinstance(m, lowrank.LowRankLinear) for m in model.modules())
-    lowrank.merge(model)
+            drop_low_rank_terms(layer)
     return found
 
 
@@ -193,14 +180,9 @@ def card(
     split: bool,
     sizes: Mapping[str, int] | None,
 ) -> str:
-    """The text of README.md, from the template `card.md`.
-
-    Args:
-        kind: the model's class in transformers.
-        rows: its converted linears before low-rank terms were merged.
-        merged, split: it had low-rank terms, which were merged into its weights, or are kept.
-        sizes: the result of `files.compress`; None if the export is not compressed.
-    """
+    """The text of README.md, from the template `card.md`. kind: the class in transformers. rows:
+    the converted linears before low-rank terms were merged (`merged`) or kept apart (`split`).
+    sizes: the result of `files.compress`; None if not compressed."""
     from huggingface_hub import ModelCardData
 
     source = _on_hub(run.config["data"]["source"])

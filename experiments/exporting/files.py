@@ -7,6 +7,7 @@ from __future__ import annotations
 import importlib
 import json
 import re
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -138,8 +139,7 @@ def write(
     dtype: torch.dtype = torch.float32,
 ) -> str:
     """Write config and weights of a plain model as transformers' `save_pretrained` does, and its
-    tokenizer, whose end-of-text token becomes the one at which GPT-2 stops generating; return the
-    name of the transformers class."""
+    tokenizer, at whose end-of-text token GPT-2 then stops; return the transformers class's name."""
     from transformers.utils import logging
 
     logging.disable_progress_bar()
@@ -180,22 +180,25 @@ def where_stored(
     They are found by their content, to be independent of transformers' names, transpositions and
     splits (of a fused QKV, for example).
     """
+    weights = {linear: model.get_parameter(f"{linear}.weight") for linear in linears}
+    places = defaultdict(list)  # of each row, by its checksum
+    for linear, weight in weights.items():
+        for number, checksum in enumerate(_checksums(weight)):
+            places[checksum].append((linear, number))
     found = {}
     for name, tensor in tensors(folder):
-        for linear in linears if tensor.ndim == 2 else ():
-            weight = model.get_parameter(f"{linear}.weight")
-            for axis, rows in ((1, tensor), (0, tensor.t())):
-                if rows.shape[1] != weight.shape[1] or len(rows) > len(weight):
-                    continue
-                first_row, starts = rows[0].to(weight.dtype), [0]
-                if len(rows) < len(weight):
-                    starts = (weight == first_row).all(1).nonzero().flatten().tolist()
-                for start in starts:
-                    own = slice(start, start + len(rows))
-                    same = torch.equal(weight[start], first_row)
-                    if same and torch.equal(weight[own], rows.to(weight.dtype)):
-                        found[name] = linear, axis, own
+        for axis, rows in ((1, tensor), (0, tensor.t())) if tensor.ndim == 2 else ():
+            for linear, first in places.get(_checksums(rows[:1])[0], ()):
+                own, weight = slice(first, first + len(rows)), weights[linear]
+                if torch.equal(weight[own], rows.to(weight.dtype)):
+                    found[name] = linear, axis, own
     return found
+
+
+def _checksums(rows: Tensor) -> list[int]:
+    """A number for each row that depends only on its values, 0 and -0 being the same."""
+    bits = (rows.float() + 0.0).contiguous().view(torch.int32)
+    return (bits * torch.arange(1, 2 * rows.shape[1], 2)).sum(1).tolist()
 
 
 def describe(
@@ -252,12 +255,9 @@ def quantize(folder: Path, places: Mapping[str, tuple[str, int, slice]], bits: i
 def compress(
     folder: Path, described: Mapping[str, Any], factors: Mapping[str, Tensor], bits: int = 0
 ) -> dict[str, int]:
-    """Replace the weights in a folder by their compressed form, and add `factors`, those of their
-    low-rank terms; return the bytes of these tensors after (`compressed`) and before (`dense`).
-
-    Tensors that are not 2:4 stay dense. With `bits`, as they were quantised, integers are stored,
-    and `integers` are the bytes that a dense matrix of such integers would take.
-    """
+    """Replace the weights in a folder by their compressed form (with `bits`, integers, as they were
+    quantised), and add `factors`, those of their low-rank terms; tensors that are not 2:4 stay
+    dense. Return the bytes after (`compressed`), before (`dense`), and of dense `integers`."""
     kept: dict[str, Tensor] = dict(factors)
     sizes = {"compressed": sum(factor.nbytes for factor in factors.values()), "dense": 0}
     for name, tensor in tensors(folder):

@@ -152,11 +152,8 @@ class Settings:
 
 @dataclass(frozen=True, kw_only=True)
 class FinetuneConfig(Settings):
-    """A fine-tuning on one task.
-
-    source: directory of a finished run, or a transformers checkpoint.
-    data: a folder, or an id on the hub.
-    """
+    """A fine-tuning on one task. source: directory of a finished run, or a transformers checkpoint.
+    data: a folder, or an id on the hub."""
 
     source: Path | HFConfig
     data: str

@@ -28,13 +28,11 @@ REVISION = "bcdcba79d07bc864c1c254ccfcedcce55bcc9a8c"  # of HUB
 
 @dataclass(frozen=True)
 class Task:
-    """A task: where its examples are, and what its labels are.
+    """A task. texts, label: names of the columns in the files. hub_texts: those on the hub, if they
+    differ. header: names of all columns, if the files have none.
 
-    texts, label: names of the columns in the files.
-    labels: possible values of the label column, in the order of the classes; none for STS-B, whose
-        label is a number from 0 to 5.
-    header: names of the columns, if the files have no header.
-    hub_texts: names of the columns on the hub, if they differ.
+    labels: values of the label column, in the order of the classes; none for STS-B, whose label is
+        a number from 0 to 5.
     """
 
     folder: str
@@ -92,10 +90,8 @@ class Examples:
 
 
 def load(task: str, data: str) -> dict[str, Examples]:
-    """The splits `train`, `dev` and, of MNLI, `dev_mismatched`.
-
-    Args:
-        data: a folder in GLUE's layout, or the id of GLUE on the hub."""
+    """The splits `train`, `dev` and, of MNLI, `dev_mismatched`, from a folder in GLUE's layout or
+    the hub."""
     if is_folder(data):
         return {split: _read(task, path) for split, path in files(task, data).items()}
     spec = TASKS[task]
@@ -163,11 +159,10 @@ def _read(task: str, path: Path) -> Examples:
 def metrics(
     task: str, predicted: dict[str, np.ndarray], examples: dict[str, Examples]
 ) -> dict[str, float]:
-    """All metrics of a task in percent, by dev split, and `score`, the task's main metric.
-
-    A correlation is undefined if predictions or labels are all equal; it then counts as 0.
-    """
+    """All metrics of a task in percent, by dev split, and `score`, the main one. A correlation is
+    undefined if predictions or labels are all equal; it then counts as 0."""
     labels = examples["dev"].labels
+    accuracy = {"accuracy": (predicted["dev"] == labels).mean()}
     if task == "cola":
         from sklearn.metrics import matthews_corrcoef
 
@@ -184,12 +179,9 @@ def metrics(
     elif task in ("mrpc", "qqp"):
         from sklearn.metrics import f1_score
 
-        result = {
-            "f1": f1_score(labels, predicted["dev"], zero_division=0.0),
-            "accuracy": (predicted["dev"] == labels).mean(),
-        }
+        result = {"f1": f1_score(labels, predicted["dev"], zero_division=0.0), **accuracy}
     else:
-        result = {"accuracy": (predicted["dev"] == labels).mean()}
+        result = accuracy
         if task == "mnli":
             other = predicted["dev_mismatched"] == examples["dev_mismatched"].labels
             result["accuracy_mismatched"] = other.mean()

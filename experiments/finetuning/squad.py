@@ -45,12 +45,10 @@ class Question:
 
 @dataclass(frozen=True)
 class Window:
-    """A question and a part of its context as one sequence.
+    """A question (its index) and a part of its context as one sequence, whose context begins at
+    `second`.
 
-    question: index of the question.
-    second: index of the first token of the context.
-    spans: the characters of the context that each token covers; None for tokens of the question and
-        special tokens.
+    spans: the characters of the context that each token covers; None for other tokens.
     answer: first and last token of the answer; (0, 0) if this window does not hold all of it.
     """
 
@@ -65,10 +63,7 @@ class Window:
 
 
 def load(data: str) -> dict[str, list[Question]]:
-    """The splits `train` and `dev`.
-
-    Args:
-        data: a folder with SQuAD's own JSON files, or the id of SQuAD v1.1 on the hub."""
+    """The splits `train` and `dev`, from a folder with SQuAD's own JSON files or the hub."""
     if is_folder(data):
         return {split: _read(Path(data) / name) for split, name in FILES.items()}
     dataset = load_dataset(data, None, REVISION if data == HUB else None)
@@ -124,10 +119,8 @@ def _read(path: Path) -> list[Question]:
 
 
 def tokenize(encoding: Encoding, text: str) -> tuple[list[int], list[tuple[int, int]]]:
-    """The token ids of a text, and the characters [start, end) that each token covers.
-
-    A token with only some of a character's bytes covers that character.
-    """
+    """The token ids of a text, and the characters [start, end) that each token covers, even if it
+    has only some of a character's bytes."""
     if isinstance(encoding, HFTokenizer):
         encoded = encoding.tokenizer.encode(text, add_special_tokens=False)
         return encoded.ids, encoded.offsets
@@ -154,10 +147,8 @@ def windows(
     stride_is: str = "overlap",
 ) -> list[Window]:
     """All windows of all questions, in order; the span is that of a question's first answer.
-
-    Args:
-        stride: tokens that two windows share; with stride_is="step" the tokens from the start of
-            one window to the start of the next, at most a window's length."""
+    stride: tokens that two windows share, or with stride_is="step" tokens between their starts, at
+    most a window's length."""
     made: list[Window] = []
     contexts: dict[str, tuple[list[int], list[tuple[int, int]]]] = {}
     for index, asked in enumerate(questions):
@@ -204,15 +195,10 @@ def _answer(answer: tuple[str, int], spans: Sequence[tuple[int, int] | None]) ->
 def best_answers(
     questions: Sequence[Question], made: Sequence[Window], logits: Iterable[np.ndarray]
 ) -> dict[str, str]:
-    """The predicted answer by question id; questions without a valid span are missing.
-
-    An answer is the span with the largest sum of start and end logit over all windows of its
-    question. A valid span has at most 30 tokens, lies in the context, and has start and end among
-    the 20 best of the window.
-
-    Args:
-        logits: [T, 2] of start and end for each window; further rows are padding.
-    """
+    """The predicted answer by question id: the span with the largest sum of start and end logit
+    over all windows. A valid span has at most 30 tokens, lies in the context, and has start and end
+    among the 20 best of the window; questions without one are missing. logits: [T, 2] of start and
+    end for each window; further rows are padding."""
     best: dict[int, tuple[float, str]] = {}
     for window, scores in zip(made, logits, strict=True):
         scores = scores[: len(window.ids)]
@@ -256,9 +242,7 @@ def f1(prediction: str, reference: str) -> float:
 
 def metrics(questions: Sequence[Question], predicted: dict[str, str]) -> dict[str, float]:
     """Exact match and F1 in percent, for each question the best over its answers; `score` is F1.
-
-    A question without a prediction counts as wrong, even if its answer is only an article.
-    """
+    One without a prediction counts as wrong, even if its answer is only an article."""
     result = {}
     for name, measure in (("f1", f1), ("exact_match", exact_match)):
         best = [

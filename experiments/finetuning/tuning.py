@@ -63,9 +63,7 @@ class Problem:
     """A task: its sequences, its metrics and its head.
 
     examples: number of examples by split (SQuAD has more sequences, its windows).
-    pad: token id that fills shorter sequences.
-    metrics: function from the logits of the dev splits, [..., outputs] per sequence, to metrics.
-    files: function from these logits to the texts of prediction files by name.
+    metrics, files: of the logits of the dev splits, [..., outputs] per sequence; texts by name.
     head: function that adds the task's head to a pretrained model.
     labels: the names of the head's outputs, if they are classes.
     """
@@ -155,9 +153,7 @@ def collate(sequences: list[Encoded], pad: int) -> dict[str, Tensor]:
 
 class TaskSource:
     """The training sequences of a task, in an order that depends on the seed and the epoch.
-
-    data, data_hash: the folder or the hub's id, and the hash of the files in a folder.
-    """
+    data_hash: of the files in a folder `data`; None for an id on the hub."""
 
     unit, one_shape = "tokens", False
 
@@ -189,11 +185,8 @@ def _order(seed: int, epoch: int, count: int) -> np.ndarray:
 
 
 class TaskMetrics:
-    """The metrics of a task on its dev splits, as a trainer's `evaluation`. Ranks share the work.
-
-    batch: sequences per forward pass; None: `EVAL_BATCH`. `losses` and `files` hold the losses by
-    split and the texts of the prediction files of the last evaluation.
-    """
+    """The metrics of a task on its dev splits, as a trainer's `evaluation`; ranks share the work.
+    `losses` (by split) and `files` (texts of predictions) are those of the last evaluation."""
 
     def __init__(self, problem: Problem, batch: int | None) -> None:
         self.problem, self.batch = problem, batch or EVAL_BATCH
@@ -266,10 +259,8 @@ class Finetuning(Training):
         if result is None:
             return None, None
         if result["pretrained"]["weights_hash"] != self.config.weights_hash():
-            return (
-                result,
-                f"{self.config.source} has other weights than {self.directory} began with",
-            )
+            why = f"{self.config.source} has other weights than {self.directory} began with"
+            return result, why
         # Results of older versions did not record their files.
         return result, damage(self.directory, result) if "files" in result else None
 

@@ -20,15 +20,17 @@ import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from PIL import Image
 
 from experiments.support import checkpoint
 from experiments.support.errors import UserError, one_line
 from experiments.support.hub import commits, load_dataset
 from experiments.support.names import check_bounds, check_name, identity_of
+
+if TYPE_CHECKING:  # Pillow is imported where images are opened: texts do without it
+    from PIL import Image
 
 EMBEDDED = "digits"  # the value of `ImageConfig.source` that needs no files
 HELD_OUT = 400  # digits for validation
@@ -104,11 +106,8 @@ class ImageConfig:
         return identity
 
     def check_result(self, result: dict[str, Any], directory: Path) -> bool:
-        """True if the finished run in `directory` was made on these images.
-
-        If the images of the run's own source are no longer here, or are on the hub, this is
-        assumed.
-        """
+        """True if the finished run in `directory` was made on these images; assumed if those of its
+        own source are no longer here, or on the hub."""
         here = self.source == EMBEDDED or Path(self.source).expanduser().is_dir()
         if not here and self.source == result["config"]["data"]["source"]:
             return True
@@ -142,11 +141,8 @@ class Images:
 
 
 def load_images(config: ImageConfig, splits: Sequence[str] = SPLITS) -> Images:
-    """The data set of `config`. Its files are listed and hashed, but none is decoded yet.
-
-    Args:
-        splits: those of `SPLITS` that are needed; others may be missing.
-    """
+    """The data set of `config`, of which only `splits` are needed. Its files are listed and hashed,
+    but none is decoded yet."""
     if config.source == EMBEDDED:
         return _digits(config.image_size, splits)
     path = Path(config.source).expanduser()
@@ -173,10 +169,13 @@ class Arrays:
     labels: np.ndarray
 
     def open(self, index: int) -> Image.Image:
+        from PIL import Image
+
         return Image.fromarray(self.pixels[index]).convert("RGB")
 
 
 def _digits(image_size: int, splits: Sequence[str]) -> Images:
+    from PIL import Image
     from sklearn.datasets import load_digits
     from sklearn.model_selection import train_test_split
 
@@ -348,6 +347,7 @@ Split = Arrays | Files | _Rows
 
 def decode(content: bytes, where: str) -> Image.Image:
     """The image in an encoded file, in RGB (grey, transparent and CMYK ones are converted)."""
+    from PIL import Image
 
     try:
         return Image.open(io.BytesIO(content), formats=FORMATS).convert("RGB")

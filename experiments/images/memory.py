@@ -99,9 +99,8 @@ def mixed(
     size = x.shape[-1]
     places = range(first // 2, (first + len(x)) // 2)
     which, rank, *middle = _uniform(_PAIRS, seed, step, places, _PAIR_DRAWS).T
-    cuts = (
-        (which < 0.5) if config.mixup and config.cutmix else np.full(len(which), not config.mixup)
-    )
+    both = config.mixup and config.cutmix
+    cuts = which < 0.5 if both else np.full(len(which), not config.mixup)
     alpha = np.where(cuts, config.cutmix, config.mixup)
     share = betaincinv(alpha, alpha, rank)  # the share of the first image in the mixture
     reach = (size * np.sqrt(1 - share)).astype(np.int64) // 2

@@ -8,10 +8,10 @@ augmentation from `DinoConfig`. Shapes: B images, S = image_size and s = local_s
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from PIL import Image, ImageFilter
 from torch import Tensor
 
 from experiments.data.source import Batch, Request, send
@@ -19,7 +19,9 @@ from experiments.images.dataset import ImageConfig
 from experiments.images.memory import GreyCrops, uniform
 from experiments.images.source import ImageBatches, Transform, augmented, turn_and_shift
 from models.dino import DinoConfig
-from models.vit import ViTConfig
+
+if TYPE_CHECKING:
+    from PIL import Image
 
 _TRAIN, _EVAL = 2, 3  # in the key of a draw; 0 and 1 are those of supervised training
 # Rates of blur and of solarization (as a share of `DinoConfig.solarize`) by kind of crop.
@@ -68,6 +70,8 @@ def grey_crops(data: ImageConfig, dino: DinoConfig, *kinds: str) -> GreyCrops:
 
 def _blur(image: Image.Image) -> Image.Image:
     """The image blurred by a Gaussian of 0.1 to 2 pixels, drawn at random."""
+    from PIL import ImageFilter
+
     return image.filter(ImageFilter.GaussianBlur(torch.empty(1).uniform_(0.1, 2.0).item()))
 
 
@@ -78,29 +82,15 @@ class MultiCrops(ImageBatches):
     a validation image only by its index.
 
     Images in memory that are neither rotated nor shifted are cropped on the device, without workers
-    (experiments/images/memory.py).
-
-    Args:
-        shape: of the model.
-        batch_size: images per optimizer step.
-        workers: processes that decode and crop; 0 = this process. They do not change the batches.
-        device: that of the model.
+    (experiments/images/memory.py). The arguments are those of `ImageBatches`, after `data` the
+    settings of the crops.
     """
 
-    def __init__(
-        self,
-        data: ImageConfig,
-        dino: DinoConfig,
-        shape: ViTConfig,
-        seed: int,
-        batch_size: int,
-        workers: int = 0,
-        device: torch.device | str = "cpu",
-    ) -> None:
-        super().__init__(data, shape, seed, batch_size, workers, device)
+    def __init__(self, data: ImageConfig, dino: DinoConfig, *others: Any, **named: Any) -> None:
+        super().__init__(data, *others, **named)
         if data.shift:
-            self.memory, self.workers = {}, workers
-        self.dino = dino
+            self.memory = {}
+        self.dino, shape = dino, self.shape
         self.globals = [crop_transform(data, dino, kind) for kind in ("first", "second")]
         self.local = crop_transform(data, dino, "local")
         self.large = grey_crops(data, dino, "first", "second")

@@ -10,11 +10,10 @@ import random
 import signal
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
-from PIL import Image, ImageOps
 from torch import Tensor
 
 from experiments.data.source import Batch, Request, evenly_spaced, random_words
@@ -23,7 +22,10 @@ from experiments.images.memory import hold, mixed
 from experiments.support.errors import UserError
 from models.vit import ViTConfig
 
-Transform = Callable[[Image.Image], torch.Tensor]
+if TYPE_CHECKING:
+    from PIL import Image
+
+Transform = Callable[["Image.Image"], torch.Tensor]
 
 
 @lru_cache(maxsize=4)
@@ -43,11 +45,8 @@ def augmented(
     augment: Callable[[Image.Image], R],
 ) -> list[R]:
     """`augment` of each image of these indices, with random choices that depend on its key alone.
-
-    timm and torchvision draw from Python's, NumPy's and torch's CPU generators, which are seeded
-    for each image and restored after the last: saving NumPy's state takes longer than augmenting
-    an image.
-    """
+    Python's, NumPy's and torch's CPU generators are seeded for each image and restored after the
+    last: saving NumPy's state takes longer than augmenting an image."""
     before = random.getstate(), np.random.get_state(), torch.default_generator.get_state()
     made = []
     try:
@@ -120,8 +119,10 @@ class ImageBatches:
     """Base class of the sources of image batches (see experiments/data/source.py). A subclass makes
     the batches of `_train_batch`.
 
-    memory: each split on the model's device if batches can be made there, else {}; workers are not
-        used then.
+    shape: of the model. batch_size: samples per optimizer step. device: that of the model.
+    workers: processes that decode and augment; 0 = this process. They change no batch.
+    splits: the splits to read; ("val",) for evaluation only.
+    memory: each split on the device if batches can be made there, without workers; else {}.
     """
 
     unit, one_shape = "images", True
@@ -132,8 +133,8 @@ class ImageBatches:
         shape: ViTConfig,
         seed: int,
         batch_size: int,
-        workers: int,
-        device: torch.device | str,
+        workers: int = 0,
+        device: torch.device | str = "cpu",
         splits: Sequence[str] = SPLITS,
     ) -> None:
         self.images = load_images(config, splits)
@@ -143,10 +144,14 @@ class ImageBatches:
             )
         self.config, self.seed, self.batch_size = config, seed, batch_size
         self.memory = hold(self.images, config, device)
-        self.workers = 0 if self.memory else workers
+        self.shape, self.processes = shape, workers
         self.directory, self.fingerprint = self.images.directory, self.images.fingerprint
         self.tokens_per_sample = shape.tokens
         self.prepare = eval_transform(config)
+
+    @property
+    def workers(self) -> int:
+        return 0 if self.memory else self.processes
 
     def plain(self, split: str, indices: np.ndarray) -> Batch:
         """The images with these indices in a split, without augmentation (`input`), and their
@@ -240,6 +245,8 @@ def turn_and_shift(config: ImageConfig) -> list[Any]:
 def _posterize(image: Image.Image, bits: int, **_: Any) -> Image.Image:
     """The image with only the `bits` highest bits of each value; black for 0 bits, which
     RandAugment uses at full strength and Pillow 13 and later reject."""
+    from PIL import Image, ImageOps
+
     if bits >= 8:
         return image
     return ImageOps.posterize(image, bits) if bits else Image.new(image.mode, image.size)
@@ -256,36 +263,20 @@ class ImageSource(ImageBatches):
     choices of a sample are keyed by (seed, step, index in the batch).
 
     Images in memory for which `experiments.images.memory` suffices are augmented on the device,
-    without workers.
-
-    Args:
-        shape: of the model.
-        batch_size: samples per optimizer step.
-        workers: processes that decode and augment; 0 = this process. They change no batch.
-        device: that of the model.
-        splits: the splits to read; ("val",) for evaluation only.
+    without workers. The arguments are those of `ImageBatches`.
     """
 
-    def __init__(
-        self,
-        config: ImageConfig,
-        shape: ViTConfig,
-        seed: int,
-        batch_size: int,
-        workers: int = 0,
-        device: torch.device | str = "cpu",
-        splits: Sequence[str] = SPLITS,
-    ) -> None:
-        super().__init__(config, shape, seed, batch_size, workers, device, splits)
-        if shape.n_classes != (classes := len(self.images.classes)):
+    def __init__(self, config: ImageConfig, *others: Any, **named: Any) -> None:
+        super().__init__(config, *others, **named)
+        if self.shape.n_classes != (classes := len(self.images.classes)):
             raise UserError(
-                f"{self.directory} has {classes} classes, the model has {shape.n_classes}: set "
-                f"model.n_classes={classes}"
+                f"{self.directory} has {classes} classes, the model has {self.shape.n_classes}: "
+                f"set model.n_classes={classes}"
             )
-        if config.mixes and batch_size % 2:
-            raise UserError(_ODD.format(f"train.batch_size={batch_size}"))
-        repeats = range(config.repeats)
-        self.order = np.concatenate([np.arange(i, batch_size, config.repeats) for i in repeats])
+        if config.mixes and self.batch_size % 2:
+            raise UserError(_ODD.format(f"train.batch_size={self.batch_size}"))
+        firsts, every = range(config.repeats), config.repeats
+        self.order = np.concatenate([np.arange(i, self.batch_size, every) for i in firsts])
         self.augment = train_transform(config)
 
     def score(self, output: Tensor, loss: Tensor, batch: Batch) -> tuple[dict[str, Tensor], int]:
@@ -308,10 +299,8 @@ class ImageSource(ImageBatches):
         if self.memory:
             input, target = self.memory["train"].augmented(indices, self.seed, step, samples)
         else:
-            train, keys = (
-                self.images.splits["train"],
-                ((self.seed, _AUGMENT, step, i) for i in samples),
-            )
+            train = self.images.splits["train"]
+            keys = ((self.seed, _AUGMENT, step, i) for i in samples)
             input = torch.stack(augmented(train, indices, keys, self.augment))
             target = torch.from_numpy(train.labels[indices])
         if self.config.mixes:

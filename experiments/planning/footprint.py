@@ -64,17 +64,12 @@ def footprint(
     packed: bool = True,
     repack: bool = False,
 ) -> Footprint:
-    """The footprint of a training step.
+    """The footprint of a training step. build, loss: make the plain model, and from it the loss of
+    one micro-batch, of fake tensors. dtype: of autocast, None for none.
 
-    Args:
-        build: builds the plain model; called with fake tensors.
-        loss: computes the loss of one micro-batch; called with the model and fake tensors.
-        dtype: dtype of autocast, None for no autocast.
-        compiled: the loss keeps the logits in autocast's dtype, instead of log-probabilities in
-            fp32.
-        packed: products with a 2:4 operand use its packed form.
-        repack: dgrad's operand is packed in each backward pass, if a layer supports it, and not
-            kept.
+    compiled: the loss keeps the logits in autocast's dtype, not log-probabilities in fp32.
+    packed: products with a 2:4 operand use its packed form.
+    repack: dgrad's operand is packed in each backward pass, if a layer supports it, and not kept.
     """
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     with fake, _Watch() as watch, warnings.catch_warnings():

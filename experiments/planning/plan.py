@@ -33,7 +33,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import methods
-from experiments.config.run import KINDS, RunConfig
+from experiments.config.run import RunConfig
 from experiments.data.mlm import MLMConfig
 from experiments.data.parallel import PairsConfig
 from experiments.planning.footprint import Footprint, footprint
@@ -43,7 +43,6 @@ from experiments.training import sharding
 from experiments.training.distributed import World
 from experiments.training.optimization import DTYPES, micro_batch_size
 from models.bert import BertLM
-from models.dino import DINO
 from models.hf import DROPOUT, CausalLM
 from models.vit import ViTConfig
 
@@ -96,14 +95,11 @@ def stand_in(config: Any) -> Iterator[str]:
 
 
 def build(run: RunConfig, hf: Any = None) -> nn.Module:
-    """The model of a run with arbitrary weights, built of fake tensors.
-
-    hf: the transformers config of its checkpoint, if it starts from one.
-    """
+    """The model of a run with arbitrary weights, built of fake tensors. hf: the transformers config
+    of its checkpoint, if it starts from one."""
     shape: Any = run.model
     if hf is None:
-        model: Any = KINDS[type(shape)](shape)
-        return model if run.dino is None else DINO(model, run.dino)
+        return dataclasses.replace(run, init=None).build_model()
     from transformers import AutoModelForCausalLM
 
     for name in DROPOUT:  # as `CausalLM.from_pretrained` does
@@ -118,20 +114,20 @@ def loss_of(
     """A function that computes the model's loss on a micro-batch of `samples` samples."""
     shape: Any = run.model
     if isinstance(shape, ViTConfig):
-        size = (3, shape.image_size, shape.image_size)
-        if run.dino is None:
-            return lambda model: method.loss(
-                model,
-                {"input": torch.zeros(samples, *size), "target": torch.zeros(samples).long()},
-            )
-        local = (run.dino.local_crops, 3, run.dino.local_size, run.dino.local_size)
-        return lambda model: method.loss(
-            model,
-            {
-                "global_crops": torch.zeros(samples, 2, *size),
-                "local_crops": torch.zeros(samples, *local),
-            },
-        )
+        size, dino = (3, shape.image_size, shape.image_size), run.dino
+
+        def seen(model: nn.Module) -> Tensor:
+            if dino is None:
+                batch = {
+                    "input": torch.zeros(samples, *size),
+                    "target": torch.zeros(samples).long(),
+                }
+                return method.loss(model, batch)
+            local = (dino.local_crops, 3, dino.local_size, dino.local_size)
+            crops = {"global_crops": (2, *size), "local_crops": local}
+            return method.loss(model, {k: torch.zeros(samples, *own) for k, own in crops.items()})
+
+        return seen
     if isinstance(run.data, MLMConfig):
         tokens = run.data.sequence_length or shape.block_size
         most = run.data.max_predictions or tokens
@@ -160,11 +156,8 @@ MIB, GIB = 2**20, 2**30
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """Settings of a plan.
-
-    gpus: number of GPUs that share the training.
-    gpu_memory: GiB of one GPU that a training can use; an H200 has 139.8.
-    """
+    """Settings of a plan. gpus: that share the training. gpu_memory: GiB of one GPU that a training
+    can use; an H200 has 139.8."""
 
     gpus: int = 1
     gpu_memory: float = 139.0
@@ -229,13 +222,9 @@ def per_gpu(
     checkpointing: bool = False,
     averaged: bool = False,
 ) -> dict[str, int]:
-    """Bytes on one GPU by purpose, and their `peak`.
-
-    Args:
-        accumulates: a step has several micro-batches, so that gradients are held together with
-            activations. Otherwise a layer's activations are freed when its gradients are computed.
-        averaged: an average of the weights is kept.
-    """
+    """Bytes on one GPU by purpose, and their `peak`. accumulates: a step has several micro-batches,
+    so that gradients are held together with activations; otherwise these are freed layer by layer.
+    averaged: an average of the weights is kept."""
     shared = shard == "fsdp2" and gpus > 1
     share = gpus if shared else 1
     communication = need.trained if shard == "ddp" and gpus > 1 else 0

@@ -119,9 +119,8 @@ def flat(result: dict[str, Any]) -> dict[str, str]:
 
 
 def _labelled(found: list[Variant]) -> list[Variant]:
-    """The variants with labels: the method and, in words, what distinguishes a variant from others
-    of its method, and the settings in which any two variants differ. If that is long, the folder of
-    its runs."""
+    """The variants labelled by method and what differs within it or in any two variants; if that is
+    long, by the folder of the runs."""
     labelled, folders = [], [variant.folder for variant in found]
     for variant in found:
         method = variant.config["method.name"]
@@ -158,9 +157,8 @@ def differing(found: list[Variant]) -> list[str]:
 
 
 def choose(found: list[Variant], baseline: str | None) -> list[Variant]:
-    """The variants to compare with: the one with this label or folder, or all of this method.
-    Without a name they are the dense variants, or those of the first variant's method if there is
-    none."""
+    """The variants to compare with: the one with this label or folder, or all of this method
+    (dense, or else that of the first variant)."""
     exact = [variant for variant in found if baseline in (variant.label, variant.folder)]
     if len(exact) == 1:
         return exact
@@ -172,10 +170,8 @@ def choose(found: list[Variant], baseline: str | None) -> list[Variant]:
 
 
 def table(found: list[Variant], baselines: list[Variant], metric: str = METRIC) -> list[Summary]:
-    """A row for each variant, the baselines first.
-
-    A variant is compared with the baseline that has the same values of whatever else is swept, or,
-    if there is none, with the best one."""
+    """A row for each variant, the baselines first, compared with the baseline that has the same
+    values of whatever else is swept, or with the best one."""
     values = [value for variant in found for value in variant.numbers(metric).values()]
     if all(map(math.isnan, values)):
         first = next(iter(found[0].runs.values()))

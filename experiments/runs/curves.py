@@ -44,14 +44,10 @@ class Point:
 def points(
     runs: Iterable[tuple[str, list[dict[str, Any]], dict[str, Any]]], quantities: Iterable[str]
 ) -> list[Point]:
-    """The points of the curves of all quantities, quantity by quantity; step 0 is left out.
-
-    The last validation loss is that of the finalized model, at the step after the last.
-
-    Args:
-        runs: label, records of `metrics.jsonl` and content of `result.json` of each; runs of the
-            same label make one curve.
-    """
+    """The points of the curves of all quantities, quantity by quantity, of runs (label, records of
+    `metrics.jsonl`, content of `result.json`), of which those of one label make a curve. Step 0 is
+    left out; the last validation loss is that of the finalized model, at the step after the
+    last."""
     order = list(quantities)
     found: dict[tuple[str, str, int], list[float]] = defaultdict(list)
     for label, log, result in runs:

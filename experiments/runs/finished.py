@@ -150,7 +150,7 @@ class FinishedRun:
             with torch.no_grad():
                 for name in masters:
                     # A low-rank term replaces the pruned weights, which dense weights still have.
-                    _drop_low_rank_terms(model.get_submodule(name.removesuffix(".weight")))
+                    drop_low_rank_terms(model.get_submodule(name.removesuffix(".weight")))
                     model.get_parameter(name).copy_(self.latent[name])
         return model
 
@@ -179,13 +179,12 @@ class FinishedRun:
         dtype: torch.dtype | None = None,
     ) -> methods.Method:
         """Convert `model`, which contains `self.model()` under the same names, for fine-tuning, and
-        return the method.
+        return the method. dtype: as for `Method.convert`.
 
-        mode: `auto` follows the method: dense after a dense last phase; otherwise the method's own
-            way to continue (S-STE projects, SLoPe keeps masks and adapters), or the last mask.
-            `dense` and `sparse` require one or the other; `masked` always takes the last mask.
-            Low-rank terms that are not trained further are added to the weights.
-        dtype: as for `Method.convert`."""
+        mode: `dense`, `sparse`, `masked` (under the last mask), or `auto`: dense after a dense last
+            phase; otherwise the method's own way to continue, or the last mask. Low-rank terms that
+            are not trained further are added to the weights.
+        """
         trained = self.trained_with
         if mode in ("sparse", "masked") and trained.capabilities.ends_dense:
             raise UserError(
@@ -212,7 +211,7 @@ class FinishedRun:
             method.convert(model, dtype)
             return method
         for layer in there:
-            _drop_low_rank_terms(layer)  # the layer's own state has them
+            drop_low_rank_terms(layer)  # the layer's own state has them
         method = methods.module(self.method).Method(type(own)(**{**vars(own), **common}))
         method.convert(model, dtype)
         for name, layer in method.sparse_layers.items():
@@ -231,7 +230,8 @@ def _low_rank_terms(layer: nn.Module) -> set[str]:
     return set(layer._parameters) - {"weight", "bias"}
 
 
-def _drop_low_rank_terms(layer: nn.Module) -> None:
+def drop_low_rank_terms(layer: nn.Module) -> None:
+    """Make a linear with a low-rank term a plain one, in place, without adding the term."""
     for name in _low_rank_terms(layer):
         delattr(layer, name)
     layer.__class__ = nn.Linear

@@ -19,11 +19,8 @@ def std(values: Sequence[float]) -> float:
 
 
 def paired_interval(differences: Sequence[float], confidence: float = 0.95) -> tuple[float, float]:
-    """Confidence interval of the mean of paired differences: Student's t, n - 1 degrees of freedom.
-
-    If pairs share initial weights and data, it is far narrower than an interval for two independent
-    means. A single pair gives (nan, nan).
-    """
+    """Confidence interval of the mean of paired differences: Student's t, n - 1 degrees of freedom;
+    (nan, nan) for a single pair. Pairs that share weights and data make it narrow."""
     n = len(differences)
     if n < 2:
         return math.nan, math.nan
@@ -64,12 +61,9 @@ def _places(value: float) -> int:
 def ratio_interval(
     numerators: Sequence[float], denominators: Sequence[float], confidence: float = 0.95
 ) -> tuple[float, float]:
-    """Confidence interval of the quotient of two means over the same pairs, by Fieller's theorem.
-
-    It contains the quotients g for which a t test does not reject that numerator - g * denominator
-    has mean zero. It is (nan, nan) for fewer than two pairs, or if the denominator's mean does not
-    differ significantly from zero.
-    """
+    """Confidence interval of the quotient of two means over the same pairs, by Fieller's theorem:
+    the quotients g for which a t test does not reject that numerator - g * denominator has mean
+    zero. (nan, nan) for fewer than two pairs, or if the denominator's mean may be zero."""
     n = len(numerators)
     if n < 2:
         return math.nan, math.nan
@@ -87,12 +81,9 @@ def ratio_interval(
 
 
 def p_value(differences: Sequence[float], center: float = 0.0, side: str = "both") -> float:
-    """p-value of Student's t test that the mean of paired differences is `center`.
-
-    side: the alternative: `both`, or that the mean is `above` or `below` the center. If all
-    differences are equal, there is no spread, and t is infinite unless they equal the center. The
-    p-value is nan for fewer than two.
-    """
+    """p-value of Student's t test that the mean of paired differences is `center`, against `both`
+    sides, or that it is `above` or `below`; nan for fewer than two. Without spread t is infinite
+    unless all differences equal the center."""
     from scipy.special import stdtr
 
     n = len(differences)

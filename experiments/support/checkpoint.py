@@ -23,11 +23,8 @@ LOCK = ".lock"
 
 
 def write_atomic(path: Path, write: Callable[[Path], Any]) -> None:
-    """Call `write` on a temporary path beside `path`, sync, and rename it into place.
-
-    Raises:
-        UserError: the disk is full; nothing half-written is left.
-    """
+    """Call `write` on a temporary path beside `path`, sync, and rename it into place. Raises a
+    `UserError` if the disk is full; nothing half-written is left."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
@@ -80,21 +77,13 @@ def sealed(value: dict[str, Any]) -> dict[str, Any]:
 
 
 def read_sealed(path: Path) -> Any:
-    """The content of a JSON file, without its entry `sha256`. A file without one is not checked:
-    earlier versions wrote none.
-
-    Raises:
-        ValueError: it is not JSON, or its content was changed since `write_sealed`.
-    """
+    """The content of a JSON file, without its entry `sha256`, which earlier versions did not write.
+    Raises a `ValueError` if it is not JSON, or changed since `write_sealed`."""
     return unsealed(json.loads(path.read_text(encoding="utf-8")))
 
 
 def unsealed(value: Any) -> Any:
-    """The entries of `sealed` without the hash, which is checked if there is one.
-
-    Raises:
-        ValueError: they were changed.
-    """
+    """The entries of `sealed` without the hash. Raises a `ValueError` if they were changed."""
     seal = value.pop("sha256", None) if isinstance(value, dict) else None
     if seal not in (None, _seal(value)):
         raise ValueError("its content does not fit its sha256")
@@ -136,9 +125,7 @@ def finite(value: Any) -> Any:
 @contextmanager
 def exclusive(directory: Path, wait: Callable[[str], None] | None = None) -> Iterator[None]:
     """Lock `directory` against other processes, and remove what a killed one left half-written.
-
-    wait: is told that another process is running there, which is waited for; None = an error.
-    """
+    wait: is told of another process there, which is waited for; None = an error."""
     directory.mkdir(parents=True, exist_ok=True)
     with (directory / LOCK).open("w") as lock:
         try:
@@ -189,13 +176,10 @@ def content_hash(paths: Iterable[Path]) -> str:
 
 
 def fingerprint(root: Path, files: Sequence[tuple[str, int]]) -> str:
-    """A hash of files below `root`, 64 hex digits. files: (relative path, bytes) of each, in order;
-    the name of `root` does not count.
-
-    It covers the names and sizes of all files and, up to 256 MiB in total, every byte. Beyond that
-    it covers the first and last 64 KiB of up to 512 evenly spaced files, so a few files replaced by
-    others of the same name and size may go unnoticed.
-    """
+    """A hash of `files` below `root` (relative path and bytes of each, in order), 64 hex digits. It
+    covers names and sizes and, up to 256 MiB in total, every byte. Beyond that it covers the first
+    and last 64 KiB of up to 512 evenly spaced files, so a few files replaced by others of the same
+    name and size may go unnoticed."""
     digest = hashlib.sha256()
     for name, size in files:
         digest.update(os.fsencode(f"{name} {size}\n"))

@@ -20,11 +20,8 @@ _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud
 
 class UserError(Exception):
     """An error that the user can fix; its one-line message says what is wrong, with which value,
-    and what to do. Whatever reads files or settings may raise it.
-
-    elsewhere: True if another rank has the same error and prints it. status: the exit status of
-        commands that return it.
-    """
+    and what to do. elsewhere: another rank has the same error and prints it. status: the exit
+    status of commands that return it."""
 
     elsewhere = False
     status = 1
@@ -78,11 +75,8 @@ def first_line(error: BaseException) -> str:
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """A context for writing `path`: a full disk raises a `UserError`, and other errors of the
-    operating system an `OSError`, both naming `path`.
-
-    torch hides the system's error behind its own, and safetensors only quotes its number.
-    """
+    """A context for writing `path`: a full disk raises a `UserError`, other errors of the system,
+    which torch hides and safetensors only quotes, an `OSError`, both naming `path`."""
     try:
         yield
     except UserError:
@@ -113,11 +107,8 @@ class Terminated(BaseException):
 def exit_with_one_line(after_stop: str) -> Iterator[None]:
     """End the process with one line of message: on a `UserError`, a file that cannot be written or
     lack of memory with status 1, on an interrupt with 130, on SIGTERM with 143. A signal reaches
-    every rank, and rank 0 reports it.
-
-    after_stop: what the same command does after an interrupt, unless the interrupt's own arguments
-        say it.
-    """
+    every rank, and rank 0 reports it. after_stop: what the same command does then, unless the
+    interrupt's own arguments say it."""
     raise_on_sigterm()
     try:
         yield

@@ -14,10 +14,8 @@ from experiments.support.errors import UserError
 
 
 def download(source: str, patterns: Iterable[str], key: str) -> Path:
-    """Download the files of `source` that match `patterns`, and return the snapshot's folder in the
-    hub's cache.
-
-    key: the name of the setting that holds `source`, for messages."""
+    """Download the files of `source`, the value of the setting `key`, that match `patterns`, and
+    return the snapshot's folder in the hub's cache."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 

@@ -40,12 +40,9 @@ def check_bounds(settings: Any, group: str, **bounds: tuple[float, float]) -> No
 
 
 def identity_of(config: Any) -> dict[str, Any]:
-    """The fields of a config dataclass that differ from their defaults, as plain values.
-
-    A run's hash covers these alone, so that it stays when an option is added, or one that nobody
-    set is removed. Whoever changes the default of a field gives the field another name, because
-    old runs would be taken for runs with the new default.
-    """
+    """The fields of a config dataclass that differ from their defaults, as plain values. A run's
+    hash covers these alone, so that new options leave it as it is. Whoever changes the default of a
+    field gives it another name, because old runs would be taken for runs with the new default."""
     values, found = dataclasses.asdict(config), {}
     for field in dataclasses.fields(config):
         made = field.default_factory

@@ -23,10 +23,8 @@ def silent(message: str) -> None:
 
 
 class Progress:
-    """Progress of a training: step, loss, speed and time left. Prints nothing unless `enabled`.
-
-    unit: the unit of the speed, `tokens` or `images` per second.
-    """
+    """Progress of a training: step, loss, time left, and `unit` (tokens or images) per second.
+    Prints nothing unless `enabled`."""
 
     def __init__(self, steps: int, first: int, unit: str, enabled: bool) -> None:
         self.steps, self.first, self.unit = steps, first, unit

@@ -29,11 +29,8 @@ def write_result(directory: Path, result: dict[str, Any]) -> dict[str, Any]:
 
 
 class NoResult(UserError):
-    """There is no usable result; the message says why in one line.
-
-    why: `missing`, `unfinished` (begun but not ended), `diverged`, `other` (of another config,
-    schema or kind of run) or `damaged`.
-    """
+    """There is no usable result. why: `missing`, `unfinished` (begun but not ended), `diverged`,
+    `other` (of another config, schema or kind of run) or `damaged`."""
 
     def __init__(self, why: str, message: str) -> None:
         super().__init__(message)
@@ -43,14 +40,9 @@ class NoResult(UserError):
 def read(
     directory: Path, config_hash: str | None = None, *, diverged: bool = False
 ) -> dict[str, Any]:
-    """The content of `result.json` in `directory`.
-
-    config_hash: the hash of the config that it must belong to, if given.
-    diverged: read the result of a training that diverged, too.
-
-    Raises:
-        NoResult: there is none, or it is damaged or belongs to another config.
-    """
+    """The content of `result.json` in `directory`; that of a training that diverged only if asked.
+    Raises a `NoResult` if there is none, or it is damaged or not of the config with
+    `config_hash`."""
     path = directory / FILE
     try:
         result = read_sealed(path)
@@ -90,10 +82,7 @@ def divergence(result: dict[str, Any]) -> str | None:
 
 def read_finished(directory: Path, config_hash: str) -> dict[str, Any] | None:
     """`read` for a run that may not have been made yet: None if it has no result or diverged.
-
-    Raises:
-        NoResult: the result is damaged, or of another config or schema, and must not be lost.
-    """
+    Raises a `NoResult` if it is damaged, or of another config or schema, and must not be lost."""
     try:
         return read(directory, config_hash)
     except NoResult as reason:
@@ -103,11 +92,7 @@ def read_finished(directory: Path, config_hash: str) -> dict[str, Any] | None:
 
 
 def read_training(directory: Path, *, diverged: bool = False) -> dict[str, Any]:
-    """`read` for the result of a training. diverged: also that of one that diverged.
-
-    Raises:
-        NoResult: there is none, it is not the result of a training, or it is damaged.
-    """
+    """`read` for the result of a training. Raises a `NoResult` if it is not one, too."""
     result = read(directory, diverged=diverged)
     if not {"model", "data", "method"} <= result.get("config", {}).keys():
         path = directory / FILE

@@ -28,11 +28,8 @@ _INDEX = ".index.json"
 
 
 def save(tensors: Mapping[str, Tensor], path: Path) -> list[str]:
-    """Write tensors as `path`, each file atomically, the index last; returns the files' names.
-
-    Raises:
-        UserError: the disk is full; none of these files is left.
-    """
+    """Write tensors as `path`, each file atomically, the index last; return the files' names.
+    Raises a `UserError` if the disk is full; none of these files is left."""
     from huggingface_hub import split_torch_state_dict_into_shards
 
     pattern = f"{path.stem}{{suffix}}{path.suffix}"
@@ -80,11 +77,8 @@ def among(name: str, names: Iterable[str]) -> list[str]:
 
 
 def load(path: Path, device: torch.device) -> dict[str, Tensor]:
-    """The tensors saved as `path`, by name; for the meta device they are read one at a time.
-
-    Raises:
-        SafetensorError: a file is damaged.
-    """
+    """The tensors saved as `path`, by name; for the meta device they are read one at a time. Raises
+    a `SafetensorError` if a file is damaged."""
     tensors: dict[str, Tensor] = {}
     read_on = "cpu" if device.type == "meta" else str(device)
     for part in files(path):

@@ -36,11 +36,9 @@ def applied(model: nn.Module, averages: dict[str, Tensor]) -> Iterator[None]:
 def update(
     averages: dict[str, Tensor], own: dict[str, Tensor], train: TrainConfig, step: int
 ) -> None:
-    """Add the weights `own`, as they are after step `step`, to the averages in place.
-
-    With `ema` every step's weights enter with a fixed share. With `average_last` the final average
-    is the mean of that many states, `average_every` steps apart and ending with the last.
-    """
+    """Add the weights `own`, as they are after step `step`, to the averages in place: with `ema` by
+    a fixed share, with `average_last` so that the final average is the mean of that many states,
+    `average_every` steps apart and ending with the last."""
     share = 1 - train.ema
     if train.average_last:
         last, every = train.steps - 1, train.average_every

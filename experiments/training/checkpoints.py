@@ -79,13 +79,10 @@ def on_host(
     value: Any, main: bool, rows: dict[str, Tensor], copies: dict[Any, Any], name: str = ""
 ) -> Any:
     """A copy of a tree of dicts, lists, tensors and plain values in the host's memory, with a
-    placeholder for each sharded tensor.
+    placeholder for each sharded tensor, whose rows of this rank `rows` gets.
 
-    Args:
-        main: copy unsharded tensors; other ranks than 0 do not write them.
-        rows: gets this rank's rows of the sharded tensors.
-        copies: earlier copies and names, so that tied tensors stay tied.
-        name: of the value in the tree.
+    main: copy unsharded tensors; other ranks than 0 do not write them.
+    copies: earlier copies and names, so that tied tensors stay tied.
     """
     if sharding.is_sharded(value):
         own = value.to_local().detach()
@@ -186,14 +183,9 @@ def found(directory: Path) -> list[Path]:
 def load_latest(
     directory: Path, warn: Callable[[str], None], world: World
 ) -> dict[str, Any] | None:
-    """The newest intact checkpoint that rank 0 sees, on the CPU, with `Rows` for sharded tensors;
-    or None. Every rank must call it, and all get the same step.
-
-    warn: called with a line about each damaged checkpoint.
-
-    Raises:
-        UserError: on every rank, if one of them does not see what rank 0 sees.
-    """
+    """The newest intact checkpoint that rank 0 sees, on the CPU, with `Rows` for sharded tensors,
+    or None; `warn` is told of damaged ones. Every rank must call it. Raises a `UserError` on every
+    rank if one of them does not see what rank 0 sees."""
     names = world.all_gather([path.name for path in found(directory)])[0]
     for rank, missing in enumerate(world.all_gather(_not_visible(directory, names))):
         if missing:
@@ -216,12 +208,8 @@ def load_latest(
 
 
 def _load(path: Path, world: World) -> dict[str, Any]:
-    """The checkpoint in `path`. Every rank must call it; each checks some of the files, before
-    any rank reads one.
-
-    Raises:
-        Damaged: on every rank.
-    """
+    """The checkpoint in `path`. Every rank must call it; each checks some of the files, before any
+    rank reads one. Raises `Damaged` on every rank."""
     problem: str | None = None
     parts: tuple[Path, ...] = ()
     try:
@@ -244,10 +232,7 @@ def _is_intact(path: Path) -> bool:
 
 def _checked(path: Path, rank: int = 0, ranks: int = 1) -> tuple[Path, ...]:
     """The files of sharded tensors of a checkpoint, in order; each rank checks some of the files.
-
-    Raises:
-        Damaged: the index cannot be read, or a file is not as it says.
-    """
+    Raises `Damaged` if the index cannot be read, or a file is not as it says."""
     try:
         records = json.loads((path / INDEX).read_text(encoding="utf-8"))["files"]
         hashes = {name: own["sha256"] for name, own in records.items()}
@@ -320,12 +305,8 @@ class Saver:
         self.sharded = False  # all ranks write it, and rank 0 has yet to complete it
 
     def save(self, step: int, state: dict[str, Any]) -> None:
-        """Wait until the previous checkpoint is written, then begin to write the state before
-        optimizer step `step`. The state may change as soon as this returns.
-
-        Raises:
-            UserError: see `poll`.
-        """
+        """Wait until the previous checkpoint is written (errors as `poll`), then begin to write the
+        state before optimizer step `step`. The state may change as soon as this returns."""
         self.wait()
         self.place = place = self.directory, step
         rows: dict[str, Tensor] = {}
@@ -339,10 +320,7 @@ class Saver:
 
     def poll(self) -> None:
         """Check whether the files are written, and complete the checkpoint; call it between steps.
-
-        Raises:
-            UserError: on every rank, if one of them could not write.
-        """
+        Raises a `UserError` on every rank if one of them could not write."""
         if self.pending is None:
             return
         found: Any = None

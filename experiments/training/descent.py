@@ -26,10 +26,8 @@ from methods.nn.linear import MaskedLinear
 
 
 class Descent:
-    """The measurement of one step: create it before the step and call `after` after the step.
-
-    batches, shares: the micro-batches of the step, as `Optimization.step` takes them.
-    """
+    """The measurement of one step, whose micro-batches are as `Optimization.step` takes them:
+    create it before the step and call `after` after the step."""
 
     def __init__(
         self, optimization: Optimization, batches: Sequence[Batch], shares: Sequence[float]

@@ -81,15 +81,9 @@ class World:
 
 @contextmanager
 def world(device: str, offload: bool = False) -> Iterator[World]:
-    """A context in which this process is in the group that torchrun describes in the environment.
-
-    Inside another `world` the same group is used. A process cannot join torchrun's group twice, so
-    several runs in one process need a `world` around them.
-
-    Args:
-        device: `auto` (a GPU if there is one), `cpu` (gloo) or `cuda` (nccl).
-        offload: tensors in the host's memory are exchanged as well.
-    """
+    """A context in which this process is in the group that torchrun describes in the environment,
+    or in that of an outer `world`: it cannot join twice. device: `auto` (a GPU if there is one),
+    `cpu` (gloo) or `cuda` (nccl). offload: tensors in the host's memory are exchanged as well."""
     if device == "cuda" and not torch.cuda.is_available():
         raise UserError("impl.device=cuda, but torch sees no GPU here; use impl.device=cpu")
     kind = "cuda" if device != "cpu" and torch.cuda.is_available() else "cpu"

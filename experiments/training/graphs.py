@@ -38,12 +38,9 @@ def choose(
     train: TrainConfig,
     one_shape: bool,
 ) -> tuple[bool, str | None]:
-    """Decide whether passes are replayed from graphs: (the decision, the line to report for
-    `auto`).
-
-    Args:
-        setting: the value of `impl.cuda_graphs`.
-        one_shape: all batches with equally many samples have the same shapes."""
+    """Decide whether passes are replayed from graphs, by `impl.cuda_graphs`: (the decision, the
+    line to report for `auto`). one_shape: batches with equally many samples have the same
+    shapes."""
     if setting is False:
         return False, None
     why = _obstacle(device, ranks, model, train, one_shape)
@@ -82,13 +79,9 @@ def _obstacle(
 
 
 def capture(part: Callable[[], Any], pool: object) -> tuple[Callable[[], None], Any]:
-    """A function that replays `part`, and the tensor in which each replay leaves its result.
-
-    Args:
-        part: launches work on the GPU and never waits for it. It is called once, to record its
-            launches; the work itself runs only when the graph is replayed.
-        pool: the memory pool; graphs that are replayed in the order of capture may share one.
-    """
+    """A function that replays `part`, which launches work on the GPU and never waits for it, and
+    the tensor in which each replay leaves its result. `part` is called once, to record its
+    launches. Graphs that are replayed in the order of capture may share the memory `pool`."""
     graph = torch.cuda.CUDAGraph()
     torch.cuda.synchronize()
     # The error mode lets other threads (which pin memory, for example) work during the capture. The
@@ -115,16 +108,12 @@ class _Graph(NamedTuple):
 
 
 class Replays:
-    """Replays the passes of steps, once enough steps of the same kind have been launched.
+    """Replays the passes of steps, once enough steps of the same kind have been launched: with the
+    same phase of the method, flags of the layers, shapes and shares of the micro-batches, and
+    places of parameters and buffers in memory. Only the graphs of one kind are kept.
 
-    Steps are of one kind if the method's phase and the layers' flags are the same, the
-    micro-batches have the same shapes and shares, and no parameter or buffer has moved in memory.
-    Only the graphs of one kind are kept.
-
-    Args:
-        backward: runs forward and backward of a micro-batch with a given share, adds to the
-            gradients and returns the loss.
-        report: called if there is no memory for graphs, after which passes are launched.
+    backward: runs the passes of a micro-batch with a given share, and returns the loss.
+    report: called if there is no memory for graphs, after which passes are launched.
     """
 
     def __init__(
@@ -160,15 +149,9 @@ class Replays:
     def of(
         self, batches: Iterator[Batch], shares: Sequence[float], phase: str
     ) -> Iterator[Callable[[], Tensor]]:
-        """Yield for each micro-batch of a step a function that runs its passes and returns its
-        loss.
-
-        Gradients must be None before the first call; they are complete after the last.
-
-        Args:
-            batches: micro-batches on the device. Each is taken after the previous one's passes were
-                started.
-        """
+        """Yield for each micro-batch of a step, on the device, a function that runs its passes and
+        returns its loss; the next one is taken after these were started. Gradients must be None
+        before the first call; they are complete after the last."""
         # The addresses of all tensors of the model that a graph reads.
         tensors = (tensor for held in self._held for tensor in held.values())
         places = tuple(tensor.data_ptr() for tensor in tensors if tensor is not None)

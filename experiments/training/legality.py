@@ -70,15 +70,11 @@ def total(rows: Sequence[LinearSparsity]) -> dict[str, Any]:
 def table(rows: Sequence[LinearSparsity], dense: bool = False) -> str:
     """A Markdown table of the rows, their sum last. dense: leave the patterns out."""
     summed = total(rows)
-    lines = [["linear", "shape", "density"] + ([] if dense else ["N:M", "illegal groups"])]
+    lines = [["linear", "shape", "density", "N:M", "illegal groups"], ["---"] * 5]
     for row in rows:
-        cells = [row.name, f"{row.shape[0]} x {row.shape[1]}", f"{row.density:.4f}"]
-        if not dense:
-            n, m = row.pattern
-            cells += [f"{n}:{m}", f"{row.illegal_groups} of {row.groups}"]
-        lines.append(cells)
-    last = [f"all {len(rows)}", "", f"{summed['density']:.4f}"]
-    if not dense:
-        last += ["", f"{summed['illegal_groups']} of {summed['groups']}"]
-    lines = [lines[0], ["---"] * len(last), *lines[1:], last]
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+        (outputs, inputs), (n, m) = row.shape, row.pattern
+        illegal = f"{row.illegal_groups} of {row.groups}"
+        lines.append([row.name, f"{outputs} x {inputs}", f"{row.density:.4f}", f"{n}:{m}", illegal])
+    illegal = f"{summed['illegal_groups']} of {summed['groups']}"
+    lines.append([f"all {len(rows)}", "", f"{summed['density']:.4f}", "", illegal])
+    return "\n".join(f"| {' | '.join(cells[: 3 if dense else 5])} |" for cells in lines)

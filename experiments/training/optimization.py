@@ -33,10 +33,8 @@ DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class NonFiniteGradient(Exception):
-    """The gradient of a step is not finite, and nothing of that step has touched the weights.
-
-    loss: the step's loss on this rank.
-    """
+    """The gradient of a step, with this loss on this rank, is not finite, and nothing of that step
+    has touched the weights."""
 
     def __init__(self, loss: Tensor) -> None:
         super().__init__(f"loss {float(loss):.4g}")
@@ -46,11 +44,8 @@ class NonFiniteGradient(Exception):
 def micro_batch_size(
     train: TrainConfig, micro_batch: int | None, ranks: int, quantizes: bool = False
 ) -> int:
-    """The number of samples per rank and micro-batch.
-
-    Args:
-        quantizes: the method takes its FP8 scales over a micro-batch (`Capabilities`), whose
-            size must then be `train.fp8_samples`, or the whole batch."""
+    """The number of samples per rank and micro-batch. If the method takes its FP8 scales over one
+    (`quantizes`), it must be `train.fp8_samples`, or the whole batch."""
     name = "batch_size" if train.ramp_batch is None else "ramp_batch"
     unit = train.ramp_batch or train.batch_size
     if unit % ranks:
@@ -82,10 +77,8 @@ def micro_batch_size(
 def make_optimizer(
     method: Method, model: Model, train: TrainConfig, fused: bool = False
 ) -> torch.optim.Optimizer:
-    """The optimizer that `train` names, with the model's parameter groups.
-
-    Args:
-        fused: use the AdamW that does the method's work on the weights in its own pass."""
+    """The optimizer that `train` names, with the model's parameter groups. fused: use the AdamW
+    that does the method's work on the weights in its own pass."""
     groups = model.param_groups(train.weight_decay)
     if train.optimizer == "adamw":
         options: dict[str, Any] = {"lr": train.learning_rate, "betas": train.betas}
@@ -109,15 +102,12 @@ def make_optimizer(
 
 class Optimization:
     """Optimizer steps of `model`, which `method` has converted and which is on its device, sharded
-    or whole.
+    or whole. Hooks of the model's own are called before the method's of the same name.
 
-    If the model has hooks of its own, each is called before the method's hook of the same name.
-
-    Args:
-        graphed: replay the passes from CUDA graphs.
-        report: called if graphs cannot be used after all (graphs.Replays).
-        ranks: number of processes that share each step's samples.
-        group: the name of the config group of `train`, for messages.
+    graphed: replay the passes from CUDA graphs; `report` is called if they cannot be used after
+        all.
+    ranks: number of processes that share each step's samples.
+    group: the name of the config group of `train`, for messages.
     """
 
     def __init__(

@@ -1,9 +1,4 @@
-"""Pre-training.
-
-The run directory gets `config.json`, `metrics.jsonl`, `checkpoints/` while it runs, and at the end
-`model.safetensors` (plain weights, pruned entries zero; in several files if large) and
-`result.json`.
-"""
+"""Pre-training; experiments/pretrain.py lists the files of a run."""
 
 from __future__ import annotations
 
@@ -238,11 +233,8 @@ def gain(
 def held_out(
     source: Source, samples: int, batch: int, forward: Callable[[Batch], tuple[Any, Any, Batch]]
 ) -> dict[str, float]:
-    """Means over fixed held-out samples, equal on all ranks, of `val_loss` in nats and of the
-    source's other metrics.
-
-    samples: their number; `source` may have fewer. batch: samples at once. forward: runs the model,
-        as `Trainer.forward` does."""
+    """Means over fixed held-out samples, at most as many as `source` has, equal on all ranks, of
+    `val_loss` in nats and the source's other metrics; run by `forward`, as `Trainer.forward`."""
     totals: dict[str, Tensor] = {}
     count = 0
     for part in source.eval_batches(min(samples, source.eval_size), batch):
@@ -254,10 +246,8 @@ def held_out(
 
 
 def keep_tokenizer(corpus: dict[str, Any], source: Path, directory: Path) -> list[str]:
-    """Copy the tokenizer's file, if there is one, from the folder `source` into the run's, because
-    the corpus may later be prepared again from another text; return the names of copied files.
-    corpus: its manifest.
-    """
+    """Copy the tokenizer's file, if the manifest `corpus` has one, from the folder `source` into
+    the run's, and return its name: the corpus may later be prepared again from another text."""
     name = corpus.get("tokenizer", {}).get("file")
     if name is None:
         return []

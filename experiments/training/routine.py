@@ -34,12 +34,11 @@ from models.dino import DINO
 
 
 class Finalized(NamedTuple):
-    """A finalized training.
+    """A finalized training, with the metrics of the finalized weights.
 
-    model: the plain model that is delivered, with all weights; on ranks other than 0 of a sharded
-        one, their part of it. names: its converted linears, by their name during the training.
-    metrics: those of the finalized weights.
-    latent: the converted layers' state before that: dense weights, masks, scales, by name in model.
+    model: the plain model that is delivered; on ranks other than 0 of a sharded one, their part.
+    names: its converted linears, by their name during the training.
+    latent: the converted layers' state before that: dense weights, masks, scales, by name.
     """
 
     model: nn.Module

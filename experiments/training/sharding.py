@@ -67,14 +67,11 @@ def accelerate(method: Method, tokens: int, impl: ImplConfig) -> dict[str, Produ
 
 
 class Shards:
-    """Shards a converted, not yet trained model and its method over the ranks.
+    """Shards a converted, not yet trained model and its method over the ranks. dtype: of autocast.
 
     The weights are those of rank 0, on any device; on other ranks they may be on the meta device.
-    They are moved to the devices block by block, and each device keeps its rows, so that no device
-    ever holds more than its rows and one block (or all that is outside of blocks).
-
-    Args:
-        dtype: autocast's dtype, if any."""
+    They are moved to the devices block by block, so that no device ever holds more than its rows
+    and one block (or all that is outside of blocks)."""
 
     def __init__(
         self,

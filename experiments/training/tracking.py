@@ -20,12 +20,9 @@ WANDB_ID = "wandb_id.txt"
 
 
 class MetricsLog:
-    """Appends one JSON object per record to `metrics.jsonl`; each has a `step`.
-
-    lines: the lines written so far. A checkpoint keeps them, and a resumed run rewrites the file
-        from its checkpoint, so that no record is missing or repeated.
-    config: the run's config, shown by the viewers.
-    """
+    """Appends one JSON object per record to `metrics.jsonl`; each has a `step`. lines: those
+    written so far, which a checkpoint keeps, so that no record is missing or repeated after it.
+    config: of the run, shown by the viewers."""
 
     def __init__(
         self, directory: Path, lines: list[str], viewers: tuple[str, ...], config: dict[str, Any]

@@ -46,11 +46,10 @@ Evaluation = Callable[["Trainer"], dict[str, float]]
 
 @dataclass
 class Built:
-    """A converted model with its method, data and evaluation, ready for a `Trainer`.
+    """A converted model with its method, data and evaluation, ready for a `Trainer`; on its device,
+    unless it will be sharded.
 
-    model: converted by `method`; on its device, unless it will be sharded.
-    evaluation: evaluates the model in evaluation mode, every `train.eval_every` steps (or after
-        each epoch, if `train` has epochs) and at the end.
+    evaluation: evaluates the model every `train.eval_every` steps, or after each epoch.
     micro_batch: samples per rank and forward pass. tokens: tokens of the longest micro-batch.
     """
 
@@ -64,14 +63,9 @@ class Built:
 
 
 class Trainer:
-    """Trains a built model, which is on its device by now.
-
-    Args:
-        identity: hashes of the config and the initial weights; a checkpoint with another identity,
-            or made on other data, is refused.
-        config: the run's config, for the viewers of its log.
-        group: the name of the config group of `train`, for messages.
-    """
+    """Trains a built model, which is on its device by now. identity: hashes of the config and the
+    initial weights; a checkpoint with another one, or of other data, is refused. config: for the
+    viewers of the log. group: the name of the config group of `train`, for messages."""
 
     def __init__(
         self,
@@ -127,11 +121,8 @@ class Trainer:
         return self.directory / "checkpoints"
 
     def fit(self) -> None:
-        """Train from the present state to the last step.
-
-        Raises:
-            Diverged: most steps were skipped, or a gradient is not finite.
-        """
+        """Train from the present state to the last step. Raises `Diverged` if most steps were
+        skipped, or a gradient is not finite."""
         main = self.world.is_main
         if main:
             self.log = MetricsLog(self.directory, self.lines, self.impl.loggers, self.config)
@@ -202,11 +193,7 @@ class Trainer:
 
     def _log_step(self, norm: float) -> float | None:
         """Record this step if a record is due; return the mean loss since the last one, if there is
-        one to show.
-
-        Args:
-            norm: the gradient's norm before clipping.
-        """
+        one to show. norm: the gradient's before clipping."""
         if self.train.epoch_steps is not None:
             return float(self.loss_sum) / (self.loss_count or math.nan)
         if self.step % self.train.log_every and self.step != self.train.steps - 1:
@@ -315,11 +302,8 @@ class Trainer:
     # ------------------------------------------------------------------ state
 
     def save(self, own: dict[str, Tensor] | None = None) -> None:
-        """Begin to checkpoint the state before step `self.step`; every rank must call it.
-
-        Args:
-            own: states of this rank's random generators to save instead of the present ones.
-        """
+        """Begin to checkpoint the state before step `self.step`, with other states of this rank's
+        random generators if `own` are given; every rank must call it."""
         states = self.world.all_gather(own or generators(self.world.device))
         loss_sum = self.world.all_reduce_mean(self.loss_sum)
         if self.log is not None:

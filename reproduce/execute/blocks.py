@@ -1,10 +1,9 @@
 """Blocks of many small runs, by which claims are judged: `reproduce/specs/blocks/<name>.yaml`.
 
-A block trains the same small model in many variants: methods and their options. Every
-variant has the same seeds, so that variants can be compared seed by seed. A block may start from
-models that another block has trained: then all variants of a seed start from the same finished run.
-Such a run is identified by its own config and that of the run it starts from, so that its record is
-recognised on a machine that has no weights.
+A block trains the same small model in many variants, methods and their options, with the same
+seeds, so that they can be compared seed by seed. A block may start from models of another block:
+then all variants of a seed start from the same finished run. Such a run is identified by its own
+config and that of the run it starts from, so that a machine without weights knows its record.
 """
 
 from __future__ import annotations
@@ -28,6 +27,7 @@ from reproduce.specs.reading import build, errors_in, read_yaml
 
 BLOCKS = Path(__file__).parents[1] / "specs" / "blocks"
 EVIDENCE = Path(__file__).parents[1] / "evidence"
+ENVIRONMENT = ("git_revision", "git_dirty", "device", "versions")  # what a record keeps of it
 POINTS = 100  # greatest number of points of a training curve in a record
 
 
@@ -119,8 +119,7 @@ class BlockRun(Job):
             raise UserError(f"block {self.block}, {self}: {error}") from error
 
     def record(self, *folders: Path) -> dict[str, Any] | None:
-        """Its record, from the first folder that has one with the hash of this config; None if no
-        folder has."""
+        """Its record with the hash of this config, from the first folder that has one, or None."""
         for folder in folders:
             found = [read_record(path)] if (path := self.file(folder)).is_file() else []
             if packed := read_packed(folder, self.block).get((self.variant, self.seed)):
@@ -131,8 +130,7 @@ class BlockRun(Job):
         return None
 
     def ended(self) -> dict[str, Any] | None:
-        """The content of its `result.json`, also if it diverged, which is a result of a block; None
-        if it has not ended."""
+        """The content of its `result.json`, or None; to diverge is a result of a block, too."""
         found = self.result()
         with suppress(UserError):  # there is none, or the config is refused, of which its job tells
             if found is None and (config := self.config) is not None:
@@ -141,8 +139,7 @@ class BlockRun(Job):
         return found
 
     def keep(self, folder: Path) -> dict[str, Any] | None:
-        """Write the record of the run into a folder of records and return it; None if the run has
-        not ended."""
+        """Write its record into a folder and return it; None if the run has not ended."""
         result = self.ended()
         if result is None:
             return None
@@ -158,9 +155,7 @@ class BlockRun(Job):
             **{key: result[key] for key in ("metrics", "sparsity", "backend", "world_size")},
             "revisions": result.get("revisions"),
             **{key: result[key] for key in ("train_seconds", "step_seconds", "started", "ended")},
-            "environment": {
-                key: environment[key] for key in ("git_revision", "git_dirty", "device", "versions")
-            },
+            "environment": {key: environment[key] for key in ENVIRONMENT},
             "curves": curves(log),
         }
         write_sealed(self.file(folder), record)

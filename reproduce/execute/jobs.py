@@ -2,8 +2,7 @@
 collects their results.
 
 A job is identified by its config, so that tables, variants and rows share runs, and a second call
-does only what is missing. A job that starts from a finished run, or measures one, has no config
-before that run exists, because its directory and hash depend on the run.
+does only what is missing. One that needs a finished run has no config before that run exists.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Committed records: `evidence/BLOCK.jsonl` has a line for each run, `BLOCK.curves.csv` the curves.
 
-A line has all entries of the file that the runner wrote except `curves`, and three hashes: its own
-(`sha256`), that of the run's rows in the CSV (`curves_sha256`) and that of the file
-(`file_sha256`).
+A line has all entries of the runner's file except `curves`, and three hashes: its own (`sha256`),
+that of the run's rows in the CSV (`curves_sha256`) and that of the file (`file_sha256`).
 """
 
 from __future__ import annotations
@@ -53,10 +52,9 @@ def _parsed(path: Path, lines: str, csv: str) -> Packed:
         variant, seed = record["variant"], record["seed"]
         first, own = rows.get(name := run_name(variant, seed), (1, []))
         if _hash(own) != record.pop("curves_sha256"):
-            raise UserError(
-                f"{_curves_of(path)}, line {first} and following, is damaged (the curves of {name} "
-                f"do not fit their sha256 in line {number} of {path.name}); restore it"
-            )
+            why = f"the curves of {name} do not fit their sha256 in line {number} of {path.name}"
+            where = f"{_curves_of(path)}, line {first} and following"
+            raise UserError(f"{where}, is damaged ({why}); restore it")
         curves: dict[str, list[list[float | None]]] = {quantity: [] for quantity in QUANTITIES}
         for row in own:
             _, quantity, step, value = row.split(",")

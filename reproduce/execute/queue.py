@@ -1,9 +1,9 @@
 """Runs the jobs of tables and blocks that are not finished: in this process, or as processes of
 their own, several on each GPU, because one small model does not fill a GPU.
 
-The failure of a job is reported in one line, and the others are run. An interrupt, or the end of
-the time budget, lets running jobs save a checkpoint, from which the next call goes on; so does the
-death of this process (on Linux).
+The failure of a job is reported in one line, and the others are run. An interrupt, the end of the
+time budget or (on Linux) the death of this process lets running jobs save a checkpoint, from which
+the next call goes on.
 """
 
 from __future__ import annotations
@@ -43,9 +43,8 @@ def execute(jobs: list[Job], report: Report, launch: Launch | None = None) -> in
 class Queue:
     """The jobs that wait, and those that are running.
 
-    waiting: in the order in which they are to be started; a source stands before what starts from
-    it. todo: all that are not done. working: (job, process, time of its start) by place. result:
-    that of a job, once it is finished and kept. total, done, failed: numbers of jobs.
+    waiting: in the order of their start, a source before what starts from it. todo: all that are
+    not done. working: (job, process, start) by place. result: of a job that is finished and kept.
     """
 
     def __init__(
@@ -132,9 +131,8 @@ class Queue:
             remaining = elapsed / self.done * self.left
             spent, ahead = (str(timedelta(seconds=round(s))) for s in (elapsed, remaining))
             told = ", ".join([*_figures(result), f"{now - started:.0f} s"])
-            self.report(
-                f"[{self.done}/{self.total}] {job}: {told} ({spent} elapsed, about {ahead} left)"
-            )
+            place, of_time = f"[{self.done}/{self.total}]", f"{spent} elapsed, about {ahead} left"
+            self.report(f"{place} {job}: {told} ({of_time})")
         if left_out:
             self.report(f"left out: {left_out} runs that start there")
 
@@ -165,8 +163,7 @@ def run_here(job: Job, report: Report) -> None:
     except Exception as error:
         log = job.config.directory() / OUTPUT
         write_text(log, traceback.format_exc())
-        reason = f"{type(error).__name__}: {one_line(error)} (see {log})"
-        raise UserError(reason) from error
+        raise UserError(f"{type(error).__name__}: {one_line(error)} (see {log})") from error
 
 
 def lacking(configs: Iterable[Any]) -> str:

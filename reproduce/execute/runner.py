@@ -1,8 +1,7 @@
 """Runs a block: `python -m reproduce run BLOCK [minutes=N] [per_gpu=N]`.
 
-A run is done if it has a record in `reproduce/evidence` or `runs/evidence`. A run from which others
-start is trained before them if its weights are missing, even if it has a record. After the time
-budget no run is started, and running ones are told to stop.
+A run is done if it has a record in `reproduce/evidence` or `runs/evidence`; one from which others
+start is trained all the same if its weights are missing. The time budget stops running ones.
 """
 
 from __future__ import annotations
@@ -35,10 +34,8 @@ def run_block(
     launch = Launch(per_gpu=per_gpu)
     queue = Queue(trainings, report, launch, lambda run: _kept(run, folders))
     sources = sum(run.block != block.name for run in trainings)
-    report(
-        f"{block.name}: {len(every)} runs, {len(every) + sources - queue.total} done already; "
-        f"{len(queue.places)} at a time"
-    )
+    done = f"{len(every) + sources - queue.total} done already"
+    report(f"{block.name}: {len(every)} runs, {done}; {len(queue.places)} at a time")
     if block.source is not None and sources:
         report(f"before them {sources} of block {block.source.block.name}, where they start")
     _prepare(block, [run.intended for run in trainings])
@@ -49,8 +46,7 @@ def run_block(
 
 
 def _missing(every: list[BlockRun], folders: tuple[Path, Path]) -> list[BlockRun]:
-    """The runs to train, in order; a source whose weights are missing comes before runs that start
-    from it."""
+    """The runs to train, in order, each after its source if the source's weights are missing."""
     trainings: dict[str, BlockRun] = {}
     for run in every:
         if run.record(*folders) is None and run.keep(folders[1]) is None:
@@ -59,10 +55,8 @@ def _missing(every: list[BlockRun], folders: tuple[Path, Path]) -> list[BlockRun
                 run.source = trainings.setdefault(run.source.digest(), run.source)
             same = trainings.get(run.digest(), run)
             if same.block == run.block and same is not run:
-                raise UserError(
-                    f"block {run.block}: {same.variant} and {run.variant} have the same config; "
-                    "leave one out"
-                )
+                both = f"{same.variant} and {run.variant} have the same config"
+                raise UserError(f"block {run.block}: {both}; leave one out")
             trainings[run.digest()] = run
     return list(trainings.values())
 

@@ -2,9 +2,8 @@
 library.
 
 The files have the formats of GLUE, SQuAD, WikiText and lm-eval, so that the real loaders read them,
-and questions that a tiny model can learn on a CPU. They are not these benchmarks, and results on
-them cannot be compared with results on the benchmarks. They depend only on the version of Python;
-nothing is downloaded.
+and questions that a tiny model can learn on a CPU. Results cannot be compared with those of these
+benchmarks. The files depend only on the version of Python; nothing is downloaded.
 
     SST-2    is this line code, or is it from a comment?
     RTE      does the second line follow the first in the file?
@@ -34,6 +33,7 @@ MODULES = {
 TEXT = "shutil"
 SIZES = {"train": 128, "dev": 64}  # number of examples
 TASK = "stdlib_next_line"
+LM_EVAL = Path(__file__).parents[1] / "specs" / f"{TASK}.yaml"  # the task for lm-eval
 COMMENT, DEFINITION = re.compile(r"#+ "), re.compile(r"def (\w+)\(")
 CODE = re.compile(r"(if|for|return|self\.|def|\w+ =) ?.*[:)\]]$")
 
@@ -45,21 +45,8 @@ def write(folder: Path) -> Path:
     building = folder.with_name(f".{folder.name}.{uuid.uuid4().hex}")
     texts = {"text.txt": "\n".join(lines_of(TEXT))}
     texts |= {path: text for split in MODULES for path, text in tasks(split).items()}
-    task = {
-        "task": TASK,
-        "dataset_path": "json",
-        "dataset_kwargs": {
-            "data_files": {"validation": str(folder.resolve() / "lm_eval/dev.jsonl")}
-        },
-        "output_type": "multiple_choice",
-        "validation_split": "validation",
-        "doc_to_text": "{{text}}",
-        "target_delimiter": " ",
-        "doc_to_choice": "{{choices}}",
-        "doc_to_target": "{{label}}",
-        "metric_list": [{"metric": "acc", "aggregation": "mean", "higher_is_better": True}],
-    }
-    texts[f"lm_eval/{TASK}.yaml"] = json.dumps(task)  # JSON is YAML
+    task, path = LM_EVAL.read_text(encoding="utf-8"), json.dumps(str(folder.resolve()))[1:-1]
+    texts[f"lm_eval/{TASK}.yaml"] = task.replace("{folder}", path)
     for name, text in texts.items():
         write_text(building / name, text + "\n")
     with suppress(OSError):  # another process has written it meanwhile

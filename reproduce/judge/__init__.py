@@ -1,8 +1,7 @@
 """Judges the papers' claims by records of runs and by measured tables: `python -m reproduce claims
 [N|all]` prints the verdicts and writes them to `runs/report`.
 
-claims.py has the rules, verdicts.py judges one contrast, scale.py says what a difference means in
-a block, and text.py puts it into words.
+claims.py has the rules, verdicts.py judges, scale.py compares with a block's gap, text.py words it.
 """
 
 from __future__ import annotations
@@ -29,12 +28,8 @@ PRELIMINARY = 2  # least number of seeds for which g is shown with an effect tha
 
 
 def content(claims: Claims, values: Values, measured: Path = MEASURED) -> Json:
-    """All claims with their verdicts and evidence, and how well the blocks can tell methods apart,
-    in the form of claims.json."""
-    gaps = [
-        scale.half_width_gap(values, block, metric, claims.margin)
-        for block, metric in claims.metrics.items()
-    ]
+    """All claims with verdicts and evidence, and the scale of blocks, as in claims.json."""
+    gaps = [scale.half_width_gap(values, *of, claims.margin) for of in claims.metrics.items()]
     # Defects have no verdict, so that two seeds are enough.
     released = dataclasses.replace(claims, seeds=2)
     defects = verdicts.judge(released, Claim(0, "", "", "", claims.released), values)
@@ -61,7 +56,8 @@ def plain(value: Any) -> Any:
 
 
 def _claim(claims: Claims, claim: Claim, values: Values, folder: Path) -> Json:
-    claim = verdicts.with_planned(claims, claim, values)
+    ready = [c for c in claim.planned if len(verdicts.by_seed(values, c)) >= claims.seeds]
+    claim = dataclasses.replace(claim, contrasts=[*claim.contrasts, *ready])
     judged = verdicts.judge(claims, claim, values)
     measured = [verdicts.judge_speed(claims, speed, folder) for speed in claim.measured]
     parts: list[Judged | Measured] = [*judged, *measured]

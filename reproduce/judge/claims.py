@@ -14,8 +14,7 @@ FILE = Path(__file__).parents[1] / "specs" / "claims.yaml"
 
 @dataclass(frozen=True)
 class Margin:
-    """The difference up to which two variants count as equal: a `share` of the gap between the
-    variants `lower` and `upper`."""
+    """What counts as equal: a `share` of the gap between the variants `lower` and `upper`."""
 
     share: float
     lower: str
@@ -112,8 +111,7 @@ class Claims:
 
     @property
     def metrics(self) -> dict[str, str]:
-        """The main metric of each block that judges a claim, a loss or an accuracy: that of its
-        first contrast."""
+        """The main metric of each block that judges a claim: that of its first contrast."""
         found: dict[str, str] = {}
         for contrast in self.contrasts:
             found.setdefault(contrast.block, contrast.metric)
@@ -127,6 +125,15 @@ class Claims:
 
 
 def read_claims(path: Path = FILE) -> Claims:
-    """The claims and rules in a file."""
+    """The claims and rules in a file. Every claim has a number of its own, and its paper a name."""
     with errors_in(path):
-        return build(Claims, read_yaml(path), "the file")
+        found: Claims = build(Claims, read_yaml(path), "the file")
+        ids = [claim.id for claim in found.claims]
+        for claim in found.claims:
+            if ids.count(claim.id) > 1:
+                free = max(ids) + 1
+                raise ValueError(f"two claims have the id {claim.id}; give one of them {free}")
+            if claim.paper not in found.papers:
+                name = f"claim {claim.id}: its paper {claim.paper} has no name"
+                raise ValueError(f"{name}; add `{claim.paper}: NAME` to `papers:`")
+        return found

@@ -1,8 +1,7 @@
 """Judges contrasts: an effect with its interval beside the paper's effect gives a verdict.
 
-A contrast of runs has one effect, the mean difference of two variants over their seeds. A contrast
-of measurements has one for each row of a table, a factor over dense or over another row. Both are
-judged by the rules in claims.yaml.
+A contrast of runs has one effect, the mean difference of two variants over their seeds; one of
+measurements a factor for each row of a table. Both are judged by the rules in claims.yaml.
 """
 
 from __future__ import annotations
@@ -112,8 +111,7 @@ class Measured:
 
 
 def verdict(verdicts: Collection[str]) -> str:
-    """The verdict on a claim from those on its parts: the first of `VERDICTS` that is among them,
-    not tested without any."""
+    """The first of `VERDICTS` that is among those on a claim's parts; not tested without any."""
     return next((word for word in VERDICTS if word in verdicts), NOT_TESTED)
 
 
@@ -131,8 +129,7 @@ def by_size(interval: Sequence[float], half: float | None, certain: int, own_set
 
 
 def _adjusted(effects: list[E], level: float) -> list[tuple[E, int]]:
-    """The effects with p-values adjusted for the number of tested ones, each with the certainty of
-    its sign as in `by_size`."""
+    """The effects with adjusted p-values, each with the certainty of its sign (`by_size`)."""
     tested = [e for e in effects if not e.why]
     expected = iter(stats.holm([e.p_expected for e in tested]))
     contrary = iter(stats.holm([e.p_contrary for e in tested]))
@@ -149,17 +146,13 @@ def _with_p(effect: E, expected: bool, p: float) -> E:
     return replace(effect, p_expected=p if expected else 1.0, p_contrary=1.0 if expected else p)
 
 
-# --- runs ----------------------------------------------------------------------------------------
-
-
 def differences(values: Values, block: str, variant: str, against: str, metric: str) -> list[float]:
     """The differences of `metric`, `variant` minus `against`, at every seed that both have.
 
-    Runs that start from a trained model are compared only if it is the same model. A model that is
-    trained twice on a GPU differs by 0.01 nats (block pilot_b_decay), which is more than the
-    difference between some variants.
+    Runs that start from a trained model are compared only if it is the same one: trained twice on a
+    GPU it differs by 0.01 nats (block pilot_b_decay), more than some variants do.
     """
-    return [*_by_seed(values, Contrast(block, variant, against, "lower", metric)).values()]
+    return [*by_seed(values, Contrast(block, variant, against, "lower", metric)).values()]
 
 
 def pairs(values: Values, c: Contrast) -> dict[int, tuple[Any, Any]]:
@@ -168,18 +161,13 @@ def pairs(values: Values, c: Contrast) -> dict[int, tuple[Any, Any]]:
     return {s: (first[s], second[s]) for s in sorted(first.keys() & second.keys())}
 
 
-def _by_seed(values: Values, c: Contrast) -> dict[int, float]:
+def by_seed(values: Values, c: Contrast) -> dict[int, float]:
+    """The paired differences of a contrast by seed, as in `differences`."""
     return {
         s: number(first, c.metric) - number(second, c.metric)
         for s, (first, second) in pairs(values, c).items()
         if first.get("init") == second.get("init")
     }
-
-
-def with_planned(claims: Claims, claim: Claim, values: Values) -> Claim:
-    """The claim, with those planned contrasts of which both variants have their seeds."""
-    ready = [c for c in claim.planned if len(_by_seed(values, c)) >= claims.seeds]
-    return replace(claim, contrasts=[*claim.contrasts, *ready])
 
 
 def judge(claims: Claims, claim: Claim, values: Values) -> list[Judged]:
@@ -197,7 +185,7 @@ def judge(claims: Claims, claim: Claim, values: Values) -> list[Judged]:
     again = _judged(replace(claims, seeds=max(2, claims.seeds - 1)), claim, calm)
     for place, (j, other) in enumerate(zip(found, again, strict=True)):
         if 1 < other.n < j.n:
-            lost = tuple(sorted(_by_seed(values, j.rule).keys() - other.by_seed.keys()))
+            lost = tuple(sorted(by_seed(values, j.rule).keys() - other.by_seed.keys()))
             found[place] = replace(j, without=other, lost=lost)
     return found
 
@@ -218,19 +206,15 @@ def _verdict(j: Judged, certain: int) -> str:
 
 
 def _tested(claims: Claims, c: Contrast, values: Values) -> Judged:
-    """A contrast with the p-values of its own test, still without a verdict, or with the reason
-    why it cannot be tested."""
-    by_seed = _by_seed(values, c)
-    paired = list(by_seed.values())
+    """A contrast with its own p-values, without a verdict, or with why it is not tested."""
+    found = by_seed(values, c)
+    paired = list(found.values())
     place = f"at {model(values.get((c.block, c.variant), {}).values())}"
     judged = Judged(rule=c, n=len(paired), published=c.published, place=place)
-    unequal = [
-        str(s)
-        for s, two in pairs(values, c).items()
-        if len({r.get("corpus_hash") for r in two}) > 1
-    ]
+    both = pairs(values, c).items()
+    unequal = [str(s) for s, two in both if len({r.get("corpus_hash") for r in two}) > 1]
     if len(paired) > 1 and all(map(math.isfinite, paired)) and not unequal:
-        judged = _with_effect(judged, by_seed)
+        judged = _with_effect(judged, found)
     if why := _untestable(claims, c, paired):
         return replace(judged, why=why)
     if unequal:
@@ -243,12 +227,10 @@ def _tested(claims: Claims, c: Contrast, values: Values) -> Judged:
     return _with_p(judged, (judged.effect < 0) == (c.expect == "lower"), stats.p_value(paired))
 
 
-def _with_effect(judged: Judged, by_seed: dict[int, float]) -> Judged:
-    paired = list(by_seed.values())
-    low, high = stats.paired_interval(paired)
-    return replace(
-        judged, n=len(paired), effect=stats.mean(paired), low=low, high=high, by_seed=by_seed
-    )
+def _with_effect(judged: Judged, found: dict[int, float]) -> Judged:
+    paired = list(found.values())
+    (low, high), effect = stats.paired_interval(paired), stats.mean(paired)
+    return replace(judged, n=len(paired), effect=effect, low=low, high=high, by_seed=found)
 
 
 def _tested_for_equality(claims: Claims, judged: Judged, values: Values) -> Judged:
@@ -257,9 +239,9 @@ def _tested_for_equality(claims: Claims, judged: Judged, values: Values) -> Judg
     half = replace(c, variant=rule.upper, against=rule.lower)
     if c.margin_of is not None:
         half = replace(half, block=c.margin_of, metric="metrics.val_loss")
-    gaps = _by_seed(values, half)
-    by_seed = {s: difference for s, difference in judged.by_seed.items() if s in gaps}
-    paired, gap = list(by_seed.values()), [gaps[s] for s in by_seed]
+    gaps = by_seed(values, half)
+    both = {s: difference for s, difference in judged.by_seed.items() if s in gaps}
+    paired, gap = list(both.values()), [gaps[s] for s in both]
     why = _untestable(claims, half, gap)
     if not why and not stats.excludes_zero(*stats.paired_interval(gap, 1 - claims.level)):
         why = f"{rule.upper} does not differ significantly from {rule.lower}"
@@ -271,7 +253,7 @@ def _tested_for_equality(claims: Claims, judged: Judged, values: Values) -> Judg
     below = stats.p_value([d + end for d, end in zip(paired, ends, strict=True)], side="below")
     p = stats.equivalence_p_value(paired, ends)
     return replace(
-        _with_effect(judged, by_seed),
+        _with_effect(judged, both),
         margin=rule.share * abs(stats.mean(gap)),
         equal=p < claims.level,
         p_expected=p,
@@ -289,9 +271,6 @@ def _untestable(claims: Claims, c: Contrast, paired: list[float]) -> str:
     return ""
 
 
-# --- measurements --------------------------------------------------------------------------------
-
-
 def judge_speed(claims: Claims, speed: Speed, folder: Path = MEASURED) -> Measured:
     """A contrast of measurements with its verdict by the tables in `folder`."""
     if not (path := TABLES / f"{speed.table}.yaml").exists():
@@ -301,8 +280,7 @@ def judge_speed(claims: Claims, speed: Speed, folder: Path = MEASURED) -> Measur
         raise UserError(f"claims.yaml: {speed.table} has no column {speed.column!r}")
     command = f"python -m reproduce {table.command} paper={table.paper} tier=full"
     found = Measured(rule=speed, name=table.title.partition(":")[0])
-    rows = read_rows(folder / f"{stem}.csv")
-    if not rows:
+    if not (rows := read_rows(folder / f"{stem}.csv")):
         return replace(found, why=f"not measured ({command})")
     paper = _column(rows, f"{speed.column}: paper")
     ours = {label: {0: value} for label, value in _column(rows, f"{speed.column}: mean").items()}
@@ -354,9 +332,7 @@ def _judged_row(claims: Claims, speed: Speed, row: Row, certain: int) -> Row:
     if row.why or (row.published is None and not speed.than):
         return replace(row, verdict=SHOWN)
     noise = 0.0 if speed.kind == "counted" else claims.noise
-    ends = (
-        (row.effect * (1 - noise), row.effect * (1 + noise)) if row.n < 2 else (row.low, row.high)
-    )
+    ends = (row.low, row.high) if row.n > 1 else [row.effect * (1 + n) for n in (-noise, noise)]
     gains = [_gain(speed, end) for end in ends]
     if not speed.than:
         certain = (min(gains) > 0) - (max(gains) < 0)

@@ -1,9 +1,7 @@
 """Measures one cell of a speed or memory table on the present device.
 
-Each class of `MEASURES` is a measure: its fields are the settings, and its method `measure` returns
-metrics by name and a description of what ran the products. What is measured is compared with a
-dense model of the same shape, in turns, on a GPU under a sustained load, after the sparse products
-have agreed with plain formulas.
+Each class of `MEASURES` is a measure. What is measured is compared with a dense model of the same
+shape, in turns, on a GPU under a sustained load, after the products agreed with plain formulas.
 
 The package is a driver like those of `experiments`, with `load`, `run` and `finished`. A result is
 identified by its settings and the device, and is stored, so that it is measured only once.

@@ -1,16 +1,16 @@
 """Measures how similar SLoPe's adapters are to their final values during training: Figure 3b.
 
-The trainer stores only the final weights, so a small model is trained here, and its adapters are
-copied after every step.
+The trainer stores only final weights: a small model is trained here, with a copy after each step.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from itertools import starmap
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -21,12 +21,10 @@ from experiments.training.optimization import DTYPES, Optimization
 from reproduce.measure.base import Base, Metrics, Report, Result
 
 # The overrides that choose the data and the training of a model, as in blocks and the quickstart.
+RATES = ("train.learning_rate=0.008", "train.min_learning_rate=0.0008")
 TRAININGS = {
     "gpt2_nano": ["data=stdlib", "train=nano"],
-    "gpt2_5m": [
-        *("data=packages", "train=mini"),
-        *("train.learning_rate=0.008", "train.min_learning_rate=0.0008"),
-    ],
+    "gpt2_5m": ["data=packages", "train=mini", *RATES],
 }
 MOST = 100  # steps that train the adapters, as in the paper; never more than a quarter of all
 State = list[tuple[Tensor, ...]]  # L^T and R of each layer
@@ -57,18 +55,15 @@ class Adapters(Base):
         now, end = states[max(1, round(len(states) * self.after / 100)) - 1], states[-1]
         metrics: Metrics = {"steps": float(len(states))}
         for name, part in PARTS.items():
-            cosines = [
-                F.cosine_similarity(part(*a).flatten(), part(*b).flatten(), 0)
-                for a, b in zip(now, end, strict=True)
-            ]
+            pairs = zip(starmap(part, now), starmap(part, end), strict=True)
+            cosines = [F.cosine_similarity(a.flatten(), b.flatten(), 0) for a, b in pairs]
             metrics[name] = torch.stack(cosines).mean().item()
         return metrics, f"training of {self.model}"
 
 
 @functools.cache
 def trained(config: Adapters) -> list[State]:
-    """The adapters after each of the steps that train them. Cached, because all rows of the table
-    show the same training."""
+    """The adapters after each of their steps. Cached: all rows show the same training."""
     adapting = min(MOST, config.steps // 4)
     run = load([
         f"model={config.model}", *TRAININGS[config.model], "method=slope", f"seed={config.seed}",
@@ -86,13 +81,6 @@ def trained(config: Adapters) -> list[State]:
     for step in range(config.steps):
         optimization.step(step, batches, [1.0])
         if step >= config.steps - adapting:
-            states.append(adapters(method.layers.values()))
+            both = [(layer.left, layer.right) for layer in method.layers.values()]
+            states.append([tuple(t.detach().cpu().float().clone() for t in pair) for pair in both])
     return states
-
-
-def adapters(layers: Iterable[Any]) -> State:
-    """Copies of the adapters of these layers."""
-    return [
-        tuple(t.detach().to("cpu", torch.float32, copy=True) for t in (layer.left, layer.right))
-        for layer in layers
-    ]

@@ -78,8 +78,7 @@ class Base:
         return "" if None in reasons else "; ".join(map(str, reasons))
 
     def measure(self, report: Report) -> Result:
-        """Measure, and return metrics by name and a description of what ran the products. Progress
-        is reported by `report`."""
+        """Measure, reporting progress; return metrics by name and what ran the products."""
         raise NotImplementedError
 
     def in_turns(
@@ -150,14 +149,11 @@ class MethodLayer(Layer):
         return self.method == "fst"
 
 
-# --- models --------------------------------------------------------------------------------------
-
-
 class LlamaLayer(nn.Module):
     """A layer of transformers' LLaMA with its norm: hidden states [B, T, C] -> [B, T, C].
 
-    It calls the model's parts, because the forward pass of the model itself waits for the GPU when
-    it looks for several sequences in one, and can then not be captured in a CUDA graph.
+    It calls the model's parts: the model's own forward pass looks for several sequences in one, so
+    that it waits for the GPU and cannot be captured in a CUDA graph.
     """
 
     def __init__(self, config: Layer) -> None:
@@ -190,8 +186,6 @@ def llama_config(config: Any, layers: int, vocab_size: int) -> Any:
     )
 
 
-# --- modules under a method ----------------------------------------------------------------------
-
 # Raises a `UserError` if a method's products of a shape are wrong. Cached for all repeats: the
 # expected products are in fp32, which takes long.
 gate = functools.cache(linear.gate)
@@ -208,8 +202,7 @@ def bench(
     """A module made by `build`, under the method `name`, with random inputs and output gradients;
     if `config` needs sparse products, those of its feed-forward network were checked.
 
-    products: the backend of the products, instead of `config.matmul`. options: further options of
-    the method.
+    products: their backend, instead of `config.matmul`. options: further ones of the method.
     """
     by, ffn = products or config.matmul, (config.width, config.ffn)
     for widths in (ffn, ffn[::-1]) if config.products and name != "dense" else ():
@@ -242,9 +235,6 @@ def evaluating(built: Bench) -> Call:
     return call
 
 
-# --- training steps and forward passes of a dense and a sparse module ----------------------------
-
-
 def to_compare(dense: Bench, sparse: Bench, trained: Mapping[str, Bench]) -> dict[str, Call]:
     """The calls to time: training steps of both models, whole and in parts, and forward passes in
     evaluation mode of the models in `trained`, if there are any, and of the dense one."""
@@ -256,21 +246,17 @@ def to_compare(dense: Bench, sparse: Bench, trained: Mapping[str, Bench]) -> dic
 
 
 def inference_speedup(times: Mapping[str, float], name: str) -> float:
-    """The speed of a model of `to_compare` over dense at inference; 1 if it was not timed, because
-    it ends dense."""
+    """The speed of a model of `to_compare` over dense at inference; 1 if it ends dense."""
     return times.get("inference dense", 1.0) / times.get(f"inference {name}", 1.0)
 
 
 def step_ms(times: Mapping[str, float], sparse: Bench) -> float:
-    """The time of a whole sparse step with its share of the mask search. times: those of the calls
-    of `to_compare`."""
+    """The time of a sparse step of `to_compare`, with its share of the mask search."""
     search = times.get("hooks, masks chosen", times["hooks"]) - times["hooks"]
     return times["whole"] + max(0.0, search) / sparse.converted.method.capabilities.mask_period
 
 
 def ranks_of(width: int, percents: Iterable[float]) -> dict[str, int]:
     """The ranks of adapters by the end of their metrics' names, `_1_56` for 1.56 % of the width."""
-    return {
-        f"_{percent:g}".replace(".", "_"): max(1, round(width * percent / 100))
-        for percent in percents
-    }
+    ranks = {f"_{p:g}": max(1, round(width * p / 100)) for p in percents}
+    return {name.replace(".", "_"): rank for name, rank in ranks.items()}

@@ -15,7 +15,6 @@ from common_kernels.matmul import mm24
 from common_kernels.pack import Packed24
 from common_kernels.pack.operands import sample_pack24
 from experiments.bench import jobs, linear
-from experiments.bench.jobs import Workload
 from experiments.bench.step import Step
 from experiments.bench.timing import Call
 from experiments.bench.variants import Bench, bytes_held
@@ -71,9 +70,8 @@ class GPT2Block(MethodLayer):
         sparse: dict[str, Bench] = {}
         calls: dict[str, Call] = {}
         for part, build in built.items():
-            dense, sparse[part] = (
-                base.bench(self, n, build, ("*mlp.*",)) for n in ("dense", self.method)
-            )
+            names = ("dense", self.method)
+            dense, sparse[part] = (base.bench(self, n, build, ("*mlp.*",)) for n in names)
             trained = {} if self.ends_dense else {"sparse": sparse[part]}
             named = base.to_compare(dense, sparse[part], trained).items()
             calls |= {f"{part} {name}": call for name, call in named}
@@ -95,9 +93,8 @@ class GPT2Block(MethodLayer):
 class Decoder(MethodLayer):
     """Speed and memory of a decoder layer over dense, in training and at inference.
 
-    Memory is what stays allocated: in training weights, gradients, the moments of AdamW in fp32,
-    masks, packed and dense operands; at inference the weights as they are stored. Activations are
-    not included.
+    Memory is what stays allocated, without activations: in training weights, gradients, AdamW's
+    moments in fp32, masks, packed and dense operands; at inference the weights as stored.
     """
 
     what: ClassVar[str] = "decoder"
@@ -129,8 +126,7 @@ class Decoder(MethodLayer):
 
 
 def training_bytes(built: Bench) -> int:
-    """Bytes that stay during training: weights, gradients, two fp32 moments, and what the converted
-    layers keep."""
+    """Bytes that stay in training: two fp32 moments, weights, gradients, and layers' own."""
     trained = [p for p in built.converted.model.parameters() if p.requires_grad]
     gradients = sum(p.nbytes for p in trained)
     moments = 2 * 4 * sum(p.numel() for p in trained)
@@ -153,10 +149,8 @@ class SlowDown(Layer):
     products: ClassVar[tuple[str, ...]] = ()
 
     def measure(self, _: Report) -> Result:
-        dense, sparse = (
-            base.bench(self, name, lambda: Block(self.block), ("*",))
-            for name in ("dense", "bi_mask")
-        )
+        both = ("dense", "bi_mask")
+        dense, sparse = (base.bench(self, n, lambda: Block(self.block), ("*",)) for n in both)
         converted, period = sparse.converted, sparse.converted.method.config.permute_every
         steps: dict[str, Call] = {"step": partial(sparse.whole, step=1)}
         steps["step with a search"] = partial(sparse.whole, step=0)
@@ -244,7 +238,13 @@ class Training(Base):
     steps: int = 0  # of a whole training
 
     def measure(self, report: Report) -> Result:
-        job = workload(self)
+        family, _, size = self.model.partition("_")
+        if family == "deit":
+            job = jobs.vit("deit_base_patch16_224", self.batch, 768, 196)
+        elif family == "transformer":
+            job = jobs.translation(size, self.batch, self.length)
+        else:
+            job = jobs.gpt2(self.model, self.batch, self.length)
         built: dict[str, Step] = {}
         for name in ("dense", self.method):
             for widths in job.linears if name != "dense" else ():
@@ -272,16 +272,6 @@ class Training(Base):
         for step in built.values():
             step.close()
         return metrics, used
-
-
-def workload(config: Training) -> Workload:
-    """The model that the config names, with its batch."""
-    family, _, size = config.model.partition("_")
-    if family == "deit":
-        return jobs.vit("deit_base_patch16_224", config.batch, 768, 196)
-    if family == "transformer":
-        return jobs.translation(size, config.batch, config.length)
-    return jobs.gpt2(config.model, config.batch, config.length)
 
 
 def micro_batch(step: Step) -> Call:

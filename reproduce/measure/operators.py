@@ -26,9 +26,7 @@ CACHE = 128 * 2**20  # bytes, more than the last cache of any GPU measured here
 @dataclass(frozen=True, kw_only=True)
 class Product(MethodLayer):
     """Throughput of the product of two square matrices of `width`, in operations of the dense
-    product. One operand is 2:4 unless the method is dense; both are FP8 values if the method
-    trains with such.
-    """
+    product. One operand is 2:4 unless the method is dense; both are FP8 if the method is."""
 
     what: ClassVar[str] = "product"
 
@@ -70,8 +68,7 @@ def buffers(config: Base, nbytes: int) -> int:
 @dataclass(frozen=True, kw_only=True)
 class Search(Layer):
     """Throughput of the search for transposable masks of a weight [inner, width], in bytes of the
-    weight per second: by algorithm, in the precision of the config and in fp32 (`_fp32`).
-    """
+    weight per second: by algorithm, in the precision of the config and in fp32 (`_fp32`)."""
 
     what: ClassVar[str] = "search"
     products: ClassVar[tuple[str, ...]] = ()
@@ -100,11 +97,8 @@ class Search(Layer):
 @dataclass(frozen=True, kw_only=True)
 class Geglu(Layer):
     """Throughput of our GEGLU and of torch's, forward and backward, in bytes that must be read and
-    written per second.
-
-    The inputs [tokens, 2 inner] are column-major, as sparse products return them (`column`), or
-    row-major (`row`).
-    """
+    written per second. Inputs [tokens, 2 inner] are column-major, as sparse products return them
+    (`column`), or row-major (`row`)."""
 
     what: ClassVar[str] = "geglu"
     products: ClassVar[tuple[str, ...]] = ()
@@ -164,10 +158,9 @@ class ImposedZeros(Base):
     def measure(self, _: Report) -> Result:
         _glob, n, m = parse_pattern(f"*={self.pattern}")
         generator = torch.Generator(self.on).manual_seed(self.seed)
-        weight, other = (
-            torch.randn(self.width, self.width, generator=generator, device=self.on)
-            for _ in range(2)
-        )
+        size = (self.width, self.width)
+        draw = partial(torch.randn, size, generator=generator, device=self.on)
+        weight, other = draw(), draw()
         metrics: Metrics = {"closed_form": imposed(n, m)}
         for name, scores in {"random": other, "magnitude": weight}.items():
             once = torch.where(nm_mask(scores, n, m), weight, 0.0)
@@ -178,10 +171,7 @@ class ImposedZeros(Base):
 
 
 def imposed(n: int, m: int) -> float:
-    """The share by the lemma: E[max(B - n, 0)] / m, where B has the binomial distribution of m
-    draws with probability n / m."""
-    share = n / m
-    surplus = (
-        math.comb(m, j) * share**j * (1 - share) ** (m - j) * (j - n) for j in range(n + 1, m + 1)
-    )
+    """The share by the lemma: E[max(B - n, 0)] / m, where B is binomial (m draws, n / m)."""
+    p = n / m
+    surplus = (math.comb(m, j) * p**j * (1 - p) ** (m - j) * (j - n) for j in range(n + 1, m + 1))
     return sum(surplus) / m

@@ -35,12 +35,11 @@ def to_packed(
     few: int = 0,
 ) -> str:
     """Prune the chosen linears of `model` to 2:4 by magnitude and pack them, in place; return the
-    name of the packed layout. Where the device has no sparse products, they are pruned but multiply
-    dense, and the name is `dense`.
+    name of the packed layout. Without sparse products they multiply dense, and it is `dense`.
 
-    chosen: True for the names of linears to pack. tokens: numbers of tokens that will be
-    multiplied; the fastest product for each is searched. few: up to so many tokens are multiplied
-    by `few_tokens24`, and more run packed only where that is faster; the name then begins so.
+    chosen: tells which names to pack. tokens: numbers of tokens for which the fastest product is
+    searched. few: up to so many tokens are multiplied by `few_tokens24`, and more run packed only
+    where that is faster; the name then begins so.
     """
     for name, module in model.named_modules():
         if type(module) is nn.Linear and chosen(name):
@@ -143,17 +142,14 @@ class Kernels(Layer):
 
 @dataclass(frozen=True, kw_only=True)
 class PackedMLP(MethodLayer):
-    """Times of forward and backward of an MLP width -> inner -> width, dense and with 2:4 weights
-    that are chosen and packed in every step, and of the calls of `packing` on its input, in
-    microseconds."""
+    """Microseconds of forward and backward of an MLP width -> inner -> width, dense and with 2:4
+    weights chosen and packed in every step, and of the calls of `packing` on its input."""
 
     what: ClassVar[str] = "mlp"
 
     def measure(self, _: Report) -> Result:
-        dense, sparse = (
-            base.bench(self, name, lambda: MLP(self.block), ("*",))
-            for name in ("dense", self.method)
-        )
+        both = ("dense", self.method)
+        dense, sparse = (base.bench(self, n, lambda: MLP(self.block), ("*",)) for n in both)
         inputs = [x.detach().flatten(0, 1) for x in dense.inputs]
         calls: dict[str, Call] = {"dense": dense.forward_backward, "sparse": sparse.whole}
         return microseconds(self.in_turns(calls | packing(inputs))), sparse.converted.used

@@ -49,8 +49,7 @@ class Images(Base):
 class EncoderTraining(Images):
     """Speed of the encoder in training: forward and backward with the hooks of a step.
 
-    On a GPU the encoder is compiled and runs in a CUDA graph; figures named `launched` are without
-    both.
+    On a GPU it is compiled and runs in a CUDA graph, except for figures named `launched`.
     """
 
     what: ClassVar[str] = "sam"
@@ -128,8 +127,7 @@ def compile_blocks(name: str, built: Bench, how: dict[str, Any]) -> None:
 
 
 def peak(built: Bench, held: int) -> int:
-    """Peak bytes that torch has allocated during a step for this model, which has `held` bytes
-    between steps."""
+    """Peak bytes in a step of this model alone, which has `held` bytes between steps."""
     built.clear()
     others = torch.cuda.memory_allocated() - held
     torch.cuda.reset_peak_memory_stats()
@@ -141,8 +139,7 @@ def peak(built: Bench, held: int) -> int:
 @dataclass(frozen=True, kw_only=True)
 class EncoderInference(Images):
     """Images per second of the encoder whose linears in the parts `packed` are 2:4, its speed over
-    dense, and the peak memory of a forward pass in MiB.
-    """
+    dense, and the peak memory of a forward pass in MiB."""
 
     what: ClassVar[str] = "sam_inference"
     packed: tuple[str, ...] = ()
@@ -155,9 +152,8 @@ class EncoderInference(Images):
         if self.packed:
             built["sparse"] = copy.deepcopy(dense)
             chosen = re.compile(rf"\.({'|'.join(self.packed)})\.").search
-            products = to_packed(
-                built["sparse"], lambda name: bool(chosen(name)), (self.tokens,), self.on
-            )
+            sparse, tokens = built["sparse"], (self.tokens,)
+            products = to_packed(sparse, lambda name: bool(chosen(name)), tokens, self.on)
 
         @torch.no_grad()
         def run(model: Any, _: int) -> Any:

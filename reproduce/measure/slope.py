@@ -94,11 +94,8 @@ class Shapes(Layer):
 
     def measure(self, _: Report) -> Result:
         size, packed = self.width, sparse_products(self) == "cusparselt"
-        shapes = {
-            "attention": (size, size),
-            "upsample": (4 * size, size),
-            "downsample": (size, 4 * size),
-        }
+        wide = 4 * size
+        shapes = {"attention": (size, size), "upsample": (wide, size), "downsample": (size, wide)}
         calls: dict[str, Call] = {}
         for name, shape in shapes.items():
             with self.on:
@@ -172,9 +169,8 @@ class SlopeLayer(Layer):
         build = partial(base.bench, self, build=lambda: Block(self.block), include=("*",))
         dense = build("dense")
         ranks = {"": 0, **base.ranks_of(self.width, self.ranks)}
-        uncut, cut = (
-            {end: adapted(build, rank, products) for end, rank in ranks.items()} for _ in range(2)
-        )
+        adapt = partial(adapted, build, products=products)
+        uncut, cut = ({end: adapt(rank) for end, rank in ranks.items()} for _ in range(2))
         for end, built in cut.items():
             cut_layers(built)
             pairs = [(b.forward_backward(0), b.inputs[0].grad) for b in (uncut[end], built)]
@@ -239,8 +235,7 @@ def attending(kind: str, call: Call) -> Call:
 
 @contextmanager
 def sixteen_bit_scores() -> Iterator[None]:
-    """Let plain attention compute its scores in the 16-bit dtype of its inputs, as the paper's
-    models do."""
+    """Let plain attention compute 16-bit scores of 16-bit inputs, as the paper's models do."""
     before = torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed()
     torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(True)
     try:
@@ -285,8 +280,7 @@ class Tiled(CompressedLinear):
     tiles: tuple[Any, Any]  # the operands of fprop and dgrad; None for one that is not cut
 
     def operands(self, dtype: torch.dtype) -> tuple[Any, Any]:
-        """The operands of fprop and dgrad: tiles where there are some, else those of the base
-        class."""
+        """The operands of fprop and dgrad: tiles, or else those of the base class."""
         fprop, dgrad = super().operands(dtype)
         return self.tiles[0] or fprop, self.tiles[1] or dgrad
 
@@ -298,7 +292,5 @@ def cut_layers(built: Bench) -> None:
         packed, more = layer.packed is not None, layer.out_features - layer.in_features
         layer.__class__ = Tiled
         assert isinstance(layer, Tiled)
-        layer.tiles = (
-            tiled(forward, packed) if more > 0 else None,
-            tiled(backward.t(), packed) if more < 0 else None,
-        )
+        fprop = tiled(forward, packed) if more > 0 else None
+        layer.tiles = fprop, tiled(backward.t(), packed) if more < 0 else None

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from itertools import product
 from typing import Any
 
 from experiments.runs import stats
 from experiments.runs.finished import FinishedRun
 from experiments.support.errors import UserError
 from reproduce.execute.jobs import PlacedRun
-from reproduce.specs.published import Published, in_unit, look_up
+from reproduce.specs.published import Published, in_unit, look_up, names_in
 from reproduce.specs.table import BENCH, Column, Measure, Table, TableRow, Variant
 
 ILLEGAL = "sparsity.illegal_groups"
@@ -20,6 +21,7 @@ DENSE = "‡"  # printed after a figure of a method whose products were all dens
 UNKNOWN = "not available"  # printed for a value of the paper that nobody confirmed
 
 Numbers = dict[str, float | int | str | None]
+Runs = list[PlacedRun]
 
 
 @dataclass(frozen=True)
@@ -32,8 +34,7 @@ class Cell:
 
 
 def value(run: PlacedRun, path: str, measures: dict[str, Measure]) -> float | None:
-    """The number of a run that `path`, the `value` of a column, names; None if the run does not
-    have it."""
+    """The number of a run at `path`, the `value` of a column; None if the run lacks it."""
     name, _, rest = path.partition(".")
     if "," in path:
         return _mean([value(run, part.strip(), measures) for part in path.split(",")])
@@ -89,12 +90,7 @@ def measured(table: Table, tier: str, column: Column) -> bool:
 
 
 def ours(
-    table: Table,
-    tier: str,
-    column: Column,
-    runs: list[PlacedRun],
-    baseline: list[PlacedRun],
-    unit: str = "",
+    table: Table, tier: str, column: Column, runs: Runs, baseline: Runs, unit: str = ""
 ) -> Cell:
     """Our cell of one row. runs: the row's runs, one for each seed. baseline: those of the row that
     it is compared with. unit: printed after the numbers, as by `in_unit`."""
@@ -115,15 +111,7 @@ def ours(
         if runs and runs == baseline:
             return Cell("baseline")
         own = {seed: v - base[seed] for seed, v in own.items() if seed in base}
-    if (
-        own
-        and column.value == ILLEGAL
-        and all(
-            "config" in run.result  # not the record of a block
-            and FinishedRun(run.directory, run.result).trained_with.capabilities.ends_dense
-            for run in runs
-        )
-    ):
+    if own and column.value == ILLEGAL and all(map(_ends_dense, runs)):
         return Cell("dense by design", {"n": len(own)})
     if not own:
         finished = len(runs) == len(chosen.seeds) and path.partition(".")[0] not in chosen.measure
@@ -132,6 +120,12 @@ def ours(
     numbers = _numbers(column, [*own.values()])
     means = column.show in ("mean_std", "interval")
     return Cell(text(table, tier, column, numbers, unit), numbers, [*own.values()] * means)
+
+
+def _ends_dense(run: PlacedRun) -> bool:
+    if "config" not in run.result:  # the record of a block
+        return False
+    return FinishedRun(run.directory, run.result).trained_with.capabilities.ends_dense
 
 
 def _numbers(column: Column, values: list[float]) -> Numbers:
@@ -152,10 +146,8 @@ def text(table: Table, tier: str, column: Column, numbers: Numbers, unit: str = 
     n, form = numbers["n"], column.format
     always = column.show == "mean_std" and table.paper is not None and n != 1
     count = f" (n={n})" if n != len(table.tiers[tier].seeds) or always else ""
-    spread = ""
-    if numbers.get("std") is not None:
-        spread = f" ± {numbers['std']:{form}}"
-    elif "low" in numbers:
+    spread = f" ± {numbers['std']:{form}}" if numbers.get("std") is not None else ""
+    if "low" in numbers:
         spread = f" [{numbers['low']:{form}}, {numbers['high']:{form}}]"
     if column.show == "paired":
         return f"{numbers['mean']:{form}}{spread}{count or ' (n=1)' * (n == 1)}"
@@ -198,6 +190,24 @@ def published_cell(
     if name is None or table.paper is None or where is None:
         return None
     return look_up(table.paper, where, *name)
+
+
+def unmatched(table: Table) -> tuple[list[str], list[str]]:
+    """(the tables of the paper's that the spec names and `published.json` does not have, the names
+    there of rows, columns or cells of the others that the spec does not name). A misspelt name
+    shows here, and what nobody confirmed or we do not measure."""
+    asked: dict[str, set[tuple[str, str]]] = {}
+    for tier, row, column in product(table.tiers, table.rows, table.columns):
+        known = asked.setdefault(row.published_table or table.published_table or "", set())
+        for variant in table.variants_of(tier):
+            known |= {*filter(None, [published_name(table, variant, row, column)])}
+    there, found = {of: names_in(table.paper or "", of) for of in asked}, []
+    for of, names in asked.items():
+        rows, columns = {one for one, _ in names}, {other for _, other in names}
+        for one, other in (name for name in there[of] if name not in names):
+            own = f"{one} / {other}" if other in columns else other
+            found.append(own if one in rows else one)
+    return [of for of in asked if of and not there[of]], [*dict.fromkeys(found)]
 
 
 def published_name(

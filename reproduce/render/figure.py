@@ -85,36 +85,26 @@ def _labels(runs: list[PlacedRun]) -> list[str]:
     return [", ".join(filter(None, [run.place.variant * several, run.place.row])) for run in runs]
 
 
-# --- curves --------------------------------------------------------------------------------------
-
-
 def of_curves(runs: list[PlacedRun], quantities: Iterable[str]) -> tuple[list[Point], Panels]:
     """Quantities of the log against the step. Runs that started from another run's weights have
     panels of their own, because they cannot be compared with the others step by step."""
     labels = _labels(runs)
-    logs = [
-        (label, [*map(_with_perplexity, run.log)], run.result)
-        for label, run in zip(labels, runs, strict=True)
-    ]
+    logs = []
+    for label, run in zip(labels, runs, strict=True):
+        losses = ((record, record.get("val_loss")) for record in run.log)
+        log = [r if v is None else r | {"perplexity": math.exp(v)} for r, v in losses]
+        logs.append((label, log, run.result))
     data = curves.points(logs, quantities)
-    retrained = {label for label, _, result in logs if result.get("init")}
-    kinds = {"": {*labels}}
-    if retrained and retrained < {*labels}:
-        kinds = {
-            ", from random weights": {*labels} - retrained,
-            ", from a trained model": retrained,
-        }
+    retrained, every = {label for label, _, result in logs if result.get("init")}, {*labels}
+    kinds = {"": every}
+    if retrained and retrained < every:
+        kinds = {", from random weights": every - retrained, ", from a trained model": retrained}
     panels: dict[str, Callable[[Any], None]] = {}
     for quantity in dict.fromkeys(point.quantity for point in data):
         for start, own in kinds.items():
             draw = partial(curves.draw, quantity=quantity, data=data, labels=own)
             panels[f"{NAMES.get(quantity, quantity)}{start}"] = draw
     return data, panels
-
-
-def _with_perplexity(record: dict[str, Any]) -> dict[str, Any]:
-    loss = record.get("val_loss")
-    return record if loss is None else {**record, "perplexity": math.exp(loss)}
 
 
 def of_blocks(runs: list[PlacedRun]) -> tuple[list[Point], Panels]:
@@ -128,10 +118,8 @@ def of_blocks(runs: list[PlacedRun]) -> tuple[list[Point], Panels]:
                 blocks[of_layer[1]].append(record[of_layer.string])
             for block, rates in blocks.items():
                 by_point[panel, block, record["step"]].append(mean(rates))
-    data = [
-        Point(*key, mean(rates), std(rates) if len(rates) > 1 else None, len(rates))
-        for key, rates in by_point.items()
-    ]
+    of_rates = {key: (mean(own), std(own), len(own)) for key, own in by_point.items()}
+    data = [Point(*key, mid, s if n > 1 else None, n) for key, (mid, s, n) in of_rates.items()]
 
     def draw_panel(axes: Any, panel: str) -> None:
         curves.draw(axes, panel, data)
@@ -139,9 +127,6 @@ def of_blocks(runs: list[PlacedRun]) -> tuple[list[Point], Panels]:
 
     names = dict.fromkeys(point.quantity for point in data)
     return data, {panel: partial(draw_panel, panel=panel) for panel in names}
-
-
-# --- steps ---------------------------------------------------------------------------------------
 
 
 def of_steps(
@@ -196,12 +181,8 @@ def inner(found: list[float]) -> tuple[float, float]:
     return low - margin, high + margin
 
 
-# --- values of a table ---------------------------------------------------------------------------
-
-
 def values(table: Table, summary: list[Numbers]) -> list[Value]:
-    """The paper's values and ours in the figure's columns, row by row. summary: as in
-    `Rendered`."""
+    """The paper's values and ours in the figure's columns, of the rows of a summary."""
     wanted = table.figure.columns or [c.label for c in table.columns if c.published]
     bars = []
     for quantity, line in product(wanted, summary):
@@ -217,8 +198,7 @@ def values(table: Table, summary: list[Numbers]) -> list[Value]:
 
 
 def of_values(figure: Figure, data: list[Value], units: dict[str, str]) -> Panels:
-    """The paper's values and ours, as bars or as lines; a panel for each column. units: of the
-    table's columns, by label."""
+    """The paper's values and ours, a panel for each column. units: by the column's label."""
     panels: dict[str, Callable[[Any], None]] = {}
     for quantity in dict.fromkeys(entry.quantity for entry in data):
         unit = "x dense" if units[quantity] == "x" else units[quantity]
@@ -229,8 +209,7 @@ def of_values(figure: Figure, data: list[Value], units: dict[str, str]) -> Panel
 
 
 def draw_values(axes: Any, data: list[Value], lines: bool) -> None:
-    """Draw the values of one quantity, as bars or as lines; second-hand values are hatched or
-    hollow."""
+    """Draw the values of one quantity; second-hand values are hatched or hollow."""
     labels = list(dict.fromkeys(entry.method for entry in data))
     both = len({entry.source == "ours" for entry in data}) > 1
     for source in SOURCES:

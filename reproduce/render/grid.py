@@ -1,7 +1,6 @@
 """Lays out a table as in the papers, split into parts that are at most 80 characters wide.
 
-A line has the names and the values of a row. The paper's values are on a separate line above ours,
-so that a column is only as wide as the wider of the two.
+The paper's values are on a line above ours, so that a column is as wide as the wider of the two.
 """
 
 from __future__ import annotations
@@ -81,10 +80,8 @@ def _text(part: Grid) -> list[str]:
     widths = _widths([heads, *rows])
 
     def line(cells: list[str]) -> str:
-        padded = [
-            cell.ljust(width) if number < left else cell.rjust(width)
-            for number, (cell, width) in enumerate(zip(cells, widths, strict=True))
-        ]
+        both = enumerate(zip(cells, widths, strict=True))
+        padded = [cell.ljust(w) if n < left else cell.rjust(w) for n, (cell, w) in both]
         return f"| {' | '.join(padded)} |"
 
     rule = ["-" * w if n < left else "-" * (w - 1) + ":" for n, w in enumerate(widths)]

@@ -1,5 +1,4 @@
-"""Writes the lines above a table: what was run, on what, and what differs from the paper. The texts
-are in `header.jinja`."""
+"""Writes the lines above a table by the texts in `header.jinja`."""
 
 from __future__ import annotations
 
@@ -14,13 +13,12 @@ from jinja2 import Environment, StrictUndefined
 from experiments.bench.timing import load_text
 from reproduce.execute.jobs import PlacedRun
 from reproduce.records import setting
-from reproduce.render.cells import DENSE, MARK, OTHER, measured, published_cell
+from reproduce.render.cells import DENSE, MARK, OTHER, measured, published_cell, unmatched
 from reproduce.specs.table import BENCH, Table
 
 Facts = dict[str, Any]  # on the runs of a table, as `facts` gives them
-TEMPLATE = Environment(trim_blocks=True, undefined=StrictUndefined).from_string(
-    Path(__file__).with_name("header.jinja").read_text(encoding="utf-8")
-)
+_TEXT = Path(__file__).with_name("header.jinja").read_text(encoding="utf-8")
+TEMPLATE = Environment(trim_blocks=True, undefined=StrictUndefined).from_string(_TEXT)
 # The facts that have lines.
 NAMED = ("Corpus", "Device", "Peak memory", "Code", "Products", "Dense", "Clocks")
 
@@ -31,6 +29,7 @@ def header(table: Table, tier: str, known: Facts, unknown: set[str]) -> list[str
     chosen, rows = table.tiers[tier], table.rows_of(tier)
     variants = table.variants_of(tier)
     lacking = [c.label for c in table.columns if not measured(table, tier, c)]
+    unknown_tables, names = unmatched(table)
     text = TEMPLATE.render(
         MARK=MARK,
         OTHER=OTHER,
@@ -52,6 +51,8 @@ def header(table: Table, tier: str, known: Facts, unknown: set[str]) -> list[str
         lacking=lacking,
         unknown=[label for label in lacking if label in unknown],
         reservations=_reservations(table, tier),
+        unknown_tables=unknown_tables,
+        unmatched=names,
         known=known,
     )
     return [line for line in text.splitlines() if line]
@@ -117,9 +118,8 @@ def _common(fact: Callable[[dict[str, Any]], str], runs: list[PlacedRun]) -> str
     if len(rows) < 2:
         return "".join(rows)
     *fewer, most = sorted(rows, key=lambda text: rows[text].total())
-    others = [
-        f"{text} ({', '.join(f'{n} of {row}' for row, n in rows[text].items())})" for text in fewer
-    ]
+    of = {text: ", ".join(f"{n} of {row}" for row, n in rows[text].items()) for text in fewer}
+    others = [f"{text} ({named})" for text, named in of.items()]
     total = rows[most].total()
     return f"not the same for all runs: {'; '.join(others)}; {most} (the other {total})"
 

@@ -1,7 +1,6 @@
 """Lists every table and figure of the papers: the spec that covers it, or the reason why none does.
 
-The list is in `specs/coverage.yaml`. Neither torch nor a driver is imported here, so that `python
--m reproduce --list` answers at once.
+The list is in `specs/coverage.yaml`. Neither torch nor a driver is imported: it answers at once.
 """
 
 from __future__ import annotations
@@ -16,13 +15,11 @@ from typing import Any
 from jinja2 import Environment
 
 from reproduce.specs.reading import read_rows, read_yaml
-from reproduce.specs.table import Table
+from reproduce.specs.table import COVERAGE, Table
 
 HERE = Path(__file__).parents[1]
-FILE = HERE / "specs" / "coverage.yaml"
-TEMPLATE = Environment(trim_blocks=True, lstrip_blocks=True).from_string(
-    Path(__file__).with_name("list.jinja").read_text(encoding="utf-8")
-)
+_TEXT = Path(__file__).with_name("list.jinja").read_text(encoding="utf-8")
+TEMPLATE = Environment(trim_blocks=True, lstrip_blocks=True).from_string(_TEXT)
 
 
 @dataclass(frozen=True)
@@ -52,7 +49,7 @@ class Item:
         return ends[-1] - ends[0] + 1 if ends else 0
 
 
-def items(path: Path = FILE) -> dict[str, list[Item]]:
+def items(path: Path = COVERAGE) -> dict[str, list[Item]]:
     """The tables and figures by the title of their paper, in the order of the paper. The `paper` of
     an item is the name that `paper=` takes."""
     return {
@@ -70,8 +67,7 @@ def stem(table: Table, tier: str, runs: Path) -> Path:
 
 
 def read_progress(table: Table, tier: str, runs: Path) -> dict[str, Any] | None:
-    """The numbers of `jobs` and of those `done` when a tier was last made here; None if it never
-    was."""
+    """The numbers of `jobs` and of those `done` when a tier was last made here, or None."""
     path = stem(table, tier, runs).with_suffix(".json")
     return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
 
@@ -111,8 +107,7 @@ def lines(tables: list[Table], runs: Path, papers: dict[str, list[Item]]) -> lis
 
 
 def _state(runs: Path, table: Table, name: str) -> str:
-    """How many runs of a tier were done when it was last made here, which results are committed,
-    and what it needs."""
+    """How many runs of a tier were done, which results are committed, what it needs."""
     tier, parts = table.tiers[name], []
     if tier.unavailable:
         return f"not offered: {tier.unavailable}"

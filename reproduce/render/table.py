@@ -44,8 +44,7 @@ class Rendered:
 
 
 def render(table: Table, tier: str, runs: list[PlacedRun]) -> Rendered:
-    """The table of a tier from the finished runs, in the paper's rows and columns. Cells without a
-    value say why."""
+    """The table of a tier from finished runs. Cells without a value say why."""
     by_place: dict[tuple[str, str], list[PlacedRun]] = {}
     for run in runs:
         by_place.setdefault((run.place.variant, run.place.row), []).append(run)
@@ -64,8 +63,7 @@ def render(table: Table, tier: str, runs: list[PlacedRun]) -> Rendered:
 
 
 def render_measured(table: Table, tier: str, path: Path) -> Rendered:
-    """The table of a committed measurement, from its CSV file and the JSON file beside it, as
-    make.py wrote them."""
+    """The table of a committed measurement, from the CSV and JSON files that make.py wrote."""
     lines = {(line.get("of", ""), line["method"]): line for line in read_rows(path)}
     known: Facts = json.loads(path.with_suffix(".json").read_text(encoding="utf-8"))["facts"]
 
@@ -175,10 +173,8 @@ def _grid(
 
     lines = []
     for at in places(down):
-        keys = [
-            (key["variant"], key["row"], key["column"])
-            for key in (at | place for place in places(across))
-        ]
+        every = (at | place for place in places(across))
+        keys = [(key["variant"], key["row"], key["column"]) for key in every]
         if papers is not None:
             theirs = [papers[key][0].text if key in papers else BLANK for key in keys]
             lines.append(Line([*names(at), PAPER], theirs))

@@ -62,3 +62,8 @@ def _cells(path: Path) -> dict[tuple[str, str, str, str], Published]:
 def look_up(work: str, table: str, row: str, column: str, path: Path = FILE) -> Published | None:
     """The published value of one cell; None if no confirmed value is known."""
     return _cells(path).get((work, table, row, column))
+
+
+def names_in(work: str, table: str, path: Path = FILE) -> list[tuple[str, str]]:
+    """The (row, column) of every value of a table."""
+    return [(row, column) for of, one, row, column in _cells(path) if (of, one) == (work, table)]

@@ -29,10 +29,8 @@ def read_rows(path: Path) -> list[dict[str, str]]:
     content, sums = path.read_bytes(), path.with_name("SHA256SUMS")
     line = f"{hashlib.sha256(content).hexdigest()}  {path.name}"
     if sums.is_file() and line not in sums.read_text(encoding="utf-8").splitlines():
-        raise UserError(
-            f"{path} does not fit {sums.name}; restore it or, if it was measured anew, run "
-            f"`sha256sum *.csv > {sums.name}` in its folder"
-        )
+        anew = f"if it was measured anew, run `sha256sum *.csv > {sums.name}` in its folder"
+        raise UserError(f"{path} does not fit {sums.name}; restore it or, {anew}")
     return list(csv.DictReader(io.StringIO(content.decode(), newline="")))
 
 
@@ -50,8 +48,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
 
 @contextmanager
 def errors_in(path: Path) -> Iterator[None]:
-    """A context for reading `path`: an error in its content is raised as a `UserError` that names
-    the file."""
+    """A context for reading `path`: errors in its content become a `UserError` naming it."""
     import yaml
 
     try:

@@ -13,9 +13,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from experiments.support.errors import UserError
 from reproduce.specs.reading import build, errors_in, read_yaml
 
 TABLES = Path(__file__).parent / "tables"
+COVERAGE = TABLES.with_name("coverage.yaml")  # every table and figure of the papers, for `--list`
 TIERS = ("smoke", "mini", "full")
 BENCH = "bench"
 
@@ -185,8 +187,7 @@ class Table:
 
     @property
     def command(self) -> str:
-        """The table's name on the command line: `table<number>`, `figure<number>` or its own
-        name."""
+        """Its name on the command line: `table<number>`, `figure<number>` or its own."""
         if self.number is None:
             return self.name
         return self.number if self.number.startswith("figure") else f"table{self.number}"
@@ -231,5 +232,12 @@ def read_table(path: Path) -> Table:
 
 
 def read_tables(folder: Path = TABLES) -> list[Table]:
-    """All tables in a folder, sorted by name."""
-    return [read_table(path) for path in sorted(folder.glob("*.yaml"))]
+    """All tables in a folder, sorted by name. Raises a `UserError` for one that `--list` would not
+    name, because coverage.yaml lacks it."""
+    tables = [read_table(path) for path in sorted(folder.glob("*.yaml"))]
+    covered = {paper: [*map(str, of["items"])] for paper, of in read_yaml(COVERAGE).items()}
+    for table in (table for table in tables if table.paper):
+        if table.number not in covered.get(str(table.paper), []):
+            where = f"add it with its caption to `items:` of `{table.paper}:`, beside a `title:`"
+            raise UserError(f"{table.name}.yaml: {COVERAGE.name} lacks {table.number}; {where}")
+    return tables

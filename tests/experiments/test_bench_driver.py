@@ -11,7 +11,6 @@ import pytest
 
 from experiments.bench import driver
 from experiments.bench.__main__ import main
-from experiments.bench.driver import of_a_step
 from experiments.support.errors import UserError
 
 
@@ -27,13 +26,6 @@ def test_the_command_stands_beside_a_bare_loop(overrides, tmp_path):
     assert figures["tokens/s"] == pytest.approx(1e3 * 4 * 16 / row["ms"])
     assert figures["beside the bare loop %"] == pytest.approx(100 * (row["ms"] / bare - 1))
     assert not (tmp_path / "runs").exists()  # the run itself is not kept
-
-
-def test_a_step_is_the_time_between_records_of_what_has_warmed_up():
-    seen = [(0, 30.0), (10, 40.0), (20, 41.0), (30, 42.0), (40, 43.2), (50, 44.2), (60, 45.2)]
-    step = of_a_step(seen)
-    assert step.ms == pytest.approx(1e3 * 5.2 / 50)
-    assert step.p20 == pytest.approx(100) and step.p80 == pytest.approx(104)
 
 
 def test_a_command_that_fails_is_one_line(monkeypatch, tmp_path):

@@ -1,4 +1,4 @@
-"""The benchmark of a user's own loop."""
+"""The benchmarks of a user's own loop and of several ranks, with gloo."""
 
 import json
 from dataclasses import replace
@@ -67,3 +67,21 @@ def test_what_is_wrong_gets_no_time_and_what_is_missing_is_made(tmp_path, monkey
     assert bench("loop", out, *asked) == 0
     rows = json.loads(out.read_text())["benchmarks"]["loop"]["rows"]
     assert [one["name"] for one in rows] == ["slope", "s_ste"] and rows[0] == row
+
+
+ROWS = ["dense, ddp", "slope, ddp", "fst, fsdp2"]
+
+
+def test_two_ranks_stand_beside_dense_of_their_kind(tmp_path, run_on_two_ranks):
+    out = tmp_path / "cpu.json"
+    globs = [f"{row}, GPT-2*" for row in ROWS]
+    options = ["ranks", "--quick", "--threads", "1", "--repeats", "2", "--out", out]
+    run_on_two_ranks("experiments.bench.__main__", *options, "--only", *globs)
+    rows = json.loads(out.read_text())["benchmarks"]["ranks"]["rows"]
+    assert {row["name"] for row in rows} == {*ROWS}
+    for row in rows:
+        figures = row["figures"]
+        assert row["peers"].keys() == ({"dense"} if "ddp" in row["name"] else set())
+        assert row["backend"].endswith(f"2 x {row['name'].split(', ')[-1]}")
+        assert figures["tokens/s per GPU"] == pytest.approx(64e3 / row["ms"])
+        assert 0 < figures["min ms"] <= row["ms"] <= figures["max ms"]

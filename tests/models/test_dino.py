@@ -63,15 +63,10 @@ def test_the_model_s_loss_centres_and_sharpens_the_teacher_alone():
     model.centre.copy_(torch.linspace(-1, 1, 12))
     output, loss = model.eval()(**batch)
     with torch.no_grad():
-        views = [
-            *batch["global_crops"].unbind(1),
-            *batch["local_crops"].unbind(1),
-        ]
+        views = [*batch["global_crops"].unbind(1), *batch["local_crops"].unbind(1)]
         own = [model.student(view[:, None])[:, 0] for view in views]
-        target = [
-            ((model.teacher(view[:, None])[:, 0] - model.centre) / 0.04).softmax(-1)
-            for view in views[:2]
-        ]
+        told = [model.teacher(view[:, None])[:, 0] for view in views[:2]]
+        target = [((output - model.centre) / 0.04).softmax(-1) for output in told]
     # Crops of one size go through the backbone together; each by itself gives the same.
     torch.testing.assert_close(output, torch.stack(own, 1))
     terms = [
@@ -180,11 +175,7 @@ def test_the_ends_of_the_schedules():
     model, other = dino(), dino(seed=5)
     model.on_step_begin(15)
     other.load_state_dict(model.state_dict())
-    assert (
-        float(model.teacher_temperature)
-        == float(other.teacher_temperature)
-        == float(torch.tensor(0.055))
-    )
+    assert torch.equal(other.teacher_temperature, torch.tensor(0.055))
 
 
 def test_frozen_prototypes_get_no_gradient_and_no_decay():
@@ -226,9 +217,8 @@ def test_the_first_step_makes_the_teacher_the_student():
     assert all(torch.equal(teacher[name], student[name]) for name in student)
     perturb(model, seed=3)
     model.on_step_begin(1)
-    assert not torch.equal(
-        model.teacher.head.last_layer.weight, model.student.head.last_layer.weight
-    )
+    first, second = (m.head.last_layer.weight for m in (model.teacher, model.student))
+    assert not torch.equal(first, second)
 
 
 def test_a_sparse_method_prunes_both():

@@ -70,9 +70,8 @@ def test_our_weights_give_the_same_logits_in_transformers():
             ours = randomised(GPT(tiny(gelu=gelu, bias=bias, dropout=0.25, n_inner=24)))
             theirs = to_hf(ours)
             assert theirs.config.attn_pdrop == theirs.config.embd_pdrop == 0.25
-            torch.testing.assert_close(
-                theirs(tokens()).logits, ours(tokens())[0], rtol=1e-5, atol=1e-5
-            )
+            logits = theirs(tokens()).logits
+            torch.testing.assert_close(logits, ours(tokens())[0], rtol=1e-5, atol=1e-5)
             back = from_hf(theirs)
             for name, value in ours.state_dict().items():
                 assert torch.equal(back.state_dict()[name], value), name
@@ -82,7 +81,6 @@ def test_a_config_that_we_do_not_carry_is_refused():
     for overrides, message in (
         ({"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx=True"),
         ({"activation_function": "relu"}, "activation_function='relu'"),
-        ({"attn_pdrop": 0.3}, "attn_pdrop=0.3 .needs 0.1"),
         ({"layer_norm_epsilon": 1e-6}, "layer_norm_epsilon=1e-06"),
         ({"tie_word_embeddings": False}, "tie_word_embeddings=False"),
     ):

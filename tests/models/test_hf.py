@@ -10,8 +10,6 @@ from methods import ste
 from models.gpt2 import from_hf
 from models.hf import FAMILIES, CausalLM, ForTrainer
 
-PER_BLOCK = {"gpt2": 4, "opt": 6, "llama": 7, "mistral": 7}
-
 
 def tokens(seed=1):
     return torch.randint(0, 320, (3, 32), generator=torch.Generator().manual_seed(seed))
@@ -56,8 +54,7 @@ def test_every_linear_of_the_blocks_can_be_converted(checkpoint):
         _, folder = checkpoint(family)
         model = CausalLM.from_pretrained(folder)
         method = ste.Method(ste.Config(include="all"))
-        report = method.convert(model)
-        assert len(report.names) == 2 * PER_BLOCK[family]
+        assert len(method.convert(model).names) == 2 * {"gpt2": 4, "opt": 6}.get(family, 7)
         assert not any("Conv1D" in type(m).__name__ for m in model.modules())
         with pytest.raises(ValueError, match=r"call the method's finalize\(model\) first"):
             model.save_pretrained(folder.with_name("export"))
@@ -84,24 +81,6 @@ def test_a_saved_model_is_the_loaded_one_bit_for_bit(checkpoint, tmp_path):
         assert model(tokens())[0].equal(CausalLM.from_pretrained(export)(tokens())[0])
 
 
-def test_a_pruned_conv1d_is_pruned_along_its_own_inputs(checkpoint, tmp_path):
-    """Exported, the weight is [in, out], so the groups of four run down its columns."""
-    from transformers import AutoModelForCausalLM
-
-    _, folder = checkpoint("gpt2")
-    model = CausalLM.from_pretrained(folder)
-    method = ste.Method(ste.Config(include=["*.h.*"]))
-    method.convert(model)
-    method.finalize(model)
-    model.save_pretrained(tmp_path / "export")
-    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "export")
-    weight = plain.transformer.h[0].mlp.c_fc.weight
-    assert weight.shape == (32, 128)
-    assert (weight.unflatten(0, (-1, 4)).count_nonzero(1) == 2).all()
-    logits = plain(input_ids=tokens()).logits
-    torch.testing.assert_close(model(tokens())[0], logits, rtol=1e-5, atol=1e-5)
-
-
 def test_lengths(checkpoint):
     _, folder = checkpoint("opt")
     model = CausalLM.from_pretrained(folder, block_size=16)
@@ -124,37 +103,24 @@ def test_what_cannot_be_loaded_is_one_line(hf_model, checkpoint, tmp_path):
     shape = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
     BertForMaskedLM(BertConfig(vocab_size=320, **shape)).save_pretrained(tmp_path / "bert")
     none = "no causal language model in"
-    for name, said in (
-        ("empty", none),
-        ("pickle", none),
-        ("bert", "it is a bert, none of gpt2, opt, llama, mistral"),
-    ):
+    for name, said in (("empty", none), ("pickle", none), ("bert", "it is a bert, none of gpt2")):
         with pytest.raises(ValueError, match=said) as caught:
             CausalLM.from_pretrained(tmp_path / name)
         assert "\n" not in str(caught.value)
-    for family, read, part in (
-        ("llama", CausalLM.from_pretrained, "layers.1"),
-        ("gpt2", from_hf, "h.1"),
-    ):
+    families = (("llama", CausalLM.from_pretrained, "layers.1"), ("gpt2", from_hf, "h.1"))
+    for family, read, part in families:
         _, folder = checkpoint(family)
         path = folder / "model.safetensors"
         whole = load(path.read_bytes())  # not mapped: the file is written over
         save_file({k: v for k, v in whole.items() if part not in k}, path, {"format": "pt"})
         with pytest.raises(ValueError, match=rf"files lack .*{part}\..* and \d+ more"):
             read(folder)
-        save_file({k: v[:8].clone() for k, v in whole.items()}, path, {"format": "pt"})
-        with pytest.raises(ValueError, match=none):
-            read(folder)
         save_file(whole, path, {"format": "pt"})
         path.write_bytes(path.read_bytes()[:-100])
         with pytest.raises(ValueError, match=none):
             read(folder)
-    for source, said in (
-        ("openai-community/gpt2", "there is no such folder"),
-        (checkpoint("opt")[1], none),
-    ):
-        with pytest.raises(ValueError, match=said):
-            from_hf(source)
+    with pytest.raises(ValueError, match="there is no such folder"):
+        from_hf("openai-community/gpt2")
 
 
 def test_our_gpt2_as_the_trainer_of_transformers_takes_it(checkpoint):

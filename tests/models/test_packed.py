@@ -5,14 +5,13 @@ cuSPARSELt's products are emulated where there is no GPU."""
 import copy
 import itertools
 import pickle
-from types import SimpleNamespace
 
 import pytest
 import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from common_kernels import backend, matmul, nm_mask
+from common_kernels import matmul, nm_mask
 from methods.nn import lowrank
 from models import limits, packed
 from models.linears import quantize
@@ -31,6 +30,19 @@ def pruned(*widths, dtype=torch.bfloat16, device=DEVICE):
         for layer in layers:
             layer.weight *= nm_mask(layer.weight)
     return nn.Sequential(*layers).to(device, dtype)
+
+
+class Gated(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.gate_proj, self.up_proj = (nn.Linear(64, n, bias=False) for n in (128, 64))
+        for layer in self.children():
+            layer.weight.data *= nm_mask(layer.weight)
+        self.to(DEVICE, torch.bfloat16)
+
+    def forward(self, x):
+        return torch.cat([self.gate_proj(x).sigmoid(), self.up_proj(x)], -1)
 
 
 def spoil(layer):
@@ -79,9 +91,7 @@ def test_it_is_dense_where_the_packed_copy_would_be_wrong():
     for change in (
         lambda model, x: (model, x.requires_grad_()),
         lambda model, x: (model.requires_grad_(), x),
-        lambda model, x: (model[0].bias.requires_grad_() is None or model, x),
         lambda model, x: (model.float(), x.float()),
-        lambda model, x: (model.to(torch.float8_e5m2).bfloat16(), x),
         lambda model, x: (model.load_state_dict(model.state_dict()) and model, x),
         lambda model, x: (model[0].weight.mul_(2) is None or model, x),
         lambda model, x: (copy.deepcopy(model[0].weight.mul_(2) is None or model), x),
@@ -167,8 +177,6 @@ def test_a_model_of_transformers_is_packed_and_saved_as_before(tmp_path):
         before, after = (load_file(place / "model.safetensors") for place in places)
         assert before.keys() == after.keys()
         assert all(torch.equal(tensor, after[name]) for name, tensor in before.items())
-        configs = [(place / "config.json").read_bytes() for place in places]
-        assert configs[0] == configs[1]
 
 
 def test_the_least_number_of_tokens_is_found():
@@ -200,45 +208,8 @@ def test_each_shape_has_its_own_and_dense_ones_stay_linears(monkeypatch):
     assert type(model[1]) is nn.Linear and not hasattr(model[1], "packed")
 
 
-@torch.no_grad()
-def test_both_times_are_of_the_same_layers_and_inputs(monkeypatch):
-    """A shape is faster where the table says so and the layers, launched one by one, agree."""
-    layers = [pruned(64, 128)[0] for _ in range(2)]
-    packed.pack(nn.Sequential(*layers), Limits(0, 1))
-    seen = []
-    monkeypatch.setattr(limits, "is_faster", lambda problem, device: problem.tokens >= 64)
-
-    def timed(variants, graphs):
-        (dense, _), (sparse, _) = variants
-        a, b = dense(), sparse()
-        torch.testing.assert_close(a, b, rtol=2**-7, atol=2**-7)
-        seen.append(len(a))
-        return [1.0, 0.5 if len(a) >= 128 else 2.0]
-
-    monkeypatch.setattr(limits, "times_ms", timed)
-    found = [limits._faster(layers, False, n) for n in (8, 56, 64, 127, 128)]
-    assert found == [False] * 4 + [True] and seen == [64, 127, 128]
-    # In a graph the table's verdict does not count.
-    assert [limits._faster(layers, True, n) for n in (8, 128)] == [False, True]
-    assert seen[3:] == [8, 128]
-
-
-def test_the_fastest_with_many_tokens_gives_the_layout(monkeypatch):
-    asked, answers = [], [None, matmul.Measured("cutlass_sm90", 1.0, 2.0)]
-    monkeypatch.setattr(
-        packed, "fastest", lambda problem, _: asked.append(problem) or answers.pop()
-    )
-    monkeypatch.setattr(packed, "layout_for", lambda device, dtype: "cusparselt_sm90")
-    weight = SimpleNamespace(shape=(256, 128), dtype=torch.bfloat16, device=torch.device("cuda"))
-    layer = SimpleNamespace(weight=weight, bias=None)
-    assert packed._layout_of(layer, measures=True) == "cutlass_sm90"
-    assert packed._layout_of(layer, measures=True) == "cusparselt_sm90"  # none serves it
-    assert packed._layout_of(layer, measures=False) == "cusparselt_sm90" and len(asked) == 2
-    assert (asked[0].rows, asked[0].columns, asked[0].tokens) == (256, 128, packed.MANY)
-
-
 @no_gpu
-def test_what_cannot_be_packed_is_one_line(monkeypatch):
+def test_what_cannot_be_packed_is_one_line():
     dense = nn.Linear(64, 64, dtype=torch.bfloat16)
     for refuse in (lambda: packed.pack(dense, Limits(0, 0)), lambda: quantize(dense, 4)):
         with pytest.raises(ValueError, match=r"2:4 \(.* method\.finalize\(model\) first"):
@@ -249,10 +220,6 @@ def test_what_cannot_be_packed_is_one_line(monkeypatch):
     assert type(model[0]) is nn.Linear and not hasattr(model[0], "packed")
     with pytest.raises(ValueError, match=r"cuSPARSELt takes bf16, .* here, not torch\.float32"):
         packed.pack(pruned(64, 64, dtype=torch.float32), Limits(0, 0))
-    monkeypatch.setattr(backend, "interpreted", lambda: False)
-    with pytest.raises(ValueError, match=r"cuSPARSELt .*, not a cpu$"):
-        packed.pack(pruned(64, 64), Limits(0, 0))
-    monkeypatch.undo()
     with torch.inference_mode():
         made = pruned(64, 64)
     with pytest.raises(ValueError, match=r"^0 was made in torch\.inference_mode"):
@@ -268,9 +235,7 @@ def test_what_cannot_be_packed_is_one_line(monkeypatch):
 @torch.no_grad()
 def test_few_tokens_are_multiplied_with_the_integers_of_quantised_weights():
     for bits, rtol in ((8, 2**-7), (4, 0.2)):
-        model = Gated().to(DEVICE, torch.bfloat16)
-        for layer in model.children():
-            layer.weight *= nm_mask(layer.weight)
+        model = Gated()
         before, x = copy.deepcopy(model), torch.randn(4, 64, device=DEVICE).bfloat16()
         assert quantize(model, bits) == ["gate_proj", "up_proj"]
         for layer, own in zip(model.children(), before.children(), strict=True):
@@ -292,15 +257,6 @@ def test_few_tokens_are_multiplied_with_the_integers_of_quantised_weights():
         torch.testing.assert_close(model(x.half()), dense(x).half(), rtol=2**-6, atol=2**-6)
 
 
-class Gated(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.gate_proj, self.up_proj = (nn.Linear(64, n, bias=False) for n in (128, 64))
-
-    def forward(self, x):
-        return torch.cat([self.gate_proj(x).sigmoid(), self.up_proj(x)], -1)
-
-
 @torch.no_grad()
 def test_a_product_in_the_middle_is_taken_once():
     """The input is overwritten before the last of the linears has run."""
@@ -317,10 +273,7 @@ def test_a_product_in_the_middle_is_taken_once():
 
 @torch.no_grad()
 def test_linears_with_one_input_run_as_one_product(monkeypatch):
-    torch.manual_seed(0)
-    model = Gated().to(DEVICE, torch.bfloat16)
-    for layer in model.children():
-        layer.weight *= nm_mask(layer.weight)
+    model = Gated()
     dense, calls, few = copy.deepcopy(model), [], packed.few_tokens24
     monkeypatch.setattr(packed, "few_tokens24", lambda w, *o: calls.append(w.shape) or few(w, *o))
     packed.pack(model, Limits(4, None))
@@ -345,9 +298,6 @@ def test_linears_with_one_input_run_as_one_product(monkeypatch):
     for changed in (model, dense):
         changed.gate_proj.weight.mul_(2)
     torch.testing.assert_close(model(x), dense(x), rtol=2**-6, atol=2**-6)
-    packed.pack(model, Limits(4, None))
-    compiled = torch.compile(model, backend="aot_eager", fullgraph=True, dynamic=False)
-    assert torch.equal(compiled(x), model(x)) and model.gate_proj.joined[0].made is None
 
 
 def with_low_rank(kind):

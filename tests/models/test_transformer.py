@@ -25,15 +25,8 @@ def theirs_of(ours):
     """torch.nn.Transformer with a copy of the weights of our two stacks."""
     config = ours.config
     options = {"activation": "relu", "batch_first": True, "norm_first": config.pre_norm}
-    theirs = nn.Transformer(
-        config.n_embd,
-        config.n_head,
-        config.n_layer,
-        config.n_layer,
-        config.ffn_width,
-        0.0,
-        **options,
-    )
+    sizes = config.n_embd, config.n_head, config.n_layer, config.n_layer, config.ffn_width, 0.0
+    theirs = nn.Transformer(*sizes, **options)
     if not config.pre_norm:  # it norms the output of a stack always
         theirs.encoder.norm = theirs.decoder.norm = None
     state = ours.state_dict()
@@ -80,9 +73,8 @@ def test_forward_is_that_of_torch(pre_norm, masked):
     logits, loss = ours(source, input, source_mask=mask)
     assert loss is None
     scale = logits.abs().max()
-    torch.testing.assert_close(
-        logits / scale, out @ ours.embedding.weight.T / scale, atol=1e-6, rtol=0
-    )
+    expected = out @ ours.embedding.weight.T
+    torch.testing.assert_close(logits / scale, expected / scale, atol=1e-6, rtol=0)
 
 
 def test_decoding_token_by_token_gives_the_logits_of_the_whole():

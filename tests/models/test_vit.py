@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from models.vit import ViT, ViTConfig, _timm_name, from_hf, to_hf
+from models.vit import ViT, ViTConfig, from_hf, to_hf
 from tests.models.random_models import randomised
 
 
@@ -74,18 +74,6 @@ def test_transformers_there_and_back():
             torch.testing.assert_close(back(images())[0], expected, rtol=0, atol=1e-5)
         assert back.config == ours.config
         assert not theirs.training
-
-
-def test_names_of_transformers_4_are_understood():
-    for name, expected in (
-        ("vit.encoder.layer.3.attention.attention.query.weight", "blocks.3.attn.q.weight"),
-        ("vit.encoder.layer.3.attention.output.dense.bias", "blocks.3.attn.proj.bias"),
-        ("encoder.layer.0.intermediate.dense.weight", "blocks.0.mlp.fc1.weight"),
-        ("encoder.layer.0.output.dense.weight", "blocks.0.mlp.fc2.weight"),
-        ("encoder.layer.0.layernorm_after.bias", "blocks.0.norm2.bias"),
-        ("vit.layernorm.bias", "norm.bias"),
-    ):
-        assert _timm_name(name) == expected
 
 
 def test_transformers_with_its_own_settings():

@@ -18,42 +18,22 @@ from reproduce.specs.table import Column, Table, TableRow, Tier
 def make_result(config_hash="0" * 16, **changed):
     """The content of a `result.json`, as far as the tables read it."""
     split = {"tokens": 1000, "sha256": "ab" * 32}
+    splits = {"train": split, "val": split | {"tokens": 50}}
     return {
-        "schema": results.SCHEMA,
-        "config_hash": config_hash,
-        "files": {},  # nothing was written
+        "schema": results.SCHEMA, "config_hash": config_hash, "files": {},  # nothing was written
         "config": {
-            "train": {"dtype": "fp32"},
-            "impl": {"compile": False, "micro_batch": None},
-            "model": {"name": "gpt2"},
-            "data": {"source": "stdlib"},
-            "method": {"name": "dense"},
+            "train": {"dtype": "fp32"}, "impl": {"compile": False, "micro_batch": None},
+            "model": {"name": "gpt2"}, "data": {"source": "stdlib"}, "method": {"name": "dense"},
         },
-        "converted": [],
-        "corpus_hash": "cd" * 32,
-        "corpus": {
-            "name": "tiny",
-            "source": {"path": "stdlib"},
-            "splits": {"train": split, "val": split | {"tokens": 50}},
-        },
-        "steps": 10,
-        "tokens": 640,
+        "converted": [], "corpus_hash": "cd" * 32, "steps": 10, "tokens": 640,
+        "corpus": {"name": "tiny", "source": {"path": "stdlib"}, "splits": splits},
         "metrics": {"val_loss": 1.0, "flip_rate": 0.25},
         "sparsity": {"density": 0.5, "illegal_groups": 0},
-        "train_seconds": 20.0,
-        "step_seconds": 2.0,
-        "started": 1.0,
-        "ended": 22.0,
-        "backend": "cpu",
-        "world_size": 1,
-        "environment": {
-            "git_revision": "c0ffee" * 7,
-            "git_dirty": False,
-            "device": "abacus",
-            "versions": {"torch": "2.0"},
-            "threads": 2,
-        },
-    } | changed
+        "train_seconds": 20.0, "step_seconds": 2.0, "started": 1.0, "ended": 22.0,
+        "backend": "cpu", "world_size": 1,
+        "environment": {"git_revision": "c0ffee" * 7, "git_dirty": False, "device": "abacus",
+                        "versions": {"torch": "2.0"}, "threads": 2},
+    } | changed  # fmt: skip
 
 
 @pytest.fixture(scope="session")

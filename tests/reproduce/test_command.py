@@ -1,23 +1,21 @@
 """`python -m reproduce`: arguments, and one table from the first command to the last file."""
 
 import csv
+import json
 import os
 import re
 import subprocess
 import sys
 from dataclasses import replace
 from functools import partial
-from types import SimpleNamespace
 
 import pytest
 
-from experiments.support.errors import UserError
-from reproduce import __main__ as command
-from reproduce import make, quickstart
+from reproduce import quickstart
 from reproduce.__main__ import main
 from reproduce.execute.queue import execute
-from reproduce.make import Made
-from reproduce.specs.table import read_tables
+from reproduce.specs.reading import read_yaml
+from reproduce.specs.table import TABLES, read_tables
 
 
 @pytest.mark.parametrize(
@@ -25,6 +23,10 @@ from reproduce.specs.table import read_tables
     [
         (["table99"], "error: no table or command 'table99'; table9 may be meant; python -m repro"),
         (["pack", "x"], "error: cannot use 'x'; there are no options"),
+        (["run"], "no block is named: python -m reproduce run BLOCK"),
+        (["run", "t", "hours=1"], "cannot use 'hours=1'; use minutes=N, per_gpu=N"),
+        (["run", "t", "minutes=nan"], "minutes=nan: it must be a positive number"),
+        (["report", "figure="], "cannot use 'figure='; use figure=FILE"),
         (["claims", "8", "9"], "cannot use 'claims 8 9'; use claims, claims N or claims all"),
         (["table2", "paper=nobody"], "no table2 of paper 'nobody'; there is ast, fst, slope, sste"),
         (["figure6"], "error: figure 6 of paper=fst is not covered: a diagram\n"),
@@ -59,15 +61,6 @@ def test_a_table_is_listed_alone(capsys):
     assert "error: no table or command 'table99'" in capsys.readouterr().err
 
 
-def test_usage_errors_come_before_torch():
-    """They are immediate: nothing heavy is imported for them."""
-    code = (
-        "import sys; from reproduce.__main__ import main; status = main(['table99']); "
-        "sys.exit(status if not {'torch', 'matplotlib'} & set(sys.modules) else 99)"
-    )
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True).returncode == 2
-
-
 def test_a_reader_who_has_left_is_no_error():
     """`python -m reproduce --help | head -3` has such a reader."""
     read, write = os.pipe()
@@ -79,31 +72,9 @@ def test_a_reader_who_has_left_is_no_error():
     assert (done.returncode, done.stderr) == (141, b"")
 
 
-SPEC = """
-title: Tiny
-tiers:
-  smoke:
-    setting: Nothing to learn from.
-    seeds: [5]
-    overrides:
-      - model.n_layer=1
-      - model.n_embd=32
-      - model.n_head=2
-      - model.block_size=16
-      - train.steps=4
-      - train.warmup_steps=1
-      - train.batch_size=2
-      - train.log_every=1
-      - train.eval_every=2
-      - train.eval_samples=2
-      - data.root={root}
-      - data.vocab_size=300
-      - impl.threads=1
-rows:
-  - {{label: dense, overrides: [method=dense]}}
-  - {{label: S-STE, overrides: [method=s_ste]}}
-columns:
-"""
+SHORT = """model.n_layer=1 model.n_embd=32 model.n_head=2 model.block_size=16 train.steps=4
+train.warmup_steps=1 train.batch_size=2 train.log_every=1 train.eval_every=2 train.eval_samples=2
+data.vocab_size=300 impl.threads=1"""
 
 
 @pytest.fixture(scope="module")
@@ -116,28 +87,23 @@ def test_a_table_from_nothing(corpus, tmp_path, capsys):
     """Real trainings on the embedded corpus, with every column that the quickstart shows."""
     folder, runs = tmp_path / "tables", tmp_path / "runs"
     folder.mkdir()
-    shown = next(t for t in read_tables() if t.name == "quickstart")
-    columns = [
-        f"  - {{label: {c.label}, value: {c.value}, show: {c.show}, format: '{c.format}'}}\n"
-        for c in shown.columns
-    ]
-    text = SPEC.format(root=corpus) + "".join(columns)
-    (folder / "tiny.yaml").write_text(text, encoding="utf-8")
+    spec = read_yaml(TABLES / "quickstart.yaml")
+    smoke = {"setting": "Tiny.", "seeds": [5], "overrides": [*SHORT.split(), f"data.root={corpus}"]}
+    rows = [{"label": name, "overrides": [f"method={name}"]} for name in ("dense", "s_ste")]
+    spec |= {"tiers": {"smoke": smoke}, "rows": rows}
+    (folder / "tiny.yaml").write_text(json.dumps(spec), encoding="utf-8")  # JSON is YAML
 
     assert main(["--list"], folder, runs) == 0
     assert "tiny tier=smoke: not made" in capsys.readouterr().out
     assert main(["tiny"], folder, runs) == 0
     assert "2 runs: 0 done already, 2 to do" in capsys.readouterr().out
-    written = {path.name for path in (runs / "tables").iterdir()}
-    stem = "tiny-smoke"
-    assert written == {
-        f"{stem}.md", f"{stem}.csv", f"{stem}-runs.csv", f"{stem}.png", f"{stem}-curves.csv",
-        f"{stem}.json",
-    }  # fmt: skip
+    written, stem = {path.name for path in (runs / "tables").iterdir()}, "tiny-smoke"
+    ends = ".md .csv -runs.csv .png -curves.csv .json"
+    assert written == {f"{stem}{end}" for end in ends.split()}
     with (runs / "tables" / f"{stem}-runs.csv").open(encoding="utf-8") as file:
         dense, sparse = csv.DictReader(file)
     assert (dense["method"], dense["seed"], dense["sparsity.density"]) == ("dense", "5", "1.0")
-    assert sparse["method"] == "S-STE"
+    assert sparse["method"] == "s_ste"
     assert float(sparse["sparsity.density"]) <= 0.5
     assert sparse["sparsity.illegal_groups"] == "0"
 
@@ -169,22 +135,6 @@ def test_the_quickstart_prints_a_line_for_each_row(corpus, tmp_path, capsys, mon
     assert float(above) == pytest.approx(float(loss) - float(dense), abs=1.5e-4)
     assert float(low) < float(above) < float(high)
     assert (tmp_path / "tables" / "quickstart-smoke.png").exists()
-
-
-def test_a_table_that_cannot_be_planned_stops_no_other(tmp_path, capsys, monkeypatch):
-    """`table2` of two papers: the first has a row that does not compose."""
-    made = []
-    monkeypatch.setattr(make, "make", lambda table, *_: made.append(table.name) or table.bad())
-    tables = [SimpleNamespace(name=n, command="table2", paper=n, tiers=["smoke"], bad=b)
-              for n, b in (("a", refuse), ("b", Made))]  # fmt: skip
-    monkeypatch.setattr(command, "read_tables", lambda folder: tables)
-    assert main(["table2"], tmp_path, tmp_path) == 1
-    assert made == ["a", "b"]
-    assert capsys.readouterr().err == "error: it does not fit\n"
-
-
-def refuse():
-    raise UserError("it does\nnot fit")
 
 
 def test_a_tier_for_a_gpu_without_one_draws_what_was_measured(tmp_path, capsys, monkeypatch):

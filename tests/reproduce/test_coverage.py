@@ -3,6 +3,7 @@
 import subprocess
 import sys
 
+from reproduce.__main__ import main
 from reproduce.render import listing
 from reproduce.specs.table import TableRow, Tier, read_tables
 
@@ -34,13 +35,15 @@ def test_every_table_is_listed_once_and_says_whether_it_is_covered():
 
 
 def test_the_list_is_complete_and_needs_no_torch(tmp_path):
+    """Nor does an error in the arguments."""
     code = (
-        "import sys; from reproduce.__main__ import main; status = main(['--list']); "
+        "import sys; from reproduce.__main__ import main; status = main(sys.argv[1:]); "
         "sys.exit(status if not {'torch', 'matplotlib', 'hydra'} & set(sys.modules) else 99)"
     )
-    command = [sys.executable, "-c", code]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
+    for word, status in (("table99", 2), ("--list", 0)):
+        command = [sys.executable, "-c", code, word]
+        done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+        assert done.returncode == status, done.stderr
     for known in listing.items().values():
         for item in known:
             assert f"  {item.name}: {item.caption}\n" in done.stdout
@@ -49,6 +52,15 @@ def test_the_list_is_complete_and_needs_no_torch(tmp_path):
         for name, tier in table.tiers.items():
             assert f"{table.command} tier={name}: " in done.stdout
             assert not tier.needs or f"needs {tier.needs}" in done.stdout
+
+
+def test_a_table_that_coverage_lacks_is_refused(tmp_path, capsys):
+    for paper, number in (("w", 1), ("fst", 99)):
+        text = f"{{title: T, paper: {paper}, number: '{number}', driver: bench, tiers: {{}}"
+        (tmp_path / "t.yaml").write_text(f"{text}, rows: [], columns: []}}")
+        assert main(["--list"], tmp_path, tmp_path) == 1
+        said = f"error: t.yaml: coverage.yaml lacks {number}; add it with its caption to `items:`"
+        assert capsys.readouterr().err.startswith(f"{said} of `{paper}:`")
 
 
 def test_a_tier_says_what_there_is_of_it(small, tmp_path, monkeypatch):

@@ -1,9 +1,10 @@
 """`python -m reproduce all`: goes on where it was stopped, and past what fails."""
 
+from contextlib import suppress
+
 import pytest
 
 from experiments.support.errors import Terminated
-from reproduce import make
 from reproduce.__main__ import main, parse
 from reproduce.make import Made, make_all
 from reproduce.render.report import page
@@ -21,56 +22,47 @@ def tables(small):
 
 
 @pytest.fixture
-def outcomes(monkeypatch):
-    """The end of each table, by name; `.order` tells which were asked for."""
-
-    class Outcomes(dict):
-        def __init__(self, found):
-            super().__init__(found)
-            self.order = []
-
-    found = Outcomes({name: Made(2, 2) for name in NAMES})
-
-    def ended(table, tier, runs, launch):
-        found.order.append(table.name)
-        if isinstance(found[table.name], BaseException):
-            raise found[table.name]
-        return found[table.name]
-
-    monkeypatch.setattr(make, "make", ended)
+def make(tables, monkeypatch, tmp_path):
+    """make(**the end of each table by name, if it is not complete) -> (whether all are, the names
+    of those that were asked for, the summary)."""
     monkeypatch.setattr(page, "main", lambda runs: print("the page"))
-    return found
+
+    def made(**ends):
+        order = []
+
+        def ended(table, *_):
+            order.append(table.name)
+            found = ends.get(table.name, Made(2, 2))
+            if isinstance(found, BaseException):
+                raise found
+            return found
+
+        monkeypatch.setattr("reproduce.make.make", ended)
+        path, done = tmp_path / "tables" / "all-smoke.md", None
+        with suppress(Terminated):
+            done = make_all(tables, "smoke", tmp_path)
+        return done, order, path.read_text()
+
+    return made
 
 
-def summary(runs):
-    return (runs / "tables" / "all-smoke.md").read_text()
-
-
-def test_all_tables_and_the_page(tables, outcomes, tmp_path, capsys):
-    assert make_all(tables, "smoke", tmp_path) is True
+def test_all_tables_and_the_page(make, capsys):
+    done, order, summary = make()
     told = capsys.readouterr().out
-    assert outcomes.order == ["one", "two", "three"]
+    assert done is True and order == ["one", "two", "three"]
     assert told.index("[3/3] three") < told.index("the page") < told.index("3 of 3 complete")
-    assert summary(tmp_path) in told
-    assert "| one   | complete | 2 of 2 |     0.0 |" in summary(tmp_path)
+    assert summary in told and "| one   | complete | 2 of 2 |     0.0 |" in summary
 
 
-def test_what_fails_holds_nothing_up(tables, outcomes, tmp_path):
-    outcomes |= {"one": Made(reason="it does not fit"), "two": RuntimeError("a\nbug")}
-    outcomes["three"] = Made(5, 3)
-    assert make_all(tables, "smoke", tmp_path) is False
-    text = summary(tmp_path)
+def test_what_fails_holds_nothing_up_and_what_is_interrupted_is_kept(make):
+    failed, bug = Made(reason="it does not fit"), RuntimeError("a\nbug")
+    done, _, text = make(one=failed, two=bug, three=Made(5, 3))
     found = [line.split("|")[2].strip() for line in text.splitlines() if "|" in line][2:]
-    assert found == ["failed", "failed", "incomplete"]
+    assert not done and found == ["failed", "failed", "incomplete"]
     assert "- two: RuntimeError: a bug\n" in text and "0 of 3 complete" in text
     assert "| 3 of 5 |" in text
-
-
-def test_an_interruption_keeps_what_was_written(tables, outcomes, tmp_path):
-    outcomes["two"] = Terminated()
-    with pytest.raises(Terminated):
-        make_all(tables, "smoke", tmp_path)
-    assert "1 of 3 complete" in summary(tmp_path) and "two" not in summary(tmp_path)
+    done, _, text = make(two=Terminated())
+    assert done is None and "1 of 3 complete" in text and "two" not in text
 
 
 def test_it_asks_for_the_papers_tables(tmp_path, capsys):

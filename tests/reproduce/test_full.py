@@ -32,13 +32,12 @@ CROPS = [
     *("data.image_size=32", "dino.local_crops=2", "dino.local_size=16", "dino.prototypes=64"),
     *("dino.hidden=32", "dino.bottleneck=16"),
 ]
+RAMP = ("train.ramp_batch=null", "train.ramp_micro_steps=null")
 TINY = {
     "gpt2": [*BLOCKS, "model.vocab_size=320"],
     "hf": ["model.block_size=32", "train.cooldown_steps=0"],
     "bert": [*BERT, "data.sequence_length=32", "data.max_predictions=4"],
-    "cramming": [
-        *(*BERT, "train.warmup_steps=0", "train.ramp_batch=null", "train.ramp_micro_steps=null")
-    ],
+    "cramming": [*BERT, "train.warmup_steps=0", *RAMP],
     "transformer": [*BLOCKS, "model.n_inner=64"],
     "deit": [*VIT, *DIGITS, "model.n_classes=10"],
     "dino": [*VIT, *DIGITS, *CROPS],
@@ -67,13 +66,10 @@ def data(corpora, hf_model):
         "name": "numbers", "source": "numbers", "root": str(root), "vocab_size": 384,
         "source_language": "de", "target_language": "en", "batch_tokens": 256, "max_tokens": "null",
     }  # fmt: skip
-    return {
-        "gpt2": text,
-        "hf": [*text, f"model.path={root / 'model'}"],
-        "bert": masked,
-        "cramming": masked,
-        "transformer": [f"data.{key}={value}" for key, value in pairs.items()],
-    }
+    translated = [f"data.{key}={value}" for key, value in pairs.items()]
+    of_hub = [*text, f"model.path={root / 'model'}"]
+    return {"gpt2": text, "hf": of_hub, "bert": masked, "cramming": masked,
+            "transformer": translated}  # fmt: skip
 
 
 converted: set[tuple[str, ...]] = set()  # tables share many rows

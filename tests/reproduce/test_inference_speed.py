@@ -12,7 +12,7 @@ from models.packed import PackedProduct
 from reproduce import measure
 from reproduce.measure import packed as packing_
 from reproduce.measure import sam
-from reproduce.measure.packed import Decode, Decoding, Kernels, PackedMLP, llama, to_packed
+from reproduce.measure.packed import Decode, Decoding, llama, to_packed
 
 TINY = {"width": 64, "inner": 96, "heads": 4, "repeats": 2, "threads": 1}
 
@@ -88,12 +88,3 @@ def test_images_a_second(parts, tmp_path):
     assert found["rate"] > 0
     assert (found["speedup"] == 1.0) is (not parts)
     assert found["mib"] is None  # a CPU does not tell
-
-
-def test_kernels_and_mlp_have_times_of_what_runs_here(tmp_path):
-    given = {**TINY, "length": 16, "runs": str(tmp_path)}
-    for config in (Kernels(**given), PackedMLP(method="semi_sparse", **given)):
-        found = measure.run(config, lambda _: None)["metrics"]
-        assert found["speedup"] == pytest.approx(found["dense_us"] / found["sparse_us"])
-        assert found["copy_us"] > 0
-        assert found["pack_us"] is found["library_us"] is None

@@ -231,15 +231,6 @@ def test_the_search_of_bi_mask_is_counted_once_in_its_period(tmp_path, monkeypat
     assert found["search_ms"] == 200.0 and found["slow_down"] == (6 + 200 / 100) / 2
 
 
-def test_the_parts_of_a_layer_add_up(tmp_path):
-    found = metrics("parts", tmp_path, inner=64, accumulate=4)
-    products = sum(found[f"{name}_ms"] for name in ("fprop", "dgrad", "wgrad", "sample"))
-    once = found["decay_ms"] + found["pack_ms"] + found["search_ms"] / 40
-    assert found["step_ms"] == pytest.approx(4 * products + once)
-    dense = sum(found[f"dense_{name}_ms"] for name in ("fprop", "dgrad", "wgrad"))
-    assert found["speedup"] == pytest.approx(4 * dense / found["step_ms"])
-
-
 def test_similarity_is_that_of_the_step_to_the_end(monkeypatch):
     """Two layers, four steps: L stays, R is halfway at cosines of 0 and 0.6 to its end."""
     ends = [torch.tensor([[0.0, 1.0]]), torch.tensor([[3.0, 4.0]])]

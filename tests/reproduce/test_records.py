@@ -88,8 +88,7 @@ def test_a_record_of_another_config_does_not_count_and_is_named(tmp_path, folder
 
 
 def test_a_damaged_record_is_named(tmp_path, folder):
-    path = keep(tmp_path, folder, "t", "dense")
-    path.write_text('{"block": "t"', encoding="utf-8")
+    keep(tmp_path, folder, "t", "dense").write_text('{"block": "t"', encoding="utf-8")
     with pytest.raises(UserError, match=r"dense-seed0.json is damaged .*; remove or restore it"):
         read_evidence(tmp_path, blocks=folder)
 

@@ -145,20 +145,15 @@ def test_groups_beyond_2_4_are_counted_where_the_method_ends_sparse(finished_run
 
 def test_values_of_a_run(finished_run):
     log = [{"step": s, "loss": float(s)} for s in range(18)] + [{"step": 18, "val_loss": 0.5}]
-    scores = {"cola": 50.0, "rte": 61.0}
-    made = {f"glue.{task}": {"metrics": {"score": score}} for task, score in scores.items()}
+    made = {f"glue.{t}": {"metrics": {"score": s}} for t, s in (("cola", 50.0), ("rte", 61.0))}
     made["text"] = {"metrics": {"ppl": 7.5}}
     run = finished_run("dense", 0, 1.25, log, measures=made, steps=18)
     measures = {"glue": Measure("finetune", [], ["cola", "rte"]), "text": Measure("evaluate")}
-    for path, expected in {
-        "metrics.val_loss": 1.25,
-        "tail.loss": 17.0,  # steps from 16.2 on
-        "tail.unknown": None,
-        "text.ppl": 7.5,
-        "glue.rte.score": 61.0,
-        "glue.mean": 55.5,
-        "glue.cola.score, glue.rte.score, text.ppl": 39.5,
-    }.items():
+    for path, expected in (
+        ("metrics.val_loss", 1.25), ("tail.loss", 17.0),  # steps from 16.2 on
+        ("tail.unknown", None), ("text.ppl", 7.5), ("glue.rte.score", 61.0), ("glue.mean", 55.5),
+        ("glue.cola.score, glue.rte.score, text.ppl", 39.5),
+    ):  # fmt: skip
         assert value(run, path, measures) == expected
     for missing, named in {"metrics.bleu": "metrics.bleu", "glue.rte.f1": "f1"}.items():
         with pytest.raises(UserError, match=f"the results of .*seed0 have no {named}$"):
@@ -170,24 +165,18 @@ def test_values_of_a_run(finished_run):
 
 def test_measurements_that_a_tier_does_not_make_or_that_are_missing(finished_run):
     columns = [
-        Column("loss", "metrics.val_loss", show="mean", format=".1f"),
-        Column("RTE", "glue.rte.score", show="mean", format=".1f"),
-        Column("CoLA", "glue.cola.score", show="mean", format=".1f"),
-        Column("share", "sparsity.density", "mean", ".0f", scale=100.0),
+        Column(task, f"glue.{task}.score", show="mean", format=".1f") for task in ("rte", "cola")
     ]
+    columns.append(Column("share", "sparsity.density", "mean", ".0f", scale=100.0))
     table = own_table([0], columns)
-    table.tiers = {
-        "smoke": Tier(seeds=[0], measure={"glue": Measure("finetune", [], ["rte"])}),
-        "full": Tier(seeds=[0], measure={"glue": Measure("finetune", [], ["rte", "cola"])}),
-    }
+    for tier, tasks in (("smoke", ["rte"]), ("full", ["rte", "cola"])):
+        table.tiers[tier] = Tier(seeds=[0], measure={"glue": Measure("finetune", [], tasks)})
     made = {"glue.rte": {"metrics": {"score": 61.0}}}
     runs = [finished_run("dense", 0, 1.0, measures=made), finished_run("S-STE", 0, 2.0)]
-    assert body(render(table, "smoke", runs)) == [
-        "| dense | 1.0 | 61.0 | 50 |",
-        "| S-STE | 2.0 | not run | 50 |",
-    ]
-    assert "Not measured in this tier: CoLA." in render(table, "smoke", runs).header
-    assert body(render(table, "full", runs))[0] == "| dense | 1.0 | 61.0 | not run | 50 |"
+    smoke = render(table, "smoke", runs)
+    assert body(smoke) == ["| dense | 61.0 | 50 |", "| S-STE | not run | 50 |"]
+    assert "Not measured in this tier: cola." in smoke.header
+    assert body(render(table, "full", runs))[0] == "| dense | 61.0 | not run | 50 |"
 
 
 def test_variants_have_lines_and_baselines_of_their_own(finished_run, monkeypatch):
@@ -252,11 +241,11 @@ def test_speed_is_never_set_against_the_papers_device(finished_run, monkeypatch,
     other = finished_run("a", 1, 1.0, metrics=metrics, backend="cutlass")
     del other.result["corpus"]
     other.result["environment"] = {**other.result["environment"], "git_dirty": True}
-    assert {
-        "Products: not the same for all runs; the column backend of -runs.csv names them.",
-        "Code: not the same for all runs: revision c0ffeec0ffee with uncommitted changes (1 of a); "
-        "revision c0ffeec0ffee (the other 2).",
-    } <= {*render(table, "full", [run, other, run]).header}
+    header = "\n".join(render(table, "full", [run, other, run]).header)
+    assert "Products: not the same for all runs; the column backend of -runs.csv" in header
+    revision = "revision c0ffeec0ffee"
+    several = f"{revision} with uncommitted changes (1 of a); {revision} (the other 2)."
+    assert f"Code: not the same for all runs: {several}" in header
     run.result["environment"]["peak_memory_bytes"] = 12_340_000_000
     run.result["config"]["method"], run.result["backend"] = "s_ste", "dense, in a CUDA graph"
     marked = render(table, "full", [run])
@@ -270,63 +259,56 @@ def test_speed_is_never_set_against_the_papers_device(finished_run, monkeypatch,
         assert draw(table, "full", [run], rendered, path) == path.is_file() == drawn
 
 
-def test_curves_and_their_panels(finished_run, tmp_path):
+def test_curves_and_their_panels(finished_run):
     """Steps and losses of models that were trained before cannot be compared with others'."""
     log = [{"step": 4, "val_loss": 2.0, "flip_rate": 0.5}]
     dense = finished_run("dense", 0, 1.0, log)
     ast = finished_run("ste", 0, 1.0, log, init={"model.safetensors": "ab"})
-    for runs in ([dense], [ast]):
-        assert list(figures.of_curves(runs, ["val_loss"])[1]) == ["validation loss, nats"]
-    lines = {}
-    for label, fill in figures.of_curves([dense, ast], ["val_loss"])[1].items():
-        axes = Canvas().subplots()
-        fill(axes)
-        lines[label] = [line.get_label() for line in axes.get_lines()]
-    assert lines == {
-        "validation loss, nats, from random weights": ["dense"],
-        "validation loss, nats, from a trained model": ["ste"],
-    }
-    table = own_table([0])
-    assert draw(table, "smoke", [dense], render(table, "smoke", [dense]), tmp_path / "t.png")
-    assert (tmp_path / "t.png").read_bytes().startswith(b"\x89PNG")
-    found = [(row["quantity"], row["step"]) for row in read_rows(tmp_path / "t-curves.csv")]
-    assert found == [("val_loss", "4"), ("val_loss", "10"), ("flip_rate", "4")]
+    loss = "validation loss, nats"
+    for runs, expected in (
+        ([dense], {loss: ["dense"]}),
+        ([ast], {loss: ["ste"]}),
+        ([dense, ast], {f"{loss}, from random weights": ["dense"],
+                        f"{loss}, from a trained model": ["ste"]}),
+    ):  # fmt: skip
+        lines = {}
+        for label, fill in figures.of_curves(runs, ["val_loss"])[1].items():
+            axes = Canvas().subplots()
+            fill(axes)
+            lines[label] = [line.get_label() for line in axes.get_lines()]
+        assert lines == expected
 
 
-def test_the_figure_of_flip_rates_by_block(finished_run, tmp_path):
-    """A block's rate is the mean over its layers, then over seeds; step 0 is left out."""
+def test_figures_and_the_data_beside_them(finished_run, tmp_path):
+    """A block's rate is the mean over its layers, then over seeds. A scatter has a panel for each
+    method that has both quantities of a step. Step 0 is left out of both."""
     rates = {"h.0.mlp.a": 0.2, "h.0.mlp.b": 0.4, "h.1.mlp.a": 0.1, "head": 0.5}
     runs = []
     for seed, factor in ((0, 1.0), (1, 3.0)):
         own = {f"flip_rate.{name}": factor * rate for name, rate in rates.items()}
-        log = [{"step": 0, **own}, {"step": 5, "flip_rate": 0.3, **own}, {"step": 6}]
+        log = [{"step": 0, **own}, {"step": 5, "val_loss": 2.0, "flip_rate": 0.3, **own}]
         runs.append(finished_run("dense", seed, 1.0, log=log))
+    pairs = [{"step": n, "predicted": -0.1 * n, "actual": 0.1 - 0.1 * n} for n in range(3)]
+    scattered = [
+        finished_run("dense", 0, 1.0, log=[{"step": 1, "actual": 0.1}]),
+        finished_run("S-STE", 0, 1.0, log=[*pairs, {"step": 4, "loss": 1.0}]),
+    ]
+    scatter = Figure("scatter", quantities=["predicted", "actual"])
+    for figure, own, suffix, keys, expected in (
+        (Figure(), runs, "curves", ("quantity", "step"),
+         [("val_loss", "5"), ("val_loss", "10"), ("flip_rate", "5")]),
+        (Figure("blocks"), runs, "curves", ("method", "step", "n"),
+         [(block, "5", "2") for block in ("h.0", "h.1", "head")]),
+        (scatter, scattered, "pairs", ("method", "step", "x", "y"),
+         [("S-STE", "1", "-0.1", "0.0"), ("S-STE", "2", "-0.2", "-0.1")]),
+    ):  # fmt: skip
+        table, path = dataclasses.replace(own_table([0, 1]), figure=figure), tmp_path / "t.png"
+        assert draw(table, "smoke", own, render(table, "smoke", own), path)
+        assert path.read_bytes().startswith(b"\x89PNG")
+        rows = read_rows(tmp_path / f"t-{suffix}.csv")
+        assert [tuple(row[key] for key in keys) for row in rows] == expected
     points, _ = figures.of_blocks(runs)
-    assert [(p.quantity, p.method, p.step, p.n) for p in points] == [
-        ("flip rate, dense", block, 5, 2) for block in ("h.0", "h.1", "head")
-    ]
     assert [p.mean for p in points] == pytest.approx([0.6, 0.2, 1.0])
-    table = dataclasses.replace(own_table([0, 1]), figure=Figure("blocks"))
-    assert draw(table, "smoke", runs, render(table, "smoke", runs), tmp_path / "blocks.png")
-
-
-def test_the_figure_of_two_quantities_of_a_step(finished_run, tmp_path):
-    """A panel for each method that has both; the pairs beside the picture; step 0 is left out."""
-    log = [
-        {"step": n, "predicted_change": -0.1 * n, "actual_change": 0.1 - 0.1 * n} for n in range(4)
-    ]
-    runs = [
-        finished_run("dense", 0, 1.0, log=[{"step": 1, "actual_change": 0.1}]),
-        finished_run("S-STE", 0, 1.0, log=[*log, {"step": 4, "loss": 1.0}]),
-    ]
-    figure = Figure("scatter", quantities=["predicted_change", "actual_change"])
-    table = dataclasses.replace(own_table([0]), figure=figure)
-    assert draw(table, "smoke", runs, render(table, "smoke", runs), tmp_path / "pairs.png")
-    found = [
-        (r["method"], r["step"], r["x"], r["y"]) for r in read_rows(tmp_path / "pairs-pairs.csv")
-    ]
-    assert found[:2] == [("S-STE", "1", "-0.1", "0.0"), ("S-STE", "2", "-0.2", "-0.1")]
-    assert len(found) == 3
     assert figures.inner([-1.0, -2.0, -3.0]) == pytest.approx((-3.15, 0.15))  # 0 is always shown
 
 
@@ -342,10 +324,11 @@ def test_a_second_hand_value_looks_other_than_a_confirmed_one(lines):
     figures.draw_values(axes, data, lines)
     handles, labels = axes.get_legend_handles_labels()
     assert labels == ["paper", "paper (second-hand)", "ours"]
-    if lines:
-        assert [h.get_markerfacecolor() == "white" for h in handles] == [False, True, False]
-    else:
-        assert [bool(h.patches[0].get_hatch()) for h in handles] == [False, True, False]
+    hollow = [
+        h.get_markerfacecolor() == "white" if lines else bool(h.patches[0].get_hatch())
+        for h in handles
+    ]
+    assert hollow == [False, True, False]
     [whisker] = [line for line in axes.lines if line not in handles]
     assert list(whisker.get_ydata()) == [2.5, 3.5]
 
@@ -403,17 +386,23 @@ def test_ours_are_below_the_paper_s(shaped, of_three):
     assert "Not run: other: too large." in header
 
 
+def test_published_names_that_the_spec_does_not_name_are_told(shaped):
+    shaped.rows = [*SHAPED[:1], TableRow("S-STE", ["method=s_ste"], published="SSTE")]
+    for tier in shaped.tiers:
+        header = render(shaped, tier, []).header
+        assert "Published, but named by no row or column of this table: S-STE." in header
+    shaped.published_table = "Tabel"
+    assert "published.json has no value of Tabel." in render(shaped, "full", []).header
+
+
 def test_a_smaller_tier_is_not_set_against_the_paper(shaped, of_three):
     rendered = render(shaped, "smoke", of_three)
     assert body(rendered)[:2] == [
         f"| {n} | 2.{m}0 ± 0.10 (n=3) |" for n, m in (("dense", 1), ("S-STE", 6))
     ]
-    assert {
-        "Not measured in this tier: BLEU; epoch loss.",
-        "This tier is not the paper's setting, so no difference to the paper is computed.",
-        "The paper: Big thing.",
-    } <= {*rendered.header}
-    assert [line for line in rendered.header if "rows cannot be ranked: after so few st" in line]
+    no_difference = "is not the paper's setting, so no difference to the paper is computed."
+    header = "\n".join(rendered.header)
+    assert no_difference in header and "rows cannot be ranked: after so few st" in header
     shaped.tiers["smoke"].rows = ["dense", "FST"]
     assert "This tier leaves out the rows S-STE." in render(shaped, "smoke", of_three).header
 
@@ -447,27 +436,20 @@ def test_quantities_or_variants_lie_where_the_paper_has_them(shaped, of_three):
 
 
 def test_wide_tables_are_split_by_columns():
-    grid = Grid(
-        ["method", "source"],
-        ["", "", "", "", "x", "x"],
-        ["a", "b" * 20, "c" * 20, "d" * 20, "e", "f"],
-        [
-            Line(["dense", "ours"], ["1", "2", "3", "4", "5", "6"]),
-            Line(["S-STE", "paper"], ["7", "8", BLANK, BLANK, BLANK, "9"]),
-            Line(["S-STE", "ours"], [BLANK, "1", "2", "3", BLANK, BLANK]),
-        ],
-    )
+    """A part has no line without a value."""
+    lines = [
+        Line(["dense", "ours"], ["1", "2", "3", "4", "5", "6"]),
+        Line(["S-STE", "paper"], ["7", "8", BLANK, BLANK, BLANK, "9"]),
+        Line(["S-STE", "ours"], [BLANK, "1", "2", "3", BLANK, BLANK]),
+    ]
+    heads = ["a", "b" * 20, "c" * 20, "d" * 20, "e", "f"]
+    grid = Grid(["method", "source"], ["", "", "", "", "x", "x"], heads, lines)
     parts = grid.parts()
     assert ["".join(c[0] for c in part.columns) for part in parts] == ["abc", "d", "ef"]
-    names = [[line.names for line in part.lines] for part in parts]
-    dense, theirs, ours = (line.names for line in grid.lines)
-    # No line without a value in a part.
-    assert names == [[dense, theirs, ours], [dense, ours], [dense, theirs]]
+    names = [line.names for line in lines]
+    assert [[line.names for line in p.lines] for p in parts] == [names, names[::2], names[:2]]
     text = grid.markdown()
-    assert text.splitlines()[4:6] == [
-        "|        | ours   |   - |                    1 |                    2 |",
-        "",
-    ]
+    assert "|        | ours   |   - |                    1 |                    2 |\n\n" in text
     assert max(map(len, text.splitlines())) <= 80
 
 

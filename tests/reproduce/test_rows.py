@@ -23,19 +23,14 @@ SHORT = [
     *("train.steps=2", "train.warmup_steps=1", "train.batch_size=2", "train.log_every=1"),
     *("train.eval_every=2", "train.eval_samples=8", "impl.threads=1", "impl.checkpoint_every=0"),
 ]
+LAYER = ["model.n_layer=1", "model.n_head=2", "model.n_embd=16"]
+VIT = ["model.width=16", "model.depth=1", "model.heads=2"]
 TINY = {
-    "gpt2": [
-        *("model.n_layer=1", "model.n_head=2", "model.n_embd=16"),
-        *("data.name=words", "data.vocab_size=280"),
-    ],
-    "bert": [
-        *("model.n_layer=1", "model.n_head=2", "model.n_embd=16", "model.n_inner=32"),
-        *("data.name=masked", "data.vocab_size=100"),
-    ],
-    "transformer": ["model.n_layer=1", "model.n_head=2", "model.n_embd=16", "model.n_inner=32"],
-    "deit": ["model.width=16", "model.depth=1", "model.heads=2"],
-    "vit": ["model.width=16", "model.depth=1", "model.heads=2"],
-}
+    "gpt2": [*LAYER, "data.name=words", "data.vocab_size=280"],
+    "bert": [*LAYER, "model.n_inner=32", "data.name=masked", "data.vocab_size=100"],
+    "transformer": [*LAYER, "model.n_inner=32"],
+    "deit": VIT, "vit": VIT,
+}  # fmt: skip
 WINDOW = ["train.steps=8", "train.warmup_steps=8", "candidates=[1.0e-6,1.0e-4]"]  # of find_decay
 BENCH = ["repeats=2", "threads=1"]
 

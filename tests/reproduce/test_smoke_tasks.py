@@ -33,8 +33,7 @@ def test_the_answer_is_where_squad_says(folder):
 
 def test_twice_the_same_and_never_written_over(folder, tmp_path):
     again = smoke_tasks.write(tmp_path / "tasks")
-    names = ["SST-2/train.tsv", "RTE/dev.tsv", "train-v1.1.json", "text.txt"]
-    names.append("lm_eval/dev.jsonl")
+    names = ["SST-2/train.tsv", "RTE/dev.tsv", "train-v1.1.json", "text.txt", "lm_eval/dev.jsonl"]
     assert filecmp.cmpfiles(folder, again, names, shallow=False)[0] == names
     (again / "text.txt").write_text("mine")
     assert smoke_tasks.write(again) == again

@@ -24,16 +24,10 @@ GAIN = Speed("slope_table1", "training", "kernel")
 
 def record(variant, seed, loss, model="gpt2_toy", **changed):
     return {
-        "block": "a",
-        "variant": variant,
-        "seed": seed,
-        "overrides": [f"model={model}", "data=words", "method=ste"],
-        "corpus_hash": "abcdef0123456789",
-        "steps": 1000,
-        "tokens": 2_000_000,
-        "metrics": {"val_loss": loss},
-        "curves": {},
-    } | changed
+        "block": "a", "variant": variant, "seed": seed, "corpus_hash": "abcdef0123456789",
+        "overrides": [f"model={model}", "data=words", "method=ste"], "steps": 1000,
+        "tokens": 2_000_000, "metrics": {"val_loss": loss}, "curves": {},
+    } | changed  # fmt: skip
 
 
 def values(**variants):
@@ -82,15 +76,13 @@ def test_the_gap_that_a_method_closes():
     variants["a", "it"][0]["metrics"]["val_loss"] = None
     assert closed("it", 3) is None
     assert closed("it", 5, values(dense=BASE, half=shifted(0.0), it=shifted(0.02))) is None
-    # Beside a contrast it is shown of its main metric, at the seeds of a test, on the same data.
-    asked = ("it", "dense", "lower")
-    tested = contrasts_of(asked, dense=BASE, half=shifted(0.08), it=shifted(-0.02))
-    few = contrasts_of(asked, dense=BASE, half=shifted(0.08)[:3], it=shifted(-0.02))
-    assert ([*tested[0]["gap_closed"]], few[0]["gap_closed"]) == (["it"], {})
+    # Beside a contrast it is shown of its main metric, on the same data.
     elsewhere = values(dense=BASE, half=shifted(0.08), it=shifted(-0.02))
-    elsewhere["a", "it"][0]["corpus_hash"] = "0" * 16
-    (claim,) = content(of(asked, (*asked, "metrics.val_loss2")), elsewhere)["claims"]
-    assert [c["gap_closed"] for c in claim["contrasts"]] == [{}, {}]
+    asked = of(("it", "dense", "lower"), ("it", "dense", "lower", "metrics.val_loss2"))
+    for corpus, expected in (("abcdef0123456789", [["it"], []]), ("0" * 16, [[], []])):
+        elsewhere["a", "it"][0]["corpus_hash"] = corpus
+        (claim,) = content(asked, elsewhere)["claims"]
+        assert [[*c["gap_closed"]] for c in claim["contrasts"]] == expected
 
 
 def test_whether_a_block_can_tell_variants_apart():
@@ -106,8 +98,7 @@ def test_whether_a_block_can_tell_variants_apart():
     assert {key: found[key] for key in expected} == pytest.approx(expected)
     *_, line, _ = text.lines(content(of(("one", "dense", "lower")), variants))
     start = "Can block a tell methods apart? Half the width changes val_loss by +0.0800 "
-    assert line.startswith(f"{start}[{low:+.4f}, {high:+.4f}], ")
-    assert "(n = 5 seeds); at least 5 are needed: met. It is " in line
+    assert line.startswith(start) and "at least 5 are needed: met. It is " in line
     for few in (values(dense=BASE), values(dense=BASE, half=[3.2]),
                 values(dense=BASE, half=[*BASE[:4], math.nan])):  # fmt: skip
         assert scale.half_width_gap(few, "a", LOSS, MARGIN) is None
@@ -120,23 +111,19 @@ def test_whether_a_block_can_tell_variants_apart():
 
 def test_the_scale_of_runs():
     records = [record("it", 1, 3.0), record("it", 0, 3.0)]
-    assert f"at this scale: {setting(records)}" == AT + "0, 1"
+    assert f"at this scale: {setting(records)}" == AT + "0, 1" and setting([]) == ""
     other = record("half", 2, 3.0, model="deit_toy", tokens=999_000)
     words = "gpt2_toy or deit_toy, 2M tokens or 999,000 image tokens, 2,000 "
-    assert setting([*records, other]).startswith(words) and setting([]) == ""
-    unsaid = {**other, "overrides": [o for o in other["overrides"] if not o.startswith("data=")]}
-    assert "the default data (abcdef012345)" in setting([unsaid])
+    assert setting([*records, other]).startswith(words)
     # Retrained from a model of another block, which was itself trained again between the two.
     retrained = [{**one, "source": {"block": "b"}, "init": {"weights": "aa"}} for one in records]
-    assert setting(retrained) == setting(records)
     again = {**retrained[0], "variant": "other", "init": {"weights": "bb"}}
-    unequal = "seeds 0, 1, from different trainings of the first model at seeds 1"
-    assert setting([*retrained, again]).endswith(unequal)
+    unequal = ", from different trainings of the first model at seeds 1"
+    assert setting([*retrained, again]) == setting(records) + unequal
 
 
 def test_what_a_terminal_shows():
-    variants = values(dense=BASE, half=shifted(0.08), it=shifted(-0.025), so_so=shifted(0.001),
-                      near=shifted(-0.02)[:3])  # fmt: skip
+    variants = values(dense=BASE, half=shifted(0.08), it=shifted(-0.025), near=shifted(-0.02)[:3])
     shown = text.lines(content(of(("it", "dense", "lower")), variants))
     assert shown[:5] == ["1. FST: it trains.", "  verdict: confirmed", "  the paper: 1.0",
                          "  " + AT + "0, 1, 2, 3, 4",
@@ -144,30 +131,13 @@ def test_what_a_terminal_shows():
     assert shown[5].startswith("    -0.0250 [-0.0288, -0.0212], n = 5, expected lower, p = ")
     assert shown[6] == "    by seed: 0: -0.0250, 1: -0.0210, 2: -0.0280, 3: -0.0230, 4: -0.0280"
     assert shown[7].startswith("    g: it -0.31 [-0.")
-    assert not any("would decide it" in line for line in shown)
-    for others in (["so_so"], ["half"], ["it", "not_run"]):  # open, refuted, tested in part
-        asked = of(*((variant, "dense", "lower") for variant in others))
-        told = text.lines(content(asked, variants))
-        assert "  what would decide it: More of it." in told
+    told = text.lines(content(of(*((v, "dense", "lower") for v in ("it", "not_run"))), variants))
     assert told[1] == "  verdict: not tested (1 confirmed, 1 not tested)"
-    why = "not tested; 0 of 5 seeds of not_run and dense"
-    assert told[-4] == f"  not_run - dense (val_loss, block a): {why}"
+    assert "  what would decide it: More of it." in set(told) - set(shown)
     # What there is of an untested contrast is preliminary; the scale has the compared seeds.
     shown = text.lines(content(of(("near", "dense", "lower")), variants))
     assert shown[3].endswith("seeds 0, 1, 2") and shown[5].endswith("of near and dense")
-    assert shown[6].startswith("    -0.0") and shown[6].endswith("], n = 3, expected lower")
-    assert shown[8].startswith("    g: near -0.2")
-
-
-def test_a_refutation_is_told_with_the_p_value_that_it_rests_on():
-    asked = [("it", "dense", expect) for expect in ("equal", "lower", "higher")]
-    found = contrasts_of(*asked, dense=BASE, half=shifted(0.08), it=shifted(0.05))
-    words = text.TEMPLATE.environment.get_template("words.jinja").module
-    told = [(c["verdict"], *words.p_value(c).split(" ")) for c in found]
-    assert [(verdict, *more) for verdict, _, *more in told] == [
-        ("not reproduced", "(contrary)"), ("not reproduced", "(contrary)"), ("confirmed",)
-    ]  # fmt: skip
-    assert all(float(p) < 0.05 for _, p, *_ in told)
+    assert shown[6].endswith("], n = 3, expected lower")
 
 
 def test_more_seeds_are_asked_for_where_the_interval_is_wide():
@@ -188,44 +158,29 @@ def test_a_planned_contrast_counts_once_its_runs_are_complete():
 
 def test_defects_are_told_without_a_verdict():
     """Two seeds are enough for it."""
-    names = ("bad", "two", "blown", "new", "none")
-    asked = [Contrast("a", variant, "it", defect=f"what is {variant}") for variant in names]
-    found = content(
-        replace(of(), claims=[], released=asked),
-        values(it=BASE, bad=shifted(0.02), two=shifted(0.02)[:2], blown=[*BASE[:4], math.nan],
-               new=BASE[:1]),
-    )  # fmt: skip
+    asked = [Contrast("a", name, "it", defect=f"what is {name}") for name in ("bad", "two", "new")]
+    runs = values(it=BASE, bad=shifted(0.02), two=shifted(0.02)[:2], new=BASE[:1])
+    found = content(replace(of(), claims=[], released=asked), runs)
     _, *shown, _ = text.lines(found)
     assert shown[0].startswith("  bad - it (val_loss, block a): +0.0200 [+0.0162, +0.0238], n = 5")
     assert shown[1] == "    what is bad" and "+0.0220" in shown[2]
-    assert [line.partition("): ")[2] for line in shown[4::2]] == [
-        f"blown or it has no finite {LOSS} at one of the seeds",
-        *(f"{n} of 2 seeds of {variant} and it" for n, variant in ((1, "new"), (0, "none"))),
-    ]
+    assert shown[4].endswith("1 of 2 seeds of new and it")
     assert {r["verdict"] for r in found["released"]} == {"as released"}
 
 
 def test_measurements_are_of_a_device(tmp_path):
-    measurements(tmp_path, [1.5, 0.9, 0.95, 1.0, 1.1, 1.25])
+    measurements(tmp_path, [1.5, 0.9, 1.1, 1.25])
     asked = of(measured=[GAIN, replace(GAIN, kind="step", rows="r0")])
     shown = text.lines(content(asked, {}, tmp_path))
-    assert shown[:-2] == [
-        "1. FST: it trains.",
-        "  verdict: not reproduced on NVIDIA Toy (1 not reproduced, 1 confirmed)",
-        "  the paper: 1.0",
-        "  measured on NVIDIA Toy",
-        "  what would decide it: More of it.",
+    assert shown[1] == "  verdict: not reproduced on NVIDIA Toy (1 not reproduced, 1 confirmed)"
+    assert shown[3] == "  measured on NVIDIA Toy"
+    assert shown[5:10] == [
         "  training (SLoPe, Table 1, kernel): not reproduced on NVIDIA Toy",
-        "    at least half of the paper's gain in 1 of 6 rows; 0.900 to 1.500, n = 1; the paper "
+        "    at least half of the paper's gain in 1 of 4 rows; 0.900 to 1.500, n = 1; the paper "
         "1.500; ours is -0.20 to 1.00 times its gain",
         "    not reproduced: r1: 0.900, the paper 1.500",
-        "    not reproduced: r2: 0.950, the paper 1.500",
-        "    not reproduced: r3: 1.000, the paper 1.500",
-        "    inconclusive: r5: 1.250, the paper 1.500",
-        "    direction only: r4: 1.100, the paper 1.500",
-        "  training (SLoPe, Table 1, step): confirmed",
-        "    at least half of the paper's gain in 1 of 1 rows; 1.500, n = 1; the paper 1.500; ours "
-        "is 1.00 times its gain",
+        "    inconclusive: r3: 1.250, the paper 1.500",
+        "    direction only: r2: 1.100, the paper 1.500",
     ]
     lines = text.wrapped(shown)
     assert max(map(len, lines)) <= 80 and " ".join(lines).split() == " ".join(shown).split()
@@ -234,26 +189,22 @@ def test_measurements_are_of_a_device(tmp_path):
     # Without a published value nothing is decided; one that is not tested is not forgotten.
     with (tmp_path / "slope_table1-full.csv").open("a", encoding="utf-8") as file:
         file.write("ours alone,full,0.9,1,\n")
-    asked = of(measured=[replace(GAIN, rows=row) for row in ("r0", "ours alone")])
-    (claim,) = content(asked, {}, tmp_path)["claims"]
-    assert [m["verdict"] for m in claim["measured"]] == ["confirmed", "shown, not judged"]
-    assert claim["verdict"] == "confirmed"
     gain = replace(GAIN, rows="r0")
-    shown = text.lines(content(of(measured=[gain, replace(gain, than="r1")]), {}, tmp_path))
-    assert shown[1] == "  verdict: not tested (1 confirmed, 1 not tested)"
-    assert shown[7].startswith("  training, times as fast as r1 (SLoPe, Table 1, kernel): not tes")
-    assert shown[8] == "    1.667, n = 1; the paper 1.000"
-    memory = content(of(measured=[replace(gain, less=True)]), {}, tmp_path)
-    assert "  memory of training (SLoPe, Table 1, kernel): not " in text.lines(memory)[5]
+    for one, each, whole in (
+        (replace(GAIN, rows="ours alone"), "shown, not judged", "confirmed"),
+        (replace(gain, than="r1"), "not tested", "not tested"),
+        (replace(gain, less=True), "not reproduced", "not reproduced"),
+    ):
+        (claim,) = content(of(measured=[gain, one]), {}, tmp_path)["claims"]
+        assert [m["verdict"] for m in claim["measured"]] == ["confirmed", each]
+        assert claim["verdict"] == whole
 
 
-def test_the_numbers_in_the_json_file(tmp_path):
-    measurements(tmp_path, [1.5])
+def test_the_numbers_in_the_json_file():
     exact = shifted(0.02, [0.0] * 5)
-    variants = values(dense=BASE, half=shifted(0.08, [0.0] * 5), it=shifted(-0.02), that=exact)
-    asked = of(("it", "that", "lower"), ("it", "that", "equal"), measured=[GAIN])
-    (claim,) = content(asked, variants, tmp_path)["claims"]
-    lower, equal = claim["contrasts"]
+    runs = values(dense=BASE, half=shifted(0.08, [0.0] * 5), it=shifted(-0.02), that=exact)
+    asked = of(("it", "that", "lower"), ("it", "that", "equal"))
+    lower, equal = content(asked, runs)["claims"][0]["contrasts"]
     t_test = ttest_1samp([n - 0.04 for n in NOISE], 0.0)
     low, high = t_test.confidence_interval(0.95)
     # `that` is 0.02 above dense, and the gap 0.08, at every seed.
@@ -262,15 +213,9 @@ def test_the_numbers_in_the_json_file(tmp_path):
     assert {key: lower[key] for key in numbers} == pytest.approx(numbers)
     g = {"value": -0.25, "low": (low + 0.02) / 0.08, "high": (high + 0.02) / 0.08, "n": 5}
     assert lower["gap_closed"]["it"] == pytest.approx(g)
-    assert lower["gap_closed"]["that"]["value"] == pytest.approx(0.25)
-    words = {"block": "a", "variant": "it", "against": "that", "metric": LOSS, "expect": "lower",
-             "verdict": "confirmed"}  # fmt: skip
-    assert words.items() <= lower.items()
+    assert (lower["block"], lower["variant"], lower["verdict"]) == ("a", "it", "confirmed")
     beyond = ttest_1samp([n - 0.04 for n in NOISE], -0.02)
     assert equal["p_contrary"] == pytest.approx(2 * beyond.pvalue)  # two contrasts: Holm
-    ((line,),) = ([*m["lines"]] for m in claim["measured"])
-    words = {"label": "r0", "n": 1, "effect": 1.5, "published": 1.5, "share": 1.0, "why": ""}
-    assert words.items() <= line.items() and line["verdict"] == "confirmed"
 
 
 def test_the_command_prints_and_writes_a_verdict_for_each(tmp_path, capsys, monkeypatch):

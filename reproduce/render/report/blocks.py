@@ -45,8 +45,7 @@ class Shown:
 
     @cached_property
     def baseline(self) -> str:
-        """The variant that the others are compared with: the margin's `lower`, or else the first
-        dense one; "" without one."""
+        """The margin's `lower`, with which others are compared, or the first dense one, or ""."""
         dense = [variant for variant, method in self.methods.items() if method == "dense"]
         return self.margin.lower if self.margin.lower in dense else next(iter(dense), "")
 
@@ -82,8 +81,7 @@ class Shown:
 
     @cached_property
     def rows(self) -> dict[str, Summary]:
-        """The mean and the spread of each variant, and its paired difference to the variant that it
-        is compared with."""
+        """The mean and spread of each variant, and its paired difference to its other one."""
         rows = {}
         for variant, seeds in self.variants.items():
             numbers = [number(record, self.metric) for record in seeds.values()]
@@ -161,8 +159,7 @@ def shown_blocks(claims: Claims, evidence: Evidence, judged: Json) -> list[Shown
 
 
 def filled(caption: str, rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """The arguments of the macro `table` for cells by the heading of their column; a column without
-    a value is left out."""
+    """The arguments of the macro `table` for cells by heading; empty columns are left out."""
     heads = [head for head in rows[0] if any(row[head] not in ("", NOTHING) for row in rows)]
     cells = [[row[head] or NOTHING for head in heads] for row in rows]
     words = [place for place, head in enumerate(heads) if head in WORDS]

@@ -25,15 +25,13 @@ def slug(*words: object) -> str:
 
 
 def signed(value: float, low: float = math.nan, high: float = math.nan) -> str:
-    """A difference with its sign and as many decimals as suit its interval; `-` if it is not
-    finite."""
+    """A difference with its sign, its decimals by its interval; `-` if it is not finite."""
     said = formatted(value, difference_form(value, low, high))
     return said if said == "-" else said.replace("-", MINUS)
 
 
 def interval(low: float, high: float, form: str = "") -> str:
-    """An interval in square brackets, in this format or with as many decimals as suit it; `-` if it
-    is not finite."""
+    """An interval in brackets, in this form or by its width; `-` if it is not finite."""
     if not (math.isfinite(low) and math.isfinite(high)):
         return "-"
     form = form or difference_form(low, low, high)

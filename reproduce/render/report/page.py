@@ -18,7 +18,6 @@ from experiments.support.results import git_state
 from reproduce import judge, records
 from reproduce.execute.blocks import EVIDENCE
 from reproduce.execute.jobs import finished_runs, plan
-from reproduce.judge import Json
 from reproduce.judge.claims import read_claims
 from reproduce.judge.scale import ENOUGH
 from reproduce.judge.verdicts import verdict
@@ -42,10 +41,15 @@ def main(runs: Path) -> None:
     print(f"written: {path}")
 
 
-def write_figure(path: Path) -> None:
-    """Write only the main figure of the committed results, which README.md shows."""
-    shown = shown_blocks(read_claims(), records.read_evidence(EVIDENCE), {"claims": []})
-    write_text(path, figures.standalone(figures.differences(_main(shown))))
+def write_figure(name: str, path: Path) -> None:
+    """Write only a figure of the committed results: `figure`, the main one, which README.md shows,
+    or `sizes`."""
+    claims, evidence = read_claims(), records.read_evidence(EVIDENCE)
+    if name == "sizes":
+        drawn = figures.sizes(evidence.values, claims.margin)
+    else:
+        drawn = figures.differences(_main(shown_blocks(claims, evidence, {"claims": []})))
+    write_text(path, figures.standalone(drawn))
     print(f"written: {path}")
 
 
@@ -55,6 +59,8 @@ def build(runs: Path, folder: Path) -> str:
     judged = judge.content(rules, evidence.values)
     shown, specs = shown_blocks(rules, evidence, judged), read_tables()
     measured = [m for claim in judged["claims"] for m in claim["measured"]]
+    # Rows that are factors of speed over dense and can be true.
+    speeds = [m for m in measured if m["lines"] and not (m["than"] or m["less"])]
     main = _main(shown)
     return TEMPLATES.get_template("page.html").render(
         counts=Counter(claim["verdict"] for claim in judged["claims"]),
@@ -72,7 +78,10 @@ def build(runs: Path, folder: Path) -> str:
         revision=revision(git_state()),
         shown=shown,
         specs=specs,
-        speeds=_speeds(measured),
+        speeds={
+            "device": ", ".join(dict.fromkeys(m["device"].partition(",")[0] for m in speeds)),
+            "lines": [line for m in speeds for line in m["lines"] if not line["why"]],
+        },
         style=figures.variables() + Markup((HERE / "style.css").read_text(encoding="utf-8")),
         tables_made={table.name: tiers_of(table, runs) for table in specs},
         verdict=verdict,
@@ -84,19 +93,6 @@ def build(runs: Path, folder: Path) -> str:
 
 def _main(shown: list[Shown]) -> Shown:
     return next(s for s in shown if s.block.name == MAIN)
-
-
-def _speeds(measured: list[Json]) -> Json:
-    """The rows of measured tables that are factors of speed over dense and can be true, as those
-    of one table, with their devices."""
-    of_speed = [m for m in measured if m["lines"] and not (m["than"] or m["less"])]
-    return {
-        "device": ", ".join(dict.fromkeys(m["device"].partition(",")[0] for m in of_speed)),
-        "lines": [line for m in of_speed for line in m["lines"] if not line["why"]],
-    }
-
-
-# --- the papers' tables ---------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -115,8 +111,7 @@ class Made:
 
 
 def tiers_of(table: Table, runs: Path) -> list[Made]:
-    """The tiers of a table that were made, the committed ones first; if none was, the largest tier
-    with only the paper's values."""
+    """The tiers that were made, committed ones first; else the largest, without our values."""
     made = []
     for tier in table.tiers:
         for path in sorted(MEASURED.glob(f"*/{table.name}-{tier}.csv")):

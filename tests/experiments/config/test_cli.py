@@ -50,24 +50,12 @@ def test_a_sweep_makes_one_directory_per_run(overrides, tmp_path, monkeypatch, c
     assert "\nwith curves: python -m experiments.compare " in said
 
 
-def test_a_sweep_finds_a_method_from_outside(overrides, tmp_path, monkeypatch):
+def test_a_sweeper_is_given_the_loss_of_a_run(overrides, tmp_path, monkeypatch, capsys):
+    """Optuna's, say, minimises what hydra hands it; it goes on after a run that diverged. The
+    method comes from outside."""
     own = ModuleType("swept")
     own.Config, own.Method = ste.Config, ste.Method
     monkeypatch.setattr(methods, "_registered", {"swept": own})
-    found = []
-
-    def run(config):
-        found.append(config.method)
-        return FinishedRun(tmp_path, {"metrics": {"val_loss": 2}})
-
-    monkeypatch.setattr(pretrain, "run", run)
-    monkeypatch.setattr("sys.argv", ["pretrain", "-m", *changed(overrides, "method=swept")])
-    pretrain.main()
-    assert found == ["swept"]
-
-
-def test_a_sweeper_is_given_the_loss_of_a_run(overrides, tmp_path, monkeypatch, capsys):
-    """Optuna's, say, minimises what hydra hands it; it goes on after a run that diverged."""
     run_job, given = basic_launcher.run_job, []
 
     def watched(*arguments, **options):
@@ -82,7 +70,9 @@ def test_a_sweeper_is_given_the_loss_of_a_run(overrides, tmp_path, monkeypatch, 
 
     monkeypatch.setattr(basic_launcher, "run_job", watched)
     monkeypatch.setattr(pretrain, "run", run)
-    monkeypatch.setattr("sys.argv", ["pretrain", "-m", *changed(overrides, "seed=0,1")])
+    monkeypatch.setattr(
+        "sys.argv", ["pretrain", "-m", *changed(overrides, "method=swept", "seed=0,1")]
+    )
     with pytest.raises(SystemExit, match=r"^error: runs of the sweep that diverged: 1$"):
         pretrain.main()
     assert given == [math.inf, 2.0]
@@ -106,16 +96,10 @@ def test_two_ranks_with_accumulation_equal_one_process(overrides, run_on_two_ran
 BAD_INPUT = {
     "trian.steps=3": "there is no trian.steps here; train.steps may be meant",
     "method.include=[encoder.*]": "no linear matches include=",
-    "model.n_embd=18": "2:4 needs both dims to be multiples of 4",
     "data.root=nowhere": "run `python -m experiments.prepare_data",
     "model.block_size=100000": "use a larger corpus",
     "model.vocab_size=200": "set model.vocab_size to 320",
-    "method=_distillation": "not a complete method",
-    "impl.micro_batch=3": "is no multiple of impl.micro_batch=3",
-    "impl.device=tpu": "choose one of auto, cpu, cuda",
     "runs=file": "error: file",
-    "--info": "--info; see --help",
-    "--cfg=none": "invalid choice: 'none'",
 }
 
 
@@ -183,10 +167,25 @@ def test_several_nodes_that_are_to_start_ranks_anew_need_stores_of_their_own(
         pretrain.main()
 
 
+@pytest.mark.extra
+def test_a_sweep_is_submitted_and_run(overrides, tmp_path):
+    """By the local executor of submitit, in a process that is found again by what it prints."""
+    pytest.importorskip("submitit")
+    short = changed(overrides, "train.steps=3", "method=ste")
+    command = [sys.executable, "-m", "experiments.pretrain", "-m", "+cluster=local"]
+    command += ["hydra.launcher.timeout_min=10", *short]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert (load(short).directory() / "result.json").is_file()
+    printed = [path.read_text() for path in (tmp_path / "runs/.submitit").glob("*/*_log.out")]
+    assert [text.count("ste, seed") for text in printed] == [1]
+
+
+TRAINS = {"model", "data", "method", "train", "impl", "experiment"}
 DRIVERS = {
-    "pretrain": {"model", "data", "method", "train", "impl", "experiment"},
-    "dino": {"dino", "model", "data", "method", "train", "impl", "experiment"},
-    "find_decay": {"model", "data", "method", "train", "impl", "experiment"},
+    "pretrain": TRAINS,
+    "dino": {"dino", *TRAINS},
     "prepare_data": {"data"},
     "finetune": {"recipe", "impl"},
     "evaluate": {"impl"},

@@ -8,7 +8,6 @@ import re
 import signal
 import sys
 
-import numpy as np
 import pytest
 import torch
 from hydra import compose, initialize_config_module
@@ -54,24 +53,18 @@ BAD = {
         "method=ste,s_ste": "method=ste,s_ste has several values: for a sweep add -m; one value",
         "+method.decay=1": "method has no key decay; it takes",
         "impl.loggers=csv": "impl.loggers must be a list, as in 'impl.loggers=[VALUE]'",
-        "no/folder": "no/folder is no KEY=VALUE",
         "train.betas=[0.9": "train.betas=[0.9 cannot be read (",
         "train.steps=many": "train.steps: Value 'many'",
         "train.steps=0": "train.steps=0; it must lie in [1, 100,000,000]",
-        "train.dtype=fp8": "train.dtype=fp8; choose one of fp32, bf16, fp16",
         "train.cooldown_steps=201": "together exceed train.steps=200",
-        "train.warmup_learning_rate=2.0": "is above train.learning_rate=",
         "train.schedule=sqrt train.min_learning_rate=1e-4": "=sqrt does not use it; set it to 0",
-        "train.average_last=2": "go together",
         "train.average_last=2 train.average_every=1 train.ema=0.5": "exclude each other",
         "train.descent_every=1 impl.shard=fsdp2": "passes, which do not work with impl.shard",
         "impl.offload=true": "impl.offload=true with impl.shard=ddp",
         "seed=-1": "seed=-1; it must lie in [0, 9,223,",
         "~method": "the config has no method: leave ~method out",
         "impl.loggers=[csv]": "choose from tensorboard, wandb",
-        "method.beta=max": "beta='max'; choose one of none",
         "model.n_head=3": "n_embd must be a multiple of n_head",
-        "data.tokenizer=words": "tokenizer=words is neither gpt2, bpe nor wordpiece",
         "data.name=../../x": "data.name='../../x' names a folder",
         "data.source=texts": "data.source=texts is not the embedded corpus",
         "data.source=???": "data.source has no value",
@@ -121,8 +114,7 @@ def test_values_that_are_set_in_a_copy_are_those_that_hydra_sets():
         ["train.steps=1e3", "method.include=[a,'b.*']", "train.betas=[0.9,0.95]", "init=null"],
         ["model=bert_nano", "model.n_layer=${train.log_every}", "method=slope", "train.steps=9"],
         ["experiment=s_ste_gpt2_124m", "train.steps=5", "method=dense", "impl=mini"],
-        ["+train.new=1", "++method.other={a:1}", "~tier", "model.n_layer=2"],
-        ["train.steps=5", "train.steps=6", "data=packages"],
+        ["+train.new=1", "~tier", "train.steps=5", "train.steps=6", "data=packages"],
     ]:
 
         def as_text(config):
@@ -141,12 +133,7 @@ def test_run_directory_follows_from_what_is_computed():
     for override in ("impl.compile=true", "impl=mini", "tier=smoke", "data.root=elsewhere"):
         other = load([override])
         assert (other.directory(), other.digest()) == (base.directory(), base.digest())
-    for override in (
-        "train.dtype=bf16",
-        "method.gamma=0.5",
-        "model.n_layer=2",
-        "data.vocab_size=9",
-    ):
+    for override in ("train.dtype=bf16", "method.gamma=0.5", "model.n_layer=2"):
         assert load([override]).directory().parent != base.directory().parent
     seeds = [load([f"seed={s}", *more]) for s, more in ((0, []), (1, []), (1, ["method.seed=0"]))]
     assert len({config.directory() for config in seeds}) == len({c.digest() for c in seeds}) == 3
@@ -170,9 +157,7 @@ def test_a_name_has_what_differs_from_the_defaults(monkeypatch):
     for overrides, name in [
         ("seed=3 impl.threads=1 tier=mini", "s_ste"),
         ("method.gamma=0.5 train.learning_rate=4e-3", "s_ste-gamma_0.5-lr_0.004"),
-        ("method=fst method.alpha=6e-5", "fst-alpha_6e-05"),
         ("method=slope method.include=[*mlp.*]", "slope-include_mlp"),
-        ("method=dense train=nano_distill", "dense-nano_distill"),
         (half, "dense-gpt2_nano_half-n_layer_2-batch_4"),
         ("method=ste init=somewhere", "ste-init"),
         ("method=released/fst method.alpha=3e-4", "released.fst-alpha_0.0003"),
@@ -198,7 +183,6 @@ def test_a_run_is_found_by_its_hash_under_any_name(tmp_path):
 def test_errors_of_the_machine_are_one_line(tmp_path):
     (tmp_path / "link").symlink_to(tmp_path / "no\x1bwhere")
     for act, said in (
-        (lambda: np.empty(2**60, np.uint8), r"^error: out of memory \([^\n]*$"),
         (lambda: torch.empty(2**60, dtype=torch.uint8), r"^error: out of memory \([^\n]*$"),
         ((tmp_path / "link").mkdir, r"^error: .*/link: a link to .*/no\\x1bwhere, which "),
         ((tmp_path / "\x07" / "x").mkdir, r"^error: [^\x07]*\\x07/x: No such file"),
@@ -212,10 +196,8 @@ def test_errors_of_the_machine_are_one_line(tmp_path):
 def test_a_signal_is_one_line_with_the_status_of_the_shell(capsys):
     before = signal.getsignal(signal.SIGTERM)
     signal.signal(signal.SIGINT, signal.default_int_handler)  # which a job of a shell ignores
-    for said, number, status in (
-        ("terminated", signal.SIGTERM, 143),
-        ("interrupted", signal.SIGINT, 130),
-    ):
+    signals = (("terminated", signal.SIGTERM, 143), ("interrupted", signal.SIGINT, 130))
+    for said, number, status in signals:
         with pytest.raises(SystemExit) as stop, exit_with_one_line("begins it anew"):
             os.kill(os.getpid(), number)
         signal.signal(signal.SIGTERM, before)
@@ -224,9 +206,8 @@ def test_a_signal_is_one_line_with_the_status_of_the_shell(capsys):
 
 
 def test_methods_with_a_form_of_adamw_refuse_other_optimizers(tiny):
-    for optimizer, method in (("lion", "step"), ("lamb", "ast")):
-        with pytest.raises(UserError, match=f"train.optimizer={optimizer}, but the update rule"):
-            pretraining.run(tiny(f"method={method}", f"train.optimizer={optimizer}"), quiet)
+    with pytest.raises(UserError, match=r"train\.optimizer=lion, but the update rule"):
+        pretraining.run(tiny("method=step", "train.optimizer=lion"), quiet)
 
 
 OWN = """

@@ -86,18 +86,14 @@ def test_a_changed_file_is_named(corpus_dir, tmp_path):
     ):
         path = folder / name
         path.unlink() if content is None else path.write_bytes(content)
-        with pytest.raises(UserError, match=f"{name} {said}") as caught:
+        with pytest.raises(UserError, match=f"{name} {said}"):
             load_tokens(config, seed=0)
-        assert "\n" not in str(caught.value)
         path.write_bytes(whole[path])
 
 
 def test_check_fits(corpus):
     check_fits(corpus, vocab_size=7000, block_size=999)
     with pytest.raises(UserError, match=r"7000 token ids, the model only 6999.*vocab_size to 7040"):
-        check_fits(corpus, vocab_size=6999, block_size=999)
-    corpus.manifest["tokenizer"]["kind"] = "wordpiece"
-    with pytest.raises(UserError, match=r"data\.tokenizer=wordpiece data\.vocab_size=6999"):
         check_fits(corpus, vocab_size=6999, block_size=999)
     with pytest.raises(UserError, match=r"val split .* has 1000 tokens, a window needs 1001"):
         check_fits(corpus, vocab_size=7000, block_size=1000)
@@ -108,8 +104,6 @@ def test_the_tokenizer_of_a_prepared_corpus_gives_another_its_tokens(corpus_dir,
     same = DataConfig("same", str(corpus_dir / "text"), str(tmp_path), str(own.directory))
     prepare(same)
     first, second = load_tokens(own, 0), load_tokens(same, 0)
-    assert (same.vocab_size, second.encoding.eot_token) == (
-        first.vocab_size,
-        first.encoding.eot_token,
-    )
+    assert same.vocab_size == first.vocab_size
+    assert second.encoding.eot_token == first.encoding.eot_token
     assert second.tokens["train"].tolist() == first.tokens["train"].tolist()

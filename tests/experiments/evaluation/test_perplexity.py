@@ -83,7 +83,6 @@ def test_the_raw_file_and_the_hub_s_rows_are_the_same_text(tmp_path, monkeypatch
     for name, content, message in (
         ("a.txt", "ein Wort\n\n\nnoch eins; Überschuß".encode(), None),
         ("missing.txt", None, r"ppl=.*missing\.txt is no file"),
-        ("latin.txt", b"caf\xe9", r"latin\.txt cannot be read as text: UnicodeDecodeError"),
         ("no.parquet", b"PAR", r"no\.parquet cannot be read as text: ArrowInvalid"),
     ):
         if content is not None:
@@ -92,6 +91,5 @@ def test_the_raw_file_and_the_hub_s_rows_are_the_same_text(tmp_path, monkeypatch
         if message is None:
             assert text.content == content.decode()
             continue
-        with pytest.raises(UserError, match=message) as caught:
+        with pytest.raises(UserError, match=message):
             _ = text.content
-        assert "\n" not in str(caught.value)

@@ -20,21 +20,12 @@ from models.gpt2 import GPT, GPTConfig
 from models.vit import ViT, ViTConfig
 from tests.experiments.conftest import quiet
 
+TEXT = {"n_layer": 1, "n_head": 2, "n_embd": 16, "vocab_size": 320, "block_size": 16}
+IMAGE = {"width": 24, "depth": 1, "heads": 2, "patch_size": 8, "image_size": 16, "n_classes": 10}
 FAMILIES = {
-    "gpt2": (
-        lambda: GPT(GPTConfig(n_layer=1, n_head=2, n_embd=16, vocab_size=320, block_size=16)),
-        ("*mlp.*", "*attn.c_attn"),
-    ),
-    "bert": (
-        lambda: BertLM(BertConfig(n_layer=1, n_head=2, n_embd=16, vocab_size=320, block_size=16)),
-        ("*mlp.*", "*attention.self.*"),
-    ),
-    "vit": (
-        lambda: ViT(
-            ViTConfig(width=24, depth=1, heads=2, patch_size=8, image_size=16, n_classes=10)
-        ),
-        ("*mlp.*", "*attn.qkv"),
-    ),
+    "gpt2": (lambda: GPT(GPTConfig(**TEXT)), ("*mlp.*", "*attn.c_attn")),
+    "bert": (lambda: BertLM(BertConfig(**TEXT)), ("*mlp.*", "*attention.self.*")),
+    "vit": (lambda: ViT(ViTConfig(**IMAGE)), ("*mlp.*", "*attn.qkv")),
 }
 
 

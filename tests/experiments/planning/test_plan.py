@@ -1,6 +1,5 @@
 """Tests of the plan of a training: against measured peaks, by hand, and for the published runs."""
 
-import dataclasses
 import json
 import re
 from functools import cache, partial
@@ -22,7 +21,6 @@ from experiments.planning.footprint import Footprint, footprint
 from experiments.planning.plan import GIB, MIB, lines, per_gpu
 from experiments.support.errors import UserError
 from models.gpt2 import GPT, GPTConfig
-from models.hf import CausalLM
 from tests.each import each
 
 RESULTS = Path(experiments.__file__).parent / "bench_results"
@@ -35,8 +33,6 @@ CHOSEN = {
     "6 blocks 4096 -> 14336, 8 x 1024, all linears": ("fst", "slope", "slope, packed in backward"),
     "GPT-2 774M, 16 x 1024, all linears": ("s_ste",),
     "ViT-L/16, 64 images": ("dense", "fst"),
-    "774M": ("dense", "slope"),  # beside two GPUs
-    "llama3b": ("ast",),
 }
 ROWS = [
     row
@@ -106,40 +102,22 @@ def test_a_layer_and_a_loss_counted_by_hand():
         assert need.loss == (0 if compiled else 2 * logits)
 
 
-def test_an_operand_that_is_packed_in_the_backward_pass_is_not_held():
-    options = ["model=gpt2_124m", "method=slope", "train.dtype=bf16"]
-    kept = planned(*options).footprint(1)
-    made = planned(*options, "impl.repack_backward=true").footprint(1)
-    assert kept.packed == 2 * made.packed > 0
-    assert kept.passing == 2 * made.passing > kept.packed / 13  # the largest of 12 blocks
-    assert dataclasses.replace(made, packed=kept.packed, passing=kept.passing) == kept
-
-
 TWO = map(json.loads, (RESULTS / "h200_two_gpus.jsonl").read_text().splitlines())
-TWO = [row for row in TWO if row["method"] in CHOSEN[row["model"]]]
-
-
-def model_of_two(model):
-    if model == "774M":
-        return GPT(GPTConfig(36, 20, 1280, vocab_size=50304, bias=True))
-    transformers = pytest.importorskip("transformers")
-    shape = transformers.LlamaConfig(
-        hidden_size=3200, intermediate_size=8640, num_hidden_layers=26, num_attention_heads=32
-    )
-    return CausalLM(transformers.AutoModelForCausalLM.from_config(shape), 1024)
+TWO = [row for row in TWO if row["model"] == "774M" and row["method"] in ("dense", "slope")]
 
 
 @cache
-def need_of_two(model, name, batch):
-    """The footprint of a model and a method there, not compiled."""
-    options = {"fst": {"dense_fraction": 0}, "slope": {"adapter_rank": 0}}.get(name, {})
+def need_of_two(name, batch):
+    """The footprint of GPT-2 774M and a method there, not compiled."""
+    options = {"adapter_rank": 0} if name == "slope" else {}
     method = methods.build(name, include="ffn", total_steps=1000, measure_every=0, **options)
 
     def loss(made):
         ids = torch.zeros(batch, 1024, dtype=torch.int64)
         return method.loss(made, {"input": ids, "target": ids})
 
-    return footprint(lambda: model_of_two(model), method, loss, compiled=False)
+    config = GPTConfig(36, 20, 1280, vocab_size=50304, bias=True)
+    return footprint(lambda: GPT(config), method, loss, compiled=False)
 
 
 def test_peaks_beside_two_gpus_are_met_within_a_tenth(monkeypatch):
@@ -147,10 +125,10 @@ def test_peaks_beside_two_gpus_are_met_within_a_tenth(monkeypatch):
     for row in TWO:
         kind, name = row["kind"].split(", ")[0], row["method"]
         gpus, shard = (1, "ddp") if kind == "single" else (2, kind)
-        need = need_of_two(row["model"], name, row["batch_per_rank"])
+        need = need_of_two(name, row["batch_per_rank"])
         assert need.parameters == row["parameters"]
         peak = per_gpu(need, gpus, shard, False)["peak"]
-        assert peak / GIB == pytest.approx(row["peak_GiB"], rel=0.1), (row["model"], kind, name)
+        assert peak / GIB == pytest.approx(row["peak_GiB"], rel=0.1), (kind, name)
 
 
 NEED = Footprint(
@@ -168,7 +146,6 @@ def test_gpus_share_a_step(rounded, monkeypatch):
     held = 400 + 80 + 800 + 40 + 60 + 20
     assert one["peak"] == held + 200 + 1000 + 30
     assert per_gpu(NEED, 1, "ddp", accumulates=True)["peak"] == one["peak"] + 400
-    assert per_gpu(NEED, 1, "fsdp2", accumulates=False) == one
     assert per_gpu(NEED, 1, "ddp", False, checkpointing=True)["peak"] == one["peak"] - 700
     assert per_gpu(NEED, 1, "ddp", False, averaged=True)["peak"] == one["peak"] + 400
     ddp = per_gpu(NEED, 4, "ddp", accumulates=True)

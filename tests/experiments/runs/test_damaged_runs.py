@@ -30,7 +30,6 @@ READERS = {
     "finetune": lambda run, _: finetune.run(
         load_tuning([f"run={run}", "task=rte", "impl.device=cpu", "data.source=who/glue"]), quiet
     ),
-    "the sparse model": lambda run, _: FinishedRun.open(run).model(),
     "the dense model": lambda run, _: FinishedRun.open(run).model("dense"),
     "the tokenizer": lambda run, _: FinishedRun.open(run).tokenizer(),
 }

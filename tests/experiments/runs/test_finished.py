@@ -71,12 +71,10 @@ def test_sparse_and_dense_weights_of_a_run(finished):
 @pytest.mark.parametrize(
     ("options", "kind"),
     [
-        (["method=dense"], dense.Method),
         (["method=fst", "method.dense_fraction=0.5"], dense.Method),
         (["method=fst", "method.dense_fraction=0"], one_shot.Method),
         (["method=sr_ste"], one_shot.Method),
         (["method=semi_sparse"], one_shot.Method),
-        (["method=semi_sparse", "method.sparse_fraction=0.5"], dense.Method),
         (["method=s_ste", "method.fp8=paper"], s_ste.Method),
         (ADAPTERS, slope.Method),
         (["method=ast", "method.slorb_k=8"], None),
@@ -111,32 +109,23 @@ def test_each_method_is_fine_tuned_by_its_own_rule_from_the_function_it_ended_wi
                 assert torch.equal(old == 0, new == 0)
 
 
-def test_what_was_asked_for_instead_of_the_rule(finished):
-    run = finished("method=s_ste")
-    assert type(run.method_for(run.model(), "dense", 10, 0)) is dense.Method
-    dense_end = finished("method=dense")
-    for mode in ("sparse", "masked"):
-        with pytest.raises(UserError, match=f"mode={mode}, but .* ends with dense weights"):
-            dense_end.method_for(dense_end.model(), mode, 10, 0)
-
-
-@pytest.mark.parametrize(
-    ("options", "mode", "kind"),
-    [
-        (["method=s_ste"], "sparse", s_ste.Method),
+def test_the_method_that_was_asked_for_has_its_length_seed_and_dtype(finished):
+    for options, mode, kind in (
+        (["method=s_ste"], "dense", dense.Method),
         (["method=s_ste"], "masked", one_shot.Method),
         (["method=slope", "method.m=8"], "masked", slope.Method),  # no other method keeps 2:8
         (["method=ste", "method.n=4", "method.m=8"], "auto", one_shot.Method),
-        (ADAPTERS, "masked", slope.Method),
-    ],
-)
-def test_the_method_of_a_fine_tuning_has_its_length_seed_and_dtype(finished, options, mode, kind):
-    run = finished(*options)
-    method = run.method_for(run.model(), mode, 10, 3, torch.bfloat16)
-    assert type(method) is kind
-    assert {*map(method.pattern, method.layers)} == {*map(run.pattern, run.converted)}
-    assert (method.config.total_steps, method.config.seed) == (10, 3)
-    assert {layer.dtype for layer in method.sparse_layers.values()} == {torch.bfloat16}
+    ):
+        run = finished(*options)
+        method = run.method_for(run.model(), mode, 10, 3, torch.bfloat16)
+        assert type(method) is kind
+        if mode != "dense":
+            assert {*map(method.pattern, method.layers)} == {*map(run.pattern, run.converted)}
+            assert {layer.dtype for layer in method.sparse_layers.values()} == {torch.bfloat16}
+            assert (method.config.total_steps, method.config.seed) == (10, 3)
+    run = finished("method=dense")
+    with pytest.raises(UserError, match=r"mode=masked, but .* ends with dense weights"):
+        run.method_for(run.model(), "masked", 10, 0)
 
 
 def test_the_tokenizer_is_that_of_training_whatever_became_of_the_corpus(tmp_path, tiny):

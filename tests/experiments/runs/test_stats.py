@@ -26,12 +26,8 @@ def test_a_value_has_the_decimals_that_its_interval_asks_for():
         (0.00271, 0.0000294, 0.0054, 5),  # four would not tell the lower end from zero
         (0.02, 1e-9, 0.04, 5),  # but an end is not followed to zero
         (-0.000995, -0.00101, -0.00098, 6),  # the width is 0.00003, whatever the ends are
-        (0.0200, 0.0200, 0.0200, 4),
-        (1.7e-5, 1.7e-5, 1.7e-5, 6),
         (1.7e-5, math.nan, math.nan, 6),
-        (0.0, math.nan, math.nan, 4),
         (math.nan, math.nan, math.nan, 4),
-        (12.0, 0.0, 24.0, 4),
     ):
         assert decimals(value, low, high) == places
         assert difference_form(value, low, high) == f"+.{places}f"
@@ -45,7 +41,7 @@ PAIRS = [
 ]
 
 
-def test_paired_t_test_is_scipys():
+def test_paired_t_test_and_interval_are_scipys():
     for differences in PAIRS:
         for center in [0.0, 0.015, -1.0]:
             ours = [1.0 + 0.5 * i + d for i, d in enumerate(differences)]
@@ -58,10 +54,6 @@ def test_paired_t_test_is_scipys():
                 assert p == pytest.approx(paired, rel=1e-7)
                 exact = ttest_1samp(differences, center, alternative=alternative).pvalue
                 assert p == pytest.approx(exact, rel=1e-11)
-
-
-def test_interval_is_scipys():
-    for differences in PAIRS:
         for confidence in (0.9, 0.95):
             expected = ttest_1samp(differences, 0.0).confidence_interval(confidence)
             found = paired_interval(differences, confidence)

@@ -30,32 +30,25 @@ def gpt2():
     return GPT(GPTConfig(**SIZES))
 
 
-def recomputed():
-    model = gpt2()
-    recompute(model)
-    return model
-
-
 def chosen(setting, device=GPU, ranks=1, model=None, descent_every=0, one_shape=True):
     train = SimpleNamespace(descent_every=descent_every)
     return graphs.choose(setting, device, ranks, model or gpt2(), train, one_shape)
 
 
-def test_graphs_where_nothing_speaks_against_them():
+def test_where_passes_are_launched_instead(hf_model):
+    """CUDA graphs are refused, where they were asked for, if they cannot serve the training."""
     assert chosen("auto") == (True, "passes are replayed from CUDA graphs")
     assert chosen(True) == (True, None)
     assert chosen(False) == chosen(False, CPU, 2, one_shape=False) == (False, None)
-
-
-def test_where_passes_are_launched_instead(hf_model):
-    """CUDA graphs are refused, where they were asked for, if they cannot serve the training."""
+    recomputed = gpt2()
+    recompute(recomputed)
     for why, given in (
         ("without a GPU", {"device": CPU}),
         ("with 2 processes", {"ranks": 2}),
         ("with a model of transformers", {"model": Classifier(CausalLM(hf_model("gpt2")), 2)}),
         ("with the head for masked words", {"model": BertLM(BertConfig(**SIZES))}),
         ("with batches of different shapes", {"one_shape": False}),
-        ("with impl.activation_checkpointing=true", {"model": recomputed()}),
+        ("with impl.activation_checkpointing=true", {"model": recomputed}),
         ("with train.descent_every", {"descent_every": 10}),
     ):
         replayed, line = chosen("auto", **given)
@@ -65,7 +58,8 @@ def test_where_passes_are_launched_instead(hf_model):
 
 
 def test_passes_for_whose_graphs_memory_is_short_are_launched(tiny, tmp_path, monkeypatch):
-    """Said once; the failed capture leaves nothing behind."""
+    """Said once; the failed capture leaves nothing behind. After a capture in which something waits
+    for the GPU, torch's generator takes no launched steps, so that the run ends."""
     launched, graphed = (
         tiny("impl.micro_batch=2", f"impl.cuda_graphs={name}", f"runs={tmp_path / name}")
         for name in ("false", "auto")
@@ -87,18 +81,12 @@ def test_passes_for_whose_graphs_memory_is_short_are_launched(tiny, tmp_path, mo
     ]
     assert result["cuda_graphs"] is False and untimed(launched) == untimed(graphed)
 
-
-def test_passes_that_wait_for_the_gpu_end_the_run_in_one_line(tiny, monkeypatch):
-    """After such a capture torch's generator takes no launched steps, so they cannot go on."""
-
-    def capture(part, pool):
+    def waiting(part, pool):
         raise RuntimeError("operation not permitted when stream is capturing\nSearch for ...")
 
-    monkeypatch.setattr(graphs, "capture", capture)
-    monkeypatch.setattr(graphs, "_obstacle", lambda *_: None)
-    config = tiny("impl.cuda_graphs=true")
+    monkeypatch.setattr(graphs, "capture", waiting)
     with pytest.raises(UserError, match=r"\(operation .* capturing\); .* read back .* set"):
-        pretraining.run(config, lambda _: None)
+        pretraining.run(tiny("impl.cuda_graphs=true"), lambda _: None)
 
 
 class Operators(TorchDispatchMode):

