@@ -36,7 +36,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from . import ast
-from .nn import base, distillation, sharding
+from .nn import base, distillation, dtensors, sharding
 from .nn.gemms import DENSE, Products
 from .nn.linear import MaskedLinear
 from .nn.optimizer import Optimizers
@@ -133,7 +133,7 @@ class Method(distillation.Method):
                 sizes = layer.weight.detach().abs()
                 pruned = torch.where(layer.mask, 0.0, sizes)
                 counts.append((layer, [float(x.sum(dtype=torch.float64)) for x in (pruned, sizes)]))
-        lost, whole = sharding.total(counts)
+        lost, whole = dtensors.total(counts)
         return {**super().metrics(), "pruned_magnitude": lost / max(whole, 1e-300)}
 
 

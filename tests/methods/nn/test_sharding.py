@@ -249,8 +249,8 @@ def test_masks_are_gathered_together_when_they_have_changed_and_not_in_a_pass(
     name, chosen, mesh, monkeypatch
 ):
     """Also those that were loaded into a model that has gathered its own ones before."""
-    counted, gather = [], sharding._all_gather
-    monkeypatch.setattr(sharding, "_all_gather", lambda *of: counted.append(of) or gather(*of))
+    counted, gather = [], sharding.all_gather
+    monkeypatch.setattr(sharding, "all_gather", lambda *of: counted.append(of) or gather(*of))
     model, method = converted(name, mesh)
     one_step(model, method)
     assert len(counted) == 1  # nobody had gathered them before the first pass
