@@ -115,7 +115,6 @@ class Method(distillation.Method):
         return super().convert(model, dtype)
 
     def optimizer(self, groups: Any, **options: Any) -> torch.optim.Optimizer:
-        options.pop("fused", None)  # it changes only the speed
         return AdamS(groups, **options)
 
     def on_gradients(self, step: int, optimizer: Optimizers = None) -> None:

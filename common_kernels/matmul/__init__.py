@@ -44,14 +44,7 @@ from common_kernels.matmul.choice import (
 )
 from common_kernels.matmul.cusparselt import Problem
 from common_kernels.matmul.emulation import emulate
-from common_kernels.pack import (
-    BUFFERED,
-    VENDOR,
-    Packed24,
-    convert24,
-    of_library,
-    unpack24,
-)
+from common_kernels.pack import BUFFERED, VENDOR, Packed24, convert24, of_library, unpack24
 from common_kernels.pack.cusparselt import aligned
 from common_kernels.pack.operands import fill_up, packed_sample, tokens_multiple, whole_blocks
 
@@ -269,8 +262,7 @@ def _multiply(*given: Any) -> Tensor:
     differentiable = torch.is_grad_enabled() and (
         dense.requires_grad or (bias is not None and bias.requires_grad)
     )
-    multiply = _matmul24 if differentiable else _launched
-    return multiply(*given)
+    return (_matmul24 if differentiable else _launched)(*given)
 
 
 def _product(

@@ -138,7 +138,14 @@ def weight_gradient(
     return rescale(product, dy.scale, x_scale, dtype=dtype)
 
 
-class _Fp8Linear(torch.autograd.Function):
+class Fp8Linear(torch.autograd.Function):
+    """`x` [..., in] times the operand of fprop, with the backward pass of the module docstring.
+
+    weight: dense master weight [out, in], which only receives dW. fprop, dgrad: codes in the given
+    formats, both for FP8 units or both for the simulation. bias, key, mvue, packs_sample: as for
+    `gemms.sparse_linear`. amax, seen: the fields of `delayed.Amax`.
+    """
+
     @staticmethod
     def forward(ctx, x, weight, fprop, dgrad, bias, key, mvue, formats, packs_sample, amax, seen):
         ctx.mvue, ctx.formats, ctx.packs_sample = mvue, formats, packs_sample
@@ -188,26 +195,3 @@ def quantized_sample(dy: Tensor, scale: Tensor, key: Tensor, mvue: str, formats:
     top = torch.finfo(dtype).max
     codes = (sample_tokens(dy.float(), key, mvue) * scale).clamp(-top, top).to(dtype)
     return Fp8(codes, scale)
-
-
-def fp8_linear(
-    x: Tensor,
-    weight: Tensor,
-    fprop: Fp8,
-    dgrad: Fp8,
-    bias: Tensor | None,
-    key: Tensor | None,
-    mvue: str | None,
-    formats: Fp8Formats,
-    packs_sample: str | None = None,
-    amax: delayed.Amax = delayed.NONE,
-) -> Tensor:
-    """`x` [..., in] times the operand of fprop, with the backward pass of the module docstring.
-
-    Args:
-        weight: dense master weight [out, in], which only receives dW.
-        fprop, dgrad: codes in the given formats, both for FP8 units or both for the simulation.
-        bias, key, mvue, packs_sample: as for `gemms.sparse_linear`.
-        amax: the state of delayed scaling.
-    """
-    return _Fp8Linear.apply(x, weight, fprop, dgrad, bias, key, mvue, formats, packs_sample, *amax)

@@ -13,7 +13,7 @@ from common_kernels.pack.operands import pack24_
 
 from . import columns, delayed, sharding
 from .derived import DerivedLinear
-from .fp8_gemms import fp8_linear
+from .fp8_gemms import Fp8Linear
 from .gemms import Products, sparse_linear, under_autocast
 from .operands import Dense, Pruned
 from .precision import Precision
@@ -141,7 +141,7 @@ class SparseLinear(DerivedLinear):
         wgrad = products.layouts.wgrad if products.wgrad else None
         amax, key = delayed.of(self), self.key_of_pass() if mvue else None
         weight, bias, formats = self.weight, self.bias, own.formats
-        return fp8_linear(x, weight, *operands, bias, key, mvue, formats, wgrad, amax)
+        return Fp8Linear.apply(x, weight, *operands, bias, key, mvue, formats, wgrad, *amax)
 
     def key_of_pass(self) -> Tensor:
         """`key` as it is now, for a backward pass that may follow the next micro-batch's forward
