@@ -27,13 +27,12 @@ from common_kernels.glu import reference as glu
 from common_kernels.lowrank import reference as lowrank
 from common_kernels.masks import reference as masks
 from common_kernels.matmul import linear24, mm24, sample_mm24, unavailable
-from common_kernels.matmul.pruned import once_pruned_linear24, pruned_mm24, twice_pruned_mm24
+from common_kernels.matmul.pruned import compressed_mm24, pruned_mm24
 from common_kernels.mvue import reference as mvue
 from common_kernels.pack import BUFFERED
 from common_kernels.pack import reference as pack
-from common_kernels.pack.compressed import prune_and_pack24_
+from common_kernels.pack.compressed import Compressed24, prune_and_pack24_
 from common_kernels.pack.operands import pack24_, pack_both24_, sample_pack24
-from common_kernels.pack.weight import Compressed24
 from common_kernels.relu24 import reference as relu24
 from common_kernels.relu24 import relu24_backward, relu24_packed
 from common_kernels.soft_threshold import reference as soft_threshold
@@ -527,12 +526,12 @@ def cases():
         ),
         "sample_pack24": (pure(sample_pack24), {"dy": x, "key": key}),
         "sample_mm24": (pure(sample_mm24), {"dy": x, "x": x, "key": key}),
-        "twice_pruned_mm24": (
-            pure(twice_pruned_mm24), {"x": numbers((32, 128), BF16).to(DEVICE), **stored}
+        "compressed_mm24": (
+            pure(compressed_mm24), {"x": numbers((32, 128), BF16).to(DEVICE), **stored}
         ),
-        "once_pruned_linear24": (
-            lambda backend, x, values, row_mask, bias: once_pruned_linear24(
-                x, values, row_mask, bias, backend=backend),
+        "compressed_mm24, fprop": (
+            lambda backend, x, values, row_mask, bias: compressed_mm24(
+                x, values, row_mask, None, bias, backend=backend),
             {"x": x, "values": values, "row_mask": bits, "bias": wide_bias},
         ),
         "pruned_mm24, soft": (

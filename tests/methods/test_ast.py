@@ -10,17 +10,14 @@ from torch import nn
 import methods
 from common_kernels import nm_mask
 from methods import ast
-from tests.methods.loop import linear_of, training_step
+from tests.methods.loop import convert, linear_of, training_step
 
 ROUTES = ("decoupled_first_moment", "gradient", "decoupled")
 
 
 def converted(values=(4.0, 1.0, 3.0, 2.0), **options):
     """One linear [4, 4], all rows equal; nothing but the mask and its decay."""
-    layer, options = linear_of(values), {"kl_weight": 0.0, "ramp_steps": 0, **options}
-    method = ast.Method(ast.Config(include=["*"], **options))
-    method.convert(layer)
-    return layer, method
+    return convert("ast", linear_of(values), **{"kl_weight": 0.0, "ramp_steps": 0, **options})
 
 
 def train(layer, method, grad, steps=1, **options):
@@ -71,11 +68,6 @@ def wanda(layer, batches):
     return layer.mask
 
 
-def linear(seed=0):
-    torch.manual_seed(seed)
-    return nn.Linear(16, 8)
-
-
 def test_the_wanda_mask_by_hand():
     layer = linear_of([4.0, 3.0, 2.0, 1.0])
     # Norms 1, 1, 2, 5: scores 4, 3, 4, 5.
@@ -86,7 +78,7 @@ def test_the_wanda_mask_by_hand():
 
 def test_the_norms_are_those_of_the_dense_model_and_are_saved():
     torch.manual_seed(0)
-    model = nn.Sequential(linear(), nn.GELU(), nn.Linear(8, 4))
+    model = nn.Sequential(nn.Linear(16, 8), nn.GELU(), nn.Linear(8, 4))
     x = torch.randn(32, 16)
     dense_inputs = model[:2](x).detach()
     method = ast.Method(ast.Config(include=["*"], metric="wanda", kl_weight=0.0, ramp_steps=0))
@@ -132,11 +124,10 @@ def test_pure_decay_tells_the_routes_apart():
 
 def test_a_layer_without_a_gradient_does_not_stop_the_others():
     for route in ROUTES:
-        model = nn.Sequential(linear(), nn.Linear(8, 4))
-        method = ast.Method(
-            ast.Config(include=["*"], kl_weight=0.0, ramp_steps=0, decay_route=route, alpha=0.1)
-        )
-        method.convert(model)
+        model, method = convert(
+            "ast", nn.Sequential(nn.Linear(16, 8), nn.Linear(8, 4)), kl_weight=0.0, ramp_steps=0,
+            decay_route=route, alpha=0.1,
+        )  # fmt: skip
         optimizer = method.optimizer(model.parameters(), lr=1e-3, weight_decay=0.0)
         before = model[1].weight.detach().clone()
         model[1].weight.grad = torch.zeros(4, 8)

@@ -5,14 +5,13 @@ from torch import nn
 
 from common_kernels import check24, nm_mask
 from methods import bi_mask
+from tests.methods.loop import convert
 
 
 def converted(weight, **options):
     layer = nn.Linear(weight.shape[1], weight.shape[0], bias=False)
     layer.weight.data = weight.clone()
-    method = bi_mask.Method(bi_mask.Config(include=["*"], **options))
-    method.convert(layer)
-    return layer, method
+    return convert("bi_mask", layer, **options)
 
 
 def gaussian(out=32, inputs=64, seed=0):

@@ -9,7 +9,6 @@ import torch.nn.functional as F
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
-import methods
 from common_kernels import check24, transposable_mask24
 from common_kernels.matmul import choice, linear24
 from common_kernels.pack import BUFFERED, VENDOR
@@ -22,7 +21,7 @@ from methods.semi_sparse import (
     swap_linear_with_semi_sparse_linear,
     swap_semi_sparse_linear_with_linear,
 )
-from tests.methods.loop import training_step
+from tests.methods.loop import convert, training_step
 
 # Rows by hand: the large entries are negative, so that a mask by signed value keeps all others.
 SIGNED = torch.tensor([[-9.0, -8.0, 1.0, 1.0]] * 2 + [[1.0, 1.0, -9.0, -8.0]] * 2)
@@ -41,15 +40,12 @@ def mlp(seed=0, bias=True):
 
 
 def converted(model, **options):
-    method = methods.build("semi_sparse", include=["*"], **options)
-    method.convert(model)
-    return method
+    return convert("semi_sparse", model, **options)[1]
 
 
 def layer_with(values, **options):
     layer = nn.Linear(values.shape[1], values.shape[0], bias=False)
-    with torch.no_grad():
-        layer.weight.copy_(values)
+    layer.weight.data = values.clone()
     return layer, converted(layer, **options)
 
 

@@ -14,7 +14,7 @@ from methods import slope
 from methods.nn import ranks
 from methods.nn.lowrank import SparsePlusLowRank, attach, merge
 from models.gpt2 import GPT, GPTConfig
-from tests.methods.loop import training_step
+from tests.methods.loop import convert, training_step
 
 PATTERNS = [(1, 2), (2, 4), (2, 8), (4, 8), (3, 6)]
 TINY = GPTConfig(n_layer=2, n_head=2, n_embd=16, vocab_size=32, block_size=16, bias=True)
@@ -25,9 +25,7 @@ def converted(out_features, in_features, bias=False, dtype=torch.float32, **opti
     torch.manual_seed(0)
     layer = nn.Linear(in_features, out_features, bias=bias, dtype=dtype)
     nn.init.normal_(layer.weight)
-    method = slope.Method(slope.Config(include=["*"], exclude=[], **options))
-    method.convert(layer)
-    return layer, method
+    return convert("slope", layer, exclude=[], **options)
 
 
 def row_mask(layer):
@@ -404,17 +402,18 @@ def test_what_does_not_fit_leaves_the_model_alone():
         assert type(model["mlp"]) is nn.Linear
 
 
-def test_an_optimizer_made_before_the_conversion_is_refused():
-    """It holds the weights that `values` replaced, and would silently train nothing."""
+def test_an_optimizer_made_before_the_conversion_and_muon_are_refused():
+    """The first holds the weights that `values` replaced, and would silently train nothing."""
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     early = torch.optim.AdamW(model.parameters())
-    method = slope.Method(slope.Config(include=["*"], exclude=[]))
-    method.convert(model)
+    _, method = convert("slope", model, exclude=[])
     method.on_step_begin(0)
     model(torch.randn(4, 8)).sum().backward()
     with pytest.raises(ValueError, match=r"0\.values.*after method\.convert"):
         method.on_gradients(0, early)
     method.on_gradients(0, torch.optim.AdamW(model.parameters()))
+    with pytest.raises(ValueError, match=r"Muon would orthogonalise 0\.values, .* to AdamW$"):
+        method.on_gradients(0, torch.optim.Muon([p for p in model.parameters() if p.ndim == 2]))
 
 
 def test_the_zeros_of_an_earlier_phase_stay_whatever_the_seed():

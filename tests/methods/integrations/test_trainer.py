@@ -281,19 +281,6 @@ def test_a_checkpoint_loads_as_the_plain_model_of_the_same_function(name, uninte
         assert torch.equal(ours, theirs)
 
 
-@pytest.mark.parametrize("name", ["bi_mask", "gmp", "step", "semi_sparse"])
-def test_methods_with_other_state_are_resumed_exactly(name, tmp_path):
-    """... with the optimizer that the callback makes; all methods are, in test_contract.py."""
-    rates = {"learning_rate": 1e-2, "adam_beta2": 0.95, "weight_decay": 0.1, "save_steps": 4}
-    whole = trained(*build(name), tmp_path / "whole", **rates)
-    resume = str(tmp_path / "whole/checkpoint-4")
-    again = trained(*build(name), tmp_path / "again", resume, **rates)
-    assert_resumed(again, whole)
-    decayed, others = whole.optimizer.param_groups
-    assert decayed["initial_lr"] == 1e-2 and tuple(decayed["betas"]) == (0.9, 0.95)
-    assert (decayed["weight_decay"], others["weight_decay"]) == (0.1, 0.0)
-
-
 def test_distillation_is_that_of_training_alone(tmp_path):
     """Evaluation, a copy of the model and a model without labels have the model's own loss."""
     model, method = build("ast distilling")
@@ -428,12 +415,13 @@ def test_our_own_gpt2_from_a_folder(hf_model, tmp_path):
     def train(folder, resume=None):
         method = methods.build("slope", include="all", exclude=[], total_steps=STEPS)
         model = ForTrainer(from_hf(tmp_path / "start"))
-        return trained(model, method, folder, resume, save_steps=3), method
+        return trained(model, method, folder, resume, save_steps=3, weight_decay=0.1), method
 
     whole, method = train(tmp_path / "whole")
     again, _ = train(tmp_path / "again", str(tmp_path / "whole/checkpoint-3"))
     assert records(again) == records(whole)
     assert len(method.layers) == 8
+    assert [group["weight_decay"] for group in whole.optimizer.param_groups] == [0.1, 0.0]
     method.finalize(whole.model)
     evaluated = whole.evaluate()["eval_loss"]
     to_hf(whole.model.model).save_pretrained(tmp_path / "end")

@@ -149,7 +149,7 @@ def calls(monkeypatch):
         )
 
     count(operands, "linear24", "weight")
-    count(operands, "twice_pruned_mm24", "weight")
+    count(operands, "compressed_mm24", "weight")
     count(gemms, "sample_mm24", "sample")
     count(at_run_time, "mm24", "input")
     return made

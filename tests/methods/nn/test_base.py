@@ -16,7 +16,7 @@ from torch import nn
 import methods
 from methods import s_ste, ste
 from methods.nn import metrics
-from tests.methods.loop import linear_of, training_step
+from tests.methods.loop import convert, linear_of, training_step
 
 
 def mlp():
@@ -30,9 +30,7 @@ def mlp():
 
 
 def converted(name, **options):
-    model, method = mlp(), methods.build(name, **options)
-    method.convert(model)
-    return model, method
+    return convert(name, mlp(), **{"include": "ffn", **options})
 
 
 def test_what_is_no_method_option_or_model_of_it_is_refused():
@@ -196,17 +194,6 @@ def test_the_first_choice_at_or_after_a_multiple_is_measured():
         method = ste.Method(ste.Config(measure_every=every))
         choose_every(method, period)
         assert {step for step in range(12) if method._measures(step)} == measured
-
-
-def test_keys_are_set_on_several_devices():
-    """A model may be spread over GPUs; here one of its layers is on `meta`."""
-    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8))
-    method = s_ste.Method(s_ste.Config(include=["*"], total_steps=4))
-    method.convert(model)
-    model[1].key = model[1].key.to("meta")
-    method._set_keys(0, {"0": 5, "1": 6, "2": 7}.__getitem__)
-    assert [int(layer.drawn[0]) for layer in (model[0], model[2])] == [5, 7]
-    assert [int(layer.key[0]) for layer in (model[0], model[2])] == [5, 7]
 
 
 def test_keys_differ_by_layer_step_seed_and_micro_batch():
@@ -376,13 +363,6 @@ def test_two_optimizers_are_given_as_a_list():
                         optimizer.zero_grad()
                     loop.method.on_step_end(step)
             assert losses[:4] == losses[4:]
-
-
-def test_muon_does_not_train_compressed_values():
-    loop = Loop("slope")
-    muon = torch.optim.Muon([p for p in loop.model.parameters() if p.ndim == 2])
-    with pytest.raises(ValueError, match=r"Muon would orthogonalise mlp\.0\.values, .* to AdamW$"):
-        loop.method.on_gradients(0, [muon])
 
 
 def test_a_loss_or_a_step_that_lacks_its_part_is_told():

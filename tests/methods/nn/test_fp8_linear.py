@@ -10,7 +10,7 @@ from common_kernels import Packed24, compress_nm, expand_nm, fake_fp8, unpack24,
 from common_kernels.matmul import unavailable
 from methods.nn.compressed import CompressedLinear
 from methods.nn.gemms import DENSE, Products
-from tests.methods.loop import training_step
+from tests.methods.loop import convert, training_step
 
 pytest.importorskip("triton", reason="cuSPARSELt is emulated where Triton's interpreter runs")
 
@@ -33,9 +33,7 @@ CASES = [
 
 def converted(name, fp8, **options):
     torch.manual_seed(0)
-    layer = nn.Linear(64, 128).to(DEVICE)
-    method = methods.build(name, include=("*",), fp8=fp8, **options)
-    method.convert(layer)
+    layer, method = convert(name, nn.Linear(64, 128).to(DEVICE), fp8=fp8, **options)
     assert (layer.precision is None) == (fp8 == "off")
     return layer, method
 
