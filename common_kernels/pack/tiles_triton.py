@@ -10,14 +10,7 @@ from common_kernels.launch import cast, launch
 from common_kernels.masks.cpu import four_rows
 from common_kernels.masks.triton import best_place
 from common_kernels.pack.cpu import choose
-from common_kernels.pack.triton import (
-    bools,
-    entries_stored,
-    is_bits,
-    order_of,
-    split,
-    store_meta,
-)
+from common_kernels.pack.triton import bools, entries_stored, is_bits, order_of, split, store_meta
 
 
 def pack_both(

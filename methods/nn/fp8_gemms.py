@@ -38,12 +38,7 @@ from torch import Tensor
 from common_kernels import quantize_fp8
 from common_kernels.fp8 import fp8_numbers, fp8_numbers_and_codes
 from common_kernels.fp8.cpu import FORMATS
-from common_kernels.fp8.operands import (
-    quantize_and_sample,
-    quantize_both,
-    rescale,
-    scaled_linear,
-)
+from common_kernels.fp8.operands import quantize_and_sample, quantize_both, rescale, scaled_linear
 from common_kernels.matmul import mm24
 
 from . import delayed

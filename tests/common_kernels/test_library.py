@@ -6,14 +6,7 @@ import operator
 import pytest
 import torch
 
-from common_kernels import (
-    backend,
-    fake_fp8,
-    masked_decay_,
-    mvue24,
-    nm_mask,
-    soft_threshold24,
-)
+from common_kernels import backend, fake_fp8, masked_decay_, mvue24, nm_mask, soft_threshold24
 from tests.each import each
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

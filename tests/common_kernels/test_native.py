@@ -345,10 +345,7 @@ def test_a_sample_is_launched_before_its_product(tokens, fake, monkeypatch):
 
 @each(
     ("dtype", "formats", "layout"),
-    [
-        (BF16, ("e4m3", "e5m2"), BUFFERED),
-        (torch.float32, ("e5m2", "e5m2"), "cutlass_sm90"),
-    ],
+    [(BF16, ("e4m3", "e5m2"), BUFFERED), (torch.float32, ("e5m2", "e5m2"), "cutlass_sm90")],
 )
 def test_codes_are_those_of_python(dtype, formats, layout, fake, monkeypatch):
     """The codes of a matrix and its transpose, and of a gradient and its sample, are equal in every

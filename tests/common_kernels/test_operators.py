@@ -16,12 +16,7 @@ from common_kernels.compressed import reference as compressed
 from common_kernels.decay import reference as decay
 from common_kernels.fp8 import fp8_numbers, fp8_numbers_and_codes
 from common_kernels.fp8 import reference as fp8
-from common_kernels.fp8.operands import (
-    quantize_and_sample,
-    quantize_both,
-    rescale,
-    scaled_linear,
-)
+from common_kernels.fp8.operands import quantize_and_sample, quantize_both, rescale, scaled_linear
 from common_kernels.fp8.weights import quantize24_, quantize_compressed24_
 from common_kernels.glu import reference as glu
 from common_kernels.lowrank import reference as lowrank
