@@ -72,20 +72,6 @@ def test_a_mutation_is_seen_by_autograd(name, mode, requires_grad):
         y.sum().backward()
 
 
-def test_versions_tell_what_is_mutated():
-    normal, want = X.clone(), masked_decay_(X.clone(), X, X > 0, 0.5)
-    weight, mask = X.clone(), nm_mask(X)
-    versions = weight._version, mask._version
-    masked_decay_(X.clone(), weight, mask, 0.1)
-    soft_threshold24(weight)
-    assert (weight._version, mask._version) == versions
-    with torch.inference_mode():
-        version, inside = normal._version, X.clone()
-        for grad in (normal, inside):
-            assert torch.equal(masked_decay_(grad, X, X > 0, 0.5), want)
-    assert normal._version > version
-
-
 class Seen(torch.utils._python_dispatch.TorchDispatchMode):
     def __init__(self):
         super().__init__()

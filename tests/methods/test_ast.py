@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch import nn
 
-import methods
 from common_kernels import nm_mask
 from methods import ast
 from tests.methods.loop import convert, linear_of, training_step
@@ -32,33 +31,6 @@ def train(layer, method, grad, steps=1, **options):
 
 def zero(step):
     return torch.zeros(4, 4)
-
-
-def test_pruned_values_matter_only_after_a_refresh():
-    layer, method = converted(refresh_every=2)
-    x = torch.randn(3, 4)
-    before = layer(x)
-    with torch.no_grad():
-        layer.weight[:, 1] = 9.0
-    method.on_step_end(0)
-    assert torch.equal(layer(x), before)
-    method.on_step_end(1)
-    assert layer.mask[0].tolist() == [True, True, False, False]
-    assert not torch.equal(layer(x), before)
-
-
-def test_a_static_mask_never_changes():
-    layer, method = converted(refresh_every=0, alpha=0.0, decay_route="gradient")
-    mask = layer.mask.clone()
-    for step in range(20):
-        method.on_step_begin(step)
-        with torch.no_grad():
-            layer.weight.copy_(torch.randn(4, 4))
-        method.on_step_end(step)
-        assert method.metrics()["flip_rate"] == 0.0
-    methods.refresh(layer)  # of an averaged copy, say
-    assert torch.equal(layer.mask, mask)
-    assert torch.equal(layer.sparse_weight, layer.weight.detach() * mask)
 
 
 def wanda(layer, batches):

@@ -11,7 +11,6 @@ from torch import nn
 
 from common_kernels import check24, double_prune_mask, expand_nm, nm_mask, unpack_mask
 from methods import slope
-from methods.nn import ranks
 from methods.nn.lowrank import SparsePlusLowRank, attach, merge
 from models.gpt2 import GPT, GPTConfig
 from tests.methods.loop import convert, training_step
@@ -425,21 +424,3 @@ def test_the_zeros_of_an_earlier_phase_stay_whatever_the_seed():
     assert kept.float().mean() == 0.5
     slope.Method(slope.Config(seed=7, exclude=())).convert(first)
     assert torch.equal(first.weight != 0, kept)
-
-
-@pytest.mark.parametrize("place", ["meta", "cpu"])
-def test_packed_weights_are_refused_in_fp64_and_need_no_numbers(place, monkeypatch):
-    """The cached description of a weight, whose Parameter stays the same, is of its old type."""
-    monkeypatch.setenv("SPARSE24_BACKEND", "triton")
-    model = nn.Sequential(nn.Linear(64, 64, device=place))
-    method = slope.Method(slope.Config(include=["*"]))
-    with ranks.alone(torch.device(place)):
-        method.convert(model, torch.bfloat16)
-    (layer,) = method.layers.values()
-    layer.accelerate(layer.candidates())
-    assert layer.packed.device.type == place
-    model.double()
-    with pytest.raises(TypeError, match=r"or float16, not torch\.float64"):
-        layer.pack()
-    model.float()
-    layer.pack()

@@ -154,16 +154,6 @@ def test_flip_rates_of_the_layers_average_to_the_whole():
     assert fresh.flips.of_layers == method.flips.of_layers
 
 
-def test_flips_count_in_a_layer_that_is_trained_in_part():
-    for trained in ("weight", "bias"):
-        layer = nn.Linear(4, 4)
-        layer.requires_grad_(False).get_parameter(trained).requires_grad_(True)
-        method = methods.build("ste", include=["*"], measure_every=1)
-        method.convert(layer)
-        step_to(method, layer, [1.0, 2.0, 3.0, 4.0], 0)
-        assert step_to(method, layer, [4.0, 3.0, 2.0, 1.0], 1)["flip_rate"] == 1.0
-
-
 def test_groups_with_three_non_zeros_are_illegal():
     for values, illegal in (([2.0, 0.0, 1.0, 0.0], 0), ([2.0, 0.0, 1.0, 3.0], 4), ([1.0] * 4, 4)):
         layer, method = one_group(values, "dense")
@@ -231,30 +221,13 @@ def test_torchs_encoder_computes_with_the_masks_in_evaluation_too():
         torch.testing.assert_close(shown, plain)
 
 
-def test_a_printed_model_shows_method_pattern_and_phase():
-    assert repr(converted("s_ste")[0]["mlp"][0]) == (
-        "Linear(in_features=8, out_features=16, bias=True, method=s_ste, pattern=2:4, phase=sparse)"
-    )
-    for name, options, shown in (
-        ("slope", {"n": 1, "adapter_rank": 2, "adapter_fraction": 1.0}, "1:4, phase=adapters"),
-        ("fst", {"dense_fraction": 1.0}, "2:4, phase=dense"),
-        ("gmp", {"begin_fraction": 0.0, "end_fraction": 0.01}, "2:4, phase=sparse"),
-    ):
-        model, method = converted(name, include="ffn", total_steps=2, **options)
-        method.on_step_begin(1)
-        assert f"method={name}, pattern={shown})" in repr(model)
-        assert repr(method.finalize(model)["head"]) == repr(mlp()["head"])
-
-
 def test_metrics_are_of_converted_layers():
-    for name in ("dense", "s_ste", "slope"):
-        with pytest.raises(ValueError, match=r"call metrics\(\) after convert"):
-            methods.build(name).metrics()
-        model, method = converted(name)
-        assert method.metrics()["density"] > 0
-        method.finalize(model)
-        with pytest.raises(ValueError, match=r"before finalize"):
-            method.metrics()
+    with pytest.raises(ValueError, match=r"call metrics\(\) after convert"):
+        methods.build("dense").metrics()
+    model, method = converted("dense")
+    method.finalize(model)
+    with pytest.raises(ValueError, match=r"before finalize"):
+        method.metrics()
 
 
 LOOPS = [
@@ -424,12 +397,6 @@ def test_a_training_that_goes_on_with_its_state_or_needs_none_is_told_nothing():
         resumed(name, options, drop=("mask", "dense")).method.on_step_begin(5)
         resumed(name, options).method.on_step_begin(1)
         Loop(name, options).method.on_step_begin(5)
-        loop = resumed(name, options)
-        loop.method.on_step_begin(0)
-        loop.method.on_step_begin(5)
-        loop = resumed(name, options)
-        loop.method.finalize(loop.model)
-        assert "was_loaded" not in vars(loop.model["mlp"][0])
     for name in ("ste", "sr_ste", "fst", "s_ste", "slope", "gmp", "bi_mask"):
         resumed(name).method.on_step_begin(5)
     distils = resumed("ast")
@@ -452,11 +419,7 @@ def test_steps_that_are_counted_anew_in_each_epoch_or_beyond_the_total_are_warne
 
 def test_an_end_before_the_last_phase_is_warned_of():
     """`total_steps` that counts micro-batches, say."""
-    for name, options in (
-        ("fst", {"dense_fraction": 0.5}),
-        ("slope", {"adapter_rank": 2}),
-        ("gmp", {"begin_fraction": 0.0, "end_fraction": 0.9}),
-    ):
+    for name, options in (("fst", {"dense_fraction": 0.5}), ("slope", {"adapter_rank": 2})):
         for steps in (4, 9):
             loop = Loop(name, options)
             for step in range(steps):
