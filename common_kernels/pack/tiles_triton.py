@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 """Packing of a matrix and of its transpose in one read, by tiles of 4 x 4 entries, in Triton."""
 
 import functools

@@ -51,8 +51,8 @@ def kl(student: Tensor, teacher: Tensor, temperature: float, direction: str) -> 
         )
     both = student, teacher
     logs = [F.log_softmax(x.flatten(0, -2).float() / temperature, dim=-1) for x in both]
-    given = logs if direction == "forward" else logs[::-1]
-    return temperature**2 * F.kl_div(*given, reduction="batchmean", log_target=True)
+    of, target = logs if direction == "forward" else logs[::-1]
+    return temperature**2 * F.kl_div(of, target, reduction="batchmean", log_target=True)
 
 
 def squarehead(student: Tensor, teacher: Tensor) -> Tensor:
