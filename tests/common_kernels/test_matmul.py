@@ -20,7 +20,6 @@ from common_kernels.matmul import (
     cuda_build,
     cusparselt,
     fastest,
-    in_layout,
     is_faster,
     linear24,
     matmul24,
@@ -413,7 +412,7 @@ def test_a_product_is_asked_for_in_the_layouts_that_kernels_take():
         (half, narrow, None),
         (single, BUFFERED, None),
     ):
-        assert in_layout(problem, layout) == found
+        assert choice.in_layout(problem, layout) == found
     device = torch.device("cpu")
     assert own_layout(PROBLEM, device) == narrow and own_layout(half, device) == BUFFERED
 
