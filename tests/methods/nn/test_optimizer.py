@@ -211,6 +211,19 @@ def test_a_step_that_a_scaler_skips_still_chooses_the_mask_that_is_due():
         assert_equal(*runs)
 
 
+def test_clipping_by_a_scale_of_the_gradients():
+    """`grad_scale` divides gradients in the step itself; by a power of two no bit differs."""
+    runs = [Run("sr_ste", {"alpha": 0.1}) for _ in range(2)]
+    for run in runs:
+        with training_step(run.method, 0, run.optimizer):
+            run.gradients(0)
+            if run is runs[0]:
+                run.optimizer.grad_scale = torch.tensor(4.0)
+            for parameter in run.model.parameters() if run is runs[1] else ():
+                parameter.grad /= 4
+    assert_equal(*runs)
+
+
 def test_any_setting_and_defect_gives_the_step_of_torch():
     """Rates in tensors; other forms of AdamW; layers that choose their masks otherwise."""
     rates = {"lr": torch.tensor(0.03), "betas": (0.5, 0.75), "weight_decay": 0.5, "eps": 1e-3}
@@ -229,6 +242,25 @@ def test_any_setting_and_defect_gives_the_step_of_torch():
                 run.step(step)
             assert_equal(*runs)
         assert len(calls) == step + 1  # once a step
+
+
+def test_two_models_share_an_optimizer():
+    """One optimizer that steps two models keeps the decay of both methods."""
+    pairs = []
+    for make in (methods.FusedAdamW, fused):
+        runs = [Run("sr_ste", {"alpha": 1.0}, make) for _ in range(2)]
+        optimizer = make([p for run in runs for p in run.model.parameters()], lr=1e-2)
+        for step in range(3):
+            for number, run in enumerate(runs):
+                run.gradients(step, 2 * step + number)
+            for run in runs:
+                run.method.on_gradients(step, optimizer)
+            optimizer.step()
+            for run in runs:
+                run.method.on_step_end(step)
+        pairs.append(runs)
+    for run, other in zip(*pairs, strict=True):
+        assert_equal(run, other)
 
 
 def test_hooks_do_what_the_optimizer_did_not_come_to():
