@@ -284,9 +284,8 @@ def where_it_chooses(layer: Any) -> AbstractContextManager[None]:
         return nullcontext()
     weight = next(p for p in layer._parameters.values() if p is not None)
     together = layer.rows_together
-    if layer.shards.viewed or not together or chunk_of(weight) % together:
-        return unsharded(layer)
-    return rows(layer)
+    whole = layer.shards.viewed or not together or chunk_of(weight) % together
+    return unsharded(layer) if whole else rows(layer)
 
 
 def gather_masks(layers: Iterable[Any]) -> None:
