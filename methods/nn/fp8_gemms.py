@@ -92,7 +92,7 @@ def quantized_input(
     """X [..., in] quantised for fprop, and for wgrad its codes [T, in] (of X^T on FP8 units) and
     their scale.
 
-    amax, seen: the fields of `delayed.Amax`.
+    amax, seen: as `delayed.of` gives them.
     """
     given = delayed.given(0, x, amax, seen)
     if on_units:
@@ -138,7 +138,7 @@ class Fp8Linear(torch.autograd.Function):
 
     weight: dense master weight [out, in], which only receives dW. fprop, dgrad: codes in the given
     formats, both for FP8 units or both for the simulation. bias, key, mvue, packs_sample: as for
-    `gemms.sparse_linear`. amax, seen: the fields of `delayed.Amax`.
+    `gemms.sparse_linear`. amax, seen: as `delayed.of` gives them.
     """
 
     @staticmethod
