@@ -14,10 +14,10 @@ from common_kernels.pack import Packed24
 
 from . import delayed, sharding
 from .conversion import become
-from .fp8_gemms import Fp8Formats
+from .fp8_gemms import Fp8Formats, recipe
 from .gemms import DENSE, Products
 from .operands import Packed
-from .precision import Precision, hold_operands, precision_of
+from .precision import Precision, hold_operands
 
 # Attributes of a converted layer, besides parameters and buffers.
 OWN = (
@@ -94,9 +94,10 @@ class DerivedLinear(nn.Linear):
         self._set_precision()
 
     def _set_precision(self) -> None:
-        if found := precision_of(self.config, self.both_ways):
-            self.precision = found
-            found.setup(self)
+        samples = getattr(self.config, "mvue", "off") != "off"
+        if formats := recipe(getattr(self.config, "fp8", "off"), self.both_ways, samples):
+            self.precision = Precision(formats)
+            self.precision.setup(self)
 
     @property
     def fp8(self) -> Fp8Formats | None:
