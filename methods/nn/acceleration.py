@@ -237,11 +237,7 @@ def choose(
 
 
 def refused(
-    sparse: Products,
-    shape: tuple[int, int],
-    dtype: torch.dtype,
-    device: torch.device,
-    matmul: str,
+    sparse: Products, shape: tuple[int, int], dtype: torch.dtype, device: torch.device, matmul: str
 ) -> str | None:
     """The reason why no product of such a layer can run sparse; None if products can."""
     rows, columns = shape

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from common_kernels.fp8.operands import rescale, scaled_linear
 from common_kernels.matmul import linear24, mm24
-from common_kernels.matmul.pruned import once_pruned_linear24, pruned_mm24, twice_pruned_mm24
+from common_kernels.matmul.pruned import compressed_mm24, pruned_mm24
 from common_kernels.pack import BUFFERED, Packed24
 
 
@@ -71,13 +71,12 @@ class Compressed(NamedTuple):
 
     def linear(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """x [..., in] -> [..., out], of one dtype, by the row mask alone."""
-        return once_pruned_linear24(x, self.values, self.row_mask, bias, layout=self.layout)
+        return compressed_mm24(x, self.values, self.row_mask, bias=bias, layout=self.layout)
 
     def grad(self, dy: Tensor) -> Tensor:
         """dy [..., out] -> [..., in]."""
         masks = self.row_mask, self.column_mask
-        dx = twice_pruned_mm24(flat(dy), self.values, *masks, layout=self.layout)
-        return dx.view(*dy.shape[:-1], dx.shape[-1])
+        return compressed_mm24(dy, self.values, *masks, layout=self.layout)
 
 
 class Pruned(NamedTuple):

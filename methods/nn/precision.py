@@ -14,7 +14,7 @@ from common_kernels.pack import Packed24, check_form
 from common_kernels.pack.cpu import buffer_bytes
 
 from . import delayed
-from .fp8_gemms import Fp8Formats, recipe
+from .fp8_gemms import Fp8Formats
 from .gemms import DENSE, Products
 from .operands import Fp8
 
@@ -78,13 +78,6 @@ class Precision:
             return fprop, Fp8(layer.codes_dgrad, scale_dgrad, self.dgrad_on_units(layer))
         shape = columns, rows
         return fprop, Fp8(layer.packed_transposed, scale_dgrad, True, shape, layouts.dgrad)
-
-
-def precision_of(config: Any, both_ways: bool) -> Precision | None:
-    """The precision of a layer by the options `fp8` and `mvue`; None for the layer's dtype."""
-    samples = getattr(config, "mvue", "off") != "off"
-    formats = recipe(getattr(config, "fp8", "off"), both_ways, samples)
-    return None if formats is None else Precision(formats)
 
 
 @torch.no_grad()
