@@ -35,7 +35,7 @@ from common_kernels.pack import check_form
 from common_kernels.pack.operands import MULTIPLE, fill_up
 from common_kernels.relu24 import relu24, relu24_backward, relu24_codes, relu24_packed
 
-from .nn import base, conversion, delayed, sharding
+from .nn import base, conversion, delayed, dtensors
 from .nn.fp8_gemms import quantized_gradient, quantized_input, weight_gradient
 from .nn.gemms import Products, without_autocast
 from .nn.operands import Fp8, flat, save, saved, with_leading_dims
@@ -347,7 +347,7 @@ class Method(SwitchedMethod):
         if not self._measures(step):
             return
         downs = self.downs()
-        sums = sharding.total_each((layer, layer.kept.tolist()) for layer in downs.values())
+        sums = dtensors.total_each((layer, layer.kept.tolist()) for layer in downs.values())
         shares = (kept / whole if whole else 1.0 for kept, whole in sums)
         self.kept = dict(zip(downs, shares, strict=True))
 

@@ -47,7 +47,6 @@ from .dtensors import (
     shard_dim,
     sharded_like,
 )
-from .dtensors import total_each as total_each
 from .gemms import autocast_dtype
 
 
