@@ -39,8 +39,12 @@ def matrix_of(module: Any) -> Tensor:
 
 def is_24(module: nn.Module) -> bool:
     """True for a linear whose weight is 2:4 along its inputs, with or without a low-rank term."""
-    known = type(module) is nn.Linear or is_conv1d(module) or hasattr(module, "low_rank")
-    return known and has_24(module)
+    return is_linear(module) and has_24(module)
+
+
+def is_linear(module: nn.Module) -> bool:
+    """True for a plain linear, with or without a low-rank term."""
+    return type(module) is nn.Linear or is_conv1d(module) or hasattr(module, "low_rank")
 
 
 def has_24(module: nn.Module) -> bool:
@@ -52,14 +56,14 @@ def has_24(module: nn.Module) -> bool:
     return weight.shape[along] % 4 == 0 and not int(check24(weight, dim=along))
 
 
-def linears_24(model: nn.Module) -> dict[str, nn.Module]:
+def linears_24(model: nn.Module, required: bool = True) -> dict[str, nn.Module]:
     """The 2:4 linears of a model by name.
 
     Raises:
-        ValueError: there is none.
+        ValueError: there is none, and they are `required`.
     """
     found = {name: module for name, module in model.named_modules() if is_24(module)}
-    if not found:
+    if required and not found:
         held = (m for m in model.modules() if isinstance(m, nn.Linear) and has_24(m))
         others = sorted({type(m).__name__ for m in held})
         why = f": its 2:4 weights are in {', '.join(others)}" if others else ""
