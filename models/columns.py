@@ -24,13 +24,9 @@ WIDTH = 32  # the number of divisions that are followed at once
 def partly_24(model: nn.Module) -> dict[str, tuple[Tensor, Tensor]]:
     """The linears of a model that are 2:4 beside dense columns, by name, with the division of
     their inputs."""
-    found = {}
-    for name, module in model.named_modules():
-        if is_linear(module) and not has_24(module) and not module.get_parameter("weight").is_meta:
-            division = divide(matrix_of(module))
-            if division is not None:
-                found[name] = division
-    return found
+    linears = {n: m for n, m in model.named_modules() if is_linear(m) and not m.weight.is_meta}
+    found = {n: divide(matrix_of(m)) for n, m in linears.items() if not has_24(m)}
+    return {name: division for name, division in found.items() if division is not None}
 
 
 @torch.no_grad()
@@ -54,8 +50,8 @@ def divide(matrix: Tensor) -> tuple[Tensor, Tensor] | None:
 
 
 def _dense_columns(kept: Tensor, full: Tensor) -> Tensor:
-    """The fewest columns (bool [in]) among the `full` ones without which a matrix is 2:4, all if
-    there are none. kept: where it is not zero, bool [out, in].
+    """The fewest columns (bool [in]) among the `full` ones without which a matrix is 2:4; all
+    columns if none are found. kept: where it is not zero, bool [out, in].
 
     From left to right, each column joins the group that is being filled or, if it is full, is
     dense. What matters of the columns so far is that group: how many columns it has, and which rows
@@ -79,11 +75,10 @@ def _dense_columns(kept: Tensor, full: Tensor) -> Tensor:
                     new[key] = way
         ranked = sorted(new.items(), key=lambda item: (item[1][0] + item[0][0], item[0][0]))
         ways = dict(ranked[:WIDTH])
-    found = torch.ones(len(bits), dtype=torch.bool)
-    if (0, 0, 0) in ways:
-        found.zero_()
-        dense = ways[0, 0, 0][1]
-        while dense is not None:
-            i, dense = dense
-            found[i] = True
+    if (0, 0, 0) not in ways:
+        return torch.ones(len(bits), dtype=torch.bool)
+    found, (_, dense) = torch.zeros(len(bits), dtype=torch.bool), ways[0, 0, 0]
+    while dense is not None:
+        i, dense = dense
+        found[i] = True
     return found

@@ -56,14 +56,14 @@ def has_24(module: nn.Module) -> bool:
     return weight.shape[along] % 4 == 0 and not int(check24(weight, dim=along))
 
 
-def linears_24(model: nn.Module, required: bool = True) -> dict[str, nn.Module]:
+def linears_24(model: nn.Module) -> dict[str, nn.Module]:
     """The 2:4 linears of a model by name.
 
     Raises:
-        ValueError: there is none, and they are `required`.
+        ValueError: there is none.
     """
     found = {name: module for name, module in model.named_modules() if is_24(module)}
-    if required and not found:
+    if not found:
         held = (m for m in model.modules() if isinstance(m, nn.Linear) and has_24(m))
         others = sorted({type(m).__name__ for m in held})
         why = f": its 2:4 weights are in {', '.join(others)}" if others else ""

@@ -51,7 +51,7 @@ from common_kernels.pack import VENDOR, check_form, of_library
 from common_kernels.pack.operands import fill_up, pack24_
 from models.columns import partly_24
 from models.limits import Limits, measured
-from models.linears import integers_of, linears_24, matrix_of, shape_of
+from models.linears import integers_of, is_24, linears_24, matrix_of, shape_of
 
 # cuSPARSELt makes a plan for each number of tokens. To limit the number of plans, tokens are padded
 # to multiples: of STEP if there are more, else of LEAST, which it needs for 16-bit types.
@@ -262,8 +262,8 @@ def pack(
         if isinstance(module, PackedProduct):
             _restore(module)
     divisions = partly_24(model)
-    linears = linears_24(model, required=not divisions)
-    linears |= {name: model.get_submodule(name) for name in divisions}
+    linears = {n: m for n, m in model.named_modules() if n in divisions or is_24(m)}
+    linears = linears or linears_24(model)  # which says why there is none
     for name, module in linears.items():
         if module.get_parameter("weight").is_inference():
             raise ValueError(
@@ -275,7 +275,8 @@ def pack(
     for name, module in linears.items():
         weight: Any = module.weight
         layout = layout_for(weight.device, weight.dtype)
-        shape = _packed_shape(module, divisions.get(name))
+        rows, columns = shape_of(module)
+        shape = rows, len(divisions[name][0]) if name in divisions else columns
         try:
             check_form(shape, weight.dtype, layout)
         except ValueError as error:
@@ -323,12 +324,6 @@ def limits_of(model: nn.Module) -> dict[str, Limits]:
     """The numbers of tokens with which each packed linear of a model runs packed, by name."""
     layers = model.named_modules()
     return {name: layer.limits for name, layer in layers if isinstance(layer, PackedProduct)}
-
-
-def _packed_shape(module: Any, division: tuple[Tensor, Tensor] | None) -> tuple[int, int]:
-    """(outputs, inputs) of the part of a linear's weight that is packed."""
-    rows, columns = shape_of(module)
-    return rows, columns if division is None else len(division[0])
 
 
 def _packed(module: Any, layout: str, division: tuple[Tensor, Tensor] | None) -> PackedProduct:
