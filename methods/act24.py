@@ -9,7 +9,8 @@ Haziza et al., arXiv 2503.16672. Z = X W1^T + b1, H = relu(Z)^2, H' keeps the tw
 four features of H, Y = H' W2^T + b2. Most entries of H are zero, so that little is lost.
 dZ = 2 dH sqrt(H') has the zeros of H'. Activation, choice and packing are one pass, and so are the
 gradient and its packing (common_kernels/relu24). The paper also prunes H' and dZ along the tokens
-for the two wgrads, except for the densest features; here these products are dense.
+for the two wgrads, except for the densest features; here these products are dense. With `fp8` all
+six products are in FP8 (nn/fp8_gemms.py); codes are made in the pass that packs them.
 
 A network is two linears of one module, with a squared ReLU as a module between them: our models
 with `gelu=relu2` or `squared_relu`, transformers' with `hidden_act=relu2` (Nemotron, which is
@@ -32,12 +33,14 @@ from torch import Tensor, nn
 from common_kernels.matmul import mm24
 from common_kernels.pack import check_form
 from common_kernels.pack.operands import MULTIPLE, fill_up
-from common_kernels.relu24 import relu24, relu24_backward, relu24_packed
+from common_kernels.relu24 import relu24, relu24_backward, relu24_codes, relu24_packed
 
-from .nn import base, conversion, sharding
+from .nn import base, conversion, delayed, dtensors
+from .nn.fp8_gemms import quantized_gradient, quantized_input, weight_gradient
 from .nn.gemms import Products, without_autocast
-from .nn.operands import flat, with_leading_dims
+from .nn.operands import Fp8, flat, save, saved, with_leading_dims
 from .nn.phases import SwitchedMethod
+from .nn.precision import hold_operands
 from .semi_sparse import ActivationLinear
 
 
@@ -47,10 +50,13 @@ class Config(base.Config):
 
     dense_fraction: share of `total_steps`, the first ones, in which nothing is pruned.
     prune_evaluation: prune in evaluation, too, as the paper does.
+    fp8: FP8 products in the steps that prune: `off`, `paper`, `hybrid`, `hopper` or
+        `hopper_delayed`, as in `methods.fst`.
     """
 
     dense_fraction: float = 0.0
     prune_evaluation: bool = False
+    fp8: str = "off"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -61,56 +67,116 @@ class FeedForward(torch.autograd.Function):
     """x [..., in] -> [..., out], and the sums of H' and H (fp32 [2]) if `measures`, else [0].
 
     w1 [hidden, in], w2 [out, hidden] and biases or None are of x's dtype. layouts: of H' and of dZ,
-    packed; "" for a dense product.
+    packed; "" for a dense product. up, down: `Linear.in_fp8` of both for FP8 units, else (). With
+    them w1 and w2 are the master weights, of which only the gradients are made here.
     """
 
     @staticmethod
-    def forward(ctx, x, w1, b1, w2, b2, prune, layouts, measures):
-        given = flat(x)
-        tokens, forms = len(given), [check_form((0, 0), x.dtype, one) for one in layouts if one]
+    def forward(ctx, x, w1, b1, w2, b2, prune, layouts, measures, up, down):
+        given, dtype = flat(x), torch.float8_e4m3fn if up else x.dtype
+        tokens, forms = len(given), [check_form((0, 0), dtype, one) for one in layouts if one]
         padding = -tokens % math.lcm(*(MULTIPLE for _ in forms), *(form.rows for form in forms))
         given = fill_up(given, padding)
-        z = F.linear(given, w1, b1)
-        if layouts[0]:
-            h, packed = relu24_packed(z, layouts[0])
-            y = mm24(packed, w2, transposed=True)[:tokens]
-            y = y.clone() if b2 is None else y + b2
+        if up:
+            (fprop, dgrad, formats, *amax), (fprop2, dgrad2, formats2, *amax2) = up, down
+            codes, given, scale = quantized_input(given, formats, True, *amax)
+            z = fprop.linear(codes, b1, x.dtype)
+            z[tokens:] = 0  # else b1 would count for the scale of H'
+            if layouts[0]:
+                h, codes, kept = packed_codes(z, None, formats2.fprop, layouts[0], *amax2)
+            else:
+                h = relu24(z)
+                codes, kept, _ = quantized_input(h, formats2, True, *amax2)
+            y = fprop2.linear(codes, b2, x.dtype)
+            y = y[:tokens].clone() if padding else y
+            save(ctx, dgrad, given, kept, h, *dgrad2[:2], scale, codes.scale, amax[0], amax2[0])
+            # What was seen is not saved by autograd: it changes before the backward pass.
+            ctx.own = formats, amax[1], formats2, amax2[1], w1.dtype, w2.dtype
         else:
-            h = relu24(z, prune)
-            y = F.linear(h[:tokens], w2, b2)
-        sums = y.new_empty(0)
-        if measures:
-            whole = z[:tokens].float().relu().square().sum()
-            sums = torch.stack([h[:tokens].float().sum(), whole])
+            z = F.linear(given, w1, b1)
+            if layouts[0]:
+                h, packed = relu24_packed(z, layouts[0])
+                y = mm24(packed, w2, transposed=True)[:tokens]
+                y = y.clone() if b2 is None else y + b2
+            else:
+                h = relu24(z, prune)
+                y = F.linear(h[:tokens], w2, b2)
+            ctx.save_for_backward(given, w1, w2, h)
+        sums = sums_of(z[:tokens], h[:tokens]) if measures else y.new_empty(0)
         ctx.mark_non_differentiable(sums)
-        ctx.save_for_backward(given, w1, w2, h)
-        ctx.padding, ctx.layout, ctx.like = padding, layouts[1], x.shape
+        ctx.fp8, ctx.padding, ctx.layout, ctx.like = bool(up), padding, layouts[1], x.shape
         return with_leading_dims(y, x), sums
 
     @staticmethod
     def backward(ctx, dy, _):
-        given, w1, w2, h = ctx.saved_tensors
+        needs, dx = ctx.needs_input_grad, None
         with without_autocast(dy):
             dy = fill_up(flat(dy), ctx.padding)
-            dz, packed = relu24_backward(dy @ w2, h, ctx.layout)
-            needs, dx = ctx.needs_input_grad, None
-            if needs[0]:
-                dx = dz @ w1 if packed is None else mm24(packed, w1)
+            if ctx.fp8:
+                dz, dx, dw1, dw2 = gradients_in_fp8(ctx, dy, needs)
+            else:
+                given, w1, w2, h = ctx.saved_tensors
+                dz, packed = relu24_backward(dy @ w2, h, ctx.layout)
+                if needs[0]:
+                    dx = dz @ w1 if packed is None else mm24(packed, w1)
+                dw1 = dz.t() @ given if needs[1] else None
+                dw2 = dy.t() @ h if needs[3] else None
+            if dx is not None:
                 dx = dx[: len(dx) - ctx.padding].view(ctx.like)
-            dw1 = dz.t() @ given if needs[1] else None
-            dw2 = dy.t() @ h if needs[3] else None
             db1, db2 = (g.sum(0) if n else None for g, n in ((dz, needs[2]), (dy, needs[4])))
-        return dx, dw1, db1, dw2, db2, None, None, None
+        return dx, dw1, db1, dw2, db2, *(None,) * 5
+
+
+def gradients_in_fp8(ctx: Any, dy: Tensor, needs: tuple[bool, ...]) -> tuple[Any, ...]:
+    """dZ, dX, dW1 and dW2."""
+    dgrad, given, kept, h, w2, w2_scale, scale, scale2, amax, amax2 = saved(ctx)
+    formats, seen, formats2, seen2, dtype, dtype2 = ctx.own
+    codes, turned = quantized_gradient(dy, formats2, True, amax2, seen2)
+    dh = Fp8(w2, w2_scale, True).grad(codes, dy.dtype)
+    dw2 = weight_gradient(codes, turned, kept, scale2, True, dtype2) if needs[3] else None
+    if ctx.layout:
+        dz, codes, turned = packed_codes(dh, h, formats.gradient, ctx.layout, amax, seen)
+    else:
+        dz = relu24_backward(dh, h)[0]
+        codes, turned = quantized_gradient(dz, formats, True, amax, seen)
+    dw1 = weight_gradient(codes, turned, given, scale, True, dtype) if needs[1] else None
+    return dz, dgrad.grad(codes, dy.dtype), dw1, dw2
+
+
+def packed_codes(
+    x: Tensor, h: Tensor | None, fmt: str, layout: str, amax: Tensor | None, seen: Tensor | None
+) -> tuple[Tensor, Fp8, Tensor]:
+    """H' from Z, or dZ from dH and H', with its packed codes and those of its transpose."""
+    place = 0 if h is None else 1
+    scaling = (None if t is None else t[place] for t in (amax, seen))
+    out, packed, turned, scale = relu24_codes(x, h, fmt, layout, *scaling)
+    return out, Fp8(packed.buffer, scale, True, packed.shape, layout), turned
+
+
+def sums_of(z: Tensor, h: Tensor) -> Tensor:
+    """The sums of H' and H, fp32 [2]."""
+    return torch.stack([h.float().sum(), z.float().relu().square().sum()])
 
 
 class Linear(ActivationLinear):
     """One of the two linears of a network. Its weight is dense and cast when it is used."""
 
     config: Any
+    precision: Any
 
-    def allocate(self) -> None:
-        """Hold no operand."""
+    @torch.no_grad()
+    def hold(self) -> None:
+        """Hold no operand, or in FP8 the codes of the weight, which is not packed."""
+        hold_operands(self)
         self.operand = None
+        self.refresh()
+
+    def quantized_weight(self) -> tuple[Tensor, None]:
+        return self.weight.detach(), None
+
+    def in_fp8(self) -> tuple[Any, ...]:
+        """The codes for fprop and dgrad, the formats, and the state of delayed scaling."""
+        return *self.precision.operands(self), self.precision.formats, *delayed.of(self)
 
     def cast(self, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
         """Weight and bias in `dtype`, which pass their gradients on."""
@@ -121,6 +187,7 @@ class Up(Linear):
     """The first linear, which leaves its product to the second."""
 
     passed: tuple[int, torch.Size] | None = None  # what the second one should get
+    both_ways = True  # dgrad's packed operand, dZ, and W1 are codes of one format
 
     def sparse_products(self) -> Products:
         return Products(dgrad=True, of_input=True)
@@ -154,16 +221,27 @@ class Down(Linear):
             )
         evaluates = not self.training and not torch.is_grad_enabled()
         prune = not self.is_dense and (self.config.prune_evaluation or not evaluates)
+        in_fp8 = prune and not evaluates and self.fp8 is not None
         layouts = "", ""
-        if prune and x.dtype == self.dtype:
+        if prune and (in_fp8 or (self.fp8 is None and x.dtype == self.dtype)):
             fprop, dgrad = self.products, up.products
             layouts = (
                 fprop.layouts.fprop if fprop.fprop else "",
                 dgrad.layouts.dgrad if dgrad.dgrad else "",
             )
         measures = self.measuring and self.training
-        weights = *up.cast(x.dtype), *self.cast(x.dtype)
-        y, sums = FeedForward.apply(x, *weights, prune, layouts, measures)
+        if in_fp8 and not any(layouts):
+            z = up.forward_in_fp8(x, up.precision)
+            h = relu24(z)
+            y = self.forward_in_fp8(h, self.precision)
+            sums = sums_of(z.detach(), h.detach()) if measures else y
+        else:
+            weights = *up.cast(x.dtype), *self.cast(x.dtype)
+            own: tuple[tuple[Any, ...], ...] = (), ()
+            if in_fp8:
+                weights = up.weight, up.bias, self.weight, self.bias
+                own = up.in_fp8(), self.in_fp8()
+            y, sums = FeedForward.apply(x, *weights, prune, layouts, measures, *own)
         if measures:
             self.kept.add_(sums)
         return y
@@ -238,6 +316,9 @@ class Method(SwitchedMethod):
         for up, down, activation in self._networks.values():
             first, second = self.layers[up], self.layers[down]
             conversion.become(first, Up)
+            if first.precision is not None:  # with the formats of this class
+                first._set_precision()
+                first.reload()
             conversion.become(second, Down)
             kept = torch.zeros(2, device=second.weight.device)
             vars(second).update(up=first, measuring=False, kept=kept)  # `up` is no submodule
@@ -266,7 +347,7 @@ class Method(SwitchedMethod):
         if not self._measures(step):
             return
         downs = self.downs()
-        sums = sharding.total_each((layer, layer.kept.tolist()) for layer in downs.values())
+        sums = dtensors.total_each((layer, layer.kept.tolist()) for layer in downs.values())
         shares = (kept / whole if whole else 1.0 for kept, whole in sums)
         self.kept = dict(zip(downs, shares, strict=True))
 

@@ -202,10 +202,8 @@ class Method(distillation.Method):
         return config.alpha * min(1.0, step / length) if length else config.alpha
 
     def optimizer(self, groups: Any, **options: Any) -> torch.optim.Optimizer:
-        if not self.capabilities.needs_adamw:
-            return super().optimizer(groups, **options)
-        options.pop("fused", None)  # it changes only the speed
-        return AdamW(groups, **options)
+        own_rule = self.capabilities.needs_adamw
+        return AdamW(groups, **options) if own_rule else super().optimizer(groups, **options)
 
     def finetuning(self, total_steps: int) -> base.Config | None:
         """With SLoRB, the config that trains the low-rank terms along with the weights, under the
@@ -282,6 +280,7 @@ class AdamW(torch.optim.Optimizer):
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 1e-2,
+        fused: bool | None = None,  # ignored; it changes only the speed
     ) -> None:
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__(params, defaults)

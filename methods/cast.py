@@ -36,7 +36,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from . import ast
-from .nn import base, distillation, sharding
+from .nn import base, distillation, dtensors, sharding
 from .nn.gemms import DENSE, Products
 from .nn.linear import MaskedLinear
 from .nn.optimizer import Optimizers
@@ -115,7 +115,6 @@ class Method(distillation.Method):
         return super().convert(model, dtype)
 
     def optimizer(self, groups: Any, **options: Any) -> torch.optim.Optimizer:
-        options.pop("fused", None)  # it changes only the speed
         return AdamS(groups, **options)
 
     def on_gradients(self, step: int, optimizer: Optimizers = None) -> None:
@@ -133,7 +132,7 @@ class Method(distillation.Method):
                 sizes = layer.weight.detach().abs()
                 pruned = torch.where(layer.mask, 0.0, sizes)
                 counts.append((layer, [float(x.sum(dtype=torch.float64)) for x in (pruned, sizes)]))
-        lost, whole = sharding.total(counts)
+        lost, whole = dtensors.total(counts)
         return {**super().metrics(), "pruned_magnitude": lost / max(whole, 1e-300)}
 
 

@@ -33,10 +33,10 @@ import torch
 from torch import Tensor
 
 from .nn import base
+from .nn.dtensors import summed
 from .nn.optimizer import Optimizers, all_finite, each, group_of
 from .nn.order import without_state
 from .nn.phases import SwitchedLinear, SwitchedMethod
-from .nn.sharding import summed
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,6 +12,7 @@ import torch
 
 from common_kernels.decode import MOST
 from common_kernels.matmul import is_faster
+from models.linears import shape_of
 
 if TYPE_CHECKING:
     from models.packed import PackedProduct
@@ -49,7 +50,8 @@ def _faster(layers: Sequence[PackedProduct], graphs: bool, tokens: int) -> bool:
     many = tokens > layer.limits.few
     if many and not is_faster(layer.problem(tokens), device) and not graphs:
         return False
-    x = torch.randn(tokens, layer.packed.shape[1], dtype=layer.packed.dtype, device=device)
+    size = tokens, shape_of(layer)[1]
+    x = torch.randn(size, dtype=layer.packed.dtype, device=device)
     both: Any = [layer.dense for layer in layers], layers
     variants = [[functools.partial(run, x) for run in runs] for runs in both]
     dense_ms, sparse_ms = times_ms(variants, graphs)

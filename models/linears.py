@@ -39,8 +39,12 @@ def matrix_of(module: Any) -> Tensor:
 
 def is_24(module: nn.Module) -> bool:
     """True for a linear whose weight is 2:4 along its inputs, with or without a low-rank term."""
-    known = type(module) is nn.Linear or is_conv1d(module) or hasattr(module, "low_rank")
-    return known and has_24(module)
+    return is_linear(module) and has_24(module)
+
+
+def is_linear(module: nn.Module) -> bool:
+    """True for a plain linear, with or without a low-rank term."""
+    return type(module) is nn.Linear or is_conv1d(module) or hasattr(module, "low_rank")
 
 
 def has_24(module: nn.Module) -> bool:

@@ -14,6 +14,10 @@ keeps it, has a method `low_rank`: (left [r, in], or None for sums of in / r nei
 Linears without bias that transformers calls one after the other with the same input (TOGETHER) run
 as one product with few tokens: a long matrix is read faster than several short ones.
 
+A weight of which some input columns stayed dense (`dense_columns`, columns.py) is multiplied as
+[2:4 | dense]: the packed product of the inputs of the 2:4 columns, to which the dense product of
+the others is added.
+
 In between a layer multiplies with its dense weight, so it has it too: each packed form in use takes
 9/16 of the dense weight's memory in addition. All layers of a shape are packed in the layout of the
 kernel, cuSPARSELt's or our own, that was fastest with many tokens.
@@ -26,7 +30,7 @@ import types
 import weakref
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -45,8 +49,9 @@ from common_kernels.matmul import fastest, library_layout, linear24, unavailable
 from common_kernels.matmul.cusparselt import Problem
 from common_kernels.pack import VENDOR, check_form, of_library
 from common_kernels.pack.operands import fill_up, pack24_
+from models.columns import partly_24
 from models.limits import Limits, measured
-from models.linears import integers_of, linears_24, matrix_of, shape_of
+from models.linears import integers_of, is_24, linears_24, matrix_of, shape_of
 
 # cuSPARSELt makes a plan for each number of tokens. To limit the number of plans, tokens are padded
 # to multiples: of STEP if there are more, else of LEAST, which it needs for 16-bit types.
@@ -87,6 +92,26 @@ class Joined:
         return made[1][place]
 
 
+class Beside(NamedTuple):
+    """The dense columns of a weight that is packed without them.
+
+    order: the inputs, first those of the packed columns; None if they are in that order.
+    """
+
+    weight: Tensor  # [out, dense]
+    order: Tensor | None
+
+    def split(self, rows: Tensor) -> Sequence[Tensor]:
+        """rows [tokens, in] -> those of the packed columns, and those of the dense ones."""
+        dense = self.weight.shape[1]
+        sizes = [rows.shape[1] - dense, dense]
+        if self.order is None:
+            return rows.split(sizes, 1)
+        if len(rows) == 1:  # one kernel, and both are contiguous
+            return rows.index_select(1, self.order).split(sizes, 1)
+        return [rows.index_select(1, part) for part in self.order.split(sizes)]
+
+
 class PackedProduct(nn.Module):
     """A linear with packed copies of its 2:4 weight, for inference: within its `limits` it uses
     `fragments` with few tokens and `packed` with many.
@@ -101,6 +126,7 @@ class PackedProduct(nn.Module):
     fragments: Fragments24 | None
     limits: Limits
     joined: tuple[Joined, int] | None  # and the layer's place in it
+    beside: Beside | None
     weight: Tensor
     bias: Tensor | None
     source: tuple[weakref.ref[Tensor], int]  # the weight that was packed, and its version then
@@ -129,6 +155,13 @@ class PackedProduct(nn.Module):
 
     def product(self, x: Tensor, rows: Tensor, bias: Tensor | None) -> Tensor:
         """rows [tokens, in], those of x -> [tokens, out] with the packed weight."""
+        if self.beside is None:
+            return self.product_24(x, rows, bias)
+        rows, others = self.beside.split(rows)
+        return self.product_24(x, rows, bias).addmm_(others, self.beside.weight.t())
+
+    def product_24(self, x: Tensor, rows: Tensor, bias: Tensor | None) -> Tensor:
+        """`product` without the dense columns, whose inputs `rows` lack."""
         tokens = len(rows)
         if tokens <= self.limits.few:
             if self.joined is not None:
@@ -188,15 +221,15 @@ def layout_for(device: torch.device, dtype: torch.dtype) -> str:
     return library_layout(device)
 
 
-def _layout_of(module: Any, measures: bool) -> str:
-    """The layout for the packed weight of a linear. If it `measures`, that of the kernels, our own
-    or cuSPARSELt's, that are fastest with many tokens."""
+def _layout_of(module: Any, shape: tuple[int, int], measures: bool) -> str:
+    """The layout for the packed weight of a linear, which has this shape. If it `measures`, that of
+    the kernels, our own or cuSPARSELt's, that are fastest with many tokens."""
     weight, found = module.weight, None
     if measures:
         if weight.device.type != "cuda":
             raise ValueError(f"limits cannot be measured on a {weight.device}; pass them as limits")
         dtype, biased = weight.dtype, module.bias is not None
-        of = *shape_of(module), MANY, dtype, dtype, True, True, biased
+        of = *shape, MANY, dtype, dtype, True, True, biased
         found = fastest(Problem(*of), weight.device)
     return layout_for(weight.device, weight.dtype) if found is None else found.layout
 
@@ -206,7 +239,8 @@ def _layout_of(module: Any, measures: bool) -> str:
 def pack(
     model: nn.Module, limits: Limits | None = None, graphs: bool = False
 ) -> dict[str, Limits | None]:
-    """Let the 2:4 linears of a model, ours or of transformers, run packed where that is faster.
+    """Let the 2:4 linears of a model, ours or of transformers, run packed where that is faster,
+    those with dense columns among them.
 
     This is for inference and changes the model in place: weights and biases of these linears no
     longer require a gradient. Names and shapes of parameters stay the same, so the model is saved
@@ -227,7 +261,9 @@ def pack(
     for module in model.modules():
         if isinstance(module, PackedProduct):
             _restore(module)
-    linears = linears_24(model)
+    divisions = partly_24(model)
+    linears = {n: m for n, m in model.named_modules() if n in divisions or is_24(m)}
+    linears = linears or linears_24(model)  # which says why there is none
     for name, module in linears.items():
         if module.get_parameter("weight").is_inference():
             raise ValueError(
@@ -239,20 +275,22 @@ def pack(
     for name, module in linears.items():
         weight: Any = module.weight
         layout = layout_for(weight.device, weight.dtype)
+        rows, columns = shape_of(module)
+        shape = rows, len(divisions[name][0]) if name in divisions else columns
         try:
-            check_form(shape_of(module), weight.dtype, layout)
+            check_form(shape, weight.dtype, layout)
         except ValueError as error:
             unfit.append(f"{name} cannot be packed: {error}")
             continue
         shapes = tuple((key, value.shape) for key, value in module.named_parameters())
-        kind = type(module), shapes, weight.dtype, weight.device
+        kind = type(module), shape, shapes, weight.dtype, weight.device
         alike.setdefault(kind, []).append(name)
     if not alike:
         raise ValueError(unfit[0])
     found: dict[str, Limits | None] = dict.fromkeys(linears)
-    for names in alike.values():
-        layout = _layout_of(model.get_submodule(names[0]), measures=limits is None)
-        layers = [_packed(model.get_submodule(name), layout) for name in names]
+    for kind, names in alike.items():
+        layout = _layout_of(model.get_submodule(names[0]), kind[1], measures=limits is None)
+        layers = [_packed(model.get_submodule(n), layout, divisions.get(n)) for n in names]
         with torch.cuda.device_of(layers[0].weight):
             own = measured(layers, graphs) if limits is None else limits
         if layers[0].fragments is None:
@@ -273,8 +311,10 @@ def pack(
 
 
 def _join(layers: Sequence[Any]) -> None:
-    """Let the layers run as one product with few tokens, if all are packed for as many of them."""
-    if all(isinstance(x, PackedProduct) and x.fragments and x.bias is None for x in layers):
+    """Let the layers run as one product with few tokens, if all are packed for as many of them,
+    with all columns."""
+    packs = [x for x in layers if isinstance(x, PackedProduct) and x.beside is None]
+    if len(packs) == len(layers) and all(x.fragments and x.bias is None for x in packs):
         forms = ((x.limits.few, x.fragments) for x in layers)
         if len({(few, form.shape[1], form.dtype, form.bits) for few, form in forms}) == 1:
             Joined(layers)
@@ -286,9 +326,15 @@ def limits_of(model: nn.Module) -> dict[str, Limits]:
     return {name: layer.limits for name, layer in layers if isinstance(layer, PackedProduct)}
 
 
-def _packed(module: Any, layout: str) -> PackedProduct:
-    """The module itself with its weight packed, to be used with any number of tokens."""
-    weight, matrix = module.weight, matrix_of(module)
+def _packed(module: Any, layout: str, division: tuple[Tensor, Tensor] | None) -> PackedProduct:
+    """The module itself with its weight packed, to be used with any number of tokens; of a divided
+    one, the first columns."""
+    weight, matrix, beside = module.weight, matrix_of(module), None
+    if division is not None:
+        order = torch.cat(division)
+        moved = not torch.equal(order, torch.arange(len(order), device=order.device))
+        beside = Beside(matrix[:, division[1]], order if moved else None)
+        matrix = matrix[:, division[0]]
     if of_library(layout):
         packed = pack24(matrix, matrix != 0, layout)
     else:
@@ -299,7 +345,7 @@ def _packed(module: Any, layout: str) -> PackedProduct:
     kind: Any = type(module)
     _become(module, _class_of(kind))
     module.packed, module.limits = packed, Limits(MOST, 0)
-    module.joined = None
+    module.joined, module.beside = None, beside
     served = matrix.is_cpu or serves(matrix.device)
     module.fragments = None
     if served and has_fragments(packed.shape, packed.dtype):
@@ -312,7 +358,8 @@ def _packed(module: Any, layout: str) -> PackedProduct:
 def _restore(module: Any) -> None:
     """Turn a packed module back into the linear that it was."""
     _become(module, type(module).__mro__[2])
-    del module.packed, module.fragments, module.limits, module.joined, module.source
+    del module.packed, module.fragments, module.limits
+    del module.joined, module.beside, module.source
 
 
 def _become(module: Any, kind: Any) -> None:

@@ -144,12 +144,12 @@ def _do(arguments: list[str], folder: Path, runs: Path) -> int:
             raise UsageError(f"cannot use {given!r}; use claims, claims N or claims all")
         judge.main(runs, "".join(rest))
     elif command == "report":
-        options = read_options(rest, "figure=FILE")
+        options = read_options(rest, "figure=FILE", "sizes=FILE")
         from reproduce.render.report import page
 
-        if options:
-            page.write_figure(Path(options["figure"]))
-        else:
+        for name, file in options.items():
+            page.write_figure(name, Path(file))
+        if not options:
             page.main(runs)
     elif command == "pack":
         read_options(rest)

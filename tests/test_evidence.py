@@ -82,7 +82,7 @@ def compared(block, variant, against="dense", metric=LOSS):
 
 
 def test_the_differences_and_the_figure_are_those_of_the_records(tmp_path):
-    """If not: the page's table by hand, the figure by `python -m reproduce report figure=FILE`."""
+    """If not: the page's table by hand, figures by `python -m reproduce report figure=FILE`."""
     told = part("Measured so far")
     assert len(text("docs/evidence.md").split()) <= 1500
     main, other = blocks()[report_page.MAIN], blocks()["b"]
@@ -105,10 +105,11 @@ def test_the_differences_and_the_figure_are_those_of_the_records(tmp_path):
     assert max(ends) - min(ends) < 0.01 and len(ends) == 4
     lost_by = f"ends {other.rows['sparsegpt'].difference:.2f} above further dense training"
     assert other.baseline == "dense_trained_on" and lost_by in part("Blocks")
-    report_page.write_figure(tmp_path / "figure.svg")
-    figures = "docs/figure.svg", tmp_path / "figure.svg"
-    kept, drawn = (re.findall(r'aria-label="(.*?)"', text(path)) for path in figures)
-    assert drawn == kept and len(kept) == 1  # coordinates may differ between matplotlib's versions
+    for name in ("figure", "sizes"):
+        report_page.write_figure(name, tmp_path / f"{name}.svg")
+        figures = f"docs/{name}.svg", tmp_path / f"{name}.svg"
+        kept, drawn = (re.findall(r'aria-label="(.*?)"', text(path)) for path in figures)
+        assert drawn == kept and len(kept) == 1  # coordinates may differ between matplotlibs
     told = " ".join(text("README.md").split())
     (rounded,) = re.findall(r"`one_shot` .* `ast`, which end (0\.\d\d) above further dense", told)
     for variant in ("ast", "naive"):

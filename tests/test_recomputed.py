@@ -190,37 +190,46 @@ def test_so_are_the_differences_with_their_intervals():
             assert abs(float(number) - found) <= 0.5001 * 10**-digits, (first, second)
 
 
-def share_of_width(of, variant):
-    """phi by the rule in e6.yaml, with its interval."""
-    variants = ("half", "three_quarters", "dense", variant)
-    losses = np.array([[of[v][seed]["metrics"]["val_loss"] for seed in range(5)] for v in variants])
+def share_of_width(of, variant, *between):
+    """phi by the rule in e6.yaml and e7.yaml, with its interval, as it is told. between: variants
+    of other widths between half and all."""
+    widths = {"half": 0.5, **dict.fromkeys(between, 0.75), "dense": 1.0}
+    rows = [of[v] for v in (*widths, variant)]
+    seeds = sorted(set.intersection(*map(set, rows)))
+    losses = np.array([[row[seed]["metrics"]["val_loss"] for seed in seeds] for row in rows])
 
-    def share(seeds):
-        *line, loss = losses[:, seeds].mean(1)
-        slope, end = np.polyfit(np.log([0.5, 0.75, 1.0]), line, 1)
+    def share(chosen):
+        *line, loss = losses[:, chosen].mean(1)
+        slope, end = np.polyfit(np.log([*widths.values()]), line, 1)
         return math.exp((loss - end) / slope)
 
-    draws = np.random.default_rng(0).integers(5, size=(2000, 5))
-    return share(slice(None)), *np.quantile([share(draw) for draw in draws], (0.025, 0.975))
+    draws = np.random.default_rng(0).integers(len(seeds), size=(2000, len(seeds)))
+    ends = np.quantile([share(draw) for draw in draws], (0.025, 0.975))
+    phi = share(slice(None))
+    if phi < 0.5:  # above the loss of half the width the rule gives no number
+        return "below 0.5", "below 0.5"
+    return "{:.2f} [{:.2f}, {:.2f}]".format(phi, *ends), f"{phi:.2f}"
 
 
-def test_the_shares_of_the_width_at_two_sizes():
-    at = runs("e6"), {**runs("a"), "three_quarters": runs("e1")["width_075"]}
-    told, page = (
-        " ".join((ROOT / file).read_text().partition(mark)[2].split())
-        for file, mark in (
-            ("reproduce/specs/blocks/e6.yaml", "Found:"),
-            ("docs/evidence.md", "**e6**"),
-        )
-    )
+def told_of(block):
+    """What the block's file and the page say was found."""
+    files = (f"reproduce/specs/blocks/{block}.yaml", "Found"), ("docs/evidence.md", f"**{block}**")
+    return (" ".join((ROOT / f).read_text().partition(mark)[2].split()) for f, mark in files)
+
+
+def test_the_shares_of_the_width_at_three_sizes():
+    told, page = told_of("e6")
+    of_a = {**runs("a"), "three_quarters": runs("e1")["width_075"]}
     for name in ("s_ste", "bi_mask", "sr_ste", "fst"):
-        (phi, *ends), of_a = (share_of_width(of, name) for of in at)
-        if phi < 0.5:  # above the loss of half the width the rule gives no number
-            own, short = "below 0.5", "below 0.5"
-        else:
-            own, short = "{:.2f} [{:.2f}, {:.2f}]".format(phi, *ends), f"{phi:.2f}"
-        assert "{} {} ({:.2f} [{:.2f}, {:.2f}])".format(name, own, *of_a) in told
-        assert f"{short} (`{name}`)" in page
+        (own, short), (other, _) = (
+            share_of_width(of, name, "three_quarters") for of in (runs("e6"), of_a)
+        )
+        assert f"{name} {own} ({other})" in told and f"{short} (`{name}`)" in page
     costs = [*paired("e6", "half", "dense", "val_loss").values()]
     cost = "half costs {:+.4f} [{:+.4f}, {:+.4f}]".format(np.mean(costs), *interval(costs))
     assert len(costs) == 5 and cost in told
+    told, page = told_of("e7")
+    for name in ("s_ste", "sr_ste", "fst"):
+        (own, short), *others = (share_of_width(runs(b), name) for b in ("e7", "e6", "a"))
+        assert f"{name} {own} ({others[0][0]}, {others[1][0]})" in told
+        assert f"{short} (`{name}`)" in page

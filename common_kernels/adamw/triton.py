@@ -25,7 +25,14 @@ from common_kernels.launch import by_triton, cast, keep24, magnitude, pointer, t
 from common_kernels.masks.triton import best_place, greedy_bits, network, row_word, row_words
 from common_kernels.pack import VENDOR, Packed24
 from common_kernels.pack.cpu import by_library
-from common_kernels.pack.triton import columns_of, order_of, store_tiles, store_turned, tiles_stored
+from common_kernels.pack.tiles_triton import (
+    columns_of,
+    parts_of,
+    store_tiles,
+    store_turned,
+    tiles_stored,
+)
+from common_kernels.pack.triton import order_of
 from common_kernels.soft_threshold.triton import shrink
 
 TILE = 64
@@ -157,15 +164,6 @@ def addresses(given: Weight24) -> tuple[int, ...]:
 
 
 # ---------------------------------------------------------------------- the kernel
-
-
-@triton.jit
-def parts_of(entries):
-    """Split `[1024]` (16 tile rows of 64 columns) into the tiles' four columns, each `[256]`."""
-    even, odd = tl.split(tl.reshape(entries, [256, 2, 2]))
-    a0, a2 = tl.split(even)
-    a1, a3 = tl.split(odd)
-    return a0, a1, a2, a3
 
 
 @triton.jit

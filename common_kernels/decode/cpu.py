@@ -13,11 +13,7 @@ ROWS, COLUMNS = 16, 64  # of the part of the matrix that a warp takes at a time,
 # half, g, part, product, p, q and entry of the pair; here is their order in memory by the bits of a
 # value. Words of 64 bits are those of a lane; with fewer bits the first entries of a word's pairs
 # are in the lower half of each 32 bits, the second ones above them.
-ORDERS = {
-    16: (0, 3, 4, 5, 2, 6, 1, 7),
-    8: (0, 3, 4, 2, 6, 5, 7, 1),
-    4: (0, 3, 2, 6, 4, 7, 5, 1),
-}
+ORDERS = {16: (0, 3, 4, 5, 2, 6, 1, 7), 8: (0, 3, 4, 2, 6, 5, 7, 1), 4: (0, 3, 2, 6, 4, 7, 5, 1)}
 
 
 def sizes(rows: int, parts: int) -> tuple[int, ...]:

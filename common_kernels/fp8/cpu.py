@@ -31,10 +31,7 @@ def codes_of(x: torch.Tensor, scale: torch.Tensor, fmt: str) -> torch.Tensor:
 
 
 def quantize_fp8(
-    x: torch.Tensor,
-    fmt: str,
-    amax: torch.Tensor | None = None,
-    seen: torch.Tensor | None = None,
+    x: torch.Tensor, fmt: str, amax: torch.Tensor | None = None, seen: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     scale = scale_of(x, fmt) if amax is None else scale_from(amax, fmt)
     record(seen, x)

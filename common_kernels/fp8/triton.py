@@ -16,10 +16,7 @@ BLOCK = 4096
 
 
 def quantize_fp8(
-    x: torch.Tensor,
-    fmt: str,
-    amax: torch.Tensor | None = None,
-    seen: torch.Tensor | None = None,
+    x: torch.Tensor, fmt: str, amax: torch.Tensor | None = None, seen: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     if x.numel() == 0:
         return cpu.quantize_fp8(x, fmt, amax, seen)

@@ -14,17 +14,15 @@ from common_kernels.fp8.cpu import FORMATS
 from common_kernels.fp8.operands_triton import encode
 from common_kernels.fp8.triton import constants, scale_from
 from common_kernels.launch import cast, keep24, launch, load_groups, magnitude
-from common_kernels.pack.triton import (
-    bools,
+from common_kernels.pack.tiles_triton import (
     columns_of,
     load_row,
-    order_of,
-    split,
     stack,
     store_tiles,
     store_turned,
     tiles_stored,
 )
+from common_kernels.pack.triton import bools, order_of, split
 from common_kernels.soft_threshold.triton import less, threshold
 
 TILE = 64

@@ -4,11 +4,7 @@ import torch
 
 
 def lowrank_addmm(
-    y1: torch.Tensor,
-    y2: torch.Tensor,
-    r: torch.Tensor,
-    bias: torch.Tensor | None,
-    scale: float,
+    y1: torch.Tensor, y2: torch.Tensor, r: torch.Tensor, bias: torch.Tensor | None, scale: float
 ) -> torch.Tensor:
     with torch.autocast(y1.device.type, enabled=False):  # it would round to 16 bits
         out = (y2.float() @ r.float()).mul_(scale).add_(y1)

@@ -11,11 +11,7 @@ FEW = 16, 64  # rows and columns of the tile for at most 16 rows, as in decoding
 
 
 def lowrank_addmm(
-    y1: torch.Tensor,
-    y2: torch.Tensor,
-    r: torch.Tensor,
-    bias: torch.Tensor | None,
-    scale: float,
+    y1: torch.Tensor, y2: torch.Tensor, r: torch.Tensor, bias: torch.Tensor | None, scale: float
 ) -> torch.Tensor:
     out = y1.new_empty(y1.shape)
     if out.numel() == 0:

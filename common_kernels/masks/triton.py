@@ -378,16 +378,13 @@ def flips(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
     words = len(old) // 4
     total = cpu.flips(old[4 * words :], new[4 * words :])
     if words:
-        old, new = (aligned(t[: 4 * words]).view(torch.int32) for t in (old, new))
+        cut = (t[: 4 * words] for t in (old, new))
+        old, new = ((t.clone() if t.storage_offset() % 4 else t).view(torch.int32) for t in cut)
         launch(
             flips_kernel, triton.cdiv(words, CHECKED // 2), old.device, old, new, total, words,
             BLOCK=CHECKED // 16,
         )  # fmt: skip
     return total
-
-
-def aligned(x: torch.Tensor) -> torch.Tensor:
-    return x if x.storage_offset() % 4 == 0 else x.clone()
 
 
 @triton.jit
@@ -396,10 +393,8 @@ def flips_kernel(old, new, total, words, BLOCK: tl.constexpr):
     summed, then the halves."""
     start = tl.program_id(0).to(tl.int64) * (8 * BLOCK)
     at = start + (BLOCK * tl.arange(0, 8)[:, None] + tl.arange(0, BLOCK)[None, :])
-    a, b = (
-        tl.load(old + at, mask=at < words, other=0),
-        tl.load(new + at, mask=at < words, other=0),
-    )
+    a = tl.load(old + at, mask=at < words, other=0)
+    b = tl.load(new + at, mask=at < words, other=0)
     four = tl.sum(a ^ b, 0)
     two = tl.sum((four & 0x00FF00FF) + (four >> 8 & 0x00FF00FF), 0)
     tl.atomic_add(total, ((two & 0xFFFF) + (two >> 16)).to(tl.int64))

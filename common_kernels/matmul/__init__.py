@@ -33,9 +33,7 @@ from common_kernels.matmul.choice import (
     Measured,
     check_available,
     fastest,
-    in_layout,
     is_faster,
-    layouts_on,
     library_layout,
     library_layout_for,
     measured,
@@ -44,14 +42,7 @@ from common_kernels.matmul.choice import (
 )
 from common_kernels.matmul.cusparselt import Problem
 from common_kernels.matmul.emulation import emulate
-from common_kernels.pack import (
-    BUFFERED,
-    VENDOR,
-    Packed24,
-    convert24,
-    of_library,
-    unpack24,
-)
+from common_kernels.pack import BUFFERED, VENDOR, Packed24, convert24, of_library, unpack24
 from common_kernels.pack.cusparselt import aligned
 from common_kernels.pack.operands import fill_up, packed_sample, tokens_multiple, whole_blocks
 
@@ -60,9 +51,7 @@ __all__ = [
     "Problem",
     "chosen",
     "fastest",
-    "in_layout",
     "is_faster",
-    "layouts_on",
     "library_layout",
     "library_layout_for",
     "linear24",
@@ -269,8 +258,7 @@ def _multiply(*given: Any) -> Tensor:
     differentiable = torch.is_grad_enabled() and (
         dense.requires_grad or (bias is not None and bias.requires_grad)
     )
-    multiply = _matmul24 if differentiable else _launched
-    return multiply(*given)
+    return (_matmul24 if differentiable else _launched)(*given)
 
 
 def _product(

@@ -15,14 +15,7 @@ import torch
 
 from common_kernels.backend import lasting
 from common_kernels.pack.cpu import BUFFERED
-from common_kernels.pack.cusparselt import (
-    OPAQUE,
-    ROW_MAJOR,
-    TYPES,
-    call,
-    describe,
-    handle,
-)
+from common_kernels.pack.cusparselt import OPAQUE, ROW_MAJOR, TYPES, call, describe, handle
 
 _FLOAT32 = 0
 _COLUMN_MAJOR = 1  # cusparseOrder_t

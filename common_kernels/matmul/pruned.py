@@ -63,17 +63,19 @@ def _(x, w, source, mask=None, scale=None, bias=None, dtype=None, layout="", tra
     return x.new_empty((*x.shape[:-1], w.shape[1 if transposed else 0]))
 
 
-@custom_op("sparse24::twice_pruned_mm24", mutates_args=())
-def twice_pruned_mm24(
+@custom_op("sparse24::compressed_mm24", mutates_args=())
+def compressed_mm24(
     x: Tensor,
     values: Tensor,
     row_mask: Tensor,
-    column_mask: Tensor,
+    column_mask: Tensor | None = None,
+    bias: Tensor | None = None,
     layout: str = BUFFERED,
     backend: str | None = None,
 ) -> Tensor:
-    """x [tokens, rows] (W * A * B), of shape [tokens, columns]: SLoPe's dgrad, `linear24` with the
-    operand that `prune_and_pack24_` would write, whose memory is freed when this returns.
+    """SLoPe's fprop, x (W * A)^T + bias [..., rows], or with a column mask its dgrad, x (W * A * B)
+    [..., columns]: `linear24` with the operand that `prune_and_pack24_` would write, whose memory
+    is freed when this returns.
 
     Args:
         x: a 16-bit tensor.
@@ -81,35 +83,20 @@ def twice_pruned_mm24(
             `Compressed24`.
         layout: the layout of the packed operand.
     """
-    device = checks.one_device(x=x, values=values, row_mask=row_mask, column_mask=column_mask)
-    name = backends.resolve(device, backend)
+    masks = {"row_mask": row_mask, "column_mask": column_mask}
+    name = backends.resolve(checks.one_device(x=x, values=values, **masks, bias=bias), backend)
     buffer = packed_one(values, row_mask, column_mask, x.dtype, layout, name)
-    return linear24(Packed24(buffer, (2 * values.shape[1], len(values)), x.dtype, layout), x)
+    return linear24(Packed24(buffer, _shape(values, column_mask), x.dtype, layout), x, bias)
 
 
-@twice_pruned_mm24.register_fake
-def _(x, values, row_mask, column_mask, *_):
-    checks.one_device(x=x, values=values, row_mask=row_mask, column_mask=column_mask)
-    return x.new_empty(x.shape[0], 2 * values.shape[1])
+@compressed_mm24.register_fake
+def _(x, values, row_mask, column_mask=None, bias=None, *_):
+    masks = {"row_mask": row_mask, "column_mask": column_mask}
+    checks.one_device(x=x, values=values, **masks, bias=bias)
+    return x.new_empty((*x.shape[:-1], _shape(values, column_mask)[0]))
 
 
-@custom_op("sparse24::once_pruned_linear24", mutates_args=())
-def once_pruned_linear24(
-    x: Tensor,
-    values: Tensor,
-    row_mask: Tensor,
-    bias: Tensor | None = None,
-    layout: str = BUFFERED,
-    backend: str | None = None,
-) -> Tensor:
-    """x [..., columns] (W * A)^T + bias, of shape [..., rows]: SLoPe's fprop, in the same way."""
-    device = checks.one_device(x=x, values=values, row_mask=row_mask, bias=bias)
-    name = backends.resolve(device, backend)
-    buffer = packed_one(values, row_mask, None, x.dtype, layout, name)
-    return linear24(Packed24(buffer, (len(values), 2 * values.shape[1]), x.dtype, layout), x, bias)
-
-
-@once_pruned_linear24.register_fake
-def _(x, values, row_mask, bias=None, *_):
-    checks.one_device(x=x, values=values, row_mask=row_mask, bias=bias)
-    return x.new_empty((*x.shape[:-1], values.shape[0]))
+def _shape(values: Tensor, column_mask: Tensor | None) -> tuple[int, int]:
+    """The shape of the operand."""
+    rows, columns = len(values), 2 * values.shape[1]
+    return (rows, columns) if column_mask is None else (columns, rows)

@@ -111,7 +111,7 @@ def _nearest(problem: Problem, known: dict[Problem, Entry], within: float) -> En
     if problem.dense_transposed and problem.result_transposed:
         name = "tokens"
     else:
-        of_input = problem.dense_transposed and problem.dtype.itemsize == 2
+        of_input = problem.dense_transposed and problem.out_dtype.itemsize == 2
         name = "rows" if of_input else "columns"
 
     def factor(other: Problem) -> float:
@@ -209,7 +209,9 @@ class Trial:
     def dense_ms(self) -> float:
         """Time of the dense product, for FP8 operands in FP8 if cuBLAS has it, else in bf16."""
         p, one = self.problem, torch.ones((), device=self.out.device)
-        if p.dtype is torch.float8_e4m3fn and p.dense_transposed and p.result_transposed:
+        if p.dtype is torch.float8_e4m3fn and p.dense_transposed:
+            if not p.result_transposed:  # of a sparse input
+                return replay_ms(lambda i: scaled_linear(self.a, self.dense[i], one, one))
             return replay_ms(lambda i: scaled_linear(self.dense[i], self.a, one, one))
         a, *dense = (
             t.to(torch.bfloat16) if p.dtype.itemsize == 1 else t for t in (self.a, *self.dense)

@@ -14,12 +14,7 @@ from typing import Any
 import torch
 
 # The cudaDataType of each dtype that the operands may have.
-TYPES = {
-    torch.float16: 2,
-    torch.bfloat16: 14,
-    torch.float8_e4m3fn: 28,
-    torch.float8_e5m2: 29,
-}
+TYPES = {torch.float16: 2, torch.bfloat16: 14, torch.float8_e4m3fn: 28, torch.float8_e5m2: 29}
 ROW_MAJOR = 2  # cusparseOrder_t
 OPAQUE = 2048  # bytes reserved for a structure of the library; version 0.8 uses 512
 ALIGNMENT = 16  # bytes

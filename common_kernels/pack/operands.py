@@ -103,13 +103,13 @@ def packed_weight(
     """The bytes of `pack24_`, or if `transposed` those of the transpose by `pack_both24_`, for use
     inside an operator."""
     if backend == "triton" and layout != VENDOR:
-        from common_kernels.pack import triton
+        from common_kernels.pack import tiles_triton, triton
 
         w, mask = w.contiguous(), None if mask is None else mask.contiguous()
         if transposed:
             assert mask is not None
             buffer = triton.new_buffer(w.shape[1], w.shape[0], dtype, w.device, layout)
-            triton.pack_both(w, mask, dtype, (None, buffer), (layout, layout))
+            tiles_triton.pack_both(w, mask, dtype, (None, buffer), (layout, layout))
             return buffer
         return triton.pack(w, mask, source, dtype, scale, layout=layout)
     kept, pruned = _pruned(w, source, mask, scale, dtype)
@@ -174,11 +174,11 @@ def _pack_both24_(
     backend: str,
 ) -> None:
     if backend == "triton" and VENDOR not in (layout, layout_transposed):
-        from common_kernels.pack import triton
+        from common_kernels.pack import tiles_triton
 
         mask = None if mask is None else mask.contiguous()
         layouts = layout, layout_transposed
-        triton.pack_both(w.contiguous(), mask, dtype, (buffer, transposed), layouts)
+        tiles_triton.pack_both(w.contiguous(), mask, dtype, (buffer, transposed), layouts)
         return
     kept = transposable_mask24(w) if mask is None else _bools(mask, w)
     pruned = torch.where(kept, w, 0.0).to(dtype)

@@ -15,11 +15,7 @@ GROUPS = 32
 
 
 def pack_sample(
-    dy: torch.Tensor,
-    key: torch.Tensor,
-    dtype: torch.dtype,
-    stride: int = 1,
-    layout: str = BUFFERED,
+    dy: torch.Tensor, key: torch.Tensor, dtype: torch.dtype, stride: int = 1, layout: str = BUFFERED
 ) -> torch.Tensor:
     """The buffer of the packed transpose [out, T] of mvue24(dy, dim=0), for a row-major dy [T,
     out].

@@ -1,5 +1,5 @@
 """Squared ReLU of which each four neighbours along the last dim keep the two largest (arXiv
-2503.16672), forward and backward, and packed in the same pass."""
+2503.16672), forward and backward, and packed, also as FP8 codes, in the same pass."""
 
 from typing import Any
 
@@ -8,6 +8,7 @@ from torch import Tensor
 
 from common_kernels import backend as backends
 from common_kernels import checks
+from common_kernels.fp8.cpu import FORMATS
 from common_kernels.library import operator_of
 from common_kernels.pack import Packed24
 from common_kernels.pack.cpu import buffer_bytes
@@ -46,14 +47,44 @@ def relu24_backward(
     return dz, packed
 
 
-def _empty(x: Tensor, layout: str) -> tuple[Tensor, Tensor]:
-    size = buffer_bytes(x.shape[0], x.shape[1], x.dtype, layout) if layout else 0
+def relu24_codes(
+    x: Tensor,
+    h: Tensor | None,
+    fmt: str,
+    layout: str,
+    amax: Tensor | None = None,
+    seen: Tensor | None = None,
+    *,
+    backend: str | None = None,
+) -> tuple[Tensor, Packed24, Tensor, Tensor]:
+    """H' from Z, or dZ from dH if H' is given as h, with its FP8 codes packed in `layout`, those of
+    its transpose, and their scale, in one pass after a search for the largest magnitude.
+
+    Sizes: as for `relu24_packed`. fmt, amax, seen: as for `quantize_fp8`; with amax no search.
+    """
+    name = backends.resolve_fp8(checks.one_device(x=x, h=h, amax=amax, seen=seen), backend)
+    out, buffer, *rest = _codes(x, h, fmt, layout, amax, seen, name)
+    packed = Packed24(buffer, (x.shape[0], x.shape[1]), FORMATS[fmt], layout)
+    return out, packed, rest[0], rest[1]
+
+
+def _empty(x: Tensor, layout: str, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
+    size = buffer_bytes(x.shape[0], x.shape[1], dtype or x.dtype, layout) if layout else 0
     like = torch.empty_like(x, memory_format=torch.contiguous_format)
     return like, x.new_empty(size, dtype=torch.uint8)
 
 
 _forward = operator_of(cpu.relu24, lambda z, prune, layout: _empty(z, layout))
 _backward = operator_of(cpu.relu24_backward, lambda dh, h, layout: _empty(dh, layout))
+_codes = operator_of(
+    cpu.relu24_codes,
+    lambda x, h, fmt, layout, *_: (
+        *_empty(x, layout, FORMATS[fmt]),
+        x.new_empty(x.shape[::-1], dtype=FORMATS[fmt]),
+        x.new_empty((), dtype=torch.float32),
+    ),
+    mutates_args=("seen",),
+)
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:

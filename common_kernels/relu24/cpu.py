@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from common_kernels.fp8.cpu import quantize_fp8
 from common_kernels.masks.cpu import nm_mask
 from common_kernels.pack import cpu as pack
 
@@ -20,6 +21,16 @@ def relu24_backward(dh: Tensor, h: Tensor, layout: str) -> tuple[Tensor, Tensor]
     kept = h != 0
     dz = torch.where(kept, 2 * dh.float() * h.float().sqrt(), 0.0).to(dh.dtype).contiguous()
     return dz, packed(dz, kept, layout)
+
+
+def relu24_codes(
+    x: Tensor, h: Tensor | None, fmt: str, layout: str, amax: Tensor | None, seen: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """H' from Z or, if H' is given, dZ from dH; its codes packed, and transposed; their scale."""
+    out = relu24(x, True, "")[0] if h is None else relu24_backward(x, h, "")[0]
+    kept = nm_mask(torch.where(x <= 0, 0.0, x.float()), 2, 4, 1) if h is None else h != 0
+    codes, scale = quantize_fp8(out, fmt, amax, seen)
+    return out, pack.pack(codes, kept, layout), codes.t().contiguous(), scale
 
 
 def packed(x: Tensor, kept: Tensor, layout: str) -> Tensor:

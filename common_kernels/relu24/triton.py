@@ -1,11 +1,14 @@
-"""Squared ReLU pruned to 2:4 in Triton: activation, choice of two and packing in one pass, and its
-gradient and packing in one."""
+"""Squared ReLU pruned to 2:4 in Triton: activation, choice of two, FP8 and packing in one pass, and
+its gradient, FP8 and packing in one."""
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from common_kernels.fp8.cpu import FORMATS
+from common_kernels.fp8.operands_triton import encode
+from common_kernels.fp8.triton import constants, scale_from
 from common_kernels.launch import cast, keep24, launch, magnitude
 from common_kernels.pack import VENDOR
 from common_kernels.pack.triton import (
@@ -21,44 +24,67 @@ from common_kernels.relu24 import cpu
 
 
 def relu24(z: Tensor, prune: bool, layout: str) -> tuple[Tensor, Tensor]:
-    return run(z.contiguous(), None, prune, layout)
+    return run(z.contiguous(), None, prune, layout)[:2]
 
 
 def relu24_backward(dh: Tensor, h: Tensor, layout: str) -> tuple[Tensor, Tensor]:
-    return run(dh.contiguous(), h.contiguous(), True, layout)
+    return run(dh.contiguous(), h.contiguous(), True, layout)[:2]
 
 
-def run(x: Tensor, h: Tensor | None, prune: bool, layout: str) -> tuple[Tensor, Tensor]:
-    """The result, of x's shape, and its packed bytes. h: given for the gradient."""
+def relu24_codes(
+    x: Tensor, h: Tensor | None, fmt: str, layout: str, amax: Tensor | None, seen: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    if layout == VENDOR or not x.numel():
+        return cpu.relu24_codes(x, h, fmt, layout, amax, seen)
+    h = None if h is None else h.contiguous()
+    return run(x.contiguous(), h, True, layout, fmt, amax, seen)
+
+
+def run(
+    x: Tensor, h: Tensor | None, prune: bool, layout: str, fmt: str = "", *scaling: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The result, of x's shape, its packed bytes, and with `fmt` the codes of its transpose and
+    their scale. h: given for the gradient."""
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
-    own = "" if layout == VENDOR else layout
+    own, dtype = "" if layout == VENDOR else layout, FORMATS[fmt] if fmt else x.dtype
     # As for `pack.triton.pack`: the smallest whole blocks of metadata.
-    order = order_of(own, x.dtype) if own else ""
-    groups, warps = (8, 4) if not own or is_written(order, 8) else (16, 8)
+    order = order_of(own, dtype) if own else ""
+    groups, warps = (8, 4) if not own or (not fmt and is_written(order, 8)) else (16, 8)
     buffer = torch.empty(0, dtype=torch.uint8, device=x.device)
-    values = meta = buffer
+    values = meta = turned = scale = bits = buffer
+    amax, seen = scaling or (None, None)
     if own:
-        buffer = new_buffer(*x.shape, x.dtype, x.device, own)
-        values, meta = split(buffer, x.numel(), x.dtype)
+        buffer = new_buffer(*x.shape, dtype, x.device, own)
+        values, meta = split(buffer, x.numel(), dtype)
+    if fmt:
+        turned, scale = x.new_empty(x.shape[::-1], dtype=dtype), torch.empty((), device=x.device)
+        bits = (torch.zeros_like(scale) if amax is None else amax).view(torch.int32)
+    stages = (0,) if not fmt else (1, 2) if amax is None else (2,)
     if x.numel():
         rows, columns = x.shape if own else (x.numel(), 4 * groups)
-        launch(
-            relu24_kernel, triton.cdiv(x.numel(), 256 * groups), x.device,
-            x, x if h is None else h, out, values, meta, rows, columns,
-            BACKWARD=h is not None, PRUNE=prune, ORDER=order, GROUPS=groups, num_warps=warps,
-        )  # fmt: skip
+        for stage in stages:
+            launch(
+                relu24_kernel, triton.cdiv(x.numel(), 256 * groups), x.device,
+                x, x if h is None else h, out, values, meta, rows, columns, turned, scale, bits,
+                bits if seen is None else seen.view(torch.int32),
+                *constants(fmt or "e4m3"), BACKWARD=h is not None, PRUNE=prune, ORDER=order,
+                GROUPS=groups, STAGE=stage, SEEN=seen is not None, num_warps=warps,
+            )  # fmt: skip
     if layout == VENDOR:  # which packs a pruned matrix itself
         buffer = cpu.packed(out, (out if h is None else h) != 0, layout)
-    return out, buffer
+    return out, buffer, turned, scale
 
 
 @triton.jit
 def relu24_kernel(
-    x, h, out, values, meta, rows, columns,
+    x, h, out, values, meta, rows, columns, turned, scale, amax, seen,
+    TOP: tl.constexpr, SMALLEST: tl.constexpr, LIFT: tl.constexpr,
     BACKWARD: tl.constexpr, PRUNE: tl.constexpr, ORDER: tl.constexpr, GROUPS: tl.constexpr,
+    STAGE: tl.constexpr, SEEN: tl.constexpr,
 ):  # fmt: skip
     """Blocks of 64 rows by GROUPS groups; without ORDER nothing is packed, `rows` is the number of
-    entries, and a row of the block follows the other in memory."""
+    entries, and a row of the block follows the other in memory. For codes STAGE is 1, which only
+    raises `amax` to the largest magnitude, and then 2, which writes."""
     across = columns // (4 * GROUPS)
     stripe = (tl.program_id(0) // across).to(tl.int64)
     first_group = (tl.program_id(0) % across) * GROUPS
@@ -82,10 +108,26 @@ def relu24_kernel(
         e0, e1 = tl.where(k[0], e0, 0.0), tl.where(k[1], e1, 0.0)
         e2, e3 = tl.where(k[2], e2, 0.0), tl.where(k[3], e3, 0.0)
     whole = tl.reshape(tl.join(tl.join(e0, e2), tl.join(e1, e3)), [64, 4 * GROUPS])
+    if STAGE != 0:
+        whole = cast(whole, out.dtype.element_ty).to(tl.float32)
+    if STAGE == 1:
+        tl.atomic_max(amax, tl.max(magnitude(whole)))
+        return
     tl.store(out + at, cast(whole, out.dtype.element_ty), mask=inside)
+    if STAGE == 2:
+        s = scale_from(tl.load(amax), TOP)
+        if tl.program_id(0) == 0:
+            tl.store(scale, s)
+        if SEEN:
+            tl.atomic_max(seen, tl.max(magnitude(whole)))
+        c = (4 * first_group + tl.arange(0, 4 * GROUPS)[:, None]).to(tl.int64)
+        codes = tl.trans(encode(whole * s, TOP, SMALLEST, LIFT)).to(turned.dtype.element_ty)
+        tl.store(turned + c * rows + stripe * 64 + tl.arange(0, 64)[None, :], codes)
     if ORDER != "":
         pairs, nibbles = entries_stored(e0, e1, e2, e3, k)
         half = r * (columns // 2) + tl.arange(0, 2 * GROUPS)[None, :]
-        both = cast(tl.reshape(pairs, [64, 2 * GROUPS]), values.dtype.element_ty)
+        both = cast(tl.reshape(pairs, [64, 2 * GROUPS]), out.dtype.element_ty)
+        if STAGE == 2:
+            both = encode(both.to(tl.float32) * s, TOP, SMALLEST, LIFT).to(values.dtype.element_ty)
         tl.store(values + start // 2 + half, both)
         store_meta(meta, nibbles, stripe, first_group, rows, columns, ORDER, GROUPS)

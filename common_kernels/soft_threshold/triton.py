@@ -5,15 +5,7 @@ import triton
 import triton.language as tl
 
 from common_kernels import layout
-from common_kernels.launch import (
-    BLOCK,
-    cast,
-    keep24,
-    launch,
-    load_groups,
-    magnitude,
-    store_groups,
-)
+from common_kernels.launch import BLOCK, cast, keep24, launch, load_groups, magnitude, store_groups
 
 
 def soft_threshold24(x: torch.Tensor, gamma: float) -> torch.Tensor:

@@ -4,7 +4,8 @@ linear`.
 A row is a step with one micro-batch: the method's hooks (masks, packing, decay) and the three
 products. It also has the times of its parts and of a dense linear, and the memory that the linear
 holds. Weight, input and gradients are bf16 on a GPU and fp32 on a CPU. The limit is the time of the
-three dense products by themselves, half of it for a product that runs sparse.
+three dense products by themselves, half of it for a product that runs sparse. The rows of `act24`
+and `relu2` are of feed-forward networks, two linears with a squared ReLU between them.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import methods
+from common_kernels import relu24
 from experiments.bench import dense_fp8, variants
 from experiments.bench.report import MIB, Report, Row
 from experiments.bench.timing import Call, in_turns
@@ -50,8 +52,10 @@ def bench(options: argparse.Namespace, report: Report) -> None:
         for name in names:
             gate(name, shape, dtype, options.device, matmul)
         report.note(f"correctness of {shape_name(shape)}: green")
-        for row in compared(names, shape, dtype, matmul, options):
-            report.add(row)
+        for network in (False, True):
+            alike = [name for name in names if variants.variant(name).network == network]
+            for row in compared(alike, shape, dtype, matmul, options) if alike else ():
+                report.add(row)
     if not on_gpu:
         report.leave_out("without a GPU: bf16, sparse and FP8 products, large shapes")
 
@@ -69,25 +73,32 @@ def others(report: Report) -> list[str]:
 def compared(
     names: list[str], shape: Shape, dtype: torch.dtype, matmul: str, options: argparse.Namespace
 ) -> Iterator[Row]:
-    """The rows of the named variants, measured in turns with a dense linear."""
-    rates = dense_products(shape, dtype, options)
+    """The rows of the named variants, all linears or all networks, in turns with dense ones."""
+    network, rates = variants.variant(names[0]).network, [dense_products(shape, dtype, options)]
+    peers, text = ["dense"], shape_name(shape)
+    if network:
+        rates.append(dense_products((shape[0], shape[2], shape[1]), dtype, options))
+        peers, text = [variants.RELU2, variants.RELU2_FP8], f"{text} -> {shape[1]}"
     of = (shape, dtype, options.device, matmul, BUFFERS)
     built = {name: build(name, *of) for name in names}
-    calls: dict[str, Call] = {"dense": build("dense", *of).forward_backward}
+    calls: dict[str, Call] = {peer: build(peer, *of).forward_backward for peer in peers}
     for name, one in built.items():
         calls |= {f"{name}: {part}": call for part, call in one.calls().items()}
     times = in_turns(calls, options.device, options.repeats, BUFFERS)
     for name, one in built.items():
         own, converted = variants.variant(name), one.converted
-        fp8 = own.fp8 and not own.simulated and dense_fp8.E4M3 in rates
-        rate = rates[dense_fp8.E4M3 if fp8 else dtype]
-        sparse = next(iter(converted.sparse.values()), DENSE)
+        fp8 = own.fp8 and not own.simulated and dense_fp8.E4M3 in rates[0]
+        rate = dense_fp8.E4M3 if fp8 else dtype
+        of_each = zip(rates, [*converted.sparse.values()] or [DENSE, DENSE], strict=False)
         parts = [part for part in one.calls() if part != "whole"]
         yield Row(
-            name, "fp8" if fp8 else str(dtype).removeprefix("torch."), shape_name(shape),
+            name, "fp8" if fp8 else str(dtype).removeprefix("torch."), text,
             converted.used, times[f"{name}: whole"],
-            peers={"dense": times["dense"].ms},
-            limit_ms=sum(rate[p] * (0.5 if getattr(sparse, p) else 1.0) for p in variants.PRODUCTS),
+            peers={peer: times[peer].ms for peer in peers},
+            limit_ms=sum(
+                ms[rate][p] * (0.5 if getattr(sparse, p) else 1.0)
+                for ms, sparse in of_each for p in variants.PRODUCTS
+            ),
             figures={
                 **{f"{part} ms": times[f"{name}: {part}"].ms for part in parts},
                 **{f"{part} MiB": n / MIB for part, n in variants.bytes_held(converted).items()},
@@ -103,7 +114,7 @@ def shape_name(shape: Shape) -> str:
 def build(
     name: str, shape: Shape, dtype: torch.dtype, device: torch.device, matmul: str, buffers: int
 ) -> Bench:
-    """A linear without bias under the method `name`, with inputs for it."""
+    """A linear without bias, or a network, under the method `name`, with inputs for it."""
     tokens, inputs, outputs = shape
     generator = torch.Generator(device).manual_seed(0)
 
@@ -114,6 +125,11 @@ def build(
     linear = nn.Linear(inputs, outputs, bias=False, device="meta")
     linear.weight = nn.Parameter(normal(outputs, inputs, std=0.02))
     model = nn.Sequential(linear)
+    if variants.variant(name).network:
+        model.extend([nn.Identity(), nn.Linear(outputs, inputs, bias=False, device="meta")])
+        vars(model[1])["forward"] = partial(relu24, prune=False)
+        model[2].weight = nn.Parameter(normal(inputs, outputs, std=0.02))
+        outputs = inputs
     converted = variants.convert(name, model, ("*",), dtype, tokens, matmul)
     xs = [normal(tokens, inputs) for _ in range(buffers)]
     return Bench(converted, xs, [normal(tokens, outputs) for _ in range(buffers)])
@@ -122,6 +138,9 @@ def build(
 def gate(name: str, shape: Shape, dtype: torch.dtype, device: torch.device, matmul: str) -> None:
     """Raise a `UserError` unless the linear's products agree with masked dense formulas."""
     built = build(name, shape, dtype, device, matmul, 1)
+    if variants.variant(name).network:
+        variants.check_network(name, built)
+        return
     (layer,) = built.converted.layers.values()
     variants.check(name, built, layer, shape)
 

@@ -10,10 +10,11 @@ from functools import cached_property
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import methods
-from common_kernels import compress_nm, expand_nm, fake_fp8, quantize_fp8, unpack_mask
+from common_kernels import compress_nm, expand_nm, fake_fp8, quantize_fp8, relu24, unpack_mask
 from experiments.bench import dense_fp8
 from experiments.bench.report import Report
 from experiments.bench.timing import Call
@@ -41,13 +42,15 @@ FORMATS = {
 class Setup:
     """A method with the options of one row. fp8: the recipe of its FP8 products, a key of FORMATS,
     or "". simulated: its products run dense, not on FP8 or sparse units. repack: as
-    `repack_backward` of `methods.Method.accelerate`."""
+    `repack_backward` of `methods.Method.accelerate`. network: two linears with a squared ReLU
+    between them are measured, in the place of one."""
 
     method: str
     options: dict[str, Any] = field(default_factory=dict)
     fp8: str = ""
     simulated: bool = False
     repack: bool = False
+    network: bool = False
 
 
 # No time depends on where the zeros are, and drawing a random mask takes longer than measuring.
@@ -69,6 +72,14 @@ ON_FP8_UNITS = {
     for name, own in BF16.items()
     if name == own.method != "dense"
 }
+RELU2, RELU2_FP8 = "relu2", "relu2, dense fp8"  # dense, with the activation in one kernel
+NETWORKS = {
+    RELU2: Setup("act24", {"dense_fraction": 1.0}, network=True),
+    RELU2_FP8: Setup("dense", fp8="hybrid", network=True),
+    "act24": Setup("act24", network=True),
+    "act24, fp8": Setup("act24", {"fp8": ON_UNITS}, fp8=ON_UNITS, network=True),
+    "act24, fp8 delayed": Setup("act24", {"fp8": "hopper_delayed"}, fp8=ON_UNITS, network=True),
+}
 VARIANTS = {
     **BF16,
     "dense fp8": Setup("dense", fp8="hybrid"),
@@ -76,6 +87,7 @@ VARIANTS = {
     **ON_FP8_UNITS,
     DELAYED: Setup("fst", {**BF16["fst"].options, "fp8": "hopper_delayed"}, fp8=ON_UNITS),
     SIMULATED: Setup("s_ste", {"fp8": "paper"}, fp8="paper", simulated=True),
+    **NETWORKS,
 }
 
 
@@ -145,7 +157,7 @@ def convert(
     fixed = {"include": include, "exclude": (), "measure_every": 0}
     method = methods.build(own.method, **{**fixed, **own.options, **options})
     method.convert(model, dtype)
-    if name == "dense fp8":
+    if name in ("dense fp8", RELU2_FP8):
         dense_fp8.convert(method.layers.values())
         return Converted(model, method, "scaled_mm", {})
     if name == TORCHAO:
@@ -355,6 +367,21 @@ def check(name: str, bench: Bench, layer: nn.Linear, shape: tuple[int, int, int]
             f"{shape}, {x.dtype},"
         )
         agree(said, got[key], want, tolerance(variant(name), x.dtype, max(shape)))
+
+
+def check_network(name: str, bench: Bench) -> None:
+    """Raise a `UserError` unless a network and its gradients are those of plain PyTorch in its
+    dtype, up to a few roundings; FP8 rounds four operands on the way to dX, by up to 2^-3 each."""
+    bench.converted.before(0)
+    found: list[Any] = [bench.forward_backward(0), *bench.found()]
+    x, w1, w2 = (t.detach().requires_grad_() for t in (bench.inputs[0], *bench.parameters))
+    h = relu24(F.linear(x, w1), name not in (RELU2, RELU2_FP8), backend="cpu")
+    y = F.linear(h, w2)
+    y.backward(bench.gradients[0])
+    allowed = 2**-2 if variant(name).fp8 else 4 * torch.finfo(x.dtype).eps
+    want: dict[str, Any] = {"Y": y, "dX": x.grad, "dW1": w1.grad, "dW2": w2.grad}
+    for (what, right), got in zip(want.items(), found, strict=True):
+        agree(f"{name} by {bench.converted.used} gives {what}", got, right.float(), allowed)
 
 
 def check_same(

@@ -1,13 +1,15 @@
 """Code that the methods share: the base classes, sparse layers and their products.
 
 base            `Method`: the hooks of every method, with defaults
+converter       its part before training: conversion, and the choice of products
 metrics         flip rates, densities and illegal groups
 config          `Config`: the options that every method takes; what drivers must know of it
 conversion      the choice of the linears to convert, and the report about it
 matrices        matrices of a model that are no linear's, converted as if they were
 check           whether a finished model is 2:4
 acceleration    the record of which products run sparse, and why
-linear          the sparse layer, and the masked layer
+derived         the state of a sparse layer: what is derived from its weight
+linear          the sparse layer with its products, and the masked layer
 phases          layers and methods that are dense for a part of the training, and the layer whose
                 mask is 2:4 along both dims
 compressed      the layer that stores only the kept values, and low-rank adapters;
@@ -27,7 +29,7 @@ sparsegpt       pruning with these statistics
 columns         input columns that stay dense beside a mask
 permutation     a permutation of hidden channels that masks keep more of
 learnt          masks learnt with the loss, of ProxSparse and MaskLLM
-sharding        sparse layers under FSDP2
+sharding        sparse layers under FSDP2; dtensors: their tensors
 ranks           what must be equal on all ranks: choices, and the seeds of random ones
 order           a check that the training loop calls every hook
 """

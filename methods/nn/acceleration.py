@@ -237,11 +237,7 @@ def choose(
 
 
 def refused(
-    sparse: Products,
-    shape: tuple[int, int],
-    dtype: torch.dtype,
-    device: torch.device,
-    matmul: str,
+    sparse: Products, shape: tuple[int, int], dtype: torch.dtype, device: torch.device, matmul: str
 ) -> str | None:
     """The reason why no product of such a layer can run sparse; None if products can."""
     rows, columns = shape
@@ -264,16 +260,15 @@ def problems(
     multiples = (16, MULTIPLE) if sparse.fp8 else (8, TOKENS)
     linear, summed = (-(-tokens // multiple) * multiple for multiple in multiples)
     biased = biased and not sparse.fp8
-    dgrad = Problem(columns, rows, linear, backward, result, True, True)
     if sparse.of_input:
         blocks = -(-tokens // MULTIPLE) * MULTIPLE
         return {
-            "fprop": Problem(blocks, columns, rows, dtype, dtype, True, False),
-            "dgrad": Problem(blocks, rows, columns, dtype, dtype, False, False),
+            "fprop": Problem(blocks, columns, rows, forward, result, True, False),
+            "dgrad": Problem(blocks, rows, columns, backward, result, sparse.fp8, False),
             "wgrad": Problem(columns, blocks, rows, dtype, dtype, False, True),
         }
     return {
         "fprop": Problem(rows, columns, linear, forward, result, True, True, biased),
-        "dgrad": dgrad,
+        "dgrad": Problem(columns, rows, linear, backward, result, True, True),
         "wgrad": Problem(rows, summed, columns, backward, out_dtype, sparse.fp8, False),
     }

@@ -19,13 +19,7 @@ from torch import Tensor
 from common_kernels import nm_mask, transposable_mask24
 from common_kernels.matmul import mm24
 from common_kernels.pack import BUFFERED, VENDOR, Packed24, check_form
-from common_kernels.pack.operands import (
-    MULTIPLE,
-    fill_up,
-    pack24_,
-    pack_both24_,
-    tokens_multiple,
-)
+from common_kernels.pack.operands import MULTIPLE, fill_up, pack24_, pack_both24_, tokens_multiple
 
 from .acceleration import MATMUL_VARIABLE, choose
 from .gemms import Products, sparse_linear, without_autocast

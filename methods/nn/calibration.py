@@ -7,9 +7,10 @@ Both are sums over tokens, so only these sums are kept from batch to batch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -68,7 +69,8 @@ def collect(
         zeros = torch.zeros(inputs, device=layer.weight.device)
         square = zeros.new_zeros(inputs, inputs) if hessian else None
         statistics[name] = Statistics(0, zeros, square)
-        handles.append(layer.register_forward_pre_hook(_adder(statistics[name]), with_kwargs=True))
+        add = partial(_add_input, statistics[name])
+        handles.append(layer.register_forward_pre_hook(add, with_kwargs=True))
     try:
         with evaluating(model):
             for batch in batches:
@@ -101,8 +103,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
             module.training = mode
 
 
-def _adder(statistics: Statistics) -> Callable[..., None]:
-    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        statistics.add(args[0] if args else kwargs["input"])
-
-    return hook
+def _add_input(
+    statistics: Statistics, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    statistics.add(args[0] if args else kwargs["input"])

@@ -9,8 +9,8 @@ from common_kernels import check_nm
 
 from . import matrices
 from .conversion import as_globs, every_matrix, is_conv1d, is_linear, some_names
+from .dtensors import rows_of
 from .linear import SparseLinear
-from .sharding import rows_of
 
 
 class Check(dict[str, bool]):

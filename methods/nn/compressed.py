@@ -21,8 +21,7 @@ from common_kernels import (
     unpack_mask,
 )
 from common_kernels.fp8.weights import quantize_compressed24_
-from common_kernels.pack.compressed import prune_and_pack24_
-from common_kernels.pack.weight import Compressed24
+from common_kernels.pack.compressed import Compressed24, prune_and_pack24_
 
 from . import delayed
 from .compressed_gemms import Fp8Product, Pattern, Product

@@ -73,30 +73,26 @@ class Product(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad_y):
-        with without_autocast(grad_y):
-            return Product._backward(ctx, grad_y)
-
-    @staticmethod
-    def _backward(ctx, grad_y):
         dgrad, x, values, left, right, row_mask, column_mask = saved(ctx)
-        dy, x2d = grad_y.reshape(-1, grad_y.shape[-1]), x.reshape(-1, x.shape[-1])
+        dy, x2d = flat(grad_y), flat(x)
         grad_x = grad_values = grad_left = grad_right = grad_bias = None
-        if ctx.needs_input_grad[0]:
-            if dgrad is None:
-                kept = unpack_mask(column_mask, values.shape[-1])
-                twice_pruned = torch.where(kept, values, 0.0).to(x.dtype)
-                dgrad = Dense(expand_nm(twice_pruned, row_mask, *ctx.pattern))
-            grad_x = dgrad.grad(dy)
-        if ctx.needs_input_grad[1]:
-            grad_values = compress_nm(dy.t() @ x2d, row_mask, *ctx.pattern, dtype=values.dtype)
-        # Adapters are inputs even before their phase, when they get no gradient: DDP waits for
-        # every parameter that it knows.
-        if ctx.adapting:
-            grad_left, grad_right = adapter_gradients(dy, x2d, left, right, grad_x)
-        if grad_x is not None:
-            grad_x = grad_x.reshape(x.shape)
-        if ctx.needs_input_grad[4]:
-            grad_bias = dy.sum(0).to(ctx.bias_dtype)
+        with without_autocast(grad_y):
+            if ctx.needs_input_grad[0]:
+                if dgrad is None:
+                    kept = unpack_mask(column_mask, values.shape[-1])
+                    twice_pruned = torch.where(kept, values, 0.0).to(x.dtype)
+                    dgrad = Dense(expand_nm(twice_pruned, row_mask, *ctx.pattern))
+                grad_x = dgrad.grad(dy)
+            if ctx.needs_input_grad[1]:
+                grad_values = compress_nm(dy.t() @ x2d, row_mask, *ctx.pattern, dtype=values.dtype)
+            # Adapters are inputs even before their phase, when they get no gradient: DDP waits for
+            # every parameter that it knows.
+            if ctx.adapting:
+                grad_left, grad_right = adapter_gradients(dy, x2d, left, right, grad_x)
+            if grad_x is not None:
+                grad_x = grad_x.reshape(x.shape)
+            if ctx.needs_input_grad[4]:
+                grad_bias = dy.sum(0).to(ctx.bias_dtype)
         return grad_x, grad_values, grad_left, grad_right, grad_bias, *(None,) * 6
 
 

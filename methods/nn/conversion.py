@@ -102,11 +102,6 @@ def loses_24(linear: Any) -> bool:
     return not (check_nm(weight[:1], 2, 4) or check_nm(weight, 2, 4)) and bool(weight.any())
 
 
-def globs(include: str | tuple[str, ...]) -> tuple[str, ...]:
-    """The globs of a config's `include`, which may be the name of a preset."""
-    return PRESETS[include] if isinstance(include, str) else include
-
-
 def is_linear(module: nn.Module) -> bool:
     """True for an `nn.Linear`, subclasses included, and for transformers' `Conv1D`."""
     return isinstance(module, nn.Linear) or is_conv1d(module)
@@ -192,7 +187,8 @@ def choose(
         ValueError: no linear can be converted, one that `include` names in full cannot be, or a
             glob matches nothing.
     """
-    owners, wanted = owners_of_parameters(model), globs(include)
+    owners = owners_of_parameters(model)
+    wanted = PRESETS[include] if isinstance(include, str) else include
 
     def fit(name: str, module: nn.Module, attribute: str) -> nn.Module:
         """The linear to convert; raises ValueError with the reason if there is none."""

@@ -16,7 +16,7 @@ history saturates at the largest code.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,18 +26,6 @@ from common_kernels.fp8.cpu import record
 
 HISTORY = 16  # optimizer steps
 _SHAPES = {"amax_history": (2, HISTORY), "amax": (2,), "amax_seen": (2,)}
-
-
-class Amax(NamedTuple):
-    """The delayed-scaling state that a layer's products use, two tensors [2]: the magnitudes that
-    give the scales (None before there is a history), and the place where the current magnitudes are
-    recorded (None without delayed scaling)."""
-
-    amax: Tensor | None
-    seen: Tensor | None
-
-
-NONE = Amax(None, None)
 
 
 def given(place: int, x: Tensor, amax: Tensor | None, seen: Tensor | None) -> tuple[Tensor, ...]:
@@ -68,11 +56,13 @@ def reload(layer: Any) -> None:
     layer.has_history = bool(layer.amax.all())
 
 
-def of(layer: Any) -> Amax:
-    """The delayed-scaling state of `layer` for a pass."""
+def of(layer: Any) -> tuple[Tensor | None, Tensor | None]:
+    """The state of `layer` for a pass, `amax` and `seen`, [2] each: the magnitudes that give the
+    scales (None before there is a history), and the place where the current magnitudes are recorded
+    (None without delayed scaling)."""
     if "amax" not in layer._buffers:
-        return NONE
-    return Amax(layer.amax if layer.has_history else None, layer.amax_seen)
+        return None, None
+    return layer.amax if layer.has_history else None, layer.amax_seen
 
 
 @torch.no_grad()

@@ -34,35 +34,25 @@ BLOCKS = ("*.h.[0-9]", "*.h.[0-9][0-9]", "*.layers.[0-9]", "*.layers.[0-9][0-9]"
 _LABELS = ("target", "labels")
 
 
-def forward_kl(student: Tensor, teacher: Tensor, temperature: float) -> Tensor:
-    """T^2 KL(softmax(teacher / T) || softmax(student / T)), mean over tokens; logits [..., V].
+DIVERGENCES = "forward", "reverse"
 
-    The gradient with respect to the student's logits is T (softmax(s / T) - softmax(t / T)) /
-    tokens. The factor T^2 makes its size roughly independent of T.
+
+def kl(student: Tensor, teacher: Tensor, temperature: float, direction: str) -> Tensor:
+    """T^2 KL(softmax(teacher / T) || softmax(student / T)), mean over tokens, in fp32; logits
+    [..., V]. The `reverse` one, as in MiniLLM, has the two exchanged.
+
+    The gradient of the `forward` one with respect to the student's logits is T (softmax(s / T) -
+    softmax(t / T)) / tokens. The factor T^2 makes its size roughly independent of T.
     """
-    log_student, log_teacher = _log_probabilities(student, teacher, temperature)
-    divergence = F.kl_div(log_student, log_teacher, reduction="batchmean", log_target=True)
-    return temperature**2 * divergence
-
-
-def reverse_kl(student: Tensor, teacher: Tensor, temperature: float) -> Tensor:
-    """T^2 KL(softmax(student / T) || softmax(teacher / T)), mean over tokens, as in MiniLLM."""
-    log_student, log_teacher = _log_probabilities(student, teacher, temperature)
-    divergence = F.kl_div(log_teacher, log_student, reduction="batchmean", log_target=True)
-    return temperature**2 * divergence
-
-
-def _log_probabilities(student: Tensor, teacher: Tensor, temperature: float) -> list[Tensor]:
-    """The log-probabilities of both at this temperature, [tokens, V] in fp32."""
     if student.shape != teacher.shape:
         raise ValueError(
             f"the teacher gives logits {list(teacher.shape)}, the model {list(student.shape)}; "
             "distillation needs a teacher with the same vocabulary"
         )
-    return [
-        F.log_softmax(logits.flatten(0, -2).float() / temperature, dim=-1)
-        for logits in (student, teacher)
-    ]
+    both = student, teacher
+    logs = [F.log_softmax(x.flatten(0, -2).float() / temperature, dim=-1) for x in both]
+    of, target = logs if direction == "forward" else logs[::-1]
+    return temperature**2 * F.kl_div(of, target, reduction="batchmean", log_target=True)
 
 
 def squarehead(student: Tensor, teacher: Tensor) -> Tensor:
@@ -93,7 +83,6 @@ def mobilebert(student: Tensor, teacher: Tensor) -> Tensor:
     return shape + level + spread
 
 
-DIVERGENCES = {"forward": forward_kl, "reverse": reverse_kl}
 LAYER_LOSSES = {"squarehead": squarehead, "tinybert": tinybert, "mobilebert": mobilebert}
 
 
@@ -206,8 +195,8 @@ class Method(base.Method):
             own = super().micro_batch_loss(keeping, batch)  # type: ignore[arg-type]
             loss = self.config.task_weight * own
         if self.config.kl_weight:
-            divergence = DIVERGENCES[self.config.divergence]
-            value = divergence(_logits(output), teacher_logits, self.config.temperature)
+            options = self.config.temperature, self.config.divergence
+            value = kl(_logits(output), teacher_logits, *options)
             loss = loss + self.config.kl_weight * value
         if self.config.layer_weight:
             loss = loss + self.config.layer_weight * self._layer_loss(found, wanted)

@@ -38,12 +38,7 @@ from torch import Tensor
 from common_kernels import quantize_fp8
 from common_kernels.fp8 import fp8_numbers, fp8_numbers_and_codes
 from common_kernels.fp8.cpu import FORMATS
-from common_kernels.fp8.operands import (
-    quantize_and_sample,
-    quantize_both,
-    rescale,
-    scaled_linear,
-)
+from common_kernels.fp8.operands import quantize_and_sample, quantize_both, rescale, scaled_linear
 from common_kernels.matmul import mm24
 
 from . import delayed
@@ -97,7 +92,7 @@ def quantized_input(
     """X [..., in] quantised for fprop, and for wgrad its codes [T, in] (of X^T on FP8 units) and
     their scale.
 
-    amax, seen: the fields of `delayed.Amax`.
+    amax, seen: as `delayed.of` gives them.
     """
     given = delayed.given(0, x, amax, seen)
     if on_units:
@@ -138,7 +133,14 @@ def weight_gradient(
     return rescale(product, dy.scale, x_scale, dtype=dtype)
 
 
-class _Fp8Linear(torch.autograd.Function):
+class Fp8Linear(torch.autograd.Function):
+    """`x` [..., in] times the operand of fprop, with the backward pass of the module docstring.
+
+    weight: dense master weight [out, in], which only receives dW. fprop, dgrad: codes in the given
+    formats, both for FP8 units or both for the simulation. bias, key, mvue, packs_sample: as for
+    `gemms.sparse_linear`. amax, seen: as `delayed.of` gives them.
+    """
+
     @staticmethod
     def forward(ctx, x, weight, fprop, dgrad, bias, key, mvue, formats, packs_sample, amax, seen):
         ctx.mvue, ctx.formats, ctx.packs_sample = mvue, formats, packs_sample
@@ -188,26 +190,3 @@ def quantized_sample(dy: Tensor, scale: Tensor, key: Tensor, mvue: str, formats:
     top = torch.finfo(dtype).max
     codes = (sample_tokens(dy.float(), key, mvue) * scale).clamp(-top, top).to(dtype)
     return Fp8(codes, scale)
-
-
-def fp8_linear(
-    x: Tensor,
-    weight: Tensor,
-    fprop: Fp8,
-    dgrad: Fp8,
-    bias: Tensor | None,
-    key: Tensor | None,
-    mvue: str | None,
-    formats: Fp8Formats,
-    packs_sample: str | None = None,
-    amax: delayed.Amax = delayed.NONE,
-) -> Tensor:
-    """`x` [..., in] times the operand of fprop, with the backward pass of the module docstring.
-
-    Args:
-        weight: dense master weight [out, in], which only receives dW.
-        fprop, dgrad: codes in the given formats, both for FP8 units or both for the simulation.
-        bias, key, mvue, packs_sample: as for `gemms.sparse_linear`.
-        amax: the state of delayed scaling.
-    """
-    return _Fp8Linear.apply(x, weight, fprop, dgrad, bias, key, mvue, formats, packs_sample, *amax)

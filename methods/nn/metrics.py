@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from common_kernels import check_nm, flip_rate, nm_mask
 
-from . import sharding
+from . import dtensors, sharding
 from .conversion import weight_of
 from .linear import SparseLinear
 
@@ -40,7 +40,7 @@ class FlipRates:
             for (_, old), (name, new) in zip(self._before, masks(layers), strict=True)
         ]
         self._before = None
-        sums = sharding.total_each(flips)
+        sums = dtensors.total_each(flips)
         self.per_refresh = sum(n for n, _ in sums) / max(1, sum(n for _, n in sums))
         self.per_step = self.per_refresh / period
         if by_layer:
@@ -84,4 +84,4 @@ def weights(layers: Mapping[str, nn.Module], patterns: Mapping[str, tuple[int, i
                 weight = grouped = weight_of(layer)
             bad = int(check_nm(grouped, *patterns[name]))
             counts.append((layer, [int(weight.count_nonzero()), bad, weight.numel()]))
-    return [*map(int, sharding.total(counts))]
+    return [*map(int, dtensors.total(counts))]

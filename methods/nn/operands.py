@@ -19,8 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from common_kernels.fp8.operands import rescale, scaled_linear
-from common_kernels.matmul import linear24
-from common_kernels.matmul.pruned import once_pruned_linear24, pruned_mm24, twice_pruned_mm24
+from common_kernels.matmul import linear24, mm24
+from common_kernels.matmul.pruned import compressed_mm24, pruned_mm24
 from common_kernels.pack import BUFFERED, Packed24
 
 
@@ -71,13 +71,12 @@ class Compressed(NamedTuple):
 
     def linear(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """x [..., in] -> [..., out], of one dtype, by the row mask alone."""
-        return once_pruned_linear24(x, self.values, self.row_mask, bias, layout=self.layout)
+        return compressed_mm24(x, self.values, self.row_mask, bias=bias, layout=self.layout)
 
     def grad(self, dy: Tensor) -> Tensor:
         """dy [..., out] -> [..., in]."""
         masks = self.row_mask, self.column_mask
-        dx = twice_pruned_mm24(flat(dy), self.values, *masks, layout=self.layout)
-        return dx.view(*dy.shape[:-1], dx.shape[-1])
+        return compressed_mm24(dy, self.values, *masks, layout=self.layout)
 
 
 class Pruned(NamedTuple):
@@ -106,7 +105,7 @@ class Fp8(NamedTuple):
 
     codes: [out, in], simulated codes, which may be ordinary numbers (`fp8_numbers`). On FP8 units
         codes are [out, in] for fprop and [in, out] for dgrad, or, if `shape` is given, the buffer
-        of a packed matrix of that shape and `layout`.
+        of a packed matrix of that shape and `layout`; such an X or dY can be packed instead.
     scale: fp32 [].
     """
 
@@ -131,6 +130,10 @@ class Fp8(NamedTuple):
         return with_leading_dims(rescale(dx, dy.scale, self.scale, dtype=dtype), dy.codes)
 
     def _on_units(self, x: Fp8, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+        if x.shape is not None:
+            packed: Any = Packed(x.codes, x.shape, self.codes.dtype, x.layout)
+            y = mm24(packed, self.codes, torch.bfloat16, transposed=True)
+            return rescale(y, x.scale, self.scale, 1.0, bias, dtype)
         if self.shape is not None:
             packed = Packed(self.codes, self.shape, x.codes.dtype, self.layout)
             return linear24(packed, x.codes, bias, dtype, scales=(x.scale, self.scale))

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from common_kernels.adamw import Rates, Rule, Weight24, adamw24_
 
+from .dtensors import chunk_of, is_sharded, rows_of, shard_dim
 from .linear import SparseLinear
-from .sharding import chunk_of, is_sharded, rows_of, shard_dim
 
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
 

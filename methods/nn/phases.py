@@ -21,7 +21,7 @@ from .optimizer import StepWork
 
 
 class SwitchedLinear(MaskedLinear):
-    """A `MaskedLinear` that computes with the whole weight in its dense phase.
+    """A `MaskedLinear` that computes with the whole weight, and without FP8, in its dense phase.
 
     State besides `MaskedLinear`'s: `dense` (bool [], saved), the phase. `is_dense` is a Python copy
     of it to branch on, which only `restart` reads from the buffer, because a forward pass must not
@@ -39,6 +39,11 @@ class SwitchedLinear(MaskedLinear):
     @property
     def phase(self) -> str:
         return "dense" if self.is_dense else "sparse"
+
+    @property
+    def fp8(self) -> Fp8Formats | None:
+        own = self.precision  # not super().fp8, which torch.compile mistakes
+        return None if self.is_dense or own is None else own.formats
 
     @property
     def products(self) -> Products:
@@ -59,18 +64,12 @@ class SwitchedLinear(MaskedLinear):
 
 
 class TransposableLinear(SwitchedLinear):
-    """A layer with a transposable mask, so that dgrad's operand is 2:4 along `out` as well. FP8 is
-    used only in the sparse phase."""
+    """A layer with a transposable mask, so that dgrad's operand is 2:4 along `out` as well."""
 
     config: Any
     rows_together = 4
     both_ways = True
     prunes = "mask"
-
-    @property
-    def fp8(self) -> Fp8Formats | None:
-        own = self.precision  # not super().fp8, which torch.compile mistakes
-        return None if self.is_dense or own is None else own.formats
 
     def sparse_products(self) -> Products:
         return replace(super().sparse_products(), dgrad=True)

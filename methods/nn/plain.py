@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from . import conversion, lowrank, matrices, sharding
+from . import conversion, dtensors, lowrank, matrices
 from .linear import SparseLinear
 
 
@@ -37,7 +37,7 @@ def _save(
 ) -> Any:
     """`PreTrainedModel.save_pretrained` of `model`, with the state of the plain model."""
     own = model.state_dict() if state_dict is None else state_dict
-    whole = {name: sharding.full(x) for name, x in own.items()}
+    whole = {name: dtensors.full(x) for name, x in own.items()}
     state = plain_state(model, whole, shapes)
     kind = type(model)
     return kind.save_pretrained(model, save_directory, is_main_process, state, **options)

@@ -8,12 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from common_kernels import quantize_fp8
 from common_kernels.fp8.cpu import FORMATS
 from common_kernels.pack import Packed24, check_form
 from common_kernels.pack.cpu import buffer_bytes
 
 from . import delayed
-from .fp8_gemms import Fp8Formats, recipe
+from .fp8_gemms import Fp8Formats
 from .gemms import DENSE, Products
 from .operands import Fp8
 
@@ -64,6 +65,9 @@ class Precision:
 
     def operands(self, layer: Any) -> tuple[Fp8, Fp8]:
         """The operands of fprop and of dgrad."""
+        if layer.code_scales is None:  # in the forward pass of another layer than this sharded one
+            w, own = layer.weight.detach(), self.formats
+            return Fp8(*quantize_fp8(w, own.fprop)), Fp8(*quantize_fp8(w, own.dgrad))
         scale, scale_dgrad = layer.code_scales.unbind()
         rows, columns, layouts = layer.out_features, layer.in_features, layer.accelerated.layouts
         if layer.packed is None:
@@ -76,20 +80,11 @@ class Precision:
         return fprop, Fp8(layer.packed_transposed, scale_dgrad, True, shape, layouts.dgrad)
 
 
-def precision_of(config: Any, both_ways: bool) -> Precision | None:
-    """The precision of a layer by the options `fp8` and `mvue`; None for the layer's dtype."""
-    samples = getattr(config, "mvue", "off") != "off"
-    formats = recipe(getattr(config, "fp8", "off"), both_ways, samples)
-    return None if formats is None else Precision(formats)
-
-
 @torch.no_grad()
 def hold_operands(layer: Any) -> None:
     """Allocate the packed operands that the layer's products take, and free the others; in FP8 also
     the codes, in a phase without FP8 those of the simulation."""
     products, layouts, own = layer.products, layer.products.layouts, layer.precision
-    if products.of_input:  # no weight is packed
-        return
     rows, columns = layer.out_features, layer.in_features
     device = next(layer.parameters()).device
 
@@ -105,6 +100,7 @@ def hold_operands(layer: Any) -> None:
     ):
         dtype = layer.dtype if own is None else FORMATS[getattr(own.formats, product)]
         runs = getattr(products, product) and not (product == "dgrad" and products.repack)
+        runs = runs and not products.of_input  # else no weight is packed
         if runs:
             layout = getattr(layouts, product)
             check_form(shape, dtype, layout)

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import sys
 import types
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cache, partial
@@ -37,23 +37,17 @@ from torch import Tensor, nn
 from common_kernels import pack_mask, unpack_mask
 
 from . import ranks
+from .dtensors import (
+    all_gather,
+    chunk_of,
+    full,
+    gathered,
+    is_sharded,
+    rows_of,
+    shard_dim,
+    sharded_like,
+)
 from .gemms import autocast_dtype
-
-
-def is_sharded(tensor: Any) -> bool:
-    """True if `tensor` is a DTensor."""
-    module = sys.modules.get("torch.distributed.tensor")  # if not imported, there are no DTensors
-    return module is not None and isinstance(tensor, module.DTensor)
-
-
-def rows_of(tensor: Any) -> Tensor:
-    """The part of `tensor` that this rank holds."""
-    return tensor.to_local() if is_sharded(tensor) else tensor
-
-
-def full(tensor: Any) -> Tensor:
-    """The whole of `tensor`, gathered or summed if it is a DTensor; every rank must call it."""
-    return tensor.full_tensor() if is_sharded(tensor) else tensor
 
 
 def check_unsharded(model: nn.Module) -> None:
@@ -125,6 +119,7 @@ def _shard(layer: Any, like: Any) -> None:
     vars(layer)["forward"] = types.MethodType(_forward(), layer)
 
 
+MASKS = torch.bool, torch.uint8  # dtypes of masks, as entries and as bits
 # What decides which operands a layer has.
 DERIVING = (
     "effective_weight", "sparse_weight", "exact_weight", "derive", "pack", "draw", "operands",
@@ -139,10 +134,10 @@ def prunes_itself(layer: Any) -> bool:
         return False
     for cls in type(layer).__mro__:
         if "prunes" in vars(cls):
-            return True
+            break
         if any(name in vars(cls) for name in DERIVING):
             return False
-    return False
+    return True
 
 
 def _drop_operands(layer: Any) -> dict[str, Tensor]:
@@ -164,25 +159,12 @@ def device_of(layer: nn.Module) -> torch.device:
 
 
 def shard_state(layer: Any, state: dict[str, Any], prefix: str) -> None:
-    """Shard in place the whole tensors of a state dict that belong to sharded buffers of `layer`.
-
-    torch does this for parameters, and for buffers that were sharded when it first looked.
-    """
+    """Shard in place the whole tensors of a state dict that belong to sharded buffers of `layer`;
+    torch does so for parameters, and for buffers that were sharded when it first looked."""
     for name, buffer in layer._buffers.items():
         key = f"{prefix}{name}"
         if key in state:
             state[key] = sharded_like(state[key], buffer)
-
-
-def sharded_like(tensor: Tensor, like: Any) -> Tensor:
-    """A whole `tensor`, equal on all ranks, sharded like `like` if that is sharded."""
-    if not is_sharded(like) or is_sharded(tensor):
-        return tensor
-    from torch.distributed.tensor import distribute_tensor
-
-    mesh = like.device_mesh
-    there = tensor.to(mesh.device_type)
-    return distribute_tensor(there, mesh, like.placements, src_data_rank=None).to(like.device)
 
 
 def check_products(products: Any) -> None:
@@ -194,8 +176,8 @@ def check_products(products: Any) -> None:
         )
     if products.repack:
         raise ValueError(
-            "repack_backward=True under FSDP2: no operand of sharded weights is held "
-            "between passes; leave it out"
+            "repack_backward=True under FSDP2: no operand of sharded weights is held between "
+            "passes; leave it out"
         )
 
 
@@ -226,7 +208,7 @@ class Shards:
     def changed(self, layer: Any) -> Iterator[tuple[Shards, str, Any]]:
         """The sharded masks of `layer` that have changed since they were gathered, with names."""
         for name, buffer in layer._buffers.items():
-            if is_sharded(buffer) and _is_mask(buffer):
+            if is_sharded(buffer) and buffer.dtype in MASKS:
                 before, versions = self.gathered.get(name, (None, None))
                 if before is not buffer or versions != _versions(buffer):
                     yield self, name, buffer
@@ -240,24 +222,20 @@ class Shards:
     def derive(self, layer: Any, dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
         """Whole masks and operands for inputs of `dtype`, by buffer name; the weight must be
         whole."""
-        serves = {
-            name: own
-            for name, own in self.derived.items()
-            if own.dtype != torch.uint8 or dtype == layer.dtype  # packed operands have one dtype
-        }
         gather_masks([layer])
         found = {}
         for name, buffer in layer._buffers.items():
             if not is_sharded(buffer):
                 continue
-            if not _is_mask(buffer):
+            if buffer.dtype not in MASKS:
                 found[name] = gathered(buffer.to_local().to(device), buffer)
                 continue
-            bits = self.whole[name]
-            unpacked = buffer.dtype == torch.bool
-            found[name] = unpack_mask(bits, buffer.shape[1]) if unpacked else bits
+            bits, whole = self.whole[name], buffer.dtype == torch.bool
+            found[name] = unpack_mask(bits, buffer.shape[1]) if whole else bits
         dense = []
-        for name, own in serves.items():
+        for name, own in self.derived.items():
+            if own.dtype == torch.uint8 and dtype != layer.dtype:
+                continue  # packed operands have one dtype
             # torch's empty_like is slow for meta tensors: it is written in Python.
             found[name] = torch.empty(own.shape, dtype=own.dtype, device=device)
             if own.dtype == layer.dtype and own.ndim == 2:
@@ -305,32 +283,8 @@ def where_it_chooses(layer: Any) -> AbstractContextManager[None]:
         return nullcontext()
     weight = next(p for p in layer._parameters.values() if p is not None)
     together = layer.rows_together
-    if layer.shards.viewed or not together or chunk_of(weight) % together:
-        return unsharded(layer)
-    return rows(layer)
-
-
-def shard_dim(tensor: Any) -> int:
-    """The dim of the mesh whose ranks hold the shards of a DTensor."""
-    return [p.is_shard() for p in tensor.placements].index(True)
-
-
-def chunk_of(tensor: Any) -> int:
-    """Rows of a rank; the last ranks may have fewer, or none."""
-    return -(-len(tensor) // tensor.device_mesh.size(shard_dim(tensor)))
-
-
-def gathered(local: Tensor, like: Any) -> Tensor:
-    """All rows [rows, ...] from this rank's `local` ones, which are sharded as `like` is."""
-    local = F.pad(local, (0, 0, 0, chunk_of(like) - len(local)))
-    return _all_gather(local, like.device_mesh, shard_dim(like))[: len(like)]
-
-
-def _all_gather(local: Tensor, mesh: Any, dim: int) -> Tensor:
-    """The ranks' `local` tensors [n, ...] of equal shape, one after the other: [ranks * n, ...]."""
-    found = local.new_empty(len(local) * mesh.size(dim), *local.shape[1:])
-    dist.all_gather_into_tensor(found, local, group=mesh.get_group(dim))
-    return found
+    whole = layer.shards.viewed or not together or chunk_of(weight) % together
+    return unsharded(layer) if whole else rows(layer)
 
 
 def gather_masks(layers: Iterable[Any]) -> None:
@@ -349,7 +303,7 @@ def gather_masks(layers: Iterable[Any]) -> None:
             bits = pack_mask(local) if buffer.dtype == torch.bool else local
             parts.append(F.pad(bits, (0, 0, 0, chunk_of(buffer) - len(bits))))
         sizes = [part.numel() for part in parts]
-        together = _all_gather(torch.cat([part.flatten() for part in parts]), mesh, dim)
+        together = all_gather(torch.cat([part.flatten() for part in parts]), mesh, dim)
         wholes = [part.new_empty(ranks * len(part), part.shape[1]) for part in parts]
         places = [w.view(ranks, size) for w, size in zip(wholes, sizes, strict=True)]
         torch.split_with_sizes_copy(together.view(ranks, -1), sizes, 1, out=places)
@@ -361,10 +315,6 @@ def gather_masks(layers: Iterable[Any]) -> None:
 def _versions(buffer: Any) -> tuple[int, int]:
     """Hooks change the local rows and loading changes the DTensor; each has its own version."""
     return buffer._version, buffer.to_local()._version
-
-
-def _is_mask(buffer: Any) -> bool:
-    return buffer.dtype in (torch.bool, torch.uint8)
 
 
 def _not_saved(
@@ -412,18 +362,6 @@ def _showing(layer: Any, tensors: dict[str, Any]) -> Iterator[None]:
                 home[name] = own[name]
 
 
-def _sharded_tensors(layer: Any) -> dict[str, Any]:
-    shards = vars(layer).get("shards")
-    if shards is not None and shards.viewed:
-        return {}
-    return {
-        name: tensor
-        for home in (layer._parameters, layer._buffers)
-        for name, tensor in home.items()
-        if is_sharded(tensor)
-    }
-
-
 def rows(layer: Any) -> AbstractContextManager[None]:
     """A context in which sharded tensors of `layer` are plain tensors on the mesh's device: this
     rank's rows. In-place changes are kept."""
@@ -441,9 +379,12 @@ def unsharded(layer: Any) -> AbstractContextManager[None]:
 @contextmanager
 @torch.no_grad()
 def _plain_tensors(layer: Any, whole: bool) -> Iterator[None]:
-    own, shown = _sharded_tensors(layer), {}
+    shards, shown = vars(layer).get("shards"), {}
+    viewed = shards is not None and shards.viewed
+    held = {} if viewed else {**layer._parameters, **layer._buffers}
+    own = {name: tensor for name, tensor in held.items() if is_sharded(tensor)}
     for name, tensor in own.items():
-        plain = tensor.full_tensor() if whole else tensor.to_local()
+        plain = full(tensor) if whole else rows_of(tensor)
         shown[name] = plain = plain.to(tensor.device_mesh.device_type)
         if isinstance(tensor, nn.Parameter):
             shown[name] = nn.Parameter(plain.detach(), requires_grad=tensor.requires_grad)
@@ -456,42 +397,3 @@ def _plain_tensors(layer: Any, whole: bool) -> Iterator[None]:
             if whole:
                 changed = rows_of(sharded_like(changed, tensor))
             tensor.to_local().copy_(changed)
-
-
-def summed(x: Tensor) -> Tensor:
-    """The sum of all entries in float64, over all shards if x is sharded."""
-    return full(x.sum(dtype=torch.float64))
-
-
-def total(counts: Iterable[tuple[Any, Sequence[float]]]) -> list[float]:
-    """The sums of the counts over layers. A sharded layer's counts, taken on its `rows`, are also
-    summed over its ranks."""
-    sums: dict[Any, Tensor] = {}
-    for layer, numbers in counts:
-        own = next((p for p in layer._parameters.values() if is_sharded(p)), None)
-        key = None if own is None else (own.device_mesh, own.placements)
-        count = torch.tensor(numbers, dtype=torch.float64)
-        sums[key] = sums[key] + count if key in sums else count
-    totals = [_over_ranks(count, *(key or ())) for key, count in sums.items()]
-    return torch.stack(totals).sum(0).tolist() if totals else []
-
-
-def total_each(counts: Iterable[tuple[Any, Sequence[float]]]) -> list[list[float]]:
-    """The sums of the counts of each layer, as of `total`, in one sum over the ranks."""
-    pairs = [*counts]
-    many = len(pairs)
-    sums = total(
-        (layer, [n if i == j else 0.0 for n in numbers for j in range(many)])
-        for i, (layer, numbers) in enumerate(pairs)
-    )
-    return [sums[i::many] for i in range(many)]
-
-
-def _over_ranks(count: Tensor, mesh: Any = None, placements: Any = ()) -> Tensor:
-    if mesh is None:
-        return count
-    from torch.distributed.tensor import DTensor, Partial, Replicate
-
-    partial = [Partial() if p.is_shard() else Replicate() for p in placements]
-    local = count.to(mesh.device_type)
-    return DTensor.from_local(local, mesh, partial, run_check=False).full_tensor().cpu()

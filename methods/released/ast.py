@@ -34,5 +34,4 @@ class Method(ast.Method):
         needs(config, "ast", decay_route="decoupled_first_moment")
 
     def optimizer(self, groups: Any, **options: Any) -> torch.optim.Optimizer:
-        options.pop("fused", None)  # it changes only the speed
         return AdamW(groups, **options)

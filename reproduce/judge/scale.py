@@ -6,7 +6,10 @@ import math
 import statistics
 from typing import Any
 
+import numpy as np
+
 from experiments.runs.stats import mean, paired_interval, ratio_interval, std
+from experiments.support.results import number
 from reproduce.judge.claims import Margin
 from reproduce.judge.verdicts import differences
 from reproduce.records import Values
@@ -36,6 +39,28 @@ def gap_closed(
     if not math.isfinite(low):
         return None
     return {"value": mean(lost) / mean(gaps), "low": low, "high": high, "n": len(common)}
+
+
+def share_of_width(
+    values: Values, block: str, variant: str, metric: str, margin: Margin
+) -> dict[str, float] | None:
+    """phi, the share of the feed-forward width at which the straight line through the mean losses
+    of half the width and of dense, over the logarithm of the share, has the variant's mean loss.
+    With the 2.5 and 97.5 % quantiles of 2,000 resamples of the seeds that all three have; None with
+    fewer than two."""
+    names = (margin.lower, margin.upper, variant)
+    common = sorted(set.intersection(*({*values.get((block, name), {})} for name in names)))
+    if len(common) < 2:
+        return None
+    losses = np.array([[number(values[block, n][s], metric) for s in common] for n in names])
+
+    def share(seeds: Any) -> float:
+        dense, half, loss = losses[:, seeds].mean(1)
+        return 0.5 ** ((loss - dense) / (half - dense))
+
+    draws = np.random.default_rng(0).integers(len(common), size=(2000, len(common)))
+    low, high = np.quantile([share(draw) for draw in draws], (0.025, 0.975))
+    return {"value": share(slice(None)), "low": low, "high": high, "n": len(common)}
 
 
 def half_width_gap(

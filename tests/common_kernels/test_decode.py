@@ -10,14 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from common_kernels import (
-    dequantize24,
-    few_tokens24,
-    fragments24,
-    nm_mask,
-    pack24,
-    quantize24,
-)
+from common_kernels import dequantize24, few_tokens24, fragments24, nm_mask, pack24, quantize24
 from common_kernels.backend import HAS_TRITON
 from common_kernels.decode import MOST, cpu, reference
 from common_kernels.pack.quantized import integers

@@ -1,10 +1,7 @@
 """The layouts of packed matrices: against torch's own packers, by hand, and what is refused."""
 
-import copy
-
 import pytest
 import torch
-from torch._dynamo.testing import CompileCounterWithBackend
 from torch.sparse import _semi_structured_conversions as conversions
 
 from common_kernels import nm_mask, transposable_mask24
@@ -122,15 +119,6 @@ def test_every_layout_holds_every_bit(layout, dtype):
     assert convert24(packed, layout) is packed
 
 
-def test_one_buffer_holds_values_and_metadata():
-    x = matrix((128, 192), torch.bfloat16)
-    packed = pack24(x, nm_mask(x), "cusparselt_sm90")
-    parts = torch.cat([packed.values.flatten().view(torch.uint8), packed.meta.flatten()])
-    for found in (parts, cpu.pack(x, nm_mask(x), packed.layout), copy.deepcopy(packed).buffer):
-        same(found, packed.buffer)
-    assert packed.buffer.data_ptr() == packed.values.data_ptr()
-
-
 def test_a_mask_that_is_not_24():
     x = matrix((4, 12))
     mask = nm_mask(x)
@@ -161,26 +149,6 @@ def test_what_a_layout_cannot_hold(shape, dtype, layout):
                  lambda: convert24(pack24(x, x.bool()), layout)):  # fmt: skip
         with pytest.raises(ValueError, match=said):
             call()
-
-
-@each("layout", ["cutlass_sm80", "cusparselt_sm90"])
-def test_compiled_once_for_all_sizes(layout):
-    torch._dynamo.reset()
-    graphs = CompileCounterWithBackend("aot_eager")
-
-    def both(x, mask):
-        packed = pack24(x, mask, layout)
-        return packed, unpack24(convert24(packed, "neutral"))
-
-    compiled = torch.compile(both, fullgraph=True, backend=graphs, dynamic=True)
-    for rows in (64, 128, 320):
-        x, mask = matrix((rows, 128), torch.bfloat16), at_most_two((rows, 128))
-        packed, dense = compiled(x, mask)
-        same(packed.values, pack24(x, mask, layout).values)
-        same(packed.meta, pack24(x, mask, layout).meta)
-        same(dense, masked(x, mask))
-    assert graphs.frame_count <= 2
-    torch._dynamo.reset()
 
 
 on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -20,7 +20,6 @@ from common_kernels.matmul import (
     cuda_build,
     cusparselt,
     fastest,
-    in_layout,
     is_faster,
     linear24,
     matmul24,
@@ -33,14 +32,13 @@ from common_kernels.matmul import (
     unavailable,
 )
 from common_kernels.matmul.emulation import emulate
-from common_kernels.matmul.pruned import twice_pruned_mm24
+from common_kernels.matmul.pruned import compressed_mm24
 from common_kernels.matmul.table import Entry
 from common_kernels.pack import BUFFERED, VENDOR, Packed24, cpu, pack24, unpack24
 from common_kernels.pack import cusparselt as loader
-from common_kernels.pack.compressed import prune_and_pack24_
+from common_kernels.pack.compressed import Compressed24, prune_and_pack24_
 from common_kernels.pack.cusparselt import CuSparseLtError
 from common_kernels.pack.operands import sample_pack24
-from common_kernels.pack.weight import Compressed24
 from tests.common_kernels.conftest import LEARNT
 from tests.each import each
 
@@ -260,7 +258,7 @@ def test_one_operator_does_what_two_do(layout, tokens):
     stored = dict(zip(("values", "row_mask", "column_mask"), weight, strict=True))
     out = Packed24.empty((128, 64), BF16, DEVICE, layout)
     prune_and_pack24_([Compressed24(**stored, transposed=out)], choose=False)
-    assert torch.equal(twice_pruned_mm24(x, *weight, layout=layout), linear24(out, x))
+    assert torch.equal(compressed_mm24(x, *weight, layout=layout), linear24(out, x))
 
 
 PROBLEM = Problem(64, 128, 96, BF16, BF16, True, True)
@@ -414,7 +412,7 @@ def test_a_product_is_asked_for_in_the_layouts_that_kernels_take():
         (half, narrow, None),
         (single, BUFFERED, None),
     ):
-        assert in_layout(problem, layout) == found
+        assert choice.in_layout(problem, layout) == found
     device = torch.device("cpu")
     assert own_layout(PROBLEM, device) == narrow and own_layout(half, device) == BUFFERED
 

@@ -297,27 +297,6 @@ def test_our_own_kernels_are_called_as_from_python(dtype, layout, form, fake):
         )  # fmt: skip
 
 
-def test_products_of_a_layer_may_have_different_kernels(fake, monkeypatch):
-    """cuSPARSELt multiplies in fprop, our own kernels in dgrad and on the sample."""
-    from methods.nn.gemms import sparse_linear
-    from methods.nn.operands import Packed
-
-    ran = interpret(monkeypatch)
-    monkeypatch.setenv("SPARSE24_BACKEND", "triton")
-    weight = torch.randn(64, 128, requires_grad=True)
-    fprop, dgrad = (
-        Packed(Packed24.empty(shape, BF16, layout=layout).buffer, shape, BF16, layout)
-        for shape, layout in (((64, 128), BUFFERED), ((128, 64), OWN))
-    )
-    x, key = torch.randn(64, 128).to(BF16).requires_grad_(), torch.tensor([1, 2])
-    for stream in (5, 6, 5):
-        now(fake, stream)
-        sparse_linear(x, weight, fprop, dgrad, None, key, "exact", OWN).sum().backward()
-    layouts = [fields[-1] for fields, _ in fake.plans]
-    assert layouts == 2 * [BUFFERED, OWN, OWN] and x.grad.shape == x.shape
-    assert ran == 3 * ["sample_kernel"]
-
-
 def bits(*tensors):
     return [t.contiguous().view(torch.uint8) if t.ndim else t for t in tensors]
 
@@ -345,10 +324,7 @@ def test_a_sample_is_launched_before_its_product(tokens, fake, monkeypatch):
 
 @each(
     ("dtype", "formats", "layout"),
-    [
-        (BF16, ("e4m3", "e5m2"), BUFFERED),
-        (torch.float32, ("e5m2", "e5m2"), "cutlass_sm90"),
-    ],
+    [(BF16, ("e4m3", "e5m2"), BUFFERED), (torch.float32, ("e5m2", "e5m2"), "cutlass_sm90")],
 )
 def test_codes_are_those_of_python(dtype, formats, layout, fake, monkeypatch):
     """The codes of a matrix and its transpose, and of a gradient and its sample, are equal in every

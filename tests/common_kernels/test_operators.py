@@ -16,26 +16,20 @@ from common_kernels.compressed import reference as compressed
 from common_kernels.decay import reference as decay
 from common_kernels.fp8 import fp8_numbers, fp8_numbers_and_codes
 from common_kernels.fp8 import reference as fp8
-from common_kernels.fp8.operands import (
-    quantize_and_sample,
-    quantize_both,
-    rescale,
-    scaled_linear,
-)
+from common_kernels.fp8.operands import quantize_and_sample, quantize_both, rescale, scaled_linear
 from common_kernels.fp8.weights import quantize24_, quantize_compressed24_
 from common_kernels.glu import reference as glu
 from common_kernels.lowrank import reference as lowrank
 from common_kernels.masks import reference as masks
 from common_kernels.matmul import linear24, mm24, sample_mm24, unavailable
-from common_kernels.matmul.pruned import once_pruned_linear24, pruned_mm24, twice_pruned_mm24
+from common_kernels.matmul.pruned import compressed_mm24, pruned_mm24
 from common_kernels.mvue import reference as mvue
 from common_kernels.pack import BUFFERED
 from common_kernels.pack import reference as pack
-from common_kernels.pack.compressed import prune_and_pack24_
+from common_kernels.pack.compressed import Compressed24, prune_and_pack24_
 from common_kernels.pack.operands import pack24_, pack_both24_, sample_pack24
-from common_kernels.pack.weight import Compressed24
 from common_kernels.relu24 import reference as relu24
-from common_kernels.relu24 import relu24_backward, relu24_packed
+from common_kernels.relu24 import relu24_backward, relu24_codes, relu24_packed
 from common_kernels.soft_threshold import reference as soft_threshold
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -463,6 +457,15 @@ def cases():
             lambda backend, x: torch.ops.sparse24.glu_backward(x[:, :32], x, "gelu", backend),
             {"x": w},
         ),
+        "relu24_codes": (  # first, as the kernel is compiled for it with all that it has
+            delayed(
+                lambda dh, h, *more, backend: relu24_codes(
+                    dh, h, "e5m2", "cusparselt_sm90", *more, backend=backend
+                )
+            ),
+            {"dh": w.to(BF16), "h": torch.where(mask, w.abs(), 0.0).to(BF16), "amax": one,
+             "seen": seen},
+        ),
         "relu24_packed": (pure(relu24_packed, "cutlass_sm90"), {"z": w.to(BF16)}),
         "relu24_backward": (
             pure(relu24_backward, "cusparselt_sm90"),
@@ -527,12 +530,12 @@ def cases():
         ),
         "sample_pack24": (pure(sample_pack24), {"dy": x, "key": key}),
         "sample_mm24": (pure(sample_mm24), {"dy": x, "x": x, "key": key}),
-        "twice_pruned_mm24": (
-            pure(twice_pruned_mm24), {"x": numbers((32, 128), BF16).to(DEVICE), **stored}
+        "compressed_mm24": (
+            pure(compressed_mm24), {"x": numbers((32, 128), BF16).to(DEVICE), **stored}
         ),
-        "once_pruned_linear24": (
-            lambda backend, x, values, row_mask, bias: once_pruned_linear24(
-                x, values, row_mask, bias, backend=backend),
+        "compressed_mm24, fprop": (
+            lambda backend, x, values, row_mask, bias: compressed_mm24(
+                x, values, row_mask, None, bias, backend=backend),
             {"x": x, "values": values, "row_mask": bits, "bias": wide_bias},
         ),
         "pruned_mm24, soft": (

@@ -13,8 +13,7 @@ from common_kernels import (
     unpack_mask,
 )
 from common_kernels.pack import BUFFERED, VENDOR, Packed24, cpu
-from common_kernels.pack.compressed import packed_one, prune_and_pack24_
-from common_kernels.pack.weight import Compressed24
+from common_kernels.pack.compressed import Compressed24, packed_one, prune_and_pack24_
 from tests.common_kernels.conftest import LEARNT
 from tests.each import each
 

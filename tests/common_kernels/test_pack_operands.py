@@ -15,12 +15,7 @@ from common_kernels import (
     transposable_mask24,
 )
 from common_kernels.fp8.cpu import codes_of, scale_from
-from common_kernels.fp8.operands import (
-    quantize_and_sample,
-    quantize_both,
-    rescale,
-    scaled_linear,
-)
+from common_kernels.fp8.operands import quantize_and_sample, quantize_both, rescale, scaled_linear
 from common_kernels.fp8.weights import quantize24_
 from common_kernels.pack import BUFFERED, VENDOR, Packed24, unpack24
 from common_kernels.pack.cpu import pack

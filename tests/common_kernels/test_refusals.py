@@ -8,7 +8,7 @@ import torch
 import common_kernels as ck
 from common_kernels.fp8.weights import quantize24_
 from common_kernels.matmul import linear24, mm24
-from common_kernels.matmul.pruned import twice_pruned_mm24
+from common_kernels.matmul.pruned import compressed_mm24
 from common_kernels.pack import Packed24
 from common_kernels.pack.operands import pack24_, pack_both24_, sample_pack24
 from common_kernels.relu24 import relu24_backward
@@ -87,7 +87,7 @@ VALUE = [
     lambda: linear24(ACTUAL, W[:, :64].bfloat16()),
     lambda: linear24(ACTUAL, W),
     lambda: mm24(ACTUAL, torch.ones(136, 96).bfloat16()),
-    lambda: twice_pruned_mm24(W.bfloat16(), VALUES, ROW_MASK, ROW_MASK[:, :8]),
+    lambda: compressed_mm24(W.bfloat16(), VALUES, ROW_MASK, ROW_MASK[:, :8]),
     lambda: ck.fragments24(ck.pack24(torch.zeros(16, 60).half(), torch.zeros(16, 60).bool())),
     lambda: ck.few_tokens24(FRAGMENTS, torch.zeros(17, 128).bfloat16()),
     lambda: ck.few_tokens24(FRAGMENTS, torch.zeros(4, 128)),

@@ -2,10 +2,10 @@
 
 import torch
 
-from common_kernels import relu24, unpack24
+from common_kernels import nm_mask, quantize_fp8, relu24, unpack24
 from common_kernels.backend import HAS_TRITON
 from common_kernels.pack import BUFFERED, cpu
-from common_kernels.relu24 import relu24_backward, relu24_packed
+from common_kernels.relu24 import reference, relu24_backward, relu24_codes, relu24_packed
 from tests.each import each
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -45,3 +45,29 @@ def test_packed_in_the_same_pass(dtype, layout):
         assert torch.equal(dz, relu24_backward(dh, h, backend="cpu")[0])
         _, plain = relu24_packed(z, layout, backend="cpu")
         assert torch.equal(packed.buffer, plain.buffer)
+
+
+@each(("dtype", "layout"), [(torch.bfloat16, BUFFERED), (torch.float32, "cutlass_sm90")])
+def test_codes_in_the_same_pass(dtype, layout):
+    """Of both backends, those of the reference quantised, packed and transposed; scaled by its
+    largest magnitude, or by an earlier one, and then this one is noted."""
+    torch.manual_seed(0)
+    z, dh = torch.randn(2, 128, 256).to(dtype).unbind(0)
+    z[0, :8] = torch.tensor([1.0, 1.0, 1.0, 1.0, -1.0, -1.0, -1.0, 2.0])
+    h = reference.relu24(z)
+    dz = reference.relu24_backward(dh, h)
+    for want, of, fmt in (h, (z, None), "e4m3"), (dz, (dh, h), "e5m2"):
+        kept = nm_mask(z.relu()) if of[1] is None else h != 0
+        for amax in (None, torch.tensor(3.0)):
+            noted = () if amax is None else (amax, torch.tensor(0.5))
+            codes, scale = quantize_fp8(want, fmt, *noted, backend="cpu")
+            for backend in BACKENDS:
+                given = [None if t is None else t.to(DEVICE) for t in (*of, amax)]
+                seen = None if amax is None else torch.tensor(0.5, device=DEVICE)
+                dense, packed, turned, own = relu24_codes(
+                    *given[:2], fmt, layout, given[2], seen, backend=backend
+                )
+                assert torch.equal(dense.cpu(), want)
+                assert torch.equal(packed.buffer.cpu(), cpu.pack(codes, kept, layout))
+                assert torch.equal(turned.cpu().view(torch.uint8), codes.t().view(torch.uint8))
+                assert own == scale.to(DEVICE) and (seen is None or seen == want.abs().max())

@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import sys
+from itertools import product
 
 import pytest
 import torch
@@ -42,8 +43,11 @@ def test_linear_has_every_variant_with_its_parts(tmp_path):
     other = run("linear", tmp_path / "other", "--only", "dense", "--shapes", "32,16,48")
     assert other["dense"]["shape"] == "48 x 32 -> 16"
     for name, row in rows.items():
-        assert (row["shape"], row["dtype"]) == ("64 x 16 -> 32", "float32")
-        assert row["peers"].keys() == {"dense"} and row["limit_ms"] > 0
+        network = name in variants.NETWORKS
+        shape = "64 x 16 -> 32 -> 16" if network else "64 x 16 -> 32"
+        assert (row["shape"], row["dtype"]) == (shape, "float32") and row["limit_ms"] > 0
+        peers = {variants.RELU2, variants.RELU2_FP8} if network else {"dense"}
+        assert row["peers"].keys() == peers
         searching = {"hooks, masks chosen ms"} if name.startswith("fst") else set()
         held = {f"{part} MiB" for part in ("weights", "masks", "packed", "operands")}
         assert row["figures"].keys() == {"products ms", "hooks ms"} | searching | held
@@ -134,6 +138,19 @@ def test_the_gate_sees_each_product(monkeypatch):
         for wrong in variants.PRODUCTS:
             with pytest.raises(UserError, match=f"gives {wrong} for tokens"):
                 linear.gate(name, SHAPE, torch.float32, CPU, "dense")
+    for name, (wrong, what) in product(variants.NETWORKS, enumerate(("dX", "dW1", "dW2"))):
+        built = linear.build(name, SHAPE, torch.float32, CPU, "dense", 1)
+        found = built.found
+        built.found = lambda wrong=wrong, found=found: [
+            g * (1.5 if i == wrong else 1) for i, g in enumerate(found())
+        ]
+        with pytest.raises(UserError, match=f"gives {what} off"):
+            variants.check_network(name, built)
+    monkeypatch.setenv("TRITON_INTERPRET", "1")  # emulated products, on a CPU
+    packed = (64, 64, 128), torch.bfloat16, CPU, "cusparselt"
+    linear.gate("act24, fp8", *packed)
+    used = linear.build("act24, fp8", *packed, 1).converted.used
+    assert used == "cusparselt dgrad, fp8 fprop wgrad; cusparselt fprop, fp8 dgrad wgrad"
 
 
 def test_kernels_are_told_by_their_names():
@@ -160,8 +177,11 @@ def test_packed_products_pass_the_gate_and_are_named(monkeypatch):
     for name, used in {
         "fst": "cusparselt fprop dgrad wgrad",
         "s_ste, fp8": "cusparselt fprop wgrad, fp8 dgrad",
+        "act24": "cusparselt dgrad; cusparselt fprop",
+        "act24, fp8": "cusparselt dgrad, fp8 fprop wgrad; cusparselt fprop, fp8 dgrad wgrad",
     }.items():
         built = linear.build(name, shape, torch.bfloat16, CPU, "cusparselt", 1)
         assert built.converted.used == used
-        assert variants.bytes_held(built.converted)["packed"] > 0
+        packed = variants.bytes_held(built.converted)["packed"]
+        assert (packed > 0) == (name not in variants.NETWORKS)  # which pack activations alone
         linear.gate(name, shape, torch.bfloat16, CPU, "cusparselt")

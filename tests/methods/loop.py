@@ -5,6 +5,15 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
+import methods
+
+
+def convert(name, model, **options):
+    """The model, converted in place, all its linears by default, and its method."""
+    method = methods.build(name, **{"include": ["*"], **options})
+    method.convert(model)
+    return model, method
+
 
 def linear_of(row, rows=4):
     """A linear without a bias, all of whose rows are `row`."""

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import methods
-from common_kernels import nm_mask
+from common_kernels import fake_fp8, nm_mask
 from models.base import SquaredReLU
 from models.gpt2 import GPT, GPTConfig
 from models.vit import ViT, ViTConfig
@@ -65,19 +65,73 @@ def test_a_network_is_that_of_autograd(bias):
 def test_packed_products_are_the_dense_ones_up_to_rounding():
     """Emulated here; padded, because 100 tokens fill no tile."""
     pytest.importorskip("triton", reason="cuSPARSELt is emulated where Triton's interpreter runs")
-    found = []
-    for matmul in ("dense", "cusparselt"):
-        model = network(64, 128).to(torch.bfloat16)
-        method = converted(model)
-        products = method.accelerate(100, matmul)
-        wanted = matmul == "cusparselt"
-        assert (products["2"].fprop, products["0"].dgrad) == (wanted, wanted)
-        x = torch.randn(100, 64).to(torch.bfloat16).requires_grad_()
-        y = model(x)
-        y.backward(torch.ones_like(y))
-        found.append([y, *(p.grad for p in (x, *model.parameters()))])
-    for a, b in zip(*found, strict=True):
-        assert (a - b).norm() <= 2**-7 * b.norm()
+    for fp8 in ("off", "hopper", "hopper_delayed"):
+        found = []
+        for matmul in ("dense", "cusparselt"):
+            model = network(64, 128).to(torch.bfloat16)
+            method = converted(model, fp8=fp8)
+            products, wanted = method.accelerate(100, matmul), matmul == "cusparselt"
+            assert (products["2"].fprop, products["0"].dgrad) == (wanted, wanted)
+            assert products["2"].fp8 == products["0"].fp8 == (wanted and fp8 != "off")
+            x = torch.randn(100, 64).to(torch.bfloat16).requires_grad_()
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+            for step in range(2):  # of which the second has a history
+                with training_step(method, step, optimizer):
+                    x.grad = None
+                    y = model(x)
+                    y.backward(torch.ones_like(y))
+                    grads = [p.grad.clone() for p in model.parameters()]
+            if fp8 == "hopper_delayed":
+                assert model[0].has_history and model[2].has_history
+            found.append([y, x.grad, *grads])
+        for a, b in zip(*found, strict=True):
+            assert (a - b).norm() <= 2**-7 * b.norm()
+
+
+@pytest.mark.parametrize(
+    ("fp8", "formats"),  # of the gradients, of W1 and W2 in dgrad, of X and H' in wgrad
+    [
+        ("paper", ("e5m2", "e5m2", "e5m2", "e5m2")),
+        ("hybrid", ("e5m2", "e4m3", "e4m3", "e4m3")),
+        ("hopper", ("e5m2", "e5m2", "e4m3", "e4m3")),
+        ("hopper_delayed", ("e5m2", "e5m2", "e4m3", "e4m3")),
+    ],
+)
+def test_simulated_fp8_is_that_of_plain_formulas(fp8, formats):
+    """In fp32, whose sums differ by up to 2^-20 of theirs: where codes are made of sums, so many of
+    2^3 (e5m2) are other ones that the error is sqrt(2 * 2^-3 * 2^-20) in norm. The second step has
+    a history. Evaluation and the dense phase have no FP8."""
+    grad, back1, back2, wgrad = formats
+    model = network(64, 128)
+    method = converted(model, fp8=fp8, dense_fraction=0.5, prune_evaluation=True)
+    (w1, b1), (w2, b2) = ((m.weight.detach(), m.bias.detach()) for m in (model[0], model[2]))
+    x, dy = torch.randn(2, 12, 64).unbind(0)
+    dy[:, 40:] *= 1e-3
+    optimizer, ours = torch.optim.SGD(model.parameters(), lr=0.0), x.clone().requires_grad_()
+    for step in range(4):
+        with training_step(method, step, optimizer):
+            y = model(ours)
+            ours.grad = None
+            y.backward(dy)
+            got = [y, ours.grad, *(p.grad.clone() for p in model.parameters())]
+        z = (fake_fp8(x, "e4m3") @ fake_fp8(w1, "e4m3").t() if step > 1 else x @ w1.t()) + b1
+        h = z.relu().square()
+        if step < 2:
+            torch.testing.assert_close(y, F.linear(h, w2, b2), rtol=1e-5, atol=1e-6)
+            continue
+        h, dy8 = h * nm_mask(h), fake_fp8(dy, grad)
+        dz = 2 * (dy8 @ fake_fp8(w2, back2)) * h.sqrt()
+        dz8 = fake_fp8(dz, grad)
+        want = [fake_fp8(h, "e4m3") @ fake_fp8(w2, "e4m3").t() + b2, dz8 @ fake_fp8(w1, back1)]
+        want += [dz8.t() @ fake_fp8(x, wgrad), dz.sum(0)]
+        want += [dy8.t() @ fake_fp8(h, wgrad), dy.sum(0)]
+        for a, b in zip(got, want, strict=True):
+            assert (a - b).norm() <= 2**-10 * b.norm()
+    with torch.no_grad():
+        want = by_autograd(model, x)[0]
+        torch.testing.assert_close(model.eval()(x), want, rtol=1e-5, atol=1e-6)
+    method.finalize(model)
+    assert not [*model.buffers()]
 
 
 def test_the_share_of_magnitude_is_that_of_the_measured_step():

@@ -3,16 +3,15 @@
 import torch
 from torch import nn
 
-from common_kernels import check24, nm_mask
+from common_kernels import check24
 from methods import bi_mask
+from tests.methods.loop import convert
 
 
 def converted(weight, **options):
     layer = nn.Linear(weight.shape[1], weight.shape[0], bias=False)
     layer.weight.data = weight.clone()
-    method = bi_mask.Method(bi_mask.Config(include=["*"], **options))
-    method.convert(layer)
-    return layer, method
+    return convert("bi_mask", layer, **options)
 
 
 def gaussian(out=32, inputs=64, seed=0):
@@ -64,14 +63,6 @@ def test_the_backward_weight_is_sparse_along_the_permuted_outputs():
     assert int(check24(backward, dim=1)) == 0  # a part of the forward weight
     used = backward != 0
     assert torch.equal(backward[used], layer.sparse_weight[used])
-
-
-def test_weights_in_both_masks_equal_those_that_pruning_leaves():
-    mask = nm_mask(gaussian())
-    for seed in range(20):
-        rows = torch.randperm(32, generator=torch.Generator().manual_seed(seed))
-        left = nm_mask(mask[rows].float(), dim=0) & mask[rows]
-        assert int(bi_mask.weights_in_both_masks(mask, rows)) == int(left.sum())
 
 
 def test_the_search_takes_the_best_of_a_hundred_random_permutations(monkeypatch):

@@ -1,29 +1,22 @@
-"""CAST: the rule of its optimizer, the dense forward pass, the folded scale, and its decay when
-weights and masks are sharded."""
+"""CAST: the rule of its optimizer, the dense forward pass and the folded scale."""
 
 import math
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import fully_shard
 
 import methods
 from methods import cast
-from methods.nn.sharding import full
-from tests.methods.loop import linear_of, training_step
+from tests.methods.loop import convert, linear_of, training_step
 
 VALUES = [4.0, 1.0, 3.0, -2.0]  # entries 1 and 3 are pruned
 LR, WD, BETAS, EPS = 1e-2, 0.1, (0.9, 0.95), 1e-8
 
 
-def converted(rows=4, **options):
-    layer = linear_of(VALUES, rows)
+def converted(**options):
     options = {"kl_weight": 0.0, "total_steps": 4, **options}
-    method = methods.build("cast", include=["*"], **options)
-    method.convert(layer)
-    return layer, method
+    return convert("cast", linear_of(VALUES), **options)
 
 
 def optimizer_of(layer, method, wd=WD):
@@ -94,34 +87,3 @@ def test_the_loss_and_what_is_refused():
     layer.weight.grad = torch.zeros(4, 4)
     with pytest.raises(ValueError, match=r"CAST has its own .*AdamW lacks: .* lr=\.\.\.\)$"):
         method.on_gradients(0, torch.optim.AdamW([layer.weight]))
-
-
-def decayed(mesh=None):
-    """Weights, mask, second moments and metric after steps without any gradient."""
-    layer, method = converted(rows=8, decay=0.3)
-    if mesh is not None:
-        fully_shard(layer, mesh=mesh)
-    optimizer = optimizer_of(layer, method, wd=0.0)
-    for step in range(4):
-        with training_step(method, step, optimizer):
-            layer.weight.grad = torch.zeros_like(layer.weight)
-    state = optimizer.state[layer.weight]
-    found = map(full, (layer.weight.detach(), layer.mask, state["exp_avg_sq"]))
-    return [*found, method.metrics()["pruned_magnitude"]]
-
-
-def _decayed(rank, result):
-    """4 rows on each of two ranks."""
-    found = decayed(dist.init_device_mesh("cpu", (2,)))
-    if rank == 0:
-        torch.save(found, result)
-
-
-def test_the_decay_is_not_lost_where_weights_are_sharded(start_ranks, tmp_path):
-    """A reproduction of others lost it, where masks and weights were cut differently."""
-    start_ranks(_decayed, tmp_path / "found")
-    *tensors, share = torch.load(tmp_path / "found", weights_only=True)
-    *expected, alone = decayed()
-    assert all(map(torch.equal, tensors, expected)) and share == alone  # summed over the ranks
-    weight, mask, _ = tensors
-    assert torch.equal(weight != torch.tensor(VALUES), ~mask)  # pruned ones moved, kept ones not

@@ -30,7 +30,7 @@ STEPS, SEQUENCES, BLOCK = 4, 8, 16
 TINY = GPTConfig(n_layer=2, n_head=2, n_embd=16, vocab_size=32, block_size=BLOCK, bias=True)
 
 VARIANTS = {  # each value of an option, most with another option's
-    "act24": [{}, {"dense_fraction": 0.5}],
+    "act24": [{}, {"dense_fraction": 0.5}, {"fp8": "hopper"}],
     "ast": [
         {},
         {"decay_route": "gradient", "alpha": 1e-2, "refresh_every": 2, "metric": "wanda"},

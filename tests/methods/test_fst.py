@@ -6,13 +6,8 @@ import torch
 from torch import nn
 
 from common_kernels import check24, transposable_mask24
-from methods import dense, fst
-from tests.methods.loop import training_step
-
-
-def method_of(**options):
-    options = {"include": ["*"], "dense_fraction": 0.0, **options}
-    return fst.Method(fst.Config(**options))
+from methods import fst
+from tests.methods.loop import convert, training_step
 
 
 def converted(weight=None, bias=False, **options):
@@ -21,9 +16,7 @@ def converted(weight=None, bias=False, **options):
     if weight is not None:
         layer = nn.Linear(weight.shape[1], weight.shape[0], bias=bias)
         layer.weight.data = weight.clone()
-    method = method_of(**options)
-    method.convert(layer)
-    return layer, method
+    return convert("fst", layer, **{"dense_fraction": 0.0, **options})
 
 
 def step_of(method, model, step, parts=1, forward=None):
@@ -67,7 +60,7 @@ def test_dense_start():
         (3, 1 / 6, 2),
         (10, 0.0, None),
     ):
-        method = method_of(total_steps=steps, dense_fraction=fraction)
+        method = fst.Method(fst.Config(total_steps=steps, dense_fraction=fraction))
         asked = (0, 1, 2, 7, 8, 9, 10, 11, 249_999, 250_000, 300_000)
         dense_steps = [s for s in asked if method.dense_at(s)]
         expected = [s for s in asked if start is not None and s >= start]
@@ -119,9 +112,7 @@ def test_dense_from_the_first_step_is_dense_training_with_virtual_masks():
     """Transposable ones, which flip at other rates than the row-wise ones of `methods.dense`."""
     layer, method = converted(total_steps=6, dense_fraction=1.0, refresh_every=1, measure_every=1)
     torch.manual_seed(0)
-    plain = nn.Linear(16, 8, bias=False)
-    reference = dense.Method(dense.Config(include=["*"]))
-    reference.convert(plain)
+    plain, reference = convert("dense", nn.Linear(16, 8, bias=False))
     for step in range(6):
         before = transposable_mask24(layer.weight.detach())
         step_of(method, layer, step)

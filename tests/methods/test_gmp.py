@@ -11,7 +11,7 @@ import methods
 from common_kernels import check24, nm_mask
 from methods import gmp
 from methods.gmp import prune_towards24
-from tests.methods.loop import training_step
+from tests.methods.loop import convert, training_step
 
 
 def removed(weight, mask):
@@ -75,11 +75,8 @@ def test_training_prunes_for_good():
     """Momentum of a weight that was removed half-way must not bring it back to life."""
     for name in ("gmp", "imp"):
         torch.manual_seed(0)
-        layer = nn.Linear(16, 8)
-        method = methods.build(
-            name, include=["*"], begin_fraction=0.25, total_steps=12, measure_every=1
-        )
-        method.convert(layer)
+        options = {"begin_fraction": 0.25, "total_steps": 12, "measure_every": 1}
+        layer, method = convert(name, nn.Linear(16, 8), **options)
         optimizer = torch.optim.AdamW(layer.parameters(), lr=0.05)
         phases, densities, flips, mask = [], [], [], layer.mask.clone()
         for step in range(12):
@@ -107,14 +104,11 @@ def test_training_prunes_for_good():
 
 def test_the_phase_follows_from_the_step_even_if_some_were_not_asked():
     for name in ("gmp", "imp"):
-        layer = nn.Linear(8, 4)
-        method = methods.build(name, include=["*"], total_steps=10)
-        method.convert(layer)
+        layer, method = convert(name, nn.Linear(8, 4), total_steps=10)
         method.on_step_begin(9)
         assert method.phase() == "sparse" and not method.unfinished
         assert int(check24(layer.weight)) == 0
-        resumed = methods.build(name, include=["*"], total_steps=10)
-        resumed.convert(nn.Linear(8, 4))
+        _, resumed = convert(name, nn.Linear(8, 4), total_steps=10)
         assert resumed.phase() == "dense" and resumed.unfinished
         resumed.load_state_dict(method.state_dict())
         assert resumed.phase() == "sparse"
@@ -122,13 +116,10 @@ def test_the_phase_follows_from_the_step_even_if_some_were_not_asked():
 
 def test_distillation_is_off_unless_asked_for():
     for name in ("gmp", "imp", "one_shot"):
-        plain, taught = nn.Linear(8, 4), nn.Linear(8, 4)
-        method = methods.build(name, include=["*"], total_steps=4)
-        method.convert(plain)
-        assert method.teacher is None
-        method = methods.build(name, include=["*"], total_steps=4, kl_weight=0.67)
+        assert convert(name, nn.Linear(8, 4), total_steps=4)[1].teacher is None
+        taught = nn.Linear(8, 4)
         before = taught.weight.detach().clone()
-        method.convert(taught)
+        _, method = convert(name, taught, total_steps=4, kl_weight=0.67)
         assert torch.equal(method.teacher.weight, before)  # the dense model, before pruning
 
 

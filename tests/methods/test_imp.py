@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-import methods
 from methods import imp
+from tests.methods.loop import convert
 
 
 def test_rounds_keep_a_constant_share():
@@ -27,8 +27,7 @@ def test_each_round_removes_the_smallest_of_what_is_left():
     torch.manual_seed(0)
     layer = nn.Linear(8, 4, bias=False)
     original = layer.weight.detach().clone()
-    method = methods.build("imp", include=["*"], begin_fraction=0.0, rounds=2, total_steps=4)
-    method.convert(layer)
+    _, method = convert("imp", layer, begin_fraction=0.0, rounds=2, total_steps=4)
     left = []
     for step in range(4):
         method.on_step_begin(step)

@@ -4,14 +4,11 @@ import torch
 from torch import nn
 
 import methods
-from tests.methods.loop import linear_of, training_step
+from tests.methods.loop import convert, linear_of, training_step
 
 
 def one_row(values, **options):
-    layer = linear_of(values)
-    method = methods.build("projected", include=["*"], **options)
-    method.convert(layer)
-    return layer, method
+    return convert("projected", linear_of(values), **options)
 
 
 def step(layer, method, number, grad, **options):
@@ -55,8 +52,7 @@ def test_before_the_healing_it_is_ste():
     for name, options in (("ste", {}), ("projected", {"healing_fraction": 0.0})):
         layer = nn.Linear(8, 8)
         layer.load_state_dict(initial)
-        method = methods.build(name, include=["*"], **options)
-        method.convert(layer)
+        _, method = convert(name, layer, **options)
         optimizer = torch.optim.AdamW(layer.parameters(), lr=0.1)
         for number in range(5):
             with training_step(method, number, optimizer):

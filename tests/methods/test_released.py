@@ -12,14 +12,14 @@ from methods.released import fst as released_fst
 from methods.released import semi_sparse as released_semi_sparse
 from methods.released import slope as released_slope
 from methods.released import slope_dense, slope_mask
-from tests.methods.loop import training_step
+from tests.methods.loop import convert, training_step
 
 
 def converted(kind, dtype=torch.float32, **options):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 16), nn.GELU(), nn.Linear(16, 16)).to(dtype)
-    method = kind.Method(kind.Config(include=["*"], exclude=[], **options))
-    method.convert(model)
+    name = kind.__name__.removeprefix("methods.")
+    _, method = convert(name, model, exclude=[], **options)
     return model, method, torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=0.1)
 
 

@@ -6,7 +6,7 @@ from torch import nn
 
 from common_kernels import fake_fp8, mvue24, soft_threshold24
 from methods import s_ste
-from tests.methods.loop import training_step
+from tests.methods.loop import convert, training_step
 
 
 def converted(out=32, inputs=64, weight=None, **options):
@@ -14,9 +14,7 @@ def converted(out=32, inputs=64, weight=None, **options):
     layer = nn.Linear(inputs, out, bias=False)
     if weight is not None:
         layer.weight.data = weight
-    method = s_ste.Method(s_ste.Config(include=["*"], **options))
-    method.convert(layer)
-    return layer, method
+    return convert("s_ste", layer, **options)
 
 
 def test_beta_of_gaussian_weights():

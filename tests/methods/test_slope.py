@@ -11,10 +11,9 @@ from torch import nn
 
 from common_kernels import check24, double_prune_mask, expand_nm, nm_mask, unpack_mask
 from methods import slope
-from methods.nn import ranks
 from methods.nn.lowrank import SparsePlusLowRank, attach, merge
 from models.gpt2 import GPT, GPTConfig
-from tests.methods.loop import training_step
+from tests.methods.loop import convert, training_step
 
 PATTERNS = [(1, 2), (2, 4), (2, 8), (4, 8), (3, 6)]
 TINY = GPTConfig(n_layer=2, n_head=2, n_embd=16, vocab_size=32, block_size=16, bias=True)
@@ -25,9 +24,7 @@ def converted(out_features, in_features, bias=False, dtype=torch.float32, **opti
     torch.manual_seed(0)
     layer = nn.Linear(in_features, out_features, bias=bias, dtype=dtype)
     nn.init.normal_(layer.weight)
-    method = slope.Method(slope.Config(include=["*"], exclude=[], **options))
-    method.convert(layer)
-    return layer, method
+    return convert("slope", layer, exclude=[], **options)
 
 
 def row_mask(layer):
@@ -404,17 +401,18 @@ def test_what_does_not_fit_leaves_the_model_alone():
         assert type(model["mlp"]) is nn.Linear
 
 
-def test_an_optimizer_made_before_the_conversion_is_refused():
-    """It holds the weights that `values` replaced, and would silently train nothing."""
+def test_an_optimizer_made_before_the_conversion_and_muon_are_refused():
+    """The first holds the weights that `values` replaced, and would silently train nothing."""
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     early = torch.optim.AdamW(model.parameters())
-    method = slope.Method(slope.Config(include=["*"], exclude=[]))
-    method.convert(model)
+    _, method = convert("slope", model, exclude=[])
     method.on_step_begin(0)
     model(torch.randn(4, 8)).sum().backward()
     with pytest.raises(ValueError, match=r"0\.values.*after method\.convert"):
         method.on_gradients(0, early)
     method.on_gradients(0, torch.optim.AdamW(model.parameters()))
+    with pytest.raises(ValueError, match=r"Muon would orthogonalise 0\.values, .* to AdamW$"):
+        method.on_gradients(0, torch.optim.Muon([p for p in model.parameters() if p.ndim == 2]))
 
 
 def test_the_zeros_of_an_earlier_phase_stay_whatever_the_seed():
@@ -426,21 +424,3 @@ def test_the_zeros_of_an_earlier_phase_stay_whatever_the_seed():
     assert kept.float().mean() == 0.5
     slope.Method(slope.Config(seed=7, exclude=())).convert(first)
     assert torch.equal(first.weight != 0, kept)
-
-
-@pytest.mark.parametrize("place", ["meta", "cpu"])
-def test_packed_weights_are_refused_in_fp64_and_need_no_numbers(place, monkeypatch):
-    """The cached description of a weight, whose Parameter stays the same, is of its old type."""
-    monkeypatch.setenv("SPARSE24_BACKEND", "triton")
-    model = nn.Sequential(nn.Linear(64, 64, device=place))
-    method = slope.Method(slope.Config(include=["*"]))
-    with ranks.alone(torch.device(place)):
-        method.convert(model, torch.bfloat16)
-    (layer,) = method.layers.values()
-    layer.accelerate(layer.candidates())
-    assert layer.packed.device.type == place
-    model.double()
-    with pytest.raises(TypeError, match=r"or float16, not torch\.float64"):
-        layer.pack()
-    model.float()
-    layer.pack()

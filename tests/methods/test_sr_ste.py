@@ -5,14 +5,11 @@ import torch
 from torch import nn
 
 from methods import bi_mask, fst, sr_ste
-from tests.methods.loop import linear_of, training_step
+from tests.methods.loop import convert, linear_of, training_step
 
 
 def converted(values, **options):
-    layer = linear_of(values)
-    method = sr_ste.Method(sr_ste.Config(include=["*"], **options))
-    method.convert(layer)
-    return layer, method
+    return convert("sr_ste", linear_of(values), **options)
 
 
 def run_adam(decay_on, alpha, steps=20, lr=1e-3, weight_decay=0.0):

@@ -7,8 +7,7 @@ import torch
 from torch import nn
 
 from common_kernels import check24
-from methods import dense, step
-from tests.methods.loop import training_step
+from tests.methods.loop import convert, training_step
 
 BETAS = (0.9, 0.75)  # a window of 4 steps
 
@@ -19,10 +18,7 @@ def network():
 
 def converted(**options):
     torch.manual_seed(0)
-    model = network()
-    options = {"include": ["0"], "total_steps": 20, **options}
-    method = step.Method(step.Config(**options))
-    method.convert(model)
+    model, method = convert("step", network(), **{"include": ["0"], "total_steps": 20, **options})
     optimizer = method.optimizer(model.parameters(), lr=1e-2, betas=BETAS)
     return model, method, optimizer
 
@@ -44,9 +40,7 @@ def test_phase_1_is_dense_adamw():
     model, method, optimizer = converted()
     assert method.metrics()["density"] == 1.0  # before the first step, too
     torch.manual_seed(0)
-    plain = network()
-    reference = dense.Method(dense.Config(include=["0"]))
-    reference.convert(plain)
+    plain, reference = convert("dense", network(), include=["0"])
     adamw = torch.optim.AdamW(plain.parameters(), lr=1e-2, betas=BETAS)
     train(model, method, optimizer, range(10))
     train(plain, reference, adamw, range(10))

@@ -1,4 +1,4 @@
-"""Draws the main figure with matplotlib, as SVG whose colours follow the reader's scheme."""
+"""Draws the page's figures with matplotlib, as SVG whose colours follow the reader's scheme."""
 
 from __future__ import annotations
 
@@ -15,6 +15,9 @@ from matplotlib.ticker import MaxNLocator
 from experiments.runs.comparison import Summary
 from experiments.runs.curves import NAMES
 from experiments.runs.stats import difference_form
+from reproduce.judge.claims import Margin
+from reproduce.judge.scale import share_of_width
+from reproduce.records import Values
 from reproduce.render.report.blocks import Shown
 from reproduce.render.report.html import MINUS
 
@@ -124,6 +127,55 @@ def differences(shown: Shown) -> Markup:
         "Mean paired difference with its 95 % interval, small dots are seeds: "
         f"{'; '.join(f'{row.label} {_in_words(row)}' for row in rows)}. "
         f"{half} is the half-width baseline, {gap:+.4f}.",
+    )
+
+
+# Blocks of equal design, 20 tokens a parameter, by their parameters in millions.
+SIZES = {"a": 5, "e6": 14, "e7": 23}
+
+
+@rc_context(fname=STYLE)
+def sizes(values: Values, margin: Margin) -> Markup:
+    """The figure of phi (`scale.share_of_width`) of the methods at the sizes of `SIZES`, with its
+    intervals. Below half the width it is read from the line's continuation."""
+    figure = Figure(figsize=(5.4, 3.4), dpi=72)
+    axes = figure.add_axes((0.13, 0.15, 0.84, 0.74))
+    told = []
+    looks = zip(("s_ste", "sr_ste", "fst"), (MARK, OTHER, INK), "os^", (-1, 0, 1), strict=True)
+    for method, colour, mark, shift in looks:
+        shares = {
+            size: phi
+            for block, size in SIZES.items()
+            if (phi := share_of_width(values, block, method, "metrics.val_loss", margin))
+        }
+        at = [size * 1.03**shift for size in shares]
+        middle, low, high = ([phi[k] for phi in shares.values()] for k in ("value", "low", "high"))
+        axes.vlines(at, low, high, color=colour, linewidth=1.6)
+        axes.plot(
+            at,
+            middle,
+            mark + "-",
+            label=method,
+            color=colour,
+            mfc=colour,
+            markersize=7,
+            linewidth=0.8,
+        )
+        told += [
+            f"{method} at {size}M {phi['value']:.2f} [{phi['low']:.2f}, {phi['high']:.2f}] "
+            f"(n={phi['n']})"
+            for size, phi in shares.items()
+        ]
+    axes.axhline(0.5, color=INK, linewidth=1, linestyle="--")
+    axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1), ncols=3, frameon=False)
+    axes.set_xscale("log")
+    axes.set_xticks([*SIZES.values()], [f"{size}M" for size in SIZES.values()])
+    axes.set_xticks([], minor=True)
+    axes.set(xlabel="parameters of the dense model", ylabel="share of the feed-forward width, phi")
+    return svg(
+        figure,
+        "Share of the feed-forward width that a dense model needs for a method's loss, by size",
+        f"With 95 % intervals: {'; '.join(told)}. The dashed line is half the width.",
     )
 
 

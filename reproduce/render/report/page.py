@@ -41,10 +41,15 @@ def main(runs: Path) -> None:
     print(f"written: {path}")
 
 
-def write_figure(path: Path) -> None:
-    """Write only the main figure of the committed results, which README.md shows."""
-    shown = shown_blocks(read_claims(), records.read_evidence(EVIDENCE), {"claims": []})
-    write_text(path, figures.standalone(figures.differences(_main(shown))))
+def write_figure(name: str, path: Path) -> None:
+    """Write only a figure of the committed results: `figure`, the main one, which README.md shows,
+    or `sizes`."""
+    claims, evidence = read_claims(), records.read_evidence(EVIDENCE)
+    if name == "sizes":
+        drawn = figures.sizes(evidence.values, claims.margin)
+    else:
+        drawn = figures.differences(_main(shown_blocks(claims, evidence, {"claims": []})))
+    write_text(path, figures.standalone(drawn))
     print(f"written: {path}")
 
 

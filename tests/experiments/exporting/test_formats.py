@@ -15,7 +15,8 @@ from experiments.exporting.export import Form
 from experiments.runs.finished import FinishedRun
 from experiments.support.errors import UserError
 from experiments.training import pretraining
-from models import sparse
+from models import packed, sparse
+from models.packed import Limits
 from tests.experiments.conftest import quiet
 from tests.experiments.exporting.conftest import FAMILIES
 
@@ -157,6 +158,25 @@ def test_a_model_of_transformers_is_exported_and_compressed(hf_model, overrides,
     assert torch.equal(*texts)
     for path in (*whole.rglob("*"), *compressed.rglob("*")):
         assert path.is_dir() or str(tmp_path).encode() not in path.read_bytes(), path
+
+
+def test_dense_columns_run_packed_after_loading(tiny, tmp_path):
+    """Only the weights tell the columns: of Conv1D in an export, also saved again."""
+    options = "method=ste", "method.dense_columns=0.5", "model.n_embd=128"
+    config = tiny(*options, "train.learning_rate=1e-2")
+    pretraining.run(config, quiet)
+    run = FinishedRun.open(config.directory())
+    loaded = sparse.load(export.export(run, Form(dtype="bf16"), report=quiet))
+    loaded.save_pretrained(tmp_path)
+    ids = torch.arange(12).view(2, 6)
+    for model in (loaded, plain(tmp_path, dtype=torch.bfloat16)):
+        with torch.no_grad():
+            want = model(input_ids=ids).logits.float()
+            found = packed.pack(model, Limits(4, 5))
+            logits = model(input_ids=ids).logits.float()
+        torch.testing.assert_close(logits, want, rtol=2**-5, atol=2**-5)
+        assert set(found.values()) == {Limits(4, 5)} and len(found) == len(run.converted)
+        assert all(model.get_submodule(name).beside is not None for name in found)
 
 
 def test_transformers_alone_loads_a_compressed_folder_after_one_import(two, tmp_path):

@@ -22,8 +22,6 @@ from transformers import (
 
 import methods
 from methods.integrations.trainer import STATE, MethodCallback
-from models.gpt2 import from_hf, to_hf
-from models.hf import ForTrainer
 
 STEPS, MICRO, ACCUMULATION, TOKENS = 6, 4, 2, 16
 TINY = {
@@ -281,19 +279,6 @@ def test_a_checkpoint_loads_as_the_plain_model_of_the_same_function(name, uninte
         assert torch.equal(ours, theirs)
 
 
-@pytest.mark.parametrize("name", ["bi_mask", "gmp", "step", "semi_sparse"])
-def test_methods_with_other_state_are_resumed_exactly(name, tmp_path):
-    """... with the optimizer that the callback makes; all methods are, in test_contract.py."""
-    rates = {"learning_rate": 1e-2, "adam_beta2": 0.95, "weight_decay": 0.1, "save_steps": 4}
-    whole = trained(*build(name), tmp_path / "whole", **rates)
-    resume = str(tmp_path / "whole/checkpoint-4")
-    again = trained(*build(name), tmp_path / "again", resume, **rates)
-    assert_resumed(again, whole)
-    decayed, others = whole.optimizer.param_groups
-    assert decayed["initial_lr"] == 1e-2 and tuple(decayed["betas"]) == (0.9, 0.95)
-    assert (decayed["weight_decay"], others["weight_decay"]) == (0.1, 0.0)
-
-
 def test_distillation_is_that_of_training_alone(tmp_path):
     """Evaluation, a copy of the model and a model without labels have the model's own loss."""
     model, method = build("ast distilling")
@@ -383,9 +368,10 @@ def test_a_conv1d_is_trained_saved_and_resumed(hf_model, tmp_path):
     def train(folder, resume=None):
         method = methods.build("s_ste", include="all", total_steps=STEPS)
         model = hf_model("gpt2", vocab_size=32).train()
-        return trained(model, method, folder, resume, save_steps=3), method
+        return trained(model, method, folder, resume, save_steps=3, weight_decay=0.1), method
 
     trainer, method = train(tmp_path / "whole")
+    assert [group["weight_decay"] for group in trainer.optimizer.param_groups] == [0.1, 0.0]
     again, _ = train(tmp_path / "again", str(tmp_path / "whole/checkpoint-3"))
     whole = trainer.model
     expected = whole.state_dict()
@@ -419,29 +405,6 @@ def test_a_model_that_is_converted_already(tmp_path, capsys):
         MethodCallback(method, other, arguments)
     with pytest.raises(ValueError, match="the model is converted already"):
         MethodCallback(build("s_ste")[1], model, arguments)
-
-
-def test_our_own_gpt2_from_a_folder(hf_model, tmp_path):
-    """Trained, resumed, and written for transformers again."""
-    hf_model("gpt2", vocab_size=32).save_pretrained(tmp_path / "start")
-
-    def train(folder, resume=None):
-        method = methods.build("slope", include="all", exclude=[], total_steps=STEPS)
-        model = ForTrainer(from_hf(tmp_path / "start"))
-        return trained(model, method, folder, resume, save_steps=3), method
-
-    whole, method = train(tmp_path / "whole")
-    again, _ = train(tmp_path / "again", str(tmp_path / "whole/checkpoint-3"))
-    assert records(again) == records(whole)
-    assert len(method.layers) == 8
-    method.finalize(whole.model)
-    evaluated = whole.evaluate()["eval_loss"]
-    to_hf(whole.model.model).save_pretrained(tmp_path / "end")
-    loaded = GPT2LMHeadModel.from_pretrained(tmp_path / "end").eval()
-    ids = torch.stack([row["input_ids"] for row in sequences()[:4]])
-    with torch.no_grad():
-        expected = float(loaded(ids, labels=ids).loss)
-    assert evaluated == pytest.approx(expected, abs=1e-5)
 
 
 def test_the_trainer_says_the_number_of_steps(tmp_path):

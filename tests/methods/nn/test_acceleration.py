@@ -4,9 +4,7 @@ import json
 
 import pytest
 import torch
-from torch import nn
 
-import methods
 from common_kernels.matmul import Measured
 from methods.nn import acceleration
 from methods.nn.acceleration import Acceleration, Choice, choose
@@ -91,12 +89,3 @@ def test_the_gain_of_a_step_is_that_of_its_products(gpu):
     written = json.loads(json.dumps(found.as_dict()))
     fprop = {"sparse": True, "reason": "", "ms": 0.5, "dense_ms": 0.7, "kernels": "cuda"}
     assert written["layers"]["a"]["fprop"] == fprop and written["tokens"] == 256
-
-
-def test_a_method_tells_after_accelerate():
-    method = methods.build("s_ste", include=["*"])
-    method.convert(nn.Sequential(nn.Linear(64, 128)), torch.float32)
-    assert method.acceleration is None
-    method.accelerate(256, "auto")
-    assert set(method.acceleration.layers) == {"0"} and method.acceleration.gains() == {"0": None}
-    assert "fprop, wgrad dense in 1 (cuSPARSELt" in str(method.acceleration)

@@ -13,7 +13,7 @@ from common_kernels import fake_fp8, mvue24, quantize_fp8
 from common_kernels.matmul import Measured
 from methods.nn import acceleration
 from methods.nn.acceleration import choose
-from methods.nn.fp8_gemms import FP8, fp8_linear
+from methods.nn.fp8_gemms import FP8, Fp8Linear
 from methods.nn.gemms import DENSE, Products
 from methods.nn.operands import Fp8
 
@@ -32,7 +32,7 @@ def products(recipe, x, weight, bias, dy, mvue=None):
     formats = FP8[recipe]
     own = weight.detach()
     both = (Fp8(*quantize_fp8(own, fmt)) for fmt in (formats.fprop, formats.dgrad))
-    y = fp8_linear(x, weight, *both, bias, KEY, mvue, formats)
+    y = Fp8Linear.apply(x, weight, *both, bias, KEY, mvue, formats, None, None, None)
     return y, *torch.autograd.grad(y, (x, weight), dy)
 
 

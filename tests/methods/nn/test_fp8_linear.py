@@ -10,7 +10,7 @@ from common_kernels import Packed24, compress_nm, expand_nm, fake_fp8, unpack24,
 from common_kernels.matmul import unavailable
 from methods.nn.compressed import CompressedLinear
 from methods.nn.gemms import DENSE, Products
-from tests.methods.loop import training_step
+from tests.methods.loop import convert, training_step
 
 pytest.importorskip("triton", reason="cuSPARSELt is emulated where Triton's interpreter runs")
 
@@ -33,9 +33,7 @@ CASES = [
 
 def converted(name, fp8, **options):
     torch.manual_seed(0)
-    layer = nn.Linear(64, 128).to(DEVICE)
-    method = methods.build(name, include=("*",), fp8=fp8, **options)
-    method.convert(layer)
+    layer, method = convert(name, nn.Linear(64, 128).to(DEVICE), fp8=fp8, **options)
     assert (layer.precision is None) == (fp8 == "off")
     return layer, method
 
@@ -159,22 +157,6 @@ def test_a_dense_phase_has_no_fp8():
                 assert (dx - dy @ layer.effective_weight()).abs().max() > 1e-3  # dY is quantised
 
 
-def test_options_that_do_not_go_together():
-    for name, options, told in (
-        ("semi_sparse", {"mode": "activation", "fp8": "hopper"}, "fp8=hopper needs mode=weight"),
-        ("ste", {"fp8": "e4m3"}, "fp8='e4m3'; choose one of off, paper, hybrid, hopper"),
-        ("released.slope", {"fp8": "hopper"}, "released.slope needs .*fp8=off"),
-        ("released.slope_mask", {"fp8": "hopper"}, "released.slope_mask needs .*fp8=off"),
-    ):
-        with pytest.raises(ValueError, match=told):
-            methods.build(name, **options)
-    for name in ("ste", "fst", "semi_sparse", "slope"):
-        found = [methods.build(name, fp8=fp8).capabilities.quantizes for fp8 in ("paper", "off")]
-        assert found == [True, False]
-    for name in ("ste", "slope"):
-        assert converted(name, "paper")[0].candidates() == DENSE  # simulated alone
-
-
 @pytest.mark.parametrize("mvue", ["exact", "off"])
 def test_our_own_kernels_multiply_codes_as_cusparselt_does(mvue):
     """Our kernels give cuSPARSELt's products, with one rounding to bf16 in the place of two; their
@@ -221,13 +203,3 @@ def test_adapters_are_not_quantised():
         assert y.abs().max() > 1 and dx.abs().max() > 1
         seen.append([y, dx, *(grads[name] for name in ("left", "right", "bias"))])
     torch.testing.assert_close(*seen)
-
-
-def test_a_finished_layer_keeps_nothing_of_fp8():
-    layer, method = converted("slope", "hopper_delayed")
-    step(layer, method)
-    assert layer.has_history
-    weight = layer.effective_weight()
-    method.finalize(layer)
-    assert type(layer) is nn.Linear and torch.equal(layer.weight, weight)
-    assert not {"precision", "has_history", "operand"} & set(vars(layer))

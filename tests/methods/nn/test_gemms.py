@@ -62,26 +62,3 @@ def test_wgrad_operand_is_24_along_tokens():
         dw = products(*operands(tokens), mvue="exact")[2]
         x, *_, dy = (tensor.detach() for tensor in operands(tokens))
         torch.testing.assert_close(dw, sample_tokens(dy, KEY, "exact").t() @ x)
-
-
-def test_bits_do_not_depend_on_how_the_batch_is_cut():
-    dy = operands(tokens=32)[-1].detach()
-    whole = sample_tokens(dy, torch.tensor([3, 0]), "exact")
-    for parts in (2, 4):
-        cut = [
-            sample_tokens(part, torch.tensor([3, index]), "exact")
-            for index, part in enumerate(dy.chunk(parts))
-        ]
-        assert torch.equal(torch.cat(cut), whole)
-    assert not torch.equal(sample_tokens(dy, torch.tensor([4, 0]), "exact"), whole)
-
-
-def test_the_rest_does_not_see_the_seed():
-    x, weight, bias, dy = operands(tokens=16, inputs=8, outputs=4)
-    one, other = (
-        products(x, weight, bias, dy.detach(), key=torch.tensor([seed, 0]), mvue="exact")
-        for seed in (0, 1)
-    )
-    assert not torch.equal(one[2], other[2])
-    assert torch.equal(one[1], other[1]) and torch.equal(one[3], other[3])
-    assert torch.allclose(one[3], dy.sum(0), atol=1e-5)

@@ -9,8 +9,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 import methods
-from common_kernels import nm_mask
-from methods.nn import ranks, sharding
+from methods.nn import sharding
 from methods.nn.gemms import Products
 from methods.nn.linear import MaskedLinear
 from tests.methods.loop import training_step
@@ -131,15 +130,6 @@ def test_mixed_precision_is_that_of_fsdp(mesh):
         assert losses[1] == pytest.approx(losses[0], rel=2**-5) and losses[1] != losses[0]
 
 
-def test_weights_that_were_changed_by_hand_are_followed(mesh):
-    model, _ = converted(mesh=mesh)
-    with torch.no_grad():
-        model.first.weight.copy_(model.first.weight.flip(1))
-    methods.refresh(model)
-    weight, mask = model.first.weight.full_tensor(), model.first.mask.full_tensor()
-    assert torch.equal(mask, nm_mask(weight))
-
-
 @pytest.mark.parametrize("name", ["fst", "s_ste", "slope"])
 def test_a_compiled_model_computes_the_same(name, mesh):
     """Compiled as one graph: its products prune what FSDP gathers, and nothing else is kept."""
@@ -194,10 +184,6 @@ def test_a_model_that_was_evaluated_before_a_step_is_noticed(mesh):
     assert type(model.second) is nn.Linear and isinstance(model.second.weight, DTensor)
 
 
-def test_nothing_to_take_from_rank_0_is_no_error(mesh):
-    ranks.take_from_rank_0([])
-
-
 def test_what_cannot_be_sharded_is_refused_in_a_line(mesh, hf_model):
     model = fully_shard(Blocks(), mesh=mesh)
     with pytest.raises(ValueError, match=r"first.weight is sharded already; call convert\(model\)"):
@@ -249,8 +235,8 @@ def test_masks_are_gathered_together_when_they_have_changed_and_not_in_a_pass(
     name, chosen, mesh, monkeypatch
 ):
     """Also those that were loaded into a model that has gathered its own ones before."""
-    counted, gather = [], sharding._all_gather
-    monkeypatch.setattr(sharding, "_all_gather", lambda *of: counted.append(of) or gather(*of))
+    counted, gather = [], sharding.all_gather
+    monkeypatch.setattr(sharding, "all_gather", lambda *of: counted.append(of) or gather(*of))
     model, method = converted(name, mesh)
     one_step(model, method)
     assert len(counted) == 1  # nobody had gathered them before the first pass

@@ -10,6 +10,7 @@ from torch import nn
 import methods
 from methods.nn import lowrank, slorb
 from models.gpt2 import GPT, GPTConfig
+from tests.methods.loop import convert
 
 
 def converted(seed=0, **options):
@@ -18,8 +19,7 @@ def converted(seed=0, **options):
     layer = nn.Linear(16, 8)
     dense = layer.weight.detach().clone()
     options = {"slorb_k": 4, "kl_weight": 0.0, "ramp_steps": 0, **options}
-    methods.build("ast", include=["*"], **options).convert(layer)
-    return layer, dense
+    return convert("ast", layer, **options)[0], dense
 
 
 def product(layer):

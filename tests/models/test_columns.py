@@ -1,0 +1,148 @@
+"""Finished weights with dense columns: which these are, and their product as [2:4 | dense]."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from common_kernels import check24, matmul, nm_mask
+from methods.nn.columns import partial_mask, split
+from models import columns, packed
+from models.packed import Beside, Limits, PackedProduct
+from models.sparse import add_low_rank
+from tests.models.test_packed import DEVICE, spoil
+
+
+def test_by_hand(monkeypatch):
+    """The weight of tests/methods/nn/test_columns.py under its mask."""
+    monkeypatch.setattr(columns, "COLUMNS", 4)
+    weight = torch.tensor([[9.0, 1, 0, 3, 0.5, 4, 0, 1], [2.0, 5, 1, 0, 9, 0, 4, 8]])
+    for matrix in (weight, weight.bfloat16()):
+        grouped, dense = columns.divide(matrix)
+        assert (grouped.tolist(), dense.tolist()) == ([2, 3, 5, 6], [0, 1, 4, 7])
+    x = torch.tensor([[1.0, 2, 3, 4, 5, 6, 7, 8], [0, 1, 0, 1, 0, 1, 0, 1]])
+    for rows in (x[:1], x):
+        sparse, others = Beside(weight[:, dense], torch.cat([grouped, dense])).split(rows)
+        assert sparse.tolist() == [[3, 4, 6, 7], [0, 1, 1, 0]][: len(rows)]
+        assert others.tolist() == [[1, 2, 5, 8], [0, 1, 0, 1]][: len(rows)]
+        own = sparse @ weight[:, grouped].t() + others @ weight[:, dense].t()
+        assert own.tolist() == [[57.5, 152], [9, 13]][: len(rows)]
+    last = Beside(weight[:, 4:], None).split(x)
+    assert [part.data_ptr() for part in last] == [x.data_ptr(), x[:, 4:].data_ptr()]  # no copies
+
+
+def weights(rows, inputs, share, full=0, zeros=0, last=False):
+    """A weight with dense columns and their number. full: columns of groups that are kept in all
+    rows. zeros: dense columns that have some. last: dense columns are the last ones."""
+    torch.manual_seed(0)
+    weight = torch.randn(rows, inputs)
+    if last:
+        weight[:, round((1 - share) * inputs) :] *= 3
+    grouped, dense = split(weight, share, 4)
+    scores = weight.clone()
+    scores[:, grouped[torch.randperm(len(grouped))[:full]]] *= 1000
+    weight *= partial_mask(scores, grouped, 2, 4)
+    for column in dense[torch.randperm(len(dense))[:zeros]]:
+        weight[torch.randint(rows, (2,)), column] = 0
+    return weight, len(dense)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        (64, 128, 0.5), (64, 256, 0.1), (256, 512, 0.25, 0, 0, True), (256, 512, 0.75, 5),
+        (256, 512, 0.25, 0, 20), (256, 512, 0.5, 20, 40), (128, 512, 0.5, 0, 200, True),
+    ],
+)  # fmt: skip
+def test_a_division_is_2_4_with_the_fewest_dense_columns(given):
+    weight, count = weights(*given)
+    grouped, dense = columns.divide(weight)
+    assert sorted(torch.cat([grouped, dense]).tolist()) == [*range(weight.shape[1])]
+    assert int(check24(weight[:, grouped])) == 0 and len(grouped) % columns.COLUMNS == 0
+    assert 0 <= len(dense) - count < columns.COLUMNS
+    assert torch.equal(dense, dense.sort().values) and torch.equal(grouped, grouped.sort().values)
+
+
+def test_other_weights_have_no_division():
+    torch.manual_seed(0)
+    dense = torch.randn(64, 256)
+    half, other = dense * (torch.rand(64, 256) < 0.5), dense * nm_mask(dense, 4, 8)
+    for weight in (dense, half, other, weights(64, 64, 0.5)[0], dense[:, :0]):
+        assert columns.divide(weight) is None
+    sparse = nn.Linear(256, 64)
+    sparse.weight.data = 1000 * dense * nm_mask(dense)
+    assert not columns.partly_24(nn.Sequential(sparse, nn.Linear(64, 64, device="meta")))
+
+
+def model(exact=True):
+    """Two linears with dense columns, in the second one the last; results are `exact` integers."""
+    layers = nn.Sequential(nn.Linear(256, 128), nn.Linear(128, 64, bias=False))
+    for layer, share, last in zip(layers, (0.25, 0.5), (False, True), strict=True):
+        weight, _ = weights(*layer.weight.shape, share, 2, last=last)
+        # 1 and 2 are no integers of 4 or 8 bits times a scale, which are multiplied unrounded.
+        layer.weight.data = weight.sign() * (1 + (weight.abs() > 1)) if exact else weight
+    if exact:
+        layers[0].bias.data = torch.randint(-3, 4, (128,)).float()
+    return layers.to(DEVICE, torch.bfloat16)
+
+
+@pytest.mark.parametrize("layout", ["cusparselt_sm90", *matmul.cuda.LAYOUTS[:1]])
+@torch.no_grad()
+def test_the_product_is_that_of_the_dense_weight(layout, monkeypatch):
+    if "cutlass" in layout and (why := matmul.unavailable("cuda", DEVICE, torch.bfloat16)):
+        pytest.skip(why)
+    monkeypatch.setattr(packed, "_layout_of", lambda *_, measures: layout)
+    for own in (Limits(0, 0), Limits(8, 0), Limits(8, None)):
+        for exact in (True, False):
+            run = model(exact)
+            dense = copy.deepcopy(run)
+            assert packed.pack(run, own) == {"0": own, "1": own} == packed.limits_of(run)
+            for shape in ((1,), (5,), (1, 8), (3, 2, 16), (70,), (0,)):
+                x = torch.randn(*shape, 256, device=DEVICE).bfloat16()
+                x = x.sign() * (x.abs() > 1) if exact else x  # sums stay below 256
+                for layer, whole in zip(run, dense, strict=True):
+                    want, rounding = whole(x), 0.0 if exact else 2**-6
+                    torch.testing.assert_close(layer(x), want, rtol=rounding, atol=8 * rounding)
+                    x = want.clamp(-1, 1)
+
+
+@torch.no_grad()
+def test_what_is_held_and_used():
+    run = model()
+    x = torch.randn(2, 256, device=DEVICE).bfloat16()
+    packed.pack(run, Limits(1, 2))
+    for layer, (rows, grouped, dense) in zip(run, ((128, 192, 64), (64, 64, 64)), strict=True):
+        assert layer.packed.shape == layer.fragments.shape == (rows, grouped)
+        assert layer.packed.buffer.nbytes == rows * grouped * 9 // 8
+        assert layer.beside.weight.nbytes == 2 * rows * dense
+    assert torch.equal(run[0].beside.order.sort().values.cpu(), torch.arange(256))
+    assert run[1].beside.order is None
+    assert run.state_dict().keys() == {"0.weight", "0.bias", "1.weight"}
+    # The bias is added once, by the packed product.
+    spoil(run[0])
+    others = run[0].beside.order[192:]
+    for rows in (x, x[:1]):
+        part = rows[:, others].float() @ run[0].beside.weight.float().t() + run[0].bias
+        torch.testing.assert_close(run[0](rows).float(), part, rtol=2**-7, atol=2**-7)
+    compiled = torch.compile(run, backend="aot_eager", fullgraph=True, dynamic=False)
+    assert torch.equal(compiled(x), run(x))
+    run[0].weight.mul_(2)  # noticed
+    assert torch.equal(run[0](x), nn.functional.linear(x, run[0].weight, run[0].bias))
+    assert [type(layer) for layer in run.half()] == [nn.Linear, nn.Linear]
+    assert not hasattr(run[0], "beside")
+
+
+@torch.no_grad()
+def test_layers_with_dense_columns_are_not_joined_and_keep_low_rank_terms():
+    run = nn.ModuleDict({n: model(False)[0] for n in ("q_proj", "k_proj", "v_proj")})
+    for layer in run.values():
+        layer.bias = None
+        add_low_rank(layer, torch.randn(4, 256), torch.randn(4, 128))
+    dense = copy.deepcopy(run)
+    packed.pack(run, Limits(4, 8))
+    for tokens in (2, 16):
+        x = torch.randn(tokens, 256, device=DEVICE).bfloat16()
+        for name, layer in run.items():
+            assert isinstance(layer, PackedProduct) and layer.joined is None
+            torch.testing.assert_close(layer(x), dense[name](x), rtol=2**-6, atol=0.5)
