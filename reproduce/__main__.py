@@ -21,7 +21,8 @@ from reproduce.specs.table import TABLES, TIERS, Table, read_tables
 
 RUNS = Path("runs")
 ALL = "all"
-OPTIONS = ("paper=NAME", "tier=TIER", "launch=COMMAND", "per_gpu=N", "commands")  # of a table
+# Of a table.
+OPTIONS = ("paper=NAME", "tier=TIER", "seeds=N", "launch=COMMAND", "per_gpu=N", "commands")
 QUICKSTART = "quickstart"
 COMMANDS = (ALL, "run", "claims", "report", "pack")
 USAGE = Path(__file__).with_name("usage.txt")
@@ -83,6 +84,15 @@ def parse(arguments: list[str], tables: list[Table]) -> tuple[list[Table], str, 
     if not any(tier in table.tiers for table in chosen):
         known = ", ".join(dict.fromkeys(name for table in chosen for name in table.tiers))
         raise UsageError(f"no tier {tier!r} of {command}; choose of {known}")
+    if "seeds" in given:
+        chosen = [table for table in chosen if tier in table.tiers and table.tiers[tier].seeds]
+        if not chosen:
+            raise UsageError(f"seeds=: the seeds of {command}, tier {tier}, are those of a block")
+        seeds = list(range(int(given["seeds"])))
+        chosen = [
+            replace(table, tiers={**table.tiers, tier: replace(table.tiers[tier], seeds=seeds)})
+            for table in chosen
+        ]
     words, per_gpu = given.get("launch", ""), given.get("per_gpu")
     if words and per_gpu:
         raise UsageError("launch= gives every run all GPUs, per_gpu= one of them; choose one")

@@ -85,10 +85,11 @@ def in_turns(
     buffers: int = 1,
     graphs: bool = True,
     steps: bool = False,
+    seed: int = 0,
 ) -> dict[str, Time]:
     """The times of `calls`, measured in turns so that clocks and temperature are equal for all.
 
-    Each turn has its own random order, the same in every process. At the power limit the clock lags
+    Each turn has its own random order, which `seed` determines. At the power limit the clock lags
     behind the load, so a call takes longer after a heavy one: in a fixed order the ratio of two
     calls is wrong by up to 8 % (docs/tables.md).
 
@@ -126,7 +127,7 @@ def in_turns(
         if load is not None:
             loads.append(load)
 
-    names, shuffled = list(calls), random.Random(0)
+    names, shuffled = list(calls), random.Random(seed)
     start = time.perf_counter()
     for turn in range(repeats):
         if turn >= ENOUGH and time.perf_counter() - start > limit:

@@ -84,8 +84,9 @@ class Base:
     def in_turns(
         self, calls: Mapping[str, Call], buffers: int = BUFFERS, graphs: bool = True
     ) -> Times:
-        """The times of calls that take turns, each on its inputs in rotation."""
-        return Times(in_turns(calls, self.on, self.repeats, buffers, graphs))
+        """The times of calls that take turns, each on its inputs in rotation. Repeats of a
+        measurement, which differ in their seed, have other orders."""
+        return Times(in_turns(calls, self.on, self.repeats, buffers, graphs, seed=self.seed))
 
     def identity(self) -> dict[str, Any]:
         """Everything that the result depends on, including the device, as plain values."""

@@ -102,6 +102,10 @@ def test_calls_take_turns_in_random_order_and_buffers_rotate():
     neighbours = {order[:2] for order in orders} | {order[1:] for order in orders}
     assert neighbours == {"ab", "ac", "ba", "bc", "ca", "cb"}
     assert list(times) == ["a", "b", "c"] and times["a"].clock == "host"
+    seen.clear()
+    in_turns(calls, CPU, repeats=40, buffers=2, seed=1)
+    others = ["".join(name for name, _ in seen[i : i + 3]) for i in range(3, len(seen), 3)]
+    assert orders != others, "repeats of a measurement have other orders"
 
 
 @on_gpu

@@ -12,7 +12,7 @@ from functools import partial
 import pytest
 
 from reproduce import quickstart
-from reproduce.__main__ import main
+from reproduce.__main__ import main, parse
 from reproduce.execute.queue import execute
 from reproduce.specs.reading import read_yaml
 from reproduce.specs.table import TABLES, read_tables
@@ -38,6 +38,7 @@ from reproduce.specs.table import TABLES, read_tables
         (["quickstart", "rows=3"], "error: cannot use 'rows=3'"),
         (["table2", "rows=all"], "error: cannot use 'rows=all'"),
         (["quickstart", "launch=torchrun", "per_gpu=1"], "launch= gives every run all GPUs"),
+        (["table2", "paper=sste", "tier=mini", "seeds=9"], "are those of a block"),
         (["quickstart", "per_gpu=0"], "per_gpu=0: it must be a positive number"),
         (["quickstart", "launch=torchrum -n 2"], "there is no command 'torchrum' here"),
     ],
@@ -48,6 +49,12 @@ def test_arguments_that_mean_nothing(arguments, message, capsys, tmp_path):
     assert captured.err.count("\n") == 1
     assert message in captured.err
     assert captured.out == ""
+
+
+def test_a_table_is_made_with_other_seeds():
+    words = ["table1", "paper=slope", "tier=full", "seeds=10"]
+    (table,), tier, _ = parse(words, read_tables(TABLES))
+    assert {seed for _, _, seed in table.trainings(tier)} == {*range(10)}
 
 
 def test_a_table_is_listed_alone(capsys):

@@ -32,7 +32,7 @@ def clock(monkeypatch):
     6."""
     calls = {}
 
-    def fake(several, *_):
+    def fake(several, *_, **__):
         calls.update(several)
         for call in several.values():
             call(0)
