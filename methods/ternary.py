@@ -18,8 +18,8 @@ product of integers for training here, so that no time is saved. The model ends 
 linears, which do not round their inputs.
 
 The rule is that of the released code (github.com/AAzdi/Sparse-BitNet, llm/arch/model.py), which has
-int8 inputs, D of the unmasked weight, and at least 1e-5 for D. There Q, K and V in one weight have a
-D each, as gate and up have; here a linear has one.
+int8 inputs, D of the unmasked weight, and at least 1e-5 for D. There Q, K and V in one weight have
+a D each, as gate and up have; here a linear has one.
 """
 
 from __future__ import annotations
