@@ -52,6 +52,7 @@ CASES = [
     ("imp", {"total_steps": STEPS}, DENSE),
     ("one_shot", {}, DENSE),
     ("projected", {"total_steps": STEPS, "healing_fraction": 0.5}, Y),
+    ("ternary", {}, DENSE),
     ("dense", {}, None),
 ]
 every_method = pytest.mark.parametrize(
