@@ -7,6 +7,7 @@ from torch import nn
 
 import methods
 from common_kernels import fake_fp8, nm_mask
+from methods.nn.gemms import DENSE
 from models.base import SquaredReLU
 from models.gpt2 import GPT, GPTConfig
 from models.vit import ViT, ViTConfig
@@ -86,6 +87,23 @@ def test_packed_products_are_the_dense_ones_up_to_rounding():
             found.append([y, x.grad, *grads])
         for a, b in zip(*found, strict=True):
             assert (a - b).norm() <= 2**-7 * b.norm()
+
+
+def test_fp8_units_take_both_linears_or_none():
+    """100 outputs do not fit them, 64 inputs and 128 hidden features do."""
+    found = []
+    for matmul in (None, "cusparselt"):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(64, 128), SquaredReLU(), nn.Linear(128, 100))
+        method = converted(model.to(torch.bfloat16), fp8="hopper")
+        if matmul:
+            assert [layer.candidates() for layer in method.layers.values()] == [DENSE] * 2
+            method.accelerate(12, matmul)
+        x = torch.ones(12, 64, dtype=torch.bfloat16).requires_grad_()
+        y = model(x)
+        y.sum().backward()
+        found.append([y, x.grad, *(p.grad for p in model.parameters())])
+    assert all(map(torch.equal, *found))
 
 
 @pytest.mark.parametrize(
