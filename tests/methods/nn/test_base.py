@@ -503,3 +503,14 @@ def test_a_printed_model_shows_method_pattern_and_phase():
         method.on_step_begin(1)
         assert f"method={name}, pattern={shown})" in repr(model)
         assert repr(method.finalize(model)["head"]) == repr(mlp()["head"])
+
+
+def test_keys_are_set_on_several_devices():
+    """A model may be spread over GPUs; here one of its layers is on `meta`."""
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8))
+    method = s_ste.Method(s_ste.Config(include=["*"], total_steps=4))
+    method.convert(model)
+    model[1].key = model[1].key.to("meta")
+    method._set_keys(0, {"0": 5, "1": 6, "2": 7}.__getitem__)
+    assert [int(layer.drawn[0]) for layer in (model[0], model[2])] == [5, 7]
+    assert [int(layer.key[0]) for layer in (model[0], model[2])] == [5, 7]
