@@ -320,6 +320,9 @@ class Method(SwitchedMethod):
                 first._set_precision()
                 first.reload()
             conversion.become(second, Down)
+            if any(size % MULTIPLE for size in (*first.weight.shape, *second.weight.shape)):
+                for layer in (first, second):  # FP8 units take both or none
+                    layer.precision = layer.precision and layer.precision.simulated()
             kept = torch.zeros(2, device=second.weight.device)
             vars(second).update(up=first, measuring=False, kept=kept)  # `up` is no submodule
             vars(activation)["forward"] = unchanged

@@ -104,8 +104,9 @@ def download(folder: Path, split: str, part: str = PACKAGES) -> list[Path]:
             said = [line for line in ran.stderr.splitlines() if line.strip()]
             reason = next((line for line in said if line.startswith("ERROR")), "".join(said[-1:]))
             raise UserError(
-                f"pip could not download {absent[0]} and {len(absent) - 1} more of {files[-1]} "
-                f"into {folder} ({reason}); start again, or put the wheels there"
+                f"pip could not download {absent[0]} and {len(absent) - 1} more of "
+                f"{', '.join(map(str, files))} into {folder} ({reason}); start again, or put the "
+                "wheels there"
             )
     return [found[digest] for digest in wanted]
 

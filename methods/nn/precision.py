@@ -43,6 +43,10 @@ class Precision:
         """The products that may run sparse, or on FP8 units, out of those with a 2:4 operand."""
         return replace(sparse, fp8=True) if self.formats.on_units else DENSE  # simulated only
 
+    def simulated(self) -> Precision:
+        """This precision on any device, without FP8 units."""
+        return replace(self, formats=replace(self.formats, on_units=False))
+
     def dgrad_on_units(self, layer: Any) -> bool:
         """True if dgrad's codes are kept as [in, out] for FP8 units: packed, or dense in a format
         that cuBLAS can multiply with dY's e5m2."""

@@ -59,3 +59,10 @@ def test_the_command_ends_with_the_benchmark(tmp_path):
         os.kill(int(told.read_text()), signal.SIGKILL)
     assert bench.returncode == 143
     assert said.count("\n") == 1 and said.endswith("; finished ones are kept\n")
+
+
+def test_a_step_is_the_time_between_records_of_what_has_warmed_up():
+    seen = [(0, 30.0), (10, 40.0), (20, 41.0), (30, 42.0), (40, 43.2), (50, 44.2), (60, 45.2)]
+    step = driver.of_a_step(seen)
+    assert step.ms == pytest.approx(1e3 * 5.2 / 50)
+    assert step.p20 == pytest.approx(100) and step.p80 == pytest.approx(104)

@@ -7,6 +7,7 @@ from torch import nn
 
 import methods
 from common_kernels import fake_fp8, nm_mask
+from methods.nn.gemms import DENSE, Products
 from models.base import SquaredReLU
 from models.gpt2 import GPT, GPTConfig
 from models.vit import ViT, ViTConfig
@@ -86,6 +87,56 @@ def test_packed_products_are_the_dense_ones_up_to_rounding():
             found.append([y, x.grad, *grads])
         for a, b in zip(*found, strict=True):
             assert (a - b).norm() <= 2**-7 * b.norm()
+
+
+def test_fp8_units_with_one_packed_product_are_the_simulation():
+    """... or with both: results, the measured share and the magnitudes that are noted, in training
+    alone. Rows of padding, which see only the bias, count for no scale."""
+    found = []
+    for packed in ((), ("0",), ("2",), ("0", "2")):
+        model = network(64, 128)
+        with torch.no_grad():  # 0 for all tokens, 9 without one
+            model[0].weight[0], model[0].weight[0, 0], model[0].bias[0] = 0.0, -9.0, 9.0
+        method = converted(
+            model.to(torch.bfloat16), fp8="hopper_delayed", measure_every=1, prune_evaluation=True
+        )
+        products = method.accelerate(100, "cusparselt") if packed else {}
+        for name in products.keys() - {*packed}:
+            model[int(name)].accelerate(Products(fp8=True))
+        x = torch.randn(100, 64).to(torch.bfloat16)
+        x[:, 0] = 1.0
+        x.requires_grad_()
+        with training_step(method, 0, torch.optim.SGD(model.parameters(), lr=0.0)):
+            y = model(x)
+            y.backward(torch.ones_like(y))
+            grads = [p.grad.clone() for p in model.parameters()]
+        noted = [layer.amax.clone() for layer in method.layers.values()]
+        share = torch.tensor(method.metrics()["kept_magnitude"])
+        with torch.no_grad():
+            evaluated = model.eval()(x)
+        assert not any(layer.amax_seen.any() for layer in method.layers.values())
+        found.append([y, x.grad, *grads, *noted, share, evaluated])
+    simulated, *others = found
+    for other in others:
+        for a, b in zip(other, simulated, strict=True):
+            assert (a - b).norm() <= 2**-7 * b.norm()
+
+
+def test_fp8_units_take_both_linears_or_none():
+    """100 outputs do not fit them, 64 inputs and 128 hidden features do."""
+    found = []
+    for matmul in (None, "cusparselt"):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(64, 128), SquaredReLU(), nn.Linear(128, 100))
+        method = converted(model.to(torch.bfloat16), fp8="hopper")
+        if matmul:
+            assert [layer.candidates() for layer in method.layers.values()] == [DENSE] * 2
+            method.accelerate(12, matmul)
+        x = torch.ones(12, 64, dtype=torch.bfloat16).requires_grad_()
+        y = model(x)
+        y.sum().backward()
+        found.append([y, x.grad, *(p.grad for p in model.parameters())])
+    assert all(map(torch.equal, *found))
 
 
 @pytest.mark.parametrize(

@@ -352,3 +352,27 @@ def test_limits_are_measured_and_packed_ones_agree(graphs):
         x = torch.randn(tokens, 2048, device=DEVICE).bfloat16()
         want = dense(x).float()
         assert (model(x).float() - want).norm() <= 2**-6 * want.norm()
+
+
+@torch.no_grad()
+def test_both_times_are_of_the_same_layers_and_inputs(monkeypatch):
+    """A shape is faster where the table says so and the layers, launched one by one, agree."""
+    layers = [pruned(64, 128)[0] for _ in range(2)]
+    packed.pack(nn.Sequential(*layers), Limits(0, 1))
+    seen = []
+    monkeypatch.setattr(limits, "is_faster", lambda problem, device: problem.tokens >= 64)
+
+    def timed(variants, graphs):
+        (dense, _), (sparse, _) = variants
+        assert dense.func == layers[0].dense and sparse.func is layers[0]
+        a, b = dense(), sparse()
+        torch.testing.assert_close(a, b, rtol=2**-7, atol=2**-7)
+        seen.append(len(a))
+        return [1.0, 0.5 if len(a) >= 128 else 2.0]
+
+    monkeypatch.setattr(limits, "times_ms", timed)
+    found = [limits._faster(layers, False, n) for n in (8, 56, 64, 127, 128)]
+    assert found == [False] * 4 + [True] and seen == [64, 127, 128]
+    # In a graph the table's verdict does not count.
+    assert [limits._faster(layers, True, n) for n in (8, 128)] == [False, True]
+    assert seen[3:] == [8, 128]

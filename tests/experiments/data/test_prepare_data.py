@@ -4,6 +4,7 @@ import gzip
 import hashlib
 import json
 import sysconfig
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
@@ -24,6 +25,7 @@ from experiments.data.tokenizer import (
     train_bpe,
     train_wordpiece,
 )
+from experiments.support.checkpoint import exclusive
 from experiments.support.errors import UserError
 
 TEXTS = [f"document {i}: naïve café \U0001f600\n" for i in range(30)]
@@ -175,8 +177,8 @@ def test_a_source_is_known_by_its_content_and_not_by_its_place(tmp_path, folder,
 def test_a_stopped_preparation_continues_and_gives_the_same_files(
     tmp_path, folder, byte_gpt2, monkeypatch
 ):
-    """In training, where every other batch is saved, in validation, and at the end. A changed text
-    begins anew."""
+    """In training, where every other batch is saved, in validation, and at the end. A second
+    process waits; a changed text begins anew."""
     write_jsonl(folder, [text * (i % 5 + 1) for i, text in enumerate(TEXTS * 4)])
     monkeypatch.setattr(preparing, "_BATCH", 4)
     monkeypatch.setattr(preparing, "_SAVED", 500)
@@ -219,7 +221,12 @@ def test_a_stopped_preparation_continues_and_gives_the_same_files(
         patch.setattr(preparing.checkpoint, "write_sealed", interrupted)
         prepare(config)
     write_jsonl(folder, [text.upper() for text in TEXTS])
-    prepare(config)
+    with ExitStack() as other:
+        other.enter_context(exclusive(config.directory.with_name(".mini-gpt2.building")))
+        said = []
+        monkeypatch.setattr(preparing, "say", lambda line: said.append(line) or other.close())
+        prepare(config)
+    assert said[0].startswith("another process is running in")
     tokens = np.fromfile(config.directory / "train.bin", dtype="<u2")
     assert tokens.astype(np.uint8).tobytes().count(b"DOCUMENT") == len(TEXTS) - 1
 

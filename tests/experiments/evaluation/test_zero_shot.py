@@ -1,5 +1,6 @@
 """lm-eval offline: a task of this project's own on a nano model, against scores by hand."""
 
+import functools
 import json
 from importlib.metadata import version
 from pathlib import Path
@@ -109,3 +110,16 @@ def test_task_files_are_known_by_content_and_name_no_code_without_a_flag(tmp_pat
         with pytest.raises(UserError, match=message):
             zero_shot.identity(["x"], str(folder))
         assert zero_shot.identity(["x"], str(folder), allow_code=True)["task_files"]
+
+
+def test_an_unknown_task_is_one_line(trained, local, monkeypatch):
+    """lm-eval is without its own 14,000 tasks, which take a while to list."""
+    import lm_eval.tasks
+
+    manager = functools.partial(lm_eval.tasks.TaskManager, include_defaults=False)
+    monkeypatch.setattr(
+        lm_eval.tasks, "TaskManager", lambda include_path, **_: manager(include_path=include_path)
+    )
+    config = evaluate.load(options("tasks=[colours,smells]", f"run={trained.directory}"))
+    with pytest.raises(UserError, match=r"lm-eval \S+ has no task smells, nor has \.$"):
+        evaluate.run(config, quiet)

@@ -368,10 +368,13 @@ def test_a_conv1d_is_trained_saved_and_resumed(hf_model, tmp_path):
     def train(folder, resume=None):
         method = methods.build("s_ste", include="all", total_steps=STEPS)
         model = hf_model("gpt2", vocab_size=32).train()
-        return trained(model, method, folder, resume, save_steps=3, weight_decay=0.1), method
+        settings = {"save_steps": 3, "weight_decay": 0.1, "adam_beta2": 0.95}
+        return trained(model, method, folder, resume, **settings), method
 
     trainer, method = train(tmp_path / "whole")
-    assert [group["weight_decay"] for group in trainer.optimizer.param_groups] == [0.1, 0.0]
+    decayed, others = trainer.optimizer.param_groups
+    assert (decayed["weight_decay"], others["weight_decay"]) == (0.1, 0.0)
+    assert tuple(decayed["betas"]) == tuple(others["betas"]) == (0.9, 0.95)
     again, _ = train(tmp_path / "again", str(tmp_path / "whole/checkpoint-3"))
     whole = trainer.model
     expected = whole.state_dict()

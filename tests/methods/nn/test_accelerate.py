@@ -420,3 +420,12 @@ def test_fp8_codes_of_each_operand_have_their_own_room():
     layout, size = "cutlass_sm90", cpu.buffer_bytes
     model.accelerate(Products(dgrad=True, fp8=True, layouts=gemms.Layouts(dgrad=layout)))
     assert len(model.packed_transposed) == size(192, 128, torch.float8_e5m2, layout)
+
+
+def test_another_dtype_takes_the_dense_operand():
+    """Without autocast packed operands, in bf16, do not fit an input in fp32."""
+    model, method = build("fst", {"dense_fraction": 0.0})
+    method.accelerate(TOKENS, "cusparselt")
+    x = torch.randn(8, 64, device=DEVICE)
+    want = nn.functional.linear(x, model[0].sparse_weight.float(), model[0].bias)
+    torch.testing.assert_close(model[0](x), want, rtol=0, atol=1e-5)

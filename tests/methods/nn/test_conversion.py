@@ -367,3 +367,15 @@ def test_hooks_of_accelerate_call_the_converted_layer():
         method.finalize(layer)
         assert "forward" in vars(layer)  # the hook is still there
         torch.testing.assert_close(layer(x), y)
+
+
+def test_the_report_says_what_is_converted_and_that_dense_converts_nothing():
+    model = linears(up=(8, 16), down=(16, 8), head=(8, 8))
+    of, left = "256 of 352 parameters (73%)", "  18.2%  head: not in include"
+    report = convert(model, ["up", "down"], name="dense")
+    both = "\n  measured  36.4%  up\n  measured  36.4%  down\n  dense   "
+    assert str(report) == f"no linear converted; 2 linears measured, {of}{both}{left}"
+    report = convert(model, ["up", "down"])
+    both = "\n  sparse  36.4%  up\n  sparse  36.4%  down\n  dense "
+    assert str(report) == f"2 linears converted, {of}{both}{left}"
+    assert convert(linears(a=(8, 8), b=(8, 8)), ["*"], ["b"]).dense == {"b": "in exclude"}

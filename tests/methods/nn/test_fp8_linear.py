@@ -203,3 +203,19 @@ def test_adapters_are_not_quantised():
         assert y.abs().max() > 1 and dx.abs().max() > 1
         seen.append([y, dx, *(grads[name] for name in ("left", "right", "bias"))])
     torch.testing.assert_close(*seen)
+
+
+def test_a_finished_layer_keeps_nothing_of_fp8():
+    layer, method = converted("slope", "hopper_delayed")
+    step(layer, method)
+    assert layer.has_history
+    weight = layer.effective_weight()
+    method.finalize(layer)
+    assert type(layer) is nn.Linear and torch.equal(layer.weight, weight)
+    assert not {"precision", "has_history", "operand"} & set(vars(layer))
+
+
+@pytest.mark.parametrize("recipe", ["paper", "hybrid"])
+def test_recipes_that_fp8_units_lack_are_only_simulated(recipe):
+    for name in ("ste", "slope"):
+        assert converted(name, recipe)[0].candidates() == DENSE
