@@ -55,8 +55,8 @@ class Op:
 
 def check(name: str, w: Tensor, **options: Any) -> None:
     """Raise a `UserError` if the operator with these options differs from plain PyTorch on this
-    device: masks and packed bytes at all, other numbers by more than a few units in the last
-    place."""
+    device: masks and packed bytes must be the same, and other numbers may differ by a few units
+    in the last place."""
     op = OPS[name]
     found, want = (results(op.run(*op.prepare(w), **options, backend=b)) for b in (None, "cpu"))
     if not all(map(agree, found, want)):

@@ -1,7 +1,8 @@
 """Judges the papers' claims by records of runs and by measured tables: `python -m reproduce claims
 [N|all]` prints the verdicts and writes them to `runs/report`.
 
-claims.py has the rules, verdicts.py judges, scale.py compares with a block's gap, text.py words it.
+claims.py reads the rules, verdicts.py applies them, scale.py relates a difference to a block's gap,
+and text.py writes the sentences.
 """
 
 from __future__ import annotations
