@@ -19,7 +19,7 @@ from common_kernels.decode import MOST
 from common_kernels.matmul import Problem, fastest, library_layout, linear24
 from common_kernels.pack import Packed24
 from common_kernels.pack.operands import pack24_
-from experiments.bench import variants
+from experiments.bench import gates, variants
 from experiments.bench.report import Report, Row
 from experiments.bench.timing import Call, in_turns
 
@@ -73,8 +73,8 @@ def measure(name: str, shape: tuple[int, int], options: argparse.Namespace, repo
             packed.append(Packed24.empty(w.shape, dtype, on, used))
             pack24_(packed[-1], w, "magnitude")
     what = f"{name} x {columns} -> {rows}"
-    allowed = variants.tolerance(variants.variant("dense"), dtype, columns)
-    variants.agree(what, product(packed[-1], x), F.linear(x.float(), w.float()), allowed)
+    allowed = gates.tolerance(variants.variant("dense"), dtype, columns)
+    gates.agree(what, product(packed[-1], x), F.linear(x.float(), w.float()), allowed)
     calls: dict[str, Call] = {
         "dense": lambda i: F.linear(x, weights[i]),
         "2:4": lambda i: product(packed[i], x),

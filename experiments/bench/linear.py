@@ -20,7 +20,7 @@ from torch import nn
 
 import methods
 from common_kernels import relu24
-from experiments.bench import dense_fp8, variants
+from experiments.bench import dense_fp8, gates, variants
 from experiments.bench.report import MIB, Report, Row
 from experiments.bench.timing import Call, in_turns
 from experiments.bench.variants import VARIANTS, Bench
@@ -139,10 +139,10 @@ def gate(name: str, shape: Shape, dtype: torch.dtype, device: torch.device, matm
     """Raise a `UserError` unless the linear's products agree with masked dense formulas."""
     built = build(name, shape, dtype, device, matmul, 1)
     if variants.variant(name).network:
-        variants.check_network(name, built)
+        gates.check_network(name, built)
         return
     (layer,) = built.converted.layers.values()
-    variants.check(name, built, layer, shape)
+    gates.check(name, built, layer, shape)
 
 
 def dense_products(

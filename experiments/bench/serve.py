@@ -29,9 +29,9 @@ from torch import nn
 
 from common_kernels import nm_mask
 from common_kernels.decode import MOST
+from experiments.bench.gates import agree
 from experiments.bench.report import Report, Row
 from experiments.bench.timing import in_turns
-from experiments.bench.variants import agree
 from models.decoding import Decoder
 from models.linears import quantize
 from models.packed import Limits, PackedProduct, limits_of, pack

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 import methods
-from experiments.bench import linear, variants
+from experiments.bench import gates, linear, variants
 from experiments.bench.jobs import Workload
 from experiments.bench.report import MIB
 from experiments.bench.variants import Converted
@@ -161,14 +161,14 @@ class Step:
         of a replay differ from those of the step itself."""
         want = [None if g is None else g.clone() for g in self.gradients()]
         # Sums with a random order differ in the last bit, and such errors grow (check_compiled).
-        noise = variants.deviation(self.name, self.gradients(), want)
+        noise = gates.deviation(self.name, self.gradients(), want)
         self.optimizer.zero_grad()
         backward, _ = capture(lambda: self.loss().backward(), pool)
         gradients = [p.grad for p in self.parameters]  # every replay writes these tensors
         rest, _ = capture(lambda: self.update(0), pool)
         self.converted.before(0)
         backward()
-        variants.check_same(self.name, gradients, want, noise)
+        gates.check_same(self.name, gradients, want, noise)
         self.optimizer.zero_grad()
 
         def step(_: int) -> None:
@@ -220,7 +220,7 @@ def check_compiled(step: Step) -> None:
             vectors = [i for i, g in enumerate(want) if g is not None and g.ndim == 1]
             others = [[i] for i in range(len(want)) if i not in vectors]
             for group in (vectors, *others):
-                variants.check_same(step.name, [got[i] for i in group], [want[i] for i in group])
+                gates.check_same(step.name, [got[i] for i in group], [want[i] for i in group])
     step.optimizer.zero_grad()
 
 

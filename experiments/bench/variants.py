@@ -3,26 +3,20 @@
 from __future__ import annotations
 
 import argparse
-import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 import methods
-from common_kernels import compress_nm, expand_nm, fake_fp8, quantize_fp8, relu24, unpack_mask
 from experiments.bench import dense_fp8
 from experiments.bench.report import Report
 from experiments.bench.timing import Call
-from experiments.support.errors import UserError
 from experiments.support.memory import buffer_bytes
-from methods.nn.compressed import CompressedLinear
-from methods.nn.gemms import Products, sample_tokens
-from methods.nn.linear import SparseLinear
+from methods.nn.gemms import Products
 
 PRODUCTS = ("fprop", "dgrad", "wgrad")
 SIMULATED = "s_ste, fp8=paper simulated"
@@ -279,133 +273,3 @@ def compiling() -> Any:
 
 
 # --- the gate ------------------------------------------------------------------------------------
-
-
-def expected(layer: nn.Linear, x: Tensor, dy: Tensor, fp8: str = "") -> dict[str, Tensor]:
-    """The three products of a converted linear for x [T, in] and dy [T, out], by masked dense
-    formulas in fp32, quantised as the layer does (`fp8`: a key of FORMATS, or none). The gradient
-    is that of `layer.weight`, or of SLoPe's values."""
-    x, dy32, (forward, backward) = x.detach().float(), dy.float(), weights(layer)
-    seen, sample = dy32, sampled(layer, dy)
-    of_forward = of_backward = x
-    if fp8:
-        fprop, gradient, dgrad, wgrad = FORMATS[fp8]
-        if isinstance(layer, SparseLinear) and layer.fp8:
-            # e5m2 for both operands if one is 2:4, since they must share a format
-            dgrad, wgrad = layer.fp8.dgrad, layer.fp8.wgrad
-        forward, backward = fake_fp8(forward, fprop), fake_fp8(backward, dgrad)
-        of_forward, of_backward = fake_fp8(x, fprop), fake_fp8(x, wgrad)
-        seen = fake_fp8(dy32, gradient)
-        if sample is None:
-            sample = seen
-        elif fp8 == ON_UNITS:  # the sample has half of dY's scale
-            codes, scale = quantize_fp8(dy32, gradient)
-            top, scale = torch.finfo(codes.dtype).max, scale / 2
-            exact = sampled(layer, dy32)
-            assert exact is not None
-            sample = (exact * scale).clamp(-top, top).to(codes.dtype).float() / scale
-        else:
-            sample = fake_fp8(sample, gradient)
-    dw = (dy32 if sample is None else sample).t() @ of_backward
-    if isinstance(layer, CompressedLinear):
-        dw = compress_nm(dw, layer.row_mask, *layer.pattern)
-    return {"fprop": of_forward @ forward.t(), "dgrad": seen @ backward, "wgrad": dw}
-
-
-def weights(layer: nn.Linear) -> tuple[Tensor, Tensor]:
-    """The weights of fprop and of dgrad, [out, in] in fp32."""
-    if isinstance(layer, CompressedLinear):
-        values, pattern = layer.values.detach(), layer.pattern
-        kept = torch.where(unpack_mask(layer.column_mask, values.shape[-1]), values, 0.0)
-        return layer.effective_weight().float(), expand_nm(kept, layer.row_mask, *pattern).float()
-    if isinstance(layer, SparseLinear) and layer.fp8:
-        weight = layer.exact_weight().float()
-    elif isinstance(layer, SparseLinear):
-        weight = layer.effective_weight().float()
-    else:
-        weight = layer.weight.detach().float()
-    return weight, weight
-
-
-def sampled(layer: nn.Linear, dy: Tensor) -> Tensor | None:
-    """The sample of dY that wgrad takes, in fp32; None if it takes all of dY."""
-    if not isinstance(layer, SparseLinear) or not layer.mvue:
-        return None
-    return sample_tokens(dy, layer.key, layer.mvue).float()
-
-
-def tolerance(own: Setup, dtype: torch.dtype, summed: int) -> float:
-    """A bound on the relative error (in norm) of a product: three roundings to `dtype` (operand,
-    sample, result) and fp32 sums of `summed` terms, of which FP8 units take 32 at a time and keep
-    14 bits of the sum."""
-    unit = torch.finfo(dtype).eps / 2 * 3 + math.sqrt(summed) * torch.finfo(torch.float32).eps / 2
-    return unit + (summed / 32 * 2**-14 if own.fp8 and not own.simulated else 0.0)
-
-
-def agree(what: str, value: Tensor, truth: Tensor, allowed: float) -> None:
-    """Raise a `UserError` about `what` unless the relative error in norm is at most `allowed`."""
-    error = ((value.float() - truth).norm() / truth.norm()).item()
-    if not error <= allowed:  # also true for NaN
-        raise UserError(
-            f"{what} off by {error:.2g} (allowed {allowed:.2g}): no time is reported; run `pytest "
-            "tests/common_kernels tests/methods`"
-        )
-
-
-def check(name: str, bench: Bench, layer: nn.Linear, shape: tuple[int, int, int]) -> None:
-    """Raise a `UserError` unless the products of `layer`, the whole model of `bench`, are the
-    expected ones."""
-    x, dy = bench.inputs[0], bench.gradients[0]
-    bench.converted.before(0)
-    y = bench.forward_backward(0)
-    weight = layer.values if isinstance(layer, CompressedLinear) else layer.weight
-    assert x.grad is not None and weight.grad is not None
-    got = {"fprop": y, "dgrad": x.grad, "wgrad": weight.grad}
-    for key, want in expected(layer, x, dy, variant(name).fp8).items():
-        said = (
-            f"{name} with products by {bench.converted.used} gives {key} for tokens x in x out = "
-            f"{shape}, {x.dtype},"
-        )
-        agree(said, got[key], want, tolerance(variant(name), x.dtype, max(shape)))
-
-
-def check_network(name: str, bench: Bench) -> None:
-    """Raise a `UserError` unless a network and its gradients are those of plain PyTorch in its
-    dtype, up to a few roundings; FP8 rounds four operands on the way to dX, by up to 2^-3 each."""
-    bench.converted.before(0)
-    found: list[Any] = [bench.forward_backward(0), *bench.found()]
-    x, w1, w2 = (t.detach().requires_grad_() for t in (bench.inputs[0], *bench.parameters))
-    h = relu24(F.linear(x, w1), name not in (RELU2, RELU2_FP8), backend="cpu")
-    y = F.linear(h, w2)
-    y.backward(bench.gradients[0])
-    allowed = 2**-2 if variant(name).fp8 else 4 * torch.finfo(x.dtype).eps
-    want: dict[str, Any] = {"Y": y, "dX": x.grad, "dW1": w1.grad, "dW2": w2.grad}
-    for (what, right), got in zip(want.items(), found, strict=True):
-        agree(f"{name} by {bench.converted.used} gives {what}", got, right.float(), allowed)
-
-
-def check_same(
-    name: str, got: list[Tensor | None], want: list[Tensor | None], noise: float = 0.0
-) -> None:
-    """Raise a `UserError` unless the gradients of a compiled model equal those of the model
-    uncompiled. Fused code rounds differently, which can change what MVUE keeps, so only missing or
-    wrong products are detected. noise: how much two runs of the same code differ."""
-    error = deviation(name, got, want)
-    if not error <= 0.3 + noise:
-        raise UserError(
-            f"{name}: the gradients of the compiled model are off by {error:.2g} (allowed "
-            f"{0.3 + noise:.2g}): no time is reported"
-        )
-
-
-def deviation(name: str, got: list[Tensor | None], want: list[Tensor | None]) -> float:
-    """The norm of the difference of two gradients over the norm of `want`. Raises a `UserError` if
-    a parameter has only one of them."""
-    difference, size = torch.zeros(2, dtype=torch.float64)
-    for g, w in zip(got, want, strict=True):
-        if (g is None) != (w is None):
-            raise UserError(f"{name}: a parameter has a gradient only compiled or only uncompiled")
-        if g is not None and w is not None:
-            difference += (g.float() - w.float()).square().sum().cpu()
-            size += w.float().square().sum().cpu()
-    return (difference / size).sqrt().item() if difference else 0.0

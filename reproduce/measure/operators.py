@@ -14,7 +14,7 @@ from torch import Tensor
 from common_kernels import backend, double_prune_mask, geglu, nm_mask, pack24, transposable_mask24
 from common_kernels.masks import ALGORITHMS
 from common_kernels.matmul import library_layout, linear24, unavailable
-from experiments.bench import dense_fp8, operators, variants
+from experiments.bench import dense_fp8, gates, operators, variants
 from experiments.bench.ops import rotating
 from experiments.bench.timing import Call
 from methods.slope import parse_pattern
@@ -45,8 +45,8 @@ class Product(MethodLayer):
         if setup.method != "dense" and unavailable("cusparselt", self.on, w.dtype) is None:
             packed, used = pack24(w, mask, layout=library_layout(self.on)), "cusparselt"
             call = rotating(partial(linear24, packed, out_dtype=self.dtype), [(a,) for a in x])
-        allowed, want = variants.tolerance(setup, self.dtype, size), x[0].float() @ w.float().t()
-        variants.agree(f"the product of {self.method} is", call(0), want, allowed)
+        allowed, want = gates.tolerance(setup, self.dtype, size), x[0].float() @ w.float().t()
+        gates.agree(f"the product of {self.method} is", call(0), want, allowed)
         times = self.in_turns({"product": call})
         ms = times["product"]
         return {"tflops": 2 * size**3 / ms / 1e9, "ms": ms, **times.load}, used

@@ -16,7 +16,7 @@ from common_kernels.decode import MOST
 from common_kernels.matmul import is_faster, library_layout
 from common_kernels.pack import Packed24
 from common_kernels.pack.operands import pack_both24_
-from experiments.bench import variants
+from experiments.bench import gates, variants
 from experiments.bench.timing import Call
 from models import packed
 from models.decoding import Decoder
@@ -74,9 +74,9 @@ def check(layer: PackedProduct, tokens: int, device: torch.device) -> bool:
     faster = problem is None or is_faster(problem, device)
     x = torch.randn(tokens, columns, dtype=dtype, device=device)
     want = F.linear(x.float(), layer.weight.float(), None if bias is None else bias.float())
-    allowed = variants.tolerance(variants.variant("dense"), dtype, columns)
+    allowed = gates.tolerance(variants.variant("dense"), dtype, columns)
     said = f"the packed product {tokens} x {columns} -> {rows} is"
-    variants.agree(said, layer(x), want, allowed)
+    gates.agree(said, layer(x), want, allowed)
     return faster
 
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import sdpa_kernel
 
-from experiments.bench import variants
+from experiments.bench import gates, variants
 from experiments.bench.jobs import ATTENTION, PATCH, encoder
 from experiments.bench.timing import Call
 from experiments.bench.variants import Bench
@@ -122,7 +122,7 @@ def compile_blocks(name: str, built: Bench, how: dict[str, Any]) -> None:
         block.compile(fullgraph=True, **how)
     with variants.compiling():
         built.whole(0)
-    variants.check_same(name, built.found(), want)
+    gates.check_same(name, built.found(), want)
     built.clear()
 
 

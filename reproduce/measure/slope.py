@@ -18,7 +18,7 @@ from common_kernels import nm_mask, pack24
 from common_kernels.matmul import library_layout, unavailable
 from common_kernels.pack import Packed24
 from common_kernels.pack.operands import pack24_
-from experiments.bench import variants
+from experiments.bench import gates, variants
 from experiments.bench.timing import Call
 from experiments.bench.variants import Bench
 from methods.nn import operands
@@ -77,8 +77,8 @@ def tiled(pruned: Tensor, packed: bool) -> Tiles:
 def check(got: Tensor, want: Tensor, what: str, config: Layer) -> None:
     """Raise a `UserError` unless two results agree within the rounding of a layer's products."""
     # Four products one after the other, and the operations between them.
-    allowed = 8 * variants.tolerance(variants.variant("slope"), config.dtype, config.ffn)
-    variants.agree(f"{what}:", got, want.float(), allowed)
+    allowed = 8 * gates.tolerance(variants.variant("slope"), config.dtype, config.ffn)
+    gates.agree(f"{what}:", got, want.float(), allowed)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -288,7 +288,7 @@ class Tiled(CompressedLinear):
 def cut_layers(built: Bench) -> None:
     """Cut the layers of a model into square tiles, in place."""
     for layer in compressed(built):
-        forward, backward = (w.to(layer.dtype) for w in variants.weights(layer))
+        forward, backward = (w.to(layer.dtype) for w in gates.weights(layer))
         packed, more = layer.packed is not None, layer.out_features - layer.in_features
         layer.__class__ = Tiled
         assert isinstance(layer, Tiled)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
-from experiments.bench import jobs, linear, profile, train, variants
+from experiments.bench import gates, jobs, linear, profile, train, variants
 from experiments.bench import step as steps
 from experiments.bench.variants import VARIANTS
 from experiments.support.errors import UserError
@@ -123,15 +123,15 @@ def test_blocks_share_one_compilation_and_the_gate_sees_a_wrong_one(monkeypatch)
     with pytest.raises(UserError, match="off by 1 "):
         steps.check_compiled(step)
     with pytest.raises(UserError, match="only compiled or only uncompiled"):
-        variants.check_same("x", [None], [torch.ones(4)])
+        gates.check_same("x", [None], [torch.ones(4)])
     step.close()
 
 
 def test_the_gate_sees_each_product(monkeypatch):
     """One that is off by a percent, with FP8, too: what that rounds is part of what is expected.
     A method without a setup has its default options."""
-    expected, wrong = variants.expected, ""
-    monkeypatch.setattr(variants, "expected",
+    expected, wrong = gates.expected, ""
+    monkeypatch.setattr(gates, "expected",
         lambda *a: {k: v * (1.01 if k == wrong else 1) for k, v in expected(*a).items()},
     )  # fmt: skip
     for name in ("dense", "fst", "slope", "dense fp8", "s_ste, fp8", variants.SIMULATED, "sr_ste"):
@@ -145,7 +145,7 @@ def test_the_gate_sees_each_product(monkeypatch):
             g * (1.5 if i == wrong else 1) for i, g in enumerate(found())
         ]
         with pytest.raises(UserError, match=f"gives {what} off"):
-            variants.check_network(name, built)
+            gates.check_network(name, built)
     monkeypatch.setenv("TRITON_INTERPRET", "1")  # emulated products, on a CPU
     packed = (64, 64, 128), torch.bfloat16, CPU, "cusparselt"
     linear.gate("act24, fp8", *packed)

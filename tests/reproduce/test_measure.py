@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from experiments.bench import gates
 from experiments.bench.timing import Time
 from experiments.support.errors import UserError
 from models.gpt2 import Block
@@ -89,7 +90,7 @@ def test_a_result_is_kept_and_known_by_its_device(tmp_path, monkeypatch, recwarn
 
 @pytest.mark.filterwarnings("ignore:on_step_begin")
 def test_products_are_checked_once_and_wrong_ones_are_not_timed(monkeypatch, tmp_path):
-    monkeypatch.setattr(base.variants, "tolerance", lambda *_: -1.0)
+    monkeypatch.setattr(gates, "tolerance", lambda *_: -1.0)
     base.gate.cache_clear()
     settings = quick("linear", runs=str(tmp_path))
     with pytest.raises(UserError, match="no time is reported"):
