@@ -398,7 +398,7 @@ def test_lightning_trains_as_the_loop_does():
 
 
 def callback_names(path, model, method):
-    """What the snippet with transformers' Trainer finds."""
+    """Return the names with which the snippet with transformers' Trainer runs."""
     return {
         "arguments": trainer_arguments(path / "out", per_device_train_batch_size=4),
         "dataset": [{"input_ids": r, "labels": r} for r in torch.randint(0, 32, (8, 16))],

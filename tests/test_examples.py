@@ -77,7 +77,7 @@ class Spec:
 
 
 class Linear(torch.nn.Linear):
-    """As torchtitan's: a subclass that adds nothing to the product."""
+    """A linear like torchtitan's, a subclass that adds nothing to the product."""
 
 
 class Model(torch.nn.Module):

@@ -1,5 +1,5 @@
-"""What docs/evidence.md says of claims, computed once more from the committed records and tables by
-a few lines of scipy, which share no code with reproduce/."""
+"""Computes once more what docs/evidence.md says of claims, from the committed records and tables.
+A few lines of scipy do it, which share no code with reproduce/."""
 
 import csv
 import json
@@ -212,7 +212,7 @@ def share_of_width(of, variant, *between):
 
 
 def told_of(block):
-    """What the block's file and the page say was found."""
+    """Return the texts of the block's file and of the page from what they say of it on."""
     files = (f"reproduce/specs/blocks/{block}.yaml", "Found"), ("docs/evidence.md", f"**{block}**")
     return (" ".join((ROOT / f).read_text().partition(mark)[2].split()) for f, mark in files)
 

@@ -1,4 +1,4 @@
-"""What must hold before a time is reported: products and gradients equal those of plain PyTorch."""
+"""Checks that products and gradients equal those of plain PyTorch, before a time is reported."""
 
 from __future__ import annotations
 

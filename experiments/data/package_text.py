@@ -194,7 +194,7 @@ def _paragraphs(text: str) -> Iterator[str]:
 
 
 def is_english(paragraph: str) -> bool:
-    """Whether a paragraph is running English rather than code, a table, a list or another tongue,
+    """Return True if a paragraph is running English, not code, a table, a list or another language,
     by the share of letters in it and of very common words."""
     words = _WORD.findall(paragraph)
     if len(words) < _WORDS or len(paragraph) < _CHARACTERS:

@@ -14,7 +14,8 @@ FILE = Path(__file__).parents[1] / "specs" / "claims.yaml"
 
 @dataclass(frozen=True)
 class Margin:
-    """What counts as equal: a `share` of the gap between the variants `lower` and `upper`."""
+    """The largest difference that counts as none: a `share` of the gap between the variants `lower`
+    and `upper`."""
 
     share: float
     lower: str

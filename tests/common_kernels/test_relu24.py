@@ -49,8 +49,8 @@ def test_packed_in_the_same_pass(dtype, layout):
 
 @each(("dtype", "layout"), [(torch.bfloat16, BUFFERED), (torch.float32, "cutlass_sm90")])
 def test_codes_in_the_same_pass(dtype, layout):
-    """Of both backends, those of the reference quantised, packed and transposed; scaled by its
-    largest magnitude, or by an earlier one, and then this one is noted."""
+    """Both backends give the codes of the reference, quantised, packed and transposed. They are
+    scaled by its largest magnitude, or by an earlier one, and then this one is noted."""
     torch.manual_seed(0)
     z, dh = torch.randn(2, 128, 256).to(dtype).unbind(0)
     z[0, :8] = torch.tensor([1.0, 1.0, 1.0, 1.0, -1.0, -1.0, -1.0, 2.0])

@@ -151,16 +151,7 @@ def sizes(values: Values, margin: Margin) -> Markup:
         at = [size * 1.03**shift for size in shares]
         middle, low, high = ([phi[k] for phi in shares.values()] for k in ("value", "low", "high"))
         axes.vlines(at, low, high, color=colour, linewidth=1.6)
-        axes.plot(
-            at,
-            middle,
-            mark + "-",
-            label=method,
-            color=colour,
-            mfc=colour,
-            markersize=7,
-            linewidth=0.8,
-        )
+        axes.plot(at, middle, mark + "-", label=method, color=colour, mfc=colour, ms=7, lw=0.8)
         told += [
             f"{method} at {size}M {phi['value']:.2f} [{phi['low']:.2f}, {phi['high']:.2f}] "
             f"(n={phi['n']})"
