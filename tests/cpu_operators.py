@@ -6,10 +6,7 @@ the order of compute capability 9.0. Matrices that our layouts cannot hold are r
 pad some of them.
 """
 
-from typing import Any
-
 import torch
-from torch import Tensor
 
 from common_kernels.pack import Packed24, pack24, unpack24
 from common_kernels.pack.interop import parts
@@ -30,41 +27,22 @@ def register_cpu_operators() -> torch.library.Library:
     return library
 
 
-def _sparse_semi_structured_mm(
-    mat1: Tensor, mat1_meta: Tensor, mat2: Tensor, *, out_dtype: torch.dtype | None = None
-) -> Tensor:
+def _sparse_semi_structured_mm(mat1, mat1_meta, mat2, *, out_dtype=None):
     return product(cutlass_dense(mat1, mat1_meta), mat2, out_dtype)
 
 
-def _sparse_semi_structured_addmm(
-    input: Tensor,
-    mat1: Tensor,
-    mat1_meta: Tensor,
-    mat2: Tensor,
-    *,
-    alpha: float = 1,
-    beta: float = 1,
-    out_dtype: torch.dtype | None = None,
-) -> Tensor:
+def _sparse_semi_structured_addmm(input, mat1, mat1_meta, mat2, *, alpha=1, beta=1, out_dtype=None):
     """alpha * mat1 @ mat2 + beta * input. input: one number for each row of the result."""
     return product(cutlass_dense(mat1, mat1_meta), mat2, out_dtype, alpha, beta * wide(input))
 
 
-def _cslt_compress(input: Tensor) -> Tensor:
+def _cslt_compress(input):
     return parts(pack24(input, input != 0, "cusparselt_sm90"))[0].clone()
 
 
 def _cslt_sparse_mm(
-    compressed_A: Tensor,
-    dense_B: Tensor,
-    bias: Tensor | None = None,
-    alpha: Tensor | None = None,
-    out_dtype: torch.dtype | None = None,
-    transpose_result: bool = False,
-    alg_id: int = 0,
-    split_k: int = 1,
-    split_k_mode: int = -1,
-) -> Tensor:
+    compressed_A, dense_B, bias=None, alpha=None, out_dtype=None, transpose_result=False, *_, **__
+):
     """alpha * A @ dense_B + bias. bias: one number for each row of the result; alpha: a tensor with
     one element."""
     dense = unpack24(from_cslt(compressed_A, dense_B.shape[0]))
@@ -74,18 +52,12 @@ def _cslt_sparse_mm(
     return y.t().contiguous() if transpose_result else y
 
 
-def cutlass_dense(values: Tensor, meta: Tensor) -> Tensor:
+def cutlass_dense(values, meta):
     """The dense matrix of values and torch's CUTLASS metadata."""
     return unpack24(Packed24.of(values, meta, "cutlass_sm80"))
 
 
-def product(
-    a: Tensor,
-    b: Tensor,
-    out_dtype: torch.dtype | None,
-    alpha: float = 1.0,
-    bias: Tensor | None = None,
-) -> Tensor:
+def product(a, b, out_dtype, alpha=1.0, bias=None):
     """alpha * a @ b + bias, accumulated in fp32 (int8 in int32). bias: one number for each row."""
     y = alpha * (wide(a) @ wide(b))
     if bias is not None:
@@ -93,19 +65,15 @@ def product(
     return y.to(out_dtype or b.dtype)
 
 
-def wide(x: Tensor) -> Tensor:
+def wide(x):
     return x.float() if x.dtype.is_floating_point else x.int()
 
 
-def from_cslt(compressed: torch.Tensor, columns: int) -> Packed24:
+def from_cslt(compressed, columns):
     """The packed matrix [rows, columns] of a result of `torch._cslt_compress`, sharing memory."""
     shape = len(compressed), columns
     return Packed24(compressed.view(-1).view(torch.uint8), shape, compressed.dtype)
 
 
-OPERATORS: tuple[Any, ...] = (
-    _sparse_semi_structured_mm,
-    _sparse_semi_structured_addmm,
-    _cslt_compress,
-    _cslt_sparse_mm,
-)
+OPERATORS = (_sparse_semi_structured_mm, _sparse_semi_structured_addmm)
+OPERATORS += (_cslt_compress, _cslt_sparse_mm)

@@ -5,7 +5,6 @@ import functools
 
 import pytest
 import torch
-import transformers
 from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -13,23 +12,26 @@ from models.decoding import Decoder
 from tests.lifetimes import Reads
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-SIZES = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 320,
-         "max_position_embeddings": 64}  # fmt: skip
+SIZES = {"hidden_size": 64, "num_attention_heads": 4, "max_position_embeddings": 64}
 GATED = {**SIZES, "intermediate_size": 128, "num_key_value_heads": 2}
 MODELS = {
-    "llama": ("Llama", GATED),
-    "gpt2": ("GPT2", {"n_embd": 64, "n_layer": 2, "n_head": 2, "vocab_size": 320}),
-    "opt": ("OPT", {**SIZES, "ffn_dim": 128, "word_embed_proj_dim": 64}),
-    "mistral": ("Mistral", GATED),
-    "short window": ("Mistral", {**GATED, "sliding_window": 8}),
+    "llama": ("llama", GATED),
+    "gpt2": ("gpt2", {**SIZES, "num_attention_heads": 2}),
+    "opt": ("opt", {**SIZES, "ffn_dim": 128, "word_embed_proj_dim": 64}),
+    "mistral": ("mistral", GATED),
+    "short window": ("mistral", {**GATED, "sliding_window": 8}),
 }
 
 
-def built(name):
-    torch.manual_seed(0)
-    family, settings = MODELS[name]
-    kind = getattr(transformers, f"{family}{'LMHeadModel' if family == 'GPT2' else 'ForCausalLM'}")
-    return kind(getattr(transformers, f"{family}Config")(**settings)).eval().to(DEVICE)
+@pytest.fixture
+def built(hf_model):
+    """built("short window") -> a model of `MODELS`."""
+
+    def build(name):
+        family, settings = MODELS[name]
+        return hf_model(family, **settings).to(DEVICE)
+
+    return build
 
 
 class ReadBack(TorchDispatchMode):
@@ -43,7 +45,7 @@ class ReadBack(TorchDispatchMode):
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", list(MODELS))
 @torch.no_grad()
-def test_logits_are_those_of_the_whole_text(name):
+def test_logits_are_those_of_the_whole_text(name, built):
     model = built(name)
     ids = torch.randint(0, 320, (3, 20), device=DEVICE)
     decoder = Decoder(model, 3, 20)
@@ -62,7 +64,7 @@ def test_logits_are_those_of_the_whole_text(name):
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "opt"])
 @torch.no_grad()
-def test_one_graph_serves_all_blocks(name, monkeypatch):
+def test_one_graph_serves_all_blocks(name, built, monkeypatch):
     model, ids = built(name), torch.randint(0, 320, (2, 12), device=DEVICE)
     compiles, eager = torch.compile, functools.partial(torch.compile, backend="aot_eager")
     torch._dynamo.reset()
@@ -78,7 +80,7 @@ def test_one_graph_serves_all_blocks(name, monkeypatch):
 
 
 @torch.no_grad()
-def test_a_text_that_is_too_long_is_refused():
+def test_a_text_that_is_too_long_is_refused(built):
     """On a GPU an index beyond the cache would end the process."""
     decoder, ids = Decoder(built("llama"), 1, 9), torch.zeros(1, 10, dtype=torch.int64).to(DEVICE)
     with pytest.raises(ValueError, match=r"^10 tokens do not fit into a decoder for 9$"):
@@ -93,7 +95,7 @@ def test_a_text_that_is_too_long_is_refused():
 
 @pytest.mark.parametrize("name", [name for name in MODELS if name != "short window"])
 @torch.no_grad()
-def test_a_step_can_be_replayed_from_a_graph(name):
+def test_a_step_can_be_replayed_from_a_graph(name, built):
     """It reads nothing back, and keeps what it reads where it was."""
     decoder = Decoder(built(name), 2, 8)
     ids = torch.randint(0, 320, (2, 5), device=DEVICE)

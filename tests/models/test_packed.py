@@ -152,16 +152,12 @@ def test_packed_linears_are_compiled_into_one_graph():
 
 
 @torch.no_grad()
-def test_a_model_of_transformers_is_packed_and_saved_as_before(tmp_path):
-    from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 2}
+def test_a_model_of_transformers_is_packed_and_saved_as_before(hf_model, tmp_path):
     for number, model, dim, count in (
-        (1, GPT2LMHeadModel(GPT2Config(vocab_size=320, n_embd=64, n_layer=2, n_head=2)), 0, 4),
-        (2, LlamaForCausalLM(LlamaConfig(vocab_size=320, num_hidden_layers=2, **sizes)), 1, 6),
+        (1, hf_model("gpt2", hidden_size=64), 0, 4),
+        (2, hf_model("llama", hidden_size=64, intermediate_size=128), 1, 6),
     ):
-        model.eval().to(DEVICE, torch.bfloat16)
+        model.to(DEVICE, torch.bfloat16)
         for name, parameter in model.named_parameters():
             if "mlp" in name and parameter.ndim == 2:
                 parameter *= nm_mask(parameter, dim=dim)

@@ -32,16 +32,13 @@ def test_loss_of_classes_and_of_mixtures_of_them():
     torch.testing.assert_close(model(images(), mixed)[1], expected)
 
 
-def test_without_classes_it_ends_in_its_features():
+def test_features_without_classes_and_of_other_sizes_where_asked_for():
     model = randomised(ViT(tiny(n_classes=0)))
     output, _ = model(images())
     assert output.shape == (3, 16)
     assert torch.equal(output, model.features(images()))
     with pytest.raises(ValueError, match="n_classes=0"):
         model(images(), torch.tensor([0, 0, 0]))
-
-
-def test_other_image_sizes_only_where_asked_for():
     model = randomised(ViT(tiny(dynamic_image_size=True)))
     fixed = ViT(tiny())
     fixed.load_state_dict(model.state_dict())
@@ -76,7 +73,7 @@ def test_transformers_there_and_back():
         assert not theirs.training
 
 
-def test_transformers_with_its_own_settings():
+def test_transformers_with_its_own_settings_and_what_it_lacks():
     from transformers import ViTConfig as HFViTConfig
     from transformers import ViTModel
 
@@ -90,9 +87,6 @@ def test_transformers_with_its_own_settings():
     other = ViTModel(HFViTConfig(**shape, hidden_act="relu", qkv_bias=False))
     with pytest.raises(ValueError, match=r"hidden_act='relu'.*qkv_bias=False"):
         from_hf(other)
-
-
-def test_what_transformers_lacks_is_refused():
     for settings in ({"init_values": 0.1}, {"pool": "avg"}, {"squared_relu": True}):
         with pytest.raises(ValueError, match="no layer scale and no average pooling"):
             to_hf(ViT(tiny(**settings)))
