@@ -63,10 +63,18 @@ def block(page, start):
     return found
 
 
-def test_the_readme_is_short_and_every_page_is_in_the_index():
+def test_the_readme_is_short_and_pages_packages_and_methods_are_listed():
     assert len(text(ROOT / "README.md").split()) <= 600
     linked = set(re.findall(r"\]\((\w+\.md)", text(ROOT / "docs" / "index.md")))
     assert linked == {path.name for path in PAGES if path.parent == ROOT / "docs"} - {"index.md"}
+    tree = text(ROOT / "CONTRIBUTING.md").split("## The tree")[1].split("```")[1]
+    packages = {path.parent.name for path in ROOT.glob("*/__init__.py")} | {"tests"}
+    assert set(re.findall(r"^(\w+)/", tree, re.M)) == packages
+    table = text(ROOT / "README.md").split("| method | in one line |")[1].split("\n\n")[0]
+    rows = [name for row in re.findall(r"^\| (`.*?) \|", table, re.M) for name in row.split(", ")]
+    assert {"dense"} | {name.strip("`") for name in rows} == set(methods.available())
+    pages = (ROOT / "docs" / "methods").glob("*.md")
+    assert {path.stem for path in pages} == set(methods.available())
 
 
 def test_links_and_named_files_exist_and_no_place_of_a_machine_is_named():
@@ -196,21 +204,16 @@ def snippet(start):
 
 
 def trained():
-    names = {
-        "model": tiny(),
-        "steps": 3,
-        "accumulate": 2,
-        "micro_batches": lambda step: [batch(), batch()],
-        "fresh": tiny(),
-    }
+    names = {"model": tiny(), "fresh": tiny(), "steps": 3, "accumulate": 2}
+    names["micro_batches"] = lambda step: [batch(), batch()]
     exec(snippet("import torch\nimport methods"), names)
     return names
 
 
 def test_every_snippet_is_run_here():
     counts = {"README.md": 1, "docs/own_loop.md": 15, "docs/methods/semi_sparse.md": 1}
-    counts |= {"docs/serving.md": 3, "docs/extending.md": 2}
-    counts |= {"docs/evaluation.md": 1}  # test_finetune.py has it
+    counts |= {"docs/serving.md": 3, "docs/extending.md": 2, "docs/evaluation.md": 1}
+    # test_finetune.py has the last one.
     found = {page: len(blocks(page, "python")) for page in PAGES if blocks(page, "python")}
     assert found == {ROOT / name: count for name, count in counts.items()}
 
@@ -425,17 +428,6 @@ def test_the_loop_of_the_readme_runs_and_is_saved_sparse(tmp_path, monkeypatch):
     assert is_24(saved["transformer.h.0.mlp.c_fc.weight"])
 
 
-def test_the_tree_names_every_package_and_every_method_has_its_row_and_section():
-    tree = text(ROOT / "CONTRIBUTING.md").split("## The tree")[1].split("```")[1]
-    packages = {path.parent.name for path in ROOT.glob("*/__init__.py")} | {"tests"}
-    assert set(re.findall(r"^(\w+)/", tree, re.M)) == packages
-    table = text(ROOT / "README.md").split("| method | in one line |")[1].split("\n\n")[0]
-    rows = [name for row in re.findall(r"^\| (`.*?) \|", table, re.M) for name in row.split(", ")]
-    assert {"dense"} | {name.strip("`") for name in rows} == set(methods.available())
-    pages = (ROOT / "docs" / "methods").glob("*.md")
-    assert {path.stem for path in pages} == set(methods.available())
-
-
 def script(name):
     """A script of docs/ as a module."""
     spec = importlib.util.spec_from_file_location(name, ROOT / "docs" / f"{name}.py")
@@ -496,7 +488,7 @@ def shown(page, section, first):
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
 
 
-def test_speeds_are_those_of_the_records():
+def test_speeds_and_products_of_integers_are_those_of_the_records():
     """Each as a factor over dense, of a layer or of a step, launched and in CUDA graphs."""
     factors = []
     widths = {
@@ -530,9 +522,6 @@ def test_speeds_are_those_of_the_records():
     for figure, name in re.findall(r"(1\.\d\d) \(`(\w+)`\)", text(ROOT / "README.md")):
         (line,) = re.findall(rf"^\| {name}, compiled \|.* 2048 -> .*$", loop, re.M)
         assert f"| dense {figure} |" in line
-
-
-def test_products_of_integers_are_those_of_the_record():
     path = ROOT / "experiments" / "bench_results" / "h200_integers.json"
     section = "How small does it get with integers?"
     told = shown("docs/serving.md", section, r"(?:\d+ -> \d+ )?\| \d")
