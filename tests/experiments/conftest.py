@@ -22,24 +22,16 @@ from experiments.training import pretraining
 from experiments.training.tracking import read_metrics
 from experiments.training.trainer import Trainer
 
-TINY_MODEL = [
-    "model.n_layer=1",
-    "model.n_head=2",
-    "model.n_embd=16",
-    "model.vocab_size=320",
-    "model.block_size=16",
-]
-SHORT = [
-    "train.steps=12",
-    "train.batch_size=4",
-    "train.warmup_steps=2",
-    "train.log_every=1",
-    "train.eval_every=4",
-    "train.eval_samples=4",
-    "impl.checkpoint_every=3",
-    "impl.threads=1",
-    "impl.device=cpu",
-]
+
+def settings(group, **values):
+    """settings("train", steps=12) -> ["train.steps=12"]: overrides of one group."""
+    return [f"{group}.{name}={value}" for name, value in values.items()]
+
+
+TINY_MODEL = settings("model", n_layer=1, n_head=2, n_embd=16, vocab_size=320, block_size=16)
+CPU = settings("impl", device="cpu", threads=1)
+SHORT = settings("train", steps=12, batch_size=4, warmup_steps=2, log_every=1)
+SHORT += [*settings("train", eval_every=4, eval_samples=4), *CPU, "impl.checkpoint_every=3"]
 
 
 def quiet(message):
@@ -58,8 +50,9 @@ def losses(directory, key="loss"):
 
 def words_of(corpus_dir):
     """Overrides of the corpus that most tests train on."""
-    data = ["data.name=words", f"data.source={corpus_dir / 'text'}", f"data.root={corpus_dir}"]
-    return [*data, "data.vocab_size=300"]
+    return settings(
+        "data", name="words", source=corpus_dir / "text", root=corpus_dir, vocab_size=300
+    )
 
 
 def bench(benchmark, out, *more):

@@ -1,4 +1,5 @@
-"""The benchmarks of a user's own loop and of several ranks, with gloo."""
+"""The benchmarks of a user's own loop, of several ranks with gloo, and of prefill and generation
+with packed weights, whose products are emulated on the CPU."""
 
 import json
 from dataclasses import replace
@@ -7,8 +8,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from experiments.bench import linear, loop
+from experiments.bench import linear, loop, serve
 from experiments.support.errors import UserError
+from models.packed import Limits, PackedProduct
 from tests.experiments.conftest import bench
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="times a CPU")
@@ -19,6 +21,11 @@ def tiny(monkeypatch):
     small = {kind: replace(one, layers=1, batch=(2, 8)) for kind, one in loop.QUICK.items()}
     monkeypatch.setattr(loop, "QUICK", small)
     monkeypatch.setattr(loop, "CALLS", 1)
+    shape = {**serve.SIZES["nano"].shape, "num_hidden_layers": 1}
+    size = replace(serve.SIZES["nano"], shape=shape, tokens=(8,), sequences=(2,))
+    monkeypatch.setitem(serve.SIZES, "nano", size)
+    monkeypatch.setattr(serve, "CONTEXT", 4)
+    monkeypatch.setattr(serve, "NEW", 3)
 
 
 def test_every_row_that_runs_here_stands_beside_dense(tmp_path):
@@ -85,3 +92,34 @@ def test_two_ranks_stand_beside_dense_of_their_kind(tmp_path, run_on_two_ranks):
         assert row["backend"].endswith(f"2 x {row['name'].split(', ')[-1]}")
         assert figures["tokens/s per GPU"] == pytest.approx(64e3 / row["ms"])
         assert 0 < figures["min ms"] <= row["ms"] <= figures["max ms"]
+
+
+def test_every_variant_that_runs_here_has_its_rows(tmp_path, monkeypatch, capsys):
+    """The limits, which only a GPU has, are set. Wrong products get no time."""
+    pack = serve.pack
+    monkeypatch.setattr(
+        serve, "pack", lambda model, limits, graphs: pack(model, limits or Limits(1, 5))
+    )
+    out = tmp_path / "cpu.json"
+    assert bench("serve", out, "--thorough") == 0
+    record = json.loads(out.read_text())["benchmarks"]["serve"]
+    rows = {(row["name"], row["shape"]): row for row in record["rows"]}
+    for work, shape, made in (
+        ("text", "8 tokens and 3 new ones", 3), ("prefill", "8 tokens", 8),
+        ("generation", "2 sequences", 2),
+    ):  # fmt: skip
+        for variant in serve.THOROUGH[work]:
+            row = rows.pop((f"{work}, {variant}", f"LLaMA nano, {shape}"))
+            assert row["backend"] == {"dense": "dense", "few": "few", "int4": "few"}.get(
+                variant, "cusparselt_sm90"
+            )
+            assert row["figures"]["tokens/s"] == pytest.approx(1e3 * made / row["ms"])
+            assert row["peers"].keys() == {"dense"}
+    # 64 -> 32 has too few rows for cuSPARSELt, and stays dense.
+    assert rows.pop(("few", "LLaMA nano, 64 -> 32"))["figures"] == {}
+    assert rows.pop(("crossover", "LLaMA nano, 64 -> 128"))["figures"] == {"tokens": 5}
+    assert len(rows) == 6
+    monkeypatch.setattr(PackedProduct, "forward", lambda self, x: 0 * x @ self.weight.t())
+    assert bench("serve", tmp_path / "wrong.json", "--only", "prefill, packed") == 1
+    assert "packed disagrees with dense: off by" in capsys.readouterr().err
+    assert not (tmp_path / "wrong.json").exists()

@@ -10,14 +10,14 @@ from experiments.runs.finished import FinishedRun
 from experiments.support.checkpoint import read_sealed
 from experiments.training import pretraining
 from models.vit import ViT
-from tests.experiments.conftest import losses, quiet
+from tests.experiments.conftest import CPU, losses, quiet, settings
 
 TINY = [
-    "model.width=16", "model.depth=1", "model.heads=2", "dino.prototypes=8", "dino.hidden=16",
-    "dino.bottleneck=8", "dino.local_crops=1", "dino.local_size=16", "train.steps=2",
-    "train.warmup_steps=1", "train.batch_size=4", "train.log_every=1", "train.eval_every=2",
-    "train.eval_samples=4", "impl.device=cpu", "impl.threads=1",
-]  # fmt: skip
+    *settings("model", width=16, depth=1, heads=2),
+    *settings("dino", prototypes=8, hidden=16, bottleneck=8, local_crops=1, local_size=16),
+    *settings("train", steps=2, warmup_steps=1, batch_size=4, log_every=1, eval_every=2),
+    *("train.eval_samples=4", *CPU),
+]
 
 
 @pytest.fixture

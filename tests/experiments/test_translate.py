@@ -14,30 +14,25 @@ from experiments.runs.finished import FinishedRun
 from experiments.support.checkpoint import read_sealed
 from experiments.support.errors import UserError
 from experiments.training import pretraining, routine
-from tests.experiments.conftest import quiet
+from tests.experiments.conftest import CPU, quiet, settings
 
 TINY = [
-    "model.n_layer=1", "model.n_head=2", "model.n_embd=16", "model.n_inner=32",
-    "data.batch_tokens=256", "train.steps=6", "train.batch_size=2", "train.warmup_steps=2",
-    "train.average_every=2", "train.log_every=1", "train.eval_every=4", "train.eval_samples=2",
-    "impl.device=cpu", "impl.threads=1", "impl.checkpoint_every=2", "search.longer=2",
-    "search.beam=2",
-]  # fmt: skip
+    *settings("model", n_layer=1, n_head=2, n_embd=16, n_inner=32),
+    *settings("train", steps=6, batch_size=2, warmup_steps=2, average_every=2, log_every=1),
+    *settings("train", eval_every=4, eval_samples=2),
+    *("data.batch_tokens=256", "search.longer=2", "search.beam=2", "impl.checkpoint_every=2", *CPU),
+]
 
 
 @pytest.fixture
-def small(monkeypatch):
+def tiny(tmp_path, monkeypatch):
     monkeypatch.setattr(parallel, "SIZES", {"test": 12, "val": 40, "train": 120})
-
-
-@pytest.fixture
-def tiny(tmp_path, small):
     root = [f"runs={tmp_path / 'runs'}", f"data.root={tmp_path / 'data'}"]
     return lambda *more: translate.load([*TINY, *root, *more])
 
 
-def test_a_run_is_trained_translated_and_scored(tiny):
-    config = tiny("method=s_ste")
+def test_a_run_is_trained_and_its_averaged_weights_translate_and_are_scored(tiny):
+    config = tiny("method=sr_ste")
     assert translate.finished(config) is None
     result = translate.run(config, quiet).result
     assert result["steps"] == 6 and 100 < result["tokens"] / (6 * 2) <= 256
@@ -46,30 +41,25 @@ def test_a_run_is_trained_translated_and_scored(tiny):
     assert 0 <= metrics["bleu"] <= 100 and metrics["exact_match"] == 0.0
     written = read_sealed(config.directory() / "result.json")
     assert written == json.loads(json.dumps(result)) == translate.finished(config)
-    assert len((config.directory() / "translations.txt").read_text().splitlines()) == 12
     assert "tok:13a" in result["bleu_signature"]
     networks = [f"{s}.layers.0.mlp.{fc}" for s in ("encoder", "decoder") for fc in ("fc1", "fc2")]
     assert sorted(result["converted"]) == sorted(networks)
     assert result["sparsity"]["illegal_groups"] == 0
-
-
-def test_the_averaged_weights_translate(tiny):
-    config = tiny("method=sr_ste")
-    result = translate.run(config, quiet).result
-    averaged = load_file(config.directory() / "ema.safetensors")
-    own = load_file(config.directory() / "model.safetensors")
+    averaged, own = (
+        load_file(config.directory() / f"{name}.safetensors") for name in ("ema", "model")
+    )
     assert averaged.keys() == own.keys()
-    assert all(int(check24(averaged[f"{name}.weight"])) == 0 for name in result["converted"])
+    assert all(int(check24(averaged[f"{name}.weight"])) == 0 for name in networks)
     model = FinishedRun.open(config.directory()).averaged()
     assert torch.equal(model.embedding.weight, averaged["embedding.weight"])
     assert not torch.equal(model.embedding.weight, own["embedding.weight"])
-    first = (config.directory() / "translations.txt").read_text()
     source = config.open_source(model)
     translations, references = translate.translations(
         model.eval(), source.corpus, "test", config.search
     )
-    assert "".join(f"{line}\n" for line in translations) == first
+    assert (config.directory() / "translations.txt").read_text().splitlines() == translations
     assert references == [english for _, english in parallel.number_pairs("test")]
+    assert len(references) == 12
     plain = tiny("method=sr_ste", "train.average_last=0", "train.average_every=0")
     pretraining.run(plain, quiet)
     assert FinishedRun.open(plain.directory()).averaged() is None

@@ -117,6 +117,16 @@ def keep_record(folder, blocks, block, variant, seed, loss, /, **changed):
     return run.file(folder)
 
 
+def write_blocks(folder, texts, old="", new=""):
+    """Write `texts`, by the names of blocks, into a folder, which is returned; in each of them
+    `old` is replaced by `new`."""
+    folder.mkdir(exist_ok=True)
+    assert any(old in text for text in texts.values())
+    for name, text in texts.items():
+        (folder / f"{name}.yaml").write_text(text.replace(old, new), encoding="utf-8")
+    return folder
+
+
 def overridden(table, tier, overrides):
     """The table with further overrides of every training of a tier."""
     rows = [

@@ -1,17 +1,21 @@
-"""Tests of what is timed without training: the right tokens, weights packed where it is said."""
+"""SLoPe's measures, what is timed without training, and SAM's image encoder: torchao's Table 2."""
 
 import pytest
+import timm
 import torch
 from torch import nn
 
-from common_kernels import check24
+from common_kernels import check24, nm_mask
 from common_kernels.pack import BUFFERED
+from experiments.bench.timing import Time
+from experiments.bench.variants import Bench, convert
 from experiments.support.errors import UserError
 from models import packed
 from models.packed import PackedProduct
 from reproduce import measure
+from reproduce.measure import base, operators, sam, slope
 from reproduce.measure import packed as packing_
-from reproduce.measure import sam
+from reproduce.measure.base import Base
 from reproduce.measure.packed import Decode, Decoding, llama, to_packed
 
 TINY = {"width": 64, "inner": 96, "heads": 4, "repeats": 2, "threads": 1}
@@ -88,3 +92,151 @@ def test_images_a_second(parts, tmp_path):
     assert found["rate"] > 0
     assert (found["speedup"] == 1.0) is (not parts)
     assert found["mib"] is None  # a CPU does not tell
+
+
+def quick(**changed):
+    fields = {"repeats": 2, "threads": 1, "batch": 1, "length": 16, "width": 64, "heads": 2}
+    return slope.SlopeLayer(**fields | changed)
+
+
+@pytest.fixture(params=["dense", "cusparselt"])
+def products(request, monkeypatch):
+    """Set what multiplies: dense products, as on a CPU, or packed operands in bf16, as on a GPU, by
+    an emulation."""
+    if request.param == "cusparselt":
+        monkeypatch.setattr(Base, "dtype", torch.bfloat16)
+        monkeypatch.setattr(slope, "sparse_products", lambda config: "cusparselt")
+    return request.param
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """Gives every call a time, after one call of it: 12 ms if dense, 8 if fused, 3 of hooks, else
+    6."""
+    calls = {}
+
+    def fake(several, *_, **__):
+        calls.update(several)
+        for call in several.values():
+            call(0)
+        kinds = {"dense": 12.0, "dense_fused": 8.0, "sparse_fused": 8.0, "hooks": 3.0}
+        ms = {n: kinds.get(n.removeprefix("inference ").partition("_1")[0], 6.0) for n in several}
+        return {name: Time(value, value, value, "host") for name, value in ms.items()}
+
+    monkeypatch.setattr(base, "in_turns", fake)
+    return calls
+
+
+def test_a_layer_with_and_without_its_parts(products, clock):
+    found, used = quick(ranks=(1.56,)).measure(print)
+    assert used == {"dense": "dense", "cusparselt": "cusparselt fprop dgrad"}[products]
+    assert found["training_sparse"] == 12 / (6 + 3) and found["training_sparse_fused"] == 12 / 11
+    assert found["training_dense_fused"] == 12 / 8  # without hooks
+    assert found["training_sparse_tiled"] == 12 / 9
+    assert found["inference_dense_fused"] == 12 / 8
+    for name in ("sparse_1_56", "sparse_tiled_1_56", "sparse_apart_1_56", "sparse", "sparse_tiled"):
+        assert found[f"inference_{name}"] == 12 / 6
+    assert found["inference_sparse_fused_1_56"] == 12 / 8
+    assert len(clock) == 6 + 5 + 4
+
+
+def test_tiles_take_part_and_wrong_ones_stop_the_measurement(clock, monkeypatch):
+    linear, asked = slope.Tiles.linear, []
+
+    def spy(self, x, bias):
+        asked.append(tuple(self.stack.shape))
+        return linear(self, x, bias)
+
+    monkeypatch.setattr(slope.Tiles, "linear", spy)
+    quick(width=32).measure(print)
+    assert set(asked) == {(3, 32, 32), (4, 32, 32)}  # queries, keys and values; the wide weight
+    monkeypatch.setattr(slope.Tiles, "grad", lambda self, dy: 1.1 * linear(self, dy, None))
+    with pytest.raises(UserError, match=r"tiles: off by .* no time is reported"):
+        quick(width=32).measure(print)
+
+
+def test_tiles_give_the_product_of_the_whole(products):
+    dtype = Base.dtype if products == "cusparselt" else torch.float32
+    w, x = torch.randn(256, 64).to(dtype), torch.randn(16, 64).to(dtype)
+    w, packed = w * nm_mask(w), products == "cusparselt"
+    want, eps = slope.whole(w, packed).linear(x, None), torch.finfo(dtype).eps
+    found = slope.tiled(w, packed).linear(x, None)
+    assert torch.allclose(found.float(), want.float(), rtol=4 * eps, atol=64 * eps)
+
+
+def test_products_by_shape(products, clock):
+    found, used = slope.Shapes(length=16, width=64).measure(print)
+    assert used == products
+    assert found["tiled_speedup"] == found["attention_speedup"] == 1.0
+    assert found["rank_10_speedup"] == 1.0 and found["multiply_ms"] == found["setup_ms"] == 6.0
+
+
+@pytest.mark.parametrize(
+    ("pattern", "zeros"), [("1:2", 1 / 8), ("2:4", 3 / 32), ("2:8", 0.058399), ("1:4", 0.079102)]
+)
+def test_double_pruning_imposes_what_the_lemma_says(pattern, zeros):
+    """The standard deviation over n x n random masks is below 0.3 / n (2:4: 0.19)."""
+    found, _ = operators.ImposedZeros(width=1024, pattern=pattern).measure(print)
+    assert found["closed_form"] == pytest.approx(zeros, abs=1e-6)
+    for kind in ("random", "magnitude"):
+        assert found[kind] == pytest.approx(zeros, abs=5 * 0.3 / 1024)
+        n, m = map(int, pattern.split(":"))
+        assert found[kind] + found[f"{kind}_density"] == pytest.approx(n / m)
+
+
+SMALL_SAM = {
+    "img_size": 32,
+    "embed_dim": 16,
+    "num_heads": 2,
+    "depth": 2,
+    "global_attn_indexes": [1],
+}
+
+
+def encoder():
+    torch.manual_seed(0)
+    model = sam.encoder("samvit_large_patch16", **SMALL_SAM)
+    for block in model.blocks:
+        torch.nn.init.normal_(block.attn.rel_pos_h)
+        torch.nn.init.normal_(block.attn.rel_pos_w)
+    return model
+
+
+def made(method):
+    converted = convert(method, encoder(), ("*mlp.*",), torch.float32, 4, "dense")
+    return Bench(converted, [torch.randn(1, 3, 32, 32)], [torch.randn(1, 256, 2, 2)])
+
+
+def test_the_encoder_is_that_of_sam_vit_l_and_of_timm():
+    """Its size as published: 308,278,272 parameters with the neck, 256 channels on a 16th."""
+    with torch.device("meta"):
+        model = sam.encoder("samvit_large_patch16", img_size=1024)
+        out = model(torch.empty(1, 3, 1024, 1024))
+    assert sum(p.numel() for p in model.parameters()) == 308_278_272
+    assert out.shape == (1, 256, 64, 64)
+    linears = [name for name, m in model.named_modules() if isinstance(m, torch.nn.Linear)]
+    assert sum("mlp." in name for name in linears) == 48
+    ours = encoder()
+    torch.manual_seed(0)
+    theirs = timm.create_model("samvit_large_patch16", num_classes=0, global_pool="", **SMALL_SAM)
+    theirs.load_state_dict(ours.state_dict())
+    x = torch.randn(2, 3, 32, 32)
+    found = []
+    for model in (ours, theirs):
+        y = model(x)
+        y.square().sum().backward()
+        found.append([y, *(p.grad for p in model.parameters())])
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+
+
+def test_blocks_compile_whole_and_are_checked(monkeypatch):
+    torch.compiler.reset()
+    built, how = made("semi_sparse"), {"backend": "aot_eager"}
+    sam.compile_blocks("x", built, how)
+    assert built.found() == [None] * len(built.found())
+    built.whole(0)
+    assert built.inputs[0].grad is not None
+    monkeypatch.setattr(built, "found", iter([[torch.ones(2)], [torch.zeros(2)]]).__next__)
+    with pytest.raises(UserError, match="compiled model are off by 1"):
+        sam.compile_blocks("x", built, how)

@@ -94,7 +94,7 @@ def test_which_rows_are_judged(found):
         assert judged.verdict == expected
 
 
-def test_faster_than_another_by_pairs(found):
+def test_faster_than_another_by_pairs_adjusted_together(found):
     base = [1.1, 1.3, 1.2, 1.25, 1.15]  # which varies far more than the quotient
     for factors, expected in [
         ([1.06, 1.07, 1.065, 1.06, 1.07], "confirmed"),
@@ -116,10 +116,7 @@ def test_faster_than_another_by_pairs(found):
     middle, half = math.sqrt(1.1 * 1.21), 1.1 ** (math.tan(0.475 * math.pi) / 2)
     ends = middle, middle / half, middle * half
     assert (line.effect, line.low, line.high) == pytest.approx(ends)
-
-
-def test_p_values_of_the_rows_are_adjusted_together(found):
-    """Alone at 0.03 a row is faster; of two such, neither."""
+    # Alone at 0.03 a row is faster; of two such, neither.
     factors = [1.018, 1.003, 1.012, 1.003, 1.019]
     one = {"m / S": factors, "m / F": [1.0] * 5}
     two = one | {"n / S": factors, "n / F": [1.0] * 5}

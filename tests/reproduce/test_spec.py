@@ -168,7 +168,7 @@ def options(name, tier, tmp_path, variant=None):
     return {row: (config.method, changed_options(config)) for row, config in configs.items()}
 
 
-def test_published_settings_of_fst(tmp_path):
+def test_published_settings_of_fst_and_ablations_are_what_their_labels_say(tmp_path):
     """Decay factors by model (the authors' page), what BERT's rows are, and when they end."""
     for size, alpha in {"774M": 6e-5, "1558M": 2e-4}.items():
         rows = options("fst_table6", "full", tmp_path, f"GPT-2 {size}")
@@ -183,9 +183,6 @@ def test_published_settings_of_fst(tmp_path):
     }  # fmt: skip
     deit = options("fst_table8", "full", tmp_path)
     assert deit["FST"] == ("fst", {"alpha": 1e-3, "refresh_every": 10})
-
-
-def test_ablations_leave_out_or_add_what_their_labels_say(tmp_path):
     assert list(options("sste_table8", "smoke", tmp_path).values()) == [
         ("dense", {}),
         ("ste", {}),

@@ -1,4 +1,4 @@
-"""Composition, typing and identity of configs, and the directories of runs."""
+"""Composition, typing and identity of configs; the directories of runs; the published recipes."""
 
 import dataclasses
 import importlib
@@ -7,12 +7,14 @@ import os
 import re
 import signal
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 from hydra import compose, initialize_config_module
 from omegaconf import OmegaConf
 
+import experiments
 import methods
 from experiments.config.compose import composed
 from experiments.config.driver import help_text
@@ -180,7 +182,7 @@ def test_a_run_is_found_by_its_hash_under_any_name(tmp_path):
     assert (config.directory(), seeded.directory()) == (before / "seed0", copied / "seed1")
 
 
-def test_errors_of_the_machine_are_one_line(tmp_path):
+def test_errors_of_the_machine_and_signals_are_one_line(tmp_path, capsys):
     (tmp_path / "link").symlink_to(tmp_path / "no\x1bwhere")
     for act, said in (
         (lambda: torch.empty(2**60, dtype=torch.uint8), r"^error: out of memory \([^\n]*$"),
@@ -191,9 +193,6 @@ def test_errors_of_the_machine_are_one_line(tmp_path):
             act()
     with pytest.raises(RuntimeError), exit_with_one_line("begins it anew"):
         raise RuntimeError("of the work itself")
-
-
-def test_a_signal_is_one_line_with_the_status_of_the_shell(capsys):
     before = signal.getsignal(signal.SIGTERM)
     signal.signal(signal.SIGINT, signal.default_int_handler)  # which a job of a shell ignores
     signals = (("terminated", signal.SIGTERM, 143), ("interrupted", signal.SIGINT, 130))
@@ -257,3 +256,60 @@ def test_a_method_from_outside_is_found_by_its_name(installed, tmp_path, monkeyp
         assert "\nbeta: " in help_text("NAME", "", "pretrain", ["method=mine"])
     finally:
         methods._installed.cache_clear()
+
+
+FOLDER = Path(experiments.__file__).parent / "conf" / "experiment"
+NAMES = sorted(path.stem for path in FOLDER.glob("*.yaml"))
+
+# Steps, batch, peak of the learning rate, optimizer, schedule, dtype: FST's and S-STE's scripts for
+# GPT-2 (524,288 tokens a step), FST's released configs, NVIDIA's BERT, which SLoPe took, SLoPe's
+# released configuration, FST's DeiT (5e-5 x 2048 / 512), the authors' command of AST.
+RECIPES = {
+    **{
+        f"{method}_gpt2_{size}": (300_000, 512, 1.5e-4, "adamw", "cosine", "fp16")
+        for method in ("dense", "sr_ste", "fst", "s_ste")
+        for size in ("124m", "350m", "774m", "1558m")
+    },
+    "fst_cramming": (38_049, 4096, 1e-3, "adamw", "triangle", "fp16"),
+    "slope_bert_large_phase1": (7038, 65_536, 6e-3, "lamb", "sqrt", "fp16"),
+    "slope_bert_large_phase2": (1563, 32_768, 4e-3, "lamb", "sqrt", "fp16"),
+    "dense_gpt2_small": (400_000, 512, 6e-4, "adamw", "linear", "fp16"),
+    "slope_gpt2_large": (400_000, 512, 1.5e-4, "adamw", "linear", "fp16"),
+    "fst_deit_base": (187_500, 2048, 2e-4, "lion", "cosine", "fp16"),
+    "ast_boosted_gpt2_124m": (40_000, 128, 2e-4, "adamw", "cosine", "bf16"),
+}
+# The factors of decay are by the authors' page of December 2024; their code of May 2024 has the
+# last two swapped.
+DECAY = {"124m": 6e-5, "350m": 2e-4, "774m": 6e-5, "1558m": 2e-4}
+DENSE_FROM = {"fst_gpt2_774m": 250_000, "fst_cramming": 36_367, "fst_deit_base": 156_250}
+
+
+def test_every_recipe_is_the_published_one_and_fits_its_model(tmp_path, hf_model):
+    """The method of each finds its linears in the model, which is built without its numbers."""
+    hf_model("gpt2").save_pretrained(tmp_path)
+    shapes = {}
+    for name in NAMES:
+        kind = name.partition("_")[0]
+        own = ["init=null"] * name.endswith("phase2")
+        if kind == "ast" or "_opt_" in name:  # in place of the checkpoint on the hub
+            own += [f"model.path={tmp_path}", "model.block_size=32"]
+        driver = {"dino": "dino", "ast": "distill"}.get(kind, "pretrain")
+        config = load([f"experiment={name}", *own], driver)
+        method, train = config.build_method(), config.train
+        if config.model not in shapes:
+            shapes[config.model] = config.build_shape()
+        assert method.matching_linears(shapes[config.model]) or config.method == "dense"
+        if name in RECIPES:
+            found = train.steps, train.batch_size, train.learning_rate
+            found += train.optimizer, train.schedule, train.dtype
+            assert found == RECIPES[name], name
+        if name in DENSE_FROM:
+            assert method.dense_steps[0] == DENSE_FROM[name]
+        if name.startswith("fst_gpt2"):
+            assert config.method_options.alpha == DECAY[name.rpartition("_")[2]]
+    # Bi-Mask searches every 100 of the 300,000 micro-steps, 3,000 times; here in optimizer steps.
+    masks = load(["experiment=bi_mask_cramming"])
+    searches = masks.train.steps / masks.method_options.permute_every
+    assert searches == pytest.approx(300_000 / 100, rel=0.05)
+    with pytest.raises(UserError, match="RUN_OF_PHASE_1 holds no finished run"):
+        load(["experiment=slope_bert_large_phase2"]).directory()

@@ -23,19 +23,17 @@ from experiments.training import pretraining
 from experiments.training.distributed import World
 from experiments.training.sharding import accelerate
 from experiments.training.tracking import read_metrics
-from tests.experiments.conftest import quiet
+from tests.experiments.conftest import CPU, quiet, settings
 
 HERE = Path(__file__).parent
 GLUE, SQUAD = HERE / "glue", HERE / "squad"
 SHAPE = [
-    "model.n_layer=2", "model.n_head=2", "model.n_embd=32", "model.vocab_size=512",
-    "model.block_size=64", "train.steps=60", "train.batch_size=16", "train.warmup_steps=5",
-    "train.learning_rate=3e-3", "train.min_learning_rate=0", "train.log_every=60",
-    "train.eval_every=60", "train.eval_samples=4",
-]  # fmt: skip
-CPU = ["impl.device=cpu", "impl.threads=1"]
+    *settings("model", n_layer=2, n_head=2, n_embd=32, vocab_size=512, block_size=64),
+    *settings("train", steps=60, batch_size=16, warmup_steps=5, learning_rate=3e-3, eval_samples=4),
+    *settings("train", min_learning_rate=0, log_every=60, eval_every=60),
+]
 # What a model of this size learns with in seconds.
-QUICK = ["recipe.max_length=64", "recipe.learning_rate=3e-3", "recipe.batch_size=16"]
+QUICK = settings("recipe", max_length=64, learning_rate=3e-3, batch_size=16)
 FAMILIES = {
     "gpt2": ["data.tokenizer=bpe", "method=s_ste"],
     "bert": ["model=bert_nano", "model.n_inner=64", "method=sr_ste"],
@@ -132,7 +130,7 @@ def test_an_interrupted_one_goes_on_as_if_nothing_had_happened(gpt2, interrupted
     assert read_metrics(own.directory() / "metrics.jsonl") == full
 
 
-def test_several_tasks_make_a_table(gpt2):
+def test_stsb_mnli_and_squad_through_the_whole_loop(gpt2):
     """STS-B's outputs are numbers, and MNLI has two dev splits."""
     done = [finetune.run(config(gpt2, t, "recipe.epochs=1"), quiet) for t in ("stsb", "mnli")]
     scores = [run.result["metrics"]["score"] for run in done]
@@ -140,9 +138,6 @@ def test_several_tasks_make_a_table(gpt2):
     assert stsb.startswith(f"stsb       {scores[0]:>5.1f}  spearman ") and "pearson" in stsb
     assert mnli.startswith(f"mnli       {scores[1]:>5.1f}  accuracy ") and "mismatched" in mnli
     assert mean == f"mean of 2  {sum(scores) / 2:>5.1f}"
-
-
-def test_squad_through_the_whole_loop(gpt2):
     more = ["recipe.max_length=20", "recipe.stride=4", "recipe.epochs=2"]
     result = finetune.run(config(gpt2, "squad", *more), quiet).result
     assert result["examples"] == {"train": 24, "dev": 9}

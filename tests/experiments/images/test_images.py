@@ -217,20 +217,18 @@ def test_a_file_that_is_no_image_ends_training_in_one_line(folder):
             list(source_of(folder, workers=workers).batches(requests(3, 6)))
 
 
-def test_a_folder_that_is_not_imagenets_layout_is_refused(folder):
-    rmtree(folder / "val" / "dog")
-    with pytest.raises(UserError, match="the class dog is only in one of train and val"):
-        load_images(ImageConfig("pets", str(folder)))
-    rmtree(folder / "val")
-    with pytest.raises(UserError, match="needs images in train/<class>/, val/<class>/"):
-        load_images(ImageConfig("pets", str(folder)))
-
-
-def test_mixing_refuses_odd_batches(folder):
+def test_what_cannot_be_read_or_mixed_is_refused(folder):
     with pytest.raises(UserError, match=r"batch_size=5.*must be even"):
         source_of(folder, batch_size=5, mixup=0.5)
     with pytest.raises(UserError, match=r"micro-batch of 3.*must be even"):
         next(source_of(folder, mixup=0.5).batches([(0, range(3))]))
+    for gone, message in (
+        ("val/dog", "the class dog is only in one of train and val"),
+        ("val", "needs images in train/<class>/, val/<class>/"),
+    ):
+        rmtree(folder / gone)
+        with pytest.raises(UserError, match=message):
+            load_images(ImageConfig("pets", str(folder)))
 
 
 def test_the_training_augmentation_is_deit_s():

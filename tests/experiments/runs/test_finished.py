@@ -1,20 +1,33 @@
-"""Tests of what starts from a finished run: its weights, and the method that fine-tunes them."""
+"""What starts from a finished run: its weights, and the method that fine-tunes them; and runs whose
+files are gone or damaged."""
 
+import itertools
+import json
+import shlex
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from common_kernels import check24
+from experiments import evaluate, finetune
+from experiments.config import initial
 from experiments.config.run import load
 from experiments.data.corpus import load_tokens
 from experiments.data.prepare import prepare
+from experiments.evaluation.config import load as load_evaluation
+from experiments.exporting import export
 from experiments.exporting.files import to_transformers
+from experiments.finetuning.config import load as load_tuning
 from experiments.runs.finished import FinishedRun
+from experiments.support.checkpoint import read_sealed, sha256
 from experiments.support.errors import UserError
+from experiments.support.results import read_training
 from experiments.training import pretraining
 from methods import dense, one_shot, s_ste, slope
+from tests.experiments.conftest import CPU, TINY_MODEL, quiet, settings, words_of
 
 ADAPTERS = ["method=slope", "method.adapter_rank=4", "method.adapter_fraction=0.5"]
 TOKENS = torch.arange(32).reshape(2, 16) * 7 % 300
@@ -32,7 +45,7 @@ def finished(tiny, runs, tmp_path):
 
     def build(*overrides):
         config = tiny("train.steps=4", *overrides, f"runs={runs}")
-        pretraining.run(config, lambda message: None)
+        pretraining.run(config, quiet)
         copied = tmp_path / f"copy{len(list(tmp_path.glob('copy*')))}"
         return FinishedRun.open(shutil.copytree(config.directory(), copied))
 
@@ -141,7 +154,7 @@ def test_the_tokenizer_is_that_of_training_whatever_became_of_the_corpus(tmp_pat
         prepare(config.data)
 
     write("every weight has a scale and a mask")
-    pretraining.run(config, lambda message: None)
+    pretraining.run(config, quiet)
     run = FinishedRun.open(config.directory())
     tokens = run.tokenizer().encode_ordinary("a mask and a scale")
     write("four groups of eight columns, rows by twos")
@@ -162,15 +175,16 @@ def test_layers_that_a_result_does_not_vouch_for_are_missed(finished):
 
 
 OURS = {
-    "gpt2": ["model.n_layer=1", "model.n_head=2", "model.n_embd=16", "model.vocab_size=320",
-             "model.block_size=16", "model.bias=true"],
-    "bert": ["model=bert_nano", "model.n_layer=1", "model.n_head=2", "model.n_embd=16",
-             "model.n_inner=32", "model.vocab_size=128", "model.block_size=32",
-             "model.pre_norm=false", "model.bias=true", "model.glu=false",
-             "model.positions=learned", "model.head_transform=true"],
-    "vit": ["model=deit_nano", "model.width=16", "model.depth=1", "model.heads=2",
-            "model.patch_size=8", "model.mlp_ratio=2"],
-}  # fmt: skip
+    "gpt2": [*TINY_MODEL, "model.bias=true"],
+    "bert": [
+        *("model=bert_nano", *TINY_MODEL, "model.n_inner=32", "model.positions=learned"),
+        *settings("model", pre_norm="false", bias="true", glu="false", head_transform="true"),
+    ],
+    "vit": [
+        "model=deit_nano",
+        *settings("model", width=16, depth=1, heads=2, patch_size=8, mlp_ratio=2),
+    ],
+}
 
 
 @pytest.mark.parametrize("kind", OURS)
@@ -186,3 +200,107 @@ def test_a_run_starts_from_the_weights_of_transformers(kind, tmp_path):
         next(source.parameters()).add_(1.0)
     to_transformers(source).save_pretrained(folder)
     assert load([*OURS[kind], f"init={folder}"]).digest() != digest
+
+
+FILES = ["model.safetensors", "latent.safetensors", "ema.safetensors", "tokenizer.json"]
+READERS = {
+    "evaluate": lambda run, text: evaluate.run(
+        load_evaluation([f"run={run}", f"ppl={text}", "block_size=8", "impl.device=cpu"]), quiet
+    ),
+    "export": lambda run, _: export.export(FinishedRun.open(run), report=quiet),
+    "finetune": lambda run, _: finetune.run(
+        load_tuning([f"run={run}", "task=rte", "impl.device=cpu", "data.source=who/glue"]), quiet
+    ),
+    "the dense model": lambda run, _: FinishedRun.open(run).model("dense"),
+    "the tokenizer": lambda run, _: FinishedRun.open(run).tokenizer(),
+}
+
+
+@pytest.fixture(scope="module")
+def made(corpus_dir, tmp_path_factory):
+    """Overrides of a finished run with averaged weights, in a folder of its own."""
+    runs = tmp_path_factory.mktemp("damaged") / "runs"
+    short = settings("train", steps=3, batch_size=2, warmup_steps=0, eval_samples=4, ema=0.5)
+    overrides = [*TINY_MODEL, *CPU, "method=ste", *short, *words_of(corpus_dir), f"runs={runs}"]
+    pretraining.run(load(overrides), quiet)
+    return overrides
+
+
+@pytest.fixture
+def config(made, tmp_path):
+    """The config of the run of `made`, in a copy of its folder."""
+    whole = load(made)
+    shutil.copytree(whole.runs, tmp_path / "runs")
+    config = load([*made, f"runs={tmp_path / 'runs'}"])
+    path = config.directory() / "result.json"
+    result = read_sealed(path) | {"command": config.command}
+    path.write_text(json.dumps(result))
+    return config
+
+
+def flip(path):
+    """One bit in the middle of its content."""
+    content = bytearray(path.read_bytes())
+    content[len(content) * 3 // 4] ^= 1
+    path.write_bytes(content)
+
+
+def test_a_run_that_is_not_whole_is_not_done_and_its_command_mends_it(config):
+    directory = config.directory()
+    for path, harm in itertools.product((directory / name for name in FILES), (flip, Path.unlink)):
+        before, content = sha256(path), path.read_bytes()
+        harm(path)
+        assert pretraining.finished(config) is None
+        with pytest.raises(UserError, match=f"{path.name} .*; make the run again: ") as caught:
+            initial.check_run_files(directory, read_training(directory))
+        if path.name != FILES[-1] or harm is flip:
+            path.write_bytes(content)
+    assert "\n" not in str(caught.value)
+    words = shlex.split(str(caught.value).partition("again: ")[2])
+    assert words[:3] == ["python", "-m", "experiments.pretrain"]
+    said = []
+    pretraining.run(load(words[3:]), said.append)
+    assert said[0].startswith(f"{path} ") and said[0].endswith("; trained anew")
+    assert pretraining.finished(config) is not None
+    assert sha256(path) == before  # on a CPU the same bits
+
+
+def test_whoever_reads_a_run_looks_at_the_hashes(config, tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text("the mask keeps two of four weights and drops others " * 9)
+    for reader, read in READERS.items():
+        name = {"the dense model": FILES[1], "the tokenizer": FILES[3]}.get(reader, FILES[0])
+        path = config.directory() / name
+        content = path.read_bytes()
+        flip(path)
+        with pytest.raises(UserError, match=f"{name} .*again: python -m experiments.pretrain"):
+            read(config.directory(), text)
+        path.write_bytes(content)
+
+
+def test_a_run_is_not_begun_with_damaged_weights_and_stays_done_once_they_are_mended(config, made):
+    runs = f"runs={config.runs}"
+    after = load([*made, runs, "method=dense", f"init={config.directory()}"])
+    other = load([*made, runs, "method=s_ste", f"init={config.directory()}"])
+    pretraining.run(after, quiet)
+    flip(config.directory() / "model.safetensors")
+    for dependant in (after, other):
+        with pytest.raises(UserError, match=r"again: python -m .* method=ste "):
+            pretraining.run(dependant, quiet)
+    pretraining.run(config, quiet)
+    said = []
+    pretraining.run(after, said.append)
+    assert said == [f"done already: {after.directory()}"]
+
+
+def test_a_result_from_before_there_were_hashes_is_read(config):
+    path = config.directory() / "result.json"
+    result = read_sealed(path)
+    del result["files"], result["command"]
+    path.write_text(json.dumps(result))
+    assert pretraining.finished(config) is not None
+    FinishedRun.open(config.directory()).model("dense")
+    (config.directory() / "model.safetensors").unlink()
+    assert pretraining.finished(config) is None
+    with pytest.raises(UserError, match=r"model\.safetensors is missing; .*config\.json"):
+        FinishedRun.open(config.directory()).model()

@@ -1,4 +1,5 @@
-"""Tests of CUDA graphs: where passes are replayed, what `auto` reports, what a graph relies on."""
+"""Blocks that are computed again, and CUDA graphs: where passes are replayed, what `auto` reports,
+what a graph relies on."""
 
 import itertools
 from types import SimpleNamespace
@@ -12,14 +13,58 @@ import methods
 from experiments import dino
 from experiments.support.errors import UserError
 from experiments.training import graphs, pretraining
-from experiments.training.blocks import recompute
+from experiments.training.blocks import blocks, recompute, trained_blocks
 from experiments.training.optimization import Optimization
+from methods import sr_ste
 from models.bert import BertConfig, BertLM
+from models.dino import DINO, DinoConfig
 from models.gpt2 import GPT, GPTConfig
 from models.heads import Classifier
 from models.hf import CausalLM
+from models.vit import ViT, ViTConfig
 from tests.experiments.conftest import untimed
 from tests.experiments.test_dino import TINY as TINY_DINO
+
+DROPPED = GPTConfig(n_layer=2, n_head=2, n_embd=16, vocab_size=32, block_size=8, dropout=0.5)
+
+
+def test_blocks_are_found_before_and_after_conversion():
+    model = GPT(DROPPED)
+    names = ["transformer.h.0", "transformer.h.1"]
+    assert list(blocks(model)) == names
+    sr_ste.Method(sr_ste.Config()).convert(model)
+    assert list(blocks(model)) == names
+    # A teacher in the model has blocks that are not trained.
+    shape = ViTConfig(image_size=16, patch_size=4, width=16, depth=2, heads=2, n_classes=0)
+    model = DINO(ViT(shape), DinoConfig(total_steps=1, prototypes=8, hidden=8, local_crops=0))
+    assert len(blocks(model)) == 4
+    assert trained_blocks(model) == list(model.student.backbone.vit.blocks)
+
+
+def test_blocks_that_are_computed_again_give_the_same_gradients_dropout_included():
+    torch.manual_seed(0)
+    model = GPT(DROPPED).train()
+    ids = torch.randint(0, 32, (2, 9))
+    runs, found = [], []
+
+    def step():
+        torch.manual_seed(1)
+        model.zero_grad()
+        _, loss = model(ids[:, :-1], ids[:, 1:])
+        loss.backward()
+        found.append([loss.detach(), *(p.grad for p in model.parameters())])
+
+    step()
+    recompute(model)
+    model.transformer.h[0].mlp.register_forward_pre_hook(lambda *_: runs.append(1))
+    step()
+    assert len(runs) == 2  # forward, and again in the backward pass
+    for one, other in zip(*found, strict=True):
+        assert torch.equal(one, other)
+    with torch.no_grad():
+        model(ids[:, :-1], ids[:, 1:])
+    assert len(runs) == 3
+
 
 GPU, CPU = torch.device("cuda"), torch.device("cpu")
 SIZES = {"n_layer": 1, "n_head": 2, "n_embd": 16, "vocab_size": 32, "block_size": 8}

@@ -16,17 +16,6 @@ from experiments.training.trainer import Trainer
 from tests.experiments.conftest import Interrupted, quiet
 
 
-@pytest.fixture
-def killed(interrupted):
-    """killed(config, step): run until the process ends in the middle of `step`."""
-
-    def run(config, step):
-        with interrupted(step):
-            pretraining.run(config, quiet)
-
-    return run
-
-
 def scaled(factor):
     return lambda state: {name: factor * tensor for name, tensor in state.items()}
 
@@ -63,12 +52,13 @@ def of(corpus):
 
 
 def test_a_run_on_another_corpus_is_refused_and_nothing_changes(
-    tiny, killed, other_corpus, corpus_dir
+    tiny, interrupted, other_corpus, corpus_dir
 ):
     """A training that was interrupted, and then one that has ended."""
     config, other = tiny("method=dense"), tiny("method=dense", *of(other_corpus))
     assert other.directory() == config.directory()
-    killed(config, 5)
+    with interrupted(5):
+        pretraining.run(config, quiet)
     before = contents(config.directory())
     assert config.directory() / "config.json" in before
     with pytest.raises(UserError, match="was made on other data than those in"):
@@ -105,7 +95,7 @@ def test_a_trained_model_is_evaluated_on_the_other_corpus_too(
 
 
 def test_a_run_that_starts_from_other_weights_of_the_same_run_is_not_done(
-    tiny, killed, made_again, monkeypatch
+    tiny, interrupted, made_again, monkeypatch
 ):
     first = tiny("method=dense", "train.steps=2")
     pretraining.run(first, quiet)
@@ -114,7 +104,8 @@ def test_a_run_that_starts_from_other_weights_of_the_same_run_is_not_done(
     assert pretraining.finished(second) is not None
     made_again(first.directory(), scaled(0.5))
     assert pretraining.finished(second) is None
-    killed(second, 5)
+    with interrupted(5):
+        pretraining.run(second, quiet)
     assert not (second.directory() / "result.json").exists()  # that of the other weights
     made_again(first.directory(), scaled(3.0))
     with pytest.raises(UserError, match="belongs to another config"):

@@ -140,15 +140,12 @@ def test_ranks_that_share_weights_train_as_one_process(trained, case, place):
             torch.testing.assert_close(found, weights, rtol=0, atol=1e-4)
 
 
-def test_offloading_changes_no_number(trained):
+def test_offloading_changes_no_number_and_a_teacher_is_shared(trained):
     """Nor does a stop; on the CPU host and device are one, so that each sum has the same order."""
     two, offloaded = (trained[0]["fst", place] for place in ("two", "offloaded"))
     assert curves(offloaded) == curves(two)
     found, weights = (load_file(c.directory() / "model.safetensors") for c in (offloaded, two))
     torch.testing.assert_close(found, weights, rtol=0, atol=0)
-
-
-def test_a_model_that_teaches_itself_is_shared_with_its_teacher(trained):
     one, two = (trained[0]["dino", place] for place in ("one", "two"))
     assert curves(two) == pytest.approx(curves(one), rel=1e-4, abs=1e-5)
     found, weights = (load_file(c.directory() / "model.safetensors") for c in (two, one))

@@ -1,11 +1,16 @@
-"""Schedule, batches, resume, precision and what happens when a gradient is not finite."""
+"""Schedule, batches, resume, precision, gradients that are not finite, the log, and what is
+measured in a step."""
 
 import itertools
 import json
 import math
 import shutil
+import sys
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 from safetensors.torch import load_file
 
 from common_kernels import check24
@@ -14,11 +19,11 @@ from experiments.runs.finished import FinishedRun
 from experiments.support import results
 from experiments.support.checkpoint import read_sealed
 from experiments.support.errors import UserError
-from experiments.training import checkpoints, pretraining, trainer
+from experiments.training import checkpoints, descent, pretraining, routine, trainer
 from experiments.training.optimization import micro_batch_size
-from experiments.training.tracking import read_metrics
+from experiments.training.tracking import MetricsLog, read_metrics
 from methods.nn.base import Method
-from tests.experiments.conftest import losses, quiet
+from tests.experiments.conftest import losses, quiet, untimed
 from tests.experiments.training.test_checkpoints import ALONE, save
 
 
@@ -184,3 +189,137 @@ def test_whatever_became_of_the_log_a_resumed_run_has_every_record(tiny, tmp_pat
         assert losses(config.directory(), key) == losses(reference.directory(), key)
     steps = [r["step"] for r in read_metrics(path) if "loss" in r]
     assert steps == list(range(6))
+
+
+@pytest.fixture
+def wandb(monkeypatch):
+    """The list of arguments with which `wandb.init` and the run's `log` were called."""
+    calls = []
+    log = SimpleNamespace(log=lambda *a, **k: calls.append((a, k)), finish=lambda: None)
+    module = SimpleNamespace(init=lambda **keywords: calls.append(keywords) or log)
+    monkeypatch.setitem(sys.modules, "wandb", module)
+    return calls
+
+
+@pytest.fixture
+def tensorboard(monkeypatch):
+    """Scalars by event file, as `SummaryWriter` writes one for each that is opened."""
+    files = {}
+
+    class SummaryWriter:
+        def __init__(self, directory):
+            self.path = Path(directory) / f"events.out.tfevents.{len(files)}"
+            self.path.touch()
+            self.scalars = files[self.path] = {}
+
+        def add_scalar(self, name, value, step):
+            assert (name, step) not in self.scalars
+            self.scalars[name, step] = value
+
+        def add_text(self, name, text):
+            self.scalars[name] = text
+
+        def close(self):
+            """Nothing is open."""
+
+    module = SimpleNamespace(SummaryWriter=SummaryWriter)
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", module)
+    return files
+
+
+def test_a_run_that_was_stopped_has_one_chart_and_one_event_file(
+    tiny, wandb, tensorboard, monkeypatch, interrupted
+):
+    """With all of its records and its config, and those before the stop but once."""
+    monkeypatch.setattr(routine, "check_installed", lambda *viewer: None)
+    config = tiny("method=ste", "impl.loggers=[wandb,tensorboard]")
+    with interrupted(5):
+        pretraining.run(config, lambda message: None)
+    pretraining.run(config, lambda message: None)
+    directory = config.directory()
+    opened = [call for call in wandb if isinstance(call, dict)]
+    assert len(opened) == 2 and opened[0] == opened[1]
+    assert opened[0]["config"] == config.as_dict()
+    [events] = directory.glob("events.out.tfevents.*")
+    scalars = tensorboard[events]
+    assert '"name": "ste"' in scalars.pop("config")
+    assert scalars == {
+        (name, record["step"]): value
+        for record in read_metrics(directory / "metrics.jsonl")
+        for name, value in record.items()
+        if name != "step" and isinstance(value, int | float)
+    }
+
+
+def test_a_full_disk_and_a_damaged_line_are_one_line(tmp_path, full_disk):
+    """The disk cuts no record but the last."""
+    log = MetricsLog(tmp_path, [], (), {})
+    record = {"step": 0, "text": "x" * 300}
+    with full_disk(1000), pytest.raises(UserError, match=r"metrics\.jsonl cannot be written: File"):
+        for step in range(4):
+            log.write({**record, "step": step})
+    assert [r["step"] for r in read_metrics(log.path)] == [0, 1, 2]
+    MetricsLog(tmp_path, log.lines, (), {}).close()
+    assert [r["step"] for r in read_metrics(log.path)] == [0, 1, 2, 3]
+    log.path.write_bytes(b'{"step": 0}\n\x00\xff\n{"step": 2}\n')
+    with pytest.raises(UserError, match=r"line 2 of .*metrics\.jsonl is damaged; remove"):
+        read_metrics(log.path)
+
+
+SHORT = ("train.steps=6", "train.warmup_steps=2", "train.log_every=1")
+
+
+def changes(config):
+    pretraining.run(config, quiet)
+    log = untimed(config)
+    return {r["step"]: r for r in log if "actual_change" in r}, log
+
+
+@pytest.mark.parametrize("own", ["method.fp8=hopper_delayed", "method.refresh_every=2"])
+def test_the_training_stays_the_same(own, tiny):
+    method = "s_ste" if "fp8" in own else "fst"
+    plain, observed = (
+        tiny(f"method={method}", *SHORT, own, *more) for more in ([], ["train.descent_every=2"])
+    )
+    assert plain.directory() != observed.directory()
+    found, log = changes(observed)
+    _, want = changes(plain)
+    assert [r for r in log if "actual_change" not in r] == want
+    assert list(found) == [0, 2, 4]
+    assert all(("old_masks_change" in r) is (method != "s_ste") for r in found.values())
+    # The first step has a learning rate of 0: nothing changes.
+    assert all(value == 0.0 for name, value in found[0].items() if name != "step")
+    assert found[2]["predicted_change"] < 0
+
+
+def test_what_is_measured(tiny, monkeypatch):
+    """Against passes by hand: the batch's loss at either end, the gradient at the start."""
+    seen = []
+
+    class Spy(descent.Descent):
+        def __init__(self, optimization, batches, shares):
+            self.gradients = by_hand(optimization.model, batches)[1]
+            super().__init__(optimization, batches, shares)
+            assert all(p.grad is None for p in optimization.model.parameters())
+
+        def after(self):
+            found, model = super().after(), self.optimization.model
+            moves = [p.detach() - w for p, w, _ in self.weights]
+            want = sum((g * d).sum() for g, d in zip(self.gradients, moves, strict=True))
+            seen.append((found, float(want), float(by_hand(model, self.batches)[0] - self.loss)))
+            assert all(p.grad is None for p in model.parameters())
+            return found
+
+    monkeypatch.setattr("experiments.training.trainer.Descent", Spy)
+    # Two micro-batches; no sampling, so that the gradient is the same whenever it is taken.
+    changes(tiny("method=ste", *SHORT, "train.descent_every=1", "impl.micro_batch=2"))
+    assert len(seen) == 6
+    for found, predicted, actual in seen:  # the masks that were put in for old_masks are out again
+        assert float(found["predicted_change"]) == pytest.approx(predicted, rel=1e-4, abs=1e-9)
+        assert float(found["actual_change"]) == pytest.approx(actual, abs=1e-6)
+
+
+def by_hand(model, batches):
+    """(mean loss of equal micro-batches, gradients)."""
+    loss = sum(model(**batch)[1] for batch in batches) / len(batches)
+    return loss.detach(), torch.autograd.grad(loss, list(model.parameters()))

@@ -1,0 +1,267 @@
+"""Grey images in memory: the batches are those of the transforms, crops are as by hand or by
+torchvision, and no batch waits for the GPU."""
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from torchvision.transforms import functional as TF
+
+from experiments.images import memory as cm
+from experiments.images.dataset import Arrays, ImageConfig
+from experiments.images.memory import GreyCrops, GreyImages, blurred, mixed, uniform
+from experiments.images.multicrop import MultiCrops, crop_transform, grey_crops
+from experiments.images.source import ImageSource
+from models.dino import DinoConfig
+from models.vit import ViTConfig
+
+SIZE, TRAIN = 8, 12
+PLAIN = {
+    "image_size": SIZE, "mean": (0.3, 0.4, 0.5), "std": (0.2, 0.3, 0.4), "crop_pct": 1.0,
+    "crop_scale": None, "flip": 0.0, "rand_augment": None, "color_jitter": 0.0,
+    "random_erasing": 0.0, "mixup": 0.0, "cutmix": 0.0, "label_smoothing": 0.0, "repeats": 1,
+}  # fmt: skip
+SHAPE = ViTConfig(8, 1, 1, image_size=SIZE, patch_size=4, n_classes=3)
+
+
+@pytest.fixture
+def folder(tmp_path, write_idx):
+    return write_idx(tmp_path / "idx", SIZE)
+
+
+def source_of(folder, batch_size=6, seed=0, **settings):
+    config = ImageConfig("mine", str(folder), **{**PLAIN, **settings})
+    return ImageSource(config, SHAPE, seed, batch_size)
+
+
+def same(a, b):
+    return a.keys() == b.keys() and all(torch.equal(a[key], b[key]) for key in a)
+
+
+def test_what_needs_no_more_is_that_of_the_transforms(folder):
+    held, read = source_of(folder), source_of(folder)
+    assert held.memory
+    read.memory = {}
+    requests = [(step, range(6)) for step in range(5)]  # 2.5 epochs
+    for ours, theirs in (
+        (held.batches(requests), read.batches(requests)),
+        (held.eval_batches(5, 2), read.eval_batches(5, 2)),
+    ):
+        assert all(same(a, b) for a, b in zip(ours, theirs, strict=True))
+    for settings in (
+        {"rotate": 5.0}, {"crop_scale": (0.5, 1.0)}, {"random_erasing": 0.1}, {"crop_pct": 0.9},
+        {"rand_augment": "rand-m9"},
+    ):  # fmt: skip
+        assert not source_of(folder, **settings).memory
+
+
+def numbered(**settings):
+    """Two images of 3 x 3 pixels, 1 to 9 and 11 to 19; neither mean nor deviation."""
+    pixels = np.arange(9, dtype=np.uint8).reshape(1, 3, 3) + np.array([[[1]], [[11]]], np.uint8)
+    plain = {"image_size": 3, "mean": (0.0,) * 3, "std": (1.0,) * 3}
+    config = ImageConfig("mine", "unused", **{**PLAIN, **plain, **settings})
+    return GreyImages(Arrays(pixels, np.array([4, 5])), config, "cpu")
+
+
+def pixels_of(images, down, right, mirrored):
+    """The pixels of image 1, moved and mirrored so."""
+    made, labels = images._batch(*(np.array([x]) for x in (1, down, right, mirrored)))
+    assert labels.tolist() == [5] and torch.equal(made[:, 0], made[:, 2])
+    return (made[0, 0] * 255).round().int().tolist()
+
+
+def test_shifts_and_mirroring_by_hand():
+    images = numbered(shift=0.4)  # 1.2 pixels: by at most one
+    assert images.margin == 1
+    assert pixels_of(images, 0, 0, 0) == [[11, 12, 13], [14, 15, 16], [17, 18, 19]]
+    assert pixels_of(images, 0, 0, 1) == [[13, 12, 11], [16, 15, 14], [19, 18, 17]]
+    assert pixels_of(images, 1, 0, 0) == [[0, 0, 0], [11, 12, 13], [14, 15, 16]]
+    assert pixels_of(images, 0, -1, 0) == [[12, 13, 0], [15, 16, 0], [18, 19, 0]]
+    # As in the transforms, what is shifted is mirrored afterwards.
+    assert pixels_of(images, 0, 1, 1) == [[12, 11, 0], [15, 14, 0], [18, 17, 0]]
+
+
+def test_every_shift_and_both_sides_are_drawn_at_their_rates(monkeypatch):
+    images = numbered(shift=0.5, flip=0.25)  # 1.5 pixels: 1/6 each of -2 and 2 at the ends
+    seen = []
+    monkeypatch.setattr(images, "_batch", lambda *moves: seen.append(moves))
+    count = 20_000
+    images.augmented(np.zeros(count, dtype=np.int64), 3, 7, range(count))
+    [(_, down, right, mirrored)] = seen
+    # np.rint takes -1.5 and 1.5, of probability 0, to even numbers.
+    for moves in (down, right):
+        shares = [(moves == k).mean() for k in (-1, 0, 1)]
+        assert set(moves.tolist()) == {-1, 0, 1}
+        # Four standard deviations of a share of 1/3.
+        assert shares == pytest.approx([1 / 3] * 3, abs=4 * (2 / 9 / count) ** 0.5)
+    assert mirrored.mean() == pytest.approx(0.25, abs=4 * (3 / 16 / count) ** 0.5)
+    assert abs(np.corrcoef([down, right, mirrored])[np.triu_indices(3, 1)]).max() < 4 / count**0.5
+
+
+MIXED = {
+    "shift": 0.2, "flip": 0.5, "mixup": 0.8, "cutmix": 1.0, "label_smoothing": 0.1, "repeats": 3,
+}  # fmt: skip
+
+
+def test_neighbours_are_mixed_by_their_shares():
+    """80 images whose pixels tell which they are and where: mixup is a weighted mean, CutMix
+    exchanges a rectangle, whose share is that of its area."""
+    x = torch.arange(80 * 64.0).view(80, 1, 8, 8).expand(-1, 3, -1, -1)
+    labels, neighbour = torch.arange(80) % 3, x[torch.arange(80) ^ 1]
+    one, other = torch.eye(3)[labels], torch.eye(3)[labels[torch.arange(80) ^ 1]]
+    for settings in ({"mixup": 0.8}, {"cutmix": 1.0, "label_smoothing": 0.3}):
+        config = ImageConfig("mine", "unused", **{**PLAIN, **settings})
+        made, target = mixed(x, labels, 3, config, 0, 5, 0)
+        if config.mixup:
+            share = (target * one).sum(1)  # neighbours have different classes
+            weight = share[:, None, None, None]
+            torch.testing.assert_close(made, weight * x + (1 - weight) * neighbour)
+        else:
+            cut = made != x
+            assert torch.equal(made[cut], neighbour[cut])
+            assert torch.equal(cut, cut.any(3, keepdim=True) & cut.any(2, keepdim=True))
+            share = 1 - cut.float().mean((1, 2, 3))
+        assert torch.equal(share[::2], share[1::2]) and len(share.unique()) > 5
+        off = config.label_smoothing / 3
+        expected = share[:, None] * one + (1 - share)[:, None] * other
+        torch.testing.assert_close(target, off + (1 - config.label_smoothing) * expected)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("kind", ["mixed", "crops"])
+def test_no_batch_waits_for_the_gpu(kind, folder):
+    def source_on(device):
+        if kind == "mixed":
+            config = ImageConfig("mine", str(folder), **{**PLAIN, **MIXED})
+            return ImageSource(config, SHAPE, seed=0, batch_size=6, device=device)
+        dino = DinoConfig(total_steps=10, local_crops=2, local_size=4, color=False, prototypes=4)
+        config = ImageConfig("mine", str(folder), **PLAIN)
+        return MultiCrops(config, dino, SHAPE, seed=0, batch_size=6, device=device)
+
+    requests = [(step, range(6)) for step in range(3)]
+    batches, expected = (source_on(on).batches(requests) for on in ("cuda", "cpu"))
+    want = next(expected)
+    for name, value in next(batches).items():
+        torch.testing.assert_close(value.cpu(), want[name])
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        next(batches)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+WHOLE = GreyCrops(SIZE, (1.0, 1.0), flip=0.0, jitter=0.0, blur=(0.0,), solarize=(0.0,))
+# Bicubic weights and places are rounded to fp32, and values are in [0, 1].
+CLOSE = {"atol": 1e-5, "rtol": 0}
+
+
+@pytest.fixture(scope="module")
+def images():
+    """[5, 8, 8] in [0, 1]."""
+    return torch.rand(5, SIZE, SIZE, generator=torch.Generator().manual_seed(0))
+
+
+def draws(**values):
+    """The draws for one crop of each of 5 images: 0.5 but for what is given."""
+    found = torch.full((5, 1, cm._CROP_DRAWS), 0.5)
+    for name, value in values.items():
+        found[..., getattr(cm, f"_{name.upper()}")] = value
+    return found
+
+
+def crop(recipe, images, **values):
+    return recipe.of(images, draws(**values))[:, 0]
+
+
+def test_crops_jitter_and_solarization_by_hand_and_by_torchvision(images):
+    torch.testing.assert_close(crop(WHOLE, images), images, **CLOSE)
+    flipped = replace(WHOLE, flip=0.6)
+    torch.testing.assert_close(crop(flipped, images), images.flip(-1), **CLOSE)
+    torch.testing.assert_close(crop(flipped, images, flip=0.6), images, **CLOSE)
+    # Half as wide and as high, in as many pixels: nothing is interpolated.
+    quarter = replace(WHOLE, size=4, scale=(0.25, 0.25))
+    for left, top in ((0.0, 0.0), (1.0, 0.0), (0.5, 1.0)):
+        x, y = int(4 * left), int(4 * top)
+        expected = images[:, y : y + 4, x : x + 4]
+        torch.testing.assert_close(crop(quarter, images, left=left, top=top), expected, **CLOSE)
+    jittered, solarized = replace(WHOLE, jitter=0.4), replace(WHOLE, solarize=(0.2,))
+    drawn = {"brightness": 1.0, "contrast": 0.25}  # 1.4 and 0.8
+    jitter = TF.adjust_contrast(TF.adjust_brightness(images[:, None], 1.4), 0.8)[:, 0]
+    solar = TF.solarize(images[:, None], 128 / 255)[:, 0]
+    for recipe, values, expected in (
+        (jittered, {"jitter": 0.79, **drawn}, jitter),
+        (jittered, {"jitter": 0.8, **drawn}, images),
+        (solarized, {"solarize": 0.19}, solar),
+        (solarized, {"solarize": 0.2}, images),
+    ):
+        torch.testing.assert_close(crop(recipe, images, **values), expected, **CLOSE)
+
+
+def test_crops_have_their_area_and_shape_and_lie_inside():
+    some = replace(WHOLE, scale=(0.1, 1.0), flip=0.5)
+    drawn = uniform(500, 3, 1, 2)
+    width, a, x, b, height, y = some.places(drawn).flatten(-2).unbind(-1)
+    assert not a.any() and not b.any()
+    assert torch.equal(width < 0, drawn[..., cm._FLIP] < 0.5)
+    width, eps = width.abs(), 1e-6
+    torch.testing.assert_close(width * height, 0.1 + 0.9 * drawn[..., cm._AREA])
+    assert (width / height).log().abs().max() <= math.log(4 / 3) + eps
+    for place, side in ((x, width), (y, height)):
+        assert (place.abs() + side).max() <= 1 + eps and side.max() <= 1 + eps
+
+
+def test_a_blurred_point_is_a_gaussian_and_a_constant_stays():
+    point = torch.zeros(2, 31, 31)
+    point[:, 15, 15] = 1
+    sigma = torch.tensor([1.5, 0.0])
+    found = blurred(point, sigma)
+    at = torch.arange(31.0) - 15
+    bell = (-at.square() / (2 * 1.5**2)).exp()
+    bell = bell / bell.sum()
+    torch.testing.assert_close(found[0], bell[:, None] * bell, **CLOSE)
+    assert torch.equal(found[1], point[1])
+    level = torch.full((1, SIZE, SIZE), 0.7)
+    torch.testing.assert_close(blurred(level, torch.tensor([2.0])), level, **CLOSE)
+
+
+def test_blur_is_drawn_by_kind_of_crop(images):
+    data = ImageConfig("mine", "unused", image_size=SIZE)
+    config = DinoConfig(total_steps=1, local_crops=3, local_size=4)
+    large = grey_crops(data, config, "first", "second")
+    assert large == GreyCrops(SIZE, (0.4, 1.0), 0.5, 0.4, (1.0, 0.1), (0.0, 0.2))
+    small = grey_crops(data, config, *["local"] * 3)
+    assert small == GreyCrops(4, (0.05, 0.4), 0.5, 0.4, (0.5,) * 3, (0.0,) * 3)
+    assert grey_crops(data, replace(config, blur=False), "first").blur == (0.0,)
+    some = replace(WHOLE, blur=(0.2,))
+    for draw, pixels in ((1.0, 2.0), (0.5, 1.05)):
+        found = crop(some, images, blur=0.1, sigma=draw)
+        torch.testing.assert_close(found, blurred(images, torch.full((5,), pixels)), **CLOSE)
+    torch.testing.assert_close(crop(some, images, blur=0.2, sigma=1.0), images, **CLOSE)
+
+
+def test_the_augmentation_of_files_is_that_of_the_paper():
+    data, dino = ImageConfig("imagenet", "unused"), DinoConfig(total_steps=1)
+    common = ["RandomResizedCrop", "RandomHorizontalFlip", "RandomApply", "RandomGrayscale",
+              "RandomApply"]  # fmt: skip
+    rest = ["ToTensor", "Normalize"]
+    for kind, size, scale, blur, more in (
+        ("first", 224, (0.4, 1.0), 1.0, []),
+        ("second", 224, (0.4, 1.0), 0.1, ["RandomSolarize"]),
+        ("local", 96, (0.05, 0.4), 0.5, []),
+    ):
+        steps = crop_transform(data, dino, kind).transforms
+        assert [type(step).__name__ for step in steps] == [*common, *more, *rest]
+        assert (steps[0].size, tuple(steps[0].scale)) == ((size, size), scale)
+        assert (steps[2].p, steps[4].p) == (0.8, blur)
+        color = steps[2].transforms[0]
+        found = color.brightness, color.saturation, color.hue
+        assert found == ((0.6, 1.4), (0.8, 1.2), (-0.1, 0.1))
+    grey = DinoConfig(total_steps=1, color=False, blur=False, solarize=0.0)
+    for shift, first in ((0.1, "RandomAffine"), (0.0, "RandomRotation")):
+        digits = ImageConfig("digits", "digits", flip=0.0, rotate=10.0, shift=shift)
+        steps = crop_transform(digits, grey, "second").transforms
+        names = [type(step).__name__ for step in steps]
+        assert names == [first, "RandomResizedCrop", "RandomApply", *rest]
+        assert steps[2].transforms[0].saturation is None
