@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import shlex
 import subprocess
 import sys
@@ -71,7 +70,7 @@ def bench(options: argparse.Namespace, report: Report) -> None:
             seen = watch(overrides, config.directory())
             step = of_a_step(seen)
             loops.append(Loop(name, config, options.device).milliseconds(options))
-            records = [r for r in read_metrics(config.directory() / "metrics.jsonl") if "loss" in r]
+            records = losses(config.directory())
         bare = sum(loops) / 2
         report.note(f"{name}: the command {step.ms:.4g} ms, {step.ms / bare - 1:+.1%}")
         if name == "dense":
@@ -104,14 +103,11 @@ class Loop(Step):
         model = config.build_model()
         weights = sum(p.numel() for p in model.parameters())
         source = config.open_source(model, device)
-        size = micro_batch_size(
-            train, impl.micro_batch, 1, config.build_method().capabilities.quantizes
-        )
+        quantizes = config.build_method().capabilities.quantizes
+        size = micro_batch_size(train, impl.micro_batch, 1, quantizes)
         parts = [range(i, i + size) for i in range(0, train.batch_size, size)]
-        requests = ((0, part) for part in parts)
-        batches = itertools.cycle(
-            [{k: v.to(device) for k, v in batch.items()} for batch in source.batches(requests)]
-        )
+        read = source.batches((0, part) for part in parts)
+        batches = itertools.cycle([{k: v.to(device) for k, v in b.items()} for b in read])
         tokens = train.batch_size * source.tokens_per_sample
         self.unit, self.flops = source.unit, 6.0 * weights * tokens
         self.items = tokens if source.unit == "tokens" else train.batch_size
@@ -133,7 +129,7 @@ class Loop(Step):
     def milliseconds(self, options: argparse.Namespace) -> float:
         """The time of a step. Afterwards the loop's memory is freed, since the command needs the
         whole GPU."""
-        calls = {"step": lambda _: self.run(next(self.numbers))}
+        calls = {"step": self.next}
         timed = in_turns(calls, self.device, options.repeats, graphs=False, steps=True)
         self.close()
         return timed["step"].ms
@@ -148,11 +144,15 @@ def of_a_step(seen: list[tuple[int, float]]) -> Time:
     return replace(quantiles(between), ms=1e3 * (end - start) / (last - first))
 
 
+def losses(directory: Path) -> list[dict[str, Any]]:
+    """The log entries with a loss that a run has written by now."""
+    return [r for r in read_metrics(directory / "metrics.jsonl") if "loss" in r]
+
+
 def watch(overrides: list[str], directory: Path) -> list[tuple[int, float]]:
     """Run the command to its end, and return (step, seconds from the start) of each log entry with
     a loss. Raises a `UserError` with the command's last line if it fails."""
-    command = [*COMMAND, *overrides]
-    path, lines, losses = directory / "metrics.jsonl", 0, []
+    command, seen = [*COMMAND, *overrides], {}
     start = time.perf_counter()
     with tempfile.TemporaryFile("w+") as said:
         process = subprocess.Popen(command, stdout=said, stderr=subprocess.STDOUT)
@@ -160,11 +160,8 @@ def watch(overrides: list[str], directory: Path) -> list[tuple[int, float]]:
             running = True
             while running:
                 running = process.poll() is None
-                whole = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
-                now = time.perf_counter() - start
-                new = [json.loads(line) for line in whole[lines:]]
-                losses += [(record["step"], now) for record in new if "loss" in record]
-                lines = len(whole)
+                for record in losses(directory):
+                    seen.setdefault(record["step"], time.perf_counter() - start)
                 time.sleep(POLL_S)
         finally:
             process.kill()
@@ -173,4 +170,4 @@ def watch(overrides: list[str], directory: Path) -> list[tuple[int, float]]:
         if process.returncode:
             last = said.read().strip().splitlines()[-1:]
             raise UserError(f"{shlex.join(command[1:])} failed: {''.join(last)}")
-    return losses
+    return [*seen.items()]
