@@ -82,12 +82,10 @@ Built = tuple[nn.Module, Callable[[], Tensor], list[nn.Module]]
 class Workload:
     """A model, its batch, and the rows that are measured on it.
 
-    build: returns the model, a function that computes its loss (always on the same batch), and the
-        modules to compile; called in the context of the device.
-    tokens: number of tokens that a linear sees.
-    items, unit: number and kind of items per step, for the throughput.
-    linears: [(in, out), ...] of the linears that are converted by `include`.
-    names: the variants to measure.
+    build: makes, on the device, the model, a function that computes its loss (always on the same
+        batch), and the modules to compile.
+    tokens: that a linear sees. items, unit: number and kind of items per step.
+    linears: [(in, out), ...] of the linears that `include` converts. names: the variants.
     around: a context in which everything is run.
     """
 
@@ -102,8 +100,7 @@ class Workload:
 
 
 class Head(nn.Module):
-    """The language model head with its loss: hidden states [B, T, C], targets [B, T] -> loss. It is
-    one module so that it is compiled as one."""
+    """The head with its loss, compiled as one: hidden states [B, T, C], targets [B, T] -> loss."""
 
     def __init__(self, model: GPT) -> None:
         super().__init__()

@@ -31,15 +31,13 @@ Function = Callable[..., Any]
 class Op:
     """An operator.
 
-    run: called with the arguments that `prepare` makes of a weight, and the keyword `backend`;
-        returns a tensor, or the matrices that it has packed.
+    run: called with what `prepare` makes of a weight, and the keyword `backend`; returns a tensor,
+        or the matrices that it has packed.
     moved: the least bytes read and written per entry of the weight, given the bytes of an entry.
     plain: a plain formulation, timed eager and compiled on a GPU; `through` turns it into a
         counterpart of `run`.
     libraries: other libraries' calls for the same work by name, for the same arguments.
-    gpu_only: not measured on a CPU.
-    figures: further figures of its row.
-    fp32: only measured in fp32.
+    gpu_only: not measured on a CPU. fp32: only in fp32. figures: further ones of its row.
     """
 
     run: Function
@@ -55,8 +53,7 @@ class Op:
 
 def check(name: str, w: Tensor, **options: Any) -> None:
     """Raise a `UserError` if the operator with these options differs from plain PyTorch on this
-    device: masks and packed bytes must be the same, and other numbers may differ by a few units
-    in the last place."""
+    device: masks and packed bytes must be equal, other numbers to a few units in the last place."""
     op = OPS[name]
     found, want = (results(op.run(*op.prepare(w), **options, backend=b)) for b in (None, "cpu"))
     if not all(map(agree, found, want)):
@@ -89,8 +86,7 @@ def groups(x: Tensor) -> Tensor:
 
 
 def compared(w: Tensor) -> Tensor:
-    """The 2:4 mask of w by comparing every pair of a group: an entry is kept if fewer than two
-    others beat it."""
+    """The 2:4 mask of w: an entry is kept if fewer than two others of its group beat it."""
     a = groups(w.abs())
     i = torch.arange(4, device=w.device)
     one, other = a.unsqueeze(-1), a.unsqueeze(-2)
@@ -138,8 +134,7 @@ def leaf_and_gradient(w: Tensor) -> Arguments:
 
 
 def with_key(offset: int) -> Callable[[Tensor], Arguments]:
-    """A function w -> (w, seed, offset) with seed and offset as tensors on w's device, as in a
-    training step."""
+    """A function w -> (w, seed, offset) with seed and offset as tensors on w's device."""
     return lambda w: (w, *(torch.tensor(k, device=w.device) for k in (1, offset)))
 
 
@@ -149,8 +144,7 @@ def with_bits(w: Tensor) -> Arguments:
 
 class ToPack:
     """The inputs of all packers: a matrix w, its transposable mask, a scale, a random key, and
-    buffers to pack into by layout; `pruned` is w pruned to 2:4 along its rows, `pruned_fp8` the
-    same in e4m3."""
+    buffers to pack into by layout; `pruned` is w pruned to 2:4 along its rows."""
 
     def __init__(self, w: Tensor) -> None:
         self.w, self.mask, device = w, ck.transposable_mask24(w), w.device
@@ -212,8 +206,8 @@ def optimizer_state(w: Tensor, both: bool) -> Weight24:
 
 
 def one_pass(rule: Rule, given: Weight24, backend: str | None = None) -> tuple[Tensor, Tensor]:
-    """The weight and its first moment after the step in one pass, which also leaves a mask and
-    operands; tests/common_kernels compares these."""
+    """The weight and its first moment after the step in one pass; tests/common_kernels compares the
+    mask and the operands that it also leaves."""
     adamw24_([given], RATES, rule, backend=backend)
     return given.weight, given.exp_avg
 

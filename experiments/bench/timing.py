@@ -39,9 +39,8 @@ class Time:
     """Median, 20th and 80th percentile in milliseconds, and the clock: `host`, `graph` (replays of
     a CUDA graph) or `events` (calls from Python between two CUDA events).
 
-    mhz, watts: medians of the GPU's SM clock and power while the comparison's first call ran; None
-        if they cannot be read.
-    warm_s: seconds for which the comparison's calls ran before timing began.
+    mhz, watts: medians of the GPU's SM clock and power during the first call; None if unknown.
+    warm_s: seconds for which the calls ran before timing began.
     settled: True if their time had settled by then; None if `in_turns` did not wait for it.
     """
 
@@ -58,8 +57,7 @@ class Time:
 def quantiles(
     samples: list[float], clock: str = "host", load: tuple[float, float] | None = None, **warm: Any
 ) -> Time:
-    """The `Time` of samples in milliseconds. load: (mhz, watts). warm: the fields `warm_s` and
-    `settled`."""
+    """The `Time` of samples in milliseconds. load: (mhz, watts). warm: `warm_s` and `settled`."""
     fifths = statistics.quantiles(samples, n=5, method="inclusive")
     mhz, watts = load or (None, None)
     return Time(statistics.median(samples), fifths[0], fifths[-1], clock, mhz, watts, **warm)
@@ -158,9 +156,8 @@ def host_clocks(calls: Mapping[str, Call], buffers: int) -> dict[str, tuple[Cloc
 def gpu_clocks(
     calls: Mapping[str, Call], buffers: int, graphs: bool, steps: bool = False
 ) -> dict[str, tuple[Clock, str]]:
-    """(clock, its kind) of each call on the GPU. The function given to a clock is called while the
-    GPU works. The graphs share their memory pool: what calls pass to one another was allocated
-    before."""
+    """(clock, its kind) of each call on the GPU. A clock calls the function that it is given while
+    the GPU works. Graphs share memory: what calls pass to one another was allocated before."""
     # Only graphs get a separate stream, since memory cached for one stream cannot serve another.
     stream = torch.cuda.Stream() if graphs else torch.cuda.current_stream()
     stream.wait_stream(torch.cuda.current_stream())

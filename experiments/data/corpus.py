@@ -30,7 +30,7 @@ from experiments.data.manifest import (
     token_type,
 )
 from experiments.data.prepare import prepare
-from experiments.data.source import Batch, Request, evenly_spaced, random_words
+from experiments.data.source import Batch, Request, evenly_spaced, sample_words
 from experiments.data.tokenizer import Encoding
 from experiments.support.errors import UserError
 
@@ -72,12 +72,11 @@ class Corpus:
         ranks, micro-batches and a resumed run that ask for parts of the batch get what one process
         would get.
         """
-        indices = np.asarray(sequences, dtype=np.int64)
-        positions = len(self.tokens[split]) - block
-        key, counter = (self.seed, SPLITS.index(split)), (0, step, 0, 0)
-        words = random_words(key, counter, int(indices.max()) + 1)
+        key, indices = (self.seed, SPLITS.index(split)), np.asarray(sequences, dtype=np.int64)
+        words = sample_words(key, step, indices, 1)[:, 0]
         # 64 bits against at most 2^34 positions: the bias of the remainder is below 2^-30.
-        return self.windows(split, (words[indices] % np.uint64(positions)).astype(np.int64), block)
+        starts = words % np.uint64(len(self.tokens[split]) - block)
+        return self.windows(split, starts.astype(np.int64), block)
 
     def eval_size(self, block: int) -> int:
         """Number of non-overlapping windows of `block` tokens in the validation split."""

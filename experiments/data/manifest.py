@@ -54,29 +54,6 @@ class Documents:
     description: dict[str, Any]  # for the manifest: where they come from, how they were split
 
 
-def data_files(source: str) -> tuple[str, list[str] | str]:
-    """(name of the `datasets` builder for a source, its files in sorted order)."""
-    if source.startswith(HUB):
-        by_suffix = (builder for suffix, builder in _BUILDERS.items() if source.endswith(suffix))
-        return next(by_suffix, "parquet"), source
-    path = Path(source)
-    if not path.exists():
-        raise UserError(f"data.source={source} does not exist")
-    files = sorted(path.rglob("*")) if path.is_dir() else [path]
-    by_builder: dict[str, list[str]] = {}
-    for file in files:
-        for suffix, builder in _BUILDERS.items():
-            if file.name.endswith(suffix):
-                by_builder.setdefault(builder, []).append(str(file))
-    if len(by_builder) != 1:
-        found = ", ".join(f"{len(v)} {k}" for k, v in by_builder.items()) or "none"
-        raise UserError(
-            f"data.source={source} must hold files of one kind out of {', '.join(_BUILDERS)}; "
-            f"found: {found}"
-        )
-    return next(iter(by_builder.items()))
-
-
 def not_utf8(paths: list[str]) -> str | None:
     """A sentence about the first of these text files that is not UTF-8; None if all are."""
     for path in paths:
@@ -193,7 +170,24 @@ class DataConfig:
 
     def files(self) -> tuple[str, list[str] | str]:
         """(name of the `datasets` builder for the source, its files in sorted order)."""
-        return data_files(self.source)
+        if self.source.startswith(HUB):
+            kinds = (kind for suffix, kind in _BUILDERS.items() if self.source.endswith(suffix))
+            return next(kinds, "parquet"), self.source
+        path = Path(self.source)
+        if not path.exists():
+            raise UserError(f"data.source={self.source} does not exist")
+        by_builder: dict[str, list[str]] = {}
+        for file in sorted(path.rglob("*")) if path.is_dir() else [path]:
+            for suffix, builder in _BUILDERS.items():
+                if file.name.endswith(suffix):
+                    by_builder.setdefault(builder, []).append(str(file))
+        if len(by_builder) != 1:
+            found = ", ".join(f"{len(v)} {k}" for k, v in by_builder.items()) or "none"
+            raise UserError(
+                f"data.source={self.source} must hold files of one kind out of "
+                f"{', '.join(_BUILDERS)}; found: {found}"
+            )
+        return next(iter(by_builder.items()))
 
     @property
     def tokenizer_kind(self) -> str:

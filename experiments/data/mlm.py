@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,7 @@ from torch import Tensor
 
 from experiments.data.corpus import Corpus, check_fits
 from experiments.data.manifest import DataConfig
-from experiments.data.source import Batch, Request, random_words
+from experiments.data.source import Batch, Request, sample_words
 from experiments.data.tokenizer import CLS, MASK, PAD, SEP, HFTokenizer
 from experiments.support.errors import UserError
 from experiments.support.names import check_bounds
@@ -125,12 +126,14 @@ class MaskedText:
         self.special = np.zeros(corpus.vocab_size, dtype=bool)
         self.special[list(ids.values())] = True
         self.window = block - (3 if self.pairs else 2)
+        self.words = (_PAIR_WORDS + block + 3) // 4 * 4  # random ones of a sample
 
     def batches(self, requests: Iterable[Request]) -> Iterator[Batch]:
         for step, samples in requests:
-            windows = self.corpus.batch("train", step, samples, self.window)["input"]
+            windows = self.corpus.batch("train", step, samples, self.window)
             key = (self.corpus.seed, _TRAIN_MASKS)
-            yield self._batch("train", windows.numpy(), self._words(key, step, np.array(samples)))
+            words = sample_words(key, step, np.array(samples), self.words)
+            yield self._batch("train", windows["input"].numpy(), words)
 
     @property
     def eval_size(self) -> int:
@@ -139,14 +142,9 @@ class MaskedText:
     def eval_batches(self, count: int, batch_size: int) -> Iterator[Batch]:
         windows = self.corpus.eval_batches(count, batch_size, self.window)
         firsts = range(0, count, batch_size)
-        return (
-            self._batch(
-                "val",
-                batch["input"].numpy(),
-                self._words((0, _EVAL_MASKS), 0, first + np.arange(len(batch["input"]))),
-            )
-            for first, batch in zip(firsts, windows, strict=True)
-        )
+        parts = ((n + np.arange(len(w["input"])), w) for n, w in zip(firsts, windows, strict=True))
+        words = partial(sample_words, (0, _EVAL_MASKS), 0, count=self.words)
+        return (self._batch("val", w["input"].numpy(), words(samples)) for samples, w in parts)
 
     def score(self, output: Any, loss: Tensor, batch: Batch) -> tuple[dict[str, Tensor], int]:
         """(sums over the predicted tokens, their number). The sums are `loss`, `accuracy` and, with
@@ -163,18 +161,6 @@ class MaskedText:
         """The corpus's entry in `result.json`, with `unigram_entropy`, the loss of a model that
         ignores the context."""
         return {**self.corpus.manifest, "unigram_entropy": unigram_entropy(self)}
-
-    def _words(self, key: tuple[int, int], step: int, samples: np.ndarray) -> np.ndarray:
-        """[B, 4 + T (rounded up to 4)] random words, each row a function of key, step and sample.
-
-        A row uses a run of consecutive Philox counters, whose start follows from the sample's
-        index.
-        """
-        first = int(samples.min())
-        counters = (_PAIR_WORDS + self.tokens_per_sample + 3) // 4  # each gives four words
-        shape = int(samples.max()) - first + 1, 4 * counters
-        rows = random_words(key, (first * counters, step, 0, 0), shape)
-        return rows[samples - first]
 
     def _batch(self, split: str, windows: np.ndarray, words: np.ndarray) -> Batch:
         rows = len(windows)

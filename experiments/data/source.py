@@ -42,6 +42,16 @@ def random_words(key: Sequence[int], counter: Sequence[int], count: Any) -> np.n
     return np.random.Philox(**words).random_raw(count)
 
 
+def sample_words(
+    key: Sequence[int], step: int, samples: np.ndarray, count: int, kind: int = 0
+) -> np.ndarray:
+    """[samples, count] words of Philox; a row depends only on key, step, kind and its sample."""
+    low, high = int(samples.min()), int(samples.max()) + 1
+    start, skipped = divmod(low * count, 4)  # each counter gives four words
+    words = random_words(key, (start, step, kind, 0), high * count - 4 * start)
+    return words[skipped:].reshape(-1, count)[samples - low]
+
+
 def send(value: Tensor, device: torch.device | str) -> Tensor:
     """The tensor on `device`. The call does not wait for the GPU to finish what was launched
     before: with several processes on one GPU, each wait also lasts for the others' work."""
