@@ -141,11 +141,9 @@ def gpt2(size: str, batch: int, length: int) -> Workload:
     config = GPTConfig.of_size(size)
 
     def build() -> Built:
-        model = GPT(config)
-        ids = torch.randint(config.vocab_size, (2, batch, length))
-        head = Head(model)
-        blocks: list[nn.Module] = [*model.transformer.h, head]
-        return model, lambda: head(model.transformer(ids[0]), ids[1]), blocks
+        model: Any = GPT(config)
+        ids, head = torch.randint(config.vocab_size, (2, batch, length)), Head(model)
+        return model, lambda: head(model.transformer(ids[0]), ids[1]), [*model.transformer.h, head]
 
     return of_tokens(build, config, batch * length)
 
@@ -155,16 +153,10 @@ def translation(size: str, batch: int, length: int) -> Workload:
     config = TransformerConfig.of_size(size)
 
     def build() -> Built:
-        model = Transformer(config)
+        model: Any = Transformer(config)
         source, input_, target = torch.randint(config.vocab_size, (3, batch, length))
-        blocks: list[nn.Module] = [*model.encoder.layers, *model.decoder.layers]
-
-        def loss() -> Tensor:
-            found = model(source, input_, target)[1]
-            assert found is not None
-            return found
-
-        return model, loss, blocks
+        blocks = [*model.encoder.layers, *model.decoder.layers]
+        return model, lambda: model(source, input_, target)[1], blocks
 
     return of_tokens(build, config, batch * length)
 

@@ -57,10 +57,9 @@ def check(name: str, w: Tensor, **options: Any) -> None:
     op = OPS[name]
     found, want = (results(op.run(*op.prepare(w), **options, backend=b)) for b in (None, "cpu"))
     if not all(map(agree, found, want)):
-        raise UserError(
-            f"{name} differs from plain PyTorch on shape {tuple(w.shape)}, {w.dtype}: no time is "
-            "reported; run `pytest tests/common_kernels`"
-        )
+        on = f"shape {tuple(w.shape)}, {w.dtype}"
+        again = "no time is reported; run `pytest tests/common_kernels`"
+        raise UserError(f"{name} differs from plain PyTorch on {on}: {again}")
 
 
 def results(output: Any) -> list[Tensor]:
@@ -115,10 +114,6 @@ def through_e4m3(w: Tensor) -> Tensor:
 def gated(w: Tensor, activation: Callable[[Tensor], Tensor]) -> Tensor:
     value, gate = w.float().chunk(2, -1)
     return (value * activation(gate)).to(w.dtype)
-
-
-plain_geglu = partial(gated, activation=partial(F.gelu, approximate="tanh"))
-plain_swiglu = partial(gated, activation=F.silu)
 
 
 def gradients(function: Function) -> Function:
@@ -240,8 +235,8 @@ def optimizer_step(rule: Rule, both: bool = False) -> Op:
     packed = PACKED * (1 + both)
     reads_mask = rule.alpha or not (rule.choose or rule.source == "soft")
     moved = UPDATE + bool(reads_mask) + bool(rule.choose) + packed
-    decay, choice = 13 if rule.alpha else 0, 4 + 1 + 2 if rule.choose else 0
-    separately = UPDATE + decay + choice + 4 + (rule.source == "mask") + packed
+    separately = UPDATE + 13 * bool(rule.alpha) + (4 + 1 + 2) * bool(rule.choose)
+    separately += 4 + (rule.source == "mask") + packed
     return Op(
         partial(one_pass, rule), lambda _: moved, lambda w: (optimizer_state(w, both),),
         libraries={"separate passes": partial(apart, rule)}, gpu_only=True, fp32=True,
@@ -252,24 +247,30 @@ def optimizer_step(rule: Rule, both: bool = False) -> Op:
 # --- the operators -------------------------------------------------------------------------------
 
 
-def by_xformers(i: ToPack) -> Any:
-    from xformers.ops import sparsify24
-
-    return sparsify24(i.w, GREEDY)
-
-
 def packer(run: Function, moved: float, **more: Any) -> Op:
     """A packer that moves as many bytes per entry besides those of the matrix itself."""
     libraries = {"_cslt_compress": lambda i: aten._cslt_compress(i.pruned)}
     if run is two_ways:
         tile = "_sparse_semi_structured_tile"
-        libraries = {tile: lambda i: getattr(aten, tile)(i.w, GREEDY), "xformers": by_xformers}
+        libraries = {tile: lambda i: getattr(aten, tile)(i.w, GREEDY)}
     elif more.get("fp8"):
         libraries = {"_cslt_compress": lambda i: aten._cslt_compress(i.pruned_fp8)}
     return Op(
         partial(run, **more), lambda b: b + moved, lambda w: (ToPack(w),), libraries=libraries,
         gpu_only=True,
     )  # fmt: skip
+
+
+def gates(name: str, run: Function, activation: Function) -> dict[str, Op]:
+    """A gated activation, alone and with its backward pass."""
+    plain = partial(gated, activation=activation)
+    backward = {"prepare": leaf_and_gradient, "through": gradients}
+    return {
+        name: Op(run, lambda b: 1.5 * b, plain=plain),
+        f"{name}, forward and backward": Op(
+            gradients(run), lambda b: 4 * b, plain=plain, **backward
+        ),
+    }
 
 
 OPS = {
@@ -297,16 +298,8 @@ OPS = {
         partial(ck.quantize_fp8, fmt="e4m3"), lambda b: 2 * b + 1,
         plain=lambda w: e4m3_codes(w)[0], gpu_only=True,
     ),
-    "geglu": Op(ck.geglu, lambda b: 1.5 * b, plain=plain_geglu),
-    "geglu, forward and backward": Op(
-        gradients(ck.geglu), lambda b: 4 * b, prepare=leaf_and_gradient, plain=plain_geglu,
-        through=gradients,
-    ),
-    "swiglu": Op(ck.swiglu, lambda b: 1.5 * b, plain=plain_swiglu),
-    "swiglu, forward and backward": Op(
-        gradients(ck.swiglu), lambda b: 4 * b, prepare=leaf_and_gradient, plain=plain_swiglu,
-        through=gradients,
-    ),
+    **gates("geglu", ck.geglu, partial(F.gelu, approximate="tanh")),
+    **gates("swiglu", ck.swiglu, F.silu),
     "compress_nm": Op(ck.compress_nm, lambda b: 1.5 * b + 1 / 8, prepare=with_bits),
     "expand_nm": Op(
         ck.expand_nm, lambda b: 1.5 * b + 1 / 8,

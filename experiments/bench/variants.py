@@ -168,14 +168,12 @@ def convert(
 
 def used_by(products: Products) -> str:
     """A description of what runs the products, for example `cusparselt fprop dgrad`."""
-    by = {name: products.kernels(name) for name in PRODUCTS}
-    used, rest = [], [name for name in PRODUCTS if not by[name]]
-    for kernels in ("cusparselt", "cuda"):
-        sparse = [name for name in PRODUCTS if by[name] == kernels]
-        used += [" ".join([kernels, *sparse])] if sparse else []
-    if products.fp8 and rest:
-        used.append(" ".join(["fp8", *rest]))
-    return ", ".join(used) or "dense"
+    by: dict[str, list[str]] = {"cusparselt": [], "cuda": [], "fp8": []}
+    for name in PRODUCTS:
+        by[products.kernels(name) or "fp8"].append(name)
+    if not products.fp8:
+        del by["fp8"]
+    return ", ".join(" ".join([kernels, *of]) for kernels, of in by.items() if of) or "dense"
 
 
 def bytes_held(
@@ -264,6 +262,3 @@ def compiling() -> Any:
     import torch._dynamo
 
     return torch._dynamo.config.patch(recompile_limit=64, fail_on_recompile_limit_hit=True)
-
-
-# --- the gate ------------------------------------------------------------------------------------

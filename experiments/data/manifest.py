@@ -257,11 +257,10 @@ def file_record(path: Path) -> dict[str, Any]:
 
 def check_files(config: DataConfig, manifest: dict[str, Any]) -> None:
     """Raise a `UserError` unless every file of a corpus has the SHA-256 that its manifest says."""
-    records = [*manifest["splits"].values()]
-    records += [manifest["tokenizer"]] * (manifest["tokenizer"].get("file") is not None)
-    for record in records:
-        remedy = f"delete {config.directory} and run {PREPARE}"
-        _check_file(config.directory / record["file"], record, remedy)
+    remedy = f"delete {config.directory} and run {PREPARE}"
+    for record in (*manifest["splits"].values(), manifest["tokenizer"]):
+        if record.get("file") is not None:
+            _check_file(config.directory / record["file"], record, remedy)
 
 
 def _check_file(path: Path, record: dict[str, Any], remedy: str) -> None:

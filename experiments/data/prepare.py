@@ -46,8 +46,6 @@ _BATCH = 256  # documents encoded at once
 _SAVED = 2**27  # tokens after which a preparation can continue if it is stopped
 _SETTINGS = "settings.json"  # what the token files beside it are made from
 _SAMPLE = 32 * 2**20  # characters of the training split that a tokenizer is trained on
-_TESTS = {"test", "tests", "idle_test"}
-_THIRD_PARTY = {"site-packages", "dist-packages"}
 _VAL_EVERY = 20
 # Names of published corpora, which use nanoGPT's split; they have at least this many documents.
 _PUBLISHED, _PUBLISHED_DOCUMENTS = ("openwebtext", "c4", "c4_mlm", "wikipedia_mlm"), 10**6
@@ -210,10 +208,10 @@ def _stdlib() -> Documents:
     """
     root = Path(sysconfig.get_path("stdlib"))
     documents: dict[str, list[str]] = {split: [] for split in SPLITS}
-    undecodable = 0
+    left_out, undecodable = {"test", "tests", "idle_test", "site-packages", "dist-packages"}, 0
     for path in sorted(root.rglob("*.py")):
         name = path.relative_to(root)
-        if not (_TESTS | _THIRD_PARTY).isdisjoint(name.parts[:-1]):
+        if not left_out.isdisjoint(name.parts[:-1]):
             continue
         try:
             text = path.read_bytes().decode("utf-8")
@@ -228,12 +226,11 @@ def _stdlib() -> Documents:
             f"the standard library in {root} has no source files; run a Python that ships them, "
             "or pass data.source=FOLDER"
         )
-
+    library = f"standard library of Python {platform.python_version()}"
     return _in_memory(
         documents,
         {
-            "description": f"standard library of Python {platform.python_version()}, .py files "
-            "in sorted order without tests",
+            "description": f"{library}, .py files in sorted order without tests",
             "split": f"one file in {_VAL_EVERY} by the sha256 of its path",
             "undecodable_files": undecodable,
         },
@@ -271,8 +268,7 @@ def _files(config: DataConfig) -> Documents:
     cache = datasets.config.HF_DATASETS_CACHE
     options = {"sample_by": "document"} if builder == "text" else {}
     try:
-        if isinstance(paths, str):
-            paths = hub.pinned(paths)
+        paths = hub.pinned(paths) if isinstance(paths, str) else paths
         with writing(cache):
             table = datasets.load_dataset(builder, data_files=paths, split="train", **options)
     except UserError:
@@ -287,19 +283,18 @@ def _files(config: DataConfig) -> Documents:
             f"could not read data.source={source} ({first_line(error)}); pass data.source=FOLDER "
             "with .parquet, .jsonl or .txt files that hold text"
         ) from error
+    column = f"data.text_column={text_column!r}"
     if text_column not in table.column_names:
-        raise UserError(
-            f"data.text_column={text_column!r} is not a column of {source}, which has "
-            f"{', '.join(table.column_names)}"
-        )
+        there = ", ".join(table.column_names)
+        raise UserError(f"{column} is not a column of {source}, which has {there}")
     feature = table.features[text_column]
     kind = getattr(feature, "dtype", type(feature).__name__)
     if kind not in ("string", "large_string"):
-        raise UserError(f"data.text_column={text_column!r} of {source} holds {kind}, not text")
+        raise UserError(f"{column} of {source} holds {kind}, not text")
     if empty := table.data.column(text_column).null_count:
         raise UserError(
-            f"{empty} of {len(table)} documents of {source} have no text (null) in "
-            f"data.text_column={text_column!r}; leave them out"
+            f"{empty} of {len(table)} documents of {source} have no text (null) in {column}; leave "
+            "them out"
         )
     if len(table) == 1:
         # One text in two: it ends, after the end of a line if one is near, with what is held out.
@@ -323,12 +318,9 @@ def _files(config: DataConfig) -> Documents:
         left = rows.select(range(first, len(rows))) if first else rows
         return (part[text_column] for part in left.iter(_BATCH))
 
-    return Documents(
-        batches,
-        {split: len(rows) for split, rows in by_split.items()},
-        {
-            "revisions": hub.commits([paths] if isinstance(paths, str) else ()),
-            "description": f"{len(paths)} {builder} files" if isinstance(paths, list) else source,
-            "split": f"datasets.train_test_split(test_size={share}, seed=2357, shuffle=True)",
-        },
-    )
+    description = {
+        "revisions": hub.commits([paths] if isinstance(paths, str) else ()),
+        "description": f"{len(paths)} {builder} files" if isinstance(paths, list) else source,
+        "split": f"datasets.train_test_split(test_size={share}, seed=2357, shuffle=True)",
+    }
+    return Documents(batches, {split: len(rows) for split, rows in by_split.items()}, description)

@@ -63,26 +63,15 @@ def send(value: Tensor, device: torch.device | str) -> Tensor:
 class TrainingSource(Protocol):
     """Training batches of one data set, for one shape of sample."""
 
+    directory: Path  # the folder of the data, for messages
+    fingerprint: str  # hash of the data; checkpoints and results with another one are not used
+    unit: str  # of a training's speed: `tokens`, or `images` for samples
+    one_shape: bool  # all batches with equally many samples have the same shapes
+
     @property
     def tokens_per_sample(self) -> int:
         """The number of rows that a sample contributes to the input of a linear layer of the model;
         the mean if it varies."""
-
-    @property
-    def directory(self) -> Path:
-        """The folder of the data, for messages."""
-
-    @property
-    def fingerprint(self) -> str:
-        """A hash of the data. Checkpoints and results with another hash are not used."""
-
-    @property
-    def unit(self) -> str:
-        """The unit of a training's speed: `tokens`, or `images` for samples."""
-
-    @property
-    def one_shape(self) -> bool:
-        """True if all batches with equally many samples have the same shapes."""
 
     def batches(self, requests: Iterable[Request]) -> Iterator[Batch]:
         """One batch for each request, in order.

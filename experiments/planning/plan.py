@@ -21,7 +21,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any, cast
 
@@ -159,7 +158,6 @@ class Planned:
         run, quantizes = self.run, self.run.build_method().capabilities.quantizes
         return micro_batch_size(run.train, run.impl.micro_batch, self.options.gpus, quantizes)
 
-    @cache  # noqa: B019
     def footprint(self, samples: int) -> Footprint:
         """The footprint of a step whose micro-batches have `samples` samples."""
         run, method = self.run, self.run.build_method()
