@@ -72,8 +72,8 @@ def parser() -> argparse.ArgumentParser:
             overrides = "settings of `experiments.pretrain`; default: GPT-2 124M on a GPU"
             add("overrides", nargs="*", metavar="OVERRIDE", help=overrides)
         elif name == "serve":
-            sizes = {"choices": ("1.1B", "7B"), "help": "sizes of the models, on a GPU"}
-            add("--size", nargs="+", default=["1.1B"], **sizes)
+            known, sizes = ("1.1B", "7B"), "sizes of the models, on a GPU"
+            add("--size", nargs="+", choices=known, default=["1.1B"], help=sizes)
             more = "also measured limits, which takes minutes"
             add("--thorough", action="store_true", help=more)
         if name in ("loop", "linear", "train", "ranks"):

@@ -152,8 +152,8 @@ def losses(directory: Path) -> list[dict[str, Any]]:
 def watch(overrides: list[str], directory: Path) -> list[tuple[int, float]]:
     """Run the command to its end, and return (step, seconds from the start) of each log entry with
     a loss. Raises a `UserError` with the command's last line if it fails."""
-    command, seen = [*COMMAND, *overrides], {}
-    start = time.perf_counter()
+    command, start = [*COMMAND, *overrides], time.perf_counter()
+    seen: dict[int, float] = {}
     with tempfile.TemporaryFile("w+") as said:
         process = subprocess.Popen(command, stdout=said, stderr=subprocess.STDOUT)
         try:

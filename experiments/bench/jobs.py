@@ -115,12 +115,10 @@ class Stack(nn.Module):
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
-        self.h = nn.ModuleList(Block(config) for _ in range(config.n_layer))
+        self.h = nn.Sequential(*(Block(config) for _ in range(config.n_layer)))
 
     def forward(self, x: Tensor) -> Tensor:
-        for block in self.h:
-            x = block(x)
-        return x
+        return self.h(x)
 
 
 def square(y: Tensor) -> Tensor:

@@ -235,12 +235,13 @@ def optimizer_step(rule: Rule, both: bool = False) -> Op:
     packed = PACKED * (1 + both)
     reads_mask = rule.alpha or not (rule.choose or rule.source == "soft")
     moved = UPDATE + bool(reads_mask) + bool(rule.choose) + packed
-    separately = UPDATE + 13 * bool(rule.alpha) + (4 + 1 + 2) * bool(rule.choose)
-    separately += 4 + (rule.source == "mask") + packed
+    separately = 13 * bool(rule.alpha) + (4 + 1 + 2) * bool(rule.choose) + UPDATE + packed
+    figures = {"bytes a weight": moved}
+    figures["bytes a weight, separate passes"] = separately + 4 + (rule.source == "mask")
     return Op(
         partial(one_pass, rule), lambda _: moved, lambda w: (optimizer_state(w, both),),
         libraries={"separate passes": partial(apart, rule)}, gpu_only=True, fp32=True,
-        figures={"bytes a weight": moved, "bytes a weight, separate passes": separately},
+        figures=figures,
     )  # fmt: skip
 
 
@@ -261,16 +262,11 @@ def packer(run: Function, moved: float, **more: Any) -> Op:
     )  # fmt: skip
 
 
-def gates(name: str, run: Function, activation: Function) -> dict[str, Op]:
+def gated_rows(name: str, run: Function, activation: Function) -> dict[str, Op]:
     """A gated activation, alone and with its backward pass."""
     plain = partial(gated, activation=activation)
-    backward = {"prepare": leaf_and_gradient, "through": gradients}
-    return {
-        name: Op(run, lambda b: 1.5 * b, plain=plain),
-        f"{name}, forward and backward": Op(
-            gradients(run), lambda b: 4 * b, plain=plain, **backward
-        ),
-    }
+    both = Op(gradients(run), lambda b: 4 * b, leaf_and_gradient, plain, gradients)
+    return {name: Op(run, lambda b: 1.5 * b, plain=plain), f"{name}, forward and backward": both}
 
 
 OPS = {
@@ -298,8 +294,8 @@ OPS = {
         partial(ck.quantize_fp8, fmt="e4m3"), lambda b: 2 * b + 1,
         plain=lambda w: e4m3_codes(w)[0], gpu_only=True,
     ),
-    **gates("geglu", ck.geglu, partial(F.gelu, approximate="tanh")),
-    **gates("swiglu", ck.swiglu, F.silu),
+    **gated_rows("geglu", ck.geglu, partial(F.gelu, approximate="tanh")),
+    **gated_rows("swiglu", ck.swiglu, F.silu),
     "compress_nm": Op(ck.compress_nm, lambda b: 1.5 * b + 1 / 8, prepare=with_bits),
     "expand_nm": Op(
         ck.expand_nm, lambda b: 1.5 * b + 1 / 8,

