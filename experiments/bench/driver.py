@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import json
 import shlex
 import subprocess
 import sys
@@ -70,7 +71,7 @@ def bench(options: argparse.Namespace, report: Report) -> None:
             seen = watch(overrides, config.directory())
             step = of_a_step(seen)
             loops.append(Loop(name, config, options.device).milliseconds(options))
-            records = losses(config.directory())
+            records = [r for r in read_metrics(config.directory() / "metrics.jsonl") if "loss" in r]
         bare = sum(loops) / 2
         report.note(f"{name}: the command {step.ms:.4g} ms, {step.ms / bare - 1:+.1%}")
         if name == "dense":
@@ -144,24 +145,23 @@ def of_a_step(seen: list[tuple[int, float]]) -> Time:
     return replace(quantiles(between), ms=1e3 * (end - start) / (last - first))
 
 
-def losses(directory: Path) -> list[dict[str, Any]]:
-    """The log entries with a loss that a run has written by now."""
-    return [r for r in read_metrics(directory / "metrics.jsonl") if "loss" in r]
-
-
 def watch(overrides: list[str], directory: Path) -> list[tuple[int, float]]:
     """Run the command to its end, and return (step, seconds from the start) of each log entry with
     a loss. Raises a `UserError` with the command's last line if it fails."""
-    command, start = [*COMMAND, *overrides], time.perf_counter()
-    seen: dict[int, float] = {}
+    command = [*COMMAND, *overrides]
+    path, lines, losses = directory / "metrics.jsonl", 0, []
+    start = time.perf_counter()
     with tempfile.TemporaryFile("w+") as said:
         process = subprocess.Popen(command, stdout=said, stderr=subprocess.STDOUT)
         try:
             running = True
             while running:
                 running = process.poll() is None
-                for record in losses(directory):
-                    seen.setdefault(record["step"], time.perf_counter() - start)
+                whole = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
+                now = time.perf_counter() - start
+                new = [json.loads(line) for line in whole[lines:]]
+                losses += [(record["step"], now) for record in new if "loss" in record]
+                lines = len(whole)
                 time.sleep(POLL_S)
         finally:
             process.kill()
@@ -170,4 +170,4 @@ def watch(overrides: list[str], directory: Path) -> list[tuple[int, float]]:
         if process.returncode:
             last = said.read().strip().splitlines()[-1:]
             raise UserError(f"{shlex.join(command[1:])} failed: {''.join(last)}")
-    return [*seen.items()]
+    return losses

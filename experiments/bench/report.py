@@ -24,7 +24,7 @@ import torch
 
 from experiments.bench.timing import SETTLE_LIMIT_S, SETTLED, TURNS, Time, load_text
 from experiments.support.checkpoint import write_json
-from experiments.support.errors import UserError, first_line
+from experiments.support.errors import UserError
 from experiments.support.results import cpu_name, git_state, version_of
 
 KEY = ("name", "dtype", "shape", "backend")
@@ -138,15 +138,6 @@ class Report:
         self.save(self.earlier)
         if row.time:
             self.note(f"{row.name}, {row.shape}, {row.dtype}: {row.time.ms:.4g} ms")
-
-    def usable(self, name: str, call: Callable[[], Any]) -> bool:
-        """True if a peer runs here; otherwise it is left out, with its error as the reason."""
-        try:
-            call()
-        except Exception as error:  # a refusal is a result here
-            self.leave_out(f"{name}: {first_line(error)}")
-            return False
-        return True
 
     def leave_out(self, text: str) -> None:
         if text not in self.left_out:

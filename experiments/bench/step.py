@@ -87,20 +87,6 @@ class Step:
         self.loss().backward()
         return [p.grad for p in self.parameters]
 
-    def arguments(self) -> list[tuple[nn.Module, tuple[Any, ...]]]:
-        """The blocks with the arguments that each gets, uncompiled, in a step."""
-        found: list[tuple[nn.Module, tuple[Any, ...]]] = []
-        hooks = [
-            block.register_forward_pre_hook(lambda module, args: found.append((module, args)))
-            for block in self.blocks
-        ]
-        self.converted.before(0)
-        with torch.no_grad(), torch.compiler.set_stance("force_eager"):
-            self.loss()
-        for hook in hooks:
-            hook.remove()
-        return found
-
     def results(
         self, block: nn.Module, args: tuple[Any, ...], forward: Callable[..., Tensor]
     ) -> list[Tensor | None]:
@@ -221,8 +207,18 @@ def check_compiled(step: Step) -> None:
     model: it changes FP8 codes, and these what MVUE keeps. With FP8 in all linears of GPT-2
     (emulated, width 256) it changes the gradients by 0.19 after 2 blocks and 0.30 after 36, as much
     as FP8 itself, and within a block those of its matrices by 0.09 to 0.19."""
+    arguments: list[tuple[nn.Module, tuple[Any, ...]]] = []
+    hooks = [
+        block.register_forward_pre_hook(lambda module, args: arguments.append((module, args)))
+        for block in step.blocks
+    ]
+    step.converted.before(0)
+    with torch.no_grad(), torch.compiler.set_stance("force_eager"):
+        step.loss()
+    for hook in hooks:
+        hook.remove()
     with variants.compiling():
-        for block, args in step.arguments():
+        for block, args in arguments:
             want, got = (step.results(block, args, run) for run in (block.forward, block))
             vectors = [i for i, g in enumerate(want) if g is not None and g.ndim == 1]
             others = [[i] for i in range(len(want)) if i not in vectors]

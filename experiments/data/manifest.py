@@ -110,10 +110,8 @@ class DataConfig:
     def identity(self) -> dict[str, Any]:
         """The settings that a run's hash covers: those that determine the tokens, but not the paths
         of the text and the corpus."""
-        identity = identity_of(self)
-        for name in ("root", "source"):
-            identity.pop(name, None)
-        return identity | {"tokenizer": self.tokenizer_kind, "corpus": self.directory.name}
+        own = {k: v for k, v in identity_of(self).items() if k not in ("root", "source")}
+        return own | {"tokenizer": self.tokenizer_kind, "corpus": self.directory.name}
 
     def check_result(self, result: dict[str, Any], directory: Path) -> bool:
         """True if the finished run in `directory` was made on these tokens. If they are not

@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from experiments.data.corpus import Corpus, check_fits
+from experiments.data.corpus import CausalText, Corpus, check_fits
 from experiments.data.manifest import DataConfig
 from experiments.data.source import Batch, Request, sample_words
 from experiments.data.tokenizer import CLS, MASK, PAD, SEP, HFTokenizer
@@ -28,7 +28,7 @@ from experiments.support.errors import UserError
 from experiments.support.names import check_bounds
 from models.bert import BertConfig
 
-# Second words of the Philox keys; 0 and 1 are used for the windows (`Corpus.batch`).
+# Second words of the Philox keys; 0 and 1 are used for the windows (`CausalText.batch`).
 _TRAIN_MASKS, _EVAL_MASKS = 2, 3
 _PAIR_WORDS = 4  # random words of a sample for its two halves; then one for each token
 _CHUNK = 2**24  # tokens counted at once
@@ -119,21 +119,19 @@ class MaskedText:
         self.special = np.zeros(corpus.vocab_size, dtype=bool)
         self.special[list(ids.values())] = True
         self.window = block - (3 if self.pairs else 2)
+        self.text = CausalText(corpus, self.window)
+        self.eval_size = self.text.eval_size
         self.words = (_PAIR_WORDS + block + 3) // 4 * 4  # random ones of a sample
 
     def batches(self, requests: Iterable[Request]) -> Iterator[Batch]:
         for step, samples in requests:
-            windows = self.corpus.batch("train", step, samples, self.window)
+            windows = self.text.batch("train", step, samples)
             key = (self.corpus.seed, _TRAIN_MASKS)
             words = sample_words(key, step, np.array(samples), self.words)
             yield self._batch("train", windows["input"].numpy(), words)
 
-    @property
-    def eval_size(self) -> int:
-        return self.corpus.eval_size(self.window)
-
     def eval_batches(self, count: int, batch_size: int) -> Iterator[Batch]:
-        windows = self.corpus.eval_batches(count, batch_size, self.window)
+        windows = self.text.eval_batches(count, batch_size)
         firsts = range(0, count, batch_size)
         parts = ((n + np.arange(len(w["input"])), w) for n, w in zip(firsts, windows, strict=True))
         words = partial(sample_words, (0, _EVAL_MASKS), 0, count=self.words)
@@ -162,10 +160,10 @@ class MaskedText:
         if self.pairs:
             half = self.window // 2
             first, second = windows[:, :half], windows[:, half:]
-            elsewhere = words[:, 0] & np.uint64(1)
+            elsewhere, text = words[:, 0] & np.uint64(1), CausalText(self.corpus, second.shape[1])
             places = np.uint64(len(self.corpus.tokens[split]) - second.shape[1])
             starts = (words[:, 1] % places).astype(np.int64)
-            others = self.corpus.windows(split, starts, second.shape[1])["input"].numpy()
+            others = text.windows(split, starts)["input"].numpy()
             second = np.where(elsewhere[:, None] == 1, others, second)
             tokens = np.concatenate([cls, first, sep, second, sep], axis=1)
             types = np.arange(self.tokens_per_sample) >= half + 2

@@ -9,7 +9,7 @@ The number of bundles depends only on the lengths.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 import numpy as np
@@ -92,7 +92,7 @@ class TranslationPairs:
         self.directory, self.fingerprint = corpus.directory, corpus.fingerprint
         self.end: int = corpus.manifest["tokenizer"]["end_of_text"]
         self.limit = min(data.max_tokens or model.block_size, model.block_size, data.batch_tokens)
-        self._epochs: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+        self._order = lru_cache(maxsize=2)(self._epoch)  # a step may have parts of two epochs
         self.train, self.val = (
             ShortPairs(Sentences(corpus.tokens[split], self.end), self.limit, data.batch_tokens)
             for split in ("train", "val")
@@ -122,21 +122,18 @@ class TranslationPairs:
 
     def _bundle(self, number: int) -> np.ndarray:
         """The indices of the pairs in bundle `number`, counted over all epochs of a training."""
-        split = self.train
-        epoch, place = divmod(number, len(split.starts) - 1)
-        if epoch not in self._epochs:
-            # Keep the previous epoch, since a step may contain the end of one and the start of the
-            # next.
-            self._epochs = {e: p for e, p in self._epochs.items() if e == epoch - 1}
-            # Pairs sorted by length, in random order among equals; random order of the bundles.
-            seed, at = self.corpus.seed, (0, epoch, 0, 0)
-            keys = random_words((seed, _PAIRS), at, len(split.pairs))
-            order = np.lexsort((keys, split.lengths[:, 0], split.lengths[:, 1], split.longest))
-            bundles = random_words((seed, _BUNDLES), at, len(split.starts) - 1)
-            self._epochs[epoch] = split.pairs[order], np.argsort(bundles, kind="stable")
-        order, bundles = self._epochs[epoch]
-        first, last = split.starts[bundles[place] : bundles[place] + 2]
+        epoch, place = divmod(number, len(self.train.starts) - 1)
+        order, bundles = self._order(epoch)
+        first, last = self.train.starts[bundles[place] : bundles[place] + 2]
         return order[first:last]
+
+    def _epoch(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
+        """The pairs sorted by length, in random order among equals; a random order of bundles."""
+        split, seed, at = self.train, self.corpus.seed, (0, epoch, 0, 0)
+        keys = random_words((seed, _PAIRS), at, len(split.pairs))
+        order = np.lexsort((keys, split.lengths[:, 0], split.lengths[:, 1], split.longest))
+        bundles = random_words((seed, _BUNDLES), at, len(split.starts) - 1)
+        return split.pairs[order], np.argsort(bundles, kind="stable")
 
     @property
     def eval_size(self) -> int:

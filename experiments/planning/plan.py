@@ -60,21 +60,19 @@ def transformers_config(path: str) -> Any:
 
     if (Path(path) / "config.json").is_file():
         return AutoConfig.from_pretrained(path, trust_remote_code=False)
-    name = path.partition("@")[0]
-    if name in _OPT:
-        layers, heads, width = _OPT[name]
-        return OPTConfig(
-            num_hidden_layers=layers, num_attention_heads=heads, hidden_size=width,
-            ffn_dim=4 * width, word_embed_proj_dim=width,
-        )  # fmt: skip
-    if name == "openai-community/gpt2":
-        return GPT2Config()
-    if name == "meta-llama/Llama-2-7b-hf":  # the default is LLaMA's
-        return LlamaConfig(max_position_embeddings=4096)
-    raise UserError(
-        f"model.path={path} is no folder with a config.json, and its shape is not known here: "
-        f"known are {', '.join(_OPT)}, openai-community/gpt2 and meta-llama/Llama-2-7b-hf"
-    )
+    known: dict[str, Any] = {
+        name: OPTConfig(num_hidden_layers=layers, num_attention_heads=heads, hidden_size=width,
+                        ffn_dim=4 * width, word_embed_proj_dim=width)
+        for name, (layers, heads, width) in _OPT.items()
+    }  # fmt: skip
+    known["openai-community/gpt2"] = GPT2Config()  # the default, as LLaMA's below
+    known["meta-llama/Llama-2-7b-hf"] = LlamaConfig(max_position_embeddings=4096)
+    if (config := known.get(path.partition("@")[0])) is None:
+        raise UserError(
+            f"model.path={path} is no folder with a config.json, and its shape is not known here: "
+            f"known are {', '.join(known)}"
+        )
+    return config
 
 
 def build(run: RunConfig, hf: Any = None) -> nn.Module:
