@@ -69,7 +69,7 @@ def test_the_averaged_weights_translate(tiny):
         model.eval(), source.corpus, "test", config.search
     )
     assert "".join(f"{line}\n" for line in translations) == first
-    assert references == [english for _, english in parallel.number_pairs("test")]
+    assert references == [parallel.english(n) for n in parallel.numbers("test")]
     plain = tiny("method=sr_ste", "train.average_last=0", "train.average_every=0")
     pretraining.run(plain, quiet)
     assert FinishedRun.open(plain.directory()).averaged() is None
