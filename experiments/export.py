@@ -30,12 +30,13 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from experiments.config.compose import plain, typed
+from experiments.config.compose import plain
 from experiments.config.driver import driver
 from experiments.exporting.export import export
 from experiments.exporting.files import Form
 from experiments.runs.finished import FinishedRun
 from experiments.support.errors import UserError
+from experiments.support.typed import typed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +53,7 @@ def freeze_export(composed: Any) -> ExportConfig:
     values = plain(composed)
     if values.get("run") is None:
         raise UserError("run=DIR is missing: the directory of a finished run")
-    return typed(ExportConfig, "the config", values)
+    return typed(ExportConfig, "", values)
 
 
 @driver("export", freeze_export, "begins it anew")

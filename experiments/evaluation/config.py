@@ -9,7 +9,7 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
-from experiments.config.compose import composed, plain, typed
+from experiments.config.compose import composed, plain
 from experiments.config.initial import HFConfig, weight_files
 from experiments.config.run import digest
 from experiments.config.settings import DTYPES, ImplConfig
@@ -19,11 +19,12 @@ from experiments.images.dataset import ImageConfig, load_images
 from experiments.runs.finished import WEIGHTS_OF, FinishedRun
 from experiments.support.errors import UserError
 from experiments.support.names import check_bounds, check_choices
+from experiments.support.typed import typed
 
 
 @dataclass(frozen=True, kw_only=True)
-class EvaluationSettings:
-    """Settings of an evaluation: the model's weights and what they are measured on
+class EvaluateConfig:
+    """The config of an evaluation: the model's weights and what they are measured on
     (conf/evaluate.yaml explains each). path: `model.path`. source: `data.source`."""
 
     run: str | None
@@ -42,12 +43,6 @@ class EvaluationSettings:
     seed: int
     tier: str
     runs: Path
-
-
-@dataclass(frozen=True, kw_only=True)
-class EvaluateConfig(EvaluationSettings):
-    """An evaluation's whole config."""
-
     impl: ImplConfig
 
     def __post_init__(self) -> None:
@@ -161,9 +156,7 @@ def freeze_evaluation(composition: Any) -> EvaluateConfig:
     """The `EvaluateConfig` of a composed `DictConfig`."""
     values = plain(composition, "model", "data", "impl")
     choices = {"path": values.pop("model")["path"], "source": values.pop("data")["source"]}
-    impl = typed(ImplConfig, "impl", values.pop("impl"))
-    settings = typed(EvaluationSettings, "the config", {**values, **choices})
-    return EvaluateConfig(**vars(settings), impl=impl)
+    return typed(EvaluateConfig, "", {**values, **choices})
 
 
 load = partial(composed, "evaluate", freeze_evaluation)

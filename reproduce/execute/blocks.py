@@ -20,10 +20,11 @@ from experiments.config.run import RunConfig, digest
 from experiments.support.checkpoint import read_sealed, write_sealed
 from experiments.support.errors import UserError
 from experiments.support.results import divergence, read
+from experiments.support.typed import typed
 from experiments.training.tracking import read_metrics
 from reproduce.execute.jobs import Job
 from reproduce.execute.packed import QUANTITIES, read_packed, run_name
-from reproduce.specs.reading import build, errors_in, read_yaml
+from reproduce.specs.reading import errors_in, read_yaml
 
 BLOCKS = Path(__file__).parents[1] / "specs" / "blocks"
 EVIDENCE = Path(__file__).parents[1] / "evidence"
@@ -210,4 +211,4 @@ def read_block(name: str, folder: Path = BLOCKS) -> Block:
         source = content.pop("source", None)
         if source is not None:
             content["source"] = BlockSource(read_block(source["block"], folder), source["variant"])
-        return build(Block, content, "the file")
+        return typed(Block, "", content)
