@@ -20,8 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from models.base import Model, check_length
-from models.conversion import check_plain
+from models.base import Model, check_length, check_plain
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -64,39 +63,28 @@ class CausalLM(Model):
         self.block_size: int = block_size or model.config.max_position_embeddings
 
     @classmethod
-    def from_pretrained(cls, folder: str | Path, block_size: int | None = None) -> CausalLM:
-        """The model of a checkpoint in a local folder, in fp32 and without dropout.
+    def from_pretrained(
+        cls, folder: str | Path, block_size: int | None = None, weights: bool = True
+    ) -> CausalLM:
+        """The model of a checkpoint in a local folder, in fp32 and without dropout; without its
+        `weights`, which are then not read, on the meta device.
 
         Raises:
             ValueError: it is not a model of one of `FAMILIES` in safetensors, or `block_size` is
                 more than the model's longest sequence.
         """
-        from transformers import AutoModelForCausalLM
+        from transformers import AutoModelForCausalLM as Auto
 
         config, dropout = _config(folder)
-        model = read_checkpoint(
-            AutoModelForCausalLM, folder, config=config, trust_remote_code=False
-        )
+        if weights:
+            model = read_checkpoint(Auto, folder, config=config, trust_remote_code=False)
+        else:
+            with one_line(folder), torch.device("meta"):
+                model = Auto.from_config(config, trust_remote_code=False).eval()
         longest = config.max_position_embeddings
         if block_size is not None and block_size > longest:
             raise ValueError(f"block_size={block_size}, but {folder} takes at most {longest}")
         self = cls(model.float(), block_size)
-        self.dropout = dropout
-        return self
-
-    @classmethod
-    def shape_of(cls, folder: str | Path, block_size: int | None = None) -> CausalLM:
-        """The model that `from_pretrained` gives, on the meta device. The weights are not read.
-
-        Raises:
-            ValueError: the config is not that of a model of one of `FAMILIES`.
-        """
-        from transformers import AutoModelForCausalLM
-
-        config, dropout = _config(folder)
-        with one_line(folder), torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
-        self = cls(model.float().eval(), block_size)
         self.dropout = dropout
         return self
 

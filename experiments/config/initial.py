@@ -108,7 +108,7 @@ class HFConfig:
 
     def build_shape(self) -> CausalLM:
         """The model on the meta device, without its weights."""
-        return CausalLM.shape_of(self.folder, self.block_size)
+        return CausalLM.from_pretrained(self.folder, self.block_size, weights=False)
 
     def build_ours(self) -> GPT | BertLM | ViT:
         """This project's model with the same outputs, on the CPU in fp32."""
