@@ -149,11 +149,8 @@ def _their_names(name: str) -> list[str]:
 
 @torch.no_grad()
 def from_hf(hf_model: BertForMaskedLM | BertForPreTraining) -> BertLM:
-    """Our BERT with a copy of the weights of transformers' model, in its dtype.
-
-    Raises:
-        ValueError: the model has settings that ours does not have; all of them are named.
-    """
+    """Our BERT with a copy of the weights of transformers' model, in its dtype. Raises a
+    `ValueError` if the model has settings that ours does not have; all of them are named."""
     hf, theirs = hf_model.config, hf_model.state_dict()
     required = {
         "model_type": "bert",
@@ -183,9 +180,8 @@ def to_hf(model: BertLM) -> BertForMaskedLM | BertForPreTraining:
     """The transformers model with a copy of our weights, in their dtype: `BertForPreTraining` if
     there is a classifier of sentence pairs, else `BertForMaskedLM`.
 
-    Raises:
-        ValueError: the model is not of the original form, or has tensors that BERT does not have,
-            as while a sparse method is attached.
+    Raises a `ValueError` if the model is not of the original form, or has tensors that BERT does
+    not have, as while a sparse method is attached.
     """
     import transformers
 

@@ -159,10 +159,8 @@ class GPT(Model):
         """Token ids [B, T] -> (logits [B, T, V] of every position, loss or None).
 
         `target` [B, T] has the ids to predict, already shifted by one; -1 is ignored. The loss is
-        the mean cross entropy in nats.
-
-        Raises:
-            ValueError: the sequence is longer than `block_size`.
+        the mean cross entropy in nats. Raises a `ValueError` if the sequence is longer than
+        `block_size`.
         """
         check_length(input.shape[1], self.config.block_size)
         logits = self.lm_head(self.transformer(input))
@@ -236,11 +234,8 @@ def to_hf(model: GPT) -> GPT2LMHeadModel:
     """transformers' `GPT2LMHeadModel` with a copy of our weights, in their dtype.
 
     It always has biases, which are zeros if our model has none. Its begin and end tokens are unset,
-    because our model does not know its tokenizer.
-
-    Raises:
-        ValueError: the model has tensors that GPT-2 does not have, as while a sparse method is
-            attached.
+    because our model does not know its tokenizer. Raises a `ValueError` if the model has tensors
+    that GPT-2 does not have, as while a sparse method is attached.
     """
     from transformers import GPT2Config, GPT2LMHeadModel
 

@@ -188,10 +188,8 @@ def from_hf(hf_model: ViTForImageClassification | ViTModel) -> ViT:
     """Our ViT with a copy of the weights of transformers' model, in its dtype.
 
     A `ViTModel` becomes a ViT without classes; its pooler is left out, because the features do not
-    depend on it.
-
-    Raises:
-        ValueError: the model has settings that ours does not have; all of them are named.
+    depend on it. Raises a `ValueError` if the model has settings that ours does not have; all of
+    them are named.
     """
     hf: Any = hf_model.config
     required = {
@@ -219,11 +217,9 @@ def to_hf(model: ViT) -> ViTForImageClassification | ViTModel:
     """transformers' `ViTForImageClassification` with a copy of our weights, in their dtype.
 
     A model without classes becomes a `ViTModel`, whose first hidden state is the features.
-    Stochastic depth is lost, because transformers does not have it.
-
-    Raises:
-        ValueError: the model has layer scale or average pooling, which transformers does not have,
-            or a sparse method is attached.
+    Stochastic depth is lost, because transformers does not have it. Raises a `ValueError` if the
+    model has layer scale or average pooling, which transformers does not have, or a sparse method
+    is attached.
     """
     from transformers import ViTConfig as HFViTConfig
     from transformers import ViTForImageClassification, ViTModel
