@@ -175,7 +175,7 @@ def card(
     run: FinishedRun,
     form: Form,
     kind: str,
-    rows: list[legality.LinearSparsity],
+    rows: list[legality.Row],
     merged: bool,
     split: bool,
     sizes: Mapping[str, int] | None,

@@ -23,7 +23,7 @@ from experiments.data.tokenizer import Encoding, Frame, check_vocabulary, encode
 from experiments.finetuning import glue, squad
 from experiments.finetuning.config import SQUAD, FinetuneConfig
 from experiments.runs.finished import FinishedRun
-from experiments.support import checkpoint, results
+from experiments.support import checkpoint
 from experiments.support.errors import UserError
 from experiments.support.progress import say
 from experiments.training import routine
@@ -233,8 +233,7 @@ PREDICTIONS = "predictions"
 
 def finished(config: FinetuneConfig) -> dict[str, Any] | None:
     """The result of this very config on this very data and these weights, if run to the end."""
-    result, why = Finetuning(resolve(config)).find()
-    return result if why is None else None
+    return Finetuning(resolve(config)).finished()
 
 
 def run(config: FinetuneConfig, report: Callable[[str], None] = say) -> FinishedRun:
@@ -254,15 +253,11 @@ class Finetuning(Training):
     group = "recipe"
     reseeds = False
 
-    def find(self) -> tuple[dict[str, Any] | None, str | None]:
-        result = results.read_finished(self.directory, self.id)
-        if result is None:
-            return None, None
+    def outdated(self, result: dict[str, Any]) -> str | None:
         if result["pretrained"]["weights_hash"] != self.config.weights_hash():
-            why = f"{self.config.source} has other weights than {self.directory} began with"
-            return result, why
+            return f"{self.config.source} has other weights than {self.directory} began with"
         # Results of older versions did not record their files.
-        return result, damage(self.directory, result) if "files" in result else None
+        return damage(self.directory, result) if "files" in result else None
 
     def inputs(self) -> tuple[Any, Any]:
         return self.config.weights_hash(), self.config.data_hash()
