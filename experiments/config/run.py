@@ -12,8 +12,6 @@ alone, not on the time or the machine.
 from __future__ import annotations
 
 import dataclasses
-import hashlib
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, Self, TypeVar
@@ -36,7 +34,14 @@ from experiments.images.dataset import ImageConfig
 from experiments.images.multicrop import MultiCrops
 from experiments.images.source import ImageSource
 from experiments.support.errors import UserError
-from experiments.support.names import SEEDS, check_bounds, check_name, identity_of
+from experiments.support.names import (
+    SEEDS,
+    Identified,
+    check_bounds,
+    check_name,
+    digest,
+    identity_of,
+)
 from experiments.support.typed import typed
 from methods.nn import base, distillation
 from models.base import Model
@@ -80,7 +85,7 @@ def resolve(config: C) -> Run[C]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunConfig:
+class RunConfig(Identified):
     """A run's whole configuration. `method_options`: the method's own `Config`.
 
     init: the directory of a finished run, or of a transformers checkpoint, whose weights this run
@@ -147,10 +152,6 @@ class RunConfig:
     def with_command(self, line: str) -> Self:
         """The same config, which records that `line` makes it."""
         return dataclasses.replace(self, command=line)
-
-    def digest(self) -> str:
-        """Hash of `identity()`, 16 hex digits."""
-        return digest(self.identity())
 
     def directory(self) -> Path:
         """`<runs>/<model>-<data>/<tag>-<hash without seed>/seed<seed>`. The readable tag
@@ -240,11 +241,6 @@ class RunConfig:
 def build_model(shape: ModelConfig) -> Model:
     """A plain model of this shape, with random weights or those of its checkpoint."""
     return shape.build() if isinstance(shape, HFConfig) else KINDS[type(shape)](shape)
-
-
-def digest(value: dict[str, Any]) -> str:
-    """Hash of plain values, 16 hex digits."""
-    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def load(overrides: list[str] | None = None, config_name: str = "pretrain") -> RunConfig:

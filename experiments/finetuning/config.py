@@ -15,14 +15,13 @@ from torch import nn
 from common_kernels import check24
 from experiments.config.compose import composed, plain
 from experiments.config.initial import HFConfig, model_type, weight_files
-from experiments.config.run import digest
 from experiments.config.settings import DTYPES, EpochConfig, ImplConfig
 from experiments.data.tokenizer import Encoding, folder_tokenizer
 from experiments.finetuning import glue, squad
 from experiments.runs.finished import MODES, WEIGHTS_OF, FinishedRun
 from experiments.support.checkpoint import content_hash
 from experiments.support.errors import UserError
-from experiments.support.names import SEEDS, check_bounds, check_choices
+from experiments.support.names import SEEDS, Identified, check_bounds, check_choices, digest
 from experiments.support.typed import typed
 from methods import Method, dense, one_shot
 
@@ -128,7 +127,7 @@ class Checkpoint:
 
 
 @dataclass(frozen=True, kw_only=True)
-class FinetuneConfig:
+class FinetuneConfig(Identified):
     """A fine-tuning on one task. source: the finished run in the directory `run`, or a transformers
     checkpoint. weights: those to fine-tune, `sparse` or `dense`. data: a folder, or an id on the
     hub."""
@@ -188,10 +187,6 @@ class FinetuneConfig:
     def identity(self) -> dict[str, Any]:
         """Everything that the result depends on; for a run its config, but not its weights."""
         return {"seed": self.seed, "source": self.open().config_hash, **self._settings()}
-
-    def digest(self) -> str:
-        """Hash of `identity()`, 16 hex digits."""
-        return digest(self.identity())
 
     def directory(self) -> Path:
         """`<run>/finetune/<task>-<mode>-<hash without the seed>/seed<seed>`, where `<run>` is the

@@ -16,9 +16,10 @@ from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, Literal
 
-from experiments.config.run import RunConfig, digest
+from experiments.config.run import RunConfig
 from experiments.support.checkpoint import read_sealed, write_sealed
 from experiments.support.errors import UserError
+from experiments.support.names import digest
 from experiments.support.results import divergence, read
 from experiments.support.typed import typed
 from experiments.training.tracking import read_metrics

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from experiments.config.run import digest
 from experiments.support.checkpoint import read_sealed
 from experiments.support.errors import UserError
+from experiments.support.names import digest
 from reproduce.execute import blocks
 from reproduce.execute.blocks import Block, curves, read_block
 from reproduce.execute.packed import read_packed
