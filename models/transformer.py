@@ -18,15 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from models.base import (
-    MLP,
-    Model,
-    TextConfig,
-    check_length,
-    check_multiple,
-    residual,
-    sinusoids,
-)
+from models.base import MLP, Model, TextConfig, check_length, check_multiple, residual, sinusoids
 
 SIZES: dict[str, dict[str, Any]] = {
     "nano": {"n_layer": 2, "n_head": 4, "n_embd": 128, "vocab_size": 384, "block_size": 64},
