@@ -187,9 +187,10 @@ def check_as_built(kind: str, model: Any) -> None:
         check_plain(kind, model.state_dict(), type(model)(model.config).state_dict())
 
 
-def split_heads(qkv: Tensor, heads: int) -> tuple[Tensor, ...]:
+def split_heads(qkv: Tensor, heads: int) -> tuple[Tensor, Tensor, Tensor]:
     """Queries, keys and values in one [B, T, 3 C] -> each [B, H, T, C / H]."""
-    return qkv.unflatten(-1, (3, heads, -1)).transpose(1, 3).unbind(2)
+    q, k, v = qkv.unflatten(-1, (3, heads, -1)).transpose(1, 3).unbind(2)
+    return q, k, v
 
 
 def residual(

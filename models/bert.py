@@ -132,7 +132,11 @@ _FIELDS = {
     "max_position_embeddings": "block_size",
     "hidden_dropout_prob": "dropout",
 }
-_FIXED = {"hidden_act": "gelu", "layer_norm_eps": EPS, "type_vocab_size": TOKEN_TYPES}
+_FIXED: dict[str, Any] = {
+    "hidden_act": "gelu",
+    "layer_norm_eps": EPS,
+    "type_vocab_size": TOKEN_TYPES,
+}
 _DECODER = "predictions.decoder.weight"
 
 

@@ -114,18 +114,15 @@ def write(
 ) -> dict[str, Any]:
     """Write the rows of a rank, if there are any, and on rank 0 the state; return the entries of
     the files for `index.json`."""
-    hidden, files = _places(directory, step)[1], {}
+    hidden = _places(directory, step)[1]
+    writers: dict[str, Callable[[Path], Any]] = {}
     if rank == 0:
-        files[STATE] = _record(hidden / STATE, lambda path: _save(state, path))
+        writers[STATE] = partial(_save, state)
     if rows:
-        name = f"rank-{rank}.safetensors"
-        files[name] = _record(hidden / name, lambda path: save_file(rows, path))
-    return files
-
-
-def _record(path: Path, write: Callable[[Path], Any]) -> dict[str, Any]:
-    checkpoint.write_atomic(path, write)
-    return {"sha256": checkpoint.sha256(path)}
+        writers[f"rank-{rank}.safetensors"] = partial(save_file, rows)
+    for name, to in writers.items():
+        checkpoint.write_atomic(hidden / name, to)
+    return {name: {"sha256": checkpoint.sha256(hidden / name)} for name in writers}
 
 
 def _save(state: dict[str, Any], path: Path) -> None:
