@@ -103,9 +103,6 @@ class TrainConfig:
                 f"train.warmup_steps={self.warmup_steps} and train.cooldown_steps="
                 f"{self.cooldown_steps} together exceed train.steps={self.steps}"
             )
-        self._check_ramp()
-
-    def _check_ramp(self) -> None:
         if (self.ramp_batch is None) != (self.ramp_micro_steps is None):
             raise ValueError("train.ramp_batch and train.ramp_micro_steps go together; set both")
         if self.ramp_batch is None or self.ramp_micro_steps is None:

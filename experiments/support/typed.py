@@ -11,10 +11,13 @@ import functools
 import types
 import typing
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 _hints = functools.cache(typing.get_type_hints)  # most of the time otherwise
+
+_BOOLS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
 
 
 def _is(given: Any, kind: Any) -> bool:
@@ -60,8 +63,12 @@ def typed(kind: Any, key: str, given: Any) -> Any:
     if origin is types.UnionType:
         fits = any(_is(given, one) for one in inside)
         return given if fits else typed(inside[0], key, given)
-    if (kind is float and _is(given, int)) or (kind is str and _is(given, int | float)):
+    if type(given) in {float: (int,), str: (int, float)}.get(kind, ()):
         return kind(given)
-    if kind is Path and isinstance(given, str):
-        return Path(given)
+    if isinstance(given, str):  # of the environment, for example, where all values are texts
+        with suppress(ValueError):
+            if kind in (int, float, Path):
+                return kind(given)
+        if kind is bool and given.lower() in _BOOLS:
+            return _BOOLS[given.lower()]
     raise ValueError(f"{key}: {given!r} is not of type {getattr(kind, '__name__', kind)}")

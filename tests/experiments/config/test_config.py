@@ -127,6 +127,18 @@ def test_values_that_are_set_in_a_copy_are_those_that_hydra_sets():
         assert outcomes == [expected, expected]
 
 
+def test_values_become_those_of_their_fields(monkeypatch):
+    monkeypatch.setenv("STEPS", "70")
+    given = ["train.steps=${oc.env:STEPS}", "train.learning_rate=1", "impl.compile=yes", "tier=5"]
+    config = load([*given, "method.include=[a]", "impl.micro_batch='2'"])
+    values = config.train.steps, config.train.learning_rate, config.impl.compile, config.tier
+    assert values == (70, 1.0, True, "5") and isinstance(values[1], float)
+    assert (config.method_options.include, config.impl.micro_batch) == (("a",), 2)
+    for wrong in ("train.steps=1.5", "train.steps=true", "train.steps=null", "train.betas=[0.9]"):
+        with pytest.raises(UserError, match=r"^train\.(steps: .* is not of|betas=.* 2 values)"):
+            load([wrong])
+
+
 def test_run_directory_follows_from_what_is_computed():
     base = load([])
     assert base.directory().parts[-1] == "seed0"
