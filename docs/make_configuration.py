@@ -15,7 +15,7 @@ sys.path.insert(0, str(ROOT))
 import methods  # noqa: E402
 from experiments.config.initial import HFConfig  # noqa: E402
 from experiments.config.settings import ImplConfig, TrainConfig  # noqa: E402
-from experiments.config.yaml_files import CONF, as_typed, named  # noqa: E402
+from experiments.config.yaml_files import CONF, as_typed, parts_of  # noqa: E402
 from experiments.data.corpus import DataConfig  # noqa: E402
 from experiments.data.mlm import MLMConfig  # noqa: E402
 from experiments.data.parallel import PairsConfig  # noqa: E402
@@ -63,13 +63,7 @@ def comments(path: Path) -> dict[str, str]:
     dotted key."""
     if not path.is_file():
         return {}
-    from omegaconf import OmegaConf
-
-    found: dict[str, str] = {}
-    content: Any = OmegaConf.load(path)
-    for name in content.get("defaults", []):
-        if isinstance(name, str):
-            found |= comments(named(name, path))
+    found = {k: v for part in parts_of(path) for k, v in comments(part).items()}
     parents: list[str] = []
     last = None
     for line in path.read_text(encoding="utf-8").splitlines():
