@@ -156,7 +156,7 @@ def convert(
 
         convert_to_float8_training(model, module_filter_fn=lambda _, name: name in method.layers)
         return Converted(model, method, "torchao", {})
-    if own.method == "dense":
+    if own.method == "dense" or name == RELU2:
         return Converted(model, method, "dense", {})
     dense = matmul == "dense" or own.simulated
     sparse = {} if dense else method.accelerate(tokens, matmul, own.repack)
