@@ -6,8 +6,6 @@ all four at once and separates them in registers. With more lanes each entry is 
 over consecutive lanes. Either way every byte is read once, in whole lines, for any grouped dim.
 """
 
-from __future__ import annotations
-
 import os
 import struct
 import threading

@@ -20,8 +20,6 @@ leaves, and evaluation before that, unless `prune_evaluation`. `dense_fraction=1
 dense squared ReLU.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Any

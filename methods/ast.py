@@ -18,8 +18,6 @@ boolean and the paper's route is the default. The paper gives lambda(t) = alpha 
 here is lambda's final value. The KL has temperature 2 in the released code and 1 in the paper.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace

@@ -22,8 +22,6 @@ permutations come from numpy's global generator, so that ranks differ, and convo
 their iterations and so search in every forward pass.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Any

@@ -25,8 +25,6 @@ and ends within about lr of zero. A small last learning rate is therefore part o
 are master weights in fp32, in which such steps are not rounded away.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, replace
 from typing import Any

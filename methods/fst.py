@@ -23,8 +23,6 @@ the training loop. Here both depend only on the number of the optimizer step. Th
 trains one step more before the dense phase.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar

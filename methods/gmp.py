@@ -16,8 +16,6 @@ paper a removed weight gets no gradient; unlike there it is also set to zero, so
 return. AST (arXiv 2407.20584, Table 1) retrains this baseline with distillation: set `kl_weight`.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Any

@@ -13,8 +13,6 @@ the learning rate follows the run's own schedule. AST (arXiv 2407.20584, Table 1
 baseline with distillation: set `kl_weight`.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

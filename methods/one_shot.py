@@ -19,8 +19,6 @@ ProxSparse and MaskLLM learn the masks of all layers together, with the model's 
 calibration set (nn/learnt.py has their formulas); the weights are not changed.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace

@@ -15,8 +15,6 @@ torchao masks the gradient in the healing; here pruned entries are set to zero a
 which is the same for every optimizer that treats entries separately.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -16,8 +16,6 @@ The released code casts dY to fp16 before the backward products, whatever the pr
 run; here dY stays in the dtype of the run.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from typing import Any
 

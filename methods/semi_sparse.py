@@ -31,8 +31,6 @@ The second half of this file provides torchao's names, for code that was written
 that prune at run time without a `Method` (`swap_linear_with_semi_sparse_linear`).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace

@@ -24,8 +24,6 @@ parameters never move, and the merged form omits the scale. The accuracy experim
 refresh B in every backward pass (`column_refresh=1`), the released package every 100 steps.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from dataclasses import dataclass, replace

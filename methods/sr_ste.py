@@ -18,8 +18,6 @@ of each m consecutive outputs of dY before both products of the backward pass; i
 6e-6. The paper does not say along which dim dY is pruned; `out` is the one that dgrad sums over.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any, ClassVar
 

@@ -10,8 +10,6 @@ step. The model ends 2:4 sparse. It is the baseline "hard threshold" of S-STE. W
 the products are in FP8 (nn/fp8_gemms.py); only fprop is sparse.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

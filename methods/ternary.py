@@ -22,8 +22,6 @@ int8 inputs, D of the unmasked weight, and at least 1e-5 for D. There Q, K and V
 a D each, as gate and up have; here a linear has one.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from typing import Any
 

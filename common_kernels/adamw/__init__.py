@@ -8,8 +8,6 @@ weights agree with `masked_decay_` followed by torch's fused AdamW up to the rou
 operations.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

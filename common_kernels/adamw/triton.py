@@ -7,8 +7,6 @@ practice only gradients do). A small kernel first writes, at the end of each row
 depend on the step count, so that the large kernel needs no fp64 arithmetic.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import replace

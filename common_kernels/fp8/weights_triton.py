@@ -2,8 +2,6 @@
 """FP8 codes of a weight and of its transpose in Triton, in one read of the weight, bit for bit
 equal to the PyTorch path of weights.py."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

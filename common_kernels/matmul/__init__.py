@@ -15,8 +15,6 @@ under Triton's interpreter the products are emulated (emulation.py). The fastest
 kernel and layout of a product is found by measurement (choice.py, table.py).
 """
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

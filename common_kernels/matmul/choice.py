@@ -1,7 +1,5 @@
 """Which backend serves a product of a packed matrix, and in which layout it is fastest."""
 
-from __future__ import annotations
-
 import functools
 import os
 import warnings

@@ -7,8 +7,6 @@ decides which kernel is best for a product, and whether cuSPARSELt or the dense 
 (table.py).
 """
 
-from __future__ import annotations
-
 import ctypes
 import functools
 import hashlib

@@ -5,8 +5,6 @@ version of torch. Libraries are kept in `$XDG_CACHE_HOME/sparse24/cuda/<hash>`; 
 source, flags, compiler and headers.
 """
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import importlib.util

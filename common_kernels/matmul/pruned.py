@@ -4,8 +4,6 @@ It is one operator because the packing does not depend on x: torch.compile would
 into the forward pass and keep the packed operands of all layers until the backward pass.
 """
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor

@@ -9,8 +9,6 @@ An algorithm is accepted only if its product agrees with that of the masked dens
 with the same bits: on some GPUs some algorithms occasionally give wrong results.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 import math

@@ -28,8 +28,6 @@ teacher are sharded like the weights. There the Trainer must create the optimize
 hold the layers, and `trainer.save_model()` writes the plain model without `finalize`.
 """
 
-from __future__ import annotations
-
 import functools
 import types
 from dataclasses import replace

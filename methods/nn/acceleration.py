@@ -1,7 +1,5 @@
 """The choice of the products that `Method.accelerate` runs sparse, with reasons and savings."""
 
-from __future__ import annotations
-
 import math
 import os
 from collections import Counter

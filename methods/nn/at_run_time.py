@@ -4,8 +4,6 @@ A product with the pruned matrix runs sparse where the GPU has sparse products a
 measured to be faster (acceleration.py); else the pruned matrix is dense.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 import os

@@ -23,8 +23,6 @@ computed once per optimizer step, in `on_step_begin` or `on_step_end`; a forward
 multiplies.
 """
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ClassVar

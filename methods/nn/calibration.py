@@ -5,8 +5,6 @@ its input feature over the calibration tokens. SparseGPT (arXiv 2301.00774, sect
 Both are sums over tokens, so only these sums are kept from batch to batch.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ The adapters have the scale 1 / r in training, in evaluation, and in `lowrank.Sp
 which a layer with trained adapters becomes at the end.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

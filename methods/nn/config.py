@@ -1,8 +1,6 @@
 """The options that every method takes, checks of options, and what a driver must know of a method
 with its options before it calls the hooks."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Any

@@ -9,8 +9,6 @@ transformers, and `finalize` turns it back into a `Conv1D`, so that `save_pretra
 `from_pretrained` work.
 """
 
-from __future__ import annotations
-
 import re
 import types
 from collections.abc import Callable, Container, Iterator

@@ -1,7 +1,5 @@
 """The state of a sparse linear layer: a dense master weight, and what is derived from it."""
 
-from __future__ import annotations
-
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar
 

@@ -7,8 +7,6 @@ divergence of the logits matters most; its Table 5 compares the hidden-state los
 computed in fp32 and averaged over tokens; padding tokens count as well.
 """
 
-from __future__ import annotations
-
 import copy
 import itertools
 import math

@@ -1,7 +1,5 @@
 """Sharded tensors, torch's DTensors: a rank's rows, the whole, and sums over ranks."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterable, Sequence
 from typing import Any

@@ -27,8 +27,6 @@ sample of dY half of dY's scale instead of its own. `hopper_delayed` is `hopper`
 scaling, which does not search X and dY at all (delayed.py).
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from typing import Any
 

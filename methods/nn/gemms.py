@@ -15,8 +15,6 @@ An operand is `Dense`, `Packed` if it is 2:4 along the summed dim and the sparse
 (see `Products`), or `Fp8` (operands.py). fp8_gemms.py has the three products in FP8.
 """
 
-from __future__ import annotations
-
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any

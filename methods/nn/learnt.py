@@ -18,8 +18,6 @@ that times what a pattern has in common with a prior mask, less the mean over th
 is the pattern with the largest logit.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from itertools import combinations

@@ -1,7 +1,5 @@
 """The base class of sparse linear layers, with their products, and the layer with a mask."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Sparse linears with a low-rank term, in plain PyTorch, as trained layers of SLoPe and AST end."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import ClassVar
 

@@ -7,8 +7,6 @@ and `nn.MultiheadAttention` its projections as `in_proj_weight` [3 out, in] and 
 use under the old name. Methods can convert it if they do nothing but change the weight.
 """
 
-from __future__ import annotations
-
 from functools import cache
 from typing import Any
 

@@ -1,7 +1,5 @@
 """AdamW that does a method's work on the sparse weights in the same pass as the update."""
 
-from __future__ import annotations
-
 import inspect
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence

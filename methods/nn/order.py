@@ -1,7 +1,5 @@
 """A check that a training loop calls a method's hooks in order, based on the weights' versions."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Iterable
 

@@ -1,8 +1,6 @@
 """The plain model that a converted one would end as, for `save_pretrained` before `finalize`, and
 copies of modules on the meta device."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 import sys

@@ -1,8 +1,6 @@
 """Choices and seeds that must be equal on all ranks of a process group, and conversion on a single
 rank."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager

@@ -7,8 +7,6 @@ The error of a removed entry is compensated in the columns on its right by the o
 update, whose coefficients are rows of one Cholesky factor of the inverse of H.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

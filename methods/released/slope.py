@@ -10,8 +10,6 @@ throughout training, while the layer's own weights move.
 Y, dW and the bias gradient are those of `methods.slope`, and so is dX in the first step.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 
