@@ -52,13 +52,9 @@ class Config(base.Config):
         `hopper_delayed`, as in `methods.fst`.
     """
 
-    dense_fraction: float = 0.0
+    dense_fraction: float = base.number(0.0, 0, 1)
     prune_evaluation: bool = False
     fp8: str = "off"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        base.check_range(self, 0, 1, "dense_fraction")
 
 
 class FeedForward(torch.autograd.Function):

@@ -37,11 +37,7 @@ class Config(base.NMConfig, base.PartialConfig):
         leaves it to the user; 0 = never.
     """
 
-    healing_fraction: float = 0.2
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        base.check_range(self, 0, 1, "healing_fraction")
+    healing_fraction: float = base.number(0.2, 0, 1)
 
 
 class Linear(MaskedLinear):

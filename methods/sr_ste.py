@@ -47,19 +47,17 @@ class Decay(base.Config):
     decay_on: `gradients` or `weights`.
     """
 
-    alpha: float | None = None
-    decay_on: str = "gradients"
+    alpha: float | None = base.number(None, 0, LARGEST)
+    decay_on: str = base.choice("gradients", ("gradients", "weights"))
 
     alpha_on_gradients: ClassVar[float] = 2e-4
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        base.check_choice("decay_on", self.decay_on, ("gradients", "weights"))
         if self.alpha is None:
             on_weights = self.decay_on == "weights"
             alpha = ALPHA_ON_WEIGHTS if on_weights else self.alpha_on_gradients
             object.__setattr__(self, "alpha", alpha)
-        base.check_range(self, 0, LARGEST, "alpha")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -45,11 +45,7 @@ class Config(base.NMConfig):
     """
 
     sparse: bool = True
-    activation_bits: int = 8
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        base.check_choice("activation_bits", self.activation_bits, (8, 0))
+    activation_bits: int = base.choice(8, (8, 0))
 
 
 class RoundedTokens(torch.autograd.Function):

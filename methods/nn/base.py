@@ -38,6 +38,8 @@ from .config import PartialConfig as PartialConfig
 from .config import check_choice as check_choice
 from .config import check_pattern as check_pattern
 from .config import check_range as check_range
+from .config import choice as choice
+from .config import number as number
 from .conversion import Report as Report
 from .converter import Converter
 from .linear import SparseLinear
