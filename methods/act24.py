@@ -218,11 +218,7 @@ class Down(Linear):
         in_fp8 = prune and not evaluates and self.fp8 is not None
         layouts = "", ""
         if prune and (in_fp8 or (self.fp8 is None and x.dtype == self.dtype)):
-            fprop, dgrad = self.products, up.products
-            layouts = (
-                fprop.layouts.fprop if fprop.fprop else "",
-                dgrad.layouts.dgrad if dgrad.dgrad else "",
-            )
+            layouts = self.products.layout("fprop"), up.products.layout("dgrad")
         measures = self.measuring and self.training
         if in_fp8 and not any(layouts):
             z = up.forward_in_fp8(x, up.precision)

@@ -27,39 +27,20 @@ from common_kernels import checks
 from common_kernels.fp8.operands import rescale
 from common_kernels.library import custom_op, kernels_of, launched_by_cpp
 from common_kernels.matmul import cuda, cusparselt, native, table
-from common_kernels.matmul.choice import (
-    Measured,
-    check_available,
-    fastest,
-    is_faster,
-    library_layout,
-    library_layout_for,
-    measured,
-    own_layout,
-    unavailable,
-)
-from common_kernels.matmul.cusparselt import Problem
+from common_kernels.matmul.choice import Measured as Measured
+from common_kernels.matmul.choice import check_available
+from common_kernels.matmul.choice import fastest as fastest
+from common_kernels.matmul.choice import is_faster as is_faster
+from common_kernels.matmul.choice import library_layout as library_layout
+from common_kernels.matmul.choice import library_layout_for as library_layout_for
+from common_kernels.matmul.choice import measured as measured
+from common_kernels.matmul.choice import own_layout as own_layout
+from common_kernels.matmul.choice import unavailable as unavailable
+from common_kernels.matmul.cusparselt import Problem as Problem
 from common_kernels.matmul.emulation import emulate
 from common_kernels.pack import BUFFERED, VENDOR, Packed24, convert24, of_library, unpack24
 from common_kernels.pack.cusparselt import aligned
 from common_kernels.pack.operands import fill_up, packed_sample, tokens_multiple, whole_blocks
-
-__all__ = [
-    "Measured",
-    "Problem",
-    "chosen",
-    "fastest",
-    "is_faster",
-    "library_layout",
-    "library_layout_for",
-    "linear24",
-    "matmul24",
-    "measured",
-    "mm24",
-    "own_layout",
-    "sample_mm24",
-    "unavailable",
-]
 
 
 def matmul24(

@@ -52,7 +52,7 @@ class Choice:
     @property
     def kernels(self) -> str:
         """The kernels that run it if it is sparse: `cusparselt`, or `cuda` for our own."""
-        return kernels_of(self.layout) if self.layout else ""
+        return kernels_of(self.layout)
 
     @property
     def saved_ms(self) -> float:

@@ -38,10 +38,7 @@ def of_input(algorithm: str) -> Products:
 
 def pair_of(products: Products) -> Pair:
     """The layouts of the pruned matrix and of its transpose."""
-    fprop, layouts = products.layouts.fprop if products.fprop else "", products.layouts
-    if products.of_input:
-        return fprop, layouts.wgrad if products.wgrad else ""
-    return fprop, layouts.dgrad if products.dgrad else ""
+    return products.layout("fprop"), products.layout("wgrad" if products.of_input else "dgrad")
 
 
 def layouts_for(sparse: Products, x: Tensor, weight: Tensor) -> Pair:

@@ -195,11 +195,10 @@ class CompressedLinear(SparseLinear):
     def pruned_operands(self, dtype: torch.dtype, masks: dict[str, Tensor]) -> tuple[Any, Any]:
         values: Any = self._parameters["values"]
         row_mask, column_mask = masks["row_mask"], masks["column_mask"]
-        runs, layouts = self.accelerated, self.accelerated.layouts
-        return (
-            Compressed(values, row_mask, column_mask, layouts.fprop) if runs.fprop else None,
-            Compressed(values, row_mask, column_mask, layouts.dgrad) if runs.dgrad else None,
-        )
+        layouts = (self.accelerated.layout(product) for product in ("fprop", "dgrad"))
+        given = values, row_mask, column_mask
+        fprop, dgrad = (Compressed(*given, own) if own else None for own in layouts)
+        return fprop, dgrad
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., in] -> [..., out], the same in training and in evaluation but for FP8."""

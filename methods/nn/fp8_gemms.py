@@ -154,7 +154,7 @@ class Fp8Linear(torch.autograd.Function):
     def backward(ctx, dy):
         dgrad, x, x_scale, key, amax = saved(ctx)
         formats, (dtype, bias_dtype) = ctx.formats, ctx.dtypes
-        packs_sample = ctx.packs_sample if ctx.needs_input_grad[1] else None
+        packs_sample = ctx.packs_sample if ctx.needs_input_grad[1] else ""
         grad_x = grad_weight = grad_bias = turned = None
         with without_autocast(dy):
             if packs_sample:

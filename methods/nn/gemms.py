@@ -58,17 +58,21 @@ class Products:
     repack: bool = False
     of_input: bool = False
 
+    def layout(self, name: str) -> str:
+        """The layout of a product's packed operand; empty if it is dense."""
+        return getattr(self.layouts, name) if getattr(self, name) else ""
+
     def kernels(self, name: str) -> str:
         """The kernels that run a product: `cusparselt`, `cuda` (our own), or empty if dense."""
-        return kernels_of(getattr(self.layouts, name)) if getattr(self, name) else ""
+        return kernels_of(self.layout(name))
 
 
 DENSE = Products()
 
 
 def kernels_of(layout: str) -> str:
-    """The kernels that take a packed matrix in this layout."""
-    return "cuda" if layout in cuda.LAYOUTS else "cusparselt"
+    """The kernels that take a packed matrix in this layout; empty for a dense one."""
+    return "cuda" if layout in cuda.LAYOUTS else layout and "cusparselt"
 
 
 class _SparseLinear(torch.autograd.Function):
@@ -154,7 +158,7 @@ def sparse_linear(
     bias: Tensor | None,
     key: Tensor | None,
     mvue: str | None = None,
-    packs_sample: str | None = None,
+    packs_sample: str = "",
 ) -> Tensor:
     """`x` [..., in] times the operand of fprop, with the backward pass of the module docstring.
 
@@ -165,7 +169,7 @@ def sparse_linear(
         key: int64 [2], (Philox seed of this layer and step, index of the micro-batch in the
             global batch); None if nothing is sampled.
         mvue: design of the sample of dY (`exact`, `sequential`), or None for the dense product.
-        packs_sample: the layout of wgrad's packed sample, which needs mvue `exact`; None if the
+        packs_sample: the layout of wgrad's packed sample, which needs mvue `exact`; empty if the
             sample is not packed.
     """
     return _SparseLinear.apply(x, weight, fprop, dgrad, bias, key, mvue, packs_sample)

@@ -12,7 +12,7 @@ from common_kernels.pack.operands import pack24_
 from . import columns, delayed, sharding
 from .derived import DerivedLinear
 from .fp8_gemms import Fp8Linear
-from .gemms import Products, sparse_linear, under_autocast
+from .gemms import DENSE, Products, sparse_linear, under_autocast
 from .operands import Dense, Pruned
 from .precision import Precision
 
@@ -103,13 +103,9 @@ class SparseLinear(DerivedLinear):
         weight: Any = self._parameters["weight"]
         mask = masks["mask"] if source == "mask" else None
         scale = self._buffers["scale"] if source == "soft" else None
-        runs, packs = self.products, dtype == self.dtype
-        fprop = runs.layouts.fprop if packs and runs.fprop else ""
-        dgrad = runs.layouts.dgrad if packs and runs.dgrad else ""
-        return (
-            Pruned(weight, mask, scale, source, self.dtype, fprop),
-            Pruned(weight, mask, scale, source, self.dtype, dgrad),
-        )
+        runs = self.products if dtype == self.dtype else DENSE
+        given = weight, mask, scale, source, self.dtype
+        return Pruned(*given, runs.layout("fprop")), Pruned(*given, runs.layout("dgrad"))
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., in] -> [..., out]; in evaluation without FP8."""
@@ -127,8 +123,8 @@ class SparseLinear(DerivedLinear):
         mvue = self.mvue
         if mvue is None:
             return sparse_linear(x, weight, fprop, dgrad, bias, None)
-        products, key = self.products, self.key_of_pass()
-        packs_sample = products.layouts.wgrad if products.wgrad and x.dtype == self.dtype else None
+        packs_sample = self.products.layout("wgrad") if x.dtype == self.dtype else ""
+        key = self.key_of_pass()
         return sparse_linear(x, weight, fprop, dgrad, bias, key, mvue, packs_sample)
 
     def forward_in_fp8(self, x: Tensor, own: Precision) -> Tensor:
@@ -136,10 +132,9 @@ class SparseLinear(DerivedLinear):
         if not self.training and not torch.is_grad_enabled():
             return Dense(self.sparse_weight.to(x.dtype)).linear(x, self.bias)
         products, mvue, operands = self.products, self.mvue, own.operands(self)
-        wgrad = products.layouts.wgrad if products.wgrad else None
         amax, key = delayed.of(self), self.key_of_pass() if mvue else None
-        weight, bias, formats = self.weight, self.bias, own.formats
-        return Fp8Linear.apply(x, weight, *operands, bias, key, mvue, formats, wgrad, *amax)
+        given = mvue, own.formats, products.layout("wgrad"), *amax
+        return Fp8Linear.apply(x, self.weight, *operands, self.bias, key, *given)
 
     def key_of_pass(self) -> Tensor:
         """`key` as it is now, for a backward pass that may follow the next micro-batch's forward
