@@ -48,8 +48,7 @@ class Config(base.Config):
 
     dense_fraction: share of `total_steps`, the first ones, in which nothing is pruned.
     prune_evaluation: prune in evaluation, too, as the paper does.
-    fp8: FP8 products in the steps that prune: `off`, `paper`, `hybrid`, `hopper` or
-        `hopper_delayed`, as in `methods.fst`.
+    fp8: FP8 products in the steps that prune, as in `methods.fst`.
     """
 
     dense_fraction: float = base.number(0.0, 0, 1)

@@ -152,9 +152,6 @@ class Method(distillation.Method):
         """Measure the input norms of the linears to be converted, for the Wanda metric.
 
         Call it before `convert`: the norms are those of the dense model and are measured only once.
-
-        Args:
-            batches: keyword arguments of the model; in a process group, equal on every rank.
         """
         found = calibration.collect(model, self.matching_linears(model), batches)
         self.input_norms = {n: (s.square_sum / s.count).sqrt() for n, s in found.items()}

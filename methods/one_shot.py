@@ -47,7 +47,6 @@ METRICS = (*SCORES, *LEARNT)
 class Config(distillation.Config, base.NMConfig, base.PartialConfig):
     """Options besides those of distillation, which is off by default.
 
-    n, m: keep n of m consecutive inputs.
     metric: the score of a weight: `magnitude` |W_ij|, `wanda` |W_ij| |X_j| (arXiv 2306.11695), or
         `sparsegpt` (arXiv 2301.00774), which also updates the kept weights; or how a mask is
         learnt: `proxsparse` (2:4 alone) or `maskllm` (m up to 8). All but the first need
@@ -137,11 +136,7 @@ class Method(distillation.Method):
         return replace(given, changes_only_weights=True, calibration_sequences=wanted)
 
     def calibrate(self, model: nn.Module, batches: Iterable[Mapping[str, Any]]) -> None:
-        """Keep the batches for `convert`, which runs the model on them once per layer.
-
-        Args:
-            batches: keyword arguments of the model; in a process group, equal on every rank.
-        """
+        """Keep the batches for `convert`, which runs the model on them once per layer."""
         self._batches = list(batches)
 
     @torch.no_grad()

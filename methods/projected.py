@@ -32,7 +32,6 @@ from .nn.optimizer import StepWork
 class Config(base.NMConfig, base.PartialConfig):
     """Options of projected training.
 
-    n, m: keep n of m consecutive inputs.
     healing_fraction: share of `total_steps`, the last ones, in which the mask is frozen. torchao
         leaves it to the user; 0 = never.
     """

@@ -60,8 +60,7 @@ class Config(base.Config):
         (mode activation only, see above).
     refresh_every: optimizer steps between two choices of the weight's mask.
     sparse_fraction: fraction of `total_steps` that is sparse, at the start.
-    fp8: FP8 products while weights are sparse: `off`, `paper`, `hybrid`, `hopper` or
-        `hopper_delayed`, as in `methods.fst`.
+    fp8: FP8 products while weights are sparse, as in `methods.fst`.
     """
 
     mode: str = base.choice("weight", ("weight", "activation"))

@@ -63,8 +63,7 @@ class Config(base.NMConfig):
         first.
     adapter_rank: rank of the low-rank adapters; 0 = none (the paper: 0.4 to 6% of the width).
     adapter_fraction: fraction of `total_steps`, at the end, that trains them; at least one step.
-    fp8: FP8 products: `off`, `paper`, `hybrid`, `hopper` or `hopper_delayed`, as in
-        `methods.fst`, except that wgrad is a dense product. Adapters are never in FP8.
+    fp8: FP8 products as in `methods.fst`, with a dense wgrad. Adapters are never in FP8.
     """
 
     include: Any = ("*",)

@@ -62,9 +62,8 @@ class Decay(base.Config):
 
 @dataclass(frozen=True, kw_only=True)
 class Config(Decay, base.NMConfig, base.PartialConfig):
-    """Options of SR-STE: those of the decay, and
+    """Options of SR-STE: those of the decay and of the pattern, and
 
-    n, m: keep n of m consecutive inputs.
     prune_gradient: prune dY, too, as Extended SR-STE does.
     """
 

@@ -25,8 +25,7 @@ class Config(base.NMConfig, base.PartialConfig):
     """Options of STE.
 
     n, m: keep n of m consecutive inputs; patterns other than 2:4 have dense products alone.
-    fp8: FP8 products: `off`, `paper`, `hybrid`, `hopper` or `hopper_delayed`, as in
-        `methods.s_ste`.
+    fp8: FP8 products, as in `methods.s_ste`.
     """
 
     fp8: str = "off"

@@ -39,7 +39,6 @@ LEAST = 1e-5  # of D and of a token's largest magnitude, so that zeros stay zero
 class Config(base.NMConfig):
     """Options of ternary training.
 
-    n, m: keep n of m consecutive inputs.
     sparse: False keeps all weights, for the dense ternary baseline; the model then ends dense.
     activation_bits: 8, or 0 to leave the inputs as they are.
     """

@@ -10,7 +10,7 @@ import triton.language as tl
 
 from common_kernels.fp8.cpu import FORMATS
 from common_kernels.fp8.operands_triton import encode
-from common_kernels.fp8.triton import constants, scale_from
+from common_kernels.fp8.triton import scale_from
 from common_kernels.launch import cast, keep24, launch, load_groups, magnitude
 from common_kernels.pack.tiles_triton import (
     columns_of,
@@ -117,9 +117,8 @@ def start(
         launch(
             quantize24_kernel, rows // TILE * (columns // TILE), scales.device,
             *given, amax[:1], amax[1:], scales, first.out, first.meta, second.out, second.meta,
-            rows, columns, *constants(first.fmt), *constants(second.fmt),
-            KIND=kind, OWN=form, OTHER=form_t, ORDER=first.order, ORDER_T=second.order,
-            num_warps=8,
+            rows, columns, FMT=first.fmt, FMT_T=second.fmt, KIND=kind, OWN=form, OTHER=form_t,
+            ORDER=first.order, ORDER_T=second.order, num_warps=8,
         )  # fmt: skip
 
 
@@ -188,13 +187,11 @@ def expanded(one, other, places, keeps_one, keeps_other):
 @triton.jit
 def quantize24_kernel(
     x, mask, column_mask, amax, amax_t, scales, own, meta, other, meta_t, rows, columns,
-    TOP: tl.constexpr, SMALLEST: tl.constexpr, LIFT: tl.constexpr,
-    TOP_T: tl.constexpr, SMALLEST_T: tl.constexpr, LIFT_T: tl.constexpr,
-    KIND: tl.constexpr, OWN: tl.constexpr, OTHER: tl.constexpr,
-    ORDER: tl.constexpr, ORDER_T: tl.constexpr,
+    FMT: tl.constexpr, FMT_T: tl.constexpr, KIND: tl.constexpr, OWN: tl.constexpr,
+    OTHER: tl.constexpr, ORDER: tl.constexpr, ORDER_T: tl.constexpr,
 ):  # fmt: skip
     """Write the codes of a 64 x 64 block: 16 x 16 tiles of 4 x 4. OWN, OTHER: see `start`."""
-    s, s_t = scale_from(tl.load(amax), TOP), scale_from(tl.load(amax_t), TOP_T)
+    s, s_t = scale_from(tl.load(amax), FMT), scale_from(tl.load(amax_t), FMT_T)
     if tl.program_id(0) == 0:
         tl.store(scales, s)
         tl.store(scales + 1, s_t)
@@ -226,17 +223,17 @@ def quantize24_kernel(
         b += (kept,)
     if OWN == 1:
         pairs, nibbles = tiles_stored(a, k)
-        pairs = codes_of(pairs, s, TOP, SMALLEST, LIFT)
+        pairs = codes_of(pairs, s, FMT)
         store_tiles(own, meta, pairs, nibbles, top, left, rows, columns, ORDER)
     if OWN == 2:
-        quads = codes_of(fours(a, k), s, TOP, SMALLEST, LIFT)
+        quads = codes_of(fours(a, k), s, FMT)
         store_dense(own, tl.permute(stack(quads), 0, 3, 1, 2), top, left, columns)
     if OTHER == 1:
         pairs, nibbles = tiles_stored(columns_of(a), columns_of(b))
-        pairs = codes_of(pairs, s_t, TOP_T, SMALLEST_T, LIFT_T)
+        pairs = codes_of(pairs, s_t, FMT_T)
         store_turned(other, meta_t, pairs, nibbles, top, left, rows, columns, ORDER_T)
     if OTHER == 2 or OTHER == 3:
-        quads = codes_of(fours(a, b), s_t, TOP_T, SMALLEST_T, LIFT_T)
+        quads = codes_of(fours(a, b), s_t, FMT_T)
         if OTHER == 3:
             store_dense(other, tl.permute(stack(quads), 0, 3, 1, 2), top, left, columns)
         else:
@@ -244,11 +241,11 @@ def quantize24_kernel(
 
 
 @triton.jit
-def codes_of(rows, scale, TOP: tl.constexpr, SMALLEST: tl.constexpr, LIFT: tl.constexpr):
+def codes_of(rows, scale, FMT: tl.constexpr):
     """The codes of four tensors, times their scale."""
     codes = ()
     for i in tl.static_range(4):
-        codes += (encode(rows[i] * scale, TOP, SMALLEST, LIFT),)
+        codes += (encode(rows[i] * scale, FMT),)
     return codes
 
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from common_kernels.fp8.cpu import FORMATS
 from common_kernels.fp8.operands_triton import encode
-from common_kernels.fp8.triton import constants, scale_from
+from common_kernels.fp8.triton import scale_from
 from common_kernels.launch import cast, keep24, launch, magnitude
 from common_kernels.pack import VENDOR
 from common_kernels.pack.triton import (
@@ -67,7 +67,7 @@ def run(
                 relu24_kernel, triton.cdiv(x.numel(), 256 * groups), x.device,
                 x, x if h is None else h, out, values, meta, rows, columns, turned, scale, bits,
                 bits if seen is None else seen.view(torch.int32),
-                *constants(fmt or "e4m3"), BACKWARD=h is not None, PRUNE=prune, ORDER=order,
+                FMT=fmt or "e4m3", BACKWARD=h is not None, PRUNE=prune, ORDER=order,
                 GROUPS=groups, STAGE=stage, SEEN=seen is not None, num_warps=warps,
             )  # fmt: skip
     if layout == VENDOR:  # which packs a pruned matrix itself
@@ -78,9 +78,8 @@ def run(
 @triton.jit
 def relu24_kernel(
     x, h, out, values, meta, rows, columns, turned, scale, amax, seen,
-    TOP: tl.constexpr, SMALLEST: tl.constexpr, LIFT: tl.constexpr,
-    BACKWARD: tl.constexpr, PRUNE: tl.constexpr, ORDER: tl.constexpr, GROUPS: tl.constexpr,
-    STAGE: tl.constexpr, SEEN: tl.constexpr,
+    FMT: tl.constexpr, BACKWARD: tl.constexpr, PRUNE: tl.constexpr, ORDER: tl.constexpr,
+    GROUPS: tl.constexpr, STAGE: tl.constexpr, SEEN: tl.constexpr,
 ):  # fmt: skip
     """Blocks of 64 rows by GROUPS groups; without ORDER nothing is packed, `rows` is the number of
     entries, and a row of the block follows the other in memory. For codes STAGE is 1, which only
@@ -115,19 +114,19 @@ def relu24_kernel(
         return
     tl.store(out + at, cast(whole, out.dtype.element_ty), mask=inside)
     if STAGE == 2:
-        s = scale_from(tl.load(amax), TOP)
+        s = scale_from(tl.load(amax), FMT)
         if tl.program_id(0) == 0:
             tl.store(scale, s)
         if SEEN:
             tl.atomic_max(seen, tl.max(magnitude(whole)))
         c = (4 * first_group + tl.arange(0, 4 * GROUPS)[:, None]).to(tl.int64)
-        codes = tl.trans(encode(whole * s, TOP, SMALLEST, LIFT)).to(turned.dtype.element_ty)
+        codes = tl.trans(encode(whole * s, FMT)).to(turned.dtype.element_ty)
         tl.store(turned + c * rows + stripe * 64 + tl.arange(0, 64)[None, :], codes)
     if ORDER != "":
         pairs, nibbles = entries_stored(e0, e1, e2, e3, k)
         half = r * (columns // 2) + tl.arange(0, 2 * GROUPS)[None, :]
         both = cast(tl.reshape(pairs, [64, 2 * GROUPS]), out.dtype.element_ty)
         if STAGE == 2:
-            both = encode(both.to(tl.float32) * s, TOP, SMALLEST, LIFT).to(values.dtype.element_ty)
+            both = encode(both.to(tl.float32) * s, FMT).to(values.dtype.element_ty)
         tl.store(values + start // 2 + half, both)
         store_meta(meta, nibbles, stripe, first_group, rows, columns, ORDER, GROUPS)

@@ -120,21 +120,18 @@ class SparseLinear(DerivedLinear):
         # checkpointing runs training's forward pass without gradients.
         if not self.training and not torch.is_grad_enabled():
             return fprop.linear(x, bias)
-        mvue = self.mvue
-        if mvue is None:
-            return sparse_linear(x, weight, fprop, dgrad, bias, None)
-        packs_sample = self.products.layout("wgrad") if x.dtype == self.dtype else ""
-        key = self.key_of_pass()
+        mvue, products = self.mvue, self.products
+        packs_sample = products.layout("wgrad") if mvue and x.dtype == self.dtype else ""
+        key = self.key_of_pass() if mvue else None
         return sparse_linear(x, weight, fprop, dgrad, bias, key, mvue, packs_sample)
 
     def forward_in_fp8(self, x: Tensor, own: Precision) -> Tensor:
         """`forward` in FP8, for an x in the dtype of the products."""
         if not self.training and not torch.is_grad_enabled():
             return Dense(self.sparse_weight.to(x.dtype)).linear(x, self.bias)
-        products, mvue, operands = self.products, self.mvue, own.operands(self)
-        amax, key = delayed.of(self), self.key_of_pass() if mvue else None
-        given = mvue, own.formats, products.layout("wgrad"), *amax
-        return Fp8Linear.apply(x, self.weight, *operands, self.bias, key, *given)
+        key = self.key_of_pass() if self.mvue else None
+        given = self.mvue, own.formats, self.products.layout("wgrad"), *delayed.of(self)
+        return Fp8Linear.apply(x, self.weight, *own.operands(self), self.bias, key, *given)
 
     def key_of_pass(self) -> Tensor:
         """`key` as it is now, for a backward pass that may follow the next micro-batch's forward
