@@ -194,8 +194,7 @@ class Up(Linear):
 
 
 class Down(Linear):
-    """The second linear. `kept` (fp32 [2], no buffer) has the sums of H' and H since the last
-    reset, if `measuring`."""
+    """The second linear. `kept` (fp32 [2], no buffer): the sums of H' and H, if `measuring`."""
 
     kept: Tensor
     measuring: bool = False

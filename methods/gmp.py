@@ -74,8 +74,7 @@ def prune_towards24(weight: Tensor, mask: Tensor, share: float) -> Tensor:
 
 
 class Method(distillation.Method):
-    """Gradual pruning. `pruned`, from 0 to 1, is the share of the entries to remove that have been
-    removed."""
+    """Gradual pruning. `pruned`: the share, 0 to 1, of the entries to remove that are gone."""
 
     Config = Config
     Linear = one_shot.Linear

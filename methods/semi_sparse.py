@@ -78,8 +78,7 @@ class Config(base.Config):
 
 
 class ActivationLinear(SwitchedLinear):
-    """A layer that prunes its input. Its weight has no mask; the flip rate is that of a virtual
-    one."""
+    """A layer that prunes its input. Its weight has no mask; the flip rate is a virtual one's."""
 
     config: Config
 

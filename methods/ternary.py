@@ -48,8 +48,7 @@ class Config(base.NMConfig):
 
 
 class RoundedTokens(torch.autograd.Function):
-    """x [..., in] with each token in int8 steps of its largest magnitude; its gradient is that of
-    the result."""
+    """x [..., in], each token in int8 steps of its largest magnitude; gradients pass through."""
 
     @staticmethod
     def forward(ctx, x):

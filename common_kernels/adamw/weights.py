@@ -96,8 +96,7 @@ class Rule:
 
 @dataclass(frozen=True, kw_only=True)
 class Rates:
-    """AdamW's hyperparameters, as in `torch.optim.AdamW`. lr is a number or a 0-dim tensor on the
-    weights' device."""
+    """AdamW's hyperparameters, as in torch; lr: a number or a 0-dim tensor on the device."""
 
     lr: float | Tensor
     betas: tuple[float, float] = (0.9, 0.999)

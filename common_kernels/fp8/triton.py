@@ -83,8 +83,7 @@ def largest(x: torch.Tensor) -> torch.Tensor:
 
 @triton.jit
 def amax_kernel(x, amax, size, BLOCK: tl.constexpr):
-    """Raise `amax` to the largest magnitude, as fp32 bits: they rank as the magnitudes do, NaN
-    highest."""
+    """Raise `amax` to the largest magnitude, as fp32 bits, which rank alike, NaN highest."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     bits = magnitude(tl.load(x + at, mask=at < size, other=0).to(tl.float32))
     tl.atomic_max(amax, tl.max(bits, 0))

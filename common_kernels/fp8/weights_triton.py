@@ -139,8 +139,8 @@ def quantize24_kernel(
     FMT: tl.constexpr, FMT_T: tl.constexpr, KIND: tl.constexpr, OWN: tl.constexpr,
     OTHER: tl.constexpr, ORDER: tl.constexpr, ORDER_T: tl.constexpr,
 ):  # fmt: skip
-    """Write the codes of a 64 x 64 block: 16 x 16 tiles of 4 x 4. OWN, OTHER: 1 for a packed matrix,
-    2 for a row-major one, 3 for the transpose of one, 0 for one that is not written."""
+    """Write the codes of a 64 x 64 block: 16 x 16 tiles of 4 x 4. OWN, OTHER: 1 for a packed
+    matrix, 2 for a row-major one, 3 for the transpose of one, 0 for one that is not written."""
     s, s_t = scale_from(tl.load(amax), FMT), scale_from(tl.load(amax_t), FMT_T)
     if tl.program_id(0) == 0:
         tl.store(scales, s)
@@ -213,7 +213,6 @@ def fours(rows, kept):
 
 @triton.jit
 def store_dense(out, quads, top, left, columns):
-    """Store a 64 x 64 block at (top, left). `quads` may have any dims; its entries are in row-major
-    order."""
+    """Store a 64 x 64 block at (top, left), from entries of any dims in row-major order."""
     at = (top + tl.arange(0, 64)[:, None]) * columns + left + tl.arange(0, 64)[None, :]
     tl.store(out + at, tl.reshape(quads, [64, 64]).to(out.dtype.element_ty))

@@ -110,8 +110,7 @@ def configs(problem: Problem) -> list[Config]:
 
 
 def algorithms(problem: Problem) -> list[tuple[Config, int, int]]:
-    """The (kernel, raster, swizzle) choices for a product. The tables of table.py store indices
-    into this list."""
+    """The (kernel, raster, swizzle) choices for a product, of which table.py stores the index."""
     return [(config, *order) for config in configs(problem) for order in ORDERS]
 
 

@@ -40,8 +40,7 @@ DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16:
 
 
 def prune_and_pack(weights: Sequence[Compressed24], choose: bool) -> list[Compressed24]:
-    """Do `compressed.prune_and_pack24_` for weights on one device, and return the weights that the
-    kernel cannot address."""
+    """Do `prune_and_pack24_` for weights on one device; return those the kernel cannot address."""
     launches, rest = defaultdict(list), []
     for weight in weights:
         addresses = addresses_of(weight)
@@ -91,8 +90,7 @@ def in_blocks(values: torch.Tensor) -> bool:
 
 
 def fits(weight: Compressed24, addresses: list[int]) -> bool:
-    """True if the kernel can write the weight's operands, and address it: whole blocks, row-major,
-    aligned to 16 bytes."""
+    """True if the kernel takes the weight: whole blocks, row-major, aligned to 16 bytes."""
     return (
         in_blocks(weight.values)
         and all(out is None or out.layout != VENDOR for out in weight.operands)
@@ -112,8 +110,7 @@ def kind(weight: Compressed24) -> tuple:
 
 
 def addresses_of(weight: Compressed24) -> list[int]:
-    """The addresses of the kernel's tensors in its order; a missing operand gets the values'
-    address."""
+    """The kernel's tensors in its order; a missing operand gets the values' address."""
     nothing = weight.values.data_ptr()
     found = [nothing, weight.row_mask.data_ptr(), weight.column_mask.data_ptr()]
     for out in weight.operands:  # the metadata follow the values, which have two bytes each
@@ -297,8 +294,7 @@ def prune_and_pack_kernel(
     CHOOSE: tl.constexpr, PACKED: tl.constexpr, TRANSPOSED: tl.constexpr,
     ORDER: tl.constexpr, ORDER_T: tl.constexpr,
 ):  # fmt: skip
-    """Prune and pack a 64 x 64 block of one of the weights; row i of `table` holds the addresses of
-    weight i's tensors."""
+    """Prune and pack a 64 x 64 block of a weight; `table` has a row of addresses for each."""
     across = columns // 64
     blocks = rows // 64 * across
     at, block = table + tl.program_id(0) // blocks * ROW, tl.program_id(0) % blocks

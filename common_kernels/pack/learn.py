@@ -48,8 +48,7 @@ def layout_on(device: torch.device) -> str | None:
 
 
 def order_of(dtype: torch.dtype, device: torch.device) -> str | None:
-    """The library's order for values of `dtype`; None if it is none of those that our packers
-    write."""
+    """The library's order for values of `dtype`; None if our packers cannot write it."""
     number = torch.arange(ROWS * GROUPS, device=device)
     found = torch.zeros_like(number)  # the number of the group at each address
     for digit in range(sum(DIGITS.values())):

@@ -100,8 +100,7 @@ def packed_weight(
     transposed: bool,
     backend: str,
 ) -> Tensor:
-    """The bytes of `pack24_`, or if `transposed` those of the transpose by `pack_both24_`, for use
-    inside an operator."""
+    """The bytes of `pack24_`, or if `transposed` of `pack_both24_`'s second, inside an operator."""
     if backend == "triton" and layout != VENDOR:
         from common_kernels.pack import tiles_triton, triton
 

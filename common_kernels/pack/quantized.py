@@ -69,8 +69,7 @@ def dequantize24(matrix: Quantized24, dtype: torch.dtype) -> torch.Tensor:
 
 
 def nibbles(values: torch.Tensor) -> torch.Tensor:
-    """Integers of four bits, int8 `[..., n]`, as bytes uint8 `[..., n / 2]`, the first of two in
-    the low half."""
+    """Four-bit integers, int8 `[..., n]`, as uint8 `[..., n / 2]`, the first in the low half."""
     pairs = values.view(torch.uint8).unflatten(-1, (-1, 2)) & 15
     return pairs[..., 0] | pairs[..., 1] << 4
 

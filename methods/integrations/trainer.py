@@ -327,8 +327,7 @@ def _give_states(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _gathered(state: Any, keep: bool) -> Any:
-    """`state` with sharded tensors replaced by whole ones on the CPU, or by None on ranks that do
-    not `keep` them."""
+    """`state` with sharded tensors whole on the CPU, or None on ranks that do not `keep` them."""
     if isinstance(state, dict):
         return {key: _gathered(value, keep) for key, value in state.items()}
     if not sharding.is_sharded(state):

@@ -93,8 +93,7 @@ def collect(
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """A context with the model in eval mode; afterwards every module gets its training flag
-    back."""
+    """A context with the model in eval mode; every module gets its training flag back."""
     modes = {module: module.training for module in model.modules()}
     model.eval()
     try:

@@ -122,8 +122,7 @@ def quantized_gradient(
 def weight_gradient(
     dy: Fp8, turned: Tensor | None, x: Tensor, x_scale: Tensor, on_units: bool, dtype: torch.dtype
 ) -> Tensor:
-    """dY^T X [out, in] in `dtype`, from the results of `quantized_gradient` and
-    `quantized_input`."""
+    """dY^T X [out, in], from the results of `quantized_gradient` and `quantized_input`."""
     if turned is not None:
         return scaled_linear(turned, x, dy.scale, x_scale, dtype=torch.float32).to(dtype)
     codes = flat(dy.codes)

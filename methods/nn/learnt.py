@@ -145,8 +145,7 @@ def patterns(n: int, m: int, device: torch.device | str = "cpu") -> Tensor:
 
 
 def soft_mask(logits: Tensor, table: Tensor, done: float, generator: torch.Generator) -> Tensor:
-    """MaskLLM's sample of a mask, [groups, m], from logits [groups, patterns], when this share of
-    the training is done."""
+    """MaskLLM's sample of a mask, [groups, m], from logits [groups, patterns]. done: 0 to 1."""
     scale, temperature = (a + done * (b - a) for a, b in (SCALE, TEMPERATURE))
     exponential = torch.empty_like(logits).exponential_(generator=generator)
     gumbel = -exponential.log()

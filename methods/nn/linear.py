@@ -35,8 +35,7 @@ class InPlaceOf(torch.autograd.Function):
 
 
 class SparseLinear(DerivedLinear):
-    """`nn.Linear` with a dense master weight and operands derived from it (derived.py), with which
-    it multiplies."""
+    """`nn.Linear` with a dense master weight, which multiplies with operands derived from it."""
 
     def check_fresh(self) -> None:
         """Raise RuntimeError if the weights have changed since they were last seen.
@@ -141,8 +140,7 @@ class SparseLinear(DerivedLinear):
         return self.drawn
 
     def in_place(self, dtype: torch.dtype) -> Tensor:
-        """The weight in use in `dtype`, whose gradient goes to `weight`, for a product made
-        elsewhere."""
+        """The weight in use, whose gradient goes to `weight`, for a product made elsewhere."""
         mask = self.mask if self.masks_gradient else None
         return InPlaceOf.apply(self.weight, self.sparse_weight.to(dtype), mask)
 

@@ -29,8 +29,7 @@ def multiplies(module: Any, attribute: str) -> bool:
 
 
 def linear_of(module: nn.Module, attribute: str) -> nn.Linear:
-    """A linear, without numbers, that can take the place of this matrix; `out` is that of one
-    expert."""
+    """A linear without numbers that can take the matrix's place; `out` is that of one expert."""
     shape = module._parameters[attribute].shape  # type: ignore[union-attr]
     linear = nn.Linear(shape[-1], shape[-2], bias=False, device="meta")
     vars(linear)["place"] = module, attribute, shape

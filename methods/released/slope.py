@@ -28,8 +28,7 @@ Config = slope.Config
 
 
 class Linear(CompressedLinear):
-    """State besides `CompressedLinear`'s, saved: `first` [out, in * n / m], the initial values
-    under both masks."""
+    """Saved besides `CompressedLinear`'s state: `first`, the initial values under both masks."""
 
     first: Tensor
 
