@@ -59,8 +59,7 @@ class Config(base.NMConfig):
     permute: as in `methods.one_shot`; for masks by magnitude.
     n, m: keep n of m consecutive weights. patterns: other N:M for some layers, as `GLOB=N:M`, of
         which the last match wins: ["transformer.h.[0-5].*=2:8"].
-    column_refresh: optimizer steps between two choices of the column mask; 0 = never after the
-        first.
+    column_refresh: optimizer steps between two choices of the column mask; 0 = only the first.
     adapter_rank: rank of the low-rank adapters; 0 = none (the paper: 0.4 to 6% of the width).
     adapter_fraction: fraction of `total_steps`, at the end, that trains them; at least one step.
     fp8: FP8 products as in `methods.fst`, with a dense wgrad. Adapters are never in FP8.

@@ -50,11 +50,9 @@ def matmul24(
 
     x has A's dtype and device. The default backend is a sparse one if it can serve the device,
     dtype and layout as they are, else `dense`; `chosen` names it. A backend given by name takes any
-    layout, but converts it in every call; convert it once with `convert24` instead. No gradient is
-    defined.
+    layout, but converts it in every call: use `convert24` once instead. No gradient is defined.
 
-    Raises RuntimeError with the reason if the backend cannot serve, and ValueError for shapes that
-    do not match.
+    Raises RuntimeError with the reason if the backend cannot serve, ValueError for wrong shapes.
     """
     _check_fit(packed, x, x.shape[-1])
     if bias is not None and bias.shape != (packed.shape[0],):
@@ -113,8 +111,7 @@ def linear24(
         packed: a `Packed24`, or an object with its attributes that checks nothing.
         out_dtype: A's dtype (the default), or for FP8 bf16, with cuSPARSELt also fp16 or fp32.
         scales: fp32 [] each, the scales of the codes of x and A; the product is divided by both.
-            Our own kernels divide before they round to bf16; after cuSPARSELt it is a separate
-            pass.
+            Our own kernels divide before they round to bf16; after cuSPARSELt it is another pass.
     """
     rows, columns = packed.shape
     _check_fit(packed, x, x.shape[-1])

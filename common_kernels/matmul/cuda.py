@@ -1,10 +1,8 @@
-"""Our own kernels for 2:4 products on compute capability 9.0, built from CUTLASS' sparse
-collectives.
+"""Our own kernels for 2:4 products on compute capability 9.0, from CUTLASS' sparse collectives.
 
 For large products cuSPARSELt is within a few per cent of them; if a side of the weight is 1,024 to
 1,280, it is up to a quarter slower (docs/speed.md). A `Config` is one compiled kernel. Measurement
-decides which kernel is best for a product, and whether cuSPARSELt or the dense product is faster
-(table.py).
+decides whether one of them, cuSPARSELt or the dense product is the fastest (table.py).
 """
 
 import ctypes

@@ -77,8 +77,7 @@ def compressed_mm24(
 
     Args:
         x: a 16-bit tensor.
-        values, row_mask, column_mask: W [rows, columns] under the masks A and B, as in
-            `Compressed24`.
+        values, row_mask, column_mask: W [rows, columns] under A and B, as in `Compressed24`.
         layout: the layout of the packed operand.
     """
     masks = {"row_mask": row_mask, "column_mask": column_mask}

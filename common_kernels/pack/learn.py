@@ -1,5 +1,4 @@
-"""The order of cuSPARSELt's metadata on a GPU where we do not know it, learnt from what the library
-packs.
+"""The order of cuSPARSELt's metadata on a GPU where we do not know it, learnt from its packing.
 
 A few dozen small matrices, packed once for each GPU and size of a value, tell which group's nibble
 lies at each address. Where the addresses' binary digits are those of row and group in some order,

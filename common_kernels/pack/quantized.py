@@ -14,8 +14,7 @@ BITS = 8, 4  # of a value
 
 @dataclass(frozen=True, eq=False)
 class Quantized24:
-    """A 2:4 matrix [rows, columns]: its stored values are integers, in -127..127 or -7..7, times
-    their scale.
+    """A 2:4 matrix [rows, columns]: its values are integers, in -127..127 or -7..7, times a scale.
 
     values: int8 `[rows, columns / 2]`, or for four bits uint8 `[rows, columns / 4]`, two in a byte,
         the first in its low half, in two's complement.

@@ -106,8 +106,7 @@ class MethodCallback(TrainerCallback):
     @property
     def optimizers(self) -> tuple[torch.optim.Optimizer, None]:
         """The method's optimizer for `Trainer(..., optimizers=...)`, with the settings of the
-        arguments: AdamW, or the method's variant of it. Matrices are decayed, biases and norms are
-        not."""
+        arguments: AdamW, or the method's variant of it. Biases and norms are not decayed."""
         options = self._optimizer_options()
         return self.method.optimizer(options.pop("params"), **options), None
 

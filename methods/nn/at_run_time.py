@@ -85,8 +85,7 @@ def prune(
     What is not wanted is None.
 
     Args:
-        algorithm: `greedy`, `exact` or `rows`, as in `methods.semi_sparse`; `rows` has no packed
-            transpose.
+        algorithm: `greedy`, `exact` or `rows`, as in `methods.semi_sparse`; `rows`: no transpose.
     """
     (along, across), shape = layouts, (matrix.shape[0], matrix.shape[1])
     packed = transposed = mask = None
@@ -190,8 +189,7 @@ def linear_of_pruned_input(
 ) -> Tensor:
     """x [..., in], pruned, times `matrix` [out, in]. The input's gradient passes straight through.
 
-    Four tokens that are consecutive in memory are the rows of a tile; the last tile is padded with
-    zeros.
+    Four tokens that are consecutive in memory are the rows of a tile; zeros fill up the last one.
 
     Args:
         weight: [out, in], receives the gradient of `matrix`, which is the same matrix in x's dtype.

@@ -19,8 +19,7 @@ A driver, ours or the user's, calls a method in this order and nothing else:
     method.finalize(model)
 
 Everything that depends only on the weights (masks, thresholds, scales, quantised copies) is
-computed once per optimizer step, in `on_step_begin` or `on_step_end`; a forward pass only
-multiplies.
+computed once per optimizer step, in `on_step_begin` or `on_step_end`, not in a forward pass.
 """
 
 import warnings

@@ -41,8 +41,7 @@ class CompressedLinear(SparseLinear):
     Saved buffers, bits packed in uint8: `row_mask` [out, in / 8], one bit per weight;
     `column_mask` [out, in * n / m / 8], one bit per value.
     Buffers that are not saved: `packed` and `packed_transposed`, the packed bytes of W_R and W_RC^T
-    for products that run sparse. With `Products.repack` W_RC^T is packed in each backward pass and
-    not kept.
+    for products that run sparse. With `Products.repack` each backward pass packs W_RC^T anew.
     """
 
     values: nn.Parameter

@@ -51,8 +51,7 @@ class DerivedLinear(nn.Linear):
     drawn: Tensor | None = None  # the numbers of `key`, in a tensor of this micro-batch alone
     conv1d: type[nn.Module] | None = None  # transformers' Conv1D, if the layer was one
     pattern: tuple[int, int]  # n non-zeros in m consecutive inputs
-    # `refresh_mask` and `update_buffers` treat each run of this many rows separately; 0: all rows
-    # together.
+    # `refresh_mask` and `update_buffers` treat runs of this many rows separately; 0: all together.
     rows_together: int = 1
     # True if the weight may be rounded to the operands' dtype before they are derived: each entry
     # is one of the weight or 0, under a mask that is kept.

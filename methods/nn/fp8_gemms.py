@@ -87,8 +87,7 @@ def recipe(name: str, both_ways: bool, samples: bool) -> Fp8Formats | None:
 def quantized_input(
     x: Tensor, formats: Fp8Formats, on_units: bool, amax: Tensor | None, seen: Tensor | None
 ) -> tuple[Fp8, Tensor, Tensor]:
-    """X [..., in] quantised for fprop, and for wgrad its codes [T, in] (of X^T on FP8 units) and
-    their scale.
+    """X [..., in] quantised for fprop; for wgrad codes [T, in] (X^T's on FP8 units) and scale.
 
     amax, seen: as `delayed.of` gives them.
     """

@@ -141,8 +141,7 @@ def sample_tokens(dy: Tensor, key: Tensor, design: str) -> Tensor:
     Groups are numbered over the whole global batch: micro-batch `key[1]` follows `key[1]` others of
     the same size. If T is a multiple of 4, the random bits therefore depend neither on how a batch
     is divided into equal micro-batches nor on the number of ranks. Micro-batches of unequal size,
-    or a layer used twice in a forward pass, may get the same bits twice; each sample is still
-    unbiased.
+    or a layer used twice in a forward pass, may get the same bits twice; samples stay unbiased.
     """
     tokens = len(dy)
     if tokens % 4:

@@ -38,8 +38,7 @@ CLIP = 1.0  # both clip the norm of the gradient
 
 
 def prox24(weight: Tensor, penalty: float) -> Tensor:
-    """argmin over X of |X - weight|^2 / 2 + penalty * ProxSparse's sum; [out, in] with `in` a
-    multiple of 4.
+    """argmin over X of |X - weight|^2 / 2 + penalty * ProxSparse's sum; [out, in], `in` in fours.
 
     In order of magnitude a solution has the two, three or four largest entries, and signs stay. The
     two are kept as they are; three and four are found by coordinate descent from zero, smallest

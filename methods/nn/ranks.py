@@ -1,5 +1,4 @@
-"""Choices and seeds that must be equal on all ranks of a process group, and conversion on a single
-rank."""
+"""Choices and seeds that are equal on all ranks of a process group, and conversion on one rank."""
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator

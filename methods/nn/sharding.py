@@ -251,8 +251,7 @@ class Shards:
 @cache
 def _forward() -> Any:
     """The forward pass of a sharded layer. Where operands are derived it is not compiled, although
-    the rest of a model may be; to say so imports torch's compiler, which takes as long as importing
-    torch."""
+    the rest of a model may be; to say so imports torch's compiler, which takes as long as torch."""
 
     @torch.compiler.disable
     def forward_of_derived(layer: Any, x: Tensor) -> Tensor:

@@ -1,5 +1,4 @@
-"""SparseGPT: N:M pruning that updates the kept weights to compensate, from second-order statistics
-of the inputs.
+"""SparseGPT: N:M pruning that updates the kept weights, from second-order statistics of inputs.
 
 Frantar and Alistarh, arXiv 2301.00774, sections 3.1 to 3.3. For each row w of a weight the layer's
 output error is (w - w')^T H (w - w') with H = X^T X. Columns are visited once, from left to right.
