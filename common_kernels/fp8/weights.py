@@ -116,16 +116,9 @@ def _written(
 
 @custom_op("sparse24::quantize24_", mutates_args=("own", "other", "scales"))
 def _quantize24_(
-    kinds: str,
-    own: Tensor,
-    other: Tensor,
-    scales: Tensor,
-    w: Tensor,
-    mask: Tensor | None,
-    beta: Tensor | None,
-    amax: Tensor | None,
-    backend: str,
-) -> None:
+    kinds: str, own: Tensor, other: Tensor, scales: Tensor, w: Tensor, mask: Tensor | None,
+    beta: Tensor | None, amax: Tensor | None, backend: str,
+) -> None:  # fmt: skip
     if backend == "triton":
         from common_kernels.fp8 import weights_triton
 
@@ -164,17 +157,9 @@ def _(*given: Any) -> None:
 
 @custom_op("sparse24::quantize_compressed24_", mutates_args=("own", "other", "scales"))
 def _quantize_compressed24_(
-    kinds: str,
-    own: Tensor,
-    other: Tensor,
-    scales: Tensor,
-    values: Tensor,
-    row_mask: Tensor,
-    column_mask: Tensor,
-    n: int,
-    m: int,
-    backend: str,
-) -> None:
+    kinds: str, own: Tensor, other: Tensor, scales: Tensor, values: Tensor, row_mask: Tensor,
+    column_mask: Tensor, n: int, m: int, backend: str,
+) -> None:  # fmt: skip
     if backend == "triton":
         from common_kernels.fp8 import weights_triton
 

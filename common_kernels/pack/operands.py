@@ -50,16 +50,9 @@ def pack24_(
 
 @custom_op("sparse24::pack24_", mutates_args=("buffer", "dense"))
 def _pack24_(
-    buffer: Tensor,
-    dtype: torch.dtype,
-    layout: str,
-    w: Tensor,
-    source: str,
-    mask: Tensor | None,
-    scale: Tensor | None,
-    dense: Tensor | None,
-    backend: str,
-) -> None:
+    buffer: Tensor, dtype: torch.dtype, layout: str, w: Tensor, source: str, mask: Tensor | None,
+    scale: Tensor | None, dense: Tensor | None, backend: str,
+) -> None:  # fmt: skip
     if backend == "triton" and layout != VENDOR:
         from common_kernels.pack import triton
 
@@ -91,15 +84,9 @@ def _pruned(
 
 
 def packed_weight(
-    w: Tensor,
-    source: str,
-    mask: Tensor | None,
-    scale: Tensor | None,
-    dtype: torch.dtype,
-    layout: str,
-    transposed: bool,
-    backend: str,
-) -> Tensor:
+    w: Tensor, source: str, mask: Tensor | None, scale: Tensor | None, dtype: torch.dtype,
+    layout: str, transposed: bool, backend: str,
+) -> Tensor:  # fmt: skip
     """The bytes of `pack24_`, or if `transposed` of `pack_both24_`'s second, inside an operator."""
     if backend == "triton" and layout != VENDOR:
         from common_kernels.pack import tiles_triton, triton
@@ -118,13 +105,9 @@ def packed_weight(
 
 
 def pruned_weight(
-    w: Tensor,
-    source: str,
-    mask: Tensor | None,
-    scale: Tensor | None,
-    dtype: torch.dtype,
+    w: Tensor, source: str, mask: Tensor | None, scale: Tensor | None, dtype: torch.dtype,
     backend: str,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """The pruned matrix of `pack24_` as a dense one in `dtype`, for use inside an operator; of any
     size and pattern if there is a mask."""
     blocks = not (w.shape[0] % MULTIPLE or w.shape[1] % MULTIPLE)
@@ -163,15 +146,9 @@ def pack_both24_(
 
 @custom_op("sparse24::pack_both24_", mutates_args=("buffer", "transposed"))
 def _pack_both24_(
-    buffer: Tensor,
-    transposed: Tensor,
-    dtype: torch.dtype,
-    layout: str,
-    layout_transposed: str,
-    w: Tensor,
-    mask: Tensor | None,
-    backend: str,
-) -> None:
+    buffer: Tensor, transposed: Tensor, dtype: torch.dtype, layout: str, layout_transposed: str,
+    w: Tensor, mask: Tensor | None, backend: str,
+) -> None:  # fmt: skip
     if backend == "triton" and VENDOR not in (layout, layout_transposed):
         from common_kernels.pack import tiles_triton
 
