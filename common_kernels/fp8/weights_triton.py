@@ -13,14 +13,7 @@ from common_kernels.fp8.cpu import FORMATS
 from common_kernels.fp8.operands_triton import encode
 from common_kernels.fp8.triton import scale_from
 from common_kernels.launch import cast, keep24, launch, load_groups, magnitude
-from common_kernels.pack.tiles_triton import (
-    columns_of,
-    load_row,
-    stack,
-    store_tiles,
-    store_turned,
-    tiles_stored,
-)
+from common_kernels.pack import tiles_triton as tiles
 from common_kernels.pack.triton import bools, order_of, split
 from common_kernels.soft_threshold.triton import less, threshold
 
@@ -157,11 +150,11 @@ def quantize24_kernel(
             )
             row, kept = expanded(one, two, places, keeps_one, keeps_two)
         else:
-            row = load_row(x, top + i, columns, left)
+            row = tiles.load_row(x, top + i, columns, left)
             true = tl.full([256], True, tl.int1)
             kept = true, true, true, true
             if KIND == 1:
-                kept = bools(load_row(mask, top + i, columns, left))
+                kept = bools(tiles.load_row(mask, top + i, columns, left))
             places = kept
             if KIND == 3:
                 r0, r1, r2, r3 = row
@@ -172,22 +165,22 @@ def quantize24_kernel(
         k += (places,)
         b += (kept,)
     if OWN == 1:
-        pairs, nibbles = tiles_stored(a, k)
+        pairs, nibbles = tiles.tiles_stored(a, k)
         pairs = codes_of(pairs, s, FMT)
-        store_tiles(own, meta, pairs, nibbles, top, left, rows, columns, ORDER)
+        tiles.store_tiles(own, meta, pairs, nibbles, top, left, rows, columns, ORDER)
     if OWN == 2:
         quads = codes_of(fours(a, k), s, FMT)
-        store_dense(own, tl.permute(stack(quads), 0, 3, 1, 2), top, left, columns)
+        store_dense(own, tl.permute(tiles.stack(quads), 0, 3, 1, 2), top, left, columns)
     if OTHER == 1:
-        pairs, nibbles = tiles_stored(columns_of(a), columns_of(b))
+        pairs, nibbles = tiles.tiles_stored(tiles.columns_of(a), tiles.columns_of(b))
         pairs = codes_of(pairs, s_t, FMT_T)
-        store_turned(other, meta_t, pairs, nibbles, top, left, rows, columns, ORDER_T)
+        tiles.store_turned(other, meta_t, pairs, nibbles, top, left, rows, columns, ORDER_T)
     if OTHER == 2 or OTHER == 3:
         quads = codes_of(fours(a, b), s_t, FMT_T)
         if OTHER == 3:
-            store_dense(other, tl.permute(stack(quads), 0, 3, 1, 2), top, left, columns)
+            store_dense(other, tl.permute(tiles.stack(quads), 0, 3, 1, 2), top, left, columns)
         else:
-            store_dense(other, tl.permute(stack(quads), 1, 2, 0, 3), left, top, rows)
+            store_dense(other, tl.permute(tiles.stack(quads), 1, 2, 0, 3), left, top, rows)
 
 
 @triton.jit

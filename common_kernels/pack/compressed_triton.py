@@ -20,15 +20,8 @@ import triton
 import triton.language as tl
 
 from common_kernels.launch import cast, launch, magnitude, pointer, table_of, vectors
+from common_kernels.pack import triton as packing
 from common_kernels.pack.cpu import VENDOR
-from common_kernels.pack.triton import (
-    join_words,
-    new_buffer,
-    order_of,
-    split,
-    store_meta,
-    store_words,
-)
 from common_kernels.pack.weight import Compressed24
 
 ROW = tl.constexpr(8)  # int64 per row of the table of addresses: 64 bytes
@@ -70,12 +63,12 @@ def pack_one(
     rows, columns = values.shape[0], 2 * values.shape[1]
     turned = column_mask is not None
     shape = (columns, rows) if turned else (rows, columns)
-    buffer = new_buffer(*shape, dtype, values.device, layout)
+    buffer = packing.new_buffer(*shape, dtype, values.device, layout)
     launch(
         pack_one_kernel, rows // 64 * (columns // 64), values.device,
         values, row_mask, row_mask if column_mask is None else column_mask,
-        *split(buffer, rows * columns, dtype), rows, columns,
-        TRANSPOSED=turned, ORDER=order_of(layout, dtype), num_warps=2,
+        *packing.split(buffer, rows * columns, dtype), rows, columns,
+        TRANSPOSED=turned, ORDER=packing.order_of(layout, dtype), num_warps=2,
         maxnreg=REGISTERS_TRANSPOSED,
     )  # fmt: skip
     return buffer
@@ -102,7 +95,7 @@ def kind(weight: Compressed24) -> tuple:
     """The properties that are equal within a launch: shape, dtypes and the orders of the metadata,
     empty for a missing operand."""
     outs = weight.operands
-    orders = ("" if out is None else order_of(out.layout, out.dtype) for out in outs)
+    orders = ("" if out is None else packing.order_of(out.layout, out.dtype) for out in outs)
     return tuple(weight.values.shape), weight.values.dtype, weight.dtype, *orders
 
 
@@ -263,7 +256,7 @@ def prune_and_pack_block(
         )  # [64, g0, r2, r1, r0]
         nibbles = tl.permute(tl.reshape(nibbles, [8, 8, 2, 8]), 1, 3, 0, 2)
         nibbles = tl.reshape(nibbles, [64, 16])
-        store_meta(meta_t, nibbles, left // 64, top // 4, columns, rows, ORDER_T, 16)
+        packing.store_meta(meta_t, nibbles, left // 64, top // 4, columns, rows, ORDER_T, 16)
 
 
 @triton.jit
@@ -281,8 +274,8 @@ def store_row_meta(meta, row_mask, top, left, rows, columns, ORDER: tl.constexpr
     at = tl.arange(0, 64)[:, None] * (columns // 8) + tl.arange(0, 8)[None, :]
     byte = tl.load(row_mask + at).to(tl.int32)
     bits = tl.reshape(tl.join(byte & 15, byte >> 4), [64, 16])
-    words = positions(join_words(bits, ORDER, 16))
-    store_words(meta, words, top // 64, left // 4, rows, columns, ORDER, 16)
+    words = positions(packing.join_words(bits, ORDER, 16))
+    packing.store_words(meta, words, top // 64, left // 4, rows, columns, ORDER, 16)
 
 
 @triton.jit

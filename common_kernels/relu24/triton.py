@@ -11,15 +11,7 @@ from common_kernels.fp8.operands_triton import encode
 from common_kernels.fp8.triton import scale_from
 from common_kernels.launch import cast, keep24, launch, magnitude
 from common_kernels.pack import VENDOR
-from common_kernels.pack.triton import (
-    entries_stored,
-    is_written,
-    new_buffer,
-    order_of,
-    split,
-    split_fours,
-    store_meta,
-)
+from common_kernels.pack import triton as packing
 from common_kernels.relu24 import cpu
 
 
@@ -48,14 +40,14 @@ def run(
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     own, dtype = "" if layout == VENDOR else layout, FORMATS[fmt] if fmt else x.dtype
     # As for `pack.triton.pack`: the smallest whole blocks of metadata.
-    order = order_of(own, dtype) if own else ""
-    groups, warps = (8, 4) if not own or (not fmt and is_written(order, 8)) else (16, 8)
+    order = packing.order_of(own, dtype) if own else ""
+    groups, warps = (8, 4) if not own or (not fmt and packing.is_written(order, 8)) else (16, 8)
     buffer = torch.empty(0, dtype=torch.uint8, device=x.device)
     values = meta = turned = scale = bits = buffer
     amax, seen = scaling or (None, None)
     if own:
-        buffer = new_buffer(*x.shape, dtype, x.device, own)
-        values, meta = split(buffer, x.numel(), dtype)
+        buffer = packing.new_buffer(*x.shape, dtype, x.device, own)
+        values, meta = packing.split(buffer, x.numel(), dtype)
     if fmt:
         turned, scale = x.new_empty(x.shape[::-1], dtype=dtype), torch.empty((), device=x.device)
         bits = (torch.zeros_like(scale) if amax is None else amax).view(torch.int32)
@@ -91,9 +83,9 @@ def relu24_kernel(
     start = stripe * 64 * columns + 4 * first_group
     at = start + r * columns + tl.arange(0, 4 * GROUPS)[None, :]
     inside = at < rows if ORDER == "" else at >= 0
-    a = split_fours(tl.load(x + at, mask=inside, other=0).to(tl.float32), 64, GROUPS)
+    a = packing.split_fours(tl.load(x + at, mask=inside, other=0).to(tl.float32), 64, GROUPS)
     if BACKWARD:
-        b = split_fours(tl.load(h + at, mask=inside, other=0).to(tl.float32), 64, GROUPS)
+        b = packing.split_fours(tl.load(h + at, mask=inside, other=0).to(tl.float32), 64, GROUPS)
         k = b[0] != 0, b[1] != 0, b[2] != 0, b[3] != 0
         e0, e1 = 2 * a[0] * tl.sqrt_rn(b[0]), 2 * a[1] * tl.sqrt_rn(b[1])
         e2, e3 = 2 * a[2] * tl.sqrt_rn(b[2]), 2 * a[3] * tl.sqrt_rn(b[3])
@@ -123,10 +115,10 @@ def relu24_kernel(
         codes = tl.trans(encode(whole * s, FMT)).to(turned.dtype.element_ty)
         tl.store(turned + c * rows + stripe * 64 + tl.arange(0, 64)[None, :], codes)
     if ORDER != "":
-        pairs, nibbles = entries_stored(e0, e1, e2, e3, k)
+        pairs, nibbles = packing.entries_stored(e0, e1, e2, e3, k)
         half = r * (columns // 2) + tl.arange(0, 2 * GROUPS)[None, :]
         both = cast(tl.reshape(pairs, [64, 2 * GROUPS]), out.dtype.element_ty)
         if STAGE == 2:
             both = encode(both.to(tl.float32) * s, FMT).to(values.dtype.element_ty)
         tl.store(values + start // 2 + half, both)
-        store_meta(meta, nibbles, stripe, first_group, rows, columns, ORDER, GROUPS)
+        packing.store_meta(meta, nibbles, stripe, first_group, rows, columns, ORDER, GROUPS)
