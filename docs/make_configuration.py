@@ -7,6 +7,7 @@ import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import GenericAlias
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
@@ -105,7 +106,9 @@ def section(title: str, schema: type, files: list[str], without: frozenset[str])
     yield "| key | type | default | meaning |"
     yield "|---|---|---|---|"
     for field in rows:
-        kind = str(getattr(field.type, "__name__", field.type)).replace("|", "\\|")
+        generic = isinstance(field.type, GenericAlias)  # tuple[str, ...] is named tuple
+        name = field.type if generic else getattr(field.type, "__name__", field.type)
+        kind = str(name).replace("|", "\\|")
         meaning = said.get(field.name, "").replace("|", "\\|").replace("<", "&lt;")
         yield f"| `{field.name}` | {kind} | {default(field)} | {meaning} |"
 

@@ -116,20 +116,16 @@ def _written(
 
 @custom_op("sparse24::quantize24_", mutates_args=("own", "other", "scales"))
 def _quantize24_(
-    kinds: str,
-    own: Tensor,
-    other: Tensor,
-    scales: Tensor,
-    w: Tensor,
-    mask: Tensor | None,
-    beta: Tensor | None,
-    amax: Tensor | None,
-    backend: str,
-) -> None:
+    kinds: str, own: Tensor, other: Tensor, scales: Tensor, w: Tensor, mask: Tensor | None,
+    beta: Tensor | None, amax: Tensor | None, backend: str,
+) -> None:  # fmt: skip
     if backend == "triton":
         from common_kernels.fp8 import weights_triton
 
-        weights_triton.quantize24_(kinds, own, other, scales, w, mask, beta, amax)
+        kind, given = ("whole", (w,)) if mask is None else ("mask", (w, mask))
+        if beta is not None:
+            kind, given = "soft", (w, beta)
+        weights_triton.write(kinds, (own, other), scales, kind, given, amax)
         return
     fmt, layout, other_fmt, other_layout = kinds.split()
     if beta is not None:
@@ -161,22 +157,14 @@ def _(*given: Any) -> None:
 
 @custom_op("sparse24::quantize_compressed24_", mutates_args=("own", "other", "scales"))
 def _quantize_compressed24_(
-    kinds: str,
-    own: Tensor,
-    other: Tensor,
-    scales: Tensor,
-    values: Tensor,
-    row_mask: Tensor,
-    column_mask: Tensor,
-    n: int,
-    m: int,
-    backend: str,
-) -> None:
+    kinds: str, own: Tensor, other: Tensor, scales: Tensor, values: Tensor, row_mask: Tensor,
+    column_mask: Tensor, n: int, m: int, backend: str,
+) -> None:  # fmt: skip
     if backend == "triton":
         from common_kernels.fp8 import weights_triton
 
-        given = scales, values, row_mask, column_mask
-        weights_triton.quantize_compressed24_(kinds, own, other, *given)
+        given = values, row_mask, column_mask
+        weights_triton.write(kinds, (own, other), scales, "bits", given)
         return
     fmt, layout, other_fmt, other_layout = kinds.split()
     kept = unpack_mask(column_mask, values.shape[1])

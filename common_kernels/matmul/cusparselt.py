@@ -4,8 +4,6 @@ torch's own operator (`_cslt_sparse_mm`) builds descriptors and plan in every ca
 300 us of CPU time on an H200 host; a launch from here takes 20 us.
 """
 
-from __future__ import annotations
-
 import ctypes
 import threading
 from dataclasses import dataclass
@@ -109,12 +107,9 @@ class Plan:
         call(f"cusparseLt{verb}Attribute", self.handle, *arguments)
 
     def run(
-        self,
-        buffer: torch.Tensor,
-        dense: torch.Tensor,
-        out: torch.Tensor,
+        self, buffer: torch.Tensor, dense: torch.Tensor, out: torch.Tensor,
         bias: torch.Tensor | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Launch on the current stream. The caller vouches for shapes, dtypes and contiguity."""
         workspace = work_space(self.workspace, out.device)
         stream = ctypes.c_void_p(torch._C._cuda_getCurrentRawStream(out.device.index))

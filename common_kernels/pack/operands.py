@@ -50,16 +50,9 @@ def pack24_(
 
 @custom_op("sparse24::pack24_", mutates_args=("buffer", "dense"))
 def _pack24_(
-    buffer: Tensor,
-    dtype: torch.dtype,
-    layout: str,
-    w: Tensor,
-    source: str,
-    mask: Tensor | None,
-    scale: Tensor | None,
-    dense: Tensor | None,
-    backend: str,
-) -> None:
+    buffer: Tensor, dtype: torch.dtype, layout: str, w: Tensor, source: str, mask: Tensor | None,
+    scale: Tensor | None, dense: Tensor | None, backend: str,
+) -> None:  # fmt: skip
     if backend == "triton" and layout != VENDOR:
         from common_kernels.pack import triton
 
@@ -91,17 +84,10 @@ def _pruned(
 
 
 def packed_weight(
-    w: Tensor,
-    source: str,
-    mask: Tensor | None,
-    scale: Tensor | None,
-    dtype: torch.dtype,
-    layout: str,
-    transposed: bool,
-    backend: str,
-) -> Tensor:
-    """The bytes of `pack24_`, or if `transposed` those of the transpose by `pack_both24_`, for use
-    inside an operator."""
+    w: Tensor, source: str, mask: Tensor | None, scale: Tensor | None, dtype: torch.dtype,
+    layout: str, transposed: bool, backend: str,
+) -> Tensor:  # fmt: skip
+    """The bytes of `pack24_`, or if `transposed` of `pack_both24_`'s second, inside an operator."""
     if backend == "triton" and layout != VENDOR:
         from common_kernels.pack import tiles_triton, triton
 
@@ -119,13 +105,9 @@ def packed_weight(
 
 
 def pruned_weight(
-    w: Tensor,
-    source: str,
-    mask: Tensor | None,
-    scale: Tensor | None,
-    dtype: torch.dtype,
+    w: Tensor, source: str, mask: Tensor | None, scale: Tensor | None, dtype: torch.dtype,
     backend: str,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """The pruned matrix of `pack24_` as a dense one in `dtype`, for use inside an operator; of any
     size and pattern if there is a mask."""
     blocks = not (w.shape[0] % MULTIPLE or w.shape[1] % MULTIPLE)
@@ -164,15 +146,9 @@ def pack_both24_(
 
 @custom_op("sparse24::pack_both24_", mutates_args=("buffer", "transposed"))
 def _pack_both24_(
-    buffer: Tensor,
-    transposed: Tensor,
-    dtype: torch.dtype,
-    layout: str,
-    layout_transposed: str,
-    w: Tensor,
-    mask: Tensor | None,
-    backend: str,
-) -> None:
+    buffer: Tensor, transposed: Tensor, dtype: torch.dtype, layout: str, layout_transposed: str,
+    w: Tensor, mask: Tensor | None, backend: str,
+) -> None:  # fmt: skip
     if backend == "triton" and VENDOR not in (layout, layout_transposed):
         from common_kernels.pack import tiles_triton
 
@@ -196,11 +172,9 @@ def sample_pack24(
     layout: str = BUFFERED,
     backend: str | None = None,
 ) -> Packed24:
-    """The packed transpose of mvue24(dy, key[0], key[1] * stride, dim=0), made without a transposed
-    copy.
+    """The packed transpose of mvue24(dy, key[0], key[1] * stride, dim=0), without a transposed dy.
 
-    dy: [tokens, out], row-major. Tokens are padded with zeros to a multiple of 16, or of what
-        `layout` needs.
+    dy: [tokens, out], row-major. Tokens are padded with zeros as `layout` needs, to 16 at least.
     key: int64 [2]; key[1] * stride must be a multiple of 4.
     dtype: a 16-bit dtype for the result; default: dy's.
     """

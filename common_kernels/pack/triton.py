@@ -88,22 +88,16 @@ def new_buffer(
 def split(
     buffer: torch.Tensor, entries: int, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Flat views of the values and the metadata words in the buffer of a matrix with `entries`
-    entries."""
+    """Flat views of the values and of the metadata words in a buffer; `entries`: of the matrix."""
     end = entries // 2 * dtype.itemsize
     return buffer[:end].view(dtype), buffer[end:].view(torch.int32)
 
 
 def pack(
-    x: torch.Tensor,
-    mask: torch.Tensor | None,
-    source: str,
-    dtype: torch.dtype,
-    scale: torch.Tensor | None = None,
-    buffer: torch.Tensor | None = None,
-    dense: torch.Tensor | None = None,
-    layout: str = BUFFERED,
-) -> torch.Tensor:
+    x: torch.Tensor, mask: torch.Tensor | None, source: str, dtype: torch.dtype,
+    scale: torch.Tensor | None = None, buffer: torch.Tensor | None = None,
+    dense: torch.Tensor | None = None, layout: str = BUFFERED,
+) -> torch.Tensor:  # fmt: skip
     """Prune a row-major matrix [64 a, 64 b] along its rows, pack it in `dtype`, and return the
     buffer, a new one if none is given.
 
@@ -147,8 +141,7 @@ def pick(a0, a1, a2, a3, i):
 
 @triton.jit
 def largest_two(a0, a1, a2, a3, m0, m1, m2, m3):
-    """The two of the four entries a with the largest magnitudes m, and their nibble; the lower
-    index wins a tie."""
+    """The two entries of largest magnitude m, and their nibble; the lower index wins a tie."""
     w01, w23 = m0 >= m1, m2 >= m3
     both01 = tl.minimum(m0, m1) >= tl.maximum(m2, m3)
     both23 = tl.minimum(m2, m3) > tl.maximum(m0, m1)
