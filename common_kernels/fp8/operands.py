@@ -45,9 +45,13 @@ def quantize_both(
 # In the operators formats are indices into FORMATS, as C++ takes them.
 @custom_op("sparse24::quantize_both", mutates_args=("seen",))
 def _quantize_both(
-    x: Tensor, fmt: int, fmt_transposed: int, backend: str, amax: Tensor | None = None,
+    x: Tensor,
+    fmt: int,
+    fmt_transposed: int,
+    backend: str,
+    amax: Tensor | None = None,
     seen: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     formats = FORMATS[fmt], FORMATS[fmt_transposed]
     if backend == "triton" and x.numel():
         from common_kernels.fp8 import operands_triton
@@ -121,9 +125,15 @@ def _filled_up(dy: Tensor, layout: str) -> int:
 
 @custom_op("sparse24::quantize_and_sample", mutates_args=("seen",))
 def _quantize_and_sample(
-    dy: Tensor, key: Tensor, stride: int, fmt: int, layout: str, backend: str,
-    amax: Tensor | None = None, seen: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    dy: Tensor,
+    key: Tensor,
+    stride: int,
+    fmt: int,
+    layout: str,
+    backend: str,
+    amax: Tensor | None = None,
+    seen: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
     name, padded = FORMATS[fmt], _filled_up(dy, layout)
     if backend == "triton" and layout != cpu.VENDOR and dy.numel():
         from common_kernels.fp8 import operands_triton

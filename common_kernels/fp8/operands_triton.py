@@ -15,9 +15,12 @@ TILE = 64
 
 
 def quantize_both(
-    x: torch.Tensor, fmt: str, fmt_transposed: str, amax: torch.Tensor | None = None,
+    x: torch.Tensor,
+    fmt: str,
+    fmt_transposed: str,
+    amax: torch.Tensor | None = None,
     seen: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     columns = x.shape[-1]
     rows = x.numel() // columns
     padded = triton.cdiv(rows, TILE) * TILE
@@ -76,9 +79,15 @@ def quantize_both_kernel(
 
 
 def quantize_and_sample(
-    dy: torch.Tensor, key: torch.Tensor, stride: int, fmt: str, layout: str, padded: int,
-    amax: torch.Tensor | None = None, seen: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    dy: torch.Tensor,
+    key: torch.Tensor,
+    stride: int,
+    fmt: str,
+    layout: str,
+    padded: int,
+    amax: torch.Tensor | None = None,
+    seen: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """See operands.quantize_and_sample. padded: tokens of the sample, a multiple of 64."""
     out = dy.shape[-1]
     tokens = dy.numel() // out
@@ -142,9 +151,13 @@ def load_and_encode(dy, codes, row, column, tokens, out, s, FMT: tl.constexpr):
 
 
 def rescale(
-    y: torch.Tensor, out: torch.Tensor, scale: torch.Tensor, other: torch.Tensor, factor: float,
+    y: torch.Tensor,
+    out: torch.Tensor,
+    scale: torch.Tensor,
+    other: torch.Tensor,
+    factor: float,
     bias: torch.Tensor | None,
-) -> None:  # fmt: skip
+) -> None:
     launch(
         rescale_kernel, triton.cdiv(y.numel(), 2048), y.device, y, out, scale, other,
         y if bias is None else bias, y.numel(), y.shape[-1],

@@ -40,9 +40,15 @@ def fake_fp8(x: torch.Tensor, fmt: str) -> torch.Tensor:
 
 
 def run(
-    x: torch.Tensor, out: torch.Tensor, fmt: str, codes: torch.Tensor | None = None, kept: str = "",
-    fake: bool = False, amax: torch.Tensor | None = None, seen: torch.Tensor | None = None,
-) -> torch.Tensor:  # fmt: skip
+    x: torch.Tensor,
+    out: torch.Tensor,
+    fmt: str,
+    codes: torch.Tensor | None = None,
+    kept: str = "",
+    fake: bool = False,
+    amax: torch.Tensor | None = None,
+    seen: torch.Tensor | None = None,
+) -> torch.Tensor:
     """Write the codes of x, or what they stand for if `fake`, into `out`, and with `kept` those in
     another format into `codes`. Returns both scales, fp32 [2]."""
     x, out = layout.in_memory_order(x), layout.in_memory_order(out)

@@ -116,9 +116,16 @@ def _written(
 
 @custom_op("sparse24::quantize24_", mutates_args=("own", "other", "scales"))
 def _quantize24_(
-    kinds: str, own: Tensor, other: Tensor, scales: Tensor, w: Tensor, mask: Tensor | None,
-    beta: Tensor | None, amax: Tensor | None, backend: str,
-) -> None:  # fmt: skip
+    kinds: str,
+    own: Tensor,
+    other: Tensor,
+    scales: Tensor,
+    w: Tensor,
+    mask: Tensor | None,
+    beta: Tensor | None,
+    amax: Tensor | None,
+    backend: str,
+) -> None:
     if backend == "triton":
         from common_kernels.fp8 import weights_triton
 
@@ -157,9 +164,17 @@ def _(*given: Any) -> None:
 
 @custom_op("sparse24::quantize_compressed24_", mutates_args=("own", "other", "scales"))
 def _quantize_compressed24_(
-    kinds: str, own: Tensor, other: Tensor, scales: Tensor, values: Tensor, row_mask: Tensor,
-    column_mask: Tensor, n: int, m: int, backend: str,
-) -> None:  # fmt: skip
+    kinds: str,
+    own: Tensor,
+    other: Tensor,
+    scales: Tensor,
+    values: Tensor,
+    row_mask: Tensor,
+    column_mask: Tensor,
+    n: int,
+    m: int,
+    backend: str,
+) -> None:
     if backend == "triton":
         from common_kernels.fp8 import weights_triton
 

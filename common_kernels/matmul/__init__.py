@@ -238,10 +238,18 @@ def _multiply(*given: Any) -> Tensor:
 
 
 def _product(
-    buffer: Tensor, layout: str, rows: int, columns: int, dense: Tensor, bias: Tensor | None,
-    scale: Tensor | None, other: Tensor | None, dense_transposed: bool, result_transposed: bool,
+    buffer: Tensor,
+    layout: str,
+    rows: int,
+    columns: int,
+    dense: Tensor,
+    bias: Tensor | None,
+    scale: Tensor | None,
+    other: Tensor | None,
+    dense_transposed: bool,
+    result_transposed: bool,
     out_dtype: torch.dtype,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """The product; our own kernels also divide it by the two scales. If both operands are
     transposed, the dense one may have several leading dims."""
     checks.one_device(matrix=buffer, x=dense, bias=bias)

@@ -197,9 +197,13 @@ class Plan:
         self.refused = f"kernel {self.config.name} refused {p}: status "
 
     def run(
-        self, buffer: Tensor, dense: Tensor, out: Tensor, bias: Tensor | None = None,
+        self,
+        buffer: Tensor,
+        dense: Tensor,
+        out: Tensor,
+        bias: Tensor | None = None,
         scales: tuple[Tensor, Tensor] | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Launch on the current stream. The caller vouches for shapes, dtypes and contiguity.
 
         Args:

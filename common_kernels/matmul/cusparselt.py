@@ -107,9 +107,12 @@ class Plan:
         call(f"cusparseLt{verb}Attribute", self.handle, *arguments)
 
     def run(
-        self, buffer: torch.Tensor, dense: torch.Tensor, out: torch.Tensor,
+        self,
+        buffer: torch.Tensor,
+        dense: torch.Tensor,
+        out: torch.Tensor,
         bias: torch.Tensor | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Launch on the current stream. The caller vouches for shapes, dtypes and contiguity."""
         workspace = work_space(self.workspace, out.device)
         stream = ctypes.c_void_p(torch._C._cuda_getCurrentRawStream(out.device.index))

@@ -8,9 +8,12 @@ from common_kernels.pack import BUFFERED, VENDOR, Packed24, cpu, unpack24
 
 
 def emulate(
-    buffer: Tensor, dense: Tensor, bias: Tensor | None, scales: tuple[Tensor, Tensor] | None,
+    buffer: Tensor,
+    dense: Tensor,
+    bias: Tensor | None,
+    scales: tuple[Tensor, Tensor] | None,
     problem: Problem,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """The product by plain PyTorch, in fp32 and rounded once."""
     check_available(problem, buffer.device)
     shape, layout = (problem.rows, problem.columns), problem.layout

@@ -44,9 +44,13 @@ def prune_and_pack24_(
 
 
 def packed_one(
-    values: Tensor, row_mask: Tensor, column_mask: Tensor | None, dtype: torch.dtype, layout: str,
+    values: Tensor,
+    row_mask: Tensor,
+    column_mask: Tensor | None,
+    dtype: torch.dtype,
+    layout: str,
     backend: str,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """The packed bytes of (W * A * B)^T in `dtype`, or without a `column_mask` of W * A, as
     `prune_and_pack24_` writes them, for use inside another operator. The tensors are those of a
     `Compressed24`."""

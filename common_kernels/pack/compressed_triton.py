@@ -55,9 +55,12 @@ def prune_and_pack(weights: Sequence[Compressed24], choose: bool) -> list[Compre
 
 
 def pack_one(
-    values: torch.Tensor, row_mask: torch.Tensor, column_mask: torch.Tensor | None,
-    dtype: torch.dtype, layout: str,
-) -> torch.Tensor:  # fmt: skip
+    values: torch.Tensor,
+    row_mask: torch.Tensor,
+    column_mask: torch.Tensor | None,
+    dtype: torch.dtype,
+    layout: str,
+) -> torch.Tensor:
     """A new buffer with one packed operand of one weight [64 a, 64 b]: (W * A * B)^T, or without a
     `column_mask` W * A. Values and masks are row-major."""
     rows, columns = values.shape[0], 2 * values.shape[1]

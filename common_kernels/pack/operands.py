@@ -50,9 +50,16 @@ def pack24_(
 
 @custom_op("sparse24::pack24_", mutates_args=("buffer", "dense"))
 def _pack24_(
-    buffer: Tensor, dtype: torch.dtype, layout: str, w: Tensor, source: str, mask: Tensor | None,
-    scale: Tensor | None, dense: Tensor | None, backend: str,
-) -> None:  # fmt: skip
+    buffer: Tensor,
+    dtype: torch.dtype,
+    layout: str,
+    w: Tensor,
+    source: str,
+    mask: Tensor | None,
+    scale: Tensor | None,
+    dense: Tensor | None,
+    backend: str,
+) -> None:
     if backend == "triton" and layout != VENDOR:
         from common_kernels.pack import triton
 
@@ -84,9 +91,15 @@ def _pruned(
 
 
 def packed_weight(
-    w: Tensor, source: str, mask: Tensor | None, scale: Tensor | None, dtype: torch.dtype,
-    layout: str, transposed: bool, backend: str,
-) -> Tensor:  # fmt: skip
+    w: Tensor,
+    source: str,
+    mask: Tensor | None,
+    scale: Tensor | None,
+    dtype: torch.dtype,
+    layout: str,
+    transposed: bool,
+    backend: str,
+) -> Tensor:
     """The bytes of `pack24_`, or if `transposed` of `pack_both24_`'s second, inside an operator."""
     if backend == "triton" and layout != VENDOR:
         from common_kernels.pack import tiles_triton, triton
@@ -105,9 +118,13 @@ def packed_weight(
 
 
 def pruned_weight(
-    w: Tensor, source: str, mask: Tensor | None, scale: Tensor | None, dtype: torch.dtype,
+    w: Tensor,
+    source: str,
+    mask: Tensor | None,
+    scale: Tensor | None,
+    dtype: torch.dtype,
     backend: str,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """The pruned matrix of `pack24_` as a dense one in `dtype`, for use inside an operator; of any
     size and pattern if there is a mask."""
     blocks = not (w.shape[0] % MULTIPLE or w.shape[1] % MULTIPLE)
@@ -146,9 +163,15 @@ def pack_both24_(
 
 @custom_op("sparse24::pack_both24_", mutates_args=("buffer", "transposed"))
 def _pack_both24_(
-    buffer: Tensor, transposed: Tensor, dtype: torch.dtype, layout: str, layout_transposed: str,
-    w: Tensor, mask: Tensor | None, backend: str,
-) -> None:  # fmt: skip
+    buffer: Tensor,
+    transposed: Tensor,
+    dtype: torch.dtype,
+    layout: str,
+    layout_transposed: str,
+    w: Tensor,
+    mask: Tensor | None,
+    backend: str,
+) -> None:
     if backend == "triton" and VENDOR not in (layout, layout_transposed):
         from common_kernels.pack import tiles_triton
 

@@ -15,9 +15,12 @@ from common_kernels.pack.triton import bools, entries_stored, is_bits, order_of,
 
 
 def pack_both(
-    w: torch.Tensor, mask: torch.Tensor | None, dtype: torch.dtype,
-    buffers: tuple[torch.Tensor | None, torch.Tensor], layouts: tuple[str, str],
-) -> None:  # fmt: skip
+    w: torch.Tensor,
+    mask: torch.Tensor | None,
+    dtype: torch.dtype,
+    buffers: tuple[torch.Tensor | None, torch.Tensor],
+    layouts: tuple[str, str],
+) -> None:
     """Pack w [64 a, 64 b] and its transpose into two buffers under a transposable mask, the given
     one, else the best, in one read. Without a first buffer only the transpose. dtype: 16-bit."""
     rows, columns = w.shape

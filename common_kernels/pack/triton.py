@@ -94,10 +94,15 @@ def split(
 
 
 def pack(
-    x: torch.Tensor, mask: torch.Tensor | None, source: str, dtype: torch.dtype,
-    scale: torch.Tensor | None = None, buffer: torch.Tensor | None = None,
-    dense: torch.Tensor | None = None, layout: str = BUFFERED,
-) -> torch.Tensor:  # fmt: skip
+    x: torch.Tensor,
+    mask: torch.Tensor | None,
+    source: str,
+    dtype: torch.dtype,
+    scale: torch.Tensor | None = None,
+    buffer: torch.Tensor | None = None,
+    dense: torch.Tensor | None = None,
+    layout: str = BUFFERED,
+) -> torch.Tensor:
     """Prune a row-major matrix [64 a, 64 b] along its rows, pack it in `dtype`, and return the
     buffer, a new one if none is given.
 
