@@ -1,5 +1,4 @@
-"""Tensor operators for 2:4 sparse training. They know nothing of modules, models or training
-loops."""
+"""Tensor operators for 2:4 sparse training, which know nothing of modules, models or loops."""
 
 from common_kernels.compressed import (
     compress_nm,

@@ -52,7 +52,6 @@ def integer(value: object, name: str) -> None:
 
 
 def same_shape(a: torch.Tensor, b: torch.Tensor, names: str) -> None:
-    """Raise ValueError unless the two tensors have the same shape; `names` names them for the
-    message."""
+    """Raise ValueError unless two tensors, named by `names`, have the same shape."""
     if a.shape != b.shape:
         raise ValueError(f"{names} must have one shape, not {tuple(a.shape)} and {tuple(b.shape)}")

@@ -6,8 +6,6 @@ all four at once and separates them in registers. With more lanes each entry is 
 over consecutive lanes. Either way every byte is read once, in whole lines, for any grouped dim.
 """
 
-from __future__ import annotations
-
 import os
 import struct
 import threading
@@ -173,8 +171,7 @@ def first_entries(start, lanes, M: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def load_groups(base, start, count, lanes, BLOCK: tl.constexpr, NEIGHBOURS: tl.constexpr):
-    """Load entries 0, 1, 2 and 3 of the groups from `start` on, each `[BLOCK]`; 0 beyond
-    `count`."""
+    """Load the entries 0 to 3 of the groups from `start` on, each `[BLOCK]`; 0 beyond `count`."""
     if NEIGHBOURS:
         at = 4 * start + tl.arange(0, 4 * BLOCK)
         entries = tl.load(base + at, mask=at < 4 * tl.cast(count, tl.int64), other=0)

@@ -16,8 +16,7 @@ def in_memory_order(x: torch.Tensor) -> torch.Tensor:
 
 
 def as_groups(x: torch.Tensor, dim: int, m: int) -> torch.Tensor:
-    """x in memory order as `[rows, m, lanes]`: groups of m along `dim`, whose entries lie `lanes`
-    apart.
+    """x in memory order as `[rows, m, lanes]`: groups of m along `dim`, with entries `lanes` apart.
 
     A view if x is dense, else a view of a copy of x in the layout of `torch.empty_like(x)`.
     """

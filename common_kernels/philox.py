@@ -1,8 +1,6 @@
-"""Philox4x32-10 in int64 arithmetic (Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3",
-SC 2011).
+"""Philox4x32-10 in int64 (Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3", SC 2011).
 
-The words equal those of Triton's `tl.randint4x(seed, counter)`, so that every backend draws the
-same bits.
+The words are those of Triton's `tl.randint4x(seed, counter)`: all backends draw the same bits.
 """
 
 import torch

@@ -7,6 +7,7 @@ import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import GenericAlias
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
@@ -15,7 +16,7 @@ sys.path.insert(0, str(ROOT))
 import methods  # noqa: E402
 from experiments.config.initial import HFConfig  # noqa: E402
 from experiments.config.settings import ImplConfig, TrainConfig  # noqa: E402
-from experiments.config.yaml_files import CONF, as_typed, named  # noqa: E402
+from experiments.config.yaml_files import CONF, as_typed, parts_of  # noqa: E402
 from experiments.data.corpus import DataConfig  # noqa: E402
 from experiments.data.mlm import MLMConfig  # noqa: E402
 from experiments.data.parallel import PairsConfig  # noqa: E402
@@ -63,13 +64,7 @@ def comments(path: Path) -> dict[str, str]:
     dotted key."""
     if not path.is_file():
         return {}
-    from omegaconf import OmegaConf
-
-    found: dict[str, str] = {}
-    content: Any = OmegaConf.load(path)
-    for name in content.get("defaults", []):
-        if isinstance(name, str):
-            found |= comments(named(name, path))
+    found = {k: v for part in parts_of(path) for k, v in comments(part).items()}
     parents: list[str] = []
     last = None
     for line in path.read_text(encoding="utf-8").splitlines():
@@ -111,7 +106,9 @@ def section(title: str, schema: type, files: list[str], without: frozenset[str])
     yield "| key | type | default | meaning |"
     yield "|---|---|---|---|"
     for field in rows:
-        kind = str(getattr(field.type, "__name__", field.type)).replace("|", "\\|")
+        generic = isinstance(field.type, GenericAlias)  # tuple[str, ...] is named tuple
+        name = field.type if generic else getattr(field.type, "__name__", field.type)
+        kind = str(name).replace("|", "\\|")
         meaning = said.get(field.name, "").replace("|", "\\|").replace("<", "&lt;")
         yield f"| `{field.name}` | {kind} | {default(field)} | {meaning} |"
 

@@ -122,7 +122,7 @@ def _evaluate(
                 "metrics": metrics,
                 "tasks": details,
                 "sparsity": legality.total(rows),
-                "linears": [row.as_dict() for row in rows],
+                "linears": rows,
                 "converted": list(patterns),
             },
         )

@@ -26,40 +26,33 @@ The Cramming form of BERT (`glu`, no biases, ...) does not exist there and is re
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from experiments.config.compose import plain, typed
+from experiments.config.compose import plain
 from experiments.config.driver import driver
 from experiments.exporting.export import export
 from experiments.exporting.files import Form
 from experiments.runs.finished import FinishedRun
 from experiments.support.errors import UserError
+from experiments.support.typed import typed
+
+Export = tuple[str, Form, Path | None]  # run directory, form, folder or None = in that directory
 
 
-@dataclass(frozen=True, kw_only=True)
-class ExportConfig(Form):
-    """Settings of an export, in addition to those of `Form`. run: directory of a finished run. to:
-    the folder to write; null = in the run directory."""
-
-    run: str
-    to: str | None = None
-
-
-def freeze_export(composed: Any) -> ExportConfig:
-    """The `ExportConfig` of a composed `DictConfig`."""
+def freeze_export(composed: Any) -> Export:
+    """The settings in a composed `DictConfig`."""
     values = plain(composed)
-    if values.get("run") is None:
+    run, to = values.pop("run", None), values.pop("to", None)
+    if run is None:
         raise UserError("run=DIR is missing: the directory of a finished run")
-    return typed(ExportConfig, "the config", values)
+    return str(run), typed(Form, "", values), None if to is None else Path(str(to))
 
 
 @driver("export", freeze_export, "begins it anew")
-def main(config: ExportConfig) -> None:
-    to = None if config.to is None else Path(config.to)
-    form = Form(**{field.name: getattr(config, field.name) for field in fields(Form)})
-    export(FinishedRun.open(Path(config.run)), form, to)
+def main(config: Export) -> None:
+    run, form, to = config
+    export(FinishedRun.open(run), form, to)
 
 
 if __name__ == "__main__":

@@ -7,12 +7,16 @@ GPU, data or weights.
 
 from __future__ import annotations
 
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
+
+from safetensors.torch import save_file
 
 from experiments.config.compose import plain, typed
 from experiments.config.driver import driver
 from experiments.config.run import freeze
-from experiments.planning.plan import Options, Planned, lines, stand_in, transformers_config
+from experiments.planning.plan import Options, Planned, lines, transformers_config
 
 
 def freeze_plan(composed: Any) -> Planned:
@@ -22,7 +26,9 @@ def freeze_plan(composed: Any) -> Planned:
     if path is None:
         return Planned(freeze(composed), options)
     hf = transformers_config(path)
-    with stand_in(hf) as folder:
+    with TemporaryDirectory() as folder:  # a checkpoint with this config, but no weights
+        hf.save_pretrained(folder)
+        save_file({}, Path(folder) / "model.safetensors")
         composed.model.path = folder
         return Planned(freeze(composed), options, hf)
 

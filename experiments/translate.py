@@ -71,21 +71,19 @@ load = partial(composed, "translate", freeze_translation)
 def finished(config: TranslateConfig) -> dict[str, Any] | None:
     """The result of this config, if it was trained and its translations scored."""
     result = pretraining.finished(config)
-    if result is None or not _is_scored(config, FinishedRun(config.directory(), result)):
-        return None
-    return result
+    return result if result is not None and _is_scored(config, result) else None
 
 
-def _is_scored(config: TranslateConfig, done: FinishedRun) -> bool:
-    there = (done.directory / FILE).is_file()
-    return there and done.result.get("search") == dataclasses.asdict(config.search)
+def _is_scored(config: TranslateConfig, result: dict[str, Any]) -> bool:
+    there = (config.directory() / FILE).is_file()
+    return there and result.get("search") == dataclasses.asdict(config.search)
 
 
 def run(config: TranslateConfig, report: Callable[[str], None] = say) -> FinishedRun:
     """Train as `pretraining.run` does, then translate."""
     require_sacrebleu()
     done = pretraining.run(config, report)
-    if int(os.environ.get("RANK", "0")) or _is_scored(config, done):
+    if int(os.environ.get("RANK", "0")) or _is_scored(config, done.result):
         return done
     model = done.averaged() or done.model()
     assert isinstance(model, Transformer) and isinstance(config.data, PairsConfig)

@@ -7,8 +7,6 @@ or by name: `methods.build("s_ste", fp8="paper")`. `methods/nn/base.py` describe
 loop calls a method; the other modules of `methods/nn` hold code that methods share.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import importlib
 import pkgutil

@@ -20,8 +20,6 @@ leaves, and evaluation before that, unless `prune_evaluation`. `dense_fraction=1
 dense squared ReLU.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -50,17 +48,12 @@ class Config(base.Config):
 
     dense_fraction: share of `total_steps`, the first ones, in which nothing is pruned.
     prune_evaluation: prune in evaluation, too, as the paper does.
-    fp8: FP8 products in the steps that prune: `off`, `paper`, `hybrid`, `hopper` or
-        `hopper_delayed`, as in `methods.fst`.
+    fp8: FP8 products in the steps that prune, as in `methods.fst`.
     """
 
-    dense_fraction: float = 0.0
+    dense_fraction: float = base.number(0.0, 0, 1)
     prune_evaluation: bool = False
     fp8: str = "off"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        base.check_range(self, 0, 1, "dense_fraction")
 
 
 class FeedForward(torch.autograd.Function):
@@ -201,8 +194,7 @@ class Up(Linear):
 
 
 class Down(Linear):
-    """The second linear. `kept` (fp32 [2], no buffer) has the sums of H' and H since the last
-    reset, if `measuring`."""
+    """The second linear. `kept` (fp32 [2], no buffer): the sums of H' and H, if `measuring`."""
 
     kept: Tensor
     measuring: bool = False
@@ -224,11 +216,7 @@ class Down(Linear):
         in_fp8 = prune and not evaluates and self.fp8 is not None
         layouts = "", ""
         if prune and (in_fp8 or (self.fp8 is None and x.dtype == self.dtype)):
-            fprop, dgrad = self.products, up.products
-            layouts = (
-                fprop.layouts.fprop if fprop.fprop else "",
-                dgrad.layouts.dgrad if dgrad.dgrad else "",
-            )
+            layouts = self.products.layout("fprop"), up.products.layout("dgrad")
         measures = self.measuring and self.training
         if in_fp8 and not any(layouts):
             z = up.forward_in_fp8(x, up.precision)

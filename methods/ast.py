@@ -18,9 +18,6 @@ boolean and the paper's route is the default. The paper gives lambda(t) = alpha 
 here is lambda's final value. The KL has temperature 2 in the released code and 1 in the paper.
 """
 
-from __future__ import annotations
-
-import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, TypeVar
@@ -35,6 +32,7 @@ from .nn.linear import MaskedLinear
 from .nn.optimizer import Optimizers, each, group_of
 
 Rule = TypeVar("Rule", bound="AdamW")
+ROUTES = "decoupled_first_moment", "gradient", "decoupled"  # of the decay
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,25 +54,15 @@ class Config(distillation.Config, base.PartialConfig):
     slorb_train_x: train X as a dense matrix, instead of keeping the fixed indicator of blocks.
     """
 
-    metric: str = "magnitude"
-    calibration_sequences: int = 128
-    refresh_every: int = 10
-    alpha: float = 1e-4
-    ramp_fraction: float = 0.25
-    ramp_steps: int | None = None
-    decay_route: str = "decoupled_first_moment"
-    slorb_k: int = 0
+    metric: str = base.choice("magnitude", ("magnitude", "wanda"))
+    calibration_sequences: int = base.number(128, 1)
+    refresh_every: int = base.number(10, 0)
+    alpha: float = base.number(1e-4, 0, sr_ste.LARGEST)
+    ramp_fraction: float = base.number(0.25, 0, 1)
+    ramp_steps: int | None = base.number(None, 0)
+    decay_route: str = base.choice(ROUTES[0], ROUTES)
+    slorb_k: int = base.number(0, 0)
     slorb_train_x: bool = True
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        base.check_choice("metric", self.metric, ("magnitude", "wanda"))
-        routes = "decoupled_first_moment", "gradient", "decoupled"
-        base.check_choice("decay_route", self.decay_route, routes)
-        base.check_range(self, 1, math.inf, "calibration_sequences")
-        base.check_range(self, 0, math.inf, "refresh_every", "slorb_k", "ramp_steps")
-        base.check_range(self, 0, sr_ste.LARGEST, "alpha")
-        base.check_range(self, 0, 1, "ramp_fraction")
 
 
 class Linear(MaskedLinear):
@@ -164,9 +152,6 @@ class Method(distillation.Method):
         """Measure the input norms of the linears to be converted, for the Wanda metric.
 
         Call it before `convert`: the norms are those of the dense model and are measured only once.
-
-        Args:
-            batches: keyword arguments of the model; in a process group, equal on every rank.
         """
         found = calibration.collect(model, self.matching_linears(model), batches)
         self.input_norms = {n: (s.square_sum / s.count).sqrt() for n, s in found.items()}

@@ -22,9 +22,6 @@ permutations come from numpy's global generator, so that ranks differ, and convo
 their iterations and so search in every forward pass.
 """
 
-from __future__ import annotations
-
-import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,13 +47,8 @@ class Config(sr_ste.Decay):
     permute_every: optimizer steps between two searches. candidates: permutations per search.
     """
 
-    permute_every: int = 100
-    candidates: int = 100
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        base.check_range(self, 1, math.inf, "permute_every")
-        base.check_range(self, 1, MOST, "candidates")
+    permute_every: int = base.number(100, 1)
+    candidates: int = base.number(100, 1, MOST)
 
 
 class Linear(MaskedLinear):

@@ -25,9 +25,6 @@ and ends within about lr of zero. A small last learning rate is therefore part o
 are master weights in fp32, in which such steps are not rounded away.
 """
 
-from __future__ import annotations
-
-import math
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -53,13 +50,8 @@ class Config(distillation.Config, base.PartialConfig):
     task_weight: float = 2 / 3
     kl_weight: float = 1 / 3
     temperature: float = 1.0
-    refresh_every: int = 10
-    decay: float = 4e-7
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        base.check_range(self, 1, math.inf, "refresh_every")
-        base.check_range(self, 0, math.inf, "decay")
+    refresh_every: int = base.number(10, 1)
+    decay: float = base.number(4e-7, 0)
 
 
 class Linear(MaskedLinear):

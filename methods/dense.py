@@ -10,8 +10,6 @@ The model is not changed. On the linears that a sparse method with the same glob
 4.1).
 """
 
-from __future__ import annotations
-
 from .nn import base
 
 

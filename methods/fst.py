@@ -23,8 +23,6 @@ the training loop. Here both depend only on the number of the optimizer step. Th
 trains one step more before the dense phase.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
@@ -56,21 +54,14 @@ class Config(sr_ste.Decay):
         product here.
     """
 
-    refresh_every: int = 40
-    algorithm: str = "exact"
+    refresh_every: int = base.number(40, 1)
+    algorithm: str = base.choice("exact", ALGORITHMS)
     mvue: str = "exact"
-    dense_fraction: float = 1 / 6
-    dense_phase: str = "end"
+    dense_fraction: float = base.number(1 / 6, 0, 1)
+    dense_phase: str = base.choice("end", ("end", "start"))
     fp8: str = "off"
 
     alpha_on_gradients: ClassVar[float] = 6e-5
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        base.check_range(self, 1, math.inf, "refresh_every")
-        base.check_range(self, 0, 1, "dense_fraction")
-        base.check_choice("algorithm", self.algorithm, ALGORITHMS)
-        base.check_choice("dense_phase", self.dense_phase, ("end", "start"))
 
 
 class Linear(TransposableLinear):

@@ -16,9 +16,6 @@ paper a removed weight gets no gradient; unlike there it is also set to zero, so
 return. AST (arXiv 2407.20584, Table 1) retrains this baseline with distillation: set `kl_weight`.
 """
 
-from __future__ import annotations
-
-import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,7 +41,7 @@ class Config(distillation.Config):
     kl_weight: float = 0.0
     begin_fraction: float = 0.1
     end_fraction: float = 0.6
-    prune_every: int = 10
+    prune_every: int = base.number(10, 1)
     permute: bool = False
 
     def __post_init__(self) -> None:
@@ -54,7 +51,6 @@ class Config(distillation.Config):
                 f"begin_fraction={self.begin_fraction}, end_fraction={self.end_fraction}; they "
                 "must lie in [0, 1], in this order"
             )
-        base.check_range(self, 1, math.inf, "prune_every")
 
 
 def prune_towards24(weight: Tensor, mask: Tensor, share: float) -> Tensor:
@@ -78,8 +74,7 @@ def prune_towards24(weight: Tensor, mask: Tensor, share: float) -> Tensor:
 
 
 class Method(distillation.Method):
-    """Gradual pruning. `pruned`, from 0 to 1, is the share of the entries to remove that have been
-    removed."""
+    """Gradual pruning. `pruned`: the share, 0 to 1, of the entries to remove that are gone."""
 
     Config = Config
     Linear = one_shot.Linear

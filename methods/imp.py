@@ -13,9 +13,6 @@ the learning rate follows the run's own schedule. AST (arXiv 2407.20584, Table 1
 baseline with distillation: set `kl_weight`.
 """
 
-from __future__ import annotations
-
-import math
 from dataclasses import dataclass
 
 from . import gmp
@@ -35,14 +32,13 @@ class Config(distillation.Config):
     task_weight: float = 1.0
     kl_weight: float = 0.0
     begin_fraction: float = 0.1
-    rounds: int = 4
+    rounds: int = base.number(4, 1)
     permute: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if not 0.0 <= self.begin_fraction < 1.0:
             raise ValueError(f"begin_fraction={self.begin_fraction}; it must lie in [0, 1)")
-        base.check_range(self, 1, math.inf, "rounds")
 
 
 class Method(gmp.Method):

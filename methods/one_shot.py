@@ -19,9 +19,6 @@ ProxSparse and MaskLLM learn the masks of all layers together, with the model's 
 calibration set (nn/learnt.py has their formulas); the weights are not changed.
 """
 
-from __future__ import annotations
-
-import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -50,7 +47,6 @@ METRICS = (*SCORES, *LEARNT)
 class Config(distillation.Config, base.NMConfig, base.PartialConfig):
     """Options besides those of distillation, which is off by default.
 
-    n, m: keep n of m consecutive inputs.
     metric: the score of a weight: `magnitude` |W_ij|, `wanda` |W_ij| |X_j| (arXiv 2306.11695), or
         `sparsegpt` (arXiv 2301.00774), which also updates the kept weights; or how a mask is
         learnt: `proxsparse` (2:4 alone) or `maskllm` (m up to 8). All but the first need
@@ -67,20 +63,16 @@ class Config(distillation.Config, base.NMConfig, base.PartialConfig):
 
     task_weight: float = 1.0
     kl_weight: float = 0.0
-    metric: str = "magnitude"
-    calibration_sequences: int = 128
-    mask_steps: int | None = None
-    mask_learning_rate: float | None = None
-    penalty: float = 0.25
-    prior: str = "sparsegpt"
+    metric: str = base.choice("magnitude", METRICS)
+    calibration_sequences: int = base.number(128, 1)
+    mask_steps: int | None = base.number(None, 1)
+    mask_learning_rate: float | None = base.number(None, 0)
+    penalty: float = base.number(0.25, 0)
+    prior: str = base.choice("sparsegpt", SCORES)
     permute: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        base.check_choice("metric", self.metric, METRICS)
-        base.check_choice("prior", self.prior, SCORES)
-        base.check_range(self, 1, math.inf, "calibration_sequences", "mask_steps")
-        base.check_range(self, 0, math.inf, "mask_learning_rate", "penalty")
         if self.metric == "proxsparse" and self.pattern("") != (2, 4):
             raise ValueError(f"metric=proxsparse learns 2:4 masks, not {self.n}:{self.m}")
         if self.metric == "maskllm" and self.m > 8:
@@ -144,11 +136,7 @@ class Method(distillation.Method):
         return replace(given, changes_only_weights=True, calibration_sequences=wanted)
 
     def calibrate(self, model: nn.Module, batches: Iterable[Mapping[str, Any]]) -> None:
-        """Keep the batches for `convert`, which runs the model on them once per layer.
-
-        Args:
-            batches: keyword arguments of the model; in a process group, equal on every rank.
-        """
+        """Keep the batches for `convert`, which runs the model on them once per layer."""
         self._batches = list(batches)
 
     @torch.no_grad()

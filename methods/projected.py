@@ -15,8 +15,6 @@ torchao masks the gradient in the healing; here pruned entries are set to zero a
 which is the same for every optimizer that treats entries separately.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,16 +32,11 @@ from .nn.optimizer import StepWork
 class Config(base.NMConfig, base.PartialConfig):
     """Options of projected training.
 
-    n, m: keep n of m consecutive inputs.
     healing_fraction: share of `total_steps`, the last ones, in which the mask is frozen. torchao
         leaves it to the user; 0 = never.
     """
 
-    healing_fraction: float = 0.2
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        base.check_range(self, 0, 1, "healing_fraction")
+    healing_fraction: float = base.number(0.2, 0, 1)
 
 
 class Linear(MaskedLinear):

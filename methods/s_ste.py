@@ -16,8 +16,6 @@ The released code casts dY to fp16 before the backward products, whatever the pr
 run; here dY stays in the dtype of the run.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -57,16 +55,11 @@ class Config(base.Config):
         (nn/fp8_gemms.py). `hopper_delayed` is `hopper` with delayed scaling (nn/delayed.py).
     """
 
-    beta: str = "mse"
-    gamma: float = 0.0
+    beta: str = base.choice("mse", ("none", "keep_l1", "mse", "mse_dynamic"))
+    gamma: float = base.number(0.0, 0, 1)
     mvue: str = "exact"
     mvue_weight: bool = False
     fp8: str = "off"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        base.check_choice("beta", self.beta, ("none", "keep_l1", "mse", "mse_dynamic"))
-        base.check_range(self, 0, 1, "gamma")
 
 
 def projection_scale(weight: Tensor, projected: Tensor, recipe: str) -> Tensor:

@@ -31,8 +31,6 @@ The second half of this file provides torchao's names, for code that was written
 that prune at run time without a `Method` (`swap_linear_with_semi_sparse_linear`).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -62,31 +60,25 @@ class Config(base.Config):
         (mode activation only, see above).
     refresh_every: optimizer steps between two choices of the weight's mask.
     sparse_fraction: fraction of `total_steps` that is sparse, at the start.
-    fp8: FP8 products while weights are sparse: `off`, `paper`, `hybrid`, `hopper` or
-        `hopper_delayed`, as in `methods.fst`.
+    fp8: FP8 products while weights are sparse, as in `methods.fst`.
     """
 
-    mode: str = "weight"
-    algorithm: str = "greedy"
-    refresh_every: int = 1
-    sparse_fraction: float = 1.0
+    mode: str = base.choice("weight", ("weight", "activation"))
+    algorithm: str = base.choice("greedy", ("greedy", "exact", "rows"))
+    refresh_every: int = base.number(1, 1)
+    sparse_fraction: float = base.number(1.0, 0, 1)
     fp8: str = "off"
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        base.check_choice("mode", self.mode, ("weight", "activation"))
-        base.check_choice("algorithm", self.algorithm, ("greedy", "exact", "rows"))
         if self.mode == "activation" and self.fp8 != "off":
             raise ValueError(f"fp8={self.fp8} needs mode=weight; mode=activation has no FP8")
         if self.mode == "weight" and self.algorithm == "rows":
             raise ValueError("algorithm=rows with mode=weight is the method ste; use that")
-        base.check_range(self, 1, math.inf, "refresh_every")
-        base.check_range(self, 0, 1, "sparse_fraction")
 
 
 class ActivationLinear(SwitchedLinear):
-    """A layer that prunes its input. Its weight has no mask; the flip rate is that of a virtual
-    one."""
+    """A layer that prunes its input. Its weight has no mask; the flip rate is a virtual one's."""
 
     config: Config
 

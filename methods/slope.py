@@ -24,9 +24,6 @@ parameters never move, and the merged form omits the scale. The accuracy experim
 refresh B in every backward pass (`column_refresh=1`), the released package every 100 steps.
 """
 
-from __future__ import annotations
-
-import math
 import re
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
@@ -62,29 +59,26 @@ class Config(base.NMConfig):
     permute: as in `methods.one_shot`; for masks by magnitude.
     n, m: keep n of m consecutive weights. patterns: other N:M for some layers, as `GLOB=N:M`, of
         which the last match wins: ["transformer.h.[0-5].*=2:8"].
-    column_refresh: optimizer steps between two choices of the column mask; 0 = never after the
-        first.
+    column_refresh: optimizer steps between two choices of the column mask; 0 = only the first.
     adapter_rank: rank of the low-rank adapters; 0 = none (the paper: 0.4 to 6% of the width).
     adapter_fraction: fraction of `total_steps`, at the end, that trains them; at least one step.
-    fp8: FP8 products: `off`, `paper`, `hybrid`, `hopper` or `hopper_delayed`, as in
-        `methods.fst`, except that wgrad is a dense product. Adapters are never in FP8.
+    fp8: FP8 products as in `methods.fst`, with a dense wgrad. Adapters are never in FP8.
     """
 
     include: Any = ("*",)
     exclude: tuple[str, ...] = FIRST_LINEARS + HEADS
-    mask: str = "random"
+    mask: str = base.choice("random", ("random", "magnitude"))
     permute: bool = False
     n: int = 2
     m: int = 4
     patterns: tuple[str, ...] = ()
-    column_refresh: int = 1
-    adapter_rank: int = 0
+    column_refresh: int = base.number(1, 0)
+    adapter_rank: int = base.number(0, 0)
     adapter_fraction: float = 0.01
     fp8: str = "off"
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        base.check_choice("mask", self.mask, ("random", "magnitude"))
         if self.permute and self.mask == "random":
             raise ValueError("permute=True raises what mask=magnitude keeps, but mask=random")
         if isinstance(self.patterns, str):
@@ -93,7 +87,6 @@ class Config(base.NMConfig):
         for entry in self.patterns:
             _, n, m = parse_pattern(entry)
             base.check_pattern(n, m, f"patterns: {entry!r}")
-        base.check_range(self, 0, math.inf, "column_refresh", "adapter_rank")
         if not 0.0 < self.adapter_fraction <= 1.0:
             raise ValueError(f"adapter_fraction={self.adapter_fraction}; it must lie in (0, 1]")
         if not self.adapter_rank and self.adapter_fraction != Config.adapter_fraction:

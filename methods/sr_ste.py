@@ -18,8 +18,6 @@ of each m consecutive outputs of dY before both products of the backward pass; i
 6e-6. The paper does not say along which dim dY is pruned; `out` is the one that dgrad sums over.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -49,26 +47,23 @@ class Decay(base.Config):
     decay_on: `gradients` or `weights`.
     """
 
-    alpha: float | None = None
-    decay_on: str = "gradients"
+    alpha: float | None = base.number(None, 0, LARGEST)
+    decay_on: str = base.choice("gradients", ("gradients", "weights"))
 
     alpha_on_gradients: ClassVar[float] = 2e-4
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        base.check_choice("decay_on", self.decay_on, ("gradients", "weights"))
         if self.alpha is None:
             on_weights = self.decay_on == "weights"
             alpha = ALPHA_ON_WEIGHTS if on_weights else self.alpha_on_gradients
             object.__setattr__(self, "alpha", alpha)
-        base.check_range(self, 0, LARGEST, "alpha")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Config(Decay, base.NMConfig, base.PartialConfig):
-    """Options of SR-STE: those of the decay, and
+    """Options of SR-STE: those of the decay and of the pattern, and
 
-    n, m: keep n of m consecutive inputs.
     prune_gradient: prune dY, too, as Extended SR-STE does.
     """
 

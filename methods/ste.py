@@ -10,8 +10,6 @@ step. The model ends 2:4 sparse. It is the baseline "hard threshold" of S-STE. W
 the products are in FP8 (nn/fp8_gemms.py); only fprop is sparse.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,8 +25,7 @@ class Config(base.NMConfig, base.PartialConfig):
     """Options of STE.
 
     n, m: keep n of m consecutive inputs; patterns other than 2:4 have dense products alone.
-    fp8: FP8 products: `off`, `paper`, `hybrid`, `hopper` or `hopper_delayed`, as in
-        `methods.s_ste`.
+    fp8: FP8 products, as in `methods.s_ste`.
     """
 
     fp8: str = "off"

@@ -24,8 +24,6 @@ toolkit of FST's authors (arXiv 2404.01847); they were not checked against STEP'
 window is rounded down (999 steps for beta2 = 0.999), and phase 1 may last one step longer.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -22,8 +22,6 @@ int8 inputs, D of the unmasked weight, and at least 1e-5 for D. There Q, K and V
 a D each, as gate and up have; here a linear has one.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -41,22 +39,16 @@ LEAST = 1e-5  # of D and of a token's largest magnitude, so that zeros stay zero
 class Config(base.NMConfig):
     """Options of ternary training.
 
-    n, m: keep n of m consecutive inputs.
     sparse: False keeps all weights, for the dense ternary baseline; the model then ends dense.
     activation_bits: 8, or 0 to leave the inputs as they are.
     """
 
     sparse: bool = True
-    activation_bits: int = 8
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        base.check_choice("activation_bits", self.activation_bits, (8, 0))
+    activation_bits: int = base.choice(8, (8, 0))
 
 
 class RoundedTokens(torch.autograd.Function):
-    """x [..., in] with each token in int8 steps of its largest magnitude; its gradient is that of
-    the result."""
+    """x [..., in], each token in int8 steps of its largest magnitude; gradients pass through."""
 
     @staticmethod
     def forward(ctx, x):

@@ -6,7 +6,7 @@ Shapes: B sequences, T tokens, C = n_embd channels, H = n_head heads, V = vocab_
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, ClassVar, Self
 
 import torch
@@ -153,3 +153,49 @@ def check_length(tokens: int, block_size: int) -> None:
         raise ValueError(
             f"sequence of {tokens} tokens is longer than the model's block_size={block_size}"
         )
+
+
+def converted(
+    kind: str, theirs: Any, fields: Mapping[str, str], fixed: Mapping[str, Any], *problems: str
+) -> dict[str, Any]:
+    """The values of our config for the transformers config `theirs` of a `kind` of model. fields:
+    our fields by the names of theirs. fixed: what theirs must have. problems: further reasons to
+    refuse it. Raises a `ValueError` that names all reasons and settings that differ."""
+    different = [
+        f"{name}={getattr(theirs, name)!r} (needs {value!r})"
+        for name, value in fixed.items()
+        if getattr(theirs, name) != value
+    ]
+    if reasons := [*different, *problems]:
+        raise ValueError(f"this {kind} cannot be converted: {'; '.join(reasons)}")
+    return {ours: getattr(theirs, name) for name, ours in fields.items()}
+
+
+def check_plain(kind: str, names: Iterable[str], expected: Iterable[str]) -> None:
+    """Raise a `ValueError` if a `kind` of model has other tensors, `names`, than those `expected`,
+    as while a sparse method is attached."""
+    if extra := sorted({*names} ^ {*expected}):
+        raise ValueError(
+            f"not a plain {kind} ({extra[0]} and {len(extra) - 1} more names differ); "
+            "call the method's finalize(model) first"
+        )
+
+
+def check_as_built(kind: str, model: Any) -> None:
+    """`check_plain` of a model whose class takes its config."""
+    with torch.device("meta"):
+        check_plain(kind, model.state_dict(), type(model)(model.config).state_dict())
+
+
+def split_heads(qkv: Tensor, heads: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys and values in one [B, T, 3 C] -> each [B, H, T, C / H]."""
+    q, k, v = qkv.unflatten(-1, (3, heads, -1)).transpose(1, 3).unbind(2)
+    return q, k, v
+
+
+def residual(
+    x: Tensor, norm: nn.Module, layer: Callable[[Tensor], Tensor], pre_norm: bool
+) -> Tensor:
+    """A sub-layer with its residual sum, [..., C] -> [..., C]; its norm precedes it or follows the
+    sum."""
+    return x + layer(norm(x)) if pre_norm else norm(x + layer(x))

@@ -15,11 +15,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from models.base import Model, draw_weights
+from models.base import Model, check_as_built, converted, draw_weights
 from models.bert_encoder import EPS, TOKEN_TYPES, Bert, layer_norm
 from models.bert_encoder import SIZES as SIZES
 from models.bert_encoder import BertConfig as BertConfig
-from models.conversion import check_plain, check_settings
 
 if TYPE_CHECKING:
     from transformers import BertForMaskedLM, BertForPreTraining
@@ -124,6 +123,20 @@ _NAMES = (
     ("seq_relationship.", "cls.seq_relationship."),
 )
 _QKV = ("query", "key", "value")
+# Our fields by the names of transformers' settings, and what BERT has always there.
+_FIELDS = {
+    "num_hidden_layers": "n_layer",
+    "num_attention_heads": "n_head",
+    "hidden_size": "n_embd",
+    "vocab_size": "vocab_size",
+    "max_position_embeddings": "block_size",
+    "hidden_dropout_prob": "dropout",
+}
+_FIXED: dict[str, Any] = {
+    "hidden_act": "gelu",
+    "layer_norm_eps": EPS,
+    "type_vocab_size": TOKEN_TYPES,
+}
 _DECODER = "predictions.decoder.weight"
 
 
@@ -140,17 +153,12 @@ def _their_names(name: str) -> list[str]:
 
 @torch.no_grad()
 def from_hf(hf_model: BertForMaskedLM | BertForPreTraining) -> BertLM:
-    """Our BERT with a copy of the weights of transformers' model, in its dtype.
-
-    Raises:
-        ValueError: the model has settings that ours does not have; all of them are named.
-    """
+    """Our BERT with a copy of the weights of transformers' model, in its dtype. Raises a
+    `ValueError` if the model has settings that ours does not have; all of them are named."""
     hf, theirs = hf_model.config, hf_model.state_dict()
     required = {
         "model_type": "bert",
-        "hidden_act": "gelu",
-        "layer_norm_eps": EPS,
-        "type_vocab_size": TOKEN_TYPES,
+        **_FIXED,
         "attention_probs_dropout_prob": hf.hidden_dropout_prob,  # one dropout rate for all places
         "is_decoder": False,
         "add_cross_attention": False,
@@ -161,19 +169,10 @@ def from_hf(hf_model: BertForMaskedLM | BertForPreTraining) -> BertLM:
         problems.append(f"position_embedding_type={hf.position_embedding_type!r}")
     if "cls.predictions.transform.dense.weight" not in theirs:
         problems.append(f"{type(hf_model).__name__} has no head for masked language modelling")
-    check_settings("BERT", hf, required, problems)
-    model = BertLM(
-        BertConfig(
-            n_layer=hf.num_hidden_layers,
-            n_head=hf.num_attention_heads,
-            n_embd=hf.hidden_size,
-            n_inner=hf.intermediate_size,
-            vocab_size=hf.vocab_size,
-            block_size=hf.max_position_embeddings,
-            next_sentence="cls.seq_relationship.weight" in theirs,
-            dropout=hf.hidden_dropout_prob,
-        )
-    ).to(hf_model.dtype)
+    values = converted("BERT", hf, _FIELDS, required, *problems)
+    pairs = "cls.seq_relationship.weight" in theirs
+    config = BertConfig(**values, n_inner=hf.intermediate_size, next_sentence=pairs)
+    model = BertLM(config).to(hf_model.dtype)
     model.load_state_dict(
         {name: torch.cat([theirs[n] for n in _their_names(name)]) for name in model.state_dict()}
     )
@@ -185,9 +184,8 @@ def to_hf(model: BertLM) -> BertForMaskedLM | BertForPreTraining:
     """The transformers model with a copy of our weights, in their dtype: `BertForPreTraining` if
     there is a classifier of sentence pairs, else `BertForMaskedLM`.
 
-    Raises:
-        ValueError: the model is not of the original form, or has tensors that BERT does not have,
-            as while a sparse method is attached.
+    Raises a `ValueError` if the model is not of the original form, or has tensors that BERT does
+    not have, as while a sparse method is attached.
     """
     import transformers
 
@@ -204,22 +202,14 @@ def to_hf(model: BertLM) -> BertForMaskedLM | BertForPreTraining:
             f"transformers' BERT does not support {', '.join(other)}: only the original form "
             "can be exported"
         )
-    with torch.device("meta"):
-        check_plain("BERT", state, BertLM(config).state_dict())
+    check_as_built("BERT", model)
     kind = "BertForPreTraining" if config.next_sentence else "BertForMaskedLM"
     hf_model: Any = getattr(transformers, kind)(
         transformers.BertConfig(
-            vocab_size=config.vocab_size,
-            hidden_size=config.n_embd,
-            num_hidden_layers=config.n_layer,
-            num_attention_heads=config.n_head,
+            **{theirs: getattr(config, ours) for theirs, ours in _FIELDS.items()},
+            **_FIXED,
             intermediate_size=config.ffn_width,
-            hidden_act="gelu",
-            hidden_dropout_prob=config.dropout,
             attention_probs_dropout_prob=config.dropout,
-            max_position_embeddings=config.block_size,
-            type_vocab_size=TOKEN_TYPES,
-            layer_norm_eps=EPS,
         )
     )
     hf_model.to(state[_DECODER].dtype)

@@ -24,7 +24,9 @@ from models.base import (
     check_choice,
     check_length,
     check_multiple,
+    residual,
     sinusoids,
+    split_heads,
 )
 
 TOKEN_TYPES = 2
@@ -137,10 +139,8 @@ class SelfAttention(nn.Module):
         self.qkv = nn.Linear(config.n_embd, 3 * config.n_embd, bias=config.bias)
 
     def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
-        qkv = self.qkv(x).unflatten(-1, (3, self.n_head, -1))  # [B, T, 3, H, C/H]
-        q, k, v = qkv.transpose(1, 3).unbind(2)  # each [B, H, T, C/H]
-        dropout = self.dropout if self.training else 0.0
-        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout)
+        qkv, rate = split_heads(self.qkv(x), self.n_head), self.dropout * self.training
+        y = F.scaled_dot_product_attention(*qkv, attn_mask=mask, dropout_p=rate)
         return y.transpose(1, 2).flatten(2)
 
 
@@ -177,11 +177,8 @@ class Layer(nn.Module):
         self.norm_2 = layer_norm(config)
 
     def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
-        if self.pre_norm:
-            x = x + self.attention(self.norm_1(x), mask)
-            return x + self.mlp(self.norm_2(x))
-        x = self.norm_1(x + self.attention(x, mask))
-        return self.norm_2(x + self.mlp(x))
+        x = residual(x, self.norm_1, lambda y: self.attention(y, mask), self.pre_norm)
+        return residual(x, self.norm_2, self.mlp, self.pre_norm)
 
 
 class Pooler(nn.Module):

@@ -76,8 +76,6 @@ class DinoConfig:
     patch_rate: float = 1.0
 
     def __post_init__(self) -> None:
-        for name in ("global_scale", "local_scale"):
-            object.__setattr__(self, name, tuple(getattr(self, name)))  # omegaconf makes a list
         temperatures = "student_temperature", "teacher_temperature", "first_teacher_temperature"
         for name in ("total_steps", "prototypes", *temperatures):
             if getattr(self, name) <= 0:

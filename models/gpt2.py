@@ -22,12 +22,14 @@ from models.base import (
     Model,
     SquaredReLU,
     TextConfig,
+    check_as_built,
     check_choice,
     check_length,
     check_multiple,
+    converted,
     draw_weights,
+    split_heads,
 )
-from models.conversion import check_plain, check_settings
 
 if TYPE_CHECKING:
     from transformers import GPT2LMHeadModel
@@ -83,10 +85,8 @@ class Attention(nn.Module):
         self.resid_dropout = nn.Dropout(config.dropout)
 
     def forward(self, x: Tensor) -> Tensor:
-        qkv = self.c_attn(x).unflatten(-1, (3, self.n_head, -1))  # [B, T, 3, H, C/H]
-        q, k, v = qkv.transpose(1, 3).unbind(2)  # each [B, H, T, C/H]
-        dropout = self.dropout if self.training else 0.0
-        y = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True)
+        qkv, rate = split_heads(self.c_attn(x), self.n_head), self.dropout * self.training
+        y = F.scaled_dot_product_attention(*qkv, dropout_p=rate, is_causal=True)
         return self.resid_dropout(self.c_proj(y.transpose(1, 2).flatten(2)))
 
 
@@ -159,10 +159,8 @@ class GPT(Model):
         """Token ids [B, T] -> (logits [B, T, V] of every position, loss or None).
 
         `target` [B, T] has the ids to predict, already shifted by one; -1 is ignored. The loss is
-        the mean cross entropy in nats.
-
-        Raises:
-            ValueError: the sequence is longer than `block_size`.
+        the mean cross entropy in nats. Raises a `ValueError` if the sequence is longer than
+        `block_size`.
         """
         check_length(input.shape[1], self.config.block_size)
         logits = self.lm_head(self.transformer(input))
@@ -175,6 +173,12 @@ class GPT(Model):
 _CONV1D = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")
 _GELU_FROM_HF = {"gelu": "erf", "gelu_pytorch_tanh": "tanh", "gelu_new": "tanh", "relu2": "relu2"}
 _GELU_TO_HF = {ours: theirs for theirs, ours in _GELU_FROM_HF.items()}
+# Our fields by the names of transformers' settings; ours has one dropout rate for all places.
+_FIELDS = {
+    **{name: name for name in ("n_layer", "n_head", "n_embd", "vocab_size", "n_inner")},
+    "n_positions": "block_size",
+    "embd_pdrop": "dropout",
+}
 
 
 def _transpose_conv1d(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -218,20 +222,9 @@ def from_hf(source: GPT2LMHeadModel | str | Path) -> GPT:
     if hf.activation_function not in _GELU_FROM_HF:
         choices = ", ".join(_GELU_FROM_HF)
         problems.append(f"activation_function={hf.activation_function!r} (needs one of {choices})")
-    check_settings("GPT-2", hf, required, problems)
-    model = GPT(
-        GPTConfig(
-            n_layer=hf.n_layer,
-            n_head=hf.n_head,
-            n_embd=hf.n_embd,
-            vocab_size=hf.vocab_size,
-            block_size=hf.n_positions,
-            bias=True,
-            dropout=hf.embd_pdrop,
-            gelu=_GELU_FROM_HF[hf.activation_function],
-            n_inner=hf.n_inner,
-        )
-    ).to(hf_model.dtype)
+    values = converted("GPT-2", hf, _FIELDS, required, *problems)
+    config = GPTConfig(**values, bias=True, gelu=_GELU_FROM_HF[hf.activation_function])
+    model = GPT(config).to(hf_model.dtype)
     model.load_state_dict(_transpose_conv1d(hf_model.state_dict()))
     return model.train(hf_model.training)
 
@@ -241,29 +234,18 @@ def to_hf(model: GPT) -> GPT2LMHeadModel:
     """transformers' `GPT2LMHeadModel` with a copy of our weights, in their dtype.
 
     It always has biases, which are zeros if our model has none. Its begin and end tokens are unset,
-    because our model does not know its tokenizer.
-
-    Raises:
-        ValueError: the model has tensors that GPT-2 does not have, as while a sparse method is
-            attached.
+    because our model does not know its tokenizer. Raises a `ValueError` if the model has tensors
+    that GPT-2 does not have, as while a sparse method is attached.
     """
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    state = model.state_dict()
-    with torch.device("meta"):
-        check_plain("GPT-2", state, GPT(model.config).state_dict())
-    config = model.config
+    check_as_built("GPT-2", model)
+    state, config = model.state_dict(), model.config
     hf_model: Any = GPT2LMHeadModel(
         GPT2Config(
-            vocab_size=config.vocab_size,
-            n_positions=config.block_size,
-            n_embd=config.n_embd,
-            n_layer=config.n_layer,
-            n_head=config.n_head,
-            n_inner=config.n_inner,
+            **{theirs: getattr(config, ours) for theirs, ours in _FIELDS.items()},
             activation_function=_GELU_TO_HF[config.gelu],
             resid_pdrop=config.dropout,
-            embd_pdrop=config.dropout,
             attn_pdrop=config.dropout,
             bos_token_id=None,
             eos_token_id=None,

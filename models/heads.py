@@ -60,9 +60,30 @@ class Head(Model):
             input_ids=input, attention_mask=attention_mask, use_cache=False
         ).last_hidden_state
 
+    def forward(
+        self,
+        input: Tensor,
+        target: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        token_types: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Token ids [B, T] -> (logits, loss or None), as the class of the head says."""
+        logits = self.logits(self.hidden(input, attention_mask, token_types), attention_mask)
+        return logits, None if target is None else self.loss(logits, target)
+
+    def logits(self, hidden: Tensor, attention_mask: Tensor | None) -> Tensor:
+        """The logits of hidden states [B, T, C]."""
+        raise NotImplementedError
+
+    def loss(self, logits: Tensor, target: Tensor) -> Tensor:
+        """The mean loss, in nats if it is a cross entropy."""
+        return F.cross_entropy(logits.float(), target)
+
 
 class Classifier(Head):
-    """A classifier of sequences into `n_labels` classes, or, with `n_labels` 1, a regression.
+    """A classifier of sequences into `n_labels` classes, or, with `n_labels` 1, a regression: token
+    ids [B, T] -> logits [B, n_labels]. Targets [B] are classes (int64); with one label they are
+    numbers, and the loss is the mean squared error.
 
     With BERT it reads the first token, [CLS], through a tanh pooler, which is new if BERT was
     pre-trained without one. With causal models it reads the last token, the only one that attends
@@ -85,63 +106,36 @@ class Classifier(Head):
         self.classifier = nn.Linear(self.width, n_labels, bias=biased)
         draw_weights(self.classifier)
 
-    def forward(
-        self,
-        input: Tensor,
-        target: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        token_types: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor | None]:
-        """Token ids [B, T] -> (logits [B, n_labels], loss or None).
-
-        `target` [B] has the classes (int64), and the loss is the mean cross entropy in nats. With
-        one label it has the numbers to predict, and the loss is the mean squared error.
-        """
-        logits = self.classifier(self.dropout(self._pooled(input, attention_mask, token_types)))
-        if target is None:
-            return logits, None
-        if self.n_labels == 1:
-            return logits, F.mse_loss(logits.squeeze(-1).float(), target.float())
-        return logits, F.cross_entropy(logits.float(), target)
-
-    def _pooled(
-        self, input: Tensor, attention_mask: Tensor | None, token_types: Tensor | None
-    ) -> Tensor:
-        hidden = self.hidden(input, attention_mask, token_types)
+    def logits(self, hidden: Tensor, attention_mask: Tensor | None) -> Tensor:
         if isinstance(self.trunk, Bert):
             pooler: Any = self.trunk.pooler if self.pooler is None else self.pooler
-            return pooler(hidden)
-        if attention_mask is None:
-            return hidden[:, -1]
-        last = attention_mask.long().sum(dim=1) - 1
-        return hidden[torch.arange(len(hidden), device=hidden.device), last]
+            pooled = pooler(hidden)
+        elif attention_mask is None:
+            pooled = hidden[:, -1]
+        else:
+            last = attention_mask.long().sum(dim=1) - 1
+            pooled = hidden[torch.arange(len(hidden), device=hidden.device), last]
+        return self.classifier(self.dropout(pooled))
+
+    def loss(self, logits: Tensor, target: Tensor) -> Tensor:
+        if self.n_labels == 1:
+            return F.mse_loss(logits.squeeze(-1).float(), target.float())
+        return super().loss(logits, target)
 
 
 class SpanPredictor(Head):
     """Predicts the first and last token of the answer in each sequence, as BERT does for SQuAD
-    (Devlin et al., arXiv 1810.04805, section 4.2)."""
+    (Devlin et al., arXiv 1810.04805, section 4.2): token ids [B, T] -> logits [B, T, 2] of start
+    and end, minus infinity for padding. Targets [B, 2] are their positions, both 0 if the answer is
+    not in the sequence; the loss is the mean of the two cross entropies."""
 
     def __init__(self, pretrained: GPT | BertLM | CausalLM) -> None:
         super().__init__(pretrained)
         self.qa_outputs = nn.Linear(self.width, 2)
         draw_weights(self.qa_outputs)
 
-    def forward(
-        self,
-        input: Tensor,
-        target: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        token_types: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor | None]:
-        """Token ids [B, T] -> (logits [B, T, 2] of start and end, loss or None).
-
-        `target` [B, 2] has the positions of the first and the last token, both 0 if the answer is
-        not in the sequence. The loss is the mean of the two cross entropies in nats. The logits of
-        padding are minus infinity.
-        """
-        logits = self.qa_outputs(self.hidden(input, attention_mask, token_types)).float()
-        if attention_mask is not None:
-            logits = logits.masked_fill(~attention_mask.bool().unsqueeze(-1), float("-inf"))
-        if target is None:
-            return logits, None
-        return logits, F.cross_entropy(logits, target)
+    def logits(self, hidden: Tensor, attention_mask: Tensor | None) -> Tensor:
+        logits = self.qa_outputs(hidden).float()
+        if attention_mask is None:
+            return logits
+        return logits.masked_fill(~attention_mask.bool().unsqueeze(-1), float("-inf"))

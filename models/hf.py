@@ -20,8 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from models.base import Model, check_length
-from models.conversion import check_plain
+from models.base import Model, check_length, check_plain
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -64,19 +63,21 @@ class CausalLM(Model):
         self.block_size: int = block_size or model.config.max_position_embeddings
 
     @classmethod
-    def from_pretrained(cls, folder: str | Path, block_size: int | None = None) -> CausalLM:
-        """The model of a checkpoint in a local folder, in fp32 and without dropout.
-
-        Raises:
-            ValueError: it is not a model of one of `FAMILIES` in safetensors, or `block_size` is
-                more than the model's longest sequence.
-        """
-        from transformers import AutoModelForCausalLM
+    def from_pretrained(
+        cls, folder: str | Path, block_size: int | None = None, weights: bool = True
+    ) -> CausalLM:
+        """The model of a checkpoint in a local folder, in fp32 and without dropout; without its
+        `weights`, which are then not read, on the meta device. Raises a `ValueError` if it is not a
+        model of one of `FAMILIES` in safetensors, or `block_size` is more than the model's longest
+        sequence."""
+        from transformers import AutoModelForCausalLM as Auto
 
         config, dropout = _config(folder)
-        model = read_checkpoint(
-            AutoModelForCausalLM, folder, config=config, trust_remote_code=False
-        )
+        if weights:
+            model = read_checkpoint(Auto, folder, config=config, trust_remote_code=False)
+        else:
+            with one_line(folder), torch.device("meta"):
+                model = Auto.from_config(config, trust_remote_code=False).eval()
         longest = config.max_position_embeddings
         if block_size is not None and block_size > longest:
             raise ValueError(f"block_size={block_size}, but {folder} takes at most {longest}")
@@ -84,30 +85,12 @@ class CausalLM(Model):
         self.dropout = dropout
         return self
 
-    @classmethod
-    def shape_of(cls, folder: str | Path, block_size: int | None = None) -> CausalLM:
-        """The model that `from_pretrained` gives, on the meta device. The weights are not read.
-
-        Raises:
-            ValueError: the config is not that of a model of one of `FAMILIES`.
-        """
-        from transformers import AutoModelForCausalLM
-
-        config, dropout = _config(folder)
-        with one_line(folder), torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
-        self = cls(model.float().eval(), block_size)
-        self.dropout = dropout
-        return self
-
     def forward(self, input: Tensor, target: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
         """Token ids [B, T] -> (logits [B, T, V] of every position, loss or None).
 
         `target` [B, T] has the ids to predict, already shifted by one; -1 is ignored. The loss is
-        the mean cross entropy in nats.
-
-        Raises:
-            ValueError: the sequence is longer than `block_size`.
+        the mean cross entropy in nats. Raises a `ValueError` if the sequence is longer than
+        `block_size`.
         """
         check_length(input.shape[1], self.block_size)
         logits = self.model(input_ids=input, use_cache=False).logits
@@ -117,12 +100,9 @@ class CausalLM(Model):
 
     @torch.no_grad()
     def save_pretrained(self, folder: str | Path) -> None:
-        """Write a checkpoint in safetensors that transformers alone can load.
-
-        Raises:
-            ValueError: the model has tensors that its architecture does not have, as while a sparse
-                method is attached.
-        """
+        """Write a checkpoint in safetensors that transformers alone can load. Raises a `ValueError`
+        if the model has tensors that its architecture does not have, as while a sparse method is
+        attached."""
         state = self.model.state_dict()
         check_plain(type(self.model).__name__, state, self.names)
         for name in self.conv1d:
@@ -155,8 +135,7 @@ class ForTrainer(nn.Module):
         `labels` [B, T] are the ids themselves, which are shifted here; -100 is ignored. Padding
         must follow the text: there it does not change the result, and the mask is not needed.
 
-        Raises:
-            ValueError: the mask hides a token before a visible one.
+        Raises a `ValueError` if the mask hides a token before a visible one.
         """
         from transformers.modeling_outputs import CausalLMOutput
 
@@ -210,12 +189,9 @@ def _config(folder: str | Path) -> tuple[Any, dict[str, float]]:
 
 
 def read_checkpoint(kind: Any, folder: str | Path, **options: Any) -> Any:
-    """The model that `kind.from_pretrained` reads from the safetensors in a local folder.
-
-    Raises:
-        ValueError: the folder does not exist or has no model, or weights are missing, which
-            transformers would initialise at random.
-    """
+    """The model that `kind.from_pretrained` reads from the safetensors in a local folder. Raises a
+    `ValueError` if the folder does not exist or has no model, or weights are missing, which
+    transformers would initialise at random."""
     if not Path(folder).is_dir():
         raise ValueError(f"no causal language model in {folder}: there is no such folder")
     with one_line(folder):

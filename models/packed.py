@@ -36,14 +36,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from common_kernels import (
-    Fragments24,
-    Packed24,
-    few_tokens24,
-    fragments24,
-    lowrank_addmm,
-    pack24,
-)
+from common_kernels import Fragments24, Packed24, few_tokens24, fragments24, lowrank_addmm, pack24
 from common_kernels.decode import MOST, has_fragments, serves
 from common_kernels.matmul import fastest, library_layout, linear24, unavailable
 from common_kernels.matmul.cusparselt import Problem

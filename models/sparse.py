@@ -101,15 +101,6 @@ def parts_of(record: Mapping[str, Any]) -> tuple[str, ...]:
     return (VALUES, POSITIONS, SCALES) if record.get("quantize") else (VALUES, POSITIONS)
 
 
-def _expand(stored: Mapping[str, Tensor], record: Mapping[str, Any]) -> dict[str, Tensor]:
-    """The dense tensors of a compressed file by name."""
-    dense, parts = dict(stored), parts_of(record)
-    for name, told in record["tensors"].items():
-        if f"{name}.{VALUES}" in stored:
-            dense[name] = expanded(*(dense.pop(f"{name}.{part}") for part in parts), told=told)
-    return dense
-
-
 def expanded(
     values: Tensor, positions: Tensor, scales: Tensor | None = None, *, told: Mapping[str, Any]
 ) -> Tensor:
@@ -245,7 +236,11 @@ def load(folder: str | Path, device: torch.device | str = "cpu") -> PreTrainedMo
             f"{Path(folder) / CONFIG} names {name!r}, which is no model of transformers"
         )
     if WEIGHTS in record["files"]:
-        state = _expand(load_file(Path(folder) / WEIGHTS), record)
+        state = load_file(Path(folder) / WEIGHTS)
+        for name, told in record["tensors"].items():
+            if f"{name}.{VALUES}" in state:
+                stored = (state.pop(f"{name}.{part}") for part in parts_of(record))
+                state[name] = expanded(*stored, told=told)
     factors: dict[str, list[Any]] = {
         name: [
             (state or {}).pop(f"{name.removesuffix('weight')}{part}", None)

@@ -18,14 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from models.base import (
-    MLP,
-    Model,
-    TextConfig,
-    check_length,
-    check_multiple,
-    sinusoids,
-)
+from models.base import MLP, Model, TextConfig, check_length, check_multiple, residual, sinusoids
 
 SIZES: dict[str, dict[str, Any]] = {
     "nano": {"n_layer": 2, "n_head": 4, "n_embd": 128, "vocab_size": 384, "block_size": 64},
@@ -105,12 +98,11 @@ class EncoderLayer(nn.Module):
         self.norm_2 = nn.LayerNorm(config.n_embd)
 
     def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
-        if self.pre_norm:
-            y = self.norm_1(x)
-            x = x + self.self_attn(y, self.self_attn.keys_values(y), mask)
-            return x + self.mlp(self.norm_2(x))
-        x = self.norm_1(x + self.self_attn(x, self.self_attn.keys_values(x), mask))
-        return self.norm_2(x + self.mlp(x))
+        attend = self.self_attn
+        x = residual(
+            x, self.norm_1, lambda y: attend(y, attend.keys_values(y), mask), self.pre_norm
+        )
+        return residual(x, self.norm_2, self.mlp, self.pre_norm)
 
 
 @dataclass
@@ -153,13 +145,9 @@ class DecoderLayer(nn.Module):
         self.norm_3 = nn.LayerNorm(config.n_embd)
 
     def forward(self, x: Tensor, memory: Tensor | LayerState, mask: Tensor | None) -> Tensor:
-        if self.pre_norm:
-            x = x + self._self(self.norm_1(x), memory)
-            x = x + self._across(self.norm_2(x), memory, mask)
-            return x + self.mlp(self.norm_3(x))
-        x = self.norm_1(x + self._self(x, memory))
-        x = self.norm_2(x + self._across(x, memory, mask))
-        return self.norm_3(x + self.mlp(x))
+        x = residual(x, self.norm_1, lambda y: self._self(y, memory), self.pre_norm)
+        x = residual(x, self.norm_2, lambda y: self._across(y, memory, mask), self.pre_norm)
+        return residual(x, self.norm_3, self.mlp, self.pre_norm)
 
     def _self(self, x: Tensor, memory: Tensor | LayerState) -> Tensor:
         to = self.self_attn.keys_values(x)

@@ -18,8 +18,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from models.base import Model, Sized, SquaredReLU, check_choice, check_multiple, param_groups
-from models.conversion import check_plain, check_settings
+from models.base import (
+    Model,
+    Sized,
+    SquaredReLU,
+    check_as_built,
+    check_choice,
+    check_multiple,
+    converted,
+    param_groups,
+)
 
 if TYPE_CHECKING:
     from transformers import ViTForImageClassification, ViTModel
@@ -157,6 +165,16 @@ _FROM_HF = (
     (r"^classifier\.", "head."),
 )
 
+# Our fields by the names of transformers' settings.
+_FIELDS = {
+    "hidden_size": "width",
+    "num_hidden_layers": "depth",
+    "num_attention_heads": "heads",
+    "image_size": "image_size",
+    "patch_size": "patch_size",
+    "layer_norm_eps": "norm_eps",
+}
+
 
 def _timm_name(name: str) -> str:
     """timm's name of a tensor of transformers."""
@@ -170,10 +188,8 @@ def from_hf(hf_model: ViTForImageClassification | ViTModel) -> ViT:
     """Our ViT with a copy of the weights of transformers' model, in its dtype.
 
     A `ViTModel` becomes a ViT without classes; its pooler is left out, because the features do not
-    depend on it.
-
-    Raises:
-        ValueError: the model has settings that ours does not have; all of them are named.
+    depend on it. Raises a `ValueError` if the model has settings that ours does not have; all of
+    them are named.
     """
     hf: Any = hf_model.config
     required = {
@@ -184,19 +200,10 @@ def from_hf(hf_model: ViTForImageClassification | ViTModel) -> ViT:
         "hidden_dropout_prob": 0.0,
         "attention_probs_dropout_prob": 0.0,
     }
-    check_settings("ViT", hf, required)
-    classifier = getattr(hf_model, "classifier", None)
-    config = ViTConfig(
-        width=hf.hidden_size,
-        depth=hf.num_hidden_layers,
-        heads=hf.num_attention_heads,
-        image_size=hf.image_size,
-        patch_size=hf.patch_size,
-        n_classes=getattr(classifier, "out_features", 0),
-        mlp_ratio=hf.intermediate_size / hf.hidden_size,
-        norm_eps=hf.layer_norm_eps,
-    )
-    model = ViT(config).to(hf_model.dtype)
+    values = converted("ViT", hf, _FIELDS, required)
+    values["n_classes"] = getattr(getattr(hf_model, "classifier", None), "out_features", 0)
+    ratio = hf.intermediate_size / hf.hidden_size
+    model = ViT(ViTConfig(**values, mlp_ratio=ratio)).to(hf_model.dtype)
     state = {_timm_name(k): v for k, v in hf_model.state_dict().items() if "pooler." not in k}
     for name in [k for k in state if ".attn.q." in k]:
         parts = [state.pop(name.replace(".attn.q.", f".attn.{part}.")) for part in "qkv"]
@@ -210,33 +217,23 @@ def to_hf(model: ViT) -> ViTForImageClassification | ViTModel:
     """transformers' `ViTForImageClassification` with a copy of our weights, in their dtype.
 
     A model without classes becomes a `ViTModel`, whose first hidden state is the features.
-    Stochastic depth is lost, because transformers does not have it.
-
-    Raises:
-        ValueError: the model has layer scale or average pooling, which transformers does not have,
-            or a sparse method is attached.
+    Stochastic depth is lost, because transformers does not have it. Raises a `ValueError` if the
+    model has layer scale or average pooling, which transformers does not have, or a sparse method
+    is attached.
     """
     from transformers import ViTConfig as HFViTConfig
     from transformers import ViTForImageClassification, ViTModel
 
     config = model.config
-    with torch.device("meta"):
-        check_plain("ViT", model.state_dict(), ViT(config).state_dict())
+    check_as_built("ViT", model)
     if config.init_values is not None or config.pool != "token" or config.squared_relu:
         raise ValueError(
             f"our copy to transformers' ViT knows GELU, no layer scale and no average pooling; "
             f"this model has init_values={config.init_values}, pool={config.pool!r}, squared_relu="
             f"{config.squared_relu}; its module `vit` is timm's"
         )
-    settings: dict[str, Any] = {
-        "hidden_size": config.width,
-        "num_hidden_layers": config.depth,
-        "num_attention_heads": config.heads,
-        "intermediate_size": model.get_parameter("vit.blocks.0.mlp.fc1.bias").numel(),
-        "image_size": config.image_size,
-        "patch_size": config.patch_size,
-        "layer_norm_eps": config.norm_eps,
-    }
+    settings = {theirs: getattr(config, ours) for theirs, ours in _FIELDS.items()}
+    settings["intermediate_size"] = model.get_parameter("vit.blocks.0.mlp.fc1.bias").numel()
     hf_model: Any
     if config.n_classes:
         settings["num_labels"] = config.n_classes

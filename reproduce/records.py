@@ -145,9 +145,9 @@ def collect(
     chosen = table.tiers[tier]
     block = read_block(chosen.block, blocks)
     asked = {(run.variant, run.seed): run for run in block.runs(runs)}
-    if (source := block.source) is not None:  # the models that variants start from may be rows, too
-        name = f"{source.block.name}/{source.variant}"
-        asked |= {(name, seed): source.run(seed, runs) for seed in block.seeds}
+    for seed in block.seeds:  # the models that variants start from may be rows, too
+        if (start := block.source_run(seed, runs)) is not None:
+            asked[f"{start.block}/{start.variant}", seed] = start
     names = {run.block for run in asked.values()}
     evidence = read_evidence(committed, runs / "evidence", blocks=blocks, only=names)
     own = replace(chosen, setting=f"{block.title}. {chosen.setting}".strip(), seeds=block.seeds)

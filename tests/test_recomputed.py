@@ -233,3 +233,19 @@ def test_the_shares_of_the_width_at_three_sizes():
         (own, short), *others = (share_of_width(runs(b), name) for b in ("e7", "e6", "a"))
         assert f"{name} {own} ({others[0][0]}, {others[1][0]})" in told
         assert f"{short} (`{name}`)" in page
+
+
+def test_the_shares_of_the_width_on_english():
+    told, page = told_of("e8")
+    for name in ("sr_ste", "fst", "slope", "bi_mask", "s_ste", "ste"):
+        (own, _), (other, _) = (share_of_width(runs(b), name) for b in ("e8", "a"))
+        assert f"{name} {own} ({other})" in told
+        x = [*paired("e8", name, "dense", "val_loss").values()]
+        assert len(x) == 5
+        assert "{} {:+.4f} [{:+.4f}, {:+.4f}] (".format(name, np.mean(x), *interval(x)) in told
+    assert "phi is 0.77 for `sr_ste` and below 0.5 for `s_ste`" in page
+    means = [
+        [np.mean([r["metrics"]["val_loss"] for r in runs(b)[v].values()]) for v in runs("e8")]
+        for b in ("e8", "a")
+    ]
+    assert f"rank correlation of the losses is {stats.spearmanr(*means)[0]:.2f}" in told

@@ -1,14 +1,10 @@
 """A fused AdamW step for 2:4 sparse weights, which reads and writes each weight once: masked decay,
-update, the choice of the new mask, and the operands of the next products. All weights of one shape
-share a launch.
+update, the choice of the mask, and the next products' operands. Weights of a shape share a launch.
 
 The masks and operands equal, bit for bit, those of the separate operators (`nm_mask`,
 `transposable_mask24`, `pack24_`, `pack_both24_`) applied to the updated weights. The updated
-weights agree with `masked_decay_` followed by torch's fused AdamW up to the rounding of a few fp32
-operations.
+weights agree with `masked_decay_` followed by torch's fused AdamW up to the rounding of fp32.
 """
-
-from __future__ import annotations
 
 from collections.abc import Sequence
 

@@ -1,7 +1,5 @@
 """The fused AdamW step as a sequence of separate operators, in plain PyTorch."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -7,8 +7,6 @@ practice only gradients do). A small kernel first writes, at the end of each row
 depend on the step count, so that the large kernel needs no fp64 arithmetic.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import replace
@@ -24,14 +22,8 @@ from common_kernels.adamw.weights import Step, Weight24
 from common_kernels.launch import by_triton, cast, keep24, magnitude, pointer, table_of, vectors
 from common_kernels.masks.triton import best_place, greedy_bits, network, row_word, row_words
 from common_kernels.pack import VENDOR, Packed24
+from common_kernels.pack import tiles_triton as tiles
 from common_kernels.pack.cpu import by_library
-from common_kernels.pack.tiles_triton import (
-    columns_of,
-    parts_of,
-    store_tiles,
-    store_turned,
-    tiles_stored,
-)
 from common_kernels.pack.triton import order_of
 from common_kernels.soft_threshold.triton import shrink
 
@@ -271,9 +263,9 @@ def adamw_kernel(
             tl.store(exp_avg_sq + i, new_v, inside)
             if AMAX and not WHOLE:
                 new = tl.where(inside, new, 0.0)
-            a += (parts_of(new),)
+            a += (tiles.parts_of(new),)
             if CHOOSE == 0 and SOURCE == 1:
-                k += (parts_of(kept),)
+                k += (tiles.parts_of(kept),)
 
     if CHOOSE == 1 or SOURCE == 2:
         for r in tl.static_range(4):
@@ -315,13 +307,13 @@ def adamw_kernel(
         else:
             store_rows(dense, a, row, column, rows, columns, WHOLE)
     if PACKED:
-        pairs, nibbles = tiles_stored(a, k)
+        pairs, nibbles = tiles.tiles_stored(a, k)
         values, meta = vectors(at, 8, OPERAND), vectors(at, 11, tl.int32)
-        store_tiles(values, meta, pairs, nibbles, top, left, rows, columns, ORDER)
+        tiles.store_tiles(values, meta, pairs, nibbles, top, left, rows, columns, ORDER)
     if TRANSPOSED:
-        pairs, nibbles = tiles_stored(columns_of(a), columns_of(k))
+        pairs, nibbles = tiles.tiles_stored(tiles.columns_of(a), tiles.columns_of(k))
         values, meta = vectors(at, 9, OPERAND), vectors(at, 12, tl.int32)
-        store_turned(values, meta, pairs, nibbles, top, left, rows, columns, ORDER_T)
+        tiles.store_turned(values, meta, pairs, nibbles, top, left, rows, columns, ORDER_T)
 
 
 @triton.jit

@@ -81,8 +81,7 @@ def _form(tensor: Tensor) -> tuple[Any, ...]:
 class Rule:
     """The work of a step on a weight besides AdamW's update.
 
-    alpha: factor of the masked decay: alpha * weight is added to the gradient where the old mask is
-        False.
+    alpha: factor of the masked decay: alpha * weight is added to the gradient outside the old mask.
     choose: how to choose the mask of the updated weight: `rows` as nm_mask, `exact` or `greedy` as
         transposable_mask24. None keeps the present mask.
     source: the operand: the `whole` weight, the weight under its `mask`, or `soft`, which is
@@ -96,8 +95,7 @@ class Rule:
 
 @dataclass(frozen=True, kw_only=True)
 class Rates:
-    """AdamW's hyperparameters, as in `torch.optim.AdamW`. lr is a number or a 0-dim tensor on the
-    weights' device."""
+    """AdamW's hyperparameters, as in torch; lr: a number or a 0-dim tensor on the device."""
 
     lr: float | Tensor
     betas: tuple[float, float] = (0.9, 0.999)

@@ -175,8 +175,7 @@ def compress_kernel(
     x, values, bits, count, across, N: tl.constexpr, M: tl.constexpr, WHOLE: tl.constexpr,
     M_LEVELS: tl.constexpr, N_LEVELS: tl.constexpr, BLOCK: tl.constexpr, WIDENS: tl.constexpr,
 ):  # fmt: skip
-    """Compress groups: go from the last entry to the first and push each kept one to the front of a
-    queue of N."""
+    """From the last entry to the first, push each kept one to the front of a queue of N."""
     start = tl.program_id(0).to(tl.int64) * BLOCK
     found = group_bits(bits, start, count, across, M, WHOLE, BLOCK)
     entries = load_entries(x, start, count, M, M_LEVELS, BLOCK)
@@ -200,8 +199,7 @@ def expand_kernel(
     x, values, bits, count, across, N: tl.constexpr, M: tl.constexpr, WHOLE: tl.constexpr,
     M_LEVELS: tl.constexpr, N_LEVELS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Expand groups: go from the first entry to the last and pop a value from the front of a queue
-    of N for each kept one."""
+    """From the first entry to the last, pop each kept one from the front of a queue of N."""
     start = tl.program_id(0).to(tl.int64) * BLOCK
     found = group_bits(bits, start, count, across, M, WHOLE, BLOCK)
     kept = load_entries(values, start, count, N, N_LEVELS, BLOCK)
@@ -272,8 +270,7 @@ def double_prune_kernel(values, bits, column_bits, count, across, BLOCK: tl.cons
 
 @triton.jit
 def ranks(one, other, k):
-    """The magnitudes of a group of four as integers: 0 for a pruned entry, at least 1 for a kept
-    one."""
+    """A group's four magnitudes as integers: 0 for a pruned entry, at least 1 for a kept one."""
     one = tl.maximum(magnitude(one.to(tl.float32)), 1)
     other = tl.maximum(magnitude(other.to(tl.float32)), 1)
     has_first, has_last = k & 1 != 0, k & 8 != 0

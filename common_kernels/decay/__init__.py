@@ -19,8 +19,7 @@ def masked_decay_(
     *,
     backend: str | None = None,
 ) -> torch.Tensor:
-    """Add alpha * weight to grad in place where mask is False, and return grad. Elsewhere grad
-    keeps its bits.
+    """Add alpha * weight in place to grad where mask is False, keep its bits elsewhere; return it.
 
     The three tensors have one shape and any strides; the sum is computed in fp32 and rounded once.
     grad must not require grad unless gradients are disabled, as for torch's in-place operators.

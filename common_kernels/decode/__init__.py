@@ -102,8 +102,7 @@ def few_tokens24(
 
 
 def serves(device: torch.device) -> bool:
-    """True if the sparse units of this device can be used: those of NVIDIA from compute capability
-    8.0 on."""
+    """True if this device's sparse units can be used: NVIDIA's from compute capability 8.0 on."""
     nvidia = device.type == "cuda" and torch.version.hip is None
     return nvidia and torch.cuda.get_device_capability(device) >= (8, 0)
 

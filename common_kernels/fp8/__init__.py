@@ -42,8 +42,7 @@ _quantize_fp8 = operator_of(
 
 
 def fake_fp8(x: torch.Tensor, fmt: str, *, backend: str | None = None) -> torch.Tensor:
-    """x quantised to FP8 and back: codes / scale of `quantize_fp8`, in x's shape, dtype and
-    strides.
+    """x quantised to FP8 and back: codes / scale of `quantize_fp8`, of x's shape, dtype, strides.
 
     No gradient is defined; the caller supplies a straight-through rule.
     """

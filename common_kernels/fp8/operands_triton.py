@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from common_kernels.fp8.cpu import FORMATS
-from common_kernels.fp8.triton import coded, constants, largest, scale_from
+from common_kernels.fp8.triton import coded, largest, scale_from
 from common_kernels.launch import INTERPRETED, cast, launch, magnitude
 from common_kernels.mvue.triton import philox, sample_stored, uniform
 from common_kernels.pack.triton import new_buffer, order_of, split, store_meta
@@ -35,30 +35,29 @@ def quantize_both(
             quantize_both_kernel, padded // TILE * triton.cdiv(columns, TILE), x.device,
             x, codes, transposed, bits, *scales,
             scales[0] if seen is None else seen.view(torch.int32), rows, columns, padded,
-            *constants(fmt), *constants(fmt_transposed), OWN=own, TRANSPOSED=other,
+            FMT=fmt, FMT_T=fmt_transposed, OWN=own, TRANSPOSED=other,
             SEEN=seen is not None, TILE=TILE,
         )  # fmt: skip
     return codes, transposed, *scales
 
 
 @triton.jit
-def encode(y, TOP: tl.constexpr, SMALLEST: tl.constexpr, LIFT: tl.constexpr):
+def encode(y, FMT: tl.constexpr):
     """Scaled numbers as the codes that a cast makes of them, in fp32.
 
     Only the interpreter rounds here: a GPU's cast to FP8 rounds to nearest even and saturates.
     """
-    return coded(y, TOP, SMALLEST, LIFT) if INTERPRETED else y
+    return coded(y, FMT) if INTERPRETED else y
 
 
 @triton.jit
 def quantize_both_kernel(
     x, codes, transposed, amax, own_scale, other_scale, seen, rows, columns, padded,
-    TOP: tl.constexpr, SMALLEST: tl.constexpr, LIFT: tl.constexpr,
-    TOP_T: tl.constexpr, SMALLEST_T: tl.constexpr, LIFT_T: tl.constexpr,
-    OWN: tl.constexpr, TRANSPOSED: tl.constexpr, SEEN: tl.constexpr, TILE: tl.constexpr,
+    FMT: tl.constexpr, FMT_T: tl.constexpr, OWN: tl.constexpr, TRANSPOSED: tl.constexpr,
+    SEEN: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     bits = tl.load(amax)
-    scale, scale_t = scale_from(bits, TOP), scale_from(bits, TOP_T)
+    scale, scale_t = scale_from(bits, FMT), scale_from(bits, FMT_T)
     if tl.program_id(0) == 0:
         tl.store(own_scale, scale)
         tl.store(other_scale, scale_t)
@@ -71,10 +70,10 @@ def quantize_both_kernel(
     if SEEN:
         tl.atomic_max(seen, tl.max(magnitude(values)))
     if OWN:
-        code = encode(values * scale, TOP, SMALLEST, LIFT)
+        code = encode(values * scale, FMT)
         tl.store(codes + at, code.to(codes.dtype.element_ty), mask=inside)
     if TRANSPOSED:
-        code = tl.trans(encode(values * scale_t, TOP_T, SMALLEST_T, LIFT_T))
+        code = tl.trans(encode(values * scale_t, FMT_T))
         at = c[:, None] * padded + r[None, :]
         tl.store(transposed + at, code.to(transposed.dtype.element_ty), mask=(c < columns)[:, None])
 
@@ -100,7 +99,7 @@ def quantize_and_sample(
         dy, key, stride, codes, *split(buffer, out * padded, codes.dtype),
         largest(dy) if amax is None else amax.view(torch.int32), scale,
         scale if seen is None else seen.view(torch.int32), tokens, padded, out,
-        *constants(fmt), SEEN=seen is not None, ORDER=order_of(layout, codes.dtype),
+        FMT=fmt, SEEN=seen is not None, ORDER=order_of(layout, codes.dtype),
     )  # fmt: skip
     return codes, buffer, scale
 
@@ -108,11 +107,10 @@ def quantize_and_sample(
 @triton.jit
 def quantize_and_sample_kernel(
     dy, key, stride, codes, values, meta, amax, scale, seen, tokens, padded, out,
-    TOP: tl.constexpr, SMALLEST: tl.constexpr, LIFT: tl.constexpr, SEEN: tl.constexpr,
-    ORDER: tl.constexpr,
+    FMT: tl.constexpr, SEEN: tl.constexpr, ORDER: tl.constexpr,
 ):  # fmt: skip
     """Sample 64 tokens (16 groups) of 64 features, as pack.sample_triton does, and write codes."""
-    s = scale_from(tl.load(amax), TOP)
+    s = scale_from(tl.load(amax), FMT)
     if tl.program_id(0) == 0:
         tl.store(scale, s)
     seed, offset = tl.load(key), tl.load(key + 1) * stride
@@ -121,10 +119,10 @@ def quantize_and_sample_kernel(
     feature = (tl.program_id(0) % across).to(tl.int64) * 64
     group = token // 4 + tl.arange(0, 16)[:, None]
     column = feature + tl.arange(0, 64)[None, :]
-    x0 = load_and_encode(dy, codes, 4 * group, column, tokens, out, s, TOP, SMALLEST, LIFT)
-    x1 = load_and_encode(dy, codes, 4 * group + 1, column, tokens, out, s, TOP, SMALLEST, LIFT)
-    x2 = load_and_encode(dy, codes, 4 * group + 2, column, tokens, out, s, TOP, SMALLEST, LIFT)
-    x3 = load_and_encode(dy, codes, 4 * group + 3, column, tokens, out, s, TOP, SMALLEST, LIFT)
+    x0 = load_and_encode(dy, codes, 4 * group, column, tokens, out, s, FMT)
+    x1 = load_and_encode(dy, codes, 4 * group + 1, column, tokens, out, s, FMT)
+    x2 = load_and_encode(dy, codes, 4 * group + 2, column, tokens, out, s, FMT)
+    x3 = load_and_encode(dy, codes, 4 * group + 3, column, tokens, out, s, FMT)
     if SEEN:
         bits = tl.maximum(
             tl.maximum(magnitude(x0), magnitude(x1)), tl.maximum(magnitude(x2), magnitude(x3))
@@ -135,7 +133,7 @@ def quantize_and_sample_kernel(
     w0, w1, w2, w3 = philox(seed, counters)
     bits = tl.reshape(tl.join(tl.join(w0, w2), tl.join(w1, w3)), [16, 64])
     one, other, nibbles = sample_stored(x0, x1, x2, x3, uniform(bits))
-    pairs = encode(tl.join(one, other) * (0.5 * s), TOP, SMALLEST, LIFT)
+    pairs = encode(tl.join(one, other) * (0.5 * s), FMT)
     place = token // 2 + tl.arange(0, 32)[None, :]
     row = (feature + tl.arange(0, 64)[:, None]) * (padded // 2)
     pairs = tl.reshape(tl.permute(pairs, 1, 0, 2), [64, 32])
@@ -144,13 +142,10 @@ def quantize_and_sample_kernel(
 
 
 @triton.jit
-def load_and_encode(
-    dy, codes, row, column, tokens, out, s,
-    TOP: tl.constexpr, SMALLEST: tl.constexpr, LIFT: tl.constexpr,
-):  # fmt: skip
+def load_and_encode(dy, codes, row, column, tokens, out, s, FMT: tl.constexpr):
     at, inside = row * out + column, (row < tokens) & (column < out)
     x = tl.load(dy + at, mask=inside, other=0).to(tl.float32)
-    code = encode(x * s, TOP, SMALLEST, LIFT)
+    code = encode(x * s, FMT)
     tl.store(codes + at, code.to(codes.dtype.element_ty), mask=inside)
     return x
 

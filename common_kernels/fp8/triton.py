@@ -1,8 +1,6 @@
 """Per-tensor FP8 quantisation in Triton, bit for bit that of cpu.py. x is read once for its largest
 magnitude and once for the codes."""
 
-import functools
-
 import torch
 import triton
 import triton.language as tl
@@ -60,20 +58,18 @@ def run(
         fp8_kernel, triton.cdiv(x.numel(), BLOCK), x.device,
         x, out, layout.in_memory_order(codes) if kept else out, bits, scales,
         bits if seen is None else seen.view(torch.int32), x.numel(),
-        *constants(fmt), *constants(kept or fmt), FAKE=fake, KEPT=kept != "",
+        FMT=fmt, FMT_K=kept or fmt, FAKE=fake, KEPT=kept != "",
         SEEN=seen is not None, BLOCK=BLOCK,
     )  # fmt: skip
     return scales
 
 
-@functools.cache
-def constants(fmt: str) -> tuple[float, int, int]:
+@triton.constexpr_function
+def constants(fmt):
     """The format's largest code, the bits of its smallest normal number, and the integer that
     `rounded` adds to the bits of a power of two to get the rounding constant."""
-    info = torch.finfo(FORMATS[fmt])
-    mantissa = {"e4m3": 3, "e5m2": 2}[fmt]
-    smallest = torch.tensor(info.smallest_normal).view(torch.int32).item()
-    return info.max, int(smallest), (23 - mantissa << 23) + (1 << 22)
+    top, exponent, mantissa = {"e4m3": (448.0, -6, 3), "e5m2": (57344.0, -14, 2)}[fmt]
+    return top, 127 + exponent << 23, (23 - mantissa << 23) + (1 << 22)
 
 
 def largest(x: torch.Tensor) -> torch.Tensor:
@@ -87,8 +83,7 @@ def largest(x: torch.Tensor) -> torch.Tensor:
 
 @triton.jit
 def amax_kernel(x, amax, size, BLOCK: tl.constexpr):
-    """Raise `amax` to the largest magnitude, as fp32 bits: they rank as the magnitudes do, NaN
-    highest."""
+    """Raise `amax` to the largest magnitude, as fp32 bits, which rank alike, NaN highest."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     bits = magnitude(tl.load(x + at, mask=at < size, other=0).to(tl.float32))
     tl.atomic_max(amax, tl.max(bits, 0))
@@ -97,12 +92,11 @@ def amax_kernel(x, amax, size, BLOCK: tl.constexpr):
 @triton.jit
 def fp8_kernel(
     x, out, codes, amax, scales, seen, size,
-    TOP: tl.constexpr, SMALLEST: tl.constexpr, LIFT: tl.constexpr,
-    TOP_K: tl.constexpr, SMALLEST_K: tl.constexpr, LIFT_K: tl.constexpr,
-    FAKE: tl.constexpr, KEPT: tl.constexpr, SEEN: tl.constexpr, BLOCK: tl.constexpr,
+    FMT: tl.constexpr, FMT_K: tl.constexpr, FAKE: tl.constexpr, KEPT: tl.constexpr,
+    SEEN: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     bits = tl.load(amax)
-    s, s_k = scale_from(bits, TOP), scale_from(bits, TOP_K)
+    s, s_k = scale_from(bits, FMT), scale_from(bits, FMT_K)
     if tl.program_id(0) == 0:
         tl.store(scales, s)
         tl.store(scales + 1, s_k)
@@ -110,42 +104,41 @@ def fp8_kernel(
     a = tl.load(x + at, mask=at < size, other=0).to(tl.float32)
     if SEEN:
         tl.atomic_max(seen, tl.max(magnitude(a), 0))
-    if FAKE:
-        y = tl.div_rn(rounded(a * s, TOP, SMALLEST, LIFT), s)
-    else:
-        y = coded(a * s, TOP, SMALLEST, LIFT)
+    y = tl.div_rn(rounded(a * s, FMT), s) if FAKE else coded(a * s, FMT)
     tl.store(out + at, cast(y, out.dtype.element_ty), mask=at < size)
     if KEPT:
-        y = coded(a * s_k, TOP_K, SMALLEST_K, LIFT_K)
+        y = coded(a * s_k, FMT_K)
         tl.store(codes + at, cast(y, codes.dtype.element_ty), mask=at < size)
 
 
 @triton.jit
-def scale_from(bits, TOP: tl.constexpr):
+def scale_from(bits, FMT: tl.constexpr):
     """Largest code / amax, clamped to the largest fp32 number."""
     amax = bits.to(tl.float32, bitcast=True)
+    top: tl.constexpr = constants(FMT)[0]
     largest: tl.constexpr = 3.4028234663852886e38
     return tl.minimum(
-        tl.div_rn(tl.full([], TOP, tl.float32), amax), largest, propagate_nan=tl.PropagateNan.ALL
+        tl.div_rn(tl.full([], top, tl.float32), amax), largest, propagate_nan=tl.PropagateNan.ALL
     )
 
 
 @triton.jit
-def coded(y, TOP: tl.constexpr, SMALLEST: tl.constexpr, LIFT: tl.constexpr):
+def coded(y, FMT: tl.constexpr):
     """y rounded as by `rounded`; a negative number that rounds to zero is -0.0."""
     sign = y.to(tl.int32, bitcast=True) & -2147483648
-    code = rounded(y, TOP, SMALLEST, LIFT).to(tl.int32, bitcast=True)
+    code = rounded(y, FMT).to(tl.int32, bitcast=True)
     if INTERPRETED:  # its cast makes a NaN's mantissa, rounded to three or two bits, the code's
-        nan = 0x7FF00000 if TOP == 448 else 0x7FE00000
+        nan = 0x7FF00000 if FMT == "e4m3" else 0x7FE00000
         code = tl.where((code & 0x7FFFFFFF) > 0x7F800000, nan, code)
     return (code | sign).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def rounded(y, TOP: tl.constexpr, SMALLEST: tl.constexpr, LIFT: tl.constexpr):
+def rounded(y, FMT: tl.constexpr):
     """y rounded to the nearest number of the format, in fp32, as cpu.fake_fp8 does."""
-    y = tl.minimum(y, TOP, propagate_nan=tl.PropagateNan.ALL)
-    y = tl.maximum(y, -TOP, propagate_nan=tl.PropagateNan.ALL)
-    exponent = tl.maximum(y.to(tl.int32, bitcast=True) & 0x7F800000, SMALLEST)
-    magic = (exponent + LIFT).to(tl.float32, bitcast=True)
+    top: tl.constexpr = constants(FMT)[0]
+    y = tl.minimum(y, top, propagate_nan=tl.PropagateNan.ALL)
+    y = tl.maximum(y, -top, propagate_nan=tl.PropagateNan.ALL)
+    exponent = tl.maximum(y.to(tl.int32, bitcast=True) & 0x7F800000, constants(FMT)[1])
+    magic = (exponent + constants(FMT)[2]).to(tl.float32, bitcast=True)
     return (y + magic) - magic

@@ -129,7 +129,10 @@ def _quantize24_(
     if backend == "triton":
         from common_kernels.fp8 import weights_triton
 
-        weights_triton.quantize24_(kinds, own, other, scales, w, mask, beta, amax)
+        kind, given = ("whole", (w,)) if mask is None else ("mask", (w, mask))
+        if beta is not None:
+            kind, given = "soft", (w, beta)
+        weights_triton.write(kinds, (own, other), scales, kind, given, amax)
         return
     fmt, layout, other_fmt, other_layout = kinds.split()
     if beta is not None:
@@ -175,8 +178,8 @@ def _quantize_compressed24_(
     if backend == "triton":
         from common_kernels.fp8 import weights_triton
 
-        given = scales, values, row_mask, column_mask
-        weights_triton.quantize_compressed24_(kinds, own, other, *given)
+        given = values, row_mask, column_mask
+        weights_triton.write(kinds, (own, other), scales, "bits", given)
         return
     fmt, layout, other_fmt, other_layout = kinds.split()
     kept = unpack_mask(column_mask, values.shape[1])

@@ -2,126 +2,65 @@
 """FP8 codes of a weight and of its transpose in Triton, in one read of the weight, bit for bit
 equal to the PyTorch path of weights.py."""
 
-from __future__ import annotations
-
-from typing import NamedTuple
+from collections.abc import Sequence
 
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from common_kernels.fp8.cpu import FORMATS
 from common_kernels.fp8.operands_triton import encode
-from common_kernels.fp8.triton import constants, scale_from
+from common_kernels.fp8.triton import scale_from
 from common_kernels.launch import cast, keep24, launch, load_groups, magnitude
-from common_kernels.pack.tiles_triton import (
-    columns_of,
-    load_row,
-    stack,
-    store_tiles,
-    store_turned,
-    tiles_stored,
-)
+from common_kernels.pack import tiles_triton as tiles
 from common_kernels.pack.triton import bools, order_of, split
 from common_kernels.soft_threshold.triton import less, threshold
 
 TILE = 64
 BLOCK = 2048  # entries in a program of weight_amax_kernel
 # How a weight is given: without a mask, under bools, compressed, or to be projected.
-WHOLE, MASK, BITS, SOFT = 0, 1, 2, 3
+KINDS = {"whole": 0, "mask": 1, "bits": 2, "soft": 3}
 
 
-class Target(NamedTuple):
-    """The destination of codes: the values and metadata of a packed matrix, or a dense matrix,
-    which is row-major or, as the second of two, the transpose of a row-major one."""
+def write(
+    kinds: str, codes: Sequence[Tensor], scales: Tensor, kind: str, given: Sequence[Tensor],
+    amax: Tensor | None = None,
+) -> None:  # fmt: skip
+    """Write the codes of a row-major weight [64 a, 64 b] and of its transpose into both `codes`:
+    packed buffers, or dense matrices that are row-major or the transpose of a row-major one.
 
-    out: torch.Tensor
-    fmt: str
-    meta: torch.Tensor
-    order: str = ""  # of the metadata; empty if the matrix is dense
-
-    @property
-    def form(self) -> int:
-        """1: packed, 2: dense row-major, 3: dense, the transpose of a row-major matrix; 0 stands
-        for one that is not written."""
-        return 1 if self.order else 2 if self.out.is_contiguous() else 3
-
-
-def target(out: torch.Tensor, fmt: str, layout: str, entries: int) -> Target:
-    """The target of codes in a format: `out` is a packed buffer (uint8) or dense."""
-    if out.dtype != torch.uint8:
-        return Target(out, fmt, out)
-    values, meta = split(out, entries, FORMATS[fmt])
-    return Target(values, fmt, meta, order_of(layout, values.dtype))
-
-
-def quantize24_(
-    kinds: str,
-    own: torch.Tensor,
-    other: torch.Tensor,
-    scales: torch.Tensor,
-    w: torch.Tensor,
-    mask: torch.Tensor | None,
-    beta: torch.Tensor | None,
-    amax: torch.Tensor | None,
-) -> None:
-    """weights.quantize24_ for row-major w [64 a, 64 b] and mask."""
-    masked, kind = (w, WHOLE) if mask is None else (mask.view(torch.uint8), MASK)
-    if beta is not None:
-        masked, kind = beta, SOFT
-    bits = largest(w, masked, kind, ()) if amax is None else amax.view(torch.int32)
-    start(kinds, own, other, scales, (w, masked, w), bits.expand(2), w.shape, kind)
-
-
-def quantize_compressed24_(
-    kinds: str,
-    own: torch.Tensor,
-    other: torch.Tensor,
-    scales: torch.Tensor,
-    values: torch.Tensor,
-    row_mask: torch.Tensor,
-    column_mask: torch.Tensor,
-) -> None:
-    """weights.quantize_compressed24_ for a row-major 2:4 weight [64 a, 64 b] and masks."""
-    amax = largest(values, column_mask, BITS, (2,))
-    shape = values.shape[0], 2 * values.shape[1]
-    start(kinds, own, other, scales, (values, row_mask, column_mask), amax, shape, BITS)
-
-
-def largest(x: torch.Tensor, mask: torch.Tensor, kind: int, shape: tuple[int, ...]) -> torch.Tensor:
-    """The bits of the largest magnitudes, int32 of a shape."""
-    amax = torch.zeros(shape, dtype=torch.int32, device=x.device)
-    launch(
-        weight_amax_kernel, triton.cdiv(x.numel(), BLOCK), x.device,
-        x, mask, amax, x.numel(), KIND=kind, BLOCK=BLOCK,
-    )  # fmt: skip
-    return amax
-
-
-def start(
-    kinds: str,
-    own: torch.Tensor,
-    other: torch.Tensor,
-    scales: torch.Tensor,
-    given: tuple[torch.Tensor, ...],
-    amax: torch.Tensor,
-    shape: tuple[int, int],
-    kind: int,
-) -> None:
-    words, (rows, columns) = kinds.split(), shape
-    first = target(own, *words[:2], rows * columns)
-    second = target(other, *words[2:], rows * columns)
-    parts = [(first.form, second.form)]
-    if parts == [(2, 2)] and first.fmt == second.fmt:
+    kinds: the format and the layout of each. given, by `kind`: the weight for `whole`, with its
+    mask for `mask`, with beta for `soft`; values, row mask and column mask for `bits`.
+    """
+    x, mask, column_mask = (*given, given[0], given[0])[:3]
+    mask = mask.view(torch.uint8) if mask.dtype == torch.bool else mask
+    rows, columns = x.shape[0], x.shape[1] * (2 if kind == "bits" else 1)
+    if amax is None:
+        amax = torch.zeros(2 if kind == "bits" else 1, dtype=torch.int32, device=x.device)
+        launch(
+            weight_amax_kernel, triton.cdiv(x.numel(), BLOCK), x.device,
+            x, column_mask if kind == "bits" else mask, amax, x.numel(),
+            KIND=KINDS[kind], BLOCK=BLOCK,
+        )  # fmt: skip
+    bits, words, targets = amax.view(torch.int32).view(-1), kinds.split(), []
+    for out, fmt, layout in zip(codes, words[::2], words[1::2], strict=True):
+        if out.dtype == torch.uint8:
+            values, meta = split(out, rows * columns, FORMATS[fmt])
+            targets.append((values, meta, 1, order_of(layout, values.dtype)))
+        else:
+            targets.append((out, out, 2 if out.is_contiguous() else 3, ""))
+    (own, meta, form, order), (other, meta_t, form_t, order_t) = targets
+    parts = [(form, form_t)]
+    if parts == [(2, 2)] and words[0] == words[2]:
         # Two launches: in one, Triton 3.6 drops some of the stores.
         parts = [(2, 0), (0, 2)]
     for form, form_t in parts:
         launch(
             quantize24_kernel, rows // TILE * (columns // TILE), scales.device,
-            *given, amax[:1], amax[1:], scales, first.out, first.meta, second.out, second.meta,
-            rows, columns, *constants(first.fmt), *constants(second.fmt),
-            KIND=kind, OWN=form, OTHER=form_t, ORDER=first.order, ORDER_T=second.order,
-            num_warps=8,
+            x, mask, column_mask, bits[:1], bits[-1:], scales, own, meta, other, meta_t,
+            rows, columns, FMT=words[0], FMT_T=words[2], KIND=KINDS[kind], OWN=form, OTHER=form_t,
+            ORDER=order, ORDER_T=order_t, num_warps=8,
         )  # fmt: skip
 
 
@@ -190,13 +129,12 @@ def expanded(one, other, places, keeps_one, keeps_other):
 @triton.jit
 def quantize24_kernel(
     x, mask, column_mask, amax, amax_t, scales, own, meta, other, meta_t, rows, columns,
-    TOP: tl.constexpr, SMALLEST: tl.constexpr, LIFT: tl.constexpr,
-    TOP_T: tl.constexpr, SMALLEST_T: tl.constexpr, LIFT_T: tl.constexpr,
-    KIND: tl.constexpr, OWN: tl.constexpr, OTHER: tl.constexpr,
-    ORDER: tl.constexpr, ORDER_T: tl.constexpr,
+    FMT: tl.constexpr, FMT_T: tl.constexpr, KIND: tl.constexpr, OWN: tl.constexpr,
+    OTHER: tl.constexpr, ORDER: tl.constexpr, ORDER_T: tl.constexpr,
 ):  # fmt: skip
-    """Write the codes of a 64 x 64 block: 16 x 16 tiles of 4 x 4. OWN, OTHER: see `start`."""
-    s, s_t = scale_from(tl.load(amax), TOP), scale_from(tl.load(amax_t), TOP_T)
+    """Write the codes of a 64 x 64 block: 16 x 16 tiles of 4 x 4. OWN, OTHER: 1 for a packed
+    matrix, 2 for a row-major one, 3 for the transpose of one, 0 for one that is not written."""
+    s, s_t = scale_from(tl.load(amax), FMT), scale_from(tl.load(amax_t), FMT_T)
     if tl.program_id(0) == 0:
         tl.store(scales, s)
         tl.store(scales + 1, s_t)
@@ -212,11 +150,11 @@ def quantize24_kernel(
             )
             row, kept = expanded(one, two, places, keeps_one, keeps_two)
         else:
-            row = load_row(x, top + i, columns, left)
+            row = tiles.load_row(x, top + i, columns, left)
             true = tl.full([256], True, tl.int1)
             kept = true, true, true, true
             if KIND == 1:
-                kept = bools(load_row(mask, top + i, columns, left))
+                kept = bools(tiles.load_row(mask, top + i, columns, left))
             places = kept
             if KIND == 3:
                 r0, r1, r2, r3 = row
@@ -227,30 +165,30 @@ def quantize24_kernel(
         k += (places,)
         b += (kept,)
     if OWN == 1:
-        pairs, nibbles = tiles_stored(a, k)
-        pairs = codes_of(pairs, s, TOP, SMALLEST, LIFT)
-        store_tiles(own, meta, pairs, nibbles, top, left, rows, columns, ORDER)
+        pairs, nibbles = tiles.tiles_stored(a, k)
+        pairs = codes_of(pairs, s, FMT)
+        tiles.store_tiles(own, meta, pairs, nibbles, top, left, rows, columns, ORDER)
     if OWN == 2:
-        quads = codes_of(fours(a, k), s, TOP, SMALLEST, LIFT)
-        store_dense(own, tl.permute(stack(quads), 0, 3, 1, 2), top, left, columns)
+        quads = codes_of(fours(a, k), s, FMT)
+        store_dense(own, tl.permute(tiles.stack(quads), 0, 3, 1, 2), top, left, columns)
     if OTHER == 1:
-        pairs, nibbles = tiles_stored(columns_of(a), columns_of(b))
-        pairs = codes_of(pairs, s_t, TOP_T, SMALLEST_T, LIFT_T)
-        store_turned(other, meta_t, pairs, nibbles, top, left, rows, columns, ORDER_T)
+        pairs, nibbles = tiles.tiles_stored(tiles.columns_of(a), tiles.columns_of(b))
+        pairs = codes_of(pairs, s_t, FMT_T)
+        tiles.store_turned(other, meta_t, pairs, nibbles, top, left, rows, columns, ORDER_T)
     if OTHER == 2 or OTHER == 3:
-        quads = codes_of(fours(a, b), s_t, TOP_T, SMALLEST_T, LIFT_T)
+        quads = codes_of(fours(a, b), s_t, FMT_T)
         if OTHER == 3:
-            store_dense(other, tl.permute(stack(quads), 0, 3, 1, 2), top, left, columns)
+            store_dense(other, tl.permute(tiles.stack(quads), 0, 3, 1, 2), top, left, columns)
         else:
-            store_dense(other, tl.permute(stack(quads), 1, 2, 0, 3), left, top, rows)
+            store_dense(other, tl.permute(tiles.stack(quads), 1, 2, 0, 3), left, top, rows)
 
 
 @triton.jit
-def codes_of(rows, scale, TOP: tl.constexpr, SMALLEST: tl.constexpr, LIFT: tl.constexpr):
+def codes_of(rows, scale, FMT: tl.constexpr):
     """The codes of four tensors, times their scale."""
     codes = ()
     for i in tl.static_range(4):
-        codes += (encode(rows[i] * scale, TOP, SMALLEST, LIFT),)
+        codes += (encode(rows[i] * scale, FMT),)
     return codes
 
 
@@ -268,7 +206,6 @@ def fours(rows, kept):
 
 @triton.jit
 def store_dense(out, quads, top, left, columns):
-    """Store a 64 x 64 block at (top, left). `quads` may have any dims; its entries are in row-major
-    order."""
+    """Store a 64 x 64 block at (top, left), from entries of any dims in row-major order."""
     at = (top + tl.arange(0, 64)[:, None]) * columns + left + tl.arange(0, 64)[None, :]
     tl.store(out + at, tl.reshape(quads, [64, 64]).to(out.dtype.element_ty))

@@ -22,8 +22,7 @@ def lowrank_addmm(
     *,
     backend: str | None = None,
 ) -> torch.Tensor:
-    """y1 [..., out] + scale * (y2 [..., rank] @ r [rank, out]) + bias [out], as a new contiguous
-    tensor.
+    """y1 [..., out] + scale * (y2 [..., rank] @ r [rank, out]) + bias [out], new and contiguous.
 
     It is accumulated in fp32, rounded once, to y1's dtype, and differentiable. The operands may
     have any float dtype and any strides; usually y1 and y2 are slices of one tensor.

@@ -1,8 +1,7 @@
 """Hard masks: N:M along one dim, 2:4 along both dims of a tile, and measures of masks.
 
 The lower index wins a tie. Magnitudes are ranked by their bit pattern, NaN above Inf above every
-finite number. So exactly n of m entries are kept whatever the input holds, and a NaN is kept rather
-than hidden.
+finite number. So exactly n of m entries are kept whatever the input holds, and a NaN is not hidden.
 """
 
 import torch

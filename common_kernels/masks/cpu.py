@@ -18,8 +18,7 @@ def magnitude_bits(x: torch.Tensor) -> torch.Tensor:
 
 
 def nm_mask(x: torch.Tensor, n: int, m: int, dim: int) -> torch.Tensor:
-    """An entry is kept if it wins at least m-n of its m-1 pairwise comparisons in its group; the
-    lower index wins a tie."""
+    """Keep what wins at least m-n of m-1 comparisons in its group; the lower index wins a tie."""
     groups = magnitude_bits(x).unflatten(dim, (-1, m)).transpose(0, dim + 1).contiguous()
     wins = torch.zeros_like(groups, dtype=torch.int8)
     for d in range(1, m):
@@ -87,8 +86,7 @@ def fitting_halves(device: torch.device) -> list[tuple[torch.Tensor, torch.Tenso
 
 @functools.cache
 def four_rows() -> torch.Tensor:
-    """All tiles whose four rows keep two entries each, in lexicographic order of their PAIRS: bool
-    [1296, 4, 4]."""
+    """All tiles with two entries in a row, in lexicographic order of PAIRS: bool [1296, 4, 4]."""
     rows = torch.zeros(6, 4, dtype=torch.bool).scatter_(1, torch.tensor(PAIRS), True)
     return rows[torch.cartesian_prod(*4 * [torch.arange(6)])]
 
@@ -111,8 +109,7 @@ def two_approx(tiles: torch.Tensor) -> torch.Tensor:
 
 
 def scan(tiles: torch.Tensor, largest_first: bool) -> torch.Tensor:
-    """The entries taken when each tile [..., 4, 4] is visited in order of magnitude, lower index
-    first in a tie."""
+    """The entries taken when tiles [..., 4, 4] are visited in order of magnitude, ties by index."""
     flat = magnitude_bits(tiles.contiguous()).flatten(-2)
     order = flat.argsort(dim=-1, descending=largest_first, stable=True)
     taken = torch.zeros_like(flat, dtype=torch.bool)

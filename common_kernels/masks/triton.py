@@ -204,8 +204,7 @@ def load_tiles(w, tile_row, first, columns, BLOCK: tl.constexpr):
 
 @triton.jit
 def pair_sums(row, unit):
-    """The sums of a row's magnitudes times `unit` for the six patterns of cpu.PAIRS; NaN counts as
-    Inf."""
+    """The sums of a row's magnitudes times `unit` for the six cpu.PAIRS; NaN counts as Inf."""
     a0, a1, a2, a3 = finite(row[0]), finite(row[1]), finite(row[2]), finite(row[3])
     a0, a1, a2, a3 = a0 * unit, a1 * unit, a2 * unit, a3 * unit
     return a0 + a1, a0 + a2, a0 + a3, a1 + a2, a1 + a3, a2 + a3
@@ -313,8 +312,7 @@ def greedy_bits(rows, NETWORK: tl.constexpr):
 
 @triton.jit
 def row_word(taken, ROW: tl.constexpr):
-    """A row's four bools as one word: bit 3 (the first column) goes to the lowest byte, and so
-    on."""
+    """A row's four bools as one word: bit 3, the first column, goes to the lowest byte."""
     return ((taken >> 12 - 4 * ROW & 15) * 0x08040201 >> 3) & 0x01010101
 
 
@@ -348,8 +346,7 @@ def check_kernel(
     x, total, rows, lanes, n,
     M: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr, NEIGHBOURS: tl.constexpr,
 ):  # fmt: skip
-    """Add the number of groups with more than n non-zeros in a tile of `[rows, M, lanes]` to
-    `total`."""
+    """Add to `total` the groups with more than n non-zeros in a tile of `[rows, M, lanes]`."""
     if NEIGHBOURS:
         first = tl.program_id(0).to(tl.int64) * ROWS
         at = first * M + tl.arange(0, ROWS * M)

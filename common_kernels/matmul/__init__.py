@@ -15,8 +15,6 @@ under Triton's interpreter the products are emulated (emulation.py). The fastest
 kernel and layout of a product is found by measurement (choice.py, table.py).
 """
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 
@@ -29,39 +27,20 @@ from common_kernels import checks
 from common_kernels.fp8.operands import rescale
 from common_kernels.library import custom_op, kernels_of, launched_by_cpp
 from common_kernels.matmul import cuda, cusparselt, native, table
-from common_kernels.matmul.choice import (
-    Measured,
-    check_available,
-    fastest,
-    is_faster,
-    library_layout,
-    library_layout_for,
-    measured,
-    own_layout,
-    unavailable,
-)
-from common_kernels.matmul.cusparselt import Problem
+from common_kernels.matmul.choice import Measured as Measured
+from common_kernels.matmul.choice import check_available
+from common_kernels.matmul.choice import fastest as fastest
+from common_kernels.matmul.choice import is_faster as is_faster
+from common_kernels.matmul.choice import library_layout as library_layout
+from common_kernels.matmul.choice import library_layout_for as library_layout_for
+from common_kernels.matmul.choice import measured as measured
+from common_kernels.matmul.choice import own_layout as own_layout
+from common_kernels.matmul.choice import unavailable as unavailable
+from common_kernels.matmul.cusparselt import Problem as Problem
 from common_kernels.matmul.emulation import emulate
 from common_kernels.pack import BUFFERED, VENDOR, Packed24, convert24, of_library, unpack24
 from common_kernels.pack.cusparselt import aligned
 from common_kernels.pack.operands import fill_up, packed_sample, tokens_multiple, whole_blocks
-
-__all__ = [
-    "Measured",
-    "Problem",
-    "chosen",
-    "fastest",
-    "is_faster",
-    "library_layout",
-    "library_layout_for",
-    "linear24",
-    "matmul24",
-    "measured",
-    "mm24",
-    "own_layout",
-    "sample_mm24",
-    "unavailable",
-]
 
 
 def matmul24(
@@ -71,11 +50,9 @@ def matmul24(
 
     x has A's dtype and device. The default backend is a sparse one if it can serve the device,
     dtype and layout as they are, else `dense`; `chosen` names it. A backend given by name takes any
-    layout, but converts it in every call; convert it once with `convert24` instead. No gradient is
-    defined.
+    layout, but converts it in every call: use `convert24` once instead. No gradient is defined.
 
-    Raises RuntimeError with the reason if the backend cannot serve, and ValueError for shapes that
-    do not match.
+    Raises RuntimeError with the reason if the backend cannot serve, ValueError for wrong shapes.
     """
     _check_fit(packed, x, x.shape[-1])
     if bias is not None and bias.shape != (packed.shape[0],):
@@ -134,8 +111,7 @@ def linear24(
         packed: a `Packed24`, or an object with its attributes that checks nothing.
         out_dtype: A's dtype (the default), or for FP8 bf16, with cuSPARSELt also fp16 or fp32.
         scales: fp32 [] each, the scales of the codes of x and A; the product is divided by both.
-            Our own kernels divide before they round to bf16; after cuSPARSELt it is a separate
-            pass.
+            Our own kernels divide before they round to bf16; after cuSPARSELt it is another pass.
     """
     rows, columns = packed.shape
     _check_fit(packed, x, x.shape[-1])

@@ -1,7 +1,5 @@
 """Which backend serves a product of a packed matrix, and in which layout it is fastest."""
 
-from __future__ import annotations
-
 import functools
 import os
 import warnings
@@ -55,8 +53,7 @@ def library_layout_for(problem: Problem, device: torch.device) -> str:
 def as_learnt(
     layout: str, rows: int, columns: int, dtype: torch.dtype, device: torch.device
 ) -> bool:
-    """True if our packers and the library write the same bytes for a matrix [rows, columns]; a
-    warning says if not."""
+    """True if our packers and the library write a [rows, columns] alike; a warning says if not."""
     generator = torch.Generator(device).manual_seed(0)
     x = torch.rand(rows, columns // 4, 4, device=device, generator=generator)
     kept = torch.zeros_like(x, dtype=torch.bool).scatter_(-1, x.topk(2, -1).indices, True)

@@ -1,13 +1,9 @@
-"""Our own kernels for 2:4 products on compute capability 9.0, built from CUTLASS' sparse
-collectives.
+"""Our own kernels for 2:4 products on compute capability 9.0, from CUTLASS' sparse collectives.
 
 For large products cuSPARSELt is within a few per cent of them; if a side of the weight is 1,024 to
 1,280, it is up to a quarter slower (docs/speed.md). A `Config` is one compiled kernel. Measurement
-decides which kernel is best for a product, and whether cuSPARSELt or the dense product is faster
-(table.py).
+decides whether one of them, cuSPARSELt or the dense product is the fastest (table.py).
 """
-
-from __future__ import annotations
 
 import ctypes
 import functools
@@ -112,8 +108,7 @@ def configs(problem: Problem) -> list[Config]:
 
 
 def algorithms(problem: Problem) -> list[tuple[Config, int, int]]:
-    """The (kernel, raster, swizzle) choices for a product. The tables of table.py store indices
-    into this list."""
+    """The (kernel, raster, swizzle) choices for a product, of which table.py stores the index."""
     return [(config, *order) for config in configs(problem) for order in ORDERS]
 
 

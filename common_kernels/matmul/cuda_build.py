@@ -5,8 +5,6 @@ version of torch. Libraries are kept in `$XDG_CACHE_HOME/sparse24/cuda/<hash>`; 
 source, flags, compiler and headers.
 """
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import importlib.util
@@ -117,8 +115,7 @@ def build(source: Path, wanted: Mapping[str, Mapping[str, int]]) -> dict[str, Pa
     Missing ones are compiled in parallel.
 
     Raises:
-        BuildError: the compiler or the headers are missing, or the compiler fails (with its first
-            error).
+        BuildError: compiler or headers are missing, or the compiler fails (with its first error).
     """
     place = folder(source)
     paths = {name: place / f"{name}.so" for name in wanted}

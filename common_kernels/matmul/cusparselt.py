@@ -4,8 +4,6 @@ torch's own operator (`_cslt_sparse_mm`) builds descriptors and plan in every ca
 300 us of CPU time on an H200 host; a launch from here takes 20 us.
 """
 
-from __future__ import annotations
-
 import ctypes
 import threading
 from dataclasses import dataclass

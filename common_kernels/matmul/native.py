@@ -40,8 +40,7 @@ FLAGS = (
 
 
 class Launch(ctypes.Structure):
-    """The parts of a plan that C++ reads, or the reason why there is none. native.cpp has the same
-    fields."""
+    """What C++ reads of a plan, or the reason why there is none; native.cpp has the same fields."""
 
     _fields_ = (
         ("failure", ctypes.c_char_p),
@@ -55,8 +54,7 @@ class Launch(ctypes.Structure):
 
 
 class Kernel(ctypes.Structure):
-    """A kernel of Triton that C++ launches, or the reason why there is none. native.cpp has the
-    same fields."""
+    """A kernel of Triton for C++, or why there is none; native.cpp has the same fields."""
 
     _fields_ = (
         ("failure", ctypes.c_char_p),
@@ -145,8 +143,7 @@ def driver() -> ctypes.CDLL:
 
 
 def failed(error: Exception) -> int:
-    """The address of a `Launch` or `Kernel` that makes C++ raise RuntimeError with this error's
-    message."""
+    """The address of a `Launch` or `Kernel` that makes C++ raise RuntimeError with this message."""
     found = _kept[object()] = Launch(str(error).encode())  # another thread may be reading one
     return ctypes.addressof(found)
 

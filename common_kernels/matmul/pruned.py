@@ -4,8 +4,6 @@ It is one operator because the packing does not depend on x: torch.compile would
 into the forward pass and keep the packed operands of all layers until the backward pass.
 """
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -79,8 +77,7 @@ def compressed_mm24(
 
     Args:
         x: a 16-bit tensor.
-        values, row_mask, column_mask: W [rows, columns] under the masks A and B, as in
-            `Compressed24`.
+        values, row_mask, column_mask: W [rows, columns] under A and B, as in `Compressed24`.
         layout: the layout of the packed operand.
     """
     masks = {"row_mask": row_mask, "column_mask": column_mask}

@@ -9,8 +9,6 @@ An algorithm is accepted only if its product agrees with that of the masked dens
 with the same bits: on some GPUs some algorithms occasionally give wrong results.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 import math
@@ -92,8 +90,7 @@ def known(problem: Problem, device: int) -> Entry | None:
 
 
 def refuse_capture(problem: Problem) -> None:
-    """Raise RuntimeError while a CUDA graph is being captured, since nothing can be measured
-    then."""
+    """Raise RuntimeError while a CUDA graph is being captured: nothing can be measured then."""
     if torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
             f"{problem} has not been measured yet: run it once before it is captured in a CUDA "
@@ -258,8 +255,7 @@ def measure(problem: Problem, device: int) -> Entry:
 
 
 def replay_ms(call: Callable[[int], Any], repeats: int = 3) -> float:
-    """Median time of a call, in ms, replayed in a CUDA graph of several that alternate between two
-    buffers."""
+    """Median time in ms of a call in a CUDA graph of several that alternate between two buffers."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):

@@ -48,8 +48,7 @@ def sampled24(
     *,
     backend: str | None = None,
 ) -> torch.Tensor:
-    """mvue24(x, key[0], key[1] * stride, design, dim) for an int64 key [2] on x's device, in one
-    launch."""
+    """mvue24(x, key[0], key[1] * stride, design, dim), in one launch; key: int64 [2]."""
     checks.float_tensor(x)
     if design not in DESIGNS:
         raise ValueError(f"unknown design {design!r}: choose one of {', '.join(DESIGNS)}")

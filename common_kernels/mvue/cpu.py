@@ -31,8 +31,7 @@ def uniform(word: torch.Tensor) -> torch.Tensor:
 
 
 def one_uniform(seed: Scalar, first: Scalar, count: int, device: torch.device) -> torch.Tensor:
-    """One uniform `[count]` for each group q = first, first + 1, ...: from word q % 4 of counter
-    q // 4."""
+    """A uniform `[count]` for each group q from `first` on: of word q % 4 of counter q // 4."""
     counter = (first >> 2) + torch.arange(count // 4 + 2, device=device)
     u = torch.empty(len(counter), 4, device=device)
     for i, word in enumerate(philox4x32(seed, counter)):
@@ -43,8 +42,7 @@ def one_uniform(seed: Scalar, first: Scalar, count: int, device: torch.device) -
 
 
 def two_uniforms(seed: Scalar, first: Scalar, count: int, device: torch.device) -> torch.Tensor:
-    """Two uniforms `[2, count]` for each group q = first, first + 1, ...: from words 0 and 1 of
-    counter q."""
+    """Two uniforms `[2, count]` for each group q from `first` on: of words 0 and 1 of counter q."""
     words = philox4x32(seed, first + torch.arange(count, device=device))
     return torch.stack([uniform(word) for word in words[:2]])
 

@@ -13,8 +13,7 @@ CONSTRAINTS = "=&r,=&r,=&f,=&f,r,r,r,r,r,r"
 
 
 def sample(kind: str, xorsign: bool = True) -> str:
-    """The code for entries of a kind, "bf16" or "f16"; `xorsign`: for compute capability 8.6 and
-    later.
+    """The code for entries of a kind, "bf16" or "f16"; `xorsign`: from compute capability 8.6 on.
 
     For each group it returns the two stored entries, the first in the lower half, and as a float
     the nibble of their positions minus 4: i + 4 (j - 1), with i = 0, 1, 2 and j = 1, 2, 3.

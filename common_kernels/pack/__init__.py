@@ -83,8 +83,7 @@ class Packed24:
 
     @property
     def values(self) -> torch.Tensor:
-        """The values `[rows, columns / 2]`: two of each group of four, in ascending column
-        order."""
+        """The values `[rows, columns / 2]`: two of each group of four, in column order."""
         rows, columns = self.shape
         end = rows * (columns // 2) * self.dtype.itemsize
         return self.buffer[:end].view(self.dtype).view(rows, columns // 2)
@@ -156,8 +155,7 @@ def convert24(packed: Packed24, layout: str) -> Packed24:
 
 
 def check_form(shape: tuple[int, int], dtype: torch.dtype, layout: str) -> cpu.Form:
-    """The layout's form for a matrix of this shape and dtype; raises ValueError if the layout
-    cannot hold it."""
+    """The layout's form for a matrix; raises ValueError if the layout cannot hold it."""
     if layout not in cpu.LAYOUTS and layout.startswith(f"{VENDOR}_learnt"):
         # By another process: rank 0, which chooses for all, or the one that saved a model.
         learn.layout_on(torch.empty(0, device="cuda" if "sm" in layout else "cpu").device)
@@ -181,8 +179,7 @@ def check_form(shape: tuple[int, int], dtype: torch.dtype, layout: str) -> cpu.F
 
 
 def check_mask(mask: torch.Tensor) -> None:
-    """Raise ValueError if `mask` [rows, columns] keeps more than two of a group; it names the
-    first."""
+    """Raise ValueError, which names the first group of which a mask keeps more than two."""
     kept = cpu.as_groups(mask).sum(-1)
     if (kept > 2).any():
         row, group = (kept > 2).nonzero()[0].tolist()

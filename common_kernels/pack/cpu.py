@@ -45,8 +45,7 @@ def encode(mask: torch.Tensor) -> torch.Tensor:
 
 
 def compress(x: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The values `[rows, columns / 2]` and nibbles `[rows, columns / 4]` (uint8) of x under
-    mask."""
+    """x under mask: values `[rows, columns / 2]` and nibbles `[rows, columns / 4]` (uint8)."""
     nibbles = encode(mask)
     bits = x.view(INTEGERS[x.element_size()]).masked_fill(~mask, 0)
     return as_groups(bits).gather(-1, positions(nibbles)).flatten(-2).view(x.dtype), nibbles
@@ -186,8 +185,7 @@ def pack(x: torch.Tensor, mask: torch.Tensor, layout: str) -> torch.Tensor:
 
 
 def by_library(x: torch.Tensor, buffer: torch.Tensor | None = None) -> torch.Tensor:
-    """The buffer in layout VENDOR, a new one if none is given, of a matrix x [rows, columns] that
-    is 2:4 along its rows."""
+    """The buffer in layout VENDOR, new if none is given, of an x that is 2:4 along its rows."""
     if buffer is None:
         size = buffer_bytes(x.shape[0], x.shape[1], x.dtype, VENDOR)
         buffer = torch.empty(size, dtype=torch.uint8, device=x.device)

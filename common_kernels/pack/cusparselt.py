@@ -3,8 +3,6 @@
 The library is the one that torch has loaded, else that of NVIDIA's wheel.
 """
 
-from __future__ import annotations
-
 import ctypes
 import functools
 import sys

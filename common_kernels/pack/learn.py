@@ -1,5 +1,4 @@
-"""The order of cuSPARSELt's metadata on a GPU where we do not know it, learnt from what the library
-packs.
+"""The order of cuSPARSELt's metadata on a GPU where we do not know it, learnt from its packing.
 
 A few dozen small matrices, packed once for each GPU and size of a value, tell which group's nibble
 lies at each address. Where the addresses' binary digits are those of row and group in some order,
@@ -48,8 +47,7 @@ def layout_on(device: torch.device) -> str | None:
 
 
 def order_of(dtype: torch.dtype, device: torch.device) -> str | None:
-    """The library's order for values of `dtype`; None if it is none of those that our packers
-    write."""
+    """The library's order for values of `dtype`; None if our packers cannot write it."""
     number = torch.arange(ROWS * GROUPS, device=device)
     found = torch.zeros_like(number)  # the number of the group at each address
     for digit in range(sum(DIGITS.values())):

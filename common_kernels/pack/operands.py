@@ -100,8 +100,7 @@ def packed_weight(
     transposed: bool,
     backend: str,
 ) -> Tensor:
-    """The bytes of `pack24_`, or if `transposed` those of the transpose by `pack_both24_`, for use
-    inside an operator."""
+    """The bytes of `pack24_`, or if `transposed` of `pack_both24_`'s second, inside an operator."""
     if backend == "triton" and layout != VENDOR:
         from common_kernels.pack import tiles_triton, triton
 
@@ -196,11 +195,9 @@ def sample_pack24(
     layout: str = BUFFERED,
     backend: str | None = None,
 ) -> Packed24:
-    """The packed transpose of mvue24(dy, key[0], key[1] * stride, dim=0), made without a transposed
-    copy.
+    """The packed transpose of mvue24(dy, key[0], key[1] * stride, dim=0), without a transposed dy.
 
-    dy: [tokens, out], row-major. Tokens are padded with zeros to a multiple of 16, or of what
-        `layout` needs.
+    dy: [tokens, out], row-major. Tokens are padded with zeros as `layout` needs, to 16 at least.
     key: int64 [2]; key[1] * stride must be a multiple of 4.
     dtype: a 16-bit dtype for the result; default: dy's.
     """

@@ -14,8 +14,7 @@ BITS = 8, 4  # of a value
 
 @dataclass(frozen=True, eq=False)
 class Quantized24:
-    """A 2:4 matrix [rows, columns]: its stored values are integers, in -127..127 or -7..7, times
-    their scale.
+    """A 2:4 matrix [rows, columns]: its values are integers, in -127..127 or -7..7, times a scale.
 
     values: int8 `[rows, columns / 2]`, or for four bits uint8 `[rows, columns / 4]`, two in a byte,
         the first in its low half, in two's complement.
@@ -69,8 +68,7 @@ def dequantize24(matrix: Quantized24, dtype: torch.dtype) -> torch.Tensor:
 
 
 def nibbles(values: torch.Tensor) -> torch.Tensor:
-    """Integers of four bits, int8 `[..., n]`, as bytes uint8 `[..., n / 2]`, the first of two in
-    the low half."""
+    """Four-bit integers, int8 `[..., n]`, as uint8 `[..., n / 2]`, the first in the low half."""
     pairs = values.view(torch.uint8).unflatten(-1, (-1, 2)) & 15
     return pairs[..., 0] | pairs[..., 1] << 4
 

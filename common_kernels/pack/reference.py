@@ -15,8 +15,7 @@ FILLED_UP = {(): (2, 3), (0,): (0, 2), (1,): (1, 2), (2,): (2, 3), (3,): (2, 3)}
 
 
 def compress(x: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The values `[rows, columns / 2]` and nibbles `[rows, columns / 4]` of x where mask is
-    True."""
+    """The values `[rows, columns / 2]` and nibbles `[rows, columns / 4]` of x under mask."""
     rows, columns = x.shape
     values = torch.zeros(rows, columns // 2).to(x.dtype)
     nibbles = torch.zeros(rows, columns // 4, dtype=torch.uint8)

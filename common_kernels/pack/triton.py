@@ -88,8 +88,7 @@ def new_buffer(
 def split(
     buffer: torch.Tensor, entries: int, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Flat views of the values and the metadata words in the buffer of a matrix with `entries`
-    entries."""
+    """Flat views of the values and of the metadata words in a buffer; `entries`: of the matrix."""
     end = entries // 2 * dtype.itemsize
     return buffer[:end].view(dtype), buffer[end:].view(torch.int32)
 
@@ -147,8 +146,7 @@ def pick(a0, a1, a2, a3, i):
 
 @triton.jit
 def largest_two(a0, a1, a2, a3, m0, m1, m2, m3):
-    """The two of the four entries a with the largest magnitudes m, and their nibble; the lower
-    index wins a tie."""
+    """The two entries of largest magnitude m, and their nibble; the lower index wins a tie."""
     w01, w23 = m0 >= m1, m2 >= m3
     both01 = tl.minimum(m0, m1) >= tl.maximum(m2, m3)
     both23 = tl.minimum(m2, m3) > tl.maximum(m0, m1)

@@ -16,8 +16,7 @@ class Compressed24:
     values: [rows, columns / 2], the entries that A keeps.
     row_mask: uint8 [rows, columns / 8], the bits of A (`common_kernels.compressed`).
     column_mask: uint8 [rows, columns / 16], one bit per value, set if B keeps it.
-    packed, transposed: receive W * A and (W * A * B)^T, packed, of one 16-bit dtype; None to skip
-        one of them.
+    packed, transposed: receive W * A and (W * A * B)^T, packed, of one 16-bit dtype, or are None.
     """
 
     values: Tensor

@@ -38,8 +38,7 @@ def relu24_packed(z: Tensor, layout: str, *, backend: str | None = None) -> tupl
 def relu24_backward(
     dh: Tensor, h: Tensor, layout: str = "", *, backend: str | None = None
 ) -> tuple[Tensor, Packed24 | None]:
-    """dZ from dH and H' = relu24(z), dense and, with a `layout`, packed in the same pass (sizes as
-    for `relu24_packed`)."""
+    """dZ from dH and H' = relu24(z), and packed if there is a `layout` (sizes: `relu24_packed`)."""
     checks.same_shape(dh, h, "dh and h")
     name = backends.resolve(checks.one_device(dh=dh, h=h), backend)
     dz, buffer = _backward(dh, h, layout, name)

@@ -8,18 +8,10 @@ from torch import Tensor
 
 from common_kernels.fp8.cpu import FORMATS
 from common_kernels.fp8.operands_triton import encode
-from common_kernels.fp8.triton import constants, scale_from
+from common_kernels.fp8.triton import scale_from
 from common_kernels.launch import cast, keep24, launch, magnitude
 from common_kernels.pack import VENDOR
-from common_kernels.pack.triton import (
-    entries_stored,
-    is_written,
-    new_buffer,
-    order_of,
-    split,
-    split_fours,
-    store_meta,
-)
+from common_kernels.pack import triton as packing
 from common_kernels.relu24 import cpu
 
 
@@ -48,14 +40,14 @@ def run(
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     own, dtype = "" if layout == VENDOR else layout, FORMATS[fmt] if fmt else x.dtype
     # As for `pack.triton.pack`: the smallest whole blocks of metadata.
-    order = order_of(own, dtype) if own else ""
-    groups, warps = (8, 4) if not own or (not fmt and is_written(order, 8)) else (16, 8)
+    order = packing.order_of(own, dtype) if own else ""
+    groups, warps = (8, 4) if not own or (not fmt and packing.is_written(order, 8)) else (16, 8)
     buffer = torch.empty(0, dtype=torch.uint8, device=x.device)
     values = meta = turned = scale = bits = buffer
     amax, seen = scaling or (None, None)
     if own:
-        buffer = new_buffer(*x.shape, dtype, x.device, own)
-        values, meta = split(buffer, x.numel(), dtype)
+        buffer = packing.new_buffer(*x.shape, dtype, x.device, own)
+        values, meta = packing.split(buffer, x.numel(), dtype)
     if fmt:
         turned, scale = x.new_empty(x.shape[::-1], dtype=dtype), torch.empty((), device=x.device)
         bits = (torch.zeros_like(scale) if amax is None else amax).view(torch.int32)
@@ -67,7 +59,7 @@ def run(
                 relu24_kernel, triton.cdiv(x.numel(), 256 * groups), x.device,
                 x, x if h is None else h, out, values, meta, rows, columns, turned, scale, bits,
                 bits if seen is None else seen.view(torch.int32),
-                *constants(fmt or "e4m3"), BACKWARD=h is not None, PRUNE=prune, ORDER=order,
+                FMT=fmt or "e4m3", BACKWARD=h is not None, PRUNE=prune, ORDER=order,
                 GROUPS=groups, STAGE=stage, SEEN=seen is not None, num_warps=warps,
             )  # fmt: skip
     if layout == VENDOR:  # which packs a pruned matrix itself
@@ -78,9 +70,8 @@ def run(
 @triton.jit
 def relu24_kernel(
     x, h, out, values, meta, rows, columns, turned, scale, amax, seen,
-    TOP: tl.constexpr, SMALLEST: tl.constexpr, LIFT: tl.constexpr,
-    BACKWARD: tl.constexpr, PRUNE: tl.constexpr, ORDER: tl.constexpr, GROUPS: tl.constexpr,
-    STAGE: tl.constexpr, SEEN: tl.constexpr,
+    FMT: tl.constexpr, BACKWARD: tl.constexpr, PRUNE: tl.constexpr, ORDER: tl.constexpr,
+    GROUPS: tl.constexpr, STAGE: tl.constexpr, SEEN: tl.constexpr,
 ):  # fmt: skip
     """Blocks of 64 rows by GROUPS groups; without ORDER nothing is packed, `rows` is the number of
     entries, and a row of the block follows the other in memory. For codes STAGE is 1, which only
@@ -92,9 +83,9 @@ def relu24_kernel(
     start = stripe * 64 * columns + 4 * first_group
     at = start + r * columns + tl.arange(0, 4 * GROUPS)[None, :]
     inside = at < rows if ORDER == "" else at >= 0
-    a = split_fours(tl.load(x + at, mask=inside, other=0).to(tl.float32), 64, GROUPS)
+    a = packing.split_fours(tl.load(x + at, mask=inside, other=0).to(tl.float32), 64, GROUPS)
     if BACKWARD:
-        b = split_fours(tl.load(h + at, mask=inside, other=0).to(tl.float32), 64, GROUPS)
+        b = packing.split_fours(tl.load(h + at, mask=inside, other=0).to(tl.float32), 64, GROUPS)
         k = b[0] != 0, b[1] != 0, b[2] != 0, b[3] != 0
         e0, e1 = 2 * a[0] * tl.sqrt_rn(b[0]), 2 * a[1] * tl.sqrt_rn(b[1])
         e2, e3 = 2 * a[2] * tl.sqrt_rn(b[2]), 2 * a[3] * tl.sqrt_rn(b[3])
@@ -115,19 +106,19 @@ def relu24_kernel(
         return
     tl.store(out + at, cast(whole, out.dtype.element_ty), mask=inside)
     if STAGE == 2:
-        s = scale_from(tl.load(amax), TOP)
+        s = scale_from(tl.load(amax), FMT)
         if tl.program_id(0) == 0:
             tl.store(scale, s)
         if SEEN:
             tl.atomic_max(seen, tl.max(magnitude(whole)))
         c = (4 * first_group + tl.arange(0, 4 * GROUPS)[:, None]).to(tl.int64)
-        codes = tl.trans(encode(whole * s, TOP, SMALLEST, LIFT)).to(turned.dtype.element_ty)
+        codes = tl.trans(encode(whole * s, FMT)).to(turned.dtype.element_ty)
         tl.store(turned + c * rows + stripe * 64 + tl.arange(0, 64)[None, :], codes)
     if ORDER != "":
-        pairs, nibbles = entries_stored(e0, e1, e2, e3, k)
+        pairs, nibbles = packing.entries_stored(e0, e1, e2, e3, k)
         half = r * (columns // 2) + tl.arange(0, 2 * GROUPS)[None, :]
         both = cast(tl.reshape(pairs, [64, 2 * GROUPS]), out.dtype.element_ty)
         if STAGE == 2:
-            both = encode(both.to(tl.float32) * s, TOP, SMALLEST, LIFT).to(values.dtype.element_ty)
+            both = encode(both.to(tl.float32) * s, FMT).to(values.dtype.element_ty)
         tl.store(values + start // 2 + half, both)
-        store_meta(meta, nibbles, stripe, first_group, rows, columns, ORDER, GROUPS)
+        packing.store_meta(meta, nibbles, stripe, first_group, rows, columns, ORDER, GROUPS)

@@ -48,44 +48,37 @@ def parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for name, text in BENCHMARKS.items():
         command = commands.add_parser(name, help=text)
-        command.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda if available")
-        command.add_argument("--threads", type=int, default=min(2, os.cpu_count() or 1))
-        command.add_argument("--repeats", type=int, default=7)
-        command.add_argument("--only", nargs="+", default=["*"], help="globs on the names of rows")
-        command.add_argument("--out", type=Path, help="record; default: runs/bench/DEVICE.json")
-        command.add_argument("--revision", help="revision of the code, if this is no git checkout")
-        command.add_argument("--quick", action="store_true", help="tiny shapes, as a quick check")
+        add = command.add_argument
+        add("--device", choices=("cpu", "cuda"), help="default: cuda if available")
+        add("--threads", type=int, default=min(2, os.cpu_count() or 1))
+        add("--repeats", type=int, default=7)
+        add("--only", nargs="+", default=["*"], help="globs on the names of rows")
+        add("--out", type=Path, help="record; default: runs/bench/DEVICE.json")
+        add("--revision", help="revision of the code, if this is no git checkout")
+        add("--quick", action="store_true", help="tiny shapes, as a quick check")
         if name == "loop":
             missing = "only rows that the record does not have yet from this revision of the code"
-            command.add_argument("--missing", action="store_true", help=missing)
-        if name == "linear":
-            sizes = "shapes of your own in place of the usual ones"
-            command.add_argument(
-                "--shapes", nargs="+", default=[], type=shape, metavar="IN,OUT,TOKENS", help=sizes
-            )
-        if name == "train":
-            globs = "globs on the shapes of rows"
-            command.add_argument("--shapes", nargs="+", default=["*"], help=globs)
+            add("--missing", action="store_true", help=missing)
+        elif name == "linear":
+            own = "shapes of your own in place of the usual ones"
+            add("--shapes", nargs="+", default=[], type=shape, metavar="IN,OUT,TOKENS", help=own)
+        elif name == "train":
+            add("--shapes", nargs="+", default=["*"], help="globs on the shapes of rows")
             fused = "use methods.FusedAdamW instead of torch's fused AdamW"
-            command.add_argument("--fused", action="store_true", help=fused)
+            add("--fused", action="store_true", help=fused)
             kinds = "also the kernel time by kind: products, sampling, packing, attention, ..."
-            command.add_argument("--profile", action="store_true", help=kinds)
-        if name == "driver":
+            add("--profile", action="store_true", help=kinds)
+        elif name == "driver":
             overrides = "settings of `experiments.pretrain`; default: GPT-2 124M on a GPU"
-            command.add_argument("overrides", nargs="*", metavar="OVERRIDE", help=overrides)
+            add("overrides", nargs="*", metavar="OVERRIDE", help=overrides)
         elif name == "serve":
-            sizes = "sizes of the models, on a GPU"
-            command.add_argument(
-                "--size", nargs="+", choices=("1.1B", "7B"), default=["1.1B"], help=sizes
-            )
+            known, sizes = ("1.1B", "7B"), "sizes of the models, on a GPU"
+            add("--size", nargs="+", choices=known, default=["1.1B"], help=sizes)
             more = "also measured limits, which takes minutes"
-            command.add_argument("--thorough", action="store_true", help=more)
-        elif name not in ("ops", "decode"):
-            command.add_argument(
-                "--matmul",
-                choices=("dense", "cusparselt", "cuda", "auto"),
-                help="products of the methods; default: auto on a GPU, dense elsewhere",
-            )
+            add("--thorough", action="store_true", help=more)
+        if name in ("loop", "linear", "train", "ranks"):
+            by = "products of the methods; default: auto on a GPU, dense elsewhere"
+            add("--matmul", choices=("dense", "cusparselt", "cuda", "auto"), help=by)
         command.set_defaults(command=run, benchmark=name)
     report = commands.add_parser("report", help="write RECORD.md")
     report.add_argument("record", type=Path)
@@ -112,11 +105,10 @@ def run(options: argparse.Namespace) -> None:
         device = provenance(options.device, None)["device"]
         name = "cpu" if options.device.type == "cpu" else re.sub(r"\W+", "-", device.lower())
         options.out = Path("runs", "bench", f"{name}.json")
-    parts = [*options.only, *(getattr(options, "shapes", []))]
-    whole = set(parts) == {"*"} and not getattr(options, "missing", False)
-    silent = os.environ.get("RANK", "0") != "0"
+    parts = {*options.only, *getattr(options, "shapes", [])}
+    whole = parts == {"*"} and not getattr(options, "missing", False)
     of = options.benchmark, options.device, options.out, options.only, options.revision
-    report = Report(*of, whole, silent)
+    report = Report(*of, whole, silent=os.environ.get("RANK", "0") != "0")
     importlib.import_module(f"experiments.bench.{options.benchmark}").bench(options, report)
     report.finish()
     if report.refused:

@@ -62,16 +62,15 @@ def measure(name: str, shape: tuple[int, int], options: argparse.Namespace, repo
         used, product = found.layout if found else library_layout(on), linear24  # type: ignore
     for w in weights:
         w *= nm_mask(w)
-        if bits < 16:
-            integers = quantize24(pack24(w, w != 0), bits)
-            w.copy_(dequantize24(integers, dtype))
-            packed.append(fragments24(integers))
-            continue
-        if len(x) <= MOST:
-            packed.append(fragments24(pack24(w, w != 0)))
-        else:
+        if len(x) > MOST:
             packed.append(Packed24.empty(w.shape, dtype, on, used))
             pack24_(packed[-1], w, "magnitude")
+            continue
+        values: Any = pack24(w, w != 0)
+        if bits < 16:
+            values = quantize24(values, bits)
+            w.copy_(dequantize24(values, dtype))
+        packed.append(fragments24(values))
     what = f"{name} x {columns} -> {rows}"
     allowed = gates.tolerance(variants.variant("dense"), dtype, columns)
     gates.agree(what, product(packed[-1], x), F.linear(x.float(), w.float()), allowed)

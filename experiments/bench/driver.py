@@ -104,14 +104,11 @@ class Loop(Step):
         model = config.build_model()
         weights = sum(p.numel() for p in model.parameters())
         source = config.open_source(model, device)
-        size = micro_batch_size(
-            train, impl.micro_batch, 1, config.build_method().capabilities.quantizes
-        )
+        quantizes = config.build_method().capabilities.quantizes
+        size = micro_batch_size(train, impl.micro_batch, 1, quantizes)
         parts = [range(i, i + size) for i in range(0, train.batch_size, size)]
-        requests = ((0, part) for part in parts)
-        batches = itertools.cycle(
-            [{k: v.to(device) for k, v in batch.items()} for batch in source.batches(requests)]
-        )
+        read = source.batches((0, part) for part in parts)
+        batches = itertools.cycle([{k: v.to(device) for k, v in b.items()} for b in read])
         tokens = train.batch_size * source.tokens_per_sample
         self.unit, self.flops = source.unit, 6.0 * weights * tokens
         self.items = tokens if source.unit == "tokens" else train.batch_size
@@ -133,7 +130,7 @@ class Loop(Step):
     def milliseconds(self, options: argparse.Namespace) -> float:
         """The time of a step. Afterwards the loop's memory is freed, since the command needs the
         whole GPU."""
-        calls = {"step": lambda _: self.run(next(self.numbers))}
+        calls = {"step": self.next}
         timed = in_turns(calls, self.device, options.repeats, graphs=False, steps=True)
         self.close()
         return timed["step"].ms

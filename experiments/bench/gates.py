@@ -32,17 +32,14 @@ def expected(layer: nn.Linear, x: Tensor, dy: Tensor, fp8: str = "") -> dict[str
         forward, backward = fake_fp8(forward, fprop), fake_fp8(backward, dgrad)
         of_forward, of_backward = fake_fp8(x, fprop), fake_fp8(x, wgrad)
         seen = fake_fp8(dy32, gradient)
-        if sample is None:
-            sample = seen
-        elif fp8 == ON_UNITS:  # the sample has half of dY's scale
+        if sample is not None and fp8 == ON_UNITS:  # the sample has half of dY's scale
+            exact: Any = sampled(layer, dy32)
             codes, scale = quantize_fp8(dy32, gradient)
             top, scale = torch.finfo(codes.dtype).max, scale / 2
-            exact = sampled(layer, dy32)
-            assert exact is not None
             sample = (exact * scale).clamp(-top, top).to(codes.dtype).float() / scale
-        else:
+        elif sample is not None:
             sample = fake_fp8(sample, gradient)
-    dw = (dy32 if sample is None else sample).t() @ of_backward
+    dw = (seen if sample is None else sample).t() @ of_backward
     if isinstance(layer, CompressedLinear):
         dw = compress_nm(dw, layer.row_mask, *layer.pattern)
     return {"fprop": of_forward @ forward.t(), "dgrad": seen @ backward, "wgrad": dw}
@@ -54,13 +51,10 @@ def weights(layer: nn.Linear) -> tuple[Tensor, Tensor]:
         values, pattern = layer.values.detach(), layer.pattern
         kept = torch.where(unpack_mask(layer.column_mask, values.shape[-1]), values, 0.0)
         return layer.effective_weight().float(), expand_nm(kept, layer.row_mask, *pattern).float()
-    if isinstance(layer, SparseLinear) and layer.fp8:
-        weight = layer.exact_weight().float()
-    elif isinstance(layer, SparseLinear):
-        weight = layer.effective_weight().float()
-    else:
-        weight = layer.weight.detach().float()
-    return weight, weight
+    weight = layer.weight.detach()
+    if isinstance(layer, SparseLinear):
+        weight = layer.exact_weight() if layer.fp8 else layer.effective_weight()
+    return weight.float(), weight.float()
 
 
 def sampled(layer: nn.Linear, dy: Tensor) -> Tensor | None:
@@ -88,14 +82,12 @@ def agree(what: str, value: Tensor, truth: Tensor, allowed: float) -> None:
         )
 
 
-def check(name: str, bench: Bench, layer: nn.Linear, shape: tuple[int, int, int]) -> None:
-    """Raise a `UserError` unless the products of `layer`, the whole model of `bench`, are the
-    expected ones."""
-    x, dy = bench.inputs[0], bench.gradients[0]
+def check(name: str, bench: Bench, shape: tuple[int, int, int]) -> None:
+    """Raise a `UserError` unless the products of a linear, the whole model, are as expected."""
+    x, dy, (layer,) = bench.inputs[0], bench.gradients[0], bench.converted.layers.values()
     bench.converted.before(0)
-    y = bench.forward_backward(0)
+    y: Any = bench.forward_backward(0)
     weight = layer.values if isinstance(layer, CompressedLinear) else layer.weight
-    assert x.grad is not None and weight.grad is not None
     got = {"fprop": y, "dgrad": x.grad, "wgrad": weight.grad}
     for key, want in expected(layer, x, dy, variant(name).fp8).items():
         said = (
@@ -115,8 +107,8 @@ def check_network(name: str, bench: Bench) -> None:
     y = F.linear(h, w2)
     y.backward(bench.gradients[0])
     allowed = 2**-2 if variant(name).fp8 else 4 * torch.finfo(x.dtype).eps
-    want: dict[str, Any] = {"Y": y, "dX": x.grad, "dW1": w1.grad, "dW2": w2.grad}
-    for (what, right), got in zip(want.items(), found, strict=True):
+    want: list[Any] = [y, x.grad, w1.grad, w2.grad]
+    for what, right, got in zip(("Y", "dX", "dW1", "dW2"), want, found, strict=True):
         agree(f"{name} by {bench.converted.used} gives {what}", got, right.float(), allowed)
 
 
@@ -126,11 +118,11 @@ def check_same(
     """Raise a `UserError` unless the gradients of a compiled model equal those of the model
     uncompiled. Fused code rounds differently, which can change what MVUE keeps, so only missing or
     wrong products are detected. noise: how much two runs of the same code differ."""
-    error = deviation(name, got, want)
-    if not error <= 0.3 + noise:
+    error, allowed = deviation(name, got, want), 0.3 + noise
+    if not error <= allowed:
         raise UserError(
             f"{name}: the gradients of the compiled model are off by {error:.2g} (allowed "
-            f"{0.3 + noise:.2g}): no time is reported"
+            f"{allowed:.2g}): no time is reported"
         )
 
 

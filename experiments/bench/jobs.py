@@ -82,12 +82,10 @@ Built = tuple[nn.Module, Callable[[], Tensor], list[nn.Module]]
 class Workload:
     """A model, its batch, and the rows that are measured on it.
 
-    build: returns the model, a function that computes its loss (always on the same batch), and the
-        modules to compile; called in the context of the device.
-    tokens: number of tokens that a linear sees.
-    items, unit: number and kind of items per step, for the throughput.
-    linears: [(in, out), ...] of the linears that are converted by `include`.
-    names: the variants to measure.
+    build: makes, on the device, the model, a function that computes its loss (always on the same
+        batch), and the modules to compile.
+    tokens: that a linear sees. items, unit: number and kind of items per step.
+    linears: [(in, out), ...] of the linears that `include` converts. names: the variants.
     around: a context in which everything is run.
     """
 
@@ -102,8 +100,7 @@ class Workload:
 
 
 class Head(nn.Module):
-    """The language model head with its loss: hidden states [B, T, C], targets [B, T] -> loss. It is
-    one module so that it is compiled as one."""
+    """The head with its loss, compiled as one: hidden states [B, T, C], targets [B, T] -> loss."""
 
     def __init__(self, model: GPT) -> None:
         super().__init__()
@@ -118,12 +115,10 @@ class Stack(nn.Module):
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
-        self.h = nn.ModuleList(Block(config) for _ in range(config.n_layer))
+        self.h = nn.Sequential(*(Block(config) for _ in range(config.n_layer)))
 
     def forward(self, x: Tensor) -> Tensor:
-        for block in self.h:
-            x = block(x)
-        return x
+        return self.h(x)
 
 
 def square(y: Tensor) -> Tensor:
@@ -144,11 +139,9 @@ def gpt2(size: str, batch: int, length: int) -> Workload:
     config = GPTConfig.of_size(size)
 
     def build() -> Built:
-        model = GPT(config)
-        ids = torch.randint(config.vocab_size, (2, batch, length))
-        head = Head(model)
-        blocks: list[nn.Module] = [*model.transformer.h, head]
-        return model, lambda: head(model.transformer(ids[0]), ids[1]), blocks
+        model: Any = GPT(config)
+        ids, head = torch.randint(config.vocab_size, (2, batch, length)), Head(model)
+        return model, lambda: head(model.transformer(ids[0]), ids[1]), [*model.transformer.h, head]
 
     return of_tokens(build, config, batch * length)
 
@@ -158,16 +151,10 @@ def translation(size: str, batch: int, length: int) -> Workload:
     config = TransformerConfig.of_size(size)
 
     def build() -> Built:
-        model = Transformer(config)
+        model: Any = Transformer(config)
         source, input_, target = torch.randint(config.vocab_size, (3, batch, length))
-        blocks: list[nn.Module] = [*model.encoder.layers, *model.decoder.layers]
-
-        def loss() -> Tensor:
-            found = model(source, input_, target)[1]
-            assert found is not None
-            return found
-
-        return model, loss, blocks
+        blocks = [*model.encoder.layers, *model.decoder.layers]
+        return model, lambda: model(source, input_, target)[1], blocks
 
     return of_tokens(build, config, batch * length)
 

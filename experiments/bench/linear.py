@@ -140,9 +140,8 @@ def gate(name: str, shape: Shape, dtype: torch.dtype, device: torch.device, matm
     built = build(name, shape, dtype, device, matmul, 1)
     if variants.variant(name).network:
         gates.check_network(name, built)
-        return
-    (layer,) = built.converted.layers.values()
-    gates.check(name, built, layer, shape)
+    else:
+        gates.check(name, built, shape)
 
 
 def dense_products(
@@ -162,7 +161,9 @@ def dense_products(
         "dgrad": lambda i: dy[i] @ w[i],
         "wgrad": lambda i: dy[i].t() @ x[i],
     }
+    prefixes = {dtype: ""}
     if device.type == "cuda":
+        prefixes[dense_fp8.E4M3] = "fp8 "
         one, formats = torch.ones((), device=device), {"dy": dense_fp8.E5M2}
         codes = {  # of each matrix and of its transpose
             name: [dense_fp8.quantize(t, formats.get(name, dense_fp8.E4M3))[:2] for t in tensors]
@@ -176,7 +177,4 @@ def dense_products(
         calls["fp8 dgrad"] = partial(scaled, "dy", "w", 0, 1, False)
         calls["fp8 wgrad"] = partial(scaled, "dy", "x", 1, 1, False)
     times = in_turns(calls, device, options.repeats, BUFFERS)
-    rates = {dtype: {name: times[name].ms for name in variants.PRODUCTS}}
-    if device.type == "cuda":
-        rates[dense_fp8.E4M3] = {name: times[f"fp8 {name}"].ms for name in variants.PRODUCTS}
-    return rates
+    return {r: {p: times[of + p].ms for p in variants.PRODUCTS} for r, of in prefixes.items()}

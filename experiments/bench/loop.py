@@ -113,18 +113,17 @@ def bench(options: argparse.Namespace, report: Report) -> None:
             report.leave_out(f"without a GPU: {', '.join(names)}")
             continue
         loop, dense = partial(Loop, *jobs[kind], compiled, matmul, options.device), None
+        of = options.device, options.repeats
         for name in names:
             try:
-                if TRAINER in name:
-                    report.add(in_the_trainer(loop(name), loop(name), llamas[kind].batch, options))
-                    continue
                 own = loop(name)
+                if TRAINER in name:
+                    report.add(in_the_trainer(own, loop(name), llamas[kind].batch, options))
+                    continue
                 dense = dense or loop("dense")
-                calls = {"own": own.step, "dense": dense.step}
+                calls = {"own": own.next, "dense": dense.next}
                 with own.compiling():
-                    times = in_turns(
-                        calls, options.device, options.repeats, graphs=False, steps=True
-                    )
+                    times = in_turns(calls, *of, graphs=False, steps=True)
                 report.add(own.result(times["own"], {"dense": times["dense"].ms}))
             except UserError as error:  # its products are wrong; the others are measured
                 report.refuse(str(error))
@@ -147,9 +146,6 @@ class Loop(Step):
         self.compiling = variants.compiling if compiled else nullcontext
         for block in self.blocks if compiled else ():
             block.compile()
-
-    def step(self, _: int = 0) -> None:
-        self.run(next(self.numbers))
 
     def result(self, own: Time, peers: dict[str, float]) -> Row:
         """The row; then the model's memory is freed."""
@@ -175,8 +171,7 @@ def in_the_trainer(
     warm: dict[str, Any] = {}
 
     def milliseconds(start: float) -> float:
-        if on_gpu:
-            torch.cuda.synchronize()
+        own.wait()
         return 1e3 * (time.perf_counter() - start) / BLOCK
 
     class Turns(TrainerCallback):
@@ -189,7 +184,7 @@ def in_the_trainer(
                 return
             trained, start = milliseconds(self.started), time.perf_counter()
             for _step in range(BLOCK):
-                plain.step()
+                plain.next()
             turns.append((trained, milliseconds(start)))
             seconds = time.perf_counter() - self.begun
             steady = settled([sum(turn) for turn in turns])
@@ -210,10 +205,9 @@ def in_the_trainer(
             logging_nan_inf_filter=False,  # which makes the host wait for the loss of every step
         )  # fmt: skip
         callbacks = [MethodCallback(own.converted.method, model, arguments), Turns()]
-        optimizers = own.optimizer, None
         data: Any = rows * 1000
-        given: Any = {"train_dataset": data, "callbacks": callbacks, "optimizers": optimizers}
-        Trainer(model, arguments, **given).train()
+        given: Any = {"callbacks": callbacks, "optimizers": (own.optimizer, None)}
+        Trainer(model, arguments, train_dataset=data, **given).train()
     plain.close()
     mine, loop = zip(*turns, strict=True)
     return own.result(quantiles(list(mine), **warm), {"own loop": statistics.median(loop)})

@@ -31,15 +31,13 @@ Function = Callable[..., Any]
 class Op:
     """An operator.
 
-    run: called with the arguments that `prepare` makes of a weight, and the keyword `backend`;
-        returns a tensor, or the matrices that it has packed.
+    run: called with what `prepare` makes of a weight, and the keyword `backend`; returns a tensor,
+        or the matrices that it has packed.
     moved: the least bytes read and written per entry of the weight, given the bytes of an entry.
     plain: a plain formulation, timed eager and compiled on a GPU; `through` turns it into a
         counterpart of `run`.
     libraries: other libraries' calls for the same work by name, for the same arguments.
-    gpu_only: not measured on a CPU.
-    figures: further figures of its row.
-    fp32: only measured in fp32.
+    gpu_only: not measured on a CPU. fp32: only in fp32. figures: further ones of its row.
     """
 
     run: Function
@@ -55,15 +53,13 @@ class Op:
 
 def check(name: str, w: Tensor, **options: Any) -> None:
     """Raise a `UserError` if the operator with these options differs from plain PyTorch on this
-    device: masks and packed bytes must be the same, and other numbers may differ by a few units
-    in the last place."""
+    device: masks and packed bytes must be equal, other numbers to a few units in the last place."""
     op = OPS[name]
     found, want = (results(op.run(*op.prepare(w), **options, backend=b)) for b in (None, "cpu"))
     if not all(map(agree, found, want)):
-        raise UserError(
-            f"{name} differs from plain PyTorch on shape {tuple(w.shape)}, {w.dtype}: no time is "
-            "reported; run `pytest tests/common_kernels`"
-        )
+        on = f"shape {tuple(w.shape)}, {w.dtype}"
+        again = "no time is reported; run `pytest tests/common_kernels`"
+        raise UserError(f"{name} differs from plain PyTorch on {on}: {again}")
 
 
 def results(output: Any) -> list[Tensor]:
@@ -89,8 +85,7 @@ def groups(x: Tensor) -> Tensor:
 
 
 def compared(w: Tensor) -> Tensor:
-    """The 2:4 mask of w by comparing every pair of a group: an entry is kept if fewer than two
-    others beat it."""
+    """The 2:4 mask of w: an entry is kept if fewer than two others of its group beat it."""
     a = groups(w.abs())
     i = torch.arange(4, device=w.device)
     one, other = a.unsqueeze(-1), a.unsqueeze(-2)
@@ -121,10 +116,6 @@ def gated(w: Tensor, activation: Callable[[Tensor], Tensor]) -> Tensor:
     return (value * activation(gate)).to(w.dtype)
 
 
-plain_geglu = partial(gated, activation=partial(F.gelu, approximate="tanh"))
-plain_swiglu = partial(gated, activation=F.silu)
-
-
 def gradients(function: Function) -> Function:
     """A function (x, dy) -> gradient of x, which runs forward and backward of `function`."""
     return lambda x, dy, **how: torch.autograd.grad(function(x, **how), x, dy)[0]
@@ -138,8 +129,7 @@ def leaf_and_gradient(w: Tensor) -> Arguments:
 
 
 def with_key(offset: int) -> Callable[[Tensor], Arguments]:
-    """A function w -> (w, seed, offset) with seed and offset as tensors on w's device, as in a
-    training step."""
+    """A function w -> (w, seed, offset) with seed and offset as tensors on w's device."""
     return lambda w: (w, *(torch.tensor(k, device=w.device) for k in (1, offset)))
 
 
@@ -149,8 +139,7 @@ def with_bits(w: Tensor) -> Arguments:
 
 class ToPack:
     """The inputs of all packers: a matrix w, its transposable mask, a scale, a random key, and
-    buffers to pack into by layout; `pruned` is w pruned to 2:4 along its rows, `pruned_fp8` the
-    same in e4m3."""
+    buffers to pack into by layout; `pruned` is w pruned to 2:4 along its rows."""
 
     def __init__(self, w: Tensor) -> None:
         self.w, self.mask, device = w, ck.transposable_mask24(w), w.device
@@ -212,8 +201,8 @@ def optimizer_state(w: Tensor, both: bool) -> Weight24:
 
 
 def one_pass(rule: Rule, given: Weight24, backend: str | None = None) -> tuple[Tensor, Tensor]:
-    """The weight and its first moment after the step in one pass, which also leaves a mask and
-    operands; tests/common_kernels compares these."""
+    """The weight and its first moment after the step in one pass; tests/common_kernels compares the
+    mask and the operands that it also leaves."""
     adamw24_([given], RATES, rule, backend=backend)
     return given.weight, given.exp_avg
 
@@ -246,22 +235,17 @@ def optimizer_step(rule: Rule, both: bool = False) -> Op:
     packed = PACKED * (1 + both)
     reads_mask = rule.alpha or not (rule.choose or rule.source == "soft")
     moved = UPDATE + bool(reads_mask) + bool(rule.choose) + packed
-    decay, choice = 13 if rule.alpha else 0, 4 + 1 + 2 if rule.choose else 0
-    separately = UPDATE + decay + choice + 4 + (rule.source == "mask") + packed
+    separately = 13 * bool(rule.alpha) + (4 + 1 + 2) * bool(rule.choose) + UPDATE + packed
+    figures = {"bytes a weight": moved}
+    figures["bytes a weight, separate passes"] = separately + 4 + (rule.source == "mask")
     return Op(
         partial(one_pass, rule), lambda _: moved, lambda w: (optimizer_state(w, both),),
         libraries={"separate passes": partial(apart, rule)}, gpu_only=True, fp32=True,
-        figures={"bytes a weight": moved, "bytes a weight, separate passes": separately},
+        figures=figures,
     )  # fmt: skip
 
 
 # --- the operators -------------------------------------------------------------------------------
-
-
-def by_xformers(i: ToPack) -> Any:
-    from xformers.ops import sparsify24
-
-    return sparsify24(i.w, GREEDY)
 
 
 def packer(run: Function, moved: float, **more: Any) -> Op:
@@ -269,13 +253,20 @@ def packer(run: Function, moved: float, **more: Any) -> Op:
     libraries = {"_cslt_compress": lambda i: aten._cslt_compress(i.pruned)}
     if run is two_ways:
         tile = "_sparse_semi_structured_tile"
-        libraries = {tile: lambda i: getattr(aten, tile)(i.w, GREEDY), "xformers": by_xformers}
+        libraries = {tile: lambda i: getattr(aten, tile)(i.w, GREEDY)}
     elif more.get("fp8"):
         libraries = {"_cslt_compress": lambda i: aten._cslt_compress(i.pruned_fp8)}
     return Op(
         partial(run, **more), lambda b: b + moved, lambda w: (ToPack(w),), libraries=libraries,
         gpu_only=True,
     )  # fmt: skip
+
+
+def gated_rows(name: str, run: Function, activation: Function) -> dict[str, Op]:
+    """A gated activation, alone and with its backward pass."""
+    plain = partial(gated, activation=activation)
+    both = Op(gradients(run), lambda b: 4 * b, leaf_and_gradient, plain, gradients)
+    return {name: Op(run, lambda b: 1.5 * b, plain=plain), f"{name}, forward and backward": both}
 
 
 OPS = {
@@ -303,16 +294,8 @@ OPS = {
         partial(ck.quantize_fp8, fmt="e4m3"), lambda b: 2 * b + 1,
         plain=lambda w: e4m3_codes(w)[0], gpu_only=True,
     ),
-    "geglu": Op(ck.geglu, lambda b: 1.5 * b, plain=plain_geglu),
-    "geglu, forward and backward": Op(
-        gradients(ck.geglu), lambda b: 4 * b, prepare=leaf_and_gradient, plain=plain_geglu,
-        through=gradients,
-    ),
-    "swiglu": Op(ck.swiglu, lambda b: 1.5 * b, plain=plain_swiglu),
-    "swiglu, forward and backward": Op(
-        gradients(ck.swiglu), lambda b: 4 * b, prepare=leaf_and_gradient, plain=plain_swiglu,
-        through=gradients,
-    ),
+    **gated_rows("geglu", ck.geglu, partial(F.gelu, approximate="tanh")),
+    **gated_rows("swiglu", ck.swiglu, F.silu),
     "compress_nm": Op(ck.compress_nm, lambda b: 1.5 * b + 1 / 8, prepare=with_bits),
     "expand_nm": Op(
         ck.expand_nm, lambda b: 1.5 * b + 1 / 8,

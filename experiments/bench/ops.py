@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -19,6 +18,7 @@ from common_kernels import backend
 from experiments.bench.operators import BF16, OPS, check
 from experiments.bench.report import Report, Row
 from experiments.bench.timing import Call, in_turns
+from experiments.support.errors import first_line
 
 QUICK_SHAPE, CPU_SHAPE, GPU_SHAPE = (64, 128), (4096, 4096), (8192, 8192)
 BUFFERS = 2
@@ -67,7 +67,11 @@ def time_op(name: str, inputs: list[Tensor], options: argparse.Namespace, report
         others["eager"] = op.through(op.plain)
     calls = {name: rotating(op.run, arguments)}
     for label, other in others.items():
-        if report.usable(f"{label} beside {name}, {dtype}", partial(other, *arguments[0])):
+        try:
+            other(*arguments[0])
+        except Exception as error:  # a refusal is a result here
+            report.leave_out(f"{label} beside {name}, {dtype}: {first_line(error)}")
+        else:
             calls[label] = rotating(other, arguments)
     w = inputs[0]
     calls = {"clone": lambda i: inputs[i].clone(), **calls}

@@ -61,18 +61,16 @@ def kind(name: str) -> str:
     return next((kind for kind, pattern in PATTERNS if re.search(pattern, name.lower())), OTHER)
 
 
-def profiled(step: Step, steps: int = STEPS, of_host: bool = False) -> Kernels:
-    """The kernels of an ordinary step with their times, the longest first; on a CPU, or `of_host`,
-    the operators."""
-    there = step.device.type == "cuda"
-    on_gpu = there and not of_host
+def profiled(step: Step, steps: int = STEPS) -> Kernels:
+    """The kernels, or on a CPU the operators, of an ordinary step with their times, the longest
+    first."""
+    on_gpu = step.device.type == "cuda"
     activity = ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU
-    step.ordinary(0)
+    step.ordinary()
     with torch.profiler.profile(activities=[activity]) as profile:
         for _ in range(steps):
-            step.ordinary(0)
-        if there:
-            torch.cuda.synchronize()
+            step.ordinary()
+        step.wait()
     where, time = DeviceType.CUDA if on_gpu else DeviceType.CPU, "device" if on_gpu else "cpu"
     rows = [
         {

@@ -39,7 +39,6 @@ METHODS = ("dense", "fst", "s_ste", "slope")
 ON_UNITS = "fst, fp8"  # FP8 units need whole weights
 GIB = 2**30
 WARM_UP, PROFILED = 5, 2  # steps; on a CPU one
-OPERATORS = 40  # of the host that are listed
 
 
 @dataclass(frozen=True)
@@ -131,18 +130,10 @@ class Shared(Step):
             whole.broadcast_buffers = False  # as experiments/training/optimization.py
         self.forward = partial(whole, None)  # FSDP2 on a GPU fails without an argument
 
-    def update(self, number: int) -> None:
-        method = self.converted.method
+    def clip(self) -> None:
         gradients = [p.grad for p in self.parameters if p.grad is not None]
         norm = sharding.full(torch.nn.utils.get_total_norm(gradients))
         torch.nn.utils.clip_grads_with_norm_(self.parameters, 1.0, norm)
-        method.on_gradients(number, self.optimizer)
-        self.optimizer.step()
-        method.on_step_end(number)
-
-    def wait(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize()
 
 
 def measure(place: Place, name: str, options: argparse.Namespace, here: World) -> tuple[Row, Time]:
@@ -156,11 +147,11 @@ def measure(place: Place, name: str, options: argparse.Namespace, here: World) -
     patched = torch._dynamo.config.patch(optimize_ddp=False) if on_gpu else nullcontext()
     with patched, variants.compiling() if on_gpu else nullcontext():
         step = Shared(name, place, matmul, here)
-        step.ordinary(0)
+        step.ordinary()
         step.wait()
         first_s = time.perf_counter() - begun
         for _ in range(WARM_UP if on_gpu else 1):
-            step.ordinary(0)
+            step.ordinary()
         times, figures = timed(step, options.repeats)
         figures |= profiled(step, row, place.shape, options, here)
     parameters = sum(p.numel() for p in step.parameters)  # of a DTensor the whole
@@ -179,44 +170,44 @@ def timed(step: Shared, steps: int) -> tuple[Time, dict[str, float]]:
         torch.cuda.reset_peak_memory_stats()
     step.wait()
     start = time.perf_counter()
-    step.ordinary(0)
+    step.ordinary()
     host = 1e3 * (time.perf_counter() - start)  # from an idle device on
     step.wait()
-    marks: list[Any] = []
-    load = None
-    for number in range(steps + 1):
-        if on_gpu:
-            marks.append(torch.cuda.Event(enable_timing=True))
-            marks[-1].record()
-        else:
-            marks.append(time.perf_counter())
-        if number == steps // 2:
-            load = read_load() if on_gpu else None
-        if number < steps:
-            step.ordinary(0)
+    marks, load = [mark(on_gpu)], None
+    for number in range(steps):
+        if on_gpu and number == steps // 2:
+            load = read_load()
+        step.ordinary()
+        marks.append(mark(on_gpu))
     step.wait()
     pairs = itertools.pairwise(marks)
     samples = [a.elapsed_time(b) if on_gpu else 1e3 * (b - a) for a, b in pairs]
     if on_gpu:
-        peaks = step.here.all_gather(torch.cuda.max_memory_allocated() / GIB)
-        figures["peak GiB"] = max(peaks)
+        figures["peak GiB"] = max(step.here.all_gather(torch.cuda.max_memory_allocated() / GIB))
     found = quantiles(samples, "events" if on_gpu else "host", load)
     figures |= {"min ms": min(samples), "max ms": max(samples), "host ms": host}
     return replace(found, ms=statistics.median(samples)), figures
 
 
+def mark(on_gpu: bool) -> Any:
+    """The time now; on a GPU an event behind the work that was launched."""
+    if not on_gpu:
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
 def profiled(
     step: Shared, row: str, shape: str, options: argparse.Namespace, here: World
 ) -> dict[str, float]:
-    """The times of NCCL's and of all other kernels in a step, of rank 0; `<record>_kernels.json`
-    lists the kernels, and the operators of the host that took longest."""
+    """The times of NCCL's and of all other kernels in a step, of rank 0, which
+    `<record>_kernels.json` lists."""
     kernels = profile.profiled(step, PROFILED if step.device.type == "cuda" else 1)
     found = profile.by_kind(kernels)
     nccl = sum(one["ms"] for one in kernels if "nccl" in one["name"].lower())
-    host = profile.profiled(step, 1, of_host=True)[:OPERATORS]
     if here.is_main:
         profile.write(options.out, shape, row, kernels)
-        profile.write(options.out, f"{shape}, host", row, host)
     return {"NCCL ms": nccl, "other kernels ms": found["kernels ms"] - nccl,
             "kernels": found["kernels"]}  # fmt: skip
 

@@ -11,12 +11,12 @@ the backend runs does not matter.
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from fnmatch import fnmatchcase
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ import torch
 
 from experiments.bench.timing import SETTLE_LIMIT_S, SETTLED, TURNS, Time, load_text
 from experiments.support.checkpoint import write_json
-from experiments.support.errors import UserError, first_line
+from experiments.support.errors import UserError
 from experiments.support.results import cpu_name, git_state, version_of
 
 KEY = ("name", "dtype", "shape", "backend")
@@ -55,10 +55,10 @@ class Row:
 
 def flat(row: Row) -> dict[str, Any]:
     """The row as plain values for a record, with `share` of the limit."""
-    fields = asdict(row)
-    time = fields.pop("time") or dict.fromkeys(f.name for f in dataclasses.fields(Time))
+    values = asdict(row)
+    time = values.pop("time") or dict.fromkeys(Time.__dataclass_fields__)
     share = row.limit_ms / row.time.ms if row.time and row.limit_ms is not None else None
-    return {**{key: fields.pop(key) for key in KEY}, **time, **fields, "share": share}
+    return {**{key: values.pop(key) for key in KEY}, **time, **values, "share": share}
 
 
 def provenance(device: torch.device, revision: str | None) -> dict[str, Any]:
@@ -98,19 +98,17 @@ class Report:
     ) -> None:
         """whole: all rows are measured, so that rows of an earlier run are removed. silent: write
         and print nothing, as on ranks other than 0."""
-        self.silent = silent
-        self.benchmark, self.out, self.only, self.whole = benchmark, out, only, whole
+        self.benchmark, self.out, self.only = benchmark, out, only
+        self.whole, self.silent = whole, silent
         self.environment = provenance(device, revision)
         self.rows: list[dict[str, Any]] = []
         self.left_out: list[str] = []
         self.refused: list[str] = []
-        self.record = {"device": self.environment["device"], "benchmarks": {}}
-        if out.exists():
-            self.record = read_record(out)
-        if self.record["device"] != self.environment["device"]:
+        here = self.environment["device"]
+        self.record = read_record(out) if out.exists() else {"device": here, "benchmarks": {}}
+        if (other := self.record["device"]) != here:
             raise UserError(
-                f"{out} is the record of {self.record['device']} and this is "
-                f"{self.environment['device']}; choose another --out"
+                f"{out} is the record of {other} and this is {here}; choose another --out"
             )
         self.earlier = self.record["benchmarks"].get(benchmark, {"rows": []})["rows"]
 
@@ -141,15 +139,6 @@ class Report:
         if row.time:
             self.note(f"{row.name}, {row.shape}, {row.dtype}: {row.time.ms:.4g} ms")
 
-    def usable(self, name: str, call: Callable[[], Any]) -> bool:
-        """True if a peer runs here; otherwise it is left out, with its error as the reason."""
-        try:
-            call()
-        except Exception as error:  # a refusal is a result here
-            self.leave_out(f"{name}: {first_line(error)}")
-            return False
-        return True
-
     def leave_out(self, text: str) -> None:
         if text not in self.left_out:
             self.left_out.append(text)
@@ -174,8 +163,7 @@ class Report:
         self.save([] if self.whole else self.earlier)
         if self.silent:
             return
-        shown = columns(self.rows).items()
-        print(table({head: own for head, own in shown if head not in HIDDEN}))
+        print(table(self.rows, HIDDEN))
         for text in self.left_out:
             self.note(f"left out: {text}")
         self.note(f"written to {self.out}")
@@ -194,42 +182,35 @@ def read_record(path: Path) -> dict[str, Any]:
 
 # --- tables --------------------------------------------------------------------------------------
 
-COLUMNS = (
-    *KEY, "ms", "p20", "p80", "times as fast as", "limit, ms", "share", "figures",
-)  # fmt: skip
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.4g}"
+
+
+def _figure(value: float) -> str:
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
+
+
+CELLS: dict[str, Callable[[dict[str, Any]], str]] = {  # by heading, of a row
+    **{key: itemgetter(key) for key in KEY},
+    "ms": lambda row: _number(row["ms"]),
+    "p20": lambda row: _number(row["p20"]),
+    "p80": lambda row: _number(row["p80"]),
+    "times as fast as": lambda row: "; ".join(
+        f"{name} {ms / row['ms']:.2f}" for name, ms in row["peers"].items()
+    ),
+    "limit, ms": lambda row: _number(row["limit_ms"]),
+    "share": lambda row: "" if row["share"] is None else f"{row['share']:.0%}",
+    "figures": lambda row: "; ".join(f"{n} {_figure(v)}" for n, v in row["figures"].items()),
+}
 HIDDEN = ("p20", "p80", "limit, ms")  # on a terminal
 TEXTS = (*KEY, "times as fast as", "figures")  # no numbers
 
 
-def cells(row: dict[str, Any]) -> list[str]:
-    """The cells of a row, in the order of COLUMNS."""
-
-    def number(value: float | None) -> str:
-        return "" if value is None else f"{value:.4g}"
-
-    peers = [f"{name} {ms / row['ms']:.2f}" for name, ms in row["peers"].items()]
-    figures = [
-        f"{name} {value:,.0f}" if value >= 1000 else f"{name} {value:.3g}"
-        for name, value in row["figures"].items()
-    ]
-    return [
-        *(row[key] for key in KEY),
-        *(number(row[key]) for key in ("ms", "p20", "p80")),
-        "; ".join(peers),
-        number(row["limit_ms"]),
-        "" if row["share"] is None else f"{row['share']:.0%}",
-        "; ".join(figures),
-    ]
-
-
-def columns(rows: list[dict[str, Any]]) -> dict[str, list[str]]:
-    """The cells of rows by heading, without the columns that are empty."""
-    by_heading = zip(COLUMNS, zip(*map(cells, rows), strict=True), strict=False)
-    return {heading: [*column] for heading, column in by_heading if any(column)}
-
-
-def table(shown: dict[str, list[str]]) -> str:
-    """Columns as a Markdown table."""
+def table(rows: list[dict[str, Any]], hidden: Sequence[str] = ()) -> str:
+    """Rows as a Markdown table, without the columns that are `hidden` or empty."""
+    columns = {head: [*map(cell, rows)] for head, cell in CELLS.items() if head not in hidden}
+    shown = {head: column for head, column in columns.items() if any(column)}
     rule = ["---" if head in TEXTS else "--:" for head in shown]
     lines = [[*shown], rule, *zip(*shown.values(), strict=True)]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
@@ -250,7 +231,7 @@ def markdown(record: dict[str, Any]) -> str:
     for name, benchmark in record["benchmarks"].items():
         rows, left_out = benchmark["rows"], benchmark["left_out"]
         parts += [f"## {name}", *dict.fromkeys(map(versions, rows)), *loads(rows)]
-        parts.append(table(columns(rows)))
+        parts.append(table(rows))
         if left_out:
             parts.append("Left out:\n\n" + "\n".join(f"- {text}" for text in left_out))
     return "\n\n".join(part.rstrip("\n") for part in parts) + "\n"
@@ -267,19 +248,17 @@ def versions(row: dict[str, Any]) -> str:
 def loads(rows: list[dict[str, Any]]) -> list[str]:
     """Lines on the GPU's clock and power while the timed rows were measured; [] on a CPU."""
     timed = [row for row in rows if row["ms"] is not None and row["clock"] != "host"]
-    known = [row for row in timed if "mhz" in row]
-    lines = []
+    known, lines = [row for row in timed if "mhz" in row], []
     if known:
         text = load_text((row["mhz"] for row in known), (row["watts"] for row in known))
         lines.append(text[0].upper() + text[1:] + ".")
-    warmed = [row for row in known if row.get("settled") is not None]
-    if warmed:
+    if warmed := [row for row in known if row.get("settled") is not None]:
         seconds = sorted(row["warm_s"] for row in warmed)
         restless = sum(not row["settled"] for row in warmed)
+        late = f" (not so within {SETTLE_LIMIT_S:.0f} s: {restless} rows)" if restless else ""
         lines.append(
             f"Blocks of whole steps: warm for {seconds[0]:.0f} to {seconds[-1]:.0f} s, until "
-            f"{TURNS} turns took the same time to {SETTLED:.0%}"
-            + (f" (not so within {SETTLE_LIMIT_S:.0f} s: {restless} rows)." if restless else ".")
+            f"{TURNS} turns took the same time to {SETTLED:.0%}{late}."
         )
     if len(known) < len(timed):
         lines.append(f"In bursts, after idle time: {len(timed) - len(known)} of {len(rows)} rows.")

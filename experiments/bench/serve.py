@@ -54,8 +54,7 @@ LIMITS = {
 
 @dataclass(frozen=True)
 class Size:
-    """A LLaMA, the tokens of a text's prompt and of a prefill, and the sequences of a
-    generation."""
+    """A LLaMA, the tokens of a prompt and of a prefill, and the sequences of a generation."""
 
     name: str
     shape: Mapping[str, int]
@@ -156,8 +155,7 @@ def build(size: Size, device: torch.device) -> Any:
 
 
 def packed(dense: Any, name: str, graphs: bool, report: Report) -> dict[str, nn.Module]:
-    """The packed variant of a model by its name, which shares the weights unless they are integers;
-    {} if it cannot be."""
+    """The packed variant of a model, which shares all weights but integers; {} if it cannot be."""
     with torch.inference_mode(False):
         own = {id(p) for n, p in dense.named_parameters() if name == "int4" and "_proj" in n}
         shared = {id(p): p for p in dense.parameters() if id(p) not in own}
@@ -180,8 +178,8 @@ def used_by(model: nn.Module) -> str:
 
 
 def gate(models: Mapping[str, Any], size: Size, report: Report) -> None:
-    """Raise a `UserError` for a variant whose output differs from that of dense products by more
-    than bf16's error over some layers; of integers, from that of their own dense products."""
+    """Raise a `UserError` for a variant whose output is off by more than bf16's error over some
+    layers from that of dense products; for integers, of their own."""
     ids = tokens(models["dense"], 2, 64)
     want: dict[str, torch.Tensor] = {}
     for length in (64, 4):  # the second for products with few tokens
@@ -207,8 +205,8 @@ def prefill(model: Any, count: int) -> Callable[[int], Any]:
 
 
 def generation(model: Any, count: int) -> Callable[[int], Any]:
-    """A call that reads the next token of `count` sequences, always at the same place, so that a
-    graph of the call can be replayed."""
+    """A call that reads the next token of `count` sequences at a fixed place, as a graph needs
+    it."""
     ids = tokens(model, count, CONTEXT + 1)
     decoder = Decoder(model, count, CONTEXT + 1)
     decoder.read(ids[:, :-1])

@@ -10,6 +10,7 @@ import itertools
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -64,13 +65,10 @@ class Step:
         )
         self.distribute()
         self.parameters = list(self.model.parameters())
-        method = self.converted.method
-        options: dict[str, Any] = {"lr": 1e-4, "weight_decay": 0.1}
-        options["capturable"] = device.type == "cuda"
-        if fused:
-            self.optimizer: torch.optim.Optimizer = methods.FusedAdamW(self.parameters, **options)
-        else:
-            self.optimizer = method.optimizer(self.parameters, fused=True, **options)
+        usual: Any = partial(self.converted.method.optimizer, fused=True)
+        self.optimizer: torch.optim.Optimizer = (methods.FusedAdamW if fused else usual)(
+            self.parameters, lr=1e-4, weight_decay=0.1, capturable=device.type == "cuda"
+        )
         self.used = f"{self.converted.used}; FusedAdamW" if fused else self.converted.used
         self.numbers = itertools.count()
 
@@ -89,35 +87,21 @@ class Step:
         self.loss().backward()
         return [p.grad for p in self.parameters]
 
-    def arguments(self) -> list[tuple[nn.Module, tuple[Any, ...]]]:
-        """The blocks with the arguments that each gets, uncompiled, in a step."""
-        found: list[tuple[nn.Module, tuple[Any, ...]]] = []
-        hooks = [
-            block.register_forward_pre_hook(lambda module, args: found.append((module, args)))
-            for block in self.blocks
-        ]
-        self.converted.before(0)
-        with torch.no_grad(), torch.compiler.set_stance("force_eager"):
-            self.loss()
-        for hook in hooks:
-            hook.remove()
-        return found
-
     def results(
         self, block: nn.Module, args: tuple[Any, ...], forward: Callable[..., Tensor]
     ) -> list[Tensor | None]:
         """The output of `forward` for these arguments of a block, and the gradients of arguments
         and parameters, of a loss that weighs each entry of the output by its value."""
-        floats = [torch.is_tensor(a) and a.is_floating_point() for a in args]
-        args = tuple(
-            a.detach().requires_grad_() if f else a for a, f in zip(args, floats, strict=True)
-        )
+        floats = {
+            i: a.detach().requires_grad_()
+            for i, a in enumerate(args)
+            if torch.is_tensor(a) and a.is_floating_point()
+        }
         block.zero_grad()
         with self.autocast():
-            output = forward(*args)
+            output = forward(*(floats.get(i, a) for i, a in enumerate(args)))
         output.backward(output.detach())
-        inputs = [a.grad for a, f in zip(args, floats, strict=True) if f]
-        return [output.detach(), *inputs, *(p.grad for p in block.parameters())]
+        return [output.detach(), *(t.grad for t in (*floats.values(), *block.parameters()))]
 
     def loss(self) -> Tensor:
         with self.autocast():
@@ -137,19 +121,25 @@ class Step:
         self.update(number)
         self.optimizer.zero_grad()
 
+    def clip(self) -> None:
+        """Clip the gradients to the norm 1."""
+        torch.nn.utils.clip_grad_norm_(self.parameters, 1.0)
+
     def update(self, number: int) -> None:
         """Do everything after the backward pass of step `number`, except dropping the gradients."""
-        method = self.converted.method
-        torch.nn.utils.clip_grad_norm_(self.parameters, 1.0)
-        method.on_gradients(number, self.optimizer)
+        self.clip()
+        self.converted.method.on_gradients(number, self.optimizer)
         self.optimizer.step()
-        method.on_step_end(number)
+        self.converted.method.on_step_end(number)
 
-    def ordinary(self, _: int) -> None:
+    def next(self, _: int = 0) -> None:
+        """Run the next step."""
+        self.run(next(self.numbers))
+
+    def ordinary(self, _: int = 0) -> None:
         """Run the next step that chooses no masks, or simply the next one if every step does."""
         period = self.converted.searching + 1
-        number = next(n for n in self.numbers if period == 1 or (n + 1) % period)
-        self.run(number)
+        self.run(next(n for n in self.numbers if period == 1 or (n + 1) % period))
 
     def searching(self, _: int) -> None:
         """Run a step after which all masks are chosen anew."""
@@ -181,6 +171,11 @@ class Step:
 
         return step
 
+    def wait(self) -> None:
+        """Wait for the GPU, if there is one."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+
     def close(self) -> None:
         """Free the memory that a compiled model would otherwise keep."""
         del self.model, self.forward, self.blocks, self.converted, self.parameters, self.optimizer
@@ -191,18 +186,16 @@ def ready(name: str, job: Workload, device: torch.device, matmul: str, fused: bo
     """A warmed-up step; on a GPU its blocks are compiled and checked."""
     start = time.perf_counter()
     step = Step(name, job, device, matmul, fused)
-    on_gpu = device.type == "cuda"
-    if on_gpu:
+    if on_gpu := device.type == "cuda":
         step.compile()
     with variants.compiling() if on_gpu else nullcontext():
-        step.ordinary(0)
-    if on_gpu:
-        torch.cuda.synchronize()
+        step.ordinary()
+    step.wait()
     step.first_s = time.perf_counter() - start
     if on_gpu:
         check_compiled(step)
     for _ in range(WARM_UP):
-        step.ordinary(0)
+        step.ordinary()
     return step
 
 
@@ -214,8 +207,18 @@ def check_compiled(step: Step) -> None:
     model: it changes FP8 codes, and these what MVUE keeps. With FP8 in all linears of GPT-2
     (emulated, width 256) it changes the gradients by 0.19 after 2 blocks and 0.30 after 36, as much
     as FP8 itself, and within a block those of its matrices by 0.09 to 0.19."""
+    arguments: list[tuple[nn.Module, tuple[Any, ...]]] = []
+    hooks = [
+        block.register_forward_pre_hook(lambda module, args: arguments.append((module, args)))
+        for block in step.blocks
+    ]
+    step.converted.before(0)
+    with torch.no_grad(), torch.compiler.set_stance("force_eager"):
+        step.loss()
+    for hook in hooks:
+        hook.remove()
     with variants.compiling():
-        for block, args in step.arguments():
+        for block, args in arguments:
             want, got = (step.results(block, args, run) for run in (block.forward, block))
             vectors = [i for i, g in enumerate(want) if g is not None and g.ndim == 1]
             others = [[i] for i in range(len(want)) if i not in vectors]
@@ -231,14 +234,14 @@ def held(step: Step) -> dict[str, float]:
     built."""
     parts = variants.bytes_held(step.converted, step.optimizer)
     trained = 2 * parts["weights"] + parts["optimizer"]
-    kept = sum(parts[kind] for kind in ("masks", "packed", "operands"))
-    parts |= {"trained": trained, "held": trained + kept}
+    parts["held"] = trained + sum(parts[kind] for kind in ("masks", "packed", "operands"))
+    parts["trained"] = trained
     figures = {f"{part} MiB": size / MIB for part, size in parts.items()}
     if step.device.type == "cpu":
         return figures
     torch.cuda.reset_peak_memory_stats()
     for _ in range(2):
-        step.ordinary(0)
+        step.ordinary()
     if step.converted.searching:
         step.searching(0)
     return {"peak MiB": (torch.cuda.max_memory_allocated() - step.others) / MIB, **figures}

@@ -7,7 +7,7 @@ with work that is not timed, and the timed calls follow without a pause.
 
 from __future__ import annotations
 
-import math
+import itertools
 import random
 import statistics
 import time
@@ -39,9 +39,8 @@ class Time:
     """Median, 20th and 80th percentile in milliseconds, and the clock: `host`, `graph` (replays of
     a CUDA graph) or `events` (calls from Python between two CUDA events).
 
-    mhz, watts: medians of the GPU's SM clock and power while the comparison's first call ran; None
-        if they cannot be read.
-    warm_s: seconds for which the comparison's calls ran before timing began.
+    mhz, watts: medians of the GPU's SM clock and power during the first call; None if unknown.
+    warm_s: seconds for which the calls ran before timing began.
     settled: True if their time had settled by then; None if `in_turns` did not wait for it.
     """
 
@@ -58,8 +57,7 @@ class Time:
 def quantiles(
     samples: list[float], clock: str = "host", load: tuple[float, float] | None = None, **warm: Any
 ) -> Time:
-    """The `Time` of samples in milliseconds. load: (mhz, watts). warm: the fields `warm_s` and
-    `settled`."""
+    """The `Time` of samples in milliseconds. load: (mhz, watts). warm: `warm_s` and `settled`."""
     fifths = statistics.quantiles(samples, n=5, method="inclusive")
     mhz, watts = load or (None, None)
     return Time(statistics.median(samples), fifths[0], fifths[-1], clock, mhz, watts, **warm)
@@ -103,41 +101,28 @@ def in_turns(
             larger than the last cache.
         graphs: capture the calls in CUDA graphs if possible; ignored on a CPU.
     """
-    if device.type == "cpu":
-        clocks = {name: (host_clock(call, buffers), "host") for name, call in calls.items()}
-        sustained, limit, settles = 0.0, math.inf, False
-    else:
-        clocks = gpu_clocks(calls, buffers, graphs, steps)
-        sustained, limit, settles = SUSTAINED_S, math.inf if steps else LIMIT_S, steps
-    start = time.perf_counter()
-    turns: list[float] = []
+    on_gpu = device.type == "cuda"
+    clocks = gpu_clocks(calls, buffers, graphs, steps) if on_gpu else host_clocks(calls, buffers)
+    settles, start, turns = on_gpu and steps, time.perf_counter(), []
     while True:
         turns.append(sum(milliseconds(None) for milliseconds, _ in clocks.values()))
-        warm_s = time.perf_counter() - start
-        if warm_s >= sustained and (not settles or settled(turns) or warm_s >= SETTLE_LIMIT_S):
+        warm_s, steady = time.perf_counter() - start, settled(turns)
+        enough = steady or not settles or warm_s >= SETTLE_LIMIT_S
+        if enough and (not on_gpu or warm_s >= SUSTAINED_S):
             break
-    warm: dict[str, Any] = {}
-    if device.type != "cpu":
-        warm = {"warm_s": warm_s, "settled": settled(turns) if settles else None}
     samples: dict[str, list[float]] = {name: [] for name in calls}
-    loads: list[tuple[float, float]] = []
-
-    def read() -> None:
-        load = read_load()
-        if load is not None:
-            loads.append(load)
-
+    loads: list[tuple[float, float] | None] = []
     names, shuffled = list(calls), random.Random(seed)
     start = time.perf_counter()
     for turn in range(repeats):
-        if turn >= ENOUGH and time.perf_counter() - start > limit:
+        if on_gpu and not steps and turn >= ENOUGH and time.perf_counter() - start > LIMIT_S:
             break
         for name in shuffled.sample(names, len(names)):
-            samples[name].append(clocks[name][0](read if name == names[0] else None))
-    load = None
-    if loads:
-        mhz, watts = zip(*loads, strict=True)
-        load = statistics.median(mhz), statistics.median(watts)
+            read = (lambda: loads.append(read_load())) if name == names[0] else None
+            samples[name].append(clocks[name][0](read))
+    known = [*zip(*filter(None, loads), strict=True)]
+    load = (statistics.median(known[0]), statistics.median(known[1])) if known else None
+    warm = {"warm_s": warm_s, "settled": steady if settles else None} if on_gpu else {}
     return {name: quantiles(samples[name], clocks[name][1], load, **warm) for name in calls}
 
 
@@ -150,29 +135,29 @@ def settled(turns: list[float]) -> bool:
 Clock = Callable[[Callable[[], None] | None], float]
 
 
-def host_clock(call: Call, buffers: int) -> Clock:
-    """A clock of `call` on the CPU. Outputs are kept until the clock has stopped, so that every
-    call pays for new memory."""
-    turn = -1
+def host_clocks(calls: Mapping[str, Call], buffers: int) -> dict[str, tuple[Clock, str]]:
+    """(clock, its kind) of each call on the CPU."""
 
-    def milliseconds(_: Callable[[], None] | None) -> float:
-        nonlocal turn
-        turn = (turn + 1) % buffers
-        start = time.perf_counter()
-        output = call(turn)
-        elapsed = time.perf_counter() - start
-        del output
-        return 1e3 * elapsed
+    def clock(call: Call) -> Clock:
+        numbers = itertools.cycle(range(buffers))
 
-    return milliseconds
+        def milliseconds(_: Any) -> float:
+            number, start = next(numbers), time.perf_counter()
+            output = call(number)
+            elapsed = time.perf_counter() - start
+            del output  # only now, so that every call pays for new memory
+            return 1e3 * elapsed
+
+        return milliseconds
+
+    return {name: (clock(call), "host") for name, call in calls.items()}
 
 
 def gpu_clocks(
     calls: Mapping[str, Call], buffers: int, graphs: bool, steps: bool = False
 ) -> dict[str, tuple[Clock, str]]:
-    """(clock, its kind) of each call on the GPU. The function given to a clock is called while the
-    GPU works. The graphs share their memory pool: what calls pass to one another was allocated
-    before."""
+    """(clock, its kind) of each call on the GPU. A clock calls the function that it is given while
+    the GPU works. Graphs share memory: what calls pass to one another was allocated before."""
     # Only graphs get a separate stream, since memory cached for one stream cannot serve another.
     stream = torch.cuda.Stream() if graphs else torch.cuda.current_stream()
     stream.wait_stream(torch.cuda.current_stream())
@@ -189,18 +174,19 @@ def gpu_clock(
     call: Call, buffers: int, stream: torch.cuda.Stream, pool: Any, steps: bool = False
 ) -> tuple[Clock, str]:
     """(clock, its kind) of one call; without a pool the call is not captured in a graph."""
+    long, least, most = (BLOCK_MS, BLOCK_STEPS, 256) if steps else (GRAPH_MS, 1, 32)
     with torch.cuda.stream(stream):
         for i in range(buffers):  # compiles, plans and allocates
             call(i)
-        estimate = elapsed_ms(lambda: call(0))
-        count = calls_in_a_sample(estimate, buffers, steps)
+        estimate = max(elapsed_ms(lambda: call(0)), 1e-3)
+        count = buffers * max(least, min(most, round(long / estimate / buffers)))
+
+        def run() -> None:
+            for i in range(count):
+                call(i % buffers)
+
         capture = pool is not None and not waits(call)
-        graph = captured(call, count, buffers, stream, pool) if capture else None
-
-    def run() -> None:
-        for i in range(count):
-            call(i % buffers)
-
+        graph = captured(run, stream, pool) if capture else None
     start = graph.replay if graph else run
 
     def milliseconds(meanwhile: Callable[[], None] | None) -> float:
@@ -208,13 +194,6 @@ def gpu_clock(
             return elapsed_ms(start, meanwhile) / count
 
     return milliseconds, "graph" if graph else "events"
-
-
-def calls_in_a_sample(estimate: float, buffers: int, steps: bool) -> int:
-    """The number of calls, of `estimate` milliseconds each, in one sample on a GPU."""
-    long = BLOCK_MS if steps else GRAPH_MS
-    least, most = (BLOCK_STEPS, 256) if steps else (1, 32)
-    return buffers * max(least, min(most, round(long / max(estimate, 1e-3) / buffers)))
 
 
 def load_text(mhz: Iterable[float | None], watts: Iterable[float | None]) -> str:
@@ -246,14 +225,13 @@ def waits(call: Call) -> bool:
 
 
 def captured(
-    call: Call, count: int, buffers: int, stream: torch.cuda.Stream, pool: Any
+    run: Callable[[], None], stream: torch.cuda.Stream, pool: Any
 ) -> torch.cuda.CUDAGraph | None:
-    """A CUDA graph of `count` calls; None if a call cannot be captured."""
+    """A CUDA graph of `run`; None if it cannot be captured."""
     graph = torch.cuda.CUDAGraph()
     try:
         with torch.cuda.graph(graph, pool, stream):
-            for i in range(count):
-                call(i % buffers)
+            run()
     except RuntimeError:
         torch.cuda.synchronize()
         return None

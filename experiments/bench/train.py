@@ -45,12 +45,7 @@ def together(name: str) -> list[str]:
 
 
 def measure(
-    shape: str,
-    job: Workload,
-    name: str,
-    matmul: str,
-    options: argparse.Namespace,
-    report: Report,
+    shape: str, job: Workload, name: str, matmul: str, options: argparse.Namespace, report: Report
 ) -> None:
     """Add the row of one variant on a job; the report says if it does not compile or is wrong."""
     on_gpu = options.device.type == "cuda"
@@ -77,9 +72,9 @@ def measure(
     else:
         found = {f"{job.unit}/s": 1e3 * job.items / times[name].ms}
         found |= {**figures(name, times, step.converted.searching + 1), **memory[name]}
+        own, dense = memory[name], memory["dense"]
         for part in ("trained", "held", *(["peak"] if on_gpu else [])):
-            key = f"{part} MiB"
-            found[f"{part} over dense"] = memory[name][key] / memory["dense"][key]
+            found[f"{part} over dense"] = own[f"{part} MiB"] / dense[f"{part} MiB"]
         if on_gpu:
             weights = sum(p.numel() for p in steps["dense"].parameters)
             found[SHARE] = share_of_peak(6.0 * weights * job.tokens, times[name].ms)

@@ -35,9 +35,8 @@ FORMATS = {
 @dataclass(frozen=True)
 class Setup:
     """A method with the options of one row. fp8: the recipe of its FP8 products, a key of FORMATS,
-    or "". simulated: its products run dense, not on FP8 or sparse units. repack: as
-    `repack_backward` of `methods.Method.accelerate`. network: two linears with a squared ReLU
-    between them are measured, in the place of one."""
+    or "". simulated: its products run dense. repack: as for `methods.Method.accelerate`. network:
+    two linears with a squared ReLU between them are measured, in the place of one."""
 
     method: str
     options: dict[str, Any] = field(default_factory=dict)
@@ -86,8 +85,7 @@ VARIANTS = {
 
 
 def variant(name: str) -> Setup:
-    """The setup of this name; a method without a setup is measured with its default options, as at
-    the beginning of a long training."""
+    """The setup of this name; a method without one has its default options in a long training."""
     return VARIANTS.get(name) or Setup(name, {"total_steps": 10_000})
 
 
@@ -105,8 +103,7 @@ def chosen(report: Report, names: Iterable[str]) -> list[str]:
 
 @dataclass
 class Converted:
-    """A converted model. used: what runs its products, for the rows. sparse: for each converted
-    linear, which of its products run on packed operands."""
+    """A converted model. used: what runs its products. sparse: which of them, by linear."""
 
     model: nn.Module
     method: methods.Method
@@ -144,7 +141,7 @@ def convert(
     **options: Any,
 ) -> Converted:
     """Convert the matching linears of `model`, in place. tokens: in a micro-batch. matmul: as for
-    `methods.Method.accelerate`. options: further options of the method."""
+    `methods.Method.accelerate`. options: further ones of the method."""
     own = variant(name)
     # All convert the same linears. Flip rates are not measured: that waits for the GPU, and a
     # training does it rarely.
@@ -159,7 +156,7 @@ def convert(
 
         convert_to_float8_training(model, module_filter_fn=lambda _, name: name in method.layers)
         return Converted(model, method, "torchao", {})
-    if own.method == "dense":
+    if own.method == "dense" or name == RELU2:
         return Converted(model, method, "dense", {})
     dense = matmul == "dense" or own.simulated
     sparse = {} if dense else method.accelerate(tokens, matmul, own.repack)
@@ -171,21 +168,19 @@ def convert(
 
 def used_by(products: Products) -> str:
     """A description of what runs the products, for example `cusparselt fprop dgrad`."""
-    by = {name: products.kernels(name) for name in PRODUCTS}
-    used, rest = [], [name for name in PRODUCTS if not by[name]]
-    for kernels in ("cusparselt", "cuda"):
-        sparse = [name for name in PRODUCTS if by[name] == kernels]
-        used += [" ".join([kernels, *sparse])] if sparse else []
-    if products.fp8 and rest:
-        used.append(" ".join(["fp8", *rest]))
-    return ", ".join(used) or "dense"
+    by: dict[str, list[str]] = {"cusparselt": [], "cuda": [], "fp8": []}
+    for name in PRODUCTS:
+        by[products.kernels(name) or "fp8"].append(name)
+    if not products.fp8:
+        del by["fp8"]
+    return ", ".join(" ".join([kernels, *of]) for kernels, of in by.items() if of) or "dense"
 
 
 def bytes_held(
     converted: Converted, optimizer: torch.optim.Optimizer | None = None
 ) -> dict[str, int]:
-    """The bytes held between steps: parameters (their gradients take the same), the optimizer's
-    state, and the converted layers' masks, packed operands and dense operands."""
+    """The bytes held between steps: parameters (their gradients take the same), optimizer state,
+    and the converted layers' masks, packed and dense operands."""
     held = {"weights": sum(p.nbytes for p in converted.model.parameters())}
     if optimizer is not None:
         state = [t for s in optimizer.state.values() for t in s.values()]
@@ -205,8 +200,7 @@ def default_matmul(options: argparse.Namespace) -> str:
 
 
 class Bench:
-    """The calls to time on a converted model. inputs, gradients: inputs of the model and gradients
-    of its output, which the calls take in rotation."""
+    """The calls to time on a converted model, which take its inputs and gradients in rotation."""
 
     def __init__(self, converted: Converted, inputs: list[Tensor], gradients: list[Tensor]) -> None:
         self.converted, self.gradients = converted, gradients
@@ -228,8 +222,7 @@ class Bench:
         return [tensor.grad for tensor in (*self.inputs, *self.parameters)]
 
     def forward_backward(self, i: int) -> Tensor:
-        """Run forward and backward pass and return the output; gradients stay in the parameters and
-        the input."""
+        """Run both passes and return the output; parameters and input keep their gradients."""
         self.inputs[i].grad = None
         for parameter in self.parameters:
             parameter.grad = None
@@ -238,7 +231,7 @@ class Bench:
         return y.detach()
 
     def whole(self, i: int, step: int = 0) -> None:
-        """Run a step of one micro-batch without the optimizer; if possible, one without a choice of
+        """Run a step of one micro-batch without the optimizer, if possible without a choice of
         masks."""
         self.converted.before(step)
         self.forward_backward(i)
@@ -252,8 +245,7 @@ class Bench:
         self.converted.after(step)
 
     def calls(self) -> dict[str, Call]:
-        """The calls to time by name: the whole step and its parts, including a step that chooses
-        masks if not every step does."""
+        """The calls to time by name: the whole step and its parts, and hooks that choose masks."""
         calls: dict[str, Call] = {
             "whole": self.whole,
             "products": self.forward_backward,
@@ -265,11 +257,8 @@ class Bench:
 
 
 def compiling() -> Any:
-    """A context for compiling models, in which exceeding dynamo's limit of recompilations raises an
-    error instead of silently running uncompiled code."""
+    """A context in which exceeding dynamo's limit of recompilations raises an error, instead of
+    silently running uncompiled code."""
     import torch._dynamo
 
     return torch._dynamo.config.patch(recompile_limit=64, fail_on_recompile_limit_hit=True)
-
-
-# --- the gate ------------------------------------------------------------------------------------

@@ -4,17 +4,17 @@ with them."""
 from __future__ import annotations
 
 import copy
-import dataclasses
 import re
 import shlex
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache, lru_cache
+from functools import lru_cache
 from typing import Any, TypeVar
 
 from experiments.config import yaml_files
 from experiments.config.yaml_files import CONF
 from experiments.support.errors import UserError, installing, suggestion
+from experiments.support.typed import typed as typed
 
 T = TypeVar("T")
 
@@ -144,39 +144,6 @@ def plain(composition: Any, *needed: str) -> dict[str, Any]:
     if missing := [key for key in needed if key not in values]:
         raise UserError(f"the config has no {missing[0]}: leave ~{missing[0]} out")
     return values
-
-
-_TYPED: dict[tuple[type, str], Any] = {}  # made before, because a report needs hundreds of configs
-
-
-def typed(schema: type, group: str, values: Any) -> Any:
-    """The dataclass `schema`, which is frozen, with these values, a dict."""
-    from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
-
-    known = {f.name for f in dataclasses.fields(schema)}
-    if unknown := sorted(set(values) - known):
-        raise UserError(
-            f"{group} has no key {', '.join(unknown)}; it takes {', '.join(sorted(known))}"
-        )
-    key = schema, repr(values)
-    try:
-        if key not in _TYPED:
-            _TYPED[key] = OmegaConf.to_object(OmegaConf.merge(_structured(schema), values))
-        return copy.copy(_TYPED[key])  # what a config finds out is its own
-    except OmegaConfBaseException as error:
-        name, reason = f"{group}.{error.full_key}", _first_line(error)
-        if "is not a ListConfig" in reason:
-            raise UserError(f"{name} must be a list, as in '{name}=[VALUE]'") from error
-        raise UserError(f"{name}: {reason}") from error
-
-
-@cache
-def _structured(schema: type) -> Any:
-    """The config of a dataclass, which `OmegaConf.merge` copies; it takes long to make."""
-    from omegaconf import OmegaConf
-
-    return OmegaConf.structured(schema)
 
 
 @contextmanager

@@ -108,7 +108,7 @@ class HFConfig:
 
     def build_shape(self) -> CausalLM:
         """The model on the meta device, without its weights."""
-        return CausalLM.shape_of(self.folder, self.block_size)
+        return CausalLM.from_pretrained(self.folder, self.block_size, weights=False)
 
     def build_ours(self) -> GPT | BertLM | ViT:
         """This project's model with the same outputs, on the CPU in fp32."""
@@ -116,23 +116,21 @@ class HFConfig:
         from transformers.utils import logging
 
         logging.disable_progress_bar()
-        converts: dict[str | None, Callable[[Any], GPT | BertLM | ViT]]
-        converts = {"gpt2": gpt2.from_hf, "bert": bert.from_hf, "vit": vit.from_hf}
-        found = model_type(self.folder)
-        if (convert := converts.get(found)) is None:
+        # For a `model_type`: the class that has a certain tensor, the one without it, our function.
+        classes: dict[str | None, tuple[str, str, str, Callable[[Any], GPT | BertLM | ViT]]] = {
+            "gpt2": ("", "GPT2LMHeadModel", "", gpt2.from_hf),
+            "bert": ("seq_relationship", "BertForPreTraining", "BertForMaskedLM", bert.from_hf),
+            "vit": ("classifier", "ViTForImageClassification", "ViTModel", vit.from_hf),
+        }
+        if (found := model_type(self.folder)) not in classes:
             raise UserError(
                 f"{self.path} is a checkpoint of {found}; only those of gpt2, bert and "
                 "vit can be read into models of this project"
             )
+        head, with_head, without, convert = classes[found]
         try:
-            # The heads in a checkpoint show which transformers class it belongs to.
-            names = " ".join(
-                str(safe_open(p, "pt").keys()) for p in self.folder.glob("*.safetensors")
-            )
-            bert_kind = "BertForPreTraining" if "seq_relationship" in names else "BertForMaskedLM"
-            vit_kind = "ViTForImageClassification" if "classifier" in names else "ViTModel"
-            kinds = {"gpt2": "GPT2LMHeadModel", "bert": bert_kind, "vit": vit_kind}
-            kind = kinds[str(found)]
+            parts = [safe_open(path, "pt").keys() for path in self.folder.glob("*.safetensors")]
+            kind = with_head if head in str(parts) else without
             loaded, info = getattr(transformers, kind).from_pretrained(
                 self.folder, use_safetensors=True, output_loading_info=True
             )

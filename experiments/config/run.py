@@ -12,8 +12,6 @@ alone, not on the time or the machine.
 from __future__ import annotations
 
 import dataclasses
-import hashlib
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, Self, TypeVar
@@ -22,7 +20,7 @@ import torch
 from torch import nn
 
 import methods
-from experiments.config.compose import composed, plain, typed
+from experiments.config.compose import composed, plain
 from experiments.config.initial import HFConfig, load_weights, source_hash, weight_files
 from experiments.config.settings import ImplConfig, TrainConfig, fit_warmup
 from experiments.config.yaml_files import tag
@@ -36,7 +34,15 @@ from experiments.images.dataset import ImageConfig
 from experiments.images.multicrop import MultiCrops
 from experiments.images.source import ImageSource
 from experiments.support.errors import UserError
-from experiments.support.names import SEEDS, check_bounds, check_name, identity_of
+from experiments.support.names import (
+    SEEDS,
+    Identified,
+    check_bounds,
+    check_name,
+    digest,
+    identity_of,
+)
+from experiments.support.typed import typed
 from methods.nn import base, distillation
 from models.base import Model
 from models.bert import BertConfig, BertLM
@@ -79,20 +85,7 @@ def resolve(config: C) -> Run[C]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Top:
-    """The settings of a training outside of groups."""
-
-    seed: int
-    tier: str
-    runs: Path
-    init: Path | None
-
-    def __post_init__(self) -> None:
-        check_bounds(self, "", seed=SEEDS)
-
-
-@dataclass(frozen=True, kw_only=True)
-class RunConfig(Top):
+class RunConfig(Identified):
     """A run's whole configuration. `method_options`: the method's own `Config`.
 
     init: the directory of a finished run, or of a transformers checkpoint, whose weights this run
@@ -102,6 +95,10 @@ class RunConfig(Top):
     command: the command line that makes this run, if it was composed from one.
     """
 
+    seed: int
+    tier: str
+    runs: Path
+    init: Path | None
     model_name: str
     model: ModelConfig
     data: DataConfig | ImageConfig
@@ -112,6 +109,9 @@ class RunConfig(Top):
     dino: DinoConfig | None = None
     notes: tuple[str, ...] = ()
     command: str | None = None
+
+    def __post_init__(self) -> None:
+        check_bounds(self, "", seed=SEEDS)
 
     def identity(self) -> dict[str, Any]:
         """Everything that the result depends on and that is not a default, as plain values. By
@@ -152,10 +152,6 @@ class RunConfig(Top):
     def with_command(self, line: str) -> Self:
         """The same config, which records that `line` makes it."""
         return dataclasses.replace(self, command=line)
-
-    def digest(self) -> str:
-        """Hash of `identity()`, 16 hex digits."""
-        return digest(self.identity())
 
     def directory(self) -> Path:
         """`<runs>/<model>-<data>/<tag>-<hash without seed>/seed<seed>`. The readable tag
@@ -247,11 +243,6 @@ def build_model(shape: ModelConfig) -> Model:
     return shape.build() if isinstance(shape, HFConfig) else KINDS[type(shape)](shape)
 
 
-def digest(value: dict[str, Any]) -> str:
-    """Hash of plain values, 16 hex digits."""
-    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
-
-
 def load(overrides: list[str] | None = None, config_name: str = "pretrain") -> RunConfig:
     """The run that `experiments/conf/<config_name>.yaml` and hydra overrides compose."""
     return composed(config_name, freeze, overrides or ())
@@ -259,8 +250,8 @@ def load(overrides: list[str] | None = None, config_name: str = "pretrain") -> R
 
 def freeze(composition: Any) -> RunConfig:
     """The `RunConfig` of a composed `DictConfig`."""
-    fields = [f.name for f in dataclasses.fields(Top)]
-    groups = plain(composition, "data", "impl", "method", "model", "train", *fields)
+    as_given = ("seed", "tier", "runs", "init", "impl")
+    groups = plain(composition, "data", "method", "model", "train", *as_given)
     method, model = dict(groups["method"]), dict(groups["model"])
     for group, values in (("method", method), ("model", model)):
         if "name" not in values:
@@ -271,7 +262,6 @@ def freeze(composition: Any) -> RunConfig:
         raise UserError(f"self-distillation is for a ViT, not for {model_name}; see model=vit_nano")
     settings, changed = fit_warmup(groups["train"])
     train = typed(TrainConfig, "train", settings)  # first: other groups refer to it
-    run = typed(Top, "the config", {key: groups[key] for key in fields})
     check_name("model.name", model_name)
     family = "hf" if "path" in model else model_name.partition("_")[0]
     if family not in FAMILIES:
@@ -287,18 +277,18 @@ def freeze(composition: Any) -> RunConfig:
         )
     if isinstance(shape, HFConfig) and shape.has_tokenizer:
         data["tokenizer"] = str(shape.folder)  # its weights work only with its own tokenizer
-    config = RunConfig(
-        **vars(run),
-        model_name=model_name,
-        model=shape,
-        data=typed(data_schema, "data", data),
-        method=method_name,
-        method_options=typed(schema, "method", method),
-        train=train,
-        impl=typed(ImplConfig, "impl", groups["impl"]),
-        dino=typed(DinoConfig, "dino", groups["dino"]) if "dino" in groups else None,
-        notes=changed,
-    )
+    values = {
+        **{key: groups[key] for key in as_given},
+        "model_name": model_name,
+        "model": shape,
+        "data": typed(data_schema, "data", data),
+        "method": method_name,
+        "method_options": typed(schema, "method", method),
+        "train": train,
+        "dino": groups.get("dino"),
+        "notes": changed,
+    }
+    config: RunConfig = typed(RunConfig, "", values)
     _check_together(config)
     return config
 

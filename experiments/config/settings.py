@@ -77,7 +77,6 @@ class TrainConfig:
     eval_samples: int = 64
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "betas", tuple(self.betas))  # omegaconf makes a list of it
         check_bounds(self, "train.", **_BOUNDS)
         for name in ("min_learning_rate", "warmup_learning_rate"):
             if getattr(self, name) > self.learning_rate:
@@ -85,8 +84,8 @@ class TrainConfig:
                     f"train.{name}={getattr(self, name)} is above "
                     f"train.learning_rate={self.learning_rate}"
                 )
-        if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
-            raise ValueError(f"train.betas={list(self.betas)}; it must be two numbers in [0, 1)")
+        if not all(0 <= beta < 1 for beta in self.betas):
+            raise ValueError(f"train.betas={list(self.betas)}; they must lie in [0, 1)")
         choices = {"optimizer": OPTIMIZERS, "schedule": SCHEDULES, "dtype": DTYPES}
         check_choices(self, "train.", choices)
         for name in UNUSED.get(self.schedule, ()):
@@ -104,9 +103,6 @@ class TrainConfig:
                 f"train.warmup_steps={self.warmup_steps} and train.cooldown_steps="
                 f"{self.cooldown_steps} together exceed train.steps={self.steps}"
             )
-        self._check_ramp()
-
-    def _check_ramp(self) -> None:
         if (self.ramp_batch is None) != (self.ramp_micro_steps is None):
             raise ValueError("train.ramp_batch and train.ramp_micro_steps go together; set both")
         if self.ramp_batch is None or self.ramp_micro_steps is None:
@@ -248,7 +244,6 @@ class ImplConfig:
     loggers: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "loggers", tuple(self.loggers))
         choices = {
             "device": ("auto", "cpu", "cuda"),
             "matmul": ("auto", "cusparselt", "cuda", "dense"),

@@ -16,18 +16,18 @@ CONF = Path(__file__).parents[1] / "conf"
 
 def text_of(path: Path) -> str:
     """The text of a yaml file, with its comments, after those of the files in its defaults list."""
+    return "\n".join([*map(text_of, parts_of(path)), path.read_text(encoding="utf-8")])
+
+
+def parts_of(path: Path) -> list[Path]:
+    """The files that the defaults list of a yaml file names, but those of groups."""
     from omegaconf import OmegaConf
 
     content: Any = OmegaConf.load(path)
-    parts = [name for name in content.get("defaults", []) if isinstance(name, str)]
-    texts = [text_of(named(name, path)) for name in parts if name != "_self_"]
-    return "\n".join([*texts, path.read_text(encoding="utf-8")])
-
-
-def named(default: str, path: Path) -> Path:
-    """The path of the file that the entry `default` in the defaults list of `path` refers to."""
-    folder = CONF if default.startswith("/") else path.parent
-    return folder / f"{default.removesuffix('@_here_').lstrip('/')}.yaml"
+    names = [n for n in content.get("defaults", []) if isinstance(n, str) and n != "_self_"]
+    folders = [CONF if name.startswith("/") else path.parent for name in names]
+    names = [f"{name.removesuffix('@_here_').lstrip('/')}.yaml" for name in names]
+    return [folder / name for folder, name in zip(folders, names, strict=True)]
 
 
 def values_of(group: str) -> dict[str, dict[str, Any]]:
@@ -56,11 +56,8 @@ def _read(path: Path) -> dict[str, Any]:
     from omegaconf import OmegaConf
 
     content: Any = OmegaConf.to_container(OmegaConf.load(path))
-    values: dict[str, Any] = {}
-    for part in content.pop("defaults", []):
-        if isinstance(part, str) and part != "_self_":
-            values |= _read(named(part, path))
-    return values | content
+    content.pop("defaults", None)
+    return {k: v for part in parts_of(path) for k, v in _read(part).items()} | content
 
 
 @functools.cache

@@ -30,7 +30,7 @@ from experiments.data.manifest import (
     token_type,
 )
 from experiments.data.prepare import prepare
-from experiments.data.source import Batch, Request, evenly_spaced, random_words
+from experiments.data.source import Batch, Request, evenly_spaced, sample_words
 from experiments.data.tokenizer import Encoding
 from experiments.support.errors import UserError
 
@@ -60,49 +60,6 @@ class Corpus:
     def encoding(self) -> Encoding:
         """The tokenizer of the corpus."""
         return load_encoding(self.directory, self.manifest["tokenizer"])
-
-    def batch(
-        self, split: str, step: int, sequences: Sequence[int], block: int
-    ) -> dict[str, Tensor]:
-        """Windows of `block` tokens: {"input": [B, T], "target": [B, T]}, int64, where the targets
-        are shifted by one.
-
-        Windows are drawn uniformly with replacement. `sequences` are indices into the global batch
-        of the optimizer step. A window's position depends only on (seed, split, step, index), so
-        ranks, micro-batches and a resumed run that ask for parts of the batch get what one process
-        would get.
-        """
-        indices = np.asarray(sequences, dtype=np.int64)
-        positions = len(self.tokens[split]) - block
-        key, counter = (self.seed, SPLITS.index(split)), (0, step, 0, 0)
-        words = random_words(key, counter, int(indices.max()) + 1)
-        # 64 bits against at most 2^34 positions: the bias of the remainder is below 2^-30.
-        return self.windows(split, (words[indices] % np.uint64(positions)).astype(np.int64), block)
-
-    def eval_size(self, block: int) -> int:
-        """Number of non-overlapping windows of `block` tokens in the validation split."""
-        return (len(self.tokens["val"]) - 1) // block
-
-    def eval_batches(
-        self, n_sequences: int, batch_size: int, block: int
-    ) -> Iterator[dict[str, Tensor]]:
-        """The fixed evaluation windows: non-overlapping, evenly spaced over the validation split.
-
-        They depend only on `n_sequences` and `block`. The last batch may be smaller, so weight an
-        average over batches by their sizes.
-        """
-        starts = evenly_spaced(n_sequences, self.eval_size(block), self.directory) * block
-        return (
-            self.windows("val", starts[first : first + batch_size], block)
-            for first in range(0, n_sequences, batch_size)
-        )
-
-    def windows(self, split: str, starts: np.ndarray, block: int) -> dict[str, Tensor]:
-        """The windows that start at these positions of the split, in the form of `batch`."""
-        tokens = self.tokens[split]
-        rows = np.stack([tokens[start : start + block + 1] for start in starts])
-        windows = torch.from_numpy(rows.astype(np.int64))
-        return {"input": windows[:, :-1].contiguous(), "target": windows[:, 1:].contiguous()}
 
 
 def load_tokens(config: DataConfig, seed: int) -> Corpus:
@@ -154,14 +111,35 @@ class CausalText:
     def __init__(self, corpus: Corpus, block: int) -> None:
         self.corpus, self.tokens_per_sample = corpus, block
         self.directory, self.fingerprint = corpus.directory, corpus.fingerprint
-        self.eval_size = corpus.eval_size(block)
+        self.eval_size = (len(corpus.tokens["val"]) - 1) // block  # windows without overlap
 
     def batches(self, requests: Iterable[Request]) -> Iterator[Batch]:
         for step, samples in requests:
-            yield self.corpus.batch("train", step, samples, self.tokens_per_sample)
+            yield self.batch("train", step, samples)
+
+    def batch(self, split: str, step: int, samples: Sequence[int]) -> Batch:
+        """Windows drawn uniformly with replacement, whose positions depend only on (seed, split,
+        step, sample): ranks, micro-batches and a resumed run that ask for parts of a step's batch
+        get what one process would get."""
+        key = self.corpus.seed, SPLITS.index(split)
+        words = sample_words(key, step, np.asarray(samples, dtype=np.int64), 1)[:, 0]
+        # 64 bits against at most 2^34 positions: the bias of the remainder is below 2^-30.
+        starts = words % np.uint64(len(self.corpus.tokens[split]) - self.tokens_per_sample)
+        return self.windows(split, starts.astype(np.int64))
 
     def eval_batches(self, count: int, batch_size: int) -> Iterator[Batch]:
-        return self.corpus.eval_batches(count, batch_size, self.tokens_per_sample)
+        """Fixed windows without overlap, evenly spaced over the validation split. The last batch
+        may be smaller, so weight an average over batches by their sizes."""
+        starts = evenly_spaced(count, self.eval_size, self.directory) * self.tokens_per_sample
+        firsts = range(0, count, batch_size)
+        return (self.windows("val", starts[first : first + batch_size]) for first in firsts)
+
+    def windows(self, split: str, starts: np.ndarray) -> Batch:
+        """The windows that start at these positions of the split."""
+        tokens, length = self.corpus.tokens[split], self.tokens_per_sample + 1
+        rows = np.stack([tokens[start : start + length] for start in starts])
+        windows = torch.from_numpy(rows.astype(np.int64))
+        return {"input": windows[:, :-1].contiguous(), "target": windows[:, 1:].contiguous()}
 
     def score(self, output: Any, loss: Tensor, batch: Batch) -> tuple[dict[str, Tensor], int]:
         targets = batch["target"].numel()

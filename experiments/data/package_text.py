@@ -15,6 +15,7 @@ from __future__ import annotations
 import csv
 import hashlib
 import io
+import math
 import re
 import subprocess
 import sys
@@ -67,12 +68,8 @@ def requirements(split: str, part: str = PACKAGES) -> list[Path]:
 def pinned(split: str, part: str = PACKAGES) -> list[tuple[str, str, str]]:
     """(name, version, sha256) of every wheel of a split, in the order of its files."""
     texts = [file.read_text(encoding="utf-8") for file in requirements(split, part)]
-    return _pinned("\n".join(texts))
-
-
-def _pinned(text: str) -> list[tuple[str, str, str]]:
-    matches = map(_PINNED.fullmatch, text.splitlines())
-    return [(m[1], m[2], m[3]) for m in matches if m is not None]
+    lines = "\n".join(texts).splitlines()
+    return [(m[1], m[2], m[3]) for line in lines if (m := _PINNED.fullmatch(line))]
 
 
 def requirements_hash(part: str = PACKAGES) -> str:
@@ -116,26 +113,36 @@ def _by_hash(folder: Path) -> dict[str, Path]:
     return {sha256(path): path for path in sorted(folder.glob("*.whl"))}
 
 
-def read(wheels: list[Path], part: str = PACKAGES) -> list[str]:
-    """The text files in the wheels, or what they have of a part, without duplicates. They are
-    ordered by a hash of their names, so that the first ones are a sample of all packages."""
-    texts: dict[bytes, tuple[bytes, str]] = {}
-    for wheel in wheels:
-        package = wheel.name.partition("-")[0]
-        with zipfile.ZipFile(wheel) as archive:
-            for info in archive.infolist():
-                if not info.filename.endswith(SUFFIXES) or not 0 < info.file_size <= LONGEST:
-                    continue
-                content = archive.read(info)
+def _texts(
+    wheel: Path, suffixes: tuple[str, ...], longest: float = math.inf
+) -> Iterator[tuple[str, str]]:
+    """The names and texts of a wheel's UTF-8 files with these endings and up to `longest` bytes."""
+    with zipfile.ZipFile(wheel) as archive:
+        for info in archive.infolist():
+            if info.filename.endswith(suffixes) and info.file_size <= longest:
                 try:
-                    text = content.decode("utf-8")
+                    text = archive.read(info).decode("utf-8")
                 except UnicodeDecodeError:
                     continue
-                order = hashlib.sha256(f"{package}/{info.filename}".encode()).digest()
-                if part in (PROSE, CODE):
-                    text = _part(text, info.filename.endswith(DOCUMENTATION), part)
-                if text:
-                    texts.setdefault(hashlib.sha256(content).digest(), (order, text))
+                yield info.filename, text
+
+
+def _order(wheel: Path, name: str) -> bytes:
+    """A hash to order documents by, so that the first ones are a sample of all packages."""
+    return hashlib.sha256(f"{wheel.name.partition('-')[0]}/{name}".encode()).digest()
+
+
+def read(wheels: list[Path], part: str = PACKAGES) -> list[str]:
+    """The text files in the wheels, or what they have of a part, each once and in a fixed order."""
+    texts: dict[bytes, tuple[bytes, str]] = {}
+    for wheel in wheels:
+        for name, text in _texts(wheel, SUFFIXES, LONGEST):
+            own = text
+            if part in (PROSE, CODE):
+                own = _part(text, name.endswith(DOCUMENTATION), part)
+            if own:
+                known = hashlib.sha256(text.encode()).digest()
+                texts.setdefault(known, (_order(wheel, name), own))
     return [text for _, text in sorted(texts.values())]
 
 
@@ -143,21 +150,21 @@ def english(folder: Path) -> dict[str, list[str]]:
     """The paragraphs of running English in the wheels of both splits, by file or row of a table,
     ordered as `read` orders them. A paragraph that is in both splits is only in the held-out one.
     """
-    text = (REQUIREMENTS / "english.txt").read_text(encoding="utf-8")
-    divided = {digest for _, _, digest in _pinned(text)}  # the others are in one split as a whole
+    divided = {digest for *_, digest in pinned("english")}  # the others are in one split as a whole
     seen: set[bytes] = set()
     documents = {}
     for split in ("val", "train"):
         found = []
         wheels = download(folder, split, ENGLISH)
-        for wheel, (_, _, digest) in zip(wheels, pinned(split, ENGLISH), strict=True):
+        for wheel, (*_, digest) in zip(wheels, pinned(split, ENGLISH), strict=True):
             for name, text in _documents(wheel):
-                order = hashlib.sha256(f"{wheel.name.partition('-')[0]}/{name}".encode()).digest()
+                order = _order(wheel, name)
                 held_out = int.from_bytes(order, "big") % _HELD_OUT == 0
                 if digest in divided and held_out != (split == "val"):
                     continue
                 kept = []
-                for paragraph in filter(is_english, _paragraphs(text)):
+                parts = (" ".join(part.split()) for part in re.split(r"\n\s*\n", text))
+                for paragraph in filter(is_english, parts):
                     known = hashlib.sha256(paragraph.encode()).digest()
                     if known not in seen:
                         seen.add(known)
@@ -171,26 +178,14 @@ def english(folder: Path) -> dict[str, list[str]]:
 def _documents(wheel: Path) -> Iterator[tuple[str, str]]:
     """The names and texts of what may hold English in a wheel: documentation, strings in triple
     quotes, plain text, and the longest cell of each row of a table."""
-    with zipfile.ZipFile(wheel) as archive:
-        for name in archive.namelist():
-            suffix = Path(name).suffix
-            if suffix not in (*SUFFIXES, ".txt", ".tab"):
-                continue
-            try:
-                text = archive.read(name).decode("utf-8")
-            except UnicodeDecodeError:
-                continue
-            if suffix == ".tab":
-                for number, row in enumerate(csv.reader(io.StringIO(text), delimiter="\t")):
-                    yield f"{name}:{number}", max(row, key=len, default="")
-            elif suffix in (*DOCUMENTATION, ".txt"):
-                yield name, text
-            else:
-                yield name, "\n\n".join(string[3] for string in _STRING.finditer(text))
-
-
-def _paragraphs(text: str) -> Iterator[str]:
-    return (" ".join(part.split()) for part in re.split(r"\n\s*\n", text))
+    for name, text in _texts(wheel, (*SUFFIXES, ".txt", ".tab")):
+        if name.endswith(".tab"):
+            for number, row in enumerate(csv.reader(io.StringIO(text), delimiter="\t")):
+                yield f"{name}:{number}", max(row, key=len, default="")
+        elif name.endswith((*DOCUMENTATION, ".txt")):
+            yield name, text
+        else:
+            yield name, "\n\n".join(string[3] for string in _STRING.finditer(text))
 
 
 def is_english(paragraph: str) -> bool:
@@ -210,32 +205,27 @@ def _part(text: str, documentation: bool, part: str) -> str:
         return text if part == PROSE else ""
     if part == CODE:
         return _STRING.sub(lambda string: "" if string[1] is not None else string[0], text)
-    alone = [
-        string[3].partition("\n") for string in _STRING.finditer(text) if string[1] is not None
-    ]
+    strings = (string for string in _STRING.finditer(text) if string[1] is not None)
+    alone = (string[3].partition("\n") for string in strings)
     plain = (f"{first}\n{textwrap.dedent(rest)}".strip() for first, _, rest in alone)
     return "\n\n".join(filter(None, plain))
 
 
 def description(split_texts: dict[str, list[str]], part: str = PACKAGES) -> dict[str, Any]:
     """The manifest's entry for the source, with every package and its hash."""
+    said = {PROSE: ": documentation and docstrings", CODE: ", without their docstrings"}
     text = f"{', '.join(SUFFIXES)} files of up to {LONGEST:,} bytes in pinned wheels"
+    text += said.get(part, "")
     split_rule = "by package: those of val.txt are held out"
     if part == ENGLISH:
         text = "paragraphs of running English in pinned wheels, each once"
         split_rule += f", and one in {_HELD_OUT} documents of english.txt"
     return {
-        "description": text
-        + {PROSE: ": documentation and docstrings", CODE: ", without their docstrings"}.get(
-            part, ""
-        ),
+        "description": text,
         "split": split_rule,
         "characters": {split: sum(map(len, texts)) for split, texts in split_texts.items()},
         "packages": {
-            split: [
-                f"{name}=={version} sha256:{digest}"
-                for name, version, digest in pinned(split, part)
-            ]
+            split: [f"{name}=={version} sha256:{sha}" for name, version, sha in pinned(split, part)]
             for split in split_texts
         },
     }

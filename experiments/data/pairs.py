@@ -9,7 +9,7 @@ The number of bundles depends only on the lengths.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 import numpy as np
@@ -92,9 +92,9 @@ class TranslationPairs:
         self.directory, self.fingerprint = corpus.directory, corpus.fingerprint
         self.end: int = corpus.manifest["tokenizer"]["end_of_text"]
         self.limit = min(data.max_tokens or model.block_size, model.block_size, data.batch_tokens)
-        self._epochs: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+        self._order = lru_cache(maxsize=2)(self._epoch)  # a step may have parts of two epochs
         self.train, self.val = (
-            ShortPairs(Sentences(corpus.tokens[split], self.end), self.limit)
+            ShortPairs(Sentences(corpus.tokens[split], self.end), self.limit, data.batch_tokens)
             for split in ("train", "val")
         )
         for name, split in (("train", self.train), ("val", self.val)):
@@ -105,17 +105,9 @@ class TranslationPairs:
                 )
 
     @cached_property
-    def _starts(self) -> np.ndarray:
-        return cut(self.train.longest, self.data.batch_tokens)
-
-    @cached_property
-    def _val_starts(self) -> np.ndarray:
-        return cut(self.val.longest, self.data.batch_tokens)
-
-    @cached_property
     def tokens_per_sample(self) -> int:
         """The mean number of tokens of a bundle with its padding: pairs times longest sentence."""
-        starts, longest = self._starts, self.train.longest
+        starts, longest = self.train.starts, self.train.longest
         return round(float(np.mean(np.diff(starts) * longest[starts[1:] - 1])))
 
     def batches(self, requests: Iterable[Request]) -> Iterator[Batch]:
@@ -130,30 +122,27 @@ class TranslationPairs:
 
     def _bundle(self, number: int) -> np.ndarray:
         """The indices of the pairs in bundle `number`, counted over all epochs of a training."""
-        epoch, place = divmod(number, len(self._starts) - 1)
-        if epoch not in self._epochs:
-            # Keep the previous epoch, since a step may contain the end of one and the start of the
-            # next.
-            self._epochs = {e: p for e, p in self._epochs.items() if e == epoch - 1}
-            # Pairs sorted by length, in random order among equals; random order of the bundles.
-            split = self.train
-            seed, at = self.corpus.seed, (0, epoch, 0, 0)
-            keys = random_words((seed, _PAIRS), at, len(split.pairs))
-            order = np.lexsort((keys, split.lengths[:, 0], split.lengths[:, 1], split.longest))
-            bundles = random_words((seed, _BUNDLES), at, len(self._starts) - 1)
-            self._epochs[epoch] = split.pairs[order], np.argsort(bundles, kind="stable")
-        order, bundles = self._epochs[epoch]
-        first, last = self._starts[bundles[place] : bundles[place] + 2]
+        epoch, place = divmod(number, len(self.train.starts) - 1)
+        order, bundles = self._order(epoch)
+        first, last = self.train.starts[bundles[place] : bundles[place] + 2]
         return order[first:last]
+
+    def _epoch(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
+        """The pairs sorted by length, in random order among equals; a random order of bundles."""
+        split, seed, at = self.train, self.corpus.seed, (0, epoch, 0, 0)
+        keys = random_words((seed, _PAIRS), at, len(split.pairs))
+        order = np.lexsort((keys, split.lengths[:, 0], split.lengths[:, 1], split.longest))
+        bundles = random_words((seed, _BUNDLES), at, len(split.starts) - 1)
+        return split.pairs[order], np.argsort(bundles, kind="stable")
 
     @property
     def eval_size(self) -> int:
-        return len(self._val_starts) - 1
+        return len(self.val.starts) - 1
 
     def eval_batches(self, count: int, batch_size: int) -> Iterator[Batch]:
         """`count` bundles of the validation split, evenly spaced over their lengths."""
         chosen = evenly_spaced(count, self.eval_size, self.directory)
-        parts = [self.val.pairs[slice(*self._val_starts[i : i + 2])] for i in chosen]
+        parts = [self.val.pairs[slice(*self.val.starts[i : i + 2])] for i in chosen]
         return (
             self._batch(self.val.sentences, np.concatenate(parts[first : first + batch_size]))
             for first in range(0, count, batch_size)
@@ -167,7 +156,7 @@ class TranslationPairs:
         """The corpus's entry in `result.json`, with the numbers of bundles per epoch and of
         training pairs left out as too long or empty."""
         left_out = len(self.train.sentences) - len(self.train.pairs)
-        return {**self.corpus.manifest, "bundles": len(self._starts) - 1, "left_out": left_out}
+        return {**self.corpus.manifest, "bundles": len(self.train.starts) - 1, "left_out": left_out}
 
     def _batch(self, sentences: Sentences, pairs: np.ndarray) -> Batch:
         sources, targets = sentences.rows(pairs, 0), sentences.rows(pairs, 1)
@@ -186,12 +175,16 @@ class TranslationPairs:
 
 class ShortPairs:
     """The pairs of a split that are short enough, sorted by their longer sentence, then by target
-    and source."""
+    and source, and the boundaries `starts` of their bundles of so many tokens."""
 
-    def __init__(self, sentences: Sentences, limit: int) -> None:
+    def __init__(self, sentences: Sentences, limit: int, tokens: int) -> None:
         lengths = sentences.lengths
         kept = np.flatnonzero((lengths.max(1) <= limit) & (lengths.min(1) > 1))
         order = np.lexsort((lengths[kept, 0], lengths[kept, 1], lengths[kept].max(1)))
-        self.sentences, self.pairs = sentences, kept[order]
+        self.sentences, self.pairs, self.tokens = sentences, kept[order], tokens
         self.lengths = lengths[self.pairs]
         self.longest = self.lengths.max(1)
+
+    @cached_property
+    def starts(self) -> np.ndarray:
+        return cut(self.longest, self.tokens)

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from itertools import count, islice
@@ -39,14 +39,8 @@ _BATCH = 128  # pairs
 
 @dataclass(frozen=True)
 class PairsConfig(DataConfig):
-    """Settings of pairs of sentences and their batches. One BPE serves both languages.
-
-    objective: `translation`, which marks the config as one of pairs.
-    source_language, target_language: file name endings, and keys of the column `translation`.
-    batch_tokens: a training sample is a bundle of pairs of similar length, whose sources and whose
-        targets, each with padding, have at most this many tokens.
-    max_tokens: longer sentences are left out; null = those longer than the model takes.
-    """
+    """Settings of pairs of sentences and their batches; conf/data/_pairs.yaml explains each. One
+    BPE serves both languages."""
 
     objective: str = "translation"
     source_language: str = "en"
@@ -74,8 +68,7 @@ class PairsConfig(DataConfig):
         folder = Path(self.source)
         if not folder.is_dir():
             raise UserError(f"data.source={self.source} is no folder of pairs of sentences")
-        languages = (self.source_language, self.target_language)
-        texts = [folder / f"{split}.{language}" for split in SPLITS for language in languages]
+        texts = [path for split in SPLITS for path in _texts(self, split)]
         if missing := [path.name for path in texts if not path.is_file()]:
             found = {split: sorted(folder.glob(f"{SPLITS[split]}-*.parquet")) for split in SPLITS}
             if all(found.values()):
@@ -108,16 +101,16 @@ def _count(config: PairsConfig) -> dict[str, int]:
         return {split: len(table[split]) for split in SPLITS}
     counts = {}
     for split in SPLITS:
-        lines = [sum(1 for _ in path.open("rb")) for path in _texts(config, split)]
+        first, second = paths = _texts(config, split)
+        lines = [sum(1 for _ in path.open("rb")) for path in paths]
         if lines[0] != lines[1] or not lines[0]:
-            first, second = _texts(config, split)
             raise UserError(
                 f"{first} has {lines[0]} lines and {second} has {lines[1]}; they must be the same "
                 "number, at least 1"
             )
+        if found := not_utf8([*map(str, paths)]):
+            raise UserError(f"{found}; save it as UTF-8")
         counts[split] = lines[0]
-    if found := not_utf8([str(path) for split in SPLITS for path in _texts(config, split)]):
-        raise UserError(f"{found}; save it as UTF-8")
     return counts
 
 
@@ -129,29 +122,27 @@ def _batches(config: PairsConfig, split: str, first: int = 0) -> Iterator[list[s
         yield [" ".join(sentence.split()) for pair in some for sentence in pair]
 
 
-def _pairs(config: PairsConfig, split: str) -> Iterable[Pair]:
+def _pairs(config: PairsConfig, split: str) -> Iterator[Pair]:
     source, target = config.source_language, config.target_language
     if config.source == NUMBERS:
-        found = number_pairs(split)
-        return found if source == "de" else ((english, german) for german, english in found)
-    if config.files()[0] == "parquet":
-        rows = _tables(config)[split]
-        return ((row["translation"][source], row["translation"][target]) for row in rows)
-    return _lines(config, split)
+        for number in numbers(split):
+            words = {"de": german(number), "en": english(number)}
+            yield words[source], words[target]
+    elif config.files()[0] == "parquet":
+        for row in _tables(config)[split]:
+            yield row["translation"][source], row["translation"][target]
+    else:
+        first, second = _texts(config, split)
+        with (
+            first.open(encoding="utf-8", newline="\n") as sources,
+            second.open(encoding="utf-8", newline="\n") as targets,
+        ):
+            yield from zip(sources, targets, strict=True)
 
 
 def _texts(config: PairsConfig, split: str) -> list[Path]:
     languages = (config.source_language, config.target_language)
     return [Path(config.source) / f"{split}.{language}" for language in languages]
-
-
-def _lines(config: PairsConfig, split: str) -> Iterator[Pair]:
-    first, second = _texts(config, split)
-    with (
-        first.open(encoding="utf-8", newline="\n") as sources,
-        second.open(encoding="utf-8", newline="\n") as targets,
-    ):
-        yield from zip(sources, targets, strict=True)
 
 
 def _tables(config: PairsConfig) -> Any:
@@ -235,8 +226,3 @@ def numbers(split: str) -> list[int]:
     total = [*dict.fromkeys(islice(drawn, 2 * sum(SIZES.values())))]  # each once; half are enough
     first = sum(SIZES[name] for name in list(SIZES)[: list(SIZES).index(split)])
     return total[first : first + SIZES[split]]
-
-
-def number_pairs(split: str) -> Iterator[tuple[str, str]]:
-    """(German, English) of each number of a split."""
-    return ((german(number), english(number)) for number in numbers(split))

@@ -30,7 +30,6 @@ from experiments.data.manifest import (
     SPLITS,
     DataConfig,
     Documents,
-    data_files,
     file_record,
     not_utf8,
     read_manifest,
@@ -47,8 +46,6 @@ _BATCH = 256  # documents encoded at once
 _SAVED = 2**27  # tokens after which a preparation can continue if it is stopped
 _SETTINGS = "settings.json"  # what the token files beside it are made from
 _SAMPLE = 32 * 2**20  # characters of the training split that a tokenizer is trained on
-_TESTS = {"test", "tests", "idle_test"}
-_THIRD_PARTY = {"site-packages", "dist-packages"}
 _VAL_EVERY = 20
 # Names of published corpora, which use nanoGPT's split; they have at least this many documents.
 _PUBLISHED, _PUBLISHED_DOCUMENTS = ("openwebtext", "c4", "c4_mlm", "wikipedia_mlm"), 10**6
@@ -76,7 +73,7 @@ def prepare(config: DataConfig) -> Path:
         elif isinstance(config, PairsConfig):
             source = parallel.documents(config)
         else:
-            source = _files(config.name, config.source, config.text_column)
+            source = _files(config)
         with checkpoint.exclusive(building, say), writing(directory):
             if directory.exists():  # another process has prepared it meanwhile
                 shutil.rmtree(building, ignore_errors=True)
@@ -100,16 +97,13 @@ def _build(
         learnt = source
         if config.source in (PROSE, CODE, LARGE):  # these have the tokens of data=packages
             learnt = _packages(Path(config.root) / "wheels", PACKAGES)
+        train = {"bpe": tokenizer.train_bpe, "wordpiece": tokenizer.train_wordpiece}
+        text = train[config.tokenizer](_sample(learnt), config.vocab_size)
+        path.write_text(text, encoding="utf-8")
         if config.tokenizer == "bpe":
-            path.write_text(
-                tokenizer.train_bpe(_sample(learnt), config.vocab_size), encoding="utf-8"
-            )
             encoding = tokenizer.load_bpe(path)
         else:
-            text = tokenizer.train_wordpiece(_sample(learnt), config.vocab_size)
-            encoding = tokenizer.HFTokenizer(
-                text, end_of_text=tokenizer.SPECIAL.index(tokenizer.SEP)
-            )
+            encoding = tokenizer.HFTokenizer(text, tokenizer.SPECIAL.index(tokenizer.SEP))
     if isinstance(encoding, tokenizer.HFTokenizer):
         path.write_text(encoding.text, encoding="utf-8")
     manifest: dict[str, Any] = {
@@ -214,10 +208,10 @@ def _stdlib() -> Documents:
     """
     root = Path(sysconfig.get_path("stdlib"))
     documents: dict[str, list[str]] = {split: [] for split in SPLITS}
-    undecodable = 0
+    left_out, undecodable = {"test", "tests", "idle_test", "site-packages", "dist-packages"}, 0
     for path in sorted(root.rglob("*.py")):
         name = path.relative_to(root)
-        if not (_TESTS | _THIRD_PARTY).isdisjoint(name.parts[:-1]):
+        if not left_out.isdisjoint(name.parts[:-1]):
             continue
         try:
             text = path.read_bytes().decode("utf-8")
@@ -232,12 +226,11 @@ def _stdlib() -> Documents:
             f"the standard library in {root} has no source files; run a Python that ships them, "
             "or pass data.source=FOLDER"
         )
-
+    library = f"standard library of Python {platform.python_version()}"
     return _in_memory(
         documents,
         {
-            "description": f"standard library of Python {platform.python_version()}, .py files "
-            "in sorted order without tests",
+            "description": f"{library}, .py files in sorted order without tests",
             "split": f"one file in {_VAL_EVERY} by the sha256 of its path",
             "undecodable_files": undecodable,
         },
@@ -264,18 +257,18 @@ def _in_memory(documents: dict[str, list[str]], description: dict[str, Any]) -> 
     return Documents(batches, sizes, description)
 
 
-def _files(name: str, source: str, text_column: str) -> Documents:
+def _files(config: DataConfig) -> Documents:
     """The documents of local or remote files, split at random as nanoGPT splits OpenWebText: 0.05 %
     are held out, and 1 % of the user's own (any `name` but the published ones)."""
     check_installed("datasets", "reading data files needs the datasets library", "hf")
     import datasets
 
-    builder, paths = data_files(source)
+    source, text_column = config.source, config.text_column
+    builder, paths = config.files()
     cache = datasets.config.HF_DATASETS_CACHE
     options = {"sample_by": "document"} if builder == "text" else {}
     try:
-        if isinstance(paths, str):
-            paths = hub.pinned(paths)
+        paths = hub.pinned(paths) if isinstance(paths, str) else paths
         with writing(cache):
             table = datasets.load_dataset(builder, data_files=paths, split="train", **options)
     except UserError:
@@ -290,19 +283,18 @@ def _files(name: str, source: str, text_column: str) -> Documents:
             f"could not read data.source={source} ({first_line(error)}); pass data.source=FOLDER "
             "with .parquet, .jsonl or .txt files that hold text"
         ) from error
+    column = f"data.text_column={text_column!r}"
     if text_column not in table.column_names:
-        raise UserError(
-            f"data.text_column={text_column!r} is not a column of {source}, which has "
-            f"{', '.join(table.column_names)}"
-        )
+        there = ", ".join(table.column_names)
+        raise UserError(f"{column} is not a column of {source}, which has {there}")
     feature = table.features[text_column]
     kind = getattr(feature, "dtype", type(feature).__name__)
     if kind not in ("string", "large_string"):
-        raise UserError(f"data.text_column={text_column!r} of {source} holds {kind}, not text")
+        raise UserError(f"{column} of {source} holds {kind}, not text")
     if empty := table.data.column(text_column).null_count:
         raise UserError(
-            f"{empty} of {len(table)} documents of {source} have no text (null) in "
-            f"data.text_column={text_column!r}; leave them out"
+            f"{empty} of {len(table)} documents of {source} have no text (null) in {column}; leave "
+            "them out"
         )
     if len(table) == 1:
         # One text in two: it ends, after the end of a line if one is near, with what is held out.
@@ -313,7 +305,7 @@ def _files(name: str, source: str, text_column: str) -> Documents:
         parts = {"train": [text[:end]], "val": [text[end:]]}
         return _in_memory(parts, {"description": source, "split": split})
     table = table.select_columns([text_column])
-    published = name in _PUBLISHED and len(table) >= _PUBLISHED_DOCUMENTS
+    published = config.name in _PUBLISHED and len(table) >= _PUBLISHED_DOCUMENTS
     share = 0.0005 if published else 1 / HELD_OUT
     with writing(cache):
         parts = table.train_test_split(test_size=share, seed=2357, shuffle=True)
@@ -326,12 +318,9 @@ def _files(name: str, source: str, text_column: str) -> Documents:
         left = rows.select(range(first, len(rows))) if first else rows
         return (part[text_column] for part in left.iter(_BATCH))
 
-    return Documents(
-        batches,
-        {split: len(rows) for split, rows in by_split.items()},
-        {
-            "revisions": hub.commits([paths] if isinstance(paths, str) else ()),
-            "description": f"{len(paths)} {builder} files" if isinstance(paths, list) else source,
-            "split": f"datasets.train_test_split(test_size={share}, seed=2357, shuffle=True)",
-        },
-    )
+    description = {
+        "revisions": hub.commits([paths] if isinstance(paths, str) else ()),
+        "description": f"{len(paths)} {builder} files" if isinstance(paths, list) else source,
+        "split": f"datasets.train_test_split(test_size={share}, seed=2357, shuffle=True)",
+    }
+    return Documents(batches, {split: len(rows) for split, rows in by_split.items()}, description)

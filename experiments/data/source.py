@@ -42,6 +42,16 @@ def random_words(key: Sequence[int], counter: Sequence[int], count: Any) -> np.n
     return np.random.Philox(**words).random_raw(count)
 
 
+def sample_words(
+    key: Sequence[int], step: int, samples: np.ndarray, count: int, kind: int = 0
+) -> np.ndarray:
+    """[samples, count] words of Philox; a row depends only on key, step, kind and its sample."""
+    low, high = int(samples.min()), int(samples.max()) + 1
+    start, skipped = divmod(low * count, 4)  # each counter gives four words
+    words = random_words(key, (start, step, kind, 0), high * count - 4 * start)
+    return words[skipped:].reshape(-1, count)[samples - low]
+
+
 def send(value: Tensor, device: torch.device | str) -> Tensor:
     """The tensor on `device`. The call does not wait for the GPU to finish what was launched
     before: with several processes on one GPU, each wait also lasts for the others' work."""
@@ -53,26 +63,15 @@ def send(value: Tensor, device: torch.device | str) -> Tensor:
 class TrainingSource(Protocol):
     """Training batches of one data set, for one shape of sample."""
 
+    directory: Path  # the folder of the data, for messages
+    fingerprint: str  # hash of the data; checkpoints and results with another one are not used
+    unit: str  # of a training's speed: `tokens`, or `images` for samples
+    one_shape: bool  # all batches with equally many samples have the same shapes
+
     @property
     def tokens_per_sample(self) -> int:
         """The number of rows that a sample contributes to the input of a linear layer of the model;
         the mean if it varies."""
-
-    @property
-    def directory(self) -> Path:
-        """The folder of the data, for messages."""
-
-    @property
-    def fingerprint(self) -> str:
-        """A hash of the data. Checkpoints and results with another hash are not used."""
-
-    @property
-    def unit(self) -> str:
-        """The unit of a training's speed: `tokens`, or `images` for samples."""
-
-    @property
-    def one_shape(self) -> bool:
-        """True if all batches with equally many samples have the same shapes."""
 
     def batches(self, requests: Iterable[Request]) -> Iterator[Batch]:
         """One batch for each request, in order.

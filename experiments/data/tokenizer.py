@@ -31,11 +31,8 @@ if TYPE_CHECKING:
 END_OF_TEXT = "<|endoftext|>"
 # A checkpoint of transformers with a tokenizer has one of these.
 FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
-# Files that a checkpoint's tokenizer may have in addition.
-ALL_FILES = (
-    *FILES,
-    *("merges.txt", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
-)
+_FURTHER = ("merges.txt", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
+ALL_FILES = (*FILES, *_FURTHER)  # that a checkpoint's tokenizer may have
 # BERT's special tokens; in a trained WordPiece their ids are 0 to 4.
 PAD, UNK, CLS, SEP, MASK = SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 # GPT-2's split into words (Radford et al., 2019): merges never cross one of these pieces.
@@ -250,10 +247,6 @@ def folder_tokenizer(folder: str) -> HFTokenizer:
 
 
 # ---- texts as one sequence
-
-
-if TYPE_CHECKING:
-    import tiktoken
 
 
 @dataclass(frozen=True)

@@ -9,21 +9,21 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
-from experiments.config.compose import composed, plain, typed
+from experiments.config.compose import composed, plain
 from experiments.config.initial import HFConfig, weight_files
-from experiments.config.run import digest
 from experiments.config.settings import DTYPES, ImplConfig
 from experiments.evaluation import zero_shot
 from experiments.evaluation.perplexity import Text
 from experiments.images.dataset import ImageConfig, load_images
 from experiments.runs.finished import WEIGHTS_OF, FinishedRun
 from experiments.support.errors import UserError
-from experiments.support.names import check_bounds, check_choices
+from experiments.support.names import Identified, check_bounds, check_choices
+from experiments.support.typed import typed
 
 
 @dataclass(frozen=True, kw_only=True)
-class EvaluationSettings:
-    """Settings of an evaluation: the model's weights and what they are measured on
+class EvaluateConfig(Identified):
+    """The config of an evaluation: the model's weights and what they are measured on
     (conf/evaluate.yaml explains each). path: `model.path`. source: `data.source`."""
 
     run: str | None
@@ -42,12 +42,6 @@ class EvaluationSettings:
     seed: int
     tier: str
     runs: Path
-
-
-@dataclass(frozen=True, kw_only=True)
-class EvaluateConfig(EvaluationSettings):
-    """An evaluation's whole config."""
-
     impl: ImplConfig
 
     def __post_init__(self) -> None:
@@ -95,11 +89,6 @@ class EvaluateConfig(EvaluationSettings):
         return dataclasses.replace(run.data, name="images", source=self.source)
 
     @cached_property
-    def images_hash(self) -> str:
-        """The fingerprint of the images."""
-        return load_images(self.image_data, ("val",)).fingerprint
-
-    @cached_property
     def files(self) -> dict[str, str]:
         """SHA-256 of the run's weight files by name, so that replaced weights are evaluated again;
         {} for a transformers folder, whose hashes are in `identity`."""
@@ -135,12 +124,9 @@ class EvaluateConfig(EvaluationSettings):
                 "seed": self.seed,
             }
         if self.images is not None:
-            identity["images"] = {"split": self.images, "sha256": self.images_hash}
+            found = load_images(self.image_data, ("val",))
+            identity["images"] = {"split": self.images, "sha256": found.fingerprint}
         return identity
-
-    def digest(self) -> str:
-        """Hash of `identity()`, 16 hex digits."""
-        return digest(self.identity())
 
     def directory(self) -> Path:
         """The directory of the result."""
@@ -161,9 +147,7 @@ def freeze_evaluation(composition: Any) -> EvaluateConfig:
     """The `EvaluateConfig` of a composed `DictConfig`."""
     values = plain(composition, "model", "data", "impl")
     choices = {"path": values.pop("model")["path"], "source": values.pop("data")["source"]}
-    impl = typed(ImplConfig, "impl", values.pop("impl"))
-    settings = typed(EvaluationSettings, "the config", {**values, **choices})
-    return EvaluateConfig(**vars(settings), impl=impl)
+    return typed(EvaluateConfig, "", {**values, **choices})
 
 
 load = partial(composed, "evaluate", freeze_evaluation)

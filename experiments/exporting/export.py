@@ -17,13 +17,13 @@ from jinja2 import Environment, StrictUndefined
 from torch import Tensor, nn
 
 from experiments.config.initial import weight_files
-from experiments.config.run import digest
 from experiments.exporting import files
 from experiments.exporting.files import Form, tokenizer_of
 from experiments.images.dataset import ImageConfig
 from experiments.runs.finished import FinishedRun, drop_low_rank_terms
 from experiments.support import checkpoint
 from experiments.support.errors import UserError, check_installed, writing
+from experiments.support.names import digest
 from experiments.support.progress import say
 from experiments.training import legality
 from experiments.training.optimization import DTYPES
@@ -175,7 +175,7 @@ def card(
     run: FinishedRun,
     form: Form,
     kind: str,
-    rows: list[legality.LinearSparsity],
+    rows: list[legality.Row],
     merged: bool,
     split: bool,
     sizes: Mapping[str, int] | None,

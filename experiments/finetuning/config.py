@@ -13,16 +13,16 @@ import torch
 from torch import nn
 
 from common_kernels import check24
-from experiments.config.compose import composed, plain, typed
+from experiments.config.compose import composed, plain
 from experiments.config.initial import HFConfig, model_type, weight_files
-from experiments.config.run import digest
 from experiments.config.settings import DTYPES, EpochConfig, ImplConfig
 from experiments.data.tokenizer import Encoding, folder_tokenizer
 from experiments.finetuning import glue, squad
 from experiments.runs.finished import MODES, WEIGHTS_OF, FinishedRun
 from experiments.support.checkpoint import content_hash
 from experiments.support.errors import UserError
-from experiments.support.names import SEEDS, check_bounds, check_choices
+from experiments.support.names import SEEDS, Identified, check_bounds, check_choices, digest
+from experiments.support.typed import typed
 from methods import Method, dense, one_shot
 
 SQUAD = "squad"
@@ -127,9 +127,10 @@ class Checkpoint:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
-    """The settings of a fine-tuning outside of groups. run: directory of a finished run; null for a
-    checkpoint. weights: the weights to fine-tune, `sparse` or `dense`."""
+class FinetuneConfig(Identified):
+    """A fine-tuning on one task. source: the finished run in the directory `run`, or a transformers
+    checkpoint. weights: those to fine-tune, `sparse` or `dense`. data: a folder, or an id on the
+    hub."""
 
     seed: int
     tier: str
@@ -138,6 +139,10 @@ class Settings:
     task: str
     mode: str
     weights: str
+    source: Path | HFConfig
+    data: str
+    recipe: Recipe
+    impl: ImplConfig
 
     def __post_init__(self) -> None:
         check_bounds(self, "", seed=SEEDS)
@@ -148,17 +153,6 @@ class Settings:
                 f"weights=dense with mode={self.mode}: the dense weights under the masks can only "
                 "be fine-tuned densely; set mode=dense"
             )
-
-
-@dataclass(frozen=True, kw_only=True)
-class FinetuneConfig(Settings):
-    """A fine-tuning on one task. source: directory of a finished run, or a transformers checkpoint.
-    data: a folder, or an id on the hub."""
-
-    source: Path | HFConfig
-    data: str
-    recipe: Recipe
-    impl: ImplConfig
 
     def open(self) -> FinishedRun | Checkpoint:
         """The finished run or the checkpoint that is fine-tuned."""
@@ -194,10 +188,6 @@ class FinetuneConfig(Settings):
         """Everything that the result depends on; for a run its config, but not its weights."""
         return {"seed": self.seed, "source": self.open().config_hash, **self._settings()}
 
-    def digest(self) -> str:
-        """Hash of `identity()`, 16 hex digits."""
-        return digest(self.identity())
-
     def directory(self) -> Path:
         """`<run>/finetune/<task>-<mode>-<hash without the seed>/seed<seed>`, where `<run>` is the
         run's directory, or `<runs>/<name>` for a checkpoint."""
@@ -228,25 +218,21 @@ class FinetuneConfig(Settings):
 
 def freeze_finetuning(composition: Any) -> FinetuneConfig:
     """The `FinetuneConfig` of a composed `DictConfig`."""
-    fields = [f.name for f in dataclasses.fields(Settings)]
-    groups = plain(composition, "data", "impl", "model", "recipe", *fields)
-    top = typed(Settings, "the config", {key: groups[key] for key in fields})
-    path, data = groups["model"]["path"], groups["data"].get("source")
-    if (top.run is None) == (path is None):
+    as_given = ("seed", "tier", "runs", "run", "task", "mode", "weights", "impl")
+    groups = plain(composition, "data", "model", "recipe", *as_given)
+    run, task, path = groups["run"], str(groups["task"]), groups["model"]["path"]
+    if (run is None) == (path is None):
         raise UserError(
             "give either run=DIR, the directory of a finished run, or model.path=FOLDER, a "
             "checkpoint of transformers"
         )
-    source: Path | HFConfig = Path(top.run or "")
-    if path is not None:
-        source = typed(HFConfig, "model", groups["model"])
-    return FinetuneConfig(
-        **vars(top),
-        source=source,
-        data=data or (squad.HUB if top.task == SQUAD else glue.HUB),
-        recipe=typed(Recipe, "recipe", _for_task(groups["recipe"], top.task)),
-        impl=typed(ImplConfig, "impl", groups["impl"]),
-    )
+    values = {
+        **{key: groups[key] for key in as_given},
+        "source": str(run) if path is None else typed(HFConfig, "model", groups["model"]),
+        "data": groups["data"].get("source") or (squad.HUB if task == SQUAD else glue.HUB),
+        "recipe": _for_task(groups["recipe"], task),
+    }
+    return typed(FinetuneConfig, "", values)
 
 
 def _for_task(recipe: dict[str, Any], task: str) -> dict[str, Any]:

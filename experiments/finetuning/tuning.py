@@ -23,7 +23,7 @@ from experiments.data.tokenizer import Encoding, Frame, check_vocabulary, encode
 from experiments.finetuning import glue, squad
 from experiments.finetuning.config import SQUAD, FinetuneConfig
 from experiments.runs.finished import FinishedRun
-from experiments.support import checkpoint, results
+from experiments.support import checkpoint
 from experiments.support.errors import UserError
 from experiments.support.progress import say
 from experiments.training import routine
@@ -43,16 +43,15 @@ EVAL_BATCH = 64  # sequences per forward pass, unless impl.micro_batch says
 
 @dataclass(frozen=True)
 class Encoded:
-    """One sequence. ids: int32 [T]. second: index of the first token of type 1. target: class,
-    number or span, as the head takes it."""
+    """One sequence. ids: [T], kept as int32. second: index of the first token of type 1. target:
+    class, number or span, as the head takes it."""
 
-    ids: np.ndarray
+    ids: Any
     second: int
     target: Any
 
-
-def _encoded(ids: list[int], second: int, target: Any) -> Encoded:
-    return Encoded(np.array(ids, dtype=np.int32), second, target)
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "ids", np.array(self.ids, dtype=np.int32))
 
 
 Logits = dict[str, list[np.ndarray]]  # the logits of each sequence, by split
@@ -86,7 +85,7 @@ def _classification(config: FinetuneConfig, encoding: Encoding, frame: Frame) ->
     for split, each in splits.items():
         encoded = encode(encoding, frame, each.texts, recipe.max_length)
         targets = each.labels.tolist()
-        sequences[split] = [_encoded(*e, t) for e, t in zip(encoded, targets, strict=True)]
+        sequences[split] = [Encoded(*e, t) for e, t in zip(encoded, targets, strict=True)]
 
     def predicted(logits: Logits) -> dict[str, np.ndarray]:
         return {
@@ -121,7 +120,7 @@ def _squad(config: FinetuneConfig, encoding: Encoding, frame: Frame) -> Problem:
     windows = {
         split: squad.windows(encoding, frame, asked, *lengths) for split, asked in questions.items()
     }
-    train, dev = ([_encoded(w.ids, w.second, w.answer) for w in own] for own in windows.values())
+    train, dev = ([Encoded(w.ids, w.second, w.answer) for w in own] for own in windows.values())
 
     def answers(logits: Logits) -> dict[str, str]:
         return squad.best_answers(questions["dev"], windows["dev"], logits["dev"])
@@ -233,8 +232,7 @@ PREDICTIONS = "predictions"
 
 def finished(config: FinetuneConfig) -> dict[str, Any] | None:
     """The result of this very config on this very data and these weights, if run to the end."""
-    result, why = Finetuning(resolve(config)).find()
-    return result if why is None else None
+    return Finetuning(resolve(config)).finished()
 
 
 def run(config: FinetuneConfig, report: Callable[[str], None] = say) -> FinishedRun:
@@ -254,15 +252,11 @@ class Finetuning(Training):
     group = "recipe"
     reseeds = False
 
-    def find(self) -> tuple[dict[str, Any] | None, str | None]:
-        result = results.read_finished(self.directory, self.id)
-        if result is None:
-            return None, None
+    def outdated(self, result: dict[str, Any]) -> str | None:
         if result["pretrained"]["weights_hash"] != self.config.weights_hash():
-            why = f"{self.config.source} has other weights than {self.directory} began with"
-            return result, why
+            return f"{self.config.source} has other weights than {self.directory} began with"
         # Results of older versions did not record their files.
-        return result, damage(self.directory, result) if "files" in result else None
+        return damage(self.directory, result) if "files" in result else None
 
     def inputs(self) -> tuple[Any, Any]:
         return self.config.weights_hash(), self.config.data_hash()

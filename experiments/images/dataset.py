@@ -101,9 +101,7 @@ class ImageConfig:
 
     def identity(self) -> dict[str, Any]:
         """The settings that a run's hash covers: all but `source`."""
-        identity = identity_of(self)
-        identity.pop("source", None)
-        return identity
+        return {k: v for k, v in identity_of(self).items() if k != "source"}
 
     def check_result(self, result: dict[str, Any], directory: Path) -> bool:
         """True if the finished run in `directory` was made on these images; assumed if those of its

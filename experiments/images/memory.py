@@ -27,7 +27,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from experiments.data.source import random_words, send
+from experiments.data.source import sample_words, send
 from experiments.images.dataset import Arrays, ImageConfig, Images
 
 _DRAWS = 3  # random numbers of a training image: shift down, shift right, mirroring
@@ -130,8 +130,8 @@ def _blend(values: Tensor, weight: Tensor) -> Tensor:
 def _uniform(kind: int, seed: int, step: int, places: range, count: int) -> np.ndarray:
     """Uniform random numbers [places, count] in [0, 1); each row depends only on (seed, step, kind,
     place)."""
-    words = random_words((seed, 0), (0, step, kind, 0), count * places.stop)
-    return (words[count * places.start :] >> np.uint64(11)).reshape(-1, count) * 2.0**-53
+    words = sample_words((seed, 0), step, np.array(places), count, kind)
+    return (words >> np.uint64(11)) * 2.0**-53
 
 
 # ---- crops

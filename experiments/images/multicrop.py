@@ -7,7 +7,6 @@ augmentation from `DinoConfig`. Shapes: B images, S = image_size and s = local_s
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -106,36 +105,31 @@ class MultiCrops(ImageBatches):
 
     def _train_batch(self, request: Request) -> Batch:
         step, samples = request
-        indices = self.indices(step * self.batch_size + np.arange(samples.start, samples.stop))
-        if self.memory:
-            draws = self._draws(self.batch_size, self.seed, _TRAIN, step)
-            return self._cropped("train", indices, draws[samples.start : samples.stop])
-        keys = ((self.seed, _TRAIN, step, place) for place in samples)
-        return self._read("train", indices, keys)
+        numbers = np.arange(samples.start, samples.stop)
+        indices = self.indices(step * self.batch_size + numbers)
+        return self._batch("train", indices, numbers, self.batch_size, (self.seed, _TRAIN, step))
 
     def _eval_batch(self, indices: np.ndarray) -> Batch:
-        if self.memory:
-            return self._cropped("val", indices, self._draws(self.eval_size, _EVAL)[indices])
-        return self._read("val", indices, ((_EVAL, int(index)) for index in indices))
+        return self._batch("val", indices, indices, self.eval_size, (_EVAL,))
 
-    def _draws(self, count: int, *key: int) -> Tensor:
-        return uniform(count, 2 + self.dino.local_crops, *key)
-
-    def _cropped(self, split: str, indices: np.ndarray, draws: Tensor) -> Batch:
-        """The batch of crops of images that lie in memory."""
+    def _batch(
+        self, split: str, indices: np.ndarray, places: np.ndarray, count: int, key: tuple[int, ...]
+    ) -> Batch:
+        """The crops of images, whose draws are keyed by `key` and their places, of `count`."""
+        views = self.dino.local_crops
+        if not self.memory:
+            keys = ((*key, int(place)) for place in places)
+            found = augmented(self.images.splits[split], indices, keys, self._crops)
+            large, small = zip(*found, strict=True)
+            return {"global_crops": torch.stack(large), "local_crops": torch.stack(small)}
         held = self.memory[split]
         device = held.pixels.device
         images = held.pixels[send(torch.from_numpy(indices), device)] / 255
-        large, small = send(draws, device).split([2, self.dino.local_crops], 1)
+        draws = send(uniform(count, 2 + views, *key)[places], device)
+        large, small = draws.split([2, views], 1)
         crops = {"global_crops": self.large.of(images, large)}
         crops["local_crops"] = self.small.of(images, small)
         return {name: (x[:, :, None] - held.mean) / held.std for name, x in crops.items()}
-
-    def _read(self, split: str, indices: np.ndarray, keys: Iterable[tuple[int, ...]]) -> Batch:
-        """The batch of crops of images in files."""
-        found = augmented(self.images.splits[split], indices, keys, self._crops)
-        large, small = zip(*found, strict=True)
-        return {"global_crops": torch.stack(large), "local_crops": torch.stack(small)}
 
     def _crops(self, image: Image.Image) -> tuple[Tensor, Tensor]:
         large = torch.stack([crop(image) for crop in self.globals])

@@ -105,14 +105,8 @@ def eval_transform(config: ImageConfig) -> Transform:
     """timm's validation transform: bicubic resize and centre crop, RGB image -> [3, S, S]."""
     from timm.data import create_transform
 
-    return create_transform(
-        config.image_size,
-        is_training=False,
-        crop_pct=config.crop_pct,
-        interpolation="bicubic",
-        mean=config.mean,
-        std=config.std,
-    )
+    usual: Any = {"interpolation": "bicubic", "mean": config.mean, "std": config.std}
+    return create_transform(config.image_size, crop_pct=config.crop_pct, **usual)
 
 
 class ImageBatches:

@@ -79,8 +79,8 @@ def footprint(
         method.convert(model, dtype)
         if repack:
             method.check_repacks()
-        layers = method.sparse_layers
-        for layer in layers.values() if packed else ():
+        layers = method.sparse_layers.values()
+        for layer in layers if packed else ():
             _hold_packed(layer, repack)
         own = {id(p): p for p in model.parameters()}
         teacher = getattr(method, "teacher", None)
@@ -88,36 +88,38 @@ def footprint(
             own |= {id(p): p for p in teacher.parameters()}
         model.train()
         watch.weights = {_storage(p) for p in own.values()}
-        saved = _Saved(model, {*watch.weights, *map(_storage, model.buffers())}, watch, dtype)
+        saved = _Saved(model, {*watch.weights, *map(_storage, model.buffers())})
         autocast = torch.autocast("cpu", dtype, enabled=dtype is not None)
         with autocast, saved.counting(), _Fused():
             loss(model)
-        trained = sum(p.nbytes for p in own.values() if p.requires_grad)
-        buffers = [b for layer in layers.values() for b in layer.buffers()]
-        bools = sum(b.nbytes for b in buffers if b.dtype == torch.bool)
-        numbers = {block: sum(p.numel() for p in block.parameters()) for block in saved.blocks}
-        narrow = compiled and teacher is None and dtype is not None
-        outside = saved.outside(narrow)
-        # The gradients of log-probabilities and logits; distillation has them for both models.
-        held = 0 if narrow else (2 if teacher is None else 4) * saved.largest
-        return Footprint(
-            parameters=parameters,
-            trained=trained,
-            frozen=sum(p.nbytes for p in own.values()) - trained,
-            moments=MOMENTS[optimizer] * trained,
-            **{kind: _held(layers.values(), kind) for kind in ("masks", "packed", "operands")},
-            bits=_held(layers.values(), "masks") - bools + bools // 8,
-            casts=saved.casts,
-            activations=sum(saved.of_blocks.values()) + outside,
-            checkpointed=saved.inputs + max(saved.of_blocks.values(), default=0) + outside,
-            loss=held,
-            passing=max(
-                (_held(block.modules(), "packed", "operands") for block in saved.blocks), default=0
-            ),
-            block=max(numbers.values(), default=0),
-            root=sum(p.numel() for p in model.parameters()) - sum(numbers.values()),
-            width=4 if dtype is None else dtype.itemsize,
-        )
+    tensors = [[t for t in some if _storage(t) not in watch.casts] for some in saved.by_block]
+    *of_blocks, outside = [sum(map(_bytes, some)) for some in tensors]
+    logits = max(map(_bytes, tensors[-1]), default=0)
+    if compiled and teacher is None and dtype is not None:
+        held, wide = 0, [t for t in tensors[-1] if _bytes(t) == logits]
+        outside -= sum(logits - logits // t.itemsize * dtype.itemsize for t in wide)
+    else:  # the gradients of log-probabilities and logits; distillation has them for both models
+        held = (2 if teacher is None else 4) * logits
+    trained = sum(p.nbytes for p in own.values() if p.requires_grad)
+    bools = sum(b.nbytes for layer in layers for b in layer.buffers() if b.dtype == torch.bool)
+    numbers = [sum(p.numel() for p in block.parameters()) for block in saved.blocks]
+    passing = (_held(block.modules(), "packed", "operands") for block in saved.blocks)
+    return Footprint(
+        parameters=parameters,
+        trained=trained,
+        frozen=sum(p.nbytes for p in own.values()) - trained,
+        moments=MOMENTS[optimizer] * trained,
+        **{kind: _held(layers, kind) for kind in ("masks", "packed", "operands")},
+        bits=_held(layers, "masks") - bools + bools // 8,
+        casts=sum(_bytes(t) for some in saved.by_block for t in some if _storage(t) in watch.casts),
+        activations=sum(of_blocks) + outside,
+        checkpointed=saved.inputs + max(of_blocks, default=0) + outside,
+        loss=held,
+        passing=max(passing, default=0),
+        block=max(numbers, default=0),
+        root=sum(p.numel() for p in model.parameters()) - sum(numbers),
+        width=4 if dtype is None else dtype.itemsize,
+    )
 
 
 def _held(modules: Iterable[nn.Module], *kinds: str) -> int:
@@ -168,18 +170,13 @@ class _Watch(TorchDispatchMode):
 
 
 class _Saved:
-    """The storages that autograd keeps from a forward pass, by block."""
+    """The tensors that autograd keeps from a forward pass, without those of known storages: in
+    `by_block` those of each block, and last those outside of blocks."""
 
-    def __init__(
-        self, model: nn.Module, own: set[int], watch: _Watch, dtype: torch.dtype | None
-    ) -> None:
-        self.blocks, self.seen = trained_blocks(model), own
-        self.watch, self.dtype = watch, dtype
-        self.kept: list[Any] = []  # keeps storages alive, so that their ids stay unique
-        self.here: int | None = None
-        self.of_blocks: dict[int, int] = {}
-        self.others: list[Tensor] = []
-        self.casts = self.inputs = 0
+    def __init__(self, model: nn.Module, known: set[int]) -> None:
+        self.blocks, self.seen, self.inputs = trained_blocks(model), known, 0
+        self.by_block: list[list[Tensor]] = [[] for _ in (*self.blocks, None)]
+        self.here = -1
 
     @contextmanager
     def counting(self) -> Iterator[None]:
@@ -189,45 +186,20 @@ class _Saved:
             self.inputs += given[0].nbytes if given and given[0].requires_grad else 0
 
         def leave(*_: Any) -> None:
-            self.here = None
+            self.here = -1
+
+        def take(tensor: Tensor) -> Tensor:
+            if _storage(tensor) not in self.seen:
+                self.seen.add(_storage(tensor))
+                self.by_block[self.here].append(tensor)
+            return tensor
 
         hooks = [block.register_forward_pre_hook(enter, with_kwargs=True) for block in self.blocks]
         hooks += [block.register_forward_hook(leave) for block in self.blocks]
-        try:
-            with torch.autograd.graph.saved_tensors_hooks(self._take, lambda tensor: tensor):
-                yield
-        finally:
-            for hook in hooks:
-                hook.remove()
-
-    @property
-    def largest(self) -> int:
-        """Bytes of the largest tensor outside of blocks: the logits."""
-        return max((_bytes(tensor) for tensor in self.others), default=0)
-
-    def outside(self, narrow: bool) -> int:
-        """Bytes outside of blocks. narrow: the logits count in autocast's dtype."""
-        total, most = 0, self.largest
-        for tensor in self.others:
-            size = _bytes(tensor)
-            if narrow and size == most and self.dtype is not None:
-                size = size // tensor.dtype.itemsize * self.dtype.itemsize
-            total += size
-        return total
-
-    def _take(self, tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if storage._cdata in self.seen:
-            return tensor
-        self.seen.add(storage._cdata)
-        self.kept.append(storage)
-        if storage._cdata in self.watch.casts:
-            self.casts += storage.nbytes()
-        elif self.here is None:
-            self.others.append(tensor)
-        else:
-            self.of_blocks[self.here] = self.of_blocks.get(self.here, 0) + storage.nbytes()
-        return tensor
+        with torch.autograd.graph.saved_tensors_hooks(take, lambda tensor: tensor):
+            yield
+        for hook in hooks:
+            hook.remove()
 
 
 def _storage(tensor: Tensor) -> int:

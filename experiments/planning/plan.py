@@ -20,16 +20,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
-from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import methods
@@ -64,34 +60,19 @@ def transformers_config(path: str) -> Any:
 
     if (Path(path) / "config.json").is_file():
         return AutoConfig.from_pretrained(path, trust_remote_code=False)
-    name = path.partition("@")[0]
-    if name in _OPT:
-        layers, heads, width = _OPT[name]
-        return OPTConfig(
-            num_hidden_layers=layers,
-            num_attention_heads=heads,
-            hidden_size=width,
-            ffn_dim=4 * width,
-            word_embed_proj_dim=width,
+    known: dict[str, Any] = {
+        name: OPTConfig(num_hidden_layers=layers, num_attention_heads=heads, hidden_size=width,
+                        ffn_dim=4 * width, word_embed_proj_dim=width)
+        for name, (layers, heads, width) in _OPT.items()
+    }  # fmt: skip
+    known["openai-community/gpt2"] = GPT2Config()  # the default, as LLaMA's below
+    known["meta-llama/Llama-2-7b-hf"] = LlamaConfig(max_position_embeddings=4096)
+    if (config := known.get(path.partition("@")[0])) is None:
+        raise UserError(
+            f"model.path={path} is no folder with a config.json, and its shape is not known here: "
+            f"known are {', '.join(known)}"
         )
-    if name == "openai-community/gpt2":
-        return GPT2Config()
-    if name == "meta-llama/Llama-2-7b-hf":  # the default is LLaMA's
-        return LlamaConfig(max_position_embeddings=4096)
-    raise UserError(
-        f"model.path={path} is no folder with a config.json, and its shape is not known here: "
-        f"known are {', '.join(_OPT)}, openai-community/gpt2 and meta-llama/Llama-2-7b-hf"
-    )
-
-
-@contextmanager
-def stand_in(config: Any) -> Iterator[str]:
-    """A context with a temporary folder that has this config but no weights, as a checkpoint
-    path."""
-    with TemporaryDirectory() as folder:
-        config.save_pretrained(folder)
-        save_file({}, Path(folder) / "model.safetensors")
-        yield folder
+    return config
 
 
 def build(run: RunConfig, hf: Any = None) -> nn.Module:
@@ -112,42 +93,38 @@ def loss_of(
     run: RunConfig, method: methods.Method, samples: int, hf: Any = None
 ) -> Callable[[Any], Tensor]:
     """A function that computes the model's loss on a micro-batch of `samples` samples."""
-    shape: Any = run.model
+    shape, zeros = cast(Any, run.model), torch.zeros
     if isinstance(shape, ViTConfig):
         size, dino = (3, shape.image_size, shape.image_size), run.dino
-
-        def seen(model: nn.Module) -> Tensor:
-            if dino is None:
-                batch = {
-                    "input": torch.zeros(samples, *size),
-                    "target": torch.zeros(samples).long(),
-                }
-                return method.loss(model, batch)
-            local = (dino.local_crops, 3, dino.local_size, dino.local_size)
-            crops = {"global_crops": (2, *size), "local_crops": local}
-            return method.loss(model, {k: torch.zeros(samples, *own) for k, own in crops.items()})
-
-        return seen
+        if dino is None:
+            return lambda model: method.loss(
+                model, {"input": zeros(samples, *size), "target": zeros(samples).long()}
+            )
+        local = (dino.local_crops, 3, dino.local_size, dino.local_size)
+        crops = {"global_crops": (2, *size), "local_crops": local}
+        return lambda model: method.loss(
+            model, {name: zeros(samples, *own) for name, own in crops.items()}
+        )
     if isinstance(run.data, MLMConfig):
         tokens = run.data.sequence_length or shape.block_size
         most = run.data.max_predictions or tokens
         predicted = samples * min(most, max(1, round(run.data.mask_probability * tokens)))
 
         def masked(model: BertLM) -> Tensor:  # here simply the first words are masked
-            hidden = model.bert(torch.zeros(samples, tokens, dtype=torch.int64))
+            hidden = model.bert(zeros(samples, tokens, dtype=torch.int64))
             logits = model.predictions(hidden.flatten(0, 1)[:predicted])
-            return F.cross_entropy(logits, torch.zeros(predicted, dtype=torch.int64))
+            return F.cross_entropy(logits, zeros(predicted, dtype=torch.int64))
 
         return masked
-    names: tuple[str, ...] = ("input", "target")
+    names = ["input", "target"]
     if isinstance(run.data, PairsConfig):  # a sample is a bundle of pairs
         tokens = min(run.data.max_tokens or shape.block_size, shape.block_size)
         samples *= max(1, run.data.batch_tokens // tokens)
-        names = ("source", "source_mask", *names)
+        names += ["source", "source_mask"]
     else:
         tokens = shape.block_size or hf.max_position_embeddings
     return lambda model: method.loss(
-        model, {name: torch.zeros(samples, tokens, dtype=torch.int64) for name in names}
+        model, {name: zeros(samples, tokens, dtype=torch.int64) for name in names}
     )
 
 
@@ -179,7 +156,6 @@ class Planned:
         run, quantizes = self.run, self.run.build_method().capabilities.quantizes
         return micro_batch_size(run.train, run.impl.micro_batch, self.options.gpus, quantizes)
 
-    @cache  # noqa: B019
     def footprint(self, samples: int) -> Footprint:
         """The footprint of a step whose micro-batches have `samples` samples."""
         run, method = self.run, self.run.build_method()
@@ -196,22 +172,6 @@ class Planned:
             )
         except ValueError as error:
             raise UserError(str(error)) from error
-
-    def memory(self) -> dict[str, int]:
-        """Bytes on one GPU by purpose, and their `peak`."""
-        run, train, gpus = self.run, self.run.train, self.options.gpus
-        impl = dataclasses.replace(run.impl, offload=False)
-        world = World(0, gpus, torch.device("cuda"))
-        sharding.check_shardable(run.build_method(), impl, world)
-        samples = self.micro_batch()
-        return per_gpu(
-            self.footprint(samples),
-            gpus,
-            impl.shard,
-            accumulates=train.batch_size > samples * gpus,
-            checkpointing=impl.activation_checkpointing,
-            averaged=bool(train.ema or train.average_last),
-        )
 
 
 def per_gpu(
@@ -256,15 +216,24 @@ def per_gpu(
 
 
 def lines(planned: Planned) -> Iterator[str]:
-    """The plan as sentences, and the memory as a table."""
+    """The plan as sentences, and the bytes on one GPU by purpose as a table."""
     run, gpus, memory = planned.run, planned.options.gpus, planned.options.gpu_memory
+    train, impl = run.train, dataclasses.replace(run.impl, offload=False)
     samples = planned.micro_batch()
-    found = planned.memory()
-    parameters = planned.footprint(samples).parameters
-    parts = run.train.batch_size // samples // gpus
-    yield f"{run.model_name} with the method {run.method}: {parameters:,} weights"
-    yield f"GPUs: {gpus}{f', with {run.impl.shard}' if gpus > 1 else ''}"
-    yield f"micro-batches a step: {parts}, each of {samples} samples a GPU, in {run.train.dtype}"
+    sharding.check_shardable(run.build_method(), impl, World(0, gpus, torch.device("cuda")))
+    need = planned.footprint(samples)
+    found = per_gpu(
+        need,
+        gpus,
+        impl.shard,
+        accumulates=train.batch_size > samples * gpus,
+        checkpointing=impl.activation_checkpointing,
+        averaged=bool(train.ema or train.average_last),
+    )
+    yield f"{run.model_name} with the method {run.method}: {need.parameters:,} weights"
+    yield f"GPUs: {gpus}{f', with {impl.shard}' if gpus > 1 else ''}"
+    parts = train.batch_size // samples // gpus
+    yield f"micro-batches a step: {parts}, each of {samples} samples a GPU, in {train.dtype}"
     for name, size in found.items():
         if size:
             yield f"  {name:<24}{size / MIB:>12,.0f} MiB"

@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 import methods
-from experiments.config.compose import typed
 from experiments.config.initial import AVERAGED, LATENT, check_run_files, load_weights
 from experiments.config.run import FAMILIES, DataConfig, ImageConfig, ModelConfig, build_model
 from experiments.data.manifest import load_encoding
@@ -21,6 +20,7 @@ from experiments.support import tensor_files
 from experiments.support.checkpoint import write_sealed
 from experiments.support.errors import UserError
 from experiments.support.results import FILE, read_training
+from experiments.support.typed import typed
 from methods import dense, one_shot
 from methods.nn import lowrank
 from models.bert import BertConfig
@@ -108,11 +108,10 @@ class FinishedRun:
         return module.Method(self._typed(module.Config, "method", options))
 
     def _typed(self, schema: type, group: str, values: Any) -> Any:
-        place = f"{self.directory / FILE}: {group}"
         try:
-            return typed(schema, place, values)
+            return typed(schema, group, values)
         except ValueError as error:
-            raise UserError(f"{place}: {error}") from error
+            raise UserError(f"{self.directory / FILE}: {error}") from error
 
     @property
     def longest(self) -> int | None:

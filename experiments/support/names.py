@@ -3,12 +3,31 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
+import json
 import math
 import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 SEEDS = (0, 2**63 - 1)  # which random generators take
+
+
+def digest(value: dict[str, Any]) -> str:
+    """Hash of plain values, 16 hex digits."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
+
+
+class Identified:
+    """Base class of configs that are known by a hash."""
+
+    def identity(self) -> dict[str, Any]:
+        """Everything that the result depends on, as plain values."""
+        raise NotImplementedError
+
+    def digest(self) -> str:
+        """Hash of `identity()`, 16 hex digits."""
+        return digest(self.identity())
 
 
 def check_name(key: str, name: str) -> None:

@@ -47,10 +47,6 @@ PATIENCE = 60.0  # seconds for which NFS may cache a folder's content
 _NOTE = "sharded tensor"  # the key of a placeholder
 
 
-class Damaged(Exception):
-    """A checkpoint that cannot be used, and why."""
-
-
 class Rows(NamedTuple):
     """A tensor in the files of a checkpoint, split along dim 0 as FSDP2 does."""
 
@@ -118,18 +114,15 @@ def write(
 ) -> dict[str, Any]:
     """Write the rows of a rank, if there are any, and on rank 0 the state; return the entries of
     the files for `index.json`."""
-    hidden, files = _places(directory, step)[1], {}
+    hidden = _places(directory, step)[1]
+    writers: dict[str, Callable[[Path], Any]] = {}
     if rank == 0:
-        files[STATE] = _record(hidden / STATE, lambda path: _save(state, path))
+        writers[STATE] = partial(_save, state)
     if rows:
-        name = f"rank-{rank}.safetensors"
-        files[name] = _record(hidden / name, lambda path: save_file(rows, path))
-    return files
-
-
-def _record(path: Path, write: Callable[[Path], Any]) -> dict[str, Any]:
-    checkpoint.write_atomic(path, write)
-    return {"sha256": checkpoint.sha256(path)}
+        writers[f"rank-{rank}.safetensors"] = partial(save_file, rows)
+    for name, to in writers.items():
+        checkpoint.write_atomic(hidden / name, to)
+    return {name: {"sha256": checkpoint.sha256(hidden / name)} for name in writers}
 
 
 def _save(state: dict[str, Any], path: Path) -> None:
@@ -146,7 +139,7 @@ def finish(directory: Path, step: int, files: dict[str, Any]) -> None:
             "cannot be seen by rank 0; runs= must lie on storage that all nodes share"
         )
     checkpoint.write_json(hidden / INDEX, {"files": files})
-    if path.exists() and _is_intact(path):  # the same state, from which this run resumed
+    if path.exists() and _checked(path)[1] is None:  # the same state, from which this run resumed
         shutil.rmtree(hidden)
     else:
         shutil.rmtree(path, ignore_errors=True)
@@ -196,55 +189,34 @@ def load_latest(
     damaged: dict[str, str] = {}
     state, instead = None, "none is whole, so the run begins anew"
     for name in reversed(names):
-        try:
-            state = _load(directory / name, world)
-            instead = f"{name}, the one before it, is used"
-            break
-        except Damaged as error:
-            damaged[name] = str(error)
+        path = directory / name
+        parts, problem = _checked(path, world.rank, world.size)  # before any rank reads a file
+        if problems := [one for one in world.all_gather(problem) if one is not None]:
+            damaged[name] = problems[0]
+            continue
+        content = torch.load(path / STATE, map_location="cpu", weights_only=True)
+        state, instead = _with_rows(content, parts), f"{name}, the one before it, is used"
+        break
     for name, damage in damaged.items():
         warn(f"checkpoint {directory / name} is damaged ({damage}); {instead}")
     return state
 
 
-def _load(path: Path, world: World) -> dict[str, Any]:
-    """The checkpoint in `path`. Every rank must call it; each checks some of the files, before any
-    rank reads one. Raises `Damaged` on every rank."""
-    problem: str | None = None
-    parts: tuple[Path, ...] = ()
-    try:
-        parts = _checked(path, world.rank, world.size)
-    except Damaged as error:
-        problem = str(error)
-    for message in world.all_gather(problem):
-        if message is not None:
-            raise Damaged(message)
-    return _with_rows(torch.load(path / STATE, map_location="cpu", weights_only=True), parts)
-
-
-def _is_intact(path: Path) -> bool:
-    try:
-        _checked(path)
-    except Damaged:
-        return False
-    return True
-
-
-def _checked(path: Path, rank: int = 0, ranks: int = 1) -> tuple[Path, ...]:
-    """The files of sharded tensors of a checkpoint, in order; each rank checks some of the files.
-    Raises `Damaged` if the index cannot be read, or a file is not as it says."""
+def _checked(path: Path, rank: int = 0, ranks: int = 1) -> tuple[tuple[Path, ...], str | None]:
+    """(the files of sharded tensors of a checkpoint, in order; why it cannot be used: its index
+    cannot be read, or a file is not as it says). Each rank checks some of the files."""
     try:
         records = json.loads((path / INDEX).read_text(encoding="utf-8"))["files"]
         hashes = {name: own["sha256"] for name, own in records.items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise Damaged(f"{INDEX} is missing or damaged") from error
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return (), f"{INDEX} is missing or damaged"
     parts = sorted(hashes.keys() - {STATE}, key=lambda name: (len(name), name))
     for name in (STATE, *parts)[rank::ranks]:
         if not (path / name).is_file():
-            raise Damaged(f"{name} is missing")
+            return (), f"{name} is missing"
         if checkpoint.sha256(path / name) != hashes.get(name):
-            raise Damaged(f"the SHA-256 of {name} does not match")
-    return tuple(path / name for name in parts)
+            return (), f"the SHA-256 of {name} does not match"
+    return tuple(path / name for name in parts), None
 
 
 def _with_rows(state: Any, files: tuple[Path, ...]) -> Any:

@@ -166,24 +166,18 @@ class Replays:
             if form != self._forms.get(number):
                 self._forms[number] = form
                 self.forget()
-            replay = None
-            if self._count >= LAUNCHED and not self.given_up:
-                replay = self._replay(number == 0, form, batch, share)
-            yield partial(self.backward, batch, share) if replay is None else replay
+            first, replays = number == 0, self._count >= LAUNCHED and not self.given_up
+            if replays and (first, form) not in self._graphs:
+                replays = self._captured(first, form, batch, share)
+            if not replays:
+                yield partial(self.backward, batch, share)
+                continue
+            if first:  # it writes the gradients, and the others add to them
+                for parameter, gradient in zip(self.parameters, self._gradients, strict=True):
+                    parameter.grad = gradient
+            yield partial(self._graphs[first, form].run, batch)
         self.steps += bool(self._graphs)
         self._count += 1
-
-    def _replay(
-        self, first: bool, form: Form, batch: Batch, share: float
-    ) -> Callable[[], Tensor] | None:
-        """A function that replays the passes of a micro-batch; None if memory is short. A step's
-        first micro-batch writes the gradients, the others add to them."""
-        if (first, form) not in self._graphs and not self._captured(first, form, batch, share):
-            return None
-        if first:
-            for parameter, gradient in zip(self.parameters, self._gradients, strict=True):
-                parameter.grad = gradient
-        return partial(self._graphs[first, form].run, batch)
 
     def _captured(self, first: bool, form: Form, batch: Batch, share: float) -> bool:
         """Capture the passes of a micro-batch; False, and no change, if memory was short."""

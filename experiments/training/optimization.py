@@ -30,6 +30,8 @@ MAX_SKIPPED_IN_A_ROW = 50
 
 # The dtype of autocast for each `train.dtype`; None: no autocast.
 DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+# Of an `Optimization`: what has a state, and counts of steps.
+PARTS, COUNTS = ("model", "method", "optimizer", "scaler"), ("skipped", "skipped_in_a_row")
 
 
 class NonFiniteGradient(Exception):
@@ -188,7 +190,13 @@ class Optimization:
             # If only the norm overflows, all entries are finite and the scaler would not notice.
             self.scaler.step(self.optimizer)
         self.scaler.update()
-        self._count_skipped(finite, step)
+        self.skipped += not finite
+        self.skipped_in_a_row = 0 if finite else self.skipped_in_a_row + 1
+        if self.skipped_in_a_row == MAX_SKIPPED_IN_A_ROW:
+            raise self.diverged(
+                f"no finite gradient in {MAX_SKIPPED_IN_A_ROW} steps up to step {step}, at any loss"
+                " scale"
+            )
         self.optimizer.zero_grad(set_to_none=True)
         self.model.on_step_end(step)
         self.method.on_step_end(step)
@@ -218,15 +226,6 @@ class Optimization:
         self.scaler.scale(loss).backward()
         return loss.detach()
 
-    def _count_skipped(self, finite: bool, step: int) -> None:
-        self.skipped += not finite
-        self.skipped_in_a_row = 0 if finite else self.skipped_in_a_row + 1
-        if self.skipped_in_a_row == MAX_SKIPPED_IN_A_ROW:
-            raise self.diverged(
-                f"no finite gradient in {MAX_SKIPPED_IN_A_ROW} steps up to step {step}, at any loss"
-                " scale"
-            )
-
     def diverged(self, reason: str) -> Diverged:
         others = " or ".join(dtype for dtype in ("bf16", "fp32") if dtype != self.train.dtype)
         return Diverged(reason, f"lower {self.group}.learning_rate, or train in {others}")
@@ -242,14 +241,8 @@ class Optimization:
     def state_dict(self) -> dict[str, Any]:
         """Everything that the next step depends on: the states of model, method, optimizer and
         scaler."""
-        return {
-            "model": self.model.state_dict(),
-            "method": self.method.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
-            "scaler": self.scaler.state_dict(),
-            "skipped": self.skipped,
-            "skipped_in_a_row": self.skipped_in_a_row,
-        }
+        counts = {name: getattr(self, name) for name in COUNTS}
+        return {name: getattr(self, name).state_dict() for name in PARTS} | counts
 
     def places(self) -> dict[str, Any]:
         """A tree like `state_dict()` whose tensors show how those of a loaded state are to be
@@ -262,12 +255,10 @@ class Optimization:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.model.load_state_dict(state["model"])
-        self.method.load_state_dict(state["method"])
-        self.optimizer.load_state_dict(state["optimizer"])
-        self.scaler.load_state_dict(state["scaler"])
-        self.skipped = state["skipped"]
-        self.skipped_in_a_row = state["skipped_in_a_row"]
+        for name in PARTS:
+            getattr(self, name).load_state_dict(state[name])
+        for name in COUNTS:
+            setattr(self, name, state[name])
 
 
 def generators(device: torch.device) -> dict[str, Tensor]:

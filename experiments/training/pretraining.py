@@ -37,8 +37,7 @@ CALIBRATION_BATCH = 8  # sequences per forward pass; it does not change the stat
 
 def finished(config: RunConfig) -> dict[str, Any] | None:
     """The result of exactly this config, if it was run to the end and its files are intact."""
-    result, why = Pretraining(resolve(config)).find()
-    return result if why is None else None
+    return Pretraining(resolve(config)).finished()
 
 
 def run(config: RunConfig, report: Callable[[str], None] = say) -> FinishedRun:
@@ -51,11 +50,8 @@ class Pretraining(Training):
 
     config: RunConfig
 
-    def find(self) -> tuple[dict[str, Any] | None, str | None]:
+    def outdated(self, result: dict[str, Any]) -> str | None:
         config, directory = self.config, self.directory
-        result = results.read_finished(directory, self.id)
-        if result is None:
-            return None, None
         if not config.data.check_result(result, directory):
             raise UserError(
                 f"{directory} was made on other data (from {result['config']['data']['source']}, "
@@ -63,8 +59,8 @@ class Pretraining(Training):
                 f"{config.data.source}: give these another data.name, or delete {directory}"
             )
         if result.get("init") != config.init_weights():
-            return result, f"{config.init} has other weights than when {directory} began with them"
-        return result, damage(directory, result)
+            return f"{config.init} has other weights than when {directory} began with them"
+        return damage(directory, result)
 
     def inputs(self) -> tuple[Any, Any]:
         return self.config.init_weights(), None

@@ -60,7 +60,17 @@ class Training:
 
     def find(self) -> tuple[dict[str, Any] | None, str | None]:
         """(the result if the run has ended, the reason if it must be made again)."""
+        result = results.read_finished(self.directory, self.id)
+        return result, None if result is None else self.outdated(result)
+
+    def outdated(self, result: dict[str, Any]) -> str | None:
+        """The reason why a run with this result must be made again, if there is one."""
         raise NotImplementedError
+
+    def finished(self) -> dict[str, Any] | None:
+        """The result, if the run has ended and is not outdated."""
+        result, why = self.find()
+        return result if why is None else None
 
     def inputs(self) -> tuple[Any, Any]:
         """Hashes of the present files of the weights to start from, and of the data."""

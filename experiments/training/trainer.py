@@ -22,7 +22,7 @@ from experiments.config.settings import ImplConfig, TrainConfig, learning_rate
 from experiments.data.source import Batch, Request, TrainingSource
 from experiments.support import memory
 from experiments.support.errors import Diverged, Stop, UserError, deferred_stop, first_line
-from experiments.support.progress import Progress
+from experiments.support.progress import progress
 from experiments.support.results import revision
 from experiments.training import averages, checkpoints
 from experiments.training.checkpoints import Saver
@@ -133,13 +133,13 @@ class Trainer:
         self.model.train()
         if self.notice is not None:
             self.report(self.notice)
-        bar = Progress(self.train.steps, self.step, unit, enabled=main)
+        bar = progress(self.train.steps, self.step, unit, enabled=main)
         epoch = self.train.epoch_steps
         # A signal is delayed to the end of a step. Several ranks cannot decide this separately, so
         # there it ends the process at once.
         delayed = deferred_stop() if self.world.size == 1 else nullcontext(Stop())
         # However the training ends, a checkpoint that is being written is completed.
-        with closing(self.saver), bar as progress, delayed as stop:
+        with closing(self.saver), bar as show, delayed as stop:
             while self.step < self.train.steps:
                 # An epoch is evaluated at its end.
                 if self.step % (epoch or self.train.eval_every) == 0 and (self.step or not epoch):
@@ -150,7 +150,7 @@ class Trainer:
                 self.seconds += self.durations[-1]
                 loss = self._log_step(norm)
                 if loss is not None:
-                    progress.update(self.step + 1, int(seen[self.step + 1] - seen[first]), loss)
+                    show(self.step + 1, int(seen[self.step + 1] - seen[first]), loss)
                 self.step += 1
                 self.saver.poll()
                 every = self.impl.checkpoint_every

@@ -28,8 +28,6 @@ teacher are sharded like the weights. There the Trainer must create the optimize
 hold the layers, and `trainer.save_model()` writes the plain model without `finalize`.
 """
 
-from __future__ import annotations
-
 import functools
 import types
 from dataclasses import replace
@@ -108,8 +106,7 @@ class MethodCallback(TrainerCallback):
     @property
     def optimizers(self) -> tuple[torch.optim.Optimizer, None]:
         """The method's optimizer for `Trainer(..., optimizers=...)`, with the settings of the
-        arguments: AdamW, or the method's variant of it. Matrices are decayed, biases and norms are
-        not."""
+        arguments: AdamW, or the method's variant of it. Biases and norms are not decayed."""
         options = self._optimizer_options()
         return self.method.optimizer(options.pop("params"), **options), None
 
@@ -329,8 +326,7 @@ def _give_states(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _gathered(state: Any, keep: bool) -> Any:
-    """`state` with sharded tensors replaced by whole ones on the CPU, or by None on ranks that do
-    not `keep` them."""
+    """`state` with sharded tensors whole on the CPU, or None on ranks that do not `keep` them."""
     if isinstance(state, dict):
         return {key: _gathered(value, keep) for key, value in state.items()}
     if not sharding.is_sharded(state):

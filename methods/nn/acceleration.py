@@ -1,7 +1,5 @@
 """The choice of the products that `Method.accelerate` runs sparse, with reasons and savings."""
 
-from __future__ import annotations
-
 import math
 import os
 from collections import Counter
@@ -54,7 +52,7 @@ class Choice:
     @property
     def kernels(self) -> str:
         """The kernels that run it if it is sparse: `cusparselt`, or `cuda` for our own."""
-        return kernels_of(self.layout) if self.layout else ""
+        return kernels_of(self.layout)
 
     @property
     def saved_ms(self) -> float:
@@ -91,13 +89,11 @@ class Acceleration:
         return sum(choice.saved_ms for _, choice in self._choices())
 
     def gain(self, step_ms: float, micro_batches: int = 1) -> float:
-        """The speed-up that the sparse products alone give to a step that takes `step_ms`
-        milliseconds with them."""
+        """The speed-up of a step of `step_ms` milliseconds by its sparse products alone."""
         return 1 + self.saved_ms * micro_batches / step_ms
 
     def gains(self) -> dict[str, float | None]:
-        """The speed-up of each layer's measured products over dense ones; None if none was
-        measured."""
+        """The speed-up of each layer's measured products over dense ones; None if unmeasured."""
         found: dict[str, float | None] = {}
         for name, choices in self.layers.items():
             dense = sum(choice.dense_ms or 0.0 for choice in choices.values())
@@ -122,8 +118,7 @@ class Acceleration:
         return [(n, choice) for choices in self.layers.values() for n, choice in choices.items()]
 
     def __str__(self) -> str:
-        """One line: how many layers run each product sparse, why the others do not, and the time
-        saved."""
+        """One line: which products run sparse in how many layers, why others do not, time saved."""
         if not self.layers:
             return "no layer is converted: all products are dense"
         alike: dict[str, list[str]] = {}  # products that share a description

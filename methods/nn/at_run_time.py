@@ -4,8 +4,6 @@ A product with the pruned matrix runs sparse where the GPU has sparse products a
 measured to be faster (acceleration.py); else the pruned matrix is dense.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 import os
@@ -40,10 +38,7 @@ def of_input(algorithm: str) -> Products:
 
 def pair_of(products: Products) -> Pair:
     """The layouts of the pruned matrix and of its transpose."""
-    fprop, layouts = products.layouts.fprop if products.fprop else "", products.layouts
-    if products.of_input:
-        return fprop, layouts.wgrad if products.wgrad else ""
-    return fprop, layouts.dgrad if products.dgrad else ""
+    return products.layout("fprop"), products.layout("wgrad" if products.of_input else "dgrad")
 
 
 def layouts_for(sparse: Products, x: Tensor, weight: Tensor) -> Pair:
@@ -90,8 +85,7 @@ def prune(
     What is not wanted is None.
 
     Args:
-        algorithm: `greedy`, `exact` or `rows`, as in `methods.semi_sparse`; `rows` has no packed
-            transpose.
+        algorithm: `greedy`, `exact` or `rows`, as in `methods.semi_sparse`; `rows`: no transpose.
     """
     (along, across), shape = layouts, (matrix.shape[0], matrix.shape[1])
     packed = transposed = mask = None
@@ -195,8 +189,7 @@ def linear_of_pruned_input(
 ) -> Tensor:
     """x [..., in], pruned, times `matrix` [out, in]. The input's gradient passes straight through.
 
-    Four tokens that are consecutive in memory are the rows of a tile; the last tile is padded with
-    zeros.
+    Four tokens that are consecutive in memory are the rows of a tile; zeros fill up the last one.
 
     Args:
         weight: [out, in], receives the gradient of `matrix`, which is the same matrix in x's dtype.

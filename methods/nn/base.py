@@ -19,11 +19,8 @@ A driver, ours or the user's, calls a method in this order and nothing else:
     method.finalize(model)
 
 Everything that depends only on the weights (masks, thresholds, scales, quantised copies) is
-computed once per optimizer step, in `on_step_begin` or `on_step_end`; a forward pass only
-multiplies.
+computed once per optimizer step, in `on_step_begin` or `on_step_end`, not in a forward pass.
 """
-
-from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -40,6 +37,8 @@ from .config import PartialConfig as PartialConfig
 from .config import check_choice as check_choice
 from .config import check_pattern as check_pattern
 from .config import check_range as check_range
+from .config import choice as choice
+from .config import number as number
 from .conversion import Report as Report
 from .converter import Converter
 from .linear import SparseLinear

@@ -5,12 +5,9 @@ its input feature over the calibration tokens. SparseGPT (arXiv 2301.00774, sect
 Both are sums over tokens, so only these sums are kept from batch to batch.
 """
 
-from __future__ import annotations
-
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -69,8 +66,12 @@ def collect(
         zeros = torch.zeros(inputs, device=layer.weight.device)
         square = zeros.new_zeros(inputs, inputs) if hessian else None
         statistics[name] = Statistics(0, zeros, square)
-        add = partial(_add_input, statistics[name])
-        handles.append(layer.register_forward_pre_hook(add, with_kwargs=True))
+        add = statistics[name].add
+
+        def hook(module: Any, args: Any, kwargs: Any, add: Callable[[Tensor], None] = add) -> None:
+            add(args[0] if args else kwargs["input"])
+
+        handles.append(layer.register_forward_pre_hook(hook, with_kwargs=True))
     try:
         with evaluating(model):
             for batch in batches:
@@ -92,8 +93,7 @@ def collect(
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """A context with the model in eval mode; afterwards every module gets its training flag
-    back."""
+    """A context with the model in eval mode; every module gets its training flag back."""
     modes = {module: module.training for module in model.modules()}
     model.eval()
     try:
@@ -101,9 +101,3 @@ def evaluating(model: nn.Module) -> Iterator[None]:
     finally:
         for module, mode in modes.items():
             module.training = mode
-
-
-def _add_input(
-    statistics: Statistics, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> None:
-    statistics.add(args[0] if args else kwargs["input"])

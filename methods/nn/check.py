@@ -1,7 +1,5 @@
 """The check that a finished model is 2:4."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 

@@ -6,8 +6,6 @@ The other inputs, in their order, form the groups of m, so that W = [N:M | dense
 permutation of its inputs.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

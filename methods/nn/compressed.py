@@ -4,8 +4,6 @@ The adapters have the scale 1 / r in training, in evaluation, and in `lowrank.Sp
 which a layer with trained adapters becomes at the end.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
@@ -43,8 +41,7 @@ class CompressedLinear(SparseLinear):
     Saved buffers, bits packed in uint8: `row_mask` [out, in / 8], one bit per weight;
     `column_mask` [out, in * n / m / 8], one bit per value.
     Buffers that are not saved: `packed` and `packed_transposed`, the packed bytes of W_R and W_RC^T
-    for products that run sparse. With `Products.repack` W_RC^T is packed in each backward pass and
-    not kept.
+    for products that run sparse. With `Products.repack` each backward pass packs W_RC^T anew.
     """
 
     values: nn.Parameter
@@ -197,11 +194,10 @@ class CompressedLinear(SparseLinear):
     def pruned_operands(self, dtype: torch.dtype, masks: dict[str, Tensor]) -> tuple[Any, Any]:
         values: Any = self._parameters["values"]
         row_mask, column_mask = masks["row_mask"], masks["column_mask"]
-        runs, layouts = self.accelerated, self.accelerated.layouts
-        return (
-            Compressed(values, row_mask, column_mask, layouts.fprop) if runs.fprop else None,
-            Compressed(values, row_mask, column_mask, layouts.dgrad) if runs.dgrad else None,
-        )
+        layouts = (self.accelerated.layout(product) for product in ("fprop", "dgrad"))
+        given = values, row_mask, column_mask
+        fprop, dgrad = (Compressed(*given, own) if own else None for own in layouts)
+        return fprop, dgrad
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., in] -> [..., out], the same in training and in evaluation but for FP8."""

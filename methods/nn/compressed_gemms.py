@@ -20,8 +20,6 @@ In FP8 (fp8_gemms.py) the formats are
 and adapters compute in the dtype of the run; while they are in use, X is also kept unquantised.
 """
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor

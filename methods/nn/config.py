@@ -1,14 +1,23 @@
 """The options that every method takes, checks of options, and what a driver must know of a method
 with its options before it calls the hooks."""
 
-from __future__ import annotations
-
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from .conversion import PRESETS
 from .fp8_gemms import FP8
+
+
+def number(default: float | None, low: float, high: float = math.inf) -> Any:
+    """An option with a default that is None or a number in [low, high]."""
+    return field(default=default, metadata={"range": (low, high)})
+
+
+def choice(default: Any, choices: Any) -> Any:
+    """An option with a default that is one of `choices`."""
+    return field(default=default, metadata={"choices": choices})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +64,17 @@ class Config:
         for name, choices in {"fp8": FP8, "mvue": ("exact", "sequential", "off")}.items():
             if hasattr(self, name):
                 check_choice(name, getattr(self, name), choices)
+        for name, allowed in self._limits().items():
+            if "range" in allowed:
+                check_range(self, *allowed["range"], name)
+            else:
+                check_choice(name, getattr(self, name), allowed["choices"])
+
+    @classmethod
+    def _limits(cls) -> dict[str, Mapping[str, Any]]:
+        """What `number` and `choice` say of the options; a subclass may have another default."""
+        own = [vars(base).get("__dataclass_fields__", {}).values() for base in cls.__mro__[::-1]]
+        return {f.name: f.metadata for of_class in own for f in of_class if f.metadata}
 
     def pattern(self, name: str) -> tuple[int, int]:
         """(n, m) of the converted linear of this name: n non-zeros in m consecutive inputs."""
@@ -80,11 +100,7 @@ class PartialConfig(Config):
     packed, and `metrics` counts illegal groups of the others.
     """
 
-    dense_columns: float = 0.0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_range(self, 0, 1, "dense_columns")
+    dense_columns: float = number(0.0, 0, 1)
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,6 @@ transformers, and `finalize` turns it back into a `Conv1D`, so that `save_pretra
 `from_pretrained` work.
 """
 
-from __future__ import annotations
-
 import re
 import types
 from collections.abc import Callable, Container, Iterator
@@ -356,8 +354,7 @@ def become(layer: Any, kind: Any) -> None:
 
 
 def to_linear(layer: Any) -> None:
-    """Give a `Conv1D`, or a matrix that its module multiplies, the layout of an `nn.Linear`, so
-    that it can become one."""
+    """Give a `Conv1D`, or a matrix that its module multiplies, the layout of an `nn.Linear`."""
     if matrices.is_placed(layer):
         matrices.attach(layer)
     elif is_conv1d(layer):

@@ -1,7 +1,5 @@
 """The part of a method that comes before training: conversion, and the choice of products."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any, ClassVar

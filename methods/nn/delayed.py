@@ -13,8 +13,6 @@ skipped steps after it, the scales come from the current tensors. An entry that 
 history saturates at the largest code.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 

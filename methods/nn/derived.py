@@ -1,7 +1,5 @@
 """The state of a sparse linear layer: a dense master weight, and what is derived from it."""
 
-from __future__ import annotations
-
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar
 
@@ -53,8 +51,7 @@ class DerivedLinear(nn.Linear):
     drawn: Tensor | None = None  # the numbers of `key`, in a tensor of this micro-batch alone
     conv1d: type[nn.Module] | None = None  # transformers' Conv1D, if the layer was one
     pattern: tuple[int, int]  # n non-zeros in m consecutive inputs
-    # `refresh_mask` and `update_buffers` treat each run of this many rows separately; 0: all rows
-    # together.
+    # `refresh_mask` and `update_buffers` treat runs of this many rows separately; 0: all together.
     rows_together: int = 1
     # True if the weight may be rounded to the operands' dtype before they are derived: each entry
     # is one of the weight or 0, under a mask that is kept.
@@ -163,8 +160,7 @@ class DerivedLinear(nn.Linear):
         )
 
     def both_packed(self) -> tuple[Packed24, Packed24]:
-        """Both packed operands, for a kernel that writes both; a temporary one if it is not
-        held."""
+        """Both packed operands, for a kernel that writes both; a temporary one for one not held."""
         shape, layouts = (self.out_features, self.in_features), self.accelerated.layouts
         (fprop, dgrad), of = self.packed_operands(), (self.dtype, self.weight.device)
         return (
@@ -194,8 +190,7 @@ class DerivedLinear(nn.Linear):
         return f"{super().extra_repr()}, method={method}, pattern={n}:{m}, phase={phase}"
 
     def effective_weight(self) -> Tensor:
-        """The sparse weight [out, in] in the master weight's dtype, which evaluation and export
-        use."""
+        """The sparse weight [out, in] of evaluation and export, in the master weight's dtype."""
         raise NotImplementedError(f"{type(self).__name__} does not say which weight it uses")
 
     def exact_weight(self) -> Tensor:
@@ -221,16 +216,14 @@ class DerivedLinear(nn.Linear):
                 raise TypeError(f"{type(self).__name__}.choose_mask must write the mask in place")
 
     def choose_mask(self) -> None:
-        """Write a mask, chosen from the rows that the layer shows, into the layer's buffer; by
-        default it has none."""
+        """Write a mask, chosen from the rows that the layer shows, into its buffer, if any."""
 
     def update_buffers(self) -> None:
         """Update the saved buffers other than the mask, and the weight itself if the method
         constrains it, after the weight has changed."""
 
     def refresh(self, amax: Tensor | None = None) -> None:
-        """Update the saved buffers, then the operands from weight, mask and scale. amax: as for
-        `update_operands`."""
+        """Update the saved buffers, then the operands from them. amax: as for `update_operands`."""
         with sharding.where_it_chooses(self):
             self.update_buffers()
         self.update_operands(amax)
@@ -297,8 +290,7 @@ class DerivedLinear(nn.Linear):
         return self
 
     def unsharded(self) -> AbstractContextManager[None]:
-        """A context in which weight and masks are whole, even if the layer is sharded
-        (sharding.py)."""
+        """A context in which weight and masks are whole, even if the layer is sharded."""
         return nullcontext() if self.shards is None else sharding.unsharded(self)
 
     def pack(self) -> None:
@@ -339,8 +331,7 @@ class DerivedLinear(nn.Linear):
         self.mark_fresh()
 
     def _swap_layout(self, state_dict: Any, prefix: str) -> None:
-        """Transpose the weight and masks in a state dict between `Conv1D`'s layout and this
-        layer's."""
+        """Transpose weight and masks in a state dict between `Conv1D`'s layout and this layer's."""
         key = f"{prefix}weight"
         if self.conv1d is not None and key in state_dict:
             state_dict[key] = state_dict[key].t().contiguous()

@@ -7,11 +7,8 @@ divergence of the logits matters most; its Table 5 compares the hidden-state los
 computed in fp32 and averaged over tokens; padding tokens count as well.
 """
 
-from __future__ import annotations
-
 import copy
 import itertools
-import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -98,12 +95,12 @@ class Config(base.Config):
     If kl_weight and layer_weight are 0, there is no teacher.
     """
 
-    task_weight: float = 0.33
-    kl_weight: float = 0.67
-    temperature: float = 2.0
-    divergence: str = "forward"
-    layer_weight: float = 0.0
-    layer_loss: str = "squarehead"
+    task_weight: float = base.number(0.33, 0)
+    kl_weight: float = base.number(0.67, 0)
+    temperature: float = base.number(2.0, 1e-3, 1e3)
+    divergence: str = base.choice("forward", DIVERGENCES)
+    layer_weight: float = base.number(0.0, 0)
+    layer_loss: str = base.choice("squarehead", LAYER_LOSSES)
     layer_modules: tuple[str, ...] = BLOCKS
 
     def __post_init__(self) -> None:
@@ -112,12 +109,8 @@ class Config(base.Config):
             raise ValueError(f"layer_modules must be a list of globs, got {self.layer_modules!r}")
         object.__setattr__(self, "layer_modules", tuple(self.layer_modules))
         weights = {n: getattr(self, n) for n in ("task_weight", "kl_weight", "layer_weight")}
-        base.check_range(self, 0, math.inf, *weights)
         if not any(weights.values()):
             raise ValueError(f"{', '.join(weights)} are all 0; the loss needs at least one of them")
-        base.check_range(self, 1e-3, 1e3, "temperature")
-        base.check_choice("divergence", self.divergence, DIVERGENCES)
-        base.check_choice("layer_loss", self.layer_loss, LAYER_LOSSES)
 
 
 class Method(base.Method):

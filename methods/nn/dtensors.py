@@ -1,7 +1,5 @@
 """Sharded tensors, torch's DTensors: a rank's rows, the whole, and sums over ranks."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -68,8 +66,7 @@ def summed(x: Tensor) -> Tensor:
 
 
 def total(counts: Iterable[tuple[Any, Sequence[float]]]) -> list[float]:
-    """The sums of the counts over layers. A sharded layer's counts, taken on its `rows`, are also
-    summed over its ranks."""
+    """The sums of the counts over layers; those of sharded ones, on `rows`, also over ranks."""
     sums: dict[Any, Tensor] = {}
     for layer, numbers in counts:
         own = next((p for p in layer._parameters.values() if is_sharded(p)), None)

@@ -27,8 +27,6 @@ sample of dY half of dY's scale instead of its own. `hopper_delayed` is `hopper`
 scaling, which does not search X and dY at all (delayed.py).
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -89,8 +87,7 @@ def recipe(name: str, both_ways: bool, samples: bool) -> Fp8Formats | None:
 def quantized_input(
     x: Tensor, formats: Fp8Formats, on_units: bool, amax: Tensor | None, seen: Tensor | None
 ) -> tuple[Fp8, Tensor, Tensor]:
-    """X [..., in] quantised for fprop, and for wgrad its codes [T, in] (of X^T on FP8 units) and
-    their scale.
+    """X [..., in] quantised for fprop; for wgrad codes [T, in] (X^T's on FP8 units) and scale.
 
     amax, seen: as `delayed.of` gives them.
     """
@@ -124,8 +121,7 @@ def quantized_gradient(
 def weight_gradient(
     dy: Fp8, turned: Tensor | None, x: Tensor, x_scale: Tensor, on_units: bool, dtype: torch.dtype
 ) -> Tensor:
-    """dY^T X [out, in] in `dtype`, from the results of `quantized_gradient` and
-    `quantized_input`."""
+    """dY^T X [out, in], from the results of `quantized_gradient` and `quantized_input`."""
     if turned is not None:
         return scaled_linear(turned, x, dy.scale, x_scale, dtype=torch.float32).to(dtype)
     codes = flat(dy.codes)
@@ -156,7 +152,7 @@ class Fp8Linear(torch.autograd.Function):
     def backward(ctx, dy):
         dgrad, x, x_scale, key, amax = saved(ctx)
         formats, (dtype, bias_dtype) = ctx.formats, ctx.dtypes
-        packs_sample = ctx.packs_sample if ctx.needs_input_grad[1] else None
+        packs_sample = ctx.packs_sample if ctx.needs_input_grad[1] else ""
         grad_x = grad_weight = grad_bias = turned = None
         with without_autocast(dy):
             if packs_sample:

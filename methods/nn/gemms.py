@@ -15,8 +15,6 @@ An operand is `Dense`, `Packed` if it is 2:4 along the summed dim and the sparse
 (see `Products`), or `Fp8` (operands.py). fp8_gemms.py has the three products in FP8.
 """
 
-from __future__ import annotations
-
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -60,17 +58,21 @@ class Products:
     repack: bool = False
     of_input: bool = False
 
+    def layout(self, name: str) -> str:
+        """The layout of a product's packed operand; empty if it is dense."""
+        return getattr(self.layouts, name) if getattr(self, name) else ""
+
     def kernels(self, name: str) -> str:
         """The kernels that run a product: `cusparselt`, `cuda` (our own), or empty if dense."""
-        return kernels_of(getattr(self.layouts, name)) if getattr(self, name) else ""
+        return kernels_of(self.layout(name))
 
 
 DENSE = Products()
 
 
 def kernels_of(layout: str) -> str:
-    """The kernels that take a packed matrix in this layout."""
-    return "cuda" if layout in cuda.LAYOUTS else "cusparselt"
+    """The kernels that take a packed matrix in this layout; empty for a dense one."""
+    return "cuda" if layout in cuda.LAYOUTS else layout and "cusparselt"
 
 
 class _SparseLinear(torch.autograd.Function):
@@ -139,8 +141,7 @@ def sample_tokens(dy: Tensor, key: Tensor, design: str) -> Tensor:
     Groups are numbered over the whole global batch: micro-batch `key[1]` follows `key[1]` others of
     the same size. If T is a multiple of 4, the random bits therefore depend neither on how a batch
     is divided into equal micro-batches nor on the number of ranks. Micro-batches of unequal size,
-    or a layer used twice in a forward pass, may get the same bits twice; each sample is still
-    unbiased.
+    or a layer used twice in a forward pass, may get the same bits twice; samples stay unbiased.
     """
     tokens = len(dy)
     if tokens % 4:
@@ -156,7 +157,7 @@ def sparse_linear(
     bias: Tensor | None,
     key: Tensor | None,
     mvue: str | None = None,
-    packs_sample: str | None = None,
+    packs_sample: str = "",
 ) -> Tensor:
     """`x` [..., in] times the operand of fprop, with the backward pass of the module docstring.
 
@@ -167,7 +168,7 @@ def sparse_linear(
         key: int64 [2], (Philox seed of this layer and step, index of the micro-batch in the
             global batch); None if nothing is sampled.
         mvue: design of the sample of dY (`exact`, `sequential`), or None for the dense product.
-        packs_sample: the layout of wgrad's packed sample, which needs mvue `exact`; None if the
+        packs_sample: the layout of wgrad's packed sample, which needs mvue `exact`; empty if the
             sample is not packed.
     """
     return _SparseLinear.apply(x, weight, fprop, dgrad, bias, key, mvue, packs_sample)

@@ -18,8 +18,6 @@ that times what a pattern has in common with a prior mask, less the mean over th
 is the pattern with the largest logit.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from itertools import combinations
@@ -40,8 +38,7 @@ CLIP = 1.0  # both clip the norm of the gradient
 
 
 def prox24(weight: Tensor, penalty: float) -> Tensor:
-    """argmin over X of |X - weight|^2 / 2 + penalty * ProxSparse's sum; [out, in] with `in` a
-    multiple of 4.
+    """argmin over X of |X - weight|^2 / 2 + penalty * ProxSparse's sum; [out, in], `in` in fours.
 
     In order of magnitude a solution has the two, three or four largest entries, and signs stay. The
     two are kept as they are; three and four are found by coordinate descent from zero, smallest
@@ -147,8 +144,7 @@ def patterns(n: int, m: int, device: torch.device | str = "cpu") -> Tensor:
 
 
 def soft_mask(logits: Tensor, table: Tensor, done: float, generator: torch.Generator) -> Tensor:
-    """MaskLLM's sample of a mask, [groups, m], from logits [groups, patterns], when this share of
-    the training is done."""
+    """MaskLLM's sample of a mask, [groups, m], from logits [groups, patterns]. done: 0 to 1."""
     scale, temperature = (a + done * (b - a) for a, b in (SCALE, TEMPERATURE))
     exponential = torch.empty_like(logits).exponential_(generator=generator)
     gumbel = -exponential.log()

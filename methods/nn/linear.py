@@ -1,7 +1,5 @@
 """The base class of sparse linear layers, with their products, and the layer with a mask."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +12,7 @@ from common_kernels.pack.operands import pack24_
 from . import columns, delayed, sharding
 from .derived import DerivedLinear
 from .fp8_gemms import Fp8Linear
-from .gemms import Products, sparse_linear, under_autocast
+from .gemms import DENSE, Products, sparse_linear, under_autocast
 from .operands import Dense, Pruned
 from .precision import Precision
 
@@ -37,8 +35,7 @@ class InPlaceOf(torch.autograd.Function):
 
 
 class SparseLinear(DerivedLinear):
-    """`nn.Linear` with a dense master weight and operands derived from it (derived.py), with which
-    it multiplies."""
+    """`nn.Linear` with a dense master weight, which multiplies with operands derived from it."""
 
     def check_fresh(self) -> None:
         """Raise RuntimeError if the weights have changed since they were last seen.
@@ -105,13 +102,9 @@ class SparseLinear(DerivedLinear):
         weight: Any = self._parameters["weight"]
         mask = masks["mask"] if source == "mask" else None
         scale = self._buffers["scale"] if source == "soft" else None
-        runs, packs = self.products, dtype == self.dtype
-        fprop = runs.layouts.fprop if packs and runs.fprop else ""
-        dgrad = runs.layouts.dgrad if packs and runs.dgrad else ""
-        return (
-            Pruned(weight, mask, scale, source, self.dtype, fprop),
-            Pruned(weight, mask, scale, source, self.dtype, dgrad),
-        )
+        runs = self.products if dtype == self.dtype else DENSE
+        given = weight, mask, scale, source, self.dtype
+        return Pruned(*given, runs.layout("fprop")), Pruned(*given, runs.layout("dgrad"))
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., in] -> [..., out]; in evaluation without FP8."""
@@ -126,22 +119,18 @@ class SparseLinear(DerivedLinear):
         # checkpointing runs training's forward pass without gradients.
         if not self.training and not torch.is_grad_enabled():
             return fprop.linear(x, bias)
-        mvue = self.mvue
-        if mvue is None:
-            return sparse_linear(x, weight, fprop, dgrad, bias, None)
-        products, key = self.products, self.key_of_pass()
-        packs_sample = products.layouts.wgrad if products.wgrad and x.dtype == self.dtype else None
+        mvue, products = self.mvue, self.products
+        packs_sample = products.layout("wgrad") if mvue and x.dtype == self.dtype else ""
+        key = self.key_of_pass() if mvue else None
         return sparse_linear(x, weight, fprop, dgrad, bias, key, mvue, packs_sample)
 
     def forward_in_fp8(self, x: Tensor, own: Precision) -> Tensor:
         """`forward` in FP8, for an x in the dtype of the products."""
         if not self.training and not torch.is_grad_enabled():
             return Dense(self.sparse_weight.to(x.dtype)).linear(x, self.bias)
-        products, mvue, operands = self.products, self.mvue, own.operands(self)
-        wgrad = products.layouts.wgrad if products.wgrad else None
-        amax, key = delayed.of(self), self.key_of_pass() if mvue else None
-        weight, bias, formats = self.weight, self.bias, own.formats
-        return Fp8Linear.apply(x, weight, *operands, bias, key, mvue, formats, wgrad, *amax)
+        key = self.key_of_pass() if self.mvue else None
+        given = self.mvue, own.formats, self.products.layout("wgrad"), *delayed.of(self)
+        return Fp8Linear.apply(x, self.weight, *own.operands(self), self.bias, key, *given)
 
     def key_of_pass(self) -> Tensor:
         """`key` as it is now, for a backward pass that may follow the next micro-batch's forward
@@ -151,8 +140,7 @@ class SparseLinear(DerivedLinear):
         return self.drawn
 
     def in_place(self, dtype: torch.dtype) -> Tensor:
-        """The weight in use in `dtype`, whose gradient goes to `weight`, for a product made
-        elsewhere."""
+        """The weight in use, whose gradient goes to `weight`, for a product made elsewhere."""
         mask = self.mask if self.masks_gradient else None
         return InPlaceOf.apply(self.weight, self.sparse_weight.to(dtype), mask)
 

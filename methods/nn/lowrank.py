@@ -1,7 +1,5 @@
 """Sparse linears with a low-rank term, in plain PyTorch, as trained layers of SLoPe and AST end."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import ClassVar
 
@@ -75,8 +73,7 @@ class BoostedLinear(LowRankLinear):
 
 
 def attach(model: nn.Module, state: Mapping[str, Tensor]) -> nn.Module:
-    """Add to the linears of a plain `model`, in place, the low-rank terms that `state` has for
-    them.
+    """Add to the linears of a plain `model`, in place, the low-rank terms that `state` has.
 
     `state` is the state dict of a finalized model; afterwards `model` can load it.
     """
@@ -98,8 +95,7 @@ def attach(model: nn.Module, state: Mapping[str, Tensor]) -> nn.Module:
 
 @torch.no_grad()
 def merge(model: nn.Module) -> nn.Module:
-    """Turn every linear with a low-rank term into a dense `nn.Linear` that computes the same, in
-    place.
+    """Turn each linear with a low-rank term, in place, into a dense one that computes the same.
 
     The N:M pattern is lost. This is for tools that support only plain linears.
     """

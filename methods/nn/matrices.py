@@ -7,8 +7,6 @@ and `nn.MultiheadAttention` its projections as `in_proj_weight` [3 out, in] and 
 use under the old name. Methods can convert it if they do nothing but change the weight.
 """
 
-from __future__ import annotations
-
 from functools import cache
 from typing import Any
 
@@ -31,8 +29,7 @@ def multiplies(module: Any, attribute: str) -> bool:
 
 
 def linear_of(module: nn.Module, attribute: str) -> nn.Linear:
-    """A linear, without numbers, that can take the place of this matrix; `out` is that of one
-    expert."""
+    """A linear without numbers that can take the matrix's place; `out` is that of one expert."""
     shape = module._parameters[attribute].shape  # type: ignore[union-attr]
     linear = nn.Linear(shape[-1], shape[-2], bias=False, device="meta")
     vars(linear)["place"] = module, attribute, shape

@@ -1,7 +1,5 @@
 """Measurements of a method's layers: how fast masks change, how many weights are left."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """AdamW that does a method's work on the sparse weights in the same pass as the update."""
 
-from __future__ import annotations
-
 import inspect
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -235,8 +233,7 @@ def _by_rows(work: StepWork, weight: Any) -> bool:
 
 
 def _on(device: torch.device, value: Any) -> Any:
-    """`value` as the kernel takes it: a number or a 0-dim CPU tensor unchanged, another tensor
-    moved to `device`."""
+    """`value` for the kernel: a number or a 0-dim CPU tensor, or a tensor on `device`."""
     if not isinstance(value, Tensor) or value.device == device:
         return value
     return float(value) if value.device.type == "cpu" else value.to(device, non_blocking=True)

@@ -1,7 +1,5 @@
 """A check that a training loop calls a method's hooks in order, based on the weights' versions."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Iterable
 
@@ -54,8 +52,7 @@ class CallOrder:
             )
 
     def check_step_begun(self, weights: Iterable[Tensor], changing: bool = False) -> None:
-        """Raise RuntimeError if the weights changed, or `changing`: are about to, and the method
-        was told of no step."""
+        """Raise RuntimeError if weights changed, or are `changing` soon, and no step has begun."""
         if self._begun is not None:
             return
         if changing or self._moved(weights):

@@ -7,8 +7,6 @@ gains. In a feed-forward network the first linear, or both if it is gated, absor
 of the second one's inputs into its outputs, so that the network computes the same.
 """
 
-from __future__ import annotations
-
 import copy
 import math
 from collections.abc import Iterator, Mapping

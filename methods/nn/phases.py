@@ -1,8 +1,6 @@
 """A layer and a method that are dense in some steps and sparse in others, and such a layer with a
 mask that is 2:4 along both dims of its weight."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

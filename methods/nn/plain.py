@@ -1,8 +1,6 @@
 """The plain model that a converted one would end as, for `save_pretrained` before `finalize`, and
 copies of modules on the meta device."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 import sys
@@ -89,8 +87,7 @@ def without_numbers(copied: Any, module: nn.Module, others: dict[int, Any] | Non
 
 
 def fill(model: nn.Module, state: dict[str, Tensor]) -> None:
-    """Give a model on the meta device real tensors, those of `state` if it has them; tied tensors
-    stay tied."""
+    """Give a meta model real tensors, those of `state` if it has them; tied tensors stay tied."""
     filled: dict[int, Tensor] = {}
     for prefix, module in model.named_modules():
         for tensors in (module._parameters, module._buffers):

@@ -1,7 +1,4 @@
-"""Choices and seeds that must be equal on all ranks of a process group, and conversion on a single
-rank."""
-
-from __future__ import annotations
+"""Choices and seeds that are equal on all ranks of a process group, and conversion on one rank."""
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator

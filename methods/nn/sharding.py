@@ -220,8 +220,7 @@ class Shards:
 
     @torch.no_grad()
     def derive(self, layer: Any, dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
-        """Whole masks and operands for inputs of `dtype`, by buffer name; the weight must be
-        whole."""
+        """Whole masks and operands for inputs of `dtype`, by buffer name, from a whole weight."""
         gather_masks([layer])
         found = {}
         for name, buffer in layer._buffers.items():
@@ -252,8 +251,7 @@ class Shards:
 @cache
 def _forward() -> Any:
     """The forward pass of a sharded layer. Where operands are derived it is not compiled, although
-    the rest of a model may be; to say so imports torch's compiler, which takes as long as importing
-    torch."""
+    the rest of a model may be; to say so imports torch's compiler, which takes as long as torch."""
 
     @torch.compiler.disable
     def forward_of_derived(layer: Any, x: Tensor) -> Tensor:
@@ -277,8 +275,7 @@ def _forward() -> Any:
 
 
 def where_it_chooses(layer: Any) -> AbstractContextManager[None]:
-    """A context in which a layer has all rows from which it chooses masks and scales: its own ones,
-    or the whole tensors."""
+    """A context in which a layer has all rows from which it chooses: its own ones, or all."""
     if layer.shards is None:
         return nullcontext()
     weight = next(p for p in layer._parameters.values() if p is not None)

@@ -9,8 +9,6 @@ would lose the 2:4 pattern, so a trained layer ends as a `lowrank.BoostedLinear`
 A state dict has, besides `weight` and `bias`, `slorb_s`, and `slorb_x` if X was trained.
 """
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor

@@ -1,13 +1,10 @@
-"""SparseGPT: N:M pruning that updates the kept weights to compensate, from second-order statistics
-of the inputs.
+"""SparseGPT: N:M pruning that updates the kept weights, from second-order statistics of inputs.
 
 Frantar and Alistarh, arXiv 2301.00774, sections 3.1 to 3.3. For each row w of a weight the layer's
 output error is (w - w')^T H (w - w') with H = X^T X. Columns are visited once, from left to right.
 The error of a removed entry is compensated in the columns on its right by the optimal brain surgeon
 update, whose coefficients are rows of one Cholesky factor of the inverse of H.
 """
-
-from __future__ import annotations
 
 import torch
 from torch import Tensor

@@ -7,8 +7,6 @@ command line; they do not appear in lists of methods. They are here and not in `
 a run finds its method by the name in its config, and no lower layer may import `reproduce/`.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 

@@ -10,8 +10,6 @@ and the step along -u enlarges pruned weights by as much as it should shrink the
 twice that. The second moment uses this u. Everything else is as in `methods.ast`.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -12,8 +12,6 @@ It would draw the batches from the beginning again; here they continue, too. The
 sparse and is evaluated so, as in that code's training loop.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -8,8 +8,6 @@ it keeps the positive ones and prunes -3 before 0.
 Everything except the choice of the mask is as in `methods.semi_sparse`.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from torch import Tensor

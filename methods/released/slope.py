@@ -10,8 +10,6 @@ throughout training, while the layer's own weights move.
 Y, dW and the bias gradient are those of `methods.slope`, and so is dX in the first step.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 
@@ -30,8 +28,7 @@ Config = slope.Config
 
 
 class Linear(CompressedLinear):
-    """State besides `CompressedLinear`'s, saved: `first` [out, in * n / m], the initial values
-    under both masks."""
+    """Saved besides `CompressedLinear`'s state: `first`, the initial values under both masks."""
 
     first: Tensor
 

@@ -9,8 +9,6 @@ optimizer.
 Everything sparse is as in `methods.slope`.
 """
 
-from __future__ import annotations
-
 from .. import slope
 from ..nn.config import Capabilities
 from ..nn.optimizer import Optimizers, each

@@ -9,8 +9,6 @@ two kept values: the weights do not move along their own gradient.
 Y, dX and the bias gradient are those of `methods.slope`.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -16,36 +16,21 @@ from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, Literal
 
-from experiments.config.run import RunConfig, digest
+from experiments.config.run import RunConfig
 from experiments.support.checkpoint import read_sealed, write_sealed
 from experiments.support.errors import UserError
+from experiments.support.names import digest
 from experiments.support.results import divergence, read
+from experiments.support.typed import typed
 from experiments.training.tracking import read_metrics
 from reproduce.execute.jobs import Job
 from reproduce.execute.packed import QUANTITIES, read_packed, run_name
-from reproduce.specs.reading import build, errors_in, read_yaml
+from reproduce.specs.reading import errors_in, read_yaml
 
 BLOCKS = Path(__file__).parents[1] / "specs" / "blocks"
 EVIDENCE = Path(__file__).parents[1] / "evidence"
 ENVIRONMENT = ("git_revision", "git_dirty", "device", "versions")  # what a record keeps of it
 POINTS = 100  # greatest number of points of a training curve in a record
-
-
-@dataclass(frozen=True)
-class BlockSource:
-    """The source of the initial weights of a block's runs: the finished run of a `variant` of
-    another `block` with the same seed."""
-
-    block: Block
-    variant: str
-
-    def run(self, seed: int, runs: Path) -> BlockRun:
-        """The run whose weights the runs of this seed start from."""
-        variants = {self.variant: self.block.variants[self.variant]}
-        one = replace(self.block, variants=variants, against={}, seeds=[seed])
-        run = next(one.runs(runs))
-        run.label = f"{self.block.name}: {run}"
-        return run
 
 
 @dataclass(frozen=True)
@@ -58,7 +43,8 @@ class Block:
     variants: dict[str, list[str]]  # further overrides by label, the most important variant first
     seeds: list[int]
     driver: Literal["pretrain", "dino", "translate"] = "pretrain"
-    source: BlockSource | None = None  # where the initial weights come from; None = random
+    # One variant of another block, from whose finished run of the same seed the runs start.
+    source: Block | None = None
     notes: list[str] = field(default_factory=list)  # shown on the page of results
     # The variants that are not compared with the baseline, each with the one that it is.
     against: dict[str, str] = field(default_factory=dict)
@@ -74,13 +60,25 @@ class Block:
     def runs(self, runs: Path) -> Iterator[BlockRun]:
         """All runs, seed by seed, so that an interrupted block has complete seeds."""
         for seed in self.seeds:
-            source = None if self.source is None else self.source.run(seed, runs)
+            source = self.source_run(seed, runs)
             for variant, own in self.variants.items():
                 overrides = [*self.overrides, *own, "tier=mini", f"seed={seed}"]
                 yield BlockRun(
                     f"{variant}, seed {seed}", self.driver, overrides, runs, source_key="init",
                     source=source, block=self.name, variant=variant, seed=seed,
                 )  # fmt: skip
+
+    def source_run(self, seed: int, runs: Path) -> BlockRun | None:
+        """The run whose weights the runs of this seed start from; None for random ones."""
+        if self.source is None:
+            return None
+        run = next(replace(self.source, seeds=[seed]).runs(runs))
+        run.label = f"{run.block}: {run}"
+        return run
+
+    def only(self, variant: str) -> Block:
+        """The block with this variant alone."""
+        return replace(self, variants={variant: self.variants[variant]}, against={})
 
 
 @dataclass(eq=False, kw_only=True)
@@ -207,7 +205,6 @@ def read_block(name: str, folder: Path = BLOCKS) -> Block:
         raise UserError(f"no block {name!r}; there is {known}")
     with errors_in(path):
         content = {"name": name, **read_yaml(path)}
-        source = content.pop("source", None)
-        if source is not None:
-            content["source"] = BlockSource(read_block(source["block"], folder), source["variant"])
-        return build(Block, content, "the file")
+        if source := content.pop("source", None):
+            content["source"] = read_block(source["block"], folder).only(source["variant"])
+        return typed(Block, "", content)

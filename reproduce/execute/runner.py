@@ -37,7 +37,7 @@ def run_block(
     done = f"{len(every) + sources - queue.total} done already"
     report(f"{block.name}: {len(every)} runs, {done}; {len(queue.places)} at a time")
     if block.source is not None and sources:
-        report(f"before them {sources} of block {block.source.block.name}, where they start")
+        report(f"before them {sources} of block {block.source.name}, where they start")
     _prepare(block, [run.intended for run in trainings])
     queue.work(minutes)
     if queue.left:

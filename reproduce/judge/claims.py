@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from reproduce.specs.reading import build, errors_in, read_yaml
+from experiments.support.typed import typed
+from reproduce.specs.reading import errors_in, read_yaml
 
 FILE = Path(__file__).parents[1] / "specs" / "claims.yaml"
 
@@ -128,7 +129,7 @@ class Claims:
 def read_claims(path: Path = FILE) -> Claims:
     """The claims and rules in a file. Every claim has a number of its own, and its paper a name."""
     with errors_in(path):
-        found: Claims = build(Claims, read_yaml(path), "the file")
+        found: Claims = typed(Claims, "", read_yaml(path))
         ids = [claim.id for claim in found.claims]
         for claim in found.claims:
             if ids.count(claim.id) > 1:

@@ -15,9 +15,10 @@ from typing import Any
 import torch
 
 from experiments.bench.timing import allow_repeated_steps
-from experiments.config.compose import one_line_errors, typed
+from experiments.config.compose import one_line_errors
 from experiments.support import memory, results
 from experiments.support.errors import UserError
+from experiments.support.typed import typed
 from reproduce.measure import layers, operators, packed, sam, slope
 from reproduce.measure.adapters import Adapters
 from reproduce.measure.base import Base, Report

@@ -17,9 +17,9 @@ from common_kernels.matmul import unavailable
 from experiments.bench import linear, variants
 from experiments.bench.timing import SUSTAINED_S, Call, Time, in_turns
 from experiments.bench.variants import Bench
-from experiments.config.run import digest
 from experiments.support import results
 from experiments.support.errors import check_installed
+from experiments.support.names import Identified
 from models.gpt2 import GPTConfig
 
 Report = Callable[[str], None]
@@ -42,7 +42,7 @@ class Times(dict[str, float]):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Base:
+class Base(Identified):
     """The settings of every measure."""
 
     what: ClassVar[str]  # the name of the measure
@@ -95,10 +95,6 @@ class Base:
         sustained = SUSTAINED_S if self.on.type == "cuda" else None
         machine = {"device": results.device_name(), "torch": torch.__version__}
         return {**fields, **machine, "sustained_s": sustained, "order": "random"}
-
-    def digest(self) -> str:
-        """Hash of `identity()`."""
-        return digest(self.identity())
 
     def directory(self) -> Path:
         """The directory of the result."""

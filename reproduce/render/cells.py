@@ -176,8 +176,8 @@ def paper(
     compared = tier == "full" and table.driver != BENCH and not table.tiers[tier].incomparable
     if not compared or cell.value is None or not isinstance(mean, float):
         return published, Cell("")
-    low, high = stats.paired_interval([v - cell.value for v in own.values])
-    outside = low > 0 or high < 0  # False for a single seed, which has no interval
+    # For a single seed there is no interval, and so nothing outside of it.
+    outside = stats.excludes_zero(*stats.paired_interval([v - cell.value for v in own.values]))
     return published, Cell(MARK * outside, {"difference": mean - cell.value})
 
 

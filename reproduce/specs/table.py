@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Literal
 
 from experiments.support.errors import UserError
-from reproduce.specs.reading import build, errors_in, read_yaml
+from experiments.support.typed import typed
+from reproduce.specs.reading import errors_in, read_yaml
 
 TABLES = Path(__file__).parent / "tables"
 COVERAGE = TABLES.with_name("coverage.yaml")  # every table and figure of the papers, for `--list`
@@ -228,7 +229,7 @@ def read_table(path: Path) -> Table:
             if not base.is_file():
                 raise ValueError(f"based_on: there is no {base.name}")
             content = read_yaml(base) | content
-        return build(Table, {"name": path.stem, **content}, "the file")
+        return typed(Table, "", {"name": path.stem, **content})
 
 
 def read_tables(folder: Path = TABLES) -> list[Table]:

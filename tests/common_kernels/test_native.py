@@ -17,6 +17,7 @@ import torch
 
 from common_kernels import compress_nm, library, matmul, nm_mask, pack_mask, transposable_mask24
 from common_kernels.backend import lasting
+from common_kernels.fp8.cpu import FORMATS
 from common_kernels.fp8.operands import quantize_and_sample, quantize_both, scaled_linear
 from common_kernels.fp8.weights import quantize24_
 from common_kernels.matmul import (
@@ -137,9 +138,8 @@ def now(fake, stream=None, status=0):
     ctypes.c_int.in_dll(fake, "status").value = status
 
 
-FORMATS = {448.0: torch.float8_e4m3fn, 57344.0: torch.float8_e5m2}  # by their largest code
-CODES = dict.fromkeys(("codes", "values", "own"), "TOP") | dict.fromkeys(
-    ("transposed", "other"), "TOP_T"
+CODES = dict.fromkeys(("codes", "values", "own"), "FMT") | dict.fromkeys(
+    ("transposed", "other"), "FMT_T"
 )
 NOTED, RAN, KEPT = [], [], []  # C++ keeps kernels as long as the process
 
@@ -196,7 +196,7 @@ def interpret(monkeypatch):
             if name.startswith("meta") and dtype == torch.float32:  # not written to
                 values[name] = torch.zeros(1)
                 continue
-            code = "TOP" in given and name in CODES
+            code = "FMT" in given and name in CODES
             if code:  # the interpreter writes codes in fp32
                 dtype = FORMATS[given[CODES[name]]]
             size = max(1, shape.numel()) * dtype.itemsize

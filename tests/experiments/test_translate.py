@@ -58,7 +58,7 @@ def test_a_run_is_trained_and_its_averaged_weights_translate_and_are_scored(tiny
         model.eval(), source.corpus, "test", config.search
     )
     assert (config.directory() / "translations.txt").read_text().splitlines() == translations
-    assert references == [english for _, english in parallel.number_pairs("test")]
+    assert references == [parallel.english(n) for n in parallel.numbers("test")]
     assert len(references) == 12
     plain = tiny("method=sr_ste", "train.average_last=0", "train.average_every=0")
     pretraining.run(plain, quiet)

@@ -42,9 +42,8 @@ def test_a_variant_is_what_its_row_says(table, tier):
     """Each variant is the method of its row."""
     block = read_block(table.tiers[tier].block)
     variants = dict(block.variants)
-    if block.source is not None:
-        source = block.source
-        variants |= {f"{source.block.name}/{source.variant}": source.block.variants[source.variant]}
+    if (source := block.source) is not None:
+        variants |= {f"{source.name}/{variant}": own for variant, own in source.variants.items()}
     rows = [row for row in table.rows_of(tier) if row.variant]
     assert rows[0].variant in ("dense", "a/dense")
     assert len({row.variant for row in rows}) == len(rows)

@@ -51,7 +51,7 @@ def test_overrides(tmp_path):
         "what=decoder", "method=slope", "ranks=[1.56,6.25]", "width=2560", "inner=10240",
         "shrink=16", "tier=smoke", "seed=0", f"runs='{tmp_path}'",
     ])  # fmt: skip
-    assert (settings.width, settings.ffn, settings.ranks) == (160, 640, [1.56, 6.25])
+    assert (settings.width, settings.ffn, settings.ranks) == (160, 640, (1.56, 6.25))
     assert settings.directory().is_relative_to(tmp_path / "bench")
     for wrong, message in {
         "speed=1": "linear has no key speed",

@@ -16,7 +16,7 @@ from experiments.support.checkpoint import write_text
 from experiments.support.errors import UserError
 from reproduce.__main__ import main
 from reproduce.execute import blocks, processes, queue, runner
-from reproduce.execute.blocks import Block, BlockSource
+from reproduce.execute.blocks import Block
 from reproduce.execute.jobs import Job, plan
 from reproduce.execute.runner import run_block
 from reproduce.specs.table import TableRow
@@ -116,7 +116,7 @@ def block(seeds=(0, 1), **variants):
 
 def second():
     """A block that goes on from the variant `dense` of `block()`."""
-    source, variants = BlockSource(block(), "dense"), {"ast": ["method=ast"], "gmp": ["method=gmp"]}
+    source, variants = block().only("dense"), {"ast": ["method=ast"], "gmp": ["method=gmp"]}
     return Block("u", "U", ["train.steps=20"], variants, [0, 1], source=source)
 
 

@@ -12,10 +12,10 @@ import yaml
 import experiments
 from experiments.finetuning import glue
 from experiments.support.errors import UserError
+from experiments.support.typed import typed
 from reproduce.execute import jobs
 from reproduce.execute.jobs import Job, plan
 from reproduce.judge.claims import Claim
-from reproduce.specs.reading import build
 from reproduce.specs.table import Figure, Table, TableRow, Tier, read_table, read_tables
 
 TABLES = {table.name: table for table in read_tables()}
@@ -275,7 +275,7 @@ def test_errors_name_the_file(tmp_path):
     for text, message in [
         ({"rows": [row | {"colour": "red"}]}, "rows[0] has no key colour"),
         ({"rows": [row | {"stage": 1}]}, "stage: 1 is not of type bool"),
-        ({"tiers": {"smoke": {"seeds": ["x"]}}}, "smoke: seeds[0]: 'x' is not of type int"),
+        ({"tiers": {"smoke": {"seeds": ["x"]}}}, "tiers.smoke.seeds[0]: 'x' is not of type int"),
         ({"driver": "distil"}, "driver=distil; choose of pretrain, dino, translate, bench, find"),
         ({"columns": [{"label": "c", "show": "median"}]}, "show=median; choose of mean_std"),
         ("title: T", "tiers is missing"),
@@ -296,9 +296,9 @@ def test_the_examples_of_the_readme_are_a_table_measurements_and_a_claim():
     part = text.split("## Adding a table, a measure or a claim")[1]
     blocks = re.findall(r"(?:^    .*\n|^\n(?=    ))+", part, re.M)
     trained, measured, (claim,) = (yaml.safe_load(block) for block in blocks)
-    spec = build(Table, {"name": "w_table3", **trained}, "README")
+    spec = typed(Table, "", {"name": "w_table3", **trained})
     assert spec.command == "table3" and plan(spec, "smoke", Path("runs")).jobs
-    spec = build(Table, {"name": "w_table3", **trained, **measured}, "README")
+    spec = typed(Table, "", {"name": "w_table3", **trained, **measured})
     assert {job.config.what for job in plan(spec, "full", Path("runs")).jobs} == {"linear"}
-    claim = build(Claim, claim, "README")
+    claim = typed(Claim, "", claim)
     assert claim.measured[0].column == spec.columns[0].label

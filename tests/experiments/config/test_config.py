@@ -56,14 +56,14 @@ BAD = {
         "+method.decay=1": "method has no key decay; it takes",
         "impl.loggers=csv": "impl.loggers must be a list, as in 'impl.loggers=[VALUE]'",
         "train.betas=[0.9": "train.betas=[0.9 cannot be read (",
-        "train.steps=many": "train.steps: Value 'many'",
+        "train.steps=many": "train.steps: 'many' is not of type int",
         "train.steps=0": "train.steps=0; it must lie in [1, 100,000,000]",
         "train.cooldown_steps=201": "together exceed train.steps=200",
         "train.schedule=sqrt train.min_learning_rate=1e-4": "=sqrt does not use it; set it to 0",
         "train.average_last=2 train.average_every=1 train.ema=0.5": "exclude each other",
         "train.descent_every=1 impl.shard=fsdp2": "passes, which do not work with impl.shard",
         "impl.offload=true": "impl.offload=true with impl.shard=ddp",
-        "seed=-1": "seed=-1; it must lie in [0, 9,223,",
+        "seed=-1": "seed=-1; it must",
         "~method": "the config has no method: leave ~method out",
         "impl.loggers=[csv]": "choose from tensorboard, wandb",
         "model.n_head=3": "n_embd must be a multiple of n_head",
@@ -127,6 +127,18 @@ def test_values_that_are_set_in_a_copy_are_those_that_hydra_sets():
         with initialize_config_module("experiments.conf", version_base="1.3"):
             expected = as_text(compose("pretrain", overrides))
         assert outcomes == [expected, expected]
+
+
+def test_values_become_those_of_their_fields(monkeypatch):
+    monkeypatch.setenv("STEPS", "70")
+    given = ["train.steps=${oc.env:STEPS}", "train.learning_rate=1", "impl.compile=yes", "tier=5"]
+    config = load([*given, "method.include=[a]", "impl.micro_batch='2'"])
+    values = config.train.steps, config.train.learning_rate, config.impl.compile, config.tier
+    assert values == (70, 1.0, True, "5") and isinstance(values[1], float)
+    assert (config.method_options.include, config.impl.micro_batch) == (("a",), 2)
+    for wrong in ("train.steps=1.5", "train.steps=true", "train.steps=null", "train.betas=[0.9]"):
+        with pytest.raises(UserError, match=r"^train\.(steps: .* is not of|betas=.* 2 values)"):
+            load([wrong])
 
 
 def test_run_directory_follows_from_what_is_computed():

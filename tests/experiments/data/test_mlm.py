@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from experiments.data.corpus import Corpus
+from experiments.data.corpus import CausalText, Corpus
 from experiments.data.mlm import MaskedText, MLMConfig, mask_tokens, unigram_entropy
 from experiments.data.tokenizer import HFTokenizer, train_wordpiece
 from experiments.support.errors import UserError
@@ -79,7 +79,7 @@ def test_statistics_of_the_masks(corpus):
     """4000 samples of 19 targets between [CLS] and [SEP]: binomial counts within 4 sigma."""
     masked = batch(source(corpus), 5, range(4000))
     whole, chosen = unmasked(masked), masked["target"] != -1
-    windows = corpus.batch("train", 5, range(4000), 126)["input"]
+    windows = CausalText(corpus, 126).batch("train", 5, range(4000))["input"]
     ends = torch.tensor([[CLS, SEP]]).expand(4000, 2)
     assert torch.equal(whole, torch.cat([ends[:, :1], windows, ends[:, 1:]], 1))
     special = torch.isin(whole, torch.tensor([PAD, UNK, CLS, SEP, MASK]))
@@ -116,7 +116,7 @@ def test_pairs_of_sentences(corpus):
     whole, label = unmasked(pairs), pairs["next_sentence"]
     assert torch.equal(whole[0, [0, 63, 127]], torch.tensor([CLS, SEP, SEP]))
     assert torch.equal(pairs["token_types"][5], (torch.arange(128) > 63).long())
-    windows = corpus.batch("train", 2, range(1000), 125)["input"]
+    windows = CausalText(corpus, 125).batch("train", 2, range(1000))["input"]
     assert torch.equal(whole[:, 1:63], windows[:, :62])
     follows = (whole[:, 64:127] == windows[:, 62:]).all(1)
     assert torch.equal(follows, label == 0)  # that a random place is the right one has odds of 1e-5

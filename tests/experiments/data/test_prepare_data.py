@@ -14,7 +14,7 @@ import tiktoken
 
 from experiments import prepare_data
 from experiments.data import prepare as preparing
-from experiments.data.corpus import load_tokens
+from experiments.data.corpus import CausalText, load_tokens
 from experiments.data.manifest import SPLITS, DataConfig, read_manifest, token_type
 from experiments.data.prepare import prepare
 from experiments.data.tokenizer import (
@@ -310,4 +310,4 @@ def test_tokens_beyond_uint16_are_uint32(tmp_path, folder):
     prepare(config)
     corpus = load_tokens(config, seed=0)
     assert corpus.tokens["train"].dtype == np.dtype("<u4")
-    assert corpus.batch("train", 0, range(4), 64)["input"].min() >= 70_000
+    assert CausalText(corpus, 64).batch("train", 0, range(4))["input"].min() >= 70_000

@@ -184,7 +184,7 @@ def philox4x64(counter, key, mask=2**64 - 1):
 
 def test_a_batch_is_windows_at_philox_words_of_seed_split_step_and_index(corpus):
     for split, stream, size in (("train", 0, 5000), ("val", 1, 1000)):
-        batch = corpus.batch(split, 11, range(6), block=20)
+        batch = CausalText(corpus, 20).batch(split, 11, range(6))
         # NumPy's generator steps its counter before it makes four words.
         words = philox4x64((1, 11, 0, 0), (3, stream)) + philox4x64((2, 11, 0, 0), (3, stream))
         starts = torch.tensor([word % (size - 20) for word in words[:6]])
@@ -194,7 +194,7 @@ def test_a_batch_is_windows_at_philox_words_of_seed_split_step_and_index(corpus)
 
 def test_evaluation_windows_are_fixed_disjoint_and_spread(corpus, config):
     def starts(corpus, count, batch_size):
-        batches = list(corpus.eval_batches(count, batch_size, block=10))
+        batches = list(CausalText(corpus, 10).eval_batches(count, batch_size))
         assert all(torch.equal(b["target"], b["input"] + 1) for b in batches)
         return torch.cat([b["input"][:, 0] for b in batches]).tolist()
 

@@ -164,9 +164,10 @@ def test_legality_by_hand():
     with torch.no_grad():
         model[0].weight.copy_(torch.tensor([[1, 1, 1, 0, 0, 0, 0, 1], [1, 0, 1, 0, 1, 1, 1, 1.0]]))
     rows = legality.measure(model, {"0": (2, 4)})
-    assert (rows[0].nonzeros, rows[0].groups, rows[0].illegal_groups) == (10, 4, 2)
-    assert legality.measure(model, {"0": (3, 4)})[0].illegal_groups == 1
-    assert legality.measure(model, {"0": (4, 8)})[0].groups == 2
+    found = [rows[0][key] for key in ("density", "groups", "illegal_groups")]
+    assert found == [10 / 16, 4, 2]
+    assert legality.measure(model, {"0": (3, 4)})[0]["illegal_groups"] == 1
+    assert legality.measure(model, {"0": (4, 8)})[0]["groups"] == 2
     assert legality.total([*rows, *legality.measure(model, {"0": (4, 8)})]) == {
         "density": 20 / 32,
         "illegal_groups": 2 + 1,  # 4 and 6 non-zeros in eight
