@@ -1,7 +1,5 @@
 """FST: transposable masks, their schedule, the decay, and the dense phase that ends it."""
 
-import copy
-
 import torch
 from torch import nn
 
@@ -121,21 +119,3 @@ def test_dense_from_the_first_step_is_dense_training_with_virtual_masks():
         assert torch.equal(layer.weight, plain.weight)
         assert method.metrics()["flip_rate"] == float((before != after).float().mean())
     assert method.metrics()["density"] == 1.0
-
-
-SWITCH = {"total_steps": 8, "dense_fraction": 0.375, "alpha": 0.1, "refresh_every": 2}  # at step 5
-
-
-def test_going_back_to_a_checkpoint_before_the_switch_makes_the_model_sparse_again():
-    layer, method = converted(**SWITCH)
-    for step in range(8):
-        if step == 3:
-            states = copy.deepcopy((layer.state_dict(), method.state_dict()))
-        step_of(method, layer, step)
-    weight = layer.weight.detach().clone()
-    layer.load_state_dict(states[0])
-    method.load_state_dict(states[1])
-    assert (method.phase(), layer.mvue, method.metrics()["density"]) == ("sparse", "exact", 0.5)
-    for step in range(3, 8):
-        step_of(method, layer, step)
-    assert torch.equal(layer.weight, weight)
