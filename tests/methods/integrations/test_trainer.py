@@ -1,9 +1,7 @@
 """Methods inside transformers.Trainer: the same training as in a plain loop, and exact resume."""
 
 import copy
-import os
 import shutil
-import sys
 from types import SimpleNamespace
 
 import pytest
@@ -300,39 +298,6 @@ def test_distillation_is_that_of_training_alone(tmp_path):
     assert torch.equal(method.teacher(rows).logits, plain(rows).logits)
     method.finalize(model)
     assert torch.equal(model.train()(**batch).loss, LlamaForCausalLM.forward(model, **batch).loss)
-
-
-def main():
-    """Train on the ranks that there are, into the folder that is the first argument."""
-    torch.set_num_threads(1)
-    ranks = int(os.environ.get("WORLD_SIZE", "1"))
-    trainer, method = trainer_for(
-        "ast distilling", sys.argv[1], per_device_train_batch_size=MICRO // ranks,
-        gradient_accumulation_steps=1, save_steps=STEPS, ddp_broadcast_buffers=False,
-        dataloader_drop_last=True,
-    )  # fmt: skip
-    trainer.train()
-    masks = [layer.mask for layer in method.sparse_layers.values()]
-    path = f"{sys.argv[1]}/rank{trainer.args.process_index}.pt"
-    torch.save({"records": records(trainer), "masks": masks}, path)
-    if ranks > 1:
-        os._exit(0)  # gloo's threads outlive the group and abort an interpreter that ends
-
-
-def test_two_ranks_distil_as_one(run_on_two_ranks, monkeypatch, tmp_path):
-    """The first step is that of one process, and both ranks end with the same masks."""
-    (tmp_path / "one").mkdir()
-    (tmp_path / "two").mkdir()
-    monkeypatch.setattr("sys.argv", ["", str(tmp_path / "one")])
-    main()
-    run_on_two_ranks(__name__, tmp_path / "two")
-    places = ("one", 0), ("two", 0), ("two", 1)
-    one, two, other = (torch.load(tmp_path / of / f"rank{rank}.pt") for of, rank in places)
-    assert all(map(torch.equal, two["masks"], other["masks"]))
-    first, shared = one["records"][0], two["records"][0]
-    assert first["loss"] == pytest.approx(shared["loss"], abs=1e-4)  # it is logged rounded
-    assert first["grad_norm"] == pytest.approx(shared["grad_norm"], rel=1e-3)
-    assert len(two["records"]) == STEPS
 
 
 def plain_forward(model):
