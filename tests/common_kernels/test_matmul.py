@@ -199,14 +199,20 @@ SCALES = torch.tensor(3.0, device=DEVICE), torch.tensor(1e-3, device=DEVICE)
         (CUTLASS, BF16), (CUTLASS, E4M3), (CUTLASS, E5M2), (cuda.LAYOUTS[1], BF16),
     ],
 )  # fmt: skip
-@each("tokens", [1, 30, 64])
-def test_x_times_a_transposed(layout, dtype, tokens):
+@each(
+    ("rows", "columns", "tokens"),
+    [
+        *((64, 128, tokens) for tokens in (1, 30, 64)),
+        *[(320, 384, 200), (1024, 4096, 4096)] * HOPPER,
+    ],
+)
+def test_x_times_a_transposed(layout, dtype, rows, columns, tokens):
     """In each layout, with a bias, of an operand that begins anywhere; products of codes are
     divided by both scales."""
     if unserved(layout):
         return
-    a, mask = matrix(64, 128, dtype)
-    x, bias = dense(tokens + 1, 128, dtype)[1:], torch.linspace(-1, 1, 64, device=DEVICE)
+    a, mask = matrix(rows, columns, dtype)
+    x, bias = dense(tokens + 1, columns, dtype)[1:], torch.linspace(-1, 1, rows, device=DEVICE)
     codes = dtype.itemsize == 1
     for scales in (None, SCALES) if codes else (None,):
         product = x.float() @ a.float().t() / (3e-3 if scales else 1.0)
