@@ -6,7 +6,16 @@ import torch
 from torch import nn
 
 import methods
-from common_kernels import Packed24, compress_nm, expand_nm, fake_fp8, unpack24, unpack_mask
+from common_kernels import (
+    Packed24,
+    compress_nm,
+    expand_nm,
+    fake_fp8,
+    mvue24,
+    quantize_fp8,
+    unpack24,
+    unpack_mask,
+)
 from common_kernels.matmul import unavailable
 from methods.nn.compressed import CompressedLinear
 from methods.nn.gemms import DENSE, Products
@@ -65,7 +74,9 @@ def weights(layer):
 
 
 def test_simulated_products_are_those_of_the_quantised_sparse_weight():
-    """Products are those of quantised operands; `hopper` has W in e5m2 where dgrad is sparse."""
+    """Products are those of quantised operands; `hopper` has W in e5m2 where dgrad is sparse. MVUE
+    needs the gradient's own magnitudes: its sample is what is quantised, with a scale of its own,
+    or with half of dY's."""
     for name, options, products in (*CASES, ("slope", {"n": 1}, BOTH)):
         for recipe, dgrad, wgrad in (
             ("paper", "e5m2", "e5m2"),
@@ -81,16 +92,50 @@ def test_simulated_products_are_those_of_the_quantised_sparse_weight():
             close = {"rtol": 1e-5, "atol": 1e-4}
             torch.testing.assert_close(y, want, **close)
             torch.testing.assert_close(dx, seen @ fake_fp8(other, dgrad), **close)
+            if layer.mvue:
+                seen, scale = mvue24(dy, layer.key[0], dim=0), quantize_fp8(dy, "e5m2")[1] / 2
+                if recipe == "hopper":
+                    seen, wgrad = (seen * scale).to(E5M2).float() / scale, "e5m2"
+                else:
+                    seen = fake_fp8(seen, "e5m2")
             want = seen.t() @ fake_fp8(x, wgrad)
             if name == "slope":
                 want = compress_nm(want, layer.row_mask, *layer.pattern)
-                torch.testing.assert_close(grads["values"], want, **close)
-            elif not layer.mvue:
-                torch.testing.assert_close(grads["weight"], want, **close)
+            torch.testing.assert_close(
+                grads["values" if name == "slope" else "weight"], want, **close
+            )
             layer.eval()
             assert torch.equal(layer(x), y)  # a recipe may train in eval mode
             with torch.no_grad():  # without FP8
                 torch.testing.assert_close(layer(x), nn.functional.linear(x, weight, layer.bias))
+
+
+def test_products_round_once_and_keep_a_byte_of_each_activation():
+    kept = []
+    for dtype in (BF16, torch.float16) if not CUDA else (BF16,):
+        layer, method = converted("ste", "paper")
+        hooks = torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t)
+        with hooks, torch.autocast(DEVICE, dtype):
+            (y, dx, grads), x, dy = step(layer, method)
+        assert {t.element_size() for t in kept if t.numel() == x.numel()} == {1}
+        assert (y.dtype, grads["weight"].dtype) == (dtype, torch.float32)
+        x, dy = (fake_fp8(t.to(dtype).float(), f) for t, f in ((x, "e4m3"), (dy, "e5m2")))
+        weight = layer.effective_weight()
+        for got, want in (
+            (y, x @ fake_fp8(weight, "e4m3").t() + layer.bias.detach()),
+            (dx, dy @ fake_fp8(weight, "e5m2")),
+        ):  # half a unit of the dtype, beside sums in fp32
+            unit = torch.finfo(dtype).eps / 2
+            torch.testing.assert_close(got.float(), want, rtol=unit, atol=1e-4)
+
+
+def test_scales_beyond_each_other_do_not_overflow():
+    """The gradient of a last layer may be tiny, and its scale huge."""
+    (_, tiny, of_tiny), (_, one, of_one) = (
+        step(*converted("ste", "paper"), size=size)[0] for size in (1e-30, 1.0)
+    )
+    torch.testing.assert_close(1e30 * tiny, one, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(1e30 * of_tiny["weight"], of_one["weight"], rtol=1e-5, atol=1e-4)
 
 
 def test_products_on_units_are_those_of_the_simulation():
@@ -220,3 +265,13 @@ def test_a_finished_layer_keeps_nothing_of_fp8():
 def test_recipes_that_fp8_units_lack_are_only_simulated(recipe):
     for name in ("ste", "slope"):
         assert converted(name, recipe)[0].candidates() == DENSE
+
+
+def test_a_cast_of_the_model_leaves_codes_and_scales_right():
+    """fp16 holds no scale of a small weight."""
+    layer = nn.Linear(64, 128)
+    nn.init.normal_(layer.weight, std=1e-3)
+    methods.build("s_ste", include=["*"], fp8="paper").convert(layer)
+    layer.half()
+    want = fake_fp8(layer.exact_weight(), "e5m2")
+    assert torch.equal(layer.codes_dgrad.float() / layer.code_scales[1], want)
