@@ -118,7 +118,7 @@ class Run:
 
     def __init__(self, name, options, seed=0):
         torch.manual_seed(seed)
-        self.model = model_for(name, self.shape)
+        self.name, self.model = name, model_for(name, self.shape)
         self.method = build(name, self.model, measure_every=1, **options)
         self.report = self.method.convert(self.model)
         groups = self.model.param_groups(0.1)
@@ -195,6 +195,7 @@ def test_a_training_is_resumed_copied_and_ended(name, options):
         losses.append(run.step(step))
         metrics.append(run.method.metrics())
         states.append(run.state())
+        assert_prints(run)
         if step == 0:
             still = [n for n, p in run.model.named_parameters() if torch.equal(p, before[n])]
             assert {n.rpartition(".")[2] for n in still} == adapters(options)
@@ -213,6 +214,14 @@ def test_a_training_is_resumed_copied_and_ended(name, options):
         assert resumed.method.metrics() == metrics[step]
         assert_same_states(resumed.state(), states[step + 1])
     assert_ends_plain(run, options)
+
+
+def assert_prints(run):
+    """A printed layer shows its method, pattern and phase."""
+    for name in run.report.names if run.method.sparse_layers else ():
+        n, m = run.method.pattern(name)
+        shown = repr(run.model.get_submodule(name))
+        assert f"method={run.name}, pattern={n}:{m}, phase={run.method.phase()})" in shown
 
 
 def assert_same_states(found, wanted):

@@ -490,21 +490,6 @@ def test_what_methods_share_knows_no_method():
         assert not re.search(r"^\s*(from|import) (\.\.|methods)", code, re.M), path.name
 
 
-def test_a_printed_model_shows_method_pattern_and_phase():
-    assert repr(converted("s_ste")[0]["mlp"][0]) == (
-        "Linear(in_features=8, out_features=16, bias=True, method=s_ste, pattern=2:4, phase=sparse)"
-    )
-    for name, options, shown in (
-        ("slope", {"n": 1, "adapter_rank": 2, "adapter_fraction": 1.0}, "1:4, phase=adapters"),
-        ("fst", {"dense_fraction": 1.0}, "2:4, phase=dense"),
-        ("gmp", {"begin_fraction": 0.0, "end_fraction": 0.01}, "2:4, phase=sparse"),
-    ):
-        model, method = converted(name, include="ffn", total_steps=2, **options)
-        method.on_step_begin(1)
-        assert f"method={name}, pattern={shown})" in repr(model)
-        assert repr(method.finalize(model)["head"]) == repr(mlp()["head"])
-
-
 def test_keys_are_set_on_several_devices():
     """A model may be spread over GPUs; here one of its layers is on `meta`."""
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8))
