@@ -9,6 +9,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 import methods
+from common_kernels import nm_mask
 from methods.nn import sharding
 from methods.nn.gemms import DENSE, Products
 from methods.nn.linear import MaskedLinear
@@ -264,6 +265,15 @@ def test_masks_are_gathered_together_when_they_have_changed_and_not_in_a_pass(
     set_model_state_dict(model, whole.state_dict(), options=options)
     found = one_step(model, method, 1)
     torch.testing.assert_close(found, one_step(whole, other, 1), rtol=0, atol=1e-6)
+
+
+def test_weights_that_were_changed_by_hand_are_followed(mesh):
+    model, _ = converted(mesh=mesh)
+    with torch.no_grad():
+        model.first.weight.copy_(model.first.weight.flip(1))
+    methods.refresh(model)
+    weight, mask = model.first.weight.full_tensor(), model.first.mask.full_tensor()
+    assert torch.equal(mask, nm_mask(weight))
 
 
 PACKED = {
