@@ -1,5 +1,6 @@
 """The loop in which tests train a method, and a linear to look at."""
 
+import io
 from contextlib import contextmanager
 
 import torch
@@ -32,3 +33,25 @@ def training_step(method, step, optimizer):
     optimizer.step()
     optimizer.zero_grad()
     method.on_step_end(step)
+
+
+def through_a_file(value, weights_only=True):
+    """What loads from a file to which `value` was saved."""
+    torch.save(value, buffer := io.BytesIO())
+    buffer.seek(0)
+    return torch.load(buffer, weights_only=weights_only)
+
+
+class Parts:
+    """The base of a run that is saved and loaded; `parts` are model, method and optimizer."""
+
+    @property
+    def parts(self):
+        return self.model, self.method, self.optimizer
+
+    def state(self):
+        return through_a_file([part.state_dict() for part in self.parts])
+
+    def load(self, state):
+        for part, saved in zip(self.parts, state, strict=True):
+            part.load_state_dict(saved)

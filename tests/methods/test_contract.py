@@ -5,7 +5,6 @@ defaults.
 """
 
 import copy
-import io
 from dataclasses import replace
 from functools import partial
 
@@ -24,7 +23,7 @@ from methods import act24, ast, bi_mask, fst
 from methods.nn import lowrank, phases
 from methods.nn.linear import SparseLinear
 from models.gpt2 import GPT, GPTConfig
-from tests.methods.loop import training_step
+from tests.methods.loop import Parts, training_step
 
 STEPS, SEQUENCES, BLOCK = 4, 8, 16
 TINY = GPTConfig(n_layer=2, n_head=2, n_embd=16, vocab_size=32, block_size=BLOCK, bias=True)
@@ -111,7 +110,7 @@ ONE_EACH = {
 }
 
 
-class Run:
+class Run(Parts):
     """A model, its method and its optimizer, trained on batches that follow from the step."""
 
     shape = TINY
@@ -139,17 +138,6 @@ class Run:
             self.gradients = {n: p.grad.clone() for n, p in named if p.grad is not None}
             nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         return sum(losses) / parts
-
-    def state(self):
-        buffer = io.BytesIO()
-        parts = self.model, self.method, self.optimizer
-        torch.save([part.state_dict() for part in parts], buffer)
-        buffer.seek(0)
-        return torch.load(buffer, weights_only=True)
-
-    def load(self, state):
-        for part, saved in zip((self.model, self.method, self.optimizer), state, strict=True):
-            part.load_state_dict(saved)
 
 
 def model_for(name, shape=TINY):
