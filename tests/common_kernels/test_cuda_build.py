@@ -77,10 +77,8 @@ def test_processes_that_start_together_compile_once(toolchain, capfd):
 
 def test_another_source_or_compiler_makes_another_library(toolchain):
     found = [cuda_build.folder(toolchain)]
-    for path, text in (
-        (toolchain, "// something else"),
-        (cuda_build.compiler(), NVCC.replace("13.2", "13.3")),
-    ):
+    compiler = cuda_build.compiler()
+    for path, text in ((toolchain, "// another"), (compiler, NVCC.replace("13.2", "13.3"))):
         path.write_text(text)
         cuda_build.folder.cache_clear()
         found.append(cuda_build.folder(toolchain))

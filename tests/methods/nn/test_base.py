@@ -55,6 +55,11 @@ def test_what_is_no_method_option_or_model_of_it_is_refused():
     for again in (method, methods.build("ast", total_steps=4)):
         with pytest.raises(ValueError, match="converted already"):
             again.convert(model)
+    model, method = converted("dense")
+    method.finalize(model)
+    with pytest.raises(ValueError, match=r"call metrics\(\) after convert.* before finalize"):
+        method.metrics()
+    model, method = converted("ste")
     method.calibrate(model, [])  # what only some methods need has a default in all
     with pytest.raises(ValueError, match="ste does not distil"):
         method.set_teacher(mlp())
@@ -219,15 +224,6 @@ def test_torchs_encoder_computes_with_the_masks_in_evaluation_too():
             assert of(model[0]) == before
             plain = [model[0](x), model[0](x, src_key_padding_mask=padding)[~padding]]
         torch.testing.assert_close(shown, plain)
-
-
-def test_metrics_are_of_converted_layers():
-    with pytest.raises(ValueError, match=r"call metrics\(\) after convert"):
-        methods.build("dense").metrics()
-    model, method = converted("dense")
-    method.finalize(model)
-    with pytest.raises(ValueError, match=r"before finalize"):
-        method.metrics()
 
 
 LOOPS = [
