@@ -222,7 +222,7 @@ def test_a_checkpoint_of_another_method_does_not_fit(uninterrupted, tmp_path):
             other.train(resume_from_checkpoint=folder)
 
 
-@pytest.mark.parametrize("name", ["fst", "slope", "ast distilling"])
+@every_variant
 def test_save_pretrained_before_finalize_writes_the_plain_model(name, tmp_path):
     """Without the Trainer, and of a copy and a model that went through a file as well; or of the
     weights that are given, as those of an average."""
@@ -254,27 +254,6 @@ def test_save_pretrained_before_finalize_writes_the_plain_model(name, tmp_path):
         with torch.no_grad():
             expected = own.eval()(ids).logits
             torch.testing.assert_close(loaded.eval()(ids).logits, expected, rtol=1e-4, atol=1e-4)
-
-
-@every_variant
-def test_a_checkpoint_loads_as_the_plain_model_of_the_same_function(name, uninterrupted):
-    """Low-rank terms included. `from_pretrained` would draw at random the weights that it does not
-    find."""
-    folder = uninterrupted(name).directory / f"checkpoint-{STEPS if name == 'slope' else 3}"
-    trainer, _ = trainer_for(name, folder.parent / "again")
-    model = trainer.model
-    model.load_state_dict(load_file(folder / "model.safetensors"))  # strict
-    (callback,) = (c for c in trainer.callback_handler.callbacks if hasattr(c, "method"))
-    callback._load(folder / STATE)
-    loaded, found = LlamaForCausalLM.from_pretrained(folder, output_loading_info=True)
-    assert not any(found[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
-    ids = sequences()[0]["input_ids"][None]
-    with torch.no_grad():
-        ours, theirs = model.eval()(ids).logits, loaded.eval()(ids).logits
-    if name in ("ast distilling", "slope"):  # the terms, added at once and one after the other
-        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
-    else:
-        assert torch.equal(ours, theirs)
 
 
 def test_distillation_is_that_of_training_alone(tmp_path):
