@@ -11,6 +11,7 @@ import threading
 import types
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -518,12 +519,9 @@ def test_errors_keep_their_message(fake, monkeypatch):
     now(fake, status=3)
     with pytest.raises(RuntimeError, match=r"^cusparseLtMatmul: no such luck$"):
         linear24(packed, x)
-
-    def refuse(*_):
-        raise loader.CuSparseLtError("run it dense")
-
     now(fake)
-    monkeypatch.setattr(matmul, "_plan", refuse)
+    refused = Mock(side_effect=loader.CuSparseLtError("run it dense"))
+    monkeypatch.setattr(matmul, "_plan", refused)
     with pytest.raises(RuntimeError, match=r"^run it dense$"):
         linear24(packed, x)
 
@@ -561,11 +559,9 @@ def test_without_a_compiler_python_goes_on_and_says_so(monkeypatch):
     with pytest.warns(UserWarning, match=r"'no-such-compiler' cannot be found.*from Python"):
         start()
 
-    def homeless():
-        raise RuntimeError("Could not determine home directory.")
-
     monkeypatch.delenv("CXX")
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    homeless = Mock(side_effect=RuntimeError("Could not determine home directory."))
     monkeypatch.setattr(Path, "home", homeless)
     monkeypatch.setattr(native.shutil, "which", lambda _: "/bin/true")
     with pytest.warns(UserWarning, match=r"home directory.*from Python"):

@@ -19,21 +19,11 @@ def gaussian(out=32, inputs=64, seed=0):
 
 
 def test_both_masks_by_hand():
-    rows = [[9.0, 8.0, 1.0, 1.0], [8.0, 7.0, 1.0, 1.0], [7.0, 1.0, 6.0, 1.0], [1.0, 2.0, 6.0, 9.0]]
+    rows = [[9.0, 8, 1, 1], [8, 7, 1, 1], [7, 1, 6, 1], [1, 2, 6, 9]]
     layer, _ = converted(torch.tensor(rows))  # before the first step rows keep their order
-    forward = [
-        [9.0, 8.0, 0.0, 0.0],
-        [8.0, 7.0, 0.0, 0.0],
-        [7.0, 0.0, 6.0, 0.0],
-        [0.0, 0.0, 6.0, 9.0],
-    ]
+    forward = [[9.0, 8, 0, 0], [8, 7, 0, 0], [7, 0, 6, 0], [0, 0, 6, 9]]
     # Of the first column's 9, 8, 7 the smallest is left out.
-    backward = [
-        [9.0, 8.0, 0.0, 0.0],
-        [8.0, 7.0, 0.0, 0.0],
-        [0.0, 0.0, 6.0, 0.0],
-        [0.0, 0.0, 6.0, 9.0],
-    ]
+    backward = [[9.0, 8, 0, 0], [8, 7, 0, 0], [0, 0, 6, 0], [0, 0, 6, 9]]
     assert torch.equal(layer.sparse_weight, torch.tensor(forward))
     assert torch.equal(layer.operands(torch.float32)[1].matrix, torch.tensor(backward))
     assert layer.state_dict().keys() == {"weight", "mask", "permutation"}  # the rest is derived

@@ -31,9 +31,8 @@ def step_of(method, model, step, parts=1, forward=None):
 
 def test_mask_by_hand():
     """Row by row the first two columns win three times; a column may keep two of them."""
-    rows = [[9.0, 8.0, 1.0, 1.0], [9.0, 8.0, 1.0, 1.0], [5.0, 4.0, 2.0, 1.0], [1.0, 1.0, 1.0, 1.0]]
-    layer, _ = converted(torch.tensor(rows))
-    kept = [[9.0, 8.0, 0.0, 0.0], [9.0, 8.0, 0.0, 0.0], [0.0, 0.0, 2.0, 1.0], [0.0, 0.0, 1.0, 1.0]]
+    layer, _ = converted(torch.tensor([[9.0, 8, 1, 1], [9, 8, 1, 1], [5, 4, 2, 1], [1, 1, 1, 1]]))
+    kept = [[9.0, 8, 0, 0], [9, 8, 0, 0], [0, 0, 2, 1], [0, 0, 1, 1]]
     assert torch.equal(layer.sparse_weight, torch.tensor(kept))
 
 

@@ -12,7 +12,6 @@ import methods
 from common_kernels import nm_mask
 from methods.nn import sharding
 from methods.nn.gemms import DENSE, Products
-from methods.nn.linear import MaskedLinear
 from tests.methods.loop import training_step
 
 
@@ -54,15 +53,6 @@ def one_step(model, method, step=0):
     x = torch.randn(8, 16, generator=torch.Generator().manual_seed(step), requires_grad=True)
     method.loss(model, {"x": x}).backward()
     return x.grad
-
-
-def test_masks_are_placed_as_their_weights_and_no_operand_is_kept(mesh):
-    model, method = converted(mesh=mesh)
-    one_step(model, method)
-    layer = model.first
-    assert isinstance(layer.mask, DTensor) and layer.mask.placements == layer.weight.placements
-    assert layer.operand is None
-    assert type(layer) is MaskedLinear and layer.shards and "method=sr_ste" in repr(layer)
 
 
 @pytest.mark.parametrize("name", ["bi_mask", "one_shot"])
@@ -176,8 +166,9 @@ def test_a_model_that_was_evaluated_before_a_step_is_noticed(mesh):
     with torch.no_grad():
         model(torch.ones(2, 16))
     assert not isinstance(model.first.weight, DTensor)
-    before = method.metrics()
-    assert isinstance(model.first.mask, DTensor) and before["density"] == 0.5
+    before, mask = method.metrics(), model.first.mask
+    assert isinstance(mask, DTensor) and before["density"] == 0.5
+    assert mask.placements == model.first.weight.placements and "method=sr_ste" in repr(model)
     one_step(model, method)
     method.on_gradients(0)
     method.on_step_end(0)
