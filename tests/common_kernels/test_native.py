@@ -20,16 +20,7 @@ from common_kernels import compress_nm, library, matmul, nm_mask, pack_mask, tra
 from common_kernels.backend import lasting
 from common_kernels.fp8.operands import quantize_and_sample, quantize_both, scaled_linear
 from common_kernels.fp8.weights import quantize24_
-from common_kernels.matmul import (
-    Problem,
-    cuda,
-    cusparselt,
-    linear24,
-    mm24,
-    native,
-    sample_mm24,
-    table,
-)
+from common_kernels.matmul import Problem, cuda, cusparselt, linear24, mm24, native, table
 from common_kernels.pack import BUFFERED, Packed24
 from common_kernels.pack import cusparselt as loader
 from tests.each import each
@@ -315,12 +306,12 @@ def test_a_sample_is_launched_before_its_product(tokens, fake, monkeypatch):
     ran = interpret(monkeypatch)
     for stream in (5, 6):
         now(fake, stream + 100 * tokens)
-        dw = sample_mm24(dy, x, key, 12, backend="triton")
+        dw = matmul.sample_mm24(dy, x, key, 12, backend="triton")
         assert seen(fake)["b"] == x.data_ptr() and dw.shape == (192, 128) and dw.dtype == BF16
     assert ran == 2 * ["sample_kernel"]
     problem = 192, tokens, 128, BF16, BF16, False, False, False, BUFFERED
     assert [*fake.plans][-2:] == [(problem, 100 * tokens + stream) for stream in (5, 6)]
-    assert not sample_mm24(dy[:0], x[:0], key, backend="triton").any()
+    assert not matmul.sample_mm24(dy[:0], x[:0], key, backend="triton").any()
 
 
 @each(

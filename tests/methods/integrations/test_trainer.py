@@ -9,14 +9,7 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 from torch.utils.data import SequentialSampler
-from transformers import (
-    GPT2LMHeadModel,
-    LlamaConfig,
-    LlamaForCausalLM,
-    Trainer,
-    TrainerCallback,
-    TrainingArguments,
-)
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
 import methods
 from methods.integrations.trainer import STATE, MethodCallback
@@ -329,7 +322,7 @@ def test_a_conv1d_is_trained_saved_and_resumed(hf_model, tmp_path):
     ids = sequences()[0]["input_ids"][None]
     for model in (whole, twin):
         model.save_pretrained(tmp_path / "end")
-        loaded = GPT2LMHeadModel.from_pretrained(tmp_path / "end").eval()
+        loaded = type(whole).from_pretrained(tmp_path / "end").eval()
         with torch.no_grad():
             assert torch.equal(loaded(ids).logits, model.eval()(ids).logits)
     before = whole.eval()(ids).logits
