@@ -24,6 +24,13 @@ def linear_of(row, rows=4):
     return layer
 
 
+def dgrad_operand(layer):
+    """The weight [out, in] that dX is computed with: dX for dY = I."""
+    x = torch.zeros(layer.out_features, layer.in_features, requires_grad=True)
+    (grad,) = torch.autograd.grad(layer(x), x, torch.eye(layer.out_features))
+    return grad
+
+
 @contextmanager
 def training_step(method, step, optimizer):
     """One step of the optimizer; the body makes the gradients."""

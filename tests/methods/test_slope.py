@@ -13,7 +13,7 @@ from methods import slope
 from methods.nn.lowrank import SparsePlusLowRank, attach, merge
 from models.gpt2 import GPT, GPTConfig
 from tests.each import each
-from tests.methods.loop import convert, training_step
+from tests.methods.loop import convert, dgrad_operand, training_step
 
 PATTERNS = [(1, 2), (2, 4), (2, 8), (4, 8), (3, 6)]
 TINY = GPTConfig(n_layer=2, n_head=2, n_embd=16, vocab_size=32, block_size=16, bias=True)
@@ -29,13 +29,6 @@ def converted(out_features, in_features, bias=False, dtype=torch.float32, **opti
 
 def row_mask(layer):
     return unpack_mask(layer.row_mask, layer.in_features)
-
-
-def dgrad_operand(layer):
-    """The weight [out, in] that dX is computed with: dX for dY = I."""
-    x = torch.zeros(layer.out_features, layer.in_features, requires_grad=True)
-    (grad,) = torch.autograd.grad(layer(x), x, torch.eye(layer.out_features))
-    return grad
 
 
 def twice_pruned(weight, n=2, m=4):
