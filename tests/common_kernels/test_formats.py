@@ -6,6 +6,7 @@ from torch.sparse import _semi_structured_conversions as conversions
 
 from common_kernels import nm_mask, transposable_mask24
 from common_kernels.pack import VENDOR, Packed24, convert24, cpu, pack24, unpack24
+from common_kernels.pack.interop import parts
 from tests.each import each
 
 FP8 = torch.float8_e4m3fn
@@ -152,6 +153,9 @@ def sparse(shape, dtype, choose=nm_mask):
     return torch.where(mask, x, 0).to(dtype), mask
 
 
+HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+
+
 @pytest.fixture
 def other_people_s_operators():
     """They refuse torch's deterministic mode."""
@@ -173,6 +177,19 @@ def test_torchs_tile_packer(shape, dtype, other_people_s_operators):
     applied, applied_t = torch._sparse_semi_structured_apply(dense, found[4])
     same(applied, pack24(dense, mask).values)
     same(applied_t, pack24(dense.t(), mask.t()).values)
+
+
+@pytest.mark.skipif(not HOPPER, reason="needs a GPU of compute capability 9.0")
+@each("dtype", [torch.bfloat16, torch.float16, FP8, torch.int8])
+@each("shape", [(64, 64), (192, 320), (1024, 4096)])
+def test_cusparselts_compressor(shape, dtype, other_people_s_operators):
+    x, mask = sparse(shape, dtype)
+    compressed = torch._cslt_compress(x)
+    for backend in ("cpu", "triton"):
+        same(parts(pack24(x, mask, "cusparselt_sm90", backend=backend))[0], compressed)
+    if dtype.itemsize == 2:
+        eye = torch.eye(shape[1], dtype=dtype, device="cuda")
+        same(torch._cslt_sparse_mm(compressed, eye) + 0, x)
 
 
 @on_gpu
