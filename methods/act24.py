@@ -27,6 +27,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from common_kernels.matmul import mm24
 from common_kernels.pack import check_form
@@ -260,8 +261,9 @@ def is_squared_relu(module: nn.Module) -> bool:
     """True if a module without state squares what is positive and makes the rest zero."""
     if any(True for _ in module.parameters()):
         return False
-    probe, squares = torch.tensor([-2.0, 0.0, 0.5, 3.0]), torch.tensor([0.0, 0.0, 0.25, 9.0])
-    with torch.random.fork_rng(devices=()):  # of which dropout takes numbers
+    # In a plan of memory all tensors are fake. Dropout would take random numbers.
+    with unset_fake_temporarily(), torch.random.fork_rng(devices=()):
+        probe, squares = torch.tensor([-2.0, 0.0, 0.5, 3.0]), torch.tensor([0.0, 0.0, 0.25, 9.0])
         try:
             return torch.equal(module(probe), squares)
         except Exception:  # of a module that takes other arguments

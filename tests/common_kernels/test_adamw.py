@@ -90,22 +90,6 @@ def test_update_by_definition(backend, shape):
         assert torch.equal(weight.dense, torch.where(old.mask, weight.weight, 0).bfloat16())
 
 
-def test_without_decay_it_is_torchs_adamw_to_the_bit():
-    weight = given((8, 12))
-    parameter = torch.nn.Parameter(weight.weight.clone())
-    optimizer = torch.optim.AdamW([parameter], fused=True)
-    for _ in range(2):
-        parameter.grad = weight.grad.clone()
-        optimizer.step()
-    state = optimizer.state[parameter]
-    weight.exp_avg.zero_(), weight.exp_avg_sq.zero_(), weight.step.zero_()
-    for _ in range(2):
-        adamw24_([weight], Rates(lr=1e-3), Rule(source="whole"), backend="cpu")
-    assert torch.equal(weight.weight, parameter)
-    assert torch.equal(weight.exp_avg, state["exp_avg"])
-    assert torch.equal(weight.exp_avg_sq, state["exp_avg_sq"])
-
-
 @each("backend", BACKENDS)
 def test_first_step_and_a_beta_of_zero(backend):
     """1 - beta2^t is 0.001 at t = 1: its rounding must not show, and eps is not divided by it."""

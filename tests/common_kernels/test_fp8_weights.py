@@ -4,16 +4,7 @@ against the operators that do one thing each."""
 import pytest
 import torch
 
-from common_kernels import (
-    compress_nm,
-    double_prune_bits,
-    expand_nm,
-    nm_mask,
-    pack_mask,
-    quantize_fp8,
-    transposable_mask24,
-    unpack_mask,
-)
+import common_kernels as ck
 from common_kernels.fp8.weights import quantize24_, quantize_compressed24_
 from common_kernels.pack import VENDOR, Packed24, unpack24
 from common_kernels.pack.cpu import pack
@@ -56,7 +47,7 @@ def written(codes):
 
 
 def expected(form, w, mask, fmt):
-    codes, scale = quantize_fp8(torch.where(mask, w, 0.0).contiguous(), fmt)
+    codes, scale = ck.quantize_fp8(torch.where(mask, w, 0.0).contiguous(), fmt)
     if form in LAYOUTS:
         layout, mask = LAYOUTS[form], mask.contiguous()
         codes = Packed24(pack(codes, mask, layout), tuple(w.shape), codes.dtype, layout)
@@ -82,7 +73,7 @@ def test_both_directions_are_those_of_separate_passes(own, other, fmt, backend):
     """They are for a weight under a mask that does not keep the largest entries, and for a
     compressed one whose columns are pruned by an older weight, its largest entry among them."""
     shape = 128 if other == "cutlass" else 64, 128 if own == "cutlass" else 192
-    w, mask = weight(*shape), transposable_mask24(weight(*shape, seed=1))
+    w, mask = weight(*shape), ck.transposable_mask24(weight(*shape, seed=1))
     first, second = room(own, w.shape, "e4m3"), room(other, w.shape[::-1], fmt)
     scales = torch.empty(2, device=DEVICE)
     quantize24_(first, second, scales, w, mask, backend=backend)
@@ -90,13 +81,13 @@ def test_both_directions_are_those_of_separate_passes(own, other, fmt, backend):
     agree(first, second, scales, wanted)
     if (own, other) not in SOME:
         return
-    row_mask = pack_mask(nm_mask(w))
-    values = compress_nm(w, row_mask)
-    chosen = double_prune_bits(compress_nm(weight(*shape, seed=1), row_mask), row_mask)
-    values.view(-1)[unpack_mask(chosen, 96).view(-1).logical_not().nonzero()[0]] = 30.0
+    row_mask = ck.pack_mask(ck.nm_mask(w))
+    values = ck.compress_nm(w, row_mask)
+    chosen = ck.double_prune_bits(ck.compress_nm(weight(*shape, seed=1), row_mask), row_mask)
+    values.view(-1)[ck.unpack_mask(chosen, 96).view(-1).logical_not().nonzero()[0]] = 30.0
     quantize_compressed24_(first, second, scales, values, row_mask, chosen, backend=backend)
-    w, mask = expand_nm(values, row_mask), unpack_mask(row_mask, 192)
-    both = expand_nm(unpack_mask(chosen, 96).float(), row_mask) != 0
+    w, mask = ck.expand_nm(values, row_mask), ck.unpack_mask(row_mask, 192)
+    both = ck.expand_nm(ck.unpack_mask(chosen, 96).float(), row_mask) != 0
     agree(first, second, scales, (expected(own, w, mask, "e4m3"),
                                   expected(other, w.t(), both.t(), fmt)))  # fmt: skip
     assert scales[0] < 448 / 29 and scales[1] > 448 / 29 * (1 if fmt == "e4m3" else 128)
@@ -117,16 +108,16 @@ def test_the_whole_of_a_weight_of_any_shape(backend, shape):
 @backends
 def test_other_patterns_have_dense_codes(backend):
     w = weight(64, 64)
-    row_mask = pack_mask(nm_mask(w, 1, 4))
-    values = compress_nm(w, row_mask, 1, 4)
-    columns = double_prune_bits(values, row_mask, 1, 4)
+    row_mask = ck.pack_mask(ck.nm_mask(w, 1, 4))
+    values = ck.compress_nm(w, row_mask, 1, 4)
+    columns = ck.double_prune_bits(values, row_mask, 1, 4)
     own, other = room("dense", (64, 64), "e4m3"), room("turned", (64, 64), "e5m2")
     scales = torch.empty(2, device=DEVICE)
     given = scales, values, row_mask, columns, 1, 4
     quantize_compressed24_(own, other, *given, backend=backend)
-    twice = torch.where(unpack_mask(columns, values.shape[1]), values, 0.0)
-    dense = expand_nm(values, row_mask, 1, 4), expand_nm(twice, row_mask, 1, 4).t()
-    wanted = (quantize_fp8(x, fmt) for x, fmt in zip(dense, DTYPES, strict=True))
+    twice = torch.where(ck.unpack_mask(columns, values.shape[1]), values, 0.0)
+    dense = ck.expand_nm(values, row_mask, 1, 4), ck.expand_nm(twice, row_mask, 1, 4).t()
+    wanted = (ck.quantize_fp8(x, fmt) for x, fmt in zip(dense, DTYPES, strict=True))
     agree(own, other, scales, [(written(codes), scale) for codes, scale in wanted])
 
 
@@ -136,12 +127,12 @@ def test_weights_without_a_scale(backend, number):
     """Zeros stay zeros; what is not finite makes NaN, as `quantize_fp8` does."""
     w = torch.full((64, 64), 0.0, device=DEVICE)
     w[3, 5] = number
-    mask = transposable_mask24(w)
+    mask = ck.transposable_mask24(w)
     own, other = room("packed", (64, 64), "e4m3"), room("packed", (64, 64), "e5m2")
     scales = torch.empty(2, device=DEVICE)
     quantize24_(own, other, scales, w, mask, backend=backend)
     for codes, scale, x, fmt in ((own, scales[0], w, "e4m3"), (other, scales[1], w.t(), "e5m2")):
-        want, want_scale = quantize_fp8(x, fmt)
+        want, want_scale = ck.quantize_fp8(x, fmt)
         want = torch.where(mask if x is w else mask.t(), want.float(), 0.0)
         got = unpack24(codes).float()
         torch.testing.assert_close(got, want, rtol=0, atol=0, equal_nan=True)

@@ -7,7 +7,7 @@ pytest.importorskip("triton", reason="no Triton for this platform")
 import triton
 import triton.language as tl
 
-from common_kernels.launch import first_entries, join_groups, launch, split_groups
+from common_kernels.launch import first_entries, launch
 from tests.each import each
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -29,22 +29,3 @@ def test_first_entries(start, lanes):
         launch(place_kernel, 1, DEVICE, out, first, lanes, M=m, BLOCK=128)
         group = start + torch.arange(128)
         assert torch.equal(out.cpu(), group // lanes * m * lanes + group % lanes)
-
-
-@triton.jit
-def apart_kernel(x, out, LEVELS: tl.constexpr, BLOCK: tl.constexpr):
-    at = tl.arange(0, BLOCK << LEVELS)
-    parts = split_groups(tl.load(x + at), LEVELS)
-    for i in tl.static_range(1 << LEVELS):
-        tl.store(out + i * BLOCK + tl.arange(0, BLOCK), parts[i])
-    tl.store(x + at, join_groups(parts, LEVELS) + 1)
-
-
-@each("levels", range(6))
-def test_groups_of_neighbours_taken_apart_and_put_together(levels):
-    size = 1 << levels
-    x = torch.arange(16 * size, dtype=torch.int32, device=DEVICE)
-    out = torch.empty(size, 16, dtype=torch.int32, device=DEVICE)
-    launch(apart_kernel, 1, DEVICE, x, out, LEVELS=levels, BLOCK=16)
-    assert torch.equal(out.cpu(), torch.arange(16 * size, dtype=torch.int32).view(16, size).t())
-    assert torch.equal(x.cpu(), 1 + torch.arange(16 * size, dtype=torch.int32))

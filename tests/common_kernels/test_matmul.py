@@ -100,6 +100,8 @@ def test_the_choice_of_a_backend_is_told():
     a, mask = matrix(64, 128)
     assert chosen(pack24(a, mask)) == "dense"
     native = "cusparselt" if HOPPER or not CUDA else "dense"
+    with pytest.raises(RuntimeError, match=r"'cusparselt' cannot serve .*not torch.float32"):
+        matmul24(pack24(a.float(), mask), dense(8, 128, torch.float32), backend="cusparselt")
     assert chosen(pack24(a, mask, "cusparselt_sm90")) == native
     assert chosen(pack24(a, mask, "cusparselt_sm90"), "dense") == "dense"
     own, x = pack24(a, mask, VENDOR), dense(24, 128)
@@ -135,19 +137,6 @@ def test_cusparselt_is_that_of_torch_or_of_nvidia_s_wheel(monkeypatch, tmp_path)
         assert loaded.pop() == str(path)
 
 
-def test_a_backend_that_cannot_serve_says_why(monkeypatch):
-    a, mask = matrix(64, 128, torch.float32)
-    with pytest.raises(RuntimeError, match=r"'cusparselt' cannot serve .*not torch.float32"):
-        matmul24(pack24(a, mask), dense(8, 128, torch.float32), backend="cusparselt")
-    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    for backend, dtype in product(("cusparselt", "cuda"), (BF16, torch.float32)):
-        least = "8.0 or later" if backend == "cusparselt" else "9.x"
-        assert str(unavailable(backend, "cpu", dtype)).endswith(f"{least}, not a cpu")
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
-    for dtype in (BF16, torch.float32):  # of two reasons the device's
-        assert "this GPU has (8, 6)" in str(unavailable("cuda", "cuda", dtype))
-
-
 def test_cusparselt_serves_every_gpu_that_the_library_knows(monkeypatch):
     def knows(index):
         if capability == (11, 0):
@@ -158,6 +147,9 @@ def test_cusparselt_serves_every_gpu_that_the_library_knows(monkeypatch):
     monkeypatch.setattr(loader, "library", lambda: None)
     monkeypatch.setattr(loader, "handle", knows)
     monkeypatch.setattr(choice.learn, "layout_on", lambda device: None)  # no order is learnt
+    for backend, dtype in product(("cusparselt", "cuda"), (BF16, torch.float32)):
+        least = "8.0 or later" if backend == "cusparselt" else "9.x"
+        assert str(unavailable(backend, "cpu", dtype)).endswith(f"{least}, not a cpu")
     for capability, bf16, fp8 in (
         ((7, 5), "8.0 or later, this GPU has (7, 5)", "8.9 or later, this GPU has (7, 5)"),
         ((8, 0), "", "FP8 needs a GPU of compute capability 8.9 or later, this GPU has (8, 0)"),
@@ -199,14 +191,20 @@ SCALES = torch.tensor(3.0, device=DEVICE), torch.tensor(1e-3, device=DEVICE)
         (CUTLASS, BF16), (CUTLASS, E4M3), (CUTLASS, E5M2), (cuda.LAYOUTS[1], BF16),
     ],
 )  # fmt: skip
-@each("tokens", [1, 30, 64])
-def test_x_times_a_transposed(layout, dtype, tokens):
+@each(
+    ("rows", "columns", "tokens"),
+    [
+        *((64, 128, tokens) for tokens in (1, 30, 64)),
+        *[(320, 384, 200), (1024, 4096, 4096)] * HOPPER,
+    ],
+)
+def test_x_times_a_transposed(layout, dtype, rows, columns, tokens):
     """In each layout, with a bias, of an operand that begins anywhere; products of codes are
     divided by both scales."""
     if unserved(layout):
         return
-    a, mask = matrix(64, 128, dtype)
-    x, bias = dense(tokens + 1, 128, dtype)[1:], torch.linspace(-1, 1, 64, device=DEVICE)
+    a, mask = matrix(rows, columns, dtype)
+    x, bias = dense(tokens + 1, columns, dtype)[1:], torch.linspace(-1, 1, rows, device=DEVICE)
     codes = dtype.itemsize == 1
     for scales in (None, SCALES) if codes else (None,):
         product = x.float() @ a.float().t() / (3e-3 if scales else 1.0)

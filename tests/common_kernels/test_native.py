@@ -11,6 +11,7 @@ import threading
 import types
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -20,16 +21,7 @@ from common_kernels.backend import lasting
 from common_kernels.fp8.cpu import FORMATS
 from common_kernels.fp8.operands import quantize_and_sample, quantize_both, scaled_linear
 from common_kernels.fp8.weights import quantize24_
-from common_kernels.matmul import (
-    Problem,
-    cuda,
-    cusparselt,
-    linear24,
-    mm24,
-    native,
-    sample_mm24,
-    table,
-)
+from common_kernels.matmul import Problem, cuda, cusparselt, linear24, mm24, native, table
 from common_kernels.pack import BUFFERED, Packed24
 from common_kernels.pack import cusparselt as loader
 from tests.each import each
@@ -314,12 +306,12 @@ def test_a_sample_is_launched_before_its_product(tokens, fake, monkeypatch):
     ran = interpret(monkeypatch)
     for stream in (5, 6):
         now(fake, stream + 100 * tokens)
-        dw = sample_mm24(dy, x, key, 12, backend="triton")
+        dw = matmul.sample_mm24(dy, x, key, 12, backend="triton")
         assert seen(fake)["b"] == x.data_ptr() and dw.shape == (192, 128) and dw.dtype == BF16
     assert ran == 2 * ["sample_kernel"]
     problem = 192, tokens, 128, BF16, BF16, False, False, False, BUFFERED
     assert [*fake.plans][-2:] == [(problem, 100 * tokens + stream) for stream in (5, 6)]
-    assert not sample_mm24(dy[:0], x[:0], key, backend="triton").any()
+    assert not matmul.sample_mm24(dy[:0], x[:0], key, backend="triton").any()
 
 
 @each(
@@ -518,12 +510,9 @@ def test_errors_keep_their_message(fake, monkeypatch):
     now(fake, status=3)
     with pytest.raises(RuntimeError, match=r"^cusparseLtMatmul: no such luck$"):
         linear24(packed, x)
-
-    def refuse(*_):
-        raise loader.CuSparseLtError("run it dense")
-
     now(fake)
-    monkeypatch.setattr(matmul, "_plan", refuse)
+    refused = Mock(side_effect=loader.CuSparseLtError("run it dense"))
+    monkeypatch.setattr(matmul, "_plan", refused)
     with pytest.raises(RuntimeError, match=r"^run it dense$"):
         linear24(packed, x)
 
@@ -561,11 +550,9 @@ def test_without_a_compiler_python_goes_on_and_says_so(monkeypatch):
     with pytest.warns(UserWarning, match=r"'no-such-compiler' cannot be found.*from Python"):
         start()
 
-    def homeless():
-        raise RuntimeError("Could not determine home directory.")
-
     monkeypatch.delenv("CXX")
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    homeless = Mock(side_effect=RuntimeError("Could not determine home directory."))
     monkeypatch.setattr(Path, "home", homeless)
     monkeypatch.setattr(native.shutil, "which", lambda _: "/bin/true")
     with pytest.warns(UserWarning, match=r"home directory.*from Python"):

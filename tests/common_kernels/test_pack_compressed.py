@@ -4,14 +4,7 @@ thing each."""
 import pytest
 import torch
 
-from common_kernels import (
-    compress_nm,
-    double_prune_bits,
-    expand_nm,
-    nm_mask,
-    pack_mask,
-    unpack_mask,
-)
+import common_kernels as ck
 from common_kernels.pack import BUFFERED, VENDOR, Packed24, cpu
 from common_kernels.pack.compressed import Compressed24, packed_one, prune_and_pack24_
 from tests.common_kernels.conftest import LEARNT
@@ -27,13 +20,13 @@ backends = each("backend", ["cpu", "triton"])
 def weights(shape, source=torch.float32, seed=0):
     """A row mask, and values with ties, zeros of both signs and infinities."""
     generator = torch.Generator().manual_seed(seed)
-    row_mask = pack_mask(nm_mask(torch.rand(shape, generator=generator)))
+    row_mask = ck.pack_mask(ck.nm_mask(torch.rand(shape, generator=generator)))
     w = torch.randn(shape, generator=generator)
     w[:8, ::3] = 0  # a kept zero keeps its place
     w[4:12, 1::3] *= -0.0
     w[8:24] = w[8:24].round()
     w[24:28, :8] = torch.inf
-    return row_mask.to(DEVICE), compress_nm(w.to(DEVICE, source), row_mask.to(DEVICE))
+    return row_mask.to(DEVICE), ck.compress_nm(w.to(DEVICE, source), row_mask.to(DEVICE))
 
 
 def stored(row_mask, values, dtype=torch.bfloat16, layouts=(BUFFERED, BUFFERED), column_mask=None):
@@ -59,10 +52,13 @@ def stored(row_mask, values, dtype=torch.bfloat16, layouts=(BUFFERED, BUFFERED),
 def check(weight, column_mask=None):
     """The mask, by default that of the values, and the operands, to the bit, by what they are."""
     values, shape = weight.values, (len(weight.values), 2 * weight.values.shape[1])
-    chosen = double_prune_bits(values, weight.row_mask) if column_mask is None else column_mask
+    chosen = ck.double_prune_bits(values, weight.row_mask) if column_mask is None else column_mask
     assert torch.equal(weight.column_mask, chosen)
-    a, dense = unpack_mask(weight.row_mask, shape[1]), expand_nm(values, weight.row_mask)
-    b = expand_nm(unpack_mask(weight.column_mask, shape[1] // 2).float(), weight.row_mask) != 0
+    a, dense = ck.unpack_mask(weight.row_mask, shape[1]), ck.expand_nm(values, weight.row_mask)
+    b = (
+        ck.expand_nm(ck.unpack_mask(weight.column_mask, shape[1] // 2).float(), weight.row_mask)
+        != 0
+    )
     dense = dense.to(weight.dtype)
     for out, x, mask in (weight.packed, dense, a), (weight.transposed, dense.t(), b.t()):
         if out is not None:

@@ -5,17 +5,9 @@ from itertools import product
 import pytest
 import torch
 
-from common_kernels import (
-    fake_fp8,
-    mvue24,
-    nm_mask,
-    pack_mask,
-    quantize_fp8,
-    soft_threshold24,
-    transposable_mask24,
-)
+import common_kernels as ck
 from common_kernels.fp8.cpu import codes_of, scale_from
-from common_kernels.fp8.operands import quantize_and_sample, quantize_both, rescale, scaled_linear
+from common_kernels.fp8.operands import quantize_and_sample, quantize_both, rescale
 from common_kernels.fp8.weights import quantize24_
 from common_kernels.pack import BUFFERED, VENDOR, Packed24, unpack24
 from common_kernels.pack.cpu import pack
@@ -82,11 +74,11 @@ def test_a_pruned_weight(master, dtype, layout):
     """The mask as bools and as bits, with a dense operand and without: the same bytes."""
     shape = 64, 128
     w, scale = weight(*shape, master), torch.tensor(1.37, device=DEVICE)
-    mask, largest = transposable_mask24(w), nm_mask(w)
+    mask, largest = ck.transposable_mask24(w), ck.nm_mask(w)
     for source, pruned, kept, masks in (
         ("magnitude", torch.where(largest, w, 0.0), largest, [None]),
-        ("soft", soft_threshold24(w), largest, [None]),
-        ("mask", torch.where(mask, w, 0.0), mask, [mask, pack_mask(mask)]),
+        ("soft", ck.soft_threshold24(w), largest, [None]),
+        ("mask", torch.where(mask, w, 0.0), mask, [mask, ck.pack_mask(mask)]),
     ):
         for factor, filled in ((None, True), (scale, True), (scale, False)):
             want = (pruned if factor is None else pruned.float() * factor).to(dtype)
@@ -115,8 +107,8 @@ def test_a_pruned_weight(master, dtype, layout):
 def test_a_weight_both_ways(master, dtype, layouts):
     shape = (128 if LAYOUTS[2] in layouts else 64, 128)
     w, shapes = weight(*shape, master), (shape, shape[::-1])
-    best, other = transposable_mask24(w), transposable_mask24(torch.randn_like(w))
-    for mask, masks in ((best, [None]), (other, [other, pack_mask(other)])):
+    best, other = ck.transposable_mask24(w), ck.transposable_mask24(torch.randn_like(w))
+    for mask, masks in ((best, [None]), (other, [other, ck.pack_mask(other)])):
         want, written = torch.where(mask, w, 0.0).to(dtype), []
         for backend, given in product(("cpu", "triton"), masks):
             outs = [Packed24.empty(shapes[i], dtype, DEVICE, layouts[i]) for i in (0, 1)]
@@ -152,7 +144,7 @@ def test_a_sample_of_a_gradient(dtype, layout, block, tokens):
     )
     filled = torch.cat([dy, dy.new_zeros(-tokens % block, 192)])
     assert packed.shape == (192, len(filled))
-    sample = mvue24(filled, 5, 3 * stride, dim=0).t()
+    sample = ck.mvue24(filled, 5, 3 * stride, dim=0).t()
     assert holds(packed, sample, sample != 0) and torch.equal(packed.buffer, other.buffer)
 
 
@@ -161,7 +153,7 @@ def test_a_sample_of_hard_groups(hard_groups):
     for dtype in (torch.bfloat16, torch.float16):
         groups = hard_groups(256, dtype).nan_to_num(nan=2.0, posinf=torch.inf, neginf=-torch.inf)
         dy = groups.view(-1, 64, 4).mT.reshape(-1, 64)[-96:].to(DEVICE)
-        sample = mvue24(dy, 77, 16, dim=0).t().contiguous()
+        sample = ck.mvue24(dy, 77, 16, dim=0).t().contiguous()
         got = pack_sample(dy, torch.tensor([77, 16], device=DEVICE), dtype)
         assert torch.equal(got, pack(sample.to(dtype), sample != 0, BUFFERED))
 
@@ -181,7 +173,7 @@ def test_codes_of_a_gradient_and_of_its_sample(backend, master, tokens, layout):
         assert seen is None or seen == max(before, largest)
         assert torch.equal(codes(own), codes(codes_of(dy, scale, "e5m2")))
         filled = torch.cat([dy.float(), dy.new_zeros(-tokens % 64, 64)])
-        sample = mvue24(filled, 9, 2 * stride, dim=0)
+        sample = ck.mvue24(filled, 9, 2 * stride, dim=0)
         assert sample.abs().max() <= 2 * largest  # why half of the scale is enough
         want = codes_of(sample, 0.5 * scale, "e5m2")
         assert holds(packed, want.t(), sample.t() != 0)
@@ -193,7 +185,7 @@ def test_codes_of_a_gradient_and_of_its_sample(backend, master, tokens, layout):
                              ("e5m2", LEARNT), ("e4m3", VENDOR)])  # fmt: skip
 def test_codes_of_a_projected_weight(dgrad, layout, master, known, backend):
     w, beta = weight(64, 128, master), torch.tensor(1.21, device=DEVICE)
-    projected = soft_threshold24(w).float() * beta
+    projected = ck.soft_threshold24(w).float() * beta
     own = torch.empty(64, 128, dtype=FP8["e4m3"], device=DEVICE)
     if layout:
         own = Packed24.empty((64, 128), FP8["e4m3"], DEVICE, layout)
@@ -201,13 +193,13 @@ def test_codes_of_a_projected_weight(dgrad, layout, master, known, backend):
     scales = torch.empty(2, device=DEVICE)
     amax = projected.abs().max() if known else None
     quantize24_(own, transposed, scales, w, amax=amax, beta=beta, backend=backend)
-    want, scale = quantize_fp8(projected, "e4m3")
+    want, scale = ck.quantize_fp8(projected, "e4m3")
     if layout:
-        assert torch.equal(own.buffer, pack(want, nm_mask(w), layout))
+        assert torch.equal(own.buffer, pack(want, ck.nm_mask(w), layout))
     else:
         assert torch.equal(codes(own), codes(want))
     assert scales[0] == scale
-    want, scale = quantize_fp8(projected, dgrad)
+    want, scale = ck.quantize_fp8(projected, dgrad)
     assert torch.equal(codes(transposed), codes(want.t())) and scales[1] == scale
 
 
@@ -242,13 +234,3 @@ def test_rescaling(backend, dtype):
         unit = torch.finfo(out or dtype).eps
         assert got.dtype == (out or dtype) and got.data_ptr() != y.data_ptr()
         assert ((got.double() - want).abs() <= unit * want.abs() + 4e-7).all()
-
-
-def test_a_product_of_codes():
-    x, w = weight(40, 64), weight(32, 64, seed=1)
-    (a, sa), (b, sb) = quantize_fp8(x, "e5m2"), quantize_fp8(w, "e4m3")
-    bias = torch.linspace(-1, 1, 32, device=DEVICE)
-    want = fake_fp8(x, "e5m2") @ fake_fp8(w, "e4m3").t() + bias
-    got = scaled_linear(a, b, sa, sb, bias)
-    # bf16 results; the FP8 units of a GPU keep some 14 bits of a sum.
-    assert (got.float() - want).abs().max() <= 2**-8 * want.abs().max()

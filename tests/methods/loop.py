@@ -1,5 +1,6 @@
 """The loop in which tests train a method, and a linear to look at."""
 
+import io
 from contextlib import contextmanager
 
 import torch
@@ -23,6 +24,13 @@ def linear_of(row, rows=4):
     return layer
 
 
+def dgrad_operand(layer):
+    """The weight [out, in] that dX is computed with: dX for dY = I."""
+    x = torch.zeros(layer.out_features, layer.in_features, requires_grad=True)
+    (grad,) = torch.autograd.grad(layer(x), x, torch.eye(layer.out_features))
+    return grad
+
+
 @contextmanager
 def training_step(method, step, optimizer):
     """One step of the optimizer; the body makes the gradients."""
@@ -32,3 +40,25 @@ def training_step(method, step, optimizer):
     optimizer.step()
     optimizer.zero_grad()
     method.on_step_end(step)
+
+
+def through_a_file(value, weights_only=True):
+    """What loads from a file to which `value` was saved."""
+    torch.save(value, buffer := io.BytesIO())
+    buffer.seek(0)
+    return torch.load(buffer, weights_only=weights_only)
+
+
+class Parts:
+    """The base of a run that is saved and loaded; `parts` are model, method and optimizer."""
+
+    @property
+    def parts(self):
+        return self.model, self.method, self.optimizer
+
+    def state(self):
+        return through_a_file([part.state_dict() for part in self.parts])
+
+    def load(self, state):
+        for part, saved in zip(self.parts, state, strict=True):
+            part.load_state_dict(saved)

@@ -19,41 +19,17 @@ def gaussian(out=32, inputs=64, seed=0):
 
 
 def test_both_masks_by_hand():
-    rows = [[9.0, 8.0, 1.0, 1.0], [8.0, 7.0, 1.0, 1.0], [7.0, 1.0, 6.0, 1.0], [1.0, 2.0, 6.0, 9.0]]
+    rows = [[9.0, 8, 1, 1], [8, 7, 1, 1], [7, 1, 6, 1], [1, 2, 6, 9]]
     layer, _ = converted(torch.tensor(rows))  # before the first step rows keep their order
-    forward = [
-        [9.0, 8.0, 0.0, 0.0],
-        [8.0, 7.0, 0.0, 0.0],
-        [7.0, 0.0, 6.0, 0.0],
-        [0.0, 0.0, 6.0, 9.0],
-    ]
+    forward = [[9.0, 8, 0, 0], [8, 7, 0, 0], [7, 0, 6, 0], [0, 0, 6, 9]]
     # Of the first column's 9, 8, 7 the smallest is left out.
-    backward = [
-        [9.0, 8.0, 0.0, 0.0],
-        [8.0, 7.0, 0.0, 0.0],
-        [0.0, 0.0, 6.0, 0.0],
-        [0.0, 0.0, 6.0, 9.0],
-    ]
+    backward = [[9.0, 8, 0, 0], [8, 7, 0, 0], [0, 0, 6, 0], [0, 0, 6, 9]]
     assert torch.equal(layer.sparse_weight, torch.tensor(forward))
     assert torch.equal(layer.operands(torch.float32)[1].matrix, torch.tensor(backward))
     assert layer.state_dict().keys() == {"weight", "mask", "permutation"}  # the rest is derived
 
 
-def test_dx_has_a_weight_of_its_own_and_dw_is_whole():
-    layer, method = converted(gaussian())
-    method.on_step_begin(0)
-    x = gaussian(12, 64, seed=1).requires_grad_()
-    dy = gaussian(12, 32, seed=2)
-    y = layer(x)
-    y.backward(dy)
-    tolerance = {"rtol": 1e-5, "atol": 1e-5}  # sums of 64 products of order one, in fp32
-    torch.testing.assert_close(y, x.detach() @ layer.sparse_weight.t(), **tolerance)
-    torch.testing.assert_close(x.grad, dy @ layer.operand_dgrad, **tolerance)
-    torch.testing.assert_close(layer.weight.grad, dy.t() @ x.detach(), **tolerance)
-    assert not torch.equal(layer.operand_dgrad, layer.sparse_weight)
-
-
-def test_the_backward_weight_is_sparse_along_the_permuted_outputs():
+def test_dx_has_a_weight_of_its_own_that_is_sparse_along_the_permuted_outputs():
     layer, method = converted(gaussian())
     method.on_step_begin(0)
     backward, rows = layer.operand_dgrad, layer.permutation
@@ -62,7 +38,15 @@ def test_the_backward_weight_is_sparse_along_the_permuted_outputs():
     assert int(check24(backward, dim=0)) > 0
     assert int(check24(backward, dim=1)) == 0  # a part of the forward weight
     used = backward != 0
-    assert torch.equal(backward[used], layer.sparse_weight[used])
+    assert torch.equal(backward[used], layer.sparse_weight[used]) and not used.all()
+    x, dy = gaussian(12, 64, seed=1).requires_grad_(), gaussian(12, 32, seed=2)
+    y = layer(x)
+    y.backward(dy)
+    tolerance = {"rtol": 1e-5, "atol": 1e-5}  # sums of 64 products of order one, in fp32
+    torch.testing.assert_close(y, x.detach() @ layer.sparse_weight.t(), **tolerance)
+    torch.testing.assert_close(x.grad, dy @ backward, **tolerance)
+    torch.testing.assert_close(layer.weight.grad, dy.t() @ x.detach(), **tolerance)
+    assert not torch.equal(backward, layer.sparse_weight)
 
 
 def test_the_search_takes_the_best_of_a_hundred_random_permutations(monkeypatch):

@@ -5,7 +5,6 @@ defaults.
 """
 
 import copy
-import io
 from dataclasses import replace
 from functools import partial
 
@@ -24,7 +23,7 @@ from methods import act24, ast, bi_mask, fst
 from methods.nn import lowrank, phases
 from methods.nn.linear import SparseLinear
 from models.gpt2 import GPT, GPTConfig
-from tests.methods.loop import training_step
+from tests.methods.loop import Parts, training_step
 
 STEPS, SEQUENCES, BLOCK = 4, 8, 16
 TINY = GPTConfig(n_layer=2, n_head=2, n_embd=16, vocab_size=32, block_size=BLOCK, bias=True)
@@ -111,14 +110,14 @@ ONE_EACH = {
 }
 
 
-class Run:
+class Run(Parts):
     """A model, its method and its optimizer, trained on batches that follow from the step."""
 
     shape = TINY
 
     def __init__(self, name, options, seed=0):
         torch.manual_seed(seed)
-        self.model = model_for(name, self.shape)
+        self.name, self.model = name, model_for(name, self.shape)
         self.method = build(name, self.model, measure_every=1, **options)
         self.report = self.method.convert(self.model)
         groups = self.model.param_groups(0.1)
@@ -139,17 +138,6 @@ class Run:
             self.gradients = {n: p.grad.clone() for n, p in named if p.grad is not None}
             nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         return sum(losses) / parts
-
-    def state(self):
-        buffer = io.BytesIO()
-        parts = self.model, self.method, self.optimizer
-        torch.save([part.state_dict() for part in parts], buffer)
-        buffer.seek(0)
-        return torch.load(buffer, weights_only=True)
-
-    def load(self, state):
-        for part, saved in zip((self.model, self.method, self.optimizer), state, strict=True):
-            part.load_state_dict(saved)
 
 
 def model_for(name, shape=TINY):
@@ -182,7 +170,7 @@ def batch(step):
 
 @every_method
 def test_a_training_is_resumed_copied_and_ended(name, options):
-    """Each step from a saved state and each in a copy is that of the training, to the last bit."""
+    """Each step from a saved state and one in a copy is that of the training, to the last bit."""
     run, types = Run(name, options), {n: type(m) for n, m in model_for(name).named_modules()}
     names = run.report.names
     assert len(names) == 2 * TINY.n_layer and all("mlp" in n for n in names)
@@ -195,6 +183,7 @@ def test_a_training_is_resumed_copied_and_ended(name, options):
         losses.append(run.step(step))
         metrics.append(run.method.metrics())
         states.append(run.state())
+        assert_prints(run)
         if step == 0:
             still = [n for n, p in run.model.named_parameters() if torch.equal(p, before[n])]
             assert {n.rpartition(".")[2] for n in still} == adapters(options)
@@ -205,14 +194,23 @@ def test_a_training_is_resumed_copied_and_ended(name, options):
             assert twin.step(step) == losses[step]
             pairs = zip(run.model.parameters(), twin.model.parameters(), strict=True)
             assert all(a is not b and torch.equal(a, b) for a, b in pairs)
-    for step in range(1, STEPS):
-        resumed = Run(name, options, seed=99)
-        resumed.load(states[step])
+    resumed = Run(name, options, seed=99)
+    for step in reversed(range(1, STEPS)):  # back over the changes of phase
+        resumed.load(copy.deepcopy(states[step]))  # optimizers do not copy what they load
         assert resumed.method.phase() == metrics[step - 1]["phase"]
         assert resumed.step(step) == losses[step]
         assert resumed.method.metrics() == metrics[step]
         assert_same_states(resumed.state(), states[step + 1])
     assert_ends_plain(run, options)
+
+
+def assert_prints(run):
+    """A printed layer shows its method, its pattern and, if it has phases of its own, the phase."""
+    phase = run.method.phase() if run.name not in ("projected", "ternary") else ""
+    for name in run.report.names if run.method.sparse_layers else ():
+        n, m = run.method.pattern(name)
+        shown = f"method={run.name}, pattern={n}:{m}, phase={phase}"
+        assert shown in repr(run.model.get_submodule(name))
 
 
 def assert_same_states(found, wanted):

@@ -12,7 +12,7 @@ from methods.released import fst as released_fst
 from methods.released import semi_sparse as released_semi_sparse
 from methods.released import slope as released_slope
 from methods.released import slope_dense, slope_mask
-from tests.methods.loop import convert, training_step
+from tests.methods.loop import convert, dgrad_operand, training_step
 
 
 def converted(kind, dtype=torch.float32, **options):
@@ -96,13 +96,6 @@ def test_slope_keeps_the_copy_in_its_state():
     assert type(run[0][0]) is nn.Linear and torch.equal(run[0][0].weight, weight)
 
 
-def dgrad_operand(layer):
-    """The weight [out, in] that dX is computed with: dX for dY = I."""
-    x = torch.zeros(16, 16, requires_grad=True)
-    (grad,) = torch.autograd.grad(layer(x), x, torch.eye(16))
-    return grad
-
-
 def test_fst_is_sparse_again_after_a_new_start():
     """20 steps, the last 10 of them dense; a new process begins with step 15."""
     options = {"total_steps": 20, "dense_fraction": 0.5, "refresh_every": 4, "alpha": 0.1}
@@ -177,16 +170,12 @@ def test_semi_sparse_keeps_the_largest_values():
             kept[i, j] = kept[i].sum() < 2 and kept[:, j].sum() < 2
         assert torch.equal(mask[top : top + 4, left : left + 4], kept)
     assert not torch.equal(mask, right[0][0].mask)
-
-
-def test_semi_sparse_is_the_method_where_no_weight_is_negative():
-    runs = converted(semi_sparse), converted(released_semi_sparse)
-    for model, _, _ in runs:
+    for model, _, _ in (right, released):  # it is the method where no weight is negative
         with torch.no_grad():
             for layer in (model[0], model[2]):
                 layer.weight.abs_()
         methods.refresh(model)
-    assert_equal_steps(*runs, 0)
+    assert_equal_steps(right, released, 0)
 
 
 def retrained(kind, **options):

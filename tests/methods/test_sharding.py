@@ -7,38 +7,23 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_state_dict,
-    set_state_dict,
-)
+from torch.distributed.checkpoint import state_dict as states
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from tests.methods.test_contract import (
-    CASES,
-    ONE_EACH,
-    SEQUENCES,
-    STEPS,
-    TINY,
-    Run,
-    assert_same_step,
-    chosen,
-    mostly_in_all,
-)
+from tests.methods import test_contract as contract
 
-RESUMED = STEPS // 2  # the step before which two ranks save and others go on
+RESUMED = contract.STEPS // 2  # the step before which two ranks save and others go on
 # What four ranks do otherwise than two: tiles and sums over whole weights, adapters of fewer rows.
 FOUR = {"slope-4-0.5-True", "fst-0.01-2-0.5"}
 # Sums in another order change FP8 codes here and there; two ranks are tested with them.
-WITHOUT_FP8 = [case for case in CASES if "fp8" not in case.values[1]]
+WITHOUT_FP8 = [case for case in contract.CASES if "fp8" not in case.values[1]]
 
 
-class WideRun(Run):
+class WideRun(contract.Run):
     """Two ranks have a multiple of four rows of every weight, four have not."""
 
-    shape = replace(TINY, n_embd=24)
+    shape = replace(contract.TINY, n_embd=24)
 
 
 class ShardedRun(WideRun):
@@ -55,23 +40,23 @@ class ShardedRun(WideRun):
         self.optimizer = self.method.optimizer(self.model.param_groups(0.1), lr=1e-2)
 
     def share(self):
-        size = SEQUENCES // dist.get_world_size()
+        size = contract.SEQUENCES // dist.get_world_size()
         return slice(dist.get_rank() * size, (dist.get_rank() + 1) * size)
 
 
 def parts_of(run):
     """The three parts of a checkpoint."""
-    model, optimizer = get_state_dict(run.model, run.optimizer)
+    model, optimizer = states.get_state_dict(run.model, run.optimizer)
     return {"model": model, "optimizer": optimizer, "method": run.method.state_dict()}
 
 
 def load(run, state):
-    set_state_dict(
+    states.set_state_dict(
         run.model,
         run.optimizer,
         model_state_dict=state["model"],
         optim_state_dict=state["optimizer"],
-        options=StateDictOptions(strict=False),  # parameters that sleep have no moments
+        options=states.StateDictOptions(strict=False),  # parameters that sleep have no moments
     )
     run.method.load_state_dict(state["method"])
 
@@ -110,7 +95,7 @@ def finished(run):
         run.method.finalize(run.model)
     except ValueError as error:
         return str(error)
-    return own(get_model_state_dict(run.model))
+    return own(states.get_model_state_dict(run.model))
 
 
 def _train(rank, ranks, cases, checkpoints, results):
@@ -122,9 +107,9 @@ def _train(rank, ranks, cases, checkpoints, results):
         steps, first = [], RESUMED if ranks > 2 else 0
         if first:
             resume(run, folder)
-        for step in range(first, STEPS):
+        for step in range(first, contract.STEPS):
             # torch would begin the moments of an optimizer that has none.
-            state = parts_of(run) if step else {"model": get_model_state_dict(run.model)}
+            state = parts_of(run) if step else {"model": states.get_model_state_dict(run.model)}
             if step == RESUMED and ranks == 2:
                 dcp.save(state, checkpoint_id=folder)
             state = own(state)
@@ -132,7 +117,7 @@ def _train(rank, ranks, cases, checkpoints, results):
             dist.all_reduce(loss)
             gradients = own(run.gradients)
             steps.append((state, float(loss) / ranks, gradients, run.method.metrics()))
-        found[case.id] = steps, own(get_model_state_dict(run.model)), finished(run)
+        found[case.id] = steps, own(states.get_model_state_dict(run.model)), finished(run)
     torch.save(found, f"{results}{rank}")
 
 
@@ -149,16 +134,17 @@ def trained(start_ranks, ranks, cases, folder):
 
 @pytest.fixture(scope="module")
 def two_ranks(start_ranks, folder, request):
-    cases = chosen(request, "test_two_ranks_equal_one", "test_four_ranks_go_on_from_two")
+    cases = contract.chosen(request, "test_two_ranks_equal_one", "test_four_ranks_go_on_from_two")
     return trained(start_ranks, 2, cases, folder)
 
 
 @pytest.fixture(scope="module")
 def four_ranks(start_ranks, folder, two_ranks, request):
-    return trained(start_ranks, 4, chosen(request, "test_four_ranks_go_on_from_two"), folder)
+    cases = contract.chosen(request, "test_four_ranks_go_on_from_two")
+    return trained(start_ranks, 4, cases, folder)
 
 
-@mostly_in_all(CASES, ONE_EACH)
+@contract.mostly_in_all(contract.CASES, contract.ONE_EACH)
 def test_two_ranks_equal_one(name, options, two_ranks, folder, request):
     """Each step, the state from which one process goes on, and the end."""
     case = request.node.callspec.id
@@ -176,7 +162,7 @@ def test_two_ranks_equal_one(name, options, two_ranks, folder, request):
         assert_same(after, single.model.state_dict())
 
 
-@mostly_in_all(WITHOUT_FP8, FOUR)
+@contract.mostly_in_all(WITHOUT_FP8, FOUR)
 def test_four_ranks_go_on_from_two(name, options, two_ranks, four_ranks, request):
     """The state is the one that was saved, and the steps are those of one process."""
     case = request.node.callspec.id
@@ -208,15 +194,15 @@ def assert_same(found, wanted):
 
 def assert_equal_steps(single, steps, last, parts):
     """Each of them, by one process from the same state."""
-    start = STEPS - len(steps)
+    start = contract.STEPS - len(steps)
     for step, (state, loss, gradients, metrics) in enumerate(steps, start):
         before = copy.deepcopy(state)  # optimizers do not copy what they load
         if step:
             load(single, before)
         else:
             assert_same(state["model"], single.model.state_dict())
-        assert_same_step(loss, gradients, single.step(step, parts), single)
-        after = last if step == STEPS - 1 else steps[step + 1 - start][0]["model"]
+        contract.assert_same_step(loss, gradients, single.step(step, parts), single)
+        after = last if step == contract.STEPS - 1 else steps[step + 1 - start][0]["model"]
         assert_same_weights(single, state["model"], after)
         ours = single.method.metrics()
         assert metrics.keys() == ours.keys()

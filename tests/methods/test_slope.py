@@ -2,7 +2,6 @@
 
 import math
 from fnmatch import fnmatchcase
-from itertools import product
 
 import pytest
 import torch
@@ -13,7 +12,8 @@ from common_kernels import check24, double_prune_mask, expand_nm, nm_mask, unpac
 from methods import slope
 from methods.nn.lowrank import SparsePlusLowRank, attach, merge
 from models.gpt2 import GPT, GPTConfig
-from tests.methods.loop import convert, training_step
+from tests.each import each
+from tests.methods.loop import convert, dgrad_operand, training_step
 
 PATTERNS = [(1, 2), (2, 4), (2, 8), (4, 8), (3, 6)]
 TINY = GPTConfig(n_layer=2, n_head=2, n_embd=16, vocab_size=32, block_size=16, bias=True)
@@ -31,13 +31,6 @@ def row_mask(layer):
     return unpack_mask(layer.row_mask, layer.in_features)
 
 
-def dgrad_operand(layer):
-    """The weight [out, in] that dX is computed with: dX for dY = I."""
-    x = torch.zeros(layer.out_features, layer.in_features, requires_grad=True)
-    (grad,) = torch.autograd.grad(layer(x), x, torch.eye(layer.out_features))
-    return grad
-
-
 def twice_pruned(weight, n=2, m=4):
     return weight * double_prune_mask(weight, n, m)
 
@@ -47,19 +40,31 @@ def drift(layer, generator, scale=0.5):
         layer.values += scale * torch.randn(layer.values.shape, generator=generator)
 
 
-def test_row_mask_keeps_n_of_m_original_weights():
-    for n, m in PATTERNS:
-        for rule in ("random", "magnitude"):
-            torch.manual_seed(0)
-            dense = nn.init.normal_(nn.Linear(48, 48, bias=False).weight.detach())
-            layer, method = converted(48, 48, n=n, m=m, mask=rule)
-            mask = row_mask(layer)
-            assert (mask.unflatten(1, (-1, m)).sum(-1) == n).all()
-            assert torch.equal(layer.weight, dense * mask)
-            assert rule == "random" or torch.equal(mask, nm_mask(dense, n, m))
-            metrics = method.metrics()
-            found = metrics["density"], metrics["illegal_groups"], metrics["flip_rate"]
-            assert found == (n / m, 0, 0)
+@each(("n", "m"), PATTERNS)
+@each("rule", ["random", "magnitude"])
+def test_masks_and_products_by_definition(n, m, rule):
+    """Y is that of the masked weight, dX of the one pruned twice, and dW is compressed."""
+    torch.manual_seed(0)
+    dense = nn.init.normal_(nn.Linear(48, 96).weight.detach())
+    layer, method = converted(96, 48, bias=True, n=n, m=m, mask=rule)
+    mask = row_mask(layer)
+    assert (mask.unflatten(1, (-1, m)).sum(-1) == n).all()
+    assert torch.equal(layer.weight, dense * mask)
+    assert rule == "random" or torch.equal(mask, nm_mask(dense, n, m))
+    metrics = method.metrics()
+    found = metrics["density"], metrics["illegal_groups"], metrics["flip_rate"]
+    assert found == (n / m, 0, 0)
+    twice = twice_pruned(layer.weight, n, m)
+    assert torch.equal(dgrad_operand(layer), twice)
+    x, dy = torch.randn(4, 16, 48, requires_grad=True), torch.randn(4, 16, 96)
+    y = layer(x)
+    y.backward(dy)
+    assert torch.equal(y, F.linear(x, layer.weight, layer.bias))
+    torch.testing.assert_close(x.grad, (dy.view(-1, 96) @ twice).view(x.shape))
+    whole = dy.view(-1, 96).t() @ x.detach().view(-1, 48)
+    assert torch.equal(layer.values.grad, whole[mask].view(96, -1))
+    assert torch.equal(expand_nm(layer.values.grad, layer.row_mask, n, m), whole * mask)
+    assert torch.equal(layer.bias.grad, dy.view(-1, 96).sum(0))
 
 
 def test_random_masks_are_uniform_and_depend_on_seed_and_name_alone():
@@ -89,28 +94,6 @@ def test_forward_is_the_masked_product():
         views = x, x[0, 0], x.transpose(0, 1), x[:, :1].expand(3, 5, in_features), x[:, :0]
         for view in (*views, torch.randn(in_features, 5).t()):
             assert torch.equal(layer(view), F.linear(view, layer.weight, layer.bias))
-
-
-def test_input_gradient_takes_the_twice_pruned_weight():
-    for rule, (n, m) in product(("random", "magnitude"), PATTERNS):
-        layer, _ = converted(96, 48, mask=rule, n=n, m=m)
-        twice = twice_pruned(layer.weight, n, m)
-        assert torch.equal(dgrad_operand(layer), twice)
-        x, dy = torch.randn(4, 16, 48, requires_grad=True), torch.randn(4, 16, 96)
-        layer(x).backward(dy)
-        torch.testing.assert_close(x.grad, (dy.view(-1, 96) @ twice).view(x.shape))
-
-
-def test_weight_gradient_is_compressed():
-    for n, m in PATTERNS:
-        layer, _ = converted(48, 48, bias=True, n=n, m=m)
-        x, dy = torch.randn(5, 3, 48), torch.randn(5, 3, 48)
-        layer(x).backward(dy)
-        dense = dy.view(-1, 48).t() @ x.view(-1, 48)
-        mask = row_mask(layer)
-        assert torch.equal(layer.values.grad, dense[mask].view(48, -1))
-        assert torch.equal(expand_nm(layer.values.grad, layer.row_mask, n, m), dense * mask)
-        assert torch.equal(layer.bias.grad, dy.view(-1, 48).sum(0))
 
 
 def test_the_backward_weight_follows_every_update():
@@ -165,65 +148,60 @@ def factors(layer):
 
 
 def test_adapters_sleep_until_their_phase_and_wake_without_a_jump():
-    options = {"adapter_rank": 2, "adapter_fraction": 0.4, "total_steps": 5}
-    model, method, _ = gpt(**options)
+    model, method, _ = gpt(adapter_rank=2, adapter_fraction=0.4, total_steps=5)
     plain, plain_method, _ = gpt()
-    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (model, plain)]
-    adapters = [(n, p) for n, p in model.named_parameters() if n.endswith((".left", ".right"))]
-    start = {n: p.detach().clone() for n, p in adapters}
+    runs = [
+        (m, by, torch.optim.AdamW(m.parameters(), lr=1e-2))
+        for m, by in ((model, method), (plain, plain_method))
+    ]
+    optimizer, adapters = runs[0][2], {*dict(model.named_parameters())} - {*plain.state_dict()}
+    start = {name: model.get_parameter(name).detach().clone() for name in adapters}
     assert method.adapter_start == 3
-    for runs in ((model, method, optimizers[0]), (plain, plain_method, optimizers[1])):
-        train(*runs, range(3))
+    for run in runs:
+        train(*run, range(3))
     # Until then: no gradient, no decay, no moments, and the very training of a model without.
     assert method.phase() == "sparse"
-    assert all(torch.equal(p, start[n]) and p.grad is None for n, p in adapters)
-    assert not any(p in optimizers[0].state for _, p in adapters)
-    shared = dict(plain.named_parameters())
     for name, parameter in model.named_parameters():
-        assert name in start or torch.equal(parameter, shared[name])
+        same = start[name] if name in adapters else plain.get_parameter(name)
+        assert torch.equal(parameter, same)
+        asleep = parameter.grad is None and parameter not in optimizer.state
+        assert name not in adapters or asleep
     # The first step with them: R is zero, so loss and gradients are the same up to rounding.
-    method.on_step_begin(3)
-    plain_method.on_step_begin(3)
+    losses = []
+    for run, by, _ in runs:
+        by.on_step_begin(3)
+        losses.append(by.loss(run, batch(3)))
+        losses[-1].backward()
     assert method.phase() == "adapters"
-    losses = [m.loss(g, batch(3)) for m, g in ((method, model), (plain_method, plain))]
-    torch.testing.assert_close(losses[0], losses[1], rtol=1e-6, atol=0)
-    for loss in losses:
-        loss.backward()
+    torch.testing.assert_close(*losses, rtol=1e-6, atol=0)
     for name, parameter in plain.named_parameters():
         grad = model.get_parameter(name).grad
         torch.testing.assert_close(grad, parameter.grad, rtol=1e-4, atol=1e-7)
-    for name, parameter in adapters:  # L has a gradient of zero while R is zero
-        assert bool(parameter.grad.any()) == name.endswith(".right")
-    method.on_gradients(3, optimizers[0])
-    optimizers[0].step()
-    # Old moments go on, new ones begin.
-    steps = {n: int(optimizers[0].state[p]["step"]) for n, p in model.named_parameters()}
-    assert all(count == (1 if n in start else 4) for n, count in steps.items())
-
-
-def test_zeros_from_ddp_leave_sleeping_adapters_alone():
-    layer, method = converted(8, 8, adapter_rank=2, total_steps=100)
-    before = layer.left.detach().clone()
-    optimizer = torch.optim.AdamW(layer.parameters(), lr=0.1, weight_decay=0.5)
-    method.on_step_begin(0)
-    layer(torch.randn(4, 8)).sum().backward()
-    layer.left.grad, layer.right.grad = torch.zeros_like(layer.left), torch.zeros_like(layer.right)
-    method.on_gradients(0, optimizer)
+    for name in adapters:  # L has a gradient of zero while R is zero
+        assert bool(model.get_parameter(name).grad.any()) == name.endswith(".right")
+    method.on_gradients(3, optimizer)
     optimizer.step()
-    assert torch.equal(layer.left, before) and layer.left not in optimizer.state
+    # Old moments go on, new ones begin.
+    steps = {n: int(optimizer.state[p]["step"]) for n, p in model.named_parameters()}
+    assert all(count == (1 if n in adapters else 4) for n, count in steps.items())
 
 
-def test_moments_from_loading_do_not_count_until_the_adapters_have_trained():
-    """torch.distributed.checkpoint gives every parameter moments; the first step of the adapters,
-    98, must find none."""
+def test_sleeping_adapters_have_no_moments_no_gradient_and_no_part_in_the_end():
+    """DDP gives gradients of zero, torch.distributed.checkpoint moments of zero; the first step of
+    the adapters, 98, must find none."""
     for step, stay in ((97, False), (98, False), (99, True)):
         layer, method = converted(8, 8, adapter_rank=2, adapter_fraction=0.02, total_steps=100)
         optimizer = torch.optim.AdamW(layer.parameters(), lr=0.1)
         for adapter in (layer.left, layer.right):
             optimizer.state[adapter] = {"step": torch.tensor(float(step))}
+            adapter.grad = torch.zeros_like(adapter)
         method.on_step_begin(step)
         method.on_gradients(step, optimizer)
         assert (layer.left in optimizer.state) == (layer.right in optimizer.state) == stay
+        assert (layer.left.grad is None) == (layer.right.grad is None) == (step == 97)
+        if step == 97:
+            assert type(method.finalize(layer)) is nn.Linear
+            assert list(layer.state_dict()) == ["weight"]
 
 
 def test_adapter_gradients_are_those_of_autograd():
@@ -251,7 +229,8 @@ def test_adapter_gradients_are_those_of_autograd():
 
 
 def test_the_merged_form_has_the_scale_of_training():
-    """Y1 = X W^T and Y2 = X L, then Y1 + Y2 R / rank + b: bit for bit as in training."""
+    """Y1 = X W^T and Y2 = X L, then Y1 + Y2 R / rank + b: bit for bit as in training. Its state
+    loads into a plain model, which can be one of dense linears."""
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         layer, method = adapted(dtype)
         x = torch.randn(2, 7, 16).to(dtype)
@@ -265,8 +244,15 @@ def test_the_merged_form_has_the_scale_of_training():
         assert torch.equal(layer.weight, weight) and int(check24(layer.weight)) == 0
         assert torch.equal(layer.left, left.t())
         merged = layer(x)
-        for other in (trained, evaluated, layer(x)):
+        state = {f"fc.{name}": value for name, value in layer.state_dict().items()}
+        plain = attach(nn.ModuleDict({"fc": nn.Linear(16, 24, dtype=dtype)}), state)
+        plain.load_state_dict(state)
+        for other in (trained, evaluated, layer(x), plain["fc"](x)):
             assert torch.equal(merged, other)
+        if dtype == torch.float32:
+            merge(plain)
+            assert type(plain["fc"]) is nn.Linear
+            torch.testing.assert_close(plain["fc"](x), merged)
         y1, y2 = x.double() @ weight.t().double(), x.double() @ left.double()
         want = y1 + y2 @ right.double() / 4 + layer.bias.double()
         # Y1 and Y2 are rounded to the dtype, and so is the sum.
@@ -285,28 +271,6 @@ def test_scale_and_initialisation():
     assert layer.left.shape == (64, 1024) and layer.right.shape == (64, 512)
     error = 4 * math.sqrt(2 / layer.left.numel())
     assert abs(layer.left.var().item() - 1) < error and not layer.right.any()
-
-
-def test_a_finished_model_with_adapters_loads_into_a_plain_one():
-    model, method, report = gpt(adapter_rank=2, adapter_fraction=1.0, total_steps=2)
-    train(model, method, torch.optim.AdamW(model.parameters(), lr=1e-2), range(2))
-    method.finalize(model.eval())
-    assert {type(model.get_submodule(n)) for n in report.names} == {SparsePlusLowRank}
-    plain = attach(GPT(TINY).eval(), model.state_dict())
-    plain.load_state_dict(model.state_dict())
-    before = model(batch(9)["input"])[0]
-    assert torch.equal(plain(batch(9)["input"])[0], before)
-    # And into plain dense linears of the same function.
-    merge(plain)
-    assert {type(plain.get_submodule(n)) for n in report.names} == {nn.Linear}
-    torch.testing.assert_close(plain(batch(9)["input"])[0], before)
-
-
-def test_adapters_that_were_never_trained_leave_a_plain_linear():
-    layer, method = converted(16, 16, adapter_rank=2, total_steps=100)
-    method.on_step_begin(0)
-    assert type(method.finalize(layer)) is nn.Linear
-    assert list(layer.state_dict()) == ["weight"]
 
 
 def test_names_shapes_and_dtypes_of_the_state():

@@ -46,13 +46,10 @@ def test_the_default_adds_the_papers_factor_to_the_gradient():
     assert fst.Config().alpha == 6e-5 and bi_mask.Config().alpha == 2e-4
 
 
-def test_on_weights_the_factor_is_another_one():
+def test_on_weights_is_proportional_to_another_alpha_and_to_the_weight():
     for module in (sr_ste, fst, bi_mask):
         assert module.Config(decay_on="weights").alpha == 1.0
         assert module.Config(decay_on="weights", alpha=2e-4).alpha == 2e-4
-
-
-def test_on_weights_is_proportional_to_alpha_and_weight():
     change = run_adam("weights", 1e-2)
     expected = torch.tensor([1.0, 2.0]) * ((1 - 1e-3 * 1e-2) ** 20 - 1)
     torch.testing.assert_close(change[[1, 3]], expected, rtol=2e-3, atol=1e-6)

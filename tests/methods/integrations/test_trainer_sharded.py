@@ -1,4 +1,5 @@
-"""Methods inside transformers.Trainer under FSDP2, as accelerate applies it: two ranks are one."""
+"""Methods inside transformers.Trainer on two ranks, which are one: in DDP, and under FSDP2 as
+accelerate applies it."""
 
 import gc
 import json
@@ -22,7 +23,9 @@ from tests.methods.integrations.test_trainer import TOKENS, Ordered, build, reco
 STEPS, MICRO, SAVED = 6, 4, 3
 # Each passes a choice of masks and, where the method has phases, a switch, also once it is resumed.
 # A large eps lets AdamW's update be as smooth as the gradient: no last bit of it grows.
+DDP = "ast distilling in DDP"
 CASES = {
+    DDP: {"refresh_every": 2, "kl_weight": 0.5},
     "fst": {"refresh_every": 2, "dense_fraction": 0.17, "mvue": "off"},
     "s_ste": {"mvue": "off"},
     "slope": {"adapter_rank": 4, "adapter_fraction": 0.5},
@@ -43,12 +46,14 @@ def on_cpus(made):
 
 
 def train(case, folder, ranks, resume=None):
-    model, method = build(case, layers=1, **{"total_steps": STEPS, **CASES[case]})
+    model, method = build(case.removesuffix(" in DDP"), layers=1, total_steps=STEPS, **CASES[case])
+    fsdp = ranks > 1 and case != DDP
     arguments = TrainingArguments(
         output_dir=str(folder), max_steps=STEPS, per_device_train_batch_size=MICRO,
         gradient_accumulation_steps=2 // ranks, report_to=[], use_cpu=True, disable_tqdm=True,
         save_steps=SAVED, logging_steps=1, learning_rate=1e-2, adam_epsilon=1e-2,
-        lr_scheduler_type="constant", resume_from_checkpoint=resume, fsdp=ranks > 1,
+        lr_scheduler_type="constant", resume_from_checkpoint=resume, fsdp=fsdp,
+        ddp_broadcast_buffers=False,
     )  # fmt: skip
     callback = MethodCallback(method, model, arguments)
     generator = torch.Generator().manual_seed(1)
@@ -58,7 +63,7 @@ def train(case, folder, ranks, resume=None):
         callbacks=[callback], optimizer_cls_and_kwargs=callback.optimizer_cls_and_kwargs,
     )  # fmt: skip
     trainer.train(resume_from_checkpoint=resume)
-    if ranks > 1:
+    if fsdp:
         assert all(is_sharded(p) for p in model.parameters())
         if case == "ast distilling":
             assert all(is_sharded(layer.mask) for layer in method.layers.values())
@@ -106,8 +111,7 @@ def trained(tmp_path_factory, request):
 @pytest.mark.parametrize(
     "case",
     [
-        "fst",
-        "ast distilling",
+        *(DDP, "fst", "ast distilling"),
         *(pytest.param(c, marks=pytest.mark.extra) for c in ("s_ste", "slope")),
     ],
 )

@@ -1,14 +1,19 @@
 """Tests of what a method says of the products that it chose."""
 
 import json
+import multiprocessing
+from dataclasses import replace
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch import nn
 
+import methods
 from common_kernels.matmul import Measured
 from methods.nn import acceleration
 from methods.nn.acceleration import Acceleration, Choice, choose
-from methods.nn.gemms import Layouts, Products
+from methods.nn.gemms import DENSE, Layouts, Products
 
 GPU = torch.device("cuda")  # asked for nothing here
 ALL = Products(True, True, True)
@@ -89,3 +94,56 @@ def test_the_gain_of_a_step_is_that_of_its_products(gpu):
     written = json.loads(json.dumps(found.as_dict()))
     fprop = {"sparse": True, "reason": "", "ms": 0.5, "dense_ms": 0.7, "kernels": "cuda"}
     assert written["layers"]["a"]["fprop"] == fprop and written["tokens"] == 256
+
+
+def of_s_ste(matmul, **options):
+    layer = nn.Linear(64, 128)
+    method = methods.build("s_ste", include=["*"], **options)
+    method.convert(layer, dtype=torch.bfloat16)
+    return choose(layer.candidates(), (128, 64), True, torch.bfloat16, GPU, 256, matmul).products
+
+
+def test_hopper_alone_runs_on_fp8_units_and_wherever_there_are_any(gpu, monkeypatch):
+    """`matmul` says which of its products run sparse: that is about speed."""
+    for matmul in acceleration.MATMULS:
+        for recipe in ("paper", "hybrid"):
+            assert of_s_ste(matmul, fp8=recipe) == DENSE
+        assert not of_s_ste(matmul).fp8
+        sparse = matmul != "dense"
+        of_fp8 = of_s_ste(matmul, fp8="hopper")
+        assert replace(of_fp8, layouts=Layouts()) == Products(sparse, False, sparse, fp8=True)
+    monkeypatch.setitem(TIMES, 128, (2.0, 1.0))
+    assert of_s_ste("auto", fp8="hopper") == Products(fp8=True)
+    monkeypatch.setattr(acceleration, "unavailable", lambda *_: "no FP8 units")
+    for matmul in ("auto", "dense"):
+        assert of_s_ste(matmul, fp8="hopper") == DENSE  # simulated
+
+
+def _choose_differently(rank, queue):
+    """Two ranks of which each finds other products to be faster."""
+    found = acceleration.Chosen(Products(fprop=rank == 0, wgrad=rank == 1), {})
+    acceleration.choose = lambda *_: found
+    layer = nn.Linear(64, 128)
+    method = methods.build("s_ste", include=["*"])
+    method.convert(layer, dtype=torch.bfloat16)
+    agreed = method.accelerate(256)
+
+    def refuse(*_):
+        raise RuntimeError(f"rank {rank} cannot")
+
+    acceleration.choose = refuse
+    try:
+        method.accelerate(256)
+    except RuntimeError as error:
+        refused = str(error)
+    everyone = [None, None]
+    dist.all_gather_object(everyone, (agreed, layer.products, refused))
+    if rank == 0:
+        queue.put(everyone)
+
+
+def test_ranks_run_what_rank_0_chose(start_ranks):
+    queue = multiprocessing.get_context("forkserver").SimpleQueue()
+    start_ranks(_choose_differently, queue)
+    products = Products(fprop=True)
+    assert queue.get() == [({"": products}, products, "rank 0 cannot")] * 2

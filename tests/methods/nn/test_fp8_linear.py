@@ -5,8 +5,8 @@ import pytest
 import torch
 from torch import nn
 
+import common_kernels as ck
 import methods
-from common_kernels import Packed24, compress_nm, expand_nm, fake_fp8, unpack24, unpack_mask
 from common_kernels.matmul import unavailable
 from methods.nn.compressed import CompressedLinear
 from methods.nn.gemms import DENSE, Products
@@ -38,12 +38,12 @@ def converted(name, fp8, **options):
     return layer, method
 
 
-def step(layer, method, number=0, tokens=96, lr=0.0, scale=1.0, size=1.0):
+def step(layer, method, number=0, tokens=96, lr=0.0, scale=1.0, size=1.0, most=torch.inf):
     """y, dX and the gradients of the parameters by name, with the input and dY; these are `scale`
-    times and `size` times as large as those of another step of this number."""
+    times and `size` times as large as those of another step of this number, dY at most `most`."""
     generator = torch.Generator().manual_seed(number)
     x, dy = (torch.randn(tokens, n, generator=generator).to(DEVICE) for n in (64, 128))
-    x, dy = (scale * x).requires_grad_(), size * dy
+    x, dy = (scale * x).requires_grad_(), size * dy.clamp(-most, most)
     with training_step(method, number, torch.optim.SGD(layer.parameters(), lr=lr)):
         method.open_micro_batch()
         y = layer(x)
@@ -59,13 +59,15 @@ def weights(layer):
     weight = layer.effective_weight()
     if not isinstance(layer, CompressedLinear):
         return weight, weight
-    kept = unpack_mask(layer.column_mask, layer.values.shape[1])
+    kept = ck.unpack_mask(layer.column_mask, layer.values.shape[1])
     values = torch.where(kept, layer.values.detach(), 0.0)
-    return weight, expand_nm(values, layer.row_mask, *layer.pattern)
+    return weight, ck.expand_nm(values, layer.row_mask, *layer.pattern)
 
 
 def test_simulated_products_are_those_of_the_quantised_sparse_weight():
-    """Products are those of quantised operands; `hopper` has W in e5m2 where dgrad is sparse."""
+    """Products are those of quantised operands; `hopper` has W in e5m2 where dgrad is sparse. MVUE
+    needs the gradient's own magnitudes: its sample is what is quantised, with a scale of its own,
+    or with half of dY's."""
     for name, options, products in (*CASES, ("slope", {"n": 1}, BOTH)):
         for recipe, dgrad, wgrad in (
             ("paper", "e5m2", "e5m2"),
@@ -74,22 +76,58 @@ def test_simulated_products_are_those_of_the_quantised_sparse_weight():
         ):
             layer, method = converted(name, recipe, **options)
             weight, other = weights(layer)
-            (y, dx, grads), x, dy = step(layer, method)
-            seen = fake_fp8(dy, "e5m2")
-            want = fake_fp8(x, "e4m3") @ fake_fp8(weight, "e4m3").t() + layer.bias.detach()
+            # So that the largest entry of a sample is larger than the largest of dY.
+            (y, dx, grads), x, dy = step(layer, method, most=2.0)
+            seen = ck.fake_fp8(dy, "e5m2")
+            want = ck.fake_fp8(x, "e4m3") @ ck.fake_fp8(weight, "e4m3").t() + layer.bias.detach()
             # Sums of at most 128 products of order one, in fp32.
             close = {"rtol": 1e-5, "atol": 1e-4}
             torch.testing.assert_close(y, want, **close)
-            torch.testing.assert_close(dx, seen @ fake_fp8(other, dgrad), **close)
-            want = seen.t() @ fake_fp8(x, wgrad)
+            torch.testing.assert_close(dx, seen @ ck.fake_fp8(other, dgrad), **close)
+            if layer.mvue:
+                seen, scale = ck.mvue24(dy, layer.key[0], dim=0), ck.quantize_fp8(dy, "e5m2")[1] / 2
+                if recipe == "hopper":
+                    seen, wgrad = (seen * scale).to(E5M2).float() / scale, "e5m2"
+                else:
+                    seen = ck.fake_fp8(seen, "e5m2")
+            want = seen.t() @ ck.fake_fp8(x, wgrad)
             if name == "slope":
-                want = compress_nm(want, layer.row_mask, *layer.pattern)
-                torch.testing.assert_close(grads["values"], want, **close)
-            elif not layer.mvue:
-                torch.testing.assert_close(grads["weight"], want, **close)
+                want = ck.compress_nm(want, layer.row_mask, *layer.pattern)
+            torch.testing.assert_close(
+                grads["values" if name == "slope" else "weight"], want, **close
+            )
             layer.eval()
+            assert torch.equal(layer(x), y)  # a recipe may train in eval mode
             with torch.no_grad():  # without FP8
                 torch.testing.assert_close(layer(x), nn.functional.linear(x, weight, layer.bias))
+
+
+def test_products_round_once_and_keep_a_byte_of_each_activation():
+    kept = []
+    for dtype in (BF16, torch.float16) if not CUDA else (BF16,):
+        layer, method = converted("ste", "paper")
+        hooks = torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t)
+        with hooks, torch.autocast(DEVICE, dtype):
+            (y, dx, grads), x, dy = step(layer, method)
+        assert {t.element_size() for t in kept if t.numel() == x.numel()} == {1}
+        assert (y.dtype, grads["weight"].dtype) == (dtype, torch.float32)
+        x, dy = (ck.fake_fp8(t.to(dtype).float(), f) for t, f in ((x, "e4m3"), (dy, "e5m2")))
+        weight = layer.effective_weight()
+        for got, want in (
+            (y, x @ ck.fake_fp8(weight, "e4m3").t() + layer.bias.detach()),
+            (dx, dy @ ck.fake_fp8(weight, "e5m2")),
+        ):  # half a unit of the dtype, beside sums in fp32
+            unit = torch.finfo(dtype).eps / 2
+            torch.testing.assert_close(got.float(), want, rtol=unit, atol=1e-4)
+
+
+def test_scales_beyond_each_other_do_not_overflow():
+    """The gradient of a last layer may be tiny, and its scale huge."""
+    (_, tiny, of_tiny), (_, one, of_one) = (
+        step(*converted("ste", "paper"), size=size)[0] for size in (1e-30, 1.0)
+    )
+    torch.testing.assert_close(1e30 * tiny, one, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(1e30 * of_tiny["weight"], of_one["weight"], rtol=1e-5, atol=1e-4)
 
 
 def test_products_on_units_are_those_of_the_simulation():
@@ -131,11 +169,11 @@ def test_what_is_packed_are_the_codes_of_the_simulation():
             step(real, method, number, lr=0.1)
         simulated.load_state_dict(real.state_dict())
         assert torch.equal(real.code_scales, simulated.code_scales)
-        packed = unpack24(Packed24(real.packed, (128, 64), E4M3))
+        packed = ck.unpack24(ck.Packed24(real.packed, (128, 64), E4M3))
         assert torch.equal(packed.float(), simulated.codes.float())
         dgrad = real.codes_dgrad
         if products.dgrad:
-            dgrad = unpack24(Packed24(real.packed_transposed, (64, 128), E5M2))
+            dgrad = ck.unpack24(ck.Packed24(real.packed_transposed, (64, 128), E5M2))
         assert torch.equal(dgrad.t().float(), simulated.codes_dgrad.float())
 
 
@@ -152,7 +190,7 @@ def test_a_dense_phase_has_no_fp8():
                 torch.testing.assert_close(dx, dy @ layer.weight)
                 assert layer.packed is None
             else:
-                want = fake_fp8(x, "e4m3") @ fake_fp8(layer.effective_weight(), "e4m3").t()
+                want = ck.fake_fp8(x, "e4m3") @ ck.fake_fp8(layer.effective_weight(), "e4m3").t()
                 assert (y - layer.bias - want).abs().max() <= 2**-8 * want.abs().max()
                 assert (dx - dy @ layer.effective_weight()).abs().max() > 1e-3  # dY is quantised
 
@@ -219,3 +257,13 @@ def test_a_finished_layer_keeps_nothing_of_fp8():
 def test_recipes_that_fp8_units_lack_are_only_simulated(recipe):
     for name in ("ste", "slope"):
         assert converted(name, recipe)[0].candidates() == DENSE
+
+
+def test_a_cast_of_the_model_leaves_codes_and_scales_right():
+    """fp16 holds no scale of a small weight."""
+    layer = nn.Linear(64, 128)
+    nn.init.normal_(layer.weight, std=1e-3)
+    methods.build("s_ste", include=["*"], fp8="paper").convert(layer)
+    layer.half()
+    want = ck.fake_fp8(layer.exact_weight(), "e5m2")
+    assert torch.equal(layer.codes_dgrad.float() / layer.code_scales[1], want)

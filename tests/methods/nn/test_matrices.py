@@ -1,7 +1,7 @@
 """Tests of matrices that their modules multiply themselves: experts, and attention of torch."""
 
 import copy
-import io
+from functools import partial
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from torch import nn
 import methods
 from common_kernels import check24, nm_mask, soft_threshold24
 from methods.nn import conversion, matrices
-from tests.methods.loop import training_step
+from tests.methods.loop import through_a_file, training_step
 
 EXPERTS = ["eager", "batched_mm", "grouped_mm"]
 METHODS = {
@@ -58,6 +58,7 @@ def batch():
 
 
 MODELS = [mixtral, Attention]
+through_pickle = partial(through_a_file, weights_only=False)
 
 
 def built(name, model):
@@ -69,12 +70,6 @@ def built(name, model):
 def loss_of(model):
     output = model(**batch())
     return output.loss if hasattr(output, "loss") else output[1]
-
-
-def saved_and_loaded(objects):
-    torch.save(objects, buffer := io.BytesIO())
-    buffer.seek(0)
-    return torch.load(buffer, weights_only=False)
 
 
 @pytest.mark.parametrize("build", MODELS)
@@ -90,7 +85,7 @@ def test_they_train_and_end_as_the_plain_module_with_true_zeros(build, name):
     for step in range(6):
         with training_step(method, step, optimizer):
             method.loss(model, batch()).backward()
-        for copied in (copy.deepcopy, saved_and_loaded) if step == 2 else ():
+        for copied in (copy.deepcopy, through_pickle) if step == 2 else ():
             twin, its_method = copied((model, method))
             assert torch.equal(loss_of(twin), loss_of(model))
             its_method.finalize(twin)

@@ -4,7 +4,6 @@ That no bit changes on a CPU, for every method, refresh and phase, is in test_co
 """
 
 import copy
-import io
 import weakref
 
 import pytest
@@ -15,7 +14,7 @@ import methods
 from common_kernels import nm_mask, transposable_mask24
 from common_kernels.fp8 import cpu
 from methods.nn.gemms import Products
-from tests.methods.loop import training_step
+from tests.methods.loop import Parts, training_step
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # for kernels; with the rest no bit changes
 FST = {"alpha": 0.1, "mvue": "off", "total_steps": 8, "refresh_every": 2}
@@ -44,7 +43,7 @@ def fused(params, **settings):
     return torch.optim.AdamW(params, fused=True, **settings)
 
 
-class Run:
+class Run(Parts):
     """Two sparse linears and a dense one, with gradients that follow from the step."""
 
     def __init__(self, name, options, make=methods.FusedAdamW, packed=False, device="cpu", **rest):
@@ -57,7 +56,6 @@ class Run:
             products = layer.sparse_products()
             layer.accelerate(Products(fprop=products.fprop, dgrad=products.dgrad))
         self.optimizer = make(self.model.parameters(), lr=1e-2, **rest)
-        self.parts = self.model, self.method, self.optimizer
 
     def gradients(self, step, seed=None):
         """Begin the step and make its gradients."""
@@ -77,15 +75,6 @@ class Run:
         self.gradients(step)
         self.method.on_gradients(step, self.optimizer)
         return self.method._works.keys()
-
-    def state(self):
-        torch.save([part.state_dict() for part in self.parts], buffer := io.BytesIO())
-        buffer.seek(0)
-        return torch.load(buffer, weights_only=True)
-
-    def load(self, state):
-        for part, saved in zip(self.parts, state, strict=True):
-            part.load_state_dict(saved)
 
 
 def both(name, options):
