@@ -414,6 +414,9 @@ def test_a_difference_is_marked_by_its_interval(shaped, finished_run):
     runs = [finished_run("S-STE", seed, v) for seed, v in enumerate([2.6, 2.7, 2.8])]
     assert "2.70 ± 0.10 (n=3)*" in render(shaped, "full", runs).markdown()
     assert "2.60*" not in render(shaped, "full", runs[:1]).markdown()
+    shaped.tiers["mini"] = Tier("Small.", seeds=[0, 1, 2])
+    small = render(shaped, "mini", runs)
+    assert "*" not in small.markdown() and "loss: difference" not in small.summary[1]
     shaped.tiers["full"].incomparable = "other data"
     assert "*" not in render(shaped, "full", runs).markdown()
     shaped.tiers["full"] = Tier(seeds=[0])
