@@ -27,7 +27,6 @@ BENCHMARKS = {
     "train": "a whole optimizer step of GPT-2, wide blocks, ViT and SAM's encoder",
     "loop": "a user's own loop with transformers' LLaMA, and the host alone",
     "ranks": "a step on several GPUs with DDP and FSDP2, started by torchrun",
-    "driver": "a real training with data, logging and evaluation, compared with a bare loop",
     "decode": "a product with few tokens, 2:4 and dense",
     "serve": "prefill and generation of a LLaMA with packed 2:4 weights and dense ones",
 }
@@ -68,9 +67,6 @@ def parser() -> argparse.ArgumentParser:
             add("--fused", action="store_true", help=fused)
             kinds = "also the kernel time by kind: products, sampling, packing, attention, ..."
             add("--profile", action="store_true", help=kinds)
-        elif name == "driver":
-            overrides = "settings of `experiments.pretrain`; default: GPT-2 124M on a GPU"
-            add("overrides", nargs="*", metavar="OVERRIDE", help=overrides)
         elif name == "serve":
             known, sizes = ("1.1B", "7B"), "sizes of the models, on a GPU"
             add("--size", nargs="+", choices=known, default=["1.1B"], help=sizes)

@@ -202,7 +202,7 @@ def sam_encoder(name: str, batch: int, size: int, width: int) -> Workload:
 
 
 _WIDE = GPTConfig(6, 32, 4096, vocab_size=1, n_inner=14336)
-_774M, _124M = gpt2("774M", 16, 1024), gpt2("124M", 32, 1024)  # half a step of the driver's
+_774M, _124M = gpt2("774M", 16, 1024), gpt2("124M", 32, 1024)
 _STACK = stack(6, 32, (4096, 14336), 8, 1024)
 STACK = "6 blocks 4096 -> 14336, 8 x 1024"
 
