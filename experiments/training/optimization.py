@@ -30,8 +30,6 @@ MAX_SKIPPED_IN_A_ROW = 50
 
 # The dtype of autocast for each `train.dtype`; None: no autocast.
 DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
-# Of an `Optimization`: what has a state, and counts of steps.
-PARTS, COUNTS = ("model", "method", "optimizer", "scaler"), ("skipped", "skipped_in_a_row")
 
 
 class NonFiniteGradient(Exception):
@@ -241,8 +239,14 @@ class Optimization:
     def state_dict(self) -> dict[str, Any]:
         """Everything that the next step depends on: the states of model, method, optimizer and
         scaler."""
-        counts = {name: getattr(self, name) for name in COUNTS}
-        return {name: getattr(self, name).state_dict() for name in PARTS} | counts
+        return {
+            "model": self.model.state_dict(),
+            "method": self.method.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "scaler": self.scaler.state_dict(),
+            "skipped": self.skipped,
+            "skipped_in_a_row": self.skipped_in_a_row,
+        }
 
     def places(self) -> dict[str, Any]:
         """A tree like `state_dict()` whose tensors show how those of a loaded state are to be
@@ -255,10 +259,12 @@ class Optimization:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        for name in PARTS:
-            getattr(self, name).load_state_dict(state[name])
-        for name in COUNTS:
-            setattr(self, name, state[name])
+        self.model.load_state_dict(state["model"])
+        self.method.load_state_dict(state["method"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.scaler.load_state_dict(state["scaler"])
+        self.skipped = state["skipped"]
+        self.skipped_in_a_row = state["skipped_in_a_row"]
 
 
 def generators(device: torch.device) -> dict[str, Tensor]:
