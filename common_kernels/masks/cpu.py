@@ -86,7 +86,7 @@ def fitting_halves(device: torch.device) -> list[tuple[torch.Tensor, torch.Tenso
 
 @functools.cache
 def four_rows() -> torch.Tensor:
-    """All tiles with two entries in a row, in lexicographic order of PAIRS: bool [1296, 4, 4]."""
+    """All tiles of four rows of two kept entries, ordered by their PAIRS: bool [1296, 4, 4]."""
     rows = torch.zeros(6, 4, dtype=torch.bool).scatter_(1, torch.tensor(PAIRS), True)
     return rows[torch.cartesian_prod(*4 * [torch.arange(6)])]
 

@@ -17,7 +17,8 @@ from typing import Any
 
 _hints = functools.cache(typing.get_type_hints)  # most of the time otherwise
 
-_BOOLS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
+_TRUE, _FALSE = ("true", "yes", "on", "y", "1"), ("false", "no", "off", "n", "0")
+_BOOLS = dict.fromkeys(_TRUE, True) | dict.fromkeys(_FALSE, False)
 
 
 def _is(given: Any, kind: Any) -> bool:
@@ -65,10 +66,10 @@ def typed(kind: Any, key: str, given: Any) -> Any:
         return given if fits else typed(inside[0], key, given)
     if type(given) in {float: (int,), str: (int, float)}.get(kind, ()):
         return kind(given)
+    if kind is bool and str(given).lower() in _BOOLS:  # `compile=1`, or a text of the environment
+        return _BOOLS[str(given).lower()]
     if isinstance(given, str):  # of the environment, for example, where all values are texts
         with suppress(ValueError):
             if kind in (int, float, Path):
                 return kind(given)
-        if kind is bool and given.lower() in _BOOLS:
-            return _BOOLS[given.lower()]
     raise ValueError(f"{key}: {given!r} is not of type {getattr(kind, '__name__', kind)}")

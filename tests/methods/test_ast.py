@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+import methods
 from common_kernels import nm_mask
 from methods import ast
 from tests.methods.loop import convert, linear_of, training_step
@@ -180,3 +181,16 @@ def test_fine_tuning_trains_the_low_rank_terms_under_the_last_masks_by_the_task_
     alone = {"task_weight": 1.0, "kl_weight": 0.0}
     tuned = ast.Config(slorb_train_x=False, total_steps=20, **options, **frozen, **alone)
     assert ast.Method(trained).finetuning(20) == tuned
+
+
+def test_a_static_mask_never_changes():
+    layer, method = converted(refresh_every=0, alpha=0.0, decay_route="gradient")
+    mask = layer.mask.clone()
+    for step in range(20):
+        method.on_step_begin(step)
+        with torch.no_grad():
+            layer.weight.copy_(torch.randn(4, 4))
+        method.on_step_end(step)
+    methods.refresh(layer)  # of an averaged copy, say
+    assert torch.equal(layer.mask, mask)
+    assert torch.equal(layer.sparse_weight, layer.weight.detach() * mask)

@@ -24,6 +24,7 @@ REFUSED = [
     ("bi_mask", {"permute_every": 0}, "permute_every="),
     ("bi_mask", {"candidates": 0}, "candidates="),
     ("cast", {"refresh_every": 0}, "refresh_every=0; it must be at least 1"),
+    ("cast", {"temperature": 0.0}, r"temperature=0\.0"),  # of another default than its base's
     ("cast", {"decay": -1.0}, r"decay=-1\.0; it must be at least 0"),
     ("fst", {"refresh_every": 0}, "refresh_every=0; it must be at least 1"),
     ("fst", {"algorithm": "best"}, "algorithm='best'; choose one of exact, greedy, two_approx"),

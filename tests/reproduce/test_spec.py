@@ -274,7 +274,7 @@ def test_errors_name_the_file(tmp_path):
     path, row = tmp_path / "broken.yaml", {"label": "a", "overrides": ["method=dense"]}
     for text, message in [
         ({"rows": [row | {"colour": "red"}]}, "rows[0] has no key colour"),
-        ({"rows": [row | {"stage": 1}]}, "stage: 1 is not of type bool"),
+        ({"rows": [row | {"stage": 2}]}, "stage: 2 is not of type bool"),
         ({"tiers": {"smoke": {"seeds": ["x"]}}}, "tiers.smoke.seeds[0]: 'x' is not of type int"),
         ({"driver": "distil"}, "driver=distil; choose of pretrain, dino, translate, bench, find"),
         ({"columns": [{"label": "c", "show": "median"}]}, "show=median; choose of mean_std"),

@@ -136,6 +136,10 @@ def test_values_become_those_of_their_fields(monkeypatch):
     values = config.train.steps, config.train.learning_rate, config.impl.compile, config.tier
     assert values == (70, 1.0, True, "5") and isinstance(values[1], float)
     assert (config.method_options.include, config.impl.micro_batch) == (("a",), 2)
+    for on, off in ((1, 0), ("y", "n"), ("'1'", "'0'")):  # as shells have truth values
+        given = [f"impl.compile={on}", f"impl.activation_checkpointing={off}"]
+        impl = load(given).impl
+        assert impl.compile is True and impl.activation_checkpointing is False
     for wrong in ("train.steps=1.5", "train.steps=true", "train.steps=null", "train.betas=[0.9]"):
         with pytest.raises(UserError, match=r"^train\.(steps: .* is not of|betas=.* 2 values)"):
             load([wrong])

@@ -92,7 +92,8 @@ def test_a_batch_depends_on_seed_and_request_alone(sources, name):
     assert held is None or bool(held) == name.startswith("grey")
     steps = [(step, range(12)) for step in range(3)]
     whole = joined(source.batches(steps))
-    parts = [(step, range(4 * p, 4 * p + 4)) for step in range(3) for p in range(3)]
+    bounds = (0, 2), (2, 6), (6, 12)  # no multiples of the words that a counter gives
+    parts = [(step, range(*part)) for step in range(3) for part in bounds]
     assert close(joined(sources[name](0, 0).batches(parts)), whole)
     backwards = list(source.batches(steps[::-1]))[::-1]
     assert close(joined(backwards), whole)

@@ -169,6 +169,7 @@ def planned(*overrides):
     [
         (["experiment=slope_bert_large_phase1"], 336_756_544),
         (["experiment=fst_deit_tiny"], 5_717_416),
+        (["model=gpt2_5m", "model.gelu=relu2", "method=act24"], 5_376_256),
         (["experiment=sr_ste_transformer_base"], 63_110_144),
     ],
 )

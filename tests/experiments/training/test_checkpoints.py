@@ -69,6 +69,15 @@ def test_a_damaged_checkpoint_is_reported_and_the_one_before_is_used(tmp_path, f
     assert len(list(tmp_path.iterdir())) == 2
 
 
+def test_damage_that_another_rank_finds_counts(tmp_path, monkeypatch):
+    save(tmp_path, 5, {"step": 5})
+    found = "rank-1.safetensors is missing"
+    gathered = lambda _, own: [own, found if own is None else own]  # noqa: E731
+    monkeypatch.setattr(World, "all_gather", gathered)
+    state, [message] = heard(tmp_path)
+    assert state is None and found in message
+
+
 def test_after_damage_the_new_ones_are_kept_and_the_damaged_ones_go(tmp_path):
     """A run that begins anew before damaged checkpoints must not take them for its newest."""
     for step in (6, 9):

@@ -19,6 +19,7 @@ from experiments.runs.finished import FinishedRun
 from experiments.support import results
 from experiments.support.checkpoint import read_sealed
 from experiments.support.errors import UserError
+from experiments.support.progress import progress
 from experiments.training import checkpoints, descent, pretraining, routine, trainer
 from experiments.training.optimization import micro_batch_size
 from experiments.training.tracking import MetricsLog, read_metrics
@@ -323,3 +324,13 @@ def by_hand(model, batches):
     """(mean loss of equal micro-batches, gradients)."""
     loss = sum(model(**batch)[1] for batch in batches) / len(batches)
     return loss.detach(), torch.autograd.grad(loss, list(model.parameters()))
+
+
+def test_progress_is_printed_by_one_rank(capsys):
+    for enabled in (True, False):
+        with progress(4, 1, "tokens", enabled) as show:
+            show(3, 20, 1.5)
+            show(4, 30, 1.25)
+        lines = capsys.readouterr().out.splitlines()
+        assert len(lines) == enabled  # long intervals lie between lines, and the end is told
+        assert not lines or lines[0].startswith("step 4/4: loss 1.2500, ")
