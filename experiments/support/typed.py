@@ -39,8 +39,8 @@ def typed(kind: Any, key: str, given: Any) -> Any:
         hints, fields = _hints(constructor), dataclasses.fields(kind)
         known = [field.name for field in fields]
         if unknown := sorted(str(name) for name in given if name not in known):
-            told = f"{key or 'this'} has no key {', '.join(unknown)}"
-            raise ValueError(f"{told}; it takes {', '.join(known)}")
+            told = f"{key} has no key" if key else "there is no key"
+            raise ValueError(f"{told} {', '.join(unknown)}; it takes {', '.join(known)}")
         for field in fields:
             required = field.default is field.default_factory  # both are MISSING
             if required and field.name not in given:

@@ -79,7 +79,7 @@ def test_a_block_goes_on_from_another(files, finish, tmp_path):
 
 def test_a_block_that_means_nothing(files):
     for name, old, new, message in [
-        ("t", "title: T", "titel: T", "this has no key titel; it takes name, title, overrides"),
+        ("t", "title: T", "titel: T", "there is no key titel; it takes name, title, overrides"),
         ("t", "{dense:", "{ste_2e-3:", "two variants would have the same file"),
         ("t", "title: T", "title: T, against: {dense: gone}", "there is no variant gone"),
         ("u", "block: t", "block: v", "no block 'v'; there is t, u"),
