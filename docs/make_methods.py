@@ -142,7 +142,8 @@ def others(name: str) -> str:
         if variant != shown and f"method={name}" in overrides:
             effect, _ = above(block, variant)
             effect += unstable(block, variant)
-            found.append((float(effect.split()[0]), f"| `{told}` | {effect} |"))
+            told = f"`{told}`" if told else "the defaults"
+            found.append((float(effect.split()[0]), f"| {told} | {effect} |"))
     head = "\n| other options | loss above |\n|---|--:|\n"
     return head + "".join(f"{row}\n" for _, row in sorted(found)) if found else ""
 

@@ -285,13 +285,20 @@ class Method(SwitchedMethod):
     def fraction(self) -> str:
         return "dense_fraction" if 0 < self.config.dense_fraction < 1 else ""
 
+    @property
+    def holds_pattern(self) -> bool:
+        return False  # weights are dense
+
     def _choose(self, model: nn.Module) -> tuple[dict[str, Any], base.Report]:
         self._networks = networks(model)
         return super()._choose(model)
 
     def check_layer(self, name: str, module: nn.Module) -> None:
         if not any(name in pair[:2] for pair in self._networks.values()):
-            raise ValueError("not one of two linears with a squared ReLU between them")
+            raise ValueError(
+                "not one of two linears with a squared ReLU, as a module, between them: set "
+                "model.gelu=relu2, model.squared_relu=true or hidden_act='relu2'"
+            )
         if conversion.weight_of(module).shape[0] % 4:
             raise ValueError(f"{conversion.weight_of(module).shape[0]} outputs; a multiple of 4")
 

@@ -138,6 +138,8 @@ def check_range(config: Any, low: float, high: float, *names: str) -> None:
     """Raise ValueError for an option that is neither None nor a number in [low, high]."""
     for name in names:
         value = getattr(config, name)
+        if not isinstance(value, int | float | None):
+            raise ValueError(f"{name}={value!r}; it must be a number")
         if value is not None and not (low <= value <= high and value < math.inf):
             words = f"be at least {low:g}" if high == math.inf else f"lie in [{low:g}, {high:g}]"
             raise ValueError(f"{name}={value}; it must {words}")

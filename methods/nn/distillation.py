@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from inspect import signature
 from typing import Any
 
 import torch
@@ -132,9 +133,9 @@ class Method(base.Method):
     def set_teacher(self, teacher: nn.Module) -> None:
         """Distil from `teacher`, which is frozen in place, instead of from a copy of the model.
 
-        The teacher takes the model's batches without labels and returns (logits, ...) or an object
-        with `.logits`. Call this before the first step and again before resuming, because a given
-        teacher is not saved.
+        The teacher takes the model's batches, without labels unless its `forward` requires them,
+        and returns (logits, ...) or an object with `.logits`. Call this before the first step and
+        again before resuming, because a given teacher is not saved.
         """
         self.teacher, self.teacher_is_given = _frozen(teacher), True
 
@@ -176,9 +177,11 @@ class Method(base.Method):
             return output
 
         with torch.no_grad(), _outputs(self._compared_in_teacher()) as wanted:
-            unlabelled = {k: v for k, v in batch.items() if k not in _LABELS}
+            parameters = signature(self.teacher.forward).parameters
+            needed = {name for name, p in parameters.items() if p.default is p.empty}
+            given = {k: v for k, v in batch.items() if k not in _LABELS or k in needed}
             try:
-                teacher_logits = _logits(self.teacher(**unlabelled))
+                teacher_logits = _logits(self.teacher(**given))
             except IndexError as error:  # raised by the teacher's embedding
                 raise ValueError(
                     "the teacher's vocabulary lacks tokens of the batch; distillation needs a "

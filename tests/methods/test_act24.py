@@ -187,6 +187,7 @@ def test_the_share_of_magnitude_is_that_of_the_measured_step():
         told = method.metrics()
         assert told["kept_magnitude"] == pytest.approx(shares[step // 2 * 2], rel=1e-5)
         assert told["kept_magnitude.2"] == told["kept_magnitude"]
+        assert told["density"] == 1 and "illegal_groups" not in told
 
 
 def test_the_networks_of_gpt2_vit_and_nemotron():
@@ -217,7 +218,7 @@ def test_the_networks_of_gpt2_vit_and_nemotron():
 
 def test_what_is_refused():
     model = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8))
-    with pytest.raises(ValueError, match="not one of two linears with a squared ReLU between"):
+    with pytest.raises(ValueError, match=r"a squared ReLU, as a module, between.*set model\.gelu"):
         converted(model)
     with pytest.raises(ValueError, match="0 and 2 are one network; convert both or neither"):
         converted(network(), include=["0"])

@@ -62,6 +62,7 @@ REFUSED = [
     ("slope", {"adapter_fraction": 0.0, "adapter_rank": 1}, r"adapter_fraction=0\.0.*\(0, 1\]"),
     ("slope", {"adapter_fraction": 0.5}, "adapter_fraction=0.5 needs.*adapter_rank=0"),
     ("sr_ste", {"alpha": -1.0}, r"alpha=-1\.0"),
+    ("fst", {"alpha": "1e-4"}, "alpha='1e-4'; it must be a number"),
     ("sr_ste", {"decay_on": "momentum"}, "decay_on='momentum'"),
     ("ternary", {"activation_bits": 4}, "activation_bits=4; choose one of 8, 0"),
     ("step", {"min_fraction": 0.6}, r"min_fraction=0\.6, max_fraction=0\.5"),

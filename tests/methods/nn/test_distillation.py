@@ -94,6 +94,19 @@ def test_the_loss_is_the_mix_of_both_and_evaluation_runs_no_teacher():
     assert len(outputs) == 1
 
 
+def test_a_teacher_whose_forward_requires_labels_gets_them():
+    class Required(GPT):
+        def forward(self, input, target):
+            return super().forward(input, target)
+
+    model, method, dense = converted(task_weight=0.0, kl_weight=1.0)
+    teacher = Required(dense.config)
+    teacher.load_state_dict(dense.state_dict())
+    expected = method.loss(model, batch())
+    method.set_teacher(teacher)
+    assert torch.equal(method.loss(model, batch()), expected)
+
+
 def test_a_given_teacher_is_used_and_not_saved():
     teacher = gpt(n_layer=1, n_embd=8)
     model, method, _ = converted(task_weight=0.0, kl_weight=1.0)
