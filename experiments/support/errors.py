@@ -36,9 +36,11 @@ class Diverged(UserError):
 
 
 def suggestion(word: str, known: Iterable[str]) -> str:
-    """The end of a sentence that suggests the one of `known` that is closest to `word`; "" without
-    one."""
-    found = difflib.get_close_matches(word, known, 1, 0.66)
+    """The end of a sentence that suggests the one of `known` that is closest to `word`, or that
+    has it as its last part; "" without one."""
+    known = [*known]
+    ends = [name for name in known if name.endswith(f".{word}")]
+    found = ends or difflib.get_close_matches(word, known, 1, 0.66)
     return f"; {found[0]} may be meant" if found else ""
 
 

@@ -71,6 +71,7 @@ BAD = {
         "data.source=texts": "data.source=texts is not the embedded corpus",
         "data.source=???": "data.source has no value",
         "+modle.n_layer=1": "there is no modle.n_layer here; model.n_layer may be meant",
+        "steps=1": "there is no steps here; train.steps may be meant",
     },
     "dino": {
         "method=ast": "method=ast distils from the model as it was, but model=vit",

@@ -166,6 +166,9 @@ def test_why_there_is_no_result(tmp_path):
             assert read_finished(folder, "0") is None
     with pytest.raises(NoResult, match=r"holds no finished run \(there is no such folder\)"):
         read(tmp_path / "nowhere")
+    write_result(tmp_path / "run" / "seed0", WHOLE)
+    with pytest.raises(NoResult, match=r"is missing\); choose one of those in it: seed0"):
+        read(tmp_path / "run")
 
 
 def test_a_changed_digit_is_noticed_and_a_result_of_an_earlier_version_is_read(tmp_path):

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, Shard
 import methods
 from common_kernels import nm_mask
 from methods.nn import sharding
-from methods.nn.gemms import DENSE, Products
+from methods.nn.gemms import Products
 from tests.methods.loop import training_step
 
 
@@ -265,51 +265,3 @@ def test_weights_that_were_changed_by_hand_are_followed(mesh):
     methods.refresh(model)
     weight, mask = model.first.weight.full_tensor(), model.first.mask.full_tensor()
     assert torch.equal(mask, nm_mask(weight))
-
-
-PACKED = {
-    "fst": {"dense_fraction": 0.5, "total_steps": 4},
-    "semi_sparse": {"algorithm": "exact", "sparse_fraction": 0.5, "total_steps": 4},
-    "ast": {"total_steps": 4},
-    "bi_mask": {"permute_every": 2, "candidates": 4},
-    "s_ste": {"beta": "mse_dynamic"},
-    "sr_ste": {"alpha": 1e-2},
-    "slope": {"adapter_rank": 4, "adapter_fraction": 0.5, "total_steps": 4},
-}
-
-
-@pytest.mark.parametrize("name", PACKED)
-def test_packed_products_are_those_of_whole_weights(name, mesh):
-    """To the last bit, where cuSPARSELt's are emulated; by turns they are chosen before the weights
-    are sharded and after it. In fp32 nothing is packed."""
-    pytest.importorskip("triton", reason="cuSPARSELt is emulated where Triton's interpreter runs")
-    found, late = [], [*PACKED].index(name) % 2
-    for shards in (False, True):
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64))
-        method = methods.build(name, include=["*"], exclude=[], **PACKED[name])
-        method.convert(model, torch.bfloat16)
-        if not late:
-            method.accelerate(64, "cusparselt")
-        for layer in (model[0], model[2], model) if shards else ():
-            fully_shard(layer, mesh=mesh)
-        if late:
-            method.accelerate(64, "cusparselt")
-        layers = method.sparse_layers.values()
-        assert all(layer.accelerated != DENSE for layer in layers)
-        optimizer = method.optimizer(model.parameters(), lr=1e-2)
-        for step in range(4):
-            generator = torch.Generator().manual_seed(step)
-            x = torch.randn(40, 64, generator=generator, requires_grad=True)
-            with training_step(method, step, optimizer):
-                method.open_micro_batch()
-                with torch.no_grad():
-                    found.append(model(x))
-                with torch.autocast("cpu", torch.bfloat16):
-                    y = model(x)
-                y.float().square().mean().backward()
-                grads = (p.grad for p in model.parameters() if p.grad is not None)
-                found += [y.detach(), x.grad, *(sharding.full(grad).clone() for grad in grads)]
-        assert not shards or all(layer.operand is layer.packed is None for layer in layers)
-    half = len(found) // 2
-    assert all(map(torch.equal, found[:half], found[half:])) and 2 * half == len(found)
