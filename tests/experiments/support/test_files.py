@@ -167,7 +167,7 @@ def test_why_there_is_no_result(tmp_path):
     with pytest.raises(NoResult, match=r"holds no finished run \(there is no such folder\)"):
         read(tmp_path / "nowhere")
     write_result(tmp_path / "run" / "seed0", WHOLE)
-    with pytest.raises(NoResult, match=r"is missing\); choose one of those in it: seed0"):
+    with pytest.raises(NoResult, match=r"is missing\); choose one in it: seed0"):
         read(tmp_path / "run")
 
 
