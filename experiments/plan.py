@@ -13,10 +13,11 @@ from typing import Any
 
 from safetensors.torch import save_file
 
-from experiments.config.compose import plain, typed
+from experiments.config.compose import plain
 from experiments.config.driver import driver
 from experiments.config.run import freeze
 from experiments.planning.plan import Options, Planned, lines, transformers_config
+from experiments.support.typed import typed
 
 
 def freeze_plan(composed: Any) -> Planned:

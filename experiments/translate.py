@@ -27,7 +27,7 @@ from typing import Any
 import torch
 
 from experiments.config import run as configuration
-from experiments.config.compose import composed, typed
+from experiments.config.compose import composed
 from experiments.config.driver import driver
 from experiments.config.run import RunConfig
 from experiments.data.corpus import Corpus, load_tokens
@@ -39,6 +39,7 @@ from experiments.runs.finished import FinishedRun
 from experiments.support.checkpoint import write_text
 from experiments.support.errors import UserError
 from experiments.support.progress import say
+from experiments.support.typed import typed
 from experiments.training import pretraining, routine
 from models.transformer import Transformer
 

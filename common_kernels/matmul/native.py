@@ -40,7 +40,7 @@ FLAGS = (
 
 
 class Launch(ctypes.Structure):
-    """What C++ reads of a plan, or the reason why there is none; native.cpp has the same fields."""
+    """The fields of a plan that C++ reads, or why there is none; native.cpp has the same."""
 
     _fields_ = (
         ("failure", ctypes.c_char_p),

@@ -14,7 +14,6 @@ from typing import Any, TypeVar
 from experiments.config import yaml_files
 from experiments.config.yaml_files import CONF
 from experiments.support.errors import UserError, installing, suggestion
-from experiments.support.typed import typed as typed
 
 T = TypeVar("T")
 

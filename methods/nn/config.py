@@ -72,7 +72,7 @@ class Config:
 
     @classmethod
     def _limits(cls) -> dict[str, Mapping[str, Any]]:
-        """What `number` and `choice` say of the options; a subclass may have another default."""
+        """The limits that `number` and `choice` set, by option; a subclass may change a default."""
         own = [vars(base).get("__dataclass_fields__", {}).values() for base in cls.__mro__[::-1]]
         return {f.name: f.metadata for of_class in own for f in of_class if f.metadata}
 

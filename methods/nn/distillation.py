@@ -8,6 +8,7 @@ computed in fp32 and averaged over tokens; padding tokens count as well.
 """
 
 import copy
+import functools
 import itertools
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -28,8 +29,16 @@ from .order import without_state
 # Names of the transformer blocks in this project's GPT and in transformers' GPT-2, OPT and LLaMA.
 BLOCKS = ("*.h.[0-9]", "*.h.[0-9][0-9]", "*.layers.[0-9]", "*.layers.[0-9][0-9]")
 
-# The labels of a batch. The teacher does not get them, so that it does not compute a loss.
+# The labels of a batch. The teacher does not get them, so that it does not compute a loss, unless
+# its `forward` requires them.
 _LABELS = ("target", "labels")
+
+
+@functools.cache
+def _required(forward: Callable[..., Any]) -> frozenset[str]:
+    """The names of the parameters of a function that have no default."""
+    parameters = signature(forward).parameters
+    return frozenset(name for name, p in parameters.items() if p.default is p.empty)
 
 
 DIVERGENCES = "forward", "reverse"
@@ -177,8 +186,7 @@ class Method(base.Method):
             return output
 
         with torch.no_grad(), _outputs(self._compared_in_teacher()) as wanted:
-            parameters = signature(self.teacher.forward).parameters
-            needed = {name for name, p in parameters.items() if p.default is p.empty}
+            needed = _required(type(self.teacher).forward)
             given = {k: v for k, v in batch.items() if k not in _LABELS or k in needed}
             try:
                 teacher_logits = _logits(self.teacher(**given))

@@ -43,7 +43,7 @@ def training_step(method, step, optimizer):
 
 
 def through_a_file(value, weights_only=True):
-    """What loads from a file to which `value` was saved."""
+    """Return what loads from a file to which `value` was saved."""
     torch.save(value, buffer := io.BytesIO())
     buffer.seek(0)
     return torch.load(buffer, weights_only=weights_only)

@@ -1,5 +1,5 @@
-"""What starts from a finished run: its weights, and the method that fine-tunes them; and runs whose
-files are gone or damaged."""
+"""Tests of what starts from a finished run: its weights, and the method that fine-tunes them; and
+of runs whose files are gone or damaged."""
 
 import itertools
 import json
