@@ -190,6 +190,13 @@ def test_so_are_the_differences_with_their_intervals():
             assert abs(float(number) - found) <= 0.5001 * 10**-digits, (first, second)
 
 
+def difference(block, first, second, seeds=range(5)):
+    """The mean difference of two variants with its interval, as it is told."""
+    of = paired(block, first, second, "val_loss")
+    x = [of[seed] for seed in seeds]
+    return "{:+.4f} [{:+.4f}, {:+.4f}]".format(np.mean(x), *interval(x))
+
+
 def share_of_width(of, variant, *between):
     """phi by the rule in e6.yaml and e7.yaml, with its interval, as it is told. between: variants
     of other widths between half and all."""
@@ -225,14 +232,18 @@ def test_the_shares_of_the_width_at_three_sizes():
             share_of_width(of, name, "three_quarters") for of in (runs("e6"), of_a)
         )
         assert f"{name} {own} ({other})" in told and f"{short} (`{name}`)" in page
-    costs = [*paired("e6", "half", "dense", "val_loss").values()]
-    cost = "half costs {:+.4f} [{:+.4f}, {:+.4f}]".format(np.mean(costs), *interval(costs))
-    assert len(costs) == 5 and cost in told
+    assert f"half costs {difference('e6', 'half', 'dense')}" in told
     told, page = told_of("e7")
+    assert f"half costs {difference('e7', 'half', 'dense')}" in told
     for name in ("s_ste", "sr_ste", "fst"):
         (own, short), *others = (share_of_width(runs(b), name) for b in ("e7", "e6", "a"))
         assert f"{name} {own} ({others[0][0]}, {others[1][0]})" in told
         assert f"{short} (`{name}`)" in page
+        assert f"{name} {difference('e7', name, 'half')}" in told
+    before = {v: {s: of[s] for s in range(4)} for v, of in runs("e7").items()}
+    s_ste, sr_ste, fst = (share_of_width(before, v)[0] for v in ("s_ste", "sr_ste", "fst"))
+    assert f"phi of s_ste was {s_ste}, of sr_ste {sr_ste}, of fst {fst}." in told
+    assert f"half cost {difference('e7', 'half', 'dense', range(4))}" in told
 
 
 def test_the_shares_of_the_width_on_english():
@@ -240,9 +251,7 @@ def test_the_shares_of_the_width_on_english():
     for name in ("sr_ste", "fst", "slope", "bi_mask", "s_ste", "ste"):
         (own, _), (other, _) = (share_of_width(runs(b), name) for b in ("e8", "a"))
         assert f"{name} {own} ({other})" in told
-        x = [*paired("e8", name, "dense", "val_loss").values()]
-        assert len(x) == 5
-        assert "{} {:+.4f} [{:+.4f}, {:+.4f}] (".format(name, np.mean(x), *interval(x)) in told
+        assert f"{name} {difference('e8', name, 'dense')} (" in told
     assert "phi is 0.77 for `sr_ste` and below 0.5 for `s_ste`" in page
     means = [
         [np.mean([r["metrics"]["val_loss"] for r in runs(b)[v].values()]) for v in runs("e8")]
