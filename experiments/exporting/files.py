@@ -25,7 +25,7 @@ from experiments.data.tokenizer import HFTokenizer, pretrained_tokenizer
 from experiments.runs.finished import WEIGHTS_OF, FinishedRun
 from experiments.support.errors import UserError
 from experiments.support.names import check_choices
-from models.columns import divide
+from models.columns import COLUMNS, divide
 from models.gpt2 import GPT
 from models.hf import CausalLM
 from models.sparse import (
@@ -47,6 +47,7 @@ if TYPE_CHECKING:
 
 FOLDER = "export"  # in the run directory
 BITS = {"int8": 8, "int4": 4}
+NONE = f"no weight of this model is 2:4, nor are {COLUMNS} columns of one"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -274,7 +275,7 @@ def quantize(folder: Path, divided: Mapping[str, Division], bits: int) -> None:
     """Round the 2:4 columns of weights in a folder to integers of so many bits times scales.
     divided: the result of `divisions`."""
     if not divided:
-        raise UserError("no weight of this model is 2:4, so there is nothing to quantise")
+        raise UserError(f"{NONE}, so there is nothing to quantise")
     for path in sorted(folder.glob("model*.safetensors")):
         state = load_file(path)
         for name in state.keys() & divided.keys():
@@ -293,7 +294,7 @@ def compress(
     stay dense. Return the bytes after (`compressed`), before (`dense`), of dense `integers`, and of
     dense columns after (`dense_columns`)."""
     if not divided:
-        raise UserError("no weight of this model is 2:4, so there is nothing to compress")
+        raise UserError(f"{NONE}, so there is nothing to compress")
     kept: dict[str, Tensor] = dict(factors)
     sizes = Counter(compressed=sum(factor.nbytes for factor in factors.values()), dense=0)
     for name, tensor in tensors(folder):
