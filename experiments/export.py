@@ -15,10 +15,10 @@ run along a linear's inputs. `nn.Linear` stores [out, in]; transformers' GPT-2 s
 layers as [in, out], so there they run along axis 0.
 
 With `compressed=true` the weights are in sparse24.safetensors instead. 2:4 weights are stored as
-values and 2-bit positions, 9/16 of the bytes of bf16 (`dtype=bf16`). `models.sparse.load(FOLDER)`
-reads both forms. With `quantize=int4` (or int8) 2:4 weights are rounded to the nearest multiple of
-a scale for each 128 inputs; compressed they take 3.1 (5.1) bits of each weight, pruned ones
-included.
+values and 2-bit positions, 9/16 of the bytes of bf16 (`dtype=bf16`), and dense columns beside them.
+`models.sparse.load(FOLDER)` reads both forms. With `quantize=int4` (or int8) 2:4 weights, not their
+dense columns, are rounded to the nearest multiple of a scale for each 128 inputs; compressed they
+take 3.1 (5.1) bits of each weight, pruned ones included.
 
 Low-rank terms have no place in transformers and are merged into the weights, which become dense.
 The Cramming form of BERT (`glu`, no biases, ...) does not exist there and is refused.

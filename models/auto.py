@@ -22,13 +22,14 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from models.sparse import (
     CONFIG,
     FORMAT,
+    PARTS,
     RECORD,
+    SCALES,
     WEIGHTS,
     add_low_rank,
     check_file,
     expanded,
     pack_on_gpu,
-    parts_of,
     read_record,
     save_merged,
 )
@@ -45,10 +46,10 @@ class Sparse24Config(QuantizationConfigMixin):
 
 
 class Expand(ConversionOps):
-    """Makes a dense weight of its values and positions, of integers also of their scales."""
+    """Makes a dense weight of its stored parts."""
 
-    def __init__(self, described: dict[str, Any], parts: list[str]) -> None:
-        self.described, self.parts = described, parts
+    def __init__(self, described: dict[str, Any]) -> None:
+        self.described = described
 
     def convert(
         self,
@@ -58,13 +59,13 @@ class Expand(ConversionOps):
         model: Any = None,
         **__: Any,
     ) -> dict[str, Any]:
-        given = (input_dict[part] for part in self.parts)
-        parts = [found[0] if isinstance(found, list) else found for found in given]
+        given = {name.removeprefix("weight."): found for name, found in input_dict.items()}
+        parts = {k: found[0] if isinstance(found, list) else found for k, found in given.items()}
         told = self.described.get(full_layer_name, {"axis": 1, "dtype": "bfloat16"})
-        weight = expanded(*parts, told=told)
+        weight = expanded(parts, told)
         # transformers has cast floats to the model's dtype, but no integers and scales.
         dtype = model.get_parameter(full_layer_name).dtype
-        return {"weight": weight.to(dtype) if len(parts) == 3 else weight}
+        return {"weight": weight.to(dtype) if SCALES in parts else weight}
 
 
 @register_quantizer(FORMAT)
@@ -94,7 +95,7 @@ class Sparse24Quantizer(HfQuantizer):
             next((n for n in (name, name.removeprefix(first)) if n in own), name): told
             for name, told in record["tensors"].items()
         }
-        self.expand = Expand(described, [f"weight.{part}" for part in parts_of(record)])
+        self.expand = Expand(described)
         for name, told in described.items():
             if name in own and (rank := told.get("low_rank")):
                 layer: Any = model.get_submodule(name.rpartition(".")[0])
@@ -105,7 +106,7 @@ class Sparse24Quantizer(HfQuantizer):
         return model
 
     def get_weight_conversions(self) -> list[Any]:
-        return [WeightConverter(self.expand.parts, "weight", [self.expand])]
+        return [WeightConverter([f"weight.{part}" for part in PARTS], "weight", [self.expand])]
 
     def _process_model_after_weight_loading(self, model: Any, **_: Any) -> nn.Module:
         save_merged(model)

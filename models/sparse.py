@@ -11,7 +11,10 @@
                                 columns. If `axis` is 0, it is the transpose of X that is stored.
                                 Quantised, there are also X.scales, the bits of bf16 as int16, so
                                 that no reader casts them, and the values are int8,
-                                or uint8 [rows, columns / 4] (`common_kernels.Quantized24`)
+                                or uint8 [rows, columns / 4] (`common_kernels.Quantized24`).
+                                If X is 2:4 beside dense columns, these are the parts of the others,
+                                and there are X.dense_values [rows, dense], not rounded to integers,
+                                and X.dense_columns, int32 [dense], which columns of X they are.
                                 With a `low_rank` r the linear also adds (x left^T) right, a term of
                                 SLoPe or SLoRB: `right` [r, out] and `left` [r, in] are stored
                                 beside the weight; without `left` the r inputs of `right` are sums
@@ -45,6 +48,8 @@ FORMAT, VERSION = "sparse24", 1
 RECORD, WEIGHTS = "sparse24.json", "sparse24.safetensors"
 MASKS = "sparse24/masks.safetensors"  # exports of earlier versions also had the masks
 VALUES, POSITIONS, SCALES = "values", "positions", "scales"
+DENSE_VALUES, DENSE_COLUMNS = "dense_values", "dense_columns"
+PARTS = VALUES, POSITIONS, SCALES, DENSE_VALUES, DENSE_COLUMNS  # of a stored weight, or some
 CONFIG, GENERATION = "config.json", "generation_config.json"
 
 
@@ -96,21 +101,20 @@ def check_file(folder: Path, name: str, record: Mapping[str, Any]) -> None:
         )
 
 
-def parts_of(record: Mapping[str, Any]) -> tuple[str, ...]:
-    """The parts in which the 2:4 weights of a compressed export are stored."""
-    return (VALUES, POSITIONS, SCALES) if record.get("quantize") else (VALUES, POSITIONS)
-
-
-def expanded(
-    values: Tensor, positions: Tensor, scales: Tensor | None = None, *, told: Mapping[str, Any]
-) -> Tensor:
-    """The dense tensor of stored values and positions, of integers also scales. told: its entry in
-    sparse24.json."""
-    if scales is None:
-        weight = unpack24(Packed24.of(values, positions, "neutral"))
-    else:
-        quantized = Quantized24(values, positions, scales.view(torch.bfloat16))
+def expanded(parts: Mapping[str, Tensor], told: Mapping[str, Any]) -> Tensor:
+    """The dense tensor of its stored `PARTS`. told: its entry in sparse24.json."""
+    values, positions = parts[VALUES], parts[POSITIONS]
+    if SCALES in parts:
+        quantized = Quantized24(values, positions, parts[SCALES].view(torch.bfloat16))
         weight = dequantize24(quantized, getattr(torch, told["dtype"]))
+    else:
+        weight = unpack24(Packed24.of(values, positions, "neutral"))
+    if DENSE_COLUMNS in parts:
+        dense, columns = parts[DENSE_VALUES].to(weight.dtype), parts[DENSE_COLUMNS].long()
+        weight = torch.cat([weight, dense], 1)
+        grouped = torch.ones(weight.shape[1], device=columns.device).index_fill_(0, columns, 0)
+        order = torch.cat([grouped.nonzero()[:, 0], columns])
+        weight = weight[:, order.argsort()]
     return weight if told["axis"] == 1 else weight.t().contiguous()
 
 
@@ -239,8 +243,8 @@ def load(folder: str | Path, device: torch.device | str = "cpu") -> PreTrainedMo
         state = load_file(Path(folder) / WEIGHTS)
         for name, told in record["tensors"].items():
             if f"{name}.{VALUES}" in state:
-                stored = (state.pop(f"{name}.{part}") for part in parts_of(record))
-                state[name] = expanded(*stored, told=told)
+                stored = {part: state.pop(f"{name}.{part}", None) for part in PARTS}
+                state[name] = expanded({k: v for k, v in stored.items() if v is not None}, told)
     factors: dict[str, list[Any]] = {
         name: [
             (state or {}).pop(f"{name.removesuffix('weight')}{part}", None)

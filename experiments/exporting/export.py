@@ -104,8 +104,9 @@ def _build(run: FinishedRun, form: Form, folder: Path, marks: dict[str, Any]) ->
             image_mean=list(run.data.mean),
             image_std=list(run.data.std),
         ).save_pretrained(folder)
+    divided = files.divisions(folder, places) if form.bits or form.compressed else {}
     if form.bits:
-        files.quantize(folder, places, form.bits)
+        files.quantize(folder, divided, form.bits)
     described, sizes = files.describe(folder, places, patterns), None
     if form.compressed:
         factors = {}
@@ -116,8 +117,9 @@ def _build(run: FinishedRun, form: Form, folder: Path, marks: dict[str, Any]) ->
                 factors[f"{module}.right"] = right[:, own].to(dtype).contiguous()
                 if left is not None:
                     factors[f"{module}.left"] = left.to(dtype, copy=True)
-        sizes = files.compress(folder, described, factors, form.bits)
-    text = card(run, form, kind, rows, merged, bool(terms), sizes)
+        sizes = files.compress(folder, divided, factors, form.bits)
+    beside = any(len(own.dense) for own in divided.values())
+    text = card(run, form, kind, rows, merged, bool(terms), beside, sizes)
     (folder / "README.md").write_text(text, encoding="utf-8")
     paths = sorted(path for path in folder.rglob("*") if path.is_file())
     hashes = {path.relative_to(folder).as_posix(): checkpoint.sha256(path) for path in paths}
@@ -178,11 +180,13 @@ def card(
     rows: list[legality.Row],
     merged: bool,
     split: bool,
+    beside: bool,
     sizes: Mapping[str, int] | None,
 ) -> str:
     """The text of README.md, from the template `card.md`. kind: the class in transformers. rows:
     the converted linears before low-rank terms were merged (`merged`) or kept apart (`split`).
-    sizes: the result of `files.compress`; None if not compressed."""
+    beside: whether some have dense columns, in a form that treats these on their own. sizes: the
+    result of `files.compress`; None if not compressed."""
     from huggingface_hub import ModelCardData
 
     source = _on_hub(run.config["data"]["source"])
@@ -213,6 +217,7 @@ def card(
         options=json.dumps(options, indent=2),
         merged=merged,
         split=split,
+        beside=beside,
         linears=legality.table(rows),
         record=RECORD,
         weights_file=WEIGHTS,

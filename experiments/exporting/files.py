@@ -7,27 +7,38 @@ from __future__ import annotations
 import importlib
 import json
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from common_kernels import Packed24, check_nm, dequantize24, pack24, quantize24
+from common_kernels import Packed24, check24, check_nm, dequantize24, pack24, quantize24
 from experiments.config.initial import HFConfig
 from experiments.config.settings import DTYPES
 from experiments.data.tokenizer import HFTokenizer, pretrained_tokenizer
 from experiments.runs.finished import WEIGHTS_OF, FinishedRun
 from experiments.support.errors import UserError
 from experiments.support.names import check_choices
+from models.columns import COLUMNS, divide
 from models.gpt2 import GPT
 from models.hf import CausalLM
-from models.sparse import CONFIG, FORMAT, POSITIONS, SCALES, VALUES, WEIGHTS, sha256_of
+from models.sparse import (
+    CONFIG,
+    DENSE_COLUMNS,
+    DENSE_VALUES,
+    FORMAT,
+    POSITIONS,
+    SCALES,
+    VALUES,
+    WEIGHTS,
+    sha256_of,
+)
 from models.vit import ViT
 
 if TYPE_CHECKING:
@@ -36,6 +47,7 @@ if TYPE_CHECKING:
 
 FOLDER = "export"  # in the run directory
 BITS = {"int8": 8, "int4": 4}
+NONE = f"no weight of this model is 2:4, nor are {COLUMNS} columns of one"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -227,65 +239,91 @@ def describe(
     return dict(sorted(found.items()))
 
 
-def packed_of(tensor: Tensor, axis: int) -> Packed24 | None:
-    """A stored weight, whose inputs run along `axis`, as a packed matrix; None unless it is 2:4."""
-    if tensor.shape[axis] % 4 or check_nm(tensor, dim=axis):
-        return None
-    weight = tensor if axis == 1 else tensor.t().contiguous()
-    return pack24(weight, weight != 0)
+class Division(NamedTuple):
+    """The columns of a weight as a matrix [out, in] that are 2:4, and those that are dense, which
+    are none for a 2:4 weight. axis: along which its tensor has its inputs."""
+
+    grouped: Tensor
+    dense: Tensor
+    axis: int
+
+    def of(self, tensor: Tensor) -> tuple[Packed24, Tensor]:
+        """The first columns of a tensor, packed, and the others."""
+        matrix = tensor if self.axis == 1 else tensor.t()
+        grouped = matrix[:, self.grouped].contiguous()
+        return pack24(grouped, grouped != 0), matrix[:, self.dense].contiguous()
 
 
-def quantize(folder: Path, places: Mapping[str, tuple[str, int, slice]], bits: int) -> None:
-    """Round the 2:4 weights in a folder to integers of so many bits times scales. places: the
-    result of `where_stored`."""
-    count = 0
+def divisions(folder: Path, places: Mapping[str, tuple[str, int, slice]]) -> dict[str, Division]:
+    """The weights in a folder that are 2:4, or are so beside dense columns, by name, before they
+    are quantised, which makes more zeros. places: the result of `where_stored`."""
+    found = {}
+    for name, tensor in tensors(folder):
+        if name not in places:
+            continue
+        axis = places[name][1]
+        matrix = tensor if axis == 1 else tensor.t().contiguous()
+        every = torch.arange(matrix.shape[1])
+        if len(every) % 4 == 0 and not check24(matrix):
+            found[name] = Division(every, every[:0], axis)
+        elif (columns := divide(matrix)) is not None:
+            found[name] = Division(*columns, axis)
+    return found
+
+
+def quantize(folder: Path, divided: Mapping[str, Division], bits: int) -> None:
+    """Round the 2:4 columns of weights in a folder to integers of so many bits times scales.
+    divided: the result of `divisions`."""
+    if not divided:
+        raise UserError(f"{NONE}, so there is nothing to quantise")
     for path in sorted(folder.glob("model*.safetensors")):
         state = load_file(path)
-        for name in state.keys() & places.keys():
-            tensor, axis = state[name], places[name][1]
-            if (packed := packed_of(tensor, axis)) is not None:
-                dense = dequantize24(quantize24(packed, bits), tensor.dtype)
-                state[name] = dense if axis == 1 else dense.t().contiguous()
-                count += 1
+        for name in state.keys() & divided.keys():
+            tensor, own = state[name], divided[name]
+            rounded = dequantize24(quantize24(own.of(tensor)[0], bits), tensor.dtype)
+            rounded = rounded if own.axis == 1 else rounded.t()
+            state[name] = tensor.index_copy(own.axis, own.grouped, rounded)
         save_file(state, path, {"format": "pt"})
-    if not count:
-        raise UserError("no weight of this model is 2:4, so there is nothing to quantise")
 
 
 def compress(
-    folder: Path, described: Mapping[str, Any], factors: Mapping[str, Tensor], bits: int = 0
+    folder: Path, divided: Mapping[str, Division], factors: Mapping[str, Tensor], bits: int = 0
 ) -> dict[str, int]:
     """Replace the weights in a folder by their compressed form (with `bits`, integers, as they were
-    quantised), and add `factors`, those of their low-rank terms; tensors that are not 2:4 stay
-    dense. Return the bytes after (`compressed`), before (`dense`), and of dense `integers`."""
+    quantised), and add `factors`, those of their low-rank terms; tensors that are not `divided`
+    stay dense. Return the bytes after (`compressed`), before (`dense`), of dense `integers`, and of
+    dense columns after (`dense_columns`)."""
+    if not divided:
+        raise UserError(f"{NONE}, so there is nothing to compress")
     kept: dict[str, Tensor] = dict(factors)
-    sizes = {"compressed": sum(factor.nbytes for factor in factors.values()), "dense": 0}
+    sizes = Counter(compressed=sum(factor.nbytes for factor in factors.values()), dense=0)
     for name, tensor in tensors(folder):
-        own = described.get(name)
-        packed = None if own is None else packed_of(tensor, own["axis"])
-        if packed is None:
+        if name not in divided:
             kept[name] = tensor
             continue
+        packed, dense = divided[name].of(tensor)
         parts = {VALUES: packed.values, POSITIONS: packed.meta}
         if bits:
             found = quantize24(packed, bits)
             scales = found.scales.view(torch.int16)  # transformers would cast floats
             parts = {VALUES: found.values, POSITIONS: found.positions, SCALES: scales}
-            whole = tensor.numel() * bits // 8 + found.scales.nbytes
-            sizes["integers"] = sizes.get("integers", 0) + whole
+            whole = 2 * packed.values.numel() * bits // 8 + found.scales.nbytes
+            sizes["integers"] += whole + dense.nbytes
+        if dense.numel():
+            columns = divided[name].dense.int()
+            parts |= {DENSE_VALUES: dense, DENSE_COLUMNS: columns}
+            sizes["dense_columns"] += dense.nbytes + columns.nbytes
         for part, stored in parts.items():
             kept[f"{name}.{part}"] = stored
             sizes["compressed"] += stored.nbytes
         sizes["dense"] += tensor.nbytes
-    if not sizes["dense"]:
-        raise UserError("no weight of this model is 2:4, so there is nothing to compress")
     save_file(kept, folder / WEIGHTS, {"format": "pt"})
     config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
     config["quantization_config"] = {"quant_method": FORMAT}  # by which `models.auto` reads it
     (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     for path in folder.glob("model*.safetensors*"):  # and the index of several
         path.unlink()
-    return sizes
+    return dict(sizes)
 
 
 def tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:

@@ -15,7 +15,7 @@ from experiments.exporting.export import Form
 from experiments.runs.finished import FinishedRun
 from experiments.support.errors import UserError
 from experiments.training import pretraining
-from models import packed, sparse
+from models import columns, packed, sparse
 from models.packed import Limits
 from tests.experiments.conftest import quiet
 from tests.experiments.exporting.conftest import FAMILIES
@@ -160,12 +160,92 @@ def test_a_model_of_transformers_is_exported_and_compressed(hf_model, overrides,
         assert path.is_dir() or str(tmp_path).encode() not in path.read_bytes(), path
 
 
-def test_dense_columns_run_packed_after_loading(tiny, tmp_path):
-    """Only the weights tell the columns: of Conv1D in an export, also saved again."""
+@pytest.fixture
+def with_dense_columns(tiny):
+    """A run whose Conv1Ds have scattered dense columns."""
     options = "method=ste", "method.dense_columns=0.5", "model.n_embd=128"
     config = tiny(*options, "train.learning_rate=1e-2")
     pretraining.run(config, quiet)
-    run = FinishedRun.open(config.directory())
+    return FinishedRun.open(config.directory())
+
+
+def test_a_compressed_export_holds_dense_columns_beside_2_4_ones(with_dense_columns):
+    """The same bits, rounded or not, by both loaders; what was changed is refused."""
+    run, states = with_dense_columns, {}
+    for number, quantize in ((16, None), (8, "int8"), (4, "int4")):
+        forms = (Form(dtype="bf16", quantize=quantize, compressed=c) for c in (False, True))
+        whole, folder = (export.export(run, form, report=quiet) for form in forms)
+        states[number] = expected = dict(plain(whole, dtype="auto").state_dict())
+        same(dict(sparse.load(folder).state_dict()), expected)
+        same(dict(plain(folder, dtype="auto").state_dict()), expected)
+        cast = dict(plain(folder, dtype=torch.float16).state_dict())
+        same(cast, {name: tensor.half() for name, tensor in expected.items()})
+        told, stored = sparse.read_record(folder), load_file(folder / sparse.WEIGHTS)
+        size = dense = beside = integers = 0
+        for name in told["tensors"]:
+            assert name not in stored
+            matrix, own = states[16][name].t(), stored[f"{name}.dense_columns"].long()
+            outputs, inputs = matrix.shape
+            assert len(own) == inputs // 2 and (own.diff() > 1).any()
+            assert torch.equal(stored[f"{name}.dense_values"], matrix[:, own])  # not rounded
+            assert torch.equal(expected[name].t()[:, own], matrix[:, own])
+            half = outputs * inputs // 2
+            beside += 2 * half + 4 * len(own)
+            scales = 2 * outputs * -(-inputs // 256) if quantize else 0
+            size += half * number // 16 + half // 8 + scales
+            dense += 4 * half
+            integers += half * number // 8 + scales + 2 * half
+        assert told["bytes"]["dense_columns"] == beside and told["bytes"]["dense"] == dense
+        assert told["bytes"]["compressed"] == size + beside
+        assert told["bytes"].get("integers", integers) == integers
+        card = (folder / "README.md").read_text()
+        assert f"| of these, their dense columns | {beside:,} |" in card
+        for form in (whole, folder) if quantize else ():
+            assert "were not rounded; they are in bf16." in (form / "README.md").read_text()
+            found = packed.pack(model := sparse.load(form), Limits(16, None))
+            bits = {model.get_submodule(layer).fragments.bits for layer in found}
+            assert bits == {number} and len(found) == len(told["tensors"])
+    assert not torch.equal(states[8][name], states[16][name])
+    content = bytearray((folder / sparse.WEIGHTS).read_bytes())
+    content[-1] ^= 1
+    (folder / sparse.WEIGHTS).write_bytes(content)
+    for read in (sparse.load, plain):
+        with pytest.raises(ValueError, match=f"{sparse.WEIGHTS} is damaged or of another export"):
+            read(folder)
+
+
+@pytest.mark.parametrize("family, quantize", [("bert", None), ("vit", "int8")])
+def test_dense_columns_of_split_weights_that_are_not_transposed(
+    family, quantize, finished, made_again, monkeypatch
+):
+    monkeypatch.setattr(columns, "COLUMNS", 8)  # the models are narrow
+    run = finished(family)
+    names = [f"{name}.weight" for name in run.converted]
+
+    def partly_dense(state):
+        for name in names:
+            weight = torch.randn_like(state[name])
+            grouped = torch.arange(weight.shape[1]) % 4 > 1  # in every group of four two are dense
+            weight[:, grouped] *= nm_mask(weight[:, grouped])
+            state[name] = weight
+        return state
+
+    made_again(run.directory, partly_dense)
+    forms = (Form(dtype="bf16", quantize=quantize, compressed=c) for c in (False, True))
+    run = FinishedRun.open(run.directory)
+    whole, folder = (export.export(run, form, report=quiet) for form in forms)
+    expected, told = dict(plain(whole, dtype="auto").state_dict()), sparse.read_record(folder)
+    same(dict(sparse.load(folder).state_dict()), expected)
+    same(dict(plain(folder, dtype="auto").state_dict()), expected)
+    assert {entry["axis"] for entry in told["tensors"].values()} == {1}
+    stored = load_file(folder / sparse.WEIGHTS)
+    assert {*told["tensors"]} == {n[:-14] for n in stored if n.endswith(".dense_columns")}
+    assert told["bytes"]["compressed"] < told["bytes"]["dense"]
+
+
+def test_dense_columns_run_packed_after_loading(with_dense_columns, tmp_path):
+    """Only the weights tell the columns: of Conv1D in an export, also saved again."""
+    run = with_dense_columns
     loaded = sparse.load(export.export(run, Form(dtype="bf16"), report=quiet))
     loaded.save_pretrained(tmp_path)
     ids = torch.arange(12).view(2, 6)
