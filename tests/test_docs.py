@@ -136,8 +136,8 @@ def test_commands_are_understood():
             bench_parser().parse_args(arguments)
         elif module == "reproduce":
             if arguments[0] == "run":
-                assert arguments[1] == "BLOCK" or (BLOCKS / f"{arguments[1]}.yaml").exists()
-            # `w` stands for the paper that a reader adds
+                assert arguments[1] in ("BLOCK", "w") or (BLOCKS / f"{arguments[1]}.yaml").exists()
+            # `w` stands for what a reader adds
             elif arguments[0] not in COMMANDS and not {"--list", "paper=w"} & {*arguments}:
                 parse(arguments, tables)
         elif module.startswith("reproduce."):

@@ -15,7 +15,7 @@ from typing import Any
 
 from experiments.support.checkpoint import write_json
 from experiments.support.errors import UserError
-from reproduce.execute.blocks import EVIDENCE
+from reproduce.execute.blocks import EVIDENCE, read_block
 from reproduce.judge import scale, text, verdicts
 from reproduce.judge.claims import Claim, Claims, read_claims
 from reproduce.judge.verdicts import Judged, Measured
@@ -26,6 +26,15 @@ Json = dict[str, Any]
 RULES = ("level", "seeds", "noise", "margin", "legend")
 SAID = ("id", "paper", "short", "number", "note")  # of a claim, as in claims.yaml
 PRELIMINARY = 2  # least number of seeds for which g is shown with an effect that is not tested
+
+
+def check_names(claims: Claims) -> None:
+    """Raise a `UserError` if a contrast names a block or a variant that there is not."""
+    variants = {name: read_block(name).variants for name in sorted(claims.blocks)}
+    for c in (*claims.contrasts, *claims.released):
+        for name in (c.variant, c.against):
+            if name not in (own := variants[c.block]):
+                raise UserError(f"claims: block {c.block} has no {name!r}; it has {', '.join(own)}")
 
 
 def content(claims: Claims, values: Values, measured: Path = MEASURED) -> Json:
@@ -123,6 +132,7 @@ def main(runs: Path, which: str = "") -> None:
     """Print and write the verdicts by the committed records and those of one's own runs. which: the
     number of a claim, to print all about it, or `all`; "" = a line for each."""
     claims = read_claims()
+    check_names(claims)
     ids = [str(claim.id) for claim in claims.claims]
     if which not in ("", "all", *ids):
         raise UserError(f"no claim {which!r}; there are {ids[0]} to {ids[-1]}, and all")

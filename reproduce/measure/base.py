@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+import methods
 from common_kernels.matmul import unavailable
 from experiments.bench import linear, variants
 from experiments.bench.timing import SUSTAINED_S, Call, Time, in_turns
@@ -139,6 +140,11 @@ class MethodLayer(Layer):
     """The settings of a measure of a layer under a method."""
 
     method: str  # a key of experiments.bench.variants.VARIANTS, or the name of a method
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.method not in variants.VARIANTS:
+            methods.module(self.method)  # whose error lists the names
 
     @property
     def ends_dense(self) -> bool:

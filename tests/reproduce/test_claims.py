@@ -12,6 +12,7 @@ from experiments.runs.stats import holm, mean, p_value
 from experiments.support.errors import UserError
 from reproduce.execute import blocks
 from reproduce.execute.blocks import read_block
+from reproduce.judge import check_names
 from reproduce.judge.claims import Claim, Claims, Contrast, Margin, read_claims
 from reproduce.judge.verdicts import differences, judge, verdict
 from reproduce.specs import published
@@ -217,8 +218,11 @@ def test_contrasts_name_variants_that_are_run_and_defects_are_all_listed():
     from it in nothing but the method."""
     found = read_claims()
     assert all(c.expect for c in found.contrasts) and all(c.defect for c in found.released)
+    check_names(found)
+    wrong = replace(found.contrasts[0], against="densest")
+    with pytest.raises(UserError, match=f"block {wrong.block} has no 'densest'"):
+        check_names(replace(found, released=[wrong]))
     for c in found.contrasts:
-        assert {c.variant, c.against} <= read_block(c.block).variants.keys()
         if c.expect == "equal":
             ends = {found.margin.lower, found.margin.upper}
             assert ends <= read_block(c.margin_of or c.block).variants.keys()

@@ -57,6 +57,7 @@ def test_overrides(tmp_path):
         "speed=1": "linear has no key speed",
         "width=wide": "width",
         "what=magic": "what=magic; choose of adapters",
+        "method=slopy": "no method 'slopy'; did you mean slope",
     }.items():
         with pytest.raises(UserError, match=message):
             measure.load(["what=linear", "method=slope", wrong])
