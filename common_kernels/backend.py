@@ -28,7 +28,7 @@ def resolve(device: torch.device | str, backend: str | None = None) -> str:
     Raises ValueError for an unknown name, and RuntimeError with the reason for a backend that
     cannot serve the device.
     """
-    kind = torch.device(device).type
+    kind = (device if isinstance(device, torch.device) else torch.device(device)).type
     name = backend or os.environ.get(ENVIRONMENT_VARIABLE)
     if not name:
         return "triton" if kind == "cuda" and HAS_TRITON else "cpu"
@@ -56,8 +56,13 @@ def resolve_fp8(device: torch.device, backend: str | None = None) -> str:
     return "cpu" if device.type == "cuda" and not _casts_to_fp8(device) else name
 
 
+def capability(device: torch.device) -> tuple[int, int]:
+    """The compute capability of a GPU, for which torch takes as long as for a launch."""
+    return _capability(torch.cuda.current_device() if device.index is None else device.index)
+
+
 def _casts_to_fp8(device: torch.device) -> bool:
-    return _capability(device) >= (8, 9)
+    return capability(device) >= (8, 9)
 
 
 # torch.compiler.assume_constant_result without the import of torch._dynamo, which takes a second.

@@ -154,7 +154,7 @@ class Linear(SparseLinear):
 
     def operands(self, dtype: torch.dtype) -> tuple[Any, Any]:
         fprop, dgrad = super().operands(dtype)
-        own = self.operand_dgrad
+        own = self._buffers["operand_dgrad"]  # quicker than an attribute
         return fprop, dgrad if own is None else Dense(own.to(dtype))
 
     @torch.no_grad()

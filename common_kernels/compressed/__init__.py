@@ -9,6 +9,7 @@ The bits come from a mask, never from the values: a kept entry may be zero and s
 """
 
 import torch
+from torch import Tensor
 
 from common_kernels import backend as backends
 from common_kernels import checks
@@ -16,7 +17,7 @@ from common_kernels.compressed import cpu
 from common_kernels.library import kernels_of, launched_by_cpp, operator_of
 
 
-def pack_mask(mask: torch.Tensor, *, backend: str | None = None) -> torch.Tensor:
+def pack_mask(mask: Tensor, *, backend: str | None = None) -> Tensor:
     """Pack `mask [..., columns]` (bool) into `bits [..., ceil(columns / 8)]` (uint8)."""
     if mask.dtype != torch.bool:
         raise TypeError(f"mask must be bool, not {mask.dtype}")
@@ -30,7 +31,7 @@ _pack_mask = operator_of(
 )
 
 
-def unpack_mask(bits: torch.Tensor, columns: int, *, backend: str | None = None) -> torch.Tensor:
+def unpack_mask(bits: Tensor, columns: int, *, backend: str | None = None) -> Tensor:
     """Unpack `bits [..., ceil(columns / 8)]` (uint8) into `mask [..., columns]` (bool)."""
     if bits.ndim == 0:
         raise ValueError("bits must have at least one dim")
@@ -45,14 +46,14 @@ _unpack_mask = operator_of(
 
 
 def compress_nm(
-    x: torch.Tensor,
-    bits: torch.Tensor,
+    x: Tensor,
+    bits: Tensor,
     n: int = 2,
     m: int = 4,
     *,
     dtype: torch.dtype | None = None,
     backend: str | None = None,
-) -> torch.Tensor:
+) -> Tensor:
     """The kept entries of `x [..., columns]` in column order: `[..., columns * n / m]`.
 
     x is fp32, bf16, fp16 or bool, of any strides. The result is contiguous and holds the entries
@@ -65,7 +66,15 @@ def compress_nm(
     _check_pattern(n, m)
     checks.group_dim(x, m, -1)
     _check_bits(bits, x.shape)
-    name, dtype = backends.resolve(checks.one_device(x=x, bits=bits), backend), dtype or x.dtype
+    checks.one_device(x=x, bits=bits)
+    return compress_checked(x, bits, n, m, dtype=dtype or x.dtype, backend=backend)
+
+
+def compress_checked(
+    x: Tensor, bits: Tensor, n: int, m: int, *, dtype: torch.dtype, backend: str | None = None
+) -> Tensor:
+    """`compress_nm` for arguments that fit."""
+    name = backends.resolve(x.device, backend)
     widens = dtype == torch.float32 and x.dtype.itemsize == 2
     differentiable = x.requires_grad and torch.is_grad_enabled()
     if name == "triton" and m <= 32 and (widens or dtype == x.dtype) and not differentiable:
@@ -73,9 +82,7 @@ def compress_nm(
     return _compress_nm(x, bits, n, m, dtype, name)
 
 
-def _compressed_like(
-    x: torch.Tensor, bits: torch.Tensor, n: int, m: int, dtype: torch.dtype
-) -> torch.Tensor:
+def _compressed_like(x: Tensor, bits: Tensor, n: int, m: int, dtype: torch.dtype) -> Tensor:
     return x.new_empty(cpu.compressed_shape(x, n, m), dtype=dtype)
 
 
@@ -86,13 +93,13 @@ _by_one_kernel = launched_by_cpp(
 
 
 @kernels_of("compress24")
-def _(n: int, m: int, x: torch.Tensor, bits: torch.Tensor, values: torch.Tensor) -> None:
+def _(n: int, m: int, x: Tensor, bits: Tensor, values: Tensor) -> None:
     _compress_nm(x, bits, n, m, values.dtype, "triton")
 
 
 def expand_nm(
-    values: torch.Tensor, bits: torch.Tensor, n: int = 2, m: int = 4, *, backend: str | None = None
-) -> torch.Tensor:
+    values: Tensor, bits: Tensor, n: int = 2, m: int = 4, *, backend: str | None = None
+) -> Tensor:
     """Expand `values [..., kept]` to a contiguous `[..., kept * m / n]`, with +0 at pruned entries.
 
     Raises ValueError if the shapes of values and bits do not match.
@@ -111,8 +118,8 @@ _expand_nm = operator_of(
 
 
 def double_prune_bits(
-    values: torch.Tensor, bits: torch.Tensor, n: int = 2, m: int = 4, *, backend: str | None = None
-) -> torch.Tensor:
+    values: Tensor, bits: Tensor, n: int = 2, m: int = 4, *, backend: str | None = None
+) -> Tensor:
     """SLoPe's second mask (arXiv 2405.16325) of the compressed `values [out, in * n / m]`.
 
     The result has one bit per value, packed as by `pack_mask`. It is set if the value is among the
@@ -140,7 +147,7 @@ def _check_pattern(n: int, m: int) -> None:
         raise ValueError(f"the compressed form keeps n of m entries, 0 < n <= m, not {n}:{m}")
 
 
-def _check_bits(bits: torch.Tensor, shape: tuple[int, ...]) -> None:
+def _check_bits(bits: Tensor, shape: tuple[int, ...]) -> None:
     """Raise unless `bits` are those of a mask of this shape."""
     if bits.dtype != torch.uint8:
         raise TypeError(f"bits must be uint8, not {bits.dtype}")

@@ -220,7 +220,8 @@ Tensor matmul24(
     const Tensor& buffer, std::string layout, int64_t rows, int64_t columns, const Tensor& dense,
     const std::optional<Tensor>& bias, const std::optional<Tensor>& scale,
     const std::optional<Tensor>& other, bool dense_transposed, bool result_transposed,
-    ScalarType out_dtype) {
+    std::optional<ScalarType> given_dtype) {
+  const ScalarType out_dtype = given_dtype ? *given_dtype : dense.scalar_type();
   check_together(buffer, dense);
   if (bias) check_together(*bias, dense);
   const auto guard = on_device_of(dense);

@@ -84,9 +84,11 @@ def chosen(packed: Packed24, backend: str | None = None) -> str:
     """
     device, dtype = packed.buffer.device, packed.dtype
     if backend is None:
-        native = dict.fromkeys(cuda.LAYOUTS, "cuda")
-        native |= dict.fromkeys((library_layout(device), VENDOR), "cusparselt")
-        name = native.get(packed.layout, "dense")
+        name = "dense"
+        if packed.layout in cuda.LAYOUTS:
+            name = "cuda"
+        elif packed.layout in (library_layout(device), VENDOR):
+            name = "cusparselt"
         return "dense" if unavailable(name, device, dtype) else name
     reason = unavailable(backend, device, dtype)
     if reason:
@@ -123,8 +125,9 @@ def linear24(
         y = y.narrow_copy(0, 0, len(y) - missing)
         return torch.ops.aten._unsafe_view(y, [*x.shape[:-1], rows])
     given = packed.buffer, packed.layout, rows, columns, x
-    if scales is None:
-        return _multiply(*given, bias, None, None, True, True, out_dtype or x.dtype)
+    if scales is None:  # each argument takes time, also one that is None
+        rest = () if out_dtype in (None, x.dtype) else (None, None, True, True, out_dtype)
+        return _multiply(*given, bias, *rest)
     scale, other = scales
     if of_library(packed.layout):
         return _of_codes(*given, bias, scale, other, 1, True, out_dtype or torch.bfloat16)
@@ -243,17 +246,18 @@ def _product(
     rows: int,
     columns: int,
     dense: Tensor,
-    bias: Tensor | None,
-    scale: Tensor | None,
-    other: Tensor | None,
-    dense_transposed: bool,
-    result_transposed: bool,
-    out_dtype: torch.dtype,
+    bias: Tensor | None = None,
+    scale: Tensor | None = None,
+    other: Tensor | None = None,
+    dense_transposed: bool = True,
+    result_transposed: bool = True,
+    out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """The product; our own kernels also divide it by the two scales. If both operands are
-    transposed, the dense one may have several leading dims."""
+    """The product, in `dense`'s dtype by default; our own kernels also divide it by the two scales.
+    If both operands are transposed, the dense one may have several leading dims."""
     checks.one_device(matrix=buffer, x=dense, bias=bias)
     device, scales = buffer.device, None if scale is None or other is None else (scale, other)
+    out_dtype = out_dtype or dense.dtype
     tokens = dense.numel() // columns if dense_transposed else dense.shape[1]
     fields = (
         rows, columns, tokens, dense.dtype, out_dtype, dense_transposed, result_transposed,
@@ -283,9 +287,12 @@ def _product(
     return out
 
 
-def _fake(buffer, layout, rows, columns, dense, bias, scale, other, *rest):
+def _fake(
+    buffer, layout, rows, columns, dense, bias=None, scale=None, other=None,
+    dense_transposed=True, result_transposed=True, out_dtype=None,
+):  # fmt: skip
     checks.one_device(matrix=buffer, x=dense, bias=bias)
-    dense_transposed, result_transposed, out_dtype = rest
+    out_dtype = out_dtype or dense.dtype
     if dense_transposed and result_transposed:
         return buffer.new_empty((*dense.shape[:-1], rows), dtype=out_dtype)
     shape = (rows, dense.shape[0 if dense_transposed else 1])
@@ -296,8 +303,8 @@ _matmul24 = custom_op("sparse24::matmul24", mutates_args=())(_product)
 _matmul24.register_fake(_fake)
 _launched = launched_by_cpp(
     "matmul24_launched(Tensor buffer, str layout, SymInt rows, SymInt columns, Tensor dense, "
-    "Tensor? bias, Tensor? scale, Tensor? other, bool dense_transposed, bool result_transposed, "
-    "ScalarType out_dtype) -> Tensor",
+    "Tensor? bias=None, Tensor? scale=None, Tensor? other=None, bool dense_transposed=True, "
+    "bool result_transposed=True, ScalarType? out_dtype=None) -> Tensor",
     _fake,
 )(_product)
 

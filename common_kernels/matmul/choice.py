@@ -73,7 +73,7 @@ def as_learnt(
 
 
 def _order_is_known(device: torch.device) -> bool:
-    return device.type != "cuda" or torch.cuda.get_device_capability(device) == (9, 0)
+    return device.type != "cuda" or backends.capability(device) == (9, 0)
 
 
 def layouts_on(device: torch.device) -> tuple[str, ...]:
@@ -109,7 +109,7 @@ def _lacking(own: bool, device: torch.device, codes: bool) -> str | None:
     needs = f"{what} a GPU of compute capability {which}"
     if device.type != "cuda":
         return f"{needs}, not a {device.type}"
-    found = torch.cuda.get_device_capability(device)
+    found = backends.capability(device)
     if found < least or (own and found[0] != 9):
         return f"{needs}, this GPU has {found}"
     try:
@@ -120,6 +120,10 @@ def _lacking(own: bool, device: torch.device, codes: bool) -> str | None:
     except cusparselt.CuSparseLtError as error:
         return str(error)
     return None
+
+
+# As for `library_layout`: torch.compile shall not trace these questions.
+_lacking._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def check_available(problem: Problem, device: torch.device) -> None:

@@ -143,10 +143,10 @@ def convert24(packed: Packed24, layout: str) -> Packed24:
 
     Raises ValueError for a shape or dtype that the layout cannot hold.
     """
-    shape, dtype = packed.shape, packed.dtype
-    check_form(shape, dtype, layout)
     if layout == packed.layout:
         return packed
+    shape, dtype = packed.shape, packed.dtype
+    check_form(shape, dtype, layout)
     if layout == VENDOR:
         matrix = unpack24(packed)
         return pack24(matrix, matrix.view(cpu.INTEGERS[dtype.itemsize]) != 0, layout)

@@ -9,6 +9,7 @@ digits of its row and group in another order. Packing scatters by it and unpacki
 Entries are moved as integers, so that all their bits survive, even signs of zeros and NaN payloads.
 """
 
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -88,18 +89,22 @@ ORDERS = {
 }
 
 
-class Form(NamedTuple):
+@dataclass(frozen=True)
+class Form:
     """The order of a layout's metadata for values of one size, and what it needs."""
 
     rows: int  # the matrix's rows and columns must be multiples of these
     columns: int
     word: torch.dtype  # of the metadata
     order: str
+    block: int = field(init=False)  # the columns of a tile
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "block", 4 * tile(self.order)[1])
 
     def row_bytes(self, columns: int) -> int:
         """The bytes of metadata per row, of whole tiles."""
-        block = 4 * tile(self.order)[1]
-        return (columns + block - 1) // block * block // 8
+        return (columns + self.block - 1) // self.block * self.block // 8
 
 
 class Layout(NamedTuple):

@@ -24,7 +24,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from common_kernels import compress_nm, expand_nm, lowrank_addmm, unpack_mask
+from common_kernels import expand_nm, lowrank_addmm, unpack_mask
+from common_kernels.compressed import compress_checked
 
 from .fp8_gemms import quantized_gradient, quantized_input, weight_gradient
 from .gemms import without_autocast
@@ -72,24 +73,26 @@ class Product(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_y):
         dgrad, x, values, left, right, row_mask, column_mask = saved(ctx)
+        of_x, of_values, _, _, of_bias, *_ = ctx.needs_input_grad
         dy, x2d = flat(grad_y), flat(x)
         grad_x = grad_values = grad_left = grad_right = grad_bias = None
         with without_autocast(grad_y):
-            if ctx.needs_input_grad[0]:
+            if of_x:
                 if dgrad is None:
                     kept = unpack_mask(column_mask, values.shape[-1])
                     twice_pruned = torch.where(kept, values, 0.0).to(x.dtype)
                     dgrad = Dense(expand_nm(twice_pruned, row_mask, *ctx.pattern))
-                grad_x = dgrad.grad(dy)
-            if ctx.needs_input_grad[1]:
-                grad_values = compress_nm(dy.t() @ x2d, row_mask, *ctx.pattern, dtype=values.dtype)
+                grad_x = dgrad.grad(grad_y)
+            if of_values:
+                grad_values = compress_checked(
+                    dy.t() @ x2d, row_mask, *ctx.pattern, dtype=values.dtype
+                )
             # Adapters are inputs even before their phase, when they get no gradient: DDP waits for
             # every parameter that it knows.
             if ctx.adapting:
-                grad_left, grad_right = adapter_gradients(dy, x2d, left, right, grad_x)
-            if grad_x is not None:
-                grad_x = grad_x.reshape(x.shape)
-            if ctx.needs_input_grad[4]:
+                to = None if grad_x is None else flat(grad_x)
+                grad_left, grad_right = adapter_gradients(dy, x2d, left, right, to)
+            if of_bias:
                 grad_bias = dy.sum(0).to(ctx.bias_dtype)
         return grad_x, grad_values, grad_left, grad_right, grad_bias, *(None,) * 6
 
@@ -119,19 +122,20 @@ class Fp8Product(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dy):
         dgrad, x, x_scale, amax, row_mask, given, left, right = saved(ctx)
+        of_x, of_values, _, _, of_bias, *_ = ctx.needs_input_grad
         grad_x = grad_values = grad_left = grad_right = grad_bias = None
         with without_autocast(dy):
             codes, turned = quantized_gradient(dy, ctx.formats, ctx.on_units, amax, ctx.seen)
-            if ctx.needs_input_grad[0]:
+            if of_x:
                 grad_x = dgrad.grad(codes, dy.dtype)
-            if ctx.needs_input_grad[1]:
+            if of_values:
                 fp32 = torch.float32
                 product = weight_gradient(codes, turned, x, x_scale, ctx.on_units, fp32)
-                grad_values = compress_nm(product, row_mask, *ctx.pattern, dtype=ctx.dtypes[0])
+                grad_values = compress_checked(product, row_mask, *ctx.pattern, dtype=ctx.dtypes[0])
                 del product
             if ctx.adapting:
                 to = None if grad_x is None else flat(grad_x)
                 grad_left, grad_right = adapter_gradients(flat(dy), flat(given), left, right, to)
-            if ctx.needs_input_grad[4]:
+            if of_bias:
                 grad_bias = flat(dy).sum(0).to(ctx.dtypes[1])
         return grad_x, grad_values, grad_left, grad_right, grad_bias, *(None,) * 8

@@ -152,7 +152,8 @@ class Fp8Linear(torch.autograd.Function):
     def backward(ctx, dy):
         dgrad, x, x_scale, key, amax = saved(ctx)
         formats, (dtype, bias_dtype) = ctx.formats, ctx.dtypes
-        packs_sample = ctx.packs_sample if ctx.needs_input_grad[1] else ""
+        of_x, of_weight, _, _, of_bias, *_ = ctx.needs_input_grad
+        packs_sample = ctx.packs_sample if of_weight else ""
         grad_x = grad_weight = grad_bias = turned = None
         with without_autocast(dy):
             if packs_sample:
@@ -163,16 +164,16 @@ class Fp8Linear(torch.autograd.Function):
                 codes = Fp8(own, scale)
             else:
                 codes, turned = quantized_gradient(dy, formats, ctx.on_units, amax, ctx.seen)
-            if ctx.needs_input_grad[0]:
+            if of_x:
                 grad_x = dgrad.grad(codes, dy.dtype)
             if packs_sample:  # the sample has half of dY's scale
                 scales = codes.scale, x_scale
                 grad_weight = mm24(sample, x, dtype, transposed=True, scales=scales, factor=2)
-            elif ctx.needs_input_grad[1]:
+            elif of_weight:
                 if ctx.mvue:
                     codes = quantized_sample(flat(dy), codes.scale, key, ctx.mvue, formats)
                 grad_weight = weight_gradient(codes, turned, x, x_scale, ctx.on_units, dtype)
-            if ctx.needs_input_grad[4]:
+            if of_bias:
                 grad_bias = flat(dy).sum(0).to(bias_dtype)
         return grad_x, grad_weight, None, None, grad_bias, *(None,) * 6
 

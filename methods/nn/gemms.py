@@ -86,11 +86,12 @@ class _SparseLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_y):
         dgrad, x, key = saved(ctx)
+        of_x, of_weight, _, _, of_bias, *_ = ctx.needs_input_grad
         grad_x = grad_weight = grad_bias = None
         with without_autocast(grad_y):
-            if ctx.needs_input_grad[0]:
+            if of_x:
                 grad_x = dgrad.grad(grad_y)
-            if ctx.needs_input_grad[1]:
+            if of_weight:
                 if ctx.packs_sample:
                     stride = groups_of(grad_y)
                     grad_weight = sample_mm24(grad_y, x, key, stride, layout=ctx.packs_sample)
@@ -99,7 +100,7 @@ class _SparseLinear(torch.autograd.Function):
                     sample = sample_tokens(dy, key, ctx.mvue) if ctx.mvue else dy
                     grad_weight = sample.t() @ flat(x)
                 grad_weight = grad_weight.to(ctx.weight_dtype)
-            if ctx.needs_input_grad[4]:
+            if of_bias:
                 grad_bias = flat(grad_y).sum(0).to(ctx.bias_dtype)
         return grad_x, grad_weight, None, None, grad_bias, *(None,) * 3
 

@@ -92,7 +92,8 @@ class SparseLinear(DerivedLinear):
             fprop, dgrad = self.packed_operands()
             if fprop is not None and dgrad is not None:
                 return fprop, dgrad
-        weight = self.sparse_weight
+        held = self._buffers["operand"]  # quicker than attributes
+        weight = self.sparse_weight if held is None else held
         dense = Dense(weight if weight.dtype == dtype else weight.to(dtype))
         return fprop or dense, dgrad or dense
 
@@ -129,8 +130,9 @@ class SparseLinear(DerivedLinear):
         if not self.training and not torch.is_grad_enabled():
             return Dense(self.sparse_weight.to(x.dtype)).linear(x, self.bias)
         key = self.key_of_pass() if self.mvue else None
+        weight, bias = self._parameters["weight"], self._parameters["bias"]
         given = self.mvue, own.formats, self.products.layout("wgrad"), *delayed.of(self)
-        return Fp8Linear.apply(x, self.weight, *own.operands(self), self.bias, key, *given)
+        return Fp8Linear.apply(x, weight, *own.operands(self), bias, key, *given)
 
     def key_of_pass(self) -> Tensor:
         """`key` as it is now, for a backward pass that may follow the next micro-batch's forward

@@ -35,7 +35,8 @@ class Dense(NamedTuple):
 
     def grad(self, dy: Tensor) -> Tensor:
         """dy [..., out] -> [..., in]."""
-        return (flat(dy) @ self.matrix).view(*dy.shape[:-1], self.matrix.shape[1])
+        dx = flat(dy) @ self.matrix
+        return dx if dy.ndim == 2 else dx.view(*dy.shape[:-1], dx.shape[1])
 
 
 class Packed(NamedTuple):
@@ -170,7 +171,7 @@ def saved(ctx: Any) -> tuple[Any, ...]:
 
 def flat(x: Tensor) -> Tensor:
     """x [..., k] as [T, k]."""
-    return x.reshape(-1, x.shape[-1])
+    return x if x.ndim == 2 else x.reshape(-1, x.shape[-1])
 
 
 def exact_product(a: Tensor, b: Tensor) -> Tensor:

@@ -69,19 +69,20 @@ class Precision:
 
     def operands(self, layer: Any) -> tuple[Fp8, Fp8]:
         """The operands of fprop and of dgrad."""
-        if layer.code_scales is None:  # in the forward pass of another layer than this sharded one
+        held = layer._buffers  # quicker than attributes
+        if held["code_scales"] is None:  # in another layer's forward pass than this sharded one's
             w, own = layer.weight.detach(), self.formats
             return Fp8(*quantize_fp8(w, own.fprop)), Fp8(*quantize_fp8(w, own.dgrad))
-        scale, scale_dgrad = layer.code_scales.unbind()
+        scale, scale_dgrad = held["code_scales"].unbind()
         rows, columns, layouts = layer.out_features, layer.in_features, layer.accelerated.layouts
-        if layer.packed is None:
-            fprop = Fp8(layer.codes, scale, layer.products.fp8)
+        packed, turned = held["packed"], held["packed_transposed"]
+        if packed is None:
+            fprop = Fp8(held["codes"], scale, layer.products.fp8)
         else:
-            fprop = Fp8(layer.packed, scale, True, (rows, columns), layouts.fprop)
-        if layer.packed_transposed is None:
-            return fprop, Fp8(layer.codes_dgrad, scale_dgrad, self.dgrad_on_units(layer))
-        shape = columns, rows
-        return fprop, Fp8(layer.packed_transposed, scale_dgrad, True, shape, layouts.dgrad)
+            fprop = Fp8(packed, scale, True, (rows, columns), layouts.fprop)
+        if turned is None:
+            return fprop, Fp8(held["codes_dgrad"], scale_dgrad, self.dgrad_on_units(layer))
+        return fprop, Fp8(turned, scale_dgrad, True, (columns, rows), layouts.dgrad)
 
 
 @torch.no_grad()

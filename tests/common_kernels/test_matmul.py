@@ -143,7 +143,7 @@ def test_cusparselt_serves_every_gpu_that_the_library_knows(monkeypatch):
             raise CuSparseLtError("cusparseLtInit: architecture mismatch")
 
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr("common_kernels.backend.capability", lambda device: capability)
     monkeypatch.setattr(loader, "library", lambda: None)
     monkeypatch.setattr(loader, "handle", knows)
     monkeypatch.setattr(choice.learn, "layout_on", lambda device: None)  # no order is learnt
