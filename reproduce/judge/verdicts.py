@@ -265,7 +265,8 @@ def _untestable(claims: Claims, c: Contrast, paired: list[float]) -> str:
     """The reason why pairs cannot be tested, or "". A pair without a finite number prevents the
     test: without it only the runs that went well would be left."""
     if len(paired) < claims.seeds:
-        return f"{len(paired)} of {claims.seeds} seeds of {c.variant} and {c.against}"
+        seeds = f"{len(paired)} of {claims.seeds} seeds of {c.variant} and {c.against}"
+        return seeds if paired else f"{seeds} (python -m reproduce run {c.block})"
     if not all(map(math.isfinite, paired)):
         return f"{c.variant} or {c.against} has no finite {c.metric} at one of the seeds"
     return ""

@@ -140,11 +140,11 @@ def test_only_seeds_that_can_be_compared_count():
 
 def test_what_is_not_tested_says_why():
     no_gap = "no margin: half does not differ significantly from dense"
-    lost = [*BASE[:4], None]
+    lost, run = [*BASE[:4], None], " (python -m reproduce run a)"
     for variants, n, why in [
         ({"dense": BASE, "it": shifted(0.0)[:4], "half": BASE}, 4, "4 of 5 seeds of it and dense"),
-        ({"dense": BASE, "half": BASE}, 0, "0 of 5 seeds of it and dense"),
-        ({"dense": BASE, "it": BASE}, 5, "no margin: 0 of 5 seeds of half and dense"),
+        ({"dense": BASE, "half": BASE}, 0, f"0 of 5 seeds of it and dense{run}"),
+        ({"dense": BASE, "it": BASE}, 5, f"no margin: 0 of 5 seeds of half and dense{run}"),
         ({"dense": BASE, "it": shifted(0.05), "half": shifted(0.001)}, 5, no_gap),
         ({"dense": BASE, "it": shifted(0.05), "half": BASE}, 5, no_gap),
         ({"dense": BASE, "it": lost, "half": BASE}, 5,
