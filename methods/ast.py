@@ -205,6 +205,7 @@ class Method(distillation.Method):
             decay_route="gradient",
             slorb_k=self.config.slorb_k,
             slorb_train_x=self.config.slorb_train_x,
+            dense_columns=self.config.dense_columns,
             task_weight=1.0,
             kl_weight=0.0,
         )

@@ -80,6 +80,10 @@ class Method(SwitchedMethod):
     def dense_at(self, step: int) -> bool:
         return self.start is None or step < self.start
 
+    @property
+    def unfinished(self) -> bool:
+        return self.start is None or super().unfinished
+
     @torch.no_grad()
     def on_gradients(self, step: int, optimizer: Optimizers = None) -> None:
         super().on_gradients(step, optimizer)

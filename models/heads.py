@@ -39,6 +39,9 @@ class Head(Model):
             # It may differ from the width of the blocks: OPT-350M projects its last hidden states.
             embeddings: Any = pretrained.model.get_input_embeddings()
             self.width: int = embeddings.weight.shape[1]
+            output: Any = pretrained.model.get_output_embeddings()
+            if output.weight is not embeddings.weight:
+                output.requires_grad_(False)  # it is not used, and DDP would wait for its gradient
         else:
             self.block_size, self.width = pretrained.config.block_size, pretrained.config.n_embd
 
@@ -131,6 +134,8 @@ class SpanPredictor(Head):
 
     def __init__(self, pretrained: GPT | BertLM | CausalLM) -> None:
         super().__init__(pretrained)
+        if isinstance(self.trunk, Bert) and self.trunk.pooler is not None:
+            self.trunk.pooler.requires_grad_(False)  # not used, as above
         self.qa_outputs = nn.Linear(self.width, 2)
         draw_weights(self.qa_outputs)
 

@@ -188,7 +188,8 @@ def learning_rate(config: TrainConfig, step: int) -> float:
         peak at three quarters of the run, then down to 0.
     """
     if config.schedule == "triangle":
-        seen = config.samples_before[min(step, config.steps)] / config.samples_before[-1]
+        # Not NumPy's number: an optimizer's state with one is not read again.
+        seen = float(config.samples_before[min(step, config.steps)] / config.samples_before[-1])
         return config.learning_rate * min(0.25 + seen, 4.0 - 4.0 * seen)
     if step < config.warmup_steps:
         low = config.warmup_learning_rate

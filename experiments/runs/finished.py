@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -206,23 +207,35 @@ class FinishedRun:
         plain = patterns == [(2, 4)] and not any(map(_low_rank_terms, there))
         if own is None or (mode == "masked" and plain):
             common |= dict(zip("nm", patterns[0], strict=True))
-            method = one_shot.Method(one_shot.Config(**common, total_steps=total_steps))
+            share = getattr(trained.config, "dense_columns", 0.0)
+            own = one_shot.Config(**common, total_steps=total_steps, dense_columns=share)
+            # Columns stay dense if they did in training, even if others are larger by now.
+            final = copy.deepcopy({name: modules[name].state_dict() for name in names if share})
+            method = one_shot.Method(own)
             method.convert(model, dtype)
+            self._restore(method, final)
             return method
         for layer in there:
             drop_low_rank_terms(layer)  # the layer's own state has them
         method = methods.module(self.method).Method(type(own)(**{**vars(own), **common}))
         method.convert(model, dtype)
-        for name, layer in method.sparse_layers.items():
-            wanted = {key: f"{name}.{key}" for key in layer.state_dict()}
+        self._restore(method, {name: {} for name in method.sparse_layers})
+        return method
+
+    def _restore(self, method: methods.Method, given: dict[str, dict[str, torch.Tensor]]) -> None:
+        """Load the state of layers of `method` as training left it, but for the tensors that are
+        `given` by the layer's name."""
+        for name, own in given.items():
+            layer = method.sparse_layers[name]
+            wanted = {key: f"{name}.{key}" for key in layer.state_dict() if key not in own}
             if absent := [stored for stored in wanted.values() if stored not in self.latent]:
                 path = self.directory / LATENT
                 raise UserError(
                     f"{path} is missing or lacks {absent[0]}, which {self.method} continues from; "
                     "run it again, or set mode=dense"
                 )
-            layer.load_state_dict({key: self.latent[stored] for key, stored in wanted.items()})
-        return method
+            latent = {key: self.latent[stored] for key, stored in wanted.items()}
+            layer.load_state_dict({**own, **latent})
 
 
 def _low_rank_terms(layer: nn.Module) -> set[str]:

@@ -36,7 +36,7 @@ class Descent:
         self.batches = [optimization.to_device(batch) for batch in batches]
         self.generators = generators(optimization.device)
         layers = optimization.method.layers.values()
-        masked = [layer for layer in layers if isinstance(layer, MaskedLinear)]
+        masked = [own for own in layers if isinstance(own, MaskedLinear) and "mask" in own._buffers]
         self.masks = [(layer, layer.mask.clone()) for layer in masked]
         # Magnitudes that delayed scaling has recorded; the extra passes must not add to them.
         delayed: list[Any] = [layer for layer in layers if hasattr(layer, "amax_seen")]

@@ -369,6 +369,12 @@ class Trainer:
         self.loss_count = state["loss_count"]
         for name, average in self.averages.items():
             average.copy_(state["averages"][name])
+        if self.train.descent_every and self.step:
+            # Its own passes draw the random bits of the last micro-batch of the step before.
+            self.method.select_bits(self.step - 1)
+            self.method.micro_batch = len(self._micro_batches(self.step - 1)) - 1
+            with torch.no_grad():
+                self.method.open_micro_batch()
         if len(state["generators"]) != self.world.size:
             self.report(
                 f"{len(state['generators'])} processes wrote this checkpoint and {self.world.size} "

@@ -82,8 +82,7 @@ class Method(Converter):
         """Prepare optimizer step `step`; call it before the step's first micro-batch."""
         self._begin(step)
         self.micro_batch = 0
-        seed = self.config.seed
-        self._set_keys(0, lambda name: ranks.layer_seed(seed, name, step))
+        self.select_bits(step)
         for layer in self.sparse_layers.values():
             if layer.shards is None:
                 layer.draw()
@@ -150,6 +149,11 @@ class Method(Converter):
         number = self.micro_batch * size + rank
         self._set_keys(1, lambda _: number)
         self.micro_batch += 1
+
+    def select_bits(self, step: int) -> None:
+        """Select the random bits of optimizer step `step`, those of a micro-batch apart."""
+        seed = self.config.seed
+        self._set_keys(0, lambda name: ranks.layer_seed(seed, name, step))
 
     def _set_keys(self, place: int, value: Callable[[str], int]) -> None:
         """Set entry `place` of the keys of all layers that draw random bits, given a layer's name,

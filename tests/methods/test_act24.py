@@ -8,6 +8,7 @@ from torch import nn
 import methods
 from common_kernels import fake_fp8, nm_mask
 from methods.nn.gemms import DENSE, Products
+from methods.nn.ranks import alone
 from models.base import SquaredReLU
 from models.gpt2 import GPT, GPTConfig
 from models.vit import ViT, ViTConfig
@@ -188,6 +189,20 @@ def test_the_share_of_magnitude_is_that_of_the_measured_step():
         assert told["kept_magnitude"] == pytest.approx(shares[step // 2 * 2], rel=1e-5)
         assert told["kept_magnitude.2"] == told["kept_magnitude"]
         assert told["density"] == 1 and "illegal_groups" not in told
+
+
+def test_a_rank_that_gets_its_weights_after_convert_measures_them():
+    """As under FSDP2 all but rank 0 do."""
+    model = network().to("meta")
+    with alone(torch.device("cpu")):
+        method = converted(model, measure_every=1)
+    model.to_empty(device="cpu").load_state_dict(network().state_dict(), strict=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    for step, training in enumerate((False, True)):
+        with training_step(method, step, optimizer):
+            model.train(training)(torch.randn(4, 16)).sum().backward()
+        kept = method.metrics()["kept_magnitude"]
+        assert 0.5 < kept < 1 if training else kept == 1  # in evaluation mode nothing is measured
 
 
 def test_the_networks_of_gpt2_vit_and_nemotron():

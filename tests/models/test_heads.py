@@ -64,6 +64,15 @@ def test_the_trunk_keeps_its_names_and_its_parameters(pretrained):
         assert (classifier.classifier.bias is not None) is biased
 
 
+def test_every_trained_parameter_gets_a_gradient_for_which_ddp_waits(pretrained):
+    for family in FAMILIES:
+        for kind, target in ((Classifier, [0, 1, 2]), (SpanPredictor, [[0, 1]] * 3)):
+            model = kind(pretrained(family), *[3] * (kind is Classifier))
+            model(**batch(7), target=torch.tensor(target))[1].backward()
+            trained = {n: p.grad for n, p in model.named_parameters() if p.requires_grad}
+            assert not [n for n, grad in trained.items() if grad is None], (family, kind)
+
+
 def test_padding_changes_nothing(pretrained):
     for family in FAMILIES:
         model = pretrained(family)

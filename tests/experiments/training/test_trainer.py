@@ -293,6 +293,18 @@ def test_the_training_stays_the_same(own, tiny):
     assert found[2]["predicted_change"] < 0
 
 
+@pytest.mark.parametrize("method", ["s_ste", "semi_sparse method.mode=activation"])
+def test_an_interrupted_run_measures_the_same(method, tiny, tmp_path, interrupted):
+    """The first one samples gradients; the layers of the second have no mask."""
+    given = [*f"method={method}".split(), *SHORT, "train.descent_every=2", "impl.micro_batch=2"]
+    whole, stopped = (
+        tiny(*given, "impl.checkpoint_every=1", f"runs={tmp_path / name}") for name in "ab"
+    )
+    with interrupted(4):
+        pretraining.run(stopped, quiet)
+    assert changes(stopped) == changes(whole)
+
+
 def test_what_is_measured(tiny, monkeypatch):
     """Against passes by hand: the batch's loss at either end, the gradient at the start."""
     seen = []
