@@ -57,7 +57,7 @@ def resolve_fp8(device: torch.device, backend: str | None = None) -> str:
 
 
 def capability(device: torch.device) -> tuple[int, int]:
-    """The compute capability of a GPU, for which torch takes as long as for a launch."""
+    """The compute capability of a GPU, remembered, because torch takes as long as for a launch."""
     return _capability(torch.cuda.current_device() if device.index is None else device.index)
 
 

@@ -1,8 +1,8 @@
 """Calls of 2by4-pretrain's package `sparse` and of torchao's sparse training, for code that was
 written for them; docs/own_loop.md has a table, also of the names that have no form here.
 
-Unlike theirs, the lower index wins a tie (2by4: the later one), samples follow from
-`torch.manual_seed` (2by4: from Python's random numbers), and any device and strides will do.
+Of equal entries of four the one with the lower index is kept (2by4: the later one), samples follow
+from `torch.manual_seed` (2by4: from Python's random numbers), and any device and strides will do.
 """
 
 from typing import Any
@@ -45,41 +45,43 @@ def to_sparse_semi_structured(
 
 
 def sparse24_triton(x: Tensor) -> tuple[Tensor, Tensor]:
-    """x under the mask of its two largest magnitudes of each four, and the mask in x's dtype."""
+    """x [..., columns] under the mask of its two largest magnitudes of each four, and the mask in
+    x's dtype."""
     mask = nm_mask(x)
     return torch.where(mask, x, 0), mask.to(x.dtype)
 
 
 def soft_threshold24_triton(x: Tensor) -> tuple[Tensor, Tensor]:
-    """`soft_threshold24(x)`, and the mask of `sparse24_triton`."""
+    """`soft_threshold24(x)` of x [..., columns], and the mask of `sparse24_triton`."""
     return soft_threshold24(x), nm_mask(x).to(x.dtype)
 
 
 def MVUE24_approx_triton(x: Tensor) -> Tensor:
-    """An unbiased 2:4 sample of x by 2by4's design; `mvue24` has one of smaller variance."""
+    """An unbiased 2:4 sample of x [..., columns] by 2by4's design; `mvue24` has one of smaller
+    variance."""
     return mvue24(x, torch.randint(2**31, ()), design="sequential")
 
 
 def transposable_sparse(x: Tensor) -> tuple[Tensor, Tensor]:
-    """x under the best mask that is 2:4 along both dims, and the mask, which is bool."""
+    """x [rows, columns] under the best mask that is 2:4 along both dims, and the mask (bool)."""
     mask = transposable_mask24(x)
     return torch.where(mask, x, 0), mask
 
 
 def masked_add_(grad: Tensor, p: Tensor, mask: Tensor, alpha: float = 0) -> None:
-    """grad += alpha * p in place where `mask`, of any dtype, is 0."""
+    """Add alpha * p to `grad`, in place, where `mask`, of any dtype, is 0; all have one shape."""
     masked_decay_(grad, p, mask.bool(), alpha)
 
 
 def semi_structured_sparsify(
     x: Tensor, algo: str = "", backend: str = "cutlass", *, mask: Tensor | None = None
 ) -> Tensor:
-    """x, bf16 or fp16, as torch's tensor class with its transpose, under `mask` or one that is 2:4
-    along both dims. The gradient passes straight through.
+    """x [rows, columns], bf16 or fp16, as torch's tensor class with its transpose, under `mask` or
+    one that is 2:4 along both dims. The gradient passes straight through.
 
     algo: "" ranks by magnitude, as "largest_abs_values_greedy"; torchao's "" by signed value.
-    backend: `cutlass`, which torch multiplies on compute capability 8.x alone, or `cusparselt`, on
-    9.0 alone, for whose metadata on other GPUs torch has no class (ValueError).
+    backend: `cutlass`, which torch multiplies on compute capability 8.x alone, or `cusparselt`, for
+    9.0 alone: elsewhere ValueError, because torch has no class for the order of metadata there.
     """
     layout = {"cutlass": "cutlass_sm80", "cusparselt": BUFFERED}.get(backend)
     if layout is None or algo not in ("", "largest_abs_values_greedy"):
@@ -89,7 +91,7 @@ def semi_structured_sparsify(
         )
     if backend == "cusparselt" and library_layout(x.device) != BUFFERED:
         raise ValueError("cusparselt packs for compute capability 9.0; give backend='cutlass'")
-    kept = transposable_mask24(x.detach(), "greedy") if mask is None else mask
+    kept = transposable_mask24(x.detach(), "greedy") if mask is None else mask.bool()
     return _Sparsify.apply(x, kept, layout)
 
 

@@ -232,7 +232,7 @@ class Down(Linear):
                 own = up.in_fp8(), self.in_fp8()
             y, sums = FeedForward.apply(x, *weights, prune, layouts, measures, *own)
         if measures:
-            if self.kept.device != sums.device:  # the model was moved or sharded after `convert`
+            if self.kept.device != sums.device:  # offloaded: the weight is elsewhere between passes
                 self.kept = torch.zeros_like(sums)
             self.kept.add_(sums)
         return y
@@ -341,8 +341,8 @@ class Method(SwitchedMethod):
         for layer in self.downs().values():
             layer.measuring = self._measures(step)
             if layer.measuring:
-                if layer.kept.is_meta:  # on a rank that got its weights from rank 0
-                    layer.kept = torch.zeros(2)
+                if layer.kept.device != layer.weight.device:  # moved or sharded after `convert`
+                    layer.kept = torch.zeros(2, device=layer.weight.device)
                 layer.kept.zero_()
 
     @torch.no_grad()

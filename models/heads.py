@@ -27,7 +27,8 @@ from models.hf import CausalLM
 class Head(Model):
     """Base class of models with a head: the trunk of a pretrained model and its last hidden states.
 
-    block_size: longest sequence. width: channels of the hidden states.
+    block_size: longest sequence. width: channels of the hidden states. The pretrained model's own
+    head, if it has other weights than the embeddings, requires no gradient from now on.
     """
 
     def __init__(self, pretrained: GPT | BertLM | CausalLM) -> None:
@@ -40,7 +41,7 @@ class Head(Model):
             embeddings: Any = pretrained.model.get_input_embeddings()
             self.width: int = embeddings.weight.shape[1]
             output: Any = pretrained.model.get_output_embeddings()
-            if output.weight is not embeddings.weight:
+            if output is not None and output.weight is not embeddings.weight:
                 output.requires_grad_(False)  # it is not used, and DDP would wait for its gradient
         else:
             self.block_size, self.width = pretrained.config.block_size, pretrained.config.n_embd

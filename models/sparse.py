@@ -1,6 +1,6 @@
 """Reads a folder that `experiments.export` wrote, with compressed or dense 2:4 weights.
 
-    sparse24.json               FORMAT, VERSION, and a description of each sparse tensor by its name
+    sparse24.json               FORMAT, version, and a description of each sparse tensor by its name
                                 in the model: shape, dtype, pattern, the axis along which its groups
                                 run, density, illegal groups, and the SHA-256 of its bytes as a
                                 dense tensor
@@ -14,7 +14,7 @@
                                 or uint8 [rows, columns / 4] (`common_kernels.Quantized24`).
                                 If X is 2:4 beside dense columns, these are the parts of the others,
                                 and there are X.dense_values [rows, dense], not rounded to integers,
-                                and X.dense_columns, int32 [dense], which columns of X they are.
+                                and X.dense_columns, int32 [dense], which inputs they are.
                                 With a `low_rank` r the linear also adds (x left^T) right, a term of
                                 SLoPe or SLoRB: `right` [r, out] and `left` [r, in] are stored
                                 beside the weight; without `left` the r inputs of `right` are sums
@@ -44,7 +44,7 @@ from models.packed import pack, reduced
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-FORMAT, VERSION = "sparse24", 1
+FORMAT, VERSIONS = "sparse24", (1, 2)  # 2 has dense columns
 RECORD, WEIGHTS = "sparse24.json", "sparse24.safetensors"
 MASKS = "sparse24/masks.safetensors"  # exports of earlier versions also had the masks
 VALUES, POSITIONS, SCALES = "values", "positions", "scales"
@@ -72,9 +72,9 @@ def read_record(folder: str | Path) -> dict[str, Any]:
         raise ValueError(f"{path} is damaged ({error}); export the run again") from error
     if not isinstance(record, dict) or record.get("format") != FORMAT:
         raise ValueError(f"{path} was not written by an export of sparse24")
-    if record.get("version") != VERSION:
+    if record.get("version") not in VERSIONS:
         raise ValueError(
-            f"{path} has version {record.get('version')}, and this library reads {VERSION}; "
+            f"{path} has version {record.get('version')}, and this library reads {VERSIONS}; "
             "export the run again, or use the library that wrote it"
         )
     return record

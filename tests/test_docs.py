@@ -530,6 +530,12 @@ def test_speeds_and_products_of_integers_are_those_of_the_records():
         for row in json.loads(text(path))["rows"]
     ]
     assert [cells[1:] for cells in told] == want
+    record = json.loads(text(path.with_name("h200_quantised.json")))["results"]
+    for cells in shown("docs/serving.md", section, r"(?:bf16|int8|int4) \| [\d.]+ \| (?:-|0\.)"):
+        own = record.pop(cells[0])
+        assert cells[1] == f"{own['ppl']:.3f}"
+        assert cells[3:] == [f"{own[k] / 1e6:.2f}" for k in ("bytes", "dense_bytes")]
+    assert not record
 
 
 def test_the_citation_and_the_hooks_are_valid():

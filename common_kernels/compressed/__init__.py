@@ -73,7 +73,7 @@ def compress_nm(
 def compress_checked(
     x: Tensor, bits: Tensor, n: int, m: int, *, dtype: torch.dtype, backend: str | None = None
 ) -> Tensor:
-    """`compress_nm` for arguments that fit."""
+    """`compress_nm` without its checks: bits of another shape are read out of range."""
     name = backends.resolve(x.device, backend)
     widens = dtype == torch.float32 and x.dtype.itemsize == 2
     differentiable = x.requires_grad and torch.is_grad_enabled()

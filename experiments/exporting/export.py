@@ -28,7 +28,7 @@ from experiments.support.progress import say
 from experiments.training import legality
 from experiments.training.optimization import DTYPES
 from methods.nn import lowrank
-from models.sparse import FORMAT, RECORD, VERSION, WEIGHTS, read_record
+from models.sparse import FORMAT, RECORD, VERSIONS, WEIGHTS, read_record
 
 
 def export(
@@ -126,7 +126,8 @@ def _build(run: FinishedRun, form: Form, folder: Path, marks: dict[str, Any]) ->
     usual = (folder / "README.md").stat().st_mode
     for path in paths:
         path.chmod(usual)  # safetensors creates files that only their owner can read
-    record = {"format": FORMAT, "version": VERSION, **marks}
+    version = VERSIONS[form.compressed and beside]
+    record = {"format": FORMAT, "version": version, **marks}
     record |= {} if sizes is None else {"bytes": sizes}
     record |= {"tensors": described, "files": hashes}
     checkpoint.write_json(folder / RECORD, record)

@@ -151,7 +151,8 @@ class Method(Converter):
         self.micro_batch += 1
 
     def select_bits(self, step: int) -> None:
-        """Select the random bits of optimizer step `step`, those of a micro-batch apart."""
+        """Set the part of the layers' keys that depends on the step; `open_micro_batch` sets that
+        of the micro-batch."""
         seed = self.config.seed
         self._set_keys(0, lambda name: ranks.layer_seed(seed, name, step))
 

@@ -32,9 +32,13 @@ def check_names(claims: Claims) -> None:
     """Raise a `UserError` if a contrast names a block or a variant that there is not."""
     variants = {name: read_block(name).variants for name in sorted(claims.blocks)}
     for c in (*claims.contrasts, *claims.released):
-        for name in (c.variant, c.against):
-            if name not in (own := variants[c.block]):
-                raise UserError(f"claims: block {c.block} has no {name!r}; it has {', '.join(own)}")
+        named = [(c.block, c.variant), (c.block, c.against)]
+        if c.expect == "equal":  # the margin is a share of this gap
+            ends = claims.margin.lower, claims.margin.upper
+            named += [(c.margin_of or c.block, name) for name in ends]
+        for block, name in named:
+            if name not in (own := variants[block]):
+                raise UserError(f"claims: block {block} has no {name!r}; it has {', '.join(own)}")
 
 
 def content(claims: Claims, values: Values, measured: Path = MEASURED) -> Json:

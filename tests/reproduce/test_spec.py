@@ -14,6 +14,7 @@ from experiments.finetuning import glue
 from experiments.support.errors import UserError
 from experiments.support.typed import typed
 from reproduce.execute import jobs
+from reproduce.execute.blocks import Block
 from reproduce.execute.jobs import Job, plan
 from reproduce.judge.claims import Claim
 from reproduce.specs.table import Figure, Table, TableRow, Tier, read_table, read_tables
@@ -295,10 +296,12 @@ def test_the_examples_of_the_readme_are_a_table_measurements_and_a_claim():
     text = (Path(jobs.__file__).parents[1] / "README.md").read_text(encoding="utf-8")
     part = text.split("## Adding a table, a measure or a claim")[1]
     blocks = re.findall(r"(?:^    .*\n|^\n(?=    ))+", part, re.M)
-    trained, measured, (claim,) = (yaml.safe_load(block) for block in blocks)
+    trained, measured, (claim,), block = (yaml.safe_load(block) for block in blocks)
     spec = typed(Table, "", {"name": "w_table3", **trained})
     assert spec.command == "table3" and plan(spec, "smoke", Path("runs")).jobs
     spec = typed(Table, "", {"name": "w_table3", **trained, **measured})
     assert {job.config.what for job in plan(spec, "full", Path("runs")).jobs} == {"linear"}
     claim = typed(Claim, "", claim)
     assert claim.measured[0].column == spec.columns[0].label
+    block = typed(Block, "", {"name": "w", **block})
+    assert {run.variant for run in block.runs(Path("runs"))} == {"ste", "s_ste"}
