@@ -110,11 +110,11 @@ def expanded(parts: Mapping[str, Tensor], told: Mapping[str, Any]) -> Tensor:
     else:
         weight = unpack24(Packed24.of(values, positions, "neutral"))
     if DENSE_COLUMNS in parts:
-        dense, columns = parts[DENSE_VALUES].to(weight.dtype), parts[DENSE_COLUMNS].long()
-        weight = torch.cat([weight, dense], 1)
-        grouped = torch.ones(weight.shape[1], device=columns.device).index_fill_(0, columns, 0)
-        order = torch.cat([grouped.nonzero()[:, 0], columns])
-        weight = weight[:, order.argsort()]
+        given, columns = weight, parts[DENSE_COLUMNS].long()
+        weight = given.new_empty(len(given), given.shape[1] + len(columns))
+        grouped = torch.ones_like(weight[0], dtype=torch.bool)
+        grouped[columns] = False
+        weight[:, grouped], weight[:, columns] = given, parts[DENSE_VALUES].to(given.dtype)
     return weight if told["axis"] == 1 else weight.t().contiguous()
 
 

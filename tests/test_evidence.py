@@ -82,9 +82,9 @@ def compared(block, variant, against="dense", metric=LOSS):
 def test_the_differences_and_the_figure_are_those_of_the_records(tmp_path):
     """If not: the page's table by hand, figures by `python -m reproduce report figure=FILE`."""
     told = part("Measured so far")
-    lines = text("docs/evidence.md").splitlines()
-    words = sum(len(line.split()) for line in lines if not re.match(r"\| \d+: ", line))
-    assert words <= 920, "too many words beside the rows of the claims"
+    added = r"^\| (?:19|[2-9]\d|\d{3,}): .*$"  # rows of claims that a reader adds do not count
+    words = re.sub(added, "", text("docs/evidence.md"), flags=re.M).split()
+    assert len(words) <= 1500, f"docs/evidence.md has {len(words)} words"
     main, other = blocks()[report_page.MAIN], blocks()["b"]
 
     def cell(row):

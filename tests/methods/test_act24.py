@@ -192,7 +192,8 @@ def test_the_share_of_magnitude_is_that_of_the_measured_step():
 
 
 def test_a_rank_that_gets_its_weights_after_convert_measures_them():
-    """As under FSDP2 all but rank 0 do."""
+    """A model that has its weights after `convert` trains and measures, as on all ranks of FSDP2
+    but rank 0."""
     model = network().to("meta")
     with alone(torch.device("cpu")):
         method = converted(model, measure_every=1)
