@@ -160,13 +160,8 @@ def test_the_committed_measurements_have_what_is_claimed():
 
 
 def test_no_block_saves_more_than_its_only_sparse_part():
-    """Claim 4 leaves out the rows of Figure 7 that do, by more than the error of a fixed order."""
-    impossible = {}
+    """In the committed Figure 7, by more than the 4 % by which its five repeats spread."""
     for row in read_rows(MEASURED / "fst_figure7-full.csv"):
         names = ("FFN dense", "FFN 2:4", "block dense", "block 2:4")
         ffn, ffn_24, block, block_24 = (float(row[f"{name}: mean"]) for name in names)
-        if block - block_24 - (ffn - ffn_24) > 0.08 * block_24:
-            saved = f"saves {block - block_24:.0f} ms and its only sparse part, the FFN, "
-            impossible[row["method"]] = f"impossible, as the block {saved}{ffn - ffn_24:.0f}"
-    block = next(c for c in read_claims().claims if c.id == 4).measured[1]
-    assert block.left_out == impossible and len(impossible) == 2
+        assert block - block_24 - (ffn - ffn_24) < 0.04 * block_24, row["method"]
