@@ -31,31 +31,48 @@ class Limits(NamedTuple):
         return tokens <= self.few or (self.crossover is not None and tokens >= self.crossover)
 
 
+MANY = Limits(0, 0)  # always the packed form for many tokens
+
+
 def measured(layers: Sequence[PackedProduct], graphs: bool) -> Limits:
     """The measured limits of layers of one shape."""
-    few = 0
+    faster = functools.partial(_faster, layers, graphs)
+    few, crossover = 0, least(faster)
     if layers[0].fragments is not None:
-        few = next((n for n in (MOST, 8, 4, 1) if _faster(layers, graphs, n)), 0)
-    for layer in layers:
-        layer.limits = Limits(0, 0)
-    return Limits(few, least(functools.partial(_faster, layers, graphs)))
+        for tokens in (MOST, 8, 4, 1):
+            packed = crossover is not None and tokens >= crossover
+            if faster(tokens, Limits(tokens, None), MANY if packed else None):
+                few = tokens
+                break
+    return Limits(few, crossover)
 
 
-def _faster(layers: Sequence[PackedProduct], graphs: bool, tokens: int) -> bool:
-    """True if layers of one shape are faster packed with this number of tokens."""
+def _faster(
+    layers: Sequence[PackedProduct], graphs: bool, tokens: int, limits: Limits = MANY,
+    other: Limits | None = None,
+) -> bool:  # fmt: skip
+    """True if layers of one shape are faster with this number of tokens within these limits than
+    within others, or than dense (None)."""
     layer = layers[0]
     device = layer.weight.device
-    # `is_faster` also searches the fastest algorithm. It times one weight again and again, which
-    # stays in the cache, unlike the weights of a model: in graphs its answer does not decide.
-    many = tokens > layer.limits.few
-    if many and not is_faster(layer.problem(tokens), device) and not graphs:
+    # In graphs the answer of `is_faster` does not decide, but it searches the fastest algorithm.
+    if limits == MANY and not is_faster(layer.problem(tokens), device) and not graphs:
         return False
     size = tokens, shape_of(layer)[1]
     x = torch.randn(size, dtype=layer.packed.dtype, device=device)
-    both: Any = [layer.dense for layer in layers], layers
-    variants = [[functools.partial(run, x) for run in runs] for runs in both]
-    dense_ms, sparse_ms = times_ms(variants, graphs)
-    return sparse_ms < dense_ms
+    variants = [
+        [functools.partial(_run, x, layer, own) for layer in layers] for own in (other, limits)
+    ]
+    other_ms, ms = times_ms(variants, graphs)
+    return ms < other_ms
+
+
+def _run(x: torch.Tensor, layer: PackedProduct, limits: Limits | None) -> torch.Tensor:
+    """The layer's product within these limits, or dense."""
+    if limits is None:
+        return layer.dense(x)
+    layer.limits = limits
+    return layer(x)
 
 
 def least(faster: Callable[[int], bool]) -> int | None:

@@ -1,11 +1,13 @@
 """Runs the 2:4 linears of a finished model with packed weights where this is faster.
 
 With few tokens, as in decoding, a product spends its time on reading the weight and on launching
-kernels; `few_tokens24` reads 9/16 of the bytes, of integers (`models.linears.quantize`) a third or
-a fifth. With many tokens it spends its time on arithmetic, of which a sparse product has half. The
-number of tokens from which on that product is faster is called the crossover. Both limits are
-measured for each shape of weight on the present GPU, with the layers launched from Python or
-replayed from a CUDA graph, as they will run.
+kernels; a packed weight has 9/16 of the bytes, of integers (`models.linears.quantize`) a third or
+a fifth. `few_tokens24` is for this alone and the fastest with one token. With many tokens the time
+goes to arithmetic, of which a sparse product (`linear24`) has half; on a GPU for which we have
+kernels of our own it is faster than dense from a few tokens on, elsewhere from a larger number. The
+number of tokens from which on it is faster is called the crossover. Both limits are measured for
+each shape of weight on the present GPU, with the layers launched from Python or replayed from a
+CUDA graph, as they will run.
 
 A layer with a low-rank term beside its 2:4 weight, as SLoPe and SLoRB leave it and as an export
 keeps it, has a method `low_rank`: (left [r, in], or None for sums of in / r neighbours; right
@@ -20,7 +22,7 @@ the others is added.
 
 In between a layer multiplies with its dense weight, so it has it too: each packed form in use takes
 9/16 of the dense weight's memory in addition. All layers of a shape are packed in the layout of the
-kernel, cuSPARSELt's or our own, that was fastest with many tokens.
+kernel, cuSPARSELt's or our own, that was fastest with `COMPARED` tokens.
 """
 
 from __future__ import annotations
@@ -49,7 +51,7 @@ from models.linears import integers_of, is_24, linears_24, matrix_of, shape_of
 # cuSPARSELt makes a plan for each number of tokens. To limit the number of plans, tokens are padded
 # to multiples: of STEP if there are more, else of LEAST, which it needs for 16-bit types.
 STEP, LEAST = 64, 8
-MANY = 4096  # the number of tokens for which the kernels of a shape are compared
+COMPARED = 64  # the number of tokens with which the kernels of a shape are compared
 HELD = "values", "meta", "scales"  # the tensors of fragments
 TOGETHER = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")  # in the order of their calls
 
@@ -216,13 +218,13 @@ def layout_for(device: torch.device, dtype: torch.dtype) -> str:
 
 def _layout_of(module: Any, shape: tuple[int, int], measures: bool) -> str:
     """The layout for the packed weight of a linear, which has this shape. If it `measures`, that of
-    the kernels, our own or cuSPARSELt's, that are fastest with many tokens."""
+    the kernels, our own or cuSPARSELt's, that are fastest with some dozens of tokens."""
     weight, found = module.weight, None
     if measures:
         if weight.device.type != "cuda":
             raise ValueError(f"limits cannot be measured on a {weight.device}; pass them as limits")
         dtype, biased = weight.dtype, module.bias is not None
-        of = *shape, MANY, dtype, dtype, True, True, biased
+        of = *shape, COMPARED, dtype, dtype, True, True, biased
         found = fastest(Problem(*of), weight.device)
     return layout_for(weight.device, weight.dtype) if found is None else found.layout
 

@@ -8,7 +8,6 @@
 #include <torch/csrc/stable/tensor.h>
 
 #include <array>
-#include <cstring>
 #include <functional>
 #include <map>
 #include <mutex>
@@ -38,13 +37,12 @@ struct Launch {
   void* bias;  // where the kernel reads it
   int64_t workspace;  // bytes
   void* space;  // the workspace; null if it is allocated in each launch
-  int (*own)(const void* arguments, void* stream);  // launches our own kernel; `plan` is its sizes
+  int (*own)(const void* plan, const void* addresses, void* stream);  // launches our own kernel
   const char* refused;  // what is said if it fails, before the status
   int64_t values;  // bytes of the packed matrix before its metadata
 };
 
-struct Arguments {  // of our own kernels, as in product24_sm90.cu
-  int64_t sizes[4];
+struct Addresses {  // that our own kernels read and write, as in product24_sm90.cu
   const void *values, *metadata, *x, *bias, *scale_a, *scale_b;
   void *result, *workspace;
 };
@@ -199,11 +197,10 @@ void multiply(
   if (launch.own) {
     std::optional<Tensor> added;
     if (bias) added = readable(torch::stable::to(*bias, out_dtype));
-    Arguments given{
-        {}, a.data_ptr(), static_cast<const char*>(a.data_ptr()) + launch.values, b.data_ptr(),
+    const Addresses given{
+        a.data_ptr(), static_cast<const char*>(a.data_ptr()) + launch.values, b.data_ptr(),
         pointer(added), pointer(scale), pointer(other), out.data_ptr(), space};
-    std::memcpy(given.sizes, launch.plan, sizeof given.sizes);
-    const int status = launch.own(&given, stream);
+    const int status = launch.own(launch.plan, &given, stream);
     if (status) throw std::runtime_error(launch.refused + std::to_string(status));
     return;
   }

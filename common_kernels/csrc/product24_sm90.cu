@@ -16,7 +16,10 @@
 //
 // All matrices are row-major. A is its values [rows, columns / 2] and metadata in the layout
 // `cutlass_sm90` of common_kernels/pack for METADATA_COLUMNS = min(TILE_K, 128).
+#include <dlfcn.h>
+
 #include <cstdint>
+#include <utility>
 
 #include "cutlass/cutlass.h"
 
@@ -92,46 +95,62 @@ using Kernel = cutlass::gemm::kernel::GemmUniversal<Shape<int, int, int, int>, M
 using Gemm = cutlass::gemm::device::GemmUniversalAdapter<Kernel>;
 using SparseConfig = typename Mainloop::SparseConfig;
 
-struct Arguments {  // mirrored by `Arguments` in matmul/cuda.py
+struct Sizes {  // mirrored by `_Sizes` in matmul/cuda.py
   int32_t rows, tokens, columns;
   int32_t raster;   // order of the tiles: 0 CUTLASS' choice, 1 rows first, 2 tokens first
   int32_t swizzle;  // tiles of the other dimension that are multiplied next to each other
   int32_t multiprocessors;
-  int32_t clusters;  // most that can run at the same time
+};
+
+struct Addresses {  // mirrored by `_ADDRESSES` in matmul/cuda.py and `Addresses` in native.cpp
   void const *values, *metadata, *x, *bias, *scale_a, *scale_b;
   void *result, *workspace;
 };
 
-static typename Gemm::Arguments describe(Arguments const &a) {
-  auto shape = make_tuple(a.rows, a.tokens, a.columns, 1);
-  cutlass::KernelHardwareInfo hardware;
-  hardware.sm_count = a.multiprocessors;
-  hardware.max_active_clusters = a.clusters;
-  auto stride_x = cutlass::make_cute_packed_stride(typename Kernel::StrideB{},
-                                                   make_shape(a.tokens, a.columns, 1));
-  auto stride_d =
-      cutlass::make_cute_packed_stride(typename Kernel::StrideD{}, make_shape(a.rows, a.tokens, 1));
+// What every launch of a product has in common. It is made once, because CUTLASS takes longer for it
+// than a launch takes, and is never changed and never freed.
+struct Plan {
+  typename Kernel::Arguments given;
+  typename Kernel::Params params;  // with addresses of nothing, which a launch replaces in its copy
+  dim3 grid;
+  decltype(&cuTensorMapReplaceAddress) replace;
+};
+
+// What the epilogue reads.
+static typename Scaled::Arguments scaled(Addresses const &a) {
   typename Scale::Arguments scale;
   scale.scalar_ptrs[0] = static_cast<float const *>(a.scale_a);
   scale.scalar_ptrs[1] = static_cast<float const *>(a.scale_b);
   scale.scalars[0] = scale.scalars[1] = 1.0f;
-  typename Gemm::Arguments given{
+  return {scale, {}, {static_cast<Result const *>(a.bias), Result(0), {}}, {}};
+}
+
+static typename Kernel::Arguments describe(Sizes const &s) {
+  auto shape = make_tuple(s.rows, s.tokens, s.columns, 1);
+  cutlass::KernelHardwareInfo hardware;
+  hardware.sm_count = s.multiprocessors;
+  // Clusters that can run at the same time on the current device.
+  hardware.max_active_clusters =
+      cutlass::KernelHardwareInfo::query_device_max_active_clusters<Kernel>();
+  auto stride_x = cutlass::make_cute_packed_stride(typename Kernel::StrideB{},
+                                                   make_shape(s.tokens, s.columns, 1));
+  auto stride_d =
+      cutlass::make_cute_packed_stride(typename Kernel::StrideD{}, make_shape(s.rows, s.tokens, 1));
+  // Drivers before CUDA 12.6 describe no tensor at address 0.
+  void *nowhere = reinterpret_cast<void *>(uintptr_t(1) << 20);
+  typename Kernel::Arguments given{
       cutlass::gemm::GemmUniversalMode::kGemm,
       shape,
-      {static_cast<Element const *>(a.values), SparseConfig::fill_layoutA(shape),
-       static_cast<Element const *>(a.x), stride_x,
-       static_cast<typename Mainloop::ElementE const *>(a.metadata),
+      {static_cast<Element const *>(nowhere), SparseConfig::fill_layoutA(shape),
+       static_cast<Element const *>(nowhere), stride_x,
+       static_cast<typename Mainloop::ElementE const *>(nowhere),
        SparseConfig::fill_layoutE(shape)},
-      {{scale, {}, {static_cast<Result const *>(a.bias), Result(0), {}}, {}},
-       nullptr,
-       {},
-       static_cast<Result *>(a.result),
-       stride_d},
+      {scaled({}), nullptr, {}, static_cast<Result *>(nowhere), stride_d},
       hardware};
   using Raster = remove_cvref_t<decltype(given.scheduler.raster_order)>;
-  given.scheduler.max_swizzle_size = a.swizzle;
-  given.scheduler.raster_order = a.raster == 1   ? Raster::AlongM
-                                 : a.raster == 2 ? Raster::AlongN
+  given.scheduler.max_swizzle_size = s.swizzle;
+  given.scheduler.raster_order = s.raster == 1   ? Raster::AlongM
+                                 : s.raster == 2 ? Raster::AlongN
                                                  : Raster::Heuristic;
   return given;
 }
@@ -145,23 +164,74 @@ EXPORT int64_t metadata_place(int32_t rows, int32_t columns, int32_t row, int32_
   return static_cast<int64_t>(layout(row, column, 0)) / 4;
 }
 
-// Clusters that can run at the same time on the current device.
-EXPORT int32_t most_clusters() {
-  return cutlass::KernelHardwareInfo::query_device_max_active_clusters<Kernel>();
-}
-
-EXPORT int64_t workspace_bytes(Arguments const *a) {
-  return static_cast<int64_t>(Gemm::get_workspace_size(describe(*a)));
-}
-
-// Launches on the stream. Returns 0, 100 + CUTLASS' status if the shape is refused, or 200 + it if
-// the launch failed.
-EXPORT int32_t launch(Arguments const *a, cudaStream_t stream) {
-  auto given = describe(*a);
-  Gemm gemm;
+// Makes the plan of a product on the current device, and tells how many bytes of workspace its
+// launches need. Returns 0, 100 + CUTLASS' status if the shape is refused, or 200 + CUDA's error.
+EXPORT int32_t prepare(Sizes const *sizes, Plan const **plan, int64_t *workspace) {
+  auto given = describe(*sizes);
   auto status = Gemm::can_implement(given);
   if (status != cutlass::Status::kSuccess) return 100 + static_cast<int32_t>(status);
-  status = gemm.initialize(given, a->workspace, stream);
-  if (status == cutlass::Status::kSuccess) status = gemm.run(stream);
-  return status == cutlass::Status::kSuccess ? 0 : 200 + static_cast<int32_t>(status);
+  auto *kernel = cutlass::device_kernel<Kernel>;
+  auto error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                    Kernel::SharedStorageSize);
+  if (error == cudaSuccess)
+    error = cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
+  void *driver = dlopen("libcuda.so.1", RTLD_LAZY);
+  void *replace = driver ? dlsym(driver, "cuTensorMapReplaceAddress") : nullptr;
+  if (error == cudaSuccess && !replace) error = cudaErrorSymbolNotFound;
+  if (error != cudaSuccess) return 200 + error;
+  auto params = Kernel::to_underlying_arguments(given, nullptr);
+  *workspace = static_cast<int64_t>(Kernel::get_workspace_size(given));
+  *plan = new Plan{given, params, Kernel::get_grid_shape(params),
+                   reinterpret_cast<decltype(Plan::replace)>(replace)};
+  return 0;
+}
+
+// Puts the addresses into the descriptions of tensors.
+static CUresult place(Plan const *plan, typename Kernel::Params &params, Addresses const *a) {
+  auto &mainloop = params.mainloop;
+  std::pair<CUtensorMap *, void const *> const tensors[] = {
+      {&mainloop.tma_load_a.tma_desc_, a->values},
+      {&mainloop.tma_load_e.tma_desc_, a->metadata},
+      {&mainloop.tma_load_b.tma_desc_, a->x},
+      {&params.epilogue.tma_store_d.tma_desc_, a->result}};
+  for (auto [tensor, address] : tensors)
+    if (CUresult error = plan->replace(tensor, const_cast<void *>(address))) return error;
+  return CUDA_SUCCESS;
+}
+
+// Launches on the stream. Several threads may share a plan. Returns as `prepare` does.
+EXPORT int32_t launch(Plan const *plan, Addresses const *a, cudaStream_t stream) {
+  auto params = plan->params;
+  auto placed = place(plan, params, a);
+  if (placed == CUDA_ERROR_INVALID_CONTEXT) {  // the first call of CUDA in this thread
+    int device = 0;
+    cudaGetDevice(&device);
+    cudaSetDevice(device);
+    placed = place(plan, params, a);
+  }
+  if (placed) return 200 + placed;
+  params.epilogue.thread =
+      Scaled::to_underlying_arguments(params.problem_shape, scaled(*a), nullptr);
+#if STREAM_K
+  params.workspace = params.scheduler.reduction_workspace_ = a->workspace;
+  // Sets the counters to zero by which thread blocks wait for one another.
+  auto status = Kernel::initialize_workspace(plan->given, a->workspace, stream);
+  if (status != cutlass::Status::kSuccess) return 100 + static_cast<int32_t>(status);
+#endif
+  cudaLaunchAttribute cluster{};
+  cluster.id = cudaLaunchAttributeClusterDimension;
+  cluster.val.clusterDim = {CLUSTER_M, CLUSTER_N, 1};
+  cudaLaunchConfig_t config{};
+  config.gridDim = plan->grid;
+  config.blockDim = Kernel::get_block_shape();
+  config.dynamicSmemBytes = Kernel::SharedStorageSize;
+  config.stream = stream;
+  config.attrs = &cluster;
+  config.numAttrs = 1;
+  void *arguments[] = {&params};
+  auto *kernel = reinterpret_cast<void const *>(cutlass::device_kernel<Kernel>);
+  auto error = cudaLaunchKernelExC(&config, kernel, arguments);
+  if (error == cudaSuccess) return 0;
+  cudaGetLastError();  // else a later call of this library would report it again
+  return 200 + error;
 }

@@ -1,8 +1,9 @@
 """Our own kernels for 2:4 products on compute capability 9.0, from CUTLASS' sparse collectives.
 
 For large products cuSPARSELt is within a few per cent of them; if a side of the weight is 1,024 to
-1,280, it is up to a quarter slower (docs/speed.md). A `Config` is one compiled kernel. Measurement
-decides whether one of them, cuSPARSELt or the dense product is the fastest (table.py).
+1,280, it is up to a quarter slower (docs/speed.md). With few tokens, as in decoding, they read the
+weight nearly as fast as the memory gives it (docs/serving.md). A `Config` is one compiled kernel.
+Measurement decides whether one of them, cuSPARSELt or the dense product is the fastest (table.py).
 """
 
 import ctypes
@@ -21,11 +22,12 @@ from common_kernels.matmul.cusparselt import Problem, work_space
 SOURCE = cuda_build.SOURCES / "product24_sm90.cu"
 LAYOUTS = ("cutlass_sm90", "cutlass_sm90_k128")  # layouts of the packed matrix
 TYPES = (torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2)
+FEW = 128  # up to so many tokens, tiles have few of them
 ORDERS = ((1, 1), (1, 4), (2, 1), (2, 4))  # (raster, swizzle): orders in which tiles are processed
 
 
 class CudaProductError(RuntimeError):
-    """A kernel refused a product; the message names both and CUTLASS' status."""
+    """A kernel refused a product; the message names both and the status."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +61,11 @@ class Config:
         return "_".join(words)
 
     @property
+    def few(self) -> bool:
+        """Whether it is for at most `FEW` tokens."""
+        return self.tile[1] <= 64
+
+    @property
     def layout(self) -> str:
         """The layout of the packed matrix, which follows from the tile's number of columns."""
         return LAYOUTS[self.dtype.itemsize == 2 and self.tile[2] >= 128]
@@ -78,9 +85,14 @@ class Config:
 
 
 _BF16, _E4M3, _E5M2 = TYPES
-# The configurations that were fastest for some shape, out of 67 measured on an H200; for e5m2 and
-# for wgrad, the corresponding ones.
+# The configurations that were fastest for some shape, out of 67 (for few tokens, 10) measured on an
+# H200; for e5m2 and for wgrad, the corresponding ones.
 CONFIGS = (
+    Config(_BF16, (64, 16, 256), (1, 1), pingpong=True),
+    Config(_BF16, (64, 32, 256), (1, 1), pingpong=True),
+    Config(_BF16, (64, 64, 256), (1, 1), pingpong=True),
+    Config(_BF16, (128, 64, 128), (1, 1), stream_k=True),
+    Config(_BF16, (256, 64, 128), (1, 1), stream_k=True),
     Config(_BF16, (128, 256, 64)),
     Config(_BF16, (128, 256, 64), stream_k=True),
     Config(_BF16, (128, 192, 128), pingpong=True),
@@ -104,7 +116,9 @@ def configs(problem: Problem) -> list[Config]:
     if wgrad and problem.tokens % 8:  # rows of x and the result need 16-byte alignment
         return []
     kind = (problem.dtype, wgrad, problem.layout)
-    return [config for config in CONFIGS if (config.dtype, config.wgrad, config.layout) == kind]
+    found = [config for config in CONFIGS if (config.dtype, config.wgrad, config.layout) == kind]
+    few = [config for config in found if config.few]
+    return few if few and problem.tokens <= FEW else [c for c in found if not c.few]
 
 
 def algorithms(problem: Problem) -> list[tuple[Config, int, int]]:
@@ -115,23 +129,22 @@ def algorithms(problem: Problem) -> list[tuple[Config, int, int]]:
 @functools.cache
 def version() -> str:
     """A version string that changes with the kernels or with the order of `algorithms`."""
-    numbered = hashlib.sha256(repr((CONFIGS, ORDERS)).encode()).hexdigest()[:8]
+    numbered = hashlib.sha256(repr((CONFIGS, FEW, ORDERS)).encode()).hexdigest()[:8]
     return f"{cuda_build.folder(SOURCE).name}-{numbered}"
 
 
-class _Arguments(ctypes.Structure):
-    """The struct `Arguments` of the CUDA source."""
+class _Sizes(ctypes.Structure):
+    """The struct `Sizes` of the CUDA source."""
 
     _fields_ = (
         *((name, ctypes.c_int32) for name in ("rows", "tokens", "columns", "raster", "swizzle")),
-        *((name, ctypes.c_int32) for name in ("multiprocessors", "clusters")),
-        *((name, ctypes.c_void_p) for name in ("values", "metadata", "x", "bias")),
-        *((name, ctypes.c_void_p) for name in ("scale_a", "scale_b", "result", "workspace")),
+        ("multiprocessors", ctypes.c_int32),
     )
 
 
-# Packing all pointers into one string of bytes takes half as long as setting them one by one.
-_POINTERS = struct.Struct("8P").pack
+# The struct `Addresses` of the CUDA source: values, metadata, x, bias, scale_a, scale_b, result,
+# workspace. Packing them into one string of bytes takes half as long as setting them one by one.
+_ADDRESSES = struct.Struct("8P").pack
 
 
 def _address(tensor: Tensor | None) -> int:
@@ -140,37 +153,39 @@ def _address(tensor: Tensor | None) -> int:
 
 @functools.cache
 def _library(config: Config) -> ctypes.CDLL:
-    """The library of a kernel. All kernels of its dtype are compiled when one is first needed."""
-    built = _built(config.dtype)
+    """The library of a kernel. All kernels of its dtype for few tokens, or for many, are compiled
+    when one is first needed."""
+    built = _built(config.dtype, config.few)
     if isinstance(built, str):
         raise cuda_build.BuildError(built)
     return _load(built[config.name])
 
 
 @functools.cache  # failures too: else each product of a model would try again, for minutes
-def _built(dtype: torch.dtype) -> dict[str, Path] | str:
-    """The libraries of all kernels of a dtype by name, or the reason why they cannot be built."""
+def _built(dtype: torch.dtype, few: bool) -> dict[str, Path] | str:
+    """The libraries of such kernels of a dtype by name, or the reason why they cannot be built."""
+    wanted = [config for config in CONFIGS if (config.dtype, config.few) == (dtype, few)]
     try:
-        return cuda_build.build(SOURCE, {c.name: c.macros() for c in CONFIGS if c.dtype == dtype})
+        return cuda_build.build(SOURCE, {config.name: config.macros() for config in wanted})
     except cuda_build.BuildError as error:
         return str(error)
 
 
 def _load(library: Path) -> ctypes.CDLL:
     loaded = ctypes.CDLL(str(library))
-    loaded.workspace_bytes.restype = loaded.metadata_place.restype = ctypes.c_int64
+    loaded.metadata_place.restype = ctypes.c_int64
     loaded.metadata_place.argtypes = (ctypes.c_int32,) * 4
-    loaded.workspace_bytes.argtypes = (ctypes.POINTER(_Arguments),)
-    loaded.launch.argtypes = (ctypes.c_char_p, ctypes.c_void_p)  # bytes of `_Arguments`, stream
+    # The plan, the bytes of `_ADDRESSES`, the stream.
+    loaded.launch.argtypes = (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)
     return loaded
 
 
 class Plan:
     """A product that can be launched repeatedly, on one device and any of its streams.
 
-    C++ reads `launch`, the kernel's function; `sizes`, the bytes of its arguments before the
-    addresses; `values`, the bytes of the packed matrix before its metadata; `workspace`, its bytes;
-    and `refused`, the message of a failure before its status.
+    C++ reads `launch`, the kernel's function; `prepared`, the address of all that its launches have
+    in common, which lasts as long as the process; `values`, the bytes of the packed matrix before
+    its metadata; `workspace`, its bytes; and `refused`, the message of a failure before its status.
 
     Raises:
         CudaProductError: no kernel has this number, or CUTLASS refuses the shape.
@@ -184,17 +199,18 @@ class Plan:
         self.problem, self.device, self.algorithms = problem, device, len(choices)
         self.config, raster, swizzle = choices[algorithm]
         self._library = _library(self.config)
-        with torch.cuda.device(device):
-            clusters = self._library.most_clusters()
         processors = torch.cuda.get_device_properties(device).multi_processor_count
-        p = problem
-        arguments = _Arguments(p.rows, p.tokens, p.columns, raster, swizzle, processors, clusters)
-        self.sizes = bytes(arguments)[: _Arguments.values.offset]
-        self.launch = self._library.launch
-        self.workspace = self._library.workspace_bytes(ctypes.byref(arguments))
+        p, prepared, workspace = problem, ctypes.c_void_p(), ctypes.c_int64()
+        sizes = _Sizes(p.rows, p.tokens, p.columns, raster, swizzle, processors)
+        self.refused = f"kernel {self.config.name} refused {p}: status "
+        with torch.cuda.device(device):
+            status = self._library.prepare(*map(ctypes.byref, (sizes, prepared, workspace)))
+        if status:
+            raise CudaProductError(f"{self.refused}{status}")
+        self.launch, self.prepared = self._library.launch, prepared.value
+        self.workspace = workspace.value
         self.values = p.rows * (p.columns // 2) * p.dtype.itemsize
         self.result_shape, self.out_dtype = p.result_shape, p.out_dtype
-        self.refused = f"kernel {self.config.name} refused {p}: status "
 
     def run(
         self,
@@ -212,11 +228,11 @@ class Plan:
         """
         workspace = work_space(self.workspace, out.device)
         values, (scale, other) = buffer.data_ptr(), scales or (None, None)
-        pointers = _POINTERS(
+        addresses = _ADDRESSES(
             values, values + self.values, dense.data_ptr(), _address(bias), _address(scale),
             _address(other), out.data_ptr(), _address(workspace),
         )  # fmt: skip
         stream = torch._C._cuda_getCurrentRawStream(out.device.index)
-        status = self.launch(self.sizes + pointers, stream)
+        status = self.launch(self.prepared, addresses, stream)
         if status:
             raise CudaProductError(f"{self.refused}{status}")

@@ -74,7 +74,7 @@ def launch(plan: cusparselt.Plan | cuda.Plan) -> int:
     """The address of the `Launch` of a plan."""
     if isinstance(plan, cuda.Plan):
         found = _kept[plan] = Launch(
-            plan=ctypes.cast(ctypes.c_char_p(plan.sizes), ctypes.c_void_p),
+            plan=plan.prepared,
             workspace=plan.workspace,
             own=ctypes.cast(plan.launch, ctypes.c_void_p),
             refused=plan.refused.encode(),

@@ -37,6 +37,8 @@ SHIPPED = Path(__file__).with_name("measured.json")
 USABLE = {torch.float16: 36}
 NONE = -1
 CALLS, LONG_MS = 6, 2.0  # calls in a replay; two are enough if one takes this many milliseconds
+NEAR_FEW = 1.5  # the factor by which few tokens may differ from those that were measured
+CACHED = 2**27  # bytes: less than so much of a weight may stay in the cache
 # An algorithm is timed by replays if its launched call takes at most NEAR times as long as the
 # fastest call, or as CLEAR_MS, below which a launch may take longer than the kernel.
 NEAR, CLEAR_MS = 1.15, 0.2
@@ -116,6 +118,10 @@ def _nearest(problem: Problem, known: dict[Problem, Entry], within: float) -> En
         return max(a, b) / min(a, b)
 
     same = [p for p in known if replace(p, **{name: getattr(problem, name)}) == problem]
+    if problem.layout in cuda.LAYOUTS and name == "tokens":  # few tokens have kernels of their own
+        few = problem.tokens <= cuda.FEW
+        same = [p for p in same if (p.tokens <= cuda.FEW) == few]
+        within = min(within, NEAR_FEW) if few else within
     near = [p for p in same if factor(p) <= within]
     if not near:
         return None
@@ -136,6 +142,10 @@ class Trial:
         self.kept = nm_mask(a)
         self.a = torch.where(self.kept, a, 0.0).to(p.dtype)
         self.dense = [random(p.dense_shape).to(p.dtype) for _ in range(2)]
+        # With few tokens the time is that of reading the weight, which is in no cache when a model
+        # runs: copies of it take turns.
+        cached = p.tokens <= cuda.FEW and self.a.nbytes < CACHED and p.result_transposed
+        self.copies = CALLS if cached else 1
         self.bias = random(p.rows).to(p.out_dtype) if p.biased else None
         self.out = torch.empty(p.result_shape, dtype=p.out_dtype, device=where)
         right = self.product(self.a.float(), self.dense[0].float())
@@ -187,13 +197,15 @@ class Trial:
         our packers take no longer than sampling alone."""
         plan = plan_of(self.problem, algorithm, self.device)
         one = torch.ones((), device=self.out.device)
-        codes, buffer = self.problem.dtype.itemsize == 1, self.buffer
+        codes, buffers = self.problem.dtype.itemsize == 1, copies(self.buffer, self.copies)
         packs = self.problem.layout == VENDOR and not self.problem.result_transposed
         sample = self.a.t().contiguous() if packs else None
 
         def call(i: int) -> None:
-            packed = buffer if sample is None else cpu.by_library(sample.t().contiguous())
-            given = packed, self.dense[i], self.out, self.bias
+            packed = buffers[i % len(buffers)]
+            if sample is not None:
+                packed = cpu.by_library(sample.t().contiguous())
+            given = packed, self.dense[i % 2], self.out, self.bias
             if isinstance(plan, cuda.Plan):
                 plan.run(*given, (one, one) if codes else None)
                 return
@@ -208,12 +220,17 @@ class Trial:
         p, one = self.problem, torch.ones((), device=self.out.device)
         if p.dtype is torch.float8_e4m3fn and p.dense_transposed:
             if not p.result_transposed:  # of a sparse input
-                return replay_ms(lambda i: scaled_linear(self.a, self.dense[i], one, one))
-            return replay_ms(lambda i: scaled_linear(self.dense[i], self.a, one, one))
+                return replay_ms(lambda i: scaled_linear(self.a, self.dense[i % 2], one, one))
+            return replay_ms(lambda i: scaled_linear(self.dense[i % 2], self.a, one, one))
         a, *dense = (
             t.to(torch.bfloat16) if p.dtype.itemsize == 1 else t for t in (self.a, *self.dense)
         )
-        return replay_ms(lambda i: self.product(a, dense[i]))
+        weights = copies(a, self.copies)
+        return replay_ms(lambda i: self.product(weights[i % len(weights)], dense[i % 2]))
+
+
+def copies(tensor: torch.Tensor, count: int) -> list[torch.Tensor]:
+    return [tensor, *(tensor.clone() for _ in range(count - 1))]
 
 
 def margin(problem: Problem) -> float:
@@ -255,7 +272,7 @@ def measure(problem: Problem, device: int) -> Entry:
 
 
 def replay_ms(call: Callable[[int], Any], repeats: int = 3) -> float:
-    """Median time in ms of a call in a CUDA graph of several that alternate between two buffers."""
+    """Median time in ms of a call in a CUDA graph of several, which are given their numbers."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -266,7 +283,7 @@ def replay_ms(call: Callable[[int], Any], repeats: int = 3) -> float:
         # So that other threads (which pin memory, for example) do not disturb the capture.
         with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
             for i in range(calls):
-                call(i % 2)
+                call(i)
     graph.replay()
     return statistics.median(elapsed_ms(graph.replay) / calls for _ in range(repeats))
 

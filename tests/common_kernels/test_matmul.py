@@ -18,7 +18,6 @@ from common_kernels.matmul import (
     chosen,
     cuda,
     cuda_build,
-    cusparselt,
     fastest,
     is_faster,
     linear24,
@@ -515,30 +514,34 @@ def test_the_margin_of_a_right_product_holds_for_sums_cut_to_14_bits():
 
 
 on_hopper = pytest.mark.skipif(not HOPPER, reason="needs a GPU of compute capability 9.0")
-FORMS = {  # dtypes, whether the dense operand and the result are transposed, and a bias
-    "bf16 Y with bias": (BF16, BF16, True, True, True),
-    "bf16 dX": (BF16, BF16, True, True, False),
-    "fp16 Y": (torch.float16, torch.float16, True, True, True),
-    "bf16 dW": (BF16, BF16, False, False, False),
-    "fp8 Y": (E4M3, BF16, True, True, False),
-    "fp8 dW": (E5M2, torch.float32, True, False, False),
+PROBLEMS = {  # dtypes, whether the dense operand and the result are transposed, and a bias
+    "bf16 Y with bias": (640, BF16, BF16, True, True, True),
+    "bf16 dX": (640, BF16, BF16, True, True, False),
+    "fp16 Y": (640, torch.float16, torch.float16, True, True, True),
+    "bf16 dW": (640, BF16, BF16, False, False, False),
+    "fp8 Y": (640, E4M3, BF16, True, True, False),
+    "fp8 dW": (640, E5M2, torch.float32, True, False, False),
+    **{
+        f"bf16 Y of {n} tokens, our own": (n, BF16, BF16, True, True, True, "cutlass_sm90_k128")
+        for n in (8, 24, 128)
+    },
 }
 
 
 @on_hopper
-@pytest.mark.parametrize("form", FORMS)
-def test_every_algorithm_that_may_be_chosen(form):
+@pytest.mark.parametrize("name", PROBLEMS)
+def test_every_algorithm_that_may_be_chosen(name):
     """Twenty times each, against fp64, with the same bits."""
-    p = Problem(512, 768, 640, *FORMS[form])
+    p = Problem(512, 768, *PROBLEMS[name])
     trial = table.Trial(p, 0)
     b = trial.dense[0].double()
     want = trial.a.double() @ (b.t() if p.dense_transposed else b)
     if p.biased:
         want += trial.bias.double()[:, None]
-    number = cusparselt.Plan(p, 0, 0).algorithms
+    number = table.plan_of(p, 0, 0).algorithms
     for algorithm in range(min(number, table.USABLE.get(p.dtype, number))):
         try:
-            plan = cusparselt.Plan(p, algorithm, 0)
+            plan = table.plan_of(p, algorithm, 0)
         except CuSparseLtError:
             continue
         first = None

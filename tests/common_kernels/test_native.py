@@ -32,6 +32,7 @@ NAMES = ("handle", "plan", "a", "b", "c", "d", "workspace", "stream", "streams",
 # The product begins with the bytes of the dense operand, or of the bias.
 FAKE = r"""
 #include <stddef.h>
+#include <stdlib.h>
 #include <string.h>
 #include <unistd.h>
 #define OK(name) int cusparseLt##name(void) { return 0; }
@@ -53,17 +54,21 @@ int cusparseLtMatmul(void *handle, void *plan, float *alpha, void *a, void *b, f
   memcpy(d, b, 1024);
   if (bias) memcpy(d, bias, 128);
   return status; }
-size_t given[13];  // to our own kernel: its sizes, its addresses, and the stream
-int launch(size_t *arguments, void *on) {
-  memcpy(given, arguments, 96);
-  given[12] = (size_t)on;
-  memcpy((void *)given[10], (void *)given[6], 1024);
+size_t given[12];  // to our own kernel: its sizes, its addresses, and the stream
+int prepare(size_t *sizes, void **plan, long *workspace) {
+  if (status == 101) return status;
+  *plan = memcpy(malloc(24), sizes, 24);
+  *workspace = 128;
+  return 0; }
+int launch(size_t *plan, size_t *addresses, void *on) {
+  memcpy(given, plan, 24);
+  memcpy(given + 3, addresses, 64);
+  given[11] = (size_t)on;
+  memcpy((void *)given[9], (void *)given[5], 1024);
   for (int i = 0; i < 3; ++i)
-    if (given[7 + i]) memcpy((char *)given[10] + 256 * i, (void *)given[7 + i], i ? 4 : 128);
+    if (given[6 + i]) memcpy((char *)given[9] + 256 * i, (void *)given[6 + i], i ? 4 : 128);
   return status; }
-int most_clusters(void) { return 66; }
 long metadata_place(int a, int b, int c, int d) { return 0; }
-long workspace_bytes(int *sizes) { return sizes[2]; }
 size_t taken[12];
 int cuLaunchKernel(void *function, unsigned blocks, unsigned y, unsigned z, unsigned threads,
                    unsigned ty, unsigned tz, unsigned shared, void *on, void **given, void **more) {
@@ -260,7 +265,7 @@ def test_our_own_kernels_are_called_as_from_python(dtype, layout, form, fake):
     scales = torch.tensor([3.0, 0.7]).unbind() if dtype.itemsize == 1 else None
 
     def seen():
-        return [*(ctypes.c_size_t * 13).in_dll(fake, "given")]
+        return [*(ctypes.c_size_t * 12).in_dll(fake, "given")]
 
     now(fake)
     if "sum" in form:
@@ -271,22 +276,23 @@ def test_our_own_kernels_are_called_as_from_python(dtype, layout, form, fake):
         y = linear24(packed, x, bias, scales=scales)
     got = seen()
     (problem, stream), plan = [*fake.plans.items()][-1]
-    assert problem[-2:] == (bias is not None and not scales, layout) and got[12] == stream
-    assert got[4:6] == [packed.buffer.data_ptr(), packed.buffer.data_ptr() + plan.values]
-    assert got[10] == y.data_ptr() and got[6] % 16 == 0 and got[11]
-    assert (got[6] == x.data_ptr()) == (form != "unaligned")
+    assert problem[-2:] == (bias is not None and not scales, layout) and got[11] == stream
+    assert got[3:5] == [packed.buffer.data_ptr(), packed.buffer.data_ptr() + plan.values]
+    assert got[9] == y.data_ptr() and got[5] % 16 == 0 and got[10]
+    assert (got[5] == x.data_ptr()) == (form != "unaligned")
     want = torch.zeros(y.shape, dtype=y.dtype)
     plan.run(packed.buffer, x, want, None if bias is None else bias.to(BF16), scales)
-    sizes = [64 | 32 << 32, 128 | 1 << 32, 1 | 132 << 32, 66]  # raster and swizzle are 1
-    assert got[:4] == seen()[:4] == sizes and [*map(bool, got)] == [*map(bool, seen())]
+    sizes = [64 | 32 << 32, 128 | 1 << 32, 1 | 132 << 32]  # raster and swizzle are 1
+    assert got[:3] == seen()[:3] == sizes and [*map(bool, got)] == [*map(bool, seen())]
     assert torch.equal(*(t.view(torch.uint8).flatten()[:1024] for t in (y, want)))
-    now(fake, status=203)
-    refused = rf"^kernel \w+ refused Problem\(.*{layout}.*: status 203$"
-    with pytest.raises(RuntimeError, match=refused):
-        torch.ops.sparse24.matmul24_launched(
-            packed.buffer, layout, 64, 128, x, bias, *(scales or (None, None)), *problem[5:7],
-            problem[4],
-        )  # fmt: skip
+    for status in (101, 203):  # of the plan, of the launch
+        now(fake, status=status)
+        refused = rf"^kernel \w+ refused Problem\(.*{layout}.*: status {status}$"
+        with pytest.raises(RuntimeError, match=refused):
+            torch.ops.sparse24.matmul24_launched(
+                packed.buffer, layout, 64, 128, x, bias, *(scales or (None, None)), *problem[5:7],
+                problem[4],
+            )  # fmt: skip
 
 
 def bits(*tensors):
