@@ -71,13 +71,23 @@ def few_tokens24(
     x = x.contiguous()
     x = x.clone() if x.storage_offset() % 2 else x  # it is read as pairs
     bits, dtype = bits_of(values, rows, columns), y.dtype
-    form = settings(bits, rows, columns, tokens > 8)
+    form, parts = settings(bits, rows, columns, tokens > 8), columns // 64
+    x = x.view(torch.int32)
+    arranged = bits < 16 and tokens > 4  # on an H200 it is worth a launch then
+    if arranged:
+        words = parts * (2 if tokens > 8 else 1) * 128
+        given, x = x, torch.empty(words, dtype=torch.int64, device=x.device)
+        launch(
+            arrange_kernel, triton.cdiv(words, 512), x.device, given, x, tokens, parts,
+            SETS=2 if tokens > 8 else 1,
+        )  # fmt: skip
     launch(
         few_tokens_kernel, rows // (16 * form["TILES"]), x.device, values, meta,
-        meta if scales is None else scales, x.view(torch.int32),
-        y if bias is None else bias.contiguous(), y, tokens, rows, columns // 64,
+        meta if scales is None else scales, x,
+        y if bias is None else bias.contiguous(), y, tokens, rows, parts,
         PRODUCT=PRODUCTS[dtype], UNPACKING=UNPACKING.get((dtype, bits), ""), BITS=bits,
-        BIAS=bias is not None, TWO=tokens > 8, **form, num_warps=form["WARPS"], num_stages=1,
+        BIAS=bias is not None, TWO=tokens > 8, ARRANGED=arranged, **form,
+        num_warps=form["WARPS"], num_stages=1,
     )  # fmt: skip
     return y
 
@@ -98,9 +108,10 @@ def settings(bits: int, rows: int, columns: int, two: bool) -> dict[str, int]:
 def few_tokens_kernel(
     values, meta, scales, x, bias, y, tokens, rows, parts,
     PRODUCT: tl.constexpr, UNPACKING: tl.constexpr, BITS: tl.constexpr, BIAS: tl.constexpr,
-    TWO: tl.constexpr, TILES: tl.constexpr, DEPTH: tl.constexpr, UNROLL: tl.constexpr,
-    WARPS: tl.constexpr,
+    TWO: tl.constexpr, ARRANGED: tl.constexpr, TILES: tl.constexpr, DEPTH: tl.constexpr,
+    UNROLL: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
+    """x: pairs of entries [tokens, 32 * parts], or as `arrange_kernel` leaves them."""
     thread = tl.arange(0, 32 * WARPS)
     lane, warp = thread % 32, thread // 32
     group, quarter = lane // 4, lane % 4
@@ -109,7 +120,12 @@ def few_tokens_kernel(
     at_values = values + row * parts * (BITS // 2) + (8 * BITS * warp + lane)
     at_meta = meta + row * parts * 2 + thread
     at_scales = scales + row // 2 * runs + (warp // 2 * 8 + group)
-    at_x = x + group.to(tl.int64) * (32 * parts) + (32 * warp + quarter)
+    # The words of a part of x, and from those of eight tokens to those of the next eight.
+    part_of_x, set_of_x = (128 * (1 + TWO), 128) if ARRANGED else (32, 256 * parts)
+    if ARRANGED:
+        at_x = x + (part_of_x * warp + lane)
+    else:
+        at_x = x + group.to(tl.int64) * (32 * parts) + (32 * warp + quarter)
     zero = tl.zeros([32 * WARPS], tl.float32)
     # Of each set of tokens, the second first, and in it of each 16 rows.
     sums = ()
@@ -127,10 +143,9 @@ def few_tokens_kernel(
                         at_scales + (4 * i * WARPS + 8 * tile * runs), inside, BITS,
                     ),
                 )  # fmt: skip
-            tokens_held += (pairs(at_x + 32 * i * WARPS, inside & (group < tokens)),)
-            if TWO:
-                at_more = at_x + (256 * parts + 32 * i * WARPS)
-                tokens_held += (pairs(at_more, inside & (group + 8 < tokens)),)
+            for n in tl.static_range(1 + TWO):
+                at = at_x + (n * set_of_x + i * WARPS * part_of_x)
+                tokens_held += (pairs(at, inside, group + 8 * n < tokens, ARRANGED),)
         for i in tl.static_range(DEPTH):
             rows_held, new = (), ()
             for tile in tl.static_range(TILES):
@@ -142,7 +157,7 @@ def few_tokens_kernel(
         at_values += 8 * BITS * DEPTH * WARPS
         at_meta += 32 * DEPTH * WARPS
         at_scales += 4 * DEPTH * WARPS
-        at_x += 32 * DEPTH * WARPS
+        at_x += part_of_x * DEPTH * WARPS
     for n in tl.static_range((1 + TWO) * TILES):
         first, tile = 8 * (TWO - n // TILES), n % TILES
         store(sums[n], y, bias, first, row + 16 * tile, tokens, rows, BIAS, WARPS)
@@ -192,12 +207,31 @@ def unpacked(UNPACKING: tl.constexpr, BITS: tl.constexpr, word):
 
 
 @triton.jit
-def pairs(at_x, here):
+def pairs(at_x, inside, token, ARRANGED: tl.constexpr):
     """The eight pairs of entries of x that a lane has in two products."""
     found = ()
-    for i in tl.static_range(8):
-        found += (tl.load(at_x + 4 * i, mask=here, other=0),)
+    if ARRANGED:
+        for i in tl.static_range(4):
+            word = tl.load(at_x + 32 * i, mask=inside, other=0)
+            found += (word.to(tl.int32), (word >> 32).to(tl.int32))
+    else:
+        for i in tl.static_range(8):
+            found += (tl.load(at_x + 4 * i, mask=inside & token, other=0),)
     return found
+
+
+@triton.jit(do_not_specialize=["tokens", "parts"])
+def arrange_kernel(x, y, tokens, parts, SETS: tl.constexpr):
+    """y: the pairs of x in the order of the lanes, so that a warp reads whole lines: by part, set
+    of eight tokens, two of a lane's eight pairs, and lane; zeros for tokens that there are not."""
+    at = tl.program_id(0) * 512 + tl.arange(0, 512)
+    lane, two, block = at % 32, at // 32 % 4, at // 128
+    token, part = block % SETS * 8 + lane // 4, block // SETS
+    inside = (part < parts) & (token < tokens)
+    first = token.to(tl.int64) * (32 * parts) + (32 * part + 8 * two + lane % 4)
+    low = tl.load(x + first, mask=inside, other=0).to(tl.int64) & 0xFFFFFFFF
+    high = tl.load(x + first + 4, mask=inside, other=0).to(tl.int64)
+    tl.store(y + at, high << 32 | low, mask=part < parts)
 
 
 @triton.jit

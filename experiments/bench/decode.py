@@ -2,8 +2,7 @@
 
 The weights of one shape take turns, so that none is read from a cache. The limit is the time of the
 dense product times the share of its bytes that the packed 2:4 matrix has: 9/16, with values of 8 or
-4 bits (rows `int8`, `int4`) 0.32 or 0.20. More tokens than `few_tokens24` takes are multiplied, on
-a GPU, by the product for many tokens.
+4 bits (rows `int8`, `int4`) 0.32 or 0.20. Rows `packed` are of `linear24`, not `few_tokens24`.
 """
 
 from __future__ import annotations
@@ -30,39 +29,36 @@ SHAPES = (
     (28672, 8192), (8192, 28672),  # 70B
 )  # fmt: skip
 KINDS = {"": 16, ", int8": 8, ", int4": 4}  # bits of a value
+PACKED = ", packed"  # by `linear24`, with the fastest kernel
 CACHE = 240e6  # bytes of weights in turn, several times those of any GPU's cache
 
 
 @torch.no_grad()
 def bench(options: argparse.Namespace, report: Report) -> None:
-    on_gpu = options.device.type == "cuda"
-    counts = 1, 4, 8, MOST, *((32, 64) if on_gpu else ())
-    names = report.chosen(
-        f"{tokens} tokens{kind}"
-        for kind in KINDS
-        for tokens in counts
-        if not kind or tokens <= MOST
-    )
-    for shape in QUICK_SHAPES if options.quick or not on_gpu else SHAPES:
-        for name in names:
+    names = [f"{tokens} tokens{kind}" for kind in KINDS for tokens in (1, 4, 8, MOST)]
+    names += [f"{tokens} tokens{PACKED}" for tokens in (8, 16, 32, 64, 128)]
+    chosen = report.chosen(names)
+    for shape in QUICK_SHAPES if options.quick or options.device.type == "cpu" else SHAPES:
+        for name in chosen:
             measure(name, shape, options, report)
 
 
 def measure(name: str, shape: tuple[int, int], options: argparse.Namespace, report: Report) -> None:
     """Add the row of one shape. Raises a `UserError` if the product is wrong."""
     (rows, columns), on, dtype = shape, options.device, torch.bfloat16
-    bits = KINDS[name[name.index(" tokens") + 7 :]]
+    many = name.endswith(PACKED)
+    bits = 16 if many else KINDS[name[name.index(" tokens") + 7 :]]
     count = 2 if on.type == "cpu" else max(2, -int(-CACHE * 16 // (2 * rows * columns * bits)))
     weights = torch.randn(count, rows, columns, device=on, dtype=dtype)
     x = torch.randn(int(name.split()[0]), columns, device=on, dtype=dtype)
     used, product = "triton" if on.type == "cuda" else "cpu", few_tokens24
     packed: list[Any] = []
-    if len(x) > MOST:
+    if many:
         found = fastest(Problem(rows, columns, len(x), dtype, dtype, True, True), on)
         used, product = found.layout if found else library_layout(on), linear24  # type: ignore
     for w in weights:
         w *= nm_mask(w)
-        if len(x) > MOST:
+        if many:
             packed.append(Packed24.empty(w.shape, dtype, on, used))
             pack24_(packed[-1], w, "magnitude")
             continue

@@ -165,7 +165,7 @@ def test_the_kernel_multiplies_as_the_instruction_is_defined(monkeypatch):
         (torch.bfloat16, 32, 576, 3, 16), (torch.float16, 16, 64, 11, 16),
         (torch.bfloat16, 64, 64, 16, 16), (torch.bfloat16, 32, 576, 3, 4),
         (torch.float16, 16, 192, 11, 8), (torch.bfloat16, 64, 192, 16, 8),
-        (torch.float16, 64, 128, 16, 4),
+        (torch.float16, 64, 128, 16, 4), (torch.bfloat16, 16, 576, 6, 4),
     ):  # fmt: skip
         monkeypatch.setattr(triton, "warp_product", executed(dtype))
         monkeypatch.setattr(triton, "unpacked", unpacked)
@@ -193,8 +193,10 @@ for architecture, two, bits in (
     dtype = torch.bfloat16
     constants = dict(PRODUCT=decode.PRODUCTS[dtype], BITS=bits,
                      UNPACKING=decode.UNPACKING.get((dtype, bits), ""), BIAS=True, TWO=bool(two),
-                     TILES=1 + two, DEPTH=1 + (bits < 16), UNROLL=2 - two, WARPS=4)
+                     ARRANGED=bits < 16, TILES=1 + two, DEPTH=1 + (bits < 16), UNROLL=2 - two,
+                     WARPS=4)
     signature = types | dict.fromkeys(constants, "constexpr")
+    signature["x"] = "*i64" if bits < 16 else "*i32"
     source = ASTSource(decode.few_tokens_kernel, signature, constants, aligned)
     target = GPUTarget("cuda", architecture, 32)
     found = triton.compile(source, target=target, options=dict(num_warps=4, num_stages=1)).asm

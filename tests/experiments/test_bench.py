@@ -40,17 +40,14 @@ def test_every_operator_has_a_row(tmp_path, monkeypatch, capsys):
     assert row["limit_ms"] == pytest.approx(row["peers"]["clone"] * 5 / 8)
     assert "| nm_mask | float32 | 48 x 32 | cpu |" in out.with_suffix(".md").read_text()
     monkeypatch.setattr(decode, "fastest", lambda *_: None)
-    for most, used in ((decode.MOST, "cpu"), (2, "cusparselt_sm90")):  # four tokens are few, many
-        monkeypatch.setattr(decode, "MOST", most)
-        assert bench("decode", out, "--only", "4 *") == 0
-        rows = json.loads(out.read_text())["benchmarks"]["decode"]["rows"]
-        of = {row["name"]: row for row in rows if row["backend"] == used}
-        bits = {"": 9, ", int8": 5.125, ", int4": 3.125} if used == "cpu" else {"": 9}
-        assert of.keys() == {f"4 tokens{kind}" for kind in bits}
-        for kind, share in bits.items():
-            row = of[f"4 tokens{kind}"]
-            assert row["shape"] == "128 -> 64"
-            assert row["limit_ms"] == pytest.approx(row["peers"]["dense"] * share / 16)
+    assert bench("decode", out, "--only", "8 *") == 0
+    rows = json.loads(out.read_text())["benchmarks"]["decode"]["rows"]
+    bits = {"": 9, ", int8": 5.125, ", int4": 3.125, ", packed": 9}
+    for row, (kind, share) in zip(rows, bits.items(), strict=True):
+        used = "cusparselt_sm90" if "packed" in kind else "cpu"
+        assert row["name"] == f"8 tokens{kind}" and row["backend"] == used
+        assert row["shape"] == "128 -> 64"
+        assert row["limit_ms"] == pytest.approx(row["peers"]["dense"] * share / 16)
 
 
 def test_an_operator_that_differs_from_plain_pytorch_gets_no_time(monkeypatch):
