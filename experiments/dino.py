@@ -2,8 +2,7 @@
 
 Trains by self-distillation (DINO, models/dino.py) on the images of `data`. Training and files are
 those of `experiments.pretrain`. The resulting model is the teacher's ViT. Its frozen features are
-then evaluated (experiments/evaluation/probes.py); `knn_top1` and `linear_top1` are among the
-metrics of `result.json`.
+then evaluated (experiments/evaluation/probes.py): `knn_top1` and `linear_top1` of `result.json`.
 """
 
 from __future__ import annotations

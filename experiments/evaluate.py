@@ -171,8 +171,7 @@ def _model(config: EvaluateConfig) -> tuple[nn.Module, dict[str, tuple[int, int]
 
 
 def _check(config: EvaluateConfig, model: Any) -> None:
-    """Raise a `UserError` unless the model can be measured so, on images with the classes of
-    training in the same order."""
+    """Raise a `UserError` unless the model can be measured so, on images with its own classes."""
     if (config.ppl is not None or config.tasks) and not isinstance(model, GPT | CausalLM):
         raise UserError(
             f"ppl and tasks need a causal language model, this one is a {type(model).__name__}"

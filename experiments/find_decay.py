@@ -2,16 +2,14 @@
 
 Follows FST (arXiv 2404.01847, section 4). If the decay factor is too small, the masks keep
 oscillating; if it is too large, they freeze. Flip rates show this long before the loss does. The
-warm-up of the configured training is run once densely and once per candidate, from the same weights
-on the same batches. Then
+warm-up of the training is run densely and once per candidate, from equal weights on equal batches.
 
     mu = flip rate with the candidate / flip rate of the dense run
 
 where both are means over the last quarter of the warm-up. A candidate counts as feasible if
 0.60 <= mu <= 0.95. In these runs masks are chosen in every step, whatever the method's own period,
 because mu compares flips per step. The masks of the dense run are not applied; they are of the
-method's own kind, because transposable masks flip more often than row-wise ones under the same
-updates.
+method's own kind, because transposable masks flip more often under the same updates.
 
 The runs and their files are those of `experiments.pretrain`: finished ones are not repeated,
 interrupted ones continue. The comparison, `result.json`, is written to
@@ -47,8 +45,7 @@ FEASIBLE = (0.60, 0.95)
 
 @dataclass(frozen=True)
 class DecaySearch:
-    """A search for decay factors. config: the training to find a factor for. candidates: the
-    factors to try, in ascending order."""
+    """A search for decay factors for the training `config` among `candidates`, which ascend."""
 
     config: RunConfig
     candidates: tuple[float, ...]
@@ -113,8 +110,7 @@ def finished(search: DecaySearch) -> dict[str, Any] | None:
 
 
 def run(search: DecaySearch, report: Callable[[str], None] = say) -> dict[str, Any]:
-    """Train what is missing, write and report the comparison (see `compared`); return the content
-    of `result.json`."""
+    """Train what is missing, report the comparison (`compared`); return that of `result.json`."""
     impl = search.config.impl
     with world(impl.device, impl.offload) as here:  # one process group for all the runs
         report = report if here.is_main else silent

@@ -1,8 +1,7 @@
 """Predict what a training needs: `python -m experiments.plan experiment=...`.
 
 Prints the memory of each of `plan.gpus` GPUs by purpose. Takes the settings of
-`experiments.pretrain` and, through their experiment files, those of `distill` and `dino`. Needs no
-GPU, data or weights.
+`experiments.pretrain` and, through experiment files, of `distill` and `dino`; needs no GPU or data.
 """
 
 from __future__ import annotations

@@ -109,8 +109,7 @@ def run(config: TranslateConfig, report: Callable[[str], None] = say) -> Finishe
 def translations(
     model: Transformer, corpus: Corpus, split: str, how: Search
 ) -> tuple[list[str], list[str]]:
-    """The translations and the references of a split's pairs, in order. Sources that are too long
-    for the model are cut."""
+    """The translations and references of a split's pairs, in order; too long sources are cut."""
     text = Sentences(corpus.tokens[split], corpus.encoding.eot_token)
     device, longest = model.embedding.weight.device, model.config.block_size
     order = text.lengths[:, 0].argsort(kind="stable")

@@ -66,8 +66,7 @@ def sampled(layer: nn.Linear, dy: Tensor) -> Tensor | None:
 
 def tolerance(own: Setup, dtype: torch.dtype, summed: int) -> float:
     """A bound on the relative error (in norm) of a product: three roundings to `dtype` (operand,
-    sample, result) and fp32 sums of `summed` terms, of which FP8 units take 32 at a time and keep
-    14 bits of the sum."""
+    sample, result) and fp32 sums of `summed` terms; FP8 units sum 32 at a time to 14 bits."""
     unit = torch.finfo(dtype).eps / 2 * 3 + math.sqrt(summed) * torch.finfo(torch.float32).eps / 2
     return unit + (summed / 32 * 2**-14 if own.fp8 and not own.simulated else 0.0)
 
@@ -127,8 +126,7 @@ def check_same(
 
 
 def deviation(name: str, got: list[Tensor | None], want: list[Tensor | None]) -> float:
-    """The norm of the difference of two gradients over the norm of `want`. Raises a `UserError` if
-    a parameter has only one of them."""
+    """The norm of the difference of two gradients over that of `want`; both have all parameters."""
     difference, size = torch.zeros(2, dtype=torch.float64)
     for g, w in zip(got, want, strict=True):
         if (g is None) != (w is None):

@@ -28,8 +28,7 @@ ATTENTION = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
 def encoder(name: str, **changed: Any) -> nn.Module:
-    """timm's model `name` with the arguments `changed` up to its neck: images [B, 3, S, S] to
-    features [B, 256, S/16, S/16]."""
+    """timm's model `name` up to its neck: images [B, 3, S, S] to features [B, 256, S/16, S/16]."""
     import timm
 
     model: Any = timm.create_model(name, num_classes=0, global_pool="", **changed)
@@ -42,8 +41,7 @@ class Attention(nn.Module):
     """timm's attention with relative positions, in a form for which a GPU has fused kernels.
 
     timm passes batch and heads to torch as one dim, for which torch falls back to fp32 products,
-    and creates indices on the CPU in every call, which CUDA graphs cannot capture. SAM's original
-    code does neither.
+    and creates indices on the CPU in every call, which CUDA graphs cannot capture.
     """
 
     index: Tensor

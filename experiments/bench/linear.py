@@ -1,5 +1,4 @@
-"""Measure one linear, forward and backward, under each method: `python -m experiments.bench
-linear`.
+"""Measure one linear under each method: `python -m experiments.bench linear`.
 
 A row is a step with one micro-batch: the method's hooks (masks, packing, decay) and the three
 products. It also has the times of its parts and of a dense linear, and the memory that the linear

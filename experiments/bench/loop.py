@@ -132,8 +132,7 @@ def bench(options: argparse.Namespace, report: Report) -> None:
 
 
 class Loop(Step):
-    """A model in the loop of docs/own_loop.md, with the setup of a row. Raises a `UserError` if the
-    products of its layers are wrong."""
+    """A model in the loop of docs/own_loop.md, with a row's setup and checked products."""
 
     def __init__(
         self, shape: str, job: Workload, compiled: bool, matmul: str, device: torch.device, row: str
@@ -217,8 +216,7 @@ def in_the_trainer(
 
 
 def host(name: str, width: int, matmul: str, options: argparse.Namespace) -> Row:
-    """The host's time of a layer's passes, with that of `nn.Linear` as the peer, and of a product
-    with that of `F.linear`."""
+    """The host's time of a layer's passes and `nn.Linear`'s, and of a product and `F.linear`'s."""
     on, dtype = options.device, variants.dtype_of(options.device)
     plain = nn.Linear(width, width, bias=False, device=on)
     model = nn.Sequential(nn.Linear(width, width, bias=False, device=on))

@@ -1,5 +1,4 @@
-"""The operators that `ops` measures, each with the bytes that it must move and other ways to do the
-same work."""
+"""The operators that `ops` measures, the bytes they must move, and other ways to do the same."""
 
 from __future__ import annotations
 
@@ -201,8 +200,7 @@ def optimizer_state(w: Tensor, both: bool) -> Weight24:
 
 
 def one_pass(rule: Rule, given: Weight24, backend: str | None = None) -> tuple[Tensor, Tensor]:
-    """The weight and its first moment after the step in one pass; tests/common_kernels compares the
-    mask and the operands that it also leaves."""
+    """The weight and its first moment after the step in one pass."""
     adamw24_([given], RATES, rule, backend=backend)
     return given.weight, given.exp_avg
 

@@ -62,8 +62,7 @@ def kind(name: str) -> str:
 
 
 def profiled(step: Step, steps: int = STEPS) -> Kernels:
-    """The kernels, or on a CPU the operators, of an ordinary step with their times, the longest
-    first."""
+    """The kernels, or on a CPU the operators, of an ordinary step with times, the longest first."""
     on_gpu = step.device.type == "cuda"
     activity = ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU
     step.ordinary()

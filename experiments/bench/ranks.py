@@ -137,8 +137,7 @@ class Shared(Step):
 
 
 def measure(place: Place, name: str, options: argparse.Namespace, here: World) -> tuple[Row, Time]:
-    """The row of a method, and its time. Raises a `UserError` if products are wrong, or weights of
-    ranks differ."""
+    """The row of a method, and its time. Raises a `UserError` if products or weights are wrong."""
     row = f"{name}, {place.kind}"
     matmul, on_gpu = variants.default_matmul(options), here.device.type == "cuda"
     gate(name, place.job, here.device, matmul)

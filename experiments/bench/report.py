@@ -5,8 +5,7 @@ A record is one JSON file for one device:
     {"device": NAME, "benchmarks": {BENCHMARK: {"rows": [...], "left_out": [...]}}}
 
 A row says what ran, where, and with which versions, so a record may hold rows of several runs. A
-new row replaces an older one with the same name, dtype, shape and backend; which of its products
-the backend runs does not matter.
+new row replaces an older one with the same name, dtype, shape and backend, whatever its products.
 """
 
 from __future__ import annotations
@@ -96,8 +95,7 @@ class Report:
         whole: bool = False,
         silent: bool = False,
     ) -> None:
-        """whole: all rows are measured, so that rows of an earlier run are removed. silent: write
-        and print nothing, as on ranks other than 0."""
+        """whole: rows of an earlier run are removed. silent: as on ranks other than 0."""
         self.benchmark, self.out, self.only = benchmark, out, only
         self.whole, self.silent = whole, silent
         self.environment = provenance(device, revision)

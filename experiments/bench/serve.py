@@ -205,8 +205,7 @@ def prefill(model: Any, count: int) -> Callable[[int], Any]:
 
 
 def generation(model: Any, count: int) -> Callable[[int], Any]:
-    """A call that reads the next token of `count` sequences at a fixed place, as a graph needs
-    it."""
+    """A call that reads the next token of `count` sequences at a fixed place, as graphs need it."""
     ids = tokens(model, count, CONTEXT + 1)
     decoder = Decoder(model, count, CONTEXT + 1)
     decoder.read(ids[:, :-1])

@@ -200,8 +200,7 @@ def ready(name: str, job: Workload, device: torch.device, matmul: str, fused: bo
 
 
 def check_compiled(step: Step) -> None:
-    """Raise a `UserError` unless each block has the same gradients compiled and uncompiled, for the
-    arguments that it gets in a step.
+    """Raise a `UserError` unless each block has equal gradients compiled and uncompiled in a step.
 
     Blocks and matrices are checked separately, because an error in the last bit grows through a
     model: it changes FP8 codes, and these what MVUE keeps. With FP8 in all linears of GPT-2
@@ -230,8 +229,7 @@ def check_compiled(step: Step) -> None:
 def held(step: Step) -> dict[str, float]:
     """Memory as figures of a row: the parts of `bytes_held`, `trained` (weights, gradients and
     optimizer state), `held` (also masks, packed and dense operands), and on a GPU the peak of
-    torch's allocations over steps of each kind, above what was allocated before this step was
-    built."""
+    torch's allocations over steps of each kind, above what was allocated before it was built."""
     parts = variants.bytes_held(step.converted, step.optimizer)
     trained = 2 * parts["weights"] + parts["optimizer"]
     parts["held"] = trained + sum(parts[kind] for kind in ("masks", "packed", "operands"))

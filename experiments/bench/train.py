@@ -113,8 +113,7 @@ def captured(shape: str, steps: dict[str, Step], report: Report) -> dict[str, Ca
 
 
 def figures(name: str, times: dict[str, Time], period: int) -> dict[str, float]:
-    """The times besides that of an ordinary launched step, and ratios to those of dense; every
-    `period` steps one chooses masks."""
+    """The times besides that of an ordinary launched step, and ratios to those of dense."""
     found: dict[str, float] = {}
     launched = times[name].ms
     if search := times.get(f"{name}, masks chosen"):

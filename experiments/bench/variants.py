@@ -143,8 +143,7 @@ def convert(
     """Convert the matching linears of `model`, in place. tokens: in a micro-batch. matmul: as for
     `methods.Method.accelerate`. options: further ones of the method."""
     own = variant(name)
-    # All convert the same linears. Flip rates are not measured: that waits for the GPU, and a
-    # training does it rarely.
+    # All convert the same linears. Flip rates are not measured: that waits for the GPU.
     fixed = {"include": include, "exclude": (), "measure_every": 0}
     method = methods.build(own.method, **{**fixed, **own.options, **options})
     method.convert(model, dtype)
@@ -231,8 +230,7 @@ class Bench:
         return y.detach()
 
     def whole(self, i: int, step: int = 0) -> None:
-        """Run a step of one micro-batch without the optimizer, if possible without a choice of
-        masks."""
+        """Run a step of one micro-batch without the optimizer, if possible choosing no masks."""
         self.converted.before(step)
         self.forward_backward(i)
         self.converted.after(step)
@@ -257,8 +255,7 @@ class Bench:
 
 
 def compiling() -> Any:
-    """A context in which exceeding dynamo's limit of recompilations raises an error, instead of
-    silently running uncompiled code."""
+    """A context in which dynamo raises an error instead of silently running uncompiled code."""
     import torch._dynamo
 
     return torch._dynamo.config.patch(recompile_limit=64, fail_on_recompile_limit_hit=True)

@@ -1,5 +1,4 @@
-"""Composes hydra's overrides into plain values and dataclasses, and says in one line what is wrong
-with them."""
+"""Composes hydra's overrides into plain values and dataclasses, with one-line errors."""
 
 from __future__ import annotations
 
@@ -31,8 +30,7 @@ def composed(config_name: str, typed: Callable[[Any], T], overrides: Sequence[st
 
 def compose(config_name: str, overrides: Sequence[str]) -> Any:
     """The `DictConfig` that hydra composes. Merging the files takes hydra 0.1 s, and a report needs
-    hundreds of configs, so it is done once for each choice of files, and values are set in a
-    copy."""
+    hundreds of configs, so it is done once for each choice of files; values are set in a copy."""
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 

@@ -104,8 +104,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def parse(arguments: Sequence[str], texts: Sequence[str] = ()) -> argparse.Namespace:
-    """The command line: flags, `overrides`, and each of the plain `texts` by name, as they are
-    typed after `NAME=`, `--NAME=` or `--NAME `."""
+    """The command line: flags, `overrides`, and each of `texts` by name (`NAME=`, `--NAME `)."""
     parser = _Parser(add_help=False, allow_abbrev=False)
     for names in (("--help", "-h"), ("--multirun", "-m"), ("--resolve",)):
         parser.add_argument(*names, action="store_true")

@@ -42,8 +42,7 @@ _CHECKPOINT_FILES = ("*.json", "*.safetensors", "*.txt", "tokenizer.model")
 @dataclass(frozen=True)
 class HFConfig:
     """A transformers checkpoint. path: a local folder, or an id on the hub, which
-    owner/name@revision pins. block_size: tokens per training sequence; null = as many as the model
-    takes."""
+    owner/name@revision pins. block_size: tokens per training sequence; null = the model's most."""
 
     path: str
     block_size: int | None = None
@@ -157,8 +156,7 @@ def _checkpoint(directory: Path) -> HFConfig | None:
 
 
 def source_hash(directory: Path) -> str:
-    """The hash that identifies `init=directory`: of a finished run's config, or of a transformers
-    checkpoint's weights."""
+    """The hash that identifies `init=directory`: of a run's config or a checkpoint's weights."""
     hf = _checkpoint(directory)
     return read_training(directory)["config_hash"] if hf is None else hf.fingerprint
 
@@ -200,8 +198,7 @@ def check_run_files(directory: Path, result: dict[str, Any], *names: str) -> Non
 
 def load_weights(model: nn.Module, directory: Path, file: str = WEIGHTS) -> None:
     """Load the weights of the finished run (from `file`) or transformers checkpoint in `directory`
-    into the plain `model`, in place. A model on `meta` only gets the parameters that loading would
-    add."""
+    into the plain `model`, in place. A model on `meta` only gets the parameters this would add."""
     hf = _checkpoint(directory)
     if hf is not None and next(model.parameters()).is_meta:
         return

@@ -54,8 +54,7 @@ from models.vit import ViT, ViTConfig
 C = TypeVar("C")
 ModelConfig = GPTConfig | BertConfig | TransformerConfig | ViTConfig | HFConfig
 
-# For the first part of a model's `name`: the config classes of model and data, and the data that
-# fit.
+# The config classes of model and data by the first part of a model's `name`, and what fits.
 FAMILIES: dict[str, tuple[type, type, str]] = {
     "gpt2": (GPTConfig, DataConfig, "causal text: data=stdlib or openwebtext"),
     "bert": (BertConfig, MLMConfig, "masked text: data=stdlib_mlm, c4_mlm or wikipedia_mlm"),
@@ -114,8 +113,7 @@ class RunConfig(Identified):
         check_bounds(self, "", seed=SEEDS)
 
     def identity(self) -> dict[str, Any]:
-        """Everything that the result depends on and that is not a default, as plain values. By
-        default the method's seed is the run's."""
+        """All that the result depends on and that is no default, as plain values."""
         model, method = identity_of(self.model), identity_of(self.method_options)
         if isinstance(self.model, HFConfig):
             del model["path"]
@@ -206,8 +204,7 @@ class RunConfig(Identified):
         return methods.module(self.method).Method(self.method_options)
 
     def open_source(self, model: nn.Module, device: torch.device | None = None) -> Source:
-        """The data set as batches of the shape that `model` takes. device: where the model will
-        run; by default where it is now."""
+        """The data set as batches for `model`. device: where that will run, by default its own."""
         if isinstance(self.data, ImageConfig):
             assert isinstance(self.model, ViTConfig)
             batch, workers = self.train.batch_size, self.impl.workers

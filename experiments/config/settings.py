@@ -210,8 +210,7 @@ def learning_rate(config: TrainConfig, step: int) -> float:
 
 
 def weight_decay(config: TrainConfig, step: int) -> float:
-    """The weight decay in one step: constant, or a cosine to its last value (DINO, arXiv
-    2104.14294)."""
+    """The weight decay in one step: constant, or a cosine to its last value (arXiv 2104.14294)."""
     if config.weight_decay_end is None:
         return config.weight_decay
     share = 0.5 * (1.0 + math.cos(math.pi * min(1.0, step / config.steps)))
@@ -220,8 +219,7 @@ def weight_decay(config: TrainConfig, step: int) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class ImplConfig:
-    """Settings of a training that change only how fast and where it runs. conf/impl/default.yaml
-    explains each.
+    """Settings of a training that change only its speed and place; conf/impl/default.yaml has more.
 
     micro_batch: null = the whole batch of a step, or with FP8 `train.fp8_samples`.
     optimizer: `fused` is `methods.FusedAdamW`, for methods that support it.

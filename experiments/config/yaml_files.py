@@ -113,8 +113,7 @@ def tag(groups: dict[str, dict[str, Any]], more: str) -> str:
 
 
 def _differing(values: dict[str, Any], known: dict[str, Any]) -> list[str]:
-    """A word for each key of `known` that has another value here; interpolated defaults are
-    skipped."""
+    """A word for each key of `known` with another value here, interpolated defaults excepted."""
     words = []
     for key, default in known.items():
         value = values.get(key, default)

@@ -65,8 +65,7 @@ class Corpus:
 def load_tokens(config: DataConfig, seed: int) -> Corpus:
     """The corpus of `config`, memory-mapped. Its files are first checked against its manifest.
 
-    The embedded corpus is prepared if it is missing, which takes some seconds; if several processes
-    do so at once, the first to finish wins.
+    The embedded corpus is prepared if it is missing; of several processes the first one wins.
     """
     if config.source in (EMBEDDED, NUMBERS) and not config.directory.exists():
         prepare(config)
@@ -81,8 +80,7 @@ def load_tokens(config: DataConfig, seed: int) -> Corpus:
 
 
 def check_fits(corpus: Corpus, vocab_size: int, block_size: int = 0) -> None:
-    """Raise a `UserError` unless a model of this vocabulary, with windows of `block_size` tokens,
-    can train on the corpus."""
+    """Raise a `UserError` unless a model of this vocabulary and window can train on the corpus."""
     if corpus.vocab_size > vocab_size:
         kind = corpus.manifest["tokenizer"]["kind"]
         raise UserError(

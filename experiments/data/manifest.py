@@ -108,15 +108,13 @@ class DataConfig:
             )
 
     def identity(self) -> dict[str, Any]:
-        """The settings that a run's hash covers: those that determine the tokens, but not the paths
-        of the text and the corpus."""
+        """The settings that a run's hash covers: what determines the tokens, but no paths."""
         own = {k: v for k, v in identity_of(self).items() if k not in ("root", "source")}
         return own | {"tokenizer": self.tokenizer_kind, "corpus": self.directory.name}
 
     def check_result(self, result: dict[str, Any], directory: Path) -> bool:
         """True if the finished run in `directory` was made on these tokens. If they are not
-        prepared here, only their source is compared.
-        """
+        prepared here, only their source is compared."""
         if (self.directory / "manifest.json").exists():
             return fingerprint(read_manifest(self)) == result["corpus_hash"]
         self.check_source(result["corpus"]["source"], directory)
@@ -130,8 +128,7 @@ class DataConfig:
         return dataclasses.replace(self, name=self.other, source=self.other, other=None)
 
     def source_record(self) -> dict[str, Any]:
-        """The manifest's entry for the source; for local files with their number, size and
-        `fingerprint`."""
+        """The manifest's entry for the source; local files have number, size and `fingerprint`."""
         named = {"path": self.source, "text_column": self.text_column}
         if self.source in (EMBEDDED, NUMBERS, *WHEELS) or self.source.startswith(HUB):
             return named
@@ -142,8 +139,7 @@ class DataConfig:
         return {**named, **total, "sha256": checkpoint.fingerprint(root, sizes)}
 
     def check_source(self, made_from: dict[str, Any], made: Path) -> None:
-        """Raise a `UserError` unless the corpus `made` was made from this source; `made_from` is
-        its manifest's entry.
+        """Raise a `UserError` unless the corpus `made` is of this source, by the manifest's entry.
 
         Local files are compared by content, as they may have moved. If they are gone, which a
         prepared corpus allows, their recorded path is compared, as is a pattern of the hub."""
@@ -186,8 +182,7 @@ class DataConfig:
 
     @property
     def directory(self) -> Path:
-        """The folder of the prepared corpus, whose name contains everything that changes the
-        tokens."""
+        """The folder of the prepared corpus; its name contains all that changes the tokens."""
         version = ""
         if self.source == EMBEDDED:
             version = f"-py{platform.python_version()}"

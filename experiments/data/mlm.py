@@ -60,8 +60,7 @@ def mask_tokens(
     """Choose `count` tokens of each row and hide them: (input, target), both [B, T] int64.
 
     A row's chosen tokens are those with the `count` smallest upper halves of their words. The lower
-    half of a word decides what the token becomes. A row with fewer than `count` ordinary tokens has
-    fewer targets.
+    half of a word decides what the token becomes. Rows of fewer ordinary tokens have fewer targets.
 
     Args:
         tokens: [B, T] int64. words: [B, T] uint64, random.
@@ -149,8 +148,7 @@ class MaskedText:
         return sums, len(target)
 
     def describe(self) -> dict[str, Any]:
-        """The corpus's entry in `result.json`, with `unigram_entropy`, the loss of a model that
-        ignores the context."""
+        """The corpus's entry in `result.json`, with the loss of a model that sees no context."""
         return {**self.corpus.manifest, "unigram_entropy": unigram_entropy(self)}
 
     def _batch(self, split: str, windows: np.ndarray, words: np.ndarray) -> Batch:

@@ -1,5 +1,4 @@
-"""Pairs of sentences for translation, in batches for the trainer. Shapes: B pairs, S source tokens,
-T target tokens.
+"""Pairs of sentences in batches. Shapes: B pairs, S source tokens, T target tokens.
 
 A sample is a bundle of pairs of similar length, as many as fit into `data.batch_tokens` with their
 padding. Each epoch has every pair once: pairs of equal length are shuffled, and then the bundles.
@@ -28,8 +27,7 @@ _EIGHT = 8  # larger bundles have a multiple of this many pairs, which suits mat
 
 
 class Sentences:
-    """The sentences of one split: alternating source and target, each with its end-of-text
-    token."""
+    """The sentences of a split: alternating source and target, each with its end-of-text token."""
 
     def __init__(self, tokens: np.ndarray, end: int) -> None:
         self.tokens, self.end = tokens[:], end
@@ -40,8 +38,7 @@ class Sentences:
         return len(self.lengths)
 
     def rows(self, pairs: Sequence[int] | np.ndarray, side: int) -> list[np.ndarray]:
-        """The tokens, with end-of-text, of the sources (side 0) or the targets (1) of
-        some pairs."""
+        """The tokens, with end-of-text, of the sources (side 0) or targets (1) of some pairs."""
         last = self.ends[2 * np.asarray(pairs) + side]
         lengths = self.lengths[np.asarray(pairs), side]
         return [self.tokens[e - n : e] for e, n in zip(last, lengths, strict=True)]
@@ -57,8 +54,7 @@ def padded(rows: list[np.ndarray], fill: int) -> np.ndarray:
 
 def cut(longest: np.ndarray, tokens: int) -> np.ndarray:
     """Boundaries of bundles of pairs, as int64 indices. The pairs are sorted by `longest`, the
-    length of the longer sentence; a bundle padded to its longest sentence has at most `tokens` on
-    either side."""
+    length of the longer sentence; a padded bundle has at most `tokens` on either side."""
     starts = [0]
     while (first := starts[-1]) < len(longest):
         some = longest[first : first + tokens // int(longest[first])]
@@ -69,8 +65,7 @@ def cut(longest: np.ndarray, tokens: int) -> np.ndarray:
 
 
 class TranslationPairs:
-    """Batches of sentence pairs (see experiments/data/source.py); a sample is a bundle of pairs of
-    similar length.
+    """Batches of sentence pairs (see experiments/data/source.py); a sample is a bundle of them.
 
     Batches are {"source": [B, S], "source_mask": [B, S], "input": [B, T], "target": [B, T]}, int64;
     `input` begins with the end-of-text token, and `target` is -1 after its end. In training there

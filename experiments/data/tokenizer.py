@@ -1,5 +1,4 @@
-"""Tokenizers as tiktoken's `Encoding`, or with its interface; an end-of-text token separates
-documents.
+"""Tokenizers with the interface of tiktoken's `Encoding`; an end-of-text token separates documents.
 
 There are GPT-2's own vocabulary, if it is cached or can be downloaded; a byte-level BPE or BERT's
 WordPiece, trained on the corpus by the `tokenizers` library and kept in its `tokenizer.json`
@@ -80,8 +79,7 @@ def load_bpe(path: Path) -> tiktoken.Encoding:
     import tiktoken
 
     vocabulary: dict[str, int] = json.loads(path.read_text(encoding="utf-8"))["model"]["vocab"]
-    # A byte that prints in Latin-1 stands for itself; the others take, in order, the code points
-    # from 256 on.
+    # A byte that prints in Latin-1 stands for itself; others are, in order, code points from 256.
     prints = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     substitutes = iter(range(256, 512))
     byte_of = {chr(byte if byte in prints else next(substitutes)): byte for byte in range(256)}
@@ -99,8 +97,7 @@ def train_wordpiece(documents: Iterable[str], vocab_size: int) -> str:
 
     Text is lower-cased and loses its accents and its white space; punctuation stands alone. The
     special tokens are the ids 0 to 4. A character that is too rare for an entry of its own makes
-    its word [UNK]; a small corpus can give fewer than `vocab_size` tokens. The result depends on
-    the documents alone.
+    its word [UNK]; a small corpus can give fewer tokens. The result depends on the documents alone.
     """
     from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
     from tokenizers.trainers import WordPieceTrainer
@@ -182,8 +179,7 @@ Encoding: TypeAlias = "tiktoken.Encoding | HFTokenizer"
 
 
 def check_vocabulary(highest: int, size: int) -> None:
-    """Raise a `UserError` unless a model with a vocabulary of `size` covers the token id
-    `highest`."""
+    """Raise a `UserError` unless a vocabulary of `size` covers the token id `highest`."""
     if highest >= size:
         raise UserError(
             f"the tokenizer gives the id {highest}, but the model has {size} tokens: use the "
@@ -192,9 +188,7 @@ def check_vocabulary(highest: int, size: int) -> None:
 
 
 def pretrained_tokenizer(folder: str) -> PreTrainedTokenizerBase:
-    """The tokenizer of a transformers checkpoint: in a folder, or under an `owner/name` on the hub
-    (`owner/name@revision` pins it).
-    """
+    """The tokenizer of a transformers checkpoint: a folder or `owner/name[@revision]`."""
     path = _local(folder)
     # transformers makes up an empty one if there is none.
     if not any((path / name).is_file() for name in FILES):
@@ -225,8 +219,7 @@ def _local(folder: str) -> Path:
 
 @cache
 def folder_tokenizer(folder: str) -> HFTokenizer:
-    """The `pretrained_tokenizer` of a checkpoint as an `HFTokenizer`, or the tokenizer file of a
-    prepared corpus.
+    """The tokenizer of a checkpoint (`pretrained_tokenizer`), or the file of a prepared corpus.
 
     Documents end with its end-of-text token, or with [SEP] if it has none.
     """
@@ -291,8 +284,7 @@ class Frame:
 def encode(
     encoding: Encoding, frame: Frame, texts: Sequence[tuple[str, ...]], max_length: int
 ) -> list[tuple[list[int], int]]:
-    """`Frame.join` of each example, with at most `max_length` tokens; of two texts the longer one
-    is cut first."""
+    """`Frame.join` of each example, at most `max_length` tokens; the longer text is cut first."""
     columns = [encoding.encode_ordinary_batch(list(column)) for column in zip(*texts, strict=True)]
     encoded = []
     for parts in zip(*columns, strict=True):

@@ -1,2 +1,1 @@
-"""Evaluation of trained models: perplexity, zero-shot tasks, translations, and probes of image
-features."""
+"""Evaluation of trained models: perplexity, zero-shot tasks, translations, image features."""

@@ -65,16 +65,14 @@ class Text:
         return "\n\n".join(raw_rows(text)) if path.suffix == ".raw" else text
 
     def identity(self) -> dict[str, str]:
-        """Plain values that identify the text: its revision on the hub, or the hash of
-        any other."""
+        """What identifies the text: its revision on the hub, or the hash of any other."""
         if self.source == WIKITEXT2:
             return {"name": WIKITEXT2, "revision": REVISION}
         return {"sha256": hashlib.sha256(self.content.encode()).hexdigest()}
 
 
 def raw_rows(text: str) -> list[str]:
-    """The lines of a WikiText .raw file in the form of the hub's rows: with their newline, and
-    blank lines as empty strings."""
+    """The lines of a WikiText .raw file as the hub's rows; blank lines are empty strings."""
     return [line if line.strip() else "" for line in io.StringIO(text, newline="\n")]
 
 
@@ -112,8 +110,7 @@ def window_losses(
 def perplexity(
     model: nn.Module, stream: Tensor, batch: int, dtype: torch.dtype | None = None
 ) -> dict[str, Any]:
-    """`ppl` (inf if it overflows), `ppl_loss` (nats per token) and the counts behind them;
-    arguments as for `window_losses`."""
+    """`ppl` (inf if it overflows), `ppl_loss` (nats per token) and the counts behind them."""
     loss = float(window_losses(model, stream, batch, dtype).mean())
     count, block = stream.shape
     return {

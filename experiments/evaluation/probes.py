@@ -50,8 +50,7 @@ def probe(
 
 @torch.no_grad()
 def features(model: ViT, images: ImageBatches, split: str) -> tuple[Tensor, Tensor]:
-    """(features [N, C] fp32, classes int64 [N]) of all images of a split, in a fixed random
-    order."""
+    """(features [N, C] fp32, classes int64 [N]) of a whole split, in a fixed random order."""
     count, device = len(images.images.splits[split].labels), next(model.parameters()).device
     order = epoch_order(count, 0, 0)
     parts = [order[first : first + _BATCH] for first in range(0, count, _BATCH)]
@@ -100,9 +99,7 @@ def logistic_regression(
     x: Tensor, y: Tensor, n_classes: int, decay: float
 ) -> tuple[Tensor, Tensor]:
     """(weight [K, C], bias [K]) that minimise mean cross entropy + decay / 2 * |weight|^2, by
-    L-BFGS over all N rows; the same problem as scikit-learn's `LogisticRegression(C=1 / (decay *
-    N))`. `decay` must be positive.
-    """
+    L-BFGS: the problem of scikit-learn's `LogisticRegression(C=1 / (decay * N))`, decay > 0."""
     # scipy is imported here because it is slow to import, and only this function needs it.
     from scipy.optimize import minimize
 
@@ -151,8 +148,7 @@ def logistic_regression(
 
 def _basis(x: Tensor, n_classes: int, decay: float) -> Tensor:
     """Directions in the space of features, the columns of [C, C], in which the loss is about
-    equally curved: features are strongly correlated, and in their own coordinates 500 steps are too
-    few if the decay is small."""
+    equally curved: features are correlated, and in their own coordinates 500 steps are too few."""
     products = (rows.T @ rows for rows in x.split(_ROWS))
     moments = sum(products, x.new_zeros(())) / len(x)
     values, vectors = torch.linalg.eigh(moments.double())

@@ -46,8 +46,7 @@ def translate(
     model: Transformer, source: Tensor, source_mask: Tensor, end: int, vocab_size: int, how: Search
 ) -> list[list[int]]:
     """The best translation of each of the sources [B, S], as tokens without end-of-text (`end`,
-    with which translations also begin). vocab_size: that of the tokenizer; the model, in evaluation
-    mode, may have more.
+    with which translations also begin). vocab_size: the tokenizer's; the model may have more.
 
     In each step, those among the K best continuations that end become finished translations, and
     the K best that do not end are continued. A sentence is done with K finished translations, or at

@@ -38,8 +38,7 @@ TASK_SETS = {
 
 
 def expand(tasks: Sequence[str]) -> tuple[str, ...]:
-    """The names of tasks without duplicates, with names of `TASK_SETS` replaced by that paper's
-    tasks."""
+    """The names of tasks, each once, with those of `TASK_SETS` replaced by that paper's tasks."""
     return tuple(dict.fromkeys(name for task in tasks for name in TASK_SETS.get(task, (task,))))
 
 
@@ -47,8 +46,7 @@ def identity(
     tasks: Sequence[str], task_folder: str | None, allow_code: bool = False
 ) -> dict[str, Any]:
     """Plain values that, besides the model, determine the scores: tasks, lm-eval's version, and the
-    hash of the files in a folder of local tasks.
-    """
+    hash of the files in a folder of local tasks."""
     check_installed("lm_eval", "tasks need lm-eval", "hf")
     found: dict[str, Any] = {"tasks": list(tasks), "lm_eval": version("lm_eval")}
     if task_folder is not None:

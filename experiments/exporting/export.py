@@ -37,8 +37,7 @@ def export(
     to: Path | None = None,
     report: Callable[[str], None] = say,
 ) -> Path:
-    """Write the export of a run, atomically, and return its folder; an intact export of these
-    weights is kept."""
+    """Write the export of a run, atomically, and return its folder; an intact one of it is kept."""
     form = form or Form()
     check_installed("transformers", "the export needs the transformers library", "hf")
     folder = run.directory / form.folder if to is None else to
@@ -134,8 +133,7 @@ def _build(run: FinishedRun, form: Form, folder: Path, marks: dict[str, Any]) ->
 
 
 def read_patterns(folder: Path) -> dict[str, tuple[int, int]]:
-    """The pattern (n, m) of each sparse tensor of an exported folder, by name; {} for a folder that
-    this project did not export."""
+    """The pattern (n, m) of each sparse tensor of an exported folder; {} for any other folder."""
     if not (folder / RECORD).is_file():
         return {}
     try:

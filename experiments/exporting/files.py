@@ -91,8 +91,7 @@ class Form:
 
 
 def tokenizer_of(run: FinishedRun, model: nn.Module) -> PreTrainedTokenizerBase | None:
-    """The tokenizer of a run in transformers' form; None for a run on images, and for a checkpoint
-    of transformers that came without one."""
+    """The tokenizer of a run in transformers' form; None for images and checkpoints without."""
     if isinstance(model, ViT):
         return None
     from tokenizers import Tokenizer
@@ -118,8 +117,7 @@ def tokenizer_of(run: FinishedRun, model: nn.Module) -> PreTrainedTokenizerBase 
 
 
 def _converted(encoding: Any) -> Any:
-    """The `tokenizers.Tokenizer` of a tiktoken `Encoding`: same ids, the special tokens at the
-    end."""
+    """The `tokenizers.Tokenizer` of a tiktoken `Encoding`: same ids, special tokens at the end."""
     from transformers.convert_slow_tokenizer import TikTokenConverter
 
     special = sorted(encoding._special_tokens, key=encoding._special_tokens.__getitem__)
@@ -129,8 +127,7 @@ def _converted(encoding: Any) -> Any:
 
 
 def to_transformers(model: nn.Module) -> Any:
-    """The transformers model with the weights of a plain model of this project; for a `CausalLM`,
-    the model that it wraps."""
+    """The transformers model with the weights of a plain model; of a `CausalLM`, its own."""
     if isinstance(model, CausalLM):
         return model.model
     convert = getattr(importlib.import_module(type(model).__module__), "to_hf", None)
@@ -189,8 +186,7 @@ def where_stored(
     """(linear, axis of its inputs, its rows) of each tensor in a folder, by name, that holds the
     weights of one of `linears` of the written `model`, or some rows of them.
 
-    They are found by their content, to be independent of transformers' names, transpositions and
-    splits (of a fused QKV, for example).
+    They are found by content, whatever transformers' names, transpositions and splits are.
     """
     weights = {linear: model.get_parameter(f"{linear}.weight") for linear in linears}
     places = defaultdict(list)  # of each row, by its checksum
@@ -272,8 +268,7 @@ def divisions(folder: Path, places: Mapping[str, tuple[str, int, slice]]) -> dic
 
 
 def quantize(folder: Path, divided: Mapping[str, Division], bits: int) -> None:
-    """Round the 2:4 columns of weights in a folder to integers of so many bits times scales.
-    divided: the result of `divisions`."""
+    """Round 2:4 columns of weights in a folder to integers times scales, by their `divisions`."""
     if not divided:
         raise UserError(f"{NONE}, so there is nothing to quantise")
     for path in sorted(folder.glob("model*.safetensors")):

@@ -77,8 +77,7 @@ class Recipe:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A transformers checkpoint with the part of `FinishedRun`'s interface that fine-tuning
-    uses."""
+    """A transformers checkpoint with what fine-tuning uses of `FinishedRun`'s interface."""
 
     config: HFConfig
     method: str = "dense"
@@ -129,8 +128,7 @@ class Checkpoint:
 @dataclass(frozen=True, kw_only=True)
 class FinetuneConfig(Identified):
     """A fine-tuning on one task. source: the finished run in the directory `run`, or a transformers
-    checkpoint. weights: those to fine-tune, `sparse` or `dense`. data: a folder, or an id on the
-    hub."""
+    checkpoint. weights: those to fine-tune, `sparse` or `dense`. data: a folder, or a hub id."""
 
     seed: int
     tier: str
@@ -161,8 +159,7 @@ class FinetuneConfig(Identified):
         return FinishedRun.open(self.source)
 
     def data_hash(self) -> str | None:
-        """Hash of the task's files in a folder; None for data of the hub. Raises a `UserError` if
-        they are missing."""
+        """Hash of the task's files in a folder, which must be there; None for data of the hub."""
         if not glue.is_folder(self.data):
             return None
         if self.task == SQUAD:

@@ -31,8 +31,7 @@ class Task:
     """A task. texts, label: names of the columns in the files. hub_texts: those on the hub, if they
     differ. header: names of all columns, if the files have none.
 
-    labels: values of the label column, in the order of the classes; none for STS-B, whose label is
-        a number from 0 to 5.
+    labels: values of the label column, by class; none for STS-B, whose label is from 0 to 5.
     """
 
     folder: str
@@ -76,8 +75,7 @@ TASKS = {
 
 @dataclass(frozen=True)
 class Examples:
-    """The examples of a split. texts: one or two of each. labels [n]: classes (int64) or numbers
-    (float64)."""
+    """The examples of a split: one or two texts of each; labels [n], int64 or (STS-B) float64."""
 
     texts: list[tuple[str, ...]]
     labels: np.ndarray
@@ -90,8 +88,7 @@ class Examples:
 
 
 def load(task: str, data: str) -> dict[str, Examples]:
-    """The splits `train`, `dev` and, of MNLI, `dev_mismatched`, from a folder in GLUE's layout or
-    the hub."""
+    """The splits `train`, `dev` and, of MNLI, `dev_mismatched`, from a folder or the hub."""
     if is_folder(data):
         return {split: _read(task, path) for split, path in files(task, data).items()}
     spec = TASKS[task]

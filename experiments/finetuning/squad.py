@@ -34,8 +34,7 @@ MAX_ANSWER = 30  # tokens
 
 @dataclass(frozen=True)
 class Question:
-    """A question about a context. answers: the accepted ones, as (text, index of its first
-    character in the context)."""
+    """A question about a context. answers: (text, index of its first character in the context)."""
 
     id: str
     question: str
@@ -45,8 +44,7 @@ class Question:
 
 @dataclass(frozen=True)
 class Window:
-    """A question (its index) and a part of its context as one sequence, whose context begins at
-    `second`.
+    """A question (its index) and a part of its context, from `second` on, as one sequence.
 
     spans: the characters of the context that each token covers; None for other tokens.
     answer: first and last token of the answer; (0, 0) if this window does not hold all of it.
@@ -119,8 +117,7 @@ def _read(path: Path) -> list[Question]:
 
 
 def tokenize(encoding: Encoding, text: str) -> tuple[list[int], list[tuple[int, int]]]:
-    """The token ids of a text, and the characters [start, end) that each token covers, even if it
-    has only some of a character's bytes."""
+    """The token ids of a text, and the characters [start, end) that each covers, if only partly."""
     if isinstance(encoding, HFTokenizer):
         encoded = encoding.tokenizer.encode(text, add_special_tokens=False)
         return encoded.ids, encoded.offsets
@@ -147,8 +144,7 @@ def windows(
     stride_is: str = "overlap",
 ) -> list[Window]:
     """All windows of all questions, in order; the span is that of a question's first answer.
-    stride: tokens that two windows share, or with stride_is="step" tokens between their starts, at
-    most a window's length."""
+    stride: tokens that two windows share, or with stride_is="step" at most between their starts."""
     made: list[Window] = []
     contexts: dict[str, tuple[list[int], list[tuple[int, int]]]] = {}
     for index, asked in enumerate(questions):
@@ -178,8 +174,7 @@ def windows(
 
 
 def _answer(answer: tuple[str, int], spans: Sequence[tuple[int, int] | None]) -> tuple[int, int]:
-    """The first and last token that overlap with the answer; (0, 0) if a part of it lies
-    outside."""
+    """The first and last token that overlap with the answer; (0, 0) if a part lies outside."""
     text, start = answer
     end = start + len(text)
     inside = [(i, span) for i, span in enumerate(spans) if span is not None]
@@ -223,8 +218,7 @@ def best_answers(
 
 
 def normalize(text: str) -> str:
-    """An answer normalised as in SQuAD's official evaluation: lower case, no ASCII punctuation, no
-    articles, single spaces."""
+    """An answer as SQuAD's evaluation compares it: lower case, no punctuation, articles, spaces."""
     kept = "".join(c for c in text.lower() if c not in string.punctuation)
     return " ".join(re.sub(r"\b(a|an|the)\b", " ", kept).split())
 

@@ -43,8 +43,7 @@ EVAL_BATCH = 64  # sequences per forward pass, unless impl.micro_batch says
 
 @dataclass(frozen=True)
 class Encoded:
-    """One sequence. ids: [T], kept as int32. second: index of the first token of type 1. target:
-    class, number or span, as the head takes it."""
+    """A sequence. ids: [T] int32. second: first token of type 1. target: as the head takes it."""
 
     ids: Any
     second: int

@@ -5,8 +5,7 @@ four idx files of MNIST or Fashion-MNIST (their test images serve for validation
 hub, or the embedded one: the 1797 handwritten digits that ship with scikit-learn, of which 400 are
 held out (stratified, with the fixed seed 0). Images are RGB.
 
-A data set of the hub is read in its current version, unless `owner/name@revision` pins a commit,
-branch or tag.
+The hub's current version is read, unless `owner/name@revision` pins a commit, branch or tag.
 """
 
 from __future__ import annotations
@@ -49,8 +48,7 @@ FASHION = {
 
 @dataclass(frozen=True)
 class ImageConfig:
-    """Settings of an image data set and its augmentation in training (by default as DeiT);
-    conf/data/imagenet.yaml explains each.
+    """Settings of images and their augmentation (default: DeiT's); see conf/data/imagenet.yaml.
 
     source: "digits", a local folder in ImageNet's layout or with idx files, or an id on the hub,
         owner/name or owner/name@revision.
@@ -139,8 +137,7 @@ class Images:
 
 
 def load_images(config: ImageConfig, splits: Sequence[str] = SPLITS) -> Images:
-    """The data set of `config`, of which only `splits` are needed. Its files are listed and hashed,
-    but none is decoded yet."""
+    """The data set of `config`, only `splits` of it: files are listed and hashed, not decoded."""
     if config.source == EMBEDDED:
         return _digits(config.image_size, splits)
     path = Path(config.source).expanduser()

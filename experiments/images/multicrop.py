@@ -13,9 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from experiments.data.source import Batch, Request, send
+from experiments.data.source import Batch, Request
 from experiments.images.dataset import ImageConfig
-from experiments.images.memory import GreyCrops, uniform
 from experiments.images.source import ImageBatches, Transform, augmented, turn_and_shift
 from models.dino import DinoConfig
 
@@ -53,20 +52,6 @@ def crop_transform(data: ImageConfig, dino: DinoConfig, kind: str) -> Transform:
     return T.Compose([*steps, T.ToTensor(), T.Normalize(data.mean, data.std)])
 
 
-def grey_crops(data: ImageConfig, dino: DinoConfig, *kinds: str) -> GreyCrops:
-    """The augmentation of `crop_transform` for grey images in memory, of the kinds of
-    crops given."""
-    local = "first" not in kinds
-    return GreyCrops(
-        size=dino.local_size if local else data.image_size,
-        scale=dino.local_scale if local else dino.global_scale,
-        flip=data.flip,
-        jitter=dino.jitter,
-        blur=tuple(_BLUR[kind] * dino.blur for kind in kinds),
-        solarize=tuple(_SOLARIZE[kind] * dino.solarize for kind in kinds),
-    )
-
-
 def _blur(image: Image.Image) -> Image.Image:
     """The image blurred by a Gaussian of 0.1 to 2 pixels, drawn at random."""
     from PIL import ImageFilter
@@ -77,23 +62,16 @@ def _blur(image: Image.Image) -> Image.Image:
 class MultiCrops(ImageBatches):
     """Batches of crops: `global_crops` [B, 2, 3, S, S] and `local_crops` [B, n, 3, s, s].
 
-    The random choices of a training sample are keyed by (seed, step, index in the batch), those of
-    a validation image only by its index.
-
-    Images in memory that are neither rotated nor shifted are cropped on the device, without workers
-    (experiments/images/memory.py). The arguments are those of `ImageBatches`, after `data` the
-    settings of the crops.
+    A training sample's choices are keyed by (seed, step, index in the batch), others by index. The
+    arguments are those of `ImageBatches`, after `data` the settings of the crops.
     """
 
     def __init__(self, data: ImageConfig, dino: DinoConfig, *others: Any, **named: Any) -> None:
         super().__init__(data, *others, **named)
-        if data.shift:
-            self.memory = {}
+        self.memory = {}  # workers cut the crops, also of images in memory
         self.dino, shape = dino, self.shape
         self.globals = [crop_transform(data, dino, kind) for kind in ("first", "second")]
         self.local = crop_transform(data, dino, "local")
-        self.large = grey_crops(data, dino, "first", "second")
-        self.small = grey_crops(data, dino, *["local"] * dino.local_crops)
         # The student sees all crops.
         local_tokens = (dino.local_size // shape.patch_size) ** 2 + 1
         self.tokens_per_sample = 2 * shape.tokens + dino.local_crops * local_tokens
@@ -107,29 +85,16 @@ class MultiCrops(ImageBatches):
         step, samples = request
         numbers = np.arange(samples.start, samples.stop)
         indices = self.indices(step * self.batch_size + numbers)
-        return self._batch("train", indices, numbers, self.batch_size, (self.seed, _TRAIN, step))
+        return self._batch("train", indices, [(self.seed, _TRAIN, step, int(n)) for n in numbers])
 
     def _eval_batch(self, indices: np.ndarray) -> Batch:
-        return self._batch("val", indices, indices, self.eval_size, (_EVAL,))
+        return self._batch("val", indices, [(_EVAL, int(index)) for index in indices])
 
-    def _batch(
-        self, split: str, indices: np.ndarray, places: np.ndarray, count: int, key: tuple[int, ...]
-    ) -> Batch:
-        """The crops of images, whose draws are keyed by `key` and their places, of `count`."""
-        views = self.dino.local_crops
-        if not self.memory:
-            keys = ((*key, int(place)) for place in places)
-            found = augmented(self.images.splits[split], indices, keys, self._crops)
-            large, small = zip(*found, strict=True)
-            return {"global_crops": torch.stack(large), "local_crops": torch.stack(small)}
-        held = self.memory[split]
-        device = held.pixels.device
-        images = held.pixels[send(torch.from_numpy(indices), device)] / 255
-        draws = send(uniform(count, 2 + views, *key)[places], device)
-        large, small = draws.split([2, views], 1)
-        crops = {"global_crops": self.large.of(images, large)}
-        crops["local_crops"] = self.small.of(images, small)
-        return {name: (x[:, :, None] - held.mean) / held.std for name, x in crops.items()}
+    def _batch(self, split: str, indices: np.ndarray, keys: list[tuple[int, ...]]) -> Batch:
+        """The crops of images, whose random choices depend on their keys."""
+        found = augmented(self.images.splits[split], indices, keys, self._crops)
+        large, small = zip(*found, strict=True)
+        return {"global_crops": torch.stack(large), "local_crops": torch.stack(small)}
 
     def _crops(self, image: Image.Image) -> tuple[Tensor, Tensor]:
         large = torch.stack([crop(image) for crop in self.globals])

@@ -30,8 +30,7 @@ Transform = Callable[["Image.Image"], torch.Tensor]
 
 @lru_cache(maxsize=4)
 def epoch_order(count: int, seed: int, epoch: int) -> np.ndarray:
-    """The order of `count` images in one epoch: a permutation that depends only on seed and
-    epoch."""
+    """The order of `count` images in one epoch: a permutation that seed and epoch determine."""
     return np.argsort(random_words((seed, epoch), (0, 0, 0, 0), count), kind="stable")
 
 
@@ -95,8 +94,7 @@ class _Made(torch.utils.data.Dataset):
 
 
 def _ignore_signals(_: int) -> None:
-    """Make a worker process ignore Ctrl-C and SIGTERM, which reach the whole process group; the
-    driver ends its workers itself."""
+    """Ignore Ctrl-C and SIGTERM, which reach all processes; the driver ends its workers itself."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
@@ -110,8 +108,7 @@ def eval_transform(config: ImageConfig) -> Transform:
 
 
 class ImageBatches:
-    """Base class of the sources of image batches (see experiments/data/source.py). A subclass makes
-    the batches of `_train_batch`.
+    """Base class of the sources of image batches; a subclass makes those of `_train_batch`.
 
     shape: of the model. batch_size: samples per optimizer step. device: that of the model.
     workers: processes that decode and augment; 0 = this process. They change no batch.
@@ -148,8 +145,7 @@ class ImageBatches:
         return 0 if self.memory else self.processes
 
     def plain(self, split: str, indices: np.ndarray) -> Batch:
-        """The images with these indices in a split, without augmentation (`input`), and their
-        classes (`target`)."""
+        """The images with these indices, not augmented (`input`), and their classes (`target`)."""
         if self.memory:
             input, target = self.memory[split].plain(indices)
             return {"input": input, "target": target}
@@ -176,8 +172,7 @@ class ImageBatches:
         return len(self.images.splits["val"].labels)
 
     def eval_batches(self, count: int, batch_size: int) -> Iterator[Batch]:
-        """Batches of `count` validation images, evenly spaced over the split, which is sorted by
-        class."""
+        """Batches of `count` validation images, evenly spaced over the split (sorted by class)."""
         indices = evenly_spaced(count, self.eval_size, self.directory)
         parts = [indices[first : first + batch_size] for first in range(0, count, batch_size)]
         return read_ahead(self._eval_batch, parts, self.workers)
@@ -197,8 +192,7 @@ _ODD = "{}: mixup and cutmix mix neighbours, so batches and micro-batches must b
 
 
 def train_transform(config: ImageConfig) -> Transform:
-    """The training augmentation, from an RGB image of any size to [3, S, S]. It draws from the
-    global random generators."""
+    """The training augmentation, RGB image -> [3, S, S], which draws from the global generators."""
     from timm.data import auto_augment, create_transform
     from torchvision.transforms import Compose
 
@@ -225,8 +219,7 @@ def train_transform(config: ImageConfig) -> Transform:
 
 
 def turn_and_shift(config: ImageConfig) -> list[Any]:
-    """The transforms that rotate and shift an RGB image, which come first in every augmentation; []
-    if neither is on."""
+    """The transforms that rotate and shift an image, first in every augmentation; [] without."""
     from torchvision import transforms as T
 
     bilinear = T.InterpolationMode.BILINEAR
@@ -274,8 +267,7 @@ class ImageSource(ImageBatches):
         self.augment = train_transform(config)
 
     def score(self, output: Tensor, loss: Tensor, batch: Batch) -> tuple[dict[str, Tensor], int]:
-        """(sums over the batch of the loss, and of top-1 and top-5 accuracy in percent; B). output:
-        logits [B, K]."""
+        """(sums of loss and of top-1 and top-5 accuracy in percent; B). output: logits [B, K]."""
         target = batch["target"]
         best = output.topk(min(5, output.shape[-1])).indices == target[:, None]
         hits = {"top1": best[:, 0].sum() * 100.0, "top5": best.sum() * 100.0}

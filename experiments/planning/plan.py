@@ -6,11 +6,9 @@ sent. With `fsdp2` every GPU holds its share of weights, gradients, optimizer mo
 Besides, it holds all masks at one bit per entry, the gathered weights of at most two blocks and of
 the layers outside of blocks, the gradients of one block and of these layers before they are
 divided, and the operands of one block. Before torch 2.15 weights are gathered in fp32
-(experiments/training/sharding.py), and their copies in autocast's dtype are kept for the backward
-pass.
+(training/sharding.py), and copies in autocast's dtype are kept for the backward pass.
 
-Tests compare the memory with measurements on one and on two H200s. For more GPUs it is
-extrapolated.
+Tests compare the memory with measurements on one and two H200s; for more it is extrapolated.
 
 A transformers checkpoint is planned by its shape, which is read from the `config.json` of a local
 folder or, for the checkpoints of the experiment files, known here, so that nothing is downloaded.
@@ -76,8 +74,7 @@ def transformers_config(path: str) -> Any:
 
 
 def build(run: RunConfig, hf: Any = None) -> nn.Module:
-    """The model of a run with arbitrary weights, built of fake tensors. hf: the transformers config
-    of its checkpoint, if it starts from one."""
+    """A run's model of fake tensors. hf: the transformers config of its checkpoint, if any."""
     shape: Any = run.model
     if hf is None:
         return dataclasses.replace(run, init=None).build_model()
@@ -133,8 +130,7 @@ MIB, GIB = 2**20, 2**30
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """Settings of a plan. gpus: that share the training. gpu_memory: GiB of one GPU that a training
-    can use; an H200 has 139.8."""
+    """Settings of a plan. gpus: that share the training. gpu_memory: usable GiB (H200: 139.8)."""
 
     gpus: int = 1
     gpu_memory: float = 139.0

@@ -1,5 +1,4 @@
-"""Compares finished trainings. Runs that differ only in their seed form a variant, and variants are
-compared seed by seed with a baseline's."""
+"""Compares finished trainings, grouped into variants of runs of several seeds, with a baseline."""
 
 from __future__ import annotations
 
@@ -119,8 +118,7 @@ def flat(result: dict[str, Any]) -> dict[str, str]:
 
 
 def _labelled(found: list[Variant]) -> list[Variant]:
-    """The variants labelled by method and what differs within it or in any two variants; if that is
-    long, by the folder of the runs."""
+    """The variants labelled by what differs in their method or in any; if long, by folder."""
     labelled, folders = [], [variant.folder for variant in found]
     for variant in found:
         method = variant.config["method.name"]
@@ -157,8 +155,7 @@ def differing(found: list[Variant]) -> list[str]:
 
 
 def choose(found: list[Variant], baseline: str | None) -> list[Variant]:
-    """The variants to compare with: the one with this label or folder, or all of this method
-    (dense, or else that of the first variant)."""
+    """The variants to compare with: that of this label or folder, or all of a method."""
     exact = [variant for variant in found if baseline in (variant.label, variant.folder)]
     if len(exact) == 1:
         return exact
@@ -189,8 +186,7 @@ def table(found: list[Variant], baselines: list[Variant], metric: str = METRIC) 
 
 
 def bests(found: list[Variant], baselines: list[Variant], metric: str = METRIC) -> list[Summary]:
-    """A row for the best variant of each method, compared with the best baseline; none if every
-    method has a single variant."""
+    """A row for the best variant of each method, if any has several, beside the best baseline."""
     methods = dict.fromkeys(variant.config["method.name"] for variant in [*baselines, *found])
     if not 1 < len(methods) < len(found):
         return []

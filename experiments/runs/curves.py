@@ -46,8 +46,7 @@ def points(
 ) -> list[Point]:
     """The points of the curves of all quantities, quantity by quantity, of runs (label, records of
     `metrics.jsonl`, content of `result.json`), of which those of one label make a curve. Step 0 is
-    left out; the last validation loss is that of the finalized model, at the step after the
-    last."""
+    left out; the last validation loss is the finalized model's, at the step after the last."""
     order = list(quantities)
     found: dict[tuple[str, str, int], list[float]] = defaultdict(list)
     for label, log, result in runs:
@@ -68,8 +67,7 @@ def points(
 
 
 def look(number: int) -> tuple[str, str]:
-    """The (colour, line style) of the method at a place in the order; only the baseline, at 0, has
-    the first colour."""
+    """The (colour, line style) of the method at a place in the order; the baseline is at 0."""
     if number == 0:
         return COLOURS[0], "--"
     again, place = divmod(number - 1, len(COLOURS) - 1)

@@ -34,8 +34,7 @@ RETIRED = ("shard_tokens", "on_corrupt", "order", "parts", "weights")
 
 @dataclass(frozen=True)
 class FinishedRun:
-    """A finished training: its directory and `result.json`. Files are checked against the hashes in
-    `result.json` before they are read."""
+    """A finished training: its directory and `result.json`, whose hashes its files must have."""
 
     directory: Path
     result: dict[str, Any]
@@ -136,8 +135,7 @@ class FinishedRun:
         return load_encoding(self.directory, record)
 
     def model(self, weights: str = "sparse") -> nn.Module:
-        """The plain model on the CPU with the final weights; with `dense`, the dense weights behind
-        the method's masks, if it keeps them."""
+        """The plain model on the CPU with the final weights, or the `dense` ones behind masks."""
         model = build_model(self.shape)
         load_weights(model, self.directory)
         if weights == "dense" and not self.trained_with.capabilities.ends_dense:
@@ -223,8 +221,7 @@ class FinishedRun:
         return method
 
     def _restore(self, method: methods.Method, given: dict[str, dict[str, torch.Tensor]]) -> None:
-        """Load the state of layers of `method` as training left it, but for the tensors that are
-        `given` by the layer's name."""
+        """Load the state of layers as training left it, but for what is `given` by their name."""
         for name, own in given.items():
             layer = method.sparse_layers[name]
             wanted = {key: f"{name}.{key}" for key in layer.state_dict() if key not in own}

@@ -38,8 +38,7 @@ def excludes_zero(low: float, high: float) -> bool:
 
 def decimals(value: float, low: float = math.nan, high: float = math.nan, least: int = 4) -> int:
     """The decimals to write a value and its interval with: `least`, or as many as show two digits
-    of the interval's width, and an end near zero on its side. Two digits of the value without
-    one."""
+    of the interval's width, and an end near zero on its side; without one two of the value."""
     width = high - low
     if not width > 0:  # nan without an interval
         return max(least, _places(value) + 1)

@@ -65,8 +65,7 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def write_sealed(path: Path, value: dict[str, Any]) -> None:
-    """Write `value` as `write_json` does, with the hash of its entries as a further one, `sha256`,
-    which `read_sealed` checks."""
+    """Write `value` as `write_json` does, with the hash that `read_sealed` checks as `sha256`."""
     write_json(path, sealed(value))
 
 

@@ -20,8 +20,7 @@ _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud
 
 class UserError(Exception):
     """An error that the user can fix; its one-line message says what is wrong, with which value,
-    and what to do. elsewhere: another rank has the same error and prints it. status: the exit
-    status of commands that return it."""
+    and what to do. elsewhere: another rank prints it. status: of commands that return one."""
 
     elsewhere = False
     status = 1
@@ -36,8 +35,7 @@ class Diverged(UserError):
 
 
 def suggestion(word: str, known: Iterable[str]) -> str:
-    """The end of a sentence that suggests the one of `known` that is closest to `word`, or that
-    has it as its last part; "" without one."""
+    """The end of a sentence that suggests the one of `known` closest to `word`, or ending in it."""
     known = [*known]
     ends = [name for name in known if name.endswith(f".{word}")]
     found = ends or difflib.get_close_matches(word, known, 1, 0.66)
@@ -61,8 +59,7 @@ def one_line(error: BaseException) -> str:
 
 
 def printable(text: str) -> str:
-    """The text with control characters as Python writes them, so that a terminal shows them instead
-    of obeying them. Tabs and line breaks stay."""
+    """The text with control characters (not tabs and line breaks) as Python writes them."""
     return _CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
@@ -159,8 +156,7 @@ def exit_status(work: Callable[[], int], after_stop: str) -> int:
 
 def raise_on_sigterm() -> None:
     """Make SIGTERM and a closed terminal unwind the program as Ctrl-C does, so that locks and
-    progress bars are closed and child processes end. A second signal, as `timeout` may send, does
-    not interrupt that."""
+    progress bars are closed and child processes end. A second signal does not interrupt that."""
     numbers = [signal.SIGTERM]
     if signal.getsignal(signal.SIGHUP) == signal.SIG_DFL:  # nohup lets it be ignored
         numbers.append(signal.SIGHUP)

@@ -31,8 +31,7 @@ class Identified:
 
 
 def check_name(key: str, name: str) -> None:
-    """Raise a `ValueError` unless `name`, the value of `key`, can name a folder: one plain path
-    component."""
+    """Raise a `ValueError` unless `name`, the value of `key`, is one plain path component."""
     if not re.fullmatch(r"[^\W_][\w.+-]{0,99}", name):
         raise ValueError(
             f"{key}={name!r} names a folder: begin with a letter or digit, then use only letters, "
@@ -41,8 +40,7 @@ def check_name(key: str, name: str) -> None:
 
 
 def check_choices(settings: Any, group: str, choices: Mapping[str, Iterable[str]]) -> None:
-    """Raise a `ValueError` unless each setting named in `choices` has one of its values. group: its
-    key with a dot, "" at the top."""
+    """Raise a `ValueError` unless settings have one of their choices. group: as "train." or ""."""
     for name, known in choices.items():
         if (value := getattr(settings, name)) not in known:
             raise ValueError(f"{group}{name}={value}; choose one of {', '.join(known)}")

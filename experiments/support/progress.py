@@ -1,5 +1,4 @@
-"""Prints messages and the progress of a training: a live bar on a terminal, otherwise a line every
-ten seconds."""
+"""Prints messages, and progress as a live bar on a terminal, else as a line every ten seconds."""
 
 from __future__ import annotations
 

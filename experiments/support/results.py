@@ -41,8 +41,7 @@ def read(
     directory: Path, config_hash: str | None = None, *, diverged: bool = False
 ) -> dict[str, Any]:
     """The content of `result.json` in `directory`; that of a training that diverged only if asked.
-    Raises a `NoResult` if there is none, or it is damaged or not of the config with
-    `config_hash`."""
+    Raises a `NoResult` if there is none, or it is damaged or of another config."""
     path = directory / FILE
     try:
         result = read_sealed(path)
@@ -117,8 +116,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 def number(record: Any, path: str) -> float:
-    """The number at a dotted path of a record; nan if there is none, as after a diverged
-    training."""
+    """The number at a dotted path of a record; nan without one, as after divergence."""
     for key in path.split("."):
         record = record.get(key) if isinstance(record, dict) else None
     return float(record) if isinstance(record, int | float) else math.nan

@@ -77,8 +77,7 @@ def among(name: str, names: Iterable[str]) -> list[str]:
 
 
 def load(path: Path, device: torch.device) -> dict[str, Tensor]:
-    """The tensors saved as `path`, by name; for the meta device they are read one at a time. Raises
-    a `SafetensorError` if a file is damaged."""
+    """The tensors saved as `path`, by name. Raises a `SafetensorError` if a file is damaged."""
     tensors: dict[str, Tensor] = {}
     read_on = "cpu" if device.type == "meta" else str(device)
     for part in files(path):

@@ -29,8 +29,7 @@ def _is(given: Any, kind: Any) -> bool:
 
 def typed(kind: Any, key: str, given: Any) -> Any:
     """The value `given` as one of the type `kind`, a dataclass for example, of which it has the
-    fields; they may be typed already. Raises a `ValueError` that names the `key`, "" at the top, if
-    it cannot be converted."""
+    fields, typed or not. Raises a `ValueError` that names the `key`, "" at the top."""
     origin, inside = typing.get_origin(kind), typing.get_args(kind)
     if kind is Any or _is(given, kind):
         return given

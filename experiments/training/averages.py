@@ -19,8 +19,7 @@ def trained(model: nn.Module) -> dict[str, Tensor]:
 
 @contextmanager
 def applied(model: nn.Module, averages: dict[str, Tensor]) -> Iterator[None]:
-    """A context in which `model` has the averaged weights, with masks and operands derived from
-    them; afterwards its own are restored."""
+    """A context in which `model` has the averaged weights, and masks and operands of them."""
     own = {name: value.clone() for name, value in model.state_dict().items()}
     with torch.no_grad():
         parameters = dict(model.named_parameters())

@@ -11,8 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 
 def blocks(model: nn.Module) -> dict[str, nn.Module]:
-    """The transformer blocks by name: the members of module lists of one class that contain
-    linears."""
+    """The transformer blocks by name: members of module lists of one class with linears."""
     found: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
         children = list(module.children())

@@ -15,8 +15,7 @@ because its format contains pickles.
 
 `Saver.save` copies the state to the host's memory and returns; a thread writes the copy while
 training continues, with sharded weights every rank its rows. The thread does not communicate:
-between steps the ranks exchange whether their files are written, and once all are, rank 0 turns the
-folder into a checkpoint.
+between steps the ranks exchange whether their files are written; then rank 0 completes the folder.
 """
 
 from __future__ import annotations
@@ -112,8 +111,7 @@ def _places(directory: Path, step: int) -> tuple[Path, Path]:
 def write(
     directory: Path, step: int, rank: int, rows: dict[str, Tensor], state: dict[str, Any]
 ) -> dict[str, Any]:
-    """Write the rows of a rank, if there are any, and on rank 0 the state; return the entries of
-    the files for `index.json`."""
+    """Write a rank's rows, if any, and on rank 0 the state; return the files' index entries."""
     hidden = _places(directory, step)[1]
     writers: dict[str, Callable[[Path], Any]] = {}
     if rank == 0:
@@ -153,8 +151,7 @@ def finish(directory: Path, step: int, files: dict[str, Any]) -> None:
 
 
 def _not_visible(directory: Path, names: list[str]) -> list[str]:
-    """The `names` that do not appear in `directory` within the time that a network file system may
-    need to show another node's files."""
+    """The `names` that do not appear in `directory` in the time of a network file system."""
     deadline = time.monotonic() + PATIENCE
     while True:
         # List the folder: a network file system may cache that a name is missing, but not listings.
@@ -266,8 +263,7 @@ Work = Callable[[], Any]  # done in the thread; returns what other ranks must kn
 
 
 class Saver:
-    """Writes the checkpoints of a training into `directory`, one at a time. All ranks must make the
-    same calls, except `close`."""
+    """Writes a training's checkpoints into `directory` one by one; only `close` is a rank's own."""
 
     def __init__(self, directory: Path, world: World) -> None:
         self.directory, self.world = directory, world

@@ -55,8 +55,7 @@ class World:
 
     def rank0_first(self, work: Callable[[], T]) -> T:
         """Run `work()` on rank 0 and then on the other ranks, which find what rank 0 has prepared;
-        return each rank's own result. Errors of rank 0 are raised on every rank.
-        """
+        return each rank's own result. Errors of rank 0 are raised on every rank."""
         found: list[T] = []
         # The result is not sent to the other ranks, as it may be large.
         self.broadcast_from_rank0(lambda: found.append(work()))

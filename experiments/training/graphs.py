@@ -39,8 +39,7 @@ def choose(
     one_shape: bool,
 ) -> tuple[bool, str | None]:
     """Decide whether passes are replayed from graphs, by `impl.cuda_graphs`: (the decision, the
-    line to report for `auto`). one_shape: batches with equally many samples have the same
-    shapes."""
+    line to report for `auto`). one_shape: batches of equally many samples have equal shapes."""
     if setting is False:
         return False, None
     why = _obstacle(device, ranks, model, train, one_shape)

@@ -33,8 +33,7 @@ DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class NonFiniteGradient(Exception):
-    """The gradient of a step, with this loss on this rank, is not finite, and nothing of that step
-    has touched the weights."""
+    """The gradient of a step, with this loss, is not finite; the weights are still as before it."""
 
     def __init__(self, loss: Tensor) -> None:
         super().__init__(f"loss {float(loss):.4g}")
@@ -138,8 +137,7 @@ class Optimization:
             of_ranks.take_from_rank_0(model.parameters())
             runner = DistributedDataParallel(runner, init_sync=False)
             # Do not broadcast buffers: masks and scales are equal on all ranks anyway, and the
-            # random keys must differ. DDP's argument for this is deprecated in some versions of
-            # torch.
+            # random keys must differ. DDP's argument for this is deprecated in some torch.
             runner.broadcast_buffers = False
         self.runner = runner
         self.replays = Replays(model, self._backward, report) if graphed else None
@@ -237,8 +235,7 @@ class Optimization:
     # ------------------------------------------------------------------ state
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything that the next step depends on: the states of model, method, optimizer and
-        scaler."""
+        """All that the next step depends on: states of model, method, optimizer and scaler."""
         return {
             "model": self.model.state_dict(),
             "method": self.method.state_dict(),
@@ -249,8 +246,7 @@ class Optimization:
         }
 
     def places(self) -> dict[str, Any]:
-        """A tree like `state_dict()` whose tensors show how those of a loaded state are to be
-        placed: a moment like its weight."""
+        """A tree like `state_dict()` whose tensors show where those of a loaded state belong."""
         weights = (p for group in self.optimizer.param_groups for p in group["params"])
         return {
             "model": self.model.state_dict(),

@@ -73,8 +73,7 @@ class Pretraining(Training):
             lambda: micro_batch_size(config.train, config.impl.micro_batch, here.size, quantizes)
         )
         check_shardable(method, config.impl, here)
-        # A model to be sharded is built on rank 0 in the host's memory, and on the others on
-        # `meta`.
+        # A model to be sharded is built on rank 0 in the host's memory, elsewhere on `meta`.
         count = method.capabilities.calibration_sequences
         sharded = shards_weights(config.impl, here) and not count
 
@@ -213,8 +212,7 @@ def gain(
 ) -> dict[str, Any] | None:
     """The record of how each layer's products ran and why (`Acceleration.as_dict`), and for a
     `step` the milliseconds that sparse products save (`saved_ms`) and its speed-up over dense
-    products (`expected_gain`). None if no layer has products to choose from.
-    """
+    products (`expected_gain`). None if no layer has products to choose from."""
     if acceleration is None or not acceleration.layers:
         return None
     step = {

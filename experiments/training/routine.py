@@ -106,8 +106,7 @@ class Training:
 
 
 def run(config: Any, kind: Callable[..., Training], report: Callable[[str], None]) -> FinishedRun:
-    """Train, or resume, or do nothing if the run is done. If config, data and machine do not fit
-    together, nothing is written."""
+    """Train, resume, or do nothing if the run is done; nothing is written if parts do not fit."""
     impl: ImplConfig = config.impl
     with process_settings(impl), world(impl.device, impl.offload) as here:
         report = report if here.is_main else silent
@@ -145,8 +144,7 @@ def run(config: Any, kind: Callable[..., Training], report: Callable[[str], None
                 torch.manual_seed(int(seeds.generate_state(1)[0]))
             trainer.resume()
             if trainer.world.is_main:
-                # A result that is still here diverged, or its weights are damaged or began with
-                # other ones.
+                # A result that is still here diverged, or its weights are damaged or outdated.
                 (training.directory / results.FILE).unlink(missing_ok=True)
             training.begin(trainer)
             return FinishedRun(run.directory, _train(training, trainer, shards))
@@ -165,8 +163,7 @@ def _ended(training: Training, here: World) -> tuple[dict[str, Any] | None, str 
 
 
 def _train(training: Training, trainer: Trainer, shards: Shards | None) -> dict[str, Any]:
-    """Train, finalize, evaluate and write the result, also if the training diverges, before that
-    error is raised."""
+    """Train, finalize, evaluate and write the result, before the error also if it diverges."""
     here, method, started = trainer.world, trainer.method, time.time()
     patterns = {name: method.pattern(name) for name in method.layers}
 
@@ -254,8 +251,7 @@ def _finalize(
 
 
 def finalized_averages(trainer: Trainer, shards: Shards | None) -> nn.Module | None:
-    """A plain copy of the model with the averaged weights, finalized like the model itself; if it
-    is sharded, only on rank 0."""
+    """A plain copy of the model with averaged weights, finalized; if sharded, only on rank 0."""
     if not trainer.averages:
         return None
     with averages.applied(trainer.model, trainer.averages):
@@ -272,8 +268,7 @@ def finalized_averages(trainer: Trainer, shards: Shards | None) -> nn.Module | N
 
 def deliverable(model: nn.Module, names: tuple[str, ...]) -> tuple[nn.Module, dict[str, str]]:
     """The plain model that a run delivers, and its converted linears as a dict from the name there
-    to the name in `model`. For DINO it is the teacher's backbone, otherwise the model itself.
-    """
+    to the name in `model`. For DINO it is the teacher's backbone, otherwise the model itself."""
     plain = model.backbone() if isinstance(model, DINO) else model
     inside = {id(module): name for name, module in plain.named_modules()}
     modules = {name: model.get_submodule(name) for name in names}

@@ -1,5 +1,4 @@
-"""FSDP2 in the trainer: a model's weights, gradients and moments are sharded by rows over all
-ranks.
+"""FSDP2 in the trainer: weights, gradients and moments are sharded by rows over all ranks.
 
 The arithmetic is that of one process. As usual, autocast with `train.dtype` alone decides the dtype
 of a product. Weights that it would round anyway are gathered in rounded form if torch supports it,
@@ -57,8 +56,7 @@ def check_shardable(method: Method, impl: ImplConfig, world: World) -> None:
 
 
 def accelerate(method: Method, tokens: int, impl: ImplConfig) -> dict[str, Products]:
-    """Call `Method.accelerate` with the settings of `impl`, after sharding, and return its
-    products. Raises `UserError` for its errors."""
+    """`Method.accelerate` with the settings of `impl`, after sharding; errors are `UserError`s."""
     try:  # with auto the environment variable decides
         matmul = None if impl.matmul == "auto" else impl.matmul
         return method.accelerate(tokens, matmul, impl.repack_backward)
@@ -98,8 +96,7 @@ class Shards:
 
     @torch.no_grad()
     def unsharded(self) -> tuple[Model, Method] | None:
-        """A whole copy of model and method as they are now, on rank 0's CPU; None on other ranks.
-        Every rank must call it."""
+        """A whole copy of model and method on rank 0's CPU, else None. Every rank must call it."""
         state: dict[str, Tensor] = {}
         sharding.shard_layers(self.method.layers.values(), self.model)
         for name, tensor in self.model.state_dict().items():
@@ -114,8 +111,7 @@ class Shards:
         return model, method
 
     def finalize(self) -> None:
-        """Finalize the sharded layers. SLoPe's are left as they are: they hold another parameter
-        than a plain linear, but compute the same."""
+        """Finalize the sharded layers but SLoPe's, whose own parameter computes the same."""
         if all("weight" in layer._parameters for layer in self.method.sparse_layers.values()):
             self.method.finalize(self.model)
 
@@ -162,8 +158,7 @@ def shard(
 
 @torch.no_grad()
 def _materialize_from_rank0(module: nn.Module, done: set[nn.Module], world: World) -> None:
-    """Give the modules in `module` that are not yet in `done` rank 0's tensors, on this rank's
-    device; tied tensors stay tied."""
+    """Give modules in `module` that are not yet `done` rank 0's tensors; tied ones stay tied."""
     found: dict[int, tuple[Tensor, Tensor]] = {}  # old and new, by the old one's id; keeps both
     for part in module.modules():
         if part in done:

@@ -1,7 +1,6 @@
 """Writes a run's metrics to a JSONL file, which is authoritative, and to optional viewers.
 
-A run that is stopped and resumed remains one run at Weights & Biases and one event file of
-TensorBoard.
+A run that is stopped and resumed remains one run of the viewers.
 """
 
 from __future__ import annotations

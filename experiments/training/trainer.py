@@ -46,8 +46,7 @@ Evaluation = Callable[["Trainer"], dict[str, float]]
 
 @dataclass
 class Built:
-    """A converted model with its method, data and evaluation, ready for a `Trainer`; on its device,
-    unless it will be sharded.
+    """A converted model with all that a `Trainer` needs; on its device unless it will be sharded.
 
     evaluation: evaluates the model every `train.eval_every` steps, or after each epoch.
     micro_batch: samples per rank and forward pass. tokens: tokens of the longest micro-batch.
@@ -121,8 +120,7 @@ class Trainer:
         return self.directory / "checkpoints"
 
     def fit(self) -> None:
-        """Train from the present state to the last step. Raises `Diverged` if most steps were
-        skipped, or a gradient is not finite."""
+        """Train to the end. Raises `Diverged` if most steps were skipped, or one is not finite."""
         main = self.world.is_main
         if main:
             self.log = MetricsLog(self.directory, self.lines, self.impl.loggers, self.config)
@@ -184,8 +182,7 @@ class Trainer:
             self.log.write(record)
 
     def _log_evaluation(self, means: dict[str, float]) -> None:
-        """Record an evaluation. With epochs, this is the epoch's only record, with its mean
-        loss."""
+        """Record an evaluation; with epochs it is the epoch's only record, with its mean loss."""
         record: dict[str, Any] = {"step": self.step}
         if self.train.epoch_steps is not None:
             record |= {"epoch": self.step // self.train.epoch_steps, "loss": self._mean_loss()}
@@ -215,8 +212,7 @@ class Trainer:
         return loss
 
     def _mean_loss(self) -> float:
-        """The mean loss of the steps since the last record, or nan; the count starts again. Every
-        rank must call it."""
+        """The mean loss since the last record, or nan; counts anew. Every rank must call it."""
         mean = self.world.all_reduce_mean(self.loss_sum) / (self.loss_count or math.nan)
         self.loss_sum, self.loss_count = torch.zeros_like(self.loss_sum), 0
         self.durations = []
@@ -265,8 +261,7 @@ class Trainer:
 
     def _requests(self) -> Iterator[Request]:
         """Yield the requests for this rank's micro-batches of all remaining steps. An empty one is
-        replaced by a sample with share 0, because all ranks must run the model equally often.
-        """
+        replaced by a sample with share 0, because all ranks must run the model equally often."""
         for step in range(self.step, self.train.steps):
             for part in self._micro_batches(step):
                 yield step, part or range(1)

@@ -5,7 +5,6 @@ import io
 import os
 import signal
 from collections import Counter
-from shutil import rmtree
 
 import numpy as np
 import pytest
@@ -89,10 +88,6 @@ def test_the_digits_hold_out_400_of_1797_by_class():
     counts = np.bincount(np.concatenate([train, val]))
     # Stratified: each class gives its share of 400, rounded up or down.
     assert (np.abs(np.bincount(val) - 400 * counts / 1797) < 1).all()
-    # The 17 levels of the digits, which are 8 pixels wide, fill the range of bytes.
-    small = load_images(ImageConfig("digits", "digits", image_size=8)).splits["train"].pixels
-    found = np.unique(small)
-    assert len(found) == 17 and np.abs(found - 255 * np.arange(17) / 16).max() <= 0.5
 
 
 def test_idx_files_gzipped_or_not_are_read_and_a_bad_one_is_refused(tmp_path, write_idx):
@@ -112,13 +107,10 @@ def test_idx_files_gzipped_or_not_are_read_and_a_bad_one_is_refused(tmp_path, wr
     path = zipped / "t10k-labels-idx1-ubyte.gz"
     path.write_bytes(gzip.compress(gzip.decompress(path.read_bytes())[:-1] + b"\1"))
     assert load_folder(zipped).fingerprint != load_folder(plain).fingerprint
-    with pytest.raises(UserError, match=r"does not hold the train images of .*data\.name="):
-        load_folder(plain, "fashion_mnist")
     images_of, labels = plain / "train-images-idx3-ubyte", plain / "train-labels-idx1-ubyte"
     for path, change in (
         (images_of, lambda c: c[:-1]),
         (labels, lambda c: c[:7] + b"\x0b" + c[8:-1]),  # 11 labels
-        (zipped / "train-images-idx3-ubyte.gz", lambda c: c[:-9]),
     ):
         content = path.read_bytes()
         path.write_bytes(change(content))
@@ -126,9 +118,6 @@ def test_idx_files_gzipped_or_not_are_read_and_a_bad_one_is_refused(tmp_path, wr
             load_folder(path.parent)
         assert str(path.parent) in str(error.value)
         path.write_bytes(content)
-    labels.unlink()
-    with pytest.raises(UserError, match="has no train-labels-idx1-ubyte, gzipped"):
-        load_folder(plain)
 
 
 def test_a_data_set_of_the_hub(monkeypatch):
@@ -152,9 +141,6 @@ def test_a_data_set_of_the_hub(monkeypatch):
     assert (data.classes, data.splits["train"].labels.tolist()) == (("cat", "dog"), [0, 1, 0])
     assert data.splits["val"].open(np.int64(1)).getpixel((0, 0)) == (5, 5, 5)
     assert data.describe()["revisions"] == ["c" * 40] and asked == [("some/pets", None, "0a1b2c")]
-    del made["validation"]
-    with pytest.raises(UserError, match=r"some/pets has the splits train and columns"):
-        load_images(ImageConfig("pets", "some/pets"))
 
 
 def test_an_epoch_shows_every_image_once_and_repeats_stand_in_one_batch(folder):
@@ -217,29 +203,12 @@ def test_a_file_that_is_no_image_ends_training_in_one_line(folder):
             list(source_of(folder, workers=workers).batches(requests(3, 6)))
 
 
-def test_what_cannot_be_read_or_mixed_is_refused(folder):
-    with pytest.raises(UserError, match=r"batch_size=5.*must be even"):
-        source_of(folder, batch_size=5, mixup=0.5)
-    with pytest.raises(UserError, match=r"micro-batch of 3.*must be even"):
-        next(source_of(folder, mixup=0.5).batches([(0, range(3))]))
-    for gone, message in (
-        ("val/dog", "the class dog is only in one of train and val"),
-        ("val", "needs images in train/<class>/, val/<class>/"),
-    ):
-        rmtree(folder / gone)
-        with pytest.raises(UserError, match=message):
-            load_images(ImageConfig("pets", str(folder)))
-
-
 def test_the_training_augmentation_is_deit_s():
     """Touvron et al. (arXiv 2012.12877, table 9); with RandAugment timm leaves out the jitter.
     RandAugment's strongest posterization keeps 0 of 8 bits, which Pillow 13 refuses."""
 
-    def steps(**settings):
-        [chain] = train_transform(ImageConfig("imagenet", "unused", **settings)).transforms
-        return {type(step).__name__: step for step in chain.transforms}
-
-    found = steps()
+    [chain] = train_transform(ImageConfig("imagenet", "unused")).transforms
+    found = {type(step).__name__: step for step in chain.transforms}
     crop, erasing = found["RandomResizedCropAndInterpolation"], found["RandomErasing"]
     assert (crop.size, crop.scale, crop.ratio) == ((224, 224), (0.08, 1.0), (3 / 4, 4 / 3))
     assert found["RandomHorizontalFlip"].p == 0.5
@@ -250,6 +219,3 @@ def test_the_training_augmentation_is_deit_s():
     image = Image.fromarray(np.full((8, 8, 3), 200, dtype=np.uint8))
     for posterize.magnitude, level in ((10, 0), (5, 192), (0, 192)):  # 0, 2 and 4 bits are kept
         assert np.asarray(posterize(image)).max() == level
-    found = steps(rand_augment=None, color_jitter=0.4, random_erasing=0.0, flip=0.0)
-    assert found["ColorJitter"].brightness == (0.6, 1.4)
-    assert not {"RandAugment", "RandomErasing", "RandomHorizontalFlip"} & found.keys()
