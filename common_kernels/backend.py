@@ -23,11 +23,8 @@ _NOTHING: AbstractContextManager[Any] = nullcontext()
 
 def resolve(device: torch.device | str, backend: str | None = None) -> str:
     """The name of the backend that serves `device`: the argument if given, else the environment
-    variable, else `triton` on a GPU and `cpu` elsewhere. On `meta` it is always `cpu`.
-
-    Raises ValueError for an unknown name, and RuntimeError with the reason for a backend that
-    cannot serve the device.
-    """
+    variable, else `triton` on a GPU and `cpu` elsewhere. On `meta` it is always `cpu`. Raises
+    ValueError for an unknown name, RuntimeError with the reason for one that cannot serve."""
     kind = (device if isinstance(device, torch.device) else torch.device(device)).type
     name = backend or os.environ.get(ENVIRONMENT_VARIABLE)
     if not name:

@@ -45,12 +45,6 @@ def one_device(**operands: torch.Tensor | None) -> torch.device:
     return device
 
 
-def integer(value: object, name: str) -> None:
-    """Raise TypeError unless `value` is a Python int and not a bool."""
-    if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
-        raise TypeError(f"{name} must be an int or a 0-dim int64 tensor, not {value!r}")
-
-
 def same_shape(a: torch.Tensor, b: torch.Tensor, names: str) -> None:
     """Raise ValueError unless two tensors, named by `names`, have the same shape."""
     if a.shape != b.shape:

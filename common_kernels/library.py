@@ -86,7 +86,11 @@ def custom_op(name: str, *, mutates_args: tuple[str, ...] = ()) -> Callable[[Cal
         def autograd(keyset: DispatchKeySet, *args: Any) -> Any:
             written = [args[i] for i in mutated if i < len(args) and args[i] is not None]
             if torch.is_grad_enabled() and torch._C._any_requires_grad(*args):
-                _refuse_to_write(name, written)
+                if any(tensor.requires_grad for tensor in written):
+                    raise RuntimeError(
+                        f"{name} writes into a tensor that requires grad, but has no gradient; "
+                        "call it under torch.no_grad()"
+                    )
                 return by_torch(keyset, *args)
             if keyset.raw_repr() & ~_DIRECT:
                 return by_torch(keyset, *args)
@@ -110,8 +114,7 @@ def custom_op(name: str, *, mutates_args: tuple[str, ...] = ()) -> Callable[[Cal
 def launched_by_cpp(schema: str, fake: Callable | None = None) -> Callable[[Callable], Any]:
     """A decorator that makes a function the operator of this schema, until C++ takes it over on
     GPUs (matmul/native.py). Autograd passes it by, which is quicker: it is called only where no
-    gradient is recorded. `fake` returns what fake tensors shall become; None for an operator that
-    C++ calls."""
+    gradient is recorded. `fake` returns what fake tensors shall become; None if C++ calls it."""
     name = schema.partition("(")[0]
 
     def register(function: Callable) -> Any:
@@ -143,13 +146,3 @@ def kernels_of(name: str) -> Callable[[Callable], Callable]:
         return function
 
     return register
-
-
-def _refuse_to_write(name: str, written: list[torch.Tensor]) -> None:
-    for tensor in written:
-        if tensor.requires_grad:
-            kind = "a leaf" if tensor.is_leaf else "a tensor"
-            raise RuntimeError(
-                f"{name} writes into {kind} that requires grad, but has no gradient; call it under "
-                "torch.no_grad()"
-            )

@@ -5,8 +5,6 @@ The words are those of Triton's `tl.randint4x(seed, counter)`: all backends draw
 
 import torch
 
-from common_kernels import checks
-
 WORD = 0xFFFFFFFF
 MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 WEYL = (0x9E3779B9, 0xBB67AE85)
@@ -25,8 +23,6 @@ def philox4x32(seed: int | torch.Tensor, counter: torch.Tensor) -> Words:
     Returns:
         Four int64 tensors of counter's shape, each entry in [0, 2^32).
     """
-    if not isinstance(seed, torch.Tensor):
-        checks.integer(seed, "seed")
     zeros = torch.zeros_like(counter)
     return rounds(seed, (counter & WORD, counter >> 32 & WORD, zeros, zeros))
 

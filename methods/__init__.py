@@ -39,14 +39,10 @@ _registered: dict[str, ModuleType] = {}
 
 
 def register(module: ModuleType) -> None:
-    """Make a method of your own known in this process, by the last part of its module's name.
-
-    An installed package makes its method known to every command as an entry point of the group
-    `sparse24.methods`, with the method's name and its module.
-
-    Raises:
-        ValueError: the module has no `Config` and `Method`, or there is a method of this name.
-    """
+    """Make a method of your own known in this process, by the last part of its module's name. An
+    installed package makes its method known to every command as an entry point of the group
+    `sparse24.methods`, with the method's name and its module. Raises ValueError if the module has
+    no `Config` and `Method`, or there is a method of this name."""
     name = module.__name__.rpartition(".")[2]
     wanted = {"Config": Config, "Method": Method}
     if not all(issubclass(vars(module).get(word, object), base) for word, base in wanted.items()):
@@ -57,11 +53,8 @@ def register(module: ModuleType) -> None:
 
 
 def own() -> dict[str, ModuleType]:
-    """The methods from outside this folder, by name.
-
-    Raises:
-        ImportError: the module of an installed package cannot be imported.
-    """
+    """The methods from outside this folder, by name. Raises ImportError if the module of an
+    installed package cannot be imported."""
     return {entry.name: _loaded(entry) for entry in _installed()} | _registered
 
 
@@ -92,11 +85,7 @@ def _files() -> list[str]:
 
 def module(name: str) -> ModuleType:
     """The module of a method: `methods/<name>.py`, one of `methods/released` by dotted name, or one
-    from outside.
-
-    Raises:
-        ValueError: there is no such method.
-    """
+    from outside. Raises ValueError if there is no such method."""
     defective = {f"released.{m.name}" for m in pkgutil.iter_modules(released.__path__)}
     if name in {*_files(), *defective}:
         return importlib.import_module(f"{__name__}.{name}")
@@ -111,11 +100,8 @@ def _choose(given: str, names: list[str], words: str) -> str:
 
 
 def build(name: str, **options: Any) -> Method:
-    """The method `name`, built with these options of its `Config`.
-
-    Raises:
-        ValueError: there is no such method or option, or a value is out of range.
-    """
+    """The method `name`, built with these options of its `Config`. Raises ValueError if there is no
+    such method or option, or a value is out of range."""
     file = module(name)
     fields = [f.name for f in dataclasses.fields(file.Config)]
     unknown = sorted(set(options) - set(fields))

@@ -58,12 +58,10 @@ class Config(base.Config):
 
 
 class FeedForward(torch.autograd.Function):
-    """x [..., in] -> [..., out], and the sums of H' and H (fp32 [2]) if `measures`, else [0].
-
-    w1 [hidden, in], w2 [out, hidden] and biases or None are of x's dtype. layouts: of H' and of dZ,
+    """x [..., in] -> [..., out], and the sums of H' and H (fp32 [2]) if `measures`, else [0]. w1
+    [hidden, in], w2 [out, hidden] and biases or None are of x's dtype. layouts: of H' and of dZ,
     packed; "" for a dense product. up, down: `Linear.in_fp8` of both for FP8 units, else (). With
-    them w1 and w2 are the master weights, of which only the gradients are made here.
-    """
+    them w1 and w2 are the master weights, of which only the gradients are made here."""
 
     @staticmethod
     def forward(ctx, x, w1, b1, w2, b2, prune, layouts, measures, up, down):

@@ -195,20 +195,10 @@ class Method(distillation.Method):
         last masks; without it None."""
         if not self.config.slorb_k:
             return None
-        return Config(
-            include=self.config.include,
-            exclude=self.config.exclude,
-            total_steps=total_steps,
-            seed=self.config.seed,
-            refresh_every=0,
-            alpha=0.0,
-            decay_route="gradient",
-            slorb_k=self.config.slorb_k,
-            slorb_train_x=self.config.slorb_train_x,
-            dense_columns=self.config.dense_columns,
-            task_weight=1.0,
-            kl_weight=0.0,
-        )
+        kept = "include", "exclude", "seed", "slorb_k", "slorb_train_x", "dense_columns"
+        own: Any = {name: getattr(self.config, name) for name in kept}
+        own |= {"task_weight": 1.0, "kl_weight": 0.0, "decay_route": "gradient"}
+        return Config(**own, total_steps=total_steps, refresh_every=0, alpha=0.0)
 
     @torch.no_grad()
     def on_gradients(self, step: int, optimizer: Optimizers = None) -> None:

@@ -7,11 +7,10 @@
 
 Bi-Mask (arXiv 2302.06058). M keeps the two largest magnitudes of four consecutive inputs and is
 chosen in every step. B keeps the two largest of four outputs that are neighbours after a
-permutation of the rows of W * M. With a better permutation dX loses less of W * M: every
-`permute_every` optimizer steps `candidates` random permutations are tried, and the one with the
-most weights in both masks is taken. Hardware would run the product with permuted rows; dX does not
-depend on their order. The decay is that of SR-STE (arXiv 2102.04010). The model ends 2:4 sparse, as
-W * M.
+permutation of the rows of W * M. With a better permutation dX loses less: every `permute_every`
+optimizer steps `candidates` random permutations are tried, and the one with the most weights in
+both masks is taken. Hardware would run the product with permuted rows; dX does not depend on their
+order. The decay is that of SR-STE (arXiv 2102.04010). The model ends 2:4 sparse, as W * M.
 
 The paper says that the permutation with the most blocks that are already N:M is chosen; the
 authors' code counts the remaining weights, and so does this. Other differences from that code:

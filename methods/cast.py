@@ -29,13 +29,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from . import ast
 from .nn import base, distillation, dtensors, sharding
 from .nn.gemms import DENSE, Products
 from .nn.linear import MaskedLinear
+from .nn.operands import Dense
 from .nn.optimizer import Optimizers
 
 
@@ -82,8 +82,7 @@ class Linear(MaskedLinear):
         if not self.training and not torch.is_grad_enabled():
             return super().forward(x)
         x = self.checked_input(x)
-        bias = None if self.bias is None else self.bias.to(x.dtype)
-        return F.linear(x, self.scaled_weight().to(x.dtype), bias)
+        return Dense(self.scaled_weight().to(x.dtype)).linear(x, self.bias)
 
     def restore(self) -> None:
         super().restore()

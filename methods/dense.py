@@ -6,8 +6,7 @@
     wgrad  dY          X           none; flows to W
 
 The model is not changed. On the linears that a sparse method with the same globs would convert, the
-*virtual* flip rate is measured: that of the 2:4 masks which the weights would have (FST, section
-4.1).
+*virtual* flip rate is measured, of the 2:4 masks that the weights would have (FST, 4.1).
 """
 
 from .nn import base

@@ -24,7 +24,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 
@@ -35,6 +34,7 @@ from .nn.conversion import is_conv1d, weight_of
 from .nn.gemms import DENSE, Products
 from .nn.learnt import maskllm, proxsparse
 from .nn.linear import MaskedLinear
+from .nn.operands import Dense
 from .nn.sparsegpt import prune
 
 SCORES = ("magnitude", "wanda", "sparsegpt")
@@ -116,8 +116,7 @@ class Linear(MaskedLinear):
     def forward(self, x: Tensor) -> Tensor:
         """x [..., in] -> [..., out]."""
         x = self.checked_input(x)
-        bias = None if self.bias is None else self.bias.to(x.dtype)
-        return F.linear(x, self.in_place(x.dtype), bias)
+        return Dense(self.in_place(x.dtype)).linear(x, self.bias)
 
 
 class Method(distillation.Method):

@@ -180,9 +180,8 @@ class Method(base.Method):
 
     def step_work(self, layer: Any, step: int) -> StepWork | None:
         config = self.config
-        if config.gamma or config.mvue_weight:
-            return None
-        if config.beta == "mse_dynamic":  # the scale needs a sum over the whole weight first
+        # A dynamic scale needs a sum over the whole weight first.
+        if config.gamma or config.mvue_weight or config.beta == "mse_dynamic":
             return None
         return StepWork(layer=layer, rule=Rule(source="soft"), scale=layer.scale)
 

@@ -81,8 +81,6 @@ class Config(base.NMConfig):
         super().__post_init__()
         if self.permute and self.mask == "random":
             raise ValueError("permute=True raises what mask=magnitude keeps, but mask=random")
-        if isinstance(self.patterns, str):
-            raise ValueError(f"patterns must be a list of GLOB=N:M, got {self.patterns!r}")
         object.__setattr__(self, "patterns", tuple(self.patterns))
         for entry in self.patterns:
             _, n, m = parse_pattern(entry)

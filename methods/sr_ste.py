@@ -120,11 +120,8 @@ class Method(base.Method):
         return self.alpha(step) if self.config.decay_on == "gradients" else 0.0
 
     def step_work(self, layer: Any, step: int) -> StepWork | None:
-        return StepWork(
-            layer=layer,
-            rule=Rule(alpha=self.decay_of_gradient(step), choose="rows"),
-            mask=layer.mask,
-        )
+        rule = Rule(alpha=self.decay_of_gradient(step), choose="rows")
+        return StepWork(layer=layer, rule=rule, mask=layer.mask)
 
 
 def decay_(layer: Any, alpha: float, on_weight: bool, optimizer: Optimizers) -> None:

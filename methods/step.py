@@ -7,10 +7,9 @@
 
 STEP (arXiv 2302.01172): pruning distorts Adam's second moment v, so v is first estimated on the
 dense model. Phase 1 is plain AdamW. It ends when z, the mean of |v_t - v_(t-1)| over the entries of
-the converted weights, averaged over the last 1 / (1 - beta2) steps, is below Adam's eps, but not
-before `min_fraction` and not after `max_fraction` of the training. In phase 2 the masks are
-applied, chosen by magnitude in every step as in `methods.ste`; v of the converted weights is
-frozen, and
+the converted weights, averaged over the last 1 / (1 - beta2) steps, is below Adam's eps, but never
+before `min_fraction` and never after `max_fraction` of the training. In phase 2 masks are applied,
+chosen by magnitude in every step as in `methods.ste`; v of the converted weights is frozen, and
 
     w <- w - lr * weight_decay * w - lr / (1 - beta1^t) * m_t / (sqrt(v) + eps^(3/4))
 
@@ -127,11 +126,8 @@ class Method(SwitchedMethod):
 
 
 def _adam_group(optimizers: list[Any], weight: Tensor) -> tuple[Any, dict[str, Any]]:
-    """The AdamW that holds `weight`, and its parameter group.
-
-    Raises:
-        ValueError: no optimizer holds it, or one that is not a plain AdamW.
-    """
+    """The AdamW that holds `weight`, and its parameter group. Raises ValueError if no optimizer
+    holds it, or one that is not a plain AdamW."""
     own, group = group_of(optimizers, weight)
     plain = not group.get("amsgrad") and not group.get("maximize")
     if not group.get("decoupled_weight_decay") or not plain:

@@ -19,30 +19,17 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.hub import cached_file
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from models.sparse import (
-    CONFIG,
-    FORMAT,
-    PARTS,
-    RECORD,
-    SCALES,
-    WEIGHTS,
-    add_low_rank,
-    check_file,
-    expanded,
-    pack_on_gpu,
-    read_record,
-    save_merged,
-)
+from models import sparse
 
 
-@register_quantization_config(FORMAT)
+@register_quantization_config(sparse.FORMAT)
 class Sparse24Config(QuantizationConfigMixin):
     """The `quantization_config` of a compressed export."""
 
     dequantize = True  # the loaded weights are plain tensors
 
     def __init__(self, **_: Any) -> None:
-        self.quant_method = FORMAT  # type: ignore[assignment]
+        self.quant_method = sparse.FORMAT  # type: ignore[assignment]
 
 
 class Expand(ConversionOps):
@@ -62,20 +49,20 @@ class Expand(ConversionOps):
         given = {name.removeprefix("weight."): found for name, found in input_dict.items()}
         parts = {k: found[0] if isinstance(found, list) else found for k, found in given.items()}
         told = self.described.get(full_layer_name, {"axis": 1, "dtype": "bfloat16"})
-        weight = expanded(parts, told)
+        weight = sparse.expanded(parts, told)
         # transformers has cast floats to the model's dtype, but no integers and scales.
         dtype = model.get_parameter(full_layer_name).dtype
-        return {"weight": weight.to(dtype) if SCALES in parts else weight}
+        return {"weight": weight.to(dtype) if sparse.SCALES in parts else weight}
 
 
-@register_quantizer(FORMAT)
+@register_quantizer(sparse.FORMAT)
 class Sparse24Quantizer(HfQuantizer):
     """Reads a compressed export, whose files it compares with their SHA-256."""
 
     expand: Expand
 
     def update_attn_implementation(self, config: Any) -> Any:
-        config.transformers_weights = WEIGHTS
+        config.transformers_weights = sparse.WEIGHTS
         return config
 
     def _process_model_before_weight_loading(
@@ -83,12 +70,12 @@ class Sparse24Quantizer(HfQuantizer):
     ) -> Any:
         folder, config = Path(checkpoint_files[0]).parent, model.config
         del config.transformers_weights
-        if not (folder / RECORD).is_file() and not Path(config.name_or_path).is_dir():
+        if not (folder / sparse.RECORD).is_file() and not Path(config.name_or_path).is_dir():
             # In the hub's cache, whose folders are commits.
-            cached_file(config.name_or_path, RECORD, revision=folder.name)
-        record = read_record(folder)
-        for name in (CONFIG, WEIGHTS):
-            check_file(folder, name, record)
+            cached_file(config.name_or_path, sparse.RECORD, revision=folder.name)
+        record = sparse.read_record(folder)
+        for name in (sparse.CONFIG, sparse.WEIGHTS):
+            sparse.check_file(folder, name, record)
         # By the names that this model has: a model without a head lacks the first part.
         own, first = {n for n, _ in model.named_parameters()}, f"{model.base_model_prefix}."
         described = {
@@ -102,15 +89,17 @@ class Sparse24Quantizer(HfQuantizer):
                 rows, columns = told["shape"] if told["axis"] else told["shape"][::-1]
                 with torch.device("meta"):
                     left = torch.empty(rank, columns) if told["left"] else None
-                    add_low_rank(layer, left, torch.empty(rank, rows))
+                    sparse.add_low_rank(layer, left, torch.empty(rank, rows))
         return model
 
     def get_weight_conversions(self) -> list[Any]:
-        return [WeightConverter([f"weight.{part}" for part in PARTS], "weight", [self.expand])]
+        return [
+            WeightConverter([f"weight.{part}" for part in sparse.PARTS], "weight", [self.expand])
+        ]
 
     def _process_model_after_weight_loading(self, model: Any, **_: Any) -> nn.Module:
-        save_merged(model)
-        pack_on_gpu(model)
+        sparse.save_merged(model)
+        sparse.pack_on_gpu(model)
         return model
 
     def is_serializable(self) -> bool:

@@ -113,8 +113,7 @@ class Sized:
 
     @classmethod
     def of_size(cls, size: str, **overrides: Any) -> Self:
-        """The config of a named size; `nano` is for the CPU. overrides: fields with other
-        values."""
+        """The config of a named size; `nano` is for the CPU. overrides: other fields."""
         if size not in cls.sizes:
             choices = ", ".join(cls.sizes)
             raise ValueError(f"unknown size {size!r} of a {cls.__name__}; choose from {choices}")

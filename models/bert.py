@@ -76,15 +76,13 @@ class BertLM(Model):
         Without `target` the logits are those of all positions, [B, T, V]. With `target` only those
         of the N predicted positions are computed, [N, V], in row-major order, which saves most of
         the head's work. The loss is their mean cross entropy in nats plus, with `next_sentence`,
-        the mean cross entropy of the pairs.
+        the mean cross entropy of the pairs. Raises ValueError if the sequence is too long, or
+        `next_sentence` is given to a model without the classifier.
 
         Args:
             target: [B, T], the ids to predict, -1 elsewhere; at least one.
             token_types, attention_mask: see `Bert`.
             next_sentence: [B], 0 where the second sentence follows the first, 1 where it does not.
-        Raises:
-            ValueError: the sequence is too long, or `next_sentence` is given to a model without the
-                classifier.
         """
         if next_sentence is not None and self.seq_relationship is None:
             raise ValueError(
@@ -138,6 +136,7 @@ _FIXED: dict[str, Any] = {
     "type_vocab_size": TOKEN_TYPES,
 }
 _DECODER = "predictions.decoder.weight"
+_FORM = "pre_norm", "bias", "glu", "positions", "head_transform"  # by default the original's
 
 
 def _their_names(name: str) -> list[str]:
@@ -182,21 +181,13 @@ def from_hf(hf_model: BertForMaskedLM | BertForPreTraining) -> BertLM:
 @torch.no_grad()
 def to_hf(model: BertLM) -> BertForMaskedLM | BertForPreTraining:
     """The transformers model with a copy of our weights, in their dtype: `BertForPreTraining` if
-    there is a classifier of sentence pairs, else `BertForMaskedLM`.
-
-    Raises a `ValueError` if the model is not of the original form, or has tensors that BERT does
-    not have, as while a sparse method is attached.
-    """
+    there is a classifier of sentence pairs, else `BertForMaskedLM`. Raises a `ValueError` if the
+    model is not of the original form, or has tensors that BERT does not have, as while a sparse
+    method is attached."""
     import transformers
 
     config, state = model.config, model.state_dict()
-    form = {
-        "pre_norm": False,
-        "bias": True,
-        "glu": False,
-        "positions": "learned",
-        "head_transform": True,
-    }
+    form = {name: getattr(BertConfig, name) for name in _FORM}
     if other := [f"{k}={getattr(config, k)}" for k, v in form.items() if getattr(config, k) != v]:
         raise ValueError(
             f"transformers' BERT does not support {', '.join(other)}: only the original form "

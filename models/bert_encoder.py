@@ -18,16 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from models.base import (
-    MLP,
-    TextConfig,
-    check_choice,
-    check_length,
-    check_multiple,
-    residual,
-    sinusoids,
-    split_heads,
-)
+from models import base
 
 TOKEN_TYPES = 2
 EPS = 1e-12  # epsilon of the layer norms
@@ -50,7 +41,7 @@ SIZES: dict[str, dict[str, Any]] = {
 
 
 @dataclass(frozen=True)
-class BertConfig(TextConfig):
+class BertConfig(base.TextConfig):
     """Shape and variant of a BERT.
 
     n_inner: outputs of a feed-forward network's first linear; None = 4 * n_embd. With `glu` half of
@@ -82,8 +73,8 @@ class BertConfig(TextConfig):
     sizes = SIZES
 
     def __post_init__(self) -> None:
-        check_multiple(self, "n_embd", "n_head")
-        check_choice(self, "positions", "learned", "sinusoidal")
+        base.check_multiple(self, "n_embd", "n_head")
+        base.check_choice(self, "positions", "learned", "sinusoidal")
 
 
 def layer_norm(config: BertConfig) -> nn.LayerNorm:
@@ -98,7 +89,7 @@ class SinusoidalPositions(nn.Module):
     def __init__(self, config: BertConfig) -> None:
         super().__init__()
         self.table: Tensor
-        table = sinusoids(config.block_size, config.n_embd)
+        table = base.sinusoids(config.block_size, config.n_embd)
         self.register_buffer("table", table, persistent=False)
         self.scale = nn.Parameter(torch.full((1,), config.n_embd**-0.5))
 
@@ -107,8 +98,7 @@ class SinusoidalPositions(nn.Module):
 
 
 class Embeddings(nn.Module):
-    """Layer-normalised sum of token, type and position embeddings: ids [B, T], types [B, T] -> [B,
-    T, C]."""
+    """Normalised sum of token, type and position embeddings: ids and types [B, T] -> [B, T, C]."""
 
     def __init__(self, config: BertConfig) -> None:
         super().__init__()
@@ -139,14 +129,13 @@ class SelfAttention(nn.Module):
         self.qkv = nn.Linear(config.n_embd, 3 * config.n_embd, bias=config.bias)
 
     def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
-        qkv, rate = split_heads(self.qkv(x), self.n_head), self.dropout * self.training
+        qkv, rate = base.split_heads(self.qkv(x), self.n_head), self.dropout * self.training
         y = F.scaled_dot_product_attention(*qkv, attn_mask=mask, dropout_p=rate)
         return y.transpose(1, 2).flatten(2)
 
 
 class Attention(nn.Module):
-    """Self-attention with the output projection, [B, T, C] -> [B, T, C]; mask [B, 1, 1, T] or
-    None."""
+    """Self-attention and its projection, [B, T, C] -> [B, T, C]; mask [B, 1, 1, T] or None."""
 
     def __init__(self, config: BertConfig) -> None:
         super().__init__()
@@ -173,12 +162,12 @@ class Layer(nn.Module):
         self.pre_norm = config.pre_norm
         self.attention = Attention(config)
         self.norm_1 = layer_norm(config)
-        self.mlp = MLP(config, geglu if config.glu else F.gelu, config.glu, config.bias)
+        self.mlp = base.MLP(config, geglu if config.glu else F.gelu, config.glu, config.bias)
         self.norm_2 = layer_norm(config)
 
     def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
-        x = residual(x, self.norm_1, lambda y: self.attention(y, mask), self.pre_norm)
-        return residual(x, self.norm_2, self.mlp, self.pre_norm)
+        x = base.residual(x, self.norm_1, lambda y: self.attention(y, mask), self.pre_norm)
+        return base.residual(x, self.norm_2, self.mlp, self.pre_norm)
 
 
 class Pooler(nn.Module):
@@ -206,15 +195,14 @@ class Bert(nn.Module):
     def forward(
         self, input: Tensor, token_types: Tensor | None = None, attention_mask: Tensor | None = None
     ) -> Tensor:
-        """Token ids [B, T] -> hidden states [B, T, C].
+        """Token ids [B, T] -> hidden states [B, T, C]. Raises ValueError if the sequence is longer
+        than `block_size`.
 
         Args:
             token_types: [B, T] of 0 and 1; None = all 0.
             attention_mask: [B, T], 0 at padding; None = no padding, which is faster.
-        Raises:
-            ValueError: the sequence is longer than `block_size`.
         """
-        check_length(input.shape[1], self.config.block_size)
+        base.check_length(input.shape[1], self.config.block_size)
         mask = None if attention_mask is None else attention_mask.bool()[:, None, None, :]
         x = self.embeddings(input, token_types)
         for layer in self.layer:

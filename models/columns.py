@@ -55,8 +55,7 @@ def _dense_columns(kept: Tensor, full: Tensor) -> Tensor:
 
     From left to right, each column joins the group that is being filled or, if it is full, is
     dense. What matters of the columns so far is that group: how many columns it has, and which rows
-    keep one and two of them. Of all ways to the same group the one with fewest dense columns is
-    followed.
+    keep one and two of them. Of the ways to a group the one with fewest dense columns is followed.
     """
     bits = np.packbits(kept.t().cpu().numpy(), axis=1)
     ways: dict[Any, Any] = {(0, 0, 0): (0, None)}

@@ -126,13 +126,8 @@ class Decoder:
 
     def step(self, tokens: Tensor) -> Tensor:
         """Add one token to each text, tokens [rows]; the logits [rows, V] of the next ones, which
-        the next call may overwrite.
-
-        On a GPU the first call is launched, the second is captured, and later ones replay it.
-
-        Raises:
-            ValueError: the texts have `length` tokens already.
-        """
+        the next call may overwrite. On a GPU the first call is launched, the second is captured,
+        and later ones replay it. Raises ValueError if the texts have `length` tokens already."""
         self.count(1)
         self.tokens.copy_(tokens[:, None])
         if not self.fixed or not self.tokens.is_cuda:

@@ -279,8 +279,6 @@ class DINO(Model):
         patch = self.config.patch_rate if trunk[1] == "patch_embed" else 1.0
         return float(patch * self.config.layer_decay ** (depth + 1 - layer))
 
-    # ------------------------------------------------------------------ one optimizer step
-
     @torch.no_grad()
     def on_step_begin(self, step: int) -> None:
         """Set the teacher's temperature for the step. At step 0 the teacher becomes a copy of the

@@ -18,18 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from models.base import (
-    Model,
-    SquaredReLU,
-    TextConfig,
-    check_as_built,
-    check_choice,
-    check_length,
-    check_multiple,
-    converted,
-    draw_weights,
-    split_heads,
-)
+from models import base
 
 if TYPE_CHECKING:
     from transformers import GPT2LMHeadModel
@@ -44,7 +33,7 @@ SIZES: dict[str, dict[str, int]] = {
 
 
 @dataclass(frozen=True)
-class GPTConfig(TextConfig):
+class GPTConfig(base.TextConfig):
     """Shape of a GPT-2.
 
     vocab_size: 50304 is GPT-2's 50257 rounded up to a multiple of 64.
@@ -69,8 +58,8 @@ class GPTConfig(TextConfig):
     sizes = SIZES
 
     def __post_init__(self) -> None:
-        check_multiple(self, "n_embd", "n_head")
-        check_choice(self, "gelu", "erf", "tanh", "relu2")
+        base.check_multiple(self, "n_embd", "n_head")
+        base.check_choice(self, "gelu", "erf", "tanh", "relu2")
 
 
 class Attention(nn.Module):
@@ -85,7 +74,7 @@ class Attention(nn.Module):
         self.resid_dropout = nn.Dropout(config.dropout)
 
     def forward(self, x: Tensor) -> Tensor:
-        qkv, rate = split_heads(self.c_attn(x), self.n_head), self.dropout * self.training
+        qkv, rate = base.split_heads(self.c_attn(x), self.n_head), self.dropout * self.training
         y = F.scaled_dot_product_attention(*qkv, dropout_p=rate, is_causal=True)
         return self.resid_dropout(self.c_proj(y.transpose(1, 2).flatten(2)))
 
@@ -98,7 +87,7 @@ class MLP(nn.Module):
         self.c_fc = nn.Linear(config.n_embd, config.ffn_width, bias=config.bias)
         approximation = "none" if config.gelu == "erf" else "tanh"
         squared = config.gelu == "relu2"
-        self.gelu = SquaredReLU() if squared else nn.GELU(approximate=approximation)
+        self.gelu = base.SquaredReLU() if squared else nn.GELU(approximate=approximation)
         self.c_proj = nn.Linear(config.ffn_width, config.n_embd, bias=config.bias)
         self.dropout = nn.Dropout(config.dropout)
 
@@ -140,7 +129,7 @@ class Transformer(nn.Module):
         return self.ln_f(x)
 
 
-class GPT(Model):
+class GPT(base.Model):
     """GPT-2 language model."""
 
     TRUNK: ClassVar[str] = "transformer"
@@ -153,7 +142,7 @@ class GPT(Model):
         self.lm_head.weight = self.transformer.wte.weight
         # The 2L projections into the residual stream are smaller.
         std = 0.02 / math.sqrt(2 * config.n_layer)
-        draw_weights(self, lambda name: std if name.endswith("c_proj.weight") else 0.02)
+        base.draw_weights(self, lambda name: std if name.endswith("c_proj.weight") else 0.02)
 
     def forward(self, input: Tensor, target: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
         """Token ids [B, T] -> (logits [B, T, V] of every position, loss or None).
@@ -162,7 +151,7 @@ class GPT(Model):
         the mean cross entropy in nats. Raises a `ValueError` if the sequence is longer than
         `block_size`.
         """
-        check_length(input.shape[1], self.config.block_size)
+        base.check_length(input.shape[1], self.config.block_size)
         logits = self.lm_head(self.transformer(input))
         if target is None:
             return logits, None
@@ -191,22 +180,19 @@ def _transpose_conv1d(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def from_hf(source: GPT2LMHeadModel | str | Path) -> GPT:
     """Our GPT with a copy of the weights of transformers' `GPT2LMHeadModel`, in its dtype.
 
-    `transformers.Trainer` takes it as `models.hf.ForTrainer(from_hf(...))`.
+    `transformers.Trainer` takes it as `models.hf.ForTrainer(from_hf(...))`. Raises ValueError if
+    the model has settings that ours lacks, all of which are named, or the folder cannot be read.
 
     Args:
         source: the model, or the local folder of its checkpoint in safetensors.
-    Raises:
-        ValueError: the model has settings that ours does not have, all of which are named, or the
-            folder cannot be read.
     """
+    hf_model: Any = source
     if isinstance(source, str | Path):
-        from transformers import GPT2LMHeadModel
+        import transformers
 
         from models.hf import read_checkpoint
 
-        hf_model = read_checkpoint(GPT2LMHeadModel, source)
-    else:
-        hf_model = source
+        hf_model = read_checkpoint(transformers.GPT2LMHeadModel, source)
     hf = hf_model.config
     required = {
         "model_type": "gpt2",
@@ -222,7 +208,7 @@ def from_hf(source: GPT2LMHeadModel | str | Path) -> GPT:
     if hf.activation_function not in _GELU_FROM_HF:
         choices = ", ".join(_GELU_FROM_HF)
         problems.append(f"activation_function={hf.activation_function!r} (needs one of {choices})")
-    values = converted("GPT-2", hf, _FIELDS, required, *problems)
+    values = base.converted("GPT-2", hf, _FIELDS, required, *problems)
     config = GPTConfig(**values, bias=True, gelu=_GELU_FROM_HF[hf.activation_function])
     model = GPT(config).to(hf_model.dtype)
     model.load_state_dict(_transpose_conv1d(hf_model.state_dict()))
@@ -231,15 +217,13 @@ def from_hf(source: GPT2LMHeadModel | str | Path) -> GPT:
 
 @torch.no_grad()
 def to_hf(model: GPT) -> GPT2LMHeadModel:
-    """transformers' `GPT2LMHeadModel` with a copy of our weights, in their dtype.
-
-    It always has biases, which are zeros if our model has none. Its begin and end tokens are unset,
-    because our model does not know its tokenizer. Raises a `ValueError` if the model has tensors
-    that GPT-2 does not have, as while a sparse method is attached.
-    """
+    """transformers' `GPT2LMHeadModel` with a copy of our weights, in their dtype. It always has
+    biases, which are zeros if our model has none. Its begin and end tokens are unset, because our
+    model does not know its tokenizer. Raises a `ValueError` if the model has tensors that GPT-2
+    does not have, as while a sparse method is attached."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    check_as_built("GPT-2", model)
+    base.check_as_built("GPT-2", model)
     state, config = model.state_dict(), model.config
     hf_model: Any = GPT2LMHeadModel(
         GPT2Config(

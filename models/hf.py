@@ -45,8 +45,7 @@ def cached(model: nn.Module) -> dict[str, Any]:
 
 
 class CausalLM(Model):
-    """A causal language model of transformers, as the module `model`; its linears are replaced in
-    place.
+    """A causal language model of transformers, as the module `model`; its linears are replaced.
 
     block_size: longest sequence.
     """
@@ -100,9 +99,8 @@ class CausalLM(Model):
 
     @torch.no_grad()
     def save_pretrained(self, folder: str | Path) -> None:
-        """Write a checkpoint in safetensors that transformers alone can load. Raises a `ValueError`
-        if the model has tensors that its architecture does not have, as while a sparse method is
-        attached."""
+        """Write a checkpoint in safetensors for transformers. Raises a `ValueError` if the model
+        has tensors that its architecture does not have, as while a sparse method is attached."""
         state = self.model.state_dict()
         check_plain(type(self.model).__name__, state, self.names)
         for name in self.conv1d:

@@ -7,16 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from common_kernels import (
-    Packed24,
-    Quantized24,
-    check24,
-    convert24,
-    dequantize24,
-    pack24,
-    quantize24,
-    unpack24,
-)
+import common_kernels as ck
 
 
 def is_conv1d(module: nn.Module) -> bool:
@@ -53,15 +44,11 @@ def has_24(module: nn.Module) -> bool:
     along = 0 if is_conv1d(module) else 1
     if weight.is_meta:  # accelerate keeps it on the CPU or on disk
         return False
-    return weight.shape[along] % 4 == 0 and not int(check24(weight, dim=along))
+    return weight.shape[along] % 4 == 0 and not int(ck.check24(weight, dim=along))
 
 
 def linears_24(model: nn.Module) -> dict[str, nn.Module]:
-    """The 2:4 linears of a model by name.
-
-    Raises:
-        ValueError: there is none.
-    """
+    """The 2:4 linears of a model by name. Raises ValueError if there is none."""
     found = {name: module for name, module in model.named_modules() if is_24(module)}
     if not found:
         held = (m for m in model.modules() if isinstance(m, nn.Linear) and has_24(m))
@@ -82,35 +69,33 @@ def quantize(model: nn.Module, bits: int) -> list[str]:
 
     Cast the model to the dtype in which it will run first: rounded to another one afterwards,
     weights compute the same but cannot be told to be integers, unless they go from bf16 to fp16.
-
-    Raises:
-        ValueError: no linear is 2:4.
-    """
+    Raises ValueError if no linear is 2:4."""
     layers: dict[str, Any] = linears_24(model)
     for layer in layers.values():
         matrix = matrix_of(layer)
-        dense = dequantize24(quantize24(pack24(matrix, matrix != 0), bits), matrix.dtype)
+        dense = ck.dequantize24(ck.quantize24(ck.pack24(matrix, matrix != 0), bits), matrix.dtype)
         layer.weight.copy_(dense.t() if is_conv1d(layer) else dense)
     return [*layers]
 
 
-def integers_of(packed: Packed24) -> Packed24 | Quantized24:
+def integers_of(packed: ck.Packed24) -> ck.Packed24 | ck.Quantized24:
     """The matrix as the integers of 4 or 8 bits that it was made of, for products with few tokens;
     the same matrix if it was not."""
-    neutral = convert24(packed, "neutral")
+    neutral = ck.convert24(packed, "neutral")
     rounded = neutral.values.bfloat16()
     if torch.equal(rounded.to(packed.dtype), neutral.values):  # they may have been cast from bf16
-        own = Packed24.of(rounded, neutral.meta, "neutral")
+        own = ck.Packed24.of(rounded, neutral.meta, "neutral")
     else:
         own = neutral
     # Of a few rows first, which tell other matrices apart in no time.
-    first = Packed24.of(own.values[:16], own.meta[:16], "neutral")
+    first = ck.Packed24.of(own.values[:16], own.meta[:16], "neutral")
     for bits in (4, 8):
         if _made_of(first, bits) and _made_of(own, bits):
-            return quantize24(own, bits)
+            return ck.quantize24(own, bits)
     return neutral
 
 
-def _made_of(packed: Packed24, bits: int) -> bool:
+def _made_of(packed: ck.Packed24, bits: int) -> bool:
     """True if a matrix is one of integers of so many bits times scales."""
-    return torch.equal(dequantize24(quantize24(packed, bits), packed.dtype), unpack24(packed))
+    rounded = ck.dequantize24(ck.quantize24(packed, bits), packed.dtype)
+    return torch.equal(rounded, ck.unpack24(packed))

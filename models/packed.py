@@ -206,11 +206,8 @@ def _class_of(kind: Any) -> Any:
 
 
 def layout_for(device: torch.device, dtype: torch.dtype) -> str:
-    """The layout of packed weights that `device` can multiply with.
-
-    Raises:
-        ValueError: the device has no 2:4 products for this dtype; the reason is named.
-    """
+    """The layout of packed weights that `device` can multiply with. Raises ValueError if the device
+    has no 2:4 products for this dtype; the reason is named."""
     if reason := unavailable("cusparselt", device, dtype):
         raise ValueError(f"no 2:4 products here: {reason}")
     return library_layout(device)
@@ -239,7 +236,9 @@ def pack(
 
     This is for inference and changes the model in place: weights and biases of these linears no
     longer require a gradient. Names and shapes of parameters stay the same, so the model is saved
-    as before. Linears that are packed already are packed again.
+    as before. Linears that are packed already are packed again. Raises ValueError if the device or
+    dtype has no 2:4 products, no linear is 2:4 and can be packed, or the weights were made in
+    `inference_mode`.
 
     Args:
         model: on its device, in bf16 or fp16.
@@ -249,9 +248,6 @@ def pack(
     Returns:
         The limits of each 2:4 linear by name; None if dense products are always faster, or if the
         shape cannot be packed.
-    Raises:
-        ValueError: the device or dtype has no 2:4 products, no linear is 2:4 and can be packed, or
-            the weights were made in `inference_mode`.
     """
     for module in model.modules():
         if isinstance(module, PackedProduct):

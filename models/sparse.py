@@ -54,11 +54,8 @@ CONFIG, GENERATION = "config.json", "generation_config.json"
 
 
 def read_record(folder: str | Path) -> dict[str, Any]:
-    """The content of sparse24.json in a folder.
-
-    Raises:
-        ValueError: the file does not exist, is damaged, or has another version.
-    """
+    """The content of sparse24.json in a folder. Raises ValueError if the file does not exist, is
+    damaged, or has another version."""
     path = Path(folder) / RECORD
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
@@ -213,11 +210,8 @@ def load(folder: str | Path, device: torch.device | str = "cpu") -> PreTrainedMo
     On a GPU its 2:4 linears run packed where this is faster (`models.packed.pack`), and their
     weights do not require gradients; to train, use `from_pretrained`, or `load` on the CPU. If none
     can run packed, a warning says why. For each new shape all algorithms are tried, which takes
-    some seconds; the result is stored.
-
-    Raises:
-        ValueError: a file is missing, damaged, or not of this export; the file is named.
-    """
+    some seconds; the result is stored. Raises ValueError if a file is missing, damaged, or not of
+    this export; the file is named."""
     import transformers
     from safetensors.torch import load_file
 

@@ -36,8 +36,7 @@ class TransformerConfig(TextConfig):
     block_size: longest source and longest target.
     pre_norm: True for layer norm before each sub-layer, False for after each residual sum.
     dropout: rate after each sub-layer and on the sums of embeddings and positions.
-    label_smoothing: the share of the target distribution that is spread over all tokens, in
-        training.
+    label_smoothing: in training, the share of the target distribution spread over all tokens.
     """
 
     n_layer: int
@@ -162,8 +161,7 @@ class DecoderLayer(nn.Module):
 
 
 class Stack(nn.Module):
-    """The layers of the encoder or of the decoder, and, with `pre_norm`, the layer norm at their
-    end."""
+    """The layers of the encoder or of the decoder, and with `pre_norm` the norm at their end."""
 
     def __init__(self, config: TransformerConfig, kind: type[nn.Module]) -> None:
         super().__init__()
@@ -255,16 +253,13 @@ class Transformer(Model):
         """Pairs -> (logits [B, T, V], loss or None).
 
         The loss is the sum of the cross entropies in nats, label-smoothed in training, divided by
-        `target_tokens`.
+        `target_tokens`. Raises ValueError if a sequence is longer than `block_size`.
 
         Args:
             source: [B, S]. input: [B, T], the target tokens before those to predict.
             target: [B, T], the tokens to predict; -1 is ignored.
             source_mask: [B, S], 0 at padding; None = no padding.
-            target_tokens: scalar; None = the number of predicted tokens, so that the loss is a
-                mean.
-        Raises:
-            ValueError: a sequence is longer than `block_size`.
+            target_tokens: scalar; None = the number of predicted tokens, for a mean loss.
         """
         logits = self.decode(input, self.encode(source, source_mask), source_mask)
         if target is None:

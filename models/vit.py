@@ -18,16 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from models.base import (
-    Model,
-    Sized,
-    SquaredReLU,
-    check_as_built,
-    check_choice,
-    check_multiple,
-    converted,
-    param_groups,
-)
+from models import base
 
 if TYPE_CHECKING:
     from transformers import ViTForImageClassification, ViTModel
@@ -42,7 +33,7 @@ SIZES: dict[str, dict[str, int]] = {
 
 
 @dataclass(frozen=True)
-class ViTConfig(Sized):
+class ViTConfig(base.Sized):
     """Shape of a vision transformer.
 
     image_size, patch_size: side in pixels.
@@ -79,10 +70,10 @@ class ViTConfig(Sized):
     sizes = SIZES
 
     def __post_init__(self) -> None:
-        check_choice(self, "init", "timm", "jax")
-        check_multiple(self, "width", "heads")
-        check_multiple(self, "image_size", "patch_size")
-        check_choice(self, "pool", "token", "avg")
+        base.check_choice(self, "init", "timm", "jax")
+        base.check_multiple(self, "width", "heads")
+        base.check_multiple(self, "image_size", "patch_size")
+        base.check_choice(self, "pool", "token", "avg")
 
     @property
     def tokens(self) -> int:
@@ -90,7 +81,7 @@ class ViTConfig(Sized):
         return (self.image_size // self.patch_size) ** 2 + 1
 
 
-class ViT(Model):
+class ViT(base.Model):
     """Vision transformer for classification or, without classes, for features."""
 
     TRUNK: ClassVar[str] = "vit"
@@ -115,7 +106,7 @@ class ViT(Model):
             norm_layer=partial(LayerNorm, eps=config.norm_eps),
             dynamic_img_size=config.dynamic_image_size,
             weight_init="jax" if config.init == "jax" else "",
-            act_layer=SquaredReLU if config.squared_relu else None,
+            act_layer=base.SquaredReLU if config.squared_relu else None,
         )
         if config.drop_path_uniform:
             for block in self.vit.blocks:
@@ -142,7 +133,7 @@ class ViT(Model):
         """Optimizer groups as in timm and DeiT: weight decay for matrices and the patch projection;
         none for biases, norms, layer scales, the class token and position embeddings."""
         no_decay = {f"vit.{name}" for name in self.vit.no_weight_decay()}
-        return param_groups(self.named_parameters(), weight_decay, no_decay)
+        return base.param_groups(self.named_parameters(), weight_decay, no_decay)
 
 
 # Patterns of names in transformers, and timm's names. Of two alternatives the first is that of
@@ -200,7 +191,7 @@ def from_hf(hf_model: ViTForImageClassification | ViTModel) -> ViT:
         "hidden_dropout_prob": 0.0,
         "attention_probs_dropout_prob": 0.0,
     }
-    values = converted("ViT", hf, _FIELDS, required)
+    values = base.converted("ViT", hf, _FIELDS, required)
     values["n_classes"] = getattr(getattr(hf_model, "classifier", None), "out_features", 0)
     ratio = hf.intermediate_size / hf.hidden_size
     model = ViT(ViTConfig(**values, mlp_ratio=ratio)).to(hf_model.dtype)
@@ -214,18 +205,15 @@ def from_hf(hf_model: ViTForImageClassification | ViTModel) -> ViT:
 
 @torch.no_grad()
 def to_hf(model: ViT) -> ViTForImageClassification | ViTModel:
-    """transformers' `ViTForImageClassification` with a copy of our weights, in their dtype.
-
-    A model without classes becomes a `ViTModel`, whose first hidden state is the features.
-    Stochastic depth is lost, because transformers does not have it. Raises a `ValueError` if the
-    model has layer scale or average pooling, which transformers does not have, or a sparse method
-    is attached.
-    """
+    """transformers' `ViTForImageClassification` with a copy of our weights, in their dtype. A model
+    without classes becomes a `ViTModel`, whose first hidden state is the features. Stochastic depth
+    is lost, because transformers does not have it. Raises a `ValueError` if the model has layer
+    scale or average pooling, which transformers does not have, or a sparse method is attached."""
     from transformers import ViTConfig as HFViTConfig
     from transformers import ViTForImageClassification, ViTModel
 
     config = model.config
-    check_as_built("ViT", model)
+    base.check_as_built("ViT", model)
     if config.init_values is not None or config.pool != "token" or config.squared_relu:
         raise ValueError(
             f"our copy to transformers' ViT knows GELU, no layer scale and no average pooling; "

@@ -18,12 +18,9 @@ def adamw(
     alpha: float = 0.0,
     grad_scale: float = 1.0,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Weight and moments after step number `step` (1 for the first), in fp64.
-
-    The gradient is divided by `grad_scale`, gains alpha * weight where mask is False (SR-STE, arXiv
-    2102.04010; FST, arXiv 2404.01847) and goes through AdamW (arXiv 1711.05101) as
-    `torch.optim.AdamW` has it.
-    """
+    """Weight and moments after step number `step` (1 for the first), in fp64. The gradient is
+    divided by `grad_scale`, gains alpha * weight where mask is False (SR-STE, arXiv 2102.04010;
+    FST, arXiv 2404.01847) and goes through AdamW (arXiv 1711.05101) as in torch."""
     w, g, m, v = (t.double() for t in (weight, grad, exp_avg, exp_avg_sq))
     beta1, beta2 = betas
     g = g / grad_scale

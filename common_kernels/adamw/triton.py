@@ -140,9 +140,6 @@ def logarithm(beta: float) -> float:
     return math.log2(beta) if beta else -math.inf
 
 
-# ---------------------------------------------------------------------- the table of addresses
-
-
 def addresses(given: Weight24) -> tuple[int, ...]:
     """The table row of a weight: its tensors' addresses in the kernel's order. A missing tensor is
     given the weight's address."""
@@ -153,9 +150,6 @@ def addresses(given: Weight24) -> tuple[int, ...]:
     for packed, place in (given.packed, 8), (given.transposed, 9):  # the metadata follow the values
         out.append(weight if packed is None else out[place] + values * packed.dtype.itemsize)
     return (*out, *NO_SCALARS)
-
-
-# ---------------------------------------------------------------------- the kernel
 
 
 @triton.jit
@@ -182,9 +176,8 @@ def scalars_kernel(
     found_inf,
     RATE_IS_TENSOR: tl.constexpr, SKIPS: tl.constexpr,
 ):  # fmt: skip
-    """Increment a weight's step count and write the scalars that all its entries share: the step
-    size and eps, both times sqrt(1 - beta2^t), and the factors of weight decay and of the
-    moments."""
+    """Raise a weight's step count and write the scalars of all its entries: the step size and eps,
+    both times sqrt(1 - beta2^t), and the factors of weight decay and of the moments."""
     at = table + tl.program_id(0) * ROW
     count = pointer(at, 4, tl.float32)
     step = tl.load(count) + 1

@@ -21,8 +21,6 @@ def pack_mask(mask: Tensor, *, backend: str | None = None) -> Tensor:
     """Pack `mask [..., columns]` (bool) into `bits [..., ceil(columns / 8)]` (uint8)."""
     if mask.dtype != torch.bool:
         raise TypeError(f"mask must be bool, not {mask.dtype}")
-    if mask.ndim == 0:
-        raise ValueError("mask must have at least one dim")
     return _pack_mask(mask, backends.resolve(mask.device, backend))
 
 
@@ -33,8 +31,6 @@ _pack_mask = operator_of(
 
 def unpack_mask(bits: Tensor, columns: int, *, backend: str | None = None) -> Tensor:
     """Unpack `bits [..., ceil(columns / 8)]` (uint8) into `mask [..., columns]` (bool)."""
-    if bits.ndim == 0:
-        raise ValueError("bits must have at least one dim")
     _check_bits(bits, (*bits.shape[:-1], columns))
     return _unpack_mask(bits, columns, backends.resolve(bits.device, backend))
 
@@ -63,7 +59,6 @@ def compress_nm(
     """
     if x.dtype != torch.bool:
         checks.float_tensor(x)
-    _check_pattern(n, m)
     checks.group_dim(x, m, -1)
     _check_bits(bits, x.shape)
     checks.one_device(x=x, bits=bits)
@@ -105,7 +100,6 @@ def expand_nm(
     Raises ValueError if the shapes of values and bits do not match.
     """
     checks.float_tensor(values, "values")
-    _check_pattern(n, m)
     checks.group_dim(values, n, -1)
     _check_bits(bits, cpu.expanded_shape(values, n, m))
     name = backends.resolve(checks.one_device(values=values, bits=bits), backend)
@@ -120,16 +114,11 @@ _expand_nm = operator_of(
 def double_prune_bits(
     values: Tensor, bits: Tensor, n: int = 2, m: int = 4, *, backend: str | None = None
 ) -> Tensor:
-    """SLoPe's second mask (arXiv 2405.16325) of the compressed `values [out, in * n / m]`.
-
-    The result has one bit per value, packed as by `pack_mask`. It is set if the value is among the
-    n largest magnitudes of its group of m along dim 0 of the expanded matrix. Pruned entries rank
-    below all values, even zeros; the lower index wins a tie.
-    """
+    """SLoPe's second mask (arXiv 2405.16325) of the compressed `values [out, in * n / m]`. The
+    result has one bit per value, packed as by `pack_mask`. It is set if the value is among the n
+    largest magnitudes of its group of m along dim 0 of the expanded matrix. Pruned entries rank
+    below all values, even zeros; the lower index wins a tie."""
     checks.float_tensor(values, "values")
-    _check_pattern(n, m)
-    if values.ndim != 2:
-        raise ValueError(f"values must have two dims, not shape {tuple(values.shape)}")
     checks.group_dim(values, n, -1)
     checks.group_dim(values, m, 0)
     _check_bits(bits, cpu.expanded_shape(values, n, m))
@@ -140,11 +129,6 @@ def double_prune_bits(
 _double_prune_bits = operator_of(
     cpu.double_prune_bits, lambda values, bits, n, m: bits.new_empty(cpu.bits_shape(values.shape))
 )
-
-
-def _check_pattern(n: int, m: int) -> None:
-    if not 0 < n <= m:
-        raise ValueError(f"the compressed form keeps n of m entries, 0 < n <= m, not {n}:{m}")
 
 
 def _check_bits(bits: Tensor, shape: tuple[int, ...]) -> None:

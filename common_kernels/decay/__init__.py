@@ -20,11 +20,9 @@ def masked_decay_(
     backend: str | None = None,
 ) -> torch.Tensor:
     """Add alpha * weight in place to grad where mask is False, keep its bits elsewhere; return it.
-
     The three tensors have one shape and any strides; the sum is computed in fp32 and rounded once.
     grad must not require grad unless gradients are disabled, as for torch's in-place operators.
-    DTensors of equal placement are handled shard by shard.
-    """
+    DTensors of equal placement are handled shard by shard."""
     if hasattr(grad, "to_local"):
         sharded: tuple[Any, ...] = (grad, weight, mask)
         own_grad, own_weight, own_mask = (tensor.to_local() for tensor in sharded)

@@ -30,11 +30,9 @@ def quantize_both(
     backend: str | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Quantise x [..., k] with n rows in all, and x^T, after one search for the largest magnitude,
-    in one more read of x.
-
-    Returns the codes of x in `fmt`, the codes of x^T [k, n rounded up to a multiple of 64] in
-    `fmt_transposed`, padded with zeros, and the scale of each. amax, seen: as for `quantize_fp8`.
-    """
+    in one more read of x. Returns the codes of x in `fmt`, the codes of x^T [k, n rounded up to a
+    multiple of 64] in `fmt_transposed`, padded with zeros, and the scale of each. amax, seen: as
+    for `quantize_fp8`."""
     name = backends.resolve_fp8(checks.one_device(x=x, amax=amax, seen=seen), backend)
     given = x, FORMATS.index(fmt), FORMATS.index(fmt_transposed)
     if name != "triton" or (amax is not None and not x.numel()):
@@ -261,10 +259,8 @@ def scaled_linear(
     dtype: torch.dtype = torch.bfloat16,
 ) -> Tensor:
     """The product of FP8 codes: x [..., k] w^T [k, m] / (x_scale * w_scale) + bias [m], in `dtype`.
-
     On a GPU cuBLAS multiplies: at most one operand may be e5m2, the bias may not be fp32, and k and
-    m must be multiples of 16 (the rows of x are padded). On a CPU the codes are multiplied in fp32.
-    """
+    m must be multiples of 16 (x's rows are padded). On a CPU codes are multiplied in fp32."""
     checks.one_device(x=x, w=w, x_scale=x_scale, w_scale=w_scale, bias=bias)
     if not x.numel():  # no tokens, which wgrad sums over
         return x.new_zeros((*x.shape[:-1], len(w)), dtype=dtype)

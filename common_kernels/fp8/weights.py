@@ -1,7 +1,6 @@
 """FP8 codes of a weight and of its transpose, packed or dense, in one read of the weight.
 
-The result equals, bit for bit, that of `quantize_fp8` and `pack24` applied to the masked weight and
-to its transpose.
+Bit for bit the result of `quantize_fp8` and `pack24` of the masked weight and its transpose.
 """
 
 from typing import Any

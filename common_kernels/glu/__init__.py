@@ -1,8 +1,7 @@
 """Gated activations of feed-forward networks (Shazeer, arXiv 2002.05202).
 
-`x [..., 2d]` holds the values in its first half and the gates in its second; the result
-`[..., d]` is `value * activation(gate)`. This order, and GELU's tanh form, follow FST's BERT (arXiv
-2404.01847).
+`x [..., 2d]` holds the values, then the gates; the result `[..., d]` is `value * activation(gate)`.
+This order, and GELU's tanh form, follow FST's BERT (arXiv 2404.01847).
 
 The result and the gradient keep the input's memory layout. A sparse product may leave its result
 column-major (neighbouring tokens side by side), and no transposing copy is made of it here.

@@ -16,9 +16,7 @@ def silu(g: torch.Tensor) -> torch.Tensor:
 
 
 def geglu(x: torch.Tensor) -> torch.Tensor:
-    """value * gelu(gate), `[..., d]` for `x [..., 2d]`: values first, then gates (arXiv
-    2002.05202).
-    """
+    """value * gelu(gate), `[..., d]` for `x [..., 2d]`: values, then gates (arXiv 2002.05202)."""
     value, gate = x.double().chunk(2, -1)
     return value * gelu(gate)
 

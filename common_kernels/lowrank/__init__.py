@@ -30,16 +30,11 @@ def lowrank_addmm(
     tensors = {"y1": y1, "y2": y2, "r": r} | ({} if bias is None else {"bias": bias})
     for name, tensor in tensors.items():
         checks.float_tensor(tensor, name)
-    if y1.ndim == 0 or y2.ndim == 0 or y1.shape[:-1] != y2.shape[:-1]:
-        raise ValueError(
-            f"y1 and y2 must agree in all dims but the last, not {tuple(y1.shape)} and "
-            f"{tuple(y2.shape)}"
-        )
-    rank, out = y2.shape[-1], y1.shape[-1]
-    if r.shape != (rank, out):
-        raise ValueError(f"r must have shape ({rank}, {out}), not {tuple(r.shape)}")
-    if bias is not None and bias.shape != (out,):
-        raise ValueError(f"bias must have shape ({out},), not {tuple(bias.shape)}")
+    out = y1.shape[-1:]
+    fit = y1.shape[:-1] == y2.shape[:-1] and r.shape == y2.shape[-1:] + out
+    if not fit or (bias is not None and bias.shape != out):
+        shapes = ", ".join(f"{name} {tuple(tensor.shape)}" for name, tensor in tensors.items())
+        raise ValueError(f"these shapes do not fit: {shapes}")
     name = backends.resolve(checks.one_device(**tensors), backend)
     return _lowrank_addmm(y1, y2, r, bias, scale, name)
 

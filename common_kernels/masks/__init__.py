@@ -40,29 +40,22 @@ def double_prune_mask(
 
     If a group of a column has fewer than n non-zeros left, the mask also keeps zeros of w.
     """
-    if w.ndim != 2:
-        raise ValueError(f"w must have two dims, not shape {tuple(w.shape)}")
     return nm_mask(w, n, m, dim=0, backend=backend)
 
 
 def transposable_mask24(
     w: torch.Tensor, algorithm: str = "exact", *, backend: str | None = None
 ) -> torch.Tensor:
-    """Bool mask that is 2:4 along both of the last two dims of `w [..., 4R, 4C]`.
-
-    `exact` keeps the largest sum of magnitudes over the 90 patterns of each 4x4 tile (FST, arXiv
-    2404.01847); `greedy` and `two_approx` (arXiv 2102.08124) are baselines, whose masks may keep
-    fewer than two in a row or column. NaN counts as Inf in the exact search.
-    """
+    """Bool mask that is 2:4 along both of the last two dims of `w [..., 4R, 4C]`. `exact` keeps the
+    largest sum of magnitudes over the 90 patterns of each 4x4 tile (FST, arXiv 2404.01847);
+    `greedy` and `two_approx` (arXiv 2102.08124) are baselines, whose masks may keep fewer than two
+    in a row or column. NaN counts as Inf in the exact search."""
     checks.float_tensor(w, "w")
     if algorithm not in ALGORITHMS:
         raise ValueError(f"unknown algorithm {algorithm!r}: choose one of {', '.join(ALGORITHMS)}")
-    if w.ndim < 2:
-        raise ValueError(f"w must have at least two dims, not shape {tuple(w.shape)}")
     checks.group_dim(w, 4, -2)
     checks.group_dim(w, 4, -1)
-    name = backends.resolve(w.device, backend)
-    return _transposable_mask24(w, algorithm, name)
+    return _transposable_mask24(w, algorithm, backends.resolve(w.device, backend))
 
 
 _transposable_mask24 = operator_of(
@@ -93,8 +86,7 @@ def flip_rate(old: torch.Tensor, new: torch.Tensor, *, backend: str | None = Non
     """Fraction of mask bits that differ (FST, section 4.1): a 0-dim fp32 tensor, 0 if empty."""
     checks.same_shape(old, new, "old and new")
     name = backends.resolve(checks.one_device(old=old, new=new), backend)
-    flips = _flips(old, new, name)
-    return flips / max(old.numel(), 1)
+    return _flips(old, new, name) / max(old.numel(), 1)
 
 
 _flips = operator_of(cpu.flips, lambda old, new: old.new_empty((), dtype=torch.int64))

@@ -56,9 +56,7 @@ def double_prune_mask(w: torch.Tensor, n: int = 2, m: int = 4) -> torch.Tensor:
 
 
 def transposable_mask24(w: torch.Tensor, algorithm: str = "exact") -> torch.Tensor:
-    """Apply `exact`, `greedy` or `two_approx` to the magnitudes of each 4x4 tile of `w [rows,
-    columns]`.
-    """
+    """Apply `exact`, `greedy` or `two_approx` to the magnitudes of each 4x4 tile of w."""
     mask = torch.empty(w.shape, dtype=torch.bool)
     for i, j in itertools.product(range(0, w.shape[0], 4), range(0, w.shape[1], 4)):
         tile = w[i : i + 4, j : j + 4].float().abs()

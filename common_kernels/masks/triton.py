@@ -114,10 +114,7 @@ def descending(keys, NETWORK: tl.constexpr):
 @triton.jit
 def key(a, place):
     """A sort key that ranks as |a| does, and among equals as `place` (an integer below 2^17) does.
-
-    The key of a 32-bit entry is fp64, because a GPU compares fp64 in one instruction but 64-bit
-    integers in several.
-    """
+    The key of a 32-bit entry is fp64: a GPU compares fp64 in one instruction, int64 in several."""
     if a.dtype == tl.float32:
         return ((magnitude(a).to(tl.int64) << 31) | place).to(tl.float64, bitcast=True)
     else:

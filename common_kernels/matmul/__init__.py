@@ -365,8 +365,7 @@ def _(device, stream):
 @functools.cache  # never dropped: a captured graph uses the memory of its plans
 def _plan(fields: tuple[Any, ...], device: int, stream: int) -> cusparselt.Plan | cuda.Plan:
     """The plan of a product on one stream. Each stream has its own, because a plan has one buffer
-    for a bias. (Two CUDA graphs captured on one stream share it; do not replay them
-    concurrently.)"""
+    for a bias. (Do not replay two CUDA graphs of one stream concurrently: they share it.)"""
     problem = Problem(*fields)
     check_available(problem, torch.device("cuda", device))
     with torch.autocast("cuda", enabled=False):

@@ -189,10 +189,8 @@ def fastest(
 ) -> Measured | None:
     """The layout in which the product is fastest relative to the dense one, with its times; None if
     no layout serves it. Products that the table lacks are measured now. Without `layouts` all are
-    considered that the device takes.
-
-    If our own kernels cannot be compiled, only cuSPARSELt's are considered, with one warning.
-    """
+    considered that the device takes. If our own kernels cannot be compiled, only cuSPARSELt's are
+    considered, with one warning."""
     index = torch.cuda.current_device() if device.index is None else device.index
     found, layouts = [], layouts or layouts_on(device)
     with torch.autocast(device.type, enabled=False), torch.cuda.device(index):

@@ -112,11 +112,8 @@ def say(line: str) -> None:
 
 def build(source: Path, wanted: Mapping[str, Mapping[str, int]]) -> dict[str, Path]:
     """The libraries of a source for several sets of macros, `wanted`, by the library's name.
-    Missing ones are compiled in parallel.
-
-    Raises:
-        BuildError: compiler or headers are missing, or the compiler fails (with its first error).
-    """
+    Missing ones are compiled in parallel. Raises BuildError if compiler or headers are missing, or
+    the compiler fails (with its first error)."""
     place = folder(source)
     paths = {name: place / f"{name}.so" for name in wanted}
     commands = {

@@ -102,11 +102,9 @@ def refuse_capture(problem: Problem) -> None:
 
 def _nearest(problem: Problem, known: dict[Problem, Entry], within: float) -> Entry | None:
     """The entry of a product that differs only in the number of tokens, with its times scaled to
-    this number; None if no number is within a factor of `within`.
-
-    In wgrad, whose result is not transposed, the tokens are the columns of the sparse matrix. A
-    sparse input has them as its rows, and as columns where it is transposed.
-    """
+    this number; None if no number is within a factor of `within`. In wgrad, whose result is not
+    transposed, the tokens are the columns of the sparse matrix. A sparse input has them as its
+    rows, and as columns where it is transposed."""
     if problem.dense_transposed and problem.result_transposed:
         name = "tokens"
     else:
@@ -299,9 +297,6 @@ def elapsed_ms(run: Callable[[], Any], meanwhile: Callable[[], None] | None = No
         meanwhile()
     end.synchronize()
     return start.elapsed_time(end)
-
-
-# --- files ---------------------------------------------------------------------------------------
 
 
 @functools.cache

@@ -31,8 +31,7 @@ def mvue24(
     x's shape. A part of a batch therefore draws the same bits as the whole batch, if its offset is
     given. seed and offset are ints or 0-dim int64 tensors; a tensor does not become a constant of a
     compiled graph. The result has x's shape, dtype and strides. NaN and Inf propagate, and so does
-    the overflow of a sum of three magnitudes in fp32. No gradient is defined; the caller supplies a
-    straight-through rule.
+    the overflow of a sum of three magnitudes in fp32. No gradient is defined.
     """
     key = [_scalar(seed, "seed", x), _scalar(offset, "offset", x)]
     key = [t.to(x.device, non_blocking=True) for t in key]
@@ -65,7 +64,6 @@ def _scalar(value: int | torch.Tensor, name: str, x: torch.Tensor) -> torch.Tens
         if value.device.type != "cpu":  # as in torch, a 0-dim CPU tensor combines with any device
             checks.one_device(x=x, **{name: value})
         return value
-    checks.integer(value, name)
     return torch.tensor(value, dtype=torch.int64)
 
 

@@ -9,12 +9,10 @@ from common_kernels.philox import philox4x32
 def mvue24(
     x: torch.Tensor, seed: int, offset: int = 0, design: str = "exact", dim: int = -1
 ) -> torch.Tensor:
-    """Sample two of each four entries along dim, so that the mean over seeds is x.
-
-    Let q be the index of a group plus `offset`. `exact` draws one number in [0, 1) from word q % 4
-    of Philox at counter q // 4; `sequential` draws two, from words 0 and 1 at counter q. A number
-    takes 24 bits of a word.
-    """
+    """Sample two of each four entries along dim, so that the mean over seeds is x. Let q be the
+    index of a group plus `offset`. `exact` draws one number in [0, 1) from word q % 4 of Philox at
+    counter q // 4; `sequential` draws two, from words 0 and 1 at counter q. A number takes 24 bits
+    of a word."""
 
     def sample(group: list[float], number: int) -> list[float]:
         q = number + offset

@@ -136,11 +136,8 @@ def sample(x0, x1, x2, x3, u):
 
 @triton.jit
 def sample_stored(x0, x1, x2, x3, u):
-    """Return what `sample` draws as the two entries that a packed matrix stores and the nibble of
-    their positions.
-
-    If fewer than two entries are kept, +0 is stored at the positions that pack.cpu.choose gives.
-    """
+    """What `sample` draws as the two entries that a packed matrix stores, and their nibble. If
+    fewer than two entries are kept, +0 is stored where pack.cpu.choose says."""
     h, one, other = draw(x0, x1, x2, x3, u)
     # Positions are counted in floats: a comparison can give 1.0 or 0.0 directly, without one of the
     # few predicate registers.
@@ -187,8 +184,7 @@ def flag(condition):
 @triton.jit
 def draw(x0, x1, x2, x3, u):
     """H, flags for whether the first kept entry comes after entry 0 and after entry 1, and flags
-    for whether the second comes after entries 0, 1 and 2. If both are the same entry, only it is
-    kept.
+    for whether the second comes after entries 0, 1 and 2. If both are one entry, it alone is kept.
 
     This is the line of intervals of cpu.exact, except that a dominant entry j stays on the line
     with length H. Since p < H: if p lies before j, the second draw is j; if p lies in j, the second

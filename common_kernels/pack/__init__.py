@@ -16,13 +16,8 @@ from common_kernels.library import custom_op
 from common_kernels.pack import cpu, learn
 
 DTYPES = (
-    torch.float64,
-    torch.float32,
-    torch.bfloat16,
-    torch.float16,
-    torch.float8_e4m3fn,
-    torch.float8_e5m2,
-    torch.int8,
+    *(torch.float64, torch.float32, torch.bfloat16, torch.float16),
+    *(torch.float8_e4m3fn, torch.float8_e5m2, torch.int8),
 )
 BUFFERED, VENDOR = cpu.BUFFERED, cpu.VENDOR
 
@@ -90,8 +85,7 @@ class Packed24:
 
     @property
     def meta(self) -> torch.Tensor:
-        """The positions of the values, `[rows, ...]`, in the layout's word type and order
-        (`cpu.py`).
+        """The positions of the values, `[rows, ...]`, in the layout's words (`cpu.py`).
 
         Layouts: `neutral`, row by row, any size and type (uint8); `cutlass_sm80`, of torch's
         CUTLASS operators (int16, for one-byte types int32); `cutlass_sm90` and
@@ -122,15 +116,13 @@ def pack24(
     """
     if x.dtype not in DTYPES:
         raise TypeError(f"x must be one of {', '.join(map(str, DTYPES))}, not {x.dtype}")
-    if x.ndim != 2:
-        raise ValueError(f"x must have two dims, not shape {tuple(x.shape)}")
     if mask.dtype != torch.bool:
         raise TypeError(f"mask must be bool, not {mask.dtype}")
     checks.same_shape(x, mask, "x and mask")
-    shape = (x.shape[0], x.shape[1])
-    check_form(shape, x.dtype, layout)
+    rows, columns = x.shape
+    check_form((rows, columns), x.dtype, layout)
     name = backends.resolve(checks.one_device(x=x, mask=mask), backend)
-    return Packed24(_pack24(x, mask, layout, name), shape, x.dtype, layout)
+    return Packed24(_pack24(x, mask, layout, name), (rows, columns), x.dtype, layout)
 
 
 def unpack24(packed: Packed24) -> torch.Tensor:

@@ -17,11 +17,9 @@ def prune_and_pack24_(
     weights: Sequence[Compressed24], *, choose: bool = True, backend: str | None = None
 ) -> None:
     """Write in place the packed operands that each of `weights` has. With `choose` first write
-    their column masks, as `double_prune_bits` chooses them.
-
-    Weights of equal device, shape, dtypes and layouts share a launch. Nothing waits for the device,
-    and the call can be captured in a CUDA graph.
-    """
+    their column masks, as `double_prune_bits` chooses them. Weights of equal device, shape, dtypes
+    and layouts share a launch. Nothing waits for the device, and the call can be captured in a CUDA
+    graph."""
     by_device: dict[torch.device, list[Compressed24]] = {}
     for weight in weights:
         by_device.setdefault(weight.values.device, []).append(weight)

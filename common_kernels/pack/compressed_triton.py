@@ -88,15 +88,12 @@ def fits(weight: Compressed24, addresses: list[int]) -> bool:
         in_blocks(weight.values)
         and all(out is None or out.layout != VENDOR for out in weight.operands)
         and all(address % 16 == 0 for address in (addresses[0], *addresses[3:]))
-        and weight.values.is_contiguous()
-        and weight.row_mask.is_contiguous()
-        and weight.column_mask.is_contiguous()
+        and all(t.is_contiguous() for t in (weight.values, weight.row_mask, weight.column_mask))
     )
 
 
 def kind(weight: Compressed24) -> tuple:
-    """The properties that are equal within a launch: shape, dtypes and the orders of the metadata,
-    empty for a missing operand."""
+    """What is equal within a launch: shape, dtypes, orders of metadata ("" for no operand)."""
     outs = weight.operands
     orders = ("" if out is None else packing.order_of(out.layout, out.dtype) for out in outs)
     return tuple(weight.values.shape), weight.values.dtype, weight.dtype, *orders

@@ -18,8 +18,7 @@ from common_kernels.pack import cusparselt
 
 BUFFERED = "cusparselt_sm90"  # cuSPARSELt's layout, always in one buffer
 # The layout of cuSPARSELt's own compressor, whatever that is on a device: nothing else writes or
-# reads it, and its size has room for what the library pads. On a CPU, where it is emulated, the
-# order is that of BUFFERED.
+# reads it, and its size has room for what the library pads. On a CPU the order is that of BUFFERED.
 VENDOR = "cusparselt"
 ROOM = 256  # rows and columns whose metadata are counted whole in VENDOR
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

@@ -58,12 +58,10 @@ def handle(device: int) -> ctypes.Array:
 @functools.cache
 def version() -> str:
     """The library's version, such as `0.8.0`."""
-    numbers = []
-    for part in range(3):
-        value = ctypes.c_int()
-        call("cusparseLtGetProperty", part, ctypes.byref(value))
-        numbers.append(str(value.value))
-    return ".".join(numbers)
+    numbers = [ctypes.c_int() for _ in range(3)]
+    for part, number in enumerate(numbers):
+        call("cusparseLtGetProperty", part, ctypes.byref(number))
+    return ".".join(str(number.value) for number in numbers)
 
 
 def describe(

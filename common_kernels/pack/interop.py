@@ -3,31 +3,26 @@
 from typing import Any
 
 import torch
-from torch.sparse import (
-    SparseSemiStructuredTensor,
-    SparseSemiStructuredTensorCUSPARSELT,
-    SparseSemiStructuredTensorCUTLASS,
-)
+from torch import sparse
 
 from common_kernels.pack import Packed24
 
 CLASSES: dict[str, Any] = {
-    "cutlass_sm80": SparseSemiStructuredTensorCUTLASS,
-    "cusparselt_sm90": SparseSemiStructuredTensorCUSPARSELT,
+    "cutlass_sm80": sparse.SparseSemiStructuredTensorCUTLASS,
+    "cusparselt_sm90": sparse.SparseSemiStructuredTensorCUSPARSELT,
 }
 
 
 def to_semi_structured(
     packed: Packed24, transposed: Packed24 | None = None
-) -> SparseSemiStructuredTensor:
+) -> sparse.SparseSemiStructuredTensor:
     """The same matrix as torch's tensor class, sharing memory, on any device.
 
     Layout `cutlass_sm80` gives torch's CUTLASS class and `cusparselt_sm90` its cuSPARSELt class;
     torch decides which products a device can run. torch multiplies by the transpose only if the
     tensor holds it: give it packed as `transposed`, which needs a mask that is 2:4 along both dims.
 
-    Raises ValueError for another layout, for a dtype that torch's class does not take (its fp32 is
-    1:2 sparse).
+    Raises ValueError for another layout or dtype than torch's class takes (its fp32 is 1:2 sparse).
     """
     if packed.layout not in CLASSES:
         raise ValueError(

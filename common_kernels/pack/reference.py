@@ -9,8 +9,7 @@ from collections.abc import Callable
 
 import torch
 
-# The positions stored if fewer than two entries are kept; the others are stored as zeros. torch's
-# packer chooses the same.
+# The positions stored if fewer than two are kept; the others hold zeros. torch chooses the same.
 FILLED_UP = {(): (2, 3), (0,): (0, 2), (1,): (1, 2), (2,): (2, 3), (3,): (2, 3)}
 
 

@@ -17,13 +17,10 @@ GROUPS = 32
 def pack_sample(
     dy: torch.Tensor, key: torch.Tensor, dtype: torch.dtype, stride: int = 1, layout: str = BUFFERED
 ) -> torch.Tensor:
-    """The buffer of the packed transpose [out, T] of mvue24(dy, dim=0), for a row-major dy [T,
-    out].
-
+    """The buffer of the packed transpose [out, T] of mvue24(dy, dim=0) of a row-major dy [T, out].
     T is a multiple of 16 and of what the layout needs, out a multiple of 64. key: int64 [2] on dy's
     device, (seed, offset / stride); the offset must be a multiple of 4, as it is if it counts whole
-    micro-batches. dtype: 16-bit.
-    """
+    micro-batches. dtype: 16-bit."""
     tokens, out = dy.shape
     buffer = new_buffer(out, tokens, dtype, dy.device, layout)
     launch.by_triton(
@@ -40,8 +37,7 @@ def sample_kernel(
     GROUPS: tl.constexpr,
 ):  # fmt: skip
     """Sample and pack GROUPS groups of tokens for 64 features. A thread has four neighbouring
-    features, which share counters of the random generator, in four groups whose nibbles share words
-    of metadata."""
+    features, which share random counters, in four groups whose nibbles share words."""
     QUARTER: tl.constexpr = GROUPS // 4
     seed, offset = tl.load(key), tl.load(key + 1) * stride
     first_group = (tl.program_id(0) // (OUT // 64)).to(tl.int64) * GROUPS

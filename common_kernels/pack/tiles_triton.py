@@ -152,9 +152,8 @@ def store_turned(values, meta, pairs, nibbles, top, left, rows, columns, ORDER: 
 
 @triton.jit
 def store_block(values, meta, pairs, nibbles, top, left, rows, columns, ORDER: tl.constexpr):
-    """Store a block's pairs `[16 tile rows, 4, 16 tile columns, 2]` and nibbles `[..., 1]`. Values
-    that are stored together are moved between threads together, since each move waits for all
-    warps."""
+    """Store a block's pairs `[16 tile rows, 4, 16 tile columns, 2]` and nibbles `[..., 1]`. What is
+    stored together moves between threads together, as each move waits for all warps."""
     r = top + tl.arange(0, 64)[:, None]
     at = r * (columns // 2) + left // 2 + tl.arange(0, 32)[None, :]
     tl.store(values + at, cast(tl.reshape(pairs, [64, 32]), values.dtype.element_ty))

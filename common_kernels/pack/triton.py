@@ -113,8 +113,7 @@ def pack(
         buffer = new_buffer(rows, columns, dtype, x.device, layout)
     values, meta = split(buffer, x.numel(), dtype)
     order, kind = order_of(layout, dtype), BITS if is_bits(mask) else SOURCES[source]
-    # Groups of a program and its warps: the smallest whole blocks of metadata are the fastest on an
-    # H200.
+    # Groups of a program and its warps: on an H200 the smallest whole blocks of metadata are best.
     block, warps = (8, 4) if dtype.itemsize == 2 and is_written(order, 8) else (16, 8)
     launch(
         pack_kernel, rows // 64 * (columns // (4 * block)), x.device,

@@ -1,5 +1,4 @@
-"""Squared ReLU pruned to 2:4 by definition (arXiv 2503.16672): what the tests hold every backend
-against."""
+"""Squared ReLU pruned to 2:4 by definition (arXiv 2503.16672), for tests of every backend."""
 
 import torch
 

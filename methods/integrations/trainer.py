@@ -64,14 +64,13 @@ class MethodCallback(TrainerCallback):
         dtype: torch.dtype | None = None,
     ) -> None:
         """Convert `model` in place, on the Trainer's device, unless `method` has already done so.
+        Raises ValueError if the method does not fit the model, or has converted another one.
 
         Args:
             args: the Trainer's arguments. Under torchrun they open the process group in which all
                 ranks convert the weights of rank 0.
             dtype: autocast's dtype, if the Trainer will use autocast (`bf16=True`); see
                 `Method.convert`. It is ignored for a model that is already converted.
-        Raises:
-            ValueError: the method does not fit the model, or has converted another one.
         """
         self.method, self.model, self.args = method, model, args
         model.to(args.device)

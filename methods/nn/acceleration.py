@@ -75,12 +75,10 @@ class Acceleration:
     """The decisions for the products of all layers, for a micro-batch of `tokens` tokens.
 
     layers: {layer: {"fprop": Choice, "dgrad": Choice, "wgrad": Choice}}
-    repack_in_vain: `repack_backward` was requested, but no layer packs in its backward pass.
     """
 
     tokens: int
     layers: Mapping[str, Mapping[str, Choice]]
-    repack_in_vain: bool = False
 
     @property
     def saved_ms(self) -> float:
@@ -128,7 +126,9 @@ class Acceleration:
             described = [f"sparse in {sparse}"] if sparse else []
             own = sum(choice.kernels == "cuda" for choice in found)
             described += [f"by our own kernels in {own}"] if own else []
-            reasons = Counter(_kind(choice.reason) for choice in found if not choice.sparse)
+            # Without the numbers of a single layer, so that equal reasons are counted.
+            why = (choice.reason.partition(": ")[0] for choice in found if not choice.sparse)
+            reasons = Counter(why)
             described += [f"dense in {count} ({reason})" for reason, count in reasons.items()]
             alike.setdefault(", ".join(described), []).append(product)
         parts = [f"{', '.join(products)} {said}" for said, products in alike.items()]
@@ -139,14 +139,7 @@ class Acceleration:
                 f"sparse products {ms:.3g} ms a micro-batch of {self.tokens} tokens in the place "
                 f"of {dense:.3g} ms"
             )
-        if self.repack_in_vain:
-            parts.append("repack_backward has no effect: dgrad is dense")
         return f"products of {len(self.layers)} layers: {'; '.join(parts)}"
-
-
-def _kind(reason: str) -> str:
-    """A reason without the numbers of a single layer, so that equal reasons can be counted."""
-    return reason.partition(": ")[0]
 
 
 def choose_all(

@@ -34,9 +34,7 @@ from .config import Capabilities as Capabilities
 from .config import Config as Config
 from .config import NMConfig as NMConfig
 from .config import PartialConfig as PartialConfig
-from .config import check_choice as check_choice
 from .config import check_pattern as check_pattern
-from .config import check_range as check_range
 from .config import choice as choice
 from .config import number as number
 from .conversion import Report as Report
@@ -47,14 +45,9 @@ from .order import CallOrder
 
 
 class Method(Converter):
-    """A training method; see the module docstring for the order of calls.
-
-    Subclasses set `Config` and `Linear`, say in `abilities`, or in `capabilities` where it depends
-    on options, what drivers must know, and override the hooks that they need.
-
-    Raises:
-        TypeError: `config` is not of this method's `Config`.
-    """
+    """A training method; see the module docstring for the order of calls. Subclasses set `Config`
+    and `Linear`, say in `abilities`, or in `capabilities` where it depends on options, what drivers
+    must know, and override the hooks that they need."""
 
     saved: ClassVar[tuple[str, ...]] = ()  # attributes in `state_dict`
 
@@ -75,8 +68,6 @@ class Method(Converter):
             groups, options: as for `torch.optim.AdamW`.
         """
         return torch.optim.AdamW(groups, **options)
-
-    # ------------------------------------------------------------------ one optimizer step
 
     def on_step_begin(self, step: int) -> None:
         """Prepare optimizer step `step`; call it before the step's first micro-batch."""
@@ -124,8 +115,7 @@ class Method(Converter):
         """The part of `loss` after `open_micro_batch`: by default the model's own loss, where
         `model(**batch)` returns (logits, loss) or an object with `.loss`. Methods with another loss
         override it. CUDA graphs replay it, so it must neither wait for the GPU nor depend on the
-        step number.
-        """
+        step number."""
         if not isinstance(batch, Mapping):
             raise TypeError(
                 "loss(model, batch) calls model(**batch), so a batch is a dict of the model's "
@@ -173,11 +163,9 @@ class Method(Converter):
 
     def on_gradients(self, step: int, optimizer: Optimizers = None) -> None:
         """Do the method's work on the gradients (masked decay, for example). Call it after
-        unscaling and clipping, and before `optimizer.step()`.
-
-        `optimizer`, or a list of all if there are several, is needed by options that use the
-        learning rate, and by `FusedAdamW`, which takes over work of the method.
-        """
+        unscaling and clipping, and before `optimizer.step()`. `optimizer`, or a list of all if
+        there are several, is needed by options that use the learning rate, and by `FusedAdamW`,
+        which takes over work of the method."""
         self._had_gradients = True
         self._order.check_step_begun((), changing=self.micro_batch > 0)
         if not self.micro_batch and any(layer.mvue for layer in self.sparse_layers.values()):
@@ -197,11 +185,9 @@ class Method(Converter):
 
     def step_work(self, layer: Any, step: int) -> StepWork | None:
         """The work of `on_gradients` and `on_step_end` on the weight of `layer` in this step, for
-        an optimizer that can do it in its own pass; None if only those hooks can do it.
-
-        A method whose layer chooses masks or derives operands in a special way returns None, or a
-        `StepWork` that describes it.
-        """
+        an optimizer that can do it in its own pass; None if only those hooks can do it. A method
+        whose layer chooses masks or derives operands in a special way returns None, or a `StepWork`
+        that describes it."""
         return None
 
     @torch.no_grad()
@@ -248,8 +234,6 @@ class Method(Converter):
     def phase(self) -> str:
         """The name of the current training phase."""
         return "sparse"
-
-    # ------------------------------------------------------------------ what comes after training
 
     @property
     def unfinished(self) -> bool:
@@ -299,8 +283,6 @@ class Method(Converter):
             **({"illegal_groups": illegal} if self.holds_pattern else {}),
             "phase": self.phase(),
         }
-
-    # ------------------------------------------------------------------ the end, and state
 
     @torch.no_grad()
     def finalize(self, model: nn.Module) -> nn.Module:

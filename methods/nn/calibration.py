@@ -5,9 +5,10 @@ its input feature over the calibration tokens. SparseGPT (arXiv 2301.00774, sect
 Both are sums over tokens, so only these sums are kept from batch to batch.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -50,35 +51,29 @@ def collect(
     """Run `model` on `batches` and return statistics of the inputs of `layers`, by layer name.
 
     The model runs in eval mode without gradients and is left as it was. In a process group every
-    rank must call this; all get the statistics of rank 0.
+    rank must call this; all get the statistics of rank 0. Raises ValueError if a layer saw no
+    token, or inputs that are not finite.
 
     Args:
         layers: modules of `model`; a layer that runs twice in a forward pass counts twice.
         batches: keyword arguments of the model, on its device.
         hessian: also sum x x^T, which takes 4 in^2 bytes per layer.
-    Raises:
-        ValueError: a layer saw no token, or inputs that are not finite.
     """
     statistics: dict[str, Statistics] = {}
-    handles = []
-    for name, layer in layers.items():
-        inputs = weight_of(layer).shape[1]
-        zeros = torch.zeros(inputs, device=layer.weight.device)
-        square = zeros.new_zeros(inputs, inputs) if hessian else None
-        statistics[name] = Statistics(0, zeros, square)
-        add = statistics[name].add
 
-        def hook(module: Any, args: Any, kwargs: Any, add: Callable[[Tensor], None] = add) -> None:
-            add(args[0] if args else kwargs["input"])
+    def see(name: str, module: Any, args: Any, kwargs: Any) -> None:
+        statistics[name].add(args[0] if args else kwargs["input"])
 
-        handles.append(layer.register_forward_pre_hook(hook, with_kwargs=True))
-    try:
-        with evaluating(model):
-            for batch in batches:
-                model(**batch)
-    finally:
-        for handle in handles:
-            handle.remove()
+    with ExitStack() as hooks, evaluating(model):
+        for name, layer in layers.items():
+            inputs = weight_of(layer).shape[1]
+            zeros = torch.zeros(inputs, device=layer.weight.device)
+            square = zeros.new_zeros(inputs, inputs) if hessian else None
+            statistics[name] = Statistics(0, zeros, square)
+            hook = layer.register_forward_pre_hook(partial(see, name), with_kwargs=True)
+            hooks.enter_context(hook)
+        for batch in batches:
+            model(**batch)
     for name, found in statistics.items():
         if dist.is_initialized():
             dist.broadcast(found.square_sum, src=0)

@@ -35,13 +35,8 @@ class Check(dict[str, bool]):
 def check(model: nn.Module, n: int = 2, m: int = 4) -> Check:
     """Say of each linear of a plain model (`nn.Linear`, transformers' `Conv1D`, and weights that a
     module multiplies itself, as of experts) whether at most n of m consecutive inputs are not zero.
-
     Call it after `finalize`, after adapters were merged, or on a model that was loaded. Of sharded
-    weights it looks at this rank's rows.
-
-    Raises:
-        ValueError: a layer is still converted.
-    """
+    weights it looks at this rank's rows. Raises ValueError if a layer is still converted."""
     found = Check()
     found.pattern = f"{n}:{m}"
     for name, module, attribute in every_matrix(model):

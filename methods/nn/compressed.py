@@ -9,15 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from common_kernels import (
-    check_nm,
-    compress_nm,
-    double_prune_bits,
-    expand_nm,
-    nm_mask,
-    pack_mask,
-    unpack_mask,
-)
+import common_kernels as ck
 from common_kernels.fp8.weights import quantize_compressed24_
 from common_kernels.pack.compressed import Compressed24, prune_and_pack24_
 
@@ -69,10 +61,11 @@ class CompressedLinear(SparseLinear):
         assert weight is not None
         self.dtype, self.accelerated = dtype or weight.dtype, DENSE
         self.register_buffer("row_mask", self._row_mask(weight.detach(), name))
-        values = compress_nm(weight.detach(), self.row_mask, *self.pattern)
+        values = ck.compress_nm(weight.detach(), self.row_mask, *self.pattern)
         self.values = nn.Parameter(values, requires_grad=weight.requires_grad)
         self.register_parameter("bias", bias)
-        self.register_buffer("column_mask", pack_mask(torch.ones_like(values, dtype=torch.bool)))
+        whole = torch.ones_like(values, dtype=torch.bool)
+        self.register_buffer("column_mask", ck.pack_mask(whole))
         left = right = None
         if rank := config.adapter_rank:
             generator = self._generator(name, "left")
@@ -87,11 +80,11 @@ class CompressedLinear(SparseLinear):
         """The packed N:M mask of a weight, by the rule of the option `mask`."""
         # If it is already N:M (from an earlier run), keep its zeros rather than draw a mask.
         random = self.config.mask == "random" and not weight.is_meta
-        if random and int(check_nm(weight, *self.pattern)):
+        if random and int(ck.check_nm(weight, *self.pattern)):
             generator = self._generator(name, "mask")
             drawn = torch.rand(weight.shape, generator=generator, device="cpu")
             weight = drawn.to(weight.device)
-        return pack_mask(nm_mask(weight, *self.pattern))
+        return ck.pack_mask(ck.nm_mask(weight, *self.pattern))
 
     def _generator(self, name: str, purpose: str) -> torch.Generator:
         """A CPU generator for this layer, so that every device and every rank draws the same."""
@@ -108,14 +101,14 @@ class CompressedLinear(SparseLinear):
         return self.effective_weight()
 
     def effective_weight(self) -> Tensor:
-        return expand_nm(self.values.detach(), self.row_mask, *self.pattern)
+        return ck.expand_nm(self.values.detach(), self.row_mask, *self.pattern)
 
     def current_mask(self) -> Tensor:
-        return unpack_mask(self.row_mask, self.in_features)
+        return ck.unpack_mask(self.row_mask, self.in_features)
 
     def choose_mask(self) -> None:
         """Choose the column mask: n of m along `out`, by magnitude, among the kept weights."""
-        bits = double_prune_bits(self.values.detach(), self.row_mask, *self.pattern)
+        bits = ck.double_prune_bits(self.values.detach(), self.row_mask, *self.pattern)
         self.column_mask.copy_(bits)
 
     @property
@@ -192,11 +185,9 @@ class CompressedLinear(SparseLinear):
         return fprop, Compressed(self.values, *masks, products.layouts.dgrad)
 
     def pruned_operands(self, dtype: torch.dtype, masks: dict[str, Tensor]) -> tuple[Any, Any]:
-        values: Any = self._parameters["values"]
-        row_mask, column_mask = masks["row_mask"], masks["column_mask"]
+        given = self._parameters["values"], masks["row_mask"], masks["column_mask"]
         layouts = (self.accelerated.layout(product) for product in ("fprop", "dgrad"))
-        given = values, row_mask, column_mask
-        fprop, dgrad = (Compressed(*given, own) if own else None for own in layouts)
+        fprop, dgrad = (Compressed._make((*given, own)) if own else None for own in layouts)
         return fprop, dgrad
 
     def forward(self, x: Tensor) -> Tensor:
@@ -209,12 +200,11 @@ class CompressedLinear(SparseLinear):
         else:
             operands = None, None  # dense ones are made
         own, masks = self._parameters, self._buffers  # quicker than attributes
-        row_mask, column_mask = masks["row_mask"], masks["column_mask"]
         if self.shards is not None and self.shards.direct:
-            row_mask, column_mask = (self.shards.whole[n] for n in ("row_mask", "column_mask"))
+            masks = self.shards.whole  # type: ignore[assignment]
         return Product.apply(
-            x, own["values"], own["left"], own["right"], own["bias"], row_mask,
-            column_mask, *operands, self.pattern, self.adapting,
+            x, own["values"], own["left"], own["right"], own["bias"], masks["row_mask"],
+            masks["column_mask"], *operands, self.pattern, self.adapting,
         )  # fmt: skip
 
     def forward_in_fp8(self, x: Tensor, own: Precision) -> Tensor:

@@ -66,7 +66,7 @@ class Config:
                 check_choice(name, getattr(self, name), choices)
         for name, allowed in self._limits().items():
             if "range" in allowed:
-                check_range(self, *allowed["range"], name)
+                check_range(name, getattr(self, name), *allowed["range"])
             else:
                 check_choice(name, getattr(self, name), allowed["choices"])
 
@@ -134,15 +134,13 @@ def check_pattern(n: int, m: int, where: str) -> None:
         raise ValueError(f"{where}; N:M keeps n of m consecutive weights, 0 < n < m <= 128")
 
 
-def check_range(config: Any, low: float, high: float, *names: str) -> None:
+def check_range(name: str, value: Any, low: float, high: float) -> None:
     """Raise ValueError for an option that is neither None nor a number in [low, high]."""
-    for name in names:
-        value = getattr(config, name)
-        if not isinstance(value, int | float | None):
-            raise ValueError(f"{name}={value!r}; it must be a number")
-        if value is not None and not (low <= value <= high and value < math.inf):
-            words = f"be at least {low:g}" if high == math.inf else f"lie in [{low:g}, {high:g}]"
-            raise ValueError(f"{name}={value}; it must {words}")
+    if not isinstance(value, int | float | None):
+        raise ValueError(f"{name}={value!r}; it must be a number")
+    if value is not None and not (low <= value <= high and value < math.inf):
+        words = f"be at least {low:g}" if high == math.inf else f"lie in [{low:g}, {high:g}]"
+        raise ValueError(f"{name}={value}; it must {words}")
 
 
 def check_choice(name: str, value: Any, choices: Any) -> None:

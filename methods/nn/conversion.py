@@ -175,15 +175,13 @@ def choose(
     check_matrix: Callable[[str], None],
     may_match_nothing: tuple[str, ...],
 ) -> tuple[dict[str, Any], Report]:
-    """The linears to convert by name, and the report about the model.
+    """The linears to convert by name, and the report about the model. Raises ValueError if no
+    linear can be converted, one that `include` names in full cannot be, or a glob matches nothing.
 
     Args:
         check_layer: raises ValueError with the reason if a method cannot convert a linear.
         check_matrix: the same for a matrix that a module of this type multiplies itself.
         may_match_nothing: globs of `exclude` that need not match, as a method's default ones.
-    Raises:
-        ValueError: no linear can be converted, one that `include` names in full cannot be, or a
-            glob matches nothing.
     """
     owners = owners_of_parameters(model)
     wanted = PRESETS[include] if isinstance(include, str) else include

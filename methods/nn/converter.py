@@ -23,12 +23,6 @@ class Converter:
     abilities: ClassVar[Capabilities] = Capabilities()  # those with any options
 
     def __init__(self, config: Any) -> None:
-        given = type(config)
-        if not issubclass(given, self.Config):
-            raise TypeError(
-                f"{type(self).__module__}.Method takes a {self.Config.__module__}.Config, not a "
-                f"{given.__module__}.{given.__qualname__}"
-            )
         self.config = config
         # The linears by name, and the converted ones of them, of the method's own class.
         self.layers: dict[str, Any] = {}
@@ -56,11 +50,8 @@ class Converter:
         """
 
     def set_teacher(self, teacher: nn.Module) -> None:
-        """Use `teacher` for distillation; only for methods based on distillation.py.
-
-        Raises:
-            ValueError: the method has no teacher.
-        """
+        """Use `teacher` for distillation; only for methods based on distillation.py. Raises
+        ValueError if the method has no teacher."""
         name = type(self.config).__module__.rpartition(".")[2]
         raise ValueError(f"{name} does not distil; set_teacher is for methods that do, ast say")
 
@@ -70,14 +61,12 @@ class Converter:
         The modules keep their identity, parameters, hooks and training flag; only their class
         changes. Call it after initialisation (S-STE's scale is measured here), on the final device
         and in the final dtype. In a process group every rank must call it; all start from the
-        weights of rank 0.
+        weights of rank 0. Raises ValueError if no linear can be converted, a linear that `include`
+        names in full cannot be, or the model is already converted. The model is then unchanged.
 
         Args:
             dtype: dtype of the operands of the matrix products, if autocast will run them in
                 another dtype than the weights'. They are then cast once per step, not per use.
-        Raises:
-            ValueError: no linear can be converted, a linear that `include` names in full cannot be,
-                or the model is already converted. The model is then unchanged.
         """
         if (name := self.fraction) and not self.config.total_steps:
             value = getattr(self.config, name)
@@ -183,9 +172,8 @@ class Converter:
             repack = repack_backward and chosen.products.dgrad and layers[name].repacks
             products[name] = replace(chosen.products, repack=repack)
             layers[name].accelerate(products[name])
-        in_vain = repack_backward and not any(of_layer.repack for of_layer in products.values())
         choices = {name: chosen.choices for name, chosen in found.items()}
-        self.acceleration = Acceleration(tokens, choices, in_vain)
+        self.acceleration = Acceleration(tokens, choices)
         return products
 
     def check_repacks(self) -> None:

@@ -65,12 +65,10 @@ def of(layer: Any) -> tuple[Tensor | None, Tensor | None]:
 
 @torch.no_grad()
 def update(layers: Iterable[nn.Module]) -> None:
-    """Move the magnitudes seen in an optimizer step into the history, equally on all ranks.
-
-    A magnitude that is not finite (the step is then skipped) is left out; if there is no other, the
+    """Move the magnitudes seen in an optimizer step into the history, equally on all ranks. A
+    magnitude that is not finite (the step is then skipped) is left out; if there is no other, the
     last scale stays. Once all layers have a history, nothing waits for the device, and each launch
-    serves all layers.
-    """
+    serves all layers."""
     # Layers in a dense phase have recorded nothing.
     delayed: list[Any] = [m for m in layers if "has_history" in vars(m) and m.fp8]
     if not delayed:

@@ -8,13 +8,13 @@ computed in fp32 and averaged over tokens; padding tokens count as well.
 """
 
 import copy
-import functools
 import itertools
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import cache, partial
 from inspect import signature
 from typing import Any
 
@@ -34,7 +34,7 @@ BLOCKS = ("*.h.[0-9]", "*.h.[0-9][0-9]", "*.layers.[0-9]", "*.layers.[0-9][0-9]"
 _LABELS = ("target", "labels")
 
 
-@functools.cache
+@cache
 def _required(forward: Callable[..., Any]) -> frozenset[str]:
     """The names of the parameters of a function that have no default."""
     parameters = signature(forward).parameters
@@ -45,12 +45,10 @@ DIVERGENCES = "forward", "reverse"
 
 
 def kl(student: Tensor, teacher: Tensor, temperature: float, direction: str) -> Tensor:
-    """T^2 KL(softmax(teacher / T) || softmax(student / T)), mean over tokens, in fp32; logits
-    [..., V]. The `reverse` one, as in MiniLLM, has the two exchanged.
-
-    The gradient of the `forward` one with respect to the student's logits is T (softmax(s / T) -
-    softmax(t / T)) / tokens. The factor T^2 makes its size roughly independent of T.
-    """
+    """T^2 KL(softmax(teacher / T) || softmax(student / T)), mean over tokens, in fp32; logits [...,
+    V]. The `reverse` one, as in MiniLLM, has the two exchanged. The gradient of the `forward` one
+    with respect to the student's logits is T (softmax(s / T) - softmax(t / T)) / tokens. The factor
+    T^2 makes its size roughly independent of T."""
     if student.shape != teacher.shape:
         raise ValueError(
             f"the teacher gives logits {list(teacher.shape)}, the model {list(student.shape)}; "
@@ -124,12 +122,10 @@ class Config(base.Config):
 
 
 class Method(base.Method):
-    """A method that can distil from a dense teacher.
-
-    The teacher is not part of the model, so neither optimizer nor DDP sees it. It is a copy of the
-    model before pruning, saved in `state_dict()`, unless `set_teacher` gave another. It runs
-    only in training mode; in evaluation mode the loss is the task's alone.
-    """
+    """A method that can distil from a dense teacher. The teacher is not part of the model, so
+    neither optimizer nor DDP sees it. It is a copy of the model before pruning, saved in
+    `state_dict()`, unless `set_teacher` gave another. It runs only in training mode; in evaluation
+    mode the loss is the task's alone."""
 
     Config = Config
 
@@ -140,12 +136,10 @@ class Method(base.Method):
         self.compared: dict[str, nn.Module] = {}  # modules with a hidden-state loss, by name
 
     def set_teacher(self, teacher: nn.Module) -> None:
-        """Distil from `teacher`, which is frozen in place, instead of from a copy of the model.
-
-        The teacher takes the model's batches, without labels unless its `forward` requires them,
-        and returns (logits, ...) or an object with `.logits`. Call this before the first step and
-        again before resuming, because a given teacher is not saved.
-        """
+        """Distil from `teacher`, which is frozen in place, instead of from a copy of the model. The
+        teacher takes the model's batches, without labels unless its `forward` requires them, and
+        returns (logits, ...) or an object with `.logits`. Call this before the first step and again
+        before resuming, because a given teacher is not saved."""
         self.teacher, self.teacher_is_given = _frozen(teacher), True
 
     @torch.no_grad()
@@ -171,11 +165,8 @@ class Method(base.Method):
         return " + ".join(f"{weight:g} {name}" for name, weight in weights.items() if weight)
 
     def micro_batch_loss(self, model: nn.Module, batch: dict[str, Any]) -> Tensor:
-        """The weighted sum of the module docstring on one micro-batch.
-
-        Raises:
-            ValueError: the teacher has another vocabulary, or lacks a hidden state.
-        """
+        """The weighted sum of the module docstring on one micro-batch. Raises ValueError if the
+        teacher has another vocabulary, or lacks a hidden state."""
         if self.teacher is None or not getattr(model, "training", True):  # or a plain function
             return super().micro_batch_loss(model, batch)
         output: Any = None
@@ -188,13 +179,7 @@ class Method(base.Method):
         with torch.no_grad(), _outputs(self._compared_in_teacher()) as wanted:
             needed = _required(type(self.teacher).forward)
             given = {k: v for k, v in batch.items() if k not in _LABELS or k in needed}
-            try:
-                teacher_logits = _logits(self.teacher(**given))
-            except IndexError as error:  # raised by the teacher's embedding
-                raise ValueError(
-                    "the teacher's vocabulary lacks tokens of the batch; distillation needs a "
-                    "teacher with the same vocabulary"
-                ) from error
+            teacher_logits = _logits(self.teacher(**given))
         with _outputs(self.compared) as found:
             own = super().micro_batch_loss(keeping, batch)  # type: ignore[arg-type]
             loss = self.config.task_weight * own
@@ -287,15 +272,10 @@ def _outputs(modules: Mapping[str, nn.Module]) -> Iterator[dict[str, Tensor]]:
     """A context that collects the (first) outputs of these modules in a forward pass, by name."""
     outputs: dict[str, Tensor] = {}
 
-    def keep(name: str) -> Callable[..., None]:
-        def hook(module: nn.Module, args: Any, output: Any) -> None:
-            outputs[name] = output[0] if isinstance(output, tuple) else output
+    def keep(name: str, module: nn.Module, args: Any, output: Any) -> None:
+        outputs[name] = output[0] if isinstance(output, tuple) else output
 
-        return hook
-
-    handles = [module.register_forward_hook(keep(name)) for name, module in modules.items()]
-    try:
+    with ExitStack() as hooks:
+        for name, module in modules.items():
+            hooks.enter_context(module.register_forward_hook(partial(keep, name)))
         yield outputs
-    finally:
-        for handle in handles:
-            handle.remove()

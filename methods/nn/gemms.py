@@ -124,10 +124,7 @@ def autocast_dtype(x: Tensor) -> torch.dtype:
 
 def under_autocast(x: Tensor) -> Tensor:
     """x, cast to autocast's dtype if autocast is enabled."""
-    device = x.device.type
-    if not torch.is_autocast_enabled(device):
-        return x
-    dtype = torch.get_autocast_dtype(device)
+    dtype = autocast_dtype(x)
     return x if x.dtype == dtype else x.to(dtype)
 
 

@@ -39,11 +39,9 @@ CLIP = 1.0  # both clip the norm of the gradient
 
 def prox24(weight: Tensor, penalty: float) -> Tensor:
     """argmin over X of |X - weight|^2 / 2 + penalty * ProxSparse's sum; [out, in], `in` in fours.
-
     In order of magnitude a solution has the two, three or four largest entries, and signs stay. The
     two are kept as they are; three and four are found by coordinate descent from zero, smallest
-    entry first (EnumALM, Algorithm 3 of the paper). The least of the three objectives decides.
-    """
+    entry first (EnumALM, Algorithm 3 of the paper). The least of the three objectives decides."""
     groups = weight.reshape(-1, 4)
     sizes, order = groups.abs().sort(dim=1, descending=True, stable=True)
     z = sizes.t().contiguous()  # [4, groups]
@@ -156,8 +154,7 @@ def _advance(optimizer: torch.optim.Optimizer, loss: Tensor, rate: float) -> Non
     (group,) = optimizer.param_groups
     group["lr"] = rate
     tensors = group["params"]
-    gradients = torch.autograd.grad(loss, tensors, allow_unused=True)
-    for tensor, gradient in zip(tensors, gradients, strict=True):
-        tensor.grad = gradient
+    optimizer.zero_grad()
+    loss.backward(inputs=tensors)
     nn.utils.clip_grad_norm_(tensors, CLIP)
     optimizer.step()

@@ -24,11 +24,7 @@ def each(optimizers: Optimizers) -> list[Any]:
 
 
 def group_of(optimizers: list[Any], weight: Tensor) -> tuple[Any, dict[str, Any]]:
-    """The optimizer that holds `weight`, and its parameter group.
-
-    Raises:
-        ValueError: none does.
-    """
+    """The optimizer that holds `weight`, and its parameter group; raises ValueError without."""
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             if any(p is weight for p in group["params"]):

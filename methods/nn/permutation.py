@@ -26,11 +26,8 @@ ENOUGH = 1e-3  # the least gain of a swap, as a fraction of what a group keeps
 @torch.no_grad()
 def permute(model: nn.Module, chosen: Mapping[str, nn.Module], config: Config) -> None:
     """Permute the hidden channels of each feed-forward network of `model` whose second linear is
-    `chosen`, for its pattern, dense columns last; in a process group as on rank 0.
-
-    Raises:
-        ValueError: there is no such network.
-    """
+    `chosen`, for its pattern, dense columns last; in a process group as on rank 0. Raises
+    ValueError if there is no such network."""
     found = False
     for name, ups, down in networks(model):
         if name in chosen:

@@ -20,11 +20,9 @@ from .optimizer import StepWork
 
 class SwitchedLinear(MaskedLinear):
     """A `MaskedLinear` that computes with the whole weight, and without FP8, in its dense phase.
-
     State besides `MaskedLinear`'s: `dense` (bool [], saved), the phase. `is_dense` is a Python copy
     of it to branch on, which only `restart` reads from the buffer, because a forward pass must not
-    wait for the device.
-    """
+    wait for the device."""
 
     dense: Tensor
     is_dense: bool = False

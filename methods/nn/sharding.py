@@ -335,9 +335,6 @@ def _not_saved(
     return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
 
 
-# ------------------------------------------------------------------ plain tensors for a while
-
-
 @contextmanager
 def _showing(layer: Any, tensors: dict[str, Any]) -> Iterator[None]:
     """A context in which `layer` has these parameters and buffers in place of its own."""

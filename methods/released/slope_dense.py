@@ -3,8 +3,7 @@
 The training loop of the released package (github.com/Mohammad-Mozaffari/slope, train.py, without
 transformers' Trainer) calls `optimizer.zero_grad()` between the backward pass and
 `optimizer.step()`. This optimizer, which holds all parameters that are not compressed, therefore
-finds no gradients and does nothing, not even weight decay. The compressed weights have a separate
-optimizer.
+finds no gradients and does nothing, not even weight decay. The compressed weights have another one.
 
 Everything sparse is as in `methods.slope`.
 """
@@ -21,10 +20,6 @@ class Method(slope.Method):
 
     def on_gradients(self, step: int, optimizer: Optimizers = None) -> None:
         super().on_gradients(step, optimizer)
-        if optimizer is None:
-            raise ValueError(
-                "released.slope_dense needs the optimizer: on_gradients(step, optimizer)"
-            )
         sparse = {id(layer.values) for layer in self.layers.values()}
         for group in (group for own in each(optimizer) for group in own.param_groups):
             for parameter in group["params"]:

@@ -54,8 +54,6 @@ class Block:
             if variant not in self.variants:
                 known = ", ".join(self.variants)
                 raise ValueError(f"against: there is no variant {variant}; choose of {known}")
-        if len({run_name(variant, 0) for variant in self.variants}) < len(self.variants):
-            raise ValueError("two variants would have the same file; rename one")
 
     def runs(self, runs: Path) -> Iterator[BlockRun]:
         """All runs, seed by seed, so that an interrupted block has complete seeds."""

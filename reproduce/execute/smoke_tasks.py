@@ -1,5 +1,4 @@
-"""Writes small evaluation tasks for the smoke tiers, made from the source of the Python standard
-library.
+"""Writes small evaluation tasks for the smoke tiers from the source of Python's standard library.
 
 The files have the formats of GLUE, SQuAD, WikiText and lm-eval, so that the real loaders read them,
 and questions that a tiny model can learn on a CPU. Results cannot be compared with those of these

@@ -24,10 +24,8 @@ def gap_closed(
 ) -> dict[str, float] | None:
     """g = (L - L_dense) / (L_half - L_dense) of a loss or an accuracy L: 0 is as good as dense, 1
     as bad as half the width. With Fieller's interval, and the number of seeds that all three have.
-
     None for the dense variant itself, with fewer than `seeds` such seeds, if a value is not finite,
-    and if the gap does not differ significantly from zero.
-    """
+    and if the gap does not differ significantly from zero."""
     names = (variant, margin.lower, margin.upper)
     common = set.intersection(*({*values.get((block, name), {})} for name in names))
     if variant == margin.lower or len(common) < seeds:

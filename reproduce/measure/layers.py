@@ -53,12 +53,9 @@ class Linear(MethodLayer):
 @dataclass(frozen=True, kw_only=True)
 class GPT2Block(MethodLayer):
     """Speed of a feed-forward network (`ffn`) and of a whole GPT-2 block (`block`), in training and
-    at inference.
-
-    `<part>_speedup` is that of forward and backward alone, as in FST's logs, where masks are chosen
-    and weights packed in the first iteration only. `<part>_step_speedup` includes the hooks of a
-    step with one micro-batch, and the step's share of the mask search.
-    """
+    at inference. `<part>_speedup` is that of forward and backward alone, as in FST's logs, where
+    masks are chosen and weights packed in the first iteration only. `<part>_step_speedup` includes
+    the hooks of a step with one micro-batch, and the step's share of the mask search."""
 
     what: ClassVar[str] = "gpt2"
 
@@ -164,11 +161,9 @@ class SlowDown(Layer):
 @dataclass(frozen=True, kw_only=True)
 class Parts(MethodLayer):
     """Times of the parts of a training step of one linear width -> inner under a method with masks.
-
     The parts are the three products, dense and as the method runs them, the sample of dY, and the
     decay, the packing and the mask search, which are done once in a step of `accumulate`
-    micro-batches or once in a mask period. `step` and `dense_step` are the sums over a step.
-    """
+    micro-batches or once in a mask period. `step` and `dense_step` are the sums over a step."""
 
     what: ClassVar[str] = "parts"
     accumulate: int = 1

@@ -144,11 +144,9 @@ def plain_geglu(x: Tensor) -> Tensor:
 @dataclass(frozen=True, kw_only=True)
 class ImposedZeros(Base):
     """Share of all weights that the second mask, along the columns, sets to zero in addition to the
-    first, along the rows.
-
-    For a normal weight [width, width] whose first mask is `random` or keeps the largest entries
-    (`magnitude`), and by the formula of the paper's lemma (`closed_form`). pattern: N:M.
-    """
+    first, along the rows. For a normal weight [width, width] whose first mask is `random` or keeps
+    the largest entries (`magnitude`), and by the formula of the paper's lemma (`closed_form`).
+    pattern: N:M."""
 
     what: ClassVar[str] = "imposed_zeros"
     products: ClassVar[tuple[str, ...]] = ()

@@ -187,11 +187,9 @@ class Decode(Layer):
 
 class Decoding:
     """A LLaMA with a cache of `length` tokens for one sequence, and the two calls of a generation:
-    `prefill`, which reads the prompt, and `step`, which adds a token at the end of the cache.
-
-    Only attention makes a step slower the longer the text is. All steps are therefore represented
-    by one whose cache has the average length of the text.
-    """
+    `prefill`, which reads the prompt, and `step`, which adds a token at the end of the cache. Only
+    attention makes a step slower the longer the text is. All steps are therefore represented by one
+    whose cache has the average length of the text."""
 
     def __init__(self, model: Any, prompt: int, length: int) -> None:
         self.decoder = Decoder(model.eval(), 1, length)

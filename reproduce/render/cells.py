@@ -158,12 +158,10 @@ def text(table: Table, tier: str, column: Column, numbers: Numbers, unit: str = 
 def paper(
     table: Table, tier: str, variant: Variant, row: TableRow, column: Column, own: Cell
 ) -> tuple[Cell, Cell]:
-    """(the cell of the published value, the cell of our difference to it).
-
-    The text of the difference is `MARK` if its 95 % interval (Student's t over the seeds, as in all
-    comparisons of this project) does not contain 0, else "". The smoke tier shows no published
-    value, because it trains and times something else. own: our cell.
-    """
+    """(the cell of the published value, the cell of our difference to it). The text of the
+    difference is `MARK` if its 95 % interval (Student's t over the seeds, as in all comparisons of
+    this project) does not contain 0, else "". The smoke tier shows no published value, because it
+    trains and times something else. own: our cell."""
     cell = published_cell(table, variant, row, column)
     if cell is None:
         named = published_name(table, variant, row, column) or row.published

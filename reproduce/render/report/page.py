@@ -42,8 +42,7 @@ def main(runs: Path) -> None:
 
 
 def write_figure(name: str, path: Path) -> None:
-    """Write only a figure of the committed results: `figure`, the main one, which README.md shows,
-    or `sizes`."""
+    """Write a figure of the committed results alone: `figure`, the README's, or `sizes`."""
     claims, evidence = read_claims(), records.read_evidence(EVIDENCE)
     if name == "sizes":
         drawn = figures.sizes(evidence.values, claims.margin)
