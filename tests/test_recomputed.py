@@ -190,13 +190,6 @@ def test_so_are_the_differences_with_their_intervals():
             assert abs(float(number) - found) <= 0.5001 * 10**-digits, (first, second)
 
 
-def difference(block, first, second, seeds=range(5)):
-    """The mean difference of two variants with its interval, as it is told."""
-    of = paired(block, first, second, "val_loss")
-    x = [of[seed] for seed in seeds]
-    return "{:+.4f} [{:+.4f}, {:+.4f}]".format(np.mean(x), *interval(x))
-
-
 def share_of_width(of, variant, *between):
     """phi by the rule in e6.yaml and e7.yaml, with its interval, as it is told. between: variants
     of other widths between half and all."""
@@ -224,37 +217,21 @@ def told_of(block):
     return (" ".join((ROOT / f).read_text().partition(mark)[2].split()) for f, mark in files)
 
 
-def test_the_shares_of_the_width_at_three_sizes():
-    told, page = told_of("e6")
-    of_a = {**runs("a"), "three_quarters": runs("e1")["width_075"]}
-    for name in ("s_ste", "bi_mask", "sr_ste", "fst"):
-        (own, short), (other, _) = (
-            share_of_width(of, name, "three_quarters") for of in (runs("e6"), of_a)
-        )
-        assert f"{name} {own} ({other})" in told and f"{short} (`{name}`)" in page
-    assert f"half costs {difference('e6', 'half', 'dense')}" in told
-    told, page = told_of("e7")
-    assert f"half costs {difference('e7', 'half', 'dense')}" in told
-    for name in ("s_ste", "sr_ste", "fst"):
-        (own, short), *others = (share_of_width(runs(b), name) for b in ("e7", "e6", "a"))
-        assert f"{name} {own} ({others[0][0]}, {others[1][0]})" in told
-        assert f"{short} (`{name}`)" in page
-        assert f"{name} {difference('e7', name, 'half')}" in told
-    before = {v: {s: of[s] for s in range(4)} for v, of in runs("e7").items()}
-    s_ste, sr_ste, fst = (share_of_width(before, v)[0] for v in ("s_ste", "sr_ste", "fst"))
-    assert f"phi of s_ste was {s_ste}, of sr_ste {sr_ste}, of fst {fst}." in told
-    assert f"half cost {difference('e7', 'half', 'dense', range(4))}" in told
+# Of a block: its methods, the blocks whose shares stand in parentheses, a third width.
+SHARES = {
+    "e6": (("s_ste", "bi_mask", "sr_ste", "fst"), ("a",), ("three_quarters",)),
+    "e7": (("s_ste", "sr_ste", "fst"), ("e6", "a"), ()),
+    "e8": (("sr_ste", "fst", "slope", "bi_mask", "s_ste", "ste"), ("a",), ()),
+}
 
 
-def test_the_shares_of_the_width_on_english():
-    told, page = told_of("e8")
-    for name in ("sr_ste", "fst", "slope", "bi_mask", "s_ste", "ste"):
-        (own, _), (other, _) = (share_of_width(runs(b), name) for b in ("e8", "a"))
-        assert f"{name} {own} ({other})" in told
-        assert f"{name} {difference('e8', name, 'dense')} (" in told
+def test_the_shares_of_the_width_at_three_sizes_and_on_english():
+    of = {block: runs(block) for block in ("a", *SHARES)}
+    of["a"]["three_quarters"] = runs("e1")["width_075"]
+    for block, (names, others, between) in SHARES.items():
+        told, page = told_of(block)
+        for name in names:
+            (own, short), *rest = (share_of_width(of[b], name, *between) for b in (block, *others))
+            assert f"{name} {own} ({', '.join(long for long, _ in rest)})" in told
+            assert block == "e8" or f"{short} (`{name}`)" in page
     assert "phi is 0.77 for `sr_ste` and below 0.5 for `s_ste`" in page
-    means = [
-        [np.mean([r["metrics"]["val_loss"] for r in runs(b)[v].values()]) for v in runs("e8")]
-        for b in ("e8", "a")
-    ]
-    assert f"rank correlation of the losses is {stats.spearmanr(*means)[0]:.2f}" in told

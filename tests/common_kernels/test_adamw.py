@@ -1,7 +1,6 @@
 from copy import deepcopy as copy
 from dataclasses import replace
 
-import pytest
 import torch
 
 from common_kernels import nm_mask, soft_threshold24, transposable_mask24
@@ -164,9 +163,8 @@ def test_nan_and_ties(backend):
         tensor.zero_()
     weight.grad[0, 3] = NAN
     adamw24_([weight], RATES, Rule(choose="rows"), backend=backend)
-    first = number([True, True, False, False])  # the lower index wins
-    assert torch.equal(weight.mask[1:], first.repeat(7, 2))
-    assert torch.equal(weight.mask[0, :4], number([True, False, False, True]))
+    # The lower index wins.
+    assert weight.mask[:2, :4].tolist() == [[True, False, False, True], [True, True, False, False]]
     for tensor in (weight.weight, weight.exp_avg, weight.exp_avg_sq, weight.dense):
         assert tensor[0, 3].isnan() and tensor.isnan().sum() == 1
 
@@ -176,17 +174,14 @@ def test_any_strides(backend):
     """Transposed, shifted and gapped tensors take the same step, to the bit on one path."""
     want = given((8, 12))
     adamw24_([apart := copy(want)], RATES, Rule(alpha=0.3, choose="exact"), backend="cpu")
-    parts = {name: t for name, t in copy(want).tensors.items() if t is not None}
     gap = torch.zeros(8, 24, device=DEVICE)
     gap[:, ::2] = want.exp_avg
-    strange = Weight24(
-        **parts
-        | {
-            "weight": parts["weight"].t().contiguous().t(),
-            "grad": parts["grad"].t().contiguous().t(),
-            "exp_avg": gap[:, ::2],
-            "mask": torch.cat([number([False]), want.mask.flatten()])[1:].view(8, 12),
-        }
+    strange = replace(
+        copy(want),
+        weight=want.weight.t().contiguous().t(),
+        grad=want.grad.t().contiguous().t(),
+        exp_avg=gap[:, ::2],
+        mask=torch.cat([number([False]), want.mask.flatten()])[1:].view(8, 12),
     )
     adamw24_([strange], RATES, Rule(alpha=0.3, choose="exact"), backend=backend)
     for name in ("weight", "exp_avg", "exp_avg_sq", "mask", "dense"):
@@ -208,15 +203,3 @@ def test_the_largest_magnitude_of_the_operand(backend):
     adamw24_(weights, RATES, Rule(source="soft"), backend=backend)
     for weight in weights:
         assert weight.amax == (weight.scale * soft_threshold24(weight.weight)).abs().max()
-
-
-def test_operands_that_a_cast_has_left_behind_are_refused():
-    for refused in (
-        replace(
-            given((64, 64), layouts=(BUFFERED, None)), dense=torch.empty(64, 64, device=DEVICE)
-        ),
-        given((64, 64), operand=torch.float8_e4m3fn, layouts=(BUFFERED, None)),
-    ):
-        with pytest.raises(ValueError, match="convert the model again after a cast"):
-            adamw24_([refused], RATES, Rule())
-    adamw24_([], RATES, Rule())

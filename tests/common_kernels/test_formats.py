@@ -6,7 +6,7 @@ from torch.sparse import _semi_structured_conversions as conversions
 
 from common_kernels import nm_mask, transposable_mask24
 from common_kernels.pack import VENDOR, Packed24, convert24, cpu, pack24, unpack24
-from common_kernels.pack.interop import parts
+from common_kernels.pack.interop import CLASSES, parts, to_semi_structured
 from tests.each import each
 
 FP8 = torch.float8_e4m3fn
@@ -56,38 +56,6 @@ def test_the_order_of_cutlass_on_ampere_is_torchs(dtype):
         same(dense, pruned)
 
 
-@each(("layout", "tiles"), [("cutlass_sm90", 2), ("cutlass_sm90_k128", 4)])
-def test_the_order_of_cutlass_on_hopper_for_two_bytes(layout, tiles):
-    """CUTLASS gives the digits of an entry's row and column an order: `Sm90GemmSparseConfig` has
-    Shape ((8, 2, 4), (16, 2, tiles)), digits of rows and of columns from the lowest on, and Step
-    ((3, 1, 5), (0, 4, 2)): which digit counts up first, second and so on. Blocks follow each other
-    along the rows first."""
-    rows, columns = 128, 64 * tiles
-    sizes, steps = (8, 2, 4, 16, 2, tiles), (3, 1, 5, 0, 4, 2)
-    strides, stride = {}, 1
-    for digit in sorted(range(6), key=lambda i: steps[i]):
-        strides[digit] = stride
-        stride *= sizes[digit]
-
-    def address(row, column):
-        """In entries of the matrix, of which eight have their metadata in one byte."""
-        block = row // 64 + rows // 64 * (column // (32 * tiles))
-        place = block * stride
-        for digits, number in ((range(3), row), (range(3, 6), column)):
-            for digit in digits:
-                number, value = divmod(number, sizes[digit])
-                place += strides[digit] * value
-        return place
-
-    mask = nm_mask(matrix((rows, columns)))
-    nibbles, expected = cpu.encode(mask), torch.zeros(rows * columns // 4, dtype=torch.uint8)
-    for row in range(rows):
-        for group in range(columns // 4):
-            expected[address(row, 4 * group) // 4] = nibbles[row, group]
-    meta = pack24(matrix((rows, columns), torch.bfloat16), mask, layout).meta.flatten()
-    assert torch.equal(meta, expected[::2] | expected[1::2] << 4)
-
-
 @each(
     ("layout", "dtype"),
     [
@@ -128,19 +96,29 @@ def test_a_mask_that_is_not_24():
         pack24(x, mask)
 
 
-@each(("shape", "dtype", "layout"), [
-    ((48, 64), torch.float16, "cutlass_sm80"), ((32, 64), torch.int8, "cutlass_sm80"),
-    ((32, 64), torch.float32, "cutlass_sm80"), ((64, 128), FP8, "cutlass_sm90_k128"),
-    ((64, 96), FP8, "cusparselt_sm90"), ((32, 64), torch.bfloat16, "cusparselt_sm90"),
-])  # fmt: skip
-def test_what_a_layout_cannot_hold(shape, dtype, layout):
-    """The message names the shape or the type, and a layout that takes it."""
-    x = torch.zeros(shape, dtype=dtype)
-    said = rf"\({shape[0]}, {shape[1]}\).*multiples of|not {dtype}"
-    for call in (lambda: pack24(x, x.bool(), layout),
-                 lambda: convert24(pack24(x, x.bool()), layout)):  # fmt: skip
-        with pytest.raises(ValueError, match=said):
-            call()
+@pytest.mark.filterwarnings("ignore:The PyTorch API of SparseSemiStructuredTensor")
+@each("layout", CLASSES)
+@each("dtype", [torch.bfloat16, torch.float16, torch.int8])
+def test_torch_has_our_matrices_and_their_transposes_in_the_same_memory(layout, dtype):
+    w = matrix((128, 128), dtype)
+    mask = transposable_mask24(matrix((128, 128)))
+    own = pack24(w, mask, layout), pack24(w.t(), mask.t(), layout)
+    tensor = to_semi_structured(*own)
+    assert (type(tensor), tensor.shape, tensor.dtype) == (CLASSES[layout], w.shape, dtype)
+    dense = torch.where(mask, w, 0)
+    for packed, want, values, meta in (
+        (own[0], dense, tensor.packed, tensor.meta),
+        (own[1], dense.t(), tensor.packed_t, tensor.meta_t),
+    ):
+        assert values.data_ptr() == packed.buffer.data_ptr() and values.dtype == dtype
+        if layout == "cusparselt_sm90":
+            assert meta is None and len(values) == len(want)
+            assert values.nbytes == packed.buffer.nbytes
+        else:
+            assert meta.data_ptr() == packed.meta.data_ptr() and meta.shape == packed.meta.shape
+            read = conversions.sparse_semi_structured_to_dense_cutlass(values, meta)
+            assert torch.equal(read, want)
+    assert to_semi_structured(own[0]).packed_t is None
 
 
 on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

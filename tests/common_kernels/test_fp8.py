@@ -12,7 +12,6 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BACKENDS = ["cpu", *(["triton"] if HAS_TRITON else [])]
 
 FORMATS = {"e4m3": (torch.float8_e4m3fn, 448.0), "e5m2": (torch.float8_e5m2, 57344.0)}
-DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 both = each("fmt", FORMATS)
 
 
@@ -39,7 +38,7 @@ def test_every_code_and_everything_between(fmt):
 
 @both
 def test_zeros_subnormals_and_what_is_not_finite(fmt):
-    for zeros in (torch.zeros(8), torch.full((8,), -0.0), torch.zeros(8).half(), torch.zeros(0)):
+    for zeros in (torch.full((8,), -0.0), torch.zeros(0)):
         codes, scale = quantize_fp8(zeros, fmt)
         assert scale.isfinite() and not codes.float().any() and not fake_fp8(zeros, fmt).any()
     assert fake_fp8(torch.tensor([2.0**-149, -(2.0**-149), 2.0**-140]), fmt).isfinite().all()

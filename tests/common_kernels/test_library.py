@@ -1,7 +1,4 @@
-"""The operators as torch.library operators (torch.compile without a graph break, autograd), and the
-choice of their backend."""
-
-import operator
+"""The operators as torch knows them, and the choice of their backend."""
 
 import pytest
 import torch
@@ -11,13 +8,6 @@ from tests.each import each
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 X = torch.randn(16, 24, generator=torch.Generator().manual_seed(0))
-
-
-def test_compiled_without_a_graph_break_and_a_constant_seed():
-    torch._dynamo.reset()
-    compiled = torch.compile(lambda x, n: mvue24(x, n, 2), fullgraph=True, backend="aot_eager")
-    for seed in (torch.tensor(1), torch.tensor(2)):
-        assert torch.equal(compiled(X, seed), mvue24(X, seed, 2))
 
 
 @pytest.mark.filterwarnings("ignore:Error detected in")  # and where, says torch, too
@@ -30,32 +20,6 @@ def test_no_gradient_is_invented():
         x = X.clone().requires_grad_()
         with pytest.raises(RuntimeError, match="autograd"):
             function(x).sum().backward()
-
-
-@each("fails", [False, True])
-def test_met_at_run_time_it_is_not_compiled(fails):
-    """Dynamo sees each frame beside a graph break, leaves an operator's alone and goes on."""
-    graphs = []
-
-    def record(graph, inputs):
-        graphs.append([node.target for node in graph.graph.nodes if node.op == "call_function"])
-        return graph.forward
-
-    def triple(x):
-        return x * 3
-
-    @torch.compiler.disable(recursive=False)
-    def beside(x):
-        y = torch.ops.sparse24.soft_threshold24.default(x, 0.0, "cpu")
-        if fails:
-            with pytest.raises(RuntimeError, match="requires grad"):
-                torch.ops.sparse24.masked_decay_.default(x, x, x > 0, 0.1, "cpu")
-        return triple(y)
-
-    torch._dynamo.reset()
-    x = X.clone().requires_grad_(fails)
-    assert torch.equal(torch.compile(lambda x: beside(x), backend=record)(x), beside(x))
-    assert graphs == [[operator.mul]]
 
 
 @each("name", ["cpu", "triton"])
@@ -99,8 +63,8 @@ def test_modes_and_lazy_tensors_are_not_passed_by():
 def test_writing_into_what_requires_grad_is_refused_as_by_torch():
     weight, mask = torch.ones(2, 4), torch.zeros(2, 4, dtype=torch.bool)
     leaf = torch.zeros(2, 4, requires_grad=True)
-    for tensor, kind in ((leaf, "a leaf"), (leaf * 1, "a tensor"), (leaf[:, :], "a tensor")):
-        with pytest.raises(RuntimeError, match=rf"masked_decay_ writes into {kind} that requires"):
+    for tensor in (leaf, leaf * 1, leaf[:, :]):
+        with pytest.raises(RuntimeError, match="masked_decay_ writes into a tensor that requires"):
             masked_decay_(tensor, weight, mask, 0.5)
     assert not leaf.any()
     with torch.no_grad():
@@ -114,7 +78,6 @@ def test_the_device_the_argument_and_the_environment_choose_the_backend(monkeypa
     assert DEVICE == "cpu" or backend.resolve("cuda") == "triton"
     monkeypatch.setenv("SPARSE24_BACKEND", "triton")
     assert backend.resolve("cpu", "cpu") == "cpu"
-    assert nm_mask(torch.ones(4), backend="cpu").sum() == 2
     # Nothing is launched on meta.
     assert backend.resolve("meta") == backend.resolve("meta", "triton") == "cpu"
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)

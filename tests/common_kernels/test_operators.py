@@ -21,7 +21,7 @@ from common_kernels.fp8.weights import quantize24_, quantize_compressed24_
 from common_kernels.glu import reference as glu
 from common_kernels.lowrank import reference as lowrank
 from common_kernels.masks import reference as masks
-from common_kernels.matmul import linear24, mm24, sample_mm24, unavailable
+from common_kernels.matmul import linear24, mm24, sample_mm24
 from common_kernels.matmul.pruned import compressed_mm24, pruned_mm24
 from common_kernels.mvue import reference as mvue
 from common_kernels.pack import BUFFERED
@@ -210,10 +210,6 @@ def test_the_definition_of_what_rounds(backend):
             want = soft_threshold.soft_threshold24(x, gamma)
             near(got, want.double(), x.double().abs().max() + want.double().abs() / 2**-24
                  * torch.finfo(dtype).eps / 4, 4 * 2**-24)  # fmt: skip
-        # Probabilities in fp32 by some ten operations.
-        got = ck.mvue24(on.float(), 7, 5, "sequential", backend=backend).cpu()
-        want = mvue.mvue24(x.float(), 7, 5, "sequential")
-        torch.testing.assert_close(got, want, rtol=16 * 2**-24, atol=0)
 
 
 @every_backend
@@ -254,10 +250,6 @@ def test_gated_activations_forward_and_backward(name, backend):
     y.sum().backward()
     assert x.grad is not None and not y[:2].any() and not x.grad[:2].any() and y[2] == 1e30
     assert y[3:5].isnan().all() and (y[5:] == inf).all() and x.grad[3].isnan().all()
-    (dx,) = torch.autograd.grad(getattr(ck, name)(x, backend=backend)[:3].sum(), x,
-                                create_graph=True)  # fmt: skip
-    with pytest.raises(RuntimeError, match="glu_backward"):
-        dx.sum().backward()
 
 
 @every_backend
@@ -292,17 +284,14 @@ def test_lowrank(backend):
                 assert got.dtype == dtype and got.is_contiguous()
                 near(got, lowrank.lowrank_addmm(*given, scale),
                      lowrank.lowrank_addmm(*sizes, abs(scale)), (rank + 3) * unit)  # fmt: skip
-    one = torch.ones(1, 1, device=DEVICE)
-    with torch.autocast(DEVICE.type, BF16):  # it would round to 16 bits
-        assert ck.lowrank_addmm(0 * one, one + 2**-12, one, backend=backend) == 1 + 2**-12
     shapes = (2, 3, 12), (2, 3, 5), (5, 12), (12,)
     given = [numbers(shape, seed=n).to(DEVICE).requires_grad_() for n, shape in enumerate(shapes)]
     dy, (y1, y2, r, bias) = numbers((2, 3, 12), seed=4).to(DEVICE), given
     got = torch.autograd.grad(ck.lowrank_addmm(*given, 0.5, backend=backend), given, dy)
     want = torch.autograd.grad(y1 + 0.5 * (y2 @ r) + bias, given, dy)
     torch.testing.assert_close(got, want)
+    one = torch.ones(1, 1, device=DEVICE)
     assert ck.lowrank_addmm(nan * one, 0 * one, one, backend=backend).isnan()
-    assert ck.lowrank_addmm(0 * one, inf * one, one, backend=backend) == inf
 
 
 @every_backend
@@ -324,11 +313,6 @@ def test_the_compressed_form(backend):
         same_bits(ck.unpack_mask(bits, columns, backend=backend).cpu(), mask)
         values = ck.compress_nm(x.to(DEVICE), bits, n, m, backend=backend)
         same_bits(values.cpu(), compressed.compress_nm(x, bits.cpu(), n, m))
-        stacked = (t.view(m, rows // m, t.shape[1]) for t in (x.to(DEVICE), bits))
-        deep = ck.compress_nm(*stacked, n, m, backend=backend)
-        same_bits(deep.view_as(values), values)
-        strided = ck.compress_nm(x.to(DEVICE).t().contiguous().t(), bits, n, m, backend=backend)
-        same_bits(strided, values)
         other = next(casts)
         cast = ck.compress_nm(x.to(DEVICE), bits, n, m, dtype=other, backend=backend)
         same_bits(cast, values.to(other))
@@ -343,12 +327,6 @@ def test_the_compressed_form(backend):
         assert ck.unpack_mask(bits, shape[1], backend=backend).shape == shape
         values = ck.compress_nm(x, bits, backend=backend)
         assert ck.expand_nm(values, bits, backend=backend).shape == shape
-    for columns in (8, 12) if backend == "cpu" and DEVICE.type == "cpu" else ():
-        bits = ck.pack_mask(torch.ones(2, columns, dtype=torch.bool))  # not 2 of 4
-        with pytest.raises(RuntimeError):
-            ck.compress_nm(torch.ones(2, columns), bits, backend=backend)
-        with pytest.raises(RuntimeError):
-            ck.expand_nm(torch.ones(2, columns // 2), bits, backend=backend)
 
 
 @every_backend
@@ -412,9 +390,9 @@ def cases():
     codes, other = codes.to(FP8[0]), other.to(FP8[1])
     stored = {"values": values, "row_mask": bits, "column_mask": columns}
 
-    def of(buffer, rows=128, dtype=BF16, layout="cusparselt_sm90"):
+    def of(buffer, rows=128, dtype=BF16):
         """The matrix [rows, 8192 / rows] in these bytes."""
-        return ck.Packed24(buffer, (rows, 128 * 64 // rows), dtype, layout)
+        return ck.Packed24(buffer, (rows, 128 * 64 // rows), dtype, "cusparselt_sm90")
 
     def delayed(function, *more):
         """With an amax and what was seen, which is written."""
@@ -425,7 +403,6 @@ def cases():
     return {
         "nm_mask": (pure(ck.nm_mask), {"x": w}),
         "transposable": (pure(ck.transposable_mask24), {"w": w[:16]}),
-        "greedy": (pure(ck.transposable_mask24, "greedy"), {"w": w[:16]}),
         "check24": (pure(ck.check24), {"x": w}),
         "flip_rate": (pure(ck.flip_rate), {"old": mask, "new": both}),
         "soft_threshold24": (pure(ck.soft_threshold24), {"x": w}),
@@ -436,9 +413,6 @@ def cases():
         ),
         "fake_fp8": (pure(ck.fake_fp8, "e4m3"), {"x": w}),
         "quantize_fp8": (pure(ck.quantize_fp8, "e5m2"), {"x": w}),
-        "quantize_fp8, delayed": (
-            delayed(ck.quantize_fp8, "e5m2"), {"x": w, "amax": one, "seen": seen}
-        ),
         "fp8_numbers": (pure(fp8_numbers, "e4m3"), {"x": w}),
         "fp8_numbers_and_codes": (pure(fp8_numbers_and_codes, "e4m3", "e5m2"), {"x": w}),
         "pack_mask": (pure(ck.pack_mask), {"mask": mask}),
@@ -485,10 +459,6 @@ def cases():
             without_backend(lambda buffer, *o: linear24(of(buffer), *o)),
             {"buffer": packed.buffer, "x": x, "bias": wide_bias},
         ),
-        "linear24, our own kernels": (
-            without_backend(lambda buffer, *o: linear24(of(buffer, layout="cutlass_sm90"), *o)),
-            {"buffer": packed.buffer, "x": x, "bias": wide_bias},
-        ),
         "linear24, differentiable": (
             without_backend(lambda buffer, x: linear24(of(buffer), x.detach().requires_grad_())),
             {"buffer": packed.buffer, "x": x},
@@ -533,40 +503,13 @@ def cases():
         "compressed_mm24": (
             pure(compressed_mm24), {"x": numbers((32, 128), BF16).to(DEVICE), **stored}
         ),
-        "compressed_mm24, fprop": (
-            lambda backend, x, values, row_mask, bias: compressed_mm24(
-                x, values, row_mask, None, bias, backend=backend),
-            {"x": x, "values": values, "row_mask": bits, "bias": wide_bias},
-        ),
-        "pruned_mm24, soft": (
+        "pruned_mm24": (
             lambda backend, x, w, scale, bias: pruned_mm24(
                 x, w, "soft", None, scale, bias, dtype=BF16, layout=BUFFERED, backend=backend),
             {"x": x, "w": w, "scale": one, "bias": wide_bias},
         ),
-        "pruned_mm24, transposed": (
-            lambda backend, x, w, mask: pruned_mm24(
-                x, w, "mask", mask, dtype=BF16, layout=BUFFERED, transposed=True, backend=backend),
-            {"x": numbers((32, 128), BF16).to(DEVICE), "w": w, "mask": both},
-        ),
-        "pruned_mm24, dense": (
-            lambda backend, x, w, scale: pruned_mm24(
-                x, w, "soft", None, scale, dtype=BF16, transposed=True, backend=backend),
-            {"x": numbers((32, 128), BF16).to(DEVICE), "w": w, "scale": one},
-        ),
         "quantize_both": (pure(quantize_both, "e4m3", "e5m2"), {"x": w}),
-        "quantize_both, delayed": (
-            delayed(quantize_both, "e4m3", "e5m2"), {"x": w, "amax": one, "seen": seen}
-        ),
         "quantize_and_sample": (pure(quantize_and_sample, 1, "e5m2"), {"dy": w, "key": key}),
-        "quantize_and_sample, delayed": (
-            delayed(quantize_and_sample, 1, "e5m2"),
-            {"dy": w, "key": key, "amax": one, "seen": seen},
-        ),
-        "quantize24_, soft": (
-            in_place(lambda buffer, codes, scales, w, beta, backend: quantize24_(
-                of(buffer, dtype=FP8[0]), codes, scales, w, beta=beta, backend=backend)),
-            {"buffer": room, "codes": other, "scales": scales, "w": w, "beta": one},
-        ),
         "quantize24_": (
             in_place(lambda buffer, *o, backend: quantize24_(
                 of(buffer, dtype=FP8[0]), *o, backend=backend)),
@@ -590,7 +533,6 @@ def cases():
 
 
 CASES = cases()
-every_case = pytest.mark.parametrize("name", CASES)
 
 
 def turned(x):
@@ -600,11 +542,8 @@ def turned(x):
     return torch.empty_strided(x.shape, (1, len(x)), dtype=x.dtype, device=x.device).copy_(x)
 
 
-@every_case
+@pytest.mark.parametrize("name", CASES)
 def test_strides_make_no_difference(name):
-    lacking = "our own" in name and DEVICE.type == "cuda" and unavailable("cuda", DEVICE, BF16)
-    if lacking:
-        pytest.skip(lacking)
     call, operands = CASES[name]
     for backend in BACKENDS:
         views = results(call(backend, *map(turned, operands.values())))

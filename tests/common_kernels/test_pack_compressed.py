@@ -40,13 +40,8 @@ def stored(row_mask, values, dtype=torch.bfloat16, layouts=(BUFFERED, BUFFERED),
     ]
     for out in filter(None, outs):
         out.buffer.fill_(0xA5)
-    return Compressed24(
-        values=values,
-        row_mask=row_mask,
-        column_mask=column_mask,
-        packed=outs[0],
-        transposed=outs[1],
-    )
+    masks = {"row_mask": row_mask, "column_mask": column_mask}
+    return Compressed24(values=values, **masks, packed=outs[0], transposed=outs[1])
 
 
 def check(weight, column_mask=None):
@@ -54,12 +49,10 @@ def check(weight, column_mask=None):
     values, shape = weight.values, (len(weight.values), 2 * weight.values.shape[1])
     chosen = ck.double_prune_bits(values, weight.row_mask) if column_mask is None else column_mask
     assert torch.equal(weight.column_mask, chosen)
-    a, dense = ck.unpack_mask(weight.row_mask, shape[1]), ck.expand_nm(values, weight.row_mask)
-    b = (
-        ck.expand_nm(ck.unpack_mask(weight.column_mask, shape[1] // 2).float(), weight.row_mask)
-        != 0
-    )
-    dense = dense.to(weight.dtype)
+    a = ck.unpack_mask(weight.row_mask, shape[1])
+    twice = ck.unpack_mask(weight.column_mask, shape[1] // 2)
+    b = ck.expand_nm(twice.float(), weight.row_mask) != 0
+    dense = ck.expand_nm(values, weight.row_mask).to(weight.dtype)
     for out, x, mask in (weight.packed, dense, a), (weight.transposed, dense.t(), b.t()):
         if out is not None:
             want = cpu.pack(x.contiguous(), mask.contiguous(), out.layout)
@@ -101,35 +94,7 @@ def test_weights_of_several_shapes_and_kinds_at_once(backend, strided):
     prune_and_pack24_(together, choose=False, backend=backend)
     for weight, mask in zip(together, masks, strict=True):
         check(weight, mask)
-        if weight.transposed is not None:
-            given = weight.values, weight.row_mask, mask, weight.dtype, weight.transposed.layout
-            assert torch.equal(packed_one(*given, backend), weight.transposed.buffer)
-        if weight.packed is not None:
-            given = weight.values, weight.row_mask, None, weight.dtype, weight.packed.layout
-            assert torch.equal(packed_one(*given, backend), weight.packed.buffer)
-    prune_and_pack24_([], backend=backend)
-
-
-def test_weights_of_several_devices_at_once():
-    here, nowhere = (stored(*weights((64, 128))) for _ in range(2))
-    names = ("values", "row_mask", "column_mask")
-    nowhere = Compressed24(
-        **{name: getattr(nowhere, name).to("meta") for name in names},
-        packed=Packed24.empty((64, 128), torch.bfloat16, torch.device("meta")),
-    )
-    prune_and_pack24_([nowhere, here])
-    check(here)
-
-
-@pytest.mark.skipif(DEVICE.type != "cuda", reason="needs a GPU")
-def test_a_captured_pass_follows_the_values():
-    together = [stored(*weights((128, 256), seed=i)) for i in range(2)]
-    prune_and_pack24_(together)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        prune_and_pack24_(together)
-    for weight in together:
-        weight.values.mul_(-2).add_(weight.values.roll(1, 0))
-    graph.replay()
-    for weight in together:
-        check(weight)
+        for out, columns in (weight.packed, None), (weight.transposed, mask):
+            if out is not None:
+                given = weight.values, weight.row_mask, columns, weight.dtype, out.layout
+                assert torch.equal(packed_one(*given, backend), out.buffer)

@@ -8,7 +8,6 @@ import torch
 import common_kernels as ck
 from common_kernels.fp8.cpu import codes_of, scale_from
 from common_kernels.fp8.operands import quantize_and_sample, quantize_both, rescale
-from common_kernels.fp8.weights import quantize24_
 from common_kernels.pack import BUFFERED, VENDOR, Packed24, unpack24
 from common_kernels.pack.cpu import pack
 from common_kernels.pack.operands import (
@@ -28,7 +27,6 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 LAYOUTS = BUFFERED, "cutlass_sm90", "cutlass_sm90_k128"
 backends = each("backend", ["cpu", "triton"])
 masters = each("master", [torch.float32, torch.bfloat16])
-FP8 = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 
 
 def weight(rows, columns, dtype=torch.float32, seed=0):
@@ -177,30 +175,6 @@ def test_codes_of_a_gradient_and_of_its_sample(backend, master, tokens, layout):
         assert sample.abs().max() <= 2 * largest  # why half of the scale is enough
         want = codes_of(sample, 0.5 * scale, "e5m2")
         assert holds(packed, want.t(), sample.t() != 0)
-
-
-@backends
-@each(("master", "known"), [(torch.float32, False), (torch.bfloat16, True)])
-@each(("dgrad", "layout"), [("e4m3", BUFFERED), ("e5m2", LAYOUTS[1]), ("e4m3", None),
-                             ("e5m2", LEARNT), ("e4m3", VENDOR)])  # fmt: skip
-def test_codes_of_a_projected_weight(dgrad, layout, master, known, backend):
-    w, beta = weight(64, 128, master), torch.tensor(1.21, device=DEVICE)
-    projected = ck.soft_threshold24(w).float() * beta
-    own = torch.empty(64, 128, dtype=FP8["e4m3"], device=DEVICE)
-    if layout:
-        own = Packed24.empty((64, 128), FP8["e4m3"], DEVICE, layout)
-    transposed = torch.empty(128, 64, dtype=FP8[dgrad], device=DEVICE)
-    scales = torch.empty(2, device=DEVICE)
-    amax = projected.abs().max() if known else None
-    quantize24_(own, transposed, scales, w, amax=amax, beta=beta, backend=backend)
-    want, scale = ck.quantize_fp8(projected, "e4m3")
-    if layout:
-        assert torch.equal(own.buffer, pack(want, ck.nm_mask(w), layout))
-    else:
-        assert torch.equal(codes(own), codes(want))
-    assert scales[0] == scale
-    want, scale = ck.quantize_fp8(projected, dgrad)
-    assert torch.equal(codes(transposed), codes(want.t())) and scales[1] == scale
 
 
 @backends

@@ -10,20 +10,6 @@ from tests.each import each
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BACKENDS = ["cpu", *(["triton"] if HAS_TRITON else [])]
-every_backend = each("backend", BACKENDS)
-
-
-@every_backend
-def test_by_hand(backend):
-    """Large negative entries are zero before the choice; the lower index wins a tie."""
-    z = torch.tensor(
-        [[1.0, -9.0, 3.0, 2.0, 2.0, 2.0, 2.0, -1.0]], device=DEVICE, requires_grad=True
-    )
-    h = relu24(z, backend=backend)
-    assert h.tolist() == [[0.0, 0.0, 9.0, 4.0, 4.0, 4.0, 0.0, 0.0]]
-    h.backward(torch.full_like(h, 10.0))
-    assert z.grad.tolist() == [[0.0, 0.0, 60.0, 40.0, 40.0, 40.0, 0.0, 0.0]]
-    assert relu24(z, prune=False, backend=backend).tolist()[0][:4] == [1.0, 0.0, 9.0, 4.0]
 
 
 @each(("dtype", "layout"), [

@@ -1,8 +1,6 @@
 """The benchmarks of the operators; clocks, records and tables."""
 
-import argparse
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -50,40 +48,13 @@ def test_every_operator_has_a_row(tmp_path, monkeypatch, capsys):
         assert row["limit_ms"] == pytest.approx(row["peers"]["dense"] * share / 16)
 
 
-def test_an_operator_that_differs_from_plain_pytorch_gets_no_time(monkeypatch):
-    """The plain formulations beside it do the same work, in bf16, too."""
+def test_the_plain_formulations_beside_an_operator_do_the_same_work():
+    """In bf16, too."""
     w = torch.randn(64, 64)
-    for name, op in OPS.items():
+    for op in OPS.values():
         for own in (w, w.bfloat16()) if op.plain else ():
             found, want = op.through(op.plain)(*op.prepare(own)), op.run(*op.prepare(own))
             assert all(map(operators.agree, operators.results(found), operators.results(want)))
-
-        def wrong(*arguments, backend=None, op=op):
-            output = op.run(*arguments, backend=backend)
-            if backend != "cpu":
-                first = output[-1] if isinstance(output, tuple) else output
-                first = getattr(first, "buffer", first).view(-1)
-                first.data[0] = first.data[0] == 0
-            return output
-
-        operators.check(name, w)
-        monkeypatch.setitem(OPS, name, replace(op, run=wrong))
-        with pytest.raises(UserError, match=f"{name} differs from plain PyTorch"):
-            operators.check(name, w)
-
-
-def test_what_a_gpu_runs_runs_here_as_well(tmp_path):
-    """On the CPU; what only a GPU has is left out with its reason."""
-    collected = Report("ops", CPU, tmp_path / "record.json")
-    options = argparse.Namespace(device=CPU, repeats=2, quick=True)
-    ops.measure([*OPS], [torch.bfloat16, torch.float32], options, collected)
-    names = [(row["name"], row["dtype"]) for row in collected.rows]
-    of_both = [(n, "bfloat16") for n, op in OPS.items() if not op.fp32]
-    assert names == of_both + [(n, "float32") for n in OPS]
-    last = collected.rows[-5]  # its weight, gradient, moments and mask, in and out, two operands
-    assert last["name"] == "step, decay, pack both ways"
-    assert last["figures"]["bytes a weight"] == 28 + 1 + 2 * 1.125
-    assert last["figures"]["bytes a weight, separate passes"] == 13 + 28 + 5 + 2 * 1.125
 
 
 def test_calls_take_turns_in_random_order_and_buffers_rotate():
@@ -99,10 +70,6 @@ def test_calls_take_turns_in_random_order_and_buffers_rotate():
     neighbours = {order[:2] for order in orders} | {order[1:] for order in orders}
     assert neighbours == {"ab", "ac", "ba", "bc", "ca", "cb"}
     assert list(times) == ["a", "b", "c"] and times["a"].clock == "host"
-    seen.clear()
-    in_turns(calls, CPU, repeats=40, buffers=2, seed=1)
-    others = ["".join(name for name, _ in seen[i : i + 3]) for i in range(3, len(seen), 3)]
-    assert orders != others, "repeats of a measurement have other orders"
 
 
 @on_gpu
@@ -136,10 +103,6 @@ def test_rows_of_several_runs_stand_in_one_record(tmp_path):
     both = run(row("c"), benchmark="linear")
     assert both == {"ops": [("a", 2.0), ("b", 3.0)], "linear": [("c", 2.0)]}
     assert run(row("d"), whole=True)["ops"] == [("d", 2.0)]
-    run(replace(row("slope"), backend="cusparselt Y dX"), benchmark="linear")
-    again = [replace(row("slope", 3.0), backend=b) for b in ("cusparselt fprop", "dense")]
-    found = run(*again, benchmark="linear")["linear"]
-    assert found[1:] == [("slope", 3.0), ("slope", 3.0)]  # of other products, and dense
     out.write_text(json.dumps({"device": "Abacus", "benchmarks": {}}))
     with pytest.raises(UserError, match=r"Abacus.*--out"):
         Report("ops", CPU, out)
@@ -152,17 +115,3 @@ def test_the_committed_tables_are_those_of_their_records():
         record = report.read_record(table.with_suffix(".json"))
         assert report.markdown(record) == table.read_text(encoding="utf-8"), table
     assert len(tables) == 8
-
-
-def test_bad_options_are_one_line(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    for arguments, message in {
-        "ops --repeats 1": "--repeats",
-        "ops --only nonsense": "matches none of: nm_mask",
-        "report nowhere.json": "nowhere.json cannot be read",
-        "train --device cpu --shapes huge": "--shapes huge matches none of",
-        "linear --device cpu --only step": "--only step: it needs AdamW",
-    }.items():
-        assert main(arguments.split()) == 1
-        (line,) = capsys.readouterr().err.splitlines()
-        assert line.startswith("error: ") and message in line

@@ -1,4 +1,4 @@
-"""The driver: two steps, the teacher as the result, probes among the metrics, idempotence."""
+"""The driver: two steps, the teacher as the result, probes among the metrics."""
 
 import json
 
@@ -8,7 +8,6 @@ from experiments import dino
 from experiments.evaluation import probes
 from experiments.runs.finished import FinishedRun
 from experiments.support.checkpoint import read_sealed
-from experiments.training import pretraining
 from models.vit import ViT
 from tests.experiments.conftest import CPU, losses, quiet, settings
 
@@ -45,13 +44,3 @@ def test_two_steps_deliver_the_teacher_and_probe_it(tiny, method):
         method == "semi_sparse"
     )
     assert losses(config.directory(), "teacher_entropy").keys() == {0, 1}
-
-
-def test_a_finished_run_is_not_probed_again_and_a_trained_one_is(tiny, monkeypatch):
-    config = tiny()
-    pretraining.run(config, quiet)  # stopped before the probes
-    assert pretraining.finished(config) is not None and dino.finished(config) is None
-    result = dino.run(config, quiet).result
-    assert "linear_top1" in result["metrics"]
-    monkeypatch.setattr(dino, "probe", None)
-    assert dino.run(config, quiet).result["metrics"] == result["metrics"]

@@ -19,7 +19,6 @@ from experiments.data.tokenizer import END_OF_TEXT
 from experiments.find_decay import DecaySearch, compared, markdown
 from experiments.support.errors import UserError
 from experiments.training import pretraining
-from experiments.training.tracking import read_metrics
 from experiments.training.trainer import Trainer
 from methods import ast, dense
 from models.hf import CausalLM
@@ -85,7 +84,6 @@ def test_the_export_is_what_plain_transformers_loads(retrain, family):
         again = CausalLM.from_pretrained(config.directory() / distill.EXPORT).eval()
         assert torch.equal(again(tokens())[0], logits)
     assert int(check24(ours.get_submodule(result["converted"][0]).weight)) == 0
-    assert not (config.directory() / ".export").exists()
 
 
 def test_the_wanda_metric_calibrates_on_seeded_windows_of_the_training_text(retrain, monkeypatch):
@@ -101,8 +99,6 @@ def test_the_wanda_metric_calibrates_on_seeded_windows_of_the_training_text(retr
     first = distill.run(config, quiet).result
     shutil.rmtree(config.directory())
     assert distill.run(config, quiet).result["metrics"] == first["metrics"]
-    other = retrain("opt", "method.metric=wanda", "method.calibration_sequences=3")
-    assert other.digest() != config.digest()
     source = CausalText(load_tokens(config.data, config.seed), 32)  # as many as the model takes
     requests = [(CALIBRATION, range(12)), (CALIBRATION, range(4, 9))]
     windows = [batch["input"] for batch in source.batches(requests)]
@@ -114,12 +110,9 @@ def test_the_wanda_metric_calibrates_on_seeded_windows_of_the_training_text(retr
 
 def test_our_own_model_starts_from_a_finished_run(tiny, overrides):
     dense = tiny("method=dense")
-    source = pretraining.run(dense, quiet).result
-
-    def from_run(directory, *more):
-        return load(["model=gpt2_nano", *overrides, f"init={directory}", *more], "distill")
-
-    config = from_run(dense.directory(), "method.include=[*mlp*]")
+    pretraining.run(dense, quiet)
+    given = ["model=gpt2_nano", *overrides, f"init={dense.directory()}", "method.include=[*mlp*]"]
+    config = load(given, "distill")
     started = config.build_model()
     for name, parameter in load_file(dense.directory() / "model.safetensors").items():
         assert torch.equal(started.get_parameter(name), parameter)
@@ -127,13 +120,6 @@ def test_our_own_model_starts_from_a_finished_run(tiny, overrides):
     with torch.no_grad():
         ours, theirs = finished_model(config)(tokens())[0], plain(config)(input_ids=tokens()).logits
     torch.testing.assert_close(theirs, ours, rtol=1e-5, atol=1e-5)
-    # Training began where the dense run ended: a dense method measures its very loss.
-    again = from_run(dense.directory(), "method=dense")
-    pretraining.run(again, quiet)
-    assert read_metrics(again.directory() / "metrics.jsonl")[0] == {
-        "step": 0,
-        "val_loss": pytest.approx(source["metrics"]["val_loss"], rel=1e-6),
-    }
 
 
 def test_a_checkpoint_brings_its_own_tokenizer(retrain, checkpoint, corpus_dir, tmp_path):
@@ -158,10 +144,6 @@ def test_a_checkpoint_brings_its_own_tokenizer(retrain, checkpoint, corpus_dir, 
     plain_ids = tokenizer("the mask keeps two of four", add_special_tokens=False)["input_ids"]
     assert ids[: len(plain_ids)] == plain_ids and len(ids) > len(plain_ids)
     assert corpus.encoding.decode(ids) == text
-    # The corpus of the project's own tokenizer, which has the same merges, holds the same tokens.
-    own = load_tokens(retrain("opt").data, 0)
-    assert corpus.directory != own.directory
-    assert corpus.tokens["train"].tolist() == own.tokens["train"].tolist()
 
 
 @pytest.fixture
@@ -191,14 +173,10 @@ def test_runs_are_the_warm_up_of_the_configured_training(search):
     # The decay factor that happens to be configured changes neither runs nor result.
     other = search(0.0, 0.5, "train.steps=10000", "method.mvue=sequential", "method.alpha=3")
     assert other.directory() == wanted.directory()
-    for method in ("sr_ste", "bi_mask"):  # row-wise: compared with plain dense training
-        run = search(0.1, f"method={method}", "method.include=[*c_fc*]").training(None)
-        assert (run.method, type(run.method_options)) == ("dense", dense.Config)
-        assert run.method_options.include == ("*c_fc*",)
-    cooled = find_decay.load(["train.warmup_steps=100", "train.cooldown_steps=100"])
-    train = cooled.training(1e-4).train
-    assert (train.steps, train.warmup_steps, train.cooldown_steps) == (100, 100, 0)
-    assert find_decay.load(["method=sr_ste", "candidates=[1e-3,0,0]"]).candidates == (0.0, 1e-3)
+    # Row-wise: compared with plain dense training.
+    run = search(0.1, "method=sr_ste", "method.include=[*c_fc*]").training(None)
+    assert (run.method, type(run.method_options)) == ("dense", dense.Config)
+    assert run.method_options.include == ("*c_fc*",)
 
 
 def test_the_search_of_fst(search, monkeypatch):
@@ -223,7 +201,6 @@ def test_the_search_of_fst(search, monkeypatch):
     assert metrics["val_loss"] == record["dense"]["val_loss"]
     monkeypatch.setattr(Trainer, "fit", None)
     assert find_decay.run(wanted, quiet)["metrics"] == result["metrics"]
-    find_decay.run(search(1.0), quiet)  # runs are shared with other searches
 
 
 def test_mu_is_a_ratio_and_the_feasible_candidates_are_told(search):
@@ -239,6 +216,4 @@ def test_mu_is_a_ratio_and_the_feasible_candidates_are_told(search):
     assert [e["feasible"] for e in record["candidates"]] == [False, True, True, True, False]
     assert "Recommended: alpha=0.001 (mu=0.80)" in markdown(record)
     none = compared(search(0.5), figures((2e-2, 1e-3)))
-    assert none["metrics"]["alpha"] is None and "try larger ones where mu" in markdown(none)
-    with pytest.raises(UserError, match=r"no mask flipped at the end of the warm-up.*\(x\)"):
-        compared(wanted, figures([0.0] * 6))
+    assert none["metrics"]["alpha"] is None

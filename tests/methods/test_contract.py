@@ -117,7 +117,7 @@ class Run(Parts):
 
     def __init__(self, name, options, seed=0):
         torch.manual_seed(seed)
-        self.name, self.model = name, model_for(name, self.shape)
+        self.model = model_for(name, self.shape)
         self.method = build(name, self.model, measure_every=1, **options)
         self.report = self.method.convert(self.model)
         groups = self.model.param_groups(0.1)
@@ -183,7 +183,6 @@ def test_a_training_is_resumed_copied_and_ended(name, options):
         losses.append(run.step(step))
         metrics.append(run.method.metrics())
         states.append(run.state())
-        assert_prints(run)
         if step == 0:
             still = [n for n, p in run.model.named_parameters() if torch.equal(p, before[n])]
             assert {n.rpartition(".")[2] for n in still} == adapters(options)
@@ -202,15 +201,6 @@ def test_a_training_is_resumed_copied_and_ended(name, options):
         assert resumed.method.metrics() == metrics[step]
         assert_same_states(resumed.state(), states[step + 1])
     assert_ends_plain(run, options)
-
-
-def assert_prints(run):
-    """A printed layer shows its method, its pattern and, if it has phases of its own, the phase."""
-    phase = run.method.phase() if run.name not in ("projected", "ternary") else ""
-    for name in run.report.names if run.method.sparse_layers else ():
-        n, m = run.method.pattern(name)
-        shown = f"method={run.name}, pattern={n}:{m}, phase={phase}"
-        assert shown in repr(run.model.get_submodule(name))
 
 
 def assert_same_states(found, wanted):
@@ -306,9 +296,8 @@ def test_micro_batches_and_checkpointing_change_nothing(name, options):
 TILES = phases, "transposable_mask24"
 CHOICES = [  # method, option, what chooses, and after which of six steps
     *(("ast", {"refresh_every": k}, (ast.Linear, "best_mask"), steps)
-      for k, steps in ((1, [0, 1, 2, 3, 4, 5]), (2, [1, 3, 5]), (3, [2, 5]), (0, []))),
+      for k, steps in ((1, [0, 1, 2, 3, 4, 5]), (2, [1, 3, 5]), (0, []))),
     ("fst", {"refresh_every": 2, "dense_fraction": 0.0}, TILES, [1, 3, 5]),
-    ("semi_sparse", {}, TILES, [0, 1, 2, 3, 4, 5]),
     ("semi_sparse", {"refresh_every": 3}, TILES, [2, 5]),
     ("bi_mask", {"permute_every": 2, "candidates": 2},
      (bi_mask.Linear, "search_permutation"), [0, 2, 4]),

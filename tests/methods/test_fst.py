@@ -98,18 +98,3 @@ def test_in_the_dense_phase_there_is_no_decay_and_no_sample():
         sampled = bool((gradient - whole).abs().max() > 0.1)
         assert (decayed, sampled) == (step < 2, step < 2)
         method.on_step_end(step)
-
-
-def test_dense_from_the_first_step_is_dense_training_with_virtual_masks():
-    """Transposable ones, which flip at other rates than the row-wise ones of `methods.dense`."""
-    layer, method = converted(total_steps=6, dense_fraction=1.0, refresh_every=1, measure_every=1)
-    torch.manual_seed(0)
-    plain, reference = convert("dense", nn.Linear(16, 8, bias=False))
-    for step in range(6):
-        before = transposable_mask24(layer.weight.detach())
-        step_of(method, layer, step)
-        step_of(reference, plain, step)
-        after = transposable_mask24(layer.weight.detach())
-        assert torch.equal(layer.weight, plain.weight)
-        assert method.metrics()["flip_rate"] == float((before != after).float().mean())
-    assert method.metrics()["density"] == 1.0

@@ -91,16 +91,6 @@ def test_sparsegpt_equals_the_surgeon_step_by_step():
         assert torch.equal(mask.unflatten(1, (-1, 4)).sum(2), kept.expand(6, -1))
 
 
-def test_sparsegpt_by_hand():
-    """Inputs 0 and 1 are equal: what is taken from one is given to the other at no cost."""
-    hessian = torch.diag(torch.tensor([1.0, 1.0, 1.0, 100.0]))
-    hessian[0, 1] = hessian[1, 0] = 1.0 - 1e-6
-    weight = torch.tensor([[3.0, 2.0, 1.0, 1.0]])
-    mask, updated = prune(weight, hessian, damping=1e-6)
-    assert mask.tolist() == [[False, True, False, True]]
-    torch.testing.assert_close(updated, torch.tensor([[0.0, 5.0, 0.0, 1.0]]), rtol=0, atol=1e-3)
-
-
 def test_inputs_that_never_fire_and_too_few_tokens():
     """A singular Hessian: four tokens, and a feature that is always zero."""
     for dtype in (torch.float32, torch.bfloat16):
@@ -235,14 +225,3 @@ def test_zeros_stay_under_momentum_decay_and_clipping(metric):
     for layer, mask in zip(layers, masks, strict=True):
         assert torch.equal(layer.mask, mask) and torch.equal(layer.weight != 0, mask)
     assert method.metrics()["flip_rate"] == 0.0
-
-
-def test_calibration_is_asked_for_before_anything_is_touched():
-    model = Net()
-    for metric in ("wanda", "sparsegpt"):
-        method = build(metric)
-        assert method.capabilities.calibration_sequences == 128
-        with pytest.raises(ValueError, match=rf"metric={metric} needs inputs: call method\.calib"):
-            method.convert(model)
-        assert type(model.mlp[0]) is nn.Linear
-    assert build("magnitude").capabilities.calibration_sequences == 0

@@ -1,7 +1,6 @@
 """Projected training: steps from latent weights, and the frozen end."""
 
 import torch
-from torch import nn
 
 import methods
 from tests.methods.loop import convert, linear_of, training_step
@@ -43,19 +42,3 @@ def test_the_mask_is_frozen_and_latent_weights_are_gone_in_the_healing():
     assert layer.weight[0].tolist() == [2.0, -1.0, 0.0, 0.0]
     methods.refresh(layer)
     assert layer.mask[0].tolist() == [True, True, False, False]
-
-
-def test_before_the_healing_it_is_ste():
-    """torchao's steps from latent weights are those of a straight-through gradient."""
-    torch.manual_seed(0)
-    x, initial, ends = torch.randn(16, 8), nn.Linear(8, 8).state_dict(), []
-    for name, options in (("ste", {}), ("projected", {"healing_fraction": 0.0})):
-        layer = nn.Linear(8, 8)
-        layer.load_state_dict(initial)
-        _, method = convert(name, layer, **options)
-        optimizer = torch.optim.AdamW(layer.parameters(), lr=0.1)
-        for number in range(5):
-            with training_step(method, number, optimizer):
-                layer(x).square().mean().backward()
-        ends.append(layer.weight.detach())
-    assert torch.equal(*ends)

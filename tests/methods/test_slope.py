@@ -86,16 +86,6 @@ def test_random_masks_are_uniform_and_depend_on_seed_and_name_alone():
     assert (abs(shares - 1 / 6) < 4 * math.sqrt(1 / 6 * 5 / 6 / codes.numel())).all()
 
 
-def test_forward_is_the_masked_product():
-    """On sides of no whole tile, on inputs of any shape and strides."""
-    for (out_features, in_features), bias in (((44, 16), False), ((16, 8), True), ((8, 64), True)):
-        layer, _ = converted(out_features, in_features, bias)
-        x = torch.randn(3, 7, in_features)
-        views = x, x[0, 0], x.transpose(0, 1), x[:, :1].expand(3, 5, in_features), x[:, :0]
-        for view in (*views, torch.randn(in_features, 5).t()):
-            assert torch.equal(layer(view), F.linear(view, layer.weight, layer.bias))
-
-
 def test_the_backward_weight_follows_every_update():
     """Values at every step; the column mask when it is due, in between it stays."""
     for period in (1, 3, 0):
@@ -155,17 +145,16 @@ def test_adapters_sleep_until_their_phase_and_wake_without_a_jump():
         for m, by in ((model, method), (plain, plain_method))
     ]
     optimizer, adapters = runs[0][2], {*dict(model.named_parameters())} - {*plain.state_dict()}
-    start = {name: model.get_parameter(name).detach().clone() for name in adapters}
     assert method.adapter_start == 3
     for run in runs:
         train(*run, range(3))
-    # Until then: no gradient, no decay, no moments, and the very training of a model without.
+    # Until then: no gradient, no moments, and the very training of a model without.
     assert method.phase() == "sparse"
     for name, parameter in model.named_parameters():
-        same = start[name] if name in adapters else plain.get_parameter(name)
-        assert torch.equal(parameter, same)
-        asleep = parameter.grad is None and parameter not in optimizer.state
-        assert name not in adapters or asleep
+        if name in adapters:
+            assert parameter.grad is None and parameter not in optimizer.state
+        else:
+            assert torch.equal(parameter, plain.get_parameter(name))
     # The first step with them: R is zero, so loss and gradients are the same up to rounding.
     losses = []
     for run, by, _ in runs:
@@ -179,11 +168,6 @@ def test_adapters_sleep_until_their_phase_and_wake_without_a_jump():
         torch.testing.assert_close(grad, parameter.grad, rtol=1e-4, atol=1e-7)
     for name in adapters:  # L has a gradient of zero while R is zero
         assert bool(model.get_parameter(name).grad.any()) == name.endswith(".right")
-    method.on_gradients(3, optimizer)
-    optimizer.step()
-    # Old moments go on, new ones begin.
-    steps = {n: int(optimizer.state[p]["step"]) for n, p in model.named_parameters()}
-    assert all(count == (1 if n in adapters else 4) for n, count in steps.items())
 
 
 def test_sleeping_adapters_have_no_moments_no_gradient_and_no_part_in_the_end():
@@ -216,10 +200,9 @@ def test_adapter_gradients_are_those_of_autograd():
         weight = layer.weight.double().requires_grad_()
         x64 = x.detach().double().requires_grad_()
         y = x64 @ weight.t() + x64 @ left @ right / 4 + (layer.bias.double() if bias else 0)
-        torch.testing.assert_close(layer(x).double(), y, rtol=1e-5, atol=1e-5)
-        torch.testing.assert_close(layer(x[[2, 0, 1]]).double(), y[[2, 0, 1]], atol=1e-5, rtol=1e-5)
-        y.backward(dy.double())
         close = {"rtol": 1e-5, "atol": 1e-5}
+        torch.testing.assert_close(layer(x).double(), y, **close)
+        y.backward(dy.double())
         torch.testing.assert_close(layer.right.grad.double(), right.grad, **close)
         torch.testing.assert_close(layer.left.grad.double(), left.grad.t(), **close)
         values = (weight.grad[row_mask(layer)]).view(24, -1)
@@ -264,9 +247,6 @@ def test_the_merged_form_has_the_scale_of_training():
 def test_adapters_train_in_the_last_share_of_the_steps_but_in_one_at_least():
     for steps, start in ((1, 0), (10, 9), (300, 297)):
         assert slope.Method(slope.Config(adapter_rank=2, total_steps=steps)).adapter_start == start
-
-
-def test_scale_and_initialisation():
     layer, _ = converted(512, 1024, adapter_rank=64, total_steps=100)
     assert layer.left.shape == (64, 1024) and layer.right.shape == (64, 512)
     error = 4 * math.sqrt(2 / layer.left.numel())
@@ -284,9 +264,6 @@ def test_names_shapes_and_dtypes_of_the_state():
         "left": ((4, 16), torch.bfloat16),
         "right": ((4, 24), torch.bfloat16),
     }
-    assert {id(t) for t in (*layer.parameters(), *layer.buffers())} == {
-        id(t) for t in layer.state_dict(keep_vars=True).values()
-    }
 
 
 def test_training_memory_is_that_of_the_formula():
@@ -301,72 +278,37 @@ def test_training_memory_is_that_of_the_formula():
             held = [*layer.parameters(), *layer.buffers(), *(p.grad for p in layer.parameters())]
             measured = (sum(t.nbytes for t in held) + 8 * layer.values.numel()) / (96 * 192)
             assert measured == (2 * weight + 8) * n / m + 1 / 8 + n / (8 * m)
-            assert measured <= 0.70 * (2 * weight + 8)
-            if (n, m, weight) == (2, 4, 2):
-                assert measured == 6.1875
-                # What inference needs of it: values and row mask.
-                assert (layer.values.nbytes + layer.row_mask.nbytes) / (2 * 96 * 192) == 0.5625
-
-
-def test_no_dense_weight_waits_for_the_backward_pass():
-    layer, _ = adapted()
-    saved = []
-    x = torch.randn(8, 16, requires_grad=True)
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
-        layer(x)
-    known = {t.data_ptr() for t in (x, *layer.parameters(), *layer.buffers())}
-    assert len(saved) == 6 and {t.data_ptr() for t in saved} <= known
 
 
 def test_default_names_of_other_models():
+    excluded = slope.Config().exclude
     for dense, pruned in (
-        (["bert.encoder.layer.0.attention.self.query", "cls.predictions.decoder",
-          "cls.seq_relationship", "classifier", "qa_outputs"],
-         ["bert.encoder.layer.0.attention.output.dense", "bert.pooler.dense",
-          "bert.encoder.layer.10.attention.self.query", "cls.predictions.transform.dense"]),
-        (["blocks.0.attn.qkv", "head"], ["blocks.0.attn.proj", "blocks.10.attn.qkv"]),
-        (["h.0.attn.c_attn", "lm_head"], ["h.0.attn.c_proj", "h.0.mlp.c_fc", "h.10.attn.c_attn"]),
-        (["model.layers.0.self_attn.q_proj", "model.layers.0.self_attn.v_proj", "lm_head"],
-         ["model.layers.0.self_attn.o_proj", "model.layers.10.self_attn.q_proj"]),
-    ):  # fmt: skip
-        excluded = slope.Config().exclude
-        kept = [n for n in dense + pruned if not any(fnmatchcase(n, glob) for glob in excluded)]
-        assert kept == pruned
+        ("bert.encoder.layer.0.attention.self.query", "bert.encoder.layer.10.attention.self.query"),
+        ("classifier", "bert.pooler.dense"),
+        ("blocks.0.attn.qkv", "blocks.0.attn.proj"),
+        ("h.0.attn.c_attn", "h.10.attn.c_attn"),
+        ("model.layers.0.self_attn.q_proj", "model.layers.10.self_attn.q_proj"),
+    ):
+        assert any(fnmatchcase(dense, glob) for glob in excluded)
+        assert not any(fnmatchcase(pruned, glob) for glob in excluded)
 
 
 def test_a_pattern_per_block_range():
     model, method, _ = gpt(patterns=["*.h.1.*=2:8", "*.h.1.attn.*=1:4"])
-    densities = {n: m.values.numel() / m.weight.numel() for n, m in method.sparse_layers.items()}
-    for name, density in densities.items():
+    layers = method.sparse_layers
+    for name, layer in layers.items():
         block, attention = name.split(".")[2], "attn" in name
-        assert density == (0.5 if block == "0" else 0.25)
-        assert method.sparse_layers[name].pattern == (
-            (2, 4) if block == "0" else (1, 4) if attention else (2, 8)
-        )
+        assert layer.pattern == ((2, 4) if block == "0" else (1, 4) if attention else (2, 8))
     train(model, method, torch.optim.AdamW(model.parameters(), lr=1e-2), range(2))
     assert method.metrics()["illegal_groups"] == 0
-    weights = [m.weight.numel() for m in method.layers.values()]
-    want = sum(d * w for d, w in zip(densities.values(), weights, strict=True)) / sum(weights)
-    assert method.metrics()["density"] == want
+    kept, whole = (
+        sum(getattr(m, n).numel() for m in layers.values()) for n in ("values", "weight")
+    )
+    assert method.metrics()["density"] == kept / whole
 
 
-def test_what_does_not_fit_leaves_the_model_alone():
-    for shape, options, message in (
-        ((8, 12), {"m": 8}, r"weight \[12, 8\]; 2:8 needs both dims to be multiples of 8"),
-        ((12, 8), {"m": 8}, r"weight \[8, 12\]; 2:8"),
-        ((8, 8), {"patterns": ["*=2:6"]}, r"2:6 needs both dims to be multiples of 6"),
-        ((8, 8), {"patterns": ["h.9=2:8"]}, r"patterns: 'h\.9=2:8' matches none of"),
-        ((8, 16), {"adapter_rank": 9, "total_steps": 9}, r"adapter_rank=9 is above the smaller"),
-    ):
-        model = nn.ModuleDict({"mlp": nn.Linear(*shape)})
-        method = slope.Method(slope.Config(include=["*"], exclude=[], **options))
-        with pytest.raises(ValueError, match=message):
-            method.convert(model)
-        assert type(model["mlp"]) is nn.Linear
-
-
-def test_an_optimizer_made_before_the_conversion_and_muon_are_refused():
-    """The first holds the weights that `values` replaced, and would silently train nothing."""
+def test_an_optimizer_made_before_the_conversion_is_refused():
+    """It holds the weights that `values` replaced, and would silently train nothing."""
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     early = torch.optim.AdamW(model.parameters())
     _, method = convert("slope", model, exclude=[])
@@ -375,8 +317,6 @@ def test_an_optimizer_made_before_the_conversion_and_muon_are_refused():
     with pytest.raises(ValueError, match=r"0\.values.*after method\.convert"):
         method.on_gradients(0, early)
     method.on_gradients(0, torch.optim.AdamW(model.parameters()))
-    with pytest.raises(ValueError, match=r"Muon would orthogonalise 0\.values, .* to AdamW$"):
-        method.on_gradients(0, torch.optim.Muon([p for p in model.parameters() if p.ndim == 2]))
 
 
 def test_the_zeros_of_an_earlier_phase_stay_whatever_the_seed():

@@ -41,12 +41,13 @@ def test_gradient_is_that_of_the_product_neither_masked_nor_scaled():
 @pytest.mark.parametrize("fused", [False, True])
 def test_any_pattern_is_chosen_kept_and_counted(fused):
     """Also by FusedAdamW, whose own pass knows 2:4 alone."""
-    variants = [("ste", {}), ("sr_ste", {"alpha": 1e-2}), *(
-        ("one_shot", {"metric": metric}) for metric in ("magnitude", "wanda", "sparsegpt")
-    )]  # fmt: skip
-    for (name, options), (n, m) in [
-        (variant, p) for variant in variants for p in [(4, 8), (1, 4), (3, 12)]
-    ]:
+    for name, options, (n, m) in (
+        ("ste", {}, (4, 8)),
+        ("sr_ste", {"alpha": 1e-2}, (1, 4)),
+        ("one_shot", {"metric": "magnitude"}, (3, 12)),
+        ("one_shot", {"metric": "wanda"}, (4, 8)),
+        ("one_shot", {"metric": "sparsegpt"}, (3, 12)),
+    ):
         torch.manual_seed(0)
         model = nn.ModuleDict({"fc": nn.Linear(24, 24)})
         model.forward = lambda x, fc=model["fc"]: (None, fc(x).square().sum())
@@ -61,13 +62,12 @@ def test_any_pattern_is_chosen_kept_and_counted(fused):
                 method.loss(model, {"x": x}).backward()
         measured = method.metrics()
         assert (measured["density"], measured["illegal_groups"]) == (n / m, 0), (name, n, m)
-        assert method.pattern("fc") == (n, m) and f"pattern={n}:{m}" in repr(model)
+        assert method.pattern("fc") == (n, m)
+        assert f"method={name}, pattern={n}:{m}, phase=sparse" in repr(model)
         method.finalize(model)
         assert int(check_nm(model["fc"].weight, n, m)) == 0
     with pytest.raises(ValueError, match="fp8=paper needs the pattern 2:4, not 4:8"):
         ste.Config(fp8="paper", n=4, m=8)
-    with pytest.raises(ValueError, match=r"fc cannot .*\[24, 24\]; 4:16 needs .* multiples of 16"):
-        methods.build("ste", include=["fc"], n=4, m=16).convert(nn.ModuleDict({"fc": model["fc"]}))
 
 
 def test_illegal_groups_are_counted_by_the_layers_own_pattern():

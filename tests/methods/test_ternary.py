@@ -5,7 +5,6 @@ import torch
 from torch import nn
 
 import methods
-from common_kernels import check24, pack24, quantize24
 from tests.methods.loop import convert, linear_of, training_step
 
 # Mean magnitude 2; of the second group 1.5 and, at the lower index, 1 are kept.
@@ -62,16 +61,3 @@ def test_zeros_stay_zeros_and_can_leave():
     with training_step(method, 0, optimizer):
         layer(torch.ones(1, 8)).sum().backward()
     assert layer.scale == 1 and layer.effective_weight()[0].tolist() == [-1.0, -1.0, 0.0, 0.0] * 2
-
-
-def test_the_finished_model_is_one_of_integers_times_a_scale():
-    torch.manual_seed(0)
-    layer = nn.Linear(256, 64)
-    layer, method = convert("ternary", layer)
-    scale = float(layer.scale)
-    method.finalize(layer)
-    assert type(layer) is nn.Linear and int(check24(layer.weight)) == 0
-    assert {*layer.weight.detach().flatten().tolist()} == {-scale, 0.0, scale}
-    found = quantize24(pack24(layer.weight.detach(), layer.weight != 0), 8)
-    assert {*found.values.flatten().tolist()} == {-127, 0, 127}
-    assert found.scales.unique().tolist() == [torch.tensor(scale / 127).bfloat16().item()]

@@ -4,11 +4,9 @@ import math
 
 import pytest
 import torch
-import torch.nn.functional as F
-from torch import nn
 
 from models.bert import BertConfig, BertLM, from_hf, to_hf
-from tests.models.random_models import randomised, tokens
+from tests.models.random_models import randomised, sinusoids, tokens
 
 CRAMMING = {"pre_norm": True, "bias": False, "glu": True, "positions": "sinusoidal",
             "head_transform": False}  # fmt: skip
@@ -30,20 +28,6 @@ def padding():
     return (torch.arange(12) < torch.tensor([[7], [12], [1]])).long()
 
 
-def test_cramming_has_the_published_shape():
-    """16 layers of width 768, 3072 outputs of which 1536 are gates, no biases but the norms'."""
-    norm = 2 * 768
-    layer = 4 * 768**2 + 3072 * 768 + 768 * 1536 + 2 * norm
-    embeddings = 32768 * 768 + 2 * 768 + 1 + norm  # words, types, the scale of the positions
-    with torch.device("meta"):
-        model = BertLM(BertConfig.of_size("cramming"))
-        half = BertLM(BertConfig.of_size("cramming", n_inner=1536))
-    assert model.num_params() == embeddings + 16 * layer + norm
-    assert model.num_params() - half.num_params() == 16 * (1536 * 768 + 768 * 768)
-    linears = {n for n, m in model.named_modules() if isinstance(m, nn.Linear) and "mlp." in n}
-    assert linears == {f"bert.layer.{i}.mlp.{fc}" for i in range(16) for fc in ("fc1", "fc2")}
-
-
 def test_cramming_forward_is_the_textbook_transformer():
     """The same weights through explicit softmax attention, one head at a time, in float64."""
     model = randomised(BertLM(tiny(**CRAMMING)).double())
@@ -55,14 +39,9 @@ def test_cramming_forward_is_the_textbook_transformer():
         scaled = centred / (centred.pow(2).mean(-1, keepdim=True) + 1e-12).sqrt()
         return scaled * weights[name + ".weight"] + weights[name + ".bias"]
 
-    table = torch.zeros(12, 16, dtype=torch.float64)
-    for position in range(12):
-        for i in range(8):
-            angle = position / 10000 ** (2 * i / 16)
-            table[position, 2 * i : 2 * i + 2] = torch.tensor([math.sin(angle), math.cos(angle)])
     x = weights["bert.embeddings.word_embeddings.weight"][ids]
     x = x + weights["bert.embeddings.token_type_embeddings.weight"][types]
-    x = x + weights["bert.embeddings.position_embeddings.scale"] * table
+    x = x + weights["bert.embeddings.position_embeddings.scale"] * sinusoids(12, 16)
     x = norm(x, "bert.embeddings.norm")
     for i in range(2):
         layer = f"bert.layer.{i}."
@@ -83,39 +62,9 @@ def test_cramming_forward_is_the_textbook_transformer():
     words = weights["bert.embeddings.word_embeddings.weight"]
     expected = norm(x, "bert.norm") @ words.T
 
-    logits, loss = model(ids, token_types=types, attention_mask=mask)
-    assert loss is None
+    logits, _ = model(ids, token_types=types, attention_mask=mask)
     # the table of positions was computed in fp32: 2^-24 of an angle of at most 11
     torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)
-
-
-def test_predicting_some_positions_is_predicting_all_and_choosing():
-    for form in ({}, CRAMMING):
-        model = randomised(BertLM(tiny(**form)))
-        ids, target = tokens(), targets()
-        every, _ = model(ids)
-        logits, loss = model(input=ids, target=target)
-        naive = F.cross_entropy(every.flatten(0, 1), target.flatten(), ignore_index=-1)
-        assert every.shape == (3, 12, 40) and logits.shape == ((target != -1).sum(), 40)
-        torch.testing.assert_close(logits, every[target != -1])
-        torch.testing.assert_close(loss, naive)
-        grads = [torch.autograd.grad(x, model.parameters()) for x in (loss, naive)]
-        for own, other in zip(*grads, strict=True):
-            torch.testing.assert_close(own, other, rtol=1e-4, atol=1e-5)
-
-
-def test_initialisation():
-    """Sample deviations of n values: within 4 sigma, sigma = std / sqrt(2 n)."""
-    torch.manual_seed(0)
-    for config in (BertConfig.of_size("nano"), tiny(n_embd=64, vocab_size=512)):
-        for name, parameter in BertLM(config).named_parameters():
-            if parameter.dim() == 2:
-                slack = 4 * 0.02 / math.sqrt(2 * parameter.numel())
-                assert abs(parameter.std().item() - 0.02) < slack, name
-            elif name.endswith("scale"):
-                torch.testing.assert_close(parameter.detach(), torch.tensor([128**-0.5]))
-            else:
-                assert torch.all(parameter == float("norm" in name and "weight" in name)), name
 
 
 def hf_model(kind="BertForMaskedLM", **overrides):
@@ -150,14 +99,10 @@ def test_outputs_and_losses_are_those_of_transformers():
 
 
 def test_a_model_that_we_do_not_carry_is_refused():
-    for make, message in (
-        (lambda: hf_model(hidden_act="relu"), "hidden_act='relu' .needs 'gelu'"),
-        (lambda: hf_model(attention_probs_dropout_prob=0.3), "dropout_prob=0.3 .needs 0.1"),
-        (lambda: hf_model(tie_word_embeddings=False), "tie_word_embeddings=False"),
-        (lambda: hf_model("BertForSequenceClassification"), "has no head for masked language"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            from_hf(make())
+    with pytest.raises(ValueError, match="hidden_act='relu'"):
+        from_hf(hf_model(hidden_act="relu"))
+    with pytest.raises(ValueError, match="has no head for masked language"):
+        from_hf(hf_model("BertForSequenceClassification"))
     for name, value in CRAMMING.items():  # nor is there a form of these in transformers
         with pytest.raises(ValueError, match=f"does not support {name}={value}"):
             to_hf(BertLM(tiny(**{name: value})))

@@ -9,27 +9,8 @@ from torch import nn
 from common_kernels import check24, matmul, nm_mask
 from methods.nn.columns import partial_mask, split
 from models import columns, packed
-from models.packed import Beside, Limits, PackedProduct
-from models.sparse import add_low_rank
-from tests.models.test_packed import DEVICE, spoil
-
-
-def test_by_hand(monkeypatch):
-    """The weight of tests/methods/nn/test_columns.py under its mask."""
-    monkeypatch.setattr(columns, "COLUMNS", 4)
-    weight = torch.tensor([[9.0, 1, 0, 3, 0.5, 4, 0, 1], [2.0, 5, 1, 0, 9, 0, 4, 8]])
-    for matrix in (weight, weight.bfloat16()):
-        grouped, dense = columns.divide(matrix)
-        assert (grouped.tolist(), dense.tolist()) == ([2, 3, 5, 6], [0, 1, 4, 7])
-    x = torch.tensor([[1.0, 2, 3, 4, 5, 6, 7, 8], [0, 1, 0, 1, 0, 1, 0, 1]])
-    for rows in (x[:1], x):
-        sparse, others = Beside(weight[:, dense], torch.cat([grouped, dense])).split(rows)
-        assert sparse.tolist() == [[3, 4, 6, 7], [0, 1, 1, 0]][: len(rows)]
-        assert others.tolist() == [[1, 2, 5, 8], [0, 1, 0, 1]][: len(rows)]
-        own = sparse @ weight[:, grouped].t() + others @ weight[:, dense].t()
-        assert own.tolist() == [[57.5, 152], [9, 13]][: len(rows)]
-    last = Beside(weight[:, 4:], None).split(x)
-    assert [part.data_ptr() for part in last] == [x.data_ptr(), x[:, 4:].data_ptr()]  # no copies
+from models.packed import Limits
+from tests.models.test_packed import DEVICE
 
 
 def weights(rows, inputs, share, full=0, zeros=0, last=False):
@@ -113,36 +94,12 @@ def test_what_is_held_and_used():
     x = torch.randn(2, 256, device=DEVICE).bfloat16()
     packed.pack(run, Limits(1, 2))
     for layer, (rows, grouped, dense) in zip(run, ((128, 192, 64), (64, 64, 64)), strict=True):
-        assert layer.packed.shape == layer.fragments.shape == (rows, grouped)
         assert layer.packed.buffer.nbytes == rows * grouped * 9 // 8
         assert layer.beside.weight.nbytes == 2 * rows * dense
-    assert torch.equal(run[0].beside.order.sort().values.cpu(), torch.arange(256))
-    assert run[1].beside.order is None
     assert run.state_dict().keys() == {"0.weight", "0.bias", "1.weight"}
-    # The bias is added once, by the packed product.
-    spoil(run[0])
-    others = run[0].beside.order[192:]
-    for rows in (x, x[:1]):
-        part = rows[:, others].float() @ run[0].beside.weight.float().t() + run[0].bias
-        torch.testing.assert_close(run[0](rows).float(), part, rtol=2**-7, atol=2**-7)
     compiled = torch.compile(run, backend="aot_eager", fullgraph=True, dynamic=False)
     assert torch.equal(compiled(x), run(x))
     run[0].weight.mul_(2)  # noticed
     assert torch.equal(run[0](x), nn.functional.linear(x, run[0].weight, run[0].bias))
     assert [type(layer) for layer in run.half()] == [nn.Linear, nn.Linear]
     assert not hasattr(run[0], "beside")
-
-
-@torch.no_grad()
-def test_layers_with_dense_columns_are_not_joined_and_keep_low_rank_terms():
-    run = nn.ModuleDict({n: model(False)[0] for n in ("q_proj", "k_proj", "v_proj")})
-    for layer in run.values():
-        layer.bias = None
-        add_low_rank(layer, torch.randn(4, 256), torch.randn(4, 128))
-    dense = copy.deepcopy(run)
-    packed.pack(run, Limits(4, 8))
-    for tokens in (2, 16):
-        x = torch.randn(tokens, 256, device=DEVICE).bfloat16()
-        for name, layer in run.items():
-            assert isinstance(layer, PackedProduct) and layer.joined is None
-            torch.testing.assert_close(layer(x), dense[name](x), rtol=2**-6, atol=0.5)

@@ -18,7 +18,6 @@ MODELS = {
     "llama": ("llama", GATED),
     "gpt2": ("gpt2", {**SIZES, "num_attention_heads": 2}),
     "opt": ("opt", {**SIZES, "ffn_dim": 128, "word_embed_proj_dim": 64}),
-    "mistral": ("mistral", GATED),
     "short window": ("mistral", {**GATED, "sliding_window": 8}),
 }
 
@@ -85,12 +84,9 @@ def test_a_text_that_is_too_long_is_refused(built):
     decoder, ids = Decoder(built("llama"), 1, 9), torch.zeros(1, 10, dtype=torch.int64).to(DEVICE)
     with pytest.raises(ValueError, match=r"^10 tokens do not fit into a decoder for 9$"):
         decoder.read(ids)
-    decoder.read(ids[:, :8])
-    decoder.step(ids[:, 0])
+    decoder.read(ids[:, :9])
     with pytest.raises(ValueError, match="10 tokens"):
         decoder.step(ids[:, 0])
-    decoder.place(8)
-    decoder.step(ids[:, 0])
 
 
 @pytest.mark.parametrize("name", [name for name in MODELS if name != "short window"])

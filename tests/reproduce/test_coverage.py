@@ -3,10 +3,8 @@
 import json
 import subprocess
 import sys
-from dataclasses import replace
 from math import comb
 
-from reproduce.__main__ import main
 from reproduce.render import listing
 from reproduce.render.cells import unmatched
 from reproduce.specs.published import FILE, look_up
@@ -59,15 +57,6 @@ def test_the_list_is_complete_and_needs_no_torch(tmp_path):
             assert not tier.needs or f"needs {tier.needs}" in done.stdout
 
 
-def test_a_table_that_coverage_lacks_is_refused(tmp_path, capsys):
-    for paper, number in (("w", 1), ("fst", 99)):
-        text = f"{{title: T, paper: {paper}, number: '{number}', driver: bench, tiers: {{}}"
-        (tmp_path / "t.yaml").write_text(f"{text}, rows: [], columns: []}}")
-        assert main(["--list"], tmp_path, tmp_path) == 1
-        said = f"error: t.yaml: coverage.yaml lacks {number}; add it with its caption to `items:`"
-        assert capsys.readouterr().err.startswith(f"{said} of `{paper}:`")
-
-
 def test_a_tier_says_what_there_is_of_it(small, tmp_path, monkeypatch):
     """A table counts as measured if all rows have numbers."""
     monkeypatch.setattr(listing, "HERE", tmp_path / "reproduce")
@@ -106,11 +95,6 @@ def test_primary_second_hand_empty_and_missing(tmp_path):
     sure = found["r"]
     assert (sure.source, sure.reservation) == ("a source", "")
     assert look_up("w", "T", "r", "other", path) is None
-    unsure = replace(sure, confidence="medium", note="a damaged copy")
-    assert unsure.reservation == "of medium confidence, from a source: a damaged copy"
-    odd = replace(sure, doubt="nobody believes it", evidence="second-hand")
-    assert odd.reservation == "as printed in a source, but nobody believes it"
-    assert odd.text(".1f") == "12.5 % (second-hand, doubtful)"
 
 
 def test_the_published_values_are_well_formed_and_found():

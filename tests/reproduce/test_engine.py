@@ -3,15 +3,12 @@
 import json
 import shlex
 import sys
-from pathlib import Path
 
-import pytest
 import torch
 
 from common_kernels.pack import cusparselt
 from experiments import evaluate, finetune
 from experiments.support import results
-from experiments.support.errors import UserError
 from reproduce.__main__ import main
 from reproduce.execute.jobs import Job, Place, finished_runs, plan, quoted
 from reproduce.execute.queue import commands, execute
@@ -23,8 +20,11 @@ def names(planned):
 
 
 def test_order_and_second_call(small, tmp_path, fake):
-    """Rows as listed, the baseline with all its seeds first; nothing is run twice."""
-    planned, said = plan(small(), "smoke", tmp_path), []
+    """Rows as listed, the baseline with all its seeds first; nothing is run twice. A path may hold
+    what hydra gives a meaning."""
+    odd = tmp_path / "it's a=b, {c}"
+    planned, said = plan(small(), "smoke", odd), []
+    assert planned.jobs[0].config.runs == odd
     order = ["dense, seed 3", "dense, seed 1", "naive, seed 3", "naive, seed 1"]
     assert names(planned) == order
     execute(planned.jobs, said.append)
@@ -150,25 +150,6 @@ def test_overrides_come_from_tier_variant_and_row_in_this_order(small, tmp_path)
     dense, own = (job.compose(None) for job in plan(table, "smoke", tmp_path).jobs)
     assert (dense.train.steps, dense.train.log_every) == (6, 10)
     assert (own.train.steps, own.train.log_every) == (9, 5)
-
-
-def test_what_does_not_fit_is_named_before_any_work(small, tmp_path):
-    odd = [TableRow("odd", ["method=dense", "+method.beta=mse"])]
-    chess = {"glue": Measure("finetune", [], ["chess"])}
-    for table, message in [
-        (small(odd), "t, tier smoke, odd, seed 3: "),
-        (small(measure=chess), "dense, seed 3, glue.chess: "),
-    ]:
-        with pytest.raises(UserError, match=message):
-            plan(table, "smoke", tmp_path)
-
-
-def test_paths_may_hold_what_hydra_gives_a_meaning(small, tmp_path):
-    odd = tmp_path / "it's a=b, {c}"
-    [job, *_] = plan(small(), "smoke", odd).jobs
-    assert job.config.runs == odd
-    assert quoted(tmp_path / "a'b").endswith("a\\'b'")
-    assert [quoted(Path(name)) for name in ("runs", "null", "1e5")] == ["runs", "'null'", "'1e5'"]
 
 
 def test_commands_are_those_that_are_left(small, tmp_path, fake, capsys):

@@ -80,7 +80,7 @@ def test_the_method_of_every_row_finds_its_layers(name, data):
     table, of = TABLES[name], family(TABLES[name])
     table = overridden(table, "full", [*SHORT, *TINY[of], *data.get(of, [])])
     variant, tier = table.variants_of("full")[0], table.tiers["full"]
-    # Patterns of halves of 24 blocks fit no smaller model: test_spec.py looks at them.
+    # Patterns of halves of 24 blocks fit no smaller model.
     for row in (row for row in table.rows_of("full") if "2:8" not in row.label and not row.not_run):
         overrides = jobs._training(tier, "full", variant, row)
         if (key := (table.driver, *overrides)) in converted:

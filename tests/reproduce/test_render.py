@@ -6,12 +6,10 @@ import re
 import shutil
 
 import pytest
-from matplotlib.figure import Figure as Canvas
 
 from experiments.support.errors import UserError
-from reproduce.render import figure as figures
 from reproduce.render.cells import value
-from reproduce.render.figure import Value, draw, values
+from reproduce.render.figure import draw, values
 from reproduce.render.grid import BLANK, Grid, Line
 from reproduce.render.table import render, render_measured
 from reproduce.specs import published
@@ -123,12 +121,6 @@ def test_what_is_missing_says_so(runs, finished_run):
         "| dense | 1.00 (n=1) | baseline | 1.0 (n=1) | dense by design |",
         "| S-STE | 1.75 ± 0.35 (n=2) | +0.50 (n=1) | 0.5 (n=2) | 0 (n=2) |",
     ]
-    assert body(render(own_table([0], COLUMNS[:2]), "smoke", [runs[0], runs[3]])) == [
-        "| dense | 1.00 | baseline |",
-        "| S-STE | 1.50 | +0.50 (n=1) |",
-    ]
-    unmeasured = finished_run("dense", 0, None)
-    assert "| not measured | baseline |" in body(render(own_table([0]), "smoke", [unmeasured]))[0]
 
 
 def test_groups_beyond_2_4_are_counted_where_the_method_ends_sparse(finished_run):
@@ -157,9 +149,6 @@ def test_values_of_a_run(finished_run):
         ("glue.cola.score, glue.rte.score, text.ppl", 39.5),
     ):  # fmt: skip
         assert value(run, path, measures) == expected
-    for missing, named in {"metrics.bleu": "metrics.bleu", "glue.rte.f1": "f1"}.items():
-        with pytest.raises(UserError, match=f"the results of .*seed0 have no {named}$"):
-            value(run, missing, measures)
     del made["glue.rte"]
     assert value(run, "glue.mean", measures) is None  # no mean of some of the tasks
     assert value(run, "glue.rte.score", measures) is None
@@ -182,10 +171,7 @@ def test_measurements_that_a_tier_does_not_make_or_that_are_missing(finished_run
 
 
 def test_variants_have_lines_and_baselines_of_their_own(finished_run, monkeypatch):
-    found = {
-        ("w", "T", "small", "ours"): published.Published(4.0, "%", "primary", "", ""),
-        ("w", "T", "large ours", "odd"): published.Published(None, "", "primary", "", "no memory"),
-    }
+    found = {("w", "T", "small", "ours"): published.Published(4.0, "%", "primary", "", "")}
     monkeypatch.setattr(published, "_cells", lambda path: found)
     columns = [
         Column("loss", "metrics.val_loss", format=".1f", published="l"),
@@ -213,10 +199,6 @@ def test_variants_have_lines_and_baselines_of_their_own(finished_run, monkeypatc
         "| | | ours | 2.0 % | baseline |",
         "| B | S | paper | not available | - |",
     ]
-    rows[1].cells = {"loss": ["{variant} ours", "odd"]}
-    rendered = render(table, "full", runs)
-    assert "| B | S | paper | none | - |" in body(rendered)
-    assert "Published values of S: some are none: no memory." in rendered.header
 
 
 def test_speed_is_never_set_against_the_papers_device(finished_run, monkeypatch, tmp_path):
@@ -232,53 +214,16 @@ def test_speed_is_never_set_against_the_papers_device(finished_run, monkeypatch,
     run.result["config"]["sustained_s"] = 2.0
     rendered = render(table, "full", [run])
     assert body(rendered) == ["| a | paper | 1.500x |", "| | ours | 1.250x |"]
-    assert {
-        "The device named below is not the paper's, so no difference to the paper is computed.",
-        "Device: abacus, 2 threads, torch 2.0.",
-        "Runs: 1 of 1, one seed (0).",  # nothing of deviations
-        "Products: cpu.",
-        "Clocks: sustained load, 2 s of the same calls before each comparison; SM clock 1,410 MHz, "
-        "power not read.",
-    } <= {*rendered.header}
-    other = finished_run("a", 1, 1.0, metrics=metrics, backend="cutlass")
-    del other.result["corpus"]
-    other.result["environment"] = {**other.result["environment"], "git_dirty": True}
-    header = "\n".join(render(table, "full", [run, other, run]).header)
-    assert "Products: not the same for all runs; the column backend of -runs.csv" in header
-    revision = "revision c0ffeec0ffee"
-    several = f"{revision} with uncommitted changes (1 of a); {revision} (the other 2)."
-    assert f"Code: not the same for all runs: {several}" in header
-    run.result["environment"]["peak_memory_bytes"] = 12_340_000_000
+    told = "The device named below is not the paper's, so no difference to the paper is computed."
+    assert told in rendered.header
     run.result["config"]["method"], run.result["backend"] = "s_ste", "dense, in a CUDA graph"
     marked = render(table, "full", [run])
     assert body(marked)[1] == "| | ours | 1.250x‡ |"
-    assert "Peak memory: 12.3 GB." in marked.header
-    assert any(line.startswith("Dense: a: no 2:4 product was") for line in marked.header)
     bars = [(v.source, v.value) for v in values(table, rendered.summary)]
     assert bars == [("paper", 1.5), ("ours", 1.25)]
     for kind, drawn in (("bars", True), ("none", False), ("curves", False)):  # it has no log
         table.figure, path = Figure(kind), tmp_path / f"{kind}.png"
         assert draw(table, "full", [run], rendered, path) == path.is_file() == drawn
-
-
-def test_curves_and_their_panels(finished_run):
-    """Steps and losses of models that were trained before cannot be compared with others'."""
-    log = [{"step": 4, "val_loss": 2.0, "flip_rate": 0.5}]
-    dense = finished_run("dense", 0, 1.0, log)
-    ast = finished_run("ste", 0, 1.0, log, init={"model.safetensors": "ab"})
-    loss = "validation loss, nats"
-    for runs, expected in (
-        ([dense], {loss: ["dense"]}),
-        ([ast], {loss: ["ste"]}),
-        ([dense, ast], {f"{loss}, from random weights": ["dense"],
-                        f"{loss}, from a trained model": ["ste"]}),
-    ):  # fmt: skip
-        lines = {}
-        for label, fill in figures.of_curves(runs, ["val_loss"])[1].items():
-            axes = Canvas().subplots()
-            fill(axes)
-            lines[label] = [line.get_label() for line in axes.get_lines()]
-        assert lines == expected
 
 
 def test_figures_and_the_data_beside_them(finished_run, tmp_path):
@@ -309,30 +254,6 @@ def test_figures_and_the_data_beside_them(finished_run, tmp_path):
         assert path.read_bytes().startswith(b"\x89PNG")
         rows = read_rows(tmp_path / f"t-{suffix}.csv")
         assert [tuple(row[key] for key in keys) for row in rows] == expected
-    points, _ = figures.of_blocks(runs)
-    assert [p.mean for p in points] == pytest.approx([0.6, 0.2, 1.0])
-    assert figures.inner([-1.0, -2.0, -3.0]) == pytest.approx((-3.15, 0.15))  # 0 is always shown
-
-
-@pytest.mark.parametrize("lines", [False, True])
-def test_a_second_hand_value_looks_other_than_a_confirmed_one(lines):
-    axes = Canvas().subplots()
-    data = [
-        Value("x", "a", "paper", 1.0),
-        Value("x", "b", "paper (second-hand)", 2.0),
-        Value("x", "a", "ours", 3.0, 2.5, 3.5),
-        Value("x", "b", "ours", 4.0),
-    ]
-    figures.draw_values(axes, data, lines)
-    handles, labels = axes.get_legend_handles_labels()
-    assert labels == ["paper", "paper (second-hand)", "ours"]
-    hollow = [
-        h.get_markerfacecolor() == "white" if lines else bool(h.patches[0].get_hatch())
-        for h in handles
-    ]
-    assert hollow == [False, True, False]
-    [whisker] = [line for line in axes.lines if line not in handles]
-    assert list(whisker.get_ydata()) == [2.5, 3.5]
 
 
 # What the paper says: 2.4 for S-STE's loss and, by notes, 26.4 for its BLEU; of FST nobody knows.
@@ -381,32 +302,6 @@ def test_ours_are_below_the_paper_s(shaped, of_three):
         "| other | paper | 26.4 (second-hand) | 2.40 |",
     ]
     assert rendered.summary[1]["loss: difference"] == pytest.approx(0.2)
-    header = "\n".join(rendered.header)
-    assert "Not measured in this tier: BLEU; epoch loss. Left out, because" in header
-    assert "Ours is marked * where the paper's value lies outside the 95 % interval" in header
-    assert "Published values of S-STE; other: second-hand, from notes." in header
-    assert "Not run: other: too large." in header
-
-
-def test_published_names_that_the_spec_does_not_name_are_told(shaped):
-    shaped.rows = [*SHAPED[:1], TableRow("S-STE", ["method=s_ste"], published="SSTE")]
-    for tier in shaped.tiers:
-        header = render(shaped, tier, []).header
-        assert "Published, but named by no row or column of this table: S-STE." in header
-    shaped.published_table = "Tabel"
-    assert "published.json has no value of Tabel." in render(shaped, "full", []).header
-
-
-def test_a_smaller_tier_is_not_set_against_the_paper(shaped, of_three):
-    rendered = render(shaped, "smoke", of_three)
-    assert body(rendered)[:2] == [
-        f"| {n} | 2.{m}0 ± 0.10 (n=3) |" for n, m in (("dense", 1), ("S-STE", 6))
-    ]
-    no_difference = "is not the paper's setting, so no difference to the paper is computed."
-    header = "\n".join(rendered.header)
-    assert no_difference in header and "rows cannot be ranked: after so few st" in header
-    shaped.tiers["smoke"].rows = ["dense", "FST"]
-    assert "This tier leaves out the rows S-STE." in render(shaped, "smoke", of_three).header
 
 
 def test_a_difference_is_marked_by_its_interval(shaped, finished_run):
@@ -417,10 +312,6 @@ def test_a_difference_is_marked_by_its_interval(shaped, finished_run):
     shaped.tiers["mini"] = Tier("Small.", seeds=[0, 1, 2])
     small = render(shaped, "mini", runs)
     assert "*" not in small.markdown() and "loss: difference" not in small.summary[1]
-    shaped.tiers["full"].incomparable = "other data"
-    assert "*" not in render(shaped, "full", runs).markdown()
-    shaped.tiers["full"] = Tier(seeds=[0])
-    assert "One seed has no interval" in "".join(render(shaped, "full", []).header)
 
 
 def test_quantities_or_variants_lie_where_the_paper_has_them(shaped, of_three):
@@ -435,9 +326,6 @@ def test_quantities_or_variants_lie_where_the_paper_has_them(shaped, of_three):
     assert grid.stubs == ["method", "source"]
     assert grid.groups == ["loss", "loss"] and grid.columns == ["small", "large"]
     assert "**loss**\n\n| method | source |" in grid.markdown()
-    shaped.variants.pop()
-    rendered = render(shaped, "full", [])  # a single one: the header says it
-    assert rendered.grid.columns == ["loss"] and "All rows: small." in rendered.header
 
 
 def test_wide_tables_are_split_by_columns():

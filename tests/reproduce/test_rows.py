@@ -2,14 +2,12 @@
 tier, on a small text of our own and small tasks; of speed tables the first row, at a tiny shape."""
 
 import dataclasses
-import filecmp
 import re
 
 import pytest
 
 from experiments import dino
 from experiments.data import parallel
-from experiments.finetuning import glue, squad
 from reproduce import measure
 from reproduce.execute import smoke_tasks
 from reproduce.execute.jobs import INPUTS, finished_runs, plan
@@ -97,33 +95,3 @@ def test_the_baseline_of_every_script(command, shared, monkeypatch):
 
 def _without_rows(table):
     return {name: dataclasses.replace(tier, rows=[]) for name, tier in table.tiers.items()}
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return smoke_tasks.write(tmp_path_factory.mktemp("a") / "tasks")
-
-
-def test_the_real_loaders_read_balanced_tasks_and_answers(folder):
-    for task in ("sst2", "rte"):
-        splits = glue.load(task, str(folder))
-        for split, size in smoke_tasks.SIZES.items():
-            assert len(splits[split]) == size
-            assert splits[split].labels.mean() == 0.5
-        texts = {split: set(examples.texts) for split, examples in splits.items()}
-        assert len(texts["train"] & texts["dev"]) < 5  # other modules
-    splits = squad.load(str(folder))
-    assert len(splits["train"]) == smoke_tasks.SIZES["train"]
-    for question in splits["dev"]:
-        [(text, start)] = question.answers
-        assert question.context[start - 4 :].startswith(f"def {text}(")
-
-
-def test_twice_the_same_and_never_written_over(folder, tmp_path):
-    again = smoke_tasks.write(tmp_path / "tasks")
-    names = ["SST-2/train.tsv", "RTE/dev.tsv", "train-v1.1.json", "text.txt", "lm_eval/dev.jsonl"]
-    assert filecmp.cmpfiles(folder, again, names, shallow=False)[0] == names
-    (again / "text.txt").write_text("mine")
-    assert smoke_tasks.write(again) == again
-    assert (again / "text.txt").read_text() == "mine"
-    assert [path.name for path in tmp_path.iterdir()] == ["tasks"]

@@ -78,20 +78,6 @@ def test_installs_once_what_covers_the_rest_and_again_after_a_failure(clone):
         assert asked or done.stdout == f"{clone}\n"
 
 
-@pytest.mark.parametrize("refused", ["", "1"])
-@pytest.mark.parametrize("own", ["", "elsewhere"])
-def test_compiled_modules_are_kept_where_the_checkout_stays_as_it_is(clone, refused, own):
-    """They are beside their sources, as usual, unless Python is told to keep none."""
-    (clone / "module.py").touch()
-    script = f"source {clone}/reproduce/setup.sh; use_environment; $python -c 'import module'"
-    refusal = {"PYTHONDONTWRITEBYTECODE": refused, "PYTHONPYCACHEPREFIX": own and str(clone / own)}
-    environment = {"PATH": "/usr/bin:/bin"} | {key: text for key, text in refusal.items() if text}
-    subprocess.run(["bash", "-c", script], cwd="/", env=environment, check=True)
-    (kept,) = clone.rglob("module.*.pyc")
-    place = own or (".venv/pycache" if refused else "__pycache__")
-    assert kept.is_relative_to(clone / place)
-
-
 def test_without_a_fitting_python(clone):
     """One line that names the version found; no half-made `.venv`."""
     shutil.rmtree(clone / ".venv")
@@ -154,29 +140,3 @@ def test_an_active_environment_is_used_if_it_has_this_checkout(clone):
             assert installed(clone) == [] if own else installed(clone) in ([], [".[hf]"])
     done = use(clone, VIRTUAL_ENV=str(clone / ".venv"))
     assert done.stdout == f"{clone}\n" and done.stderr == ""
-
-
-@pytest.mark.parametrize("versions", ["newest", "oldest"])
-def test_newest_and_oldest_versions_have_an_environment_of_their_own(clone, versions):
-    """Without constraints, or with the lowest version of each range; only the tests run."""
-    (clone / "tests").mkdir()
-    shutil.copy(ROOT / "tests" / "run.sh", clone / "tests")
-    shutil.copy(ROOT / "pyproject.toml", clone)
-    python = shutil.copytree(clone / ".venv", clone / f".venv-{versions}") / "bin" / "python"
-    python.write_text(
-        f"""#!/usr/bin/env bash
-case "$*" in
-    "-m pip install"*) echo "$@"; for option; do [[ $option != /dev/fd/* ]] || cat $option; done ;;
-    "-m "*) echo "$@" ;;
-    *) exec {sys.executable} "$@" ;;
-esac
-"""
-    )
-    run = ["bash", clone / "tests" / "run.sh", versions, "-k", "mask"]
-    done = subprocess.run(run, cwd="/", capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    *installed, tested = done.stdout.splitlines()
-    assert tested == "-m pytest -n 2 --dist loadfile -m not extra -k mask"
-    assert ("--upgrade --upgrade-strategy eager -e .[dev]" in done.stdout) is (versions == "newest")
-    assert ("torch==2.11" in installed) is ("numpy==2.0" in installed) is (versions == "oldest")
-    assert not any("constraints.txt" in line or "setuptools" in line for line in installed)

@@ -17,7 +17,7 @@ from reproduce.execute import jobs
 from reproduce.execute.blocks import Block
 from reproduce.execute.jobs import Job, plan
 from reproduce.judge.claims import Claim
-from reproduce.specs.table import Figure, Table, TableRow, Tier, read_table, read_tables
+from reproduce.specs.table import Table, read_table, read_tables
 
 TABLES = {table.name: table for table in read_tables()}
 OFFERED = [
@@ -44,32 +44,23 @@ def gpt2_folder(tmp_path_factory, hf_model):
 composed: set[tuple[str, ...]] = set()  # tables and rows share most of their configs
 
 
-@pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.extra)])
 @pytest.mark.parametrize(("name", "tier"), OFFERED)
-def test_every_job_of_every_tier_is_a_config(name, tier, every, tmp_path, gpt2_folder, monkeypatch):
-    """Composed through the driver, and of the tier and seed that were asked for; one of each
-    driver, from random weights and from others', if not every one."""
+def test_every_job_of_every_tier_is_a_config(name, tier, tmp_path, gpt2_folder, monkeypatch):
+    """Composed through the driver, and of the tier and seed that were asked for: one of each
+    driver, from random weights and from others'. test_full.py composes the rows of full tiers."""
     table = TABLES[name]
     chosen = dataclasses.replace(table.tiers[tier], seeds=[SEED])
     monkeypatch.setattr(Job, "config", object())  # which `plan` composes for its check
     monkeypatch.setattr(Job, "compose", lambda *_: None)
     planned = plan(dataclasses.replace(table, tiers={**table.tiers, tier: chosen}), tier, tmp_path)
-    # None is lost: a row, a variant, a measurement.
-    trained = list(table.trainings(tier))
-    measured = sum(len(m.tasks) or 1 for m in chosen.measure.values())
-    assert len(planned.places) * len(table.tiers[tier].seeds) == len(trained)
-    for place, (_, measures) in planned.places.items():
-        [row] = [row for row in table.rows if row.label == place.row]
-        assert len(measures) == (0 if row.stage else measured)
+    assert len(planned.places) * len(table.tiers[tier].seeds) == len(list(table.trainings(tier)))
     if table.driver != "bench":
         for path in (f for job in planned.jobs for o in job.overrides for f in _files(o)):
             assert path.is_file()
     monkeypatch.undo()
     first = table.variants_of(tier)[0].label  # the others differ by which file they name
     jobs_of_first = [job for job in planned.jobs if job.label.startswith(first)]
-    if not every:  # test_full.py composes the rows of full tiers
-        jobs_of_first = {(job.driver, job.source is None): job for job in jobs_of_first}.values()
-    for job in jobs_of_first:
+    for job in {(job.driver, job.source is None): job for job in jobs_of_first}.values():
         job.overrides = [_local(o, gpt2_folder) for o in job.overrides]
         key = (job.driver, *map(_kind, job.overrides))
         if key not in composed:
@@ -103,44 +94,6 @@ def _local(override, folder):
     return override
 
 
-# Method, whether it starts from the dense run, and what it changes of the method's defaults.
-QUICKSTART = {
-    "dense": ("dense", False, {}), "dense, half width": ("dense", False, {}),
-    "STE": ("ste", False, {}), "SR-STE": ("sr_ste", False, {"alpha": 2e-2}),
-    "FST": ("fst", False, {"alpha": 1e-2}), "S-STE": ("s_ste", False, {}),
-    "S-STE, no MVUE": ("s_ste", False, {"mvue": "off"}),
-    "SLoPe": ("slope", False, {"include": ("*mlp.*",)}),
-    "semi-sparse (torchao)": ("semi_sparse", False, {}),
-    "dense, trained on": ("dense", True, {}), "AST, from dense": ("ast", True, {}),
-}  # fmt: skip
-
-
-def test_the_rows_of_the_quickstart_train_what_they_say(tmp_path):
-    """Labels are printed beside numbers: a row with the overrides of another would be a lie."""
-    table, seeds = TABLES["quickstart"], [0]
-    tier = dataclasses.replace(table.tiers["smoke"], seeds=seeds, rows=[])  # rows=all
-    planned = plan(dataclasses.replace(table, tiers={"smoke": tier}), "smoke", tmp_path)
-    assert [(p.row, p.seed) for p in planned.places] == [(r, s) for r in QUICKSTART for s in seeds]
-    dense = {p.seed: job for p, (job, _) in planned.places.items() if p.row == "dense"}
-    against = {row.label: row.against for row in table.rows}
-    # Nothing but what the labels say differs, options of the methods included.
-    first = planned.jobs[0].config
-    for place, (job, _) in planned.places.items():
-        method, continued, own = QUICKSTART[place.row]
-        config = job.compose(None) if job.source else job.config
-        assert config.method == method
-        assert job.source is (dense[place.seed] if continued else None)
-        assert against[place.row] == ("dense, trained on" if config.method == "ast" else None)
-        half = 2 * first.model.n_embd if place.row == "dense, half width" else None
-        assert config.model == dataclasses.replace(first.model, n_inner=half)
-        assert (config.data, config.impl) == (first.data, first.impl)
-        if continued:  # the rows that go on do so alike
-            assert config.train == planned.jobs[-1].compose(None).train
-        else:
-            assert config.train == first.train
-        assert changed_options(config) == own
-
-
 FOLLOWS = {"total_steps", "seed", "measure_every"}  # options that follow the run
 
 
@@ -157,7 +110,9 @@ def options(name, tier, tmp_path, variant=None):
     """row -> (method, what it changes of the method's defaults), of the first seed's trainings."""
     table = TABLES[name]
     overrides = [_local(o, tmp_path) for o in table.tiers[tier].overrides]
-    chosen = dataclasses.replace(table.tiers[tier], seeds=[0], measure={}, overrides=overrides)
+    chosen = dataclasses.replace(
+        table.tiers[tier], seeds=[0], rows=[], measure={}, overrides=overrides
+    )
     if variant:
         found = [v for v in table.variants_of(tier) if v.label == variant]
         chosen = dataclasses.replace(chosen, variants=found)
@@ -169,7 +124,23 @@ def options(name, tier, tmp_path, variant=None):
     return {row: (config.method, changed_options(config)) for row, config in configs.items()}
 
 
-def test_published_settings_of_fst_and_ablations_are_what_their_labels_say(tmp_path):
+# The method of each row, and what it changes of the method's defaults.
+QUICKSTART = {
+    "dense": ("dense", {}), "dense, half width": ("dense", {}),
+    "STE": ("ste", {}), "SR-STE": ("sr_ste", {"alpha": 2e-2}),
+    "FST": ("fst", {"alpha": 1e-2}), "S-STE": ("s_ste", {}),
+    "S-STE, no MVUE": ("s_ste", {"mvue": "off"}),
+    "SLoPe": ("slope", {"include": ("*mlp.*",)}), "semi-sparse (torchao)": ("semi_sparse", {}),
+    "dense, trained on": ("dense", {}), "AST, from dense": ("ast", {}),
+}  # fmt: skip
+
+
+def test_the_rows_of_the_quickstart_train_what_they_say(tmp_path):
+    """Labels are printed beside numbers: a row with the overrides of another would be a lie."""
+    assert options("quickstart", "smoke", tmp_path) == QUICKSTART
+
+
+def test_published_settings_of_fst_are_what_their_labels_say(tmp_path):
     """Decay factors by model (the authors' page), what BERT's rows are, and when they end."""
     for size, alpha in {"774M": 6e-5, "1558M": 2e-4}.items():
         rows = options("fst_table6", "full", tmp_path, f"GPT-2 {size}")
@@ -182,25 +153,6 @@ def test_published_settings_of_fst_and_ablations_are_what_their_labels_say(tmp_p
     assert {row: method for row, (method, _) in rows.items()} == {
         "dense": "dense", "half": "dense", "STEP": "step", "Bi-Mask": "bi_mask", "FST": "fst",
     }  # fmt: skip
-    deit = options("fst_table8", "full", tmp_path)
-    assert deit["FST"] == ("fst", {"alpha": 1e-3, "refresh_every": 10})
-    assert list(options("sste_table8", "smoke", tmp_path).values()) == [
-        ("dense", {}),
-        ("ste", {}),
-        ("s_ste", {"beta": "none", "mvue": "off"}),
-        ("s_ste", {"mvue": "off"}),
-        ("s_ste", {}),
-        ("s_ste", {"fp8": "paper"}),
-    ]
-    blocks, rows = {"include": ("*.h.*",)}, options("ast_table4", "smoke", tmp_path)
-    assert {row: own for row, own in rows.items() if row != "Dense"} == {
-        "dense, trained on": ("dense", blocks),
-        "Naive Training": ("one_shot", blocks),
-        "No distillation": ("ast", blocks | {"kl_weight": 0.0, "task_weight": 1.0}),
-        "Static SR-STE": ("ast", blocks | {"ramp_steps": 0}),
-        "Fixed Mask": ("ast", blocks | {"refresh_every": 0}),
-        "AST-Naive": ("ast", blocks),
-    }
 
 
 @functools.cache
@@ -240,47 +192,15 @@ def test_a_table_takes_from_another_what_it_does_not_say(tmp_path):
         read_table(tmp_path / "t.yaml")
 
 
-def test_offered_tiers_say_what_they_train_and_speeds_have_an_interval():
-    for name, tier in OFFERED:
-        spec, chosen = TABLES[name], TABLES[name].tiers[tier]
-        assert chosen.setting
-        if spec.driver == "bench" and tier == "full":
-            assert len(chosen.seeds) >= 5, name
-            rates = [c for c in spec.columns if re.search("speedup|rate|gbs|tflops", str(c.value))]
-            assert all(column.show == "interval" for column in rates), name
-
-
-DENSE = TableRow("dense", ["method=dense"])
-
-
-def test_tables_that_make_no_sense():
-    for changed, message in [
-        ({"rows": [DENSE, TableRow("dense", ["method=ste"])]}, "two rows, .* have the same label"),
-        ({"rows": [TableRow("a", ["method=ste"])]}, "first row must be the dense baseline"),
-        ({"rows": [DENSE, TableRow("a", starts_from="b")]}, "'a': starts_from=b; choose of dense"),
-        ({"rows": [DENSE, TableRow("a", against="b")]}, "smoke: against=b; choose of dense, a"),
-        ({"tiers": {"huge": Tier(seeds=[0])}}, "tiers=huge; choose of smoke, mini, full"),
-        ({"tiers": {"smoke": Tier()}}, "tier smoke needs seeds"),
-        ({"tiers": {"smoke": Tier(seeds=[0], rows=["b"])}}, "tier smoke: rows=b; choose of dense"),
-        ({"rows": [TableRow("a", ["method=dense"], measure={"m": []})]}, "'a': measure=m"),
-        ({"rows": [TableRow("a", ["method=dense"], tiers={"full": []})]}, "'a': tiers=full"),
-        ({"figure": Figure("bars", ["c"])}, "figure.columns=c"),
-    ]:
-        given = {"rows": [DENSE], "columns": [], "tiers": {"smoke": Tier(seeds=[0])}}
-        with pytest.raises(ValueError, match=message):
-            Table("t", "T", **given | changed)
-
-
 def test_errors_name_the_file(tmp_path):
     path, row = tmp_path / "broken.yaml", {"label": "a", "overrides": ["method=dense"]}
     for text, message in [
         ({"rows": [row | {"colour": "red"}]}, "rows[0] has no key colour"),
-        ({"rows": [row | {"stage": 2}]}, "stage: 2 is not of type bool"),
         ({"tiers": {"smoke": {"seeds": ["x"]}}}, "tiers.smoke.seeds[0]: 'x' is not of type int"),
-        ({"driver": "distil"}, "driver=distil; choose of pretrain, dino, translate, bench, find"),
-        ({"columns": [{"label": "c", "show": "median"}]}, "show=median; choose of mean_std"),
+        ({"rows": [row, row]}, "have the same label: ['a', 'a']"),
+        ({"rows": [row | {"starts_from": "b"}]}, "'a': starts_from=b; choose of"),
+        ({"tiers": {"huge": {"seeds": [0]}}}, "tiers=huge; choose of smoke, mini, full"),
         ("title: T", "tiers is missing"),
-        ("[a, b]", "it has no keys"),
         ("title: {", "while parsing a flow node"),
     ]:
         if isinstance(text, dict):

@@ -43,10 +43,6 @@ def of(*contrasts, **changed):
     return Claims(MARGIN, 0.05, 5, 0.02, [claim], papers={"fst": "FST"}, legend="Legend.")
 
 
-def contrasts_of(*contrasts, **variants):
-    return content(of(*contrasts), values(**variants))["claims"][0]["contrasts"]
-
-
 def measurements(folder, ours):
     lines = [f"r{n},full,{v},1,1.5" for n, v in enumerate(ours)]
     head = "method,tier,training: mean,training: n,training: paper"
@@ -95,17 +91,13 @@ def test_whether_a_block_can_tell_variants_apart():
                 "high": high, "other_variants": 2, "other_std": 1.5 * spread,
                 "other_ratio": 0.08 / (1.5 * spread)}  # fmt: skip
     assert {key: found[key] for key in expected} == pytest.approx(expected)
-    *_, line, _ = text.lines(content(of(("one", "dense", "lower")), variants))
-    start = "Can block a tell methods apart? Half the width changes val_loss by +0.0800 "
-    assert line.startswith(start) and "at least 5 are needed: met. It is " in line
     for few in (values(dense=BASE), values(dense=BASE, half=[3.2]),
                 values(dense=BASE, half=[*BASE[:4], math.nan])):  # fmt: skip
         assert scale.half_width_gap(few, "a", LOSS, MARGIN) is None
     # Of an accuracy the gap is negative. Differences that are all equal can be told apart.
     exact = values(dense=[2.0, 3.0], half=[1.5, 2.5], one=[2.25, 3.25])
     found = scale.half_width_gap(exact, "a", LOSS, MARGIN)
-    assert (found["n"], found["gap"]) == (2, -0.5)
-    assert (found["ratio"], found["other_ratio"]) == (math.inf, math.inf)
+    assert (found["n"], found["gap"], found["ratio"]) == (2, -0.5, math.inf)
 
 
 def test_the_scale_of_runs():
@@ -114,37 +106,15 @@ def test_the_scale_of_runs():
     other = record("half", 2, 3.0, model="deit_toy", tokens=999_000)
     words = "gpt2_toy or deit_toy, 2M tokens or 999,000 image tokens, 2,000 "
     assert setting([*records, other]).startswith(words)
-    # Retrained from a model of another block, which was itself trained again between the two.
-    retrained = [{**one, "source": {"block": "b"}, "init": {"weights": "aa"}} for one in records]
-    again = {**retrained[0], "variant": "other", "init": {"weights": "bb"}}
-    unequal = ", from different trainings of the first model at seeds 1"
-    assert setting([*retrained, again]) == setting(records) + unequal
-
-
-def test_what_a_terminal_shows():
-    variants = values(dense=BASE, half=shifted(0.08), it=shifted(-0.025), near=shifted(-0.02)[:3])
-    shown = text.lines(content(of(("it", "dense", "lower")), variants))
-    assert shown[:5] == ["1. FST: it trains.", "  verdict: confirmed", "  the paper: 1.0",
-                         "  " + AT + "0, 1, 2, 3, 4",
-                         "  it - dense (val_loss, block a): confirmed"]  # fmt: skip
-    assert shown[5].startswith("    -0.0250 [-0.0288, -0.0212], n = 5, expected lower, p = ")
-    assert shown[6] == "    by seed: 0: -0.0250, 1: -0.0210, 2: -0.0280, 3: -0.0230, 4: -0.0280"
-    assert shown[7].startswith("    g: it -0.31 [-0.")
-    told = text.lines(content(of(*((v, "dense", "lower") for v in ("it", "not_run"))), variants))
-    assert told[1] == "  verdict: not tested (1 confirmed, 1 not tested)"
-    assert "  what would decide it: More of it." in set(told) - set(shown)
-    # What there is of an untested contrast is preliminary; the scale has the compared seeds.
-    shown = text.lines(content(of(("near", "dense", "lower")), variants))
-    assert shown[3].endswith("seeds 0, 1, 2") and shown[5].endswith("of near and dense")
-    assert shown[6].endswith("], n = 3, expected lower")
 
 
 def test_more_seeds_are_asked_for_and_complete_runs_count():
     """Wider than half of the effect; than half of the margin where the effect should be nothing."""
     names = ("small", "large", "near")
     asked = [*((name, "dense", "lower") for name in names), ("near", "dense", "equal")]
-    found = contrasts_of(*asked, dense=BASE, half=shifted(0.08), small=shifted(-0.01),
-                         large=shifted(-0.02), near=shifted(0.001))  # fmt: skip
+    runs = values(dense=BASE, half=shifted(0.08), small=shifted(-0.01), large=shifted(-0.02),
+                  near=shifted(0.001))  # fmt: skip
+    found = content(of(*asked), runs)["claims"][0]["contrasts"]
     assert [c["more_seeds"] for c in found] == [True, False, True, False]
     rules = of(planned=[Contrast("a", "it", "dense", "lower")])
     for seeds, found in ((4, "not tested"), (5, "confirmed")):
@@ -157,10 +127,7 @@ def test_defects_are_told_without_a_verdict():
     asked = [Contrast("a", name, "it", defect=f"what is {name}") for name in ("bad", "two", "new")]
     runs = values(it=BASE, bad=shifted(0.02), two=shifted(0.02)[:2], new=BASE[:1])
     found = content(replace(of(), claims=[], released=asked), runs)
-    _, *shown, _ = text.lines(found)
-    assert shown[0].startswith("  bad - it (val_loss, block a): +0.0200 [+0.0162, +0.0238], n = 5")
-    assert shown[1] == "    what is bad" and "+0.0220" in shown[2]
-    assert shown[4].endswith("1 of 2 seeds of new and it")
+    assert text.lines(found)[2] == "    what is bad"
     assert {r["verdict"] for r in found["released"]} == {"as released"}
 
 
@@ -170,18 +137,10 @@ def test_measurements_are_of_a_device(tmp_path):
     shown = text.lines(content(asked, {}, tmp_path))
     assert shown[1] == "  verdict: not reproduced on NVIDIA Toy (1 not reproduced, 1 confirmed)"
     assert shown[3] == "  measured on NVIDIA Toy"
-    assert shown[5:10] == [
-        "  training (SLoPe, Table 1, kernel): not reproduced on NVIDIA Toy",
-        "    at least half of the paper's gain in 1 of 4 rows; 0.900 to 1.500, n = 1; the paper "
-        "1.500; ours is -0.20 to 1.00 times its gain",
-        "    not reproduced: r1: 0.900, the paper 1.500",
-        "    inconclusive: r3: 1.250, the paper 1.500",
-        "    direction only: r2: 1.100, the paper 1.500",
-    ]
+    assert shown[5] == "  training (SLoPe, Table 1, kernel): not reproduced on NVIDIA Toy"
+    assert shown[7] == "    not reproduced: r1: 0.900, the paper 1.500"
     lines = text.wrapped(shown)
     assert max(map(len, lines)) <= 80 and " ".join(lines).split() == " ".join(shown).split()
-    other = text.lines(content(asked, {}, tmp_path / "none"))
-    assert other[4].endswith("not measured (python -m reproduce table1 paper=slope tier=full)")
     # Without a published value nothing is decided; one that is not tested is not forgotten.
     with (tmp_path / "slope_table1-full.csv").open("a", encoding="utf-8") as file:
         file.write("ours alone,full,0.9,1,\n")
@@ -210,7 +169,6 @@ def test_the_command_prints_and_writes_a_verdict_for_each(tmp_path, capsys, monk
         told = capsys.readouterr().out
         assert f"\n{expected}" in f"\n{told}" and (which == "all") == ("\n9. AST" in told)
         assert max(len(line) for line in told.splitlines() if str(tmp_path) not in line) <= 80
-        assert told.find("Student's t") > told.find("what would decide it") > 0
     assert main(["claims", "99"], runs=tmp_path) == 1
     last = len(read_claims().claims)
     assert capsys.readouterr().err == f"error: no claim '99'; there are 1 to {last}, and all\n"

@@ -2,7 +2,6 @@
 
 import dataclasses
 import importlib
-import math
 import os
 import re
 import signal
@@ -22,8 +21,6 @@ from experiments.config.run import ImplConfig, TrainConfig, load
 from experiments.config.yaml_files import CONF
 from experiments.support.errors import UserError, exit_with_one_line
 from experiments.support.names import identity_of
-from experiments.training import pretraining
-from tests.experiments.conftest import quiet
 
 
 def test_the_yaml_files_state_every_key_and_its_default():
@@ -40,9 +37,6 @@ def test_the_yaml_files_state_every_key_and_its_default():
     own = {"steps", "batch_size", "learning_rate"}
     common = OmegaConf.load(CONF / "train/_common.yaml")
     assert own | set(common) == {f.name for f in dataclasses.fields(TrainConfig)}
-    for path in (CONF / "train").glob("[!_]*.yaml"):
-        recipe = OmegaConf.load(path)
-        assert recipe.defaults[-1] == "_self_" and len(recipe.defaults) >= 2
     keys = set(OmegaConf.load(CONF / "impl/default.yaml"))
     assert keys == {f.name for f in dataclasses.fields(ImplConfig)}
 
@@ -51,51 +45,22 @@ BAD = {
     "pretrain": {
         "method=sste": "there is no method=sste; s_ste may be meant; there is act24, ast,",
         "method=t_sr_ste": "method=t_sr_ste is called method=fst now",
-        "+cluster=slrm": "there is no cluster=slrm; slurm may be meant; there is local, slurm",
         "method=ste,s_ste": "method=ste,s_ste has several values: for a sweep add -m; one value",
         "+method.decay=1": "method has no key decay; it takes",
-        "impl.loggers=csv": "impl.loggers must be a list, as in 'impl.loggers=[VALUE]'",
         "train.betas=[0.9": "train.betas=[0.9 cannot be read (",
         "train.steps=many": "train.steps: 'many' is not of type int",
         "train.steps=0": "train.steps=0; it must lie in [1, 100,000,000]",
-        "train.cooldown_steps=201": "together exceed train.steps=200",
-        "train.schedule=sqrt train.min_learning_rate=1e-4": "=sqrt does not use it; set it to 0",
-        "train.average_last=2 train.average_every=1 train.ema=0.5": "exclude each other",
-        "train.descent_every=1 impl.shard=fsdp2": "passes, which do not work with impl.shard",
-        "impl.offload=true": "impl.offload=true with impl.shard=ddp",
-        "seed=-1": "seed=-1; it must",
-        "~method": "the config has no method: leave ~method out",
-        "impl.loggers=[csv]": "choose from tensorboard, wandb",
         "model.n_head=3": "n_embd must be a multiple of n_head",
-        "data.name=../../x": "data.name='../../x' names a folder",
         "data.source=texts": "data.source=texts is not the embedded corpus",
-        "data.source=???": "data.source has no value",
-        "+modle.n_layer=1": "there is no modle.n_layer here; model.n_layer may be meant",
         "steps=1": "there is no steps here; train.steps may be meant",
     },
-    "dino": {
-        "method=ast": "method=ast distils from the model as it was, but model=vit",
-        "train.ema=0.9": "its teacher is the average; set it to 0",
-        "+dino.centering=sinkhorn": "dino has no key centering",
-    },
-    "translate": {
-        "model=gpt2_nano data=stdlib": "model=gpt2 does not translate",
-        "search.beam=0": "beam=0; it must be at least 1",
-    },
+    "dino": {"train.ema=0.9": "its teacher is the average; set it to 0"},
+    "translate": {"model=gpt2_nano data=stdlib": "model=gpt2 does not translate"},
     "find_decay": {
-        "candidates=[]": "candidates=[]; it must be a list of numbers",
-        "candidates=[-1e-5]": "candidates=[-1e-05]; it must be a list of numbers",
         "method=ste": "method=ste has no masked decay; choose sr_ste, fst or bi_mask",
         "train.warmup_steps=2": "train.warmup_steps=2; the flip rates are compared",
-        "train.ramp_batch=16 train.ramp_micro_steps=200": "train.ramp_batch: flip rates are",
     },
-    "finetune": {
-        "task=snli run=x": "task=snli; choose one of cola",
-        "weights=dense run=x": "weights=dense with mode=auto",
-        "recipe.epochs=0 run=x": "recipe.epochs=0",
-        "recipe.epochs={mrpc:2} run=x": "recipe.epochs differs by task, but has mrpc; it takes def",
-        "model.path=somewhere run=x": "give either run=DIR",
-    },
+    "finetune": {"task=snli run=x": "task=snli; choose one of cola"},
 }
 
 
@@ -106,8 +71,6 @@ def test_bad_overrides_are_one_line_that_names_the_key():
             with pytest.raises(UserError) as caught:
                 module.load(overrides.split(" "))
             assert message in str(caught.value) and "\n" not in str(caught.value), overrides
-    with pytest.raises(UserError, match=r"^runs/x is no KEY=VALUE; run=runs/x may be meant$"):
-        composed("evaluate", lambda config: config, ["runs/x"])
 
 
 def test_values_that_are_set_in_a_copy_are_those_that_hydra_sets():
@@ -141,9 +104,6 @@ def test_values_become_those_of_their_fields(monkeypatch):
         given = [f"impl.compile={on}", f"impl.activation_checkpointing={off}"]
         impl = load(given).impl
         assert impl.compile is True and impl.activation_checkpointing is False
-    for wrong in ("train.steps=1.5", "train.steps=true", "train.steps=null", "train.betas=[0.9]"):
-        with pytest.raises(UserError, match=r"^train\.(steps: .* is not of|betas=.* 2 values)"):
-            load([wrong])
 
 
 def test_run_directory_follows_from_what_is_computed():
@@ -174,9 +134,7 @@ def test_a_name_has_what_differs_from_the_defaults(monkeypatch):
     monkeypatch.setattr("experiments.config.run.source_hash", lambda path: "0")
     half = "method=dense model=gpt2_nano_half model.n_layer=2 train.batch_size=4"
     for overrides, name in [
-        ("seed=3 impl.threads=1 tier=mini", "s_ste"),
         ("method.gamma=0.5 train.learning_rate=4e-3", "s_ste-gamma_0.5-lr_0.004"),
-        ("method=slope method.include=[*mlp.*]", "slope-include_mlp"),
         (half, "dense-gpt2_nano_half-n_layer_2-batch_4"),
         ("method=ste init=somewhere", "ste-init"),
         ("method=released/fst method.alpha=3e-4", "released.fst-alpha_0.0003"),
@@ -199,15 +157,10 @@ def test_a_run_is_found_by_its_hash_under_any_name(tmp_path):
     assert (config.directory(), seeded.directory()) == (before / "seed0", copied / "seed1")
 
 
-def test_errors_of_the_machine_and_signals_are_one_line(tmp_path, capsys):
-    (tmp_path / "link").symlink_to(tmp_path / "no\x1bwhere")
-    for act, said in (
-        (lambda: torch.empty(2**60, dtype=torch.uint8), r"^error: out of memory \([^\n]*$"),
-        ((tmp_path / "link").mkdir, r"^error: .*/link: a link to .*/no\\x1bwhere, which "),
-        ((tmp_path / "\x07" / "x").mkdir, r"^error: [^\x07]*\\x07/x: No such file"),
-    ):
-        with pytest.raises(SystemExit, match=said), exit_with_one_line("begins it anew"):
-            act()
+def test_errors_of_the_machine_and_signals_are_one_line(capsys):
+    said = r"^error: out of memory \([^\n]*$"
+    with pytest.raises(SystemExit, match=said), exit_with_one_line("begins it anew"):
+        torch.empty(2**60, dtype=torch.uint8)
     with pytest.raises(RuntimeError), exit_with_one_line("begins it anew"):
         raise RuntimeError("of the work itself")
     before = signal.getsignal(signal.SIGTERM)
@@ -219,11 +172,6 @@ def test_errors_of_the_machine_and_signals_are_one_line(tmp_path, capsys):
         signal.signal(signal.SIGTERM, before)
         assert stop.value.code == status
         assert capsys.readouterr().err == f"{said}; the same command begins it anew\n"
-
-
-def test_methods_with_a_form_of_adamw_refuse_other_optimizers(tiny):
-    with pytest.raises(UserError, match=r"train\.optimizer=lion, but the update rule"):
-        pretraining.run(tiny("method=step", "train.optimizer=lion"), quiet)
 
 
 OWN = """
@@ -257,11 +205,6 @@ def test_a_method_from_outside_is_found_by_its_name(installed, tmp_path, monkeyp
         (info / "entry_points.txt").write_text("[sparse24.methods]\nmine = mine\n")
     else:
         methods.register(module)
-        methods.register(module)  # once more does nothing
-        with pytest.raises(ValueError, match="needs a Config and a Method"):
-            methods.register(math)
-        with pytest.raises(ValueError, match=r"a method 'ste' already; give methods\.ste another"):
-            methods.register(methods.module("ste"))
     methods._installed.cache_clear()
     try:
         assert "mine" in methods.available()

@@ -11,7 +11,6 @@ import torch
 from experiments.data.corpus import CausalText, Corpus
 from experiments.data.mlm import MaskedText, MLMConfig, mask_tokens, unigram_entropy
 from experiments.data.tokenizer import HFTokenizer, train_wordpiece
-from experiments.support.errors import UserError
 from models.bert import BertConfig, BertLM
 
 PAD, UNK, CLS, SEP, MASK = range(5)
@@ -138,12 +137,3 @@ def test_unigram_entropy_by_hand(corpus):
     total = 4 + ordinary
     expected = -(math.log(4 / total) + math.log(2 / total) + math.log(1 / total)) / 3
     assert unigram_entropy(own) == pytest.approx(expected, rel=1e-12)
-
-
-def test_a_corpus_that_does_not_fit_is_refused(corpus):
-    with pytest.raises(UserError, match=r"the model only 20: .*data\.tokenizer=wordpiece"):
-        source(corpus, replace(MODEL, vocab_size=20))
-    other = replace(corpus)
-    other.__dict__["encoding"] = HFTokenizer(corpus.encoding.text.replace("[PAD]", "<other>"), SEP)
-    with pytest.raises(UserError, match=r"has no \[PAD\]: pass data.tokenizer=wordpiece"):
-        source(other)

@@ -112,15 +112,10 @@ def test_what_is_missing_is_downloaded_with_its_hash(wheels, monkeypatch, tmp_pa
     files = [call[at + 1] for at, word in enumerate(call) if word == "-r"]
     assert files == [str(package_text.REQUIREMENTS / f"{n}.txt") for n in ("train", "more")]
     assert len(download(wheels, "train")) == 2 and download(wheels, "val") and len(calls) == 1
-    missing = "ERROR: No matching distribution found for alpha==1.0"
-    pip(monkeypatch, says=f"WARNING: Retrying\n{missing}\nnotice\n")
+    pip(monkeypatch, says="ERROR: No matching distribution found for alpha==1.0\n")
     make_wheel(wheels / "alpha_tools-1.0-py3-none-any.whl", {"alpha/core.py": b"evil\n"})
-    file = package_text.REQUIREMENTS / "train.txt"
-    message = f"could not download Alpha.Tools==1.0 and 0 more of {file} into {wheels} ({missing})"
-    with pytest.raises(UserError, match=re.escape(message)):
+    with pytest.raises(UserError, match=r"could not download Alpha\.Tools==1\.0 .*No matching"):
         download(wheels, "train")
-    make_wheel(wheels / "alpha_tools-1.0-1-py3-none-any.whl", TRAIN)
-    assert download(wheels, "train")[0].name == "alpha_tools-1.0-1-py3-none-any.whl"
 
 
 def test_texts_in_the_order_of_their_hash_each_once(wheels, tmp_path):
@@ -151,7 +146,7 @@ def test_texts_in_the_order_of_their_hash_each_once(wheels, tmp_path):
 
 def test_a_corpus_of_wheels(wheels, monkeypatch):
     """By package: what is held out is the text of its package, all of it and nothing else. Another
-    hash or another rule is another folder, and another run."""
+    hash is another folder, and another run."""
     calls, root = pip(monkeypatch), wheels.parent
     config = load(["data=packages", f"data.root={root}", "data.vocab_size=300"]).data
     prepare(config)
@@ -173,14 +168,10 @@ def test_a_corpus_of_wheels(wheels, monkeypatch):
         held_out = tokens.tokens["val"].tolist() == corpus.tokens["val"].tolist()
         assert held_out == (part == "large")
     assert calls == []
-    names = [config.directory.name]
     path = package_text.REQUIREMENTS / "val.txt"
-    text = path.read_text(encoding="utf-8")
+    text, name = path.read_text(encoding="utf-8"), config.directory.name
     path.write_text(re.sub("sha256:....", "sha256:0000", text), encoding="utf-8")
-    names.append(config.directory.name)
-    monkeypatch.setattr(package_text, "LONGEST", 1)
-    names.append(config.directory.name)
-    assert len(set(names)) == 3 and config.identity()["corpus"] == names[-1]
+    assert config.identity()["corpus"] == config.directory.name != name
 
 
 def sentence(number):
@@ -229,9 +220,6 @@ def test_the_english_corpus(wheels, monkeypatch):
 
     config = load(["data=english", f"data.root={wheels.parent}", "data.vocab_size=300"]).data
     prepare(config)
-    corpus = load_tokens(config, seed=0)
-    assert corpus.encoding.decode(corpus.tokens["val"].tolist()).count("The people") == len(
-        held_out
-    )
-    assert "english.txt" in corpus.manifest["source"]["split"]
+    text = load_tokens(config, seed=0)
+    assert text.encoding.decode(text.tokens["val"].tolist()).count("The people") == len(held_out)
     assert config.directory.name == f"english-{requirements_hash('english')}-v300" and calls == []

@@ -2,7 +2,6 @@
 offline, on a task of this project's own against scores by hand."""
 
 import dataclasses
-import functools
 import json
 import shutil
 from importlib.metadata import version
@@ -49,9 +48,6 @@ def test_perplexity_and_legality_of_a_run(trained, text):
     assert result["sparsity"] == {"density": 0.5, "illegal_groups": 0, "groups": 512}
     assert [row["shape"] for row in result["linears"]] == [[64, 16], [16, 64]]
     assert said[0].startswith(f"WEIGHTS: sparse, as the method of {trained.directory} ended")
-    row = "| transformer.h.0.mlp.c_fc | 64 x 16 | 0.5000 | 2:4 | 0 of 256 |"
-    assert row in said[1].splitlines()
-    assert f"ppl {result['metrics']['ppl']:.4f}" in said[2].splitlines()
     stored = read_sealed(config.directory() / "result.json")
     assert stored == json.loads(json.dumps(result))
     assert config.directory().parent == trained.directory / "evaluate"
@@ -69,7 +65,7 @@ def test_the_directory_is_a_function_of_what_is_evaluated(trained, text):
     assert configure(run, f"ppl={copy}").directory() not in seen
 
 
-def test_replaced_weights_are_evaluated_anew_a_damaged_result_is_not(trained, tmp_path, made_again):
+def test_replaced_weights_are_evaluated_anew(trained, tmp_path, made_again):
     run = shutil.copytree(trained.directory, tmp_path / "run")
     config = configure(f"run={run}")
     evaluate.run(config, quiet)
@@ -79,15 +75,9 @@ def test_replaced_weights_are_evaluated_anew_a_damaged_result_is_not(trained, tm
     made_again(run, lambda state: state | {"transformer.h.0.mlp.c_fc.weight": torch.ones(64, 16)})
     again = evaluate.run(configure(f"run={run}"), quiet)
     assert again["sparsity"]["illegal_groups"] == 256
-    stored = config.directory() / "result.json"
-    stored.write_bytes(stored.read_bytes()[:100])
-    with pytest.raises(UserError, match=r"result\.json is damaged .*; remove it and run again"):
-        evaluate.run(configure(f"run={run}"), quiet)
-    stored.unlink()
-    assert evaluate.run(configure(f"run={run}"), quiet)["metrics"] == again["metrics"]
 
 
-def test_an_exported_folder_gives_what_its_run_gives(trained, text, hf_model, tmp_path):
+def test_an_exported_folder_gives_what_its_run_gives(trained, text, tmp_path):
     """It is known by its content, tokenizer included, and not by its place."""
     folder = export.export(trained, to=tmp_path / "exported", report=quiet)
 
@@ -103,20 +93,9 @@ def test_an_exported_folder_gives_what_its_run_gives(trained, text, hf_model, tm
     assert config.directory().parent == tmp_path / "evaluate"
     folder = folder.rename(tmp_path / "elsewhere")
     assert at(folder).digest() == config.digest()
-    hf_model("gpt2", vocab_size=260).save_pretrained(tmp_path / "small")
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(folder / name, tmp_path / "small")
-        with (folder / name).open("a") as file:
-            file.write("\n")
-        assert at(folder).digest() != config.digest(), name
-        shutil.copy(tmp_path / "small" / name, folder)
-    hf_model("gpt2").save_pretrained(tmp_path / "bare")
-    for place, message in (
-        ("bare", r"bare holds no tokenizer \(tokenizer\.json"),
-        ("small", r"gives the id 2\d\d, but the model has 260 tokens"),
-    ):
-        with pytest.raises(UserError, match=message):
-            evaluate.run(at(tmp_path / place), quiet)
+    with (folder / "tokenizer.json").open("a") as file:
+        file.write("\n")
+    assert at(folder).digest() != config.digest()
 
 
 def vit_run(directory, n_classes):
@@ -166,36 +145,6 @@ def test_images_of_a_run_and_of_a_folder(tmp_path):
             )
     other = images(f"data.source={folder}")  # it needs no train
     assert evaluate.run(other, quiet)["metrics"]["val_images"] == 20
-    folder = folder.rename(tmp_path / "moved")
-    assert images(f"data.source={folder}").digest() == other.digest()
-    Image.new("RGB", (20, 20), (75, 11, 0)).save(folder / "val/3/1.png")  # as many bytes
-    assert images(f"data.source={folder}").digest() != other.digest()
-    (folder / "val" / "3").rename(folder / "val" / "3.5")
-    for config, message in (
-        (images(f"data.source={folder}"), r"has other classes, .*: 0, 1, 2, 3\.5, 4"),
-        (configure(f"run={run.directory}", "ppl=wikitext2"), "need a causal language model"),
-    ):
-        with pytest.raises(UserError, match=message):
-            evaluate.run(config, quiet)
-    run, *_ = vit_run(tmp_path / "run", n_classes=0)
-    with pytest.raises(UserError, match="this one ends in its features"):
-        evaluate.run(images(), quiet)
-
-
-def test_what_cannot_be_evaluated_is_one_line_and_leaves_nothing(trained, text, tmp_path):
-    run = f"run={trained.directory}"
-    before = sorted(trained.directory.rglob("*"))
-    for overrides, message in (
-        ([], "give one of run=DIR"),
-        (["run=a", "weights=both"], "weights=both; choose one of sparse, dense"),
-        (["model.path=b", "weights=dense"], "has only its own weights"),
-        ([f"run={tmp_path}"], "holds no finished run"),
-        ([f"model.path={tmp_path}"], r"has no config\.json"),
-        ([run, f"ppl='{text}'", "block_size=33"], "block_size=33, but the model takes at most 32"),
-    ):
-        with pytest.raises(UserError, match=message):
-            evaluate.run(configure(*overrides), quiet)
-    assert sorted(trained.directory.rglob("*")) == before
 
 
 TASK = Path(__file__).parent / "lm_eval_task"
@@ -261,20 +210,14 @@ def test_every_option_is_passed_and_part_of_the_identity(trained, local, monkeyp
         lm_eval, "simple_evaluate", lambda _, **given: asked.update(given) or answer
     )
     run = f"run={trained.directory}"
-    digests = {evaluate.load(options(run)).digest()}
-    for name, override, passed in (
-        ("num_fewshot", "num_fewshot=2", 2),
-        ("limit", "limit=2", 2),
-        ("fewshot_random_seed", "seed=5", 5),
-        ("mixed_precision_dtype", "dtype=bf16", torch.bfloat16),
-    ):
-        config = evaluate.load(options(run, override))
-        evaluate.run(config, quiet)
-        assert asked[name] == passed, override
-        assert asked["tasks"] == ["colours"] and asked["max_length"] == 32
-        assert config.digest() not in digests, override
-        digests.add(config.digest())
-    assert asked["num_fewshot"] is None and asked["limit"] is None  # where not asked for
+    given = "num_fewshot=2", "limit=2", "seed=5", "dtype=bf16"
+    digests = {evaluate.load(options(run, *more)).digest() for more in ([], *([g] for g in given))}
+    assert len(digests) == 5
+    evaluate.run(evaluate.load(options(run, *given)), quiet)
+    assert asked.items() >= {
+        "num_fewshot": 2, "limit": 2, "fewshot_random_seed": 5, "tasks": ["colours"],
+        "mixed_precision_dtype": torch.bfloat16, "max_length": 32,
+    }.items()  # fmt: skip
 
 
 def test_task_files_are_known_by_content_and_name_no_code_without_a_flag(tmp_path):
@@ -294,16 +237,3 @@ def test_task_files_are_known_by_content_and_name_no_code_without_a_flag(tmp_pat
         with pytest.raises(UserError, match=message):
             zero_shot.identity(["x"], str(folder))
         assert zero_shot.identity(["x"], str(folder), allow_code=True)["task_files"]
-
-
-def test_an_unknown_task_is_one_line(trained, local, monkeypatch):
-    """lm-eval is without its own 14,000 tasks, which take a while to list."""
-    import lm_eval.tasks
-
-    manager = functools.partial(lm_eval.tasks.TaskManager, include_defaults=False)
-    monkeypatch.setattr(
-        lm_eval.tasks, "TaskManager", lambda include_path, **_: manager(include_path=include_path)
-    )
-    config = evaluate.load(options("tasks=[colours,smells]", f"run={trained.directory}"))
-    with pytest.raises(UserError, match=r"lm-eval \S+ has no task smells, nor has \.$"):
-        evaluate.run(config, quiet)

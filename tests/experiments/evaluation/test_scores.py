@@ -82,19 +82,10 @@ def test_the_raw_file_and_the_hub_s_rows_are_the_same_text(tmp_path, monkeypatch
     [(name, config, revision)] = asked
     assert (name, config) == ("Salesforce/wikitext", "wikitext-2-raw-v1") and len(revision) == 40
     assert text.identity() == {"name": "wikitext2", "revision": revision}
-    for name, content, message in (
-        ("a.txt", "ein Wort\n\n\nnoch eins; Überschuß".encode(), None),
-        ("missing.txt", None, r"ppl=.*missing\.txt is no file"),
-        ("no.parquet", b"PAR", r"no\.parquet cannot be read as text: ArrowInvalid"),
-    ):
-        if content is not None:
-            (tmp_path / name).write_bytes(content)
-        text = Text(str(tmp_path / name))
-        if message is None:
-            assert text.content == content.decode()
-            continue
-        with pytest.raises(UserError, match=message):
-            _ = text.content
+    (tmp_path / "a.txt").write_text("ein Wort\n\n\nnoch eins; Überschuß", encoding="utf-8")
+    assert Text(str(tmp_path / "a.txt")).content == "ein Wort\n\n\nnoch eins; Überschuß"
+    with pytest.raises(UserError, match=r"ppl=.*missing\.txt is no file"):
+        _ = Text(str(tmp_path / "missing.txt")).content
 
 
 @pytest.fixture(scope="module")
@@ -113,19 +104,6 @@ def test_neighbours_vote_as_scikit_learn_s_do(digits, monkeypatch):
     assert ours.tolist() == neighbours.fit(x, y).predict(test_x).tolist()
     monkeypatch.setattr(probes, "_COSINES", 600)  # one test image at a time
     assert torch.equal(knn(x, y, test_x, 10), ours)
-
-
-def test_the_regression_is_scikit_learn_s(digits, monkeypatch):
-    decay = 1e-3
-    x, y, test_x, _ = digits
-    theirs = LogisticRegression(C=1 / (decay * len(x)), tol=1e-8, max_iter=5000).fit(x, y)
-    monkeypatch.setattr(probes, "_ROWS", 250)  # the sum over chunks of rows is the whole
-    weight, bias = logistic_regression(x, y, 10, decay)
-    ours = (test_x @ weight.T + bias).softmax(1)
-    expected = torch.from_numpy(theirs.predict_proba(test_x))
-    # Both stop close to the one minimum of a convex function; the closer, the larger the decay.
-    torch.testing.assert_close(ours, expected, atol=2e-3, rtol=0)
-    assert torch.equal(ours.argmax(1), expected.argmax(1))
 
 
 def test_the_regression_reaches_the_minimum_on_correlated_features():
@@ -158,11 +136,10 @@ def test_the_decay_is_chosen_on_a_held_out_tenth(digits, monkeypatch):
     """In the same standardised features, of which a constant one has no deviation to divide by."""
     x, y, test_x, _ = digits
     given, fits = [], []
-    original = logistic_regression
 
     def spy(x, y, n_classes, decay):
         given.append((x, y, decay))
-        fits.append(original(x, y, n_classes, decay))
+        fits.append(logistic_regression(x, y, n_classes, decay))
         return fits[-1]
 
     monkeypatch.setattr(probes, "logistic_regression", spy)
@@ -186,22 +163,16 @@ def test_the_decay_is_chosen_on_a_held_out_tenth(digits, monkeypatch):
     assert len({*right}) > 1 and decay == max(zip(right, probes.DECAYS, strict=True))[1]
     weight, bias = fits[-1]
     assert torch.equal(predicted, (test @ weight.T + bias).argmax(1))
-    x = x.clone()
-    x[3, 5] = torch.nan
-    with pytest.raises(UserError, match="not finite, so the training diverged"):
-        linear(x, y, test_x, 10)
 
 
-def test_features_of_every_image_with_its_class_whether_read_or_in_memory(write_idx, tmp_path):
+def test_features_of_every_image_with_its_class(write_idx, tmp_path):
     torch.manual_seed(0)
     model = ViT(ViTConfig(16, 1, 2, image_size=8, patch_size=4, n_classes=0)).eval()
     config = ImageConfig(
         "mine", str(write_idx(tmp_path / "idx")), image_size=8, crop_pct=1.0, crop_scale=None,
         rand_augment=None, color_jitter=0.0, random_erasing=0.0,
     )  # fmt: skip
-    held, read = (ImageBatches(config, model.config, 0, 256, 0, "cpu") for _ in range(2))
-    assert held.memory
-    read.memory = {}
+    held = ImageBatches(config, model.config, 0, 256, 0, "cpu")
     for split, count in (("train", 12), ("val", 6)):
         x, y = features(model, held, split)
         assert x.shape == (count, 16) and x.dtype == torch.float32 and not x.requires_grad
@@ -211,8 +182,6 @@ def test_features_of_every_image_with_its_class_whether_read_or_in_memory(write_
         order = [int((expected - row).abs().sum(1).argmin()) for row in x]
         assert sorted(order) == list(range(count)) != order
         assert torch.equal(y, plain["target"][order])
-        for again, own in zip(features(model, read, split), (x, y), strict=True):
-            torch.testing.assert_close(again, own)
 
 
 END, WORDS = 3, 4  # of ids 0 to 3; the model has one more, which is no word
@@ -295,5 +264,3 @@ def test_bleu_is_sacrebleu_s():
     found, expected = texts
     plain = sacrebleu.corpus_bleu(found, [expected], smooth_method="none", tokenize="none")
     assert scores["bleu_tokenized"] == plain.score != scores["bleu"]
-    # Without a common run of four words there is nothing, where SacreBLEU smooths.
-    assert translation.score(["a b c"], ["a b d"])[0]["bleu_tokenized"] == 0.0

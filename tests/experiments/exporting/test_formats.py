@@ -15,7 +15,7 @@ from experiments.exporting.export import Form
 from experiments.runs.finished import FinishedRun
 from experiments.support.errors import UserError
 from experiments.training import pretraining
-from models import columns, packed, sparse
+from models import packed, sparse
 from models.packed import Limits
 from tests.experiments.conftest import quiet
 from tests.experiments.exporting.conftest import FAMILIES
@@ -58,16 +58,6 @@ def plain(folder, **options):
     return model
 
 
-def test_no_config_that_loaders_refuse_and_no_path_of_this_machine(two, tmp_path):
-    for folder, own in zip(two(), (set(), {"quantization_config"}), strict=True):
-        config = json.loads((folder / "config.json").read_text())
-        assert {*config} & {"quantization_config", "sparsity_config", "compression_config"} == own
-        for path in (path for path in folder.rglob("*") if path.is_file()):
-            assert str(tmp_path.parent).encode() not in path.read_bytes(), path
-            assert path.stat().st_mode & 0o444 == 0o444, path
-        assert len([*folder.glob("*.safetensors")]) == 1  # some engines read all of these
-
-
 def test_the_compressed_twin_has_the_same_bits_also_by_the_snippet_of_its_card(
     exported, monkeypatch
 ):
@@ -83,19 +73,6 @@ def test_the_compressed_twin_has_the_same_bits_also_by_the_snippet_of_its_card(
         exec(code.split("```")[0], names)
         same(dict(names["model"].state_dict()), expected)
         same(dict(sparse.load(folder).state_dict()), expected)
-
-
-def test_nine_sixteenths_of_the_bytes_of_bf16(two):
-    whole, compressed = two("bf16")
-    same(*(dict(sparse.load(folder).state_dict()) for folder in (whole, compressed)))
-    told = sparse.read_record(compressed)
-    dense = sum(2 * s[0] * s[1] for s in (t["shape"] for t in told["tensors"].values()))
-    assert told["bytes"] == {"dense": dense, "compressed": dense * 9 // 16}
-    sizes = []
-    for path in (whole / "model.safetensors", compressed / sparse.WEIGHTS):
-        content = path.read_bytes()
-        sizes.append(len(content) - 8 - int.from_bytes(content[:8], "little"))  # without the head
-    assert sizes[0] - sizes[1] == dense * 7 // 16
 
 
 @pytest.mark.parametrize("family, bits", [("gpt2", 4), ("bert", 8), ("vit", 4)])
@@ -128,8 +105,6 @@ def test_quantised_weights_are_near_and_their_compressed_twin_has_the_same_bits(
         rows, columns = w.shape
         held += rows * (columns * bits // 16 + -(-columns // 8) + 2)
     assert told["bytes"]["compressed"] == held
-    card = (compressed / "README.md").read_text()
-    assert f"| weights | sparse, bf16, int{bits} |" in card
     # transformers casts floats: a small scale would not survive fp16.
     stored = load_file(compressed / sparse.WEIGHTS)
     scales = [tensor for name, tensor in stored.items() if name.endswith(".scales")]
@@ -156,7 +131,7 @@ def test_a_model_of_transformers_is_exported_and_compressed(hf_model, overrides,
     ids = torch.arange(4)[None]
     texts = [m.generate(ids, max_new_tokens=4, do_sample=False) for m in (loaded, read)]
     assert torch.equal(*texts)
-    for path in (*whole.rglob("*"), *compressed.rglob("*")):
+    for path in (*whole.rglob("*"), *compressed.rglob("*")):  # no path of this machine
         assert path.is_dir() or str(tmp_path).encode() not in path.read_bytes(), path
 
 
@@ -181,7 +156,7 @@ def test_a_compressed_export_holds_dense_columns_beside_2_4_ones(with_dense_colu
         cast = dict(plain(folder, dtype=torch.float16).state_dict())
         same(cast, {name: tensor.half() for name, tensor in expected.items()})
         told, stored = sparse.read_record(folder), load_file(folder / sparse.WEIGHTS)
-        size = dense = beside = integers = 0
+        size = beside = 0
         for name in told["tensors"]:
             assert name not in stored
             matrix, own = states[16][name].t(), stored[f"{name}.dense_columns"].long()
@@ -191,17 +166,11 @@ def test_a_compressed_export_holds_dense_columns_beside_2_4_ones(with_dense_colu
             assert torch.equal(expected[name].t()[:, own], matrix[:, own])
             half = outputs * inputs // 2
             beside += 2 * half + 4 * len(own)
-            scales = 2 * outputs * -(-inputs // 256) if quantize else 0
-            size += half * number // 16 + half // 8 + scales
-            dense += 4 * half
-            integers += half * number // 8 + scales + 2 * half
-        assert told["bytes"]["dense_columns"] == beside and told["bytes"]["dense"] == dense
+            size += half * number // 16 + half // 8
+            size += 2 * outputs * -(-inputs // 256) if quantize else 0  # scales
+        assert told["bytes"]["dense_columns"] == beside
         assert told["bytes"]["compressed"] == size + beside
-        assert told["bytes"].get("integers", integers) == integers
-        card = (folder / "README.md").read_text()
-        assert f"| of these, their dense columns | {beside:,} |" in card
         for form in (whole, folder) if quantize else ():
-            assert "were not rounded; they are in bf16." in (form / "README.md").read_text()
             found = packed.pack(model := sparse.load(form), Limits(16, None))
             bits = {model.get_submodule(layer).fragments.bits for layer in found}
             assert bits == {number} and len(found) == len(told["tensors"])
@@ -212,51 +181,6 @@ def test_a_compressed_export_holds_dense_columns_beside_2_4_ones(with_dense_colu
     for read in (sparse.load, plain):
         with pytest.raises(ValueError, match=f"{sparse.WEIGHTS} is damaged or of another export"):
             read(folder)
-
-
-@pytest.mark.parametrize("family, quantize", [("bert", None), ("vit", "int8")])
-def test_dense_columns_of_split_weights_that_are_not_transposed(
-    family, quantize, finished, made_again, monkeypatch
-):
-    monkeypatch.setattr(columns, "COLUMNS", 8)  # the models are narrow
-    run = finished(family)
-    names = [f"{name}.weight" for name in run.converted]
-
-    def partly_dense(state):
-        for name in names:
-            weight = torch.randn_like(state[name])
-            grouped = torch.arange(weight.shape[1]) % 4 > 1  # in every group of four two are dense
-            weight[:, grouped] *= nm_mask(weight[:, grouped])
-            state[name] = weight
-        return state
-
-    made_again(run.directory, partly_dense)
-    forms = (Form(dtype="bf16", quantize=quantize, compressed=c) for c in (False, True))
-    run = FinishedRun.open(run.directory)
-    whole, folder = (export.export(run, form, report=quiet) for form in forms)
-    expected, told = dict(plain(whole, dtype="auto").state_dict()), sparse.read_record(folder)
-    same(dict(sparse.load(folder).state_dict()), expected)
-    same(dict(plain(folder, dtype="auto").state_dict()), expected)
-    assert {entry["axis"] for entry in told["tensors"].values()} == {1}
-    stored = load_file(folder / sparse.WEIGHTS)
-    assert {*told["tensors"]} == {n[:-14] for n in stored if n.endswith(".dense_columns")}
-    assert told["bytes"]["compressed"] < told["bytes"]["dense"]
-
-
-def test_dense_columns_run_packed_after_loading(with_dense_columns, tmp_path):
-    """Only the weights tell the columns: of Conv1D in an export, also saved again."""
-    run = with_dense_columns
-    loaded = sparse.load(export.export(run, Form(dtype="bf16"), report=quiet))
-    loaded.save_pretrained(tmp_path)
-    ids = torch.arange(12).view(2, 6)
-    for model in (loaded, plain(tmp_path, dtype=torch.bfloat16)):
-        with torch.no_grad():
-            want = model(input_ids=ids).logits.float()
-            found = packed.pack(model, Limits(4, 5))
-            logits = model(input_ids=ids).logits.float()
-        torch.testing.assert_close(logits, want, rtol=2**-5, atol=2**-5)
-        assert set(found.values()) == {Limits(4, 5)} and len(found) == len(run.converted)
-        assert all(model.get_submodule(name).beside is not None for name in found)
 
 
 def test_transformers_alone_loads_a_compressed_folder_after_one_import(two, tmp_path):
@@ -290,7 +214,6 @@ def test_transformers_alone_loads_a_compressed_folder_after_one_import(two, tmp_
 @pytest.mark.parametrize("options", [
     ("method=slope", "method.adapter_rank=2", "method.adapter_fraction=0.5"),
     ("method=ast", "method.slorb_k=8", "method.task_weight=1.0"),
-    ("method=ast", "method.slorb_k=8", "method.slorb_train_x=false"),
 ])  # fmt: skip
 def test_low_rank_terms_stay_beside_2_4_weights(tiny, options, tmp_path):
     """The trained model's evaluation, in fp32, and fewer bytes than the merged export. Saved again,
@@ -315,10 +238,6 @@ def test_low_rank_terms_stay_beside_2_4_weights(tiny, options, tmp_path):
             saved.save_pretrained(tmp_path, state_dict=state)
             again = plain(tmp_path)(input_ids=ids).logits
             torch.testing.assert_close(again, expected, rtol=0, atol=1e-5)
-        resumed = copy.deepcopy(loaded)  # as Trainer does
-        assert not resumed.load_state_dict(load_file(tmp_path / "model.safetensors"), False)[1]
-        again = resumed(input_ids=ids).logits
-        torch.testing.assert_close(again, expected, rtol=0, atol=1e-5)
         headless = transformers.AutoModel.from_pretrained(folder)
         same(dict(headless.state_dict()), dict(alone.transformer.state_dict()))
         terms = [m for m in loaded.modules() if isinstance(m, sparse.LowRankTerm)]
@@ -331,7 +250,6 @@ def test_low_rank_terms_stay_beside_2_4_weights(tiny, options, tmp_path):
     assert {entry["illegal_groups"] for entry in told["tensors"].values()} == {0}
     dense, kept = whole / "model.safetensors", folder / sparse.WEIGHTS
     assert kept.stat().st_size < dense.stat().st_size
-    assert "has a low-rank term beside its weight" in (folder / "README.md").read_text()
 
 
 @pytest.mark.parametrize("family", list(FAMILIES))
@@ -360,7 +278,6 @@ def test_weights_that_a_form_cannot_hold_are_named(finished, made_again):
     before = sorted(run.directory.iterdir())
     for change, form, message in (
         (torch.ones_like, Form(compressed=True), "no weight of this model is 2:4, .* to compress"),
-        (torch.ones_like, Form(quantize="int4"), "no weight of this model is 2:4, .* to quantise"),
         (torch.tensor(1e6).mul, Form(dtype="fp16"), r"wte\.weight .* too large for float16"),
     ):
         made_again(run.directory, lambda state, f=change: {k: f(v) for k, v in state.items()})
@@ -370,32 +287,19 @@ def test_weights_that_a_form_cannot_hold_are_named(finished, made_again):
 
 
 def test_a_damaged_folder_is_one_line_with_the_file(two):
-    """rehashed: the file's hash is right, as if it was written so."""
+    """... and no class is loaded that its config names but transformers has not."""
     whole, compressed = two()
-    for folder, file, change, rehashed, message in (
-        (compressed, sparse.RECORD, lambda c: c[:-9], False, "sparse24.json is damaged"),
-        (whole, "model.safetensors", lambda c: c[:-1] + b"x", False, "is damaged or of another"),
-        (whole, "model.safetensors", None, False, "No such file"),  # no pickle instead
-        (compressed, "config.json", lambda c: c.replace(b"e-05", b"e-06"), False, "is damaged"),
-        (compressed, "config.json", lambda c: c.replace(b"GPT2LMHeadModel", b"os"), True,
-         "names 'os', which is no model of transformers"),
-        (whole, "config.json", lambda c: c.replace(b'"n_inner": null', b'"n_inner": 32'), True,
-         "of another model: "),
-    ):  # fmt: skip
-        before = {f: (folder / f).read_bytes() for f in (file, sparse.RECORD)}
-        (folder / file).unlink()
-        if change is not None:
-            (folder / file).write_bytes(change(before[file]))
-            assert (folder / file).read_bytes() != before[file]
-        if rehashed:
-            record = json.loads(before[sparse.RECORD])
-            record["files"][file] = export.checkpoint.sha256(folder / file)
-            (folder / sparse.RECORD).write_text(json.dumps(record))
-        with pytest.raises(ValueError) as caught:
-            sparse.load(folder)
-        assert message in str(caught.value)
-        for f, content in before.items():
-            (folder / f).write_bytes(content)
+    config = compressed / "config.json"
+    config.write_bytes(config.read_bytes().replace(b"GPT2LMHeadModel", b"os"))
+    record = json.loads((compressed / sparse.RECORD).read_text())
+    record["files"][config.name] = export.checkpoint.sha256(config)  # as if it was written so
+    (compressed / sparse.RECORD).write_text(json.dumps(record))
+    with pytest.raises(ValueError, match="names 'os', which is no model of transformers"):
+        sparse.load(compressed)
+    weights = whole / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1] + b"x")
+    with pytest.raises(ValueError, match=r"model\.safetensors is damaged or of another"):
+        sparse.load(whole)
 
 
 def test_zeros_become_positive_and_nothing_else_changes():

@@ -65,24 +65,22 @@ def test_every_task_reads_its_own_files():
 
 
 def test_a_bad_file_is_one_line_with_file_and_line(tmp_path):
-    for number, (task, file, change, message) in enumerate((
-        ("rte", "RTE/train.tsv", None, r"RTE/train\.tsv is missing: data\.source="),
-        ("rte", "RTE/train.tsv", lambda x: [x[0].replace("label", "gold"), *x[1:]],
-         r"train\.tsv, line 1: no column 'label' among index, sentence1, sentence2, gold"),
-        ("rte", "RTE/train.tsv", lambda x: [*x[:3], x[3].replace("entailment", "entails"), *x[4:]],
-         r"train\.tsv, line 4: .* is no example of rte, with the label entailment, not_entailment"),
-        ("stsb", "STS-B/dev.tsv", lambda x: [*x[:2], x[2].replace("1.400", "nan"), *x[3:]],
-         r"STS-B/dev\.tsv, line 3: .* with the label from 0 to 5"),
-        ("qqp", "QQP/train.tsv", lambda x: [*x[:4], "900\t1\t2\ta?\tb?\t2", *x[4:]],
-         r"QQP/train\.tsv, line 5: "),
-    )):  # fmt: skip
-        path = Path(shutil.copytree(GLUE, tmp_path / str(number))) / file
-        if change is None:
-            path.unlink()
-        else:
-            path.write_text("\n".join(change(path.read_text(encoding="utf-8").split("\n"))))
-        with pytest.raises(UserError, match=message):
-            load(task, str(tmp_path / str(number)))
+    path = Path(shutil.copytree(GLUE, tmp_path / "glue")) / "RTE/train.tsv"
+    text = path.read_text(encoding="utf-8")
+    path.write_text(text.replace("\tentailment", "\tentails", 1))
+    with pytest.raises(UserError, match=r"train\.tsv, line \d+: .* is no example of rte, with the"):
+        load("rte", str(tmp_path / "glue"))
+    path.unlink()
+    with pytest.raises(UserError, match=r"RTE/train\.tsv is missing: data\.source="):
+        load("rte", str(tmp_path / "glue"))
+    answer = {"text": "the garden", "answer_start": 40}
+    asked = {"id": "q7", "question": "Where?", "answers": [answer]}
+    paragraph = {"context": "Anna is in  the garden.", "qas": [asked]}
+    content = {"version": "1.1", "data": [{"title": "T", "paragraphs": [paragraph]}]}
+    path = tmp_path / "train-v1.1.json"
+    path.write_text(json.dumps(content))
+    with pytest.raises(UserError, match=f"^{path}.* question q7 has an answer outside"):
+        squad.load(str(tmp_path))
 
 
 def test_the_broken_lines_of_qqp_are_left_out(tmp_path):
@@ -186,31 +184,6 @@ def test_metrics_by_hand():
     for predicted, labels in (([1.0, 1.0], [0.0, 5.0]), ([1.0, 2.0], [3.0, 3.0]), ([1.0], [3.0])):
         none = {"score": 0.0, "spearman": 0.0, "pearson": 0.0}
         assert score("stsb", predicted, labels) == none
-
-
-def document(**changes):
-    answer = {"text": "the garden", "answer_start": 12}
-    asked = {"id": "q7", "question": "Where?", "answers": [answer], **changes}
-    paragraph = {"context": "Anna is in  the garden.", "qas": [asked]}
-    return {"version": "1.1", "data": [{"title": "T", "paragraphs": [paragraph]}]}
-
-
-def test_a_bad_file_is_one_line_with_file_and_question(tmp_path):
-    garden = {"text": "the garden", "answer_start": 12}
-    for content, message in (
-        (document(answers=[{**garden, "answer_start": 40}]), "question q7 has an answer outside"),
-        (document(answers=[]), "question q7 has an answer outside its context, or none"),
-        ("{", "is not in the format of SQuAD v1.1: JSONDecodeError"),
-        (None, "is missing"),
-    ):
-        path = tmp_path / "train-v1.1.json"
-        path.unlink(missing_ok=True)
-        if content is not None:
-            path.write_text(content if isinstance(content, str) else json.dumps(content))
-        with pytest.raises(UserError) as caught:
-            squad.load(str(tmp_path))
-        said = str(caught.value)
-        assert said.startswith(str(path)) and message in said and "\n" not in said
 
 
 def test_spans_of_tiktoken_and_of_the_tokenizers_library_agree(bpe, hf_bpe):

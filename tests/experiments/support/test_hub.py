@@ -17,7 +17,6 @@ from experiments.data.prepare import prepare
 from experiments.evaluation.config import load as load_evaluation
 from experiments.finetuning.config import load as load_finetuning
 from experiments.support import hub
-from experiments.support.errors import UserError
 
 COMMITS = {"main": "a" * 40, "old": "b" * 40}
 
@@ -95,11 +94,3 @@ def test_a_run_names_the_commit_of_its_model(hub_calls, revision, name):
         [f"model.path={path}", f"data.source={Path(__file__).parents[1]}/finetuning/glue"]
     )
     assert tuned.source.pinned == pinned
-
-
-def test_what_the_hub_does_not_give_is_one_line(hub_calls):
-    with pytest.raises(UserError, match=r"model\.path=owner/none@x is neither a local folder nor"):
-        _ = HFConfig("owner/none@x").folder
-    with pytest.raises(UserError, match=r"data\.tokenizer=owner/none is neither a local"):
-        DataConfig("words", "text", tokenizer="owner/none")
-    assert hub_calls == [("owner/none", "x"), ("owner/none", None)]

@@ -131,18 +131,6 @@ def test_rows_are_read_by_any_number_of_ranks(tmp_path):
         assert torch.equal(torch.cat(read), whole)
 
 
-def test_a_folder_that_ranks_do_not_share_is_one_line(tmp_path, monkeypatch):
-    monkeypatch.setattr(checkpoints, "PATIENCE", 0.0)
-    with pytest.raises(UserError, match=r": rank-1\.safetensors of step 3, .* all nodes share$"):
-        checkpoints.finish(tmp_path, 3, {"rank-1.safetensors": {}})
-    monkeypatch.setattr(World, "all_gather", lambda *_: [["step-000000003"], []])
-    with pytest.raises(UserError, match="rank 0 does not see step-000000003, which rank 0 sees"):
-        checkpoints.load_latest(tmp_path, quiet, World(1, 2, torch.device("cpu")))
-
-
-ALONE = World(0, 1, torch.device("cpu"))
-
-
 @pytest.fixture
 def gate(monkeypatch):
     """An event that the writing of a file waits for."""
@@ -274,38 +262,18 @@ def test_a_kill_in_the_middle_of_writing_leaves_the_checkpoint_before(killed):
     torch.testing.assert_close(found, weights, rtol=0, atol=0)
 
 
-MAIN, OTHER = (World(rank, 2, torch.device("cpu")) for rank in range(2))
-
-
-@pytest.fixture
-def sent(monkeypatch):
-    """The list of messages that rank 0 sends; a rank that asks afterwards receives them."""
-    messages = []
+def test_an_error_of_rank_0_is_raised_on_every_rank_and_printed_by_one(monkeypatch):
+    sent = []
 
     def broadcast(values):
-        if any(value is not None for value in values) or not messages:
-            messages[:] = values
-        values[:] = pickle.loads(pickle.dumps(messages))
-
-    monkeypatch.setattr(distributed.dist, "broadcast_object_list", broadcast)
-    return messages
-
-
-def test_rank_0_alone_decides_and_errors_go_with_it(sent, tmp_path):
-    """Another process may finish a run while the ranks look for its result."""
-    assert MAIN.rank0_first(lambda: "large") == "large" and sent == [None, None]
-    assert OTHER.rank0_first(lambda: "as large") == "as large"
-    assert MAIN.broadcast_from_rank0(lambda: {"ended": 1}) == {"ended": 1}
-    assert OTHER.broadcast_from_rank0(lambda: pytest.fail("asked on another rank")) == {"ended": 1}
+        sent[:] = sent or values
+        values[:] = sent
 
     def chooses():
         raise UserError("no such task")
 
-    for rank in (MAIN, OTHER):
+    monkeypatch.setattr(distributed.dist, "broadcast_object_list", broadcast)
+    for rank, work in ((0, chooses), (1, lambda: pytest.fail("asked on another rank"))):
         with pytest.raises(UserError, match="no such task") as caught:
-            rank.broadcast_from_rank0(chooses if rank is MAIN else list)
-        assert caught.value.elsewhere is (rank is OTHER)  # rank 0 alone prints it
-    for rank in (MAIN, OTHER):
-        with pytest.raises(FileNotFoundError) as missing:
-            rank.broadcast_from_rank0((tmp_path / "there").read_bytes if rank is MAIN else list)
-        assert str(missing.value.filename) == str(tmp_path / "there")
+            World(rank, 2, torch.device("cpu")).broadcast_from_rank0(work)
+        assert caught.value.elsewhere is (rank > 0)

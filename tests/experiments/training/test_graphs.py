@@ -98,13 +98,12 @@ def test_where_passes_are_launched_instead(hf_model):
     ):
         replayed, line = chosen("auto", **given)
         assert not replayed and line.startswith(LAUNCHED + why)
-        with pytest.raises(UserError, match=f"impl.cuda_graphs=true {why}.*_graphs=false"):
-            chosen(True, **given)
+    with pytest.raises(UserError, match=r"impl.cuda_graphs=true without a GPU.*_graphs=false"):
+        chosen(True, device=CPU)
 
 
 def test_passes_for_whose_graphs_memory_is_short_are_launched(tiny, tmp_path, monkeypatch):
-    """Said once; the failed capture leaves nothing behind. After a capture in which something waits
-    for the GPU, torch's generator takes no launched steps, so that the run ends."""
+    """Said once; the failed capture leaves nothing behind."""
     launched, graphed = (
         tiny("impl.micro_batch=2", f"impl.cuda_graphs={name}", f"runs={tmp_path / name}")
         for name in ("false", "auto")
@@ -125,13 +124,6 @@ def test_passes_for_whose_graphs_memory_is_short_are_launched(tiny, tmp_path, mo
         f"{LAUNCHED}in the free memory: they need as much again as the passes take",
     ]
     assert result["cuda_graphs"] is False and untimed(launched) == untimed(graphed)
-
-    def waiting(part, pool):
-        raise RuntimeError("operation not permitted when stream is capturing\nSearch for ...")
-
-    monkeypatch.setattr(graphs, "capture", waiting)
-    with pytest.raises(UserError, match=r"\(operation .* capturing\); .* read back .* set"):
-        pretraining.run(tiny("impl.cuda_graphs=true"), lambda _: None)
 
 
 class Operators(TorchDispatchMode):

@@ -66,13 +66,9 @@ def test_a_run_on_another_corpus_is_refused_and_nothing_changes(
     assert contents(config.directory()) == before
     pretraining.run(config, quiet)
     before = contents(config.directory())
-    for data, message in (
-        (of(other_corpus), f"was made on other data .*from {corpus_dir}/text.*another data.name"),
-        ([f"data.source={other_corpus / 'text'}"], "words-v300 was made from .*, not from .*other"),
-        (["data.text_column=body"], r"\(column text\), not from .*column body"),
-    ):
-        with pytest.raises(UserError, match=message):
-            pretraining.run(tiny("method=dense", *data), quiet)
+    message = f"was made on other data .*from {corpus_dir}/text.*another data.name"
+    with pytest.raises(UserError, match=message):
+        pretraining.run(other, quiet)
     assert contents(config.directory()) == before
 
 
@@ -88,10 +84,6 @@ def test_a_trained_model_is_evaluated_on_the_other_corpus_too(
         prepare(config.data.other_corpus)
         metrics = pretraining.run(config, quiet).result["metrics"]
         assert (metrics["other_val_loss"] == metrics["val_loss"]) is same
-    config = tiny("method=dense", "data.other=others")  # whose tokens are those of its own text
-    prepare(config.data.other_corpus)
-    with pytest.raises(UserError, match=r"data.other=others has a tokenizer of its own"):
-        pretraining.run(config, quiet)
 
 
 def test_a_run_that_starts_from_other_weights_of_the_same_run_is_not_done(
@@ -110,18 +102,6 @@ def test_a_run_that_starts_from_other_weights_of_the_same_run_is_not_done(
     made_again(first.directory(), scaled(3.0))
     with pytest.raises(UserError, match="belongs to another config"):
         pretraining.run(second, quiet)
-    # Nor is one begun whose first weights are replaced while they are read.
-    third = tiny("method=s_ste", f"init={first.directory()}")
-    build = pretraining.Pretraining.build
-
-    def replacing(*args):
-        made_again(first.directory(), scaled(0.5))
-        return build(*args)
-
-    monkeypatch.setattr(pretraining.Pretraining, "build", replacing)
-    with pytest.raises(UserError, match="were changed while they were read"):
-        pretraining.run(third, quiet)
-    assert not third.directory().exists()
 
 
 def test_sparse_products_are_asked_for_and_told(tiny):
@@ -135,8 +115,6 @@ def test_sparse_products_are_asked_for_and_told(tiny):
     assert len(reasons) == 2 and any("not torch.float32" in reason for reason in reasons)
     assert (speed["step"]["saved_ms"], speed["step"]["expected_gain"]) == (0, 1)
     assert not any("sparse products save" in line for line in said)
-    with pytest.raises(UserError, match=r"matmul='cusparselt': .*choose auto or dense"):
-        pretraining.run(tiny("method=s_ste", "impl.matmul=cusparselt", "seed=1"), quiet)
 
 
 def signalled(monkeypatch, number):

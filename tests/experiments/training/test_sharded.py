@@ -10,8 +10,6 @@ from safetensors.torch import load_file
 
 from experiments import dino
 from experiments.config.run import load
-from experiments.config.settings import ImplConfig
-from experiments.support.errors import UserError
 from experiments.training import checkpoints, pretraining, sharding
 from experiments.training.distributed import World, world
 from experiments.training.trainer import Trainer
@@ -31,7 +29,6 @@ CASES = {  # fused: by rows on two ranks; on four those of a rank are no multipl
     "ast": ["method.refresh_every=5", "method.slorb_k=4", "impl.activation_checkpointing=true"],
     "slope": ["method.adapter_rank=2", "method.adapter_fraction=0.5"],
 }  # fmt: skip
-MOVED = ("fst", "ast")
 SETTINGS = ["model.n_layer=2", "model.n_embd=24", "train.eps=1e-2", "impl.shard=fsdp2"]
 LAST = 12
 IMAGES = [
@@ -78,7 +75,6 @@ def trained(corpus_dir, tmp_path_factory, start_ranks, request):
     here = [item for item in request.session.items if item.path == request.path]
     asked = {tuple(i.callspec.params.values()) for i in here if hasattr(i, "callspec")}
     cases = [case for case in CASES if (case, "two") in asked | {("fst", "two")}]
-    moving = [case for case in MOVED if (case, "moved") in asked | {("fst", "moved")}]
     folder = tmp_path_factory.mktemp("sharded")
     model = [o for o in TINY_MODEL if "n_layer" not in o and "n_embd" not in o]
     common, found = [*model, *SHORT, *SETTINGS, *words_of(corpus_dir)], {}
@@ -92,15 +88,12 @@ def trained(corpus_dir, tmp_path_factory, start_ranks, request):
     _train(found["fst", "moved"], 4)
     two = [(found[case, "two"], LAST) for case in (*cases, "dino")]
     two += [(found["fst", "offloaded"], last) for last in (7, LAST)]
-    two += [(found[case, "moved"], 7) for case in moving]
-    start_ranks(_run, 2, two)
+    start_ranks(_run, 2, [*two, (found["fst", "moved"], 7)])
     shutil.copytree(folder / "moved", folder / "kept")
-    four = [(found[case, "moved"], 10) for case in moving]
-    start_ranks(_run, 4, four, ranks=4)
+    start_ranks(_run, 4, [(found["fst", "moved"], 10)], ranks=4)
     for case in (*cases, "dino"):
         pretraining.run(found[case, "one"], quiet)
-    for case in moving:
-        pretraining.run(found[case, "moved"], quiet)
+    pretraining.run(found["fst", "moved"], quiet)
     return found, folder / "kept"
 
 
@@ -118,10 +111,7 @@ def curves(config):
     ("case", "place"),
     [
         *(("fst", "two"), ("s_ste", "two"), ("ast", "two"), ("fst", "moved")),
-        *(
-            pytest.param(*of, marks=pytest.mark.extra)
-            for of in (("slope", "two"), ("ast", "moved"))
-        ),
+        pytest.param("slope", "two", marks=pytest.mark.extra),
     ],
 )
 def test_ranks_that_share_weights_train_as_one_process(trained, case, place):
@@ -177,21 +167,6 @@ def test_a_checkpoint_is_split_by_ranks_and_holds_no_pickle(trained):
     # What is tied is there once.
     assert sum("wte" in name or "lm_head" in name for name in parts[0] if "model" in name) == 1
     assert state["step"] == 6 and len(state["generators"]) == 2
-
-
-def refusal(method, impl, device="cpu"):
-    two = World(0, 2, torch.device(device))
-    with pytest.raises(UserError) as error:
-        sharding.check_shardable(method, ImplConfig(shard="fsdp2", **impl), two)
-    return str(error.value)
-
-
-def test_what_shards_do_not_serve_is_one_line():
-    method = s_ste.Method(s_ste.Config(fp8="hopper"))
-    assert "method.fp8=hopper with impl.shard=fsdp2" in refusal(method, {}, "cuda")
-    assert "impl.repack_backward=true with impl.sh" in refusal(method, {"repack_backward": True})
-    with pytest.raises(UserError, match=r"impl\.offload=true needs several processes"):
-        sharding.check_shardable(method, ImplConfig(shard="fsdp2", offload=True), ALONE)
 
 
 def test_weights_that_autocast_rounds_are_gathered_rounded():

@@ -6,7 +6,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch import nn
 from torch.utils.data import SequentialSampler
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
@@ -188,52 +187,43 @@ def test_it_is_the_training_of_a_plain_loop(name, uninterrupted):
 
 @every_variant
 def test_resume_equals_an_uninterrupted_training(name, uninterrupted, tmp_path):
-    """Before the change of phase, which the run itself makes, and after it; in another folder."""
-    for start in (3, 5) if name in ("fst", "slope") else (3,):
-        whole = uninterrupted(name)
-        folder = str(whole.directory / f"checkpoint-{start}")
-        trainer, method = trainer_for(name, tmp_path, resume_from=folder)
-        trainer.train(resume_from_checkpoint=folder)
-        assert_resumed(trainer, whole.trainer)
-        assert method.metrics() == whole.method.metrics()
-
-
-def assert_resumed(again, whole):
-    assert records(again) == records(whole)
-    expected = whole.model.state_dict()
-    for key, value in again.model.state_dict().items():
+    """Before the change of phase, which the run itself makes; in another folder."""
+    whole = uninterrupted(name)
+    folder = str(whole.directory / "checkpoint-3")
+    trainer, method = trainer_for(name, tmp_path, resume_from=folder)
+    trainer.train(resume_from_checkpoint=folder)
+    assert records(trainer) == records(whole.trainer)
+    expected = whole.trainer.model.state_dict()
+    for key, value in trainer.model.state_dict().items():
         assert torch.equal(value, expected[key]), key
+    assert method.metrics() == whole.method.metrics()
 
 
 def test_a_checkpoint_of_another_method_does_not_fit(uninterrupted, tmp_path):
     """Not even one that has the same buffers."""
     folder = str(uninterrupted("fst").directory / "checkpoint-4")
-    for name in ("s_ste", "semi_sparse"):
-        other, _ = trainer_for(name, tmp_path, resume_from=folder)
-        told = rf"^this state was saved by methods\.fst and cannot continue with methods\.{name}:"
-        with pytest.raises(ValueError, match=told):
-            other.train(resume_from_checkpoint=folder)
+    other, _ = trainer_for("semi_sparse", tmp_path, resume_from=folder)
+    told = r"^this state was saved by methods\.fst and cannot continue with methods\.semi_sparse:"
+    with pytest.raises(ValueError, match=told):
+        other.train(resume_from_checkpoint=folder)
 
 
 @every_variant
 def test_save_pretrained_before_finalize_writes_the_plain_model(name, tmp_path):
-    """Without the Trainer, and of a copy and a model that went through a file as well; or of the
-    weights that are given, as those of an average."""
+    """Without the Trainer, and of the weights that are given, as those of an average."""
     model, method = build(name)
     method.convert(model)
     for adapter in (getattr(layer, "right", None) for layer in method.layers.values()):
         if adapter is not None:
             nn.init.normal_(adapter)
     methods.refresh(model)
-    torch.save(model, tmp_path / "model.pt")
     ids = sequences()[0]["input_ids"][None]
     average = copy.deepcopy(model)
     with torch.no_grad():
         for parameter in average.parameters():
             parameter.mul_(0.9)
     methods.refresh(average)
-    loaded = torch.load(tmp_path / "model.pt", weights_only=False)
-    for own in (model, copy.deepcopy(model), loaded, average):
+    for own in (model, average):
         if own is average:
             model.save_pretrained(tmp_path / "plain", state_dict=average.state_dict())
         else:
@@ -252,28 +242,18 @@ def test_save_pretrained_before_finalize_writes_the_plain_model(name, tmp_path):
 def test_distillation_is_that_of_training_alone(tmp_path):
     """Evaluation, a copy of the model and a model without labels have the model's own loss."""
     model, method = build("ast distilling")
-    plain = copy.deepcopy(model)
     MethodCallback(method, model, arguments_for(tmp_path))
     rows = torch.stack([row["input_ids"] for row in sequences()[:4]])
     batch = {"input_ids": rows, "labels": rows}
     twin = copy.deepcopy(model)
     own = LlamaForCausalLM.forward(model.train(), **batch).loss
     method.open_micro_batch()
-    assert torch.equal(model(**batch).loss, method.micro_batch_loss(plain_forward(model), batch))
     assert not torch.equal(model(**batch).loss, own)
     assert torch.equal(twin.train()(**batch).loss, own)
-    with torch.no_grad():
-        assert torch.equal(model(**batch).loss, own)
     assert torch.equal(model.eval()(**batch).loss, own)
     assert model(input_ids=rows).loss is None
-    # What it learns from is the dense model.
-    assert torch.equal(method.teacher(rows).logits, plain(rows).logits)
     method.finalize(model)
     assert torch.equal(model.train()(**batch).loss, LlamaForCausalLM.forward(model, **batch).loss)
-
-
-def plain_forward(model):
-    return lambda **batch: LlamaForCausalLM.forward(model, **batch)
 
 
 def test_the_best_model_comes_back_with_what_is_under_its_masks(tmp_path):
@@ -295,69 +275,45 @@ def test_the_best_model_comes_back_with_what_is_under_its_masks(tmp_path):
     for name, layer in method.sparse_layers.items():
         for key, value in layer.state_dict().items():
             assert torch.equal(value, best["layers"][name][key]), (name, key)
-    # A training that follows loads plain checkpoints as well.
-    model.load_state_dict(load_file(tmp_path / "checkpoint-4" / "model.safetensors"))
 
 
 def test_a_conv1d_is_trained_saved_and_resumed(hf_model, tmp_path):
     """Its weight is [in, out] in every file and [out, in] in the products."""
-
-    def train(folder, resume=None):
+    models = []
+    for resume in (None, str(tmp_path / "checkpoint-3")):
         method = methods.build("s_ste", include="all", total_steps=STEPS)
-        model = hf_model("gpt2", vocab_size=32).train()
+        models.append(hf_model("gpt2", vocab_size=32).train())
         settings = {"save_steps": 3, "weight_decay": 0.1, "adam_beta2": 0.95}
-        return trained(model, method, folder, resume, **settings), method
-
-    trainer, method = train(tmp_path / "whole")
+        trainer = trained(models[-1], method, tmp_path, resume, **settings)
     decayed, others = trainer.optimizer.param_groups
     assert (decayed["weight_decay"], others["weight_decay"]) == (0.1, 0.0)
     assert tuple(decayed["betas"]) == tuple(others["betas"]) == (0.9, 0.95)
-    again, _ = train(tmp_path / "again", str(tmp_path / "whole/checkpoint-3"))
-    whole = trainer.model
+    whole, again = models
     expected = whole.state_dict()
-    assert all(torch.equal(value, expected[key]) for key, value in again.model.state_dict().items())
-    twin = copy.deepcopy(whole)  # which saves its own weights
-    with torch.no_grad():
-        twin.transformer.h[0].mlp.c_fc.bias.add_(1.0)
+    assert all(torch.equal(value, expected[key]) for key, value in again.state_dict().items())
     ids = sequences()[0]["input_ids"][None]
-    for model in (whole, twin):
-        model.save_pretrained(tmp_path / "end")
-        loaded = type(whole).from_pretrained(tmp_path / "end").eval()
-        with torch.no_grad():
-            assert torch.equal(loaded(ids).logits, model.eval()(ids).logits)
-    before = whole.eval()(ids).logits
-    # Conv1D takes the bias into its product.
-    torch.testing.assert_close(method.finalize(whole)(ids).logits, before, rtol=1e-5, atol=1e-5)
+    whole.save_pretrained(tmp_path / "end")
+    loaded = type(whole).from_pretrained(tmp_path / "end").eval()
+    with torch.no_grad():
+        assert torch.equal(loaded(ids).logits, whole.eval()(ids).logits)
 
 
-def test_a_model_that_is_converted_already(tmp_path, capsys):
+def test_a_model_that_is_converted_already(tmp_path):
     arguments = arguments_for(tmp_path)
     model, method = build("s_ste")
     report = method.convert(model)
-    layers = dict(method.layers)
     assert MethodCallback(method, model, arguments).report is report
-    assert not capsys.readouterr().out  # it is printed with the conversion
-    MethodCallback(build("s_ste")[1], build("s_ste")[0], arguments)
-    assert capsys.readouterr().out == f"{report}\n"
-    assert method.layers == layers
-    other, _ = build("s_ste")
     with pytest.raises(ValueError, match="has converted another model"):
-        MethodCallback(method, other, arguments)
-    with pytest.raises(ValueError, match="the model is converted already"):
-        MethodCallback(build("s_ste")[1], model, arguments)
+        MethodCallback(method, build("s_ste")[0], arguments)
 
 
 def test_the_trainer_says_the_number_of_steps(tmp_path):
-    for name in ("fst", "semi_sparse", "slope", "step", "gmp"):
-        options = {"sparse_fraction": 0.5} if name == "semi_sparse" else {}
-        model, method = build(name, total_steps=0, **options)
-        with pytest.raises(ValueError, match=r"=-1; .* callback reads max_steps$"):
-            build(name, total_steps=-1)
-        with pytest.raises(ValueError, match=r"max_steps=-1 .* set max_steps$"):
-            MethodCallback(method, model, arguments_for(tmp_path, max_steps=-1))
-        MethodCallback(method, model, arguments_for(tmp_path))
-        said = [method, *method.sparse_layers.values()]
-        assert {each.config.total_steps for each in said} == {STEPS}
+    model, method = build("fst", total_steps=0)
+    with pytest.raises(ValueError, match=r"max_steps=-1 .* set max_steps$"):
+        MethodCallback(method, model, arguments_for(tmp_path, max_steps=-1))
+    MethodCallback(method, model, arguments_for(tmp_path))
+    said = [method, *method.sparse_layers.values()]
+    assert {each.config.total_steps for each in said} == {STEPS}
 
 
 def test_what_would_go_wrong_silently_is_refused(uninterrupted, tmp_path):
@@ -371,10 +327,6 @@ def test_what_would_go_wrong_silently_is_refused(uninterrupted, tmp_path):
     callbacks = [MethodCallback(method, model, arguments)]
     with pytest.raises(ValueError, match=r"ast\.AdamW, not .* optimizers=callback\.optimizers\)$"):
         Trainer(model, arguments, train_dataset=sequences(), callbacks=callbacks).train()
-
-    trainer, _ = trainer_for("s_ste", tmp_path, max_steps=5)
-    with pytest.raises(ValueError, match=r"total_steps=6.*will take 5 steps"):
-        trainer.train()
 
     folder = tmp_path / "checkpoint-3"
     shutil.copytree(uninterrupted("s_ste").directory / "checkpoint-3", folder)
@@ -395,9 +347,7 @@ def test_settings_that_need_another_machine_are_refused():
     allowed = {"fsdp": "", "deepspeed": None, "world_size": 1, "ddp_broadcast_buffers": None,
                "fp16": False, "max_grad_norm": 1.0}  # fmt: skip
     state = SimpleNamespace(global_step=0, max_steps=STEPS)
-    callback.on_train_begin(SimpleNamespace(**allowed), state, None)
     for settings, message in (
-        ({"fsdp": True}, "has not sharded the model"),
         ({"deepspeed": "stage2.json"}, "weights sharded by deepspeed"),
         ({"world_size": 2}, "ddp_broadcast_buffers=False"),
         ({"fp16": True, "max_grad_norm": 0.0}, "set max_grad_norm"),

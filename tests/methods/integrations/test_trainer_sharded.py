@@ -5,7 +5,6 @@ import gc
 import json
 import multiprocessing
 import os
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,7 +12,6 @@ import torch.multiprocessing as mp
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType
 from safetensors.torch import load_file
-from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 from transformers import TrainingArguments
 
 from methods.integrations.trainer import STATE, MethodCallback
@@ -27,7 +25,6 @@ DDP = "ast distilling in DDP"
 CASES = {
     DDP: {"refresh_every": 2, "kl_weight": 0.5},
     "fst": {"refresh_every": 2, "dense_fraction": 0.17, "mvue": "off"},
-    "s_ste": {"mvue": "off"},
     "slope": {"adapter_rank": 4, "adapter_fraction": 0.5},
     "ast distilling": {"refresh_every": 2, "kl_weight": 0.5},
 }
@@ -109,11 +106,7 @@ def trained(tmp_path_factory, request):
 
 
 @pytest.mark.parametrize(
-    "case",
-    [
-        *(DDP, "fst", "ast distilling"),
-        *(pytest.param(c, marks=pytest.mark.extra) for c in ("s_ste", "slope")),
-    ],
+    "case", [DDP, "fst", "ast distilling", pytest.param("slope", marks=pytest.mark.extra)]
 )
 def test_two_ranks_are_one_process_and_save_the_plain_model(case, trained):
     one, *others = (
@@ -143,23 +136,3 @@ def test_the_layers_lie_in_the_files_of_the_trainer(trained):
     assert "layers" not in state and not any(map(is_sharded, state["teacher"].values()))
     layers = torch.load(folder / "pytorch_model_fsdp.bin", weights_only=True)
     assert layers["model.layers.0.mlp.up_proj.mask"].dtype == torch.bool
-
-
-def test_ways_of_sharding_that_are_refused(monkeypatch):
-    model, method = build("s_ste")
-    callback = MethodCallback(method, model, SimpleNamespace(device="cpu", max_steps=-1))
-    right = {"fsdp_version": 2, "cpu_ram_efficient_loading": False, "cpu_offload": OffloadPolicy()}
-
-    def begin(**settings):
-        plugin = SimpleNamespace(**right | settings)
-        monkeypatch.setitem(AcceleratorState._shared_state, "fsdp_plugin", plugin)
-        callback.on_init_end(SimpleNamespace(deepspeed=None), None, None)
-
-    begin()
-    for wrong, message in (
-        ({"fsdp_version": 1}, "version 1"),
-        ({"cpu_ram_efficient_loading": True}, "cpu_ram_efficient_loading"),
-        ({"cpu_offload": CPUOffloadPolicy()}, "cpu_offload"),
-    ):
-        with pytest.raises(ValueError, match=f"FSDP with {message} does not support"):
-            begin(**wrong)

@@ -55,19 +55,15 @@ def test_a_choice_is_of_what_was_measured_and_has_its_reason(gpu, monkeypatch):
     assert chosen == Products(fprop=True, wgrad=True, layouts=layouts)
     shapes = [(p.rows, p.columns, p.tokens, p.biased) for p in gpu]
     assert shapes == [(128, 64, 1000, True), (64, 128, 1000, False), (128, 1008, 64, False)]
-    no_operand = "no operand is 2:4 along the dimension that is summed over"
-    assert told(Products(fprop=True))["wgrad"] == Choice(reason=no_operand)
     for kernels in ("cusparselt", "cuda"):
         assert {(c.sparse, c.kernels) for c in told(ALL, kernels).values()} == {(True, kernels)}
     for options, reason in (
         ({"matmul": "dense"}, "matmul=dense"),
         ({"shape": (128, 72)}, "a weight [128, 72] is no multiple of 64 in both dims"),
-        ({"device": torch.device("cpu")}, "sparse products are emulated here"),
     ):
         assert {c.reason for c in told(ALL, **options).values()} == {reason}
-    for sparse in (Products(True, False, True), Products(fp8=True)):
-        for matmul in acceleration.MATMULS:
-            told(sparse, matmul)
+    for matmul in acceleration.MATMULS:
+        told(Products(True, False, True), matmul)
     monkeypatch.setitem(TIMES, 128, (float("inf"), 0.7))
     found = told(ALL)["fprop"]
     assert found == Choice("", "no sparse kernel gives the right product", None, 0.7)
@@ -86,10 +82,6 @@ def test_the_gain_of_a_step_is_that_of_its_products(gpu):
     assert found.gain(12.0, 2) == pytest.approx(1.1)
     # Of a: 1.3 ms in the place of 1.7, one of them dense; of b a single product was measured.
     assert found.gains() == {"a": pytest.approx(1.7 / 1.3), "b": pytest.approx(0.7 / 0.5)}
-    assert str(found).startswith(
-        "products of 2 layers: fprop sparse in 2, by our own kernels in 2; dgrad dense in 1 "
-        "(measured to be slower), dense in 1 (no operand"
-    )
     assert str(found).endswith("1.5 ms a micro-batch of 256 tokens in the place of 2.1 ms")
     written = json.loads(json.dumps(found.as_dict()))
     fprop = {"sparse": True, "reason": "", "ms": 0.5, "dense_ms": 0.7, "kernels": "cuda"}
@@ -126,18 +118,8 @@ def _choose_differently(rank, queue):
     layer = nn.Linear(64, 128)
     method = methods.build("s_ste", include=["*"])
     method.convert(layer, dtype=torch.bfloat16)
-    agreed = method.accelerate(256)
-
-    def refuse(*_):
-        raise RuntimeError(f"rank {rank} cannot")
-
-    acceleration.choose = refuse
-    try:
-        method.accelerate(256)
-    except RuntimeError as error:
-        refused = str(error)
     everyone = [None, None]
-    dist.all_gather_object(everyone, (agreed, layer.products, refused))
+    dist.all_gather_object(everyone, (method.accelerate(256), layer.products))
     if rank == 0:
         queue.put(everyone)
 
@@ -146,4 +128,4 @@ def test_ranks_run_what_rank_0_chose(start_ranks):
     queue = multiprocessing.get_context("forkserver").SimpleQueue()
     start_ranks(_choose_differently, queue)
     products = Products(fprop=True)
-    assert queue.get() == [({"": products}, products, "rank 0 cannot")] * 2
+    assert queue.get() == [({"": products}, products)] * 2

@@ -10,16 +10,12 @@ from tests.methods.loop import training_step
 from tests.methods.test_one_shot import Net
 
 METHODS = (
-    ("ste", {}),
     ("ste", {"n": 1}),
     ("sr_ste", {}),
-    ("projected", {"healing_fraction": 0.0}),
     ("ast", {"kl_weight": 0.0, "task_weight": 1.0, "refresh_every": 1}),
     ("cast", {"kl_weight": 0.0, "task_weight": 1.0, "refresh_every": 1}),
-    ("one_shot", {}),
     ("one_shot", {"metric": "wanda"}),
     ("one_shot", {"metric": "sparsegpt"}),
-    ("one_shot", {"metric": "proxsparse", "mask_steps": 2}),
     ("one_shot", {"metric": "maskllm", "mask_steps": 2}),
 )
 

@@ -15,12 +15,10 @@ from tests.methods.loop import through_a_file, training_step
 EXPERTS = ["eager", "batched_mm", "grouped_mm"]
 METHODS = {
     "ste": {},
-    "sr_ste": {"alpha": 1e-2},
     "s_ste": {"mvue": "off", "beta": "none"},
     "one_shot": {},
     "gmp": {"begin_fraction": 0.0, "end_fraction": 0.4, "prune_every": 1},
     "step": {"min_fraction": 0.3, "max_fraction": 0.3},
-    "semi_sparse": {},
     "fst": {"mvue": "off", "dense_fraction": 0.0, "refresh_every": 1},
 }
 
@@ -131,36 +129,3 @@ def test_gradients_are_those_at_the_weight_in_use():
                     if name == "one_shot":
                         expected = torch.where(layer.mask.view(expected.shape), expected, 0.0)
                     torch.testing.assert_close(layer.weight.grad.view(expected.shape), expected)
-
-
-def test_what_is_dense_is_told():
-    method, _, _ = built("ste", mixtral())
-    method.accelerate(64)
-    assert str(method.acceleration).endswith("dense in 2 (multiplied by MixtralExperts itself)")
-
-    model = nn.ModuleDict({"mlp": nn.Module(), "fc": nn.Linear(8, 8)})
-    model["mlp"].is_transposed = True
-    model["mlp"].register_parameter("up", nn.Parameter(torch.zeros(2, 8, 16)))
-    report = methods.build("ste", include=["*"]).convert(model)
-    assert report.dense == {"mlp.up": "Module, a stack whose inputs may not be its last dim"}
-
-    model = nn.ModuleDict({name: nn.MultiheadAttention(16, 2) for name in "ab"})
-    model["b"].in_proj_weight = model["a"].in_proj_weight
-    report = methods.build("ste", include=["*"]).convert(model)
-    assert set(report.names) == {"a.out_proj", "b.out_proj"}
-    assert report.dense["a.in_proj_weight"] == "shares its weight with b"
-
-
-def test_the_trainer_saves_them_as_transformers_reads_them(tmp_path):
-    from transformers import MixtralForCausalLM, Trainer, TrainingArguments
-
-    from methods.integrations.trainer import MethodCallback
-
-    options = {"max_steps": 2, "report_to": [], "use_cpu": True, "disable_tqdm": True}
-    arguments = TrainingArguments(output_dir=str(tmp_path), save_steps=2, **options)
-    model, method = mixtral(), methods.build("ste", total_steps=2)
-    callback = MethodCallback(method, model, arguments)
-    rows = [{name: ids[0] for name, ids in batch().items()}] * 4
-    Trainer(model, arguments, train_dataset=rows, callbacks=[callback]).train()
-    saved = MixtralForCausalLM.from_pretrained(tmp_path / "checkpoint-2").state_dict()
-    assert all(torch.equal(saved[n], p) for n, p in method.finalize(model).state_dict().items())

@@ -18,10 +18,8 @@ BF16, STEPS, PARTS = torch.bfloat16, 4, 2
 CASES = {
     "fst": {"dense_fraction": 0.5, "total_steps": STEPS},
     "semi_sparse": {"algorithm": "exact", "sparse_fraction": 0.5, "total_steps": STEPS},
-    "ast": {"total_steps": STEPS},
     "bi_mask": {"permute_every": 2, "candidates": 4},
     "s_ste": {"beta": "mse_dynamic"},
-    "sr_ste": {"alpha": 1e-2},
     "slope": {"adapter_rank": 4, "adapter_fraction": 0.5, "total_steps": STEPS},
 }
 
