@@ -15,13 +15,14 @@ from torch import Tensor, nn
 
 from common_kernels import check24
 from common_kernels.decode import COLUMNS
-from models.linears import has_24, is_linear, matrix_of
+from models.linears import has_24, is_24, is_linear, linears_24, matrix_of
 
+Division = tuple[Tensor, Tensor]  # the columns of a weight that are 2:4, and the dense ones
 FULL = 1 / 8  # a column with at most this share of zeros may be dense
 WIDTH = 32  # the number of divisions that are followed at once
 
 
-def partly_24(model: nn.Module) -> dict[str, tuple[Tensor, Tensor]]:
+def partly_24(model: nn.Module) -> dict[str, Division]:
     """The linears of a model that are 2:4 beside dense columns, by name, with the division of
     their inputs."""
     linears = {n: m for n, m in model.named_modules() if is_linear(m) and not m.weight.is_meta}
@@ -29,8 +30,16 @@ def partly_24(model: nn.Module) -> dict[str, tuple[Tensor, Tensor]]:
     return {name: division for name, division in found.items() if division is not None}
 
 
+def linears_and_divisions(model: nn.Module) -> tuple[dict[str, nn.Module], dict[str, Division]]:
+    """The linears of a model that are 2:4, with or without dense columns beside, by name, and the
+    divisions of those that have them. Raises ValueError if no linear is 2:4."""
+    divisions = partly_24(model)
+    linears = {n: m for n, m in model.named_modules() if n in divisions or is_24(m)}
+    return linears or linears_24(model), divisions  # which says why there is none
+
+
 @torch.no_grad()
-def divide(matrix: Tensor) -> tuple[Tensor, Tensor] | None:
+def divide(matrix: Tensor) -> Division | None:
     """The columns of a matrix [out, in], which is not 2:4, that are 2:4 without the others, and the
     others, both int64 and in their order. The first are as many as the kernels can take, a multiple
     of `COLUMNS`, so that up to 15 groups are among the others. None if there are no such columns.

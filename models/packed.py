@@ -1,7 +1,7 @@
 """Runs the 2:4 linears of a finished model with packed weights where this is faster.
 
 With few tokens, as in decoding, a product spends its time on reading the weight and on launching
-kernels; a packed weight has 9/16 of the bytes, of integers (`models.linears.quantize`) a third or
+kernels; a packed weight has 9/16 of the bytes, of integers (`models.quantized.quantize`) a third or
 a fifth. `few_tokens24` is for this alone and the fastest with one token. With many tokens the time
 goes to arithmetic, of which a sparse product (`linear24`) has half; on a GPU for which we have
 kernels of our own it is faster than dense from a few tokens on, elsewhere from a larger number. The
@@ -44,9 +44,10 @@ from common_kernels.matmul import fastest, library_layout, linear24, unavailable
 from common_kernels.matmul.cusparselt import Problem
 from common_kernels.pack import VENDOR, check_form, of_library
 from common_kernels.pack.operands import fill_up, pack24_
-from models.columns import partly_24
+from models.columns import linears_and_divisions
 from models.limits import Limits, measured
-from models.linears import integers_of, is_24, linears_24, matrix_of, shape_of
+from models.linears import matrix_of, shape_of
+from models.quantized import integers_of
 
 # cuSPARSELt makes a plan for each number of tokens. To limit the number of plans, tokens are padded
 # to multiples: of STEP if there are more, else of LEAST, which it needs for 16-bit types.
@@ -252,9 +253,7 @@ def pack(
     for module in model.modules():
         if isinstance(module, PackedProduct):
             _restore(module)
-    divisions = partly_24(model)
-    linears = {n: m for n, m in model.named_modules() if n in divisions or is_24(m)}
-    linears = linears or linears_24(model)  # which says why there is none
+    linears, divisions = linears_and_divisions(model)
     for name, module in linears.items():
         if module.get_parameter("weight").is_inference():
             raise ValueError(

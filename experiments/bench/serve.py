@@ -33,8 +33,8 @@ from experiments.bench.gates import agree
 from experiments.bench.report import Report, Row
 from experiments.bench.timing import in_turns
 from models.decoding import Decoder
-from models.linears import quantize
 from models.packed import Limits, PackedProduct, limits_of, pack
+from models.quantized import quantize
 
 PROMPT, CONTEXT, NEW = 2048, 128, 128  # tokens
 WORK = {  # the variants of each kind of work

@@ -10,6 +10,7 @@ from common_kernels import check24, matmul, nm_mask
 from methods.nn.columns import partial_mask, split
 from models import columns, packed
 from models.packed import Limits
+from models.quantized import quantize
 from tests.models.test_packed import DEVICE
 
 
@@ -103,3 +104,19 @@ def test_what_is_held_and_used():
     assert torch.equal(run[0](x), nn.functional.linear(x, run[0].weight, run[0].bias))
     assert [type(layer) for layer in run.half()] == [nn.Linear, nn.Linear]
     assert not hasattr(run[0], "beside")
+
+
+@torch.no_grad()
+def test_only_what_is_2_4_becomes_integers():
+    run = model(exact=False)
+    before, x = copy.deepcopy(run), torch.randn(3, 256, device=DEVICE).bfloat16()
+    assert quantize(run, 4) == ["0", "1"]
+    for layer, own in zip(run, before, strict=True):
+        changed = (layer.weight != own.weight).any(0).cpu()
+        grouped, dense = columns.divide(own.weight)
+        assert changed[grouped].all() and not changed[dense].any()
+    rounded = copy.deepcopy(run)
+    packed.pack(run, Limits(8, None))
+    assert [layer.fragments.bits for layer in run] == [4, 4]
+    want = rounded(x).float()  # with weights that were rounded to bf16 once more
+    assert (run(x).float() - want).norm() <= 2**-6 * want.norm()

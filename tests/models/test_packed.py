@@ -13,8 +13,8 @@ from torch import nn
 from common_kernels import matmul, nm_mask
 from methods.nn import lowrank
 from models import limits, packed
-from models.linears import quantize
 from models.packed import Limits
+from models.quantized import quantize
 from models.sparse import add_low_rank
 
 CUDA = torch.cuda.is_available()
