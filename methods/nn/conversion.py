@@ -73,7 +73,7 @@ class Report:
             if share < 1 / 3:
                 lines.append("  warning: less than a third of the parameters is converted")
             lines += [f"  warning: {warning}" for warning in self.warnings]
-        kind = "measured" if self.measured else "sparse"
+        kind = "measured" if self.measured else "converted"
         groups: dict[tuple[str, str], list[int]] = {}
         for name, reason in (dict.fromkeys(self.names, "") | self.dense).items():
             groups.setdefault((reason, as_globs([name])[0]), []).append(self.sizes[name])

@@ -50,9 +50,9 @@ def test_a_head_of_two_classes_is_left_dense():
     lines = str(report).splitlines()
     assert lines[1:3] == [
         "  warning: less than a third of the parameters is converted",
-        f"  sparse {1024 / total:6.1%}  bert.encoder.layer.*.intermediate.dense (2)",
+        f"  converted {1024 / total:6.1%}  bert.encoder.layer.*.intermediate.dense (2)",
     ]
-    assert lines[-1] == f"  dense  {32 / total:6.1%}  classifier: {reason}"
+    assert lines[-1] == f"  dense     {32 / total:6.1%}  classifier: {reason}"
 
 
 def test_the_report_warns_of_patterns_that_training_destroys_and_of_16_bit_weights():
