@@ -129,6 +129,7 @@ def others():
     mvue.mvue24(x, torch.tensor([1, 4]), 1, "exact", 0)
     values, meta = torch.zeros(512, dtype=torch.int64), torch.zeros(128, dtype=torch.int32)
     decode.few_tokens24(values, meta, None, x[:16].to(bf16), x[0].to(bf16), 64)
+    decode.few_tokens24(values[:128], meta, meta[:32], x[:16].to(bf16), None, 64)  # of 4 bits
     fields = {name: x.clone() for name in ("weight", "grad", "exp_avg", "exp_avg_sq")}
     operands = {name: Packed24.empty((64, 64), bf16) for name in ("packed", "transposed")}
     weight = Weight24(**fields, **operands, step=torch.tensor(1.0), mask=x > 0)

@@ -114,4 +114,4 @@ def test_the_committed_tables_are_those_of_their_records():
     for table in tables:
         record = report.read_record(table.with_suffix(".json"))
         assert report.markdown(record) == table.read_text(encoding="utf-8"), table
-    assert len(tables) == 8
+    assert len(tables) == 9
