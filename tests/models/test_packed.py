@@ -5,6 +5,7 @@ cuSPARSELt's products are emulated where there is no GPU."""
 import copy
 import itertools
 import pickle
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -313,6 +314,22 @@ def test_limits_are_measured_and_packed_ones_agree(graphs):
         x = torch.randn(tokens, 2048, device=DEVICE).bfloat16()
         want = dense(x).float()
         assert (model(x).float() - want).norm() <= 2**-6 * want.norm()
+
+
+def test_few_tokens_have_their_form_where_it_is_faster_than_that_of_many(monkeypatch):
+    layer = SimpleNamespace(fragments=object())
+
+    def ms(form, tokens):
+        if form == limits.MANY:
+            return 7 if tokens >= first else 11
+        return 10 if form is None else 6 + tokens / 4
+
+    def faster(layers, graphs, tokens, form=limits.MANY, other=None):
+        return ms(form, tokens) < ms(other, tokens)
+
+    monkeypatch.setattr(limits, "_faster", faster)
+    for first, expected in ((8, (4, 8)), (256, (8, 256)), (10**9, (8, None))):  # noqa: B007 - `ms` reads it
+        assert limits.measured([layer], False) == expected
 
 
 @torch.no_grad()
