@@ -2,10 +2,10 @@
 
 With few tokens, as in decoding, a product spends its time on reading the weight and on launching
 kernels; a packed weight has 9/16 of the bytes, of integers (`models.quantized.quantize`) a third or
-a fifth. `few_tokens24` is for this alone and the fastest with one token. With many tokens the time
-goes to arithmetic, of which a sparse product (`linear24`) has half; on a GPU for which we have
-kernels of our own it is faster than dense from a few tokens on, elsewhere from a larger number. The
-number of tokens from which on it is faster is called the crossover. Both limits are measured for
+a fifth. `few_tokens24` is for this alone. With many tokens the time goes to arithmetic, of which a
+sparse product (`linear24`) has half; on a GPU for which we have kernels of our own it is faster
+than dense from a few tokens on, elsewhere from a larger number. The number of tokens from which on
+it is faster is called the crossover. Both limits are measured for
 each shape of weight on the present GPU, with the layers launched from Python or replayed from a
 CUDA graph, as they will run.
 

@@ -444,6 +444,13 @@ def test_speeds_and_products_of_integers_are_those_of_the_records():
         for row in json.loads(text(path))["rows"]
     ]
     assert [cells[1:] for cells in told] == want
+    few: dict[str, dict[str, str]] = {}
+    for row in json.loads(text(path.with_name("h200_decode.json")))["benchmarks"]["decode"]["rows"]:
+        figure = f"{row['peers']['dense'] / row['ms']:.2f}"
+        few.setdefault(row["shape"], {})[row["name"]] = figure
+    names = ["1 tokens", *(f"{n} tokens, packed" for n in (8, 16, 32, 64, 128))]
+    want = [[shape, *(own[name] for name in names)] for shape, own in few.items()]
+    assert shown("docs/serving.md", "Why is it not faster when served?", r"\d+ -> \d+ ") == want
     record = json.loads(text(path.with_name("h200_quantised.json")))["results"]
     for cells in shown("docs/serving.md", section, r"(?:bf16|int8|int4) \| [\d.]+ \| (?:-|0\.)"):
         own = record.pop(cells[0])

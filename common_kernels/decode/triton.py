@@ -75,11 +75,11 @@ def few_tokens24(
     x = x.view(torch.int32)
     arranged = bits < 16 and tokens > 4  # on an H200 it is worth a launch then
     if arranged:
-        words = parts * (2 if tokens > 8 else 1) * 128
+        sets = 1 + (tokens > 8)
+        words = parts * sets * 128
         given, x = x, torch.empty(words, dtype=torch.int64, device=x.device)
         launch(
-            arrange_kernel, triton.cdiv(words, 512), x.device, given, x, tokens, parts,
-            SETS=2 if tokens > 8 else 1,
+            arrange_kernel, triton.cdiv(words, 512), x.device, given, x, tokens, parts, SETS=sets
         )  # fmt: skip
     launch(
         few_tokens_kernel, rows // (16 * form["TILES"]), x.device, values, meta,

@@ -62,7 +62,7 @@ class Config:
 
     @property
     def few(self) -> bool:
-        """Whether it is for at most `FEW` tokens."""
+        """True for a kernel for at most `FEW` tokens."""
         return self.tile[1] <= 64
 
     @property

@@ -228,6 +228,7 @@ class Trial:
 
 
 def copies(tensor: torch.Tensor, count: int) -> list[torch.Tensor]:
+    """The tensor and `count` - 1 clones of it."""
     return [tensor, *(tensor.clone() for _ in range(count - 1))]
 
 

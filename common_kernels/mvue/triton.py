@@ -136,8 +136,8 @@ def sample(x0, x1, x2, x3, u):
 
 @triton.jit
 def sample_stored(x0, x1, x2, x3, u):
-    """What `sample` draws as the two entries that a packed matrix stores, and their nibble. If
-    fewer than two entries are kept, +0 is stored where pack.cpu.choose says."""
+    """Return what `sample` draws as the two entries that a packed matrix stores and the nibble of
+    their positions. If fewer than two are kept, +0 is stored where pack.cpu.choose says."""
     h, one, other = draw(x0, x1, x2, x3, u)
     # Positions are counted in floats: a comparison can give 1.0 or 0.0 directly, without one of the
     # few predicate registers.

@@ -93,7 +93,7 @@ def fits(weight: Compressed24, addresses: list[int]) -> bool:
 
 
 def kind(weight: Compressed24) -> tuple:
-    """What is equal within a launch: shape, dtypes, orders of metadata ("" for no operand)."""
+    """Return what is equal within a launch: shape, dtypes, orders of metadata ("" for none)."""
     outs = weight.operands
     orders = ("" if out is None else packing.order_of(out.layout, out.dtype) for out in outs)
     return tuple(weight.values.shape), weight.values.dtype, weight.dtype, *orders

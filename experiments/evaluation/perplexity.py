@@ -65,7 +65,7 @@ class Text:
         return "\n\n".join(raw_rows(text)) if path.suffix == ".raw" else text
 
     def identity(self) -> dict[str, str]:
-        """What identifies the text: its revision on the hub, or the hash of any other."""
+        """Return what identifies the text: its revision on the hub, or the hash of any other."""
         if self.source == WIKITEXT2:
             return {"name": WIKITEXT2, "revision": REVISION}
         return {"sha256": hashlib.sha256(self.content.encode()).hexdigest()}

@@ -75,10 +75,12 @@ class Acceleration:
     """The decisions for the products of all layers, for a micro-batch of `tokens` tokens.
 
     layers: {layer: {"fprop": Choice, "dgrad": Choice, "wgrad": Choice}}
+    repack_in_vain: `repack_backward` was requested, but no layer packs in its backward pass.
     """
 
     tokens: int
     layers: Mapping[str, Mapping[str, Choice]]
+    repack_in_vain: bool = False
 
     @property
     def saved_ms(self) -> float:
@@ -127,8 +129,7 @@ class Acceleration:
             own = sum(choice.kernels == "cuda" for choice in found)
             described += [f"by our own kernels in {own}"] if own else []
             # Without the numbers of a single layer, so that equal reasons are counted.
-            why = (choice.reason.partition(": ")[0] for choice in found if not choice.sparse)
-            reasons = Counter(why)
+            reasons = Counter(c.reason.partition(": ")[0] for c in found if not c.sparse)
             described += [f"dense in {count} ({reason})" for reason, count in reasons.items()]
             alike.setdefault(", ".join(described), []).append(product)
         parts = [f"{', '.join(products)} {said}" for said, products in alike.items()]
@@ -139,6 +140,8 @@ class Acceleration:
                 f"sparse products {ms:.3g} ms a micro-batch of {self.tokens} tokens in the place "
                 f"of {dense:.3g} ms"
             )
+        if self.repack_in_vain:
+            parts.append("repack_backward has no effect: dgrad is dense")
         return f"products of {len(self.layers)} layers: {'; '.join(parts)}"
 
 

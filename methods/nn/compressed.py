@@ -185,9 +185,10 @@ class CompressedLinear(SparseLinear):
         return fprop, Compressed(self.values, *masks, products.layouts.dgrad)
 
     def pruned_operands(self, dtype: torch.dtype, masks: dict[str, Tensor]) -> tuple[Any, Any]:
-        given = self._parameters["values"], masks["row_mask"], masks["column_mask"]
+        values: Any = self._parameters["values"]
+        given = values, masks["row_mask"], masks["column_mask"]
         layouts = (self.accelerated.layout(product) for product in ("fprop", "dgrad"))
-        fprop, dgrad = (Compressed._make((*given, own)) if own else None for own in layouts)
+        fprop, dgrad = (Compressed(*given, own) if own else None for own in layouts)
         return fprop, dgrad
 
     def forward(self, x: Tensor) -> Tensor:
@@ -200,11 +201,12 @@ class CompressedLinear(SparseLinear):
         else:
             operands = None, None  # dense ones are made
         own, masks = self._parameters, self._buffers  # quicker than attributes
+        row_mask, column_mask = masks["row_mask"], masks["column_mask"]
         if self.shards is not None and self.shards.direct:
-            masks = self.shards.whole  # type: ignore[assignment]
+            row_mask, column_mask = (self.shards.whole[n] for n in ("row_mask", "column_mask"))
         return Product.apply(
-            x, own["values"], own["left"], own["right"], own["bias"], masks["row_mask"],
-            masks["column_mask"], *operands, self.pattern, self.adapting,
+            x, own["values"], own["left"], own["right"], own["bias"], row_mask,
+            column_mask, *operands, self.pattern, self.adapting,
         )  # fmt: skip
 
     def forward_in_fp8(self, x: Tensor, own: Precision) -> Tensor:

@@ -23,6 +23,12 @@ class Converter:
     abilities: ClassVar[Capabilities] = Capabilities()  # those with any options
 
     def __init__(self, config: Any) -> None:
+        given = type(config)
+        if not issubclass(given, self.Config):
+            raise TypeError(
+                f"{type(self).__module__}.Method takes a {self.Config.__module__}.Config, not a "
+                f"{given.__module__}.{given.__qualname__}"
+            )
         self.config = config
         # The linears by name, and the converted ones of them, of the method's own class.
         self.layers: dict[str, Any] = {}
@@ -173,7 +179,8 @@ class Converter:
             products[name] = replace(chosen.products, repack=repack)
             layers[name].accelerate(products[name])
         choices = {name: chosen.choices for name, chosen in found.items()}
-        self.acceleration = Acceleration(tokens, choices)
+        in_vain = repack_backward and not any(of_layer.repack for of_layer in products.values())
+        self.acceleration = Acceleration(tokens, choices, in_vain)
         return products
 
     def check_repacks(self) -> None:

@@ -212,7 +212,8 @@ class DerivedLinear(nn.Linear):
     def refresh_mask(self) -> None:
         """Choose a new mask from the weights."""
         with sharding.where_it_chooses(self):
-            self.choose_mask()
+            if self.choose_mask() is not None:  # type: ignore[func-returns-value]
+                raise TypeError(f"{type(self).__name__}.choose_mask must write the mask in place")
 
     def choose_mask(self) -> None:
         """Write a mask, chosen from the rows that the layer shows, into its buffer, if any."""

@@ -179,7 +179,13 @@ class Method(base.Method):
         with torch.no_grad(), _outputs(self._compared_in_teacher()) as wanted:
             needed = _required(type(self.teacher).forward)
             given = {k: v for k, v in batch.items() if k not in _LABELS or k in needed}
-            teacher_logits = _logits(self.teacher(**given))
+            try:
+                teacher_logits = _logits(self.teacher(**given))
+            except IndexError as error:  # raised by the teacher's embedding
+                raise ValueError(
+                    "the teacher's vocabulary lacks tokens of the batch; distillation needs a "
+                    "teacher with the same vocabulary"
+                ) from error
         with _outputs(self.compared) as found:
             own = super().micro_batch_loss(keeping, batch)  # type: ignore[arg-type]
             loss = self.config.task_weight * own

@@ -50,6 +50,8 @@ class Block:
     against: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        if len({run_name(variant, 0) for variant in self.variants}) < len(self.variants):
+            raise ValueError("two variants would have the same file; rename one")
         for variant in (*self.against, *self.against.values()):
             if variant not in self.variants:
                 known = ", ".join(self.variants)

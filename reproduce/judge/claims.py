@@ -127,7 +127,15 @@ class Claims:
 
 
 def read_claims(path: Path = FILE) -> Claims:
-    """The claims and rules in a file."""
+    """The claims and rules in a file. Every claim has a number of its own, and its paper a name."""
     with errors_in(path):
         found: Claims = typed(Claims, "", read_yaml(path))
+        ids = [claim.id for claim in found.claims]
+        for claim in found.claims:
+            if ids.count(claim.id) > 1:
+                free = max(ids) + 1
+                raise ValueError(f"two claims have the id {claim.id}; give one of them {free}")
+            if claim.paper not in found.papers:
+                name = f"claim {claim.id}: its paper {claim.paper} has no name"
+                raise ValueError(f"{name}; add `{claim.paper}: NAME` to `papers:`")
         return found

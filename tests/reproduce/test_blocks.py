@@ -60,6 +60,7 @@ def test_a_block_goes_on_from_another(files, finish, tmp_path):
 def test_a_block_that_means_nothing(files):
     for name, old, new, message in [
         ("t", "title: T", "titel: T", "there is no key titel; it takes name, title, overrides"),
+        ("t", "{dense:", "{ste_2e-3:", "two variants would have the same file"),
         ("u", "block: t", "block: v", "no block 'v'; there is t, u"),
     ]:
         with pytest.raises(UserError) as error:

@@ -12,7 +12,7 @@ import torch.utils.checkpoint
 from torch import nn
 
 import methods
-from methods import ste
+from methods import s_ste, ste
 from tests.methods.loop import convert, linear_of, training_step
 
 
@@ -39,6 +39,8 @@ def test_what_is_no_method_option_or_model_of_it_is_refused():
     ):
         with pytest.raises(ValueError, match=told):
             methods.build(name, **options)
+    with pytest.raises(TypeError, match=r"takes a methods\.ste\.Config, not a "):
+        ste.Method(s_ste.Config())
     model, method = converted("ste")
     for again in (method, methods.build("ast", total_steps=4)):
         with pytest.raises(ValueError, match="converted already"):

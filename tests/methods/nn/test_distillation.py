@@ -109,6 +109,7 @@ def test_a_given_teacher_is_used_and_not_saved():
 def test_a_teacher_that_cannot_be_compared_is_one_line():
     for options, teacher, told in (
         ({}, {"vocab_size": 40}, r"logits \[4, 8, 40\], the model \[4, 8, 32\]"),
+        ({}, {"vocab_size": 4}, "vocabulary lacks tokens"),
         ({"layer_weight": 1.0}, {"n_layer": 1}, r"the teacher has no module transformer\.h\.1"),
         ({"layer_weight": 1.0}, {"n_embd": 8}, r"gives \[4, 8, 16\], the teacher's \[4, 8, 8\]"),
     ):

@@ -78,8 +78,27 @@ def test_what_is_held_has_one_operand_less():
         assert buffer_bytes(other, "packed") == 2 * buffer_bytes(layer, "packed")
         for kind in ("masks", "operands"):
             assert buffer_bytes(layer, kind) == buffer_bytes(other, kind)
+    in_vain = "; repack_backward has no effect: dgrad is dense"
+    assert in_vain not in str(method.acceleration)
     method.accelerate(TOKENS, "cusparselt")
     assert equal(ours.buffers(), theirs.buffers())
+    method.accelerate(TOKENS, "dense", True)
+    assert str(method.acceleration).endswith(in_vain)
+    assert not any(buffer_bytes(layer, "packed") for layer in ours[::2])
+
+
+def test_nothing_packed_waits_for_the_backward_pass():
+    model, _ = build(True)
+    held = [layer.packed for layer in model[::2]]
+    for run in (model, torch.compile(model, backend="aot_eager", fullgraph=True)):
+        saved = []
+        hooks = torch.autograd.graph.saved_tensors_hooks(
+            lambda t, saved=saved: saved.append(t) or t, lambda t: t
+        )
+        with hooks, torch.autocast(DEVICE, BF16):
+            run(torch.randn(TOKENS, 64, device=DEVICE, requires_grad=True))
+        packed = {t.data_ptr() for t in saved if t.shape == held[0].shape}
+        assert packed <= {t.data_ptr() for t in held}
 
 
 @pytest.mark.skipif(CUDA, reason="compiled products on a GPU are timed in `bench train`")
