@@ -110,18 +110,16 @@ def all_dense(result: dict[str, Any]) -> bool:
 
 def _common(fact: Callable[[dict[str, Any]], str], runs: list[PlacedRun]) -> str:
     """A fact on the runs' results; "" if no result has it. If it is not the same for all runs, that
-    of most runs comes last, and the rows of the others are named."""
+    of most runs comes first, and the rows of the others are named."""
     rows: dict[str, Counter[str]] = {}
     for run in runs:
         if text := fact(run.result):
             rows.setdefault(text, Counter())[run.place.row] += 1
     if len(rows) < 2:
         return "".join(rows)
-    *fewer, most = sorted(rows, key=lambda text: rows[text].total())
+    most, *fewer = sorted(rows, key=lambda text: -rows[text].total())
     of = {text: ", ".join(f"{n} of {row}" for row, n in rows[text].items()) for text in fewer}
-    others = [f"{text} ({named})" for text, named in of.items()]
-    total = rows[most].total()
-    return f"not the same for all runs: {'; '.join(others)}; {most} (the other {total})"
+    return f"{most}, except {'; '.join(f'{text} ({named})' for text, named in of.items())}"
 
 
 def _corpus(result: dict[str, Any]) -> str:
