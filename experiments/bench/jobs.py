@@ -108,17 +108,6 @@ class Head(nn.Module):
         return F.cross_entropy(self.linear(hidden).flatten(0, 1), target.flatten())
 
 
-class Stack(nn.Module):
-    """Blocks of GPT-2 one after the other, [B, T, C] -> [B, T, C]."""
-
-    def __init__(self, config: GPTConfig) -> None:
-        super().__init__()
-        self.h = nn.Sequential(*(Block(config) for _ in range(config.n_layer)))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.h(x)
-
-
 def square(y: Tensor) -> Tensor:
     """A loss for models that end in hidden states or features: the mean of their squares."""
     return y.float().square().mean()
@@ -158,20 +147,21 @@ def translation(size: str, batch: int, length: int) -> Workload:
 
 
 def stack(layers: int, heads: int, widths: tuple[int, int], batch: int, length: int) -> Workload:
+    """The workload of blocks of GPT-2 one after the other."""
     config = GPTConfig(layers, heads, widths[0], vocab_size=1, n_inner=widths[1])
 
     def build() -> Built:
-        model = Stack(config)
+        model = nn.Sequential(*(Block(config) for _ in range(layers)))
         x = torch.randn(batch, length, config.n_embd)
-        return model, lambda: square(model(x)), list(model.h)
+        return model, lambda: square(model(x)), list(model)
 
     return of_tokens(build, config, batch * length)
 
 
-def all_linears(job: Workload, config: GPTConfig) -> Workload:
-    """The same workload with all linears of the blocks converted; the head stays dense."""
-    names = (*job.names, variants.REPACKED)  # where the most is packed
-    linears = (*job.linears, (config.n_embd, 3 * config.n_embd), (config.n_embd, config.n_embd))
+def all_linears(job: Workload) -> Workload:
+    """The same workload of GPT-2's blocks with all their linears converted; a head stays dense."""
+    names, width = (*job.names, variants.REPACKED), job.linears[0][0]  # here the most is packed
+    linears = (*job.linears, (width, 3 * width), (width, width))
     return replace(job, linears=linears, include="all", names=names)
 
 
@@ -199,24 +189,23 @@ def sam_encoder(name: str, batch: int, size: int, width: int) -> Workload:
     return Workload(build, tokens, batch, "images", mlp(width, 4 * width), around=attention)
 
 
-_WIDE = GPTConfig(6, 32, 4096, vocab_size=1, n_inner=14336)
 _774M, _124M = gpt2("774M", 16, 1024), gpt2("124M", 32, 1024)
 _STACK = stack(6, 32, (4096, 14336), 8, 1024)
 STACK = "6 blocks 4096 -> 14336, 8 x 1024"
 
 QUICK_JOBS = {
     "GPT-2 nano, 2 x 32": gpt2("nano", 2, 32),
-    "GPT-2 nano, 2 x 32, all linears": all_linears(gpt2("nano", 2, 32), GPTConfig.of_size("nano")),
+    "GPT-2 nano, 2 x 32, all linears": all_linears(gpt2("nano", 2, 32)),
     "2 blocks 64 -> 128, 2 x 32": stack(2, 2, (64, 128), 2, 32),
 }
 CPU_JOBS = {"GPT-2 nano, 4 x 128": gpt2("nano", 4, 128)}
 GPU_JOBS = {
     "GPT-2 774M, 16 x 1024": _774M,
-    "GPT-2 774M, 16 x 1024, all linears": all_linears(_774M, GPTConfig.of_size("774M")),
+    "GPT-2 774M, 16 x 1024, all linears": all_linears(_774M),
     "GPT-2 124M, 32 x 1024": replace(_124M, names=(*NAMES, variants.SIMULATED)),
-    "GPT-2 124M, 32 x 1024, all linears": all_linears(_124M, GPTConfig.of_size("124M")),
+    "GPT-2 124M, 32 x 1024, all linears": all_linears(_124M),
     STACK: _STACK,
-    f"{STACK}, all linears": all_linears(_STACK, _WIDE),
+    f"{STACK}, all linears": all_linears(_STACK),
     "ViT-L/16, 64 images": vit("vit_large_patch16_224", 64, 1024, 196),
     "SAM ViT-L encoder, 4 images": sam_encoder("samvit_large_patch16", 4, 1024, 1024),
 }

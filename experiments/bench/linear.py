@@ -147,14 +147,11 @@ def dense_products(
     shape: Shape, dtype: torch.dtype, options: argparse.Namespace
 ) -> dict[torch.dtype, dict[str, float]]:
     """Milliseconds of each of the three products, dense, in `dtype` and on a GPU in FP8."""
-    tokens, inputs, outputs = shape
-    device = options.device
-    sizes = {"x": (tokens, inputs), "dy": (tokens, outputs), "w": (outputs, inputs)}
-    made = {
-        name: [torch.randn(size, device=device, dtype=dtype) for _ in range(BUFFERS)]
-        for name, size in sizes.items()
-    }
-    x, dy, w = made.values()
+    (tokens, inputs, outputs), device = shape, options.device
+    x, dy, w = (
+        [torch.randn(size, device=device, dtype=dtype) for _ in range(BUFFERS)]
+        for size in ((tokens, inputs), (tokens, outputs), (outputs, inputs))
+    )
     calls: dict[str, Call] = {
         "fprop": lambda i: F.linear(x[i], w[i]),
         "dgrad": lambda i: dy[i] @ w[i],
@@ -163,17 +160,11 @@ def dense_products(
     prefixes = {dtype: ""}
     if device.type == "cuda":
         prefixes[dense_fp8.E4M3] = "fp8 "
-        one, formats = torch.ones((), device=device), {"dy": dense_fp8.E5M2}
-        codes = {  # of each matrix and of its transpose
-            name: [dense_fp8.quantize(t, formats.get(name, dense_fp8.E4M3))[:2] for t in tensors]
-            for name, tensors in made.items()
-        }
-
-        def scaled(a: str, b: str, p: int, q: int, fast: bool, i: int) -> torch.Tensor:
-            return dense_fp8.product(codes[a][i][p], codes[b][i][q], (one, one), dtype, fast)
-
-        calls["fp8 fprop"] = partial(scaled, "x", "w", 0, 0, True)
-        calls["fp8 dgrad"] = partial(scaled, "dy", "w", 0, 1, False)
-        calls["fp8 wgrad"] = partial(scaled, "dy", "x", 1, 1, False)
+        x8, w8 = ([dense_fp8.quantize(t, dense_fp8.E4M3) for t in own] for own in (x, w))
+        dy8 = [dense_fp8.quantize(t, dense_fp8.E5M2) for t in dy]  # as above: codes, transposed
+        of, product = ((torch.ones((), device=device),) * 2, dtype), dense_fp8.product
+        calls["fp8 fprop"] = lambda i: product(x8[i][0], w8[i][0], *of, fast=True)
+        calls["fp8 dgrad"] = lambda i: product(dy8[i][0], w8[i][1], *of)
+        calls["fp8 wgrad"] = lambda i: product(dy8[i][1], x8[i][1], *of)
     times = in_turns(calls, device, options.repeats, BUFFERS)
     return {r: {p: times[of + p].ms for p in variants.PRODUCTS} for r, of in prefixes.items()}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -138,39 +138,32 @@ def with_bits(w: Tensor) -> Arguments:
 
 class ToPack:
     """The inputs of all packers: a matrix w, its transposable mask, a scale, a random key, and
-    buffers to pack into by layout; `pruned` is w pruned to 2:4 along its rows."""
+    buffers to pack into; `pruned` is w pruned to 2:4 along its rows, in the buffers' dtype."""
 
-    def __init__(self, w: Tensor) -> None:
+    def __init__(self, w: Tensor, dtype: torch.dtype, layout: str) -> None:
         self.w, self.mask, device = w, ck.transposable_mask24(w), w.device
         self.scale = torch.tensor(1.5, device=device)
         self.key = torch.tensor([77, 1], device=device)
-        self.pruned = w * ck.nm_mask(w)
-        self.pruned_fp8 = self.pruned.to(FP8)
-        self.out_fp8 = Packed24.empty(w.shape, FP8, device)
-        out, transposed = (Packed24.empty(s, BF16, device) for s in (w.shape, w.shape[::-1]))
-        self.out = {layout: replace(out, layout=layout) for layout in (BUFFERED, OWN)}
-        self.transposed = {layout: replace(transposed, layout=layout) for layout in self.out}
+        self.pruned = (w * ck.nm_mask(w)).to(dtype)
+        self.out = Packed24.empty(w.shape, dtype, device, layout)
+        self.transposed = Packed24.empty(w.shape[::-1], dtype, device, layout)
 
 
-def one_way(
-    i: ToPack, source: str, fp8: bool = False, layout: str = BUFFERED, backend: str | None = None
-) -> Packed24:
-    out = i.out_fp8 if fp8 else i.out[layout]
+def one_way(i: ToPack, source: str, backend: str | None = None) -> Packed24:
     mask, scale = i.mask if source == "mask" else None, i.scale if source == "soft" else None
-    pack24_(out, i.w, source, mask, scale, backend=backend)
-    return out
+    pack24_(i.out, i.w, source, mask, scale, backend=backend)
+    return i.out
 
 
 def two_ways(
-    i: ToPack, searched: bool = False, layout: str = BUFFERED, backend: str | None = None
+    i: ToPack, searched: bool = False, backend: str | None = None
 ) -> tuple[Packed24, Packed24]:
-    out = i.out[layout], i.transposed[layout]
-    pack_both24_(*out, i.w, None if searched else i.mask, backend=backend)
-    return out
+    pack_both24_(i.out, i.transposed, i.w, None if searched else i.mask, backend=backend)
+    return i.out, i.transposed
 
 
-def sample(i: ToPack, layout: str = BUFFERED, backend: str | None = None) -> Packed24:
-    stride = i.w.numel() // 4
+def sample(i: ToPack, backend: str | None = None) -> Packed24:
+    stride, layout = i.w.numel() // 4, i.out.layout
     return sample_pack24(i.w, i.key, stride, dtype=BF16, layout=layout, backend=backend)
 
 
@@ -246,17 +239,17 @@ def optimizer_step(rule: Rule, both: bool = False) -> Op:
 # --- the operators -------------------------------------------------------------------------------
 
 
-def packer(run: Function, moved: float, **more: Any) -> Op:
+def packer(
+    run: Function, moved: float, dtype: torch.dtype = BF16, layout: str = BUFFERED, **more: Any
+) -> Op:
     """A packer that moves as many bytes per entry besides those of the matrix itself."""
     libraries = {"_cslt_compress": lambda i: aten._cslt_compress(i.pruned)}
     if run is two_ways:
         tile = "_sparse_semi_structured_tile"
         libraries = {tile: lambda i: getattr(aten, tile)(i.w, GREEDY)}
-    elif more.get("fp8"):
-        libraries = {"_cslt_compress": lambda i: aten._cslt_compress(i.pruned_fp8)}
     return Op(
-        partial(run, **more), lambda b: b + moved, lambda w: (ToPack(w),), libraries=libraries,
-        gpu_only=True,
+        partial(run, **more), lambda b: b + moved, lambda w: (ToPack(w, dtype, layout),),
+        libraries=libraries, gpu_only=True,
     )  # fmt: skip
 
 
@@ -305,7 +298,7 @@ OPS = {
     ),
     "pack, magnitude": packer(one_way, 1.125, source="magnitude"),
     "pack, soft threshold and scale": packer(one_way, 1.125, source="soft"),
-    "pack, soft threshold and scale, fp8": packer(one_way, 0.625, source="soft", fp8=True),
+    "pack, soft threshold and scale, fp8": packer(one_way, 0.625, FP8, source="soft"),
     "pack, given mask": packer(one_way, 2.125, source="mask"),
     "pack both ways, given mask": packer(two_ways, 3.25),
     "pack both ways, exact search": packer(two_ways, 2.25, searched=True),

@@ -11,10 +11,9 @@ from __future__ import annotations
 import argparse
 import itertools
 import math
-import statistics
 import time
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -41,23 +40,10 @@ GIB = 2**30
 WARM_UP, PROFILED = 5, 2  # steps; on a CPU one
 
 
-@dataclass(frozen=True)
-class Place:
-    """A model and batch, and how the ranks share it."""
-
-    shape: str
-    job: Workload
-    kind: str
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        return METHODS if self.kind == FSDP2 else (*METHODS, ON_UNITS)
-
-
-def places(options: argparse.Namespace, ranks: int) -> list[Place]:
-    """The models that fit this device. With whole weights LLaMA has its 26 blocks only where they
-    and their optimizer leave room for 8 x 1024 tokens."""
-    found = []
+def places(options: argparse.Namespace, ranks: int) -> dict[tuple[str, str], Workload]:
+    """The models that fit this device, by shape and by how the ranks share them. With whole weights
+    LLaMA has its 26 blocks only where they and their optimizer leave room for 8 x 1024 tokens."""
+    found: dict[tuple[str, str], Workload] = {}
     for kind in (FSDP2, DDP) if ranks > 1 else (ALONE,):
         if options.quick or options.device.type == "cpu":
             llama = Llama(2, 64, 128, 320, (2, 32))
@@ -67,26 +53,26 @@ def places(options: argparse.Namespace, ranks: int) -> list[Place]:
             llama = Llama(26 if kind == FSDP2 or large else 16, 3200, 8640, 32000, (8, 1024))
             jobs = {"GPT-2 774M, 16 x 1024": gpt2("774M", 16, 1024)}
         jobs = {llama.shape: replace(llama.job, include="ffn"), **jobs}
-        found += [Place(shape, job, kind) for shape, job in jobs.items()]
-    return sorted(found, key=lambda place: place.shape, reverse=True)
+        found |= {(shape, kind): job for shape, job in jobs.items()}
+    return dict(sorted(found.items(), key=lambda place: place[0][0], reverse=True))
 
 
 def bench(options: argparse.Namespace, report: Report) -> None:
     with world(options.device.type) as here:
         options.device = here.device
         rows = {
-            f"{name}, {place.kind}, {place.shape}": (place, name)
-            for place in places(options, here.size)
-            for name in place.names
+            f"{name}, {kind}, {shape}": (name, kind, shape, job)
+            for (shape, kind), job in places(options, here.size).items()
+            for name in (METHODS if kind == FSDP2 else (*METHODS, ON_UNITS))
         }
-        dense: dict[Place, dict[str, float]] = {}
+        dense: dict[tuple[str, str], dict[str, float]] = {}
         for row in report.chosen(rows):
-            place, name = rows[row]
+            name, kind, shape, job = rows[row]
             start = time.perf_counter()
-            found, took = measure(place, name, options, here)
+            found, took = measure(name, kind, shape, job, options, here)
             if name == "dense":
-                dense[place] = {"dense": took.ms}
-            peers = dense.get(place, {})
+                dense[shape, kind] = {"dense": took.ms}
+            peers = dense.get((shape, kind), {})
             report.add(replace(found, time=took, peers=peers))
             figures = [f"{ms / took.ms:.3f} times as fast as dense" for ms in peers.values()]
             figures += [f"{figure} {value:,.4g}" for figure, value in found.figures.items()]
@@ -108,10 +94,10 @@ class Trained(nn.Module):
 class Shared(Step):
     """The step of a rank. compiles: compile its blocks."""
 
-    def __init__(self, name: str, place: Place, matmul: str, here: World) -> None:
-        self.kind, self.here = place.kind, here
+    def __init__(self, name: str, kind: str, job: Workload, matmul: str, here: World) -> None:
+        self.kind, self.here = kind, here
         self.compiles = here.device.type == "cuda"
-        super().__init__(name, place.job, here.device, matmul, fused=name != "dense")
+        super().__init__(name, job, here.device, matmul, fused=name != "dense")
 
     def distribute(self) -> None:
         for block in self.blocks if self.compiles else ():
@@ -136,30 +122,32 @@ class Shared(Step):
         torch.nn.utils.clip_grads_with_norm_(self.parameters, 1.0, norm)
 
 
-def measure(place: Place, name: str, options: argparse.Namespace, here: World) -> tuple[Row, Time]:
+def measure(
+    name: str, kind: str, shape: str, job: Workload, options: argparse.Namespace, here: World
+) -> tuple[Row, Time]:
     """The row of a method, and its time. Raises a `UserError` if products or weights are wrong."""
-    row = f"{name}, {place.kind}"
+    row = f"{name}, {kind}"
     matmul, on_gpu = variants.default_matmul(options), here.device.type == "cuda"
-    gate(name, place.job, here.device, matmul)
+    gate(name, job, here.device, matmul)
     begun = time.perf_counter()
     # A block under DDP is compiled as a whole: its gradients are sent while others are computed.
     patched = torch._dynamo.config.patch(optimize_ddp=False) if on_gpu else nullcontext()
     with patched, variants.compiling() if on_gpu else nullcontext():
-        step = Shared(name, place, matmul, here)
+        step = Shared(name, kind, job, matmul, here)
         step.ordinary()
         step.wait()
         first_s = time.perf_counter() - begun
         for _ in range(WARM_UP if on_gpu else 1):
             step.ordinary()
         times, figures = timed(step, options.repeats)
-        figures |= profiled(step, row, place.shape, options, here)
+        figures |= profiled(step, row, shape, options, here)
     parameters = sum(p.numel() for p in step.parameters)  # of a DTensor the whole
     figures |= {"first step s": first_s, "parameters M": parameters / 1e6}
     check(step, row, here)
-    used, job = f"{step.used}; {here.size} x {place.kind}", place.job
+    used = f"{step.used}; {here.size} x {kind}"
     step.close()
     figures = {f"{job.unit}/s per GPU": 1e3 * job.items / times.ms, **figures}
-    return Row(row, precision(here.device), place.shape, used, figures=figures), times
+    return Row(row, precision(here.device), shape, used, figures=figures), times
 
 
 def timed(step: Shared, steps: int) -> tuple[Time, dict[str, float]]:
@@ -185,7 +173,7 @@ def timed(step: Shared, steps: int) -> tuple[Time, dict[str, float]]:
         figures["peak GiB"] = max(step.here.all_gather(torch.cuda.max_memory_allocated() / GIB))
     found = quantiles(samples, "events" if on_gpu else "host", load)
     figures |= {"min ms": min(samples), "max ms": max(samples), "host ms": host}
-    return replace(found, ms=statistics.median(samples)), figures
+    return found, figures
 
 
 def mark(on_gpu: bool) -> Any:

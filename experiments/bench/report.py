@@ -149,9 +149,7 @@ class Report:
 
     def save(self, earlier: list[dict[str, Any]]) -> None:
         """Save the record: the new rows replace rows of `earlier` with the same keys."""
-        new = {identity(row): row for row in self.rows}
-        old = {identity(row): row for row in earlier}
-        rows = list({**old, **new}.values())
+        rows = list({identity(row): row for row in [*earlier, *self.rows]}.values())
         self.record["benchmarks"][self.benchmark] = {"rows": rows, "left_out": self.left_out}
         if not self.silent:
             write_json(self.out, self.record)

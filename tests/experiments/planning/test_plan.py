@@ -14,12 +14,12 @@ import experiments
 import methods
 from experiments import plan as driver
 from experiments.bench import variants
-from experiments.bench.jobs import MLP, Stack, square
+from experiments.bench.jobs import MLP, square
 from experiments.config.compose import composed
 from experiments.planning import plan as planning
 from experiments.planning.footprint import Footprint, footprint
 from experiments.planning.plan import MIB, lines, per_gpu
-from models.gpt2 import GPT, GPTConfig
+from models.gpt2 import GPT, Block, GPTConfig
 from tests.each import each
 
 RESULTS = Path(experiments.__file__).parent / "bench_results"
@@ -51,7 +51,7 @@ def measured_step(shape, name):
     elif found.re is STACK:
         layers, width, inner, *size = map(int, found.groups()[:5])
         config = GPTConfig(layers, 32, width, vocab_size=1, n_inner=inner)
-        build = partial(Stack, config)
+        build = lambda: torch.nn.Sequential(*(Block(config) for _ in range(layers)))  # noqa: E731
         loss = lambda model: square(model(torch.zeros(*size, width)))  # noqa: E731
     else:
         size = int(found[2]), int(found[3])
