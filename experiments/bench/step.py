@@ -39,11 +39,10 @@ def gate(name: str, job: Workload, device: torch.device, matmul: str) -> None:
 
 class Step:
     """A model under a method with its optimizer, whose steps are run one after the other. fused:
-    use `methods.FusedAdamW`. dtype: of autocast, by default bf16 on a GPU; fp32 means none.
+    use `methods.FusedAdamW`. dtype: of autocast, fp32 means none.
     first_s: seconds to the end of the first step, including building the model and compilation."""
 
     first_s = 0.0
-    accumulated = 1
 
     def __init__(
         self,
@@ -52,14 +51,13 @@ class Step:
         device: torch.device,
         matmul: str,
         fused: bool = False,
-        dtype: torch.dtype | None = None,
     ) -> None:
         torch.manual_seed(0)
         self.device, self.name = device, name
         self.others = torch.cuda.memory_allocated() if device.type == "cuda" else 0
         with device:
             self.model, self.forward, self.blocks = job.build()
-        self.dtype = dtype or variants.dtype_of(device)
+        self.dtype = variants.dtype_of(device)
         self.converted: Converted = variants.convert(
             name, self.model, job.include, self.dtype, job.tokens, matmul
         )
@@ -74,11 +72,6 @@ class Step:
 
     def distribute(self) -> None:
         """Share the converted model with other ranks, before its optimizer is made."""
-
-    def compile(self, backend: str = "inductor") -> None:
-        """Compile the blocks separately; they share their code, so one compilation serves all."""
-        for block in self.blocks:
-            block.compile(fullgraph=True, backend=backend)
 
     def gradients(self) -> list[Tensor | None]:
         """The gradients of the first micro-batch of step 0."""
@@ -112,12 +105,9 @@ class Step:
         return torch.autocast(self.device.type, self.dtype) if mixed else nullcontext()
 
     def run(self, number: int) -> None:
-        """Run step `number`, of as many micro-batches as are `accumulated`."""
+        """Run step `number`, of one micro-batch."""
         self.converted.before(number)
-        for part in range(self.accumulated):
-            if part:
-                self.converted.method.open_micro_batch()
-            self.loss().backward()
+        self.loss().backward()
         self.update(number)
         self.optimizer.zero_grad()
 
@@ -186,8 +176,9 @@ def ready(name: str, job: Workload, device: torch.device, matmul: str, fused: bo
     """A warmed-up step; on a GPU its blocks are compiled and checked."""
     start = time.perf_counter()
     step = Step(name, job, device, matmul, fused)
-    if on_gpu := device.type == "cuda":
-        step.compile()
+    on_gpu = device.type == "cuda"
+    for block in step.blocks if on_gpu else ():  # they share their code: one compilation serves all
+        block.compile(fullgraph=True)
     with variants.compiling() if on_gpu else nullcontext():
         step.ordinary()
     step.wait()

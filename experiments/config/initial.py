@@ -95,19 +95,15 @@ class HFConfig:
         found = {path.name: sha256(path) for path in paths if path.is_file()}
         return hashlib.sha256(json.dumps(found).encode()).hexdigest()[:16]
 
-    def build(self) -> CausalLM:
-        """The model with its weights, on the CPU."""
+    def build(self, weights: bool = True) -> CausalLM:
+        """The model with its weights, on the CPU, or without them, on the meta device."""
         from transformers.utils import logging
 
         logging.disable_progress_bar()
         try:
-            return CausalLM.from_pretrained(self.folder, self.block_size)
+            return CausalLM.from_pretrained(self.folder, self.block_size, weights=weights)
         except ValueError as error:
             raise UserError(f"model.path={self.path}: {error}") from error
-
-    def build_shape(self) -> CausalLM:
-        """The model on the meta device, without its weights."""
-        return CausalLM.from_pretrained(self.folder, self.block_size, weights=False)
 
     def build_ours(self) -> GPT | BertLM | ViT:
         """This project's model with the same outputs, on the CPU in fp32."""

@@ -196,7 +196,7 @@ class RunConfig(Identified):
         """The model of `build_model` on the meta device, where its tensors take no memory."""
         with torch.device("meta"):
             if isinstance(self.model, HFConfig):
-                return self.model.build_shape()
+                return self.model.build(weights=False)
             return self.build_model()
 
     def build_method(self) -> methods.Method:

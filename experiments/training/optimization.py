@@ -31,6 +31,9 @@ MAX_SKIPPED_IN_A_ROW = 50
 # The dtype of autocast for each `train.dtype`; None: no autocast.
 DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
+# The parts of an `Optimization` that have a state of their own.
+STATEFUL = ("model", "method", "optimizer", "scaler")
+
 
 class NonFiniteGradient(Exception):
     """The gradient of a step, with this loss, is not finite; the weights are still as before it."""
@@ -79,8 +82,8 @@ def make_optimizer(
     """The optimizer that `train` names, with the model's parameter groups. fused: use the AdamW
     that does the method's work on the weights in its own pass."""
     groups = model.param_groups(train.weight_decay)
+    options: dict[str, Any] = {"lr": train.learning_rate, "betas": train.betas}
     if train.optimizer == "adamw":
-        options: dict[str, Any] = {"lr": train.learning_rate, "betas": train.betas}
         if fused and not method.capabilities.needs_adamw:
             return FusedAdamW(groups, eps=train.eps, **options)
         return method.optimizer(groups, eps=train.eps, fused=True, **options)
@@ -92,11 +95,9 @@ def make_optimizer(
     from timm.optim import Lamb, Lion
 
     if train.optimizer == "lion":
-        return Lion(groups, lr=train.learning_rate, betas=train.betas)
+        return Lion(groups, **options)
     # Our step clips the gradient, so the optimizer's own clipping is turned off.
-    return Lamb(
-        groups, lr=train.learning_rate, betas=train.betas, eps=train.eps, max_grad_norm=None
-    )
+    return Lamb(groups, eps=train.eps, max_grad_norm=None, **options)
 
 
 class Optimization:
@@ -236,14 +237,8 @@ class Optimization:
 
     def state_dict(self) -> dict[str, Any]:
         """All that the next step depends on: states of model, method, optimizer and scaler."""
-        return {
-            "model": self.model.state_dict(),
-            "method": self.method.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
-            "scaler": self.scaler.state_dict(),
-            "skipped": self.skipped,
-            "skipped_in_a_row": self.skipped_in_a_row,
-        }
+        states = {name: getattr(self, name).state_dict() for name in STATEFUL}
+        return {**states, "skipped": self.skipped, "skipped_in_a_row": self.skipped_in_a_row}
 
     def places(self) -> dict[str, Any]:
         """A tree like `state_dict()` whose tensors show where those of a loaded state belong."""
@@ -255,10 +250,8 @@ class Optimization:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.model.load_state_dict(state["model"])
-        self.method.load_state_dict(state["method"])
-        self.optimizer.load_state_dict(state["optimizer"])
-        self.scaler.load_state_dict(state["scaler"])
+        for name in STATEFUL:
+            getattr(self, name).load_state_dict(state[name])
         self.skipped = state["skipped"]
         self.skipped_in_a_row = state["skipped_in_a_row"]
 

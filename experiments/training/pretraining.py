@@ -28,7 +28,6 @@ from experiments.training.optimization import DTYPES, micro_batch_size
 from experiments.training.routine import Finalized, Training, finalized_averages, save_model
 from experiments.training.sharding import Shards, check_shardable, shards_weights
 from experiments.training.trainer import Built, Evaluation, Trainer
-from methods.nn.acceleration import Acceleration
 from methods.nn.ranks import alone
 from models.base import Model
 
@@ -185,12 +184,17 @@ class Pretraining(Training):
             for r in results.read_metrics(self.directory / "metrics.jsonl")
             if "loss" in r
         )
-        size = trainer.micro_batch * trainer.world.size
-        result["acceleration"] = saved = gain(
-            trainer.method.acceleration,
-            1e3 * result["step_seconds"],
-            -(-trainer.train.batch_size // size),
-        )
+        parts = -(-trainer.train.batch_size // (trainer.micro_batch * trainer.world.size))
+        step = result["acceleration"] = None
+        if (found := trainer.method.acceleration) is not None and found.layers:
+            ms = 1e3 * result["step_seconds"]
+            step = {
+                "ms": ms,
+                "micro_batches": parts,
+                "saved_ms": parts * found.saved_ms,
+                "expected_gain": found.gain(ms, parts),
+            }
+            result["acceleration"] = {**found.as_dict(), "step": step}
         wrote = keep_tokenizer(result["corpus"], self.source.directory, self.directory)
         if self.averaged is not None:
             wrote += save_model(self.averaged, self.directory / AVERAGED)
@@ -198,30 +202,12 @@ class Pretraining(Training):
             wrote += tensor_files.save(done.latent, self.directory / LATENT)
         scores = ", ".join(f"{name} {value:.4f}" for name, value in done.metrics.items())
         self.report(f"{scores}, {trainer.seconds:.0f} s of training")
-        if saved and saved["step"]["saved_ms"]:
-            step = saved["step"]
+        if step is not None and step["saved_ms"]:
             self.report(
                 f"{step['ms']:.4g} ms a step; sparse products save {step['saved_ms']:.3g} ms of "
                 f"it: alone they make it {step['expected_gain']:.2f} times as fast"
             )
         return wrote
-
-
-def gain(
-    acceleration: Acceleration | None, step_ms: float, micro_batches: int
-) -> dict[str, Any] | None:
-    """The record of how each layer's products ran and why (`Acceleration.as_dict`), and for a
-    `step` the milliseconds that sparse products save (`saved_ms`) and its speed-up over dense
-    products (`expected_gain`). None if no layer has products to choose from."""
-    if acceleration is None or not acceleration.layers:
-        return None
-    step = {
-        "ms": step_ms,
-        "micro_batches": micro_batches,
-        "saved_ms": micro_batches * acceleration.saved_ms,
-        "expected_gain": acceleration.gain(step_ms, micro_batches),
-    }
-    return {**acceleration.as_dict(), "step": step}
 
 
 def held_out(

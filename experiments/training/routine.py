@@ -189,7 +189,7 @@ def _train(training: Training, trainer: Trainer, shards: Shards | None) -> dict[
             torch.cuda.reset_peak_memory_stats()
         trainer.fit()
         training.trained(trainer, shards)
-        done = _finalize(trainer, shards, tuple(patterns), training.measure)
+        done = _finalize(training, trainer, shards)
         if not math.isfinite(done.metrics.get("val_loss", 0.0)):
             raise trainer.optimization.diverged(
                 f"val_loss is {done.metrics['val_loss']} after the last step"
@@ -219,13 +219,9 @@ def _train(training: Training, trainer: Trainer, shards: Shards | None) -> dict[
     return here.broadcast_from_rank0(deliver)  # all ranks learn of an error such as a full disk
 
 
-def _finalize(
-    trainer: Trainer,
-    shards: Shards | None,
-    converted: tuple[str, ...],
-    measure: Callable[[Trainer], dict[str, float]],
-) -> Finalized:
-    """Finalize a trained model, and record what `measure` then returns as the last evaluation."""
+def _finalize(training: Training, trainer: Trainer, shards: Shards | None) -> Finalized:
+    """Finalize a trained model, and record its `measure` as the last evaluation."""
+    converted = tuple(trainer.method.layers)
     # Files are written from the full weights, which only rank 0 has if they are sharded.
     full = (trainer.model, trainer.method) if shards is None else shards.unsharded()
     layers = {} if full is None else full[1].sparse_layers
@@ -237,7 +233,7 @@ def _finalize(
         trainer.method.finalize(trainer.model)
     else:
         shards.finalize()
-    metrics = measure(trainer)
+    metrics = training.measure(trainer)
     trainer.log_last(metrics)
     if shards is not None and full is not None:
         full[1].finalize(full[0])
@@ -255,10 +251,8 @@ def finalized_averages(trainer: Trainer, shards: Shards | None) -> nn.Module | N
     if not trainer.averages:
         return None
     with averages.applied(trainer.model, trainer.averages):
-        if shards is None:
-            copied: Any = copy.deepcopy((trainer.model, trainer.method))
-        else:
-            copied = shards.unsharded()
+        own = trainer.model, trainer.method
+        copied = copy.deepcopy(own) if shards is None else shards.unsharded()
     if copied is None:
         return None
     model, method = copied

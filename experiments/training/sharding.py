@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -89,7 +90,7 @@ class Shards:
         try:
             for each in (model, teacher):
                 if each is not None:
-                    shard(each, mesh, dtype, impl.offload, keeps_root=each is model, world=world)
+                    shard(each, mesh, dtype, impl.offload, world, keeps_root=each is model)
             sharding.shard_layers(method.layers.values(), model)
         except ValueError as error:
             raise UserError(f"impl.shard=fsdp2: {error}") from error
@@ -119,17 +120,17 @@ class Shards:
 def shard(
     model: nn.Module,
     mesh: Any,
-    dtype: torch.dtype | None = None,
-    offload: bool = False,
-    keeps_root: bool = False,
-    world: World | None = None,
+    dtype: torch.dtype | None,
+    offload: bool,
+    world: World,
+    keeps_root: bool,
 ) -> None:
     """Shard each block of `model`, and the parameters outside of blocks.
 
     dtype: autocast's dtype, if any.
     offload: keep the shards in the host's memory.
+    world: its rank 0 provides the weights.
     keeps_root: keep parameters outside of blocks gathered from the forward to the backward pass.
-    world: its rank 0 provides the weights; if None, every rank has them.
     """
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
@@ -140,8 +141,7 @@ def shard(
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu")
     done: set[nn.Module] = set()
     for part in (*blocks(model).values(), model):
-        if world is not None:
-            _materialize_from_rank0(part, done, world)
+        _materialize_from_rank0(part, done, world)
         if part is model:
             options["reshard_after_forward"] = None if keeps_root else True
         if dtype is not None and gathers_rounded():
@@ -201,10 +201,7 @@ def gathers_rounded() -> bool:
 
 def _rounded(model: nn.Module) -> Iterator[nn.Parameter]:
     """Yield the parameters that are used only in autocast's dtype."""
-    everywhere: dict[int, int] = {}
-    for module in model.modules():
-        for parameter in module._parameters.values():
-            everywhere[id(parameter)] = everywhere.get(id(parameter), 0) + 1
+    everywhere = Counter(id(p) for module in model.modules() for p in module._parameters.values())
     for module in model.modules():
         if type(module) is nn.Linear or (
             isinstance(module, SparseLinear) and module.rounds_first and not module.precision

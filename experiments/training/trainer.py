@@ -81,6 +81,7 @@ class Trainer:
         self.model, self.method, self.train, self.group = model, method, train, group
         self.source, self.evaluation = built.source, built.evaluation
         self.identity, self.directory, self.world = identity, directory, world
+        self.checkpoints = directory / "checkpoints"
         self.micro_batch, self.impl = built.micro_batch, impl
         self.config, self.report = config, report
         self.saver = Saver(self.checkpoints, world)
@@ -114,10 +115,6 @@ class Trainer:
         """True if this process replays passes from CUDA graphs."""
         replays = self.optimization.replays
         return replays is not None and replays.steps > 0 and not replays.given_up
-
-    @property
-    def checkpoints(self) -> Path:
-        return self.directory / "checkpoints"
 
     def fit(self) -> None:
         """Train to the end. Raises `Diverged` if most steps were skipped, or one is not finite."""
