@@ -15,7 +15,6 @@ import statistics
 import tempfile
 import time
 from contextlib import nullcontext
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -52,58 +51,51 @@ TOKENS, CALLS = 64, 20  # of the rows of the host
 BLOCK = 4  # steps in a sample of the Trainer
 
 
-@dataclass(frozen=True)
-class Llama:
-    """A LLaMA and its batch."""
+def llama(
+    layers: int, hidden: int, intermediate: int, vocabulary: int, batch: tuple[int, int]
+) -> tuple[str, Workload]:
+    """The shape of a LLaMA with its batch, in words, and its workload."""
 
-    layers: int
-    hidden: int
-    intermediate: int
-    vocabulary: int
-    batch: tuple[int, int]
-
-    @property
-    def shape(self) -> str:
-        sequences, length = self.batch
-        widths = f"{self.hidden} -> {self.intermediate}"
-        return f"LLaMA, {self.layers} x {widths}, {sequences} x {length}"
-
-    @property
-    def job(self) -> Workload:
-        tokens, linears = self.batch[0] * self.batch[1], mlp(self.hidden, self.intermediate)
-        return Workload(self.build, tokens, tokens, "tokens", linears, include="all")
-
-    def build(self) -> Built:
+    def build() -> Built:
         from transformers import LlamaConfig, LlamaForCausalLM
 
         config = LlamaConfig(
-            vocab_size=self.vocabulary, hidden_size=self.hidden, num_hidden_layers=self.layers,
-            intermediate_size=self.intermediate, num_attention_heads=max(2, self.hidden // 128),
+            vocab_size=vocabulary, hidden_size=hidden, num_hidden_layers=layers,
+            intermediate_size=intermediate, num_attention_heads=max(2, hidden // 128),
             use_cache=False,
         )  # fmt: skip
         model: Any = LlamaForCausalLM(config)
-        ids = torch.randint(self.vocabulary, self.batch)
+        ids = torch.randint(vocabulary, batch)
         return model, lambda: model(input_ids=ids, labels=ids).loss, list(model.model.layers)
 
+    (sequences, length), linears = batch, mlp(hidden, intermediate)
+    shape, tokens = f"{layers} x {hidden} -> {intermediate}", sequences * length
+    job = Workload(build, tokens, tokens, "tokens", linears, include="all")
+    return f"LLaMA, {shape}, {sequences} x {length}", job
 
-QUICK = {"": Llama(2, 64, 128, 320, (2, 32)), WIDE: Llama(1, 128, 256, 320, (2, 32))}
+
+BATCH, QUICK_BATCH = (8, 1024), (2, 32)
 LARGE = {
-    "": Llama(12, 2048, 8192, 32000, (8, 1024)),
-    WIDE: Llama(4, 4096, 14336, 32000, (8, 1024)),
+    "": llama(12, 2048, 8192, 32000, BATCH),
+    WIDE: llama(4, 4096, 14336, 32000, BATCH),
+    IMAGES: ("ViT-L/16, 64 images", vit("vit_large_patch16_224", 64, 1024, 196)),
+}
+QUICK = {
+    **LARGE,
+    "": llama(2, 64, 128, 320, QUICK_BATCH),
+    WIDE: llama(1, 128, 256, 320, QUICK_BATCH),
 }
 
 
 def bench(options: argparse.Namespace, report: Report) -> None:
     on_gpu = options.device.type == "cuda"
     small = options.quick or not on_gpu
-    llamas = QUICK if small else LARGE
     matmul, chosen = variants.default_matmul(options), report.chosen([*HOSTS, *NAMES])
     if options.missing:
         chosen = report.lacking(chosen)
     for name in [name for name in HOSTS if name in chosen]:
         report.add(host(name, 64 if small else 4096, matmul, options))
-    jobs = {kind: (llama.shape, llama.job) for kind, llama in llamas.items()}
-    jobs[IMAGES] = "ViT-L/16, 64 images", vit("vit_large_patch16_224", 64, 1024, 196)
+    jobs, batch = (QUICK, QUICK_BATCH) if small else (LARGE, BATCH)
     groups: dict[tuple[str, bool], list[str]] = {}
     for name in [name for name in NAMES if name in chosen]:
         kind = next((kind for kind in (WIDE, IMAGES) if name.startswith(kind)), "")
@@ -118,7 +110,7 @@ def bench(options: argparse.Namespace, report: Report) -> None:
             try:
                 own = loop(name)
                 if TRAINER in name:
-                    report.add(in_the_trainer(own, loop(name), llamas[kind].batch, options))
+                    report.add(in_the_trainer(own, loop(name), batch, options))
                     continue
                 dense = dense or loop("dense")
                 calls = {"own": own.next, "dense": dense.next}

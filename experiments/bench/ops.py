@@ -25,25 +25,17 @@ BUFFERS = 2
 
 
 def bench(options: argparse.Namespace, report: Report) -> None:
-    if options.device.type == "cpu":
-        left_out = [name for name, op in OPS.items() if op.gpu_only]
-        names = report.chosen(name for name in OPS if name not in left_out)
-        measure(names, [torch.float32], options, report)
-        report.leave_out(f"without a GPU: {'; '.join(left_out)}")
-    else:
-        measure(report.chosen(OPS), [BF16, torch.float32], options, report)
-
-
-def measure(
-    names: list[str], dtypes: list[torch.dtype], options: argparse.Namespace, report: Report
-) -> None:
-    """Add a row for every operator and dtype; the weights of optimizer steps are fp32."""
-    for dtype in dtypes:
+    on_gpu = options.device.type == "cuda"
+    left_out = [name for name, op in OPS.items() if op.gpu_only and not on_gpu]
+    names = report.chosen(name for name in OPS if name not in left_out)
+    for dtype in (BF16, torch.float32) if on_gpu else (torch.float32,):
         inputs = matrices(dtype, options)
         for name in names:
             if dtype is torch.float32 or not OPS[name].fp32:
                 check(name, inputs[0])
                 report.add(time_op(name, inputs, options, report))
+    if left_out:
+        report.leave_out(f"without a GPU: {'; '.join(left_out)}")
 
 
 def matrices(dtype: torch.dtype, options: argparse.Namespace) -> list[Tensor]:

@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from experiments.bench import profile, variants
 from experiments.bench.jobs import Workload, gpt2
-from experiments.bench.loop import Llama
+from experiments.bench.loop import llama
 from experiments.bench.report import Report, Row
 from experiments.bench.step import Step, gate, precision
 from experiments.bench.timing import Time, quantiles, read_load
@@ -46,13 +46,14 @@ def places(options: argparse.Namespace, ranks: int) -> dict[tuple[str, str], Wor
     found: dict[tuple[str, str], Workload] = {}
     for kind in (FSDP2, DDP) if ranks > 1 else (ALONE,):
         if options.quick or options.device.type == "cpu":
-            llama = Llama(2, 64, 128, 320, (2, 32))
+            shape, job = llama(2, 64, 128, 320, (2, 32))
             jobs = {"GPT-2 nano, 2 x 32": gpt2("nano", 2, 32)}
         else:
             large = torch.cuda.get_device_properties(options.device).total_memory > 100 * GIB
-            llama = Llama(26 if kind == FSDP2 or large else 16, 3200, 8640, 32000, (8, 1024))
+            layers = 26 if kind == FSDP2 or large else 16
+            shape, job = llama(layers, 3200, 8640, 32000, (8, 1024))
             jobs = {"GPT-2 774M, 16 x 1024": gpt2("774M", 16, 1024)}
-        jobs = {llama.shape: replace(llama.job, include="ffn"), **jobs}
+        jobs = {shape: replace(job, include="ffn"), **jobs}
         found |= {(shape, kind): job for shape, job in jobs.items()}
     return dict(sorted(found.items(), key=lambda place: place[0][0], reverse=True))
 

@@ -99,18 +99,16 @@ def world(device: str, offload: bool = False) -> Iterator[World]:
             )
         torch.cuda.set_device(local_rank)
     place = torch.device(kind, local_rank) if kind == "cuda" else torch.device("cpu")
-    if dist.is_initialized():
-        yield World(dist.get_rank(), dist.get_world_size(), place)
-        dist.barrier()  # so that every rank sees what rank 0 wrote
-        return
-    _join("gloo" if kind == "cpu" else "cpu:gloo,cuda:nccl" if offload else "nccl")
+    if joins := not dist.is_initialized():
+        _join("gloo" if kind == "cpu" else "cpu:gloo,cuda:nccl" if offload else "nccl")
     try:
         yield World(dist.get_rank(), dist.get_world_size(), place)
-        # gloo's threads outlive the group and, while busy, abort an interpreter that ends
-        # (github.com/pytorch/pytorch/pull/179291).
+        # Every rank then sees what rank 0 wrote. Besides, gloo's threads outlive the group and,
+        # while busy, abort an interpreter that ends (github.com/pytorch/pytorch/pull/179291).
         dist.barrier()
     finally:
-        dist.destroy_process_group()
+        if joins:
+            dist.destroy_process_group()
 
 
 def _join(backend: str) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -93,19 +93,6 @@ def capture(part: Callable[[], Any], pool: object) -> tuple[Callable[[], None], 
     return graph.replay, result
 
 
-class _Graph(NamedTuple):
-    inputs: Batch  # the tensors from which a replay reads its micro-batch
-    replay: Callable[[], None]
-    loss: Tensor  # the tensor to which it writes the loss
-
-    def run(self, batch: Batch) -> Tensor:
-        """Replay the passes of a micro-batch and return its loss."""
-        for name, value in self.inputs.items():
-            value.copy_(batch[name], non_blocking=True)
-        self.replay()
-        return self.loss
-
-
 class Replays:
     """Replays the passes of steps, once enough steps of the same kind have been launched: with the
     same phase of the method, flags of the layers, shapes and shares of the micro-batches, and
@@ -141,7 +128,7 @@ class Replays:
     def forget(self) -> None:
         """Free the graphs and their memory; the next steps are launched."""
         self._count = 0  # steps of this kind so far
-        self._graphs: dict[tuple[bool, Form], _Graph] = {}
+        self._graphs: dict[tuple[bool, Form], Callable[[Batch], Tensor]] = {}
         self._gradients: list[Tensor | None] = []
         self._pool: object = None
 
@@ -174,7 +161,7 @@ class Replays:
             if first:  # it writes the gradients, and the others add to them
                 for parameter, gradient in zip(self.parameters, self._gradients, strict=True):
                     parameter.grad = gradient
-            yield partial(self._graphs[first, form].run, batch)
+            yield partial(self._graphs[first, form], batch)
         self.steps += bool(self._graphs)
         self._count += 1
 
@@ -208,7 +195,14 @@ class Replays:
                 "nothing in them may wait for the GPU or read back from it; set "
                 "impl.cuda_graphs=false and start again to continue from the last checkpoint"
             ) from error
-        self._graphs[first, form] = _Graph(inputs, replay, loss)
+
+        def run(batch: Batch) -> Tensor:
+            for name, value in inputs.items():  # from which a replay reads its micro-batch
+                value.copy_(batch[name], non_blocking=True)
+            replay()
+            return loss
+
+        self._graphs[first, form] = run
         if first:
             self._gradients = [p.grad for p in self.parameters]
         return True
