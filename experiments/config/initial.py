@@ -206,12 +206,8 @@ def load_weights(model: nn.Module, directory: Path, file: str = WEIGHTS) -> None
         state = tensor_files.load(directory / file, next(model.parameters()).device)
         lowrank.attach(model, state)  # where the weights have low-rank terms
     own = dict(model.named_parameters())
-    wrong = sorted(
-        name
-        for name in own.keys() | state.keys()
-        if name not in own or name not in state or own[name].shape != state[name].shape
-    )
-    if wrong:
+    here, there = ({name: t.shape for name, t in tensors.items()} for tensors in (own, state))
+    if wrong := sorted({name for name, _ in here.items() ^ there.items()}):
         raise UserError(
             f"the weights in {directory} do not fit the model: {wrong[0]} and {len(wrong) - 1} "
             "more differ; set model.* to its shape"

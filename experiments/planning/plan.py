@@ -90,38 +90,36 @@ def loss_of(
     run: RunConfig, method: methods.Method, samples: int, hf: Any = None
 ) -> Callable[[Any], Tensor]:
     """A function that computes the model's loss on a micro-batch of `samples` samples."""
-    shape, zeros = cast(Any, run.model), torch.zeros
+    shape, zeros, indices = cast(Any, run.model), torch.zeros, torch.int64
+    tensors: dict[str, tuple[tuple[int, ...], torch.dtype]]
     if isinstance(shape, ViTConfig):
         size, dino = (3, shape.image_size, shape.image_size), run.dino
-        if dino is None:
-            return lambda model: method.loss(
-                model, {"input": zeros(samples, *size), "target": zeros(samples).long()}
-            )
-        local = (dino.local_crops, 3, dino.local_size, dino.local_size)
-        crops = {"global_crops": (2, *size), "local_crops": local}
-        return lambda model: method.loss(
-            model, {name: zeros(samples, *own) for name, own in crops.items()}
-        )
-    if isinstance(run.data, MLMConfig):
+        tensors = {"input": (size, torch.float32), "target": ((), indices)}
+        if dino is not None:
+            local = (dino.local_crops, 3, dino.local_size, dino.local_size)
+            crops = {"global_crops": (2, *size), "local_crops": local}
+            tensors = {name: (own, torch.float32) for name, own in crops.items()}
+    elif isinstance(run.data, MLMConfig):
         tokens = run.data.sequence_length or shape.block_size
         most = run.data.max_predictions or tokens
         predicted = samples * min(most, max(1, round(run.data.mask_probability * tokens)))
 
         def masked(model: BertLM) -> Tensor:  # here simply the first words are masked
-            hidden = model.bert(zeros(samples, tokens, dtype=torch.int64))
+            hidden = model.bert(zeros(samples, tokens, dtype=indices))
             logits = model.predictions(hidden.flatten(0, 1)[:predicted])
-            return F.cross_entropy(logits, zeros(predicted, dtype=torch.int64))
+            return F.cross_entropy(logits, zeros(predicted, dtype=indices))
 
         return masked
-    names = ["input", "target"]
-    if isinstance(run.data, PairsConfig):  # a sample is a bundle of pairs
+    elif isinstance(run.data, PairsConfig):  # a sample is a bundle of pairs
         tokens = min(run.data.max_tokens or shape.block_size, shape.block_size)
         samples *= max(1, run.data.batch_tokens // tokens)
-        names += ["source", "source_mask"]
+        names = ("input", "target", "source", "source_mask")
+        tensors = dict.fromkeys(names, ((tokens,), indices))
     else:
         tokens = shape.block_size or hf.max_position_embeddings
+        tensors = dict.fromkeys(("input", "target"), ((tokens,), indices))
     return lambda model: method.loss(
-        model, {name: zeros(samples, tokens, dtype=torch.int64) for name in names}
+        model, {name: zeros(samples, *own, dtype=of) for name, (own, of) in tensors.items()}
     )
 
 

@@ -11,6 +11,7 @@ import copy
 import inspect
 from collections import Counter
 from collections.abc import Iterator
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -159,19 +160,12 @@ def shard(
 @torch.no_grad()
 def _materialize_from_rank0(module: nn.Module, done: set[nn.Module], world: World) -> None:
     """Give modules in `module` that are not yet `done` rank 0's tensors; tied ones stay tied."""
-    found: dict[int, tuple[Tensor, Tensor]] = {}  # old and new, by the old one's id; keeps both
+    of_rank0 = cache(partial(_broadcast_tensor, world=world))
     for part in module.modules():
-        if part in done:
-            continue
-        done.add(part)
-        for tensors in (part._parameters, part._buffers):
+        for tensors in (part._parameters, part._buffers) if part not in done else ():
             places: dict[str, Any] = tensors
-            for name, own in places.items():
-                if own is None:
-                    continue
-                if id(own) not in found:
-                    found[id(own)] = own, _broadcast_tensor(own, world)
-                places[name] = found[id(own)][1]
+            places.update({name: of_rank0(own) for name, own in places.items() if own is not None})
+        done.add(part)
 
 
 def _broadcast_tensor(own: Tensor, world: World) -> Tensor:
