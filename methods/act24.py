@@ -21,7 +21,7 @@ dense squared ReLU.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -34,12 +34,11 @@ from common_kernels.pack import check_form
 from common_kernels.pack.operands import MULTIPLE, fill_up
 from common_kernels.relu24 import relu24, relu24_backward, relu24_codes, relu24_packed
 
-from .nn import base, conversion, delayed, dtensors
+from .nn import base, conversion, delayed, dtensors, precision
 from .nn.fp8_gemms import quantized_gradient, quantized_input, weight_gradient
 from .nn.gemms import Products, without_autocast
 from .nn.operands import Fp8, flat, save, saved, with_leading_dims
 from .nn.phases import SwitchedMethod
-from .nn.precision import hold_operands
 from .semi_sparse import ActivationLinear
 
 
@@ -159,7 +158,7 @@ class Linear(ActivationLinear):
     @torch.no_grad()
     def hold(self) -> None:
         """Hold no operand, or in FP8 the codes of the weight, which is not packed."""
-        hold_operands(self)
+        precision.hold_operands(self)
         self.operand = None
         self.refresh()
 
@@ -168,7 +167,7 @@ class Linear(ActivationLinear):
 
     def in_fp8(self) -> tuple[Any, ...]:
         """The codes for fprop and dgrad, the formats, and the state of delayed scaling."""
-        return *self.precision.operands(self), self.precision.formats, *delayed.of(self)
+        return *precision.operands(self), self.precision, *delayed.of(self)
 
     def cast(self, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
         """Weight and bias in `dtype`, which pass their gradients on."""
@@ -218,9 +217,9 @@ class Down(Linear):
             layouts = self.products.layout("fprop"), up.products.layout("dgrad")
         measures = self.measuring and self.training
         if in_fp8 and not any(layouts):
-            z = up.forward_in_fp8(x, up.precision)
+            z = up.forward_in_fp8(x)
             h = relu24(z)
-            y = self.forward_in_fp8(h, self.precision)
+            y = self.forward_in_fp8(h)
             sums = sums_of(z.detach(), h.detach()) if measures else y
         else:
             weights = *up.cast(x.dtype), *self.cast(x.dtype)
@@ -274,7 +273,7 @@ class Method(SwitchedMethod):
     Config = Config
     Linear = Linear
     abilities = base.Capabilities(ends_dense=True)
-    saved = ("kept",)
+    saved = (*SwitchedMethod.saved, "kept")
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
@@ -319,7 +318,7 @@ class Method(SwitchedMethod):
             conversion.become(second, Down)
             if any(size % MULTIPLE for size in (*first.weight.shape, *second.weight.shape)):
                 for layer in (first, second):  # FP8 units take both or none
-                    layer.precision = layer.precision and layer.precision.simulated()
+                    layer.precision = layer.precision and replace(layer.precision, on_units=False)
             kept = torch.zeros(2, device=second.weight.device)
             vars(second).update(up=first, measuring=False, kept=kept)  # `up` is no submodule
             vars(activation)["forward"] = unchanged

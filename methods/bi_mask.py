@@ -33,7 +33,6 @@ from . import sr_ste
 from .nn import base
 from .nn.linear import MaskedLinear
 from .nn.operands import Dense
-from .nn.optimizer import StepWork
 from .nn.ranks import layer_seed
 
 MOST = 10_000  # permutations, which are all held at once; the authors use 100
@@ -100,9 +99,8 @@ class Method(sr_ste.Method):
     Linear = Linear
     abilities = base.Capabilities(acts_on_gradients=True)  # dgrad's weight is another
 
-    def step_work(self, layer: Any, step: int) -> StepWork | None:
-        """None: the optimizer's pass cannot derive dgrad's permuted operand."""
-        return None
+    # The optimizer's pass cannot derive dgrad's permuted operand.
+    step_work = base.Method.step_work
 
     @torch.no_grad()
     def on_step_begin(self, step: int) -> None:

@@ -197,11 +197,7 @@ class Method(distillation.Method):
                 )
                 key = f"{name}.weight".lstrip(".")
                 given[key] = weight.t() if is_conv1d(linear) else weight
-
-            def run(**inputs: Any) -> Any:
-                return functional_call(model, given, (), inputs)
-
-            return base.Method.micro_batch_loss(self, run, dict(batch))  # type: ignore[arg-type]
+            return base.loss_of(functional_call(model, given, (), dict(batch)))
 
         steps, rate = LEARNT[config.metric]
         steps = steps if config.mask_steps is None else config.mask_steps

@@ -21,8 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from common_kernels.adamw import Rule
-
+from . import ste
 from .nn import base
 from .nn.linear import MaskedLinear
 from .nn.optimizer import StepWork
@@ -72,10 +71,9 @@ class Linear(MaskedLinear):
         self.refresh()
 
 
-class Method(base.Method):
+class Method(ste.Method):
     Config = Config
     Linear = Linear
-    abilities = base.Capabilities(changes_only_weights=True)
 
     @property
     def fraction(self) -> str:
@@ -95,9 +93,7 @@ class Method(base.Method):
             self._remember(step)  # so that the zeros are not taken for an optimizer step
 
     def step_work(self, layer: Any, step: int) -> StepWork | None:
-        if self.heals_at(step):
-            return None
-        return StepWork(layer=layer, rule=Rule(choose="rows"), mask=layer.mask)
+        return None if self.heals_at(step) else super().step_work(layer, step)
 
     @property
     def unfinished(self) -> bool:

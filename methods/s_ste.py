@@ -27,7 +27,7 @@ from common_kernels.adamw import Rule
 from common_kernels.fp8.weights import quantize24_
 from common_kernels.pack.operands import pack24_
 
-from .nn import base
+from .nn import base, precision
 from .nn.gemms import DENSE, Products
 from .nn.linear import SparseLinear
 from .nn.operands import Dense
@@ -140,8 +140,7 @@ class Linear(SparseLinear):
         if self.config.gamma:
             super().quantize(amax)
             return
-        assert self.precision is not None
-        room, weight = self.precision.room(self), self.weight.detach()
+        room, weight = precision.room(self), self.weight.detach()
         quantize24_(*room, self.code_scales, weight, amax=amax, beta=self.scale)
 
     def sparse_products(self) -> Products:

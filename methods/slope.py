@@ -29,12 +29,11 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any, ClassVar
 
-import torch
 from torch import nn
 
 from common_kernels.pack.compressed import prune_and_pack24_
 
-from .nn import base, delayed, sharding
+from .nn import base, sharding
 from .nn.compressed import CompressedLinear
 from .nn.conversion import check_low_rank, weight_of
 from .nn.optimizer import Optimizers, each
@@ -69,8 +68,6 @@ class Config(base.NMConfig):
     exclude: tuple[str, ...] = FIRST_LINEARS + HEADS
     mask: str = base.choice("random", ("random", "magnitude"))
     permute: bool = False
-    n: int = 2
-    m: int = 4
     patterns: tuple[str, ...] = ()
     column_refresh: int = base.number(1, 0)
     adapter_rank: int = base.number(0, 0)
@@ -192,20 +189,15 @@ class Method(base.Method):
                     "and not the weight: give the converted layers' parameters to AdamW"
                 )
 
-    @torch.no_grad()
-    def on_step_end(self, step: int) -> None:
-        self._end(step)
+    def _derive(self, due: bool) -> None:
         stored = {name: layer.stored() for name, layer in self.layers.items()}
         others = [layer for name, layer in self.layers.items() if stored[name] is None]
-        due = self._chooses(step)
         for layer in others if due else ():
             layer.refresh_mask()
         sharding.gather_masks(others)
         for layer in others:
             layer.update_operands()
         prune_and_pack24_([own for own in stored.values() if own is not None], choose=due)
-        delayed.update(self.layers.values())
-        self._remember(None)
 
     def _chooses(self, step: int) -> bool:
         period = self.config.column_refresh

@@ -69,7 +69,7 @@ class Method(SwitchedMethod):
         acts_on_gradients=True, changes_only_weights=True, needs_adamw=True
     )
     fraction = "max_fraction"
-    saved = ("changes", "start")
+    saved = (*SwitchedMethod.saved, "changes", "start")
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)

@@ -62,12 +62,8 @@ class Choice:
         return self.dense_ms - self.ms
 
 
-@dataclass(frozen=True)
-class Chosen:
-    """The decision for a layer: the `products` that run sparse, and the reasons, by product."""
-
-    products: Products
-    choices: Mapping[str, Choice]
+# The decision for a layer: the products that run sparse, and the choice for each product by name.
+Chosen = tuple[Products, dict[str, Choice]]
 
 
 @dataclass(frozen=True)
@@ -153,7 +149,7 @@ def choose_all(
     for name, layer in layers.items():
         if matrices.is_placed(layer):
             why = Choice(reason=f"multiplied by {type(vars(layer)['place'][0]).__name__} itself")
-            found[name] = Chosen(DENSE, dict.fromkeys(NAMES, why))
+            found[name] = DENSE, dict.fromkeys(NAMES, why)
         else:
             shape, biased = (layer.out_features, layer.in_features), layer.bias is not None
             device = sharding.device_of(layer)
@@ -224,7 +220,7 @@ def choose(
     fp8 = sparse.fp8 and not refusal
     of_input = sparse.of_input and any(runs.values())
     products = Products(**runs, fp8=fp8, layouts=Layouts(**layouts), of_input=of_input)
-    return Chosen(products, choices)
+    return products, choices
 
 
 def refused(

@@ -70,11 +70,11 @@ def _chosen(
     tokens: int,
     matmul: str | None,
 ) -> Products:
-    chosen = choose(sparse, shape, False, dtype, device, tokens, matmul)
-    if device.type == "cuda" and not chosen.products.fprop:
-        reason = chosen.choices["fprop"].reason.partition(": ")[0]
+    products, choices = choose(sparse, shape, False, dtype, device, tokens, matmul)
+    if device.type == "cuda" and not products.fprop:
+        reason = choices["fprop"].reason.partition(": ")[0]
         warnings.warn(f"a pruned linear {list(shape)} is multiplied dense: {reason}", stacklevel=5)
-    return chosen.products
+    return products
 
 
 @torch.no_grad()
@@ -116,16 +116,13 @@ def linear_of_pruned_weight(
     layouts = along, across if trains else ""
     dense = not along or (trains and not across)
     *both, matrix = prune(weight.detach(), x.dtype, algorithm, layouts, dense)
-    fprop, dgrad = (_operand(packed, matrix) for packed in both)
+    fprop, dgrad = (
+        Packed(own.buffer, own.shape, own.dtype, own.layout) if own else Dense(matrix)
+        for own in both
+    )
     if not trains:
         return fprop.linear(x, bias)
     return sparse_linear(x, weight, fprop, dgrad, bias, None)
-
-
-def _operand(packed: Packed24 | None, matrix: Tensor | None) -> Dense | Packed:
-    if packed is None:
-        return Dense(matrix)  # type: ignore[arg-type]
-    return Packed(packed.buffer, packed.shape, packed.dtype, packed.layout)
 
 
 class _OfPrunedInput(torch.autograd.Function):

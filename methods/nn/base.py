@@ -44,6 +44,17 @@ from .optimizer import FusedAdamW, Optimizers, StepWork, each
 from .order import CallOrder
 
 
+def loss_of(output: Any) -> Tensor:
+    """The loss in a model's output."""
+    loss = output.loss if hasattr(output, "loss") else output[1]
+    if loss is None or loss.ndim:
+        raise TypeError(
+            "model(**batch) must return (logits, scalar loss) or an object with .loss; with "
+            "another model call open_micro_batch() before each forward pass instead of loss()"
+        )
+    return loss
+
+
 class Method(Converter):
     """A training method; see the module docstring for the order of calls. Subclasses set `Config`
     and `Linear`, say in `abilities`, or in `capabilities` where it depends on options, what drivers
@@ -122,14 +133,7 @@ class Method(Converter):
                 f"arguments, not a {type(batch).__name__}; with another model call "
                 "open_micro_batch() before each forward pass and compute the loss yourself"
             )
-        output = model(**batch)
-        loss = output.loss if hasattr(output, "loss") else output[1]
-        if loss is None or loss.ndim:
-            raise TypeError(
-                "model(**batch) must return (logits, scalar loss) or an object with .loss; with "
-                "another model call open_micro_batch() before each forward pass instead of loss()"
-            )
-        return loss
+        return loss_of(model(**batch))
 
     def open_micro_batch(self) -> None:
         """Select new random bits for the next forward and backward pass."""
@@ -194,8 +198,16 @@ class Method(Converter):
     def on_step_end(self, step: int) -> None:
         """Choose masks that are due and derive all operands; call it after `optimizer.step()`."""
         self._end(step)
+        self._derive(self._chooses(step))
+        self._works.clear()
+        delayed.update(self.sparse_layers.values())
+        self.flips.count(self.layers, self.capabilities.mask_period, self.config.flips_by_layer)
+        self._remember(None)
+
+    def _derive(self, due: bool) -> None:
+        """Derive the operands of all layers after a step, from new masks if these are due."""
         done = {name: work for name, work in self._works.items() if work.done}
-        if self._chooses(step):
+        if due:
             for layer in (own for name, own in self.sparse_layers.items() if name not in done):
                 layer.refresh_mask()
         sharding.gather_masks(self.sparse_layers.values())
@@ -204,10 +216,6 @@ class Method(Converter):
                 layer.refresh()
             elif not done[name].derives:
                 layer.refresh(done[name].amax)
-        self._works.clear()
-        delayed.update(self.sparse_layers.values())
-        self.flips.count(self.layers, self.capabilities.mask_period, self.config.flips_by_layer)
-        self._remember(None)
 
     def _remember(self, begun: int | None) -> None:
         """Remember the weights' versions, so that later changes count as an optimizer step.

@@ -12,9 +12,9 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
+from . import ranks
 from .conversion import weight_of
 
 
@@ -75,10 +75,8 @@ def collect(
         for batch in batches:
             model(**batch)
     for name, found in statistics.items():
-        if dist.is_initialized():
-            dist.broadcast(found.square_sum, src=0)
-            if found.hessian is not None:
-                dist.broadcast(found.hessian, src=0)
+        sums = found.square_sum, found.hessian
+        ranks.take_from_rank_0(own for own in sums if own is not None)
         if not found.count:
             raise ValueError(f"no calibration token reached {name}; give batches, or exclude it")
         if not found.square_sum.isfinite().all():

@@ -13,14 +13,13 @@ import common_kernels as ck
 from common_kernels.fp8.weights import quantize_compressed24_
 from common_kernels.pack.compressed import Compressed24, prune_and_pack24_
 
-from . import delayed
+from . import delayed, precision
 from .compressed_gemms import Fp8Product, Pattern, Product
 from .conversion import become
 from .gemms import DENSE, Products
 from .linear import SparseLinear
 from .lowrank import SparsePlusLowRank
 from .operands import Compressed, Packed
-from .precision import Precision, hold_operands
 from .ranks import layer_seed
 
 
@@ -96,9 +95,7 @@ class CompressedLinear(SparseLinear):
         """A dense copy [out, in] of the sparse weight, without the adapters."""
         return self.effective_weight()
 
-    @property
-    def sparse_weight(self) -> Tensor:
-        return self.effective_weight()
+    sparse_weight = weight
 
     def effective_weight(self) -> Tensor:
         return ck.expand_nm(self.values.detach(), self.row_mask, *self.pattern)
@@ -121,9 +118,8 @@ class CompressedLinear(SparseLinear):
         self.adapting = right is not None and not right.is_meta and bool(right.any())
 
     def quantize(self, amax: Tensor | None) -> None:
-        assert self.precision is not None
         quantize_compressed24_(
-            *self.precision.room(self), self.code_scales, self.values.detach(), self.row_mask,
+            *precision.room(self), self.code_scales, self.values.detach(), self.row_mask,
             self.column_mask, *self.pattern,
         )  # fmt: skip
 
@@ -139,7 +135,7 @@ class CompressedLinear(SparseLinear):
     @torch.no_grad()
     def hold(self) -> None:
         self._stored = None  # it would keep the memory of operands that are freed
-        hold_operands(self)
+        precision.hold_operands(self)
         self.update_operands()
 
     @torch.no_grad()
@@ -197,7 +193,7 @@ class CompressedLinear(SparseLinear):
         if self.precision is None:
             operands = self.operands(x.dtype)
         elif self.training or torch.is_grad_enabled():
-            return self.forward_in_fp8(x, self.precision)
+            return self.forward_in_fp8(x)
         else:
             operands = None, None  # dense ones are made
         own, masks = self._parameters, self._buffers  # quicker than attributes
@@ -209,10 +205,11 @@ class CompressedLinear(SparseLinear):
             column_mask, *operands, self.pattern, self.adapting,
         )  # fmt: skip
 
-    def forward_in_fp8(self, x: Tensor, own: Precision) -> Tensor:
+    def forward_in_fp8(self, x: Tensor) -> Tensor:
         return Fp8Product.apply(
             x, self.values, self.left, self.right, self.bias, self.row_mask,
-            *own.operands(self), self.pattern, self.adapting, own.formats, *delayed.of(self),
+            *precision.operands(self), self.pattern, self.adapting, self.precision,
+            *delayed.of(self),
         )  # fmt: skip
 
     @property

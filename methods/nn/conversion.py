@@ -169,20 +169,19 @@ def unfit(name: str, module: nn.Module, owners: dict[int, list[str]]) -> str | N
 
 def choose(
     model: nn.Module,
-    include: str | tuple[str, ...],
-    exclude: tuple[str, ...],
+    config: Any,
     check_layer: Callable[[str, nn.Module], None],
     check_matrix: Callable[[str], None],
-    may_match_nothing: tuple[str, ...],
 ) -> tuple[dict[str, Any], Report]:
     """The linears to convert by name, and the report about the model. Raises ValueError if no
-    linear can be converted, one that `include` names in full cannot be, or a glob matches nothing.
+    linear can be converted, one that `include` names in full cannot be, or a glob matches nothing,
+    other than those that `exclude` has by default.
 
     Args:
         check_layer: raises ValueError with the reason if a method cannot convert a linear.
         check_matrix: the same for a matrix that a module of this type multiplies itself.
-        may_match_nothing: globs of `exclude` that need not match, as a method's default ones.
     """
+    include, exclude = config.include, config.exclude
     owners = owners_of_parameters(model)
     wanted = PRESETS[include] if isinstance(include, str) else include
 
@@ -237,14 +236,13 @@ def choose(
             dense[name] = reason
     asked_for = () if isinstance(include, str) or not (chosen or matched) else include
     for option, glob in [("include", g) for g in asked_for] + [("exclude", g) for g in exclude]:
-        if glob in may_match_nothing and option == "exclude":
-            continue
-        if not any(fnmatchcase(name, glob) for name in sizes):
+        given = option == "include" or glob not in type(config).exclude
+        if given and not any(fnmatchcase(name, glob) for name in sizes):
             near = get_close_matches(glob, as_globs([*sizes]), 1)
             hint = f"; did you mean {near[0]}?" if near else ""
             raise ValueError(f"{option}: {glob} matches no matrix of the model{hint}")
     if not chosen:
-        raise ValueError(_nothing(model, include, exclude, matched, possible))
+        raise ValueError(_nothing(model, config, matched, possible))
     total = sum(p.numel() for p in model.parameters())
     warnings = []
     if lost:
@@ -261,15 +259,10 @@ def choose(
     return chosen, Report(tuple(chosen), dense, sizes, total, warnings=tuple(warnings))
 
 
-def _nothing(
-    model: nn.Module,
-    include: str | tuple[str, ...],
-    exclude: tuple[str, ...],
-    reasons: dict[str, str],
-    fit: list[str],
-) -> str:
+def _nothing(model: nn.Module, config: Any, reasons: dict[str, str], fit: list[str]) -> str:
     """The message that says why no linear can be converted, and how those that can, `fit`, are
     chosen: by a preset that has some of them, else by globs for all but the heads."""
+    include = config.include
     asked = f"include={include if isinstance(include, str) else list(include)}"
     presets = [
         f"include={word}"
@@ -287,7 +280,7 @@ def _nothing(
         return f"no linear that matches {asked} can be converted: {'; '.join(why)}{choose}"
     linears = as_globs([name for name, module in model.named_modules() if is_linear(module)])
     return (
-        f"no linear matches {asked} exclude={list(exclude)}; the model's linears are: "
+        f"no linear matches {asked} exclude={list(config.exclude)}; the model's linears are: "
         f"{some_names(linears) or 'none'}{choose}"
     )
 

@@ -110,13 +110,9 @@ class Converter:
         return self._choose(model)[0]
 
     def _choose(self, model: nn.Module) -> tuple[dict[str, Any], Report]:
-        config = self.config
         if self.layers or any(isinstance(m, SparseLinear) for m in model.modules()):
             raise ValueError("the model is converted already; build a new method and model")
-        checks = self.check_layer, self.check_matrix
-        return conversion.choose(
-            model, config.include, config.exclude, *checks, type(config).exclude
-        )
+        return conversion.choose(model, self.config, self.check_layer, self.check_matrix)
 
     def _check(self, chosen: dict[str, nn.Linear]) -> None:
         """Raise ValueError if the options do not fit the chosen linears."""
@@ -173,12 +169,11 @@ class Converter:
         self._shard()
         layers = self.sparse_layers
         found = ranks.of_rank_0(lambda: acceleration.choose_all(layers, tokens, matmul))
-        products = {}
-        for name, chosen in found.items():
-            repack = repack_backward and chosen.products.dgrad and layers[name].repacks
-            products[name] = replace(chosen.products, repack=repack)
+        products, choices = {}, {}
+        for name, (chosen, choices[name]) in found.items():
+            repack = repack_backward and chosen.dgrad and layers[name].repacks
+            products[name] = replace(chosen, repack=repack)
             layers[name].accelerate(products[name])
-        choices = {name: chosen.choices for name, chosen in found.items()}
         in_vain = repack_backward and not any(of_layer.repack for of_layer in products.values())
         self.acceleration = Acceleration(tokens, choices, in_vain)
         return products

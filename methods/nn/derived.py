@@ -1,6 +1,7 @@
 """The state of a sparse linear layer: a dense master weight, and what is derived from it."""
 
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
@@ -8,14 +9,12 @@ from torch import Tensor, nn
 
 from common_kernels import nm_mask
 from common_kernels.fp8.weights import quantize24_
-from common_kernels.pack import Packed24
 
-from . import delayed, sharding
+from . import delayed, precision, sharding
 from .conversion import become
 from .fp8_gemms import Fp8Formats, recipe
 from .gemms import DENSE, Products
 from .operands import Packed
-from .precision import Precision, hold_operands
 
 # Attributes of a converted layer, besides parameters and buffers.
 OWN = (
@@ -66,7 +65,7 @@ class DerivedLinear(nn.Linear):
     # True if the weight gets no gradient outside the mask, in `in_place`.
     masks_gradient: bool = False
     shards: sharding.Shards | None = None  # while its parameters are sharded
-    precision: Precision | None = None  # FP8; None for products in `dtype`
+    precision: Fp8Formats | None = None  # FP8; None for products in `dtype`
     # How each product may prune the weight itself: a source of `pruned_mm24`, or `compressed`;
     # empty if operands must be derived. A class that overrides sharding.DERIVING says it anew.
     prunes: str = ""
@@ -92,14 +91,14 @@ class DerivedLinear(nn.Linear):
 
     def _set_precision(self) -> None:
         samples = getattr(self.config, "mvue", "off") != "off"
-        if formats := recipe(getattr(self.config, "fp8", "off"), self.both_ways, samples):
-            self.precision = Precision(formats)
-            self.precision.setup(self)
+        self.precision = recipe(getattr(self.config, "fp8", "off"), self.both_ways, samples)
+        if self.precision is not None:
+            precision.setup(self)
 
     @property
     def fp8(self) -> Fp8Formats | None:
         """The formats of the products in the current phase; None without FP8."""
-        return None if self.precision is None else self.precision.formats
+        return self.precision
 
     def sparse_products(self) -> Products:
         """The products with a 2:4 operand: fprop's along `in`, dgrad's along `out`, and for wgrad
@@ -109,7 +108,9 @@ class DerivedLinear(nn.Linear):
     def candidates(self) -> Products:
         """The products that `Method.accelerate` may choose."""
         sparse = self.sparse_products()
-        return sparse if self.precision is None else self.precision.candidates(sparse)
+        if self.precision is None:
+            return sparse
+        return replace(sparse, fp8=True) if self.precision.on_units else DENSE  # simulated only
 
     @property
     def repacks(self) -> bool:
@@ -142,7 +143,7 @@ class DerivedLinear(nn.Linear):
     def hold(self) -> None:
         """Allocate the operands that `products` needs, free all others, and derive them."""
         products = self.products
-        hold_operands(self)
+        precision.hold_operands(self)
         if products.fp8 or (products.fprop and products.dgrad):
             self.operand = None
         elif self.operand is None:
@@ -157,15 +158,6 @@ class DerivedLinear(nn.Linear):
         return (
             None if fprop is None else Packed(fprop, (rows, columns), dtype, layouts.fprop),
             None if dgrad is None else Packed(dgrad, (columns, rows), dtype, layouts.dgrad),
-        )
-
-    def both_packed(self) -> tuple[Packed24, Packed24]:
-        """Both packed operands, for a kernel that writes both; a temporary one for one not held."""
-        shape, layouts = (self.out_features, self.in_features), self.accelerated.layouts
-        (fprop, dgrad), of = self.packed_operands(), (self.dtype, self.weight.device)
-        return (
-            Packed24.empty(shape, *of, layouts.fprop) if fprop is None else fprop.matrix,
-            Packed24.empty(shape[::-1], *of, layouts.dgrad) if dgrad is None else dgrad.matrix,
         )
 
     @property
@@ -262,8 +254,7 @@ class DerivedLinear(nn.Linear):
 
     def quantize(self, amax: Tensor | None) -> None:
         """Derive the codes of both operands, dense or packed."""
-        assert self.precision is not None
-        room = self.precision.room(self)
+        room = precision.room(self)
         quantize24_(*room, self.code_scales, *self.quantized_weight(), amax)
 
     def draw(self) -> None:

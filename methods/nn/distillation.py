@@ -169,13 +169,6 @@ class Method(base.Method):
         teacher has another vocabulary, or lacks a hidden state."""
         if self.teacher is None or not getattr(model, "training", True):  # or a plain function
             return super().micro_batch_loss(model, batch)
-        output: Any = None
-
-        def keeping(**inputs: Any) -> Any:
-            nonlocal output
-            output = model(**inputs)
-            return output
-
         with torch.no_grad(), _outputs(self._compared_in_teacher()) as wanted:
             needed = _required(type(self.teacher).forward)
             given = {k: v for k, v in batch.items() if k not in _LABELS or k in needed}
@@ -187,8 +180,8 @@ class Method(base.Method):
                     "teacher with the same vocabulary"
                 ) from error
         with _outputs(self.compared) as found:
-            own = super().micro_batch_loss(keeping, batch)  # type: ignore[arg-type]
-            loss = self.config.task_weight * own
+            output = model(**batch)
+            loss = self.config.task_weight * base.loss_of(output)
         if self.config.kl_weight:
             options = self.config.temperature, self.config.divergence
             value = kl(_logits(output), teacher_logits, *options)
@@ -226,30 +219,33 @@ class Method(base.Method):
         self.teacher = None
         return super().finalize(model)
 
+    @property
+    def _own_teacher(self) -> nn.Module | None:
+        """The teacher if it is the method's own copy of the model."""
+        return None if self.teacher_is_given else self.teacher
+
     def _check_state(self, step: int) -> None:
         """Warn that the teacher is the model as `convert` found it: rightly so if that was the same
         when the training began, the released weights for example."""
-        if self.teacher is not None and not self.teacher_is_given:
+        if self._own_teacher is not None:
             effect = "the teacher is a copy of the model before convert in this process"
             warnings.warn(without_state(step, effect), stacklevel=4)
 
     def state_dict(self) -> dict[str, Any]:
         """The base class's state, and the teacher's weights if it is the method's own copy."""
-        state = super().state_dict()
-        if self.teacher is not None and not self.teacher_is_given:
-            state["teacher"] = self.teacher.state_dict()
-        return state
+        own = self._own_teacher
+        return super().state_dict() | ({} if own is None else {"teacher": own.state_dict()})
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
-        own = self.teacher is not None and not self.teacher_is_given
-        if own != ("teacher" in state):
+        own = self._own_teacher
+        if (own is None) == ("teacher" in state):
             raise ValueError(
                 "this checkpoint was saved with another kind of teacher (the method's own copy, a "
                 "given one, or none); resume with the same kind"
             )
-        if self.teacher is not None and own:
-            self.teacher.load_state_dict(state["teacher"])
+        if own is not None:
+            own.load_state_dict(state["teacher"])
 
 
 def _frozen(teacher: nn.Module) -> nn.Module:

@@ -9,12 +9,11 @@ from torch import Tensor, nn
 from common_kernels import nm_mask
 from common_kernels.pack.operands import pack24_
 
-from . import columns, delayed, sharding
+from . import columns, delayed, precision, sharding
 from .derived import DerivedLinear
 from .fp8_gemms import Fp8Linear
 from .gemms import DENSE, Products, sparse_linear, under_autocast
 from .operands import Dense, Pruned
-from .precision import Precision
 
 
 class InPlaceOf(torch.autograd.Function):
@@ -83,7 +82,7 @@ class SparseLinear(DerivedLinear):
         Packed operands have one dtype and serve only inputs of that dtype.
         """
         if self.precision is not None and self.fp8:
-            return self.precision.operands(self)
+            return precision.operands(self)
         if self.shards is not None and self.shards.direct:
             return self.pruned_operands(dtype, self.shards.whole)
         fprop = dgrad = None
@@ -111,7 +110,7 @@ class SparseLinear(DerivedLinear):
         """x [..., in] -> [..., out]; in evaluation without FP8."""
         x = self.checked_input(x)
         if self.precision is not None and self.fp8:
-            return self.forward_in_fp8(x, self.precision)
+            return self.forward_in_fp8(x)
         fprop, dgrad = self.operands(x.dtype)
         parameters = self._parameters  # quicker than attributes
         weight, bias = parameters["weight"], parameters["bias"]
@@ -125,14 +124,14 @@ class SparseLinear(DerivedLinear):
         key = self.key_of_pass() if mvue else None
         return sparse_linear(x, weight, fprop, dgrad, bias, key, mvue, packs_sample)
 
-    def forward_in_fp8(self, x: Tensor, own: Precision) -> Tensor:
+    def forward_in_fp8(self, x: Tensor) -> Tensor:
         """`forward` in FP8, for an x in the dtype of the products."""
         if not self.training and not torch.is_grad_enabled():
             return Dense(self.sparse_weight.to(x.dtype)).linear(x, self.bias)
         key = self.key_of_pass() if self.mvue else None
         weight, bias = self._parameters["weight"], self._parameters["bias"]
-        given = self.mvue, own.formats, self.products.layout("wgrad"), *delayed.of(self)
-        return Fp8Linear.apply(x, weight, *own.operands(self), bias, key, *given)
+        given = self.mvue, self.precision, self.products.layout("wgrad"), *delayed.of(self)
+        return Fp8Linear.apply(x, weight, *precision.operands(self), bias, key, *given)
 
     def key_of_pass(self) -> Tensor:
         """`key` as it is now, for a backward pass that may follow the next micro-batch's forward

@@ -47,8 +47,8 @@ class StepWork:
 
     mask, scale: the layer's tensors that `rule` reads or writes.
     derives: the pass also writes the operands; if not (as in FP8), `on_step_end` derives them.
-    scales: FP8 codes need the operand's largest magnitude.
-    amax: that magnitude, fp32 [], once the pass has computed it.
+    amax: the operand's largest magnitude, fp32 [], which FP8 codes need, once the pass has computed
+        it.
     done: the pass is finished: weight, mask and, if `derives`, operands are up to date.
     """
 
@@ -58,14 +58,12 @@ class StepWork:
     scale: Tensor | None = None
     amax: Tensor | None = None
     done: bool = False
-    scales: bool = field(init=False)
     derives: bool = field(init=False)
     weight: Any = field(init=False)  # an attribute of a module takes longer to find
 
     def __post_init__(self) -> None:
         layer = self.layer
-        self.scales, self.derives = layer.fp8 is not None, layer.precision is None
-        self.weight = layer.weight
+        self.derives, self.weight = layer.precision is None, layer.weight
 
 
 class FusedAdamW(torch.optim.AdamW):
@@ -147,7 +145,9 @@ class FusedAdamW(torch.optim.AdamW):
             launches.setdefault((work.weight.device, work.rule), []).append(work)
         for (device, rule), together in launches.items():
             for work in together:
-                if work.scales:  # the same in each step, as the kernel's table has its address
+                if (
+                    work.layer.fp8 is not None
+                ):  # the same in each step, as the kernel's table has its address
                     buffers = vars(self).setdefault("_amax", {})  # a copied optimizer has none
                     key = id(work.weight), device
                     work.amax = buffers.setdefault(key, torch.empty((), device=device))
@@ -224,7 +224,7 @@ def _by_rows(work: StepWork, weight: Any) -> bool:
     in_fours = len(weight) % 4 == chunk % 4 == 0 and len(weight) > chunk * (ranks - 1)
     # FSDP keeps gradients in one buffer; the kernel needs them aligned to 16 bytes.
     aligned = weight.grad is not None and int(rows_of(weight.grad).storage_offset()) % 4 == 0
-    local = work.rule.choose is None and work.derives and not work.scales
+    local = work.rule.choose is None and work.derives  # no FP8 codes
     return in_fours and aligned and local
 
 

@@ -13,16 +13,15 @@ class CallOrder:
     """
 
     def __init__(self, resumed: bool = False) -> None:
-        self._resumed = resumed
         self._begun: int | None = None  # the step that has begun but not ended
-        self._ended_once = False  # True once a step has ended
+        self._goes_on = resumed  # True once a step has ended
         self.ended: int | None = None  # the last step that has begun and ended
         self._versions: dict[int, int] = {}
 
     @property
     def new(self) -> bool:
         """True if no step has begun or ended, and no state was loaded."""
-        return self._begun is None and not self._ended_once and not self._resumed
+        return self._begun is None and not self._goes_on
 
     def remember(self, weights: Iterable[Tensor], begun: int | None) -> None:
         """Remember the weights' versions; later changes count as an optimizer step."""
@@ -75,7 +74,7 @@ class CallOrder:
     def end(self, step: int) -> None:
         if self._begun is not None:
             self.ended = step
-        self._ended_once = True
+        self._goes_on = True
 
 
 def without_state(step: int, effect: str) -> str:

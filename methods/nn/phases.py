@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from common_kernels import transposable_mask24
 from common_kernels.adamw.weights import CHOICES, Rule
+from common_kernels.pack import Packed24
 from common_kernels.pack.operands import pack_both24_
 
 from . import base
@@ -38,8 +39,7 @@ class SwitchedLinear(MaskedLinear):
 
     @property
     def fp8(self) -> Fp8Formats | None:
-        own = self.precision  # not super().fp8, which torch.compile mistakes
-        return None if self.is_dense or own is None else own.formats
+        return None if self.is_dense else self.precision
 
     @property
     def products(self) -> Products:
@@ -77,7 +77,14 @@ class TransposableLinear(SwitchedLinear):
         if self.packed_transposed is None:
             super().pack()
             return
-        pack_both24_(*self.both_packed(), self.weight.detach(), self.mask)
+        weight, (fprop, dgrad) = self.weight.detach(), self.packed_operands()
+        assert dgrad is not None
+        if fprop is None:  # a temporary one, as the kernel writes both
+            given = self.dtype, weight.device, self.accelerated.layouts.fprop
+            packed = Packed24.empty((self.out_features, self.in_features), *given)
+        else:
+            packed = fprop.matrix
+        pack_both24_(packed, dgrad.matrix, weight, self.mask)
         if self.operand is not None:
             self.operand.copy_(self.effective_weight())
 
@@ -101,10 +108,18 @@ class SwitchedMethod(base.Method):
     """A method with a dense and a sparse phase. `dense_at` says to which phase a step belongs; the
     layers hold the current phase."""
 
+    saved = ("dense",)
+
     @property
     def dense(self) -> bool:
         """True if the layers are dense now."""
         return any(isinstance(m, SwitchedLinear) and m.is_dense for m in self.layers.values())
+
+    @dense.setter
+    @torch.no_grad()
+    def dense(self, dense: bool) -> None:
+        for layer in self.sparse_layers.values():
+            layer.switch(dense)
 
     def dense_at(self, step: int) -> bool:
         """True if optimizer step `step` is dense."""
@@ -112,18 +127,13 @@ class SwitchedMethod(base.Method):
 
     def convert(self, model: nn.Module, dtype: torch.dtype | None = None) -> base.Report:
         report = super().convert(model, dtype)
-        self._switch(self.dense_at(0))
+        self.dense = self.dense_at(0)
         return report
-
-    @torch.no_grad()
-    def _switch(self, dense: bool) -> None:
-        for layer in self.sparse_layers.values():
-            layer.switch(dense)
 
     def on_step_begin(self, step: int) -> None:
         if self.dense_at(step) != self.dense:
             self._begin(step)  # first, as the model may have been sharded or evaluated since
-            self._switch(not self.dense)
+            self.dense = not self.dense
         super().on_step_begin(step)
 
     @property
@@ -133,10 +143,3 @@ class SwitchedMethod(base.Method):
 
     def phase(self) -> str:
         return "dense" if self.dense else "sparse"
-
-    def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), "dense": self.dense}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        super().load_state_dict(state)
-        self._switch(state["dense"])

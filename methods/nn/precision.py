@@ -1,8 +1,12 @@
-"""FP8 as the precision of a layer's products; without it they are in the layer's own dtype."""
+"""FP8 as the precision of a layer's products, by the option `fp8`; without it they are in the
+layer's own dtype.
 
-from __future__ import annotations
+Additional buffers of such a layer, not saved: the codes of the operands of fprop and dgrad, `codes`
+and `codes_dgrad`, and their `code_scales` (fp32 [2]). On FP8 units (`Products.fp8`) a product that
+runs sparse uses packed codes in `packed` or `packed_transposed` instead, and there is no `operand`.
+With delayed scaling also those of delayed.py.
+"""
 
-from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -14,75 +18,53 @@ from common_kernels.pack import Packed24, check_form
 from common_kernels.pack.cpu import buffer_bytes
 
 from . import delayed
-from .fp8_gemms import Fp8Formats
-from .gemms import DENSE, Products
 from .operands import Fp8
 
 
-@dataclass(frozen=True)
-class Precision:
-    """FP8 as the precision of a layer's products, by the option `fp8`.
+def setup(layer: Any) -> None:
+    """Register the buffers of a layer's codes."""
+    for codes in ("codes", "codes_dgrad", "code_scales"):
+        layer.register_buffer(codes, None, persistent=False)
+    hold_operands(layer)
+    if layer.precision.delayed:
+        delayed.setup(layer, layer.code_scales.device)
 
-    Additional buffers, not saved: the codes of the operands of fprop and dgrad, `codes` and
-    `codes_dgrad`, and their `code_scales` (fp32 [2]). On FP8 units (`Products.fp8`) a product that
-    runs sparse uses packed codes in `packed` or `packed_transposed` instead, and there is no
-    `operand`. With delayed scaling also those of delayed.py.
-    """
 
-    formats: Fp8Formats
+def dgrad_on_units(layer: Any) -> bool:
+    """True if dgrad's codes are kept as [in, out] for FP8 units: packed, or dense in a format that
+    cuBLAS can multiply with dY's e5m2."""
+    products, fp8 = layer.products, layer.fp8
+    return products.fp8 and (products.dgrad or (fp8 is not None and fp8.dgrad == "e4m3"))
 
-    def setup(self, layer: Any) -> None:
-        """Register the buffers."""
-        for codes in ("codes", "codes_dgrad", "code_scales"):
-            layer.register_buffer(codes, None, persistent=False)
-        hold_operands(layer)
-        if self.formats.delayed:
-            delayed.setup(layer, layer.code_scales.device)
 
-    def candidates(self, sparse: Products) -> Products:
-        """The products that may run sparse, or on FP8 units, out of those with a 2:4 operand."""
-        return replace(sparse, fp8=True) if self.formats.on_units else DENSE  # simulated only
+def room(layer: Any) -> list[Packed24 | Tensor]:
+    """The tensors that receive the codes of the weight [out, in] and of its transpose."""
+    fprop, dgrad = operands(layer)
+    if not dgrad.on_units:
+        dgrad = dgrad._replace(codes=dgrad.codes.t())
+    formats = layer.precision.fprop, layer.precision.dgrad
+    return [
+        Packed24(own.codes, own.shape, FORMATS[name], own.layout) if own.shape else own.codes
+        for own, name in zip((fprop, dgrad), formats, strict=True)
+    ]
 
-    def simulated(self) -> Precision:
-        """This precision on any device, without FP8 units."""
-        return replace(self, formats=replace(self.formats, on_units=False))
 
-    def dgrad_on_units(self, layer: Any) -> bool:
-        """True if dgrad's codes are kept as [in, out] for FP8 units: packed, or dense in a format
-        that cuBLAS can multiply with dY's e5m2."""
-        products, fp8 = layer.products, layer.fp8
-        return products.fp8 and (products.dgrad or (fp8 is not None and fp8.dgrad == "e4m3"))
-
-    def room(self, layer: Any) -> tuple[Packed24 | Tensor, Packed24 | Tensor]:
-        """The tensors that receive the codes of the weight [out, in] and of its transpose."""
-        rows, columns, layouts = layer.out_features, layer.in_features, layer.accelerated.layouts
-        fprop, dgrad = layer.codes, layer.codes_dgrad
-        if layer.packed is not None:
-            dtype = FORMATS[self.formats.fprop]
-            fprop = Packed24(layer.packed, (rows, columns), dtype, layouts.fprop)
-        if layer.packed_transposed is not None:
-            dtype = FORMATS[self.formats.dgrad]
-            dgrad = Packed24(layer.packed_transposed, (columns, rows), dtype, layouts.dgrad)
-        elif not self.dgrad_on_units(layer):
-            dgrad = dgrad.t()
-        return fprop, dgrad
-
-    def operands(self, layer: Any) -> tuple[Fp8, Fp8]:
-        """The operands of fprop and of dgrad."""
-        held = layer._buffers  # quicker than attributes
-        if held["code_scales"] is None:  # in another layer's forward pass than this sharded one's
-            w, own = layer.weight.detach(), self.formats
-            return Fp8(*quantize_fp8(w, own.fprop)), Fp8(*quantize_fp8(w, own.dgrad))
-        scale, scale_dgrad = held["code_scales"].unbind()
-        rows, columns, layouts = layer.out_features, layer.in_features, layer.accelerated.layouts
-        packed, turned = held["packed"], held["packed_transposed"]
-        if packed is None:
-            fprop = Fp8(held["codes"], scale, layer.products.fp8)
-        else:
-            fprop = Fp8(packed, scale, True, (rows, columns), layouts.fprop)
-        if turned is None:
-            return fprop, Fp8(held["codes_dgrad"], scale_dgrad, self.dgrad_on_units(layer))
-        return fprop, Fp8(turned, scale_dgrad, True, (columns, rows), layouts.dgrad)
+def operands(layer: Any) -> tuple[Fp8, Fp8]:
+    """The operands of fprop and of dgrad."""
+    held = layer._buffers  # quicker than attributes
+    if held["code_scales"] is None:  # in another layer's forward pass than this sharded one's
+        w, own = layer.weight.detach(), layer.precision
+        return Fp8(*quantize_fp8(w, own.fprop)), Fp8(*quantize_fp8(w, own.dgrad))
+    scale, scale_dgrad = held["code_scales"].unbind()
+    rows, columns, layouts = layer.out_features, layer.in_features, layer.accelerated.layouts
+    packed, turned = held["packed"], held["packed_transposed"]
+    if packed is None:
+        fprop = Fp8(held["codes"], scale, layer.products.fp8)
+    else:
+        fprop = Fp8(packed, scale, True, (rows, columns), layouts.fprop)
+    if turned is None:
+        return fprop, Fp8(held["codes_dgrad"], scale_dgrad, dgrad_on_units(layer))
+    return fprop, Fp8(turned, scale_dgrad, True, (columns, rows), layouts.dgrad)
 
 
 @torch.no_grad()
@@ -98,12 +80,12 @@ def hold_operands(layer: Any) -> None:
         if held is None or (held.dtype, held.shape) != (dtype, shape):
             setattr(layer, name, torch.empty(shape, dtype=dtype, device=device))
 
-    turned = own is None or own.dgrad_on_units(layer)
+    turned = own is None or dgrad_on_units(layer)
     for product, packed, codes, shape, turns in (
         ("fprop", "packed", "codes", (rows, columns), True),
         ("dgrad", "packed_transposed", "codes_dgrad", (columns, rows), turned),
     ):
-        dtype = layer.dtype if own is None else FORMATS[getattr(own.formats, product)]
+        dtype = layer.dtype if own is None else FORMATS[getattr(own, product)]
         runs = getattr(products, product) and not (product == "dgrad" and products.repack)
         runs = runs and not products.of_input  # else no weight is packed
         if runs:

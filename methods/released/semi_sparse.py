@@ -15,7 +15,7 @@ from torch import Tensor
 from common_kernels import transposable_mask24
 
 from .. import semi_sparse
-from ..nn.optimizer import StepWork
+from ..nn import base
 from ..nn.phases import TransposableLinear
 from . import needs
 
@@ -36,11 +36,9 @@ class Linear(TransposableLinear):
 
 
 class Method(semi_sparse.Method):
+    step_work = base.Method.step_work  # an optimizer would choose the masks by magnitude
+
     def __init__(self, config: Any) -> None:
         super().__init__(config)
         needs(config, "semi_sparse", mode="weight", algorithm="greedy")
         self.Linear = Linear  # type: ignore[misc]
-
-    def step_work(self, layer: Any, step: int) -> StepWork | None:
-        """None: an optimizer would choose the masks by magnitude."""
-        return None

@@ -42,15 +42,15 @@ def gpu(monkeypatch):
 
 
 def told(sparse, matmul="auto", shape=(128, 64), device=GPU):
-    chosen = choose(sparse, shape, False, torch.bfloat16, device, 256, matmul)
-    for name, choice in chosen.choices.items():  # what is told is what runs
-        assert choice.sparse == getattr(chosen.products, name) == (not choice.reason)
-        assert not choice.sparse or choice.layout == getattr(chosen.products.layouts, name)
-    return chosen.choices
+    products, choices = choose(sparse, shape, False, torch.bfloat16, device, 256, matmul)
+    for name, choice in choices.items():  # what is told is what runs
+        assert choice.sparse == getattr(products, name) == (not choice.reason)
+        assert not choice.sparse or choice.layout == getattr(products.layouts, name)
+    return choices
 
 
 def test_a_choice_is_of_what_was_measured_and_has_its_reason(gpu, monkeypatch):
-    chosen = choose(ALL, (128, 64), True, torch.bfloat16, GPU, 1000, "auto").products
+    chosen = choose(ALL, (128, 64), True, torch.bfloat16, GPU, 1000, "auto")[0]
     layouts = Layouts(fprop=LAYOUT, wgrad=LAYOUT)
     assert chosen == Products(fprop=True, wgrad=True, layouts=layouts)
     shapes = [(p.rows, p.columns, p.tokens, p.biased) for p in gpu]
@@ -92,7 +92,7 @@ def of_s_ste(matmul, **options):
     layer = nn.Linear(64, 128)
     method = methods.build("s_ste", include=["*"], **options)
     method.convert(layer, dtype=torch.bfloat16)
-    return choose(layer.candidates(), (128, 64), True, torch.bfloat16, GPU, 256, matmul).products
+    return choose(layer.candidates(), (128, 64), True, torch.bfloat16, GPU, 256, matmul)[0]
 
 
 def test_hopper_alone_runs_on_fp8_units_and_wherever_there_are_any(gpu, monkeypatch):
@@ -113,7 +113,7 @@ def test_hopper_alone_runs_on_fp8_units_and_wherever_there_are_any(gpu, monkeypa
 
 def _choose_differently(rank, queue):
     """Two ranks of which each finds other products to be faster."""
-    found = acceleration.Chosen(Products(fprop=rank == 0, wgrad=rank == 1), {})
+    found = Products(fprop=rank == 0, wgrad=rank == 1), {}
     acceleration.choose = lambda *_: found
     layer = nn.Linear(64, 128)
     method = methods.build("s_ste", include=["*"])
