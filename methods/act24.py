@@ -363,11 +363,7 @@ class Method(SwitchedMethod):
         return {**super().metrics(), **own}
 
     def finalize(self, model: nn.Module) -> nn.Module:
-        layers = [*self.layers.values()]
         super().finalize(model)
-        for layer in layers:
-            for name in ("up", "passed", "measuring", "kept"):
-                vars(layer).pop(name, None)
         for _, _, activation in self._networks.values():
             vars(activation).pop("forward", None)
         return model

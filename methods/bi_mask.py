@@ -30,7 +30,7 @@ from torch import Tensor
 from common_kernels import nm_mask, philox4x32
 
 from . import sr_ste
-from .nn import base
+from .nn import base, sharding
 from .nn.linear import MaskedLinear
 from .nn.operands import Dense
 from .nn.ranks import layer_seed
@@ -107,6 +107,6 @@ class Method(sr_ste.Method):
         super().on_step_begin(step)
         if step % self.config.permute_every == 0:
             for name, layer in self.sparse_layers.items():
-                with layer.unsharded():
+                with sharding.unsharded(layer):
                     layer.search_permutation(layer_seed(self.config.seed, name, step))
                 layer.refresh()

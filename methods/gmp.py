@@ -25,7 +25,7 @@ from torch import Tensor
 from common_kernels import nm_mask
 
 from . import one_shot
-from .nn import base, distillation
+from .nn import base, distillation, sharding
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,7 +105,7 @@ class Method(distillation.Method):
         if share > self.pruned:
             self.pruned = share
             for layer in self.layers.values():
-                with layer.unsharded():
+                with sharding.unsharded(layer):
                     layer.prune(prune_towards24(layer.weight, layer.mask, share))
             self._remember(step)  # so that pruning is not taken for an optimizer step
 

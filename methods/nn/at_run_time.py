@@ -116,9 +116,9 @@ def linear_of_pruned_weight(
     layouts = along, across if trains else ""
     dense = not along or (trains and not across)
     *both, matrix = prune(weight.detach(), x.dtype, algorithm, layouts, dense)
+    held: Any = matrix
     fprop, dgrad = (
-        Packed(own.buffer, own.shape, own.dtype, own.layout) if own else Dense(matrix)
-        for own in both
+        Packed(own.buffer, own.shape, own.dtype, own.layout) if own else Dense(held) for own in both
     )
     if not trains:
         return fprop.linear(x, bias)

@@ -110,13 +110,6 @@ class Method(Converter):
         """Raise RuntimeError, or warn, if the method's own state matters in a training that goes on
         from a checkpoint at this step; called if only the model's state was loaded."""
 
-    def _end(self, step: int) -> None:
-        self._shard()
-        self._order.check_step_begun(self._trained())
-        self._order.end(step)
-        if self.capabilities.acts_on_gradients and not self._had_gradients:
-            self._order.check_on_gradients(self._trained(), step)
-
     def loss(self, model: nn.Module, batch: dict[str, Any]) -> Tensor:
         """The loss of one micro-batch, whose backward pass draws new random bits."""
         self.open_micro_batch()
@@ -197,7 +190,11 @@ class Method(Converter):
     @torch.no_grad()
     def on_step_end(self, step: int) -> None:
         """Choose masks that are due and derive all operands; call it after `optimizer.step()`."""
-        self._end(step)
+        self._shard()
+        self._order.check_step_begun(self._trained())
+        self._order.end(step)
+        if self.capabilities.acts_on_gradients and not self._had_gradients:
+            self._order.check_on_gradients(self._trained(), step)
         self._derive(self._chooses(step))
         self._works.clear()
         delayed.update(self.sparse_layers.values())

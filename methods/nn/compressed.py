@@ -196,13 +196,13 @@ class CompressedLinear(SparseLinear):
             return self.forward_in_fp8(x)
         else:
             operands = None, None  # dense ones are made
-        own, masks = self._parameters, self._buffers  # quicker than attributes
-        row_mask, column_mask = masks["row_mask"], masks["column_mask"]
+        masks: Any = self._buffers  # quicker than attributes
         if self.shards is not None and self.shards.direct:
-            row_mask, column_mask = (self.shards.whole[n] for n in ("row_mask", "column_mask"))
+            masks = self.shards.whole
+        own = self._parameters
         return Product.apply(
-            x, own["values"], own["left"], own["right"], own["bias"], row_mask,
-            column_mask, *operands, self.pattern, self.adapting,
+            x, own["values"], own["left"], own["right"], own["bias"], masks["row_mask"],
+            masks["column_mask"], *operands, self.pattern, self.adapting,
         )  # fmt: skip
 
     def forward_in_fp8(self, x: Tensor) -> Tensor:

@@ -41,13 +41,13 @@ def adapter_gradients(
 
     Args:
         dy, x: [T, out] and [T, in].
-        grad_x: [T, in], or None if x needs no gradient.
+        grad_x: [..., in], or None if x needs no gradient.
     """
     used = left.to(x.dtype)
     dy2 = dy @ right.to(x.dtype).t() / len(right)
     grad_left, grad_right = dy2.t() @ x, (x @ used.t()).t() @ dy / len(right)
     if grad_x is not None:
-        grad_x.addmm_(dy2, used)
+        flat(grad_x).addmm_(dy2, used)
     return grad_left.to(left.dtype), grad_right.to(right.dtype)
 
 
@@ -90,8 +90,7 @@ class Product(torch.autograd.Function):
             # Adapters are inputs even before their phase, when they get no gradient: DDP waits for
             # every parameter that it knows.
             if ctx.adapting:
-                to = None if grad_x is None else flat(grad_x)
-                grad_left, grad_right = adapter_gradients(dy, x2d, left, right, to)
+                grad_left, grad_right = adapter_gradients(dy, x2d, left, right, grad_x)
             if of_bias:
                 grad_bias = dy.sum(0).to(ctx.bias_dtype)
         return grad_x, grad_values, grad_left, grad_right, grad_bias, *(None,) * 6
@@ -134,8 +133,8 @@ class Fp8Product(torch.autograd.Function):
                 grad_values = compress_checked(product, row_mask, *ctx.pattern, dtype=ctx.dtypes[0])
                 del product
             if ctx.adapting:
-                to = None if grad_x is None else flat(grad_x)
-                grad_left, grad_right = adapter_gradients(flat(dy), flat(given), left, right, to)
+                own = flat(dy), flat(given)
+                grad_left, grad_right = adapter_gradients(*own, left, right, grad_x)
             if of_bias:
                 grad_bias = flat(dy).sum(0).to(ctx.dtypes[1])
         return grad_x, grad_values, grad_left, grad_right, grad_bias, *(None,) * 8

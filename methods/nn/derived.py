@@ -1,6 +1,5 @@
 """The state of a sparse linear layer: a dense master weight, and what is derived from it."""
 
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -12,6 +11,7 @@ from common_kernels.fp8.weights import quantize24_
 
 from . import delayed, precision, sharding
 from .conversion import become
+from .dtensors import sharded_like
 from .fp8_gemms import Fp8Formats, recipe
 from .gemms import DENSE, Products
 from .operands import Packed
@@ -19,7 +19,8 @@ from .operands import Packed
 # Attributes of a converted layer, besides parameters and buffers.
 OWN = (
     "config", "pattern", "dtype", "accelerated", "precision", "has_history", "shards", "drawn",
-    "was_loaded", "seen", "begun", "is_dense", "is_frozen", "adapting", "_stored",
+    "was_loaded", "seen", "begun", "is_dense", "is_frozen", "adapting", "_stored", "up", "passed",
+    "measuring", "kept",
 )  # fmt: skip
 
 
@@ -128,16 +129,18 @@ class DerivedLinear(nn.Linear):
             sharding.check_products(products)
             if products == self.accelerated:
                 return
-        with self.unsharded():
+        with sharding.unsharded(self):
             self.accelerated = products
             self.allocate()
 
     def allocate(self) -> None:
-        """`hold` the operands; a sharded layer only records which."""
+        """`hold` the operands; a sharded layer only records which, if it shows whole tensors."""
         if self.shards is None:
             self.hold()
-        else:
-            self.shards.hold(self)
+        elif self.shards.viewed:
+            self._buffers.update(self.shards.derived)
+            self.hold()
+            self.shards.derived = sharding.drop_operands(self)
 
     @torch.no_grad()
     def hold(self) -> None:
@@ -263,7 +266,7 @@ class DerivedLinear(nn.Linear):
 
     def reload(self) -> None:
         """Derive all other state from parameters and saved buffers, after these were loaded."""
-        with self.unsharded():
+        with sharding.unsharded(self):
             self.restart()
             delayed.reload(self)
         if self.shards is not None:
@@ -279,10 +282,6 @@ class DerivedLinear(nn.Linear):
             self.allocate()
             delayed.reload(self)
         return self
-
-    def unsharded(self) -> AbstractContextManager[None]:
-        """A context in which weight and masks are whole, even if the layer is sharded."""
-        return nullcontext() if self.shards is None else sharding.unsharded(self)
 
     def pack(self) -> None:
         """Write the packed operands that the layer holds, and `operand` if it is held."""
@@ -312,9 +311,11 @@ class DerivedLinear(nn.Linear):
         self, state_dict: Any, prefix: str, *args: Any, **kwargs: Any
     ) -> None:
         sharding.shard_layers([self])
-        if any(prefix + name in state_dict for name in self._buffers):
-            self.was_loaded = True
-        sharding.shard_state(self, state_dict, prefix)
+        for name, buffer in self._buffers.items():
+            if (key := prefix + name) in state_dict:
+                self.was_loaded = True
+                # torch shards parameters, and buffers that were sharded when it first looked.
+                state_dict[key] = sharded_like(state_dict[key], buffer)
         self._swap_layout(state_dict, prefix)
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
         with torch.no_grad():

@@ -2,7 +2,7 @@
 mask that is 2:4 along both dims of its weight."""
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -108,7 +108,7 @@ class SwitchedMethod(base.Method):
     """A method with a dense and a sparse phase. `dense_at` says to which phase a step belongs; the
     layers hold the current phase."""
 
-    saved = ("dense",)
+    saved: ClassVar[tuple[str, ...]] = ("dense",)
 
     @property
     def dense(self) -> bool:

@@ -37,16 +37,17 @@ def dgrad_on_units(layer: Any) -> bool:
     return products.fp8 and (products.dgrad or (fp8 is not None and fp8.dgrad == "e4m3"))
 
 
-def room(layer: Any) -> list[Packed24 | Tensor]:
+def room(layer: Any) -> tuple[Packed24 | Tensor, Packed24 | Tensor]:
     """The tensors that receive the codes of the weight [out, in] and of its transpose."""
     fprop, dgrad = operands(layer)
     if not dgrad.on_units:
         dgrad = dgrad._replace(codes=dgrad.codes.t())
     formats = layer.precision.fprop, layer.precision.dgrad
-    return [
+    first, second = (
         Packed24(own.codes, own.shape, FORMATS[name], own.layout) if own.shape else own.codes
         for own, name in zip((fprop, dgrad), formats, strict=True)
-    ]
+    )
+    return first, second
 
 
 def operands(layer: Any) -> tuple[Fp8, Fp8]:

@@ -112,7 +112,7 @@ def _check(layer: Any, like: Any) -> None:
 
 def _shard(layer: Any, like: Any) -> None:
     """Give a converted layer its `Shards`. like: one of its sharded parameters."""
-    layer.shards = Shards(_drop_operands(layer), of_products=prunes_itself(layer))
+    layer.shards = Shards(drop_operands(layer), of_products=prunes_itself(layer))
     for name, buffer in layer._buffers.items():
         if buffer is not None and buffer.ndim == 2 and len(buffer) == len(like):
             layer._buffers[name] = sharded_like(buffer, like)  # on the CPU, with CPU offload
@@ -140,7 +140,7 @@ def prunes_itself(layer: Any) -> bool:
     return True
 
 
-def _drop_operands(layer: Any) -> dict[str, Tensor]:
+def drop_operands(layer: Any) -> dict[str, Tensor]:
     """Remove the operands' buffers from a layer, and return their like on the meta device."""
     found = {}
     for name, buffer in layer._buffers.items():
@@ -156,15 +156,6 @@ def device_of(layer: nn.Module) -> torch.device:
     if not is_sharded(parameter):
         return parameter.device
     return torch.empty(0, device=parameter.device_mesh.device_type).device
-
-
-def shard_state(layer: Any, state: dict[str, Any], prefix: str) -> None:
-    """Shard in place the whole tensors of a state dict that belong to sharded buffers of `layer`;
-    torch does so for parameters, and for buffers that were sharded when it first looked."""
-    for name, buffer in layer._buffers.items():
-        key = f"{prefix}{name}"
-        if key in state:
-            state[key] = sharded_like(state[key], buffer)
 
 
 def check_products(products: Any) -> None:
@@ -197,13 +188,6 @@ class Shards:
     viewed: bool = False
     whole: dict[str, Tensor] = field(default_factory=dict)
     gathered: dict[str, tuple[Any, Any]] = field(default_factory=dict)
-
-    def hold(self, layer: Any) -> None:
-        """Record which operands `layer` needs if it shows whole tensors; none are kept."""
-        if self.viewed:
-            layer._buffers.update(self.derived)
-            layer.hold()
-            self.derived = _drop_operands(layer)
 
     def changed(self, layer: Any) -> Iterator[tuple[Shards, str, Any]]:
         """The sharded masks of `layer` that have changed since they were gathered, with names."""
