@@ -214,7 +214,7 @@ class Method(distillation.Method):
         for name, weight in whole.items():
             found[name] = torch.ones_like(weight, dtype=torch.bool)
             found[name][:, grouped[name]] = masks[name]
-        ranks.take_from_rank_0(mask.view(torch.uint8) for mask in found.values())
+        ranks.take_from_rank_0(found.values())
         return found
 
     @torch.no_grad()

@@ -32,7 +32,7 @@ that prune at run time without a `Method` (`swap_linear_with_semi_sparse_linear`
 """
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any, ClassVar
@@ -199,7 +199,7 @@ def swap_linear_with_semi_sparse_linear(
         current: name of `model` itself, if the names in `config` begin with it.
     """
     # Only nn.Linear itself: a subclass may behave differently.
-    linears = {n: m for n, m in _named(model, current) if type(m) is nn.Linear}
+    linears = {n: m for n, m in model.named_modules(prefix=current) if type(m) is nn.Linear}
     chosen: dict[str, type[nn.Linear]] = {}
     for glob, cls in config.items():
         names = [name for name in linears if fnmatchcase(name, glob)]
@@ -228,13 +228,8 @@ def swap_semi_sparse_linear_with_linear(
         current: name of `model` itself, if the names in `include` begin with it.
         include: globs on the names of the linears to swap.
     """
-    for name, module in _named(model, current):
+    for name, module in model.named_modules(prefix=current):
         if isinstance(module, SemiSparseLinear | SemiSparseActivationLinear) and any(
             fnmatchcase(name, glob) for glob in include
         ):
             become(module, nn.Linear)
-
-
-def _named(model: nn.Module, current: str) -> Iterator[tuple[str, nn.Module]]:
-    for name, module in model.named_modules():
-        yield ".".join(filter(None, (current, name))), module
