@@ -18,8 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from models.base import Model, draw_weights
-from models.bert import BertLM
-from models.bert_encoder import Bert, Pooler
+from models.bert import Bert, BertLM, Pooler
 from models.gpt2 import GPT, Transformer
 from models.hf import CausalLM
 

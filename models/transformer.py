@@ -144,20 +144,15 @@ class DecoderLayer(nn.Module):
         self.norm_3 = nn.LayerNorm(config.n_embd)
 
     def forward(self, x: Tensor, memory: Tensor | LayerState, mask: Tensor | None) -> Tensor:
-        x = residual(x, self.norm_1, lambda y: self._self(y, memory), self.pre_norm)
-        x = residual(x, self.norm_2, lambda y: self._across(y, memory, mask), self.pre_norm)
-        return residual(x, self.norm_3, self.mlp, self.pre_norm)
-
-    def _self(self, x: Tensor, memory: Tensor | LayerState) -> Tensor:
-        to = self.self_attn.keys_values(x)
-        if isinstance(memory, LayerState):
-            return self.self_attn(x, memory.extend(to))
-        return self.self_attn(x, to, causal=True)
-
-    def _across(self, x: Tensor, memory: Tensor | LayerState, mask: Tensor | None) -> Tensor:
-        if isinstance(memory, LayerState):
-            return self.encoder_attn(x, memory.source, mask)
-        return self.encoder_attn(x, self.encoder_attn.keys_values(memory), mask)
+        attend, across, pre_norm = self.self_attn, self.encoder_attn, self.pre_norm
+        if causal := isinstance(memory, Tensor):
+            memory = LayerState(across.keys_values(memory))
+        own, source = memory.extend, memory.source
+        x = residual(
+            x, self.norm_1, lambda y: attend(y, own(attend.keys_values(y)), causal=causal), pre_norm
+        )
+        x = residual(x, self.norm_2, lambda y: across(y, source, mask), pre_norm)
+        return residual(x, self.norm_3, self.mlp, pre_norm)
 
 
 class Stack(nn.Module):
@@ -223,11 +218,8 @@ class Transformer(Model):
 
     def start(self, memory: Tensor) -> list[LayerState]:
         """The state of `decode_next` before the first token. memory: the encoder's output."""
-        states = []
-        for layer in self.decoder.layers:
-            assert isinstance(layer, DecoderLayer)
-            states.append(LayerState(layer.encoder_attn.keys_values(memory)))
-        return states
+        layers: Any = self.decoder.layers
+        return [LayerState(layer.encoder_attn.keys_values(memory)) for layer in layers]
 
     def decode_next(
         self, input: Tensor, state: list[LayerState], source_mask: Tensor | None = None
