@@ -35,8 +35,8 @@ def quantize_both(
     for `quantize_fp8`."""
     name = backends.resolve_fp8(checks.one_device(x=x, amax=amax, seen=seen), backend)
     given = x, FORMATS.index(fmt), FORMATS.index(fmt_transposed)
-    if name != "triton" or (amax is not None and not x.numel()):
-        return _quantize_both(*given, name, amax, seen)
+    if name != "triton" or not x.numel():
+        return _quantize_both(*given, amax, seen)
     return _both_at_once(*given) if amax is None else _both_delayed(*given, amax, _written(seen))
 
 
@@ -46,18 +46,12 @@ def _quantize_both(
     x: Tensor,
     fmt: int,
     fmt_transposed: int,
-    backend: str,
     amax: Tensor | None = None,
     seen: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    formats = FORMATS[fmt], FORMATS[fmt_transposed]
-    if backend == "triton" and x.numel():
-        from common_kernels.fp8 import operands_triton
-
-        return operands_triton.quantize_both(x.contiguous(), *formats, amax, seen)
-    codes, scale = fp8.quantize_fp8(x.contiguous(), formats[0], amax, seen)
+    codes, scale = fp8.quantize_fp8(x.contiguous(), FORMATS[fmt], amax, seen)
     x = x.reshape(-1, x.shape[-1])
-    turned, scale_turned = fp8.quantize_fp8(x, formats[1], amax)
+    turned, scale_turned = fp8.quantize_fp8(x, FORMATS[fmt_transposed], amax)
     return codes, fill_up(turned, -len(x) % MULTIPLE).t().contiguous(), scale, scale_turned
 
 
@@ -98,8 +92,8 @@ def quantize_and_sample(
     device = checks.one_device(dy=dy, key=key, amax=amax, seen=seen)
     name = backends.resolve_fp8(device, backend)
     given = dy, key, stride, FORMATS.index(fmt), layout
-    if name != "triton" or layout == cpu.VENDOR or (amax is not None and not dy.numel()):
-        codes, buffer, scale = _quantize_and_sample(*given, name, amax, seen)
+    if name != "triton" or layout == cpu.VENDOR or not dy.numel():
+        codes, buffer, scale = _quantize_and_sample(*given, amax, seen)
     elif amax is None:
         codes, buffer, scale = _sample_at_once(*given)
     else:
@@ -128,22 +122,14 @@ def _quantize_and_sample(
     stride: int,
     fmt: int,
     layout: str,
-    backend: str,
     amax: Tensor | None = None,
     seen: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    name, padded = FORMATS[fmt], _filled_up(dy, layout)
-    if backend == "triton" and layout != cpu.VENDOR and dy.numel():
-        from common_kernels.fp8 import operands_triton
-
-        given = dy.contiguous(), key.contiguous(), stride, name, layout, padded
-        return operands_triton.quantize_and_sample(*given, amax, seen)
-    codes, scale = fp8.quantize_fp8(dy.contiguous(), name, amax, seen)
-    dy = dy.reshape(-1, dy.shape[-1])
-    filled = fill_up(dy, padded - len(dy))
-    sample = sampled24(filled.float(), key, stride, dim=0)
-    sample = sample.t().contiguous()
-    own = fp8.codes_of(sample, 0.5 * scale, name)
+    codes, scale = fp8.quantize_fp8(dy.contiguous(), FORMATS[fmt], amax, seen)
+    rows = dy.reshape(-1, dy.shape[-1])
+    filled = fill_up(rows, _filled_up(dy, layout) - len(rows))
+    sample = sampled24(filled.float(), key, stride, dim=0).t().contiguous()
+    own = fp8.codes_of(sample, 0.5 * scale, FORMATS[fmt])
     return codes, cpu.pack(own, sample != 0, layout), scale
 
 
@@ -160,37 +146,41 @@ def _sample_like(
     )
 
 
-# The same for GPUs, where C++ replaces the kernels (matmul/native.py). Without delayed scaling
-# nothing is written to, so torch.compile quantises an input of several layers once.
+# The same by one kernel each, which C++ launches on GPUs (matmul/native.py).
 def _both_by_kernel(x: Tensor, fmt: int, other: int, *scaling: Tensor) -> tuple[Tensor, ...]:
-    return _quantize_both(x, fmt, other, "triton", *scaling)
+    from common_kernels.fp8 import operands_triton
+
+    return operands_triton.quantize_both(x.contiguous(), FORMATS[fmt], FORMATS[other], *scaling)
 
 
 def _sample_by_kernel(
     dy: Tensor, key: Tensor, stride: int, fmt: int, layout: str, *scaling: Tensor
 ) -> tuple[Tensor, ...]:
-    return _quantize_and_sample(dy, key, stride, fmt, layout, "triton", *scaling)
+    from common_kernels.fp8 import operands_triton
+
+    given = dy.contiguous(), key.contiguous(), stride, FORMATS[fmt], layout
+    return operands_triton.quantize_and_sample(*given, _filled_up(dy, layout), *scaling)
 
 
-_both_at_once = launched_by_cpp(
-    "quantize_both24(Tensor x, int fmt, int fmt_transposed) -> (Tensor, Tensor, Tensor, Tensor)",
-    _both_like,
-)(_both_by_kernel)
-_both_delayed = launched_by_cpp(
-    "quantize_both24_(Tensor x, int fmt, int fmt_transposed, Tensor amax, Tensor(a!) seen) -> "
-    "(Tensor, Tensor, Tensor, Tensor)",
-    _both_like,
-)(_both_by_kernel)
-_sample_at_once = launched_by_cpp(
-    "quantize_and_sample24(Tensor dy, Tensor key, SymInt stride, int fmt, str layout) -> "
-    "(Tensor, Tensor, Tensor)",
-    _sample_like,
-)(_sample_by_kernel)
-_sample_delayed = launched_by_cpp(
-    "quantize_and_sample24_(Tensor dy, Tensor key, SymInt stride, int fmt, str layout, "
-    "Tensor amax, Tensor(a!) seen) -> (Tensor, Tensor, Tensor)",
-    _sample_like,
-)(_sample_by_kernel)
+# Without delayed scaling nothing is written to, so torch.compile quantises an input of several
+# layers once.
+_SCALINGS = ("", ""), ("_", ", Tensor amax, Tensor(a!) seen")
+_both_at_once, _both_delayed = (
+    launched_by_cpp(
+        f"quantize_both24{mark}(Tensor x, int fmt, int fmt_transposed{scaling}) -> "
+        "(Tensor, Tensor, Tensor, Tensor)",
+        _both_like,
+    )(_both_by_kernel)
+    for mark, scaling in _SCALINGS
+)
+_sample_at_once, _sample_delayed = (
+    launched_by_cpp(
+        f"quantize_and_sample24{mark}(Tensor dy, Tensor key, SymInt stride, int fmt, str layout"
+        f"{scaling}) -> (Tensor, Tensor, Tensor)",
+        _sample_like,
+    )(_sample_by_kernel)
+    for mark, scaling in _SCALINGS
+)
 
 
 @kernels_of("quantize_both24")
