@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from common_kernels import check24
 from common_kernels.decode import COLUMNS
-from models.linears import has_24, is_24, is_linear, linears_24, matrix_of
+from models.linears import has_24, is_24, is_linear, matrix_of
 
 Division = tuple[Tensor, Tensor]  # the columns of a weight that are 2:4, and the dense ones
 FULL = 1 / 8  # a column with at most this share of zeros may be dense
@@ -35,7 +35,15 @@ def linears_and_divisions(model: nn.Module) -> tuple[dict[str, nn.Module], dict[
     divisions of those that have them. Raises ValueError if no linear is 2:4."""
     divisions = partly_24(model)
     linears = {n: m for n, m in model.named_modules() if n in divisions or is_24(m)}
-    return linears or linears_24(model), divisions  # which says why there is none
+    if not linears:
+        held = (m for m in model.modules() if isinstance(m, nn.Linear) and has_24(m))
+        others = sorted({type(m).__name__ for m in held})
+        why = f": its 2:4 weights are in {', '.join(others)}" if others else ""
+        raise ValueError(
+            f"no plain linear of this model is 2:4{why} (after training with a method, call "
+            "method.finalize(model) first; fst ends dense)"
+        )
+    return linears, divisions
 
 
 @torch.no_grad()

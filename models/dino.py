@@ -13,7 +13,9 @@ from __future__ import annotations
 import copy
 import math
 import re
+from collections import OrderedDict
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -135,26 +137,20 @@ class Prototypes(nn.Module):
         return F.linear(F.normalize(x, dim=-1), F.normalize(self.weight, dim=-1))
 
 
-class Head(nn.Module):
+class Head(nn.Sequential):
     """Three linear layers and the prototypes, [..., C] -> [..., K]."""
 
-    def __init__(self, features: int, config: DinoConfig) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(
-            nn.Linear(features, config.hidden),
-            nn.GELU(),
-            nn.Linear(config.hidden, config.hidden),
-            nn.GELU(),
-            nn.Linear(config.hidden, config.bottleneck),
-        )
-        for layer in self.layers:
-            if isinstance(layer, nn.Linear):
-                nn.init.trunc_normal_(layer.weight, std=0.02)
-                nn.init.zeros_(layer.bias)
-        self.last_layer = Prototypes(config.bottleneck, config.prototypes)
+    last_layer: Prototypes
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last_layer(self.layers(x))
+    def __init__(self, features: int, config: DinoConfig) -> None:
+        widths = features, config.hidden, config.hidden, config.bottleneck
+        one, two, three = (nn.Linear(*sizes) for sizes in pairwise(widths))
+        for layer in (one, two, three):
+            nn.init.trunc_normal_(layer.weight, std=0.02)
+            nn.init.zeros_(layer.bias)
+        layers = nn.Sequential(one, nn.GELU(), two, nn.GELU(), three)
+        last_layer = Prototypes(config.bottleneck, config.prototypes)
+        super().__init__(OrderedDict(layers=layers, last_layer=last_layer))
 
 
 class Network(nn.Module):

@@ -37,14 +37,12 @@ MANY = Limits(0, 0)  # always the packed form for many tokens
 def measured(layers: Sequence[PackedProduct], graphs: bool) -> Limits:
     """The measured limits of layers of one shape."""
     faster = functools.partial(_faster, layers, graphs)
-    few, crossover = 0, least(faster)
+    many = Limits(0, least(faster))
     if layers[0].fragments is not None:
         for tokens in (MOST, 8, 4, 1):
-            packed = crossover is not None and tokens >= crossover
-            if faster(tokens, Limits(tokens, None), MANY if packed else None):
-                few = tokens
-                break
-    return Limits(few, crossover)
+            if faster(tokens, Limits(tokens, None), MANY if many.includes(tokens) else None):
+                return many._replace(few=tokens)
+    return many
 
 
 def _faster(
@@ -60,19 +58,19 @@ def _faster(
         return False
     size = tokens, shape_of(layer)[1]
     x = torch.randn(size, dtype=layer.packed.dtype, device=device)
-    variants = [
-        [functools.partial(_run, x, layer, own) for layer in layers] for own in (other, limits)
-    ]
-    other_ms, ms = times_ms(variants, graphs)
+    variants = [functools.partial(_run, x, layers, own) for own in (other, limits)]
+    other_ms, ms = times_ms(variants, len(layers), graphs)
     return ms < other_ms
 
 
-def _run(x: torch.Tensor, layer: PackedProduct, limits: Limits | None) -> torch.Tensor:
-    """The layer's product within these limits, or dense."""
-    if limits is None:
-        return layer.dense(x)
-    layer.limits = limits
-    return layer(x)
+def _run(x: torch.Tensor, layers: Sequence[PackedProduct], limits: Limits | None) -> None:
+    """Each layer's product within these limits, or dense."""
+    for layer in layers:
+        if limits is None:
+            layer.dense(x)
+        else:
+            layer.limits = limits
+            layer(x)
 
 
 def least(faster: Callable[[int], bool]) -> int | None:
@@ -88,37 +86,28 @@ def least(faster: Callable[[int], bool]) -> int | None:
     return found
 
 
-def times_ms(
-    variants: Sequence[Sequence[Callable[[], Any]]], graphs: bool, repeats: int = 5
-) -> list[float]:
-    """The median milliseconds of a call of each variant.
+def times_ms(variants: Sequence[Callable[[], Any]], products: int, graphs: bool) -> list[float]:
+    """The median milliseconds of a product of each variant.
 
     Args:
-        variants: the calls of each variant. Every call should use its own memory, as the layers of
-            a model do.
-        graphs: replay all calls of a variant from a CUDA graph, instead of launching them from
-            Python one after the other.
-        repeats: the variants are timed in turns, this many times, so that the GPU's clock is the
-            same for all.
+        variants: each makes so many `products`. Each of these should use its own memory, as the
+            layers of a model do.
+        graphs: replay a variant from a CUDA graph, instead of launching its products from Python
+            one after the other.
     """
-    runs = [_captured(calls) if graphs else functools.partial(_launch, calls) for calls in variants]
+    runs = [_captured(run) if graphs else run for run in variants]
     samples: list[list[float]] = [[] for _ in variants]
-    for turn in range(repeats + 1):
-        for calls, run, found in zip(variants, runs, samples, strict=True):
-            rounds = -(-16 // len(calls))
+    rounds = -(-16 // products)
+    for turn in range(6):  # in turns, so that the GPU's clock is the same for all
+        for run, found in zip(runs, samples, strict=True):
             torch.cuda.synchronize()
             start = time.perf_counter()
             for _ in range(rounds):
                 run()
             torch.cuda.synchronize()
             if turn:  # the first turn makes plans and allocates memory
-                found.append(1e3 * (time.perf_counter() - start) / rounds / len(calls))
+                found.append(1e3 * (time.perf_counter() - start) / rounds / products)
     return [statistics.median(found) for found in samples]
-
-
-def _launch(calls: Sequence[Callable[[], Any]]) -> None:
-    for call in calls:
-        call()
 
 
 @functools.cache  # cuSPARSELt's plans are cached for each stream
@@ -126,15 +115,15 @@ def _stream(device: int) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
-def _captured(calls: Sequence[Callable[[], Any]]) -> Callable[[], None]:
-    """A function that replays the calls from a CUDA graph."""
+def _captured(run: Callable[[], Any]) -> Callable[[], None]:
+    """A function that replays `run` from a CUDA graph."""
     stream = _stream(torch.cuda.current_device())
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        _launch(calls)  # makes plans, which is impossible while a graph is captured
+        run()  # makes plans, which is impossible while a graph is captured
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         # Otherwise work of another thread, such as pinning memory, would break the capture.
         with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
-            _launch(calls)
+            run()
     return graph.replay

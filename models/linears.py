@@ -44,17 +44,3 @@ def has_24(module: nn.Module) -> bool:
     if weight.is_meta:  # accelerate keeps it on the CPU or on disk
         return False
     return weight.shape[along] % 4 == 0 and not int(ck.check24(weight, dim=along))
-
-
-def linears_24(model: nn.Module) -> dict[str, nn.Module]:
-    """The 2:4 linears of a model by name. Raises ValueError if there is none."""
-    found = {name: module for name, module in model.named_modules() if is_24(module)}
-    if not found:
-        held = (m for m in model.modules() if isinstance(m, nn.Linear) and has_24(m))
-        others = sorted({type(m).__name__ for m in held})
-        why = f": its 2:4 weights are in {', '.join(others)}" if others else ""
-        raise ValueError(
-            f"no plain linear of this model is 2:4{why} (after training with a method, call "
-            "method.finalize(model) first; fst ends dense)"
-        )
-    return found

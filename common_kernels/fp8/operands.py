@@ -138,10 +138,9 @@ def _sample_like(
     dy: Tensor, key: Tensor, stride: int, fmt: int, layout: str, *_: Any
 ) -> tuple[Tensor, ...]:
     dtype = fp8.FORMATS[FORMATS[fmt]]
-    size = cpu.buffer_bytes(dy.shape[-1], _filled_up(dy, layout), dtype, layout)
     return (
         dy.new_empty(dy.shape, dtype=dtype),
-        dy.new_empty(size, dtype=torch.uint8),
+        cpu.new_buffer(dy.shape[-1], _filled_up(dy, layout), dtype, dy.device, layout),
         dy.new_empty((), dtype=torch.float32),
     )
 

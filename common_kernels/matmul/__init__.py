@@ -255,24 +255,18 @@ def _product(
 ) -> Tensor:
     """The product, in `dense`'s dtype by default; our own kernels also divide it by the two scales.
     If both operands are transposed, the dense one may have several leading dims."""
-    checks.one_device(matrix=buffer, x=dense, bias=bias)
     device, scales = buffer.device, None if scale is None or other is None else (scale, other)
-    out_dtype = out_dtype or dense.dtype
+    form = dense_transposed, result_transposed
+    out = _empty(buffer, layout, rows, columns, dense, bias, scale, other, *form, out_dtype)
     tokens = dense.numel() // columns if dense_transposed else dense.shape[1]
-    fields = (
-        rows, columns, tokens, dense.dtype, out_dtype, dense_transposed, result_transposed,
-        bias is not None and scales is None, layout,
-    )  # fmt: skip
+    biased = bias is not None and scales is None
+    fields = rows, columns, tokens, dense.dtype, out.dtype, *form, biased, layout
     problem = Problem(*fields)
-    shape = problem.result_shape
-    if dense_transposed and result_transposed:
-        shape = (*dense.shape[:-1], rows)
     dense = dense.reshape(problem.dense_shape).contiguous()
     if device.type == "cpu":
         with torch.autocast("cpu", enabled=False):
             y = emulate(buffer, dense, bias, scales, problem)
-        return torch.ops.aten._unsafe_view(y, shape)
-    out = torch.empty(shape, dtype=out_dtype, device=device)
+        return torch.ops.aten._unsafe_view(y, out.shape)
     if not dense.numel():
         return out.zero_()
     with backends.current(device):
@@ -287,7 +281,7 @@ def _product(
     return out
 
 
-def _fake(
+def _empty(
     buffer, layout, rows, columns, dense, bias=None, scale=None, other=None,
     dense_transposed=True, result_transposed=True, out_dtype=None,
 ):  # fmt: skip
@@ -300,12 +294,12 @@ def _fake(
 
 
 _matmul24 = custom_op("sparse24::matmul24", mutates_args=())(_product)
-_matmul24.register_fake(_fake)
+_matmul24.register_fake(_empty)
 _launched = launched_by_cpp(
     "matmul24_launched(Tensor buffer, str layout, SymInt rows, SymInt columns, Tensor dense, "
     "Tensor? bias=None, Tensor? scale=None, Tensor? other=None, bool dense_transposed=True, "
     "bool result_transposed=True, ScalarType? out_dtype=None) -> Tensor",
-    _fake,
+    _empty,
 )(_product)
 
 
@@ -313,7 +307,7 @@ _launched = launched_by_cpp(
     "matmul24_of_codes(Tensor buffer, str layout, SymInt rows, SymInt columns, Tensor dense, "
     "Tensor? bias, Tensor scale, Tensor other, int factor, bool linear, ScalarType out_dtype) "
     "-> Tensor",
-    lambda buffer, layout, rows, columns, dense, bias, scale, other, factor, *rest: _fake(
+    lambda buffer, layout, rows, columns, dense, bias, scale, other, factor, *rest: _empty(
         buffer, layout, rows, columns, dense, bias, scale, other, True, *rest
     ),
 )

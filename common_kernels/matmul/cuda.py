@@ -196,7 +196,7 @@ class Plan:
         choices = algorithms(problem)
         if algorithm >= len(choices):
             raise CudaProductError(f"our kernels have no algorithm {algorithm} for {problem}")
-        self.problem, self.device, self.algorithms = problem, device, len(choices)
+        self.problem, self.algorithms = problem, len(choices)
         self.config, raster, swizzle = choices[algorithm]
         self._library = _library(self.config)
         processors = torch.cuda.get_device_properties(device).multi_processor_count
@@ -210,7 +210,6 @@ class Plan:
         self.launch, self.prepared = self._library.launch, prepared.value
         self.workspace = workspace.value
         self.values = p.rows * (p.columns // 2) * p.dtype.itemsize
-        self.result_shape, self.out_dtype = p.result_shape, p.out_dtype
 
     def run(
         self,

@@ -72,7 +72,6 @@ class Plan:
 
     def __init__(self, problem: Problem, algorithm: int, device: int) -> None:
         p, self.problem, self.handle = problem, problem, handle(device)
-        self.result_shape, self.out_dtype = p.result_shape, p.out_dtype
         self.device, self.bias, self.space = device, None, None
         self._launching = threading.Lock()
         self._descriptors = [ctypes.create_string_buffer(OPAQUE) for _ in range(7)]

@@ -120,10 +120,9 @@ def _nearest(problem: Problem, known: dict[Problem, Entry], within: float) -> En
         few = problem.tokens <= cuda.FEW
         same = [p for p in same if (p.tokens <= cuda.FEW) == few]
         within = min(within, NEAR_FEW) if few else within
-    near = [p for p in same if factor(p) <= within]
-    if not near:
+    nearest = min(same, key=factor, default=None)
+    if nearest is None or factor(nearest) > within:
         return None
-    nearest = min(near, key=factor)
     found, share = known[nearest], getattr(problem, name) / getattr(nearest, name)
     return replace(found, ms=share * found.ms, dense_ms=share * found.dense_ms)
 

@@ -72,8 +72,7 @@ class Packed24:
         """An uninitialised packed matrix."""
         rows, columns = shape
         check_form((rows, columns), dtype, layout)
-        size = cpu.buffer_bytes(rows, columns, dtype, layout)
-        buffer = torch.empty(size, dtype=torch.uint8, device=device)
+        buffer = cpu.new_buffer(rows, columns, dtype, device, layout)
         return Packed24(buffer, (rows, columns), dtype, layout)
 
     @property
@@ -201,8 +200,7 @@ def _pack24(x: torch.Tensor, mask: torch.Tensor, layout: str, backend: str) -> t
 
 @_pack24.register_fake
 def _(x, mask, layout, backend):
-    rows, columns = x.shape
-    return x.new_empty(cpu.buffer_bytes(rows, columns, x.dtype, layout), dtype=torch.uint8)
+    return cpu.new_buffer(*x.shape, x.dtype, x.device, layout)
 
 
 @custom_op("sparse24::unpack24", mutates_args=())

@@ -38,17 +38,12 @@ def choose(mask: torch.Tensor) -> torch.Tensor:
     return torch.stack([first, second], -1)
 
 
-def encode(mask: torch.Tensor) -> torch.Tensor:
-    """The nibbles `[rows, columns / 4]` (uint8) of a mask `[rows, columns]`."""
-    first, second = choose(as_groups(mask)).unbind(-1)
-    return (first | second << 2).to(torch.uint8)
-
-
 def compress(x: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """x under mask: values `[rows, columns / 2]` and nibbles `[rows, columns / 4]` (uint8)."""
-    nibbles = encode(mask)
+    places = choose(as_groups(mask))
     bits = x.view(INTEGERS[x.element_size()]).masked_fill(~mask, 0)
-    return as_groups(bits).gather(-1, positions(nibbles)).flatten(-2).view(x.dtype), nibbles
+    nibbles = (places[..., 0] | places[..., 1] << 2).to(torch.uint8)
+    return as_groups(bits).gather(-1, places).flatten(-2).view(x.dtype), nibbles
 
 
 def expand(values: torch.Tensor, nibbles: torch.Tensor) -> torch.Tensor:
@@ -161,6 +156,18 @@ def buffer_bytes(rows: int, columns: int, dtype: torch.dtype, layout: str = BUFF
     return rows * (columns // 2 * dtype.itemsize + form.row_bytes(columns))
 
 
+def new_buffer(
+    rows: int,
+    columns: int,
+    dtype: torch.dtype,
+    device: torch.device | None,
+    layout: str = BUFFERED,
+) -> torch.Tensor:
+    """An uninitialised buffer for values and metadata."""
+    size = buffer_bytes(rows, columns, dtype, layout)
+    return torch.empty(size, dtype=torch.uint8, device=device)
+
+
 def scatter(nibbles: torch.Tensor, layout: str, itemsize: int) -> torch.Tensor:
     """The flat metadata bytes of nibbles `[rows, columns / 4]`."""
     rows, columns = nibbles.shape[0], 4 * nibbles.shape[1]
@@ -191,8 +198,7 @@ def pack(x: torch.Tensor, mask: torch.Tensor, layout: str) -> torch.Tensor:
 def by_library(x: torch.Tensor, buffer: torch.Tensor | None = None) -> torch.Tensor:
     """The buffer in layout VENDOR, new if none is given, of an x that is 2:4 along its rows."""
     if buffer is None:
-        size = buffer_bytes(x.shape[0], x.shape[1], x.dtype, VENDOR)
-        buffer = torch.empty(size, dtype=torch.uint8, device=x.device)
+        buffer = new_buffer(x.shape[0], x.shape[1], x.dtype, x.device, VENDOR)
     if x.is_cuda:
         cusparselt.compress(x, buffer)
     else:

@@ -134,9 +134,7 @@ def pruned_weight(
         dense = torch.empty(w.shape, dtype=dtype, device=w.device)
         triton.pack(w.contiguous(), None, source, dtype, scale, dense=dense)
         return dense
-    if mask is not None:
-        return torch.where(_bools(mask, w), w, 0.0).to(dtype)
-    return _pruned(w, source, None, scale, dtype)[1]
+    return _pruned(w, source, mask, scale, dtype)[1]
 
 
 def pack_both24_(
@@ -239,8 +237,7 @@ _sample_pack24 = custom_op("sparse24::sample_pack24", mutates_args=())(packed_sa
 
 @_sample_pack24.register_fake
 def _(dy, key, stride, dtype, layout, backend):
-    size = cpu.buffer_bytes(dy.shape[1], dy.shape[0], dtype, layout)
-    return dy.new_empty(size, dtype=torch.uint8)
+    return cpu.new_buffer(dy.shape[1], dy.shape[0], dtype, dy.device, layout)
 
 
 def fill_up(x: Tensor, rows: int) -> Tensor:

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from common_kernels.launch import cast, launch, magnitude
-from common_kernels.pack.cpu import BUFFERED, LAYOUTS, buffer_bytes
+from common_kernels.pack.cpu import BUFFERED, LAYOUTS, new_buffer
 from common_kernels.soft_threshold.triton import less, threshold
 
 SOURCES = {"magnitude": 0, "soft": 1, "mask": 2}
@@ -75,14 +75,6 @@ def order_of(layout: str, dtype: torch.dtype) -> str:
     if form is None or dtype.itemsize > 2 or not is_written(form.order, 16):
         raise ValueError(f"layout {layout!r} is not written here for {dtype}; use convert24")
     return form.order
-
-
-def new_buffer(
-    rows: int, columns: int, dtype: torch.dtype, device: torch.device, layout: str = BUFFERED
-) -> torch.Tensor:
-    """An uninitialised buffer for values and metadata."""
-    size = buffer_bytes(rows, columns, dtype, layout)
-    return torch.empty(size, dtype=torch.uint8, device=device)
 
 
 def split(

@@ -240,7 +240,7 @@ def test_the_library_is_called_as_from_python(dtype, form, fake):
     assert got == {**got, **own, "streams": 1, "alpha": 1, "beta": 0} and got["workspace"]
     assert (got["b"] == x.data_ptr()) == (form != "unaligned") and got["b"] % 16 == 0
     *_, plan = fake.plans.values()
-    want = torch.zeros(plan.result_shape, dtype=out)
+    want = torch.zeros(plan.problem.result_shape, dtype=out)
     plan.run(packed.buffer, x, want, bias)
     assert torch.equal(*(t.view(torch.uint8).flatten()[:1024] for t in (y, want)))
     assert (y.shape, y.dtype) == (want.shape, out)
@@ -436,7 +436,7 @@ def test_threads_on_one_stream_keep_their_bias(fake):
         return linear24(packed, x, torch.full((64,), float(value)))[0, 0].item()
 
     def in_python(value):
-        out = torch.empty(plan.result_shape, dtype=BF16)
+        out = torch.empty(plan.problem.result_shape, dtype=BF16)
         plan.run(packed.buffer, x, out, torch.full((64,), float(value)))
         return out.flatten()[0].item()
 
