@@ -15,26 +15,26 @@ from torch import Tensor, nn
 
 from common_kernels import check24
 from common_kernels.decode import COLUMNS
-from models.linears import has_24, is_24, is_linear, matrix_of
+from models.linears import has_24, is_linear, matrix_of
 
 Division = tuple[Tensor, Tensor]  # the columns of a weight that are 2:4, and the dense ones
 FULL = 1 / 8  # a column with at most this share of zeros may be dense
 WIDTH = 32  # the number of divisions that are followed at once
 
 
-def partly_24(model: nn.Module) -> dict[str, Division]:
-    """The linears of a model that are 2:4 beside dense columns, by name, with the division of
-    their inputs."""
-    linears = {n: m for n, m in model.named_modules() if is_linear(m) and not m.weight.is_meta}
-    found = {n: divide(matrix_of(m)) for n, m in linears.items() if not has_24(m)}
-    return {name: division for name, division in found.items() if division is not None}
-
-
 def linears_and_divisions(model: nn.Module) -> tuple[dict[str, nn.Module], dict[str, Division]]:
     """The linears of a model that are 2:4, with or without dense columns beside, by name, and the
     divisions of those that have them. Raises ValueError if no linear is 2:4."""
-    divisions = partly_24(model)
-    linears = {n: m for n, m in model.named_modules() if n in divisions or is_24(m)}
+    linears: dict[str, nn.Module] = {}
+    divisions: dict[str, Division] = {}
+    modules: Any = model.named_modules()
+    for name, module in modules:
+        if not is_linear(module) or module.weight.is_meta:
+            continue
+        if has_24(module):
+            linears[name] = module
+        elif (division := divide(matrix_of(module))) is not None:
+            linears[name], divisions[name] = module, division
     if not linears:
         held = (m for m in model.modules() if isinstance(m, nn.Linear) and has_24(m))
         others = sorted({type(m).__name__ for m in held})

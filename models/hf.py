@@ -69,9 +69,15 @@ class CausalLM(Model):
         `weights`, which are then not read, on the meta device. Raises a `ValueError` if it is not a
         model of one of `FAMILIES` in safetensors, or `block_size` is more than the model's longest
         sequence."""
+        from transformers import AutoConfig
         from transformers import AutoModelForCausalLM as Auto
 
-        config, dropout = _config(folder)
+        with one_line(folder):
+            config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+            if config.model_type not in FAMILIES:
+                raise ValueError(f"it is a {config.model_type}, none of {', '.join(FAMILIES)}")
+        dropout = {name: getattr(config, name) for name in DROPOUT if hasattr(config, name)}
+        config.update(dict.fromkeys(dropout, 0.0))
         if weights:
             model = read_checkpoint(Auto, folder, config=config, trust_remote_code=False)
         else:
@@ -170,20 +176,6 @@ def one_line(folder: str | Path, what: str = "causal language model") -> Iterato
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         reason = str(error).strip().splitlines()[0]
         raise ValueError(f"no {what} in {folder}: {reason}") from error
-
-
-def _config(folder: str | Path) -> tuple[Any, dict[str, float]]:
-    """(the config of a checkpoint with all dropout rates set to 0, the rates that it had)."""
-    from transformers import AutoConfig
-
-    with one_line(folder):
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-        if config.model_type not in FAMILIES:
-            raise ValueError(f"it is a {config.model_type}, none of {', '.join(FAMILIES)}")
-        dropout = {name: getattr(config, name) for name in DROPOUT if hasattr(config, name)}
-        for name in dropout:
-            setattr(config, name, 0.0)
-    return config, dropout
 
 
 def read_checkpoint(kind: Any, folder: str | Path, **options: Any) -> Any:

@@ -27,11 +27,6 @@ def matrix_of(module: Any) -> Tensor:
     return weight.t().contiguous() if is_conv1d(module) else weight
 
 
-def is_24(module: nn.Module) -> bool:
-    """True for a linear whose weight is 2:4 along its inputs, with or without a low-rank term."""
-    return is_linear(module) and has_24(module)
-
-
 def is_linear(module: nn.Module) -> bool:
     """True for a plain linear, with or without a low-rank term."""
     return type(module) is nn.Linear or is_conv1d(module) or hasattr(module, "low_rank")

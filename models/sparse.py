@@ -218,6 +218,7 @@ def load(folder: str | Path, device: torch.device | str = "cpu") -> PreTrainedMo
     from models.hf import one_line
 
     record, state = read_record(folder), None
+    factors: dict[str, list[Any]] = {}
     weights = [name for name in record["files"] if name.endswith(".safetensors") and name != MASKS]
     if not weights:
         raise ValueError(f"{Path(folder) / RECORD} lists no weights; export the run again")
@@ -239,14 +240,9 @@ def load(folder: str | Path, device: torch.device | str = "cpu") -> PreTrainedMo
             if f"{name}.{VALUES}" in state:
                 stored = {part: state.pop(f"{name}.{part}", None) for part in PARTS}
                 state[name] = expanded({k: v for k, v in stored.items() if v is not None}, told)
-    factors: dict[str, list[Any]] = {
-        name: [
-            (state or {}).pop(f"{name.removesuffix('weight')}{part}", None)
-            for part in ("left", "right")
-        ]
-        for name, told in record["tensors"].items()
-        if "low_rank" in told
-    }
+            if "low_rank" in told:
+                own = name.removesuffix("weight")
+                factors[name] = [state.pop(f"{own}{part}", None) for part in ("left", "right")]
     transformers.utils.logging.disable_progress_bar()
     # transformers 4 loads as fp32 by default.
     release = int(transformers.__version__.split(".")[0])

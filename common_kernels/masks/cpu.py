@@ -34,7 +34,7 @@ def nm_mask(x: torch.Tensor, n: int, m: int, dim: int) -> torch.Tensor:
 def transposable_mask24(w: torch.Tensor, algorithm: str) -> torch.Tensor:
     mask = torch.empty_like(w, dtype=torch.bool)
     if w.numel():
-        search = {"exact": exact, "greedy": greedy, "two_approx": two_approx}[algorithm]
+        search = exact if algorithm == "exact" else functools.partial(scan, algorithm=algorithm)
         tiles = as_tiles(w)
         found = [search(part) for part in tiles.flatten(0, -3).split(TILES)]
         as_tiles(mask).copy_(torch.cat(found).view(tiles.shape))
@@ -91,25 +91,15 @@ def four_rows() -> torch.Tensor:
     return rows[torch.cartesian_prod(*4 * [torch.arange(6)])]
 
 
-def greedy(tiles: torch.Tensor) -> torch.Tensor:
-    """Go through a tile's entries from the largest magnitude down, and keep an entry if its row and
-    its column hold fewer than two. Fewer than eight entries may be kept in the end.
+def scan(tiles: torch.Tensor, algorithm: str) -> torch.Tensor:
+    """Go through a tile's entries in the order of their magnitudes, ties by index.
+
+    `greedy` begins with the largest, and keeps an entry if its row and its column hold fewer than
+    two. `two_approx`, the 2-approximation of Hubara et al. (arXiv 2102.08124), begins with the
+    smallest, and prunes an entry if its row or its column has lost fewer than two. Fewer than eight
+    entries may be kept in the end.
     """
-    return scan(tiles, largest_first=True)
-
-
-def two_approx(tiles: torch.Tensor) -> torch.Tensor:
-    """Go through a tile's entries from the smallest magnitude up, and prune an entry if its row or
-    its column has lost fewer than two.
-
-    This is the 2-approximation of Hubara et al. (arXiv 2102.08124). Fewer than eight entries may be
-    kept in the end.
-    """
-    return ~scan(tiles, largest_first=False)
-
-
-def scan(tiles: torch.Tensor, largest_first: bool) -> torch.Tensor:
-    """The entries taken when tiles [..., 4, 4] are visited in order of magnitude, ties by index."""
+    largest_first = algorithm == "greedy"
     flat = magnitude_bits(tiles.contiguous()).flatten(-2)
     order = flat.argsort(dim=-1, descending=largest_first, stable=True)
     taken = torch.zeros_like(flat, dtype=torch.bool)
@@ -119,7 +109,7 @@ def scan(tiles: torch.Tensor, largest_first: bool) -> torch.Tensor:
         in_column = so_far.sum(-2).gather(-1, entry % 4) < 2
         take = in_row & in_column if largest_first else in_row | in_column
         taken.scatter_(-1, entry, take)
-    return taken.unflatten(-1, (4, 4))
+    return (taken if largest_first else ~taken).unflatten(-1, (4, 4))
 
 
 def check_nm(x: torch.Tensor, n: int, m: int, dim: int) -> torch.Tensor:

@@ -284,7 +284,7 @@ def tiles_kernel(
 
 @triton.jit
 def greedy_bits(rows, NETWORK: tl.constexpr):
-    """The entries that cpu.greedy keeps, one bit each: visited from the largest magnitude down, the
+    """The entries that cpu.scan keeps, one bit each: visited from the largest magnitude down, the
     lower index first in a tie.
 
     A row is one bit, every fourth from bit 16 down, and a column one bit from bit 3 down; their

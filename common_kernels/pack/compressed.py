@@ -8,8 +8,7 @@ from torch import Tensor
 
 from common_kernels import backend as backends
 from common_kernels.compressed import double_prune_bits, expand_nm, unpack_mask
-from common_kernels.pack import cpu
-from common_kernels.pack.weight import Compressed24
+from common_kernels.pack import Compressed24, cpu
 
 
 @torch.no_grad()

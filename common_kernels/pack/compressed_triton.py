@@ -20,9 +20,9 @@ import triton
 import triton.language as tl
 
 from common_kernels.launch import cast, launch, magnitude, pointer, table_of, vectors
+from common_kernels.pack import Compressed24
 from common_kernels.pack import triton as packing
 from common_kernels.pack.cpu import VENDOR
-from common_kernels.pack.weight import Compressed24
 
 ROW = tl.constexpr(8)  # int64 per row of the table of addresses: 64 bytes
 # Most registers per thread, the fastest on an H200: with fewer registers more blocks run at a time.
