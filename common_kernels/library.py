@@ -136,13 +136,8 @@ def launched_by_cpp(schema: str, fake: Callable | None = None) -> Callable[[Call
     return register
 
 
-def kernels_of(name: str) -> Callable[[Callable], Callable]:
+def kernels_of(name: str) -> Callable[[Callable], None]:
     """A decorator for the function that launches, in Python, the kernels that C++ asks for by this
     name to launch them itself from then on. It takes the words that follow the name, whole numbers,
     and tensors, and returns the packed buffer that they fill, if any."""
-
-    def register(function: Callable) -> Callable:
-        KERNELS[name] = function
-        return function
-
-    return register
+    return functools.partial(KERNELS.__setitem__, name)

@@ -207,7 +207,7 @@ class Bert(nn.Module):
         return self.norm(x)
 
 
-def predictions(config: BertConfig) -> nn.Sequential:
+def predictions(config: BertConfig) -> Any:
     """The head that predicts masked tokens, [..., C] -> [..., V]: a decoder, in the original after
     a linear, an activation and a layer norm."""
     width, bias = config.n_embd, config.bias
@@ -229,7 +229,7 @@ class BertLM(base.Model):
         super().__init__()
         self.config = config
         self.bert = Bert(config)
-        self.predictions: Any = predictions(config)
+        self.predictions = predictions(config)
         self.predictions.decoder.weight = self.bert.embeddings.word_embeddings.weight
         self.seq_relationship = nn.Linear(config.n_embd, 2) if config.next_sentence else None
         base.draw_weights(self)

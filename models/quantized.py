@@ -38,11 +38,9 @@ def integers_of(packed: ck.Packed24) -> ck.Packed24 | ck.Quantized24:
     """The matrix as the integers of 4 or 8 bits that it was made of, for products with few tokens;
     the same matrix if it was not."""
     neutral = ck.convert24(packed, "neutral")
-    rounded = neutral.values.bfloat16()
+    own, rounded = neutral, neutral.values.bfloat16()
     if torch.equal(rounded.to(packed.dtype), neutral.values):  # they may have been cast from bf16
         own = ck.Packed24.of(rounded, neutral.meta, "neutral")
-    else:
-        own = neutral
     # Of a few rows first, which tell other matrices apart in no time.
     first = ck.Packed24.of(own.values[:16], own.meta[:16], "neutral")
     for bits in (4, 8):

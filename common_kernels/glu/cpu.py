@@ -53,10 +53,3 @@ def half_like(x: torch.Tensor, device: torch.device | str | None = None) -> torc
     sizes = [x.shape[d] // (2 if d == x.ndim - 1 else 1) for d in order]
     out = x.new_empty(sizes, device=device)
     return out.permute(sorted(range(x.ndim), key=order.__getitem__))
-
-
-def laid_out(dy: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """dy in the layout of `half_like(x)`, copied only if its layout differs."""
-    if dy.stride() == half_like(x, "meta").stride():
-        return dy
-    return half_like(x).copy_(dy)

@@ -162,7 +162,7 @@ def pack24(
 
 def unpack24(packed: Packed24) -> torch.Tensor:
     """The matrix [rows, columns], contiguous, with +0 where nothing is stored."""
-    return _unpack24(packed.values, meta_bytes(packed), packed.layout)
+    return _unpack24(packed.values, packed.meta, packed.layout)
 
 
 def convert24(packed: Packed24, layout: str) -> Packed24:
@@ -177,7 +177,7 @@ def convert24(packed: Packed24, layout: str) -> Packed24:
     if layout == VENDOR:
         matrix = unpack24(packed)
         return pack24(matrix, matrix.view(cpu.INTEGERS[dtype.itemsize]) != 0, layout)
-    nibbles = cpu.gather(meta_bytes(packed), *shape, packed.layout, dtype.itemsize)
+    nibbles = cpu.gather(packed.meta, *shape, packed.layout, dtype.itemsize)
     return Packed24.of(packed.values, cpu.scatter(nibbles, layout, dtype.itemsize), layout)
 
 
@@ -205,26 +205,16 @@ def check_form(shape: tuple[int, int], dtype: torch.dtype, layout: str) -> cpu.F
     return form
 
 
-def check_mask(mask: torch.Tensor) -> None:
-    """Raise ValueError, which names the first group of which a mask keeps more than two."""
-    kept = cpu.as_groups(mask).sum(-1)
-    if (kept > 2).any():
-        row, group = (kept > 2).nonzero()[0].tolist()
-        raise ValueError(
-            f"the mask is not 2:4: it keeps {int(kept[row, group])} of columns {4 * group}.."
-            f"{4 * group + 3} in row {row}, at most 2 can be packed; make it with nm_mask"
-        )
-
-
-def meta_bytes(packed: Packed24) -> torch.Tensor:
-    """The metadata as flat bytes."""
-    return packed.meta.view(-1).view(torch.uint8)
-
-
 @custom_op("sparse24::pack24", mutates_args=())
 def _pack24(x: torch.Tensor, mask: torch.Tensor, layout: str, backend: str) -> torch.Tensor:
     if not (x.is_cuda and torch.cuda.is_current_stream_capturing()):
-        check_mask(mask)
+        kept = cpu.as_groups(mask).sum(-1)
+        if (kept > 2).any():
+            row, group = (kept > 2).nonzero()[0].tolist()
+            raise ValueError(
+                f"the mask is not 2:4: it keeps {int(kept[row, group])} of columns {4 * group}.."
+                f"{4 * group + 3} in row {row}, at most 2 can be packed; make it with nm_mask"
+            )
     # The kernel takes 64 columns at a time and converts entries to fp32 and back.
     fits = x.shape[1] % 64 == 0 and x.dtype in (torch.bfloat16, torch.float16)
     if backend == "triton" and fits and x.shape[0] % 64 == 0 and layout not in (VENDOR, "neutral"):
@@ -236,7 +226,7 @@ def _pack24(x: torch.Tensor, mask: torch.Tensor, layout: str, backend: str) -> t
 
 @_pack24.register_fake
 def _(x, mask, layout, backend):
-    return cpu.new_buffer(*x.shape, x.dtype, x.device, layout)
+    return cpu.new_buffer(x.shape[0], x.shape[1], x.dtype, x.device, layout)
 
 
 @custom_op("sparse24::unpack24", mutates_args=())

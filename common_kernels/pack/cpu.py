@@ -179,9 +179,9 @@ def scatter(nibbles: torch.Tensor, layout: str, itemsize: int) -> torch.Tensor:
 
 
 def gather(meta: torch.Tensor, rows: int, columns: int, layout: str, itemsize: int) -> torch.Tensor:
-    """The nibbles `[rows, columns / 4]` in flat metadata bytes."""
+    """The nibbles `[rows, columns / 4]` in metadata."""
     order = LAYOUTS[layout].forms[itemsize].order
-    at = addresses(order, rows, columns, meta.device)
+    at, meta = addresses(order, rows, columns, meta.device), meta.view(-1).view(torch.uint8)
     return torch.stack([meta & 15, meta >> 4], -1).flatten()[at]
 
 

@@ -17,6 +17,7 @@ from common_kernels.matmul import (
     chosen,
     cuda,
     cuda_build,
+    emulate,
     fastest,
     is_faster,
     linear24,
@@ -29,7 +30,6 @@ from common_kernels.matmul import (
     table,
     unavailable,
 )
-from common_kernels.matmul.emulation import emulate
 from common_kernels.matmul.pruned import compressed_mm24
 from common_kernels.matmul.table import Entry
 from common_kernels.pack import BUFFERED, VENDOR, Packed24, cpu, pack24, unpack24
