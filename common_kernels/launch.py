@@ -70,7 +70,8 @@ def launch(kernel: Any, blocks: int, device: torch.device, *args: Any, **options
         )  # fmt: skip
         return
     given = [numbers[i] for i in known[1]]
-    start(known[0], [bits(n) if isinstance(n, float) else n for n in given])
+    # Floats are given by their bits in fp32.
+    start(known[0], [_INT32(_FP32(n))[0] if isinstance(n, float) else n for n in given])
 
 
 def by_triton(
@@ -97,14 +98,7 @@ def noted() -> Iterator[list[Launched]]:
         _notes.launched = None
 
 
-_FP32, _INT32 = struct.Struct("f"), struct.Struct("i")
-
-
-def bits(number: float) -> int:
-    """The bits of a number in fp32."""
-    return _INT32.unpack(_FP32.pack(number))[0]
-
-
+_FP32, _INT32 = struct.Struct("f").pack, struct.Struct("i").unpack
 _tables: dict[tuple[Any, ...], torch.Tensor] = {}
 _captured: dict[tuple[Any, ...], torch.Tensor] = {}  # never freed: CUDA graphs use their memory
 

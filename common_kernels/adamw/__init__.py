@@ -45,8 +45,15 @@ def adamw24_(
     kinds: dict[tuple, list[Weight24]] = {}
     for weight in weights:
         kinds.setdefault(weight.kind, []).append(weight)
-    for first, *_ in kinds.values():
-        _check(first)
+    for first, *_ in kinds.values():  # refuse what a cast or a move of the model leaves behind
+        checks.one_device(**first.tensors)
+        packed = [t for t in (first.packed, first.transposed) if t is not None]
+        written = {t.dtype for t in (first.dense, *packed) if t is not None}
+        if len(written) > 1 or (packed and written - {torch.bfloat16, torch.float16}):
+            raise ValueError(
+                f"operands have dtypes {' and '.join(sorted(map(str, written)))}: they must share "
+                "one, 16-bit if packed; convert the model again after a cast"
+            )
     step = Step(rates, rule, grad_scale, found_inf)
     if backends.resolve(device, backend) == "triton":
         from common_kernels.adamw import triton
@@ -54,15 +61,3 @@ def adamw24_(
         triton.adamw24_(list(kinds.values()), step)
     else:
         cpu.adamw24_(weights, step)
-
-
-def _check(given: Weight24) -> None:
-    """Refuse what a cast or a move of the model leaves behind."""
-    checks.one_device(**given.tensors)
-    written = {t.dtype for t in (given.dense, given.packed, given.transposed) if t is not None}
-    packs = given.packed is not None or given.transposed is not None
-    if len(written) > 1 or (packs and written - {torch.bfloat16, torch.float16}):
-        raise ValueError(
-            f"operands have dtypes {' and '.join(sorted(map(str, written)))}: they must share one, "
-            "16-bit if packed; convert the model again after a cast"
-        )
