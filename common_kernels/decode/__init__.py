@@ -62,7 +62,10 @@ def fragments24(matrix: Packed24 | Quantized24, dtype: torch.dtype = torch.bfloa
         return Fragments24(*parts, matrix.shape, dtype)
     values = matrix.values if matrix.bits == 8 else integers_of(matrix.values)
     parts = cpu.fragments(values, matrix.positions, matrix.bits)
-    return Fragments24(*parts, matrix.shape, dtype, cpu.scale_fragments(matrix.scales))
+    # By tile, group and g: row g's in the lower half of a word, row g + 8's in the upper one.
+    scales = matrix.scales.view(-1, 2, 8, matrix.scales.shape[1]).permute(0, 3, 2, 1)
+    words = scales.contiguous().view(-1).view(torch.int32)
+    return Fragments24(*parts, matrix.shape, dtype, words)
 
 
 def has_fragments(shape: tuple[int, int], dtype: torch.dtype) -> bool:

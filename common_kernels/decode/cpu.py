@@ -44,13 +44,6 @@ def fragments(
     return ordered.view(-1).view(torch.int64), words.view(-1).view(torch.int32)
 
 
-def scale_fragments(scales: torch.Tensor) -> torch.Tensor:
-    """Scales, bf16 [rows, groups], as int32 [rows / 2 * groups]: for each tile, group and g the
-    scale of row g in the lower half of a word and that of row g + 8 in the upper one."""
-    ordered = scales.view(-1, 2, 8, scales.shape[1]).permute(0, 3, 2, 1).contiguous()
-    return ordered.view(-1).view(torch.int32)
-
-
 def matrix(
     values: torch.Tensor, meta: torch.Tensor, scales: torch.Tensor | None,
     rows: int, columns: int, dtype: torch.dtype,
