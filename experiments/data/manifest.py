@@ -188,10 +188,9 @@ class DataConfig:
             version = f"-py{platform.python_version()}"
         elif self.source in WHEELS:
             version = f"-{requirements_hash(self.source)}"
-        trained = {"bpe": f"v{self.vocab_size}", "wordpiece": f"wp{self.vocab_size}"}
-        tokenizer = {"gpt2": "gpt2", **trained}.get(self.tokenizer)
-        if tokenizer is None:
-            tokenizer = folder_tokenizer(self.tokenizer).fingerprint
+        size = self.vocab_size
+        own = {"gpt2": "gpt2", "bpe": f"v{size}", "wordpiece": f"wp{size}"}.get(self.tokenizer)
+        tokenizer = own or folder_tokenizer(self.tokenizer).fingerprint
         return Path(self.root) / f"{self.name}{version}-{tokenizer}"
 
 

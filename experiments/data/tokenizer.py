@@ -189,7 +189,14 @@ def check_vocabulary(highest: int, size: int) -> None:
 
 def pretrained_tokenizer(folder: str) -> PreTrainedTokenizerBase:
     """The tokenizer of a transformers checkpoint: a folder or `owner/name[@revision]`."""
-    path = _local(folder)
+    path = Path(folder)
+    if not path.is_dir():
+        if folder.count("/") != 1 or folder.startswith(("/", ".")):
+            raise UserError(
+                f"data.tokenizer={folder} is neither gpt2, bpe nor wordpiece, nor a folder, nor an "
+                "owner/name on the hub"
+            )
+        path = hub.download(folder, (*ALL_FILES, "config.json"), "data.tokenizer")
     # transformers makes up an empty one if there is none.
     if not any((path / name).is_file() for name in FILES):
         raise UserError(
@@ -203,18 +210,6 @@ def pretrained_tokenizer(folder: str) -> PreTrainedTokenizerBase:
     except (OSError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]
         raise UserError(f"no tokenizer can be read from {folder}: {reason}") from error
-
-
-def _local(folder: str) -> Path:
-    """The local folder of the checkpoint; one on the hub is downloaded."""
-    if Path(folder).is_dir():
-        return Path(folder)
-    if folder.count("/") != 1 or folder.startswith(("/", ".")):
-        raise UserError(
-            f"data.tokenizer={folder} is neither gpt2, bpe nor wordpiece, nor a folder, nor an "
-            "owner/name on the hub"
-        )
-    return hub.download(folder, (*ALL_FILES, "config.json"), "data.tokenizer")
 
 
 @cache

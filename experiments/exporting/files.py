@@ -84,10 +84,8 @@ class Form:
     @property
     def folder(self) -> str:
         """The name of the export's folder in the run directory."""
-        parts = [FOLDER] + [self.weights] * (self.weights != "sparse")
-        parts += [self.dtype] * (self.dtype != "fp32") + [self.quantize or ""] * bool(self.quantize)
-        parts += ["compressed"] * self.compressed
-        return "-".join(parts)
+        parts = [FOLDER, self.weights, self.dtype, self.quantize, "compressed" * self.compressed]
+        return "-".join(part for part in parts if part and part not in ("sparse", "fp32"))
 
 
 def tokenizer_of(run: FinishedRun, model: nn.Module) -> PreTrainedTokenizerBase | None:

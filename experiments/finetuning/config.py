@@ -234,17 +234,16 @@ def freeze_finetuning(composition: Any) -> FinetuneConfig:
 
 def _for_task(recipe: dict[str, Any], task: str) -> dict[str, Any]:
     """The recipe for one task: settings that differ by task are replaced by that task's values."""
-    for key, value in recipe.items():
-        unknown = set(value) - {*TASKS, "default"} if isinstance(value, dict) else set()
-        if unknown or (isinstance(value, dict) and not value.keys() & {task, "default"}):
-            raise UserError(
-                f"recipe.{key} differs by task, but has {', '.join(map(str, value))}; it takes "
-                f"default and {', '.join(TASKS)}"
-            )
-    return {
-        key: value.get(task, value.get("default")) if isinstance(value, dict) else value
-        for key, value in recipe.items()
-    }
+    chosen = dict(recipe)
+    for key, by_task in recipe.items():
+        if isinstance(by_task, dict):
+            if by_task.keys() - {*TASKS, "default"} or not by_task.keys() & {task, "default"}:
+                raise UserError(
+                    f"recipe.{key} differs by task, but has {', '.join(map(str, by_task))}; it "
+                    f"takes default and {', '.join(TASKS)}"
+                )
+            chosen[key] = by_task.get(task, by_task.get("default"))
+    return chosen
 
 
 load = partial(composed, "finetune", freeze_finetuning)

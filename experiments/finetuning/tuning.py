@@ -61,7 +61,7 @@ class Problem:
     """A task: its sequences, its metrics and its head.
 
     examples: number of examples by split (SQuAD has more sequences, its windows).
-    metrics, files: of the logits of the dev splits, [..., outputs] per sequence; texts by name.
+    score: (metrics, texts of files by name) of the dev splits' logits, [..., outputs] per sequence.
     head: function that adds the task's head to a pretrained model.
     labels: the names of the head's outputs, if they are classes.
     """
@@ -70,8 +70,7 @@ class Problem:
     dev: dict[str, list[Encoded]]
     examples: dict[str, int]
     pad: int
-    metrics: Callable[[Logits], dict[str, float]]
-    files: Callable[[Logits], dict[str, str]]
+    score: Callable[[Logits], tuple[dict[str, float], dict[str, str]]]
     head: Callable[[Any], Head]
     labels: tuple[str, ...] = ()
 
@@ -86,28 +85,23 @@ def _classification(config: FinetuneConfig, encoding: Encoding, frame: Frame) ->
         targets = each.labels.tolist()
         sequences[split] = [Encoded(*e, t) for e, t in zip(encoded, targets, strict=True)]
 
-    def predicted(logits: Logits) -> dict[str, np.ndarray]:
-        return {
-            split: np.stack(rows).argmax(1) if labels else np.stack(rows)[:, 0]
-            for split, rows in logits.items()
-        }
-
-    def files(logits: Logits) -> dict[str, str]:
+    def score(logits: Logits) -> tuple[dict[str, float], dict[str, str]]:
+        stacked = {split: np.stack(rows) for split, rows in logits.items()}
+        predicted = {s: x.argmax(1) if labels else x[:, 0] for s, x in stacked.items()}
         texts = {}
-        for split, values in predicted(logits).items():
+        for split, values in predicted.items():
             pairs = zip(values.tolist(), splits[split].labels.tolist(), strict=True)
             named = [[labels[x] if labels else x for x in pair] for pair in pairs]
             rows = [{"prediction": value, "label": label} for value, label in named]
             texts[f"{split}.csv"] = checkpoint.csv_text(rows)
-        return texts
+        return glue.metrics(task, predicted, splits), texts
 
     return Problem(
         train=sequences.pop("train"),
         dev=sequences,
         examples={split: len(examples) for split, examples in splits.items()},
         pad=frame.pad,
-        metrics=lambda logits: glue.metrics(task, predicted(logits), splits),
-        files=files,
+        score=score,
         head=lambda model: Classifier(model, len(labels) or 1, recipe.dropout),
         labels=labels,
     )
@@ -121,16 +115,17 @@ def _squad(config: FinetuneConfig, encoding: Encoding, frame: Frame) -> Problem:
     }
     train, dev = ([Encoded(w.ids, w.second, w.answer) for w in own] for own in windows.values())
 
-    def answers(logits: Logits) -> dict[str, str]:
-        return squad.best_answers(questions["dev"], windows["dev"], logits["dev"])
+    def score(logits: Logits) -> tuple[dict[str, float], dict[str, str]]:
+        answers = squad.best_answers(questions["dev"], windows["dev"], logits["dev"])
+        text = json.dumps(answers, indent=1) + "\n"
+        return squad.metrics(questions["dev"], answers), {"dev.json": text}
 
     return Problem(
         train=train,
         dev={"dev": dev},
         examples={split: len(asked) for split, asked in questions.items()},
         pad=frame.pad,
-        metrics=lambda logits: squad.metrics(questions["dev"], answers(logits)),
-        files=lambda logits: {"dev.json": json.dumps(answers(logits), indent=1) + "\n"},
+        score=score,
         head=SpanPredictor,
     )
 
@@ -197,8 +192,8 @@ class TaskMetrics:
         logits: Logits = {}
         for split, sequences in self.problem.dev.items():
             logits[split], self.losses[split] = self._run(trainer, split, sequences)
-        self.files = self.problem.files(logits)
-        return self.problem.metrics(logits)
+        metrics, self.files = self.problem.score(logits)
+        return metrics
 
     def _run(
         self, trainer: Trainer, split: str, sequences: list[Encoded]

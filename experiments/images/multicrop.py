@@ -66,9 +66,10 @@ class MultiCrops(ImageBatches):
     arguments are those of `ImageBatches`, after `data` the settings of the crops.
     """
 
+    in_memory = False  # workers cut the crops
+
     def __init__(self, data: ImageConfig, dino: DinoConfig, *others: Any, **named: Any) -> None:
         super().__init__(data, *others, **named)
-        self.memory = {}  # workers cut the crops, also of images in memory
         self.dino, shape = dino, self.shape
         self.globals = [crop_transform(data, dino, kind) for kind in ("first", "second")]
         self.local = crop_transform(data, dino, "local")

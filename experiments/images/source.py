@@ -116,7 +116,7 @@ class ImageBatches:
     memory: each split on the device if batches can be made there, without workers; else {}.
     """
 
-    unit, one_shape = "images", True
+    unit, one_shape, in_memory = "images", True, True
 
     def __init__(
         self,
@@ -134,15 +134,11 @@ class ImageBatches:
                 f"data.image_size={config.image_size}, but model.image_size={shape.image_size}"
             )
         self.config, self.seed, self.batch_size = config, seed, batch_size
-        self.memory = hold(self.images, config, device)
-        self.shape, self.processes = shape, workers
+        self.memory = hold(self.images, config, device) if self.in_memory else {}
+        self.shape, self.workers = shape, 0 if self.memory else workers
         self.directory, self.fingerprint = self.images.directory, self.images.fingerprint
         self.tokens_per_sample = shape.tokens
         self.prepare = eval_transform(config)
-
-    @property
-    def workers(self) -> int:
-        return 0 if self.memory else self.processes
 
     def plain(self, split: str, indices: np.ndarray) -> Batch:
         """The images with these indices, not augmented (`input`), and their classes (`target`)."""

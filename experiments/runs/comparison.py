@@ -60,6 +60,15 @@ class Summary:
     high: float = math.nan
     against: str = ""
 
+    @classmethod
+    def of(cls, label: str, own: list[float], paired: list[float], against: str = "") -> Summary:
+        """The row of these values and of their differences to those of `against`."""
+        row = cls(label, len(own), mean(own), std(own), against=against)
+        if not paired:
+            return row
+        low, high = paired_interval(paired)
+        return replace(row, pairs=len(paired), difference=mean(paired), low=low, high=high)
+
 
 def find(paths: Iterable[Path]) -> tuple[list[FinishedRun], list[Path]]:
     """(finished runs at or below these paths, each once; directories of unfinished ones)."""
@@ -210,19 +219,14 @@ def _best(found: list[Variant], metric: str) -> Variant:
 def _summary(variant: Variant, other: Variant, metric: str) -> Summary:
     """The row of a variant, compared with another one unless it is this one."""
     numbers, reference = variant.numbers(metric), other.numbers(metric)
-    row = Summary(variant.label, len(numbers), mean([*numbers.values()]), std([*numbers.values()]))
     if variant is other:
-        return row
-    row = replace(row, against=other.label)
+        return Summary.of(variant.label, [*numbers.values()], [])
     paired = [
         numbers[s] - reference[s]
         for s in numbers
         if s in reference and _kind(variant.runs[s]) == _kind(other.runs[s])
     ]
-    if not paired:
-        return row
-    low, high = paired_interval(paired)
-    return replace(row, pairs=len(paired), difference=mean(paired), low=low, high=high)
+    return Summary.of(variant.label, [*numbers.values()], paired, other.label)
 
 
 def markdown(found: list[Variant], rows: list[Summary], metric: str = METRIC) -> str:

@@ -118,10 +118,8 @@ def plan(table: Table, tier: str, runs: Path) -> Plan:
     unique: dict[tuple[Any, ...], Job] = {}
     places: dict[Place, tuple[Job, dict[str, Job]]] = {}
 
-    def job(place: Place, part: str, *work: Any) -> Job:
+    def job(label: str, driver: str, overrides: list[str], source: Job | None, key: str) -> Job:
         """The job that does this work; equal work shares one job."""
-        driver, overrides, source, key = work
-        label = f"{place}, {part}" if part else str(place)
         new = Job(label, driver, overrides, runs, source, key)
         return unique.setdefault((driver, *overrides, id(source)), new)
 
@@ -132,7 +130,7 @@ def plan(table: Table, tier: str, runs: Path) -> Plan:
         source = None
         if row.starts_from is not None and not chosen.pretrained:
             source, _ = places[Place(variant.label, row.starts_from, seed)]
-        trained = job(place, "", table.driver, overrides, source, "init")
+        trained = job(str(place), table.driver, overrides, source, "init")
         measures: dict[str, Job] = {}
         for name, measure in ({} if row.stage else chosen.measure).items():
             given = [*measure.overrides, *row.measure.get(name, []), *own]
@@ -140,7 +138,8 @@ def plan(table: Table, tier: str, runs: Path) -> Plan:
             for task in measure.tasks or [""]:
                 part = f"{name}.{task}" if task else name
                 with_task = [f"task={task}", *given] if task else given
-                measures[part] = job(place, part, measure.driver, with_task, trained, "run")
+                label = f"{place}, {part}"
+                measures[part] = job(label, measure.driver, with_task, trained, "run")
         places[place] = trained, measures
     checked: set[tuple[str, ...]] = set()
     for one in unique.values():  # a measurement fits all runs or none: one check is enough

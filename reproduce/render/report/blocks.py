@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from experiments.runs.comparison import Summary
-from experiments.runs.stats import excludes_zero, mean, paired_interval, std
+from experiments.runs.stats import excludes_zero, mean, paired_interval
 from experiments.support.results import number
 from reproduce.execute.blocks import Block, read_block
 from reproduce.judge import Json
@@ -82,15 +82,11 @@ class Shown:
     @cached_property
     def rows(self) -> dict[str, Summary]:
         """The mean and spread of each variant, and its paired difference to its other one."""
-        rows = {}
-        for variant, seeds in self.variants.items():
-            numbers = [number(record, self.metric) for record in seeds.values()]
-            row = Summary(variant, len(numbers), mean(numbers), std(numbers))
-            if paired := self.by_seed.get(variant):
-                low, high = paired_interval(paired)
-                row = replace(row, pairs=len(paired), difference=mean(paired), low=low, high=high)
-            rows[variant] = row
-        return rows
+        numbers = {
+            variant: [number(record, self.metric) for record in seeds.values()]
+            for variant, seeds in self.variants.items()
+        }
+        return {v: Summary.of(v, own, self.by_seed.get(v, [])) for v, own in numbers.items()}
 
     @cached_property
     def gap(self) -> float:
