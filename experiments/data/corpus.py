@@ -128,9 +128,8 @@ class CausalText:
     def eval_batches(self, count: int, batch_size: int) -> Iterator[Batch]:
         """Fixed windows without overlap, evenly spaced over the validation split. The last batch
         may be smaller, so weight an average over batches by their sizes."""
-        starts = evenly_spaced(count, self.eval_size, self.directory) * self.tokens_per_sample
-        firsts = range(0, count, batch_size)
-        return (self.windows("val", starts[first : first + batch_size]) for first in firsts)
+        parts = evenly_spaced(count, batch_size, self.eval_size, self.directory)
+        return (self.windows("val", part * self.tokens_per_sample) for part in parts)
 
     def windows(self, split: str, starts: np.ndarray) -> Batch:
         """The windows that start at these positions of the split."""

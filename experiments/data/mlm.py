@@ -12,7 +12,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -131,10 +130,9 @@ class MaskedText:
 
     def eval_batches(self, count: int, batch_size: int) -> Iterator[Batch]:
         windows = self.text.eval_batches(count, batch_size)
-        firsts = range(0, count, batch_size)
-        parts = ((n + np.arange(len(w["input"])), w) for n, w in zip(firsts, windows, strict=True))
-        words = partial(sample_words, (0, _EVAL_MASKS), 0, count=self.words)
-        return (self._batch("val", w["input"].numpy(), words(samples)) for samples, w in parts)
+        words = sample_words((0, _EVAL_MASKS), 0, np.arange(count), self.words)
+        both = zip(range(0, count, batch_size), windows, strict=True)
+        return (self._batch("val", w["input"].numpy(), words[n : n + batch_size]) for n, w in both)
 
     def score(self, output: Any, loss: Tensor, batch: Batch) -> tuple[dict[str, Tensor], int]:
         """(sums over the predicted tokens, their number). The sums are `loss`, `accuracy` and, with

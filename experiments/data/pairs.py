@@ -136,12 +136,9 @@ class TranslationPairs:
 
     def eval_batches(self, count: int, batch_size: int) -> Iterator[Batch]:
         """`count` bundles of the validation split, evenly spaced over their lengths."""
-        chosen = evenly_spaced(count, self.eval_size, self.directory)
-        parts = [self.val.pairs[slice(*self.val.starts[i : i + 2])] for i in chosen]
-        return (
-            self._batch(self.val.sentences, np.concatenate(parts[first : first + batch_size]))
-            for first in range(0, count, batch_size)
-        )
+        parts, val = evenly_spaced(count, batch_size, self.eval_size, self.directory), self.val
+        bundles = ([val.pairs[slice(*val.starts[i : i + 2])] for i in part] for part in parts)
+        return (self._batch(val.sentences, np.concatenate(several)) for several in bundles)
 
     def score(self, output: Any, loss: Tensor, batch: Batch) -> tuple[dict[str, Tensor], int]:
         targets = int((batch["target"] != -1).sum())

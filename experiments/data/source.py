@@ -21,15 +21,16 @@ Batch = dict[str, Tensor]
 Request = tuple[int, range]
 
 
-def evenly_spaced(count: int, available: int, directory: Path) -> np.ndarray:
-    """`count` of the numbers below `available`, int64 [count], the evaluation samples of the data
-    in `directory`. Raises a `UserError` if there are fewer."""
+def evenly_spaced(count: int, batch_size: int, available: int, directory: Path) -> list[np.ndarray]:
+    """`count` of the numbers below `available`, the evaluation samples of the data in `directory`,
+    in batches, int64 [batch_size]. Raises a `UserError` if there are fewer."""
     if not 1 <= count <= available:
         raise UserError(
             f"{count} evaluation samples asked for, but the validation split of {directory} holds "
             f"{available}: set train.eval_samples to 1 to {available}"
         )
-    return np.arange(count, dtype=np.int64) * available // count
+    chosen = np.arange(count, dtype=np.int64) * available // count
+    return [chosen[first : first + batch_size] for first in range(0, count, batch_size)]
 
 
 def random_words(key: Sequence[int], counter: Sequence[int], count: Any) -> np.ndarray:

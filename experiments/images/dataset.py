@@ -78,9 +78,6 @@ class ImageConfig:
 
     def __post_init__(self) -> None:
         check_name("data.name", self.name)
-        for name in ("mean", "std", "crop_scale"):  # omegaconf makes lists of them
-            if (value := getattr(self, name)) is not None:
-                object.__setattr__(self, name, tuple(value))
         share = dict.fromkeys(("flip", "shift", "random_erasing", "label_smoothing"), (0.0, 1.0))
         check_bounds(
             self, "data.", image_size=(1, 10_000), repeats=(1, 1000), crop_pct=(0.01, 1),

@@ -169,8 +169,7 @@ class ImageBatches:
 
     def eval_batches(self, count: int, batch_size: int) -> Iterator[Batch]:
         """Batches of `count` validation images, evenly spaced over the split (sorted by class)."""
-        indices = evenly_spaced(count, self.eval_size, self.directory)
-        parts = [indices[first : first + batch_size] for first in range(0, count, batch_size)]
+        parts = evenly_spaced(count, batch_size, self.eval_size, self.directory)
         return read_ahead(self._eval_batch, parts, self.workers)
 
     def describe(self) -> dict[str, Any]:

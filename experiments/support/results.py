@@ -52,9 +52,8 @@ def read(
         missing = f"{FILE} is missing" if directory.is_dir() else "there is no such folder"
         found = "it was begun and has not ended" if begun else missing
         runs = ", ".join(sorted(path.parent.name for path in directory.glob(f"*/{FILE}")))
-        message = f"{directory} holds no finished run ({found}); run it to its end first"
-        if runs:
-            message = f"{directory} holds no finished run ({found}); choose one in it: {runs}"
+        advice = f"choose one in it: {runs}" if runs else "run it to its end first"
+        message = f"{directory} holds no finished run ({found}); {advice}"
         raise NoResult("unfinished" if begun else "missing", message) from error
     except (OSError, ValueError) as error:
         message = f"{path} is damaged ({error}); remove it and run again"

@@ -73,7 +73,7 @@ class EncoderTraining(Images):
                 metrics["launched_speedup"] = times["dense"] / times["sparse"]
                 report(f"launched: dense {times['dense']:.1f} ms, 2:4 {times['sparse']:.1f} ms")
                 for label, one in built.items():
-                    compile_blocks(label, one, {"options": COMPILED})
+                    compile_blocks(label, one)
                 for label, one in built.items():
                     metrics[f"{label}_gb"] = peak(one, held[label]) / 1e9
             times = self.in_turns(calls, 1)
@@ -113,13 +113,13 @@ def encoder_bench(name: str, images: Tensor, config: EncoderTraining) -> Bench:
     return Bench(converted, [images], [gradient])
 
 
-def compile_blocks(name: str, built: Bench, how: dict[str, Any]) -> None:
-    """Compile the blocks, which share their code. how: arguments of torch.compile."""
+def compile_blocks(name: str, built: Bench) -> None:
+    """Compile the blocks, which share their code."""
     built.whole(0)
     want = built.found()
     blocks: Any = built.converted.model.blocks
     for block in blocks:
-        block.compile(fullgraph=True, **how)
+        block.compile(fullgraph=True, options=COMPILED)
     with variants.compiling():
         built.whole(0)
     gates.check_same(name, built.found(), want)

@@ -63,8 +63,7 @@ def _reservations(table: Table, tier: str) -> dict[str, list[str]]:
     smoke tier, which shows no published value."""
     found: dict[str, list[str]] = {}
     variants = table.variants_of(tier) if tier != "smoke" else []
-    rows = [row for row in table.rows_of(tier) if not row.stage]
-    for variant, row, column in product(variants, rows, table.columns):
+    for variant, row, column in product(variants, table.shown_rows(tier), table.columns):
         cell = published_cell(table, variant, row, column)
         if cell is not None and row.label not in found.setdefault(cell.reservation, []):
             found[cell.reservation].append(row.label)

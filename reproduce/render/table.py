@@ -50,7 +50,7 @@ def render(table: Table, tier: str, runs: list[PlacedRun]) -> Rendered:
         by_place.setdefault((run.place.variant, run.place.row), []).append(run)
 
     def cell(variant: str, row: TableRow, column: Column, unit: str) -> Cell:
-        first = row.against or _shown_rows(table, tier)[0].label
+        first = row.against or table.shown_rows(tier)[0].label
         own, baseline = (by_place.get((variant, label), []) for label in (row.label, first))
         made = cells.ours(table, tier, column, own, baseline, unit)
         if row.against and column.show == "paired" and made.numbers.get("n"):
@@ -91,7 +91,7 @@ def _rendered(
         units[column.label] = column.unit or theirs
     mine: dict[Key, Cell] = {}
     papers: dict[Key, tuple[Cell, Cell]] = {}
-    rows = _shown_rows(table, tier)
+    rows = table.shown_rows(tier)
     for variant, row, column in product(table.variants_of(tier), rows, table.columns):
         own = Cell(NOT_OFFERED, {"n": 0})
         if not row.not_run and (not variant.rows or row.label in variant.rows):
@@ -124,11 +124,6 @@ def _rendered(
     )
 
 
-def _shown_rows(table: Table, tier: str) -> list[TableRow]:
-    """The rows of a tier without those that others only start from."""
-    return [row for row in table.rows_of(tier) if not row.stage]
-
-
 def _grid(
     table: Table,
     tier: str,
@@ -145,7 +140,7 @@ def _grid(
     """
     labels: dict[str, list[str]] = {
         "variant": [variant.label for variant in table.variants_of(tier)],
-        "row": [row.label for row in _shown_rows(table, tier)],
+        "row": [row.label for row in table.shown_rows(tier)],
         "column": [column.label for column in columns],
     }
     horizontal = {axis for axis in labels if f"{{{axis}}}" in table.published_column}

@@ -182,7 +182,7 @@ class Table:
             if not (tier.unavailable or tier.block or tier.seeds):
                 raise ValueError(f"tier {name} needs seeds")
             _check(f"tier {name}: rows", tier.rows, rows)
-            shown = [row for row in self.rows_of(name) if not row.stage]
+            shown = self.shown_rows(name)
             others = [None, *(row.label for row in shown)]
             _check(f"tier {name}: against", [row.against for row in shown], others)
 
@@ -200,6 +200,10 @@ class Table:
         chosen = self.tiers[tier].rows
         own = [row for row in self.rows if row.overrides or not row.variant]
         return [row for row in own if not chosen or row.label in chosen]
+
+    def shown_rows(self, tier: str) -> list[TableRow]:
+        """The rows of a tier without those that others only start from."""
+        return [row for row in self.rows_of(tier) if not row.stage]
 
     def trainings(self, tier: str) -> Iterator[tuple[Variant, TableRow, int]]:
         """Yields (variant, row, seed) of each training or benchmark of a tier."""
