@@ -11,7 +11,7 @@ Backends:
 cuSPARSELt takes layout `cusparselt_sm90` on compute capability 9.0, where our packers know its
 order, and on any GPU `cusparselt`, which it packs itself. Our own kernels take `cutlass_sm90` and
 `cutlass_sm90_k128`. All are in one buffer, as `common_kernels.pack.operands` writes them. On a CPU
-under Triton's interpreter the products are emulated (`emulate`). The fastest correct algorithm,
+under Triton's interpreter the products are emulated (emulation.py). The fastest correct algorithm,
 kernel and layout of a product is found by measurement (choice.py, table.py).
 """
 
@@ -37,8 +37,8 @@ from common_kernels.matmul.choice import measured as measured
 from common_kernels.matmul.choice import own_layout as own_layout
 from common_kernels.matmul.choice import unavailable as unavailable
 from common_kernels.matmul.cusparselt import Problem as Problem
+from common_kernels.matmul.emulation import emulate
 from common_kernels.pack import BUFFERED, VENDOR, Packed24, convert24, of_library, unpack24
-from common_kernels.pack.cpu import buffer_bytes
 from common_kernels.pack.cusparselt import aligned
 from common_kernels.pack.operands import fill_up, packed_sample, tokens_multiple, whole_blocks
 
@@ -278,31 +278,6 @@ def _product(
         else:
             plan.run(*given, bias)
     return out
-
-
-def emulate(
-    buffer: Tensor,
-    dense: Tensor,
-    bias: Tensor | None,
-    scales: tuple[Tensor, Tensor] | None,
-    problem: Problem,
-) -> Tensor:
-    """The product of cuSPARSELt or of our own kernels on a CPU, for tests: by plain PyTorch, in
-    fp32 and rounded once."""
-    check_available(problem, buffer.device)
-    shape, layout = (problem.rows, problem.columns), problem.layout
-    if layout == VENDOR:  # emulated with the order of BUFFERED
-        layout, buffer = BUFFERED, buffer[: buffer_bytes(*shape, problem.dtype)]
-    a = unpack24(Packed24(buffer, shape, problem.dtype, layout)).float()
-    b = dense.float().t() if problem.dense_transposed else dense.float()
-    product = a @ b
-    if scales is not None:
-        product *= 1 / scales[0] / scales[1]
-    if bias is not None:
-        product += bias.to(problem.out_dtype).float()[:, None]
-    return (
-        (product.t() if problem.result_transposed else product).to(problem.out_dtype).contiguous()
-    )
 
 
 def _empty(
