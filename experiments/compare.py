@@ -14,8 +14,6 @@ swept), or where there is none the best one; the table says which.
                    compare.png with the curves (default: runs/compare)
 """
 
-from __future__ import annotations
-
 import sys
 from functools import partial
 from pathlib import Path

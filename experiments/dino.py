@@ -5,8 +5,6 @@ those of `experiments.pretrain`. The resulting model is the teacher's ViT. Its f
 then evaluated (experiments/evaluation/probes.py): `knn_top1` and `linear_top1` of `result.json`.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from functools import partial

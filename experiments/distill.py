@@ -9,8 +9,6 @@ and its tokenizer, if it has one, for `from_pretrained` of transformers (`experi
 Low-rank terms (SLoRB) are merged there into dense weights.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 

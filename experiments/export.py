@@ -24,8 +24,6 @@ Low-rank terms have no place in transformers and are merged into the weights, wh
 The Cramming form of BERT (`glu`, no biases, ...) does not exist there and is refused.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -12,8 +12,6 @@ repeated; an interrupted one continues from its last checkpoint. Under torchrun 
 batch.
 """
 
-from __future__ import annotations
-
 import math
 
 from experiments.config.driver import driver

@@ -4,8 +4,6 @@ Prints the memory of each of `plan.gpus` GPUs by purpose. Takes the settings of
 `experiments.pretrain` and, through experiment files, of `distill` and `dino`; needs no GPU or data.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any

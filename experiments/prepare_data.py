@@ -4,8 +4,6 @@ Works for every corpus (experiments/data/prepare.py); `data.source=FOLDER` takes
 folder gets its final name only when it is complete; an existing one is kept.
 """
 
-from __future__ import annotations
-
 from experiments.config.driver import driver
 from experiments.config.run import RunConfig
 from experiments.data.manifest import DataConfig, read_manifest

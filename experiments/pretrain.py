@@ -10,8 +10,6 @@ with zeros for pruned entries) and `result.json`. A finished run is not repeated
 continues from its last checkpoint. Under torchrun the ranks share each batch.
 """
 
-from __future__ import annotations
-
 from experiments.config.driver import driver
 from experiments.config.run import RunConfig
 from experiments.config.run import load as load

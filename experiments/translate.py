@@ -15,8 +15,6 @@ in `result.json` include `bleu`, `bleu_tokenized` and `exact_match`, all in perc
 validation split.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import os
 from collections.abc import Callable

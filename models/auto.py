@@ -6,8 +6,6 @@ The loaded model is a plain one with 2:4 weights, which can be trained and saved
 not require gradients; to train, load it on the CPU and move it.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -4,8 +4,6 @@ models share, named sizes, and checks of configs.
 Shapes: B sequences, T tokens, C = n_embd channels, H = n_head heads, V = vocab_size.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, ClassVar, Self
 

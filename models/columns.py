@@ -5,8 +5,6 @@ dense, in their order, form groups of four. A finished model is plain, so which 
 read off its zeros. Any division whose first part is 2:4 gives the same product.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,8 +1,6 @@
 """Generation by causal models of transformers with a cache of fixed size: each token after the
 prompt is one replay of a CUDA graph."""
 
-from __future__ import annotations
-
 import functools
 import inspect
 import math

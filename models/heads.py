@@ -9,8 +9,6 @@ method. The heads are called `classifier` and `qa_outputs`, as in transformers; 
 linears with these names dense.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """The linears of a model, ours or of transformers, and which of them are 2:4."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from torch import Tensor, nn

@@ -1,7 +1,5 @@
 """Integers of 8 or 4 bits as the weights of a finished 2:4 model."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

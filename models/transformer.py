@@ -8,8 +8,6 @@ follows both stacks. Source, target and output share one embedding, which is one
 `parameters()` and two of `state_dict()`. Names are those of fairseq, except `mlp`.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Any

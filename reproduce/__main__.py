@@ -5,8 +5,6 @@ For a table it runs what is missing and writes `runs/tables/<name>-<tier>` as .m
 and .png. Exit status: 0 if every cell of the tier has a value, 1 if not, 2 for invalid arguments.
 """
 
-from __future__ import annotations
-
 import shlex
 import shutil
 import sys

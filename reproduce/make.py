@@ -1,7 +1,5 @@
 """Makes tables: runs what they miss, then writes and prints them."""
 
-from __future__ import annotations
-
 import sys
 import time
 import traceback

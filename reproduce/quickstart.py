@@ -3,8 +3,6 @@
 They train side by side with one thread: two such processes make 1.4 times the steps of one of two.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from pathlib import Path

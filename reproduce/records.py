@@ -5,8 +5,6 @@ A record counts if a block has a run with its variant and seed whose config has 
 of another default, override or initial model, are left out of all views and named.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field, replace

@@ -5,8 +5,6 @@ is printed unless they agree. All benchmarks of a device go into one
 record, from which `report` makes a table.
 """
 
-from __future__ import annotations
-
 import argparse
 import importlib
 import os

@@ -5,8 +5,6 @@ dense product times the share of its bytes that the packed 2:4 matrix has: 9/16,
 4 bits (rows `int8`, `int4`) 0.32 or 0.20. Rows `packed` are of `linear24`, not `few_tokens24`.
 """
 
-from __future__ import annotations
-
 import argparse
 from typing import Any
 

@@ -4,8 +4,6 @@ Operands of the three products are e4m3, except the output gradient in e5m2, wit
 tensor that is measured each time. fprop uses fast accumulation, the others exact accumulation.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Iterable
 

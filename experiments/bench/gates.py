@@ -1,7 +1,5 @@
 """Checks that products and gradients equal those of plain PyTorch, before a time is reported."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -3,8 +3,6 @@
 SAM's image encoder is what torchao's benchmark of 2:4 training calls ViT-L.
 """
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext

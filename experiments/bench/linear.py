@@ -7,8 +7,6 @@ three dense products by themselves, half of it for a product that runs sparse. T
 and `relu2` are of feed-forward networks, two linears with a squared ReLU between them.
 """
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Iterator
 from functools import partial

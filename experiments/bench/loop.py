@@ -8,8 +8,6 @@ hooks, loss, clipping, optimizer. Each method takes turns with the dense model i
 few tokens, and `nn.Linear`'s, without waiting for the device.
 """
 
-from __future__ import annotations
-
 import argparse
 import statistics
 import tempfile

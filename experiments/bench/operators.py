@@ -1,7 +1,5 @@
 """The operators that `ops` measures, the bytes they must move, and other ways to do the same."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial

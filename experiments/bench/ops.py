@@ -5,8 +5,6 @@ first compared with plain PyTorch, and timed beside plain formulations, eager an
 other libraries' packers; the one-pass optimizer step is measured, too.
 """
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Callable
 from typing import Any

@@ -3,8 +3,6 @@
 Kernels are those of an ordinary step in torch's profiler; on a CPU operators are measured instead.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections import Counter

@@ -6,8 +6,6 @@ Rows are measured one after the other in one run; their peer is dense training o
 Without torchrun the rows are those of one GPU alone.
 """
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import math

@@ -8,8 +8,6 @@ A row says what ran, where, and with which versions, so a record may hold rows o
 new row replaces an older one with the same name, dtype, shape and backend, whatever its products.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Callable, Iterable, Sequence

@@ -15,8 +15,6 @@ reads a batch of prompts of up to 2,048 tokens and keeps their cache. A generati
 token of each sequence after 128 others, on a GPU in a CUDA graph, as serving engines replay it.
 """
 
-from __future__ import annotations
-
 import argparse
 import copy
 import functools

@@ -4,8 +4,6 @@ A step is that of the trainer: hooks, forward, backward, clipping, hooks, AdamW,
 runs under bf16 autocast with fp32 weights, and the blocks and the loss are compiled.
 """
 
-from __future__ import annotations
-
 import itertools
 import time
 from collections.abc import Callable

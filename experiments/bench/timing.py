@@ -5,8 +5,6 @@ for sparse ones; after idle time both are faster for a while. On a GPU a compari
 with work that is not timed, and the timed calls follow without a pause.
 """
 
-from __future__ import annotations
-
 import itertools
 import random
 import statistics

@@ -6,8 +6,6 @@ FP8. Ratios are taken within such a comparison. If not every step chooses masks,
 has a figure of its own, and its share is included in the judged time.
 """
 
-from __future__ import annotations
-
 import argparse
 import gc
 

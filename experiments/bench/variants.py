@@ -1,7 +1,5 @@
 """The methods that the training benchmarks compare, and models converted by them."""
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Iterable
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Composes hydra's overrides into plain values and dataclasses, with one-line errors."""
 
-from __future__ import annotations
-
 import copy
 import re
 import shlex

@@ -1,7 +1,5 @@
 """Makes a function of a config a command line, with one-line errors, exit codes and signals."""
 
-from __future__ import annotations
-
 import argparse
 import atexit
 import functools

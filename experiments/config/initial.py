@@ -5,8 +5,6 @@ of the same shape (`init=FOLDER`). In a run's identity a checkpoint stands with 
 files and a finished run with the hash of its config; paths do not count.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Callable, Mapping

@@ -9,8 +9,6 @@ a run is therefore a hash of everything except `impl` and paths. Its directory d
 alone, not on the time or the machine.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The settings that every training has: `train` changes the result, `impl` only the speed."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from functools import cached_property

@@ -1,7 +1,5 @@
 """Reads the yaml files of conf/: their values, and their texts, which explain them."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import json

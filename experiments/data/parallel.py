@@ -12,8 +12,6 @@ A German number is one word with the ones before the tens, so a model must learn
 change the order. The numbers are below a million, chosen by a hash; the splits are disjoint.
 """
 
-from __future__ import annotations
-
 import hashlib
 import math
 from collections.abc import Iterator

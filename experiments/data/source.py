@@ -4,8 +4,6 @@ A batch is a dict of tensors, the model's keyword arguments, on the CPU or on th
 the first dim is the sample. `model(**batch)` returns (output, the mean loss over the targets).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol

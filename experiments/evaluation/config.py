@@ -1,7 +1,5 @@
 """The config of an evaluation (experiments/evaluate.py) and the hash that it is known by."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from dataclasses import dataclass

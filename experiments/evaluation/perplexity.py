@@ -12,8 +12,6 @@ of WikiText-2 is the raw test split, the hub's rows joined by two newlines: with
 287,644 tokens, 280 windows of 1024.
 """
 
-from __future__ import annotations
-
 import hashlib
 import io
 import math

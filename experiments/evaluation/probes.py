@@ -6,8 +6,6 @@ deviation 1 over the training images; for the neighbours they are used as they a
 training and M test images, C features, K classes.
 """
 
-from __future__ import annotations
-
 import math
 from functools import partial
 

@@ -1,7 +1,5 @@
 """Writes a finished run as a folder for other libraries, with a model card."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import math

@@ -1,7 +1,5 @@
 """The config of a fine-tuning: a pre-trained model, a task and a recipe."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from dataclasses import dataclass

@@ -11,8 +11,6 @@ the F1 of always answering yes on the dev split (279 of 408 pairs are positive),
 68.4. FST's code reports accuracy and F1, Pearson and Spearman; all of them are recorded.
 """
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 from pathlib import Path

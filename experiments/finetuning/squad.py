@@ -7,8 +7,6 @@ of which is a training example. If the answer is not in the window, its span is 
 Questions are cut after 64 tokens.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import string

@@ -1,7 +1,5 @@
 """Fine-tuning on one task: GLUE and SQuAD as sequences with targets, heads and metrics."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace

@@ -5,8 +5,6 @@ which have shapes, dtypes and storages but take no memory. The forward pass runs
 autocast. Every storage that autograd keeps for the backward pass is counted once.
 """
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager

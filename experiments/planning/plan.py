@@ -14,8 +14,6 @@ A transformers checkpoint is planned by its shape, which is read from the `confi
 folder or, for the checkpoints of the experiment files, known here, so that nothing is downloaded.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass

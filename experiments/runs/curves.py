@@ -1,7 +1,5 @@
 """Averages training curves over seeds, and draws them with their spread."""
 
-from __future__ import annotations
-
 import math
 import textwrap
 from collections import defaultdict

@@ -1,7 +1,5 @@
 """Statistics over seeds."""
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections.abc import Sequence

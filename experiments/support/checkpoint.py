@@ -1,7 +1,5 @@
 """Files that are written atomically or hashed, JSON in them, and the lock of a run's directory."""
 
-from __future__ import annotations
-
 import csv
 import fcntl
 import functools

@@ -1,8 +1,6 @@
 """Downloads checkpoints and data sets from the Hugging Face hub. Both are named `owner/name`, or
 `owner/name@revision` with a commit, branch or tag."""
 
-from __future__ import annotations
-
 import functools
 import re
 from collections.abc import Iterable

@@ -1,7 +1,5 @@
 """Counts the memory of layers, recognises errors of lacking memory, and frees it."""
 
-from __future__ import annotations
-
 import gc
 import sys
 

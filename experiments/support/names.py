@@ -1,7 +1,5 @@
 """Checks of names, seeds and choices for config dataclasses, and the values that identify a run."""
 
-from __future__ import annotations
-
 import dataclasses
 import hashlib
 import json

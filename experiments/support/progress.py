@@ -1,7 +1,5 @@
 """Prints messages, and progress as a live bar on a terminal, else as a line every ten seconds."""
 
-from __future__ import annotations
-
 import sys
 import time
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """Reads and writes `result.json`: a finished run's config, environment and figures."""
 
-from __future__ import annotations
-
 import functools
 import importlib.metadata
 import json

@@ -6,8 +6,6 @@ Tensors saved as `model.safetensors` are in that file or, if they take more than
     model.safetensors.index.json             the file of each tensor
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterable, Mapping

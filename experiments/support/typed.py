@@ -4,8 +4,6 @@ OmegaConf's structured configs are not used: they take seconds for hundreds of c
 neither unions nor values that are typed already.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import types

@@ -1,7 +1,5 @@
 """The averaged copy of a training's weights, which follows one of two rules."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 

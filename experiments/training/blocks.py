@@ -1,7 +1,5 @@
 """The transformer blocks of a model, and activation checkpointing block by block."""
 
-from __future__ import annotations
-
 from functools import cache
 from typing import Any
 

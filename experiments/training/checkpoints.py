@@ -18,8 +18,6 @@ training continues, with sharded weights every rank its rows. The thread does no
 between steps the ranks exchange whether their files are written; then rank 0 completes the folder.
 """
 
-from __future__ import annotations
-
 import copy
 import json
 import shutil

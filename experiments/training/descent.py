@@ -12,8 +12,6 @@ g is computed separately. If the method samples, it is another sample than the s
 step's own noise does not count as predicted descent. The measurement does not affect the training.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The group of processes that torchrun started, or a single process."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -6,8 +6,6 @@ clipping, the optimizer) is launched as usual. Phases, mask refreshes and loss s
 need no special handling: they write to the tensors that the graphs read.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any

@@ -1,7 +1,5 @@
 """Measures the density of a model's linears, and counts the groups that violate their pattern."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any

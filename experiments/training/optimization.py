@@ -4,8 +4,6 @@ In order: learning rate and weight decay, `on_step_begin`, forward and backward 
 micro-batch, unscale, clip, `on_gradients`, optimizer, `on_step_end`.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext

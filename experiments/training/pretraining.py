@@ -1,7 +1,5 @@
 """Pre-training; experiments/pretrain.py lists the files of a run."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import statistics

@@ -1,7 +1,5 @@
 """The routine of every training: build, train, finalize, check the sparsity, write."""
 
-from __future__ import annotations
-
 import copy
 import math
 import os

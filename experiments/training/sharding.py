@@ -5,8 +5,6 @@ of a product. Weights that it would round anyway are gathered in rounded form if
 and gradients are summed in fp32.
 """
 
-from __future__ import annotations
-
 import copy
 import inspect
 from collections import Counter

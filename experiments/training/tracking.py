@@ -3,8 +3,6 @@
 A run that is stopped and resumed remains one run of the viewers.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import uuid

@@ -4,8 +4,6 @@ A step (experiments/training/optimization.py) depends only on the saved state an
 so a run that is stopped and resumed gives the same result as one that was not.
 """
 
-from __future__ import annotations
-
 import math
 import statistics
 import time

@@ -4,8 +4,6 @@ A line has all entries of the runner's file except `curves`, and three hashes: i
 that of the run's rows in the CSV (`curves_sha256`) and that of the file (`file_sha256`).
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Iterable

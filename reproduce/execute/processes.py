@@ -1,7 +1,5 @@
 """Processes whose output goes to a file, and the GPUs that they may use."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal

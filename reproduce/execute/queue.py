@@ -6,8 +6,6 @@ time budget or (on Linux) the death of this process lets running jobs save a che
 the next call goes on.
 """
 
-from __future__ import annotations
-
 import shlex
 import signal
 import time

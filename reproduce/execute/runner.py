@@ -4,8 +4,6 @@ A run is done if it has a record in `reproduce/evidence` or `runs/evidence`; one
 start is trained all the same if its weights are missing. The time budget stops running ones.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

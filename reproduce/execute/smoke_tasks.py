@@ -11,8 +11,6 @@ benchmarks. The files depend only on the version of Python; nothing is downloade
     lm-eval  which of two lines comes next?
 """
 
-from __future__ import annotations
-
 import json
 import random
 import re

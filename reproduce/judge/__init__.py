@@ -5,8 +5,6 @@ claims.py reads the rules, verdicts.py applies them, scale.py relates a differen
 and text.py writes the sentences.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections import Counter

@@ -1,7 +1,5 @@
 """Reads the papers' claims and the rules for a verdict from claims.yaml."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, field
 from pathlib import Path

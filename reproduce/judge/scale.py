@@ -1,7 +1,5 @@
 """Puts a block's results into scale: the gap to half the width, and the share of it lost."""
 
-from __future__ import annotations
-
 import math
 import statistics
 from typing import Any

@@ -1,7 +1,5 @@
 """Writes the verdicts on the papers' claims as lines of text, by the template claims.jinja."""
 
-from __future__ import annotations
-
 import math
 import textwrap
 from collections.abc import Iterable

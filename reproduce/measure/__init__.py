@@ -7,8 +7,6 @@ The package is a driver like those of `experiments`, with `load`, `run` and `fin
 identified by its settings and the device, and is stored, so that it is measured only once.
 """
 
-from __future__ import annotations
-
 import warnings
 from typing import Any
 

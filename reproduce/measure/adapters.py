@@ -3,8 +3,6 @@
 The trainer stores only final weights: a small model is trained here, with a copy after each step.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from collections.abc import Callable

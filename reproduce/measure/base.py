@@ -1,7 +1,5 @@
 """Settings and results of all measures, and the modules and calls that they time."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import re

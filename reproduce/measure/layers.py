@@ -1,7 +1,5 @@
 """Training of layers and whole models under a method."""
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from dataclasses import dataclass
 from functools import partial

@@ -1,7 +1,5 @@
 """Single operators: products, masks, gated activations."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from functools import partial

@@ -1,7 +1,5 @@
 """Inference with packed 2:4 weights, and packing itself."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ torchao's benchmark (benchmarks/benchmark_semi_sparse_training.py of pytorch/ao,
 8 x 3 x 1024 x 1024 random pixels, all in fp16: forward, backward from a random gradient down to the
 pixels, no optimizer. Here the encoder is timm's, without trained weights."""
 
-from __future__ import annotations
-
 import copy
 import re
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """SLoPe: products by shape, and a layer with and without its parts."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

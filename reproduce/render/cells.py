@@ -1,7 +1,5 @@
 """Makes the cells of a table: our values over the seeds, and the paper's values."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, field
 from itertools import product

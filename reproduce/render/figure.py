@@ -3,8 +3,6 @@
 The data of a figure is written as CSV into the same folder.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections import defaultdict

@@ -1,7 +1,5 @@
 """Writes the lines above a table by the texts in `header.jinja`."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable
 from itertools import product

@@ -3,8 +3,6 @@
 The list is in `specs/coverage.yaml`. Neither torch nor a driver is imported: it answers at once.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from dataclasses import dataclass

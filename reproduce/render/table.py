@@ -1,7 +1,5 @@
 """Renders finished runs as a table: for people in Markdown, and as CSV with all digits."""
 
-from __future__ import annotations
-
 import json
 import textwrap
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Looks up the papers' own values in `published.json`."""
 
-from __future__ import annotations
-
 import functools
 import json
 from dataclasses import dataclass, fields

@@ -1,7 +1,5 @@
 """Reads the files of specs and of measured tables."""
 
-from __future__ import annotations
-
 import csv
 import hashlib
 import io

@@ -6,8 +6,6 @@ measurements of what was trained. Columns say which of the resulting numbers are
 instead show the records of a block (reproduce/specs/blocks); then nothing is run for it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path

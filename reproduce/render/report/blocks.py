@@ -1,7 +1,5 @@
 """Collects what the page shows of the blocks: values, differences, what is missing, and tables."""
 
-from __future__ import annotations
-
 import math
 import shlex
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Draws the page's figures with matplotlib, as SVG whose colours follow the reader's scheme."""
 
-from __future__ import annotations
-
 import io
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Loads the page's templates (templates/), with the filters that they use."""
 
-from __future__ import annotations
-
 import math
 import os
 import re

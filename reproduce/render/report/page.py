@@ -1,7 +1,5 @@
 """Writes the page of results, `runs/report/index.html`, and its main figure as a file."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from dataclasses import dataclass, field, replace
