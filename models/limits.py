@@ -1,21 +1,16 @@
 """The numbers of tokens with which packed 2:4 linears are faster than dense ones, measured."""
 
-from __future__ import annotations
-
 import functools
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from common_kernels.decode import MOST
 from common_kernels.matmul import is_faster
 from models.linears import shape_of
-
-if TYPE_CHECKING:
-    from models.packed import PackedProduct
 
 COUNTS = (1, 8, 64, 256, 1024, 4096, 16384)  # numbers of tokens for which products are measured
 
@@ -34,8 +29,8 @@ class Limits(NamedTuple):
 MANY = Limits(0, 0)  # always the packed form for many tokens
 
 
-def measured(layers: Sequence[PackedProduct], graphs: bool) -> Limits:
-    """The measured limits of layers of one shape."""
+def measured(layers: Sequence[Any], graphs: bool) -> Limits:
+    """The measured limits of layers of one shape, which are `PackedProduct`s."""
     faster = functools.partial(_faster, layers, graphs)
     many = Limits(0, least(faster))
     if layers[0].fragments is not None:
@@ -46,7 +41,7 @@ def measured(layers: Sequence[PackedProduct], graphs: bool) -> Limits:
 
 
 def _faster(
-    layers: Sequence[PackedProduct], graphs: bool, tokens: int, limits: Limits = MANY,
+    layers: Sequence[Any], graphs: bool, tokens: int, limits: Limits = MANY,
     other: Limits | None = None,
 ) -> bool:  # fmt: skip
     """True if layers of one shape are faster with this number of tokens within these limits than
@@ -63,7 +58,7 @@ def _faster(
     return ms < other_ms
 
 
-def _run(x: torch.Tensor, layers: Sequence[PackedProduct], limits: Limits | None) -> None:
+def _run(x: torch.Tensor, layers: Sequence[Any], limits: Limits | None) -> None:
     """Each layer's product within these limits, or dense."""
     for layer in layers:
         if limits is None:
