@@ -165,6 +165,11 @@ class Linear(ActivationLinear):
     def quantized_weight(self) -> tuple[Tensor, None]:
         return self.weight.detach(), None
 
+    def _forget(self) -> None:
+        super()._forget()
+        for name in ("up", "passed", "measuring", "kept"):
+            vars(self).pop(name, None)
+
     def in_fp8(self) -> tuple[Any, ...]:
         """The codes for fprop and dgrad, the formats, and the state of delayed scaling."""
         return *precision.operands(self), self.precision, *delayed.of(self)

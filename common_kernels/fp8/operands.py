@@ -35,7 +35,7 @@ def quantize_both(
     for `quantize_fp8`."""
     name = backends.resolve_fp8(checks.one_device(x=x, amax=amax, seen=seen), backend)
     given = x, FORMATS.index(fmt), FORMATS.index(fmt_transposed)
-    if name != "triton" or not x.numel():
+    if name != "triton" or (amax is not None and not x.numel()):
         return _quantize_both(*given, amax, seen)
     return _both_at_once(*given) if amax is None else _both_delayed(*given, amax, _written(seen))
 
@@ -92,7 +92,7 @@ def quantize_and_sample(
     device = checks.one_device(dy=dy, key=key, amax=amax, seen=seen)
     name = backends.resolve_fp8(device, backend)
     given = dy, key, stride, FORMATS.index(fmt), layout
-    if name != "triton" or layout == cpu.VENDOR or not dy.numel():
+    if name != "triton" or layout == cpu.VENDOR or (amax is not None and not dy.numel()):
         codes, buffer, scale = _quantize_and_sample(*given, amax, seen)
     elif amax is None:
         codes, buffer, scale = _sample_at_once(*given)
@@ -149,6 +149,8 @@ def _sample_like(
 def _both_by_kernel(x: Tensor, fmt: int, other: int, *scaling: Tensor) -> tuple[Tensor, ...]:
     from common_kernels.fp8 import operands_triton
 
+    if not x.numel():  # asked here, where torch.compile need not know the size
+        return _quantize_both(x, fmt, other, *scaling)
     return operands_triton.quantize_both(x.contiguous(), FORMATS[fmt], FORMATS[other], *scaling)
 
 
@@ -157,6 +159,8 @@ def _sample_by_kernel(
 ) -> tuple[Tensor, ...]:
     from common_kernels.fp8 import operands_triton
 
+    if not dy.numel():
+        return _quantize_and_sample(dy, key, stride, fmt, layout, *scaling)
     given = dy.contiguous(), key.contiguous(), stride, FORMATS[fmt], layout
     return operands_triton.quantize_and_sample(*given, _filled_up(dy, layout), *scaling)
 

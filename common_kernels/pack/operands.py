@@ -126,7 +126,7 @@ def pruned_weight(
     backend: str,
 ) -> Tensor:
     """The pruned matrix of `pack24_` as a dense one in `dtype`, for use inside an operator; of any
-    size and pattern if there is a mask."""
+    size and pattern if the source is `mask`."""
     blocks = not (w.shape[0] % MULTIPLE or w.shape[1] % MULTIPLE)
     if backend == "triton" and mask is None and blocks and dtype.itemsize == 2:
         from common_kernels.pack import triton

@@ -75,8 +75,8 @@ def collect(
         for batch in batches:
             model(**batch)
     for name, found in statistics.items():
-        sums = found.square_sum, found.hessian
-        ranks.take_from_rank_0(own for own in sums if own is not None)
+        for sums in (found.square_sum, found.hessian):  # together they would be copied
+            ranks.take_from_rank_0([] if sums is None else [sums])
         if not found.count:
             raise ValueError(f"no calibration token reached {name}; give batches, or exclude it")
         if not found.square_sum.isfinite().all():

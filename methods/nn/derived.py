@@ -19,8 +19,7 @@ from .operands import Packed
 # Attributes of a converted layer, besides parameters and buffers.
 OWN = (
     "config", "pattern", "dtype", "accelerated", "precision", "has_history", "shards", "drawn",
-    "was_loaded", "seen", "begun", "is_dense", "is_frozen", "adapting", "_stored", "up", "passed",
-    "measuring", "kept",
+    "was_loaded", "seen", "begun", "is_dense", "is_frozen", "adapting", "_stored",
 )  # fmt: skip
 
 

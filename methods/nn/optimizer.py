@@ -145,9 +145,8 @@ class FusedAdamW(torch.optim.AdamW):
             launches.setdefault((work.weight.device, work.rule), []).append(work)
         for (device, rule), together in launches.items():
             for work in together:
-                if (
-                    work.layer.fp8 is not None
-                ):  # the same in each step, as the kernel's table has its address
+                if work.layer.fp8 is not None:
+                    # The same in each step, as the kernel's table has its address.
                     buffers = vars(self).setdefault("_amax", {})  # a copied optimizer has none
                     key = id(work.weight), device
                     work.amax = buffers.setdefault(key, torch.empty((), device=device))

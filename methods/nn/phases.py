@@ -106,7 +106,7 @@ class TransposableLinear(SwitchedLinear):
 
 class SwitchedMethod(base.Method):
     """A method with a dense and a sparse phase. `dense_at` says to which phase a step belongs; the
-    layers hold the current phase."""
+    layers hold the current phase. A subclass with further state extends `saved`."""
 
     saved: ClassVar[tuple[str, ...]] = ("dense",)
 
