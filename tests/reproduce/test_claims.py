@@ -233,7 +233,7 @@ def test_a_file_of_claims_that_means_nothing(tmp_path):
         ("expect: lower", "expect: less", "expect=less; choose of lower, higher, equal"),
         ("level: 0.05", "level: often", "level: 'often' is not of type float"),
         ("id: 2\n", "id: 1\n", "two claims have the id 1; give one of them"),
-        ("paper: sste\n", "paper: w\n", "paper w has no name; add `w: NAME` to `papers:`"),
+        ("paper: sste\n", "paper: who\n", "paper who has no name; add `who: NAME` to `papers:`"),
     ]:
         path.write_text(text.replace(old, new), encoding="utf-8")
         with pytest.raises(UserError) as error:

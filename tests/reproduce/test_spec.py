@@ -4,11 +4,13 @@ import dataclasses
 import functools
 import importlib
 import re
+import textwrap
 from pathlib import Path
 
 import pytest
 import yaml
 
+import common_kernels
 import experiments
 from experiments.finetuning import glue
 from experiments.support.errors import UserError
@@ -17,6 +19,7 @@ from reproduce.execute import jobs
 from reproduce.execute.blocks import Block
 from reproduce.execute.jobs import Job, plan
 from reproduce.judge.claims import Claim
+from reproduce.measure import layers
 from reproduce.specs.table import Table, read_table, read_tables
 
 TABLES = {table.name: table for table in read_tables()}
@@ -212,11 +215,16 @@ def test_errors_name_the_file(tmp_path):
         assert message in told and str(path) in told and "\n" not in told
 
 
-def test_the_examples_of_the_readme_are_a_table_measurements_and_a_claim():
+def test_the_examples_of_the_readme_are_tables_a_measure_and_a_claim():
     text = (Path(jobs.__file__).parents[1] / "README.md").read_text(encoding="utf-8")
     part = text.split("## Adding a table, a measure or a claim")[1]
     blocks = re.findall(r"(?:^    .*\n|^\n(?=    ))+", part, re.M)
-    trained, measured, (claim,), block = (yaml.safe_load(block) for block in blocks)
+    names = {**vars(layers), "nm_mask": common_kernels.nm_mask}
+    exec(textwrap.dedent(blocks.pop(3)), names)
+    metrics, _ = names["Masked"](width=8, length=4, repeats=2).measure(print)
+    assert metrics["dense_ms"] > 0 and metrics["masked_ms"] > 0
+    trained, paper, measured, (claim,), block = (yaml.safe_load(block) for block in blocks)
+    assert paper["w"].keys() == {"title", "items"}
     spec = typed(Table, "", {"name": "w_table3", **trained})
     assert spec.command == "table3" and plan(spec, "smoke", Path("runs")).jobs
     spec = typed(Table, "", {"name": "w_table3", **trained, **measured})
