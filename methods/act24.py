@@ -21,7 +21,7 @@ dense squared ReLU.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -323,7 +323,7 @@ class Method(SwitchedMethod):
             conversion.become(second, Down)
             if any(size % MULTIPLE for size in (*first.weight.shape, *second.weight.shape)):
                 for layer in (first, second):  # FP8 units take both or none
-                    layer.precision = layer.precision and layer.precision._replace(on_units=False)
+                    layer.precision = layer.precision and replace(layer.precision, on_units=False)
             kept = torch.zeros(2, device=second.weight.device)
             vars(second).update(up=first, measuring=False, kept=kept)  # `up` is no submodule
             vars(activation)["forward"] = unchanged

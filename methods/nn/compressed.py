@@ -14,7 +14,7 @@ from common_kernels.fp8.weights import quantize_compressed24_
 from common_kernels.pack.compressed import Compressed24, prune_and_pack24_
 
 from . import delayed, precision
-from .compressed_gemms import Pattern, compressed_linear, fp8_compressed_linear
+from .compressed_gemms import Fp8Product, Pattern, Product
 from .conversion import become
 from .gemms import DENSE, Products
 from .linear import SparseLinear
@@ -200,13 +200,13 @@ class CompressedLinear(SparseLinear):
         if self.shards is not None and self.shards.direct:
             masks = self.shards.whole
         own = self._parameters
-        return compressed_linear(
+        return Product.apply(
             x, own["values"], own["left"], own["right"], own["bias"], masks["row_mask"],
             masks["column_mask"], *operands, self.pattern, self.adapting,
         )  # fmt: skip
 
     def forward_in_fp8(self, x: Tensor) -> Tensor:
-        return fp8_compressed_linear(
+        return Fp8Product.apply(
             x, self.values, self.left, self.right, self.bias, self.row_mask,
             *precision.operands(self), self.pattern, self.adapting, self.precision,
             *delayed.of(self),

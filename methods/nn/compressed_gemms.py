@@ -28,7 +28,7 @@ from common_kernels import expand_nm, lowrank_addmm, unpack_mask
 from common_kernels.compressed import compress_checked
 
 from .fp8_gemms import quantized_gradient, quantized_input, weight_gradient
-from .gemms import opaque, without_autocast
+from .gemms import without_autocast
 from .operands import Dense, flat, save, saved
 
 Pattern = tuple[int, int]  # (n, m)
@@ -51,7 +51,7 @@ def adapter_gradients(
     return grad_left.to(left.dtype), grad_right.to(right.dtype)
 
 
-class _Product(torch.autograd.Function):
+class Product(torch.autograd.Function):
     """The products of the module docstring. Only compressed operands are saved for the backward
     pass; dense ones would be held for all layers at once.
     """
@@ -96,7 +96,7 @@ class _Product(torch.autograd.Function):
         return grad_x, grad_values, grad_left, grad_right, grad_bias, *(None,) * 6
 
 
-class _Fp8Product(torch.autograd.Function):
+class Fp8Product(torch.autograd.Function):
     """The same in FP8."""
 
     @staticmethod
@@ -138,6 +138,3 @@ class _Fp8Product(torch.autograd.Function):
             if of_bias:
                 grad_bias = flat(dy).sum(0).to(ctx.dtypes[1])
         return grad_x, grad_values, grad_left, grad_right, grad_bias, *(None,) * 8
-
-
-compressed_linear, fp8_compressed_linear = opaque(_Product), opaque(_Fp8Product)

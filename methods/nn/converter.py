@@ -11,7 +11,7 @@ from . import acceleration, conversion, permutation, plain, ranks, sharding
 from .acceleration import Acceleration
 from .config import Capabilities, Config
 from .conversion import Report, weight_of
-from .gemms import OPAQUE, Products
+from .gemms import Products
 from .linear import SparseLinear
 
 
@@ -167,7 +167,6 @@ class Converter:
         if repack_backward:
             self.check_repacks()
         self._shard()
-        torch.compiler.allow_in_graph(OPAQUE)
         layers = self.sparse_layers
         found = ranks.of_rank_0(lambda: acceleration.choose_all(layers, tokens, matmul))
         products, choices = {}, {}

@@ -27,7 +27,8 @@ sample of dY half of dY's scale instead of its own. `hopper_delayed` is `hopper`
 scaling, which does not search X and dY at all (delayed.py).
 """
 
-from typing import Any, NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -39,11 +40,12 @@ from common_kernels.fp8.operands import quantize_and_sample, quantize_both, resc
 from common_kernels.matmul import mm24
 
 from . import delayed
-from .gemms import NOTHING, groups_of, opaque, sample_tokens, without_autocast
+from .gemms import NOTHING, groups_of, sample_tokens, without_autocast
 from .operands import Fp8, exact_product, flat, save, saved
 
 
-class Fp8Formats(NamedTuple):
+@dataclass(frozen=True)
+class Fp8Formats:
     """FP8 format of each kind of operand, `e4m3` or `e5m2`."""
 
     fprop: str  # X and W in fprop
@@ -62,7 +64,7 @@ FP8: dict[str, Any] = {
     "hybrid": Fp8Formats(fprop="e4m3", gradient="e5m2", dgrad="e4m3", wgrad="e4m3"),
     "hopper": Fp8Formats("e4m3", "e5m2", dgrad="e4m3", wgrad="e5m2", on_units=True),
 }
-FP8["hopper_delayed"] = FP8["hopper"]._replace(delayed=True)
+FP8["hopper_delayed"] = replace(FP8["hopper"], delayed=True)
 
 
 def recipe(name: str, both_ways: bool, samples: bool) -> Fp8Formats | None:
@@ -77,8 +79,8 @@ def recipe(name: str, both_ways: bool, samples: bool) -> Fp8Formats | None:
     formats: Fp8Formats | None = FP8[name]
     if formats is None or not formats.on_units:
         return formats
-    return formats._replace(
-        dgrad="e5m2" if both_ways else "e4m3", wgrad="e5m2" if samples else "e4m3"
+    return replace(
+        formats, dgrad="e5m2" if both_ways else "e4m3", wgrad="e5m2" if samples else "e4m3"
     )
 
 
@@ -127,7 +129,7 @@ def weight_gradient(
     return rescale(product, dy.scale, x_scale, dtype=dtype)
 
 
-class _Fp8Linear(torch.autograd.Function):
+class Fp8Linear(torch.autograd.Function):
     """`x` [..., in] times the operand of fprop, with the backward pass of the module docstring.
 
     weight: dense master weight [out, in], which only receives dW. fprop, dgrad: codes in the given
@@ -174,9 +176,6 @@ class _Fp8Linear(torch.autograd.Function):
             if of_bias:
                 grad_bias = flat(dy).sum(0).to(bias_dtype)
         return grad_x, grad_weight, None, None, grad_bias, *(None,) * 6
-
-
-fp8_linear = opaque(_Fp8Linear)
 
 
 def quantized_sample(dy: Tensor, scale: Tensor, key: Tensor, mvue: str, formats: Fp8Formats) -> Fp8:

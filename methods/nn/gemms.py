@@ -15,7 +15,6 @@ An operand is `Dense`, `Packed` if it is 2:4 along the summed dim and the sparse
 (see `Products`), or `Fp8` (operands.py). fp8_gemms.py has the three products in FP8.
 """
 
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -28,7 +27,7 @@ from common_kernels.matmul import cuda, sample_mm24
 from common_kernels.mvue import sampled24
 from common_kernels.pack import BUFFERED
 
-from .operands import flat, save, saved
+from .operands import Dense, Packed, flat, save, saved
 
 
 @dataclass(frozen=True)
@@ -69,7 +68,6 @@ class Products:
 
 
 DENSE = Products()
-OPAQUE: list[Callable[..., Tensor]] = []  # see `opaque`
 
 
 def kernels_of(layout: str) -> str:
@@ -77,35 +75,9 @@ def kernels_of(layout: str) -> str:
     return "cuda" if layout in cuda.LAYOUTS else layout and "cusparselt"
 
 
-def opaque(function: type[torch.autograd.Function]) -> Callable[..., Tensor]:
-    """`function.apply`, which Dynamo does not trace after `Method.accelerate`; AOTAutograd does.
-
-    What Dynamo traces becomes guards, which each call of a compiled block checks.
-    """
-
-    def apply(*given: Any) -> Tensor:
-        return function.apply(*given)
-
-    OPAQUE.append(apply)
-    return apply
-
-
 class _SparseLinear(torch.autograd.Function):
-    """`x` [..., in] times the operand of fprop, with the backward pass of the module docstring.
-
-    Args:
-        weight: dense master weight [out, in], which only receives dW.
-        fprop, dgrad: operands in x's dtype.
-        bias: [out] or None.
-        key: int64 [2], (Philox seed of this layer and step, index of the micro-batch in the
-            global batch); None if nothing is sampled.
-        mvue: design of the sample of dY (`exact`, `sequential`), or None for the dense product.
-        packs_sample: the layout of wgrad's packed sample, which needs mvue `exact`; empty if the
-            sample is not packed.
-    """
-
     @staticmethod
-    def forward(ctx, x, weight, fprop, dgrad, bias, key, mvue=None, packs_sample=""):
+    def forward(ctx, x, weight, fprop, dgrad, bias, key, mvue, packs_sample):
         ctx.mvue, ctx.packs_sample = mvue, packs_sample
         ctx.weight_dtype, ctx.bias_dtype = weight.dtype, None if bias is None else bias.dtype
         save(ctx, dgrad, x, key)
@@ -133,7 +105,6 @@ class _SparseLinear(torch.autograd.Function):
         return grad_x, grad_weight, None, None, grad_bias, *(None,) * 3
 
 
-sparse_linear = opaque(_SparseLinear)
 NOTHING: AbstractContextManager[Any] = nullcontext()
 
 
@@ -174,3 +145,28 @@ def sample_tokens(dy: Tensor, key: Tensor, design: str) -> Tensor:
     if tokens % 4:
         dy = F.pad(dy, (0, 0, 0, -tokens % 4))
     return sampled24(dy, key, groups_of(dy), design, 0)[:tokens]
+
+
+def sparse_linear(
+    x: Tensor,
+    weight: Tensor,
+    fprop: Dense | Packed,
+    dgrad: Dense | Packed,
+    bias: Tensor | None,
+    key: Tensor | None,
+    mvue: str | None = None,
+    packs_sample: str = "",
+) -> Tensor:
+    """`x` [..., in] times the operand of fprop, with the backward pass of the module docstring.
+
+    Args:
+        weight: dense master weight [out, in], which only receives dW.
+        fprop, dgrad: operands in x's dtype.
+        bias: [out] or None.
+        key: int64 [2], (Philox seed of this layer and step, index of the micro-batch in the
+            global batch); None if nothing is sampled.
+        mvue: design of the sample of dY (`exact`, `sequential`), or None for the dense product.
+        packs_sample: the layout of wgrad's packed sample, which needs mvue `exact`; empty if the
+            sample is not packed.
+    """
+    return _SparseLinear.apply(x, weight, fprop, dgrad, bias, key, mvue, packs_sample)

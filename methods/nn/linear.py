@@ -11,7 +11,7 @@ from common_kernels.pack.operands import pack24_
 
 from . import columns, delayed, precision, sharding
 from .derived import DerivedLinear
-from .fp8_gemms import fp8_linear
+from .fp8_gemms import Fp8Linear
 from .gemms import DENSE, Products, sparse_linear, under_autocast
 from .operands import Dense, Pruned
 
@@ -131,7 +131,7 @@ class SparseLinear(DerivedLinear):
         key = self.key_of_pass() if self.mvue else None
         weight, bias = self._parameters["weight"], self._parameters["bias"]
         given = self.mvue, self.precision, self.products.layout("wgrad"), *delayed.of(self)
-        return fp8_linear(x, weight, *precision.operands(self), bias, key, *given)
+        return Fp8Linear.apply(x, weight, *precision.operands(self), bias, key, *given)
 
     def key_of_pass(self) -> Tensor:
         """`key` as it is now, for a backward pass that may follow the next micro-batch's forward

@@ -18,7 +18,7 @@ from common_kernels import expand_nm, unpack_mask
 
 from .. import slope
 from ..nn.compressed import CompressedLinear
-from ..nn.compressed_gemms import compressed_linear
+from ..nn.compressed_gemms import Product
 from ..nn.gemms import DENSE, Products
 from ..nn.operands import Dense
 from . import needs
@@ -41,7 +41,7 @@ class Linear(CompressedLinear):
         # Both operands are given, so this mask only chooses the entries of dW.
         masks = ~self.row_mask, self.column_mask
         given = x, self.values, None, None, self.bias, *masks, *operands
-        return compressed_linear(*given, self.pattern, False)
+        return Product.apply(*given, self.pattern, False)
 
 
 class Method(slope.Method):
