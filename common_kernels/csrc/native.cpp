@@ -240,7 +240,8 @@ Tensor matmul24(
 }
 
 Tensor sample_mm24(
-    const Tensor& dy, const Tensor& x, const Tensor& key, int64_t stride, std::string layout) {
+    const Tensor& dy, const Tensor& x, const Tensor& key, int64_t stride, std::string layout,
+    int64_t multiple) {
   check_together(dy, x);
   check_together(key, x);
   const auto guard = on_device_of(dy);
@@ -250,14 +251,20 @@ Tensor sample_mm24(
   check(dtype == dtype_of(x) && x.numel() == tokens * columns, "the operands' shapes do not fit");
   Tensor out = empty({rows, columns}, dtype, x);
   if (!dy.numel() || !x.numel()) return torch::stable::zero_(out);
-  Tensor of = readable(dy), with = readable(key);
+  Tensor of = readable(dy), given = x;
+  const Tensor with = readable(key);
+  if (const int64_t missing = (multiple - tokens % multiple) % multiple) {
+    of = torch::stable::pad(torch::stable::reshape(of, {tokens, rows}), {0, 0, 0, missing});
+    given = torch::stable::pad(torch::stable::reshape(x, {tokens, columns}), {0, 0, 0, missing});
+    tokens += missing;
+  }
   const Kernel& kernel = *kernels("sample24 " + layout, {stride}, {of, with}, {rows, tokens});
   Tensor buffer = empty({kernel.bytes}, aoti_torch_dtype_uint8(), dy);
   const int64_t values = address(buffer), meta = values + rows * tokens / 2 * dy.element_size();
   kernel(stream_of(dy), {address(of), address(with), stride, values, meta, tokens});
   multiply(
-      buffer, layout, rows, tokens, columns, x, std::nullopt, std::nullopt, std::nullopt, false,
-      false, to<ScalarType>(from(dtype)), out);
+      buffer, layout, rows, tokens, columns, given, std::nullopt, std::nullopt, std::nullopt,
+      false, false, to<ScalarType>(from(dtype)), out);
   return out;
 }
 

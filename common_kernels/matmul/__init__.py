@@ -195,15 +195,11 @@ def sample_mm24(
     dy [..., out] and x [..., in] have one dtype and equally many tokens. `mm24` and `sample_pack24`
     describe the rest.
     """
-    tokens = dy.numel() // dy.shape[-1]
     name = backends.resolve(dy.device, backend)
-    whole = not tokens % tokens_multiple(layout, dy.dtype)
-    if whole and name == "triton" and layout != VENDOR:
-        return _by_one_sample(dy, x, key, stride, layout)
-    dy, x = dy.reshape(tokens, dy.shape[-1]), x.reshape(tokens, x.shape[-1])
-    filled = whole_blocks(dy, dy.dtype, layout)
-    x = fill_up(x, filled.shape[0] - tokens).contiguous()
-    return _sample_mm24(filled, x, key, stride, layout, name)
+    given = dy, x, key, stride, layout
+    if name == "triton" and layout != VENDOR:
+        return _by_one_sample(*given, tokens_multiple(layout, dy.dtype))
+    return _of_whole_blocks(*given, backend=name)
 
 
 @custom_op("sparse24::sample_mm24", mutates_args=())
@@ -320,12 +316,19 @@ def _of_codes(buffer, layout, rows, columns, dense, bias, scale, other, factor, 
 
 
 @launched_by_cpp(
-    "sample_mm24_launched(Tensor dy, Tensor x, Tensor key, SymInt stride, str layout) -> Tensor",
+    "sample_mm24_launched(Tensor dy, Tensor x, Tensor key, SymInt stride, str layout, "
+    "int multiple) -> Tensor",
     _fake_sample_mm24,
 )
-def _by_one_sample(dy, x, key, stride, layout):
-    dy, x = dy.reshape(-1, dy.shape[-1]).contiguous(), x.reshape(-1, x.shape[-1])
-    return _sample_mm24(dy, x, key, stride, layout, "triton")
+def _by_one_sample(dy, x, key, stride, layout, multiple):
+    return _of_whole_blocks(dy, x, key, stride, layout, backend="triton")
+
+
+def _of_whole_blocks(dy, x, key, stride, layout, *, backend):
+    dy, x = dy.reshape(-1, dy.shape[-1]), x.reshape(-1, x.shape[-1])
+    filled = whole_blocks(dy, dy.dtype, layout)
+    x = fill_up(x, len(filled) - len(dy)).contiguous()
+    return _sample_mm24(filled, x, key, stride, layout, backend)
 
 
 @kernels_of("sample24")
