@@ -112,7 +112,7 @@ def pack(
         x, x if mask is None else mask.view(torch.uint8), values, meta,
         scale if scale is not None else x, values if dense is None else dense, rows, columns,
         SOURCE=kind, SCALED=scale is not None, DENSE=dense is not None,
-        ORDER=order, GROUPS=block, num_warps=warps,
+        ORDER=order, GROUPS=block, num_warps=warps, maxnreg=None if kind == BITS else 32,
     )  # fmt: skip
     return buffer
 
