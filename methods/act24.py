@@ -3,14 +3,20 @@
     GEMM             operand 1   operand 2   sparse operand, along
     fprop of fc2     H'          W2          activation, 2:4 along the features
     dgrad of fc1     dZ          W1          its gradient, 2:4 along the features as well
-    the other four   dense
+    wgrad of fc2     dY          S(H')       with `dense_features`: a sample, 2:4 along the tokens
+    wgrad of fc1     S(dZ)       X           likewise
+    the other two    dense
 
 Haziza et al., arXiv 2503.16672. Z = X W1^T + b1, H = relu(Z)^2, H' keeps the two largest of each
 four features of H, Y = H' W2^T + b2. Most entries of H are zero, so that little is lost.
 dZ = 2 dH sqrt(H') has the zeros of H'. Activation, choice and packing are one pass, and so are the
-gradient and its packing (common_kernels/relu24). The paper also prunes H' and dZ along the tokens
-for the two wgrads, except for the densest features; here these products are dense. With `fp8` all
-six products are in FP8 (nn/fp8_gemms.py); codes are made in the pass that packs them.
+gradient and its packing (common_kernels/relu24). With `fp8` all six products are in FP8
+(nn/fp8_gemms.py); codes are made in the pass that packs them.
+
+For the two wgrads the paper also prunes H' and dZ along the tokens, which it permutes, except for
+the densest features. With `dense_features` an unbiased sample S as FST's takes the place of that
+pruning, exact where at most two of four tokens are not zero; the densest features are those of
+each micro-batch, as a sixteenth of its tokens shows them.
 
 A network is two linears of one module, with a squared ReLU as a module between them: our models
 with `gelu=relu2` or `squared_relu`, transformers' with `hidden_act=relu2` (Nemotron, which is
@@ -29,14 +35,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-from common_kernels.matmul import mm24
+from common_kernels.matmul import mm24, sample_mm24
 from common_kernels.pack import check_form
-from common_kernels.pack.operands import MULTIPLE, fill_up
+from common_kernels.pack.operands import MULTIPLE, fill_up, sample_pack24
 from common_kernels.relu24 import relu24, relu24_backward, relu24_codes, relu24_packed
 
 from .nn import base, conversion, delayed, dtensors, precision
 from .nn.fp8_gemms import quantized_gradient, quantized_input, weight_gradient
-from .nn.gemms import Products, without_autocast
+from .nn.gemms import Products, groups_of, sample_tokens, without_autocast
 from .nn.operands import Fp8, flat, save, saved, with_leading_dims
 from .nn.phases import SwitchedMethod
 from .semi_sparse import ActivationLinear
@@ -49,21 +55,34 @@ class Config(base.Config):
     dense_fraction: share of `total_steps`, the first ones, in which nothing is pruned.
     prune_evaluation: prune in evaluation, too, as the paper does.
     fp8: FP8 products in the steps that prune, as in `methods.fst`.
+    dense_features: share of the hidden features, those with most non-zeros, whose sums over the
+        tokens are dense; those of the others are of a 2:4 sample (the paper: 0.05). 1 samples none.
     """
 
     dense_fraction: float = base.number(0.0, 0, 1)
     prune_evaluation: bool = False
     fp8: str = "off"
+    dense_features: float = base.number(1.0, 0, 1)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.dense_features < 1 and self.fp8 != "off":
+            raise ValueError(
+                f"dense_features={self.dense_features} needs fp8=off: no samples of H' and dZ are "
+                f"made in FP8, so set dense_features=1 with fp8={self.fp8}"
+            )
 
 
 class FeedForward(torch.autograd.Function):
     """x [..., in] -> [..., out], and the sums of H' and H (fp32 [2]) if `measures`, else [0]. w1
     [hidden, in], w2 [out, hidden] and biases or None are of x's dtype. layouts: of H' and of dZ,
     packed; "" for a dense product. up, down: `Linear.in_fp8` of both for FP8 units, else (). With
-    them w1 and w2 are the master weights, of which only the gradients are made here."""
+    them w1 and w2 are the master weights, of which only the gradients are made here. sampled: for
+    sums over a sample of the tokens the number of features that are not sampled, the layouts of
+    dZ's and of H's sample, and two keys; else ()."""
 
     @staticmethod
-    def forward(ctx, x, w1, b1, w2, b2, prune, layouts, measures, up, down):
+    def forward(ctx, x, w1, b1, w2, b2, prune, layouts, measures, up, down, sampled):
         given, dtype = flat(x), torch.float8_e4m3fn if up else x.dtype
         tokens, forms = len(given), [check_form((0, 0), dtype, one) for one in layouts if one]
         padding = -tokens % math.lcm(*(MULTIPLE for _ in forms), *(form.rows for form in forms))
@@ -92,10 +111,11 @@ class FeedForward(torch.autograd.Function):
             else:
                 h = relu24(z, prune)
                 y = F.linear(h[:tokens], w2, b2)
-            ctx.save_for_backward(given, w1, w2, h)
+            ctx.save_for_backward(given, w1, w2, h, *sampled[3:])
         sums = sums_of(z[:tokens], h[:tokens]) if measures else y.new_empty(0)
         ctx.mark_non_differentiable(sums)
         ctx.fp8, ctx.padding, ctx.layout, ctx.like = bool(up), padding, layouts[1], x.shape
+        ctx.sampled = sampled[:3]
         return with_leading_dims(y, x), sums
 
     @staticmethod
@@ -106,16 +126,43 @@ class FeedForward(torch.autograd.Function):
             if ctx.fp8:
                 dz, dx, dw1, dw2 = gradients_in_fp8(ctx, dy, needs)
             else:
-                given, w1, w2, h = ctx.saved_tensors
+                given, w1, w2, h, *keys = ctx.saved_tensors
                 dz, packed = relu24_backward(dy @ w2, h, ctx.layout)
                 if needs[0]:
                     dx = dz @ w1 if packed is None else mm24(packed, w1)
-                dw1 = dz.t() @ given if needs[1] else None
-                dw2 = dy.t() @ h if needs[3] else None
+                if ctx.sampled:
+                    count, *own = ctx.sampled
+                    seen = h[: len(h) - ctx.padding : 16]  # enough to tell the densest features
+                    dense = (seen != 0).sum(0).topk(count).indices
+                    dw1 = of_a_sample(dz, given, keys[0], own[0], dense)
+                    dw2 = of_a_sample(h, dy, keys[1], own[1], dense, transposed=True)
+                else:
+                    dw1 = dz.t() @ given if needs[1] else None
+                    dw2 = dy.t() @ h if needs[3] else None
             if dx is not None:
                 dx = dx[: len(dx) - ctx.padding].view(ctx.like)
             db1, db2 = (g.sum(0) if n else None for g, n in ((dz, needs[2]), (dy, needs[4])))
-        return dx, dw1, db1, dw2, db2, *(None,) * 5
+        return dx, dw1, db1, dw2, db2, *(None,) * 6
+
+
+def of_a_sample(
+    a: Tensor, b: Tensor, key: Tensor, layout: str, dense: Tensor, transposed: bool = False
+) -> Tensor:
+    """a^T b [features, n], or its transpose, where an unbiased 2:4 sample along the tokens takes
+    the place of a [T, features], but in the features `dense`. layout: of the sample, packed."""
+    product: Tensor
+    if layout and transposed:
+        packed = sample_pack24(a, key, groups_of(a), layout=layout)
+        product = mm24(packed, b, result_transposed=True)
+    elif layout:
+        product = sample_mm24(a, b, key, groups_of(a), layout=layout)
+    else:
+        sample = sample_tokens(a, key, "exact")
+        product = b.t() @ sample if transposed else sample.t() @ b
+    exact = a.index_select(1, dense)
+    if transposed:
+        return product.index_copy_(1, dense, b.t() @ exact)
+    return product.index_copy_(0, dense, exact.t() @ b)
 
 
 def gradients_in_fp8(ctx: Any, dy: Tensor, needs: tuple[bool, ...]) -> tuple[Any, ...]:
@@ -170,6 +217,10 @@ class Linear(ActivationLinear):
         for name in ("up", "passed", "measuring", "kept"):
             vars(self).pop(name, None)
 
+    @property
+    def mvue(self) -> str | None:
+        return None if self.is_dense or self.config.dense_features == 1 else "exact"
+
     def in_fp8(self) -> tuple[Any, ...]:
         """The codes for fprop and dgrad, the formats, and the state of delayed scaling."""
         return *precision.operands(self), self.precision, *delayed.of(self)
@@ -186,7 +237,7 @@ class Up(Linear):
     both_ways = True  # dgrad's packed operand, dZ, and W1 are codes of one format
 
     def sparse_products(self) -> Products:
-        return Products(dgrad=True, of_input=True)
+        return Products(dgrad=True, wgrad=self.config.dense_features < 1, of_input=True)
 
     def forward(self, x: Tensor) -> Tensor:
         """x itself."""
@@ -204,7 +255,7 @@ class Down(Linear):
     up: Up
 
     def sparse_products(self) -> Products:
-        return Products(fprop=True, of_input=True)
+        return Products(fprop=True, wgrad=self.config.dense_features < 1, of_input=True)
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., in], the network's input -> [..., out]."""
@@ -228,10 +279,15 @@ class Down(Linear):
             sums = sums_of(z.detach(), h.detach()) if measures else y
         else:
             weights = *up.cast(x.dtype), *self.cast(x.dtype)
-            own: tuple[tuple[Any, ...], ...] = (), ()
+            own: tuple[tuple[Any, ...], ...] = (), (), ()
             if in_fp8:
                 weights = up.weight, up.bias, self.weight, self.bias
-                own = up.in_fp8(), self.in_fp8()
+                own = up.in_fp8(), self.in_fp8(), ()
+            elif prune and self.mvue and torch.is_grad_enabled():
+                count = round(self.config.dense_features * self.in_features)
+                packs = x.dtype == self.dtype
+                samples = (of.products.layout("wgrad") if packs else "" for of in (up, self))
+                own = (), (), (count, *samples, up.key_of_pass(), self.key_of_pass())
             y, sums = FeedForward.apply(x, *weights, prune, layouts, measures, *own)
         if measures:
             if self.kept.device != sums.device:  # offloaded: the weight is elsewhere between passes

@@ -105,14 +105,16 @@ def pack(
         buffer = new_buffer(rows, columns, dtype, x.device, layout)
     values, meta = split(buffer, x.numel(), dtype)
     order, kind = order_of(layout, dtype), BITS if is_bits(mask) else SOURCES[source]
-    # Groups of a program and its warps: on an H200 the smallest whole blocks of metadata are best.
-    block, warps = (8, 4) if dtype.itemsize == 2 and is_written(order, 8) else (16, 8)
+    # Groups of a program, warps and registers, the fastest on an H200: the smallest whole blocks of
+    # metadata, but with a mask, of which a row's part should not be shorter than 64 bytes.
+    masked, small = kind == SOURCES["mask"], dtype.itemsize == 2 and is_written(order, 8)
+    block, warps = (8, 4) if small and not masked else (16, 8)
     launch(
         pack_kernel, rows // 64 * (columns // (4 * block)), x.device,
         x, x if mask is None else mask.view(torch.uint8), values, meta,
         scale if scale is not None else x, values if dense is None else dense, rows, columns,
         SOURCE=kind, SCALED=scale is not None, DENSE=dense is not None,
-        ORDER=order, GROUPS=block, num_warps=warps, maxnreg=None if kind == BITS else 32,
+        ORDER=order, GROUPS=block, num_warps=warps, maxnreg=32 if mask is None else None,
     )  # fmt: skip
     return buffer
 

@@ -247,15 +247,17 @@ def problems(
     multiples = (16, MULTIPLE) if sparse.fp8 else (8, TOKENS)
     linear, summed = (-(-tokens // multiple) * multiple for multiple in multiples)
     biased = biased and not sparse.fp8
+    of_dy = Problem(rows, summed, columns, backward, out_dtype, sparse.fp8, False)
     if sparse.of_input:
         blocks = -(-tokens // MULTIPLE) * MULTIPLE
+        of_x = Problem(columns, blocks, rows, dtype, dtype, False, True)
         return {
             "fprop": Problem(blocks, columns, rows, forward, result, True, False),
             "dgrad": Problem(blocks, rows, columns, backward, result, sparse.fp8, False),
-            "wgrad": Problem(columns, blocks, rows, dtype, dtype, False, True),
+            "wgrad": of_x if sparse.fprop else of_dy,
         }
     return {
         "fprop": Problem(rows, columns, linear, forward, result, True, True, biased),
         "dgrad": Problem(columns, rows, linear, backward, result, True, True),
-        "wgrad": Problem(rows, summed, columns, backward, out_dtype, sparse.fp8, False),
+        "wgrad": of_dy,
     }

@@ -63,8 +63,10 @@ def test_a_network_is_that_of_autograd(bias):
         torch.testing.assert_close(model(x), by_autograd(plain, x, prune=False)[0])
 
 
-@pytest.mark.parametrize("fp8", ["off", "hopper", "hopper_delayed"])
-def test_packed_products_are_those_on_dense_operands_up_to_rounding(fp8):
+@pytest.mark.parametrize(
+    ("fp8", "dense"), [("off", 1.0), ("off", 0.25), ("hopper", 1.0), ("hopper_delayed", 1.0)]
+)
+def test_packed_products_are_those_on_dense_operands_up_to_rounding(fp8, dense):
     """None of them, one or both, emulated here, on tokens that fill no tile: results, the measured
     share and the magnitudes that are noted, in training alone; the second step has a history. Rows
     of padding, which see only the bias, count for no scale."""
@@ -75,11 +77,13 @@ def test_packed_products_are_those_on_dense_operands_up_to_rounding(fp8):
         with torch.no_grad():  # 0 for all tokens, 9 without one
             model[0].weight[0], model[0].weight[0, 0], model[0].bias[0] = 0.0, -9.0, 9.0
         method = converted(
-            model.to(torch.bfloat16), fp8=fp8, measure_every=1, prune_evaluation=True
-        )
+            model.to(torch.bfloat16), fp8=fp8, measure_every=1, prune_evaluation=True,
+            dense_features=dense,
+        )  # fmt: skip
         products = method.accelerate(100, "cusparselt") if packed else {}
         if packed:
             assert products["2"].fprop and products["0"].dgrad
+            assert products["2"].wgrad == products["0"].wgrad == (dense < 1)
             assert products["2"].fp8 == products["0"].fp8 == (fp8 != "off")
         for name in products.keys() - {*packed}:
             model[int(name)].accelerate(Products(fp8=fp8 != "off"))
@@ -90,6 +94,7 @@ def test_packed_products_are_those_on_dense_operands_up_to_rounding(fp8):
         for step in range(2):
             with training_step(method, step, optimizer):
                 x.grad = None
+                method.open_micro_batch()
                 y = model(x)
                 y.backward(torch.ones_like(y))
                 found.append([y, x.grad, *(p.grad.clone() for p in model.parameters())])
@@ -104,6 +109,28 @@ def test_packed_products_are_those_on_dense_operands_up_to_rounding(fp8):
     for index in range(2, len(found)):
         for a, b in zip(found[index], found[index % 2], strict=True):
             assert (a - b).norm() <= 2**-7 * b.norm()
+
+
+def test_sums_over_a_sample_of_tokens_are_unbiased_and_exact_in_the_densest_features():
+    """Within 5 sigma of 400 samples."""
+    plain, model = network(bias=False), network(bias=False)
+    method, x, dy = converted(model, dense_features=0.25), *torch.randn(2, 64, 16).unbind(0)
+    y, h = by_autograd(plain, x)
+    y.backward(dy)
+    dense = (h[::16] != 0).sum(0).topk(8).indices
+    method.on_step_begin(0)
+    drawn: tuple[list, list] = [], []
+    for _ in range(400):
+        method.open_micro_batch()
+        grads = torch.autograd.grad(model(x), [*model.parameters()], dy)
+        for found, own in zip(drawn, (grads[0], grads[1].t()), strict=True):
+            found.append(own)
+    for found, want in zip(drawn, (plain[0].weight.grad, plain[2].weight.grad.t()), strict=True):
+        own = torch.stack(found)
+        torch.testing.assert_close(own[:, dense], want[dense].expand(400, -1, -1))
+        sigma = own.std(0) / 20
+        assert ((own.mean(0) - want).abs() <= 5 * sigma + 1e-5).all()
+        assert (sigma > 1e-3).any(1).sum() > 16
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,7 @@ STEPS, SEQUENCES, BLOCK = 4, 8, 16
 TINY = GPTConfig(n_layer=2, n_head=2, n_embd=16, vocab_size=32, block_size=BLOCK, bias=True)
 
 VARIANTS = {  # each value of an option, most with another option's
-    "act24": [{}, {"dense_fraction": 0.5}, {"fp8": "hopper"}],
+    "act24": [{}, {"dense_fraction": 0.5, "dense_features": 0.0}, {"fp8": "hopper"}],
     "ast": [
         {},
         {"decay_route": "gradient", "alpha": 1e-2, "refresh_every": 2, "metric": "wanda"},
@@ -103,7 +103,7 @@ def chosen(request, *tests):
 # Of each method one case for what takes several processes: that in which most happens.
 ONE_EACH = {
     *(name for name in methods.available() if name not in VARIANTS),
-    *("act24-0.5", "ast-4-3", "bi_mask-0.01-2-8", "cast-2-1.0", "fst-0.01-2-0.5"),
+    *("act24-0.5-0.0", "ast-4-3", "bi_mask-0.01-2-8", "cast-2-1.0", "fst-0.01-2-0.5"),
     *("one_shot-proxsparse-2-True", "ste-0.25"),
     *("projected-0.5", "s_ste-hopper_delayed", "s_ste", "semi_sparse-exact-2-0.5"),
     *("slope-4-0.5-True", "sr_ste-0.01", "step-0.34-0.34", "ternary"),
