@@ -157,7 +157,7 @@ def interpret(monkeypatch):
     by_triton = getattr(launch.by_triton, "__wrapped__", launch.by_triton)  # once for all cases
 
     @functools.wraps(by_triton)
-    def note(kernel, blocks, device, *args, num_warps=4, **options):
+    def note(kernel, blocks, device, *args, num_warps=4, maxnreg=None, **options):
         by_triton(kernel, blocks, device, *args, **options)  # as a GPU does
         launch._notes.launched.pop()
         names = inspect.signature(kernel.fn).parameters
