@@ -123,9 +123,11 @@ class PackedProduct(nn.Module):
     limits: Limits
     joined: tuple[Joined, int] | None  # and the layer's place in it
     beside: Beside | None
+    below: int  # rows of each part of the low-rank term's left factor, packed below the weight
     weight: Tensor
     bias: Tensor | None
-    source: tuple[weakref.ref[Tensor], int]  # the weight that was packed, and its version then
+    # What was packed, the weight and perhaps the left factor, and the versions then.
+    source: list[tuple[weakref.ref[Tensor], int]]
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., in] -> [..., out]."""
@@ -137,8 +139,13 @@ class PackedProduct(nn.Module):
             y = self.product(x, rows, self.bias)
         else:
             left, right, scale = low_rank()
-            y2 = reduced(rows, left, len(right))
-            y = lowrank_addmm(self.product(x, rows, None), y2, right, self.bias, scale)
+            y, below = self.product(x, rows, None), self.below
+            if below:
+                y, y2 = y[:, : -2 * below], y[:, -2 * below :].unflatten(1, (2, below))
+                y2 = y2[..., : len(right)]
+            else:
+                y2 = reduced(rows, left, len(right))
+            y = lowrank_addmm(y, y2, right, self.bias, scale)
         return y.reshape(*x.shape[:-1], -1)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
@@ -180,8 +187,10 @@ class PackedProduct(nn.Module):
             return False
         if torch.compiler.is_compiling():  # a compiled graph cannot read versions
             return True
-        weight, version = self.source  # another tensor may have the same version
-        return weight() is self.weight and self.weight._version == version
+        layer: Any = self
+        now = [self.weight, *([layer.low_rank()[0]] if self.below else [])]
+        pairs = zip(self.source, now, strict=True)  # another tensor may have the same version
+        return all(one._version == version and was() is one for (was, version), one in pairs)
 
     def dense(self, x: Tensor) -> Tensor:
         """x [..., in] -> [..., out], with the dense weight."""
@@ -325,6 +334,10 @@ def _packed(module: Any, layout: str, division: tuple[Tensor, Tensor] | None) ->
         moved = not torch.equal(order, torch.arange(len(order), device=order.device))
         beside = Beside(matrix[:, division[1]], order if moved else None)
         matrix = matrix[:, division[0]]
+    left, below = left_of(module) if division is None else None, 0
+    if left is not None:
+        below = -(-len(left) // 32) * 32
+        matrix = torch.cat([matrix, *halves(left, below)])
     if of_library(layout):
         packed = pack24(matrix, matrix != 0, layout)
     else:
@@ -335,21 +348,41 @@ def _packed(module: Any, layout: str, division: tuple[Tensor, Tensor] | None) ->
     kind: Any = type(module)
     _become(module, _class_of(kind))
     module.packed, module.limits = packed, Limits(MOST, 0)
-    module.joined, module.beside = None, beside
+    module.joined, module.beside, module.below = None, beside, below
     served = matrix.is_cpu or serves(matrix.device)
     module.fragments = None
     if served and has_fragments(packed.shape, packed.dtype):
         readable = pack24(matrix, matrix != 0) if layout == VENDOR else packed
         module.fragments = fragments24(integers_of(readable), packed.dtype)
-    module.source = weakref.ref(module.weight), module.weight._version
+    packs = [module.weight] if left is None else [module.weight, left]
+    module.source = [(weakref.ref(own), own._version) for own in packs]
     return module
+
+
+def left_of(module: Any) -> Tensor | None:
+    """The left factor [r, in] of a linear's low-rank term, if it can be packed with the weight;
+    None if the weight is made of integers, which the factor is not."""
+    left = module.low_rank()[0] if hasattr(module, "low_rank") else None
+    if left is None:
+        return None
+    matrix = matrix_of(module)
+    made = integers_of(pack24(matrix, matrix != 0))
+    return left if isinstance(made, Packed24) else None
+
+
+def halves(left: Tensor, rows: int) -> Sequence[Tensor]:
+    """Two 2:4 matrices [rows, in] whose sum is `left` [r, in], filled up with zeros: one has the
+    first two of each four entries, the other the last two."""
+    filled = fill_up(left, rows - len(left))
+    first = torch.arange(left.shape[1], device=left.device) % 4 < 2
+    return torch.where(first, filled, 0.0), torch.where(first, 0.0, filled)
 
 
 def _restore(module: Any) -> None:
     """Turn a packed module back into the linear that it was."""
     _become(module, type(module).__mro__[2])
     del module.packed, module.fragments, module.limits
-    del module.joined, module.beside, module.source
+    del module.joined, module.beside, module.below, module.source
 
 
 def _become(module: Any, kind: Any) -> None:

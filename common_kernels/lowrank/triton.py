@@ -17,14 +17,15 @@ def lowrank_addmm(
     if out.numel() == 0:
         return out
     rank, columns = r.shape
-    y1, y2 = y1.reshape(-1, columns), y2.reshape(y1.numel() // columns, rank)
+    y1, parts = y1.reshape(-1, columns), 1 + (y2.ndim > y1.ndim)
+    y2 = y2.reshape(len(y1), parts, rank)
     tile, across = FEW if len(y1) <= FEW[0] else (ROWS, COLUMNS)
     exact = y2.dtype == r.dtype != torch.float32  # products of 16 bits are exact in fp32
     launch(
         lowrank_kernel, triton.cdiv(len(y1), tile) * triton.cdiv(columns, across), y1.device,
         y1, y2, r, y1 if bias is None else bias.contiguous(), out,
         len(y1), columns, rank, *y1.stride(), *y2.stride(), *r.stride(), scale,
-        BIAS=bias is not None, EXACT=exact, ROWS=tile, COLUMNS=across,
+        BIAS=bias is not None, PARTS=parts, EXACT=exact, ROWS=tile, COLUMNS=across,
         DEPTH=max(16, min(DEPTH, triton.next_power_of_2(rank))),
     )  # fmt: skip
     return out
@@ -33,8 +34,8 @@ def lowrank_addmm(
 @triton.jit
 def lowrank_kernel(
     y1, y2, r, bias, out, rows, columns, rank,
-    y1_row, y1_column, y2_row, y2_column, r_row, r_column, scale,
-    BIAS: tl.constexpr, EXACT: tl.constexpr,
+    y1_row, y1_column, y2_row, y2_part, y2_column, r_row, r_column, scale,
+    BIAS: tl.constexpr, PARTS: tl.constexpr, EXACT: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
     across = tl.cdiv(columns, COLUMNS)
@@ -44,9 +45,11 @@ def lowrank_kernel(
     for start in range(0, rank, DEPTH):
         k = start + tl.arange(0, DEPTH)
         left, right = k[None, :], k[:, None]
-        a = tl.load(
-            y2 + row * y2_row + left * y2_column, mask=(row < rows) & (left < rank), other=0
-        )
+        at, there = y2 + row * y2_row + left * y2_column, (row < rows) & (left < rank)
+        a = tl.load(at, mask=there, other=0)
+        if PARTS == 2:
+            other = tl.load(at + y2_part, mask=there, other=0)
+            a = cast(a.to(tl.float32) + other.to(tl.float32), a.dtype)
         b = tl.load(
             r + right * r_row + column * r_column,
             mask=(right < rank) & (column < columns), other=0,

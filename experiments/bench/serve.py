@@ -5,6 +5,7 @@ A transformers LLaMA with random weights, whose linears except the head are 2:4,
     dense    unchanged
     few      with every linear packed for few tokens alone
     int4     the same with weights of its own, integers of four bits
+    adapters as `few`, and every linear has SLoPe's adapters of a rank of 1/16 of the width
     packed   with every linear packed, for any number of tokens
     chosen   as set up by `models.packed.pack`: packed within the measured limits, else dense; with
              --thorough, since measuring takes minutes, the first time also to compile kernels
@@ -33,10 +34,11 @@ from experiments.bench.timing import in_turns
 from models.decoding import Decoder
 from models.packed import Limits, PackedProduct, limits_of, pack
 from models.quantized import quantize
+from models.sparse import add_low_rank
 
 PROMPT, CONTEXT, NEW = 2048, 128, 128  # tokens
 WORK = {  # the variants of each kind of work
-    "text": ("dense", "few", "int4"),
+    "text": ("dense", "few", "int4", "adapters"),
     "compiled text": ("dense", "few", "int4"),
     "prefill": ("dense", "packed"),
     "generation": ("dense", "few", "int4", "packed"),
@@ -45,6 +47,7 @@ THOROUGH = {w: (*v, "chosen") if w in ("prefill", "generation") else v for w, v 
 LIMITS = {
     "few": Limits(MOST, None),
     "int4": Limits(MOST, None),
+    "adapters": Limits(MOST, None),
     "packed": Limits(MOST, 0),
     "chosen": None,
 }
@@ -160,6 +163,11 @@ def packed(dense: Any, name: str, graphs: bool, report: Report) -> dict[str, nn.
         model = copy.deepcopy(dense, shared)
         if own:
             quantize(model, 4)
+        for layer in [m for n, m in model.named_modules() if name == "adapters" and "_proj" in n]:
+            rank = model.config.hidden_size // 16
+            left = torch.randn(rank, layer.in_features, device=model.device)
+            # Without an effect, so that the model's output is that of `dense`.
+            add_low_rank(layer, left, left.new_zeros(rank, layer.out_features))
     try:
         pack(model, LIMITS[name], graphs=graphs)
     except ValueError as reason:

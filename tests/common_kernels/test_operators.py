@@ -271,7 +271,7 @@ def test_squared_relu_of_which_two_of_four_stay(backend):
 @every_backend
 def test_lowrank(backend):
     """Slices of one tensor, with one rounding of rank + 3 fp32 terms, of which tensor cores
-    truncate the last two bits."""
+    truncate the last two bits; as two parts, whose sum is exact here, y2 is the same."""
     unit = 2**-24 if backend == "cpu" else 2**-22
     for rows, out, rank in ((9, 12, 4), (70, 130, 40), (5, 6, 0), (0, 6, 4), (3, 0, 4)):
         for dtype in DTYPES:
@@ -284,11 +284,16 @@ def test_lowrank(backend):
                 assert got.dtype == dtype and got.is_contiguous()
                 near(got, lowrank.lowrank_addmm(*given, scale),
                      lowrank.lowrank_addmm(*sizes, abs(scale)), (rank + 3) * unit)  # fmt: skip
+                on[1] = torch.stack([2 * on[1], -on[1]], -2)
+                same_bits(ck.lowrank_addmm(*on, scale, backend=backend), got)
     shapes = (2, 3, 12), (2, 3, 5), (5, 12), (12,)
     given = [numbers(shape, seed=n).to(DEVICE).requires_grad_() for n, shape in enumerate(shapes)]
     dy, (y1, y2, r, bias) = numbers((2, 3, 12), seed=4).to(DEVICE), given
     got = torch.autograd.grad(ck.lowrank_addmm(*given, 0.5, backend=backend), given, dy)
     want = torch.autograd.grad(y1 + 0.5 * (y2 @ r) + bias, given, dy)
+    torch.testing.assert_close(got, want)
+    parts = y1, torch.stack([y2, y2], 2), r, bias
+    got = torch.autograd.grad(ck.lowrank_addmm(*parts, 0.25, backend=backend), given, dy)
     torch.testing.assert_close(got, want)
     one = torch.ones(1, 1, device=DEVICE)
     assert ck.lowrank_addmm(nan * one, 0 * one, one, backend=backend).isnan()
