@@ -151,7 +151,7 @@ def choose_all(
             why = Choice(reason=f"multiplied by {type(vars(layer)['place'][0]).__name__} itself")
             found[name] = DENSE, dict.fromkeys(NAMES, why)
         else:
-            shape, biased = (layer.out_features, layer.in_features), layer.bias is not None
+            shape, biased = layer.packed_shape, layer.bias is not None
             device = sharding.device_of(layer)
             sparse = layer.candidates()
             found[name] = choose(sparse, shape, biased, layer.dtype, device, tokens, matmul)

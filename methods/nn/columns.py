@@ -23,6 +23,12 @@ def split(weight: Tensor, share: float, m: int) -> tuple[Tensor, Tensor]:
     return order[: inputs - dense].sort().values, order[inputs - dense :].sort().values
 
 
+def others(grouped: Tensor, inputs: int) -> Tensor:
+    """The columns that are not `grouped`, int64 and in their order."""
+    marked = torch.zeros(inputs, dtype=torch.int8, device=grouped.device).index_fill_(0, grouped, 1)
+    return marked.argsort(stable=True)[: inputs - len(grouped)]
+
+
 def partial_mask(scores: Tensor, grouped: Tensor, n: int, m: int) -> Tensor:
     """The mask (bool [out, in]) that keeps, of the `grouped` columns, the n largest scores of each
     m, and all other columns."""

@@ -152,10 +152,15 @@ class DerivedLinear(nn.Linear):
             self.operand = self.weight.to(self.dtype, copy=True)
         self.refresh()
 
+    @property
+    def packed_shape(self) -> tuple[int, int]:
+        """The size of fprop's packed operand [out, in]."""
+        return self.out_features, self.in_features
+
     def packed_operands(self) -> tuple[Packed | None, Packed | None]:
         """The packed operands of fprop and of dgrad; None for one that is not held."""
         buffers, layouts = self._buffers, self.accelerated.layouts  # quicker than attributes
-        rows, columns, dtype = self.out_features, self.in_features, self.dtype
+        (rows, columns), dtype = self.packed_shape, self.dtype
         fprop, dgrad = buffers["packed"], buffers["packed_transposed"]
         return (
             None if fprop is None else Packed(fprop, (rows, columns), dtype, layouts.fprop),

@@ -7,13 +7,13 @@ import torch
 from torch import Tensor, nn
 
 from common_kernels import nm_mask
-from common_kernels.pack.operands import pack24_
+from common_kernels.pack.operands import MULTIPLE, pack24_
 
 from . import columns, delayed, precision, sharding
 from .derived import DerivedLinear
 from .fp8_gemms import Fp8Linear
 from .gemms import DENSE, Products, sparse_linear, under_autocast
-from .operands import Dense, Pruned
+from .operands import Dense, Divided, Pruned
 
 
 class InPlaceOf(torch.autograd.Function):
@@ -94,6 +94,10 @@ class SparseLinear(DerivedLinear):
         held = self._buffers["operand"]  # quicker than attributes
         weight = self.sparse_weight if held is None else held
         dense = Dense(weight if weight.dtype == dtype else weight.to(dtype))
+        others = self._buffers.get("other_columns")
+        if fprop is not None and others is not None:
+            grouped: Any = self._buffers["grouped_columns"]
+            return Divided(fprop, dense.matrix, grouped, others), dgrad or dense
         return fprop or dense, dgrad or dense
 
     def pruned_operands(self, dtype: torch.dtype, masks: dict[str, Tensor]) -> tuple[Any, Any]:
@@ -102,7 +106,8 @@ class SparseLinear(DerivedLinear):
         weight: Any = self._parameters["weight"]
         mask = masks["mask"] if source == "mask" else None
         scale = self._buffers["scale"] if source == "soft" else None
-        runs = self.products if dtype == self.dtype else DENSE
+        whole = self.packed_shape[1] == self.in_features
+        runs = self.products if dtype == self.dtype and whole else DENSE
         given = weight, mask, scale, source, self.dtype
         return Pruned(*given, runs.layout("fprop")), Pruned(*given, runs.layout("dgrad"))
 
@@ -150,23 +155,36 @@ class MaskedLinear(SparseLinear):
     """A layer whose operand is the weight under a mask that keeps the n largest of m inputs.
 
     State besides the base class's, saved: `mask` (bool [out, in]), and with `dense_columns`
-    the other ones, `grouped_columns` (int64 [in - dense], columns.py).
+    the other ones, `grouped_columns` (int64 [in - dense], columns.py). Derived from these are the
+    dense ones, `other_columns`.
     """
 
     mask: Tensor
     grouped_columns: Tensor | None
+    other_columns: Tensor | None
     prunes = "mask"
 
     def setup(self, name: str, config: Any, dtype: torch.dtype | None) -> None:
         super().setup(name, config, dtype)
         self.register_buffer("mask", torch.zeros_like(self.weight, dtype=torch.bool))
         share = getattr(config, "dense_columns", 0.0)
-        grouped = columns.split(self.weight, share, self.pattern[1])[0] if share else None
-        self.register_buffer("grouped_columns", grouped)
+        split = columns.split(self.weight, share, self.pattern[1]) if share else (None, None)
+        self.register_buffer("grouped_columns", split[0])
+        self.register_buffer("other_columns", split[1], persistent=False)
+
+    @property
+    def packed_shape(self) -> tuple[int, int]:
+        grouped = self._buffers.get("grouped_columns")
+        return self.out_features, self.in_features if grouped is None else len(grouped)
+
+    def reload(self) -> None:
+        if self.grouped_columns is not None:
+            self.other_columns = columns.others(self.grouped_columns, self.in_features)
+        super().reload()
 
     def sparse_products(self) -> Products:
-        packs = self.pattern == (2, 4) and self.grouped_columns is None
-        return replace(super().sparse_products(), fprop=packs)
+        whole = self.grouped_columns is None or not self.packed_shape[1] % MULTIPLE
+        return replace(super().sparse_products(), fprop=self.pattern == (2, 4) and whole)
 
     def grouped(self, weight: Tensor) -> Tensor:
         return weight if self.grouped_columns is None else weight[:, self.grouped_columns]
@@ -189,7 +207,13 @@ class MaskedLinear(SparseLinear):
     def pack(self) -> None:
         fprop, _ = self.packed_operands()
         assert fprop is not None
-        pack24_(fprop.matrix, self.weight.detach(), "mask", self.mask, dense=self.operand)
+        weight = self.weight.detach()
+        if self.grouped_columns is None:
+            pack24_(fprop.matrix, weight, "mask", self.mask, dense=self.operand)
+            return
+        pack24_(fprop.matrix, self.grouped(weight), "mask", self.grouped(self.mask))
+        assert self.operand is not None
+        self.operand.copy_(self.effective_weight())
 
 
 def _capturing(weight: Tensor) -> bool:

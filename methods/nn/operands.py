@@ -61,6 +61,22 @@ class Packed(NamedTuple):
         return linear24(self, dy)
 
 
+class Divided(NamedTuple):
+    """A matrix of which the columns `grouped` are packed and the `others` are not, for fprop."""
+
+    packed: Packed
+    matrix: Tensor
+    grouped: Tensor
+    others: Tensor
+
+    def linear(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """x [..., in] -> [..., out], of one dtype."""
+        y = self.packed.linear(x.index_select(-1, self.grouped), bias)
+        rest, matrix = flat(x.index_select(-1, self.others)), self.matrix
+        flat(y).addmm_(rest, matrix.index_select(1, self.others).t())
+        return y
+
+
 class Compressed(NamedTuple):
     """A 2:4 matrix as its kept `values` and two masks, which each product packs in `layout`
     (common_kernels/matmul/pruned.py)."""

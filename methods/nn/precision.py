@@ -73,7 +73,7 @@ def hold_operands(layer: Any) -> None:
     """Allocate the packed operands that the layer's products take, and free the others; in FP8 also
     the codes, in a phase without FP8 those of the simulation."""
     products, layouts, own = layer.products, layer.products.layouts, layer.precision
-    rows, columns = layer.out_features, layer.in_features
+    rows, columns = layer.packed_shape
     device = next(layer.parameters()).device
 
     def hold(name: str, dtype: torch.dtype, *shape: int) -> None:

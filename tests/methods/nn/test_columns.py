@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 import methods
 from common_kernels import check_nm
@@ -54,3 +55,27 @@ def test_the_chosen_columns_stay_dense_and_the_others_are_legal(name, options):
         rest = torch.ones(weight.shape[1], dtype=torch.bool).index_fill(0, columns, False)
         assert int(check_nm(weight[:, rest], n, 4)) == 0
         assert not methods.check(model)[f"mlp.{i}"]
+
+
+def test_packed_beside_dense_columns_is_the_weight_in_use():
+    """At the start, after a step, and with the weight and the columns of a loaded state."""
+    pytest.importorskip("triton", reason="cuSPARSELt is emulated where Triton's interpreter runs")
+    layers = [torch.nn.Linear(256, 64).bfloat16() for _ in range(2)]
+    x, results = torch.randn(2, 32, 256).bfloat16(), []
+
+    def checked(layer):
+        y, weight = layer(x).float(), layer.effective_weight().float()
+        want = F.linear(x.float(), weight, layer.bias.float())
+        assert (y - want).norm() <= 2**-7 * want.norm() and layer.packed is not None
+        return y
+
+    for layer in layers:
+        method = methods.build("sr_ste", include=["*"], total_steps=1, dense_columns=0.25)
+        method.convert(model := torch.nn.Sequential(layer))
+        assert method.accelerate(64, "cusparselt")["0"].fprop
+        optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+        with training_step(method, 0, optimizer):
+            checked(layer).square().mean().backward()
+        results.append(checked(layer))
+    model[0].load_state_dict(layers[0].state_dict())
+    assert torch.equal(checked(model[0]), results[0])
