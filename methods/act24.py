@@ -85,7 +85,8 @@ class FeedForward(torch.autograd.Function):
     def forward(ctx, x, w1, b1, w2, b2, prune, layouts, measures, up, down, sampled):
         given, dtype = flat(x), torch.float8_e4m3fn if up else x.dtype
         tokens, forms = len(given), [check_form((0, 0), dtype, one) for one in layouts if one]
-        padding = -tokens % math.lcm(*(MULTIPLE for _ in forms), *(form.rows for form in forms))
+        packs = bool(forms) or any(sampled[1:3])
+        padding = -tokens % math.lcm(MULTIPLE if packs else 1, *(form.rows for form in forms))
         given = fill_up(given, padding)
         if up:
             (fprop, dgrad, formats, *amax), (fprop2, dgrad2, formats2, *amax2) = up, down
@@ -130,12 +131,15 @@ class FeedForward(torch.autograd.Function):
                 dz, packed = relu24_backward(dy @ w2, h, ctx.layout)
                 if needs[0]:
                     dx = dz @ w1 if packed is None else mm24(packed, w1)
+                dw1 = dw2 = None
                 if ctx.sampled:
-                    count, *own = ctx.sampled
-                    seen = h[: len(h) - ctx.padding : 16]  # enough to tell the densest features
-                    dense = (seen != 0).sum(0).topk(count).indices
-                    dw1 = of_a_sample(dz, given, keys[0], own[0], dense)
-                    dw2 = of_a_sample(h, dy, keys[1], own[1], dense, transposed=True)
+                    tokens, (count, *own) = len(h) - ctx.padding, ctx.sampled
+                    # A sixteenth of the tokens is enough to tell the densest features.
+                    dense = (h[:tokens:16] != 0).sum(0).topk(count).indices
+                    if needs[1]:
+                        dw1 = of_a_sample(dz, given, tokens, keys[0], own[0], dense)
+                    if needs[3]:
+                        dw2 = of_a_sample(h, dy, tokens, keys[1], own[1], dense, transposed=True)
                 else:
                     dw1 = dz.t() @ given if needs[1] else None
                     dw2 = dy.t() @ h if needs[3] else None
@@ -146,17 +150,21 @@ class FeedForward(torch.autograd.Function):
 
 
 def of_a_sample(
-    a: Tensor, b: Tensor, key: Tensor, layout: str, dense: Tensor, transposed: bool = False
-) -> Tensor:
+    a: Tensor, b: Tensor, tokens: int, key: Tensor, layout: str, dense: Tensor,
+    transposed: bool = False,
+) -> Tensor:  # fmt: skip
     """a^T b [features, n], or its transpose, where an unbiased 2:4 sample along the tokens takes
-    the place of a [T, features], but in the features `dense`. layout: of the sample, packed."""
+    the place of a [T, features], but in the features `dense`. After the first `tokens` come rows of
+    padding, which draw no random bits. layout: of the sample, packed."""
     product: Tensor
+    stride = groups_of(a[:tokens])
     if layout and transposed:
-        packed = sample_pack24(a, key, groups_of(a), layout=layout)
+        packed = sample_pack24(a, key, stride, layout=layout)
         product = mm24(packed, b, result_transposed=True)
     elif layout:
-        product = sample_mm24(a, b, key, groups_of(a), layout=layout)
+        product = sample_mm24(a, b, key, stride, layout=layout)
     else:
+        a, b = a[:tokens], b[:tokens]
         sample = sample_tokens(a, key, "exact")
         product = b.t() @ sample if transposed else sample.t() @ b
     exact = a.index_select(1, dense)

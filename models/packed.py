@@ -5,13 +5,14 @@ kernels; a packed weight has 9/16 of the bytes, of integers (`models.quantized.q
 a fifth. `few_tokens24` is for this alone. With many tokens the time goes to arithmetic, of which a
 sparse product (`linear24`) has half; on a GPU for which we have kernels of our own it is faster
 than dense from a few tokens on, elsewhere from a larger number. The number of tokens from which on
-it is faster is called the crossover. Both limits are measured for
-each shape of weight on the present GPU, with the layers launched from Python or replayed from a
-CUDA graph, as they will run.
+it is faster is called the crossover. Both limits are measured for each shape of weight on the
+present GPU, with the layers launched from Python or replayed from a CUDA graph, as they will run.
 
 A layer with a low-rank term beside its 2:4 weight, as SLoPe and SLoRB leave it and as an export
 keeps it, has a method `low_rank`: (left [r, in], or None for sums of in / r neighbours; right
-[r, out]; scale). The packed product is then followed by `lowrank_addmm`.
+[r, out]; scale). In bf16 `left` is packed below the weight, as two 2:4 matrices whose sum it is, so
+that one product serves both; `lowrank_addmm` follows it. Beside integers, and without a `left`, the
+first half of the term has a product of its own.
 
 Linears without bias that transformers calls one after the other with the same input (TOGETHER) run
 as one product with few tokens: a long matrix is read faster than several short ones.
@@ -21,8 +22,9 @@ A weight of which some input columns stayed dense (`dense_columns`, columns.py) 
 the others is added.
 
 In between a layer multiplies with its dense weight, so it has it too: each packed form in use takes
-9/16 of the dense weight's memory in addition. All layers of a shape are packed in the layout of the
-kernel, cuSPARSELt's or our own, that was fastest with `COMPARED` tokens.
+9/16 of the dense weight's memory in addition, and 9/8 of that of `left`. All layers of a shape are
+packed in the layout of the kernel, cuSPARSELt's or our own, that was fastest with `COMPARED`
+tokens.
 """
 
 from __future__ import annotations
@@ -113,7 +115,8 @@ class PackedProduct(nn.Module):
     `fragments` with few tokens and `packed` with many.
 
     It multiplies dense if a gradient is needed, if the input has another dtype or device than the
-    packed copy, in a copy of the layer, and after the weight was changed, replaced, cast or moved.
+    packed copy, in a copy of the layer, and after the weight, or the left factor that was packed
+    with it, was changed, replaced, cast or moved.
     Changes that bypass autograd are not noticed (`weight.data += ...`, as peft merges adapters),
     and in a compiled model no change is: call `pack` again.
     """
@@ -180,16 +183,16 @@ class PackedProduct(nn.Module):
         form: Any = self.fragments if tokens <= self.limits.few else self.packed
         if not tokens or not self.limits.includes(tokens) or x.dtype != form.dtype:
             return False
-        needed = x.requires_grad or self.weight.requires_grad
-        if torch.is_grad_enabled() and (needed or getattr(self.bias, "requires_grad", False)):
+        layer: Any = self
+        packs: list[Any] = [self.weight, *([layer.low_rank()[0]] if self.below else [])]
+        needed = any(t is not None and t.requires_grad for t in (x, self.bias, *packs))
+        if torch.is_grad_enabled() and needed:
             return False
         if x.device != form.values.device:
             return False
         if torch.compiler.is_compiling():  # a compiled graph cannot read versions
             return True
-        layer: Any = self
-        now = [self.weight, *([layer.low_rank()[0]] if self.below else [])]
-        pairs = zip(self.source, now, strict=True)  # another tensor may have the same version
+        pairs = zip(self.source, packs, strict=True)  # another tensor may have the same version
         return all(one._version == version and was() is one for (was, version), one in pairs)
 
     def dense(self, x: Tensor) -> Tensor:
@@ -270,12 +273,15 @@ def pack(
                 "noticed; make or load the model outside of that mode"
             )
     alike: dict[Any, list[str]] = {}
+    lefts: dict[str, Tensor | None] = {}
     unfit = []
     for name, module in linears.items():
         weight: Any = module.weight
         layout = layout_for(weight.device, weight.dtype)
         rows, columns = shape_of(module)
-        shape = rows, len(divisions[name][0]) if name in divisions else columns
+        columns = len(divisions[name][0]) if name in divisions else columns
+        lefts[name] = None if name in divisions else left_of(module)
+        shape = rows + 2 * rows_for(lefts[name]), columns
         try:
             check_form(shape, weight.dtype, layout)
         except ValueError as error:
@@ -289,7 +295,9 @@ def pack(
     found: dict[str, Limits | None] = dict.fromkeys(linears)
     for kind, names in alike.items():
         layout = _layout_of(model.get_submodule(names[0]), kind[1], measures=limits is None)
-        layers = [_packed(model.get_submodule(n), layout, divisions.get(n)) for n in names]
+        layers = [
+            _packed(model.get_submodule(n), layout, divisions.get(n), lefts[n]) for n in names
+        ]
         with torch.cuda.device_of(layers[0].weight):
             own = measured(layers, graphs) if limits is None else limits
         if layers[0].fragments is None:
@@ -325,19 +333,20 @@ def limits_of(model: nn.Module) -> dict[str, Limits]:
     return {name: layer.limits for name, layer in layers if isinstance(layer, PackedProduct)}
 
 
-def _packed(module: Any, layout: str, division: tuple[Tensor, Tensor] | None) -> PackedProduct:
-    """The module itself with its weight packed, to be used with any number of tokens; of a divided
-    one, the first columns."""
+def _packed(
+    module: Any, layout: str, division: tuple[Tensor, Tensor] | None, left: Tensor | None
+) -> PackedProduct:
+    """The module itself with its weight packed, to be used with any number of tokens, and with its
+    `left` below it; of a divided one, the first columns."""
     weight, matrix, beside = module.weight, matrix_of(module), None
     if division is not None:
         order = torch.cat(division)
         moved = not torch.equal(order, torch.arange(len(order), device=order.device))
         beside = Beside(matrix[:, division[1]], order if moved else None)
         matrix = matrix[:, division[0]]
-    left, below = left_of(module) if division is None else None, 0
+    below = rows_for(left)
     if left is not None:
-        below = -(-len(left) // 32) * 32
-        matrix = torch.cat([matrix, *halves(left, below)])
+        matrix = torch.cat([matrix, *halves(left.to(matrix.dtype), below)])
     if of_library(layout):
         packed = pack24(matrix, matrix != 0, layout)
     else:
@@ -360,14 +369,19 @@ def _packed(module: Any, layout: str, division: tuple[Tensor, Tensor] | None) ->
 
 
 def left_of(module: Any) -> Tensor | None:
-    """The left factor [r, in] of a linear's low-rank term, if it can be packed with the weight;
-    None if the weight is made of integers, which the factor is not."""
+    """The left factor [r, in] of a linear's low-rank term, if it can be packed with the weight: not
+    beside integers, nor in fp16, whose range a half of a sum may leave."""
     left = module.low_rank()[0] if hasattr(module, "low_rank") else None
-    if left is None:
+    if left is None or left.is_inference() or module.weight.dtype != torch.bfloat16:
         return None
-    matrix = matrix_of(module)
-    made = integers_of(pack24(matrix, matrix != 0))
-    return left if isinstance(made, Packed24) else None
+    first = matrix_of(module)[:64]  # some rows tell
+    made = integers_of(pack24(first, first != 0))
+    return left if len(left) and isinstance(made, Packed24) else None
+
+
+def rows_for(left: Tensor | None) -> int:
+    """The rows of each of the `halves` of a left factor."""
+    return 0 if left is None else -(-len(left) // 32) * 32
 
 
 def halves(left: Tensor, rows: int) -> Sequence[Tensor]:

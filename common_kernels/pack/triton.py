@@ -105,8 +105,9 @@ def pack(
         buffer = new_buffer(rows, columns, dtype, x.device, layout)
     values, meta = split(buffer, x.numel(), dtype)
     order, kind = order_of(layout, dtype), BITS if is_bits(mask) else SOURCES[source]
-    # Groups of a program, warps and registers, the fastest on an H200: the smallest whole blocks of
-    # metadata, but with a mask, of which a row's part should not be shorter than 64 bytes.
+    # The groups of a program, its warps and its registers are the fastest on an H200. The smallest
+    # whole blocks of metadata are best, except with a mask, of which 64 bytes a row are read then.
+    # 32 registers let more programs run at once; with a mask that gains nothing.
     masked, small = kind == SOURCES["mask"], dtype.itemsize == 2 and is_written(order, 8)
     block, warps = (8, 4) if small and not masked else (16, 8)
     launch(

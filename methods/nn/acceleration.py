@@ -247,9 +247,9 @@ def problems(
     multiples = (16, MULTIPLE) if sparse.fp8 else (8, TOKENS)
     linear, summed = (-(-tokens // multiple) * multiple for multiple in multiples)
     biased = biased and not sparse.fp8
-    of_dy = Problem(rows, summed, columns, backward, out_dtype, sparse.fp8, False)
+    blocks = -(-tokens // MULTIPLE) * MULTIPLE if sparse.of_input else summed
+    of_dy = Problem(rows, blocks, columns, backward, out_dtype, sparse.fp8, False)
     if sparse.of_input:
-        blocks = -(-tokens // MULTIPLE) * MULTIPLE
         of_x = Problem(columns, blocks, rows, dtype, dtype, False, True)
         return {
             "fprop": Problem(blocks, columns, rows, forward, result, True, False),

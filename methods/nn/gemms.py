@@ -47,8 +47,8 @@ class Products:
     the operands are codes, and FP8 units multiply them (fp8_gemms.py). layouts: the layouts of the
     packed operands, which decide between cuSPARSELt and our own kernels. repack: dgrad's operand is
     packed in each backward pass instead of kept from step to step. of_input: X is 2:4 instead of W,
-    in fprop along `in`, in wgrad along the tokens; in dgrad dY is, along `out`. If fprop is dense,
-    dY is 2:4 in wgrad, too.
+    in fprop along `in`; in dgrad dY is, along `out`; in wgrad, along the tokens, X is, or dY if
+    fprop is dense.
     """
 
     fprop: bool = False

@@ -301,9 +301,18 @@ def test_low_rank_terms_follow_the_packed_product(kind):
             assert (layer(x).float() - y).norm() <= 2**-7 * y.norm()
             x = own(x)
     x = torch.randn(4, 128, device=DEVICE).bfloat16()
+    assert model[1].below == 32
     for own in (model, dense):
         own[1].low_rank()[0].mul_(2)  # the packed factor is that of before
     assert torch.equal(model[1](x), dense[1](x))
+    packed.pack(model, Limits(4, 8))
+    with torch.enable_grad():  # which the packed product does not give
+        model[1].low_rank()[0].requires_grad_()
+        model[1](x).sum().backward()
+        assert model[1].low_rank()[0].grad is not None
+    quantize(model, 8)
+    packed.pack(model, Limits(4, 8))
+    assert [(layer.below, layer.fragments.bits) for layer in model] == [(0, 8)] * 2
 
 
 @pytest.mark.skipif(not CUDA, reason="needs a GPU")
