@@ -43,7 +43,7 @@ _notes = threading.local()  # `launched`: what `noted` has yielded, in this thre
 def launch(kernel: Any, blocks: int, device: torch.device, *args: Any, **options: Any) -> None:
     """Run `kernel` in `blocks` programs, if any, on `device`; from the second time on by C++ if it
     can, which takes the CPU a fraction of the time that Triton takes. Only constants of the kernel
-    may be given by name."""
+    and options of Triton may be given by name."""
     noting = getattr(_notes, "launched", None) is not None
     if not blocks:
         return

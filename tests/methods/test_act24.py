@@ -7,6 +7,7 @@ from torch import nn
 
 import methods
 from common_kernels import fake_fp8, nm_mask
+from methods.nn.acceleration import problems
 from methods.nn.gemms import Products
 from models.base import SquaredReLU
 from models.gpt2 import GPT, GPTConfig
@@ -84,6 +85,8 @@ def test_packed_products_are_those_on_dense_operands_up_to_rounding(fp8, dense):
         if packed:
             assert products["2"].fprop and products["0"].dgrad
             assert products["2"].wgrad == products["0"].wgrad == (dense < 1)
+            of_dz = problems(model[0].candidates(), (128, 64), True, torch.bfloat16, 100)["wgrad"]
+            assert (of_dz.rows, of_dz.columns, of_dz.tokens) == (128, 128, 64)
             assert products["2"].fp8 == products["0"].fp8 == (fp8 != "off")
         for name in products.keys() - {*packed}:
             model[int(name)].accelerate(Products(fp8=fp8 != "off"))
