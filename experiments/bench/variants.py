@@ -74,6 +74,7 @@ NETWORKS = {
 }
 VARIANTS = {
     **BF16,
+    "ste, dense columns": Setup("ste", {"dense_columns": 0.25}),
     "dense fp8": Setup("dense", fp8="hybrid"),
     TORCHAO: Setup("dense", fp8="hybrid"),
     **ON_FP8_UNITS,

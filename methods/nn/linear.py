@@ -179,7 +179,7 @@ class MaskedLinear(SparseLinear):
 
     def reload(self) -> None:
         if self.grouped_columns is not None:
-            self.other_columns = columns.others(self.grouped_columns, self.in_features)
+            self.other_columns.copy_(columns.others(self.grouped_columns, self.in_features))
         super().reload()
 
     def sparse_products(self) -> Products:
