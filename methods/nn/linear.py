@@ -178,7 +178,7 @@ class MaskedLinear(SparseLinear):
         return self.out_features, self.in_features if grouped is None else len(grouped)
 
     def reload(self) -> None:
-        if self.grouped_columns is not None:
+        if self.grouped_columns is not None and self.other_columns is not None:
             self.other_columns.copy_(columns.others(self.grouped_columns, self.in_features))
         super().reload()
 
