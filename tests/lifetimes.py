@@ -1,4 +1,4 @@
-"""Checks on a CPU what a CUDA graph relies on: that what it reads lives as long as it does.
+"""Checks on a CPU what a CUDA graph relies on: the memory that it reads and its operators.
 
 A graph holds addresses. Memory that a call read while it was captured, and that nobody holds when
 the call is replayed, is another tensor's by then, or no memory of the process any more.
@@ -33,3 +33,21 @@ class Reads(TorchDispatchMode):
 def _memory(values):
     tensors = (leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor))
     return {StorageWeakRef(tensor.untyped_storage()) for tensor in tensors}
+
+
+class Operators(TorchDispatchMode):
+    """Records each operator with all of its arguments but the values of tensors."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        leaves = tree_leaves((args, kwargs))
+        tensors = (isinstance(leaf, torch.Tensor) for leaf in leaves)
+        given = [
+            (tuple(leaf.shape), leaf.dtype) if is_tensor else str(leaf)
+            for leaf, is_tensor in zip(leaves, tensors, strict=True)
+        ]
+        self.found.append((str(func), given))
+        return func(*args, **(kwargs or {}))

@@ -4,7 +4,6 @@ import dataclasses
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from experiments.bench import gates
 from experiments.bench.timing import Time
@@ -14,6 +13,7 @@ from reproduce import measure
 from reproduce.measure import adapters, base, layers
 from reproduce.measure.adapters import Adapters
 from reproduce.measure.base import Base
+from tests.lifetimes import Operators
 
 TINY = {"repeats": 2, "threads": 1, "batch": 1, "length": 16, "width": 32, "heads": 2}
 
@@ -89,21 +89,8 @@ def test_products_are_checked_once_and_wrong_ones_are_not_timed(monkeypatch, tmp
     assert base.gate.cache_info().currsize == 4  # two linears of two methods
 
 
-class Waits(TorchDispatchMode):
-    """Collects the operators that would wait for a GPU, which CUDA graphs cannot capture."""
-
-    KINDS = ("aten._local_scalar_dense", "aten.nonzero", "aten.masked_select", "aten.lift_fresh")
-
-    def __init__(self):
-        super().__init__()
-        self.found = []
-
-    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
-        if str(operator).startswith(self.KINDS):
-            self.found.append(str(operator))
-        return operator(*args, **(kwargs or {}))
-
-
+# Operators that wait for a GPU, which CUDA graphs cannot capture.
+WAITING = ("aten._local_scalar_dense", "aten.nonzero", "aten.masked_select", "aten.lift_fresh")
 LLAMA = {"kv_heads": 1, "inner": 96, "width": 64}
 SAM = {"model": "samvit_large_patch16", "image": 32, "width": 32, "heads": 2}
 
@@ -111,12 +98,12 @@ SAM = {"model": "samvit_large_patch16", "image": 32, "width": 32, "heads": 2}
 @pytest.mark.filterwarnings("ignore:on_step_begin")
 def test_no_timed_call_waits_for_the_gpu(monkeypatch):
     """Such a call would be launched from Python, and its time would be that of the launches."""
-    waits = Waits()
+    operators = Operators()
 
     def once(calls, *_, **__):
         for call in calls.values():
             call(0)
-            with waits:
+            with operators:
                 call(0)
         return {name: Time(1.0, 1.0, 1.0, "graph") for name in calls}
 
@@ -132,7 +119,7 @@ def test_no_timed_call_waits_for_the_gpu(monkeypatch):
     ):
         _, used = settings.measure(print)
         assert used == "dense, in a CUDA graph"
-    assert waits.found == []
+    assert not [name for name, _ in operators.found if name.startswith(WAITING)]
 
 
 def test_a_llama_layer_is_that_of_transformers():

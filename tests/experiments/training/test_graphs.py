@@ -6,8 +6,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 import methods
 from experiments import dino
@@ -24,6 +22,7 @@ from models.hf import CausalLM
 from models.vit import ViT, ViTConfig
 from tests.experiments.conftest import untimed
 from tests.experiments.test_dino import TINY as TINY_DINO
+from tests.lifetimes import Operators
 
 DROPPED = GPTConfig(n_layer=2, n_head=2, n_embd=16, vocab_size=32, block_size=8, dropout=0.5)
 
@@ -124,24 +123,6 @@ def test_passes_for_whose_graphs_memory_is_short_are_launched(tiny, tmp_path, mo
         f"{LAUNCHED}in the free memory: they need as much again as the passes take",
     ]
     assert result["cuda_graphs"] is False and untimed(launched) == untimed(graphed)
-
-
-class Operators(TorchDispatchMode):
-    """Records each operator with all of its arguments but the values of tensors."""
-
-    def __init__(self):
-        super().__init__()
-        self.found = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        leaves = tree_leaves((args, kwargs))
-        tensors = (isinstance(leaf, torch.Tensor) for leaf in leaves)
-        given = [
-            (tuple(leaf.shape), leaf.dtype) if is_tensor else str(leaf)
-            for leaf, is_tensor in zip(leaves, tensors, strict=True)
-        ]
-        self.found.append((str(func), given))
-        return func(*args, **(kwargs or {}))
 
 
 RUNS = [
