@@ -15,6 +15,7 @@ from experiments.data.parallel import PairsConfig
 from experiments.data.prepare import prepare
 from experiments.support.errors import UserError
 from models.transformer import Transformer, TransformerConfig
+from tests.experiments.data.test_prepare_data import documents_of
 
 MODEL = TransformerConfig(n_layer=1, n_head=2, n_embd=16, vocab_size=384, block_size=32)
 END = 299
@@ -42,25 +43,12 @@ def test_the_embedded_numbers_give_back_every_sentence(monkeypatch, tmp_path):
     config = PairsConfig("numbers", "numbers", str(tmp_path), "bpe", 300, source_language="de",
                          target_language="en")  # fmt: skip
     corpus = load_tokens(config, seed=3)
-    test = text_of(corpus, "test")
+    test = documents_of(corpus, "test")
     numbers = parallel.numbers("test")
     assert test[::2] == [parallel.german(n) for n in numbers]
     assert test[1::2] == [parallel.english(n) for n in numbers]
     documents = {name: record["documents"] for name, record in corpus.manifest["splits"].items()}
     assert documents == {"train": 800, "val": 80, "test": 40}
-
-
-def text_of(corpus, split):
-    """Every document of a split, decoded."""
-    tokens = corpus.tokens[split].tolist()
-    found, document = [], []
-    for token in tokens:
-        if token == corpus.encoding.eot_token:
-            found.append(corpus.encoding.decode(document))
-            document = []
-        else:
-            document.append(token)
-    return found
 
 
 LINES = {
@@ -87,22 +75,18 @@ def write_parquet(folder):
         datasets.Dataset.from_list(rows).to_parquet(path)
 
 
-def file_config(folder):
-    return PairsConfig("own", str(folder), str(folder / "data"), tokenizer="bpe", vocab_size=280)
-
-
 def test_files_of_both_kinds(monkeypatch, tmp_path):
     monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
     for write in (write_parquet, write_text):
         folder = tmp_path / write.__name__
         folder.mkdir()
         write(folder)
-        config = file_config(folder)
+        config = PairsConfig("own", str(folder), str(folder / "data"), "bpe", vocab_size=280)
         prepare(config)
         corpus = load_tokens(config, seed=0)
         for split, pairs in LINES.items():
             plain = [" ".join(sentence.split()) for pair in pairs for sentence in pair]
-            assert text_of(corpus, split) == plain
+            assert documents_of(corpus, split) == plain
         source = TranslationPairs(corpus, config, replace(MODEL, vocab_size=280), 1)
         assert source.describe()["left_out"] == 1  # the empty one
     (folder / "val.de").write_text("other\n")
