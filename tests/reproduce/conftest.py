@@ -51,11 +51,6 @@ def corpora(tmp_path_factory):
     return root, [f"data.{key}={value}" for key, value in settings.items()]
 
 
-@pytest.fixture(name="make_result")
-def _make_result():
-    return make_result
-
-
 def finish(config, log=(), **changed):
     """Give a run a result, as if it had been trained, with these records of `metrics.jsonl`."""
     directory = config.directory()

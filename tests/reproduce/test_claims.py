@@ -37,10 +37,6 @@ def judged(values, *contrasts, diverged=(), **more):
     return judge(replace(rules, diverged=dict.fromkeys(diverged, "")), claim, values)
 
 
-def of_claim(values, *contrasts):
-    return verdict([j.verdict for j in judged(values, *contrasts)])
-
-
 def test_a_contrast_is_judged_by_its_rule():
     cases = [
         ("lower", -0.03, "confirmed"), ("lower", 0.02, "not reproduced"),
@@ -196,7 +192,8 @@ def test_one_contrast_refutes_a_claim():
         ("so_so", "gone"): "not tested", ("bad", "gone"): "not reproduced", (): "not tested",
     }  # fmt: skip
     for names, found in expected.items():
-        assert of_claim(values, *((name, "dense", "lower") for name in names)) == found
+        contrasts = judged(values, *((name, "dense", "lower") for name in names))
+        assert verdict([j.verdict for j in contrasts]) == found
 
 
 def test_the_claims_are_those_of_the_papers():

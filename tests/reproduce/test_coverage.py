@@ -77,9 +77,6 @@ def test_a_tier_says_what_there_is_of_it(small, tmp_path, monkeypatch):
         assert full.endswith(told if complete else "not made")
 
 
-PAPERS = [table for table in read_tables() if table.paper is not None]
-
-
 def test_primary_second_hand_empty_and_missing(tmp_path):
     path, first = tmp_path / "p.json", {"work": "w", "table": "T", "column": "c", "source": 0}
     cells = [
@@ -111,7 +108,7 @@ def test_the_published_values_are_well_formed_and_found():
     exact = sum(comb(8, b) / 4**b * (3 / 4) ** (8 - b) * max(0, b - 2) for b in range(9)) / 8
     assert round(100 * exact, 2) == 5.84
     # A misspelt name would turn a confirmed value into "not available".
-    found = {table.name: names for table in PAPERS if (names := unmatched(table)[1])}
+    found = {table.name: names for table in TABLES if (names := unmatched(table)[1])}
     assert found == LEFT
 
 

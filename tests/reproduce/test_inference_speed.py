@@ -168,19 +168,6 @@ def test_double_pruning_imposes_what_the_lemma_says(pattern, zeros):
         assert found[kind] + found[f"{kind}_density"] == pytest.approx(n / m)
 
 
-SMALL_SAM = {"img_size": 32, "embed_dim": 16, "num_heads": 2, "depth": 2}
-SMALL_SAM["global_attn_indexes"] = [1]
-
-
-def encoder():
-    torch.manual_seed(0)
-    model = sam.encoder("samvit_large_patch16", **SMALL_SAM)
-    for block in model.blocks:
-        torch.nn.init.normal_(block.attn.rel_pos_h)
-        torch.nn.init.normal_(block.attn.rel_pos_w)
-    return model
-
-
 def test_the_encoder_is_that_of_sam_vit_l_and_of_timm():
     """Its size as published: 308,278,272 parameters with the neck, 256 channels on a 16th."""
     with torch.device("meta"):
@@ -190,9 +177,14 @@ def test_the_encoder_is_that_of_sam_vit_l_and_of_timm():
     assert out.shape == (1, 256, 64, 64)
     linears = [name for name, m in model.named_modules() if isinstance(m, torch.nn.Linear)]
     assert sum("mlp." in name for name in linears) == 48
-    ours = encoder()
+    small = {"img_size": 32, "embed_dim": 16, "num_heads": 2, "depth": 2}
+    small["global_attn_indexes"] = [1]
     torch.manual_seed(0)
-    theirs = timm.create_model("samvit_large_patch16", num_classes=0, global_pool="", **SMALL_SAM)
+    ours = sam.encoder("samvit_large_patch16", **small)
+    for block in ours.blocks:
+        torch.nn.init.normal_(block.attn.rel_pos_h)
+        torch.nn.init.normal_(block.attn.rel_pos_w)
+    theirs = timm.create_model("samvit_large_patch16", num_classes=0, global_pool="", **small)
     theirs.load_state_dict(ours.state_dict())
     x = torch.randn(2, 3, 32, 32)
     found = []

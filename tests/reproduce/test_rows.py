@@ -72,7 +72,8 @@ def first_row(table):
     small = dataclasses.replace(
         tier, seeds=[0], rows=[], started=["train.steps=1"], measure=measure, variants=variants
     )
-    tiers = {**_without_rows(table), "smoke": small}
+    tiers = {name: dataclasses.replace(tier, rows=[]) for name, tier in table.tiers.items()}
+    tiers["smoke"] = small
     return dataclasses.replace(table, rows=kept, columns=columns, tiers=tiers, variants=[])
 
 
@@ -91,7 +92,3 @@ def test_the_baseline_of_every_script(command, shared, monkeypatch):
         rendered = render(table, "smoke", finished_runs(planned))
         assert "not run" not in [text for line in rendered.grid.lines for text in line.values]
         assert rendered.grid.lines and {line["tier"] for line in rendered.summary} == {"smoke"}
-
-
-def _without_rows(table):
-    return {name: dataclasses.replace(tier, rows=[]) for name, tier in table.tiers.items()}

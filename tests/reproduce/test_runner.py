@@ -20,6 +20,7 @@ from reproduce.execute.jobs import Job, plan
 from reproduce.execute.runner import run_block
 from reproduce.specs.table import TableRow
 from tests.faults import check
+from tests.reproduce.conftest import make_result
 
 # Arguments: what to do, the run directory, what to write as its result.
 CHILD = """
@@ -54,7 +55,7 @@ part.rename(directory / "result.json")  # at once: a clock of the tests looks fo
 
 
 @pytest.fixture
-def children(make_result, tmp_path, monkeypatch):
+def children(tmp_path, monkeypatch):
     """Stand-ins for trainings: `.do[variant]` says what they do, `.started` which there were."""
 
     made = SimpleNamespace(do={}, started=[], prepared=[], metrics={})
