@@ -24,12 +24,6 @@ from methods import ast, dense
 from models.hf import CausalLM
 from tests.experiments.conftest import quiet
 
-PER_BLOCK = {"gpt2": 4, "opt": 6, "llama": 7}
-
-
-def without_model(overrides):
-    return [o for o in overrides if not o.startswith("model.")]
-
 
 @pytest.fixture
 def checkpoint(hf_model, tmp_path):
@@ -49,7 +43,8 @@ def retrain(checkpoint, overrides):
 
     def config(family, *more):
         path = family if isinstance(family, Path) else checkpoint(family)
-        return load([*without_model(overrides), f"model.path={path}", *more], "distill")
+        others = [override for override in overrides if not override.startswith("model.")]
+        return load([*others, f"model.path={path}", *more], "distill")
 
     return config
 
@@ -71,12 +66,12 @@ def tokens(vocab_size=300, length=16):
     return torch.randint(0, vocab_size, (4, length), generator=torch.Generator().manual_seed(0))
 
 
-@pytest.mark.parametrize("family", ["gpt2", "opt", "llama"])
-def test_the_export_is_what_plain_transformers_loads(retrain, family):
+@pytest.mark.parametrize(("family", "per_block"), [("gpt2", 4), ("opt", 6), ("llama", 7)])
+def test_the_export_is_what_plain_transformers_loads(retrain, family, per_block):
     config = retrain(family)
     result = distill.run(config, quiet).result
     assert (result["sparsity"]["density"], result["sparsity"]["illegal_groups"]) == (0.5, 0)
-    assert len(result["converted"]) == 2 * PER_BLOCK[family]
+    assert len(result["converted"]) == 2 * per_block
     ours, theirs = finished_model(config), plain(config)
     with torch.no_grad():
         logits = ours(tokens())[0]

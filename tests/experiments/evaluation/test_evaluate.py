@@ -17,7 +17,6 @@ from experiments.evaluation.perplexity import perplexity, windows
 from experiments.exporting import export
 from experiments.images.dataset import ImageConfig
 from experiments.images.source import ImageSource
-from experiments.runs.finished import FinishedRun
 from experiments.support.checkpoint import read_sealed
 from experiments.support.errors import UserError
 from experiments.training.routine import save_model
@@ -98,30 +97,26 @@ def test_an_exported_folder_gives_what_its_run_gives(trained, text, tmp_path):
     assert at(folder).digest() != config.digest()
 
 
-def vit_run(directory, n_classes):
-    """(finished run of an untrained ViT, the model, the settings of its images)."""
+def test_images_of_a_run_and_of_a_folder(tmp_path):
+    """Top-1 and top-5 over all validation images, by hand and whatever the batch, of an untrained
+    ViT."""
     torch.manual_seed(0)
     shape = {"width": 24, "depth": 1, "heads": 2, "patch_size": 8, "image_size": 16}
-    model = ViT(ViTConfig(**shape, n_classes=n_classes))
+    model = ViT(ViTConfig(**shape, n_classes=10))
     data = {"name": "digits", "source": "digits", "image_size": 16}
     config = {
         "model": {"name": "vit", **dataclasses.asdict(model.config)},
         "data": data,
         "method": {"name": "dense"},
     }
-    save_model(model, directory / "model.safetensors")
+    run = tmp_path / "run"
+    save_model(model, run / "model.safetensors")
     content = {"schema": 1, "config_hash": "0", "config": config, "seed": 0, "converted": []}
     content["corpus"] = {"classes": [str(digit) for digit in range(10)]}
-    (directory / "result.json").write_text(json.dumps(content))
-    return FinishedRun.open(directory), model, data
-
-
-def test_images_of_a_run_and_of_a_folder(tmp_path):
-    """Top-1 and top-5 over all validation images, by hand and whatever the batch."""
-    run, model, data = vit_run(tmp_path / "run", n_classes=10)
+    (run / "result.json").write_text(json.dumps(content))
 
     def images(*more):
-        return configure(f"run={run.directory}", "images=val", *more)
+        return configure(f"run={run}", "images=val", *more)
 
     metrics = evaluate.run(images(), quiet)["metrics"]
     model.eval()

@@ -47,21 +47,14 @@ def masks_of(folder):
     return {name: stored[name] != 0 for name in told}, told
 
 
-def tokens(high=100):
-    return torch.randint(0, high, (3, 12), generator=torch.Generator().manual_seed(0))
-
-
-def reload(family, folder):
+def test_plain_transformers_gives_the_same_outputs(exported):
     import transformers
 
-    heads = {"gpt2": "CausalLM", "bert": "MaskedLM", "vit": "ImageClassification"}
-    return getattr(transformers, f"AutoModelFor{heads[family]}").from_pretrained(folder).eval()
-
-
-def test_plain_transformers_gives_the_same_outputs(exported):
     family, run, folder, _ = exported
-    ours, theirs = run.model().eval(), reload(family, folder)
-    inputs = torch.randn(3, 3, 16, 16) if family == "vit" else tokens()
+    head = {"gpt2": "CausalLM", "bert": "MaskedLM", "vit": "ImageClassification"}[family]
+    theirs = getattr(transformers, f"AutoModelFor{head}").from_pretrained(folder).eval()
+    ours = run.model().eval()
+    inputs = torch.randn(3, 3, 16, 16) if family == "vit" else torch.randint(0, 100, (3, 12))
     with torch.no_grad():
         expected = ours(inputs)[0]
         named = {"pixel_values" if family == "vit" else "input_ids": inputs}

@@ -25,6 +25,7 @@ from experiments.support.results import read_training
 from experiments.training import pretraining
 from methods import dense, one_shot, s_ste, slope
 from tests.experiments.conftest import CPU, TINY_MODEL, quiet, settings, words_of
+from tests.methods.loop import training_step
 
 ADAPTERS = ["method=slope", "method.adapter_rank=4", "method.adapter_fraction=0.5"]
 PARTIAL = "method.dense_columns=0.25"
@@ -102,12 +103,8 @@ def test_each_method_is_fine_tuned_by_its_own_rule_from_the_function_it_ended_wi
     assert tuple(method.layers) == run.converted
     torch.testing.assert_close(logits(model), before, rtol=0, atol=1e-6)
     # A step, and the zeros are where they were (S-STE's may move).
-    optimizer = method.optimizer(model.parameters(), lr=1e-3)
-    method.on_step_begin(0)
-    method.loss(model, {"input": TOKENS, "target": TOKENS}).backward()
-    method.on_gradients(0, optimizer)
-    optimizer.step()
-    method.on_step_end(0)
+    with training_step(method, 0, method.optimizer(model.parameters(), lr=1e-3)):
+        method.loss(model, {"input": TOKENS, "target": TOKENS}).backward()
     assert not method.metrics().get("illegal_groups")
     method.finalize(model)
     assert not torch.equal(logits(model), before)
