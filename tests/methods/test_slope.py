@@ -35,11 +35,6 @@ def twice_pruned(weight, n=2, m=4):
     return weight * double_prune_mask(weight, n, m)
 
 
-def drift(layer, generator, scale=0.5):
-    with torch.no_grad():
-        layer.values += scale * torch.randn(layer.values.shape, generator=generator)
-
-
 @each(("n", "m"), PATTERNS)
 @each("rule", ["random", "magnitude"])
 def test_masks_and_products_by_definition(n, m, rule):
@@ -96,7 +91,8 @@ def test_the_backward_weight_follows_every_update():
         for step in range(7):
             method.on_step_begin(step)
             assert torch.equal(dgrad_operand(layer), layer.weight * kept)
-            drift(layer, generator, scale=2.0)
+            with torch.no_grad():
+                layer.values += 2.0 * torch.randn(layer.values.shape, generator=generator)
             method.on_step_end(step)
             if period and (step + 1) % period == 0:
                 before, kept = kept, twice_pruned(layer.weight) != 0

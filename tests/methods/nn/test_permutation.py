@@ -19,16 +19,12 @@ def kept(weight, n=2, m=4):
     return torch.where(nm_mask(weight, n, m), weight, 0.0).abs().sum()
 
 
-def all_gains(weight, n=2, m=4):
-    size = weight.shape[1]
-    return gains(weight, n, m, torch.full((size, size), torch.nan), torch.ones(size) > 0)
-
-
 def test_the_gain_of_every_swap_is_what_swapping_adds():
     generator = torch.Generator().manual_seed(0)
     for n, m in ((2, 4), (1, 4), (3, 4), (2, 8)):
         w = torch.randint(0, 9, (5, 3 * m), generator=generator).float()  # sums are exact
-        gain, groups = all_gains(w, n, m)
+        unknown, every = torch.full((3 * m, 3 * m), torch.nan), torch.ones(3 * m) > 0
+        gain, groups = gains(w, n, m, unknown, every)
         assert groups.sum() == kept(w, n, m)
         for a in range(3 * m):
             for b in range(3 * m):
