@@ -48,13 +48,6 @@ def nm_mask(x: torch.Tensor, n: int = 2, m: int = 4, dim: int = -1) -> torch.Ten
     return each_group(keep, x, m, dim, torch.bool)
 
 
-def double_prune_mask(w: torch.Tensor, n: int = 2, m: int = 4) -> torch.Tensor:
-    """Keep n of m along dim 0 of a `w [out, in]` that is already pruned along dim 1 (SLoPe, arXiv
-    2405.16325, section 2.1).
-    """
-    return nm_mask(w, n, m, dim=0)
-
-
 def transposable_mask24(w: torch.Tensor, algorithm: str = "exact") -> torch.Tensor:
     """Apply `exact`, `greedy` or `two_approx` to the magnitudes of each 4x4 tile of w."""
     mask = torch.empty(w.shape, dtype=torch.bool)

@@ -6,6 +6,7 @@ the first in its low half.
 """
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
@@ -68,11 +69,6 @@ def cutlass_sm90(nibbles: torch.Tensor, itemsize: int, tiles: int = 2) -> torch.
     return digits.permute(4, 0, 1, 6, 3, 5, 2, 7).contiguous()
 
 
-def cutlass_sm90_k128(nibbles: torch.Tensor, itemsize: int) -> torch.Tensor:
-    """Metadata in the order of `cutlass_sm90`, in blocks of 128 columns."""
-    return cutlass_sm90(nibbles, itemsize, tiles=4)
-
-
 def cusparselt_sm90(nibbles: torch.Tensor, itemsize: int) -> torch.Tensor:
     """Blocks of 64 rows by 32 columns (64 for one-byte types), along the columns first, the last
     padded with empty groups; inside a block the binary digits of row and group are permuted, as
@@ -92,6 +88,6 @@ LAYOUTS: dict[str, Callable[[torch.Tensor, int], torch.Tensor]] = {
     "neutral": neutral,
     "cutlass_sm80": cutlass_sm80,
     "cutlass_sm90": cutlass_sm90,
-    "cutlass_sm90_k128": cutlass_sm90_k128,
+    "cutlass_sm90_k128": partial(cutlass_sm90, tiles=4),  # blocks of 128 columns
     "cusparselt_sm90": cusparselt_sm90,
 }

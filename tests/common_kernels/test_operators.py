@@ -97,7 +97,9 @@ EXACT = {
         ck.nm_mask, masks.nm_mask,
         ((2, 4, -1), (2, 4, -2), (1, 2, -1), (3, 4, -2), (2, 8, -2), (4, 8, -1), (0, 4), (4, 4)),
     ),
-    "double_prune_mask": Operator(ck.double_prune_mask, masks.double_prune_mask, operands=sparse),
+    "double_prune_mask": Operator(
+        ck.double_prune_mask, lambda w: masks.nm_mask(w, dim=0), operands=sparse
+    ),
     "transposable_mask24": Operator(
         ck.transposable_mask24, masks.transposable_mask24,
         (("exact",), ("greedy",), ("two_approx",)), special=False,
