@@ -10,7 +10,7 @@ from common_kernels.adamw.weights import Rule, Step, Weight24
 from common_kernels.decay import cpu as decay
 from common_kernels.fp8.cpu import amax_of
 from common_kernels.masks import nm_mask, transposable_mask24
-from common_kernels.pack.operands import pack24_, pack_both24_
+from common_kernels.pack.operands import pack24_
 from common_kernels.soft_threshold import soft_threshold24
 
 
@@ -56,11 +56,9 @@ def write_operands(given: Weight24, rule: Rule) -> None:
         return
     kept, pruned = (nm_mask(weight) if rule.source == "soft" else mask), operand(given, rule)
     assert kept is not None
-    if given.packed is not None and given.transposed is not None:
-        pack_both24_(given.packed, given.transposed, pruned, kept)
-    elif given.packed is not None:
+    if given.packed is not None:
         pack24_(given.packed, pruned, "mask", kept)
-    elif given.transposed is not None:
+    if given.transposed is not None:
         pack24_(given.transposed, pruned.t().contiguous(), "mask", kept.t().contiguous())
 
 
