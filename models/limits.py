@@ -105,9 +105,7 @@ def times_ms(variants: Sequence[Callable[[], Any]], products: int, graphs: bool)
     return [statistics.median(found) for found in samples]
 
 
-@functools.cache  # cuSPARSELt's plans are cached for each stream
-def _stream(device: int) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)
+_stream = functools.cache(torch.cuda.Stream)  # cuSPARSELt's plans are cached for each stream
 
 
 def _captured(run: Callable[[], Any]) -> Callable[[], None]:

@@ -35,7 +35,7 @@ from torch import Tensor
 
 from common_kernels import quantize_fp8
 from common_kernels.fp8 import fp8_numbers, fp8_numbers_and_codes
-from common_kernels.fp8.cpu import FORMATS
+from common_kernels.fp8.cpu import codes_of
 from common_kernels.fp8.operands import quantize_and_sample, quantize_both, rescale, scaled_linear
 from common_kernels.matmul import mm24
 
@@ -183,7 +183,5 @@ def quantized_sample(dy: Tensor, scale: Tensor, key: Tensor, mvue: str, formats:
     if not formats.on_units or mvue != "exact":
         return Fp8(*fp8_numbers(sample_tokens(dy, key, mvue), formats.gradient))
     # An entry of the sample is at most twice the largest of dY.
-    scale, dtype = 0.5 * scale, FORMATS[formats.gradient]
-    top = torch.finfo(dtype).max
-    codes = (sample_tokens(dy.float(), key, mvue) * scale).clamp(-top, top).to(dtype)
-    return Fp8(codes, scale)
+    scale = 0.5 * scale
+    return Fp8(codes_of(sample_tokens(dy.float(), key, mvue), scale, formats.gradient), scale)

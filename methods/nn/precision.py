@@ -72,7 +72,7 @@ def operands(layer: Any) -> tuple[Fp8, Fp8]:
 def hold_operands(layer: Any) -> None:
     """Allocate the packed operands that the layer's products take, and free the others; in FP8 also
     the codes, in a phase without FP8 those of the simulation."""
-    products, layouts, own = layer.products, layer.products.layouts, layer.precision
+    products, own = layer.products, layer.precision
     rows, columns = layer.packed_shape
     device = next(layer.parameters()).device
 
@@ -87,15 +87,15 @@ def hold_operands(layer: Any) -> None:
         ("dgrad", "packed_transposed", "codes_dgrad", (columns, rows), turned),
     ):
         dtype = layer.dtype if own is None else FORMATS[getattr(own, product)]
-        runs = getattr(products, product) and not (product == "dgrad" and products.repack)
-        runs = runs and not products.of_input  # else no weight is packed
-        if runs:
-            layout = getattr(layouts, product)
+        layout = products.layout(product)
+        if products.of_input or (product == "dgrad" and products.repack):
+            layout = ""  # nothing is packed here
+        if layout:
             check_form(shape, dtype, layout)
             hold(packed, torch.uint8, buffer_bytes(*shape, dtype, layout))
         else:
             setattr(layer, packed, None)
-        if own is not None and runs:
+        if own is not None and layout:
             setattr(layer, codes, None)
         elif own is not None:
             hold(codes, dtype, *(shape if turns else shape[::-1]))

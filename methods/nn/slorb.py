@@ -14,11 +14,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
-def indicator(in_features: int, k: int) -> Tensor:
-    """X_ij = 1 where i k <= j < (i + 1) k, else 0: [in / k, in]."""
-    return torch.eye(in_features // k).repeat_interleave(k, dim=1)
-
-
 def boost(x: Tensor, s: Tensor, projection: Tensor | None) -> Tensor:
     """(x X^T) S^T for x [..., in]; without a projection X is the indicator."""
     if projection is not None:
@@ -33,6 +28,6 @@ def initialize(weight: Tensor, mask: Tensor, s: Tensor, projection: Tensor | Non
     blocks = s.shape[1]
     k = weight.shape[1] // blocks
     if projection is not None:
-        projection.copy_(indicator(weight.shape[1], k))
+        projection.copy_(torch.eye(blocks).repeat_interleave(k, dim=1))
     pruned = torch.where(mask, 0.0, weight.float()).unflatten(1, (blocks, k)).sum(-1)
     s.copy_(pruned / k)
