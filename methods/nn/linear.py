@@ -94,10 +94,11 @@ class SparseLinear(DerivedLinear):
         held = self._buffers["operand"]  # quicker than attributes
         weight = self.sparse_weight if held is None else held
         dense = Dense(weight if weight.dtype == dtype else weight.to(dtype))
-        others = self._buffers.get("other_columns")
+        others: Any = self._buffers.get("other_columns")
         if fprop is not None and others is not None:
+            part: Any = self._buffers["dense_part"]
             grouped: Any = self._buffers["grouped_columns"]
-            return Divided(fprop, dense.matrix, grouped, others), dgrad or dense
+            return Divided(fprop, part, grouped, others), dgrad or dense
         return fprop or dense, dgrad or dense
 
     def pruned_operands(self, dtype: torch.dtype, masks: dict[str, Tensor]) -> tuple[Any, Any]:
@@ -155,32 +156,38 @@ class MaskedLinear(SparseLinear):
     """A layer whose operand is the weight under a mask that keeps the n largest of m inputs.
 
     State besides the base class's, saved: `mask` (bool [out, in]), and with `dense_columns`
-    the other ones, `grouped_columns` (int64 [in - dense], columns.py). Derived from these are the
-    dense ones, `other_columns`.
+    the other ones, `grouped_columns` (int64 [in - dense], columns.py). If these are packed, the
+    operand has the others besides: `other_columns`, and their weights `dense_part` [out, dense].
     """
 
     mask: Tensor
     grouped_columns: Tensor | None
     other_columns: Tensor | None
+    dense_part: Tensor | None
     prunes = "mask"
 
     def setup(self, name: str, config: Any, dtype: torch.dtype | None) -> None:
         super().setup(name, config, dtype)
         self.register_buffer("mask", torch.zeros_like(self.weight, dtype=torch.bool))
         share = getattr(config, "dense_columns", 0.0)
-        split = columns.split(self.weight, share, self.pattern[1]) if share else (None, None)
-        self.register_buffer("grouped_columns", split[0])
-        self.register_buffer("other_columns", split[1], persistent=False)
+        grouped = columns.split(self.weight, share, self.pattern[1])[0] if share else None
+        self.register_buffer("grouped_columns", grouped)
+        for name in ("other_columns", "dense_part"):
+            self.register_buffer(name, None, persistent=False)
 
     @property
     def packed_shape(self) -> tuple[int, int]:
         grouped = self._buffers.get("grouped_columns")
         return self.out_features, self.in_features if grouped is None else len(grouped)
 
-    def reload(self) -> None:
-        if self.grouped_columns is not None and self.other_columns is not None:
-            self.other_columns.copy_(columns.others(self.grouped_columns, self.in_features))
-        super().reload()
+    @torch.no_grad()
+    def hold(self) -> None:
+        self.other_columns = self.dense_part = None
+        if self.grouped_columns is not None and self.products.fprop:
+            self.other_columns = columns.others(self.grouped_columns, self.in_features)
+            shape = self.out_features, len(self.other_columns)
+            self.dense_part = self.weight.new_empty(shape, dtype=self.dtype)
+        super().hold()
 
     def sparse_products(self) -> Products:
         whole = self.grouped_columns is None or not self.packed_shape[1] % MULTIPLE
@@ -212,8 +219,10 @@ class MaskedLinear(SparseLinear):
             pack24_(fprop.matrix, weight, "mask", self.mask, dense=self.operand)
             return
         pack24_(fprop.matrix, self.grouped(weight), "mask", self.grouped(self.mask))
-        assert self.operand is not None
-        self.operand.copy_(self.effective_weight())
+        own: Any = self._buffers
+        own["operand"].copy_(self.effective_weight())
+        own["other_columns"].copy_(columns.others(self.grouped_columns, self.in_features))
+        own["dense_part"].copy_(own["operand"].index_select(1, own["other_columns"]))
 
 
 def _capturing(weight: Tensor) -> bool:

@@ -65,15 +65,14 @@ class Divided(NamedTuple):
     """A matrix of which the columns `grouped` are packed and the `others` are not, for fprop."""
 
     packed: Packed
-    matrix: Tensor
+    dense: Tensor  # [out, others]
     grouped: Tensor
     others: Tensor
 
     def linear(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """x [..., in] -> [..., out], of one dtype."""
         y = self.packed.linear(x.index_select(-1, self.grouped), bias)
-        rest, matrix = flat(x.index_select(-1, self.others)), self.matrix
-        flat(y).addmm_(rest, matrix.index_select(1, self.others).t())
+        flat(y).addmm_(flat(x.index_select(-1, self.others)), self.dense.t())
         return y
 
 
