@@ -135,7 +135,8 @@ class FeedForward(torch.autograd.Function):
                 if ctx.sampled:
                     tokens, (count, *own) = len(h) - ctx.padding, ctx.sampled
                     # A sixteenth of the tokens is enough to tell the densest features.
-                    dense = (h[:tokens:16] != 0).sum(0).topk(count).indices
+                    counts = (h[:tokens:16] != 0).sum(0, dtype=torch.int32)
+                    dense = counts.argsort(descending=True)[:count].sort().values
                     if needs[1]:
                         dw1 = of_a_sample(dz, given, tokens, keys[0], own[0], dense)
                     if needs[3]:
@@ -167,6 +168,8 @@ def of_a_sample(
         a, b = a[:tokens], b[:tokens]
         sample = sample_tokens(a, key, "exact")
         product = b.t() @ sample if transposed else sample.t() @ b
+    if not len(dense):
+        return product
     exact = a.index_select(1, dense)
     if transposed:
         return product.index_copy_(1, dense, b.t() @ exact)
@@ -292,7 +295,8 @@ class Down(Linear):
                 weights = up.weight, up.bias, self.weight, self.bias
                 own = up.in_fp8(), self.in_fp8(), ()
             elif prune and self.mvue and torch.is_grad_enabled():
-                count = round(self.config.dense_features * self.in_features)
+                # A multiple of 8, as fast dense products need.
+                count = -(-round(self.config.dense_features * self.in_features) // 8) * 8
                 packs = x.dtype == self.dtype
                 samples = (of.products.layout("wgrad") if packs else "" for of in (up, self))
                 own = (), (), (count, *samples, up.key_of_pass(), self.key_of_pass())

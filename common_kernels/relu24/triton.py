@@ -39,9 +39,7 @@ def run(
     their scale. h: given for the gradient."""
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     own, dtype = "" if layout == VENDOR else layout, FORMATS[fmt] if fmt else x.dtype
-    # As for `pack.triton.pack`: the smallest whole blocks of metadata.
-    order = packing.order_of(own, dtype) if own else ""
-    groups, warps = (8, 4) if not own or (not fmt and packing.is_written(order, 8)) else (16, 8)
+    order, (groups, warps) = ("", (8, 4)) if not own else (packing.order_of(own, dtype), (16, 8))
     buffer = torch.empty(0, dtype=torch.uint8, device=x.device)
     values = meta = turned = scale = bits = buffer
     amax, seen = scaling or (None, None)
@@ -68,6 +66,13 @@ def run(
 
 
 @triton.jit
+def root(b, h):
+    """The square root of b in fp32, an entry of h. The hardware's, which takes a third of the pass
+    less, gives the same dZ in bf16 (a test has all values), but 0 for subnormals."""
+    return tl.sqrt(b) if h.dtype.element_ty == tl.bfloat16 else tl.sqrt_rn(b)
+
+
+@triton.jit
 def relu24_kernel(
     x, h, out, values, meta, rows, columns, turned, scale, amax, seen,
     FMT: tl.constexpr, BACKWARD: tl.constexpr, PRUNE: tl.constexpr, ORDER: tl.constexpr,
@@ -87,8 +92,8 @@ def relu24_kernel(
     if BACKWARD:
         b = packing.split_fours(tl.load(h + at, mask=inside, other=0).to(tl.float32), 64, GROUPS)
         k = b[0] != 0, b[1] != 0, b[2] != 0, b[3] != 0
-        e0, e1 = 2 * a[0] * tl.sqrt_rn(b[0]), 2 * a[1] * tl.sqrt_rn(b[1])
-        e2, e3 = 2 * a[2] * tl.sqrt_rn(b[2]), 2 * a[3] * tl.sqrt_rn(b[3])
+        e0, e1 = 2 * a[0] * root(b[0], h), 2 * a[1] * root(b[1], h)
+        e2, e3 = 2 * a[2] * root(b[2], h), 2 * a[3] * root(b[3], h)
     else:
         # NaN is not at most 0 and stays.
         a0, a1 = tl.where(a[0] <= 0, 0.0, a[0]), tl.where(a[1] <= 0, 0.0, a[1])

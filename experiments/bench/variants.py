@@ -69,6 +69,7 @@ NETWORKS = {
     RELU2_FP8: Setup("dense", fp8="hybrid", network=True),
     "act24": Setup("act24", network=True),
     "act24, tokens sampled": Setup("act24", {"dense_features": 0.05}, network=True),
+    "act24, all sampled": Setup("act24", {"dense_features": 0.0}, network=True),
     "act24, fp8": Setup("act24", {"fp8": ON_UNITS}, fp8=ON_UNITS, network=True),
     "act24, fp8 delayed": Setup("act24", {"fp8": "hopper_delayed"}, fp8=ON_UNITS, network=True),
 }

@@ -218,9 +218,9 @@ class MaskedLinear(SparseLinear):
         if self.grouped_columns is None:
             pack24_(fprop.matrix, weight, "mask", self.mask, dense=self.operand)
             return
-        pack24_(fprop.matrix, self.grouped(weight), "mask", self.grouped(self.mask))
         own: Any = self._buffers
         own["operand"].copy_(self.effective_weight())
+        pack24_(fprop.matrix, self.grouped(own["operand"]), "magnitude")
         own["other_columns"].copy_(columns.others(self.grouped_columns, self.in_features))
         own["dense_part"].copy_(own["operand"].index_select(1, own["other_columns"]))
 
