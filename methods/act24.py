@@ -107,8 +107,9 @@ class FeedForward(torch.autograd.Function):
             z = F.linear(given, w1, b1)
             if layouts[0]:
                 h, packed = relu24_packed(z, layouts[0])
-                y = mm24(packed, w2, transposed=True)[:tokens]
-                y = y.clone() if b2 is None else y + b2
+                y = mm24(packed, w2, transposed=True)
+                y = y[:tokens].clone() if padding else y
+                y = y if b2 is None else y.add_(b2)
             else:
                 h = relu24(z, prune)
                 y = F.linear(h[:tokens], w2, b2)
