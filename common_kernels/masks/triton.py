@@ -190,16 +190,6 @@ def transposable_mask24(w: torch.Tensor, algorithm: str) -> torch.Tensor:
 
 
 @triton.jit
-def load_tiles(w, tile_row, first, columns, BLOCK: tl.constexpr):
-    """The magnitudes of BLOCK tiles of a tile row, as bits: four rows of four tensors `[BLOCK]`."""
-    row, rows = w + tile_row * 16 * columns, ()
-    for i in tl.static_range(4):
-        at = row + 4 * i * columns + 4 * first
-        rows += (load_groups(at, 0, columns - first, 1, BLOCK, True),)
-    return rows
-
-
-@triton.jit
 def pair_sums(row, unit):
     """The sums of a row's magnitudes times `unit` for the six cpu.PAIRS; NaN counts as Inf."""
     a0, a1, a2, a3 = finite(row[0]), finite(row[1]), finite(row[2]), finite(row[3])
@@ -273,7 +263,10 @@ def tiles_kernel(
 ):  # fmt: skip
     tile_row = (tl.program_id(0) // across).to(tl.int64)
     first = (tl.program_id(0) % across) * BLOCK
-    rows = load_tiles(w, tile_row, first, columns, BLOCK)
+    rows = ()  # of BLOCK tiles: four of four tensors `[BLOCK]`
+    for i in tl.static_range(4):
+        at = w + tile_row * 16 * columns + 4 * i * columns + 4 * first
+        rows += (load_groups(at, 0, columns - first, 1, BLOCK, True),)
     found = best_place(rows[0], rows[1], rows[2], rows[3]) if EXACT else greedy_bits(rows, NETWORK)
     at = first + tl.arange(0, BLOCK)
     out = mask + tile_row * 4 * columns + at

@@ -159,18 +159,6 @@ def split_fours(entries, ROWS: tl.constexpr, GROUPS: tl.constexpr):
     return a0, a1, a2, a3
 
 
-@triton.jit
-def join_bits(parts, SHIFT: tl.constexpr):
-    """Join two neighbours: the second, shifted by SHIFT bits, above the first."""
-    low, high = tl.split(parts)
-    return low | high << SHIFT
-
-
-@triton.constexpr_function
-def parts(order, groups):
-    return words_of(order, groups)
-
-
 @triton.constexpr_function
 def twos(groups):
     return [2] * (5 + groups.bit_length())
@@ -179,10 +167,11 @@ def twos(groups):
 @triton.jit
 def join_words(nibbles, ORDER: tl.constexpr, GROUPS: tl.constexpr):
     """Join the nibbles `[64, GROUPS]` of a block to words `[8 GROUPS]`, in the order of memory."""
-    SHIFTS: tl.constexpr = parts(ORDER, GROUPS)[1]
-    words = tl.permute(tl.reshape(nibbles, twos(GROUPS)), parts(ORDER, GROUPS)[0])
+    SHIFTS: tl.constexpr = words_of(ORDER, GROUPS)[1]
+    words = tl.permute(tl.reshape(nibbles, twos(GROUPS)), words_of(ORDER, GROUPS)[0])
     for i in tl.static_range(3):
-        words = join_bits(words, SHIFTS[i])
+        low, high = tl.split(words)  # neighbours, of which the second goes above the first
+        words = low | high << SHIFTS[i]
     return tl.reshape(words, [8 * GROUPS])
 
 
@@ -205,13 +194,13 @@ def store_words(
 ):  # fmt: skip
     """Store the words that `join_words` returns; the other arguments are those of `store_meta`.
     Without WHOLE, groups may lie beyond the matrix."""
-    RUNS: tl.constexpr = parts(ORDER, GROUPS)[2]
-    BLOCK: tl.constexpr = parts(ORDER, GROUPS)[3]
-    ROWS: tl.constexpr = parts(ORDER, GROUPS)[4]
-    BITS: tl.constexpr = parts(ORDER, GROUPS)[5]
+    RUNS: tl.constexpr = words_of(ORDER, GROUPS)[2]
+    BLOCK: tl.constexpr = words_of(ORDER, GROUPS)[3]
+    ROWS: tl.constexpr = words_of(ORDER, GROUPS)[4]
+    BITS: tl.constexpr = words_of(ORDER, GROUPS)[5]
     down, across = stripe * 64 >> ROWS, first_group >> BITS
     wide = columns // 4 + (1 << BITS) - 1 >> BITS
-    if parts(ORDER, GROUPS)[6]:
+    if words_of(ORDER, GROUPS)[6]:
         outer, inner, distance = down, across, wide
     else:
         outer, inner, distance = across, down, rows + (1 << ROWS) - 1 >> ROWS
@@ -228,7 +217,7 @@ def store_words(
         tile += digits * RUNS[i + 3]
     there = None
     if not WHOLE:
-        there = near + at < distance if parts(ORDER, GROUPS)[6] else outer + tile < wide
+        there = near + at < distance if words_of(ORDER, GROUPS)[6] else outer + tile < wide
     tl.store(meta + (outer * distance + near) + (at + tile * distance), words, mask=there)
 
 
