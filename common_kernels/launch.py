@@ -169,9 +169,7 @@ def load_groups(base, start, count, lanes, BLOCK: tl.constexpr, NEIGHBOURS: tl.c
     if NEIGHBOURS:
         at = 4 * start + tl.arange(0, 4 * BLOCK)
         entries = tl.load(base + at, mask=at < 4 * tl.cast(count, tl.int64), other=0)
-        even, odd = tl.split(tl.reshape(entries, [BLOCK, 2, 2]))
-        a0, a2 = tl.split(even)
-        a1, a3 = tl.split(odd)
+        a0, a1, a2, a3 = split_groups(entries, 2)
     else:
         at = base + first_entries(start, lanes, 4, BLOCK)
         inside = start + tl.arange(0, BLOCK) < count
@@ -189,7 +187,7 @@ def store_groups(
     """Store the entries of the groups from `start` on, in the layout that load_groups reads."""
     if NEIGHBOURS:
         at = 4 * start + tl.arange(0, 4 * BLOCK)
-        entries = tl.reshape(tl.join(tl.join(a0, a2), tl.join(a1, a3)), [4 * BLOCK])
+        entries = join_groups((a0, a1, a2, a3), 2)
         tl.store(
             base + at, cast(entries, base.dtype.element_ty), mask=at < 4 * tl.cast(count, tl.int64)
         )

@@ -19,7 +19,17 @@ from torch import Tensor
 
 from common_kernels.adamw import cpu
 from common_kernels.adamw.weights import Step, Weight24
-from common_kernels.launch import by_triton, cast, keep24, magnitude, pointer, table_of, vectors
+from common_kernels.launch import (
+    by_triton,
+    cast,
+    join_groups,
+    keep24,
+    magnitude,
+    pointer,
+    split_groups,
+    table_of,
+    vectors,
+)
 from common_kernels.masks.triton import best_place, greedy_bits, network, row_word, row_words
 from common_kernels.pack import VENDOR, Packed24
 from common_kernels.pack import tiles_triton as tiles
@@ -153,21 +163,8 @@ def addresses(given: Weight24) -> tuple[int, ...]:
 
 
 @triton.jit
-def joined(a):
-    return tl.reshape(tl.join(tl.join(a[0], a[2]), tl.join(a[1], a[3])), [1024])
-
-
-@triton.jit
 def bools_of(word):
     return word & 1 != 0, word >> 8 & 1 != 0, word >> 16 & 1 != 0, word >> 24 & 1 != 0
-
-
-@triton.jit
-def under(k, a):
-    return (
-        tl.where(k[0], a[0], 0.0), tl.where(k[1], a[1], 0.0),
-        tl.where(k[2], a[2], 0.0), tl.where(k[3], a[3], 0.0),
-    )  # fmt: skip
 
 
 @triton.jit
@@ -256,9 +253,9 @@ def adamw_kernel(
             tl.store(exp_avg_sq + i, new_v, inside)
             if AMAX and not WHOLE:
                 new = tl.where(inside, new, 0.0)
-            a += (tiles.parts_of(new),)
+            a += (split_groups(new, 2),)
             if CHOOSE == 0 and SOURCE == 1:
-                k += (tiles.parts_of(kept),)
+                k += (split_groups(kept, 2),)
 
     if CHOOSE == 1 or SOURCE == 2:
         for r in tl.static_range(4):
@@ -295,7 +292,10 @@ def adamw_kernel(
         if SOURCE == 1:
             values = ()
             for r in tl.static_range(4):
-                values += (under(k[r], a[r]),)
+                entries = ()
+                for c in tl.static_range(4):
+                    entries += (tl.where(k[r][c], a[r][c], 0.0),)
+                values += (entries,)
             store_rows(dense, values, row, column, rows, columns, WHOLE)
         else:
             store_rows(dense, a, row, column, rows, columns, WHOLE)
@@ -317,4 +317,4 @@ def store_rows(out, a, row, column, rows, columns, WHOLE: tl.constexpr):
         if not WHOLE:
             inside = (row + r < rows) & (column < columns)
         i = (row + r) * columns + column
-        tl.store(out + i, cast(joined(a[r]), out.dtype.element_ty), inside)
+        tl.store(out + i, cast(join_groups(a[r], 2), out.dtype.element_ty), inside)

@@ -247,15 +247,11 @@ def double_prune_kernel(values, bits, column_bits, count, across, BLOCK: tl.cons
         found += (low | high << 8,)
         bytes_out += (tl.zeros([BLOCK], tl.int32),)
     for g in tl.static_range(4):
-        a, b, c, d = (
-            ranks(rows[0][2 * g], rows[0][2 * g + 1], found[0] >> 4 * g),
-            ranks(rows[1][2 * g], rows[1][2 * g + 1], found[1] >> 4 * g),
-            ranks(rows[2][2 * g], rows[2][2 * g + 1], found[2] >> 4 * g),
-            ranks(rows[3][2 * g], rows[3][2 * g + 1], found[3] >> 4 * g),
-        )
-        kept = ()
+        m, kept = (), ()
+        for r in tl.static_range(4):
+            m += (ranks(rows[r][2 * g], rows[r][2 * g + 1], found[r] >> 4 * g),)
         for j in tl.static_range(4):
-            kept += (keep24(a[j], b[j], c[j], d[j]),)
+            kept += (keep24(m[0][j], m[1][j], m[2][j], m[3][j]),)
         total = ()
         for r in tl.static_range(4):
             k = found[r] >> 4 * g

@@ -242,12 +242,10 @@ def added(PRODUCT: tl.constexpr, BITS: tl.constexpr, a, b, sums):
         return warp_product(PRODUCT, values, places, b, sums)
     zero = tl.zeros_like(sums[0])
     new = warp_product(PRODUCT, values, places, b, (zero, zero, zero, zero))
-    return (
-        tl.fma(factors[0], new[0], sums[0]),
-        tl.fma(factors[0], new[1], sums[1]),
-        tl.fma(factors[1], new[2], sums[2]),
-        tl.fma(factors[1], new[3], sums[3]),
-    )
+    found = ()
+    for i in tl.static_range(4):
+        found += (tl.fma(factors[i // 2], new[i], sums[i]),)
+    return found
 
 
 @triton.jit

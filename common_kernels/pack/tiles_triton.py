@@ -7,7 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
-from common_kernels.launch import cast, launch
+from common_kernels.launch import cast, launch, split_groups
 from common_kernels.masks.cpu import four_rows
 from common_kernels.masks.triton import best_place
 from common_kernels.pack.cpu import choose
@@ -49,22 +49,13 @@ def pattern_nibbles(device: torch.device) -> torch.Tensor:
 
 
 @triton.jit
-def parts_of(entries):
-    """Split `[1024]` (16 tile rows of 64 columns) into the tiles' four columns, each `[256]`."""
-    even, odd = tl.split(tl.reshape(entries, [256, 2, 2]))
-    a0, a2 = tl.split(even)
-    a1, a3 = tl.split(odd)
-    return a0, a1, a2, a3
-
-
-@triton.jit
 def load_row(base, row, columns, first):
     """Load row `row` of each of 16 x 16 tiles: four tensors `[256]`."""
     at = tl.arange(0, 1024)
     # A thread loads four entries, although 16 bytes may hold eight: a tile then stays in the thread
     # that looks up its pattern.
     at = (row + 4 * (at // 64)) * columns + first + tl.max_contiguous(at % 64, 4)
-    return parts_of(tl.load(base + at))
+    return split_groups(tl.load(base + at), 2)
 
 
 @triton.jit
