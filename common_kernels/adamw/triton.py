@@ -306,7 +306,7 @@ def adamw_kernel(
     if TRANSPOSED:
         pairs, nibbles = tiles.tiles_stored(tiles.columns_of(a), tiles.columns_of(k))
         values, meta = vectors(at, 9, OPERAND), vectors(at, 12, tl.int32)
-        tiles.store_turned(values, meta, pairs, nibbles, top, left, rows, columns, ORDER_T)
+        tiles.store_tiles(values, meta, pairs, nibbles, top, left, rows, columns, ORDER_T, True)
 
 
 @triton.jit

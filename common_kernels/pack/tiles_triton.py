@@ -94,7 +94,7 @@ def pack_both_kernel(
             nibbles_t += (nibble,)
     if FIRST:
         store_tiles(values, meta, pairs, nibbles, top, left, rows, columns, ORDER)
-    store_turned(values_t, meta_t, pairs_t, nibbles_t, top, left, rows, columns, ORDER_T)
+    store_tiles(values_t, meta_t, pairs_t, nibbles_t, top, left, rows, columns, ORDER_T, True)
 
 
 @triton.jit
@@ -127,24 +127,20 @@ def tiles_stored(a, k):
 
 
 @triton.jit
-def store_tiles(values, meta, pairs, nibbles, top, left, rows, columns, ORDER: tl.constexpr):
+def store_tiles(
+    values, meta, pairs, nibbles, top, left, rows, columns, ORDER: tl.constexpr,
+    TURNED: tl.constexpr = False,
+):  # fmt: skip
     """Store the packed 64 x 64 block at (top, left) of a matrix [rows, columns], from the pairs and
-    nibbles of the tiles' four rows, each `[256, ...]`."""
-    pair, nibble = tl.permute(stack(pairs), 0, 3, 1, 2), tl.permute(stack(nibbles), 0, 3, 1, 2)
-    store_block(values, meta, pair, nibble, top, left, rows, columns, ORDER)
-
-
-@triton.jit
-def store_turned(values, meta, pairs, nibbles, top, left, rows, columns, ORDER: tl.constexpr):
-    """Store the block in the matrix's transpose, from those of the tiles' four columns."""
-    pair, nibble = tl.permute(stack(pairs), 1, 3, 0, 2), tl.permute(stack(nibbles), 1, 3, 0, 2)
-    store_block(values, meta, pair, nibble, left, top, columns, rows, ORDER)
-
-
-@triton.jit
-def store_block(values, meta, pairs, nibbles, top, left, rows, columns, ORDER: tl.constexpr):
-    """Store a block's pairs `[16 tile rows, 4, 16 tile columns, 2]` and nibbles `[..., 1]`. What is
-    stored together moves between threads together, as each move waits for all warps."""
+    nibbles of the tiles' four rows, each `[256, ...]`; with TURNED the block in the transpose, from
+    those of the four columns. What is stored together moves between threads together, as each move
+    waits for all warps."""
+    pairs, nibbles = stack(pairs), stack(nibbles)
+    if TURNED:
+        pairs, nibbles = tl.permute(pairs, 1, 3, 0, 2), tl.permute(nibbles, 1, 3, 0, 2)
+        top, left, rows, columns = left, top, columns, rows
+    else:
+        pairs, nibbles = tl.permute(pairs, 0, 3, 1, 2), tl.permute(nibbles, 0, 3, 1, 2)
     r = top + tl.arange(0, 64)[:, None]
     at = r * (columns // 2) + left // 2 + tl.arange(0, 32)[None, :]
     tl.store(values + at, cast(tl.reshape(pairs, [64, 32]), values.dtype.element_ty))

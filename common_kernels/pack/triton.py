@@ -126,14 +126,6 @@ def is_bits(mask: torch.Tensor | None) -> bool:
 
 
 @triton.jit
-def stored(k0, k1, k2, k3):
-    """The positions of the two stored entries, as cpu.choose gives them."""
-    first = tl.where(k0, 0, tl.where(k1, 1, 2))
-    second = tl.where(k3 | (first == 2), 3, tl.where(k0 & k1, 1, 2))
-    return first, second
-
-
-@triton.jit
 def pick(a0, a1, a2, a3, i):
     return tl.where(i < 2, tl.where(i == 0, a0, a1), tl.where(i == 2, a2, a3))
 
@@ -276,8 +268,10 @@ def bools(row):
 
 @triton.jit
 def entries_stored(a0, a1, a2, a3, k):
-    """The two stored entries, joined in the last dim, in fp32, and the nibble."""
-    first, second = stored(k[0], k[1], k[2], k[3])
+    """The two stored entries, joined in the last dim, in fp32, and the nibble of their positions,
+    as cpu.choose gives them."""
+    first = tl.where(k[0], 0, tl.where(k[1], 1, 2))
+    second = tl.where(k[3] | (first == 2), 3, tl.where(k[0] & k[1], 1, 2))
     a0, a1 = tl.where(k[0], a0.to(tl.float32), 0.0), tl.where(k[1], a1.to(tl.float32), 0.0)
     a2, a3 = tl.where(k[2], a2.to(tl.float32), 0.0), tl.where(k[3], a3.to(tl.float32), 0.0)
     pairs = tl.join(pick(a0, a1, a2, a3, first), pick(a0, a1, a2, a3, second))
