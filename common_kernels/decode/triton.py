@@ -260,20 +260,13 @@ def warp_product(PRODUCT: tl.constexpr, values, places, b, sums):
 
 @triton.jit
 def store(sums, y, bias, first, row, tokens, rows, BIAS: tl.constexpr, WARPS: tl.constexpr):
-    """Write the sums of the eight tokens from `first` on: two rows of two tokens in each lane."""
+    """Add up over the warps the sums of the eight tokens from `first` on, two rows of two tokens in
+    each lane, add the bias, and write y."""
     lane = tl.arange(0, 32)
-    row, token = row + lane // 4, first + 2 * (lane % 4)
-    put(sums[0], y, bias, token, row, tokens, rows, BIAS, WARPS)
-    put(sums[1], y, bias, token + 1, row, tokens, rows, BIAS, WARPS)
-    put(sums[2], y, bias, token, row + 8, tokens, rows, BIAS, WARPS)
-    put(sums[3], y, bias, token + 1, row + 8, tokens, rows, BIAS, WARPS)
-
-
-@triton.jit
-def put(sums, y, bias, token, row, tokens, rows, BIAS: tl.constexpr, WARPS: tl.constexpr):
-    """Add up over the warps, add the bias, and write y[token, row]."""
-    total = tl.sum(tl.reshape(sums, [WARPS, 32]), axis=0)
-    if BIAS:
-        total += tl.load(bias + row).to(tl.float32)
-    at = y + token.to(tl.int64) * rows + row
-    tl.store(at, total.to(y.dtype.element_ty), mask=token < tokens)
+    for i in tl.static_range(4):
+        row_of, token = row + 8 * (i // 2) + lane // 4, first + 2 * (lane % 4) + i % 2
+        total = tl.sum(tl.reshape(sums[i], [WARPS, 32]), axis=0)
+        if BIAS:
+            total += tl.load(bias + row_of).to(tl.float32)
+        at = y + token.to(tl.int64) * rows + row_of
+        tl.store(at, total.to(y.dtype.element_ty), mask=token < tokens)

@@ -8,6 +8,7 @@ import triton.language as tl
 from common_kernels.fp8.cpu import FORMATS
 from common_kernels.fp8.triton import coded, largest, scale_from
 from common_kernels.launch import INTERPRETED, cast, launch, magnitude
+from common_kernels.masks import triton as masks
 from common_kernels.mvue.triton import philox, sample_stored, uniform
 from common_kernels.pack.triton import new_buffer, order_of, split, store_meta
 
@@ -119,35 +120,26 @@ def quantize_and_sample_kernel(
     feature = (tl.program_id(0) % across).to(tl.int64) * 64
     group = token // 4 + tl.arange(0, 16)[:, None]
     column = feature + tl.arange(0, 64)[None, :]
-    x0 = load_and_encode(dy, codes, 4 * group, column, tokens, out, s, FMT)
-    x1 = load_and_encode(dy, codes, 4 * group + 1, column, tokens, out, s, FMT)
-    x2 = load_and_encode(dy, codes, 4 * group + 2, column, tokens, out, s, FMT)
-    x3 = load_and_encode(dy, codes, 4 * group + 3, column, tokens, out, s, FMT)
+    x = ()
+    for i in tl.static_range(4):
+        row = 4 * group + i
+        at, inside = row * out + column, (row < tokens) & (column < out)
+        x += (tl.load(dy + at, mask=inside, other=0).to(tl.float32),)
+        code = encode(x[i] * s, FMT)
+        tl.store(codes + at, code.to(codes.dtype.element_ty), mask=inside)
     if SEEN:
-        bits = tl.maximum(
-            tl.maximum(magnitude(x0), magnitude(x1)), tl.maximum(magnitude(x2), magnitude(x3))
-        )
-        tl.atomic_max(seen, tl.max(bits))
+        tl.atomic_max(seen, tl.max(masks.largest(x)))
     # Four neighbouring features share a counter of the random generator.
     counters = ((offset + group * out + feature) >> 2) + tl.arange(0, 16)[None, :]
     w0, w1, w2, w3 = philox(seed, counters)
     bits = tl.reshape(tl.join(tl.join(w0, w2), tl.join(w1, w3)), [16, 64])
-    one, other, nibbles = sample_stored(x0, x1, x2, x3, uniform(bits))
+    one, other, nibbles = sample_stored(x[0], x[1], x[2], x[3], uniform(bits))
     pairs = encode(tl.join(one, other) * (0.5 * s), FMT)
     place = token // 2 + tl.arange(0, 32)[None, :]
     row = (feature + tl.arange(0, 64)[:, None]) * (padded // 2)
     pairs = tl.reshape(tl.permute(pairs, 1, 0, 2), [64, 32])
     tl.store(values + row + place, pairs.to(values.dtype.element_ty))
     store_meta(meta, tl.trans(nibbles), feature // 64, token // 4, out, padded, ORDER, 16)
-
-
-@triton.jit
-def load_and_encode(dy, codes, row, column, tokens, out, s, FMT: tl.constexpr):
-    at, inside = row * out + column, (row < tokens) & (column < out)
-    x = tl.load(dy + at, mask=inside, other=0).to(tl.float32)
-    code = encode(x * s, FMT)
-    tl.store(codes + at, code.to(codes.dtype.element_ty), mask=inside)
-    return x
 
 
 def rescale(

@@ -13,6 +13,7 @@ from common_kernels.fp8.cpu import FORMATS
 from common_kernels.fp8.operands_triton import encode
 from common_kernels.fp8.triton import scale_from
 from common_kernels.launch import cast, keep24, launch, load_groups, magnitude
+from common_kernels.masks import triton as masks
 from common_kernels.pack import tiles_triton as tiles
 from common_kernels.pack.triton import bools, order_of, split
 from common_kernels.soft_threshold.triton import less, threshold
@@ -71,11 +72,8 @@ def weight_amax_kernel(x, mask, amax, size, KIND: tl.constexpr, BLOCK: tl.conste
     if KIND == 3:
         start = tl.program_id(0).to(tl.int64) * (BLOCK // 4)
         a0, a1, a2, a3 = load_groups(x, start, size // 4, 1, BLOCK // 4, True)
-        p0, p1, p2, p3 = project(a0, a1, a2, a3, tl.load(mask))
-        bits = tl.maximum(
-            tl.maximum(magnitude(p0), magnitude(p1)), tl.maximum(magnitude(p2), magnitude(p3))
-        )
-        tl.atomic_max(amax, tl.max(bits, 0))
+        projected = project(a0, a1, a2, a3, tl.load(mask))
+        tl.atomic_max(amax, tl.max(masks.largest(projected), 0))
         return
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < size
@@ -91,14 +89,12 @@ def weight_amax_kernel(x, mask, amax, size, KIND: tl.constexpr, BLOCK: tl.conste
 @triton.jit
 def project(a0, a1, a2, a3, beta):
     """beta * soft_threshold24 of four entries, each step rounded as the separate operators do."""
-    f0, f1, f2, f3 = a0.to(tl.float32), a1.to(tl.float32), a2.to(tl.float32), a3.to(tl.float32)
-    t = threshold(magnitude(f0), magnitude(f1), magnitude(f2), magnitude(f3), 0.0, False)
-    return (
-        cast(less(f0, t), a0.dtype).to(tl.float32) * beta,
-        cast(less(f1, t), a1.dtype).to(tl.float32) * beta,
-        cast(less(f2, t), a2.dtype).to(tl.float32) * beta,
-        cast(less(f3, t), a3.dtype).to(tl.float32) * beta,
-    )
+    f = a0.to(tl.float32), a1.to(tl.float32), a2.to(tl.float32), a3.to(tl.float32)
+    t = threshold(magnitude(f[0]), magnitude(f[1]), magnitude(f[2]), magnitude(f[3]), 0.0, False)
+    projected = ()
+    for i in tl.static_range(4):
+        projected += (cast(less(f[i], t), a0.dtype).to(tl.float32) * beta,)
+    return projected
 
 
 @triton.jit
@@ -174,7 +170,7 @@ def quantize24_kernel(
     if OTHER == 1:
         pairs, nibbles = tiles.tiles_stored(tiles.columns_of(a), tiles.columns_of(b))
         pairs = codes_of(pairs, s_t, FMT_T)
-        tiles.store_turned(other, meta_t, pairs, nibbles, top, left, rows, columns, ORDER_T)
+        tiles.store_tiles(other, meta_t, pairs, nibbles, top, left, rows, columns, ORDER_T, True)
     if OTHER == 2 or OTHER == 3:
         quads = codes_of(fours(a, b), s_t, FMT_T)
         if OTHER == 3:

@@ -41,13 +41,11 @@ def shrink(a0, a1, a2, a3, gamma, GAMMA: tl.constexpr):
     t = threshold(m0, m1, m2, m3, gamma, GAMMA)
     # Inf - Inf = NaN may appear in three entries; only the two of the hard mask are kept.
     finite = magnitude(t) < 0x7F800000
-    k0, k1, k2, k3 = keep24(m0, m1, m2, m3)
-    return (
-        tl.where(finite | k0, less(a0, t), 0.0),
-        tl.where(finite | k1, less(a1, t), 0.0),
-        tl.where(finite | k2, less(a2, t), 0.0),
-        tl.where(finite | k3, less(a3, t), 0.0),
-    )
+    k = keep24(m0, m1, m2, m3)
+    a, shrunk = (a0, a1, a2, a3), ()
+    for i in tl.static_range(4):
+        shrunk += (tl.where(finite | k[i], less(a[i], t), 0.0),)
+    return shrunk
 
 
 @triton.jit
