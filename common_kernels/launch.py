@@ -168,16 +168,14 @@ def load_groups(base, start, count, lanes, BLOCK: tl.constexpr, NEIGHBOURS: tl.c
     """Load the entries 0 to 3 of the groups from `start` on, each `[BLOCK]`; 0 beyond `count`."""
     if NEIGHBOURS:
         at = 4 * start + tl.arange(0, 4 * BLOCK)
-        entries = tl.load(base + at, mask=at < 4 * tl.cast(count, tl.int64), other=0)
-        a0, a1, a2, a3 = split_groups(entries, 2)
+        inside = at < 4 * tl.cast(count, tl.int64)
+        return split_groups(tl.load(base + at, mask=inside, other=0), 2)
     else:
         at = base + first_entries(start, lanes, 4, BLOCK)
-        inside = start + tl.arange(0, BLOCK) < count
-        a0 = tl.load(at, mask=inside, other=0)
-        a1 = tl.load(at + lanes, mask=inside, other=0)
-        a2 = tl.load(at + 2 * lanes, mask=inside, other=0)
-        a3 = tl.load(at + 3 * lanes, mask=inside, other=0)
-    return a0, a1, a2, a3
+        inside, entries = start + tl.arange(0, BLOCK) < count, ()
+        for i in tl.static_range(4):
+            entries += (tl.load(at + i * lanes, mask=inside, other=0),)
+        return entries
 
 
 @triton.jit
