@@ -124,7 +124,7 @@ def quantize_and_sample_kernel(
     for i in tl.static_range(4):
         row = 4 * group + i
         at, inside = row * out + column, (row < tokens) & (column < out)
-        x += (tl.load(dy + at, mask=inside, other=0).to(tl.float32),)
+        x += (tl.load(dy + at, mask=inside, other=0).to(tl.float32),)  # type: ignore[assignment]
         code = encode(x[i] * s, FMT)
         tl.store(codes + at, code.to(codes.dtype.element_ty), mask=inside)
     if SEEN:
@@ -133,7 +133,7 @@ def quantize_and_sample_kernel(
     counters = ((offset + group * out + feature) >> 2) + tl.arange(0, 16)[None, :]
     w0, w1, w2, w3 = philox(seed, counters)
     bits = tl.reshape(tl.join(tl.join(w0, w2), tl.join(w1, w3)), [16, 64])
-    one, other, nibbles = sample_stored(x[0], x[1], x[2], x[3], uniform(bits))
+    one, other, nibbles = sample_stored(x[0], x[1], x[2], x[3], uniform(bits))  # type: ignore[misc]
     pairs = encode(tl.join(one, other) * (0.5 * s), FMT)
     place = token // 2 + tl.arange(0, 32)[None, :]
     row = (feature + tl.arange(0, 64)[:, None]) * (padded // 2)
