@@ -16,7 +16,7 @@ gradient and its packing (common_kernels/relu24). With `fp8` all six products ar
 For the two wgrads the paper also prunes H' and dZ along the tokens, which it permutes, except for
 the densest features. With `dense_features` an unbiased sample S as FST's takes the place of that
 pruning, exact where at most two of four tokens are not zero; the densest features are those of
-each micro-batch, as a sixteenth of its tokens shows them.
+each micro-batch, as one of 17 of its tokens shows them.
 
 A network is two linears of one module, with a squared ReLU as a module between them: our models
 with `gelu=relu2` or `squared_relu`, transformers' with `hidden_act=relu2` (Nemotron, which is
@@ -26,6 +26,7 @@ leaves, and evaluation before that, unless `prune_evaluation`. `dense_fraction=1
 dense squared ReLU.
 """
 
+import copy
 import math
 from dataclasses import dataclass, replace
 from typing import Any
@@ -33,7 +34,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 
 from common_kernels.matmul import mm24, sample_mm24
 from common_kernels.pack import check_form
@@ -105,6 +106,8 @@ class FeedForward(torch.autograd.Function):
             ctx.own = formats, amax[1], formats2, amax2[1], w1.dtype, w2.dtype
         else:
             z = F.linear(given, w1, b1)
+            if padding:
+                z[tokens:] = 0  # else b1 would enter the sample's last group
             if layouts[0]:
                 h, packed = relu24_packed(z, layouts[0])
                 y = mm24(packed, w2, transposed=True)
@@ -135,8 +138,8 @@ class FeedForward(torch.autograd.Function):
                 dw1 = dw2 = None
                 if ctx.sampled:
                     tokens, (count, *own) = len(h) - ctx.padding, ctx.sampled
-                    # A sixteenth of the tokens is enough to tell the densest features.
-                    counts = (h[:tokens:16] != 0).sum(0, dtype=torch.int32)
+                    # Some tokens are enough, of all positions in sequences of a power of 2.
+                    counts = (h[:tokens:17] != 0).sum(0, dtype=torch.int32)
                     dense = counts.argsort(descending=True)[:count].sort().values
                     if needs[1]:
                         dw1 = of_a_sample(dz, given, tokens, keys[0], own[0], dense)
@@ -226,7 +229,7 @@ class Linear(ActivationLinear):
 
     def _forget(self) -> None:
         super()._forget()
-        for name in ("up", "passed", "measuring", "kept"):
+        for name in ("up", "measuring", "kept"):
             vars(self).pop(name, None)
 
     @property
@@ -245,7 +248,6 @@ class Linear(ActivationLinear):
 class Up(Linear):
     """The first linear, which leaves its product to the second."""
 
-    passed: tuple[int, torch.Size] | None = None  # what the second one should get
     both_ways = True  # dgrad's packed operand, dZ, and W1 are codes of one format
 
     def sparse_products(self) -> Products:
@@ -253,10 +255,7 @@ class Up(Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """x itself."""
-        x = self.checked_input(x)
-        if not torch.compiler.is_compiling():
-            vars(self)["passed"] = x.data_ptr(), x.shape
-        return x
+        return self.checked_input(x)
 
 
 class Down(Linear):
@@ -272,10 +271,10 @@ class Down(Linear):
     def forward(self, x: Tensor) -> Tensor:
         """x [..., in], the network's input -> [..., out]."""
         x, up = self.checked_input(x), self.up
-        if not torch.compiler.is_compiling() and up.passed != (x.data_ptr(), x.shape):
+        if up.weight.is_meta or dtensors.is_sharded(up.weight):
             raise RuntimeError(
-                "act24: between the two linears of a feed-forward network something other than the "
-                "activation, dropout perhaps, changes the hidden state; set it to 0"
+                "act24: the second linear of a feed-forward network computes with the first one's "
+                "weight, which is sharded or offloaded; shard or offload the module that has both"
             )
         evaluates = not self.training and not torch.is_grad_enabled()
         prune = not self.is_dense and (self.config.prune_evaluation or not evaluates)
@@ -314,19 +313,49 @@ def unchanged(x: Tensor) -> Tensor:
     return x
 
 
-def networks(model: nn.Module) -> dict[str, tuple[str, str, nn.Module]]:
-    """The first linear, the second one and the activation of each network, by its name."""
+def networks(model: nn.Module) -> dict[str, tuple[str, str, nn.Module, str]]:
+    """The names of both linears, the module and its child that is the activation, of each network
+    by name."""
     found = {}
     for name, module in model.named_modules():
         children = dict(module.named_children())
         linears = [n for n, child in children.items() if conversion.is_linear(child)]
-        between = [child for child in children.values() if is_squared_relu(child)]
-        if len(linears) == 2 and len(between) == 1:
-            up, down = (conversion.weight_of(children[n]) for n in linears)
-            if up.shape[0] == down.shape[1]:
-                names = (f"{name}.{n}".removeprefix(".") for n in linears)
-                found[name] = (*names, between[0])
+        between = [n for n, child in children.items() if is_squared_relu(child)]
+        if len(linears) == 2 and len(between) == 1 and is_network(module, linears, between[0]):
+            up, down = (f"{name}.{n}".removeprefix(".") for n in linears)
+            found[name] = up, down, module, between[0]
     return found
+
+
+@torch.no_grad()
+def is_network(module: nn.Module, linears: list[str], activation: str) -> bool:
+    """True if a module computes the same in training if its first linear and its activation pass
+    their input on and the second linear does all: tried on a copy, as what is between them, or
+    reads the hidden state, cannot be known."""
+    up, down = (conversion.weight_of(getattr(module, name)) for name in linears)
+    if up.shape[0] != down.shape[1]:
+        return False
+    if up.is_meta or isinstance(up, FakeTensor):
+        return True
+    trial = copy.deepcopy(module).float().train()
+    parts = [getattr(trial, name) for name in (linears[0], activation, linears[1])]
+    first, between, second = (part.forward for part in parts)
+    devices = [up.device] if up.is_cuda else []
+    with torch.random.fork_rng(devices=devices):
+        found = []
+        try:
+            for whole in (None, lambda x: second(between(first(x)))):
+                if whole:
+                    for part, forward in zip(parts, (unchanged, unchanged, whole), strict=True):
+                        vars(part)["forward"] = forward
+                torch.manual_seed(0)  # of dropout that comes after the network
+                y = trial(torch.randn(1, 4, up.shape[1], device=up.device))
+                found.append(y if isinstance(y, Tensor) else y[0])
+        except Exception:  # of a module that takes other arguments, or hidden states of one size
+            return False
+    before, after = found
+    same = before.shape == after.shape
+    return same and bool((after - before).abs().max() <= 1e-4 * before.abs().max())
 
 
 @torch.no_grad()
@@ -351,7 +380,7 @@ class Method(SwitchedMethod):
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
-        self._networks: dict[str, tuple[str, str, nn.Module]] = {}
+        self._networks: dict[str, tuple[str, str, nn.Module, str]] = {}
         self.kept: dict[str, float] = {}  # the measured shares by the name of the second linear
 
     @property
@@ -369,21 +398,22 @@ class Method(SwitchedMethod):
     def check_layer(self, name: str, module: nn.Module) -> None:
         if not any(name in pair[:2] for pair in self._networks.values()):
             raise ValueError(
-                "not one of two linears with a squared ReLU, as a module, between them: set "
-                "model.gelu=relu2, model.squared_relu=true or hidden_act='relu2'"
+                "not one of two linears with a squared ReLU, as a module, and nothing else between "
+                "them: set model.gelu=relu2, model.squared_relu=true or hidden_act='relu2', and "
+                "dropout between them to 0"
             )
         if conversion.weight_of(module).shape[0] % 4:
             raise ValueError(f"{conversion.weight_of(module).shape[0]} outputs; a multiple of 4")
 
     def _check(self, chosen: dict[str, nn.Linear]) -> None:
-        for up, down, _ in self._networks.values():
+        for up, down, *_ in self._networks.values():
             if (up in chosen) != (down in chosen):
                 raise ValueError(f"{up} and {down} are one network; convert both or neither")
 
     def convert(self, model: nn.Module, dtype: torch.dtype | None = None) -> base.Report:
         report = super().convert(model, dtype)
         self._networks = {n: pair for n, pair in self._networks.items() if pair[0] in self.layers}
-        for up, down, activation in self._networks.values():
+        for up, down, module, name in self._networks.values():
             first, second = self.layers[up], self.layers[down]
             conversion.become(first, Up)
             if first.precision is not None:  # with the formats of this class
@@ -395,7 +425,9 @@ class Method(SwitchedMethod):
                     layer.precision = layer.precision and replace(layer.precision, on_units=False)
             kept = torch.zeros(2, device=second.weight.device)
             vars(second).update(up=first, measuring=False, kept=kept)  # `up` is no submodule
+            activation = copy.copy(getattr(module, name))  # others may share it
             vars(activation)["forward"] = unchanged
+            setattr(module, name, activation)
         self.kept = dict.fromkeys(self.downs(), 1.0)
         return report
 
@@ -438,6 +470,6 @@ class Method(SwitchedMethod):
 
     def finalize(self, model: nn.Module) -> nn.Module:
         super().finalize(model)
-        for _, _, activation in self._networks.values():
-            vars(activation).pop("forward", None)
+        for *_, module, name in self._networks.values():
+            vars(getattr(module, name)).pop("forward", None)
         return model

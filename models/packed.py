@@ -77,17 +77,20 @@ class Joined:
             ]
         for place, (layer, form) in enumerate(zip(layers, forms, strict=True)):
             layer.fragments, layer.joined = form, (self, place)
-        self.made: tuple[Tensor, tuple[Tensor, ...], int] | None = None  # and who took one last
+        # The input and its version, the products, and who took one last.
+        self.made: tuple[Tensor, int, tuple[Tensor, ...], int] | None = None
 
     def product(self, place: int, x: Tensor, rows: Tensor) -> Tensor:
         """The product of one layer. x: its input as it is, by which a product made for another
-        layer is recognised; it is made anew if that was no earlier one, since x may have been
-        overwritten. rows: the same as [tokens, in]."""
+        layer is recognised; it is made anew if that was no earlier one, or if x was changed since,
+        which is not seen in `inference_mode` or a compiled model. rows: x as [tokens, in]."""
         made = self.made  # read once, since other threads may use the model
-        if made is None or made[0] is not x or made[2] >= place:
-            made = x, few_tokens24(self.fragments, rows).split(self.rows, -1), place
-        self.made = (*made[:2], place) if place + 1 < len(self.rows) else None
-        return made[1][place]
+        unseen = torch.compiler.is_compiling() or x.is_inference()
+        version = 0 if unseen else x._version
+        if made is None or made[0] is not x or made[1] != version or made[3] >= place:
+            made = x, version, few_tokens24(self.fragments, rows).split(self.rows, -1), place
+        self.made = (*made[:3], place) if place + 1 < len(self.rows) else None
+        return made[2][place]
 
 
 class Beside(NamedTuple):

@@ -96,8 +96,8 @@ class NMConfig(Config):
 @dataclass(frozen=True, kw_only=True)
 class PartialConfig(Config):
     """dense_columns: the share of each linear's inputs, those with the largest weights, that stay
-    dense (columns.py). Products of training are then dense, those of a finished model can run
-    packed, and `metrics` counts illegal groups of the others.
+    dense (columns.py). Of the products of training only fprop can then run packed, and `metrics`
+    counts illegal groups of the other inputs.
     """
 
     dense_columns: float = number(0.0, 0, 1)

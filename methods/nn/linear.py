@@ -190,7 +190,8 @@ class MaskedLinear(SparseLinear):
         super().hold()
 
     def sparse_products(self) -> Products:
-        whole = self.grouped_columns is None or not self.packed_shape[1] % MULTIPLE
+        packed = self.packed_shape[1]
+        whole = self.grouped_columns is None or (packed > 0 and packed % MULTIPLE == 0)
         return replace(super().sparse_products(), fprop=self.pattern == (2, 4) and whole)
 
     def grouped(self, weight: Tensor) -> Tensor:

@@ -79,3 +79,6 @@ def test_packed_beside_dense_columns_is_the_weight_in_use():
         results.append(checked(layer))
     model[0].load_state_dict(layers[0].state_dict())
     assert torch.equal(checked(model[0]), results[0])
+    method = methods.build("sr_ste", include=["*"], total_steps=1, dense_columns=1.0)
+    method.convert(torch.nn.Sequential(torch.nn.Linear(64, 64).bfloat16()))
+    assert not method.accelerate(64, "cusparselt")["0"].fprop  # nothing is left to pack
