@@ -138,7 +138,7 @@ def others(name: str) -> str:
     found = []
     for variant, overrides in variants.items():
         own = [o.removeprefix("method.") for o in overrides if o not in variants[shown]]
-        told = " ".join(o for o in own if not re.match(r"train\.(min|warm|cool)|impl\.", o))
+        told = " ".join(o for o in own if not re.match(r"train\.(warm|cool)|impl\.", o))
         if variant != shown and f"method={name}" in overrides:
             effect, _ = above(block, variant)
             effect += unstable(block, variant)

@@ -190,14 +190,16 @@ class Method(SwitchedMethod):
         return super()._choose(model)
 
     def check_layer(self, name: str, module: nn.Module) -> None:
-        if not any(name in pair[:2] for pair in self._networks.values()):
+        own = [pair[:2] for pair in self._networks.values() if name in pair[:2]]
+        if not own:
             raise ValueError(
                 "not one of two linears with a squared ReLU, as a module, and nothing else between "
                 "them: set model.gelu=relu2, model.squared_relu=true or hidden_act='relu2', and "
                 "dropout between them to 0"
             )
-        if conversion.weight_of(module).shape[0] % 4:
-            raise ValueError(f"{conversion.weight_of(module).shape[0]} outputs; a multiple of 4")
+        hidden = conversion.weight_of(module).shape[own[0].index(name)]
+        if hidden % 4:
+            raise ValueError(f"{hidden} hidden features; 2:4 needs a multiple of 4")
 
     def _check(self, chosen: dict[str, nn.Linear]) -> None:
         for up, down, *_ in self._networks.values():

@@ -83,6 +83,8 @@ def parser() -> argparse.ArgumentParser:
 def shape(text: str) -> tuple[int, int, int]:
     """The shape of `linear` (tokens, in, out) that IN,OUT,TOKENS names."""
     inputs, outputs, tokens = map(int, text.split(","))
+    if min(inputs, outputs, tokens) < 1 or inputs % 4 or outputs % 4:
+        raise argparse.ArgumentTypeError(f"{text}: IN and OUT must be multiples of 4, above 0")
     return tokens, inputs, outputs
 
 

@@ -191,9 +191,11 @@ def card(
     metrics = run.result.get("metrics", {})
     if form.weights == "dense" and not run.trained_with.capabilities.ends_dense:
         metrics = {}  # those of other weights
+    total = legality.total(rows)
+    sparse = total["density"] < 0.99 and not merged  # a dense model has some zeros, too
     head = ModelCardData(
         library_name="transformers",
-        tags=["sparse24", run.method, "2:4 sparsity"],
+        tags=["sparse24", run.method, *["2:4 sparsity"] * sparse],
         license=form.license or "unknown",
         pipeline_tag=next((tag for end, tag in PIPELINES.items() if kind.endswith(end)), None),
         datasets=source,
@@ -209,7 +211,8 @@ def card(
         run=run,
         form=form,
         held_out={k: v for k, v in metrics.items() if k in HELD_OUT and isinstance(v, float)},
-        total=legality.total(rows),
+        total=total,
+        sparse=sparse,
         sizes=sizes,
         options=json.dumps(options, indent=2),
         merged=merged,

@@ -93,6 +93,11 @@ class Method(Converter):
         self._remember(step)
 
     def _begin(self, step: int) -> None:
+        if self._model is None:
+            raise RuntimeError(
+                "the method has no model: call convert(model) before the first step; finalize ends "
+                "a training, so copy.deepcopy((model, method)) first to go on"
+            )
         self._shard()
         # Loops that count from 1 have not trained before that step.
         if step > 1 and self._order.new and any(m.was_loaded for m in self.sparse_layers.values()):
