@@ -1,7 +1,6 @@
 """Sparse linears with a low-rank term, in plain PyTorch, as trained layers of SLoPe and AST end."""
 
 from collections.abc import Mapping
-from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -14,24 +13,10 @@ from .conversion import become
 from .gemms import under_autocast
 
 
-class LowRankLinear(nn.Linear):
-    """A linear [out, in] with explicit zeros, and a term of low rank."""
-
-    factors: ClassVar[tuple[str, ...]]  # the names of the term's Parameters, in a state dict too
-
-    def low_rank(self) -> tuple[Tensor | None, Tensor, float]:
-        """L^T [r, in] (None for sums of blocks of inputs), R [r, out] and the scale of X L R."""
-        raise NotImplementedError
-
-    def add_term_(self) -> None:
-        """Add the term to the weight."""
-        raise NotImplementedError
-
-
-class SparsePlusLowRank(LowRankLinear):
+class SparsePlusLowRank(nn.Linear):
     """SLoPe's adapters: `left` = L^T [r, in] and `right` = R [r, out], with the scale 1 / r."""
 
-    factors = ("left", "right")
+    factors = ("left", "right")  # the names of the term's Parameters, in a state dict too
     left: nn.Parameter
     right: nn.Parameter
 
@@ -43,14 +28,16 @@ class SparsePlusLowRank(LowRankLinear):
             F.linear(x, weight), F.linear(x, left), right, self.bias, 1 / len(left)
         )
 
-    def low_rank(self) -> tuple[Tensor, Tensor, float]:
+    def low_rank(self) -> tuple[Tensor | None, Tensor, float]:
+        """L^T [r, in] (None for sums of blocks of inputs), R [r, out] and the scale of X L R."""
         return self.left, self.right, 1 / len(self.left)
 
     def add_term_(self) -> None:
+        """Add the term to the weight."""
         self.weight.addmm_(self.right.t(), self.left, alpha=1 / len(self.left))
 
 
-class BoostedLinear(LowRankLinear):
+class BoostedLinear(nn.Linear):
     """SLoRB: `slorb_s` = S [out, in / k], and `slorb_x` = X [in / k, in] if it was trained."""
 
     factors = ("slorb_s", "slorb_x")
@@ -70,6 +57,10 @@ class BoostedLinear(LowRankLinear):
         else:
             k = self.in_features // self.slorb_s.shape[1]
             self.weight += self.slorb_s.repeat_interleave(k, dim=1)
+
+
+# A linear [out, in] with explicit zeros, and a term of low rank.
+LowRankLinear = SparsePlusLowRank | BoostedLinear
 
 
 def attach(model: nn.Module, state: Mapping[str, Tensor]) -> nn.Module:
