@@ -328,15 +328,6 @@ def weight_of(layer: nn.Module) -> Tensor:
     return weight.t() if is_conv1d(layer) else weight
 
 
-@torch.no_grad()
-def transpose_(layer: nn.Module) -> None:
-    """Transpose the weight of `layer` in place; it stays the same Parameter."""
-    weight: Any = layer.weight
-    weight.data = weight.data.t().contiguous()
-    if weight.grad is not None:
-        weight.grad = weight.grad.t().contiguous()
-
-
 def become(layer: Any, kind: Any) -> None:
     """Give a linear the class `kind`."""
     layer.__class__ = kind
@@ -349,7 +340,7 @@ def to_linear(layer: Any) -> None:
     if matrices.is_placed(layer):
         matrices.attach(layer)
     elif is_conv1d(layer):
-        transpose_(layer)
+        matrices.changed(layer.weight, lambda x: x.t().contiguous())
         layer.out_features, layer.in_features = layer.weight.shape
         layer.conv1d = type(layer)
 
@@ -359,6 +350,6 @@ def from_linear(layer: Any) -> None:
     if matrices.is_placed(layer):
         matrices.detach(layer)
     elif "conv1d" in vars(layer):
-        transpose_(layer)
+        matrices.changed(layer.weight, lambda x: x.t().contiguous())
         become(layer, layer.conv1d)
         del layer.conv1d, layer.out_features, layer.in_features

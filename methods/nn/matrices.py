@@ -7,11 +7,12 @@ and `nn.MultiheadAttention` its projections as `in_proj_weight` [3 out, in] and 
 use under the old name. Methods can convert it if they do nothing but change the weight.
 """
 
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 PROJECTIONS = ("in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight")
@@ -53,7 +54,7 @@ def plain_key(layer: Any, name: str, key: str) -> str:
 def attach(layer: Any) -> None:
     """Let `layer` hold the matrix of its place as [rows, in]."""
     module, attribute, shape = layer.place
-    layer.weight = _shaped(module._parameters[attribute], (-1, shape[-1]))
+    layer.weight = changed(module._parameters[attribute], lambda x: x.reshape(-1, shape[-1]))
     layer.out_features = len(layer.weight)
     layer.train(module.training)
     module._parameters[attribute] = None  # keeps its position among the parameters
@@ -70,14 +71,14 @@ def detach(layer: Any) -> None:
     plain, names = type(module)._plain
     module.__class__ = _showing(plain, tuple(name for name in names if name != attribute))
     del module._modules[f"sparse_{attribute}"]
-    module._parameters[attribute] = _shaped(layer.weight, shape)
+    module._parameters[attribute] = changed(layer.weight, lambda x: x.reshape(shape))
 
 
-def _shaped(weight: nn.Parameter, shape: tuple[int, ...]) -> nn.Parameter:
-    """`weight`, in place, in another shape."""
-    weight.data = weight.data.reshape(shape)
+def changed(weight: Any, change: Callable[[Tensor], Tensor]) -> nn.Parameter:
+    """`weight`, the same Parameter, in another shape, and its gradient."""
+    weight.data = change(weight.data)
     if weight.grad is not None:
-        weight.grad = weight.grad.reshape(shape)
+        weight.grad = change(weight.grad)
     return weight
 
 
@@ -88,7 +89,7 @@ def _showing(plain: Any, names: tuple[str, ...]) -> Any:
         return plain
 
     def shown(name: str) -> property:
-        def weight(self: Any) -> torch.Tensor:
+        def weight(self: Any) -> Tensor:
             layer = self._modules[f"sparse_{name}"]
             layer.check_in_forward()
             return layer.in_place(layer.weight.dtype).view(layer.place[2])
