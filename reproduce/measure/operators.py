@@ -16,6 +16,7 @@ from experiments.bench import dense_fp8, gates, operators, variants
 from experiments.bench.ops import rotating
 from experiments.bench.timing import Call
 from methods.slope import parse_pattern
+from models import bert
 from reproduce.measure.base import BUFFERS, Base, Layer, MethodLayer, Metrics, Report, Result
 
 CACHE = 128 * 2**20  # bytes, more than the last cache of any GPU measured here
@@ -104,7 +105,8 @@ class Geglu(Layer):
     def measure(self, _: Report) -> Result:
         tokens, wide = self.tokens, 2 * self.ffn
         nbytes = tokens * wide * self.dtype.itemsize
-        count, functions = buffers(self, nbytes), {"ours": geglu, "torch": plain_geglu}
+        count = buffers(self, nbytes)
+        functions: dict[str, operators.Function] = {"ours": geglu, "torch": bert.geglu}
         calls: dict[str, Call] = {}
         for layout in ("column", "row"):
             with self.on:
@@ -131,12 +133,6 @@ def random(count: int, shape: tuple[int, int], layout: str, dtype: torch.dtype) 
     if layout == "row":
         return list(torch.randn(count, *shape, dtype=dtype))
     return [x.t() for x in torch.randn(count, *shape[::-1], dtype=dtype)]
-
-
-def plain_geglu(x: Tensor) -> Tensor:
-    """GEGLU by torch's operators, in x's dtype."""
-    value, gate = x.chunk(2, -1)
-    return value * F.gelu(gate, approximate="tanh")
 
 
 @dataclass(frozen=True, kw_only=True)
