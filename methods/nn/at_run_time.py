@@ -122,7 +122,7 @@ def linear_of_pruned_weight(
     )
     if not trains:
         return fprop.linear(x, bias)
-    return sparse_linear(x, weight, fprop, dgrad, bias, None)
+    return sparse_linear(x, weight, fprop, dgrad, bias, None, None, "")
 
 
 class _OfPrunedInput(torch.autograd.Function):

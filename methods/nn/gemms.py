@@ -27,7 +27,7 @@ from common_kernels.matmul import cuda, sample_mm24
 from common_kernels.mvue import sampled24
 from common_kernels.pack import BUFFERED
 
-from .operands import Dense, Packed, flat, save, saved
+from .operands import flat, save, saved
 
 
 @dataclass(frozen=True)
@@ -77,6 +77,15 @@ def kernels_of(layout: str) -> str:
 
 
 class _SparseLinear(torch.autograd.Function):
+    """`x` [..., in] times the operand of fprop, with the backward pass of the module docstring.
+
+    weight: dense master weight [out, in], which only receives dW. fprop, dgrad: operands in x's
+    dtype. bias: [out] or None. key: int64 [2], (Philox seed of this layer and step, index of the
+    micro-batch in the global batch); None if nothing is sampled. mvue: design of the sample of dY
+    (`exact`, `sequential`), or None for the dense product. packs_sample: the layout of wgrad's
+    packed sample, which needs mvue `exact`; empty if the sample is not packed.
+    """
+
     @staticmethod
     def forward(ctx, x, weight, fprop, dgrad, bias, key, mvue, packs_sample):
         ctx.mvue, ctx.packs_sample = mvue, packs_sample
@@ -104,6 +113,9 @@ class _SparseLinear(torch.autograd.Function):
             if of_bias:
                 grad_bias = flat(grad_y).sum(0).to(ctx.bias_dtype)
         return grad_x, grad_weight, None, None, grad_bias, *(None,) * 3
+
+
+sparse_linear = _SparseLinear.apply
 
 
 NOTHING: AbstractContextManager[Any] = nullcontext()
@@ -146,28 +158,3 @@ def sample_tokens(dy: Tensor, key: Tensor, design: str) -> Tensor:
     if tokens % 4:
         dy = F.pad(dy, (0, 0, 0, -tokens % 4))
     return sampled24(dy, key, groups_of(dy), design, 0)[:tokens]
-
-
-def sparse_linear(
-    x: Tensor,
-    weight: Tensor,
-    fprop: Dense | Packed,
-    dgrad: Dense | Packed,
-    bias: Tensor | None,
-    key: Tensor | None,
-    mvue: str | None = None,
-    packs_sample: str = "",
-) -> Tensor:
-    """`x` [..., in] times the operand of fprop, with the backward pass of the module docstring.
-
-    Args:
-        weight: dense master weight [out, in], which only receives dW.
-        fprop, dgrad: operands in x's dtype.
-        bias: [out] or None.
-        key: int64 [2], (Philox seed of this layer and step, index of the micro-batch in the
-            global batch); None if nothing is sampled.
-        mvue: design of the sample of dY (`exact`, `sequential`), or None for the dense product.
-        packs_sample: the layout of wgrad's packed sample, which needs mvue `exact`; empty if the
-            sample is not packed.
-    """
-    return _SparseLinear.apply(x, weight, fprop, dgrad, bias, key, mvue, packs_sample)

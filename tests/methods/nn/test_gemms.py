@@ -19,7 +19,7 @@ def operands(tokens=24, inputs=16, outputs=12, dtype=torch.float32):
 def products(x, weight, bias, dy, sparse=None, key=KEY, mvue=None):
     """y, dX, dW, db; fprop and dgrad multiply by the same matrix."""
     operand = Dense(weight.detach() if sparse is None else sparse)
-    y = sparse_linear(x, weight, operand, operand, bias, key, mvue=mvue)
+    y = sparse_linear(x, weight, operand, operand, bias, key, mvue, "")
     return y, *torch.autograd.grad(y, (x, weight, bias), dy)
 
 
