@@ -135,8 +135,8 @@ def every_matrix(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
             yield path if name == "weight" else f"{path}.{name}".lstrip("."), module, name
 
 
-def _special(model: nn.Module, name: str, include: tuple[str, ...]) -> str | None:
-    """The reason against a matrix whose place in the model forbids conversion; None if it has none.
+def _check_place(model: nn.Module, name: str, include: tuple[str, ...]) -> None:
+    """Raise ValueError with the reason if a matrix's place in the model forbids conversion.
 
     An adapter (of LoRA and its like, as peft and torchtune name them) is converted only if a glob
     holds its name, the router of a mixture of experts never.
@@ -147,12 +147,11 @@ def _special(model: nn.Module, name: str, include: tuple[str, ...]) -> str | Non
         path.append(part)
         adapter = part.startswith("lora_") or part in getattr(parent, "adapter_layer_names", ())
         if adapter and not any(part in g for g in include if fnmatchcase(name, g)):
-            return f"an adapter; to convert it, put {part} into include"
+            raise ValueError(f"an adapter; to convert it, put {part} into include")
         if "router" in part or (part.endswith("gate") and hasattr(parent, "experts")):
-            return "the router of a mixture of experts"
+            raise ValueError("the router of a mixture of experts")
         if part not in parent._modules:
             break
-    return None
 
 
 def unfit(name: str, module: nn.Module, owners: dict[int, list[str]]) -> str | None:
@@ -187,8 +186,7 @@ def choose(
 
     def fit(name: str, module: nn.Module, attribute: str) -> nn.Module:
         """The linear to convert; raises ValueError with the reason if there is none."""
-        if reason := _special(model, name, wanted):
-            raise ValueError(reason)
+        _check_place(model, name, wanted)
         if matrices.multiplies(module, attribute):
             check_matrix(type(module).__name__)
             held_by = owners[id(module._parameters[attribute])]
