@@ -109,9 +109,6 @@ class Linear(SparseLinear):
     def effective_weight(self) -> Tensor:
         return self.exact_weight().to(self.weight.dtype)
 
-    def quantized_weight(self) -> tuple[Tensor, Tensor | None]:
-        return self.exact_weight(), None
-
     @property
     def rows_together(self) -> int:  # type: ignore[override]
         return 0 if self.config.beta == "mse_dynamic" else 1
@@ -137,11 +134,9 @@ class Linear(SparseLinear):
             pack24_(fprop.matrix, weight, "soft", scale=self.scale, dense=dense)
 
     def quantize(self, amax: Tensor | None) -> None:
-        if self.config.gamma:
-            super().quantize(amax)
-            return
-        room, weight = precision.room(self), self.weight.detach()
-        quantize24_(*room, self.code_scales, weight, amax=amax, beta=self.scale)
+        gamma, room = self.config.gamma, precision.room(self)
+        weight, beta = (self.exact_weight(), None) if gamma else (self.weight.detach(), self.scale)
+        quantize24_(*room, self.code_scales, weight, amax=amax, beta=beta)
 
     def sparse_products(self) -> Products:
         return replace(super().sparse_products(), fprop=True)
