@@ -98,9 +98,7 @@ class TransposableLinear(SwitchedLinear):
         if self.config.algorithm not in CHOICES:
             return None
         choose, source = self.config.algorithm if chooses else None, "mask"
-        if self.is_dense:
-            source = "whole"
-        rule = Rule(alpha=alpha, choose=choose, source=source)
+        rule = Rule(alpha=alpha, choose=choose, source="whole" if self.is_dense else source)
         return StepWork(layer=self, rule=rule, mask=self.mask)
 
 
