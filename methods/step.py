@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from .nn import base
-from .nn.dtensors import summed
+from .nn.dtensors import full
 from .nn.optimizer import Optimizers, all_finite, each, group_of
 from .nn.order import without_state
 from .nn.phases import SwitchedLinear, SwitchedMethod
@@ -109,7 +109,8 @@ class Method(SwitchedMethod):
             change = weight.grad.float().square()
             if weight in optimizer.state:
                 change -= optimizer.state[weight]["exp_avg_sq"]
-            total += summed(change.abs_().mul_(1 - group["betas"][1]))
+            change.abs_().mul_(1 - group["betas"][1])
+            total += full(change.sum(dtype=torch.float64))
             entries += change.numel()
         group = held[0][2]
         window = round(1 / (1 - group["betas"][1]))

@@ -60,11 +60,6 @@ def all_gather(local: Tensor, mesh: Any, dim: int) -> Tensor:
     return found
 
 
-def summed(x: Tensor) -> Tensor:
-    """The sum of all entries in float64, over all shards if x is sharded."""
-    return full(x.sum(dtype=torch.float64))
-
-
 def total(counts: Iterable[tuple[Any, Sequence[float]]]) -> list[float]:
     """The sums of the counts over layers; those of sharded ones, on `rows`, also over ranks."""
     sums: dict[Any, Tensor] = {}
