@@ -265,7 +265,7 @@ def where_it_chooses(layer: Any) -> AbstractContextManager[None]:
     weight = next(p for p in layer._parameters.values() if p is not None)
     together = layer.rows_together
     whole = layer.shards.viewed or not together or chunk_of(weight) % together
-    return unsharded(layer) if whole else rows(layer)
+    return rows(layer, bool(whole))
 
 
 def gather_masks(layers: Iterable[Any]) -> None:
@@ -340,23 +340,16 @@ def _showing(layer: Any, tensors: dict[str, Any]) -> Iterator[None]:
                 home[name] = own[name]
 
 
-def rows(layer: Any) -> AbstractContextManager[None]:
-    """A context in which sharded tensors of `layer` are plain tensors on the mesh's device: this
-    rank's rows. In-place changes are kept."""
-    return _plain_tensors(layer, whole=False)
-
-
 def unsharded(layer: Any) -> AbstractContextManager[None]:
-    """A context in which sharded tensors of `layer` are plain tensors, gathered from all ranks.
-
-    All ranks must make the same changes. In-place changes are kept.
-    """
-    return _plain_tensors(layer, whole=True)
+    """`rows` of all ranks, gathered. All ranks must make the same changes."""
+    return rows(layer, whole=True)
 
 
 @contextmanager
 @torch.no_grad()
-def _plain_tensors(layer: Any, whole: bool) -> Iterator[None]:
+def rows(layer: Any, whole: bool = False) -> Iterator[None]:
+    """A context in which sharded tensors of `layer` are plain tensors on the mesh's device: this
+    rank's rows, or the `whole`. In-place changes are kept."""
     shards, shown = vars(layer).get("shards"), {}
     viewed = shards is not None and shards.viewed
     held = {} if viewed else {**layer._parameters, **layer._buffers}
