@@ -57,18 +57,18 @@ def range_of(m: Json, key: str, form: str = ".3f") -> str:
     return " to ".join(dict.fromkeys(f"{end:{form}}" for end in ends[:1] + ends[-1:]))
 
 
-_ENVIRONMENT = Environment(
+ENVIRONMENT = Environment(
     loader=FileSystemLoader(Path(__file__).parent),
     undefined=StrictUndefined,
     trim_blocks=True,
     lstrip_blocks=True,
 )
-_ENVIRONMENT.filters["formatted"] = formatted
-_ENVIRONMENT.globals |= {
+ENVIRONMENT.filters["formatted"] = formatted
+ENVIRONMENT.globals |= {
     **{f.__name__: f for f in (worded, range_of)},
     "form_of": lambda c: difference_form(c["effect"], c["low"], c["high"]),
     "enough": ENOUGH,
     "verdicts": VERDICTS,
     "confirmed": CONFIRMED,
 }
-TEMPLATE = _ENVIRONMENT.get_template("claims.jinja")
+TEMPLATE = ENVIRONMENT.get_template("claims.jinja")

@@ -1,16 +1,16 @@
 """Renders finished runs as a table: for people in Markdown, and as CSV with all digits."""
 
 import json
-import textwrap
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 
 from reproduce.execute.jobs import PlacedRun
+from reproduce.judge.text import wrapped
 from reproduce.render import cells
 from reproduce.render.cells import DENSE, OTHER, Cell, Numbers
-from reproduce.render.grid import BLANK, OURS, PAPER, SOURCE, STUBS, WIDTH, Grid, Line
+from reproduce.render.grid import BLANK, OURS, PAPER, SOURCE, STUBS, Grid, Line
 from reproduce.render.header import Facts, all_dense, facts, header
 from reproduce.specs.reading import read_rows
 from reproduce.specs.table import BENCH, Column, Table, TableRow
@@ -34,10 +34,7 @@ class Rendered:
 
     def markdown(self) -> str:
         """The header and the table as Markdown, wrapped at 80 characters if words allow it."""
-        wrap = textwrap.TextWrapper(
-            WIDTH, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
-        )
-        header = "".join(f"{wrap.fill(f'- {line}')}\n" for line in self.header)
+        header = "".join(f"{line}\n" for line in wrapped(f"- {line}" for line in self.header))
         return f"# {self.title}\n\n{header}\n{self.grid.markdown()}"
 
 

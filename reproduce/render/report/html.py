@@ -5,7 +5,7 @@ import os
 import re
 from pathlib import Path, PurePath
 
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from jinja2 import FileSystemLoader
 from markupsafe import Markup
 
 from experiments.runs.stats import difference_form
@@ -44,14 +44,9 @@ def link(page: Path, path: Path) -> Markup:
     return Markup('<a href="{}" data-source>{}</a>').format(href, shown.as_posix())
 
 
-TEMPLATES = Environment(
+TEMPLATES = text.ENVIRONMENT.overlay(
     loader=FileSystemLoader([HERE / "templates", Path(text.__file__).parent]),
     autoescape=True,
-    undefined=StrictUndefined,
     extensions=["jinja2.ext.do"],
-    trim_blocks=True,
-    lstrip_blocks=True,
 )
-TEMPLATES.filters["formatted"] = formatted
-OF_TEXT = (text.range_of, text.worded)
-TEMPLATES.globals |= {f.__name__: f for f in (signed, interval, slug, *OF_TEXT)} | {"minus": MINUS}
+TEMPLATES.globals |= {f.__name__: f for f in (signed, interval, slug)} | {"minus": MINUS}

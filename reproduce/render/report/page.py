@@ -17,7 +17,6 @@ from reproduce import judge, records
 from reproduce.execute.blocks import EVIDENCE
 from reproduce.execute.jobs import finished_runs, plan
 from reproduce.judge.claims import read_claims
-from reproduce.judge.scale import ENOUGH
 from reproduce.judge.verdicts import verdict
 from reproduce.render import listing
 from reproduce.render.grid import PAPER
@@ -63,7 +62,6 @@ def build(runs: Path, folder: Path) -> str:
         counts=Counter(claim["verdict"] for claim in judged["claims"]),
         covered=listing.items(),
         drawn=figures.differences(main) if math.isfinite(main.gap) else "",
-        enough=ENOUGH,
         excludes_zero=excludes_zero,
         filled=filled,
         judged=judged,
