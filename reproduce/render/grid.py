@@ -57,25 +57,19 @@ class Grid:
         """The parts as Markdown, padded so that columns also align in plain text."""
         return "\n".join("".join(f"{line}\n" for line in _text(p)) for p in self.parts(width))
 
-    def printed(self) -> list[Line]:
-        """The lines; names that repeat those of the line above are left blank."""
-        lines = []
-        before: list[str] | None = None
-        for line in self.lines:
-            *names, source = line.names
-            same = self.stubs[-1] == SOURCE and names == before
-            lines.append(Line([*[""] * len(names), source] if same else line.names, line.values))
-            before = names
-        return lines
-
 
 def _widths(rows: Iterable[list[str]]) -> list[int]:
     return [max(3, *map(len, column)) for column in zip(*rows, strict=True)]
 
 
 def _text(part: Grid) -> list[str]:
-    """The lines of a part in Markdown."""
-    rows = [[*line.names, *line.values] for line in part.printed()]
+    """The lines of a part in Markdown; names that repeat those of the line above are left blank."""
+    rows, before = [], None
+    for one in part.lines:
+        *names, source = one.names
+        same = part.stubs[-1] == SOURCE and names == before
+        rows.append([*([""] * len(names) if same else names), source, *one.values])
+        before = names
     heads, left = [*part.stubs, *part.columns], len(part.stubs)
     widths = _widths([heads, *rows])
 
