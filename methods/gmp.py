@@ -68,9 +68,7 @@ def prune_towards24(weight: Tensor, mask: Tensor, share: float) -> Tensor:
     candidates = (~nm_mask(magnitude)).flatten().nonzero().squeeze(1)
     order = magnitude.flatten()[candidates].argsort(stable=True)
     removed = candidates[order[: round(share * len(candidates))]]
-    pruned = mask.flatten().clone()
-    pruned[removed] = False
-    return pruned.view(mask.shape)
+    return mask.flatten().index_fill(0, removed, False).view(mask.shape)
 
 
 class Method(distillation.Method):

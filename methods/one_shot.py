@@ -210,10 +210,9 @@ class Method(distillation.Method):
                 priors = self._priors(model, linears)
                 priors = {name: prior[:, grouped[name]] for name, prior in priors.items()}
                 masks = maskllm(weights, priors, *shared, config.n, config.m, config.seed)
-        found = {}
-        for name, weight in whole.items():
-            found[name] = torch.ones_like(weight, dtype=torch.bool)
-            found[name][:, grouped[name]] = masks[name]
+        found = {name: torch.ones_like(w, dtype=torch.bool) for name, w in whole.items()}
+        for name, mask in masks.items():
+            found[name].index_copy_(1, grouped[name], mask)
         ranks.take_from_rank_0(found.values())
         return found
 

@@ -32,6 +32,5 @@ def others(grouped: Tensor, inputs: int) -> Tensor:
 def partial_mask(scores: Tensor, grouped: Tensor, n: int, m: int) -> Tensor:
     """The mask (bool [out, in]) that keeps, of the `grouped` columns, the n largest scores of each
     m, and all other columns."""
-    mask = torch.ones_like(scores, dtype=torch.bool)
-    mask[:, grouped] = nm_mask(scores[:, grouped], n, m)
-    return mask
+    whole = torch.ones_like(scores, dtype=torch.bool)
+    return whole.index_copy_(1, grouped, nm_mask(scores[:, grouped], n, m))
