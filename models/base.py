@@ -184,6 +184,12 @@ def check_as_built(kind: str, model: Any) -> None:
         check_plain(kind, model.state_dict(), type(model)(model.config).state_dict())
 
 
+def copied(model: Any, state: Mapping[str, Tensor], like: Any) -> Any:
+    """`model` with a copy of the tensors in `state`, in the dtype and mode of the model `like`."""
+    model.to(next(like.parameters()).dtype).load_state_dict(state)
+    return model.train(like.training)
+
+
 def split_heads(qkv: Tensor, heads: int) -> tuple[Tensor, Tensor, Tensor]:
     """Queries, keys and values in one [B, T, 3 C] -> each [B, H, T, C / H]."""
     q, k, v = qkv.unflatten(-1, (3, heads, -1)).transpose(1, 3).unbind(2)

@@ -306,7 +306,6 @@ _FIXED: dict[str, Any] = {
     "layer_norm_eps": EPS,
     "type_vocab_size": TOKEN_TYPES,
 }
-_DECODER = "predictions.decoder.weight"
 _FORM = "pre_norm", "bias", "glu", "positions", "head_transform"  # by default the original's
 
 
@@ -342,11 +341,9 @@ def from_hf(hf_model: BertForMaskedLM | BertForPreTraining) -> BertLM:
     values = base.converted("BERT", hf, _FIELDS, required, *problems)
     pairs = "cls.seq_relationship.weight" in theirs
     config = BertConfig(**values, n_inner=hf.intermediate_size, next_sentence=pairs)
-    model = BertLM(config).to(hf_model.dtype)
-    model.load_state_dict(
-        {name: torch.cat([theirs[n] for n in _their_names(name)]) for name in model.state_dict()}
-    )
-    return model.train(hf_model.training)
+    model = BertLM(config)
+    own = {k: torch.cat([theirs[n] for n in _their_names(k)]) for k in model.state_dict()}
+    return base.copied(model, own, hf_model)
 
 
 @torch.no_grad()
@@ -374,11 +371,9 @@ def to_hf(model: BertLM) -> BertForMaskedLM | BertForPreTraining:
             attention_probs_dropout_prob=config.dropout,
         )
     )
-    hf_model.to(state[_DECODER].dtype)
     theirs: dict[str, Tensor] = {}
     for name, tensor in state.items():
         names = _their_names(name)
         theirs.update(zip(names, tensor.chunk(len(names)), strict=True))
     theirs["cls.predictions.bias"] = state["predictions.decoder.bias"]
-    hf_model.load_state_dict(theirs)
-    return hf_model.train(model.training)
+    return base.copied(hf_model, theirs, model)

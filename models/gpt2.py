@@ -210,9 +210,7 @@ def from_hf(source: GPT2LMHeadModel | str | Path) -> GPT:
         problems.append(f"activation_function={hf.activation_function!r} (needs one of {choices})")
     values = base.converted("GPT-2", hf, _FIELDS, required, *problems)
     config = GPTConfig(**values, bias=True, gelu=_GELU_FROM_HF[hf.activation_function])
-    model = GPT(config).to(hf_model.dtype)
-    model.load_state_dict(_transpose_conv1d(hf_model.state_dict()))
-    return model.train(hf_model.training)
+    return base.copied(GPT(config), _transpose_conv1d(hf_model.state_dict()), hf_model)
 
 
 @torch.no_grad()
@@ -235,7 +233,5 @@ def to_hf(model: GPT) -> GPT2LMHeadModel:
             eos_token_id=None,
         )
     )
-    hf_model.to(model.lm_head.weight.dtype)
     biases = {k: torch.zeros_like(v) for k, v in hf_model.state_dict().items() if "bias" in k}
-    hf_model.load_state_dict({**biases, **_transpose_conv1d(state)})
-    return hf_model.train(model.training)
+    return base.copied(hf_model, {**biases, **_transpose_conv1d(state)}, model)

@@ -194,13 +194,12 @@ def from_hf(hf_model: ViTForImageClassification | ViTModel) -> ViT:
     values = base.converted("ViT", hf, _FIELDS, required)
     values["n_classes"] = getattr(getattr(hf_model, "classifier", None), "out_features", 0)
     ratio = hf.intermediate_size / hf.hidden_size
-    model = ViT(ViTConfig(**values, mlp_ratio=ratio)).to(hf_model.dtype)
-    state = {_timm_name(k): v for k, v in hf_model.state_dict().items() if "pooler." not in k}
+    theirs = hf_model.state_dict().items()
+    state = {f"vit.{_timm_name(k)}": v for k, v in theirs if "pooler." not in k}
     for name in [k for k in state if ".attn.q." in k]:
         parts = [state.pop(name.replace(".attn.q.", f".attn.{part}.")) for part in "qkv"]
         state[name.replace(".attn.q.", ".attn.qkv.")] = torch.cat(parts)
-    model.vit.load_state_dict(state)
-    return model.train(hf_model.training)
+    return base.copied(ViT(ViTConfig(**values, mlp_ratio=ratio)), state, hf_model)
 
 
 @torch.no_grad()
@@ -228,10 +227,9 @@ def to_hf(model: ViT) -> ViTForImageClassification | ViTModel:
         hf_model = ViTForImageClassification(HFViTConfig(**settings))
     else:
         hf_model = ViTModel(HFViTConfig(**settings), add_pooling_layer=False)
-    hf_model.to(next(model.parameters()).dtype)
     state = model.vit.state_dict()
     for name in [k for k in state if ".attn.qkv." in k]:
         for part, value in zip("qkv", state.pop(name).chunk(3), strict=True):
             state[name.replace(".qkv.", f".{part}.")] = value
-    hf_model.load_state_dict({k: state[_timm_name(k)] for k in hf_model.state_dict()})
-    return hf_model.train(model.training)
+    theirs = {k: state[_timm_name(k)] for k in hf_model.state_dict()}
+    return base.copied(hf_model, theirs, model)
