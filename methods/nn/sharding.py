@@ -19,8 +19,6 @@ rank; otherwise from whole tensors, which are gathered for one layer at a time. 
 `Shards` when a hook first finds it sharded (`shard_layers`).
 """
 
-from __future__ import annotations
-
 import sys
 import types
 from collections.abc import Callable, Iterable, Iterator
@@ -189,14 +187,6 @@ class Shards:
     whole: dict[str, Tensor] = field(default_factory=dict)
     gathered: dict[str, tuple[Any, Any]] = field(default_factory=dict)
 
-    def changed(self, layer: Any) -> Iterator[tuple[Shards, str, Any]]:
-        """The sharded masks of `layer` that have changed since they were gathered, with names."""
-        for name, buffer in layer._buffers.items():
-            if is_sharded(buffer) and buffer.dtype in MASKS:
-                before, versions = self.gathered.get(name, (None, None))
-                if before is not buffer or versions != _versions(buffer):
-                    yield self, name, buffer
-
     @property
     def direct(self) -> bool:
         """True if the layer's products prune its gathered weight now."""
@@ -215,19 +205,18 @@ class Shards:
                 continue
             bits, whole = self.whole[name], buffer.dtype == torch.bool
             found[name] = unpack_mask(bits, buffer.shape[1]) if whole else bits
-        dense = []
         for name, own in self.derived.items():
             if own.dtype == torch.uint8 and dtype != layer.dtype:
                 continue  # packed operands have one dtype
             # torch's empty_like is slow for meta tensors: it is written in Python.
             found[name] = torch.empty(own.shape, dtype=own.dtype, device=device)
-            if own.dtype == layer.dtype and own.ndim == 2:
-                dense.append(name)
         with _showing(layer, found):
             layer.derive()
             layer.draw()
-        for name in dense:  # they were rounded to the layer's dtype first, as without sharding
-            found[name] = found[name].to(dtype)
+        for name, own in self.derived.items():
+            # A dense operand was rounded to the layer's dtype first, as without sharding.
+            if own.dtype == layer.dtype and own.ndim == 2:
+                found[name] = found[name].to(dtype)
         vars(layer).pop("_stored", None)  # a `CompressedLinear`'s cache of these buffers
         return found
 
@@ -274,9 +263,13 @@ def gather_masks(layers: Iterable[Any]) -> None:
     All ranks change their rows at the same time, so either all gather or none.
     """
     meshes: dict[tuple[Any, int], list[tuple[Shards, str, Any]]] = {}
-    for layer in layers:
-        for entry in layer.shards.changed(layer) if layer.shards is not None else ():
-            meshes.setdefault((entry[2].device_mesh, shard_dim(entry[2])), []).append(entry)
+    for layer in (layer for layer in layers if layer.shards is not None):
+        for name, buffer in layer._buffers.items():
+            if is_sharded(buffer) and buffer.dtype in MASKS:
+                before, versions = layer.shards.gathered.get(name, (None, None))
+                if before is not buffer or versions != _versions(buffer):
+                    place = buffer.device_mesh, shard_dim(buffer)
+                    meshes.setdefault(place, []).append((layer.shards, name, buffer))
     for (mesh, dim), masks in meshes.items():
         ranks, parts = mesh.size(dim), []
         for _, _, buffer in masks:
