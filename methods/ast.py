@@ -126,10 +126,7 @@ class Linear(MaskedLinear):
 class Method(distillation.Method):
     Config = Config
     Linear = Linear
-
-    def __init__(self, config: Any) -> None:
-        super().__init__(config)
-        self.input_norms: dict[str, Tensor] = {}
+    input_norms: Mapping[str, Tensor] = {}
 
     @property
     def capabilities(self) -> base.Capabilities:

@@ -17,7 +17,6 @@ return. AST (arXiv 2407.20584, Table 1) retrains this baseline with distillation
 """
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -79,10 +78,7 @@ class Method(distillation.Method):
     abilities = base.Capabilities(changes_only_weights=True)
     fraction = "end_fraction"
     saved = ("pruned",)
-
-    def __init__(self, config: Any) -> None:
-        super().__init__(config)
-        self.pruned = 0.0
+    pruned = 0.0
 
     def share(self, step: int) -> float:
         """The share that should be pruned at optimizer step `step`."""

@@ -19,7 +19,7 @@ ProxSparse and MaskLLM learn the masks of all layers together, with the model's 
 calibration set (nn/learnt.py has their formulas); the weights are not changed.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -122,11 +122,8 @@ class Linear(MaskedLinear):
 class Method(distillation.Method):
     Config = Config
     Linear = Linear
-
-    def __init__(self, config: Any) -> None:
-        super().__init__(config)
-        self._batches: list[Mapping[str, Any]] = []
-        self._learnt: dict[str, Tensor] = {}  # masks, while the model is converted
+    _batches: Sequence[Mapping[str, Any]] = ()
+    _learnt: Mapping[str, Tensor] = {}  # masks, while the model is converted
 
     @property
     def capabilities(self) -> base.Capabilities:
@@ -156,7 +153,7 @@ class Method(distillation.Method):
         for layer in self.sparse_layers.values():
             layer.dtype = dtype or layer.weight.dtype
             layer.operand = layer.sparse_weight.to(layer.dtype)
-        self._batches, self._learnt = [], {}
+        self._batches, self._learnt = (), {}
         return report
 
     def _prepare(self, model: nn.Module, chosen: dict[str, Any]) -> None:

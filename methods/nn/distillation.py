@@ -128,12 +128,9 @@ class Method(base.Method):
     mode the loss is the task's alone."""
 
     Config = Config
-
-    def __init__(self, config: Any) -> None:
-        super().__init__(config)
-        self.teacher: nn.Module | None = None
-        self.teacher_is_given = False
-        self.compared: dict[str, nn.Module] = {}  # modules with a hidden-state loss, by name
+    teacher: nn.Module | None = None
+    teacher_is_given = False
+    compared: Mapping[str, nn.Module] = {}  # modules with a hidden-state loss, by name
 
     def set_teacher(self, teacher: nn.Module) -> None:
         """Distil from `teacher`, which is frozen in place, instead of from a copy of the model. The

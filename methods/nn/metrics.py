@@ -19,10 +19,9 @@ class FlipRates:
     divided by the number of steps between two choices.
     """
 
-    def __init__(self) -> None:
-        self.per_step = self.per_refresh = 0.0
-        self.of_layers: dict[str, float] = {}
-        self._before: list[tuple[str, Tensor]] | None = None
+    per_step = per_refresh = 0.0
+    of_layers: Mapping[str, float] = {}
+    _before: list[tuple[str, Tensor]] | None = None
 
     def begin(self, layers: Mapping[str, nn.Module]) -> None:
         """Remember the masks before a choice that is measured."""
