@@ -56,10 +56,6 @@ class Process:
                 start_new_session=True,
             )
 
-    def ended(self) -> bool:
-        """True if the process has ended."""
-        return self.process.poll() is not None
-
     def reason(self) -> str:
         """The reason why the process failed, in one line."""
         if (status := self.process.returncode) < 0:

@@ -76,9 +76,10 @@ class Queue:
                         break
                     if self.working:
                         time.sleep(POLL)
-                    for place in [p for p, (_, own, _) in self.working.items() if own.ended()]:
-                        job, process, started = self.working.pop(place)
-                        self._ended(job, process.reason(), started)
+                    for place, (job, own, started) in [*self.working.items()]:
+                        if own.process.poll() is not None:
+                            del self.working[place]
+                            self._ended(job, own.reason(), started)
             if stop.number is not None and stop.kind is not None:
                 signal.raise_signal(stop.number)  # its handler defers a second one
                 raise stop.kind
