@@ -269,17 +269,16 @@ def pack(
         if isinstance(module, PackedProduct):
             _restore(module)
     linears, divisions = linears_and_divisions(model)
-    for name, module in linears.items():
-        if module.get_parameter("weight").is_inference():
-            raise ValueError(
-                f"{name} was made in torch.inference_mode, where changes of a tensor cannot be "
-                "noticed; make or load the model outside of that mode"
-            )
     alike: dict[Any, list[str]] = {}
     lefts: dict[str, Tensor | None] = {}
     unfit = []
     for name, module in linears.items():
         weight: Any = module.weight
+        if weight.is_inference():
+            raise ValueError(
+                f"{name} was made in torch.inference_mode, where changes of a tensor cannot be "
+                "noticed; make or load the model outside of that mode"
+            )
         layout = layout_for(weight.device, weight.dtype)
         rows, columns = shape_of(module)
         columns = len(divisions[name][0]) if name in divisions else columns
