@@ -223,12 +223,7 @@ def compressed(built: Bench) -> Iterator[CompressedLinear]:
 
 def attending(kind: str, call: Call) -> Call:
     """The call with this kind of attention, a key of `ATTENTION`."""
-
-    def run(i: int) -> Any:
-        with sdpa_kernel(ATTENTION[kind]):
-            return call(i)
-
-    return run
+    return sdpa_kernel(ATTENTION[kind])(call)
 
 
 @contextmanager
