@@ -203,10 +203,7 @@ class SlopeLayer(Layer):
 
 def adapted(build: Callable[..., Bench], rank: int, products: str) -> Bench:
     """A layer under SLoPe, with adapters of this rank from the first step on; none if it is 0."""
-    options: dict[str, Any] = {"products": products}
-    if rank:
-        options |= base.adapting(rank)
-    built = build("slope", **options)
+    built = build("slope", products=products, **(base.adapting(rank) if rank else {}))
     for layer in compressed(built):
         if layer.right is not None:
             nn.init.normal_(layer.right, std=0.02)
