@@ -99,7 +99,7 @@ def train_wordpiece(documents: Iterable[str], vocab_size: int) -> str:
     special tokens are the ids 0 to 4. A character that is too rare for an entry of its own makes
     its word [UNK]; a small corpus can give fewer tokens. The result depends on the documents alone.
     """
-    from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+    from tokenizers import BertWordPieceTokenizer, Tokenizer, models, normalizers, pre_tokenizers
     from tokenizers.trainers import WordPieceTrainer
 
     normalizer = normalizers.BertNormalizer(lowercase=True)
@@ -124,14 +124,7 @@ def train_wordpiece(documents: Iterable[str], vocab_size: int) -> str:
     )
     trained.train_from_iterator(texts, trainer)
     # Build the tokenizer again, because these pieces must be special tokens only for the trainer.
-    tokenizer = Tokenizer(models.WordPiece(trained.get_vocab(), unk_token=UNK))
-    tokenizer.normalizer, tokenizer.pre_tokenizer = normalizer, split
-    tokenizer.decoder = decoders.WordPiece()
-    tokenizer.add_special_tokens(list(SPECIAL))
-    tokenizer.post_processor = processors.BertProcessing(
-        (SEP, SPECIAL.index(SEP)), (CLS, SPECIAL.index(CLS))
-    )
-    return tokenizer.to_str(pretty=True)
+    return BertWordPieceTokenizer(trained.get_vocab()).to_str(pretty=True)
 
 
 class HFTokenizer:
