@@ -95,6 +95,8 @@ def run(options: argparse.Namespace) -> None:
     if options.device == "cuda" and not there:
         raise UserError("--device cuda: torch sees no GPU here; leave it out for the CPU's rows")
     options.device = torch.device(options.device or ("cuda" if there else "cpu"))
+    if getattr(options, "matmul", "") is None:
+        options.matmul = "auto" if options.device.type == "cuda" else "dense"
     torch.set_num_threads(options.threads)
     allow_repeated_steps()
     if options.out is None:

@@ -41,17 +41,16 @@ BUFFERS = 2
 
 def bench(options: argparse.Namespace, report: Report) -> None:
     on_gpu = options.device.type == "cuda"
-    dtype = variants.dtype_of(options.device)
     names = variants.chosen(report, [*VARIANTS, *others(report)])
-    matmul = variants.default_matmul(options)
+    own = variants.dtype_of(options.device), options.device, options.matmul
     shapes = GPU_SHAPES if on_gpu else CPU_SHAPES
     for shape in options.shapes or (QUICK_SHAPES if options.quick else shapes):
         for name in names:
-            gate(name, shape, dtype, options.device, matmul)
+            gate(name, shape, *own)
         report.note(f"correctness of {shape_name(shape)}: green")
         for network in (False, True):
             alike = [name for name in names if variants.variant(name).network == network]
-            for row in compared(alike, shape, dtype, matmul, options) if alike else ():
+            for row in compared(alike, shape, options) if alike else ():
                 report.add(row)
     if not on_gpu:
         report.leave_out("without a GPU: bf16, sparse and FP8 products, large shapes")
@@ -67,16 +66,14 @@ def others(report: Report) -> list[str]:
     return found
 
 
-def compared(
-    names: list[str], shape: Shape, dtype: torch.dtype, matmul: str, options: argparse.Namespace
-) -> Iterator[Row]:
+def compared(names: list[str], shape: Shape, options: argparse.Namespace) -> Iterator[Row]:
     """The rows of the named variants, all linears or all networks, in turns with dense ones."""
-    network, rates = variants.variant(names[0]).network, [dense_products(shape, dtype, options)]
+    rates, dtype = [dense_products(shape, options)], variants.dtype_of(options.device)
     peers, text = ["dense"], shape_name(shape)
-    if network:
-        rates.append(dense_products((shape[0], shape[2], shape[1]), dtype, options))
+    if variants.variant(names[0]).network:
+        rates.append(dense_products((shape[0], shape[2], shape[1]), options))
         peers, text = [variants.RELU2, variants.RELU2_FP8], f"{text} -> {shape[1]}"
-    of = (shape, dtype, options.device, matmul, BUFFERS)
+    of = (shape, dtype, options.device, options.matmul, BUFFERS)
     built = {name: build(name, *of) for name in names}
     calls: dict[str, Call] = {peer: build(peer, *of).forward_backward for peer in peers}
     for name, one in built.items():
@@ -142,10 +139,11 @@ def gate(name: str, shape: Shape, dtype: torch.dtype, device: torch.device, matm
 
 
 def dense_products(
-    shape: Shape, dtype: torch.dtype, options: argparse.Namespace
+    shape: Shape, options: argparse.Namespace
 ) -> dict[torch.dtype, dict[str, float]]:
-    """Milliseconds of each of the three products, dense, in `dtype` and on a GPU in FP8."""
+    """Milliseconds of each of the three products, dense, and on a GPU also in FP8, by dtype."""
     (tokens, inputs, outputs), device = shape, options.device
+    dtype = variants.dtype_of(device)
     x, dy, w = (
         [torch.randn(size, device=device, dtype=dtype) for _ in range(BUFFERS)]
         for size in ((tokens, inputs), (tokens, outputs), (outputs, inputs))

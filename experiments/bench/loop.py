@@ -88,11 +88,11 @@ QUICK = {
 def bench(options: argparse.Namespace, report: Report) -> None:
     on_gpu = options.device.type == "cuda"
     small = options.quick or not on_gpu
-    matmul, chosen = variants.default_matmul(options), report.chosen([*HOSTS, *NAMES])
+    chosen = report.chosen([*HOSTS, *NAMES])
     if options.missing:
         chosen = report.lacking(chosen)
     for name in [name for name in HOSTS if name in chosen]:
-        report.add(host(name, 64 if small else 4096, matmul, options))
+        report.add(host(name, 64 if small else 4096, options))
     jobs, batch = (QUICK, QUICK_BATCH) if small else (LARGE, BATCH)
     groups: dict[tuple[str, bool], list[str]] = {}
     for name in [name for name in NAMES if name in chosen]:
@@ -102,7 +102,7 @@ def bench(options: argparse.Namespace, report: Report) -> None:
         if compiled and not on_gpu:
             report.leave_out(f"without a GPU: {', '.join(names)}")
             continue
-        loop, dense = partial(Loop, *jobs[kind], compiled, matmul, options.device), None
+        loop, dense = partial(Loop, *jobs[kind], compiled, options.matmul, options.device), None
         of = options.device, options.repeats
         for name in names:
             try:
@@ -205,13 +205,13 @@ def in_the_trainer(
 # --- the host alone ------------------------------------------------------------------------------
 
 
-def host(name: str, width: int, matmul: str, options: argparse.Namespace) -> Row:
+def host(name: str, width: int, options: argparse.Namespace) -> Row:
     """The host's time of a layer's passes and `nn.Linear`'s, and of a product and `F.linear`'s."""
     on, dtype = options.device, variants.dtype_of(options.device)
     plain = nn.Linear(width, width, bias=False, device=on)
     model = nn.Sequential(nn.Linear(width, width, bias=False, device=on))
     # Every product that can be sparse is, even if that is slower for the device.
-    matmul = "cusparselt" if on.type == "cuda" and matmul == "auto" else matmul
+    matmul = "cusparselt" if (on.type, options.matmul) == ("cuda", "auto") else options.matmul
     converted = variants.convert(name.removeprefix("host, "), model, ("*",), dtype, TOKENS, matmul)
     converted.before(0)
     x = torch.randn(TOKENS, width, device=on, dtype=dtype, requires_grad=True)

@@ -126,13 +126,13 @@ def measure(
 ) -> tuple[Row, Time]:
     """The row of a method, and its time. Raises a `UserError` if products or weights are wrong."""
     row = f"{name}, {kind}"
-    matmul, on_gpu = variants.default_matmul(options), here.device.type == "cuda"
-    gate(name, job, here.device, matmul)
+    on_gpu = here.device.type == "cuda"
+    gate(name, job, here.device, options.matmul)
     begun = time.perf_counter()
     # A block under DDP is compiled as a whole: its gradients are sent while others are computed.
     patched = torch._dynamo.config.patch(optimize_ddp=False) if on_gpu else nullcontext()
     with patched, variants.compiling() if on_gpu else nullcontext():
-        step = Shared(name, kind, job, matmul, here)
+        step = Shared(name, kind, job, options.matmul, here)
         step.ordinary()
         step.wait()
         first_s = time.perf_counter() - begun

@@ -100,7 +100,9 @@ def in_turns(
         graphs: capture the calls in CUDA graphs if possible; ignored on a CPU.
     """
     on_gpu = device.type == "cuda"
-    clocks = gpu_clocks(calls, buffers, graphs, steps) if on_gpu else host_clocks(calls, buffers)
+    clocks = {name: (host_clock(call, buffers), "host") for name, call in calls.items()}
+    if on_gpu:
+        clocks = gpu_clocks(calls, buffers, graphs, steps)
     settles, start, turns = on_gpu and steps, time.perf_counter(), []
     while True:
         turns.append(sum(milliseconds(None) for milliseconds, _ in clocks.values()))
@@ -133,26 +135,22 @@ def settled(turns: list[float]) -> bool:
 Clock = Callable[[Callable[[], None] | None], float]
 
 
-def host_clocks(calls: Mapping[str, Call], buffers: int) -> dict[str, tuple[Clock, str]]:
-    """(clock, its kind) of each call on the CPU."""
+def host_clock(call: Call, buffers: int) -> Clock:
+    """The clock of a call on the CPU."""
+    numbers = itertools.cycle(range(buffers))
 
-    def clock(call: Call) -> Clock:
-        numbers = itertools.cycle(range(buffers))
+    def milliseconds(_: Any) -> float:
+        number, start = next(numbers), time.perf_counter()
+        output = call(number)
+        elapsed = time.perf_counter() - start
+        del output  # only now, so that every call pays for new memory
+        return 1e3 * elapsed
 
-        def milliseconds(_: Any) -> float:
-            number, start = next(numbers), time.perf_counter()
-            output = call(number)
-            elapsed = time.perf_counter() - start
-            del output  # only now, so that every call pays for new memory
-            return 1e3 * elapsed
-
-        return milliseconds
-
-    return {name: (clock(call), "host") for name, call in calls.items()}
+    return milliseconds
 
 
 def gpu_clocks(
-    calls: Mapping[str, Call], buffers: int, graphs: bool, steps: bool = False
+    calls: Mapping[str, Call], buffers: int, graphs: bool, steps: bool
 ) -> dict[str, tuple[Clock, str]]:
     """(clock, its kind) of each call on the GPU. A clock calls the function that it is given while
     the GPU works. Graphs share memory: what calls pass to one another was allocated before."""
@@ -169,7 +167,7 @@ def gpu_clocks(
 
 
 def gpu_clock(
-    call: Call, buffers: int, stream: torch.cuda.Stream, pool: Any, steps: bool = False
+    call: Call, buffers: int, stream: torch.cuda.Stream, pool: Any, steps: bool
 ) -> tuple[Clock, str]:
     """(clock, its kind) of one call; without a pool the call is not captured in a graph."""
     long, least, most = (BLOCK_MS, BLOCK_STEPS, 256) if steps else (GRAPH_MS, 1, 32)

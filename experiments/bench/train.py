@@ -25,7 +25,7 @@ SHARE = f"share of {PEAK_TFLOPS:.0f} TFLOP/s by 6N %"
 
 
 def bench(options: argparse.Namespace, report: Report) -> None:
-    found, matmul = jobs(options, report), variants.default_matmul(options)
+    found = jobs(options, report)
     if options.device.type == "cuda":  # so that no row's first step includes the compiler's start
         torch.compile(torch.sin)(torch.ones(1, device=options.device))
     every = dict.fromkeys(name for job in found.values() for name in job.names)
@@ -33,7 +33,7 @@ def bench(options: argparse.Namespace, report: Report) -> None:
     for shape, job in found.items():
         for name in (name for name in job.names if name in chosen):
             with job.around():
-                measure(shape, job, name, matmul, options, report)
+                measure(shape, job, name, options, report)
 
 
 def together(name: str) -> list[str]:
@@ -43,7 +43,7 @@ def together(name: str) -> list[str]:
 
 
 def measure(
-    shape: str, job: Workload, name: str, matmul: str, options: argparse.Namespace, report: Report
+    shape: str, job: Workload, name: str, options: argparse.Namespace, report: Report
 ) -> None:
     """Add the row of one variant on a job; the report says if it does not compile or is wrong."""
     on_gpu = options.device.type == "cuda"
@@ -53,8 +53,8 @@ def measure(
     gc.collect()  # or a compiled model of 774M would keep its memory
     try:
         for one in together(name):
-            gate(one, job, options.device, matmul)
-            steps[one] = step = ready(one, job, options.device, matmul, options.fused)
+            gate(one, job, options.device, options.matmul)
+            steps[one] = step = ready(one, job, options.device, options.matmul, options.fused)
             memory[one] = held(step)
             report.note(f"{shape}, {one}: green, {'compiled and ' if on_gpu else ''}warm")
             calls[one] = step.ordinary

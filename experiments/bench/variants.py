@@ -1,6 +1,5 @@
 """The methods that the training benchmarks compare, and models converted by them."""
 
-import argparse
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -193,10 +192,6 @@ def bytes_held(
 def dtype_of(device: torch.device) -> torch.dtype:
     """The dtype in which products are measured."""
     return torch.bfloat16 if device.type == "cuda" else torch.float32
-
-
-def default_matmul(options: argparse.Namespace) -> str:
-    return options.matmul or ("auto" if options.device.type == "cuda" else "dense")
 
 
 class Bench:
