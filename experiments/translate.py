@@ -115,7 +115,7 @@ def translations(
     for first in range(0, len(text), BATCH):
         chosen = order[first : first + BATCH]
         rows = [row[:longest] for row in text.rows(chosen, 0)]
-        source = torch.from_numpy(padded(rows, text.end)).to(device)
+        source = padded(rows, text.end).to(device)
         lengths = torch.tensor([len(row) for row in rows], device=device)
         mask = (torch.arange(source.shape[1], device=device) < lengths[:, None]).long()
         best = translate(model, source, mask, text.end, corpus.vocab_size, how)

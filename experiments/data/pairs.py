@@ -42,12 +42,12 @@ class Sentences:
         return [self.tokens[e - n : e] for e, n in zip(last, lengths, strict=True)]
 
 
-def padded(rows: list[np.ndarray], fill: int) -> np.ndarray:
-    """The rows as one int64 array [rows, longest], padded with `fill` at the end."""
+def padded(rows: list[np.ndarray], fill: int) -> Tensor:
+    """The rows as one int64 tensor [rows, longest], padded with `fill` at the end."""
     array = np.full((len(rows), max(map(len, rows))), fill, dtype=np.int64)
     for place, row in zip(array, rows, strict=True):
         place[: len(row)] = row
-    return array
+    return torch.from_numpy(array)
 
 
 def cut(longest: np.ndarray, tokens: int) -> np.ndarray:
@@ -151,16 +151,14 @@ class TranslationPairs:
     def _batch(self, sentences: Sentences, pairs: np.ndarray) -> Batch:
         sources, targets = sentences.rows(pairs, 0), sentences.rows(pairs, 1)
         source, target = padded(sources, self.end), padded(targets, -1)
-        lengths = np.array([len(row) for row in sources])
-        input = np.where(target == -1, self.end, target)
-        input = np.concatenate([np.full((len(pairs), 1), self.end), input[:, :-1]], axis=1)
-        batch = {
+        lengths = torch.tensor([[len(row)] for row in sources])
+        before = torch.full((len(pairs), 1), self.end)
+        return {
             "source": source,
-            "source_mask": (np.arange(source.shape[1]) < lengths[:, None]).astype(np.int64),
-            "input": input,
+            "source_mask": (torch.arange(source.shape[1]) < lengths).long(),
+            "input": torch.cat([before, target.where(target != -1, self.end)[:, :-1]], 1),
             "target": target,
         }
-        return {name: torch.from_numpy(array) for name, array in batch.items()}
 
 
 class ShortPairs:

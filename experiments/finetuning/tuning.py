@@ -131,13 +131,13 @@ def _squad(config: FinetuneConfig, encoding: Encoding, frame: Frame) -> Problem:
 def collate(sequences: list[Encoded], pad: int) -> dict[str, Tensor]:
     """A batch padded on the right to its longest sequence."""
     ids = padded([s.ids for s in sequences], pad)
-    positions = np.arange(ids.shape[1])
-    mask = positions < np.array([[len(s.ids)] for s in sequences])
-    types = (positions >= np.array([[s.second] for s in sequences])) & mask
+    positions = torch.arange(ids.shape[1])
+    mask = positions < torch.tensor([[len(s.ids)] for s in sequences])
+    types = (positions >= torch.tensor([[s.second] for s in sequences])) & mask
     return {
-        "input": torch.from_numpy(ids),
-        "token_types": torch.from_numpy(types.astype(np.int64)),
-        "attention_mask": torch.from_numpy(mask),
+        "input": ids,
+        "token_types": types.long(),
+        "attention_mask": mask,
         "target": torch.tensor([s.target for s in sequences]),
     }
 
