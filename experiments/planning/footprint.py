@@ -20,8 +20,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import methods
 from common_kernels.pack.operands import MULTIPLE
+from experiments.config.settings import ImplConfig, TrainConfig
 from experiments.support.memory import buffer_bytes
 from experiments.training.blocks import trained_blocks
+from experiments.training.optimization import DTYPES
 from methods.nn.linear import SparseLinear
 
 # The number of moments that an optimizer keeps for each weight.
@@ -55,20 +57,13 @@ def footprint(
     build: Callable[[], nn.Module],
     method: methods.Method,
     loss: Callable[[nn.Module], Tensor],
-    *,
-    dtype: torch.dtype | None = torch.bfloat16,
-    optimizer: str = "adamw",
-    compiled: bool = True,
-    packed: bool = True,
-    repack: bool = False,
+    train: TrainConfig,
+    impl: ImplConfig,
 ) -> Footprint:
     """The footprint of a training step. build, loss: make the plain model, and from it the loss of
-    one micro-batch, of fake tensors. dtype: of autocast, None for none.
-
-    compiled: the loss keeps the logits in autocast's dtype, not log-probabilities in fp32.
-    packed: products with a 2:4 operand use its packed form.
-    repack: dgrad's operand is packed in each backward pass, if a layer supports it, and not kept.
-    """
+    one micro-batch, of fake tensors. A compiled loss keeps the logits in autocast's dtype, not
+    log-probabilities in fp32. Unless products are dense, they use packed forms of 2:4 operands."""
+    dtype, repack = DTYPES[train.dtype], impl.repack_backward
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     with fake, _Watch() as watch, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of operators about fake tensors
@@ -78,7 +73,7 @@ def footprint(
         if repack:
             method.check_repacks()
         layers = method.sparse_layers.values()
-        for layer in layers if packed else ():
+        for layer in layers if impl.matmul != "dense" else ():
             _hold_packed(layer, repack)
         own = {id(p): p for p in model.parameters()}
         teacher = getattr(method, "teacher", None)
@@ -93,7 +88,7 @@ def footprint(
     tensors = [[t for t in some if _storage(t) not in watch.casts] for some in saved.by_block]
     *of_blocks, outside = [sum(map(_bytes, some)) for some in tensors]
     logits = max(map(_bytes, tensors[-1]), default=0)
-    if compiled and teacher is None and dtype is not None:
+    if impl.compile and teacher is None and dtype is not None:
         held, wide = 0, [t for t in tensors[-1] if _bytes(t) == logits]
         outside -= sum(logits - logits // t.itemsize * dtype.itemsize for t in wide)
     else:  # the gradients of log-probabilities and logits; distillation has them for both models
@@ -106,7 +101,7 @@ def footprint(
         parameters=parameters,
         trained=trained,
         frozen=sum(p.nbytes for p in own.values()) - trained,
-        moments=MOMENTS[optimizer] * trained,
+        moments=MOMENTS[train.optimizer] * trained,
         **{kind: _held(layers, kind) for kind in ("masks", "packed", "operands")},
         bits=_held(layers, "masks") - bools + bools // 8,
         casts=sum(_bytes(t) for some in saved.by_block for t in some if _storage(t) in watch.casts),

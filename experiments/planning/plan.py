@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 import methods
 from experiments.config.run import RunConfig
+from experiments.config.settings import ImplConfig, TrainConfig
 from experiments.data.mlm import MLMConfig
 from experiments.data.parallel import PairsConfig
 from experiments.planning.footprint import Footprint, footprint
@@ -33,7 +34,7 @@ from experiments.support.errors import UserError
 from experiments.support.names import check_bounds
 from experiments.training import sharding
 from experiments.training.distributed import World
-from experiments.training.optimization import DTYPES, micro_batch_size
+from experiments.training.optimization import micro_batch_size
 from models.bert import BertLM
 from models.hf import DROPOUT, CausalLM
 from models.vit import ViTConfig
@@ -151,35 +152,22 @@ class Planned:
     def footprint(self, samples: int) -> Footprint:
         """The footprint of a step whose micro-batches have `samples` samples."""
         run, method = self.run, self.run.build_method()
+        loss = loss_of(run, method, samples, self.hf)
         try:
-            return footprint(
-                lambda: build(run, self.hf),
-                method,
-                loss_of(run, method, samples, self.hf),
-                dtype=DTYPES[run.train.dtype],
-                optimizer=run.train.optimizer,
-                compiled=run.impl.compile,
-                packed=run.impl.matmul != "dense",
-                repack=run.impl.repack_backward,
-            )
+            return footprint(lambda: build(run, self.hf), method, loss, run.train, run.impl)
         except ValueError as error:
             raise UserError(str(error)) from error
 
 
 def per_gpu(
-    need: Footprint,
-    gpus: int,
-    shard: str,
-    accumulates: bool,
-    checkpointing: bool = False,
-    averaged: bool = False,
+    need: Footprint, train: TrainConfig, impl: ImplConfig, gpus: int, accumulates: bool
 ) -> dict[str, int]:
     """Bytes on one GPU by purpose, and their `peak`. accumulates: a step has several micro-batches,
     so that gradients are held together with activations; otherwise these are freed layer by layer.
-    averaged: an average of the weights is kept."""
-    shared = shard == "fsdp2" and gpus > 1
+    """
+    shared = impl.shard == "fsdp2" and gpus > 1
     share = gpus if shared else 1
-    communication = need.trained if shard == "ddp" and gpus > 1 else 0
+    communication = need.trained if impl.shard == "ddp" and gpus > 1 else 0
     if shared:
         width = need.width if sharding.gathers_rounded() else 4
         weights = (2 * need.block + need.root) * width
@@ -190,7 +178,7 @@ def per_gpu(
         "weights": trained,
         "teacher": need.frozen // share,
         "optimizer": need.moments // share,
-        "averages": trained if averaged else 0,
+        "averages": trained if train.ema or train.average_last else 0,
         "masks": need.masks // share + (need.bits if shared else 0),
         "packed operands": 0 if shared else need.packed,
         "dense operands": 0 if shared else need.operands,
@@ -199,7 +187,7 @@ def per_gpu(
     }
     forward = {
         "weights under autocast": 0 if shared and sharding.gathers_rounded() else need.casts,
-        "activations": need.checkpointed if checkpointing else need.activations,
+        "activations": need.checkpointed if impl.activation_checkpointing else need.activations,
         "loss": need.loss,
     }
     step = sum(forward.values())
@@ -214,14 +202,7 @@ def lines(planned: Planned) -> Iterator[str]:
     samples = planned.micro_batch()
     sharding.check_shardable(run.build_method(), impl, World(0, gpus, torch.device("cuda")))
     need = planned.footprint(samples)
-    found = per_gpu(
-        need,
-        gpus,
-        impl.shard,
-        accumulates=train.batch_size > samples * gpus,
-        checkpointing=impl.activation_checkpointing,
-        averaged=bool(train.ema or train.average_last),
-    )
+    found = per_gpu(need, train, impl, gpus, accumulates=train.batch_size > samples * gpus)
     yield f"{run.model_name} with the method {run.method}: {need.parameters:,} weights"
     yield f"GPUs: {gpus}{f', with {impl.shard}' if gpus > 1 else ''}"
     parts = train.batch_size // samples // gpus

@@ -17,6 +17,7 @@ from experiments.config.settings import TrainConfig
 from experiments.data.source import Batch
 from experiments.support.errors import UserError
 from experiments.training.blocks import recomputes
+from experiments.training.distributed import World
 from models.bert import BertLM
 
 # Steps of one kind that are launched before it is captured. In these torch compiles and libraries
@@ -29,18 +30,13 @@ Form = tuple[object, ...]
 
 
 def choose(
-    setting: bool | str,
-    device: torch.device,
-    ranks: int,
-    model: nn.Module,
-    train: TrainConfig,
-    one_shape: bool,
+    setting: bool | str, world: World, model: nn.Module, train: TrainConfig, one_shape: bool
 ) -> tuple[bool, str | None]:
     """Decide whether passes are replayed from graphs, by `impl.cuda_graphs`: (the decision, the
     line to report for `auto`). one_shape: batches of equally many samples have equal shapes."""
     if setting is False:
         return False, None
-    why = _obstacle(device, ranks, model, train, one_shape)
+    why = _obstacle(world, model, train, one_shape)
     if setting is True and why is not None:
         raise UserError(f"impl.cuda_graphs=true {why}; set impl.cuda_graphs=false")
     if why is not None:
@@ -48,9 +44,7 @@ def choose(
     return True, None if setting is True else "passes are replayed from CUDA graphs"
 
 
-def _obstacle(
-    device: torch.device, ranks: int, model: nn.Module, train: TrainConfig, one_shape: bool
-) -> str | None:
+def _obstacle(world: World, model: nn.Module, train: TrainConfig, one_shape: bool) -> str | None:
     """The reason why graphs cannot be used or do not help; None if they do."""
     if any(type(module).__module__.startswith("transformers.") for module in model.modules()):
         return (
@@ -59,11 +53,11 @@ def _obstacle(
         )
     if isinstance(model, BertLM):
         return "with the head for masked words: every pass reads their number back from the GPU"
-    if device.type != "cuda":
+    if world.device.type != "cuda":
         return "without a GPU"
-    if ranks > 1:
+    if world.size > 1:
         return (
-            f"with {ranks} processes: gradients are exchanged during the backward pass, which "
+            f"with {world.size} processes: gradients are exchanged during the backward pass, which "
             "cannot be captured"
         )
     if not one_shape:

@@ -83,9 +83,8 @@ class Trainer:
         self.micro_batch, self.impl = built.micro_batch, impl
         self.config, self.report = config, report
         self.saver = Saver(self.checkpoints, world)
-        replayed, self.notice = choose(
-            impl.cuda_graphs, world.device, world.size, model, train, self.source.one_shape
-        )
+        one_shape = built.source.one_shape
+        replayed, self.notice = choose(impl.cuda_graphs, world, model, train, one_shape)
         self.optimization = Optimization(
             model,
             method,

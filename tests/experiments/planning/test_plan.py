@@ -16,6 +16,7 @@ from experiments import plan as driver
 from experiments.bench import variants
 from experiments.bench.jobs import MLP, square
 from experiments.config.compose import composed
+from experiments.config.settings import ImplConfig, TrainConfig
 from experiments.planning import plan as planning
 from experiments.planning.footprint import Footprint, footprint
 from experiments.planning.plan import MIB, lines, per_gpu
@@ -24,6 +25,7 @@ from tests.each import each
 
 RESULTS = Path(experiments.__file__).parent / "bench_results"
 MEASURED = json.loads((RESULTS / "h200.json").read_text())["benchmarks"]
+TRAIN = partial(TrainConfig, steps=1, batch_size=1, learning_rate=1.0, dtype="bf16")
 GPT2 = re.compile(r"GPT-2 (\w+), (\d+) x (\d+)(, all linears)?")
 STACK = re.compile(r"(\d+) blocks (\d+) -> (\d+), (\d+) x (\d+)(, all linears)?")
 # Each method counts for seconds on models of many layers, so that these take some of the methods.
@@ -60,7 +62,8 @@ def measured_step(shape, name):
     include = "all" if found and found.groups()[-1] else MLP
     options = {"include": include, "exclude": (), "measure_every": 0, **variant.options}
     method = methods.build(variant.method, **options)
-    return footprint(build, method, loss, packed=not variant.simulated, repack=variant.repack)
+    impl = ImplConfig(compile=True, repack_backward=variant.repack)
+    return footprint(build, method, loss, TRAIN(), impl)
 
 
 @pytest.mark.parametrize("shape", sorted({row["shape"] for row in ROWS}))
@@ -70,7 +73,7 @@ def test_measured_peaks_are_met_within_a_tenth(shape):
              "packed": "packed operands", "operands": "dense operands"}  # fmt: skip
     for row in (row for row in ROWS if row["shape"] == shape):
         figures = row["figures"]
-        planned = per_gpu(need(row["name"]), 1, "ddp", accumulates=False)
+        planned = per_gpu(need(row["name"]), TRAIN(), ImplConfig(), 1, accumulates=False)
         assert planned["peak"] / MIB == pytest.approx(figures["peak MiB"], rel=0.1), row["name"]
         for part, ours in parts.items() if "weights MiB" in figures else ():
             # keys, and the steps that AdamW counts, one number for each weight
@@ -94,7 +97,8 @@ def test_a_layer_and_a_loss_counted_by_hand():
         return F.cross_entropy(logits, torch.zeros(32, dtype=torch.int64))
 
     for compiled, logits in ((False, 32 * 64 * 4), (True, 32 * 64 * 2)):
-        need = footprint(Tiny, methods.build("dense", include=("head",)), loss, compiled=compiled)
+        method, impl = methods.build("dense", include=("head",)), ImplConfig(compile=compiled)
+        need = footprint(Tiny, method, loss, TRAIN(), impl)
         assert (need.trained, need.moments, need.casts) == (4096, 8192, 2048)
         rest = need.activations - logits
         assert 32 * 16 * 2 + 32 * 8 <= rest <= 32 * 16 * 2 + 32 * 8 + 64  # and a scalar or two
@@ -112,16 +116,17 @@ NEED = Footprint(
 def test_gpus_share_a_step(rounded, monkeypatch):
     """rounded: torch gathers weights in autocast's dtype, as it does from 2.15 on."""
     monkeypatch.setattr(planning.sharding, "gathers_rounded", lambda: rounded)
-    one = per_gpu(NEED, 1, "ddp", accumulates=False)
+    one = per_gpu(NEED, TRAIN(), ImplConfig(), 1, accumulates=False)
     held = 400 + 80 + 800 + 40 + 60 + 20
     assert one["peak"] == held + 200 + 1000 + 30
-    assert per_gpu(NEED, 1, "ddp", accumulates=True)["peak"] == one["peak"] + 400
-    assert per_gpu(NEED, 1, "ddp", False, checkpointing=True)["peak"] == one["peak"] - 700
-    assert per_gpu(NEED, 1, "ddp", False, averaged=True)["peak"] == one["peak"] + 400
-    ddp = per_gpu(NEED, 4, "ddp", accumulates=True)
+    assert per_gpu(NEED, TRAIN(), ImplConfig(), 1, True)["peak"] == one["peak"] + 400
+    recomputed = ImplConfig(activation_checkpointing=True)
+    assert per_gpu(NEED, TRAIN(), recomputed, 1, False)["peak"] == one["peak"] - 700
+    assert per_gpu(NEED, TRAIN(ema=0.9), ImplConfig(), 1, False)["peak"] == one["peak"] + 400
+    ddp = per_gpu(NEED, TRAIN(), ImplConfig(), 4, accumulates=True)
     assert ddp["communication"] == 400  # buckets of gradients
     assert ddp["peak"] == one["peak"] + 800
-    fsdp = per_gpu(NEED, 4, "fsdp2", accumulates=True)
+    fsdp = per_gpu(NEED, TRAIN(), ImplConfig(shard="fsdp2"), 4, accumulates=True)
     gathered = (2 * 10 + 20) * (2 if rounded else 4)
     assert fsdp["communication"] == 2 * gathered + (10 + 20) * 6  # the teacher's weights as well
     assert (fsdp["packed operands"], fsdp["dense operands"]) == (0, 0)  # none at rest

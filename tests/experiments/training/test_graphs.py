@@ -75,8 +75,8 @@ def gpt2():
 
 
 def chosen(setting, device=GPU, ranks=1, model=None, descent_every=0, one_shape=True):
-    train = SimpleNamespace(descent_every=descent_every)
-    return graphs.choose(setting, device, ranks, model or gpt2(), train, one_shape)
+    train, world = SimpleNamespace(descent_every=descent_every), graphs.World(0, ranks, device)
+    return graphs.choose(setting, world, model or gpt2(), train, one_shape)
 
 
 def test_where_passes_are_launched_instead(hf_model):
