@@ -89,10 +89,40 @@ class Shards:
         try:
             for each in (model, teacher):
                 if each is not None:
-                    shard(each, mesh, dtype, impl.offload, world, keeps_root=each is model)
+                    self._shard(each, mesh, dtype, impl.offload)
             sharding.shard_layers(method.layers.values(), model)
         except ValueError as error:
             raise UserError(f"impl.shard=fsdp2: {error}") from error
+
+    def _shard(self, model: nn.Module, mesh: Any, dtype: torch.dtype | None, offload: bool) -> None:
+        """Shard each block of `model`, and the parameters outside of blocks, which stay gathered
+        from the forward to the backward pass if it is trained.
+
+        dtype: autocast's dtype, if any.
+        offload: keep the shards in the host's memory.
+        """
+        from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+
+        # The dtypes in which parameters are gathered and gradients summed.
+        dtypes: dict[str, Any] = {"reduce_dtype": torch.float32, "cast_forward_inputs": False}
+        options: dict[str, Any] = {"mesh": mesh}
+        if offload:
+            options["offload_policy"] = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu")
+        done: set[nn.Module] = set()
+        for part in (*blocks(model).values(), model):
+            _materialize_from_rank0(part, done, self.world)
+            if part is model:
+                options["reshard_after_forward"] = None if model is self.model else True
+            if dtype is not None and gathers_rounded():
+                rounded = {id(p) for p in _rounded(model)}
+                dtypes |= {
+                    "param_dtype": dtype,
+                    "param_dtype_override_fn": lambda p, own=rounded: (
+                        dtype if id(p) in own else p.dtype
+                    ),
+                }
+            fully_shard(part, mp_policy=MixedPrecisionPolicy(**dtypes), **options)
+            sharding.shard_layers(part.modules())
 
     @torch.no_grad()
     def unsharded(self) -> tuple[Model, Method] | None:
@@ -114,45 +144,6 @@ class Shards:
         """Finalize the sharded layers but SLoPe's, whose own parameter computes the same."""
         if all("weight" in layer._parameters for layer in self.method.sparse_layers.values()):
             self.method.finalize(self.model)
-
-
-def shard(
-    model: nn.Module,
-    mesh: Any,
-    dtype: torch.dtype | None,
-    offload: bool,
-    world: World,
-    keeps_root: bool,
-) -> None:
-    """Shard each block of `model`, and the parameters outside of blocks.
-
-    dtype: autocast's dtype, if any.
-    offload: keep the shards in the host's memory.
-    world: its rank 0 provides the weights.
-    keeps_root: keep parameters outside of blocks gathered from the forward to the backward pass.
-    """
-    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
-
-    # The dtypes in which parameters are gathered and gradients summed.
-    dtypes: dict[str, Any] = {"reduce_dtype": torch.float32, "cast_forward_inputs": False}
-    options: dict[str, Any] = {"mesh": mesh}
-    if offload:
-        options["offload_policy"] = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu")
-    done: set[nn.Module] = set()
-    for part in (*blocks(model).values(), model):
-        _materialize_from_rank0(part, done, world)
-        if part is model:
-            options["reshard_after_forward"] = None if keeps_root else True
-        if dtype is not None and gathers_rounded():
-            rounded = {id(p) for p in _rounded(model)}
-            dtypes |= {
-                "param_dtype": dtype,
-                "param_dtype_override_fn": lambda p, own=rounded: (
-                    dtype if id(p) in own else p.dtype
-                ),
-            }
-        fully_shard(part, mp_policy=MixedPrecisionPolicy(**dtypes), **options)
-        sharding.shard_layers(part.modules())
 
 
 @torch.no_grad()

@@ -54,13 +54,13 @@ def _train(config, last):
 
 def _run(rank, ranks, runs):
     """`_train` each of `runs`, whose model rank 0 alone builds with numbers."""
-    shard = sharding.shard
+    shard = sharding.Shards._shard
 
-    def watched(model, *given, **options):
+    def watched(self, model, *given):
         assert {p.is_meta for p in model.parameters()} == {rank > 0}
-        shard(model, *given, **options)
+        shard(self, model, *given)
 
-    sharding.shard = watched
+    sharding.Shards._shard = watched
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
     with world("cpu"):
         for config, last in runs:
