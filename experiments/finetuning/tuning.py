@@ -13,18 +13,14 @@ from torch import Tensor
 
 from common_kernels import backend
 from experiments.config.initial import damage
-from experiments.config.run import resolve
 from experiments.config.settings import EpochConfig
 from experiments.data.pairs import padded
 from experiments.data.source import Batch, Request
 from experiments.data.tokenizer import Encoding, Frame, check_vocabulary, encode
 from experiments.finetuning import glue, squad
 from experiments.finetuning.config import SQUAD, FinetuneConfig
-from experiments.runs.finished import FinishedRun
 from experiments.support import checkpoint
 from experiments.support.errors import UserError
-from experiments.support.progress import say
-from experiments.training import routine
 from experiments.training.distributed import World
 from experiments.training.optimization import DTYPES
 from experiments.training.routine import Finalized, Training
@@ -222,16 +218,6 @@ class TaskMetrics:
 PREDICTIONS = "predictions"
 
 
-def finished(config: FinetuneConfig) -> dict[str, Any] | None:
-    """The result of this very config on this very data and these weights, if run to the end."""
-    return Finetuning(resolve(config)).finished()
-
-
-def run(config: FinetuneConfig, report: Callable[[str], None] = say) -> FinishedRun:
-    """Fine-tune, or do nothing if it is done."""
-    return routine.run(config, Finetuning, report)
-
-
 def metrics_text(metrics: dict[str, float]) -> str:
     """The metrics of a task in one line, without `score`, which repeats one of them."""
     return ", ".join(f"{name} {value:.1f}" for name, value in metrics.items() if name != "score")
@@ -334,3 +320,6 @@ class Finetuning(Training):
             checkpoint.write_text(self.directory / PREDICTIONS / name, text)
         self.report(f"{self.config.task}: {metrics_text(done.metrics)}")
         return [f"{PREDICTIONS}/{name}" for name in self.evaluation.files]
+
+
+finished, run = Finetuning.finished, Finetuning.run

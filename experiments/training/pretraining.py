@@ -13,14 +13,11 @@ from torch import Tensor
 
 from common_kernels import backend
 from experiments.config.initial import AVERAGED, LATENT, damage
-from experiments.config.run import RunConfig, resolve
+from experiments.config.run import RunConfig
 from experiments.data.corpus import CALIBRATION
 from experiments.data.source import Batch, Source, send
-from experiments.runs.finished import FinishedRun
 from experiments.support import checkpoint, results, tensor_files
 from experiments.support.errors import UserError
-from experiments.support.progress import say
-from experiments.training import routine
 from experiments.training.distributed import World
 from experiments.training.optimization import DTYPES, micro_batch_size
 from experiments.training.routine import Finalized, Training, finalized_averages, save_model
@@ -30,16 +27,6 @@ from methods.nn.ranks import alone
 from models.base import Model
 
 CALIBRATION_BATCH = 8  # sequences per forward pass; it does not change the statistics
-
-
-def finished(config: RunConfig) -> dict[str, Any] | None:
-    """The result of exactly this config, if it was run to the end and its files are intact."""
-    return Pretraining(resolve(config)).finished()
-
-
-def run(config: RunConfig, report: Callable[[str], None] = say) -> FinishedRun:
-    """Train, or resume, or do nothing if the run is done."""
-    return routine.run(config, Pretraining, report)
 
 
 class Pretraining(Training):
@@ -206,6 +193,9 @@ class Pretraining(Training):
                 f"it: alone they make it {step['expected_gain']:.2f} times as fast"
             )
         return wrote
+
+
+finished, run = Pretraining.finished, Pretraining.run
 
 
 def held_out(

@@ -21,7 +21,7 @@ from experiments.config.settings import ImplConfig
 from experiments.runs.finished import FinishedRun
 from experiments.support import checkpoint, results, tensor_files
 from experiments.support.errors import Diverged, UserError, check_installed
-from experiments.support.progress import silent
+from experiments.support.progress import say, silent
 from experiments.training import averages, legality
 from experiments.training.blocks import recompute
 from experiments.training.distributed import World, world
@@ -65,10 +65,58 @@ class Training:
         """The reason why a run with this result must be made again, if there is one."""
         raise NotImplementedError
 
-    def finished(self) -> dict[str, Any] | None:
-        """The result, if the run has ended and is not outdated."""
-        result, why = self.find()
+    @classmethod
+    def finished(cls, config: Any) -> dict[str, Any] | None:
+        """The result of exactly this config, on the present data and weights, if it was run to the
+        end and its files are intact."""
+        result, why = cls(resolve(config)).find()
         return result if why is None else None
+
+    @classmethod
+    def run(cls, config: Any, report: Callable[[str], None] = say) -> FinishedRun:
+        """Train, resume, or do nothing if the run is done. If parts do not fit, nothing is
+        written."""
+        impl: ImplConfig = config.impl
+        with process_settings(impl), world(impl.device, impl.offload) as here:
+            report = report if here.is_main else silent
+            run = here.broadcast_from_rank0(lambda: resolve(config))
+            training = cls(run, report)
+            if (ended := _ended(training, here)[0]) is not None:
+                return FinishedRun(run.directory, ended)
+            for viewer in impl.loggers:
+                check_installed(viewer, f"impl.loggers has {viewer}", "logging")
+            training.hashes = training.inputs()
+            built = training.build(here)
+            if impl.activation_checkpointing:
+                recompute(built.model)
+            shards = None
+            if shards_weights(impl, here):
+                shards = Shards(built.model, built.method, impl, DTYPES[built.train.dtype], here)
+            accelerate(built.method, built.tokens, impl)
+            if training.inputs() != training.hashes:
+                raise UserError(
+                    f"{run.directory}: the weights to start from, or the data, were changed while "
+                    "they were read; run the same command again"
+                )
+            with ExitStack() as stack:
+                here.broadcast_from_rank0(
+                    lambda: stack.enter_context(checkpoint.exclusive(run.directory))
+                )
+                ended, why = _ended(training, here)  # by another process, since we looked
+                if ended is not None:
+                    return FinishedRun(run.directory, ended)
+                if why is not None:
+                    report(f"{why}; trained anew")
+                trainer = training.trainer(built, here)
+                if training.reseeds or here.size > 1:  # dropout must differ by rank
+                    seeds = np.random.SeedSequence([config.seed, here.rank])
+                    torch.manual_seed(int(seeds.generate_state(1)[0]))
+                trainer.resume()
+                if trainer.world.is_main:
+                    # A result that is still here diverged, or its weights are damaged or outdated.
+                    (training.directory / results.FILE).unlink(missing_ok=True)
+                training.begin(trainer)
+                return FinishedRun(run.directory, _train(training, trainer, shards))
 
     def inputs(self) -> tuple[Any, Any]:
         """Hashes of the present files of the weights to start from, and of the data."""
@@ -101,51 +149,6 @@ class Training:
     def write(self, trainer: Trainer, done: Finalized, result: dict[str, Any]) -> list[str]:
         """Write files, add to `result`, and return the files' names; called on rank 0."""
         raise NotImplementedError
-
-
-def run(config: Any, kind: Callable[..., Training], report: Callable[[str], None]) -> FinishedRun:
-    """Train, resume, or do nothing if the run is done; nothing is written if parts do not fit."""
-    impl: ImplConfig = config.impl
-    with process_settings(impl), world(impl.device, impl.offload) as here:
-        report = report if here.is_main else silent
-        run = here.broadcast_from_rank0(lambda: resolve(config))
-        training = kind(run, report)
-        if (ended := _ended(training, here)[0]) is not None:
-            return FinishedRun(run.directory, ended)
-        for viewer in impl.loggers:
-            check_installed(viewer, f"impl.loggers has {viewer}", "logging")
-        training.hashes = training.inputs()
-        built = training.build(here)
-        if impl.activation_checkpointing:
-            recompute(built.model)
-        shards = None
-        if shards_weights(impl, here):
-            shards = Shards(built.model, built.method, impl, DTYPES[built.train.dtype], here)
-        accelerate(built.method, built.tokens, impl)
-        if training.inputs() != training.hashes:
-            raise UserError(
-                f"{run.directory}: the weights to start from, or the data, were changed while they "
-                "were read; run the same command again"
-            )
-        with ExitStack() as stack:
-            here.broadcast_from_rank0(
-                lambda: stack.enter_context(checkpoint.exclusive(run.directory))
-            )
-            ended, why = _ended(training, here)  # by another process, since we looked
-            if ended is not None:
-                return FinishedRun(run.directory, ended)
-            if why is not None:
-                report(f"{why}; trained anew")
-            trainer = training.trainer(built, here)
-            if training.reseeds or here.size > 1:  # dropout must differ by rank
-                seeds = np.random.SeedSequence([config.seed, here.rank])
-                torch.manual_seed(int(seeds.generate_state(1)[0]))
-            trainer.resume()
-            if trainer.world.is_main:
-                # A result that is still here diverged, or its weights are damaged or outdated.
-                (training.directory / results.FILE).unlink(missing_ok=True)
-            training.begin(trainer)
-            return FinishedRun(run.directory, _train(training, trainer, shards))
 
 
 def _ended(training: Training, here: World) -> tuple[dict[str, Any] | None, str | None]:
