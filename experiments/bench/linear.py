@@ -20,7 +20,7 @@ from common_kernels import relu24
 from experiments.bench import dense_fp8, gates, variants
 from experiments.bench.report import MIB, Report, Row
 from experiments.bench.timing import Call, in_turns
-from experiments.bench.variants import VARIANTS, Bench
+from experiments.bench.variants import NETWORKS, VARIANTS, Bench
 from experiments.support.errors import UserError
 from methods.nn.gemms import DENSE
 
@@ -49,7 +49,7 @@ def bench(options: argparse.Namespace, report: Report) -> None:
             gate(name, shape, *own)
         report.note(f"correctness of {shape_name(shape)}: green")
         for network in (False, True):
-            alike = [name for name in names if variants.variant(name).network == network]
+            alike = [name for name in names if (name in NETWORKS) == network]
             for row in compared(alike, shape, options) if alike else ():
                 report.add(row)
     if not on_gpu:
@@ -70,7 +70,7 @@ def compared(names: list[str], shape: Shape, options: argparse.Namespace) -> Ite
     """The rows of the named variants, all linears or all networks, in turns with dense ones."""
     rates, dtype = [dense_products(shape, options)], variants.dtype_of(options.device)
     peers, text = ["dense"], shape_name(shape)
-    if variants.variant(names[0]).network:
+    if names[0] in NETWORKS:
         rates.append(dense_products((shape[0], shape[2], shape[1]), options))
         peers, text = [variants.RELU2, variants.RELU2_FP8], f"{text} -> {shape[1]}"
     of = (shape, dtype, options.device, options.matmul, BUFFERS)
@@ -119,7 +119,7 @@ def build(
     linear = nn.Linear(inputs, outputs, bias=False, device="meta")
     linear.weight = nn.Parameter(normal(outputs, inputs, std=0.02))
     model = nn.Sequential(linear)
-    if variants.variant(name).network:
+    if name in NETWORKS:
         model.extend([nn.Identity(), nn.Linear(outputs, inputs, bias=False, device="meta")])
         vars(model[1])["forward"] = partial(relu24, prune=False)
         model[2].weight = nn.Parameter(normal(inputs, outputs, std=0.02))
@@ -132,7 +132,7 @@ def build(
 def gate(name: str, shape: Shape, dtype: torch.dtype, device: torch.device, matmul: str) -> None:
     """Raise a `UserError` unless the linear's products agree with masked dense formulas."""
     built = build(name, shape, dtype, device, matmul, 1)
-    if variants.variant(name).network:
+    if name in NETWORKS:
         gates.check_network(name, built)
     else:
         gates.check(name, built, shape)

@@ -32,15 +32,13 @@ FORMATS = {
 @dataclass(frozen=True)
 class Setup:
     """A method with the options of one row. fp8: the recipe of its FP8 products, a key of FORMATS,
-    or "". simulated: its products run dense. repack: as for `methods.Method.accelerate`. network:
-    two linears with a squared ReLU between them are measured, in the place of one."""
+    or "". simulated: its products run dense. repack: as for `methods.Method.accelerate`."""
 
     method: str
     options: dict[str, Any] = field(default_factory=dict)
     fp8: str = ""
     simulated: bool = False
     repack: bool = False
-    network: bool = False
 
 
 # No time depends on where the zeros are, and drawing a random mask takes longer than measuring.
@@ -63,14 +61,14 @@ ON_FP8_UNITS = {
     if name == own.method != "dense"
 }
 RELU2, RELU2_FP8 = "relu2", "relu2, dense fp8"  # dense, with the activation in one kernel
-NETWORKS = {
-    RELU2: Setup("act24", {"dense_fraction": 1.0}, network=True),
-    RELU2_FP8: Setup("dense", fp8="hybrid", network=True),
-    "act24": Setup("act24", network=True),
-    "act24, tokens sampled": Setup("act24", {"dense_features": 0.05}, network=True),
-    "act24, all sampled": Setup("act24", {"dense_features": 0.0}, network=True),
-    "act24, fp8": Setup("act24", {"fp8": ON_UNITS}, fp8=ON_UNITS, network=True),
-    "act24, fp8 delayed": Setup("act24", {"fp8": "hopper_delayed"}, fp8=ON_UNITS, network=True),
+NETWORKS = {  # of two linears with a squared ReLU between them, in the place of one linear
+    RELU2: Setup("act24", {"dense_fraction": 1.0}),
+    RELU2_FP8: Setup("dense", fp8="hybrid"),
+    "act24": Setup("act24"),
+    "act24, tokens sampled": Setup("act24", {"dense_features": 0.05}),
+    "act24, all sampled": Setup("act24", {"dense_features": 0.0}),
+    "act24, fp8": Setup("act24", {"fp8": ON_UNITS}, fp8=ON_UNITS),
+    "act24, fp8 delayed": Setup("act24", {"fp8": "hopper_delayed"}, fp8=ON_UNITS),
 }
 VARIANTS = {
     **BF16,
