@@ -43,14 +43,11 @@ class Descent:
         parameters = [p for p in optimization.model.parameters() if p.grad is not None]
         self.weights = [(p, p.detach().clone(), p.grad) for p in parameters]
         optimization.optimizer.zero_grad(set_to_none=True)
-        set_generators(self.generators, optimization.device)
 
     @torch.no_grad()
     def after(self) -> dict[str, Tensor]:
         """The changes on this rank; their mean over the ranks is that of the whole batch."""
-        device = self.optimization.device
-        state = generators(device)
-        predicted = torch.zeros((), dtype=torch.float64, device=device)
+        predicted = torch.zeros((), dtype=torch.float64, device=self.optimization.device)
         for parameter, weight, gradient in self.weights:
             assert gradient is not None
             predicted += (gradient.double() * (parameter.detach() - weight)).sum() / self.scale
@@ -60,7 +57,6 @@ class Descent:
             self._put([mask for _, mask in self.masks])
             changes["old_masks_change"] = self._loss() - self.loss
             self._put(new)
-        set_generators(state, device)
         return changes
 
     def _put(self, masks: list[Tensor]) -> None:
@@ -71,16 +67,17 @@ class Descent:
     def _loss(self) -> Tensor:
         """The loss of the batch, always with the same dropout. If gradients are enabled, they are
         added to the parameters' gradients, scaled as in a step."""
-        optimization = self.optimization
-        set_generators(self.generators, optimization.device)
+        optimization, device = self.optimization, self.optimization.device
         seen = [amax.clone() for amax in self.seen]
-        total = torch.zeros((), device=optimization.device)
-        for batch, share in zip(self.batches, self.shares, strict=True):
-            with optimization.autocast():
-                loss = optimization.method.micro_batch_loss(optimization.model, batch) * share
-            if torch.is_grad_enabled():
-                optimization.scaler.scale(loss).backward()
-            total += loss.detach()
+        total = torch.zeros((), device=device)
+        with torch.random.fork_rng([device] if device.type == "cuda" else ()):
+            set_generators(self.generators, device)
+            for batch, share in zip(self.batches, self.shares, strict=True):
+                with optimization.autocast():
+                    loss = optimization.method.micro_batch_loss(optimization.model, batch) * share
+                if torch.is_grad_enabled():
+                    optimization.scaler.scale(loss).backward()
+                total += loss.detach()
         for amax, before in zip(self.seen, seen, strict=True):
             amax.copy_(before)
         return total
