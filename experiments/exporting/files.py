@@ -8,7 +8,7 @@ import importlib
 import json
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -215,9 +215,7 @@ def describe(
     """The entries of sparse24.json for the tensors in a folder, by name, in order. places: the
     result of `where_stored`. patterns: of the linears."""
     found = {}
-    for name, tensor in tensors(folder):
-        if name not in places:
-            continue
+    for name, tensor in tensors(folder, places):
         linear, axis, _ = places[name]
         n, m = patterns[linear]
         found[name] = {
@@ -252,9 +250,7 @@ def divisions(folder: Path, places: Mapping[str, tuple[str, int, slice]]) -> dic
     """The weights in a folder that are 2:4, or are so beside dense columns, by name, before they
     are quantised, which makes more zeros. places: the result of `where_stored`."""
     found = {}
-    for name, tensor in tensors(folder):
-        if name not in places:
-            continue
+    for name, tensor in tensors(folder, places):
         axis = places[name][1]
         matrix = tensor if axis == 1 else tensor.t().contiguous()
         every = torch.arange(matrix.shape[1])
@@ -319,9 +315,10 @@ def compress(
     return dict(sizes)
 
 
-def tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
-    """Yield the name and content of each tensor of the model in a folder, one at a time."""
+def tensors(folder: Path, names: Container[str] | None = None) -> Iterator[tuple[str, Tensor]]:
+    """Yield name and content of each tensor, or of these, of the model in a folder, one by one."""
     for path in sorted(folder.glob("model*.safetensors")):
         with safe_open(path, "pt") as file:
             for name in file.keys():  # noqa: SIM118 - not a dict
-                yield name, file.get_tensor(name)
+                if names is None or name in names:
+                    yield name, file.get_tensor(name)
