@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -48,6 +48,7 @@ class TrainConfig:
     fp8_samples: is also the micro-batch of a rank.
     """
 
+    group: ClassVar[str] = "train"  # the config group that has the settings, for messages
     steps: int
     batch_size: int
     learning_rate: float
@@ -145,6 +146,7 @@ class TrainConfig:
 class EpochConfig(TrainConfig):
     """A training in whole epochs over `samples` samples; an epoch's last batch may be smaller."""
 
+    group: ClassVar[str] = "recipe"
     samples: int
 
     @property

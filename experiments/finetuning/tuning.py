@@ -227,7 +227,6 @@ class Finetuning(Training):
     """A training of a `FinetuneConfig` with one task."""
 
     config: FinetuneConfig
-    group = "recipe"
     reseeds = False
 
     def outdated(self, result: dict[str, Any]) -> str | None:

@@ -105,7 +105,6 @@ class Optimization:
     graphed: replay the passes from CUDA graphs; `report` is called if they cannot be used after
         all.
     ranks: number of processes that share each step's samples.
-    group: the name of the config group of `train`, for messages.
     """
 
     def __init__(
@@ -119,10 +118,9 @@ class Optimization:
         graphed: bool = False,
         report: Callable[[str], None] = say,
         ranks: int = 1,
-        group: str = "train",
     ) -> None:
         self.model, self.method, self.train = model, method, train
-        self.device, self.dtype, self.group = device, DTYPES[train.dtype], group
+        self.device, self.dtype = device, DTYPES[train.dtype]
         impl = impl or ImplConfig()
         self.optimizer = make_optimizer(method, model, train, impl.optimizer == "fused")
         # Remember indices, because loading a checkpoint replaces the groups.
@@ -223,7 +221,7 @@ class Optimization:
 
     def diverged(self, reason: str) -> Diverged:
         others = " or ".join(dtype for dtype in ("bf16", "fp32") if dtype != self.train.dtype)
-        return Diverged(reason, f"lower {self.group}.learning_rate, or train in {others}")
+        return Diverged(reason, f"lower {self.train.group}.learning_rate, or train in {others}")
 
     def to_device(self, batch: Batch) -> Batch:
         return {name: send(value, self.device) for name, value in batch.items()}

@@ -48,7 +48,6 @@ class Finalized(NamedTuple):
 class Training:
     """The steps in which pre-training and fine-tuning differ. `report` prints on rank 0 alone."""
 
-    group: ClassVar[str] = "train"  # the config group of the training's settings
     reseeds: ClassVar[bool] = True  # draw dropout from other numbers than the initial weights
     hashes: tuple[Any, Any]  # the `inputs` that are trained on
 
@@ -130,7 +129,7 @@ class Training:
         """The trainer of a built model, which may be sharded by now, at its first step."""
         identity, config = f"{self.id} {self.hashes[0]}", self.config.as_dict()
         place = self.config.impl, here, self.directory
-        return Trainer(built, *place, identity, config, self.report, self.group)
+        return Trainer(built, *place, identity, config, self.report)
 
     def begin(self, trainer: Trainer) -> None:
         """Called before the first step, once it is certain that this process trains."""

@@ -62,7 +62,7 @@ class Built:
 class Trainer:
     """Trains a built model, which is on its device by now. identity: hashes of the config and the
     initial weights; a checkpoint with another one, or of other data, is refused. config: for the
-    viewers of the log. group: the name of the config group of `train`, for messages."""
+    viewers of the log."""
 
     def __init__(
         self,
@@ -73,10 +73,9 @@ class Trainer:
         identity: str,
         config: dict[str, Any],
         report: Callable[[str], None],
-        group: str = "train",
     ) -> None:
         model, method, train = built.model, built.method, built.train
-        self.model, self.method, self.train, self.group = model, method, train, group
+        self.model, self.method, self.train = model, method, train
         self.source, self.evaluation = built.source, built.evaluation
         self.identity, self.directory, self.world = identity, directory, world
         self.checkpoints = directory / "checkpoints"
@@ -94,7 +93,6 @@ class Trainer:
             graphed=replayed,
             report=report,
             ranks=world.size,
-            group=group,
         )
         own = averages.trained(model) if train.ema or train.average_last else {}
         self.averages = {name: value.clone() for name, value in own.items()}
@@ -225,15 +223,15 @@ class Trainer:
         try:
             loss, norm = self.optimization.step(self.step, batches, shares)
         except NonFiniteGradient as error:
-            mean = float(self.world.all_reduce_mean(error.loss))
+            mean, group = float(self.world.all_reduce_mean(error.loss)), self.train.group
             # This step has not changed the weights yet, so they are the last good ones.
             self.save(before)
             self.saver.wait()
             raise Diverged(
                 f"the gradient of step {self.step} is not finite (loss {mean:.4g})",
                 f"the state before it is saved in {self.checkpoints}. Start anew with a lower "
-                f"{self.group}.learning_rate"
-                f"{'' if self.train.dtype == 'fp32' else f', or with {self.group}.dtype=fp32'}",
+                f"{group}.learning_rate"
+                f"{'' if self.train.dtype == 'fp32' else f', or with {group}.dtype=fp32'}",
             ) from error
         if descent is not None:
             changes = descent.after().items()
