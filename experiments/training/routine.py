@@ -56,9 +56,10 @@ class Training:
         self.report = report
 
     def find(self) -> tuple[dict[str, Any] | None, str | None]:
-        """(the result if the run has ended, the reason if it must be made again)."""
+        """(the result if there is nothing to do, why a run that has ended must be made again)."""
         result = results.read_finished(self.directory, self.id)
-        return result, None if result is None else self.outdated(result)
+        why = None if result is None else self.outdated(result)
+        return (result if why is None else None), why
 
     def outdated(self, result: dict[str, Any]) -> str | None:
         """The reason why a run with this result must be made again, if there is one."""
@@ -68,8 +69,7 @@ class Training:
     def finished(cls, config: Any) -> dict[str, Any] | None:
         """The result of exactly this config, on the present data and weights, if it was run to the
         end and its files are intact."""
-        result, why = cls(resolve(config)).find()
-        return result if why is None else None
+        return cls(resolve(config)).find()[0]
 
     @classmethod
     def run(cls, config: Any, report: Callable[[str], None] = say) -> FinishedRun:
@@ -151,15 +151,14 @@ class Training:
 
 
 def _ended(training: Training, here: World) -> tuple[dict[str, Any] | None, str | None]:
-    """(the result if there is nothing to do, why a run that has ended must be made again). Only
-    rank 0 decides, because another process may finish the run while the ranks look."""
+    """`Training.find`. Only rank 0 decides, because another process may finish the run while the
+    ranks look."""
     result, why = here.broadcast_from_rank0(training.find)
-    if result is None or why is not None:
-        return None, why
-    training.report(f"done already: {training.directory}")
-    if here.is_main:  # left by a process that was killed after writing the result
-        shutil.rmtree(training.directory / "checkpoints", ignore_errors=True)
-    return result, None
+    if result is not None:
+        training.report(f"done already: {training.directory}")
+        if here.is_main:  # left by a process that was killed after writing the result
+            shutil.rmtree(training.directory / "checkpoints", ignore_errors=True)
+    return result, why
 
 
 def _train(training: Training, trainer: Trainer, shards: Shards | None) -> dict[str, Any]:
