@@ -139,10 +139,10 @@ def measure(
         for _ in range(WARM_UP if on_gpu else 1):
             step.ordinary()
         times, figures = timed(step, options.repeats)
-        figures |= profiled(step, row, shape, options, here)
+        figures |= profiled(step, row, shape, options)
     parameters = sum(p.numel() for p in step.parameters)  # of a DTensor the whole
     figures |= {"first step s": first_s, "parameters M": parameters / 1e6}
-    check(step, row, here)
+    check(step, row)
     used = f"{step.used}; {here.size} x {kind}"
     step.close()
     figures = {f"{job.unit}/s per GPU": 1e3 * job.items / times.ms, **figures}
@@ -184,25 +184,23 @@ def mark(on_gpu: bool) -> Any:
     return event
 
 
-def profiled(
-    step: Shared, row: str, shape: str, options: argparse.Namespace, here: World
-) -> dict[str, float]:
+def profiled(step: Shared, row: str, shape: str, options: argparse.Namespace) -> dict[str, float]:
     """The times of NCCL's and of all other kernels in a step, of rank 0, which
     `<record>_kernels.json` lists."""
     kernels = profile.profiled(step, PROFILED if step.device.type == "cuda" else 1)
     found = profile.by_kind(kernels)
     nccl = sum(one["ms"] for one in kernels if "nccl" in one["name"].lower())
-    if here.is_main:
+    if step.here.is_main:
         profile.write(options.out, shape, row, kernels)
     return {"NCCL ms": nccl, "other kernels ms": found["kernels ms"] - nccl,
             "kernels": found["kernels"]}  # fmt: skip
 
 
-def check(step: Shared, row: str, here: World) -> None:
+def check(step: Shared, row: str) -> None:
     """Raise a `UserError` unless the loss is finite, and under DDP all ranks' weights equal."""
     loss, weights = float(step.loss().detach()), [0.0]
     if step.kind == DDP:
         weights = [float(p.detach().double().sum()) for p in step.parameters[:8]]
-    every = here.all_gather(weights)
+    every = step.here.all_gather(weights)
     if not math.isfinite(loss) or any(own != weights for own in every):
         raise UserError(f"{row}: the loss is {loss:.4g}, or the ranks' weights differ: {every}")
