@@ -19,7 +19,7 @@ token of each sequence after 128 others, on a GPU in a CUDA graph, as serving en
 import argparse
 import copy
 import functools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,13 +55,12 @@ LIMITS = {
 
 @dataclass(frozen=True)
 class Size:
-    """A LLaMA, the tokens of a prompt and of a prefill, and the sequences of a generation."""
+    """A LLaMA, and the tokens of a prompt (`text`) and of a prefill, and the sequences of a
+    generation, a row for each."""
 
     name: str
     shape: Mapping[str, int]
-    prompts: tuple[int, ...]
-    tokens: tuple[int, ...]
-    sequences: tuple[int, ...]
+    counts: Mapping[str, tuple[int, ...]]
 
 
 SIZES = {
@@ -69,19 +68,19 @@ SIZES = {
         "LLaMA nano",
         {"vocab_size": 320, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
          "num_attention_heads": 2, "num_key_value_heads": 1},
-        (8,), (8, 128), (1, 4),
+        {"text": (8,), "prefill": (8, 128), "generation": (1, 4)},
     ),
     "1.1B": Size(
         "LLaMA 1.1B",
         {"vocab_size": 32000, "hidden_size": 2048, "intermediate_size": 5632,
          "num_hidden_layers": 22, "num_attention_heads": 32, "num_key_value_heads": 4},
-        (128, 1024), (256, 4096, 16384), (1, 16, 256, 1024),
+        {"text": (128, 1024), "prefill": (256, 4096, 16384), "generation": (1, 16, 256, 1024)},
     ),
     "7B": Size(
         "LLaMA 7B",
         {"vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 11008,
          "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 32},
-        (128, 1024), (1024, 4096), (1, 16, 256),
+        {"text": (128, 1024), "prefill": (1024, 4096), "generation": (1, 16, 256)},
     ),
 }  # fmt: skip
 
@@ -112,7 +111,10 @@ def measure(size: Size, chosen: list[str], options: argparse.Namespace, report: 
         if "chosen" in models:
             where = " in a CUDA graph" if in_graphs else ""
             add_limits(where, models["chosen"], size, report)
-        for count, unit, start in works(work, size):
+        generate = functools.partial(text, compiled=work == "compiled text")
+        kinds = {"prefill": ("tokens", prefill), "generation": ("sequences", generation)}
+        unit, start = kinds.get(work, (f"tokens and {NEW} new ones", generate))
+        for count in size.counts[work.removeprefix("compiled ")]:
             calls = {name: start(model, count) for name, model in models.items()}
             # The calls of a text replay graphs of their own.
             captured = work == "generation"
@@ -127,17 +129,6 @@ def measure(size: Size, chosen: list[str], options: argparse.Namespace, report: 
                 figures = {"tokens/s": 1e3 * done / times[name].ms}
                 what = (f"{work}, {name}", "bfloat16", shape, used, times[name])
                 report.add(Row(*what, peers, figures=figures))
-
-
-def works(work: str, size: Size) -> Iterable[tuple[int, str, Callable[[Any, int], Any]]]:
-    """(number, its unit, function that makes the call) of each row of a kind of work."""
-    if work == "prefill":
-        return [(n, "tokens", prefill) for n in size.tokens]
-    if work == "generation":
-        return [(n, "sequences", generation) for n in size.sequences]
-    compiled = work == "compiled text"
-    start = functools.partial(text, compiled=compiled)
-    return [(n, f"tokens and {NEW} new ones", start) for n in size.prompts]
 
 
 def build(size: Size, device: torch.device) -> Any:

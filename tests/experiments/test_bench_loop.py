@@ -19,9 +19,9 @@ def tiny(monkeypatch):
     small = {"": loop.llama(1, 64, 128, 320, (2, 8))}
     monkeypatch.setattr(loop, "QUICK", small)
     monkeypatch.setattr(loop, "CALLS", 1)
-    shape = {**serve.SIZES["nano"].shape, "num_hidden_layers": 1}
-    size = replace(serve.SIZES["nano"], shape=shape, tokens=(8,), sequences=(2,))
-    monkeypatch.setitem(serve.SIZES, "nano", size)
+    nano, counts = serve.SIZES["nano"], {"text": (8,), "prefill": (8,), "generation": (2,)}
+    shape = {**nano.shape, "num_hidden_layers": 1}
+    monkeypatch.setitem(serve.SIZES, "nano", replace(nano, shape=shape, counts=counts))
     monkeypatch.setattr(serve, "CONTEXT", 4)
     monkeypatch.setattr(serve, "NEW", 3)
 
