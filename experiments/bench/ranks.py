@@ -91,15 +91,14 @@ class Trained(nn.Module):
 
 
 class Shared(Step):
-    """The step of a rank. compiles: compile its blocks."""
+    """The step of a rank."""
 
     def __init__(self, name: str, kind: str, job: Workload, matmul: str, here: World) -> None:
         self.kind, self.here = kind, here
-        self.compiles = here.device.type == "cuda"
         super().__init__(name, job, here.device, matmul, fused=name != "dense")
 
     def distribute(self) -> None:
-        for block in self.blocks if self.compiles else ():
+        for block in self.blocks if self.device.type == "cuda" else ():
             block.compile()
         whole: Any = Trained(self.model, self.forward)
         if self.kind == FSDP2:
