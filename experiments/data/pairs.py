@@ -81,19 +81,19 @@ class TranslationPairs:
         self, corpus: Corpus, data: PairsConfig, model: TransformerConfig, batch_size: int
     ) -> None:
         check_fits(corpus, model.vocab_size)
-        self.corpus, self.data, self.batch_size = corpus, data, batch_size
+        self.corpus, self.batch_size = corpus, batch_size
         self.directory, self.fingerprint = corpus.directory, corpus.fingerprint
         self.end: int = corpus.manifest["tokenizer"]["end_of_text"]
-        self.limit = min(data.max_tokens or model.block_size, model.block_size, data.batch_tokens)
+        limit = min(data.max_tokens or model.block_size, model.block_size, data.batch_tokens)
         self._order = lru_cache(maxsize=2)(self._epoch)  # a step may have parts of two epochs
         self.train, self.val = (
-            ShortPairs(Sentences(corpus.tokens[split], self.end), self.limit, data.batch_tokens)
+            ShortPairs(Sentences(corpus.tokens[split], self.end), limit, data.batch_tokens)
             for split in ("train", "val")
         )
         for name, split in (("train", self.train), ("val", self.val)):
             if not len(split.pairs):
                 raise UserError(
-                    f"no pair of the {name} split of {self.directory} has at most {self.limit} "
+                    f"no pair of the {name} split of {self.directory} has at most {limit} "
                     "tokens in either language; set data.max_tokens higher"
                 )
 
