@@ -134,6 +134,9 @@ class Method(distillation.Method):
     def calibrate(self, model: nn.Module, batches: Iterable[Mapping[str, Any]]) -> None:
         """Keep the batches for `convert`, which runs the model on them once per layer."""
         self._batches = list(batches)
+        for batch in self._batches:
+            if not isinstance(batch, Mapping):
+                raise TypeError(f"batches are dicts, as method.loss takes them, not {type(batch)}")
 
     @torch.no_grad()
     def convert(self, model: nn.Module, dtype: torch.dtype | None = None) -> base.Report:

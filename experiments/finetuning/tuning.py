@@ -252,8 +252,8 @@ class Finetuning(Training):
         recipe = replace(config.recipe, max_length=longest)
         if longest < asked:
             self.report(
-                f"recipe.max_length={asked} does not fit the model of {config.source}: it is "
-                f"{longest} here"
+                f"recipe.max_length={asked} does not fit the model of "
+                f"{getattr(config.source, 'path', config.source)}: it is {longest} here"
             )
         encoding, lowered = source.tokenizer(), replace(config, recipe=recipe)
         make, frame = _squad if config.task == SQUAD else _classification, Frame.of(encoding)

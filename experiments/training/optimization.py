@@ -51,7 +51,7 @@ def micro_batch_size(
     if unit % ranks:
         raise UserError(
             f"train.{name}={unit} cannot be shared by {ranks} processes; choose an "
-            "nproc_per_node that divides it"
+            "nproc_per_node (of a plan, plan.gpus) that divides it"
         )
     size, setting = unit // ranks, "impl.micro_batch"
     if micro_batch is not None:

@@ -96,7 +96,8 @@ class MethodCallback(TrainerCallback):
                 raise
             raise ValueError(
                 f"max_steps={steps} in the TrainingArguments, and the method needs the number of "
-                "steps before the Trainer counts those of its epochs: set max_steps"
+                "steps before the Trainer counts those of its epochs: set max_steps, or the "
+                "method's total_steps"
             ) from error
         if ranks.place()[0] == 0:
             print(report)
