@@ -45,9 +45,12 @@ def driver(
                 raise RuntimeError(str(error)) from error
 
         def sweep(arguments: argparse.Namespace) -> None:
-            """Let hydra's launcher make the runs."""
+            """Let hydra's launcher make the runs, after a look at the config of each."""
             import hydra
             from hydra.core.hydra_config import HydraConfig
+
+            for job in jobs_of(arguments.overrides):
+                composed(config_name, typed, job)
 
             returned: list[Any] = []
             diverged: list[Diverged] = []
@@ -94,6 +97,18 @@ def driver(
         return command
 
     return decorate
+
+
+def jobs_of(overrides: Sequence[str]) -> list[list[str]]:
+    """The overrides of each run of a sweep; none if another sweeper than hydra's own makes them."""
+    from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+
+    parsed = OverridesParser.create().parse_overrides([*overrides])
+    if any(one.key_or_group == "hydra/sweeper" for one in parsed):
+        return []
+    own = [one for one in parsed if not one.key_or_group.startswith("hydra")]
+    return [job for batch in BasicSweeper.split_arguments(own, None) for job in batch]
 
 
 class _Parser(argparse.ArgumentParser):

@@ -37,13 +37,11 @@ def test_gradients_of_all_values_in_bf16():
     """Both backends agree although a GPU's roots are approximate, but for subnormals."""
     torch.manual_seed(0)
     values = torch.arange(2**7, 2**15, dtype=torch.int16).view(torch.bfloat16)
-    h = torch.zeros(len(values), 4, dtype=values.dtype)
-    h[:, 2] = values
+    h = torch.nn.functional.pad(values[:, None], (2, 1))
     for scale in 1.0, 2.0**-6, 2.0**9:
         given = (scale * torch.randn(h.shape)).to(h).to(DEVICE), h.to(DEVICE)
         found = [relu24_backward(*given, backend=b)[0] for b in BACKENDS]
-        for dz in found:
-            torch.testing.assert_close(dz, found[0], rtol=0, atol=0, equal_nan=True)
+        torch.testing.assert_close(found[-1], found[0], rtol=0, atol=0, equal_nan=True)
 
 
 @each(("dtype", "layout"), [(torch.bfloat16, BUFFERED), (torch.float32, "cutlass_sm90")])

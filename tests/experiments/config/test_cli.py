@@ -27,8 +27,11 @@ def changed(overrides, *values):
 def test_a_sweep_makes_one_directory_per_run(overrides, tmp_path, monkeypatch, capsys):
     """... and compares them."""
     shorter = changed(overrides, "train.steps=2")
-    arguments = ["pretrain", "-m", "method=ste,slope", "seed=0,1", *shorter]
-    monkeypatch.setattr("sys.argv", arguments)
+    monkeypatch.setattr("sys.argv", ["pretrain", "-m", "method=ste,stee", *shorter])
+    with pytest.raises(SystemExit):  # before the first run
+        pretrain.main()
+    assert not (tmp_path / "runs").exists()
+    monkeypatch.setattr("sys.argv", ["pretrain", "-m", "method=ste,slope", "seed=0,1", *shorter])
     pretrain.main()
     said = capsys.readouterr().out
     expected = {
