@@ -305,10 +305,11 @@ def test_a_loss_or_a_step_that_lacks_its_part_is_told():
             loop.method.on_step_end(0)
     loop = Loop("ste")
     loop.model.forward = lambda x: (x, x)
-    with pytest.raises(TypeError, match=r"scalar loss.*open_micro_batch"):
-        loop.method.loss(loop.model, {"x": torch.ones(2, 8)})
-    with pytest.raises(TypeError, match=r"a batch is a dict .*, not a .*open_micro_batch\(\)"):
-        loop.method.loss(loop.model, torch.ones(2, 8))
+    for batch, told in (({"x": torch.ones(8)}, "scalar loss"), ([], "a batch is a dict .*, not a")):
+        with pytest.raises(TypeError, match=rf"{told}.*open_micro_batch"):
+            loop.method.loss(loop.model, batch)
+    with pytest.raises(RuntimeError, match=r"no model: call convert\(model\) before the first"):
+        methods.build("ste").on_step_begin(0)
 
 
 def resumed(name, options=None, state=None):
