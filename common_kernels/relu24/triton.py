@@ -67,8 +67,8 @@ def run(
 
 @triton.jit
 def root(b, h):
-    """The square root of b in fp32, an entry of h. The hardware's, which takes a third of the pass
-    less, gives the same dZ in bf16 (a test has all values), but 0 for subnormals."""
+    """The square root of b in fp32, an entry of h. The hardware's shortens the pass by a third. In
+    bf16 it gives the same dZ (a test has all values), but 0 for subnormals."""
     return tl.sqrt(b) if h.dtype.element_ty == tl.bfloat16 else tl.sqrt_rn(b)
 
 

@@ -10,7 +10,7 @@ from . import conversion
 
 
 def unchanged(x: Tensor) -> Tensor:
-    """The forward pass of an activation that `Down` applies."""
+    """x: the forward pass of a part of a network whose work the second linear does."""
     return x
 
 
@@ -41,19 +41,18 @@ def is_network(module: nn.Module, linears: list[str], activation: str) -> bool:
     trial = copy.deepcopy(module).float().train()
     parts = [getattr(trial, name) for name in (linears[0], activation, linears[1])]
     first, between, second = (part.forward for part in parts)
-    devices = [up.device] if up.is_cuda else []
-    with torch.random.fork_rng(devices=devices):
-        found = []
-        try:
-            for whole in (None, lambda x: second(between(first(x)))):
-                if whole:
-                    for part, forward in zip(parts, (unchanged, unchanged, whole), strict=True):
-                        vars(part)["forward"] = forward
-                torch.manual_seed(0)  # of dropout that comes after the network
-                y = trial(torch.randn(1, 4, up.shape[1], device=up.device))
-                found.append(y if isinstance(y, Tensor) else y[0])
-        except Exception:  # of a module that takes other arguments, or hidden states of one size
-            return False
+    devices, found = [up.device] if up.is_cuda else [], []
+    try:
+        for whole in (None, lambda x: second(between(first(x)))):
+            if whole:
+                for part, forward in zip(parts, (unchanged, unchanged, whole), strict=True):
+                    vars(part)["forward"] = forward
+            # From the same state, also for dropout after the network, and back to it.
+            with torch.random.fork_rng(devices=devices):
+                y = trial(torch.randn(1, 4, up.shape[1], dtype=torch.float32, device=up.device))
+            found.append(y if isinstance(y, Tensor) else y[0])
+    except Exception:  # of a module that takes other arguments, or hidden states of one size
+        return False
     before, after = found
     same = before.shape == after.shape
     return same and bool((after - before).abs().max() <= 1e-4 * before.abs().max())
